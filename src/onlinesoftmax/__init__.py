@@ -1,0 +1,59 @@
+"""Softmax and its family at the speed of memory: one idea, the state (m, l), at every scale.
+
+    >>> import numpy as np
+    >>> import onlinesoftmax as osm
+    >>> osm.softmax(np.array([0.0, 0.0], dtype=np.float32))
+    array([0.5, 0.5], dtype=float32)
+
+Importing this package imports no framework; each is imported when its arrays first arrive.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import log_softmax, logsumexp, softmax
+    from .explanation import explain
+    from .plan import Plan, PlanError
+    from .problem import Problem
+    from .state import State
+    from .stream import apply_file
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Plan",
+    "PlanError",
+    "Problem",
+    "State",
+    "__version__",
+    "apply_file",
+    "explain",
+    "log_softmax",
+    "logsumexp",
+    "softmax",
+]
+
+_HOME = {
+    "softmax": "api",
+    "log_softmax": "api",
+    "logsumexp": "api",
+    "explain": "explanation",
+    "Plan": "plan",
+    "PlanError": "plan",
+    "Problem": "problem",
+    "State": "state",
+    "apply_file": "stream",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'onlinesoftmax' has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,114 @@
+"""NumPy, torch and JAX arrays under one set of names; a framework is touched only if it made the array."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+Array = Any
+"""A NumPy array, a torch tensor or a JAX array."""
+
+
+def namespace(x: Array) -> Any:
+    """The functions for the kind of array that x is.
+
+    Raises:
+        TypeError: x is none of the three, or is not floating point.
+    """
+    kind = array_kind(x)
+    if kind is None:
+        raise TypeError(f"expected a NumPy, torch or JAX array, got {type(x).__module__}.{type(x).__qualname__}")
+    xp = _BUILDERS[kind]()
+    if not xp.is_floating(x):
+        raise TypeError(f"expected a floating-point array, got dtype {x.dtype}")
+    return xp
+
+
+def array_kind(x: Array) -> str | None:
+    """ "numpy", "torch" or "jax" by the array's own type, or None; imports nothing."""
+    if isinstance(x, np.ndarray | np.generic):
+        return "numpy"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return "torch"
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.Array):
+        return "jax"
+    return None
+
+
+@cache
+def _numpy() -> SimpleNamespace:
+    return SimpleNamespace(
+        # bfloat16 and the float8 types of ml_dtypes are of kind "V" and name themselves.
+        is_floating=lambda x: x.dtype.kind == "f" or x.dtype.name.startswith(("bfloat", "float")),
+        accumulator=lambda x: _numpy_accumulator(x.dtype),
+        astype=lambda x, dtype: np.asarray(x).astype(dtype, copy=False),
+        max=lambda x, dim: np.max(x, axis=dim, keepdims=True),
+        sum=lambda x, dim: np.sum(x, axis=dim, keepdims=True),
+        full=lambda like, shape, value: np.full(shape, value, _numpy_accumulator(like.dtype)),
+        exp=np.exp,
+        log=np.log,
+        where=lambda condition, a, b: np.where(condition, _weak(a, b), _weak(b, a)),
+        isinf=np.isinf,
+        maximum=np.maximum,
+    )
+
+
+def _numpy_accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    # By size, not by ==: float64 in the other byte order is not equal to np.float64, and longdouble is wider.
+    return np.dtype(np.float64 if dtype.itemsize >= 8 else np.float32)
+
+
+def _weak(value: Any, other: Any) -> Any:
+    """A Python number in the dtype of the array beside it, as NumPy 2 does itself and NumPy 1 does not."""
+    return other.dtype.type(value) if isinstance(value, float) else value
+
+
+@cache
+def _torch() -> SimpleNamespace:
+    import torch
+
+    return SimpleNamespace(
+        is_floating=lambda x: x.is_floating_point(),
+        accumulator=lambda x: torch.float64 if x.dtype == torch.float64 else torch.float32,
+        astype=lambda x, dtype: x.to(dtype),
+        max=lambda x, dim: torch.amax(x, dim, keepdim=True),
+        sum=lambda x, dim: torch.sum(x, dim, keepdim=True),
+        full=lambda like, shape, value: torch.full(
+            shape, value, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
+        ),
+        exp=torch.exp,
+        log=torch.log,
+        where=torch.where,
+        isinf=torch.isinf,
+        maximum=torch.maximum,
+    )
+
+
+@cache
+def _jax() -> SimpleNamespace:
+    import jax.numpy as jnp
+
+    return SimpleNamespace(
+        is_floating=lambda x: jnp.issubdtype(x.dtype, jnp.floating),
+        accumulator=lambda x: jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32),
+        astype=lambda x, dtype: x.astype(dtype),
+        max=lambda x, dim: jnp.max(x, axis=dim, keepdims=True),
+        sum=lambda x, dim: jnp.sum(x, axis=dim, keepdims=True),
+        full=lambda like, shape, value: jnp.full(
+            shape, value, jnp.float64 if like.dtype == jnp.float64 else jnp.float32
+        ),
+        exp=jnp.exp,
+        log=jnp.log,
+        where=jnp.where,
+        isinf=jnp.isinf,
+        maximum=jnp.maximum,
+    )
+
+
+_BUILDERS = {"numpy": _numpy, "torch": _torch, "jax": _jax}

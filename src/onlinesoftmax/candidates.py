@@ -1,0 +1,186 @@
+"""What each strategy proposes for a problem: the planner's table, one row for each.
+
+Every number here was chosen by a sweep on an H200 and is explained where it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .device import Device
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One strategy's blocks for one problem.
+
+    Attributes:
+        backend, strategy: Who runs it, and how rows map to the machine.
+        reason: Why these blocks, in one sentence.
+        programs: Programs of the largest launch.
+        block: Columns that one program holds at a time.
+        rows_per_program: Rows that one program holds at a time.
+        depth: Columns of a block that share a lane and one rescaling of its state.
+        warps: Warps of a program.
+        stages: Tiles in flight in a persistent program; 0 when each program has one tile.
+        splits: Programs that share a row.
+        launches: Kernel launches.
+        reads: Times the input is read.
+    """
+
+    backend: str
+    strategy: str
+    reason: str
+    programs: int
+    block: int
+    rows_per_program: int = 1
+    depth: int = 1
+    warps: int = 0
+    stages: int = 0
+    splits: int = 1
+    launches: int = 1
+    reads: int = 1
+
+
+REGISTER_ELEMENTS = 64
+"""32-bit elements of a row that one thread keeps in registers beside what it works with."""
+
+MERGE_FAN = 4096
+"""States that one program of `split` merges: 32 a thread."""
+
+
+def triton_row(problem: Problem, device: Device) -> Candidate | str:
+    """Whole rows in registers."""
+    if refusal := _no_triton(device):
+        return refusal
+    block = _power_of_two(problem.cols)
+    words = 2 if problem.itemsize == 8 else 1
+    most = 1024 * REGISTER_ELEMENTS // words
+    if block > most:
+        return (
+            f"a row of {problem.cols} columns, padded to {block}, does not fit the registers of one program: "
+            f"{most} {problem.dtype} elements do"
+        )
+    # 16 elements a thread: two 16-byte loads in flight, and registers left for full occupancy.
+    # A tile of fewer than 1024 elements would spend its time in being scheduled.
+    rows = max(1, 1024 // block)
+    warps = _clamp(rows * block * words // 512, 1, 16)
+    programs, stages = -(-problem.rows // rows), 0
+    if block * words >= 32768:
+        warps = 32
+        # The block fills its multiprocessor, so nothing else loads while it reduces: let it
+        # prefetch its own next rows, where three of them fit shared memory.
+        if 3 * block * problem.itemsize <= device.shared_memory and problem.rows > device.multiprocessors:
+            programs, stages = device.multiprocessors, 3
+    elif block == 16384 and problem.itemsize == 2:
+        # Fewer, busier threads: more blocks stay resident.
+        warps = 8
+    reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
+    if rows > 1:
+        reason += f"; {rows} rows share a program"
+    if stages:
+        reason += f"; {stages} rows are in flight on each multiprocessor"
+    return Candidate("triton", "row", reason, programs, block, rows, warps=warps, stages=stages)
+
+
+def triton_looped(problem: Problem, device: Device) -> Candidate | str:
+    """One program streams one row."""
+    if refusal := _no_triton(device):
+        return refusal
+    depth = 4
+    # 8 elements of a lane side by side are one 16-byte load of 16-bit data.
+    lanes = _clamp(_power_of_two(problem.cols) // depth, 32, 2048 if problem.itemsize == 8 else 4096)
+    return Candidate(
+        "triton", "looped",
+        f"one program streams each row of {problem.cols} columns, twice where it writes; "
+        f"{problem.rows} rows share the device",
+        programs=problem.rows, block=depth * lanes, depth=depth, warps=_clamp(lanes // 256, 1, 16),
+        reads=_reads(problem),
+    )  # fmt: skip
+
+
+def triton_split(problem: Problem, device: Device) -> Candidate | str:
+    """Many programs share a row."""
+    if refusal := _no_triton(device):
+        return refusal
+    lanes, warps = 1024, 4
+    # Small rows make small tiles, so that there is one for every multiprocessor.
+    depth = 4 if problem.itemsize == 8 or problem.cols < 16 * lanes * device.multiprocessors else 8
+    tile = depth * lanes
+    # 32 programs a multiprocessor: enough to even out their ends, few enough to merge in one launch.
+    wanted = max(1, 32 * device.multiprocessors // max(problem.rows, 1))
+    tiles = max(1, -(-problem.cols // tile))
+    splits = -(-tiles // -(-tiles // wanted))
+    merges, count = 1, -(-splits // MERGE_FAN)
+    while count > 1:
+        merges, count = merges + 1, -(-count // MERGE_FAN)
+    return Candidate(
+        "triton", "split",
+        f"{splits} programs share each row; their states merge in {merges} launch{'es' if merges > 1 else ''}",
+        programs=problem.rows * splits, block=tile, depth=depth, warps=warps, splits=splits,
+        launches=1 + merges + (not problem.per_row), reads=_reads(problem),
+    )  # fmt: skip
+
+
+def triton_column(problem: Problem, device: Device) -> Candidate | str:
+    """Adjacent rows as they lie."""
+    if refusal := _no_triton(device):
+        return refusal
+    if problem.contiguous:
+        return "the elements of a row are neighbours: there are no rows side by side to read together"
+    if problem.adjacent < 8:
+        return f"{problem.adjacent} rows lie side by side: fewer than 8 do not fill a 32-byte sector"
+    elements = 4096 if problem.itemsize == 8 else 8192
+    block = _power_of_two(problem.cols)
+    # At least 128 bytes of neighbours a load: whole cache lines.
+    rows = _clamp(max(128 // problem.itemsize, elements // block), 8, _power_of_two(problem.adjacent))
+    block = min(block, max(1, elements // rows))
+    whole = block >= problem.cols
+    return Candidate(
+        "triton", "column",
+        f"the softmax dimension is strided and {problem.adjacent} rows lie side by side: a program reads {rows} of "
+        f"them as they lie" + ("" if whole else f", {block} columns at a time"),
+        programs=problem.rows // problem.adjacent * -(-problem.adjacent // rows),
+        block=block, rows_per_program=rows, warps=_clamp(rows * block // 1024, 1, 8),
+        reads=1 if whole else _reads(problem),
+    )  # fmt: skip
+
+
+def eager_row(problem: Problem, device: Device) -> Candidate | str:
+    """The framework's own operations."""
+    reason = "the framework's own operations run everywhere"
+    if device.kind != "cuda":
+        reason += f", and {device.name} has no kernels of ours"
+    return Candidate("eager", "row", reason, programs=problem.rows, block=problem.cols, rows_per_program=problem.rows)
+
+
+TABLE: tuple[tuple[str, str, Callable[[Problem, Device], Candidate | str]], ...] = (
+    ("triton", "row", triton_row),
+    ("triton", "looped", triton_looped),
+    ("triton", "split", triton_split),
+    ("triton", "column", triton_column),
+    ("eager", "row", eager_row),
+)
+"""(backend, strategy, what it proposes or why it cannot)."""
+
+
+def _no_triton(device: Device) -> str | None:
+    if device.kind != "cuda":
+        return f"Triton kernels need an NVIDIA GPU, and the device is {device.name}"
+    if device.compute_capability < (8, 0):
+        return f"Triton kernels need compute capability 8.0, and {device.name} has {device.arch}"
+    return None
+
+
+def _reads(problem: Problem) -> int:
+    return 1 if problem.per_row else 2
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _clamp(value: int, low: int, high: int) -> int:
+    return max(low, min(value, high))

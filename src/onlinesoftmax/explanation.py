@@ -1,0 +1,160 @@
+"""Why this plan?  The plan that would run, in words and numbers, and what the others would cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import device as devices
+from . import registry
+from .device import Device
+from .layout import rows_of
+from .plan import Plan, Refusal, alternatives, plan
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; `str()` of it is meant to be read.
+
+    Attributes:
+        problem, device: What was asked.
+        plan: The plan that would run.
+        others: The plans that lost, fastest first, and the strategies that cannot run.
+    """
+
+    problem: Problem
+    device: Device
+    plan: Plan
+    others: tuple[Plan | Refusal, ...]
+
+    def why_not(self, other: Plan | Refusal) -> str:
+        """Why another strategy was not chosen, in one sentence."""
+        if isinstance(other, Refusal):
+            return f"cannot: {other.reason}"
+        slower = other.estimate_us / self.plan.estimate_us
+        return f"{slower:.2f} times as long: {other.reason}"
+
+    def compile(self) -> list[Any]:
+        """The plan's kernels, compiled for the device, present or not: registers, spills, listings.
+
+        Returns:
+            `backends.triton.compile.Kernel` for each launch; nothing for the eager backend.
+
+        Raises:
+            RuntimeError: Triton is missing, or its interpreter is on.
+        """
+        if self.plan.backend != "triton":
+            return []
+        if reason := registry.module_missing("triton", "triton") or registry.module_missing("torch", "torch"):
+            raise RuntimeError(reason)
+        from .backends.triton import program
+        from .backends.triton.compile import compile_program
+
+        problem, out = self.problem, self.problem.out_dtype or self.problem.dtype
+        if problem.contiguous:
+            shape, dim = (problem.rows, problem.cols), 1
+        else:
+            shape, dim = (problem.rows // problem.adjacent, problem.cols, problem.adjacent), 1
+        strides = tuple(_product(shape[i + 1 :]) for i in range(len(shape)))
+        y_strides = tuple(0 if i == dim and problem.per_row else stride for i, stride in enumerate(strides))
+        layout = rows_of(shape, dim, strides, y_strides)
+        launches = program(problem.operation, self.plan, layout, problem.dtype, out)
+        return compile_program(launches, problem.dtype, out, self.device)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            "problem": vars(self.problem),
+            "device": vars(self.device),
+            "plan": self.plan.as_dict(),
+            "others": [
+                {**(other.as_dict() if isinstance(other, Plan) else vars(other)), "why_not": self.why_not(other)}
+                for other in self.others
+            ],
+        }
+
+    def __str__(self) -> str:
+        p, q = self.plan, self.problem
+        lines = [
+            f"{q.operation} of {q.rows} x {q.cols} {q.dtype} on {self.device.name}",
+            f"  {p.backend}/{p.strategy}: {p.reason}",
+            f"  {p.bytes_moved / 1e6:.1f} MB moved; floor {p.floor_us:.1f} us, estimate {p.estimate_us:.1f} us",
+        ]
+        lines += [f"  not {other.backend}/{other.strategy}: {self.why_not(other)}" for other in self.others]
+        return "\n".join(lines)
+
+
+def explain(
+    x: Any,
+    dim: int = -1,
+    *,
+    operation: str = "softmax",
+    dtype: str | None = None,
+    device: str | None = None,
+    backend: str | None = None,
+    strategy: str | None = None,
+) -> Explanation:
+    """The plan for a tensor or a shape, and why.
+
+    Args:
+        x: A torch tensor, or a shape: a tuple of sizes of a contiguous tensor.
+        dim: The softmax dimension.
+        operation: "softmax", "log_softmax" or "logsumexp".
+        dtype: Dtype name for a shape ("float32" by default); that of the tensor otherwise.
+        device: Name of a known device ("h200", "a100", …); by default that of the tensor, or this
+            machine's GPU, or its CPU.
+        backend, strategy: Force a plan, as in `softmax`.
+
+    Raises:
+        PlanError: what was forced cannot run; the message lists every reason.
+        ValueError: unknown device, dtype or operation.
+        IndexError: dim is out of range.
+
+    Example:
+        >>> print(explain((4096, 1024), dtype="bfloat16", device="h200").plan.reason)
+        a row of 1024 columns fits the registers of one program, so it is read once
+    """
+    if isinstance(x, tuple | list):
+        shape = tuple(int(size) for size in x)
+        if not shape or min(shape) < 1:
+            raise ValueError(f"shape must have sizes of at least 1, got {shape}")
+        strides = tuple(_product(shape[i + 1 :]) for i in range(len(shape)))
+        name = dtype or "float32"
+    else:
+        shape, strides = tuple(x.shape) or (1,), tuple(x.stride()) or (1,)
+        name = dtype or str(x.dtype).removeprefix("torch.")
+    if not -len(shape) <= dim < len(shape):
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-len(shape)}, {len(shape) - 1}], but got {dim})"
+        )
+    contiguous = tuple(_product(shape[i + 1 :]) for i in range(len(shape)))
+    layout = rows_of(shape, dim % len(shape), strides, contiguous)
+    problem = Problem(
+        operation, layout.rows, layout.cols, name,
+        contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=min(layout.units),
+    )  # fmt: skip
+    machine = devices.known(device) if device else _this_device(x)
+    # For a GPU of the table every backend counts, whether or not it is installed here.
+    missing = () if device else registry.missing()
+    chosen = plan(problem, machine, backend, strategy, missing)
+    others = [o for o in alternatives(problem, machine, unavailable=missing) if _pair(o) != _pair(chosen)]
+    others.sort(key=lambda o: o.estimate_us if isinstance(o, Plan) else float("inf"))
+    return Explanation(problem, machine, chosen, tuple(others))
+
+
+def _pair(option: Plan | Refusal) -> tuple[str, str]:
+    return option.backend, option.strategy
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+def _this_device(x: Any) -> Device:
+    if hasattr(x, "device"):
+        return devices.from_torch(x.device.type, x.device.index or 0)
+    return devices.here()

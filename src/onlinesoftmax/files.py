@@ -1,0 +1,241 @@
+"""Where tensors lie in .npy and .safetensors files, headers for new files, and a file that appears whole or not at all.
+
+A header is read by the format's own library (`numpy.lib.format`, `safetensors`), which also checks
+it.  Neither library can write a file piece by piece, so the data is read and written here, by plain
+read and write calls at offsets.  Unlike a memory map they hold no more memory than their buffer,
+and a failing or full disk is an OSError, not a SIGBUS that kills the process.
+
+Formats: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html and
+https://huggingface.co/docs/safetensors (u64 header length, JSON header, data).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+SUFFIXES = (".npy", ".safetensors")
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""The dtypes that can be processed, and the size of one element."""
+
+_SAFETENSORS_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+
+
+class FileError(ValueError):
+    """A file that cannot be processed, or a request that does not fit it; one sentence that names the file."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file.
+
+    Attributes:
+        name: Name in the file; empty in a .npy file, which holds one array without a name.
+        dtype: A key of ITEM_BYTES, or the file's own word for a dtype that is not processed.
+        shape: Shape, as the array's user sees it.
+        offset: Bytes from the start of the file to the first element.
+        fortran: True when the first dimension is the innermost in the file.
+        swapped: True when the byte order is not this machine's.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+    fortran: bool = False
+    swapped: bool = False
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * ITEM_BYTES[self.dtype]
+
+    def split_at(self, axis: int) -> tuple[int, int, int]:
+        """Sizes (outer, axis, inner) in the file's own order: elements before, along and after `axis` (0 <= axis)."""
+        shape = self.shape or (1,)
+        if self.fortran:
+            shape, axis = shape[::-1], len(shape) - 1 - axis
+        return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+
+
+def read_header(path: Path) -> tuple[list[Stored], dict[str, str] | None]:
+    """The tensors in a file, in file order, and its metadata (safetensors only).
+
+    Raises:
+        FileError: the file is missing, a folder, of another format, truncated or corrupt.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise FileError(f"{path}: the name ends in {path.suffix or 'no suffix'!r}, not in one of {', '.join(SUFFIXES)}")
+    if path.is_dir():
+        raise FileError(f"{path}: is a folder, not a file")
+    with naming(path, "cannot be read"):
+        size = path.stat().st_size
+        if path.suffix.lower() == ".npy":
+            tensors, metadata = [_read_npy_header(path)], None
+        else:
+            tensors, metadata = _read_safetensors_header(path)
+    for tensor in tensors:
+        if tensor.dtype in ITEM_BYTES and tensor.offset + tensor.nbytes > size:
+            raise FileError(
+                f"{path}: truncated: the header promises {tensor.offset + tensor.nbytes} bytes and the file holds {size}"
+            )
+    return tensors, metadata
+
+
+def _read_npy_header(path: Path) -> Stored:
+    try:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            # Version 3 differs from 2 only in the encoding of field names, and an array of floats has none.
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = read(file)
+            offset = file.tell()
+    except ValueError as error:
+        raise FileError(f"{path}: not a .npy file: {str(error).splitlines()[0]}") from error
+    if min(shape, default=0) < 0:
+        raise FileError(f"{path}: not a .npy file: negative size in shape {shape}")
+    # NumPy has no bfloat16, and ml_dtypes saves its own as two bytes of nothing in particular.
+    plain = dtype.names is None and dtype.subdtype is None
+    name = "bfloat16" if plain and dtype.kind == "V" and dtype.itemsize == 2 else dtype.name
+    return Stored("", name, tuple(shape), offset, fortran, swapped=plain and not dtype.isnative)
+
+
+def _read_safetensors_header(path: Path) -> tuple[list[Stored], dict[str, str] | None]:
+    if importlib.util.find_spec("safetensors") is None:
+        raise FileError(f"{path}: a .safetensors file needs the safetensors package: pip install safetensors")
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as opened:
+            metadata = opened.metadata()
+    except SafetensorError as error:
+        raise FileError(f"{path}: truncated or not a .safetensors file: {error}") from error
+    # The library has checked the header but does not tell the offsets.
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    tensors = [
+        Stored(
+            name,
+            _SAFETENSORS_NAMES.get(entry["dtype"], entry["dtype"]),
+            tuple(entry["shape"]),
+            8 + length + entry["data_offsets"][0],
+            swapped=sys.byteorder == "big",
+        )
+        for name, entry in header.items()
+    ]
+    return sorted(tensors, key=lambda tensor: tensor.offset), metadata
+
+
+def new_header(
+    suffix: str, tensors: Sequence[Stored], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[Stored]]:
+    """The header of a new file, and the tensors (in the order given) with the offsets they have in it."""
+    return _new_npy_header(tensors[0]) if suffix.lower() == ".npy" else _new_safetensors_header(tensors, metadata)
+
+
+def _new_npy_header(tensor: Stored) -> tuple[bytes, list[Stored]]:
+    header = io.BytesIO()
+    descr = "<V2" if tensor.dtype == "bfloat16" else np.lib.format.dtype_to_descr(np.dtype(tensor.dtype))
+    fields = {"descr": descr, "fortran_order": tensor.fortran, "shape": tensor.shape}
+    np.lib.format.write_array_header_1_0(header, fields)
+    return header.getvalue(), [replace(tensor, offset=header.tell(), swapped=False)]
+
+
+def _new_safetensors_header(
+    tensors: Sequence[Stored], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[Stored]]:
+    names = {dtype: name for name, dtype in _SAFETENSORS_NAMES.items()}
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    starts, end = {}, 0
+    # Widest dtype first, as the library does: then every tensor is aligned to its own element.
+    for tensor in sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name)):
+        starts[tensor.name] = end
+        end += tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[tensor.name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    swapped = sys.byteorder == "big"
+    return header, [
+        replace(tensor, offset=len(header) + starts[tensor.name], fortran=False, swapped=swapped) for tensor in tensors
+    ]
+
+
+@contextmanager
+def replacing(target: Path, size: int) -> Iterator[io.FileIO]:
+    """A new file of `size` bytes that takes the name `target` when the block ends well, and vanishes otherwise.
+
+    Raises:
+        FileError: the folder is missing or not writable, `target` is a folder, or the disk is full (before
+            anything is written, where the system can reserve space).
+    """
+    if target.is_dir():
+        raise FileError(f"{target}: is a folder, not a file")
+    if not target.parent.is_dir():
+        raise FileError(f"{target}: there is no folder {target.parent}")
+    # Not `tempfile`, which makes files that only their owner can read.
+    temporary = target.parent / f".onlinesoftmax-{uuid.uuid4().hex}.tmp"
+    try:
+        with naming(target, "cannot be created"):
+            file = open(temporary, "x+b", buffering=0)  # noqa: SIM115 (closed just below; `with` would hide which call failed)
+        with file:
+            with naming(target, f"no room for {size} bytes"):
+                if hasattr(os, "posix_fallocate"):  # not on macOS, where a full disk shows at the write
+                    os.posix_fallocate(file.fileno(), 0, size)
+            yield file
+            with naming(target, "cannot be written"):
+                os.fsync(file.fileno())
+        with naming(target, "cannot be replaced"):
+            os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_into(file: io.FileIO, offset: int, buffer: memoryview, path: Path) -> None:
+    """Fill `buffer` from byte `offset` of the file."""
+    with naming(path, "cannot be read"):
+        file.seek(offset)
+        while buffer:
+            count = file.readinto(buffer)
+            if not count:
+                raise FileError(f"{path}: became shorter while it was being read")
+            buffer = buffer[count:]
+
+
+def write_from(file: io.FileIO, offset: int, buffer: memoryview, path: Path) -> None:
+    """Write all of `buffer` at byte `offset` of the file."""
+    with naming(path, "cannot be written"):
+        file.seek(offset)
+        while buffer:
+            buffer = buffer[file.write(buffer) :]
+
+
+@contextmanager
+def naming(path: Path, problem: str) -> Iterator[None]:
+    """Turn an OSError into a FileError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(f"{path}: {problem}: {error.strerror or error}") from error

@@ -1,0 +1,158 @@
+"""The planner: which backend and strategy, with which blocks, and why.  Pure: no hardware is asked.
+
+Every strategy proposes a candidate (candidates.py); the one with the least estimated time wins.
+The estimate is bytes over bandwidth, corrected by what was measured, plus the launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .candidates import TABLE, Candidate
+from .device import Device
+from .problem import Problem
+
+
+class PlanError(ValueError):
+    """No plan: the message lists every reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Candidate):
+    """A candidate with its price: what `explain` prints, a backend runs and `bench` records.
+
+    Attributes:
+        device: Name of the device it was made for.
+        bytes_moved: Bytes through device memory, by this plan.
+        floor_us: Least microseconds the device allows: each byte once, at its copy bandwidth.
+        estimate_us: Microseconds this plan is expected to take.
+    """
+
+    device: str
+    bytes_moved: int
+    floor_us: float
+    estimate_us: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every attribute by name, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a strategy cannot run a problem."""
+
+    backend: str
+    strategy: str
+    reason: str
+
+
+def plan(
+    problem: Problem,
+    device: Device,
+    backend: str | None = None,
+    strategy: str | None = None,
+    unavailable: Sequence[tuple[str, str]] = (),
+) -> Plan:
+    """The plan for a problem on a device.
+
+    Args:
+        problem: What to compute.
+        device: Where: `device.from_torch`, or `device.known` for one that is not here.
+        backend: Force this backend.
+        strategy: Force this strategy.
+        unavailable: Backends that cannot be used here, each with the reason.
+
+    Raises:
+        PlanError: nothing that was asked for can run; the message lists every reason.
+
+    Example:
+        >>> from onlinesoftmax.device import known
+        >>> plan(Problem("softmax", 4096, 1024, "bfloat16"), known("h200")).strategy
+        'row'
+        >>> plan(Problem("softmax", 1, 1 << 24), known("h200")).strategy
+        'split'
+    """
+    options = alternatives(problem, device, backend, strategy, unavailable)
+    plans = [option for option in options if isinstance(option, Plan)]
+    if plans:
+        return min(plans, key=lambda option: option.estimate_us)
+    asked = "".join(f" {key}={value!r}" for key, value in (("backend", backend), ("strategy", strategy)) if value)
+    reasons = "".join(f"\n  {o.backend}/{o.strategy}: {o.reason}" for o in options if isinstance(o, Refusal))
+    raise PlanError(
+        f"no plan for {problem.operation} of {problem.rows} x {problem.cols} {problem.dtype} on {device.name}"
+        f"{' with' + asked if asked else ''}:{reasons}"
+    )
+
+
+def alternatives(
+    problem: Problem,
+    device: Device,
+    backend: str | None = None,
+    strategy: str | None = None,
+    unavailable: Sequence[tuple[str, str]] = (),
+) -> list[Plan | Refusal]:
+    """Every strategy's plan, or why it has none: what `explain` compares.  Arguments as for `plan`.
+
+    Raises:
+        PlanError: there is no such backend or strategy.
+    """
+    for argument, value, names in (
+        ("backend", backend, [row[0] for row in TABLE]),
+        ("strategy", strategy, [row[1] for row in TABLE]),
+    ):
+        if value is not None and value not in names:
+            raise PlanError(f"unknown {argument} {value!r}; there are: {', '.join(dict.fromkeys(names))}")
+    missing = dict(unavailable)
+    found: list[Plan | Refusal] = []
+    for its_backend, its_strategy, propose in TABLE:
+        if backend not in (None, its_backend) or strategy not in (None, its_strategy):
+            continue
+        option = missing.get(its_backend) or propose(problem, device)
+        found.append(Refusal(its_backend, its_strategy, option) if isinstance(option, str) else price(option, problem, device))
+    return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
+
+
+QUALITY = {"row": 0.97, "looped": 0.97, "split": 0.92, "column": 0.90}
+"""Part of copy bandwidth that our kernels reach with the device full, by strategy; measured on an H200."""
+
+EAGER_QUALITY = 0.45
+"""The same for PyTorch's own softmax."""
+
+NARROW = {16: 1.0, 8: 0.95, 4: 0.8, 2: 0.45}
+"""Part of that left when a load is narrower than 16 bytes, by its bytes; measured likewise."""
+
+LAUNCH_US = 2.5
+"""Microseconds of one launch behind another on a stream."""
+
+LATENCY_US = 0.9
+"""Microseconds from a load to its data on a busy device."""
+
+
+def price(candidate: Candidate, problem: Problem, device: Device) -> Plan:
+    """The candidate with the bytes it moves and the time it should take."""
+    bytes_moved = candidate.reads * problem.read_bytes + problem.write_bytes
+    per_us = device.bandwidth * 1e3
+    if candidate.backend == "eager":
+        quality = EAGER_QUALITY if device.kind == "cuda" else 1.0
+    else:
+        quality = QUALITY[candidate.strategy] * NARROW[problem.vector_bytes] * _fill(candidate, problem, device)
+    return Plan(
+        **asdict(candidate),
+        device=device.name,
+        bytes_moved=bytes_moved,
+        floor_us=(problem.read_bytes + problem.write_bytes) / per_us,
+        estimate_us=candidate.launches * LAUNCH_US + bytes_moved / (per_us * quality),
+    )
+
+
+def _fill(candidate: Candidate, problem: Problem, device: Device) -> float:
+    """Part of the bandwidth that the programs can keep busy: Little's law, bytes in flight over latency."""
+    threads = 32 * candidate.warps
+    elements = candidate.rows_per_program * candidate.block
+    registers = threads * (24 + elements // threads)
+    resident = max(1, min(device.threads // threads, device.registers // registers))
+    programs = min(max(candidate.programs, 1), resident * device.multiprocessors)
+    return min(1.0, programs * elements * problem.itemsize / (device.bandwidth * 1e3 * LATENCY_US))

@@ -1,0 +1,73 @@
+"""The problem: what a plan is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .layout import power_of_two_divisor
+from .operation import OPERATIONS
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element of each dtype that the library takes."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be computed, as far as the choice of a plan depends on it.
+
+    Attributes:
+        operation: Name in OPERATIONS.
+        rows: Softmaxes to compute.
+        cols: Elements of each.
+        dtype: Dtype of the input.
+        out_dtype: Dtype of the output; None for that of the input.
+        contiguous: Whether the elements of a row are neighbours in memory.
+        adjacent: Rows that lie side by side, element by element, when they are not.
+        unit: Power of two that divides every row's length and beginning; None to take it from cols.
+    """
+
+    operation: str
+    rows: int
+    cols: int
+    dtype: str = "float32"
+    out_dtype: str | None = None
+    contiguous: bool = True
+    adjacent: int = 1
+    unit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.operation not in OPERATIONS:
+            raise ValueError(f"unknown operation {self.operation!r}; operations: {', '.join(OPERATIONS)}")
+        for name in filter(None, (self.dtype, self.out_dtype)):
+            if name not in ITEMSIZE:
+                raise ValueError(f"unknown dtype {name!r}; dtypes: {', '.join(ITEMSIZE)}")
+        if self.rows < 0 or self.cols < 0:
+            raise ValueError(f"rows and cols must not be negative, got {self.rows} x {self.cols}")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of the input."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def per_row(self) -> bool:
+        """Whether a row gives one number."""
+        return OPERATIONS[self.operation].per_row
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the input, read once."""
+        return self.rows * self.cols * self.itemsize
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of the output, written once."""
+        return self.rows * (1 if self.per_row else self.cols) * ITEMSIZE[self.out_dtype or self.dtype]
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes that one thread can load at once, at most 16: fewer where rows begin anywhere."""
+        if not self.contiguous:
+            return min(16, power_of_two_divisor(self.adjacent) * self.itemsize)
+        unit = power_of_two_divisor(self.cols) if self.unit is None else self.unit
+        return min(16, unit * self.itemsize)

@@ -1,0 +1,157 @@
+"""The state (m, l): everything about a slice of a row that its softmax needs.
+
+    m = max(x)        l = sum(exp(x - m))
+
+Two states merge into the state of both slices, in any order and any grouping, with the state of
+nothing, (-inf, 0), as identity: the states are a commutative monoid.  That is the whole library.
+The kernels repeat these lines in their own languages, under the same names and the same laws.
+
+Method: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, namespace
+
+
+_quiet = np.errstate(divide="ignore", over="ignore", invalid="ignore")
+"""0, inf and NaN are values here, not accidents: NumPy need not warn of them."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of one slice, or of many at once: `m` and `l` keep the reduced dim with size 1.
+
+    Arrays stay what they are: NumPy in, NumPy out, and so for torch and JAX.  A state is float32,
+    or float64 for float64 input.  A State can be pickled, sent and merged elsewhere.
+
+    Attributes:
+        m: Maximum of each slice; -inf for an empty one.
+        l: Sum of exp(x - m) of each slice; 0 for an empty one.
+        dim: The reduced dimension, counted from the end (-1 is the last).
+
+    Example:
+        >>> import numpy as np
+        >>> x = np.array([[1.0, 2.0, 3.0, 4.0]])
+        >>> left, right = State.of(x[:, :1]), State.of(x[:, 1:])
+        >>> whole = left.merge(right)
+        >>> bool(np.allclose(whole.softmax(x).sum(), 1))
+        True
+        >>> whole.logsumexp().shape
+        (1,)
+    """
+
+    m: Array
+    l: Array
+    dim: int = -1
+
+    @classmethod
+    def identity(cls, like: Array, dim: int = -1) -> State:
+        """The state of nothing: merging it with any state s gives s.
+
+        Args:
+            like: An array shaped as an input of `of` (the size of `dim` is ignored).
+            dim: The dimension that `of` would reduce.
+        """
+        xp = namespace(like)
+        dim = _negative(dim, like.ndim)
+        shape = list(like.shape) or [1]
+        shape[dim] = 1
+        return cls(xp.full(like, shape, -np.inf), xp.full(like, shape, 0.0), dim)
+
+    @classmethod
+    @_quiet
+    def of(cls, x: Array, dim: int = -1) -> State:
+        """The state of `x` along `dim`.
+
+        Args:
+            x: Floating point, any shape; float16 and bfloat16 are accumulated in float32.
+            dim: Dimension to reduce.
+
+        Raises:
+            TypeError: x is not a floating-point NumPy, torch or JAX array.
+            IndexError: dim is out of range.
+        """
+        xp = namespace(x)
+        dim = _negative(dim, x.ndim)
+        x = xp.astype(x, xp.accumulator(x)).reshape(tuple(x.shape) or (1,))
+        if x.shape[dim] == 0:
+            return cls.identity(x, dim)
+        m = xp.max(x, dim)
+        return cls(m, xp.sum(xp.exp(x - _shift(xp, m)), dim), dim)
+
+    @_quiet
+    def merge(self, other: State) -> State:
+        """The state of both slices together: associative and commutative."""
+        if self.dim != other.dim:
+            raise ValueError(f"merge: states reduced over dim {self.dim} and dim {other.dim} do not belong to one row")
+        xp = namespace(self.m)
+        m = xp.maximum(self.m, other.m)
+        shift = _shift(xp, m)
+        return State(m, self.l * xp.exp(self.m - shift) + other.l * xp.exp(other.m - shift), self.dim)
+
+    @staticmethod
+    def merge_all(states: Iterable[State]) -> State:
+        """The state of all slices, merged pairwise as a tree, in the order given.
+
+        Raises:
+            ValueError: there are no states (an identity needs a shape: see `identity`).
+        """
+        level = list(states)
+        if not level:
+            raise ValueError("merge_all: states is empty; start from State.identity(like)")
+        while len(level) > 1:
+            pairs = [a.merge(b) for a, b in zip(level[::2], level[1::2], strict=False)]
+            level = pairs + level[len(level) - len(level) % 2 :]
+        return level[0]
+
+    @_quiet
+    def logsumexp(self, keepdim: bool = False) -> Array:
+        """log(sum(exp(x))) over everything merged so far, as float32 or float64.
+
+        Exact at the edges: -inf for an empty or all -inf slice, +inf when one element is +inf.
+        """
+        xp = namespace(self.m)
+        lse = _shift(xp, self.m) + xp.log(self.l)
+        return lse if keepdim else lse.squeeze(self.dim)
+
+    @_quiet
+    def softmax(self, x: Array) -> Array:
+        """exp(x) over the sum of everything merged so far; dtype of x.
+
+        Args:
+            x: The slice to normalise: as given to `of`, or any part of it along `dim`.
+        """
+        xp = namespace(x)
+        wide = xp.astype(x, self.m.dtype)
+        return xp.astype(xp.exp(wide - _shift(xp, self.m)) * _only_finite(xp, self.m, 1 / self.l), x.dtype).reshape(x.shape)
+
+    @_quiet
+    def log_softmax(self, x: Array) -> Array:
+        """x minus the logsumexp of everything merged so far; dtype of x."""
+        xp = namespace(x)
+        wide = xp.astype(x, self.m.dtype)
+        return xp.astype(wide - _shift(xp, self.m) - _only_finite(xp, self.m, xp.log(self.l)), x.dtype).reshape(x.shape)
+
+
+def _shift(xp: Any, m: Array) -> Array:
+    """What is subtracted before exp: m, or 0 where m is infinite and m - m would be NaN."""
+    return xp.where(xp.isinf(m), 0.0, m)
+
+
+def _only_finite(xp: Any, m: Array, term: Array) -> Array:
+    """`term`, or NaN where the maximum is infinite: such a row has no softmax, as in PyTorch."""
+    return xp.where(xp.isinf(m), np.nan, term)
+
+
+def _negative(dim: int, ndim: int) -> int:
+    ndim = max(ndim, 1)
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
+    return dim if dim < 0 else dim - ndim

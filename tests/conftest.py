@@ -1,0 +1,44 @@
+"""What every test needs before the first import: the interpreter where there is no GPU, markers, Hypothesis."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+from hypothesis import settings
+
+
+def _has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+HAS_GPU = _has_gpu()
+if not HAS_GPU:
+    # Triton reads it when a kernel is defined, so it must be set before onlinesoftmax is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# --doctest-modules imports every file, and this one is Triton from its first line.
+collect_ignore = [] if importlib.util.find_spec("triton") else ["triton_algebra.py"]
+
+# A deadline measures the machine, not the code: the first example compiles, the others do not.
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped, with that reason, where there is none")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU: torch.cuda.is_available() is False")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
