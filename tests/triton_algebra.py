@@ -22,7 +22,7 @@ TritonState = tuple[torch.Tensor, torch.Tensor]
 def _of(x_ptr, m_ptr, l_ptr, n, BLOCK: tl.constexpr, ACC: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, mask=offs < n, other=-float("inf")).to(ACC)
-    m, l = state.of(x[None, :], 1)
+    m, l = state.of(x[None, :], 1, True)
     one = tl.arange(0, 1)
     tl.store(m_ptr + one, m)
     tl.store(l_ptr + one, l)
@@ -30,7 +30,7 @@ def _of(x_ptr, m_ptr, l_ptr, n, BLOCK: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def _merge(m_a_ptr, l_a_ptr, m_b_ptr, l_b_ptr, m_ptr, l_ptr):
-    m, l = state.merge(tl.load(m_a_ptr), tl.load(l_a_ptr), tl.load(m_b_ptr), tl.load(l_b_ptr))
+    m, l = state.merge(tl.load(m_a_ptr), tl.load(l_a_ptr), tl.load(m_b_ptr), tl.load(l_b_ptr), True)
     tl.store(m_ptr, m)
     tl.store(l_ptr, l)
 
@@ -40,7 +40,7 @@ def _merge_all(ms_ptr, ls_ptr, m_ptr, l_ptr, n, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     ms = tl.load(ms_ptr + offs, mask=offs < n, other=-float("inf"))
     ls = tl.load(ls_ptr + offs, mask=offs < n, other=0.0)
-    m, l = state.merge_all(ms[None, :], ls[None, :], 1)
+    m, l = state.merge_all(ms[None, :], ls[None, :], 1, True)
     one = tl.arange(0, 1)
     tl.store(m_ptr + one, m)
     tl.store(l_ptr + one, l)
@@ -51,13 +51,13 @@ def _finish(x_ptr, y_ptr, m_ptr, l_ptr, n, BLOCK: tl.constexpr, ACC: tl.constexp
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, mask=offs < n, other=-float("inf")).to(ACC)
     m, l = tl.load(m_ptr), tl.load(l_ptr)
-    y = ops.finish(x, state.shift(m), ops.term(m, l, OP), OP)
+    y = ops.finish(x, state.shift(m), l, ops.term(m, l, OP), OP, True)
     tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=offs < n)
 
 
 @triton.jit
 def _result(lse_ptr, m_ptr, l_ptr):
-    tl.store(lse_ptr, ops.result(state.shift(tl.load(m_ptr)), tl.load(l_ptr)))
+    tl.store(lse_ptr, ops.result(tl.load(m_ptr), tl.load(l_ptr)))
 
 
 class TritonAlgebra:

@@ -55,7 +55,7 @@ def softmax(
         tensor([[0.2500, 0.2500, 0.2500, 0.2500],
                 [0.2500, 0.2500, 0.2500, 0.2500]])
     """
-    return _call("softmax", input, dim, dtype, False, out, backend, strategy)
+    return _runner(type(input))("softmax", input, dim, dtype, False, out, backend, strategy)
 
 
 def log_softmax(
@@ -74,7 +74,7 @@ def log_softmax(
         >>> log_softmax(torch.zeros(3), dim=0)
         tensor([-1.0986, -1.0986, -1.0986])
     """
-    return _call("log_softmax", input, dim, dtype, False, out, backend, strategy)
+    return _runner(type(input))("log_softmax", input, dim, dtype, False, out, backend, strategy)
 
 
 def logsumexp(
@@ -101,17 +101,14 @@ def logsumexp(
         >>> logsumexp(torch.zeros(2, 8))
         tensor([2.0794, 2.0794])
     """
-    return _call("logsumexp", input, dim, dtype, keepdim, out, backend, strategy)
-
-
-def _call(operation: str, x: Any, dim: Any, dtype: Any, keepdim: bool, out: Any, backend: Any, strategy: Any) -> Any:
-    if isinstance(x, np.ndarray):
-        return _numpy(operation, x, dim, dtype, keepdim, out, backend, strategy)
-    return _torch()(operation, x, dim, dtype, keepdim, out, backend, strategy)
+    return _runner(type(input))("logsumexp", input, dim, dtype, keepdim, out, backend, strategy)
 
 
 @cache
-def _torch() -> Callable[..., Any]:
+def _runner(kind: type) -> Callable[..., Any]:
+    """What runs an operation on arrays of this type."""
+    if issubclass(kind, np.ndarray):
+        return _numpy
     try:
         from . import dispatch
     except ImportError as error:

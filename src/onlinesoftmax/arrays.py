@@ -54,6 +54,7 @@ def _numpy() -> SimpleNamespace:
         exp=np.exp,
         log=np.log,
         where=lambda condition, a, b: np.where(condition, _weak(a, b), _weak(b, a)),
+        clip=lambda m: np.clip(m, np.finfo(m.dtype).min, np.finfo(m.dtype).max),
         isinf=np.isinf,
         maximum=np.maximum,
     )
@@ -85,6 +86,7 @@ def _torch() -> SimpleNamespace:
         exp=torch.exp,
         log=torch.log,
         where=torch.where,
+        clip=lambda m: torch.clamp(m, torch.finfo(m.dtype).min, torch.finfo(m.dtype).max),
         isinf=torch.isinf,
         maximum=torch.maximum,
     )
@@ -106,6 +108,7 @@ def _jax() -> SimpleNamespace:
         exp=jnp.exp,
         log=jnp.log,
         where=jnp.where,
+        clip=lambda m: jnp.clip(m, jnp.finfo(m.dtype).min, jnp.finfo(m.dtype).max),
         isinf=jnp.isinf,
         maximum=jnp.maximum,
     )

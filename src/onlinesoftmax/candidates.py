@@ -28,6 +28,8 @@ class Candidate:
         splits: Programs that share a row.
         launches: Kernel launches.
         reads: Times the input is read.
+        vector: Elements of 16 bytes where rows that begin anywhere are cut to boundaries of that; else 1.
+        quality: Part of copy bandwidth that these blocks reach when the device is full, measured on an H200.
     """
 
     backend: str
@@ -42,6 +44,8 @@ class Candidate:
     splits: int = 1
     launches: int = 1
     reads: int = 1
+    vector: int = 1
+    quality: float = 1.0
 
 
 REGISTER_ELEMENTS = 64
@@ -55,7 +59,8 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
     """Whole rows in registers."""
     if refusal := _no_triton(device):
         return refusal
-    block = _power_of_two(problem.cols)
+    peeled = problem.peels
+    block = _power_of_two(problem.cols // problem.vector * problem.vector if peeled else problem.cols)
     words = 2 if problem.itemsize == 8 else 1
     most = 1024 * REGISTER_ELEMENTS // words
     if block > most:
@@ -67,12 +72,13 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
     # A tile of fewer than 1024 elements would spend its time in being scheduled.
     rows = max(1, 1024 // block)
     warps = _clamp(rows * block * words // 512, 1, 16)
-    programs, stages = -(-problem.rows // rows), 0
+    programs, stages, quality = -(-problem.rows // rows), 0, 0.97
     if block * words >= 32768:
-        warps = 32
+        warps, quality = 32, 0.88 if block * words == 32768 else 0.5
         # The block fills its multiprocessor, so nothing else loads while it reduces: let it
         # prefetch its own next rows, where three of them fit shared memory.
-        if 3 * block * problem.itemsize <= device.shared_memory and problem.rows > device.multiprocessors:
+        fits = 3 * block * problem.itemsize <= device.shared_memory
+        if fits and not peeled and problem.contiguous and problem.rows > device.multiprocessors:
             programs, stages = device.multiprocessors, 3
     elif block == 16384 and problem.itemsize == 2:
         # Fewer, busier threads: more blocks stay resident.
@@ -82,7 +88,10 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
         reason += f"; {rows} rows share a program"
     if stages:
         reason += f"; {stages} rows are in flight on each multiprocessor"
-    return Candidate("triton", "row", reason, programs, block, rows, warps=warps, stages=stages)
+    return Candidate(
+        "triton", "row", reason + _cut(peeled), programs, block, rows, warps=warps, stages=stages,
+        vector=problem.vector if peeled else 1, quality=quality,
+    )  # fmt: skip
 
 
 def triton_looped(problem: Problem, device: Device) -> Candidate | str:
@@ -94,10 +103,10 @@ def triton_looped(problem: Problem, device: Device) -> Candidate | str:
     lanes = _clamp(_power_of_two(problem.cols) // depth, 32, 2048 if problem.itemsize == 8 else 4096)
     return Candidate(
         "triton", "looped",
-        f"one program streams each row of {problem.cols} columns, twice where it writes; "
-        f"{problem.rows} rows share the device",
+        f"one program streams each row of {problem.cols} columns{'' if problem.per_row else ', twice'}; "
+        f"{problem.rows} rows share the device" + _cut(problem.peels),
         programs=problem.rows, block=depth * lanes, depth=depth, warps=_clamp(lanes // 256, 1, 16),
-        reads=_reads(problem),
+        reads=_reads(problem), vector=problem.vector if problem.peels else 1, quality=0.97,
     )  # fmt: skip
 
 
@@ -118,9 +127,11 @@ def triton_split(problem: Problem, device: Device) -> Candidate | str:
         merges, count = merges + 1, -(-count // MERGE_FAN)
     return Candidate(
         "triton", "split",
-        f"{splits} programs share each row; their states merge in {merges} launch{'es' if merges > 1 else ''}",
+        f"{splits} program{'s share' if splits > 1 else ' takes'} each row; the states merge in "
+        f"{merges} launch{'es' if merges > 1 else ''}" + _cut(problem.peels),
         programs=problem.rows * splits, block=tile, depth=depth, warps=warps, splits=splits,
         launches=1 + merges + (not problem.per_row), reads=_reads(problem),
+        vector=problem.vector if problem.peels else 1, quality=0.92,
     )  # fmt: skip
 
 
@@ -132,19 +143,20 @@ def triton_column(problem: Problem, device: Device) -> Candidate | str:
         return "the elements of a row are neighbours: there are no rows side by side to read together"
     if problem.adjacent < 8:
         return f"{problem.adjacent} rows lie side by side: fewer than 8 do not fill a 32-byte sector"
-    elements = 4096 if problem.itemsize == 8 else 8192
-    block = _power_of_two(problem.cols)
-    # At least 128 bytes of neighbours a load: whole cache lines.
-    rows = _clamp(max(128 // problem.itemsize, elements // block), 8, _power_of_two(problem.adjacent))
-    block = min(block, max(1, elements // rows))
-    whole = block >= problem.cols
+    words = 2 if problem.itemsize == 8 else 1
+    block, neighbours = _power_of_two(problem.cols), _power_of_two(problem.adjacent)
+    # 32 neighbours are whole sectors of any dtype; more where the columns alone are no work.
+    rows = _clamp(max(32, 4096 // words // block), 8, neighbours)
+    whole = rows * block * words <= 32768
+    if not whole:
+        block = max(1, (32768 if problem.itemsize == 2 else 8192) // words // rows)
     return Candidate(
         "triton", "column",
         f"the softmax dimension is strided and {problem.adjacent} rows lie side by side: a program reads {rows} of "
         f"them as they lie" + ("" if whole else f", {block} columns at a time"),
         programs=problem.rows // problem.adjacent * -(-problem.adjacent // rows),
-        block=block, rows_per_program=rows, warps=_clamp(rows * block // 1024, 1, 8),
-        reads=1 if whole else _reads(problem),
+        block=block, rows_per_program=rows, warps=_clamp(rows * block * words // 2048, 1, 16),
+        reads=1 if whole else _reads(problem), quality=0.7,
     )  # fmt: skip
 
 
@@ -153,7 +165,8 @@ def eager_row(problem: Problem, device: Device) -> Candidate | str:
     reason = "the framework's own operations run everywhere"
     if device.kind != "cuda":
         reason += f", and {device.name} has no kernels of ours"
-    return Candidate("eager", "row", reason, programs=problem.rows, block=problem.cols, rows_per_program=problem.rows)
+    # PyTorch's kernel for long rows keeps no more than some 8192 elements of a row in flight.
+    return Candidate("eager", "row", reason, programs=problem.rows, block=min(problem.cols, 8192), quality=0.45)
 
 
 TABLE: tuple[tuple[str, str, Callable[[Problem, Device], Candidate | str]], ...] = (
@@ -172,6 +185,10 @@ def _no_triton(device: Device) -> str | None:
     if device.compute_capability < (8, 0):
         return f"Triton kernels need compute capability 8.0, and {device.name} has {device.arch}"
     return None
+
+
+def _cut(peeled: bool) -> str:
+    return "; rows begin anywhere and are cut to 16-byte boundaries" if peeled else ""
 
 
 def _reads(problem: Problem) -> int:

@@ -132,7 +132,7 @@ def explain(
     layout = rows_of(shape, dim % len(shape), strides, contiguous)
     problem = Problem(
         operation, layout.rows, layout.cols, name,
-        contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=min(layout.units),
+        contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=min(layout.units), peelable=layout.congruent,
     )  # fmt: skip
     machine = devices.known(device) if device else _this_device(x)
     # For a GPU of the table every backend counts, whether or not it is installed here.

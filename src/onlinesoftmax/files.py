@@ -90,10 +90,8 @@ def read_header(path: Path) -> tuple[list[Stored], dict[str, str] | None]:
         else:
             tensors, metadata = _read_safetensors_header(path)
     for tensor in tensors:
-        if tensor.dtype in ITEM_BYTES and tensor.offset + tensor.nbytes > size:
-            raise FileError(
-                f"{path}: truncated: the header promises {tensor.offset + tensor.nbytes} bytes and the file holds {size}"
-            )
+        if tensor.dtype in ITEM_BYTES and (promised := tensor.offset + tensor.nbytes) > size:
+            raise FileError(f"{path}: truncated: the header promises {promised} bytes and the file holds {size}")
     return tensors, metadata
 
 
@@ -198,7 +196,7 @@ def replacing(target: Path, size: int) -> Iterator[io.FileIO]:
     temporary = target.parent / f".onlinesoftmax-{uuid.uuid4().hex}.tmp"
     try:
         with naming(target, "cannot be created"):
-            file = open(temporary, "x+b", buffering=0)  # noqa: SIM115 (closed just below; `with` would hide which call failed)
+            file = temporary.open("x+b", buffering=0)
         with file:
             with naming(target, f"no room for {size} bytes"):
                 if hasattr(os, "posix_fallocate"):  # not on macOS, where a full disk shows at the write
@@ -207,7 +205,7 @@ def replacing(target: Path, size: int) -> Iterator[io.FileIO]:
             with naming(target, "cannot be written"):
                 os.fsync(file.fileno())
         with naming(target, "cannot be replaced"):
-            os.replace(temporary, target)
+            temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

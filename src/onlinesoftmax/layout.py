@@ -47,6 +47,14 @@ class Layout:
         y_unit = power_of_two_divisor(*self.y_strides) if self.y_col == 1 else 1
         return x_unit, y_unit, power_of_two_divisor(self.cols)
 
+    @property
+    def congruent(self) -> bool:
+        """Whether a row of y begins, modulo the widest unit, where the same row of x does."""
+        pairs = zip(self.x_strides, self.y_strides, strict=True)
+        return self.x_col == 1 and (
+            self.y_col == 0 or self.y_col == 1 and all((x - y) % LARGEST_UNIT == 0 for x, y in pairs)
+        )
+
     @cached_property
     def column_units(self) -> tuple[int, int, int]:
         """The same where rows lie side by side: of the other strides of x, of y, and `adjacent`."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from .candidates import TABLE, Candidate
 from .device import Device
+from .layout import power_of_two_divisor
 from .problem import Problem
 
 
@@ -115,14 +116,11 @@ def alternatives(
     return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
 
 
-QUALITY = {"row": 0.97, "looped": 0.97, "split": 0.92, "column": 0.90}
-"""Part of copy bandwidth that our kernels reach with the device full, by strategy; measured on an H200."""
-
-EAGER_QUALITY = 0.45
-"""The same for PyTorch's own softmax."""
-
 NARROW = {16: 1.0, 8: 0.95, 4: 0.8, 2: 0.45}
-"""Part of that left when a load is narrower than 16 bytes, by its bytes; measured likewise."""
+"""Part of the bandwidth left when a load is narrower than 16 bytes, by its bytes; measured on an H200."""
+
+SECTOR_BYTES = 32
+"""Least that device memory delivers."""
 
 LAUNCH_US = 2.5
 """Microseconds of one launch behind another on a stream."""
@@ -135,10 +133,11 @@ def price(candidate: Candidate, problem: Problem, device: Device) -> Plan:
     """The candidate with the bytes it moves and the time it should take."""
     bytes_moved = candidate.reads * problem.read_bytes + problem.write_bytes
     per_us = device.bandwidth * 1e3
-    if candidate.backend == "eager":
-        quality = EAGER_QUALITY if device.kind == "cuda" else 1.0
-    else:
-        quality = QUALITY[candidate.strategy] * NARROW[problem.vector_bytes] * _fill(candidate, problem, device)
+    quality = 1.0
+    if device.kind == "cuda":
+        quality = candidate.quality * _fill(candidate, problem, device)
+        # What PyTorch's kernels do with narrow loads is in its quality already.
+        quality *= 1.0 if candidate.backend == "eager" else _width(candidate, problem)
     return Plan(
         **asdict(candidate),
         device=device.name,
@@ -148,9 +147,21 @@ def price(candidate: Candidate, problem: Problem, device: Device) -> Plan:
     )
 
 
+def _width(candidate: Candidate, problem: Problem) -> float:
+    """Part of the bandwidth that the width of its loads leaves a candidate."""
+    if candidate.vector > 1:
+        return 1.0
+    if problem.contiguous:
+        return NARROW[problem.aligned_bytes]
+    if candidate.strategy == "column":
+        return NARROW[min(16, power_of_two_divisor(problem.adjacent) * problem.itemsize)]
+    # Memory comes in sectors of 32 bytes, and of each only the rows in the tile are used.
+    return min(1.0, min(candidate.rows_per_program, problem.adjacent) * problem.itemsize / SECTOR_BYTES)
+
+
 def _fill(candidate: Candidate, problem: Problem, device: Device) -> float:
     """Part of the bandwidth that the programs can keep busy: Little's law, bytes in flight over latency."""
-    threads = 32 * candidate.warps
+    threads = 32 * max(candidate.warps, 1)
     elements = candidate.rows_per_program * candidate.block
     registers = threads * (24 + elements // threads)
     resident = max(1, min(device.threads // threads, device.registers // registers))

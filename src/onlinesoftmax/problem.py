@@ -24,6 +24,8 @@ class Problem:
         contiguous: Whether the elements of a row are neighbours in memory.
         adjacent: Rows that lie side by side, element by element, when they are not.
         unit: Power of two that divides every row's length and beginning; None to take it from cols.
+        peelable: Whether the output's rows begin alike, so that a row which begins anywhere can be cut
+            into head, body and tail with the body on 16-byte boundaries in both.
     """
 
     operation: str
@@ -34,6 +36,7 @@ class Problem:
     contiguous: bool = True
     adjacent: int = 1
     unit: int | None = None
+    peelable: bool = True
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
@@ -65,9 +68,17 @@ class Problem:
         return self.rows * (1 if self.per_row else self.cols) * ITEMSIZE[self.out_dtype or self.dtype]
 
     @property
-    def vector_bytes(self) -> int:
-        """Bytes that one thread can load at once, at most 16: fewer where rows begin anywhere."""
-        if not self.contiguous:
-            return min(16, power_of_two_divisor(self.adjacent) * self.itemsize)
+    def vector(self) -> int:
+        """Elements of 16 bytes."""
+        return 16 // self.itemsize
+
+    @property
+    def aligned_bytes(self) -> int:
+        """Bytes, at most 16, that divide every contiguous row's length and beginning."""
         unit = power_of_two_divisor(self.cols) if self.unit is None else self.unit
         return min(16, unit * self.itemsize)
+
+    @property
+    def peels(self) -> bool:
+        """Whether rows begin anywhere and can be cut so that it does not matter."""
+        return self.contiguous and self.peelable and self.aligned_bytes < 16 and self.cols >= 2 * self.vector

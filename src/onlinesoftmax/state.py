@@ -141,8 +141,12 @@ class State:
 
 
 def _shift(xp: Any, m: Array) -> Array:
-    """What is subtracted before exp: m, or 0 where m is infinite and m - m would be NaN."""
-    return xp.where(xp.isinf(m), 0.0, m)
+    """What is subtracted before exp: the finite number nearest to m.
+
+    An infinite m would give m - m = NaN; so shifted, a slice of nothing but -inf has l = 0, and one
+    with +inf has l = inf, which is what their logsumexp needs.
+    """
+    return xp.clip(m)
 
 
 def _only_finite(xp: Any, m: Array, term: Array) -> Array:

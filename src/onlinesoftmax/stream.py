@@ -57,10 +57,10 @@ def state_of_chunks(chunks: Iterable[Array], dim: int = -1) -> State:
     states: list[State] = []
     for count, chunk in enumerate(chunks, 1):
         states.append(State.of(chunk, dim))
-        while count % 2 == 0:
+        trailing_zeros = (count & -count).bit_length() - 1
+        for _ in range(trailing_zeros):
             right = states.pop()
             states.append(states.pop().merge(right))
-            count //= 2  # noqa: PLW2901 (the trailing zeros of the counter are the merges due)
     return State.merge_all(states)
 
 
@@ -185,7 +185,7 @@ def apply_file(
             progress(done, total)
 
     written = sum(tensor.nbytes for tensor in outputs)
-    with open(source, "rb", buffering=0) as reader, replacing(target, len(header) + written) as writer:
+    with source.open("rb", buffering=0) as reader, replacing(target, len(header) + written) as writer:
         write_from(writer, 0, memoryview(header), target)
         for job in jobs:
             transfer = _Transfer(job, _Ends(reader, writer, source, target), arrays, count)

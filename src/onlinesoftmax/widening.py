@@ -25,7 +25,7 @@ class Widening(Protocol):
         """Elements of `dtype`, carried by their storage dtype, as `wide`: float32 or float64."""
 
     def narrow(self, x: Array, dtype: str) -> np.ndarray:
-        """x rounded to `dtype`, contiguous, carried by its storage dtype."""
+        """Round x to `dtype`, contiguous, carried by its storage dtype."""
 
 
 def widening(bfloat16: bool) -> Widening:

@@ -11,7 +11,7 @@ from .tiles import row_offset
 @triton.jit(do_not_specialize=("cols", "adjacent", "sizes", "x_strides", "y_strides", "x_col"))
 def column_kernel(
     x_ptr, y_ptr, cols, adjacent, sizes, x_strides, y_strides, y_row, x_col, y_col,
-    OP: tl.constexpr, PER_ROW: tl.constexpr, ACC: tl.constexpr,
+    OP: tl.constexpr, PER_ROW: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr,
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, ROW_UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -26,42 +26,40 @@ def column_kernel(
     row_mask = row < adjacent * ROW_UNIT
     x_base = x_ptr + row_offset(pid // strips, sizes, x_strides, X_UNIT)
     y_base = y_ptr + row_offset(pid // strips, sizes, y_strides, Y_UNIT)
-    col = tl.arange(0, COLS).to(tl.int64)
-    x_offs = (col * x_col * X_UNIT)[:, None] + row[None, :]
-    y_offs = (col * y_col * Y_UNIT)[:, None] + (row * y_row)[None, :]
+    col = tl.arange(0, COLS)
+    x_offs = (col.to(tl.int64) * x_col * X_UNIT)[:, None] + row[None, :]
+    y_offs = (col.to(tl.int64) * y_col * Y_UNIT)[:, None] + (row * y_row)[None, :]
     # 64-bit before the first product that can pass 2^31.
     x_step = tl.full([], COLS * X_UNIT, tl.int64) * x_col
     y_step = tl.full([], COLS * Y_UNIT, tl.int64) * y_col
+    tiles = tl.cdiv(cols, COLS)
 
-    if WHOLE:
-        mask = (col < cols)[:, None] & row_mask[None, :]
-        x = tl.load(x_base + x_offs, mask=mask, other=-float("inf")).to(ACC)
-        m, l = state.of(x, 0)
-    else:
-        m = tl.full([ROWS], -float("inf"), ACC)
-        l = tl.zeros([ROWS], ACC)
-        for i in range(tl.cdiv(cols, COLS)):
+    mask = (col < cols)[:, None] & row_mask[None, :]
+    x = tl.load(x_base + x_offs, mask=mask, other=-float("inf")).to(ACC)
+    m, l = state.of(x, 0, EXACT)
+    if not WHOLE:
+        for i in range(1, tiles):
             mask = (col < cols - i * COLS)[:, None] & row_mask[None, :]
             x = tl.load(x_base + i * x_step + x_offs, mask=mask, other=-float("inf")).to(ACC)
-            m_tile, l_tile = state.of(x, 0)
-            m, l = state.merge(m, l, m_tile, l_tile)
+            m_tile, l_tile = state.of(x, 0, EXACT)
+            m, l = state.merge(m, l, m_tile, l_tile, EXACT)
 
-    s = state.shift(m)
     if PER_ROW:
-        tl.store(y_base + row * y_row, ops.result(s, l).to(y_ptr.dtype.element_ty), mask=row_mask)
-    elif WHOLE:
-        y = ops.finish(x, s[None, :], ops.term(m, l, OP)[None, :], OP).to(y_ptr.dtype.element_ty)
-        tl.store(y_base + y_offs, y, mask=mask)
+        tl.store(y_base + row * y_row, ops.result(m, l).to(y_ptr.dtype.element_ty), mask=row_mask)
     else:
-        t = ops.term(m, l, OP)
-        tiles = tl.cdiv(cols, COLS)
-        for i in range(tiles):
-            # Newest first: L2 still holds those.
-            tile = tiles - 1 - i
-            mask = (col < cols - tile * COLS)[:, None] & row_mask[None, :]
-            x = tl.load(x_base + tile * x_step + x_offs, mask=mask).to(ACC)
-            y = ops.finish(x, s[None, :], t[None, :], OP).to(y_ptr.dtype.element_ty)
-            tl.store(y_base + tile * y_step + y_offs, y, mask=mask)
+        s = state.shift(m)[None, :]
+        t = ops.term(m, l, OP)[None, :]
+        if WHOLE:
+            y = ops.finish(x, s, l[None, :], t, OP, EXACT).to(y_ptr.dtype.element_ty)
+            tl.store(y_base + y_offs, y, mask=mask)
+        else:
+            for i in range(tiles):
+                # Newest first: L2 still holds those.
+                tile = tiles - 1 - i
+                mask = (col < cols - tile * COLS)[:, None] & row_mask[None, :]
+                x = tl.load(x_base + tile * x_step + x_offs, mask=mask).to(ACC)
+                y = ops.finish(x, s, l[None, :], t, OP, EXACT).to(y_ptr.dtype.element_ty)
+                tl.store(y_base + tile * y_step + y_offs, y, mask=mask)
 
 
 def program(request: Request) -> Program:

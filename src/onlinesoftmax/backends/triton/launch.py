@@ -60,8 +60,9 @@ class Request:
 
     @property
     def op_constants(self) -> tuple[Any, ...]:
-        """OP, PER_ROW and ACC, in the order that every kernel takes them."""
-        return self.operation, OPERATIONS[self.operation].per_row, TL_DTYPES[self.accumulator]
+        """OP, PER_ROW, ACC and EXACT, in the order that every kernel takes them."""
+        exact = self.y_dtype in ("float32", "float64")
+        return self.operation, OPERATIONS[self.operation].per_row, TL_DTYPES[self.accumulator], exact
 
     @property
     def row_numbers(self) -> tuple[Any, ...]:

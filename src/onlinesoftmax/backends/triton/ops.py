@@ -8,6 +8,8 @@ onlinesoftmax/operation.py; no strategy changes.
 import triton
 import triton.language as tl
 
+from . import state
+
 
 @triton.jit
 def term(m, l, OP: tl.constexpr):
@@ -16,27 +18,27 @@ def term(m, l, OP: tl.constexpr):
     A row of nothing but -inf, or with a +inf in it, has no softmax: PyTorch writes NaN to all of it.
     """
     if OP == "softmax":
-        # Rounded correctly: the plain division of float32 is an approximation.
-        if l.dtype == tl.float64:
-            value = 1.0 / l
-        else:
-            value = tl.div_rn(1.0, l)
+        value = 1.0 / l
     else:
         value = tl.log(l)
     return tl.where(tl.abs(m) == float("inf"), float("nan"), value)
 
 
 @triton.jit
-def finish(x, s, t, OP: tl.constexpr):
+def finish(x, s, l, t, OP: tl.constexpr, EXACT: tl.constexpr):
     """The output for element x, where s = state.shift(m) and t = term(m, l)."""
     if OP == "softmax":
-        y = tl.exp(x - s) * t
+        e = state.exp(x - s, EXACT)
+        y = e * t
+        if EXACT:
+            # One Newton step makes the product with 1 / l as good as the division by l.
+            y = tl.fma(tl.fma(-y, l, e), t, y)
     else:
         y = (x - s) - t
     return y
 
 
 @triton.jit
-def result(s, l):
-    """logsumexp, where s = state.shift(m): log(0) = -inf and log(inf) = inf need no case."""
-    return s + tl.log(l)
+def result(m, l):
+    """logsumexp: log(0) = -inf and log(inf) = inf need no case."""
+    return state.shift(m) + tl.log(l)

@@ -1,0 +1,209 @@
+"""The record of a run, complete enough to be believed later, and the table that is read now."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .. import device as devices
+from .peers import PEERS
+from .run import CPU_ADDED_US, CPU_RATIO, LARGE, CaseResult, Result
+
+BUSY = 0.3
+"""Load for each processor from which another's work shows in the times."""
+
+FORMAT = 1
+"""Of the record; raised when a key changes its meaning."""
+
+HEADER = ("operation", "shape", "dtype", "who", "time us", "GB/s", "of copy", "vs torch", "analysis")
+"""Columns; the first is left out where it would say the same in every line."""
+
+NUMBERS = ("time us", "GB/s", "of copy", "vs torch")
+"""Columns that are aligned to the right."""
+
+
+def record(
+    device: Any, options: Mapping[str, Any], absent: Mapping[str, str], commit: str | None = None
+) -> dict[str, Any]:
+    """Everything about a run that JSON can hold, before its first case.
+
+    Args:
+        device: The torch device.
+        options: As given on the command line.
+        absent: Peers that were asked for and are not here, with the reason.
+        commit: What to record where git does not know.
+
+    Returns:
+        A dictionary with an empty list "cases", for `CaseResult.as_dict()`, and "host", for `host_times`.
+    """
+    return {
+        "format": FORMAT,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "git": git_state(commit),
+        "versions": versions(),
+        "device": device_facts(device),
+        "options": dict(options),
+        "absent": dict(absent),
+        "cases": [],
+        "host": None,
+    }
+
+
+def git_state(commit: str | None = None) -> dict[str, Any]:
+    """The commit of this package's own checkout, and whether its sources differ from it."""
+    here = Path(__file__).resolve().parents[1]
+
+    def git(*arguments: str) -> str | None:
+        # No lock is taken: somebody may be committing.
+        command = ["git", "--no-optional-locks", "-C", str(here), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # Installed in a virtual environment inside another project, the package is not that project's commit.
+    if shutil.which("git") is None or git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return {"commit": commit or "unknown", "dirty": None}
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and every package that matters; None for one that is not installed."""
+    names = ["torch", "triton", "numpy", "cuda-core"]
+    names += [peer.distribution for peer in PEERS.values() if peer.distribution]
+    found: dict[str, str | None] = {"python": platform.python_version(), "onlinesoftmax": __version__}
+    for name in dict.fromkeys(names):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def device_facts(device: Any) -> dict[str, Any]:
+    """What the planner knows of the device, and the driver or the processor."""
+    import torch
+
+    facts: dict[str, Any] = {"torch_device": str(device), **asdict(devices.from_torch(device.type, device.index or 0))}
+    if device.type == "cuda":
+        return {**facts, "driver": _driver(), "cuda": torch.version.cuda}
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {**facts, "processor": _processor(), "threads": torch.get_num_threads(), "load": load}
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON so that the file is the old one or the new one whole, whatever happens meanwhile.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            # Neither NaN nor Infinity: every parser must take it.
+            file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes it private; a record is not.
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def table(results: Sequence[CaseResult], absent: Mapping[str, str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows: a row for each result, skipped case and absent peer."""
+    rows: list[tuple[str, ...]] = []
+    for case_result in results:
+        case = case_result.case
+        start = (case.operation, str(case), case.dtype)
+        if case_result.skipped:
+            rows.append((*start, "-", "", "", "", "", f"skipped: {case_result.skipped}"))
+        for result in case_result.results:
+            rows.append((*start, _who(result), *_figures(case_result, result)))
+    rows += [("-", "-", "-", name, "", "", "", "", f"absent: {reason}") for name, reason in absent.items()]
+    first = 0 if len({found.case.operation for found in results}) > 1 else 1
+    return HEADER[first:], [row[first:] for row in rows]
+
+
+def _who(result: Result) -> str:
+    return f"{result.who} {result.plan.backend}/{result.plan.strategy}" if result.plan else result.who
+
+
+def _figures(case_result: CaseResult, result: Result) -> tuple[str, ...]:
+    if result.times is None or result.gbps is None or result.of_copy is None:
+        word = {"wrong": "WRONG", "failed": "FAILED", "refused": "refuses"}[result.status]
+        return "", "", "", "", f"{word}: {result.reason}"
+    return (
+        f"{result.times.median_us:.{1 if result.times.median_us >= 10 else 2}f}",
+        f"{result.gbps:.{0 if result.gbps >= 100 else 1}f}",
+        f"{100 * result.of_copy:.0f}%",
+        _against(case_result, result),
+        result.analysis,
+    )
+
+
+def _against(case_result: CaseResult, result: Result) -> str:
+    """How many times as fast; what our layer adds to torch, where torch's kernel is what runs."""
+    if result.against_torch is None:
+        return ""
+    if case_result.within_cpu_bound is None or result.who != "ours":
+        return f"{1 / result.against_torch.ratio:.2f}x"
+    if case_result.case.elements >= LARGE:
+        return f"{100 * (result.against_torch.ratio - 1):+.1f}%"
+    return f"{result.against_torch.added_us:+.2f} us"
+
+
+def above(content: Mapping[str, Any]) -> list[str]:
+    """The lines over the table: where and when, and what to doubt."""
+    device, git, version = content["device"], content["git"], content["versions"]
+    commit = git["commit"][:12] + (" with changes" if git["dirty"] else "")
+    name = device.get("processor") or device["name"]
+    what = ", ".join(dict.fromkeys(case["operation"] for case in content["cases"]))
+    lines = [f"{what} on {name}, torch {version['torch']}, commit {commit}, {content['date']}"]
+    load = device.get("load")
+    if load is not None and load > BUSY * (os.cpu_count() or 1):
+        lines.append(f"The machine is busy (load {load:.1f}): the times are those of a shared processor.")
+    return lines
+
+
+def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
+    """The lines under the table: what our layer adds on a CPU, what a call costs the host."""
+    lines = []
+    bounds = [result.within_cpu_bound for result in results if result.within_cpu_bound is not None]
+    if bounds:
+        lines.append(
+            f"Our layer adds to torch no more than it may in {sum(bounds)} of {len(bounds)} cases: "
+            f"{100 * (CPU_RATIO - 1):.0f}% from 2^20 elements up, {CPU_ADDED_US:.0f} us a call below."
+        )
+    if host := content["host"]:
+        each = ", ".join(f"{name} {times['median_us']:.1f} us" for name, times in host["times"].items())
+        lines.append(f"Host time of one softmax call, {'x'.join(map(str, host['shape']))} {host['dtype']}: {each}.")
+    return lines

@@ -1,0 +1,192 @@
+"""The clocks: medians of single calls, the calls interleaved so that drift meets all of them alike."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any
+
+Call = Callable[[], Any]
+Samples = dict[str, list[float]]
+"""Microseconds of every repetition, by the name of the call, in the order of the rounds."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """What the samples of one call say: microseconds, and how many there were."""
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+    count: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Times:
+        """
+        >>> Times.of([3.0, 1.0, 2.0])
+        Times(median_us=2.0, p20_us=1.0, p80_us=3.0, count=3)
+        """
+        ordered, last = sorted(samples), len(samples) - 1
+        at = [ordered[round(part * last)] for part in (0.2, 0.8)]
+        return cls(statistics.median(ordered), at[0], at[1], len(ordered))
+
+
+@dataclass(frozen=True)
+class Against:
+    """One call's time against another's in the same run."""
+
+    ratio: float
+    added_us: float
+
+    @classmethod
+    def of(cls, samples: list[float], others: list[float]) -> Against:
+        """Round by round where both ran in every round, by medians otherwise.
+
+        Neighbours in time share what else the machine does, so their differences are steadier than
+        the difference of two medians.
+
+        >>> Against.of([2.0, 4.0, 40.0], [1.0, 2.0, 20.0])
+        Against(ratio=2.0, added_us=2.0)
+        """
+        if len(samples) != len(others):
+            samples, others = [statistics.median(samples)], [statistics.median(others)]
+        pairs = list(zip(samples, others, strict=True))
+        return cls(statistics.median(a / b for a, b in pairs), statistics.median(a - b for a, b in pairs))
+
+
+class CpuClock:
+    """perf_counter around single calls, all of them once a round in random order."""
+
+    kind = "cpu"
+
+    def measure(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
+        """Samples of every call, equally many; about `budget_ms` for each on average."""
+        names = list(calls)
+        shuffle = random.Random(0).shuffle
+        samples: Samples = {name: [] for name in names}
+
+        def rounds(least: int, until_ns: float) -> None:
+            for i in range(20000):
+                if i >= least and perf_counter_ns() > until_ns:
+                    return
+                # What ran before a call sets its caches, so no order may be favoured.
+                shuffle(names)
+                for name in names:
+                    call = calls[name]
+                    start = perf_counter_ns()
+                    call()
+                    samples[name].append((perf_counter_ns() - start) / 1e3)
+
+        budget_ns = budget_ms * len(names) * 1e6
+        with _quiet():
+            rounds(1, perf_counter_ns() + budget_ns / 10)
+            for found in samples.values():
+                found.clear()
+            rounds(5, perf_counter_ns() + budget_ns)
+        return samples
+
+    def host_us(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
+        """A call is over when it returns, so it is timed as it is."""
+        return self.measure(calls, budget_ms)
+
+    def overhead_us(self) -> float:
+        """What a call costs without work: a softmax of one number."""
+        import torch
+
+        x = torch.zeros(1)
+        return Times.of(self.measure({"": lambda: torch.softmax(x, 0)}, 10)[""]).median_us
+
+
+class CudaClock:
+    """CUDA events around single calls, the L2 cache flushed before each."""
+
+    kind = "cuda"
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._cuda, self._device = torch.cuda, device
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        # Twice the cache, or nothing is sure to be evicted.  Zeroing 256 MB also takes longer than
+        # the host needs to queue a call, so no host time shows between the events.
+        self._flush = torch.empty(max(256 << 20, 2 * l2), dtype=torch.int8, device=device)
+
+    def measure(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
+        """Samples of every call, as many as fit `budget_ms` for each: a slow peer must not starve a fast one."""
+        for call in calls.values():
+            call()
+        trial = self._rounds(calls, dict.fromkeys(calls, 5), flushed_too=True)
+        return self._rounds(calls, {
+            name: _clamp(1e3 * budget_ms / statistics.median(found), 7, 1000) for name, found in trial.items()
+        })  # fmt: skip
+
+    def _rounds(self, calls: Mapping[str, Call], counts: dict[str, int], flushed_too: bool = False) -> Samples:
+        most = max(counts.values())
+        events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
+        with _quiet():
+            for i in range(most):
+                for name, call in calls.items():
+                    # `count` of the `most` rounds, evenly spread.
+                    if i * counts[name] // most == (i + 1) * counts[name] // most:
+                        continue
+                    start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+                    if flushed_too:
+                        start.record()
+                    self._flush.zero_()
+                    if not flushed_too:
+                        start.record()
+                    call()
+                    end.record()
+                    events[name].append((start, end))
+            self._cuda.synchronize(self._device)
+        return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+
+    def host_us(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
+        """Host microseconds a call: runs of 100 without waiting, shorter than the launch queue is deep."""
+        samples: Samples = {name: [] for name in calls}
+        start = perf_counter_ns()
+        with _quiet():
+            while perf_counter_ns() - start < budget_ms * len(calls) * 1e6 or len(samples[next(iter(calls))]) < 5:
+                for name, call in calls.items():
+                    self._cuda.synchronize(self._device)
+                    began = perf_counter_ns()
+                    for _ in range(100):
+                        call()
+                    samples[name].append((perf_counter_ns() - began) / 1e5)
+            self._cuda.synchronize(self._device)
+        # The first run of each warms up.
+        return {name: found[1:] for name, found in samples.items()}
+
+    def overhead_us(self) -> float:
+        """What these events show for a launch without work: one byte set to zero."""
+        one = self._flush[:1]
+        return Times.of(self.measure({"": one.zero_}, 10)[""]).median_us
+
+
+Clock = CpuClock | CudaClock
+
+
+def clock_for(device: Any) -> Clock:
+    """The clock of a torch device."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+class _quiet:  # noqa: N801  a context manager reads as a word
+    """No garbage collection inside: it would land in one call's sample."""
+
+    def __enter__(self) -> None:
+        self._was_on = gc.isenabled()
+        gc.collect()
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        if self._was_on:
+            gc.enable()
+
+
+def _clamp(value: float, low: int, high: int) -> int:
+    return int(max(low, min(value, high)))

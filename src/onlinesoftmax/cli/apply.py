@@ -1,0 +1,85 @@
+"""`onlinesoftmax apply`: the operations on files of any size, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from . import output
+
+if TYPE_CHECKING:
+    from ..stream import Report
+
+
+def apply(
+    source: str = typer.Argument(metavar="IN", help="A .npy or .safetensors file, of any size."),
+    target: str = typer.Argument(metavar="OUT", help="The file to write, with the same suffix; it may be IN itself."),
+    axis: int = typer.Option(-1, help="Dimension to normalise or reduce; negative counts from the end."),
+    op: str = typer.Option("softmax", help="softmax, log_softmax or logsumexp."),
+    dtype: str | None = typer.Option(
+        None, help="Dtype of OUT: float16, bfloat16, float32 or float64; that of IN by default."
+    ),
+    chunk_mb: float = typer.Option(16.0, help="Working memory, in MiB."),
+    tensor: list[str] | None = typer.Option(
+        None, help="Tensor of a .safetensors file to process; repeat for more. All by default."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
+) -> None:
+    """Softmax, log_softmax or logsumexp of a file of any size, in bounded memory.
+
+    OUT appears complete or not at all: an error, or Ctrl-C, leaves no file and changes none.
+
+    \b
+    Example:
+      onlinesoftmax apply logits.npy probabilities.npy --axis -1 --chunk-mb 64
+    """  # noqa: D301  \b is typer\'s mark for lines that stay as they are
+    if not math.isfinite(chunk_mb):
+        output.fail(f"--chunk-mb must be a number of MiB, got {chunk_mb}")
+    request = {
+        "axis": axis,
+        "operation": op,
+        "dtype": dtype,
+        "chunk_bytes": int(chunk_mb * 2**20),
+        "tensors": tensor or None,
+    }
+    report = _run(source, target, request)
+    if as_json:
+        output.print_json({"source": source, "target": target, "operation": op, "axis": axis, **asdict(report)})
+    else:
+        output.note(_summary(target, op, report))
+
+
+def _run(source: str, target: str, request: dict[str, Any]) -> Report:
+    from ..files import FileError
+    from ..stream import apply_file
+
+    try:
+        with output.progress_bar(nbytes=True) as bar:
+            show: Callable[[int, int], None] | None = None
+            if bar is not None:
+                task = bar.add_task(request["operation"], total=None)
+
+                def show(done: int, total: int) -> None:
+                    bar.update(task, completed=done, total=total)
+
+            return apply_file(source, target, progress=show, **request)
+    except FileError as error:
+        output.fail(error)
+    except KeyboardInterrupt:
+        print(f"Interrupted: {target} was not written.", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _summary(target: str, op: str, report: Report) -> str:
+    count = f"{report.tensors} tensor{'' if report.tensors == 1 else 's'}"
+    read, written = output.size(report.bytes_read), output.size(report.bytes_written)
+    rate = output.size((report.bytes_read + report.bytes_written) / max(report.seconds, 1e-9))
+    return (
+        f"{target}: {op} of {count}, {report.elements:,} elements; "
+        f"{read} read, {written} written in {output.duration(report.seconds * 1e6)} ({rate}/s)"
+    )

@@ -1,0 +1,153 @@
+"""`onlinesoftmax bench`: everybody checked, everybody timed, and where the times stand against a copy."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from . import output
+
+if TYPE_CHECKING:
+    from ..bench.run import CaseResult
+
+
+def bench(
+    suite: str | None = typer.Option(
+        None, help="quick, default, full or cpu.  Without it: default on a GPU, cpu on a CPU."
+    ),
+    quick: bool = typer.Option(False, "--quick", help="The same as --suite quick."),
+    shape: list[str] | None = typer.Option(None, help="A shape instead, as 4096x50257 or 1x2^24; repeat for more."),
+    dim: int | None = typer.Option(None, help="The softmax dimension of --shape; the last by default."),
+    dtype: list[str] | None = typer.Option(None, help="float16, bfloat16, float32 or float64; repeat for more."),
+    op: list[str] | None = typer.Option(None, help="softmax (the default), log_softmax or logsumexp; repeat for more."),
+    backend: str | None = typer.Option(None, help="Force our backend."),
+    strategy: str | None = typer.Option(None, help="Force our strategy."),
+    peers: str = typer.Option("torch", help="Who is compared: torch, compile, liger, quack, with commas between."),
+    device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; the GPU where there is one."),
+    repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; set by the suite."),
+    host: bool = typer.Option(False, "--host", help="Also what one small call costs the host."),
+    out: Path | None = typer.Option(None, help="Write the record to this JSON file."),
+    commit: str | None = typer.Option(None, help="The commit to record where git does not know it."),
+    as_json: bool = typer.Option(False, "--json", help="Print the record as one JSON document."),
+) -> None:
+    """Measure softmax beside a copy of the same size, and beside others.
+
+    Every output is checked against float64 first; who is wrong gets no time, and the exit code is 1.
+    A speed never sets the exit code.  GB/s counts input and output once; "of copy" is that bandwidth over
+    the copy's in the same run, so 100% is the floor.
+
+    Example: onlinesoftmax bench --shape 4096x50257 --dtype bfloat16 --peers torch,compile
+    """
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
+    if importlib.util.find_spec("torch") is None:
+        output.fail("bench needs torch, which is not installed: pip install 'onlinesoftmax[torch]'")
+    from ..bench import peers as others
+    from ..bench.cases import SUITES, cases, parse_shape
+
+    if quick and suite not in (None, "quick"):
+        output.fail(f"--quick and --suite {suite} contradict each other")
+    if out is not None and out.is_dir():
+        output.fail(f"--out {out} is a folder; name a file")
+    where = _device(device)
+    suite = "quick" if quick else suite or ("default" if where.type == "cuda" else "cpu")
+    try:
+        todo = cases(suite, op or ["softmax"], [parse_shape(text) for text in shape or []], dim, dtype or [])
+        asked = others.peers([name for name in map(str.strip, peers.split(",")) if name], where.type)
+        _check_names(backend, strategy)
+    except ValueError as error:
+        output.fail(error)
+    absent = {peer.name: reason for peer in asked if (reason := peer.why_absent())}
+    everybody = [others.Ours(where.type, backend, strategy), *(peer for peer in asked if peer.name not in absent)]
+    options |= {"suite": suite, "repeat": repeat or SUITES[suite].repeat_ms, "device": str(where)}
+    results, record = _measure(todo, everybody, where, options, absent)
+    if as_json:
+        output.print_json(record)
+    else:
+        _show(results, record)
+    if results and all(_ours_refused(found) for found in results):
+        output.fail(f"what was forced can run none of these cases: {results[0].results[0].reason}")
+    raise typer.Exit(int(any(result.failed for found in results for result in found.results)))
+
+
+def _measure(
+    todo: list[Any], everybody: list[Any], device: Any, options: dict[str, Any], absent: dict[str, str]
+) -> tuple[list[CaseResult], dict[str, Any]]:
+    from ..bench import report
+    from ..bench.host import host_times
+    from ..bench.run import run
+    from ..bench.timing import clock_for
+
+    results: list[CaseResult] = []
+    record = report.record(device, options, absent, options["commit"])
+    clock = clock_for(device)
+    with output.progress_bar() as bar:
+        task = bar.add_task("measuring", total=len(todo)) if bar else None
+        for found in run(todo, everybody, device, options["repeat"], clock):
+            results.append(found)
+            record["cases"].append(found.as_dict())
+            # After every case, so that a long run that dies leaves what it had.
+            _write(options["out"], record)
+            if bar and task is not None:
+                bar.advance(task)
+    if options["host"]:
+        record["host"] = host_times(device, clock, options["repeat"])
+        _write(options["out"], record)
+    return results, record
+
+
+def _show(results: list[CaseResult], record: dict[str, Any]) -> None:
+    from ..bench import report
+
+    for line in report.above(record):
+        output.note(line)
+    output.table(*report.table(results, record["absent"]), right=report.NUMBERS)
+    for line in report.below(results, record):
+        output.note(line)
+
+
+def _ours_refused(found: CaseResult) -> bool:
+    return any(result.who == "ours" and result.status == "refused" for result in found.results)
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        output.fail(f"unknown device {name!r}; there are: cpu, cuda, cuda:1, …")
+    if device.type not in ("cuda", "cpu"):
+        output.fail(f"--device {name}: only cpu and cuda can be measured")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        output.fail(f"--device {name}: torch sees {count or 'no'} NVIDIA GPU{'s' if count > 1 else ''} here")
+    device = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _check_names(backend: str | None, strategy: str | None) -> None:
+    from ..device import KNOWN
+    from ..plan import alternatives
+    from ..problem import Problem
+
+    # Any problem will do: unknown names are refused whatever it is.
+    alternatives(Problem("softmax", 1, 1), KNOWN["cpu"], backend, strategy)
+
+
+def _write(out: str | None, record: dict[str, Any]) -> None:
+    from ..bench import report
+
+    if out is None:
+        return
+    try:
+        report.write(Path(out), record)
+    except OSError as error:
+        output.fail(f"--out {out} cannot be written: {error.strerror or error}")

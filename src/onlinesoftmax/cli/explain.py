@@ -1,0 +1,177 @@
+"""`onlinesoftmax explain`: the plan for a shape, why it won, and what the compiler makes of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from . import output
+
+if TYPE_CHECKING:
+    from ..explanation import Explanation
+    from ..plan import Plan
+
+
+def explain(
+    shape: str = typer.Argument(metavar="SHAPE", help="Sizes joined by x, as in 4096x50257 or 1x2^24."),
+    dtype: str = typer.Option("float32", help="float16, bfloat16, float32 or float64."),
+    device: str | None = typer.Option(None, help="A known device, as h200 or rtx4090; this machine by default."),
+    backend: str | None = typer.Option(None, help="Force a backend: triton or eager."),
+    strategy: str | None = typer.Option(None, help="Force a strategy: row, looped, split or column."),
+    op: str = typer.Option("softmax", help="softmax, log_softmax or logsumexp."),
+    dim: int = typer.Option(-1, help="The softmax dimension; negative counts from the end."),
+    ttir: bool = typer.Option(False, "--ttir", help="Also print Triton's intermediate code."),
+    ptx: bool = typer.Option(False, "--ptx", help="Also print the PTX."),
+    sass: bool = typer.Option(False, "--sass", help="Also print the machine code."),
+    compiled: bool = typer.Option(
+        True, "--compile/--no-compile", help="Compile the kernels, for registers and occupancy."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
+) -> None:
+    """The plan for a shape: its numbers, its time against the floor, why it won, and its compiled kernels.
+
+    The GPU need not be here: kernels are compiled for the device that --device names.
+
+    \b
+    Example:
+      onlinesoftmax explain 4096x50257 --dtype bfloat16 --device h200
+    """  # noqa: D301  \b is typer\'s mark for lines that stay as they are
+    listings = [name for name, wanted in (("ttir", ttir), ("ptx", ptx), ("sass", sass)) if wanted]
+    if listings and not compiled:
+        output.fail(f"--{listings[0]} needs the compiled kernels; leave out --no-compile")
+    explanation = _explain(shape, dim, op, dtype, device, backend, strategy)
+    kernels, problem = _compile(explanation) if compiled else ([], "not asked for (--no-compile)")
+    if as_json:
+        described = [{**k.as_dict(), "listings": {name: k.listings[name] for name in listings}} for k in kernels]
+        output.print_json({**explanation.as_dict(), "kernels": described, "not_compiled": problem})
+        return
+    _print_plan(explanation)
+    _print_others(explanation)
+    if compiled:
+        _print_kernels(kernels, problem)
+    for kernel in kernels:
+        for name in listings:
+            output.heading(f"{kernel.name}: {name.upper()}")
+            print(kernel.listings[name].rstrip())
+
+
+def _explain(
+    shape: str, dim: int, op: str, dtype: str, device: str | None, backend: str | None, strategy: str | None
+) -> Explanation:
+    from ..bench.cases import parse_shape
+    from ..explanation import explain as explain_shape
+    from ..plan import PlanError
+    from ..registry import missing
+
+    try:
+        return explain_shape(
+            parse_shape(shape), dim, operation=op, dtype=dtype, device=device, backend=backend, strategy=strategy
+        )
+    except PlanError as error:
+        if device is None and backend is not None and (reason := dict(missing()).get(backend)):
+            output.fail(f"{reason}; name a GPU, as in --device h200, to plan for one that is not here")
+        output.fail(error)
+    except (ValueError, IndexError) as error:
+        output.fail(error)
+
+
+def _compile(explanation: Explanation) -> tuple[list[Any], str | None]:
+    """The compiled kernels, or why there are none."""
+    if explanation.plan.backend != "triton":
+        return [], f"the {explanation.plan.backend} backend has no kernels of ours"
+    try:
+        return explanation.compile(), None
+    except Exception as error:  # a compiler fails in many ways, and the plan is right all the same
+        lines = str(error).strip().splitlines()
+        return [], lines[0] if lines else type(error).__name__
+
+
+def _print_plan(explanation: Explanation) -> None:
+    plan, problem = explanation.plan, explanation.problem
+    output.heading(
+        f"{problem.operation} of {problem.rows} x {problem.cols} {problem.dtype} on {explanation.device.name}",
+        first=True,
+    )
+    output.facts([("plan", f"{plan.backend}/{plan.strategy}"), ("why", plan.reason)])
+    output.heading("Plan")
+    output.facts(plan_facts(explanation))
+
+
+def plan_facts(explanation: Explanation) -> list[tuple[str, str]]:
+    """The plan's numbers with their units, in reading order."""
+    plan, problem, device = explanation.plan, explanation.problem, explanation.device
+    found = [
+        ("rows lie", _layout(explanation)),
+        ("programs", f"{plan.programs:,} in the largest launch"),
+        ("block", _block(plan)),
+    ]
+    if plan.warps:
+        found.append(("warps", f"{plan.warps} a program"))
+    if plan.stages:
+        found.append(("stages", f"{plan.stages} tiles in flight in a program"))
+    found += [
+        ("splits", f"{plan.splits} programs share a row" if plan.splits > 1 else "1: no row is shared"),
+        ("launches", str(plan.launches)),
+        ("input is read", {1: "once", 2: "twice"}.get(plan.reads, f"{plan.reads} times")),
+        (
+            "bytes moved",
+            f"{output.size(plan.bytes_moved)}; at least {output.size(problem.read_bytes + problem.write_bytes)}: "
+            f"{output.size(problem.read_bytes)} in, {output.size(problem.write_bytes)} out",
+        ),
+        ("floor", f"{output.duration(plan.floor_us)} at {device.bandwidth:.0f} GB/s"),
+        ("estimate", f"{output.duration(plan.estimate_us)}, {_floors(plan.estimate_us, plan.floor_us)}"),
+    ]
+    return found
+
+
+def _layout(explanation: Explanation) -> str:
+    problem = explanation.problem
+    if problem.contiguous:
+        return "one after another, the elements of a row side by side"
+    return f"{problem.adjacent} side by side, the elements of a row apart"
+
+
+def _block(plan: Plan) -> str:
+    rows = f"{plan.rows_per_program} rows x " if plan.rows_per_program > 1 else ""
+    depth = f", {plan.depth} to a lane" if plan.depth > 1 else ""
+    return f"{rows}{plan.block} columns at a time{depth}"
+
+
+def _floors(estimate: float, floor: float) -> str:
+    return f"{estimate / floor:.2f} times the floor" if floor else "no floor"
+
+
+def _print_others(explanation: Explanation) -> None:
+    from ..plan import Plan
+
+    # A backend that is missing as a whole gives its reason once.
+    rows: dict[tuple[str, str], tuple[str, str]] = {}
+    for other in explanation.others:
+        why = explanation.why_not(other)
+        known = rows.get((other.backend, why))
+        estimate = output.duration(other.estimate_us) if isinstance(other, Plan) else ""
+        name = f"{known[0]}, {other.strategy}" if known else f"{other.backend}/{other.strategy}"
+        rows[other.backend, why] = (name, estimate)
+    if rows:
+        output.heading("Why not another?")
+        output.table(
+            ("strategy", "estimate", "why not"),
+            [(name, estimate, why) for (_, why), (name, estimate) in rows.items()],
+            right=("estimate",),
+        )
+
+
+def _print_kernels(kernels: list[Any], problem: str | None) -> None:
+    output.heading("Kernels")
+    if problem:
+        output.note(f"  not compiled: {problem}")
+        return
+    output.table(
+        ("kernel", "registers", "spills", "shared memory", "warps", "occupancy"),
+        [
+            (k.name, str(k.registers), f"{k.spills} B", f"{k.shared_memory} B", str(k.warps), f"{k.occupancy:.0%}")
+            for k in kernels
+        ],
+        right=("registers", "spills", "shared memory", "warps", "occupancy"),
+    )

@@ -1,0 +1,175 @@
+"""What the commands print: tables for a terminal, aligned text for a pipe, JSON for a program, errors in a sentence.
+
+Only what was computed goes to stdout; errors and progress go to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+STYLES = {
+    "pass": "green",
+    "usable": "green",
+    "fail": "bold red",
+    "not usable": "yellow",
+    "interpreter only": "yellow",
+    "skipped": "yellow",
+}
+"""Colour of a cell by its text."""
+
+
+def fail(sentence: object, code: int = 2) -> NoReturn:
+    """Print one sentence to stderr and exit: 2 for bad input, 1 for a check that failed."""
+    import typer
+
+    print(f"Error: {sentence}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def heading(text: str, first: bool = False) -> None:
+    """A title, after an empty line unless it comes first."""
+    if not first:
+        print()
+    if sys.stdout.isatty():
+        _console().print(text, style="bold", markup=False)
+    else:
+        print(text)
+
+
+def note(text: str) -> None:
+    """A line of text beside the tables, wrapped in a terminal."""
+    if sys.stdout.isatty():
+        _console().print(text, markup=False)
+    else:
+        print(text)
+
+
+def facts(pairs: Sequence[tuple[str, str]]) -> None:
+    """Names and values, aligned."""
+    if not sys.stdout.isatty():
+        _print_aligned([[f"  {name}", value] for name, value in pairs], right=())
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column()
+    for name, value in pairs:
+        grid.add_row(Text(f"  {name}"), Text(value, style=STYLES.get(value, "")))
+    _console().print(grid)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> None:
+    """A table; the columns named in `right` are aligned to the right."""
+    if not sys.stdout.isatty():
+        places = [i for i, header in enumerate(headers) if header in right]
+        lines = [list(headers), *map(list, rows)]
+        _print_aligned([[f"  {line[0]}", *line[1:]] for line in lines], places)
+        return
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for i, header in enumerate(headers):
+        # Only the last column, which holds the reasons, may break its lines; it must not vanish either.
+        last = i + 1 == len(headers)
+        drawn.add_column(
+            Text(header),
+            justify="right" if header in right else "left",
+            no_wrap=not last,
+            min_width=len(header) if last else None,
+        )
+    for row in rows:
+        drawn.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    _console().print(drawn)
+
+
+def _print_aligned(lines: Sequence[Sequence[str]], right: Collection[int]) -> None:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout; what JSON has no number for (inf, NaN) is null."""
+    print(json.dumps(_plain(document), indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+@contextmanager
+def progress_bar(*, nbytes: bool = False) -> Iterator[Progress | None]:
+    """A bar on stderr with rate and time left, gone at the end; None where stderr is no terminal.
+
+    Args:
+        nbytes: Show the amount as bytes and the rate as bytes per second.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress as rich
+    from rich.console import Console
+
+    amount = (rich.DownloadColumn(), rich.TransferSpeedColumn()) if nbytes else (rich.MofNCompleteColumn(),)
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), *amount, rich.TimeRemainingColumn())
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield progress
+
+
+def size(nbytes: float) -> str:
+    """Bytes in the decimal unit that leaves one to three digits before the point.
+
+    >>> size(512), size(411_705_344)
+    ('512 B', '411.7 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def duration(microseconds: float) -> str:
+    """Microseconds in the unit that leaves one to three digits before the point.
+
+    >>> duration(3.14159), duration(12_345.6)
+    ('3.1 us', '12.3 ms')
+    """
+    if microseconds < 1:
+        return f"{microseconds * 1e3:.0f} ns"
+    if microseconds < 1e3:
+        return f"{microseconds:.1f} us"
+    if microseconds < 1e6:
+        return f"{microseconds / 1e3:.1f} ms"
+    return f"{microseconds / 1e6:.1f} s"
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False)

@@ -1,0 +1,152 @@
+"""`onlinesoftmax verify`: is every kernel right on this machine?"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+from . import output
+
+if TYPE_CHECKING:
+    from ..verification import Cell
+
+
+def verify(
+    quick: bool = typer.Option(False, "--quick", help="A few inputs instead of all."),
+    backend: list[str] | None = typer.Option(None, help="Only this backend; repeat for more."),
+    strategy: list[str] | None = typer.Option(None, help="Only this strategy; repeat for more."),
+    op: list[str] | None = typer.Option(None, help="Only this operation; repeat for more."),
+    dtype: list[str] | None = typer.Option(None, help="Only this dtype; repeat for more."),
+    device: str | None = typer.Option(None, help="cpu or cuda; the GPU where there is one."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
+) -> None:
+    """Check every backend, strategy, operation and dtype against float64, beside PyTorch's own error.
+
+    A result passes when it is no further off than PyTorch's on the same inputs plus one unit in the last
+    place (ulp), and its infinities and NaNs are PyTorch's.  Without a GPU the Triton kernels run in Triton's
+    interpreter, on fewer and smaller inputs.  The exit code is 1 when anything fails.
+
+    \b
+    Example:
+      onlinesoftmax verify --quick --backend triton --dtype bfloat16
+    """  # noqa: D301  \b is typer\'s mark for lines that stay as they are
+    where, interpreted = _prepare(device)
+    cells, absent = _run(backend or [], strategy or [], op or [], dtype or [], where, quick)
+    failed = [cell for cell in cells if cell.result == "fail"]
+    if as_json:
+        output.print_json({
+            "device": _device_name(where), "interpreter": interpreted, "quick": quick, "passed": not failed,
+            "unavailable": absent, "cells": [cell.as_dict() for cell in cells],
+        })  # fmt: skip
+    else:
+        _print(cells, absent, where, interpreted)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _prepare(device: str | None) -> tuple[str, bool]:
+    """The device, and whether Triton's interpreter runs the kernels: told to it before it is imported."""
+    if device not in (None, "cpu", "cuda"):
+        output.fail(f"unknown device {device!r}; there are: cpu, cuda")
+    if importlib.util.find_spec("torch") is None:
+        output.fail("verify compares with PyTorch, and torch is not installed: pip install 'onlinesoftmax[torch]'")
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        output.fail("--device cuda: torch sees no NVIDIA GPU here")
+    where = device or ("cuda" if has_gpu else "cpu")
+    if where == "cpu" and "triton" not in sys.modules:
+        # Triton reads it when it is imported.
+        os.environ["TRITON_INTERPRET"] = "1"
+    from .. import registry
+
+    interpreted = registry.module_missing("triton", "triton") is None and registry.load("triton").interpreted()
+    return where, interpreted
+
+
+def _run(
+    backends: list[str], strategies: list[str], operations: list[str], dtypes: list[str], device: str, quick: bool
+) -> tuple[list[Cell], dict[str, str]]:
+    """The cells, and the backends that cannot be used here with the reason."""
+    from .. import registry, verification
+
+    try:
+        chosen = dict.fromkeys(name for name, _ in verification.pairs(backends, strategies))
+        absent = {name: reason for name in chosen if (reason := registry.unavailable(name))}
+        for name in backends:
+            if name in absent:
+                output.fail(f"backend {name} cannot be used here: {absent[name]}")
+        if len(absent) == len(chosen):
+            output.fail("; ".join(f"backend {name} cannot be used here: {reason}" for name, reason in absent.items()))
+        with output.progress_bar() as bar:
+            show = None
+            if bar is not None:
+                task = bar.add_task("checking", total=None)
+
+                def show(done: int, total: int) -> None:
+                    bar.update(task, completed=done, total=total)
+
+            cells = verification.verify(
+                backends=backends, strategies=strategies, operations=operations, dtypes=dtypes,
+                device=device, quick=quick, progress=show,
+            )  # fmt: skip
+    except ValueError as error:
+        output.fail(error)
+    return cells, absent
+
+
+def _device_name(device: str) -> str:
+    from ..device import from_torch
+
+    return from_torch(device).name
+
+
+def _print(cells: list[Cell], absent: dict[str, str], device: str, interpreted: bool) -> None:
+    output.note(
+        f"Against float64 on {_device_name(device)}; allowed is PyTorch's largest error on the same input and 1 ulp."
+    )
+    if interpreted:
+        from ..verification import INTERPRETER_ULPS
+
+        output.note(
+            "Triton kernels run in Triton's interpreter, slowly; it rounds more often, so it is allowed "
+            f"{INTERPRETER_ULPS} ulps."
+        )
+    for name, reason in absent.items():
+        output.note(f"Backend {name} is left out: {reason}")
+    print()
+    output.table(
+        ("strategy", "operation", "dtype", "inputs", "error", "PyTorch", "ulps", "PyTorch", "of allowed", "result"),
+        [_row(cell) for cell in cells],
+        right=("inputs", "error", "PyTorch", "ulps", "of allowed"),
+    )
+    print()
+    failures = [(cell, failure) for cell in cells for failure in cell.failures]
+    for cell, failure in failures:
+        output.note(f"FAIL {cell.backend}/{cell.strategy} {cell.operation} {cell.dtype}: {failure}")
+    for cell in cells:
+        if cell.result == "skipped":
+            output.note(f"skipped {cell.backend}/{cell.strategy} {cell.operation} {cell.dtype}: {cell.reason}")
+    output.note(_summary(cells))
+
+
+def _row(cell: Cell) -> tuple[str, ...]:
+    numbers = ("", "", "", "", "")
+    if cell.cases:
+        numbers = (
+            f"{cell.error:.1e}", f"{cell.pytorch_error:.1e}",
+            f"{cell.ulps:.1f}", f"{cell.pytorch_ulps:.1f}", f"{cell.of_allowed:.0%}",
+        )  # fmt: skip
+    return f"{cell.backend}/{cell.strategy}", cell.operation, cell.dtype, str(cell.cases), *numbers, cell.result
+
+
+def _summary(cells: list[Cell]) -> str:
+    counts = {result: sum(cell.result == result for cell in cells) for result in ("pass", "fail", "skipped")}
+    parts = [f"{counts['pass']} passed", f"{counts['fail']} failed"]
+    if counts["skipped"]:
+        parts.append(f"{counts['skipped']} skipped")
+    return f"{', '.join(parts)}: {sum(cell.cases for cell in cells)} results checked."

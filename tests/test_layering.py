@@ -1,0 +1,171 @@
+"""The architecture as a table: imports point down only, and a framework is imported only where it must be.
+
+Every import counts, those inside functions too.  Only the registry reaches upwards, by name and when asked.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import onlinesoftmax
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("arrays", "operation", "layout", "tiling"),
+    ("state", "reference", "device", "problem", "files", "widening"),
+    ("candidates",),
+    ("plan", "registry"),
+    ("backends",),
+    ("stream", "dispatch", "explanation"),
+    ("api",),
+    ("",),
+    ("verification",),
+    ("bench",),
+    ("cli",),
+    ("__main__",),
+)
+"""Bottom first.  A name stands for a module, or for a package and all in it; "" is the public face, __init__.py."""
+
+FRAMEWORKS: dict[str, set[str]] = {
+    "dispatch": {"torch"},
+    "backends.triton.*": {"torch", "triton"},
+    "cli.*": {"typer", "rich"},
+}
+"""What modules import when they are imported themselves, beside NumPy; nothing where there is no entry."""
+
+ROOT = Path(onlinesoftmax.__file__).parent
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+"""Every module by its name in the package; "" is the public face."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: `target` is relative to the package if `ours`, else the top-level name."""
+
+    target: str
+    ours: bool
+    line: int
+    on_import: bool
+
+
+def imports_of(name: str) -> list[Import]:
+    """Every import in a module of the package."""
+    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
+    return list(_walk(tree, package_of(name), on_import=True))
+
+
+def _walk(node: ast.AST, package: str, on_import: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield from _resolved(alias.name, [], child.lineno, on_import)
+        elif isinstance(child, ast.ImportFrom):
+            parts = package.split(".") if package else []
+            base = parts[: len(parts) - child.level + 1] if child.level else []
+            module = ".".join(
+                [*(["onlinesoftmax", *base] if child.level else []), *([child.module] if child.module else [])]
+            )
+            yield from _resolved(module, [alias.name for alias in child.names], child.lineno, on_import)
+        elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            yield from _walk(child, package, on_import=False)
+        else:
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _walk(child, package, on_import and not inside)
+
+
+def _resolved(module: str, names: list[str], line: int, on_import: bool) -> Iterator[Import]:
+    """`from package import a, b` imports the modules a and b where they are modules, else the package."""
+    top, _, rest = module.partition(".")
+    if top != "onlinesoftmax":
+        yield Import(top, False, line, on_import)
+        return
+    dotted = {".".join(filter(None, (rest, name))) for name in names}
+    for target in {full if full in FILES else rest for full in dotted} or {rest}:
+        yield Import(target, True, line, on_import)
+
+
+def layer(name: str) -> int:
+    """The layer of a module, by the first part of its name."""
+    part = name.partition(".")[0]
+    found = [i for i, names in enumerate(LAYERS) if part in names]
+    assert found, f"{name}: a new module; give it a place in LAYERS"
+    return found[0]
+
+
+def package_of(name: str) -> str:
+    """The sub-package that a module is in, itself included; "" for a module of the top."""
+    return name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name])
+def test_imports_point_down(name: str) -> None:
+    wrong = [
+        f"{name}:{i.line} imports {i.target or 'onlinesoftmax'}, which is not below it"
+        for i in imports_of(name)
+        if i.ours
+        and layer(i.target) >= layer(name)
+        # Within one sub-package modules share a layer; a backend still knows nothing of another.
+        and not (layer(i.target) == layer(name) and package_of(name) and package_of(i.target) == package_of(name))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_is_circular() -> None:
+    graph = {name: {i.target for i in imports_of(name) if i.ours} for name in FILES if name}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_frameworks_are_imported_only_where_listed(name: str) -> None:
+    parent = f"{name.rpartition('.')[0]}.*"
+    listed = FRAMEWORKS.get(name, FRAMEWORKS.get(parent, set())) | {"numpy"}
+    wrong = [
+        f"{name or '__init__'}:{i.line} imports {i.target} when it is imported; import it where it is used"
+        for i in imports_of(name)
+        if i.on_import and not i.ours and i.target not in sys.stdlib_module_names and i.target not in listed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_name_in_the_table_exists() -> None:
+    named = {name for names in LAYERS for name in names}
+    assert named == {name.partition(".")[0] for name in FILES}
+    for name in FRAMEWORKS:
+        assert name.removesuffix(".*") in FILES
+
+
+def test_the_checks_find_what_they_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every form of import is seen, on a module that breaks both rules."""
+    path = tmp_path / "plan.py"
+    path.write_text(
+        "import torch\n"
+        "from . import candidates, __version__\n"
+        "def f():\n"
+        "    import jax\n"
+        "    from .backends.triton import row\n"
+        "    import onlinesoftmax.api\n"
+    )
+    names = ("", "api", "backends.triton", "backends.triton.row", "candidates", "plan")
+    monkeypatch.setattr(f"{__name__}.FILES", dict.fromkeys(names, path))
+    found = {(i.target, i.ours, i.on_import) for i in imports_of("plan")}
+    assert found == {
+        ("torch", False, True),
+        ("candidates", True, True),
+        ("", True, True),
+        ("jax", False, False),
+        ("backends.triton.row", True, False),
+        ("api", True, False),
+    }
+    with pytest.raises(AssertionError, match=r"plan:5 imports backends\.triton\.row, which is not below it"):
+        test_imports_point_down("plan")
+    with pytest.raises(AssertionError, match="plan:1 imports torch when it is imported"):
+        test_frameworks_are_imported_only_where_listed("plan")
