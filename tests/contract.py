@@ -91,7 +91,7 @@ SPECIAL_CASES = [
     _special("nan", torch.nan),
     _special("+inf-and-nan", torch.inf, torch.nan),
     _special("+inf-and--inf", torch.inf, -torch.inf),
-    Case("-inf-head", lambda dtype, device: torch.cat([torch.full((3, 600), -torch.inf), torch.zeros(3, 9)], 1).to(device, dtype)),
+    _view("-inf-head", (3, 609), lambda x: torch.where(torch.arange(609, device=x.device) < 600, -torch.inf, x)),
 ]  # fmt: skip
 
 
@@ -149,5 +149,6 @@ def run_case(case: Case, operation: str, backend: str, strategy: str, dtype: tor
     out = buffer[guard : guard + ours.numel()].view(ours.shape)
     assert call(x, case.dim, out=out, backend=backend, strategy=strategy) is out
     assert torch.equal(out.nan_to_num(nan=3.0), ours.nan_to_num(nan=3.0))
-    assert (buffer[:guard] == 7).all() and (buffer[guard + ours.numel() :] == 7).all()
+    assert (buffer[:guard] == 7).all()
+    assert (buffer[guard + ours.numel() :] == 7).all()
     assert torch.equal(x.nan_to_num(nan=3.0), before.nan_to_num(nan=3.0)), "the input was changed"

@@ -67,7 +67,7 @@ def log_softmax(
     backend: str | None = None,
     strategy: str | None = None,
 ) -> Array:
-    """x - logsumexp(x) along `dim`: `torch.log_softmax`.  Arguments and errors as for `softmax`.
+    """X - logsumexp(x) along `dim`: `torch.log_softmax`.  Arguments and errors as for `softmax`.
 
     Example:
         >>> import torch
@@ -104,8 +104,7 @@ def logsumexp(
     return _runner(type(input))("logsumexp", input, dim, dtype, keepdim, out, backend, strategy)
 
 
-@cache
-def _runner(kind: type) -> Callable[..., Any]:
+def _find_runner(kind: type) -> Callable[..., Any]:
     """What runs an operation on arrays of this type."""
     if issubclass(kind, np.ndarray):
         return _numpy
@@ -116,9 +115,14 @@ def _runner(kind: type) -> Callable[..., Any]:
     return dispatch.run
 
 
+_runner: Callable[[Any], Callable[..., Any]] = cache(_find_runner)
+
+
 def _numpy(operation: str, x: Any, dim: Any, dtype: Any, keepdim: bool, out: Any, backend: Any, strategy: Any) -> Any:
     if backend not in (None, "eager") or strategy not in (None, "row"):
-        raise TypeError(f"backend={backend!r}, strategy={strategy!r}: a NumPy array runs on eager/row; pass a torch tensor")
+        raise TypeError(
+            f"backend={backend!r}, strategy={strategy!r}: a NumPy array runs on eager/row; pass a torch tensor"
+        )
     if out is not None:
         raise TypeError("out: only torch tensors can be written to; a NumPy input gives a new array")
     if isinstance(dim, bool) or not isinstance(dim, int):

@@ -29,7 +29,7 @@ def namespace(x: Array) -> Any:
 
 
 def array_kind(x: Array) -> str | None:
-    """ "numpy", "torch" or "jax" by the array's own type, or None; imports nothing."""
+    """The kind, "numpy", "torch" or "jax", by the array's own type, or None; imports nothing."""
     if isinstance(x, np.ndarray | np.generic):
         return "numpy"
     torch = sys.modules.get("torch")

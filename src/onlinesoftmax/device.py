@@ -105,7 +105,8 @@ def from_torch(kind: str, index: int = 0) -> Device:
         return KNOWN["cpu"]
     import torch
 
-    properties = torch.cuda.get_device_properties(index)
+    # Torch's type stubs lack some of the attributes that it has.
+    properties: Any = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     model = _same_model(properties.name)
     measured = Device(
@@ -138,7 +139,7 @@ def _bus_bandwidth(properties: Any) -> float:
 
 
 def here() -> Device:
-    """This machine's first GPU if torch sees one, or its CPU."""
+    """The first GPU of this machine if torch sees one, or its CPU."""
     if importlib.util.find_spec("torch") is None:
         return KNOWN["cpu"]
     import torch

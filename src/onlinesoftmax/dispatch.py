@@ -26,13 +26,18 @@ def run(
     """One operation on a torch tensor: the implementation of every function in api.py."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
-    if backend is None and strategy is None and not x.is_cuda or backend == "eager" and strategy in (None, "row"):
+    if (backend is None and strategy is None and not x.is_cuda) or (backend == "eager" and strategy in (None, "row")):
         return _pytorch(operation, x, dim, dtype, keepdim, out)
     if reason := _not_for_kernels(x, dtype, out):
         if backend is None and strategy is None:
             return _pytorch(operation, x, dim, dtype, keepdim, out)
         raise PlanError(f"{operation}() with backend={backend!r}, strategy={strategy!r}: {reason}")
-    if dtype is None and x.dtype.itemsize == 2 and operation != "logsumexp" and torch.is_autocast_enabled(x.device.type):
+    if (
+        dtype is None
+        and x.dtype.itemsize == 2
+        and operation != "logsumexp"
+        and torch.is_autocast_enabled(x.device.type)
+    ):
         # PyTorch lists softmax and log_softmax among the operations that autocast runs in float32.
         dtype = torch.float32
     if isinstance(dim, tuple | list):
@@ -54,7 +59,7 @@ def _not_for_kernels(x: torch.Tensor, dtype: torch.dtype | None, out: torch.Tens
     """Why only PyTorch's own operations can take this tensor; None when our kernels can."""
     if x.requires_grad and torch.is_grad_enabled():
         return "input requires a gradient, and the kernels have none yet"
-    if x.dtype not in DTYPE_NAMES or dtype is not None and dtype not in DTYPE_NAMES:
+    if x.dtype not in DTYPE_NAMES or (dtype is not None and dtype not in DTYPE_NAMES):
         return f"dtype must be one of {', '.join(ITEMSIZE)}, got {x.dtype if dtype is None else dtype}"
     if torch.compiler.is_compiling():
         return "torch.compile is tracing, and the kernels are no custom operators yet"
@@ -68,9 +73,10 @@ def _not_for_kernels(x: torch.Tensor, dtype: torch.dtype | None, out: torch.Tens
 
 
 def _over_dims(
-    operation: str, x: torch.Tensor, dims: tuple[int, ...], dtype: Any, keepdim: bool, out: Any, backend: Any, strategy: Any
+    operation: str, x: torch.Tensor, dims: tuple[int, ...], dtype: Any, keepdim: bool, out: Any,
+    backend: Any, strategy: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """logsumexp over several dimensions: flattened into one, a view where the strides allow it."""
+    """Logsumexp over several dimensions: flattened into one, a view where the strides allow it."""
     if operation != "logsumexp":
         raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dims).__name__}")
     if not dims or x.dim() == 0:
@@ -117,9 +123,13 @@ def _place(operation: str, x: torch.Tensor, out: torch.Tensor) -> Place:
         raise RuntimeError(f"{operation}(): out requires a gradient, and functions with out=... do not support that")
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise RuntimeError(f"{operation}(): out has several elements at one memory location; clone() it first")
-    same = out.data_ptr() == x.data_ptr() and out.stride() == x.stride() and out.dtype == x.dtype and out.shape == x.shape
+    same = (
+        out.data_ptr() == x.data_ptr() and out.stride() == x.stride() and out.dtype == x.dtype and out.shape == x.shape
+    )
     if not same and out.device == x.device and _ranges_overlap(x, out):
-        raise RuntimeError(f"{operation}(): out overlaps input in memory without being the same tensor; clone() one of them")
+        raise RuntimeError(
+            f"{operation}(): out overlaps input in memory without being the same tensor; clone() one of them"
+        )
     return out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % 16 == 0
 
 
@@ -135,8 +145,8 @@ def _ranges_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=4096)
 def _prepare(
-    operation: str, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, aligned: bool,
-    dim: Any, out_dtype: torch.dtype | None, keepdim: bool, place: Place | None,
+    operation: str, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    aligned: bool, dim: Any, out_dtype: torch.dtype | None, keepdim: bool, place: Place | None,
     backend: str | None, strategy: str | None,
 ) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:  # fmt: skip
     """Everything that can be known from shapes, strides and dtypes, done once: the call that remains."""
@@ -195,7 +205,8 @@ def make_plan(
 
 
 def layout_for(
-    operation: str, shape: tuple[int, ...], strides: tuple[int, ...], axis: int, keepdim: bool, y_strides: tuple[int, ...]
+    operation: str, shape: tuple[int, ...], strides: tuple[int, ...], axis: int, keepdim: bool,
+    y_strides: tuple[int, ...],
 ) -> Layout:  # fmt: skip
     """The rows of an input and of its output, whose strides are those of the output's own shape."""
     if not shape:

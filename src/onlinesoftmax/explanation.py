@@ -52,10 +52,7 @@ class Explanation:
         from .backends.triton.compile import compile_program
 
         problem, out = self.problem, self.problem.out_dtype or self.problem.dtype
-        if problem.contiguous:
-            shape, dim = (problem.rows, problem.cols), 1
-        else:
-            shape, dim = (problem.rows // problem.adjacent, problem.cols, problem.adjacent), 1
+        dim, shape = 1, (problem.rows // problem.adjacent, problem.cols, problem.adjacent)
         strides = tuple(_product(shape[i + 1 :]) for i in range(len(shape)))
         y_strides = tuple(0 if i == dim and problem.per_row else stride for i, stride in enumerate(strides))
         layout = rows_of(shape, dim, strides, y_strides)

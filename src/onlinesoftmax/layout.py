@@ -52,7 +52,7 @@ class Layout:
         """Whether a row of y begins, modulo the widest unit, where the same row of x does."""
         pairs = zip(self.x_strides, self.y_strides, strict=True)
         return self.x_col == 1 and (
-            self.y_col == 0 or self.y_col == 1 and all((x - y) % LARGEST_UNIT == 0 for x, y in pairs)
+            self.y_col == 0 or (self.y_col == 1 and all((x - y) % LARGEST_UNIT == 0 for x, y in pairs))
         )
 
     @cached_property
@@ -93,9 +93,7 @@ def rows_of(shape: tuple[int, ...], dim: int, x_strides: tuple[int, ...], y_stri
         >>> rows_of((8, 3, 5), 2, (15, 5, 1), (15, 5, 1)).sizes
         (24,)
     """
-    outer = [
-        (x_strides[i], y_strides[i], size) for i, size in enumerate(shape) if i != dim and size != 1
-    ]
+    outer = [(x_strides[i], y_strides[i], size) for i, size in enumerate(shape) if i != dim and size != 1]
     # Neighbours in x first, so that a tile of rows reads whole cache lines; repeated rows last.
     outer.sort(key=lambda d: (d[0] == 0, d[0], d[1]))
     merged: list[tuple[int, int, int]] = []

@@ -112,7 +112,9 @@ def alternatives(
         if backend not in (None, its_backend) or strategy not in (None, its_strategy):
             continue
         option = missing.get(its_backend) or propose(problem, device)
-        found.append(Refusal(its_backend, its_strategy, option) if isinstance(option, str) else price(option, problem, device))
+        found.append(
+            Refusal(its_backend, its_strategy, option) if isinstance(option, str) else price(option, problem, device)
+        )
     return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
 
 

@@ -19,7 +19,6 @@ import numpy as np
 
 from .arrays import Array, namespace
 
-
 _quiet = np.errstate(divide="ignore", over="ignore", invalid="ignore")
 """0, inf and NaN are values here, not accidents: NumPy need not warn of them."""
 
@@ -130,11 +129,13 @@ class State:
         """
         xp = namespace(x)
         wide = xp.astype(x, self.m.dtype)
-        return xp.astype(xp.exp(wide - _shift(xp, self.m)) * _only_finite(xp, self.m, 1 / self.l), x.dtype).reshape(x.shape)
+        return xp.astype(xp.exp(wide - _shift(xp, self.m)) * _only_finite(xp, self.m, 1 / self.l), x.dtype).reshape(
+            x.shape
+        )
 
     @_quiet
     def log_softmax(self, x: Array) -> Array:
-        """x minus the logsumexp of everything merged so far; dtype of x."""
+        """X minus the logsumexp of everything merged so far; dtype of x."""
         xp = namespace(x)
         wide = xp.astype(x, self.m.dtype)
         return xp.astype(wide - _shift(xp, self.m) - _only_finite(xp, self.m, xp.log(self.l)), x.dtype).reshape(x.shape)

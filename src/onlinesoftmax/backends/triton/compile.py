@@ -53,8 +53,10 @@ def compile_program(program: Program, x_dtype: str, y_dtype: str, device: Device
         RuntimeError: Triton's interpreter is on, which compiles nothing.
     """
     if triton.knobs.runtime.interpret:
-        raise RuntimeError("TRITON_INTERPRET=1 is set: the interpreter compiles nothing; unset it to see the machine code")
-    types = {name: SHORT[program.accumulator] for name in program.scratch} | {"x": SHORT[x_dtype], "y": SHORT[y_dtype]}
+        raise RuntimeError(
+            "TRITON_INTERPRET=1 is set: the interpreter compiles nothing; unset it to see the machine code"
+        )
+    types = dict.fromkeys(program.scratch, SHORT[program.accumulator]) | {"x": SHORT[x_dtype], "y": SHORT[y_dtype]}
     return [_compile(launch, types, device) for launch in program.launches]
 
 

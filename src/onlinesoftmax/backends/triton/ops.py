@@ -17,10 +17,7 @@ def term(m, l, OP: tl.constexpr):
 
     A row of nothing but -inf, or with a +inf in it, has no softmax: PyTorch writes NaN to all of it.
     """
-    if OP == "softmax":
-        value = 1.0 / l
-    else:
-        value = tl.log(l)
+    value = 1.0 / l if OP == "softmax" else tl.log(l)
     return tl.where(tl.abs(m) == float("inf"), float("nan"), value)
 
 

@@ -104,10 +104,13 @@ def program(request: Request) -> Program:
     scratch = {"m0": layout.rows * plan.splits, "l0": layout.rows * plan.splits}
     launches = [
         Launch(
-            split_state_kernel, plan.programs, ("x", "m0", "l0"),
+            split_state_kernel,
+            plan.programs,
+            ("x", "m0", "l0"),
             (request.cols_in_units, -(-tiles // plan.splits), plan.splits, sizes, x_strides, layout.x_col),
-            (acc, exact, x_unit, col_unit, plan.vector, plan.depth, plan.block // plan.depth), plan.warps,
-        )  # fmt: skip
+            (acc, exact, x_unit, col_unit, plan.vector, plan.depth, plan.block // plan.depth),
+            plan.warps,
+        )
     ]
     count, level = plan.splits, 0
     while count > 1 or level == 0:
@@ -116,19 +119,25 @@ def program(request: Request) -> Program:
         scratch |= {f"m{level + 1}": layout.rows * groups, f"l{level + 1}": layout.rows * groups}
         launches.append(
             Launch(
-                split_merge_kernel, layout.rows * groups,
-                (f"m{level}", f"l{level}", f"m{level + 1}", f"l{level + 1}", "y"), (count, groups, sizes, y_strides),
-                (groups == 1, per_row, exact, y_unit, fan), max(1, min(8, fan // 128)),
-            )  # fmt: skip
+                split_merge_kernel,
+                layout.rows * groups,
+                (f"m{level}", f"l{level}", f"m{level + 1}", f"l{level + 1}", "y"),
+                (count, groups, sizes, y_strides),
+                (groups == 1, per_row, exact, y_unit, fan),
+                max(1, min(8, fan // 128)),
+            )
         )
         count, level = groups, level + 1
     if not per_row:
         tiles = -(-layout.cols // FINISH_TILE)
         launches.append(
             Launch(
-                split_finish_kernel, layout.rows * tiles, ("x", "y", f"m{level}", f"l{level}"),
+                split_finish_kernel,
+                layout.rows * tiles,
+                ("x", "y", f"m{level}", f"l{level}"),
                 (request.cols_in_units, tiles, sizes, x_strides, y_strides, layout.x_col, layout.y_col),
-                (op, acc, exact, x_unit, y_unit, col_unit, plan.vector, FINISH_TILE), 8,
-            )  # fmt: skip
+                (op, acc, exact, x_unit, y_unit, col_unit, plan.vector, FINISH_TILE),
+                8,
+            )
         )
     return Program(launches, request.accumulator, scratch)

@@ -32,7 +32,7 @@ def shift(m):
 
 @triton.jit
 def exp(t, EXACT: tl.constexpr):
-    """exp of t = x - shift(m): at most 0, or +inf, or NaN.
+    """Exp of t = x - shift(m): at most 0, or +inf, or NaN.
 
     The hardware has exp2, and tl.exp2 leaves it bare (results under 2^-126 are 0) where tl.exp spends
     three more instructions on those.  The argument t · log2(e), rounded, is off by up to |t| / 2^24;

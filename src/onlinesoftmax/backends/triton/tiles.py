@@ -60,7 +60,9 @@ def finish_edges(x, y_row, head, length, cols, m, l, OP: tl.constexpr, EXACT: tl
 
 
 @triton.jit
-def reduce_slice(x_ptr, length, stride, ACC: tl.constexpr, EXACT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+def reduce_slice(
+    x_ptr, length, stride, ACC: tl.constexpr, EXACT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """The state of `length` elements from x_ptr on.
 
     Each lane keeps a state of its own over the tiles, so the loop has no barrier; DEPTH elements
@@ -91,4 +93,6 @@ def finish_tile(
     mask = col < left
     x = tl.load(x_ptr + col.to(tl.int64) * x_stride, mask=mask, eviction_policy="evict_first").to(ACC)
     y = ops.finish(x, state.shift(m), l, ops.term(m, l, OP), OP, EXACT)
-    tl.store(y_ptr + col.to(tl.int64) * y_stride, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    tl.store(
+        y_ptr + col.to(tl.int64) * y_stride, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+    )
