@@ -65,9 +65,6 @@ class Raises(Peer):
         return function
 
 
-# Cases.
-
-
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
@@ -115,9 +112,6 @@ def test_inputs_have_outliers_and_repeat() -> None:
     assert 20 < (x.abs() > 6).sum() < 150
 
 
-# The check.
-
-
 @pytest.mark.parametrize("operation", ["softmax", "log_softmax", "logsumexp"])
 @pytest.mark.parametrize(("shape", "dim"), [((5, 33), 1), ((33, 5), 0), ((3, 17, 4), 1), ((40,), 0)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
@@ -153,9 +147,6 @@ def test_a_wrong_shape_or_dtype_is_wrong() -> None:
     x = make_input(case, CPU)
     assert "expected (3,) torch.float32" in str(Reference(case, x).judge(torch.logsumexp(x, 1, True)).wrong)
     assert "torch.float64" in str(Reference(case, x).judge(torch.logsumexp(x, 1).double()).wrong)
-
-
-# A run.
 
 
 @pytest.fixture(scope="module")
@@ -226,9 +217,6 @@ def test_peers_say_what_they_lack() -> None:
     assert quack.supports(Case("softmax", (2, 3), 1, "float32")) is None
 
 
-# The words.
-
-
 def _word(of_copy: float, problem: Problem, time_us: float = 500.0, **changes: Any) -> str:
     device = known("h200")
     return analysis.word(of_copy, time_us, 4.0, replace(plan(problem, device, "triton"), **changes), problem, device)
@@ -257,9 +245,6 @@ ROW = Problem("softmax", 65536, 1024, "bfloat16")
 )
 def test_words(word: str, found: str) -> None:
     assert found == word
-
-
-# The clocks.
 
 
 def test_the_cpu_clock_is_sane() -> None:
@@ -309,9 +294,6 @@ def test_the_gpu_clock_spreads_repetitions_and_flushes_before_each() -> None:
     assert [step[2] for step in steps].index("slow") > 2, "few repetitions are spread, not first"
 
 
-# The record.
-
-
 def test_writing_is_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "new" / "record.json"
     report.write(path, {"a": 1})
@@ -327,9 +309,6 @@ def test_outside_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(report.shutil, "which", lambda name: None)
     assert report.git_state() == {"commit": "unknown", "dirty": None}
     assert report.git_state("abc")["commit"] == "abc"
-
-
-# The command.
 
 
 def test_the_record_is_complete(tmp_path: Path) -> None:

@@ -247,8 +247,11 @@ class Cell:
         wide = _wide(ours)
         self._keep_worst("pytorch_error", "pytorch_ulps", np.abs(oracle.theirs_wide - oracle.exact)[finite], oracle)
         special = (wide == oracle.theirs_wide) | np.isnan(wide) & np.isnan(oracle.theirs_wide)
-        if wrong := np.sum(~finite & ~special) + np.sum(finite & ~np.isfinite(wide)):
-            return f"{wrong} of {wide.size} outputs are not the infinity, NaN or number that PyTorch's are"
+        wrong = np.where(finite, ~np.isfinite(wide), ~special)
+        if wrong.any():
+            first = tuple(int(i) for i in np.argwhere(wrong)[0])
+            there = f"{float(wide[first])} at {first}, where PyTorch has {float(oracle.theirs_wide[first])}"
+            return f"{there}: {int(wrong.sum())} of {wide.size} outputs are wrong"
         error = np.abs(wide - oracle.exact)[finite]
         self._keep_worst("error", "ulps", error, oracle)
         part = float(np.max(error / (oracle.allowed + self.slack * oracle.ulp[finite]), initial=0))

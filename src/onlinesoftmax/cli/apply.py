@@ -37,7 +37,7 @@ def apply(
     \b
     Example:
       onlinesoftmax apply logits.npy probabilities.npy --axis -1 --chunk-mb 64
-    """  # noqa: D301  \b is typer\'s mark for lines that stay as they are
+    """  # noqa: D301  \b is typer's mark for lines that stay as they are
     if not math.isfinite(chunk_mb):
         output.fail(f"--chunk-mb must be a number of MiB, got {chunk_mb}")
     request = {

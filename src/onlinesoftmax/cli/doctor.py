@@ -21,7 +21,7 @@ def doctor(
     \b
     Example:
       onlinesoftmax doctor
-    """  # noqa: D301  \b is typer\'s mark for lines that stay as they are
+    """  # noqa: D301  \b is typer's mark for lines that stay as they are
     found = diagnosis()
     if as_json:
         output.print_json(found)

@@ -36,7 +36,7 @@ def explain(
     \b
     Example:
       onlinesoftmax explain 4096x50257 --dtype bfloat16 --device h200
-    """  # noqa: D301  \b is typer\'s mark for lines that stay as they are
+    """  # noqa: D301  \b is typer's mark for lines that stay as they are
     listings = [name for name, wanted in (("ttir", ttir), ("ptx", ptx), ("sass", sass)) if wanted]
     if listings and not compiled:
         output.fail(f"--{listings[0]} needs the compiled kernels; leave out --no-compile")
@@ -110,6 +110,8 @@ def plan_facts(explanation: Explanation) -> list[tuple[str, str]]:
         found.append(("warps", f"{plan.warps} a program"))
     if plan.stages:
         found.append(("stages", f"{plan.stages} tiles in flight in a program"))
+    if plan.vector > 1:
+        found.append(("vector", f"{plan.vector} elements: rows are cut to 16-byte boundaries"))
     found += [
         ("splits", f"{plan.splits} programs share a row" if plan.splits > 1 else "1: no row is shared"),
         ("launches", str(plan.launches)),
@@ -122,6 +124,8 @@ def plan_facts(explanation: Explanation) -> list[tuple[str, str]]:
         ("floor", f"{output.duration(plan.floor_us)} at {device.bandwidth:.0f} GB/s"),
         ("estimate", f"{output.duration(plan.estimate_us)}, {_floors(plan.estimate_us, plan.floor_us)}"),
     ]
+    if device.kind == "cuda":
+        found.append(("quality", f"{plan.quality:.0%} of that bandwidth, with the device full"))
     return found
 
 

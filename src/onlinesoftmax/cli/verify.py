@@ -33,7 +33,7 @@ def verify(
     \b
     Example:
       onlinesoftmax verify --quick --backend triton --dtype bfloat16
-    """  # noqa: D301  \b is typer\'s mark for lines that stay as they are
+    """  # noqa: D301  \b is typer's mark for lines that stay as they are
     where, interpreted = _prepare(device)
     cells, absent = _run(backend or [], strategy or [], op or [], dtype or [], where, quick)
     failed = [cell for cell in cells if cell.result == "fail"]

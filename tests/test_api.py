@@ -1,0 +1,182 @@
+"""The public functions do what PyTorch's do: values, shapes, dtypes, out, and types of errors."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract import OPERATIONS, assert_as_good_as_pytorch, outliers
+
+import onlinesoftmax as osm
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+# PyTorch's own path, and ours: on a GPU the planner chooses it, elsewhere the interpreter runs it.
+PATHS = [{}, {"backend": "triton"}]
+
+
+@pytest.fixture(params=PATHS, ids=["default", "triton"])
+def how(request: pytest.FixtureRequest) -> dict[str, str]:
+    return dict(request.param)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
+def test_dims(operation: str, dim: int, how: dict[str, str]) -> None:
+    x = outliers(3, 5, 7, dtype=torch.float32, device=DEVICE)
+    assert_as_good_as_pytorch(OPERATIONS[operation](x, dim, **how), operation, x, dim)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("value", [3.0, torch.inf, -torch.inf, torch.nan])
+def test_zero_dimensions(operation: str, value: float, how: dict[str, str]) -> None:
+    x = torch.tensor(value, device=DEVICE)
+    for dim in (0, -1):
+        ours, theirs = OPERATIONS[operation](x, dim, **how), getattr(torch, operation)(x, dim)
+        assert ours.shape == theirs.shape == ()
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("shape", "dim"), [((0, 3), 1), ((3, 0), 1), ((0,), 0), ((2, 0, 3), 0)])
+def test_empty(operation: str, shape: tuple[int, ...], dim: int, how: dict[str, str]) -> None:
+    x = torch.empty(shape, device=DEVICE)
+    ours, theirs = OPERATIONS[operation](x, dim, **how), getattr(torch, operation)(x, dim)
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("operation", ["softmax", "log_softmax"])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
+)
+def test_wider_dtype(operation: str, dtype: torch.dtype, out_dtype: torch.dtype, how: dict[str, str]) -> None:
+    x = outliers(4, 37, dtype=dtype, device=DEVICE)
+    assert_as_good_as_pytorch(OPERATIONS[operation](x, dtype=out_dtype, **how), operation, x, -1, out_dtype)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_narrower_dtype_rounds_once(operation: str, how: dict[str, str]) -> None:
+    if not how and not GPU:
+        pytest.skip("PyTorch itself, which rounds the input too, is what runs here")
+    x = outliers(4, 37, dtype=torch.float32, device=DEVICE)
+    ours = OPERATIONS[operation](x, dtype=torch.float16, **how)
+    exact = getattr(torch, operation)(x.double(), -1)
+    torch.testing.assert_close(ours.double(), exact.half().double(), rtol=2**-10, atol=2**-24)
+
+
+def test_logsumexp_keepdim_and_several_dims(how: dict[str, str]) -> None:
+    x = outliers(3, 5, 7, dtype=torch.float64, device=DEVICE)
+    for dim in (1, (0, 1), (0, 2), (-1, 0), (0, 1, 2), [1]):
+        for keepdim in (False, True):
+            ours = osm.logsumexp(x, dim, keepdim, **how)
+            theirs = torch.logsumexp(x, dim, keepdim)
+            assert ours.shape == theirs.shape
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_out(operation: str, how: dict[str, str]) -> None:
+    x = outliers(4, 9, dtype=torch.float32, device=DEVICE)
+    call, expected = OPERATIONS[operation], OPERATIONS[operation](x, 1, **how)
+    empty = torch.empty(0, device=DEVICE)
+    assert call(x, 1, out=empty, **how) is empty
+    assert torch.equal(empty, expected)
+    strided = torch.full((*expected.shape, 2), torch.nan, device=DEVICE)
+    call(x, 1, out=strided[..., 0], **how)
+    assert torch.equal(strided[..., 0], expected)
+    assert strided[..., 1].isnan().all()
+    if operation != "logsumexp":
+        itself = x.clone()
+        call(itself, 1, out=itself, **how)
+        assert torch.equal(itself, expected)
+
+
+def _both_raise(operation: str, how: dict[str, str], *args: Any, **kwargs: Any) -> None:
+    """Ours and PyTorch's raise the same type; a gradient of the message is ours to choose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(Exception) as theirs:  # noqa: PT011 - the type is what is compared
+            getattr(torch, operation)(*args, **kwargs)
+    with pytest.raises(type(theirs.value)):
+        OPERATIONS[operation](*args, **kwargs, **how)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dim", [3, -4, "a", 1.0])
+def test_bad_dim_is_pytorchs_error(operation: str, dim: Any, how: dict[str, str]) -> None:
+    _both_raise(operation, how, torch.randn(2, 3, 4, device=DEVICE), dim)
+
+
+def test_bad_input_is_pytorchs_error(how: dict[str, str]) -> None:
+    _both_raise("softmax", how, [1.0, 2.0], 0)
+    expanded = torch.empty(1, 3, device=DEVICE).expand(2, 3)
+    _both_raise("softmax", how, torch.randn(2, 3, device=DEVICE), 1, out=expanded)
+    _both_raise("softmax", how, torch.randn(2, 3, device=DEVICE), 1, out=torch.empty(2, 3, dtype=torch.float64, device=DEVICE))
+
+
+def test_integers_are_pytorchs_error() -> None:
+    _both_raise("softmax", {}, torch.arange(3, device=DEVICE), 0)
+    assert osm.softmax(torch.arange(3, device=DEVICE), 0, dtype=torch.float32).dtype == torch.float32
+
+
+def test_errors_name_the_argument() -> None:
+    x = torch.randn(2, 3, device=DEVICE)
+    with pytest.raises(RuntimeError, match=r"out has shape \(3, 2\), and the result has \(2, 3\)"):
+        osm.softmax(x, 1, out=torch.empty(3, 2, device=DEVICE), backend="triton")
+    base = torch.randn(10, device=DEVICE)
+    with pytest.raises(RuntimeError, match="out overlaps input"):
+        osm.softmax(base[:6], 0, out=base[2:8], backend="triton")
+    with pytest.raises(RuntimeError, match="twice"):
+        osm.logsumexp(x, (0, -2), backend="triton")
+    with pytest.raises(osm.PlanError, match="unknown backend 'cudnn'"):
+        osm.softmax(x, 1, backend="cudnn")
+
+
+def test_what_has_no_kernel_yet_goes_to_pytorch_or_says_so() -> None:
+    x = torch.randn(4, 6, device=DEVICE, requires_grad=True)
+    osm.softmax(x).square().sum().backward()
+    expected = torch.autograd.grad(torch.softmax(x, -1).square().sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+    with pytest.raises(osm.PlanError, match="requires a gradient"):
+        osm.softmax(x, backend="triton")
+    with torch.no_grad():
+        osm.softmax(x, backend="triton")
+    vmapped = torch.func.vmap(lambda row: osm.softmax(row, 0))(x.detach())
+    torch.testing.assert_close(vmapped, torch.softmax(x.detach(), -1))
+    meta = osm.softmax(torch.empty(4, 6, device="meta"))
+    assert meta.shape == (4, 6)
+
+
+def test_autocast_follows_pytorchs_lists(how: dict[str, str]) -> None:
+    x = outliers(4, 6, dtype=torch.bfloat16, device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        for operation, call in OPERATIONS.items():
+            assert call(x, -1, **how).dtype == getattr(torch, operation)(x, -1).dtype
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_numpy(operation: str, dtype: type) -> None:
+    x = np.random.default_rng(0).normal(size=(3, 5, 4)).astype(dtype)
+    for dim in (0, -1):
+        ours = OPERATIONS[operation](x, dim)
+        assert isinstance(ours, np.ndarray)
+        assert ours.dtype == dtype
+        theirs = getattr(torch, operation)(torch.from_numpy(x).double(), dim).numpy()
+        np.testing.assert_allclose(ours, theirs, rtol=4 * np.finfo(dtype).eps, atol=4 * np.finfo(dtype).eps)
+    assert OPERATIONS[operation](np.float32([1, 2]), 0, dtype="float64").dtype == np.float64
+
+
+def test_numpy_errors() -> None:
+    with pytest.raises(NotImplementedError, match="int64 is not floating point"):
+        osm.softmax(np.arange(3))
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        osm.softmax(np.zeros(3), 1)
+    with pytest.raises(TypeError, match="out: only torch tensors"):
+        osm.softmax(np.zeros(3), out=np.zeros(3))
+    with pytest.raises(TypeError, match="runs on eager/row"):
+        osm.softmax(np.zeros(3), backend="triton")

@@ -1,0 +1,120 @@
+"""The planner's decisions, as tables: it is pure, so any GPU can be planned for here."""
+
+from __future__ import annotations
+
+import pytest
+
+from onlinesoftmax.candidates import TABLE
+from onlinesoftmax.device import KNOWN, known
+from onlinesoftmax.plan import Plan, PlanError, Refusal, alternatives, plan
+from onlinesoftmax.problem import Problem
+
+H200 = known("h200")
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "strategy"),
+    [
+        (1 << 20, 64, "row"),
+        (65536, 1000, "row"),
+        (65536, 1023, "row"),
+        (4096, 32768, "row"),
+        (2048, 128256, "looped"),
+        (1024, 262144, "looped"),
+        (16, 1 << 22, "split"),
+        (1, 1 << 20, "split"),
+        (1, 1 << 28, "split"),
+        (64, 512, "row"),
+        (1, 1, "row"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_h200(rows: int, cols: int, strategy: str, dtype: str) -> None:
+    chosen = plan(Problem("softmax", rows, cols, dtype), H200)
+    assert (chosen.backend, chosen.strategy) == ("triton", strategy)
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name != "cpu"])
+def test_every_known_gpu_has_a_plan(name: str) -> None:
+    for rows, cols in ((1 << 20, 64), (4096, 50257), (1, 1 << 26), (0, 7), (7, 0)):
+        chosen = plan(Problem("log_softmax", rows, cols, "float16"), known(name))
+        assert chosen.device == known(name).name
+        assert chosen.reason
+
+
+def test_cpu_is_eager() -> None:
+    chosen = plan(Problem("softmax", 10, 10), known("cpu"))
+    assert (chosen.backend, chosen.strategy) == ("eager", "row")
+    assert "no kernels of ours" in chosen.reason
+
+
+def test_strided_rows_side_by_side_go_by_column() -> None:
+    problem = Problem("softmax", 131072, 512, "float32", contiguous=False, adjacent=4096)
+    assert plan(problem, H200).strategy == "column"
+
+
+def test_bytes_and_floor() -> None:
+    rows, cols = 2048, 128256
+    chosen = plan(Problem("softmax", rows, cols, "bfloat16"), H200, strategy="looped")
+    assert chosen.bytes_moved == 3 * rows * cols * 2
+    assert chosen.floor_us == pytest.approx(2 * rows * cols * 2 / (H200.bandwidth * 1e3))
+    per_row = plan(Problem("logsumexp", rows, cols, "bfloat16"), H200, strategy="looped")
+    assert per_row.bytes_moved == rows * cols * 2 + rows * 2
+
+
+def test_no_plan_beats_the_floor() -> None:
+    for rows, cols in ((1 << 18, 256), (4096, 4096), (1, 1 << 24)):
+        for option in alternatives(Problem("softmax", rows, cols), H200):
+            if isinstance(option, Plan):
+                assert option.estimate_us > option.floor_us
+
+
+def test_forced_but_impossible_lists_every_reason() -> None:
+    with pytest.raises(PlanError, match=r"(?s)strategy='row'.*triton/row: a row of 200000 columns.*registers") as error:
+        plan(Problem("softmax", 4, 200000), H200, backend="triton", strategy="row")
+    assert "looped" not in str(error.value)
+    with pytest.raises(PlanError, match="eager has no strategy 'split'"):
+        plan(Problem("softmax", 4, 4), H200, backend="eager", strategy="split")
+    with pytest.raises(PlanError, match="(?s)triton/row.*triton/looped.*triton/split.*triton/column"):
+        plan(Problem("softmax", 4, 4), known("cpu"), backend="triton")
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(PlanError, match=r"unknown backend 'tritn'; there are: triton, eager"):
+        plan(Problem("softmax", 4, 4), H200, backend="tritn")
+    with pytest.raises(PlanError, match=r"unknown strategy 'rows'; there are: row, looped, split, column"):
+        plan(Problem("softmax", 4, 4), H200, strategy="rows")
+    with pytest.raises(ValueError, match=r"unknown operation 'sofmax'"):
+        Problem("sofmax", 4, 4)
+    with pytest.raises(ValueError, match=r"unknown dtype 'int8'"):
+        Problem("softmax", 4, 4, "int8")
+    with pytest.raises(ValueError, match="rows and cols"):
+        Problem("softmax", -1, 4)
+
+
+def test_unavailable_backends_are_refused_with_their_reason() -> None:
+    chosen = plan(Problem("softmax", 4096, 4096), H200, unavailable=(("triton", "triton is not installed"),))
+    assert chosen.backend == "eager"
+    options = alternatives(Problem("softmax", 4, 4), H200, unavailable=(("triton", "triton is not installed"),))
+    assert {o.reason for o in options if isinstance(o, Refusal)} == {"triton is not installed"}
+
+
+def test_rows_that_begin_anywhere_are_cut() -> None:
+    odd, even = (plan(Problem("softmax", 4096, cols, "bfloat16"), H200) for cols in (4095, 4096))
+    assert (odd.vector, even.vector) == (8, 1)
+    unaligned = plan(Problem("softmax", 4096, 4095, "bfloat16", unit=1, peelable=False), H200)
+    assert unaligned.vector == 1
+    assert unaligned.estimate_us > odd.estimate_us
+
+
+def test_split_adds_merges_as_the_partials_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem("softmax", 1, 1 << 28, "bfloat16")
+    assert plan(problem, H200, strategy="split").launches == 3
+    monkeypatch.setattr("onlinesoftmax.candidates.MERGE_FAN", 16)
+    # 4096 partials, 16 to a program: 256, 16, 1.
+    assert plan(problem, H200, strategy="split").launches == 5
+
+
+def test_the_table_names_each_pair_once() -> None:
+    pairs = [(backend, strategy) for backend, strategy, _ in TABLE]
+    assert len(set(pairs)) == len(pairs)

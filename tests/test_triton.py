@@ -1,0 +1,108 @@
+"""What the contract does not reach: the merge tree, many dimensions, and the machine code itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from contract import OPERATIONS, assert_as_good_as_pytorch, outliers
+
+import onlinesoftmax as osm
+from onlinesoftmax import dispatch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_merge_tree(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of ten partials, two to a program: five, three, two, one."""
+    monkeypatch.setattr("onlinesoftmax.candidates.MERGE_FAN", 2)
+    dispatch._prepare.cache_clear()
+    x = outliers(2, 40001, dtype=torch.float32, device=DEVICE)
+    assert osm.explain(x, operation=operation, device="h200", strategy="split").plan.launches >= 5
+    assert_as_good_as_pytorch(OPERATIONS[operation](x, backend="triton", strategy="split"), operation, x, -1)
+    dispatch._prepare.cache_clear()
+
+
+def test_seven_dimensions_that_no_stride_joins() -> None:
+    x = outliers(3, 4, 3, 4, 3, 4, 10, dtype=torch.float32, device=DEVICE)[::2, ::2, ::2, ::2, ::2, ::2, 1:]
+    assert_as_good_as_pytorch(osm.softmax(x, backend="triton", strategy="row"), "softmax", x, -1)
+
+
+def test_same_input_same_bits() -> None:
+    x = outliers(3, 30000, dtype=torch.float32, device=DEVICE)
+    for strategy in ("row", "looped", "split"):
+        first, second = (osm.softmax(x, backend="triton", strategy=strategy) for _ in range(2))
+        assert torch.equal(first, second)
+
+
+COMPILE = """
+import json, sys
+import onlinesoftmax as osm
+found = []
+for device in ("a100", "h200", "b200"):
+    for dtype in ("bfloat16", "float32"):
+        for strategy, shape, dim in (
+            ("row", (65536, 1000), 1), ("row", (65536, 1023), 1), ("row", (8192, 8192), 1), ("row", (4096, 32768), 1),
+            ("looped", (2048, 128257), 1), ("split", (1, 1 << 24), 1), ("column", (32, 512, 4096), 1),
+        ):
+            explanation = osm.explain(shape, dim, dtype=dtype, device=device, backend="triton", strategy=strategy)
+            for kernel in explanation.compile():
+                wide = "v4.b32" in kernel.listings["ptx"]
+                found.append({"device": device, "dtype": dtype, "shape": shape, "wide": wide, **kernel.as_dict()})
+json.dump(found, sys.stdout)
+"""
+
+
+def test_kernels_compile_for_gpus_that_are_not_here() -> None:
+    """No spills and 16-byte loads for sm_80, sm_90 and sm_100: in a process where Triton compiles."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, ["src", environment.get("PYTHONPATH")]))
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)
+    assert {kernel["device"] for kernel in kernels} == {"a100", "h200", "b200"}
+    for kernel in kernels:
+        assert kernel["spills"] == 0, kernel
+        assert kernel["occupancy"] > 0, kernel
+        assert kernel["wide"] or kernel["name"] == "split_merge_kernel", kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2**16 + 1, 2**15 + 8), (2**15 + 8, 2**16 + 1), (1, 2**31 + 4097), (2**31 + 4097, 1)])
+def test_more_elements_than_an_int32_counts(shape: tuple[int, int]) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+    y = osm.softmax(x, backend="triton")
+    for rows in (slice(0, 1), slice(shape[0] // 2, shape[0] // 2 + 1), slice(shape[0] - 1, None)):
+        exact = torch.softmax(x[rows].double(), -1)
+        assert (y[rows].double() - exact).abs().max() <= exact.max() * 2**-8
+
+
+@pytest.mark.gpu
+def test_a_merge_tree_at_the_size_that_needs_one() -> None:
+    x = torch.randn(4224 * 8192, device="cuda")
+    assert osm.explain(x, strategy="split").plan.launches == 4
+    assert_as_good_as_pytorch(osm.softmax(x, 0, backend="triton", strategy="split"), "softmax", x, 0)
+
+
+@pytest.mark.gpu
+def test_side_streams_and_graphs() -> None:
+    x, y = torch.randn(64, 3000, device="cuda"), torch.empty(64, 3000, device="cuda")
+    expected = osm.softmax(x)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        late = osm.softmax(x * 1)
+    stream.synchronize()
+    assert torch.equal(late, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        osm.softmax(x, out=y)
+    y.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(y, expected)
