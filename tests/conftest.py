@@ -22,6 +22,9 @@ if not HAS_GPU:
     # Triton reads it when a kernel is defined, so it must be set before onlinesoftmax is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# JAX is here for State alone; on a GPU it would take most of the memory for itself.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 # --doctest-modules imports every file, and this one is Triton from its first line.
 collect_ignore = [] if importlib.util.find_spec("triton") else ["triton_algebra.py"]
 

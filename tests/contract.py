@@ -91,6 +91,12 @@ SPECIAL_CASES = [
     _special("nan", torch.nan),
     _special("+inf-and-nan", torch.inf, torch.nan),
     _special("+inf-and--inf", torch.inf, -torch.inf),
+    _special("-inf-and-nan", -torch.inf, torch.nan),
+    Case(
+        "strided-specials",
+        lambda dtype, device: SPECIAL_CASES[2].make(dtype, device).repeat(1, 1, 9).permute(2, 1, 0),
+        1,
+    ),
     _view("-inf-head", (3, 609), lambda x: torch.where(torch.arange(609, device=x.device) < 600, -torch.inf, x)),
 ]  # fmt: skip
 

@@ -31,10 +31,11 @@ def test_every_element_is_visited_once_and_x_meets_its_y(shape: list[int], data:
     storage = np.arange(int(np.prod(shape))).reshape([shape[i] for i in order])
     x = storage.transpose(np.argsort(order))
     y = np.arange(x.size).reshape(x.shape)
-    layout = rows_of(
-        x.shape, dim, tuple(s // x.itemsize for s in x.strides), tuple(s // y.itemsize for s in y.strides)
+    layout = rows_of(x.shape, dim, tuple(s // x.itemsize for s in x.strides), tuple(s // y.itemsize for s in y.strides))
+    x_offsets, y_offsets = (
+        offsets(layout, layout.x_strides, layout.x_col),
+        offsets(layout, layout.y_strides, layout.y_col),
     )
-    x_offsets, y_offsets = offsets(layout, layout.x_strides, layout.x_col), offsets(layout, layout.y_strides, layout.y_col)
     assert sorted(x_offsets.ravel()) == list(range(x.size))
     where_in_y = dict(zip(x.ravel().tolist(), y.ravel().tolist(), strict=True))
     assert all(where_in_y[a] == b for a, b in zip(x_offsets.ravel().tolist(), y_offsets.ravel().tolist(), strict=True))

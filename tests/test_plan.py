@@ -75,7 +75,7 @@ def test_forced_but_impossible_lists_every_reason() -> None:
     assert "looped" not in str(error.value)
     with pytest.raises(PlanError, match="eager has no strategy 'split'"):
         plan(Problem("softmax", 4, 4), H200, backend="eager", strategy="split")
-    with pytest.raises(PlanError, match="(?s)triton/row.*triton/looped.*triton/split.*triton/column"):
+    with pytest.raises(PlanError, match=r"(?s)triton/row.*triton/looped.*triton/split.*triton/column"):
         plan(Problem("softmax", 4, 4), known("cpu"), backend="triton")
 
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
-from contract import OPERATIONS, assert_as_good_as_pytorch, outliers
 
 import onlinesoftmax as osm
+from contract import OPERATIONS, assert_as_good_as_pytorch, outliers
 from onlinesoftmax import dispatch
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -75,7 +75,9 @@ def test_kernels_compile_for_gpus_that_are_not_here() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(2**16 + 1, 2**15 + 8), (2**15 + 8, 2**16 + 1), (1, 2**31 + 4097), (2**31 + 4097, 1)])
+@pytest.mark.parametrize(
+    "shape", [(2**16 + 1, 2**15 + 8), (2**15 + 8, 2**16 + 1), (1, 2**31 + 4097), (2**31 + 4097, 1)]
+)
 def test_more_elements_than_an_int32_counts(shape: tuple[int, int]) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
     y = osm.softmax(x, backend="triton")

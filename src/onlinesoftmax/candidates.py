@@ -59,7 +59,8 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
     """Whole rows in registers."""
     if refusal := _no_triton(device):
         return refusal
-    peeled = problem.peels
+    # In float32, short rows in one tile cost less read as they lie than cut.
+    peeled = problem.peels and (problem.itemsize == 2 or problem.cols >= 256)
     block = _power_of_two(problem.cols // problem.vector * problem.vector if peeled else problem.cols)
     words = 2 if problem.itemsize == 8 else 1
     most = 1024 * REGISTER_ELEMENTS // words
@@ -68,19 +69,21 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
             f"a row of {problem.cols} columns, padded to {block}, does not fit the registers of one program: "
             f"{most} {problem.dtype} elements do"
         )
-    # 16 elements a thread: two 16-byte loads in flight, and registers left for full occupancy.
     # A tile of fewer than 1024 elements would spend its time in being scheduled.
     rows = max(1, 1024 // block)
-    warps = _clamp(rows * block * words // 512, 1, 16)
+    elements = rows * block * words
+    # 32 elements a thread; half of that, and so twice the threads, where a long row is whole and aligned.
+    warps = _clamp(elements // (512 if block >= 4096 and problem.cols == block else 1024), 1, 16)
     programs, stages, quality = -(-problem.rows // rows), 0, 0.97
-    if block * words >= 32768:
-        warps, quality = 32, 0.88 if block * words == 32768 else 0.5
+    if elements >= 32768:
+        warps = 16 if peeled and elements == 32768 else 32
+        quality = 0.88 if elements == 32768 else 0.5
         # The block fills its multiprocessor, so nothing else loads while it reduces: let it
         # prefetch its own next rows, where three of them fit shared memory.
         fits = 3 * block * problem.itemsize <= device.shared_memory
         if fits and not peeled and problem.contiguous and problem.rows > device.multiprocessors:
             programs, stages = device.multiprocessors, 3
-    elif block == 16384 and problem.itemsize == 2:
+    elif elements == 16384 and (peeled or problem.itemsize == 2):
         # Fewer, busier threads: more blocks stay resident.
         warps = 8
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
@@ -127,8 +130,10 @@ def triton_split(problem: Problem, device: Device) -> Candidate | str:
         merges, count = merges + 1, -(-count // MERGE_FAN)
     return Candidate(
         "triton", "split",
-        f"{splits} program{'s share' if splits > 1 else ' takes'} each row; the states merge in "
-        f"{merges} launch{'es' if merges > 1 else ''}" + _cut(problem.peels),
+        f"{splits} programs share each row; their states merge in {merges} launch{'es' if merges > 1 else ''}"
+        + _cut(problem.peels)
+        if splits > 1
+        else "a row is no more than one program's slice, so that splitting it only adds launches",
         programs=problem.rows * splits, block=tile, depth=depth, warps=warps, splits=splits,
         launches=1 + merges + (not problem.per_row), reads=_reads(problem),
         vector=problem.vector if problem.peels else 1, quality=0.92,
@@ -155,7 +160,7 @@ def triton_column(problem: Problem, device: Device) -> Candidate | str:
         f"the softmax dimension is strided and {problem.adjacent} rows lie side by side: a program reads {rows} of "
         f"them as they lie" + ("" if whole else f", {block} columns at a time"),
         programs=problem.rows // problem.adjacent * -(-problem.adjacent // rows),
-        block=block, rows_per_program=rows, warps=_clamp(rows * block * words // 2048, 1, 16),
+        block=block, rows_per_program=rows, warps=_clamp(rows * block * problem.itemsize // 4096, 1, 16),
         reads=1 if whole else _reads(problem), quality=0.7,
     )  # fmt: skip
 
@@ -166,7 +171,7 @@ def eager_row(problem: Problem, device: Device) -> Candidate | str:
     if device.kind != "cuda":
         reason += f", and {device.name} has no kernels of ours"
     # PyTorch's kernel for long rows keeps no more than some 8192 elements of a row in flight.
-    return Candidate("eager", "row", reason, programs=problem.rows, block=min(problem.cols, 8192), quality=0.45)
+    return Candidate("eager", "row", reason, programs=problem.rows, block=max(1, min(problem.cols, 8192)), quality=0.45)
 
 
 TABLE: tuple[tuple[str, str, Callable[[Problem, Device], Candidate | str]], ...] = (

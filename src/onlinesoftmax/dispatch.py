@@ -24,22 +24,19 @@ def run(
     out: torch.Tensor | None, backend: str | None, strategy: str | None,
 ) -> torch.Tensor:  # fmt: skip
     """One operation on a torch tensor: the implementation of every function in api.py."""
+    if type(x) is torch.Tensor and x.is_cpu and backend is None and strategy is None:
+        # First, and at once to PyTorch: on a CPU a microsecond of ours shows.
+        return eager.torch_call(operation, x, dim, dtype, keepdim, out)
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
     if (backend is None and strategy is None and not x.is_cuda) or (backend == "eager" and strategy in (None, "row")):
-        return _pytorch(operation, x, dim, dtype, keepdim, out)
+        return eager.torch_call(operation, x, dim, dtype, keepdim, out)
     if reason := _not_for_kernels(x, dtype, out):
         if backend is None and strategy is None:
-            return _pytorch(operation, x, dim, dtype, keepdim, out)
+            return eager.torch_call(operation, x, dim, dtype, keepdim, out)
         raise PlanError(f"{operation}() with backend={backend!r}, strategy={strategy!r}: {reason}")
-    if (
-        dtype is None
-        and x.dtype.itemsize == 2
-        and operation != "logsumexp"
-        and torch.is_autocast_enabled(x.device.type)
-    ):
-        # PyTorch lists softmax and log_softmax among the operations that autocast runs in float32.
-        dtype = torch.float32
+    if dtype is None and torch.is_autocast_enabled(x.device.type):
+        dtype = _autocast_dtype(operation, x.dtype, x.device.type, torch.get_autocast_dtype(x.device.type))
     if isinstance(dim, tuple | list):
         return _over_dims(operation, x, tuple(dim), dtype, keepdim, out, backend, strategy)
     place = None if out is None else _place(operation, x, out)
@@ -50,8 +47,10 @@ def run(
     return prepared(x, out)
 
 
-def _pytorch(operation: str, x: Any, dim: Any, dtype: Any, keepdim: bool, out: Any) -> torch.Tensor:
-    result: torch.Tensor = eager.torch_call(operation, x, dim, dtype, keepdim, out)
+@lru_cache
+def _autocast_dtype(operation: str, dtype: torch.dtype, device_type: str, autocast: torch.dtype) -> torch.dtype:
+    """What PyTorch's lists make of this operation on this dtype: PyTorch is asked, once."""
+    result: torch.dtype = getattr(torch, operation)(torch.zeros(1, dtype=dtype, device=device_type), 0).dtype
     return result
 
 
@@ -80,7 +79,7 @@ def _over_dims(
     if operation != "logsumexp":
         raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dims).__name__}")
     if not dims or x.dim() == 0:
-        return _pytorch(operation, x, dims, dtype, keepdim, out)
+        return eager.torch_call(operation, x, dims, dtype, keepdim, out)
     kept = sorted({_checked_dim(operation, dim, x.dim()) for dim in dims})
     if len(kept) < len(dims):
         raise RuntimeError(f"{operation}(): dim {dims} names a dimension twice")
@@ -156,14 +155,14 @@ def _prepare(
     if place is not None:
         _check_out(operation, place, out_shape, out_dtype, device)
     if shape.numel() == 0:
-        return lambda x, out: _pytorch(operation, x, axis, out_dtype, keepdim, out)
+        return lambda x, out: eager.torch_call(operation, x, axis, out_dtype, keepdim, out)
     resize = place is not None and place[0] != out_shape
     y_strides = place[1] if place is not None and not resize else _contiguous_strides(out_shape)
     layout = layout_for(operation, shape, strides, axis, keepdim, y_strides)
     aligned = aligned and (place is None or resize or place[4])
     the_plan = make_plan(operation, layout, dtype, out_dtype, device, aligned, backend, strategy)
     if the_plan.backend == "eager":
-        return lambda x, out: _pytorch(operation, x, axis, out_dtype, keepdim, out)
+        return lambda x, out: eager.torch_call(operation, x, axis, out_dtype, keepdim, out)
     launch = registry.load(the_plan.backend).prepare(
         operation, the_plan, layout, DTYPE_NAMES[dtype], DTYPE_NAMES[out_dtype]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from ..state import State
@@ -12,15 +13,13 @@ def unavailable() -> str | None:
     return None
 
 
-def torch_call(operation: str, x: Any, dim: int, dtype: Any, keepdim: bool, out: Any) -> Any:
+def torch_call(operation: str, x: Any, dim: Any, dtype: Any, keepdim: bool, out: Any) -> Any:
     """The operation on a torch tensor, by PyTorch itself; its gradients, its errors."""
-    import torch
-
-    if operation == "softmax":
-        return torch.softmax(x, dim, dtype=dtype, out=out)
-    if operation == "log_softmax":
-        return torch.log_softmax(x, dim, dtype=dtype, out=out)
-    return torch.logsumexp(x if dtype is None else x.to(dtype), dim, keepdim, out=out)
+    # Whoever made x has imported torch.
+    function = getattr(sys.modules["torch"], operation)
+    if operation == "logsumexp":
+        return function(x if dtype is None else x.to(dtype), dim, keepdim, out=out)
+    return function(x, dim, dtype) if out is None else function(x, dim, dtype=dtype, out=out)
 
 
 def numpy_call(operation: str, x: Any, dim: int, keepdim: bool) -> Any:
