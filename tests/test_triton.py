@@ -82,7 +82,9 @@ def test_more_elements_than_an_int32_counts(shape: tuple[int, int]) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
     y = osm.softmax(x, backend="triton")
     for rows in (slice(0, 1), slice(shape[0] // 2, shape[0] // 2 + 1), slice(shape[0] - 1, None)):
-        exact = torch.softmax(x[rows].double(), -1)
+        # Not torch.softmax: of one row of 2^31 float64 PyTorch 2.11 asks to have a bug reported.
+        wide = x[rows].double()
+        exact = (wide - wide.logsumexp(-1, keepdim=True)).exp_()
         assert (y[rows].double() - exact).abs().max() <= exact.max() * 2**-8
 
 

@@ -72,12 +72,14 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
     # A tile of fewer than 1024 elements would spend its time in being scheduled.
     rows = max(1, 1024 // block)
     elements = rows * block * words
-    # 32 elements a thread; half of that, and so twice the threads, where a long row is whole and aligned.
-    warps = _clamp(elements // (512 if block >= 4096 and problem.cols == block else 1024), 1, 16)
+    # 16-bit elements: 16 a thread, two 16-byte loads in flight and registers for full occupancy.
+    # Exact float32, and the edges of cut rows, want fewer and busier threads: 32 elements each.
+    busy = peeled or (problem.itemsize > 2 and block < 4096)
+    warps = _clamp(elements // (1024 if busy else 512), 1, 16)
     programs, stages, quality = -(-problem.rows // rows), 0, 0.97
     if elements >= 32768:
         warps = 16 if peeled and elements == 32768 else 32
-        quality = 0.88 if elements == 32768 else 0.5
+        quality = 0.5 if elements > 32768 else 0.7 if peeled and problem.itemsize == 2 else 0.88
         # The block fills its multiprocessor, so nothing else loads while it reduces: let it
         # prefetch its own next rows, where three of them fit shared memory.
         fits = 3 * block * problem.itemsize <= device.shared_memory
@@ -109,7 +111,7 @@ def triton_looped(problem: Problem, device: Device) -> Candidate | str:
         f"one program streams each row of {problem.cols} columns{'' if problem.per_row else ', twice'}; "
         f"{problem.rows} rows share the device" + _cut(problem.peels),
         programs=problem.rows, block=depth * lanes, depth=depth, warps=_clamp(lanes // 256, 1, 16),
-        reads=_reads(problem), vector=problem.vector if problem.peels else 1, quality=0.97,
+        reads=_reads(problem), vector=problem.vector if problem.peels else 1, quality=0.93,
     )  # fmt: skip
 
 
