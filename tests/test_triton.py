@@ -26,7 +26,9 @@ def test_merge_tree(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch._prepare.cache_clear()
     x = outliers(2, 40001, dtype=torch.float32, device=DEVICE)
     assert osm.explain(x, operation=operation, device="h200", strategy="split").plan.launches >= 5
-    assert_as_good_as_pytorch(OPERATIONS[operation](x, backend="triton", strategy="split"), operation, x, -1)
+    # Each of the four levels of merging rounds once.
+    ours = OPERATIONS[operation](x, backend="triton", strategy="split")
+    assert_as_good_as_pytorch(ours, operation, x, -1, roundings=4)
     dispatch._prepare.cache_clear()
 
 

@@ -193,7 +193,7 @@ def make_plan(
     """The plan for a layout on a torch device."""
     problem = Problem(
         operation, layout.rows, layout.cols, DTYPE_NAMES[dtype], DTYPE_NAMES[out_dtype],
-        contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=min(layout.units) if aligned else 1,
+        contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=layout.unit if aligned else 1,
         peelable=aligned and layout.congruent,
     )  # fmt: skip
     machine = devices.from_torch(device.type, device.index or 0)

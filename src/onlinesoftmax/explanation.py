@@ -9,6 +9,7 @@ from . import device as devices
 from . import registry
 from .device import Device
 from .layout import rows_of
+from .operation import OPERATIONS
 from .plan import Plan, Refusal, alternatives, plan
 from .problem import Problem
 
@@ -53,9 +54,7 @@ class Explanation:
 
         problem, out = self.problem, self.problem.out_dtype or self.problem.dtype
         dim, shape = 1, (problem.rows // problem.adjacent, problem.cols, problem.adjacent)
-        strides = tuple(_product(shape[i + 1 :]) for i in range(len(shape)))
-        y_strides = tuple(0 if i == dim and problem.per_row else stride for i, stride in enumerate(strides))
-        layout = rows_of(shape, dim, strides, y_strides)
+        layout = rows_of(shape, dim, _strides(shape), _output_strides(shape, dim, problem.operation))
         launches = program(problem.operation, self.plan, layout, problem.dtype, out)
         return compile_program(launches, problem.dtype, out, self.device)
 
@@ -116,7 +115,7 @@ def explain(
         shape = tuple(int(size) for size in x)
         if not shape or min(shape) < 1:
             raise ValueError(f"shape must have sizes of at least 1, got {shape}")
-        strides = tuple(_product(shape[i + 1 :]) for i in range(len(shape)))
+        strides = _strides(shape)
         name = dtype or "float32"
     else:
         shape, strides = tuple(x.shape) or (1,), tuple(x.stride()) or (1,)
@@ -125,11 +124,11 @@ def explain(
         raise IndexError(
             f"Dimension out of range (expected to be in range of [{-len(shape)}, {len(shape) - 1}], but got {dim})"
         )
-    contiguous = tuple(_product(shape[i + 1 :]) for i in range(len(shape)))
-    layout = rows_of(shape, dim % len(shape), strides, contiguous)
+    axis = dim % len(shape)
+    layout = rows_of(shape, axis, strides, _output_strides(shape, axis, operation))
     problem = Problem(
         operation, layout.rows, layout.cols, name,
-        contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=min(layout.units), peelable=layout.congruent,
+        contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=layout.unit, peelable=layout.congruent,
     )  # fmt: skip
     machine = devices.known(device) if device else _this_device(x)
     # For a GPU of the table every backend counts, whether or not it is installed here.
@@ -144,11 +143,20 @@ def _pair(option: Plan | Refusal) -> tuple[str, str]:
     return option.backend, option.strategy
 
 
-def _product(sizes: tuple[int, ...]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
+
+
+def _output_strides(shape: tuple[int, ...], axis: int, operation: str) -> tuple[int, ...]:
+    """Those of the contiguous output, 0 along an axis that the operation reduces to one number."""
+    if operation not in OPERATIONS or not OPERATIONS[operation].per_row:
+        return _strides(shape)
+    kept = _strides((*shape[:axis], *shape[axis + 1 :]))
+    return (*kept[:axis], 0, *kept[axis : len(shape) - 1])
 
 
 def _this_device(x: Any) -> Device:

@@ -48,6 +48,12 @@ class Layout:
         return x_unit, y_unit, power_of_two_divisor(self.cols)
 
     @property
+    def unit(self) -> int:
+        """The least of them that bounds a load or a store of several elements."""
+        x_unit, y_unit, cols_unit = self.units
+        return min(x_unit, cols_unit) if self.y_col == 0 else min(x_unit, y_unit, cols_unit)
+
+    @property
     def congruent(self) -> bool:
         """Whether a row of y begins, modulo the widest unit, where the same row of x does."""
         pairs = zip(self.x_strides, self.y_strides, strict=True)
