@@ -69,17 +69,20 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
             f"a row of {problem.cols} columns, padded to {block}, does not fit the registers of one program: "
             f"{most} {problem.dtype} elements do"
         )
-    # A tile of fewer than 1024 elements would spend its time in being scheduled.
-    rows = max(1, 1024 // block)
+    # A smaller tile would spend its time in being scheduled; where nothing but a number is written, more so.
+    light = problem.per_row and problem.itemsize == 2
+    rows = max(1, (2048 if light else 1024) // block)
     elements = rows * block * words
     # 16-bit elements: 16 a thread, two 16-byte loads in flight and registers for full occupancy.
-    # Exact float32, and the edges of cut rows, want fewer and busier threads: 32 elements each.
-    busy = peeled or (problem.itemsize > 2 and block < 4096)
-    warps = _clamp(elements // (1024 if busy else 512), 1, 16)
+    # Exact float32, and the edges of cut rows, want fewer and busier threads: 32 elements each, or 64.
+    busy = peeled or problem.per_row or (problem.itemsize > 2 and block < 4096)
+    warps = _clamp(elements // (2048 if light else 1024 if busy else 512), 1, 16)
     programs, stages, quality = -(-problem.rows // rows), 0, 0.97
     if elements >= 32768:
         warps = 16 if peeled and elements == 32768 else 32
-        quality = 0.5 if elements > 32768 else 0.7 if peeled and problem.itemsize == 2 else 0.88
+        quality = 0.5 if elements > 32768 else 0.65 if problem.per_row else 0.88
+        if peeled and problem.itemsize == 2:
+            quality = min(quality, 0.7)
         # The block fills its multiprocessor, so nothing else loads while it reduces: let it
         # prefetch its own next rows, where three of them fit shared memory.
         fits = 3 * block * problem.itemsize <= device.shared_memory
@@ -93,6 +96,8 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
         reason += f"; {rows} rows share a program"
     if stages:
         reason += f"; {stages} rows are in flight on each multiprocessor"
+    elif elements >= 32768:
+        reason += ", but it fills the registers of a multiprocessor, so that no other row loads meanwhile"
     return Candidate(
         "triton", "row", reason + _cut(peeled), programs, block, rows, warps=warps, stages=stages,
         vector=problem.vector if peeled else 1, quality=quality,
@@ -111,7 +116,7 @@ def triton_looped(problem: Problem, device: Device) -> Candidate | str:
         f"one program streams each row of {problem.cols} columns{'' if problem.per_row else ', twice'}; "
         f"{problem.rows} rows share the device" + _cut(problem.peels),
         programs=problem.rows, block=depth * lanes, depth=depth, warps=_clamp(lanes // 256, 1, 16),
-        reads=_reads(problem), vector=problem.vector if problem.peels else 1, quality=0.93,
+        reads=_reads(problem), vector=problem.vector if problem.peels else 1, quality=0.69 if problem.per_row else 0.93,
     )  # fmt: skip
 
 
