@@ -120,8 +120,6 @@ def _place(operation: str, x: torch.Tensor, out: torch.Tensor) -> Place:
         raise TypeError(f"{operation}(): argument 'out' must be Tensor, not {type(out).__name__}")
     if out.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{operation}(): out requires a gradient, and functions with out=... do not support that")
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise RuntimeError(f"{operation}(): out has several elements at one memory location; clone() it first")
     same = (
         out.data_ptr() == x.data_ptr() and out.stride() == x.stride() and out.dtype == x.dtype and out.shape == x.shape
     )
@@ -133,13 +131,15 @@ def _place(operation: str, x: torch.Tensor, out: torch.Tensor) -> Place:
 
 
 def _ranges_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not a.numel() or not b.numel():
-        return False
+    begin_a, begin_b = a.data_ptr(), b.data_ptr()
+    return begin_a < begin_b + _extent(b) and begin_b < begin_a + _extent(a)
 
-    def extent(t: torch.Tensor) -> int:
-        return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize
 
-    return a.data_ptr() < b.data_ptr() + extent(b) and b.data_ptr() < a.data_ptr() + extent(a)
+def _extent(t: torch.Tensor) -> int:
+    """Bytes from the first element of t to the end of its last."""
+    if t.is_contiguous():
+        return t.numel() * t.itemsize
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize if t.numel() else 0
 
 
 @lru_cache(maxsize=4096)
@@ -232,7 +232,9 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_out(operation: str, place: Place, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-    out_shape, _, out_dtype, out_device, _ = place
+    out_shape, out_strides, out_dtype, out_device, _ = place
+    if any(stride == 0 and size > 1 for size, stride in zip(out_shape, out_strides, strict=True)):
+        raise RuntimeError(f"{operation}(): out has several elements at one memory location; clone() it first")
     if out_dtype != dtype:
         raise RuntimeError(f"{operation}(): Expected out tensor to have dtype {dtype}, but got {out_dtype} instead")
     if out_device != device:

@@ -1,0 +1,70 @@
+"""The Markdown tables of docs/performance.md from recorded runs.
+
+python benchmarks/tables.py benchmarks/results/h200-4575196-softmax.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Print the tables of each record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", nargs="+", type=Path, help="JSON that `onlinesoftmax bench --out` wrote")
+    for path in parser.parse_args().record:
+        record = json.loads(path.read_text())
+        print(_heading(record, path))
+        for operation, dtype in dict.fromkeys((case["operation"], case["dtype"]) for case in record["cases"]):
+            cases = [case for case in record["cases"] if (case["operation"], case["dtype"]) == (operation, dtype)]
+            print(_table(operation, dtype, cases))
+        if record.get("host"):
+            print(_host(record["host"]))
+
+
+def _heading(record: dict[str, Any], path: Path) -> str:
+    versions = record["versions"]
+    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if versions.get(name))
+    commit, date = record["git"]["commit"][:7], record["date"][:10]
+    return f"`{path.name}`: {record['device']['name']}, {named}, commit {commit}, {date}.\n"
+
+
+def _table(operation: str, dtype: str, cases: list[dict[str, Any]]) -> str:
+    peers = list(dict.fromkeys(r["who"] for case in cases for r in case["results"] if r["who"] != "ours"))
+    lines = [
+        f"{operation}, {dtype}, GB/s:\n",
+        f"| rows × cols | copy | ours | strategy | of the copy | {' | '.join(peers)} |",
+        f"|---|---|---|---|---|{'---|' * len(peers)}",
+    ]
+    for case in cases:
+        results = {result["who"]: result for result in case["results"]}
+        ours = results["ours"]
+        shape = " × ".join(str(size) for size in case["shape"])
+        if case["dim"] != len(case["shape"]) - 1:
+            shape += f", dim {case['dim']}"
+        others = " | ".join(_speed(results.get(peer)) for peer in peers)
+        lines.append(
+            f"| {shape} | {case['copy_gbps']:.0f} | **{_speed(ours)}** | {ours['plan']['strategy']} "
+            f"| {ours['of_copy']:.3f} | {others} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _speed(result: dict[str, Any] | None) -> str:
+    if result is None or result["status"] != "ok":
+        return "—"
+    speed: float = result["gbps"]
+    return f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}"
+
+
+def _host(host: dict[str, Any]) -> str:
+    times = ", ".join(f"{who} {times['median_us']:.1f}" for who, times in host["times"].items())
+    shape = " × ".join(str(size) for size in host["shape"])
+    return f"Host microseconds of one {host['operation']} call, {shape} {host['dtype']}: {times}.\n"
+
+
+if __name__ == "__main__":
+    main()
