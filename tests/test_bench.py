@@ -319,7 +319,8 @@ def test_the_record_is_complete(tmp_path: Path) -> None:
     assert record == json.loads(path.read_text())
     assert set(record) == {"format", "date", "git", "versions", "device", "options", "absent", "cases", "host"}
     assert record["date"].endswith("+00:00")
-    assert record["versions"]["torch"] == torch.__version__
+    # The installed version may lack the local part (2.11.0+cu130) that torch itself names.
+    assert torch.__version__.startswith(record["versions"]["torch"].partition("+")[0])
     assert record["options"]["repeat"] == 1
     assert record["options"]["shape"] == ["4x8"]
     assert list(record["absent"]) == ["liger"]
