@@ -118,7 +118,7 @@ def alternatives(
     return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
 
 
-NARROW = {16: 1.0, 8: 0.95, 4: 0.8, 2: 0.45}
+NARROW = {16: 1.0, 8: 1.0, 4: 0.95, 2: 0.65}
 """Part of the bandwidth left when a load is narrower than 16 bytes, by its bytes; measured on an H200."""
 
 SECTOR_BYTES = 32

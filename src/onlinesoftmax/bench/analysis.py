@@ -12,6 +12,9 @@ FLOOR, CLOSE = 0.95, 0.85
 LAUNCHES = 3
 """A time below this many empty launches is the launch's, not the memory's."""
 
+SHORT_CUT = 512
+"""Columns below which the head and the tail of a cut row cost more than its body."""
+
 
 def word(
     of_copy: float,
@@ -58,7 +61,13 @@ def _reasons(plan: Plan, problem: Problem, device: Device) -> list[str]:
     if 0 < plan.programs < device.multiprocessors:
         found.append(f"{plan.programs} programs on {device.multiprocessors} multiprocessors")
     # A block is padded to a power of two: lanes that load nothing.
-    if plan.strategy == "row" and plan.block >= 1.5 * problem.cols:
+    if plan.vector > 1 and problem.cols < SHORT_CUT:
+        found.append("short rows, cut at both ends")
+    if plan.strategy == "column":
+        found.append("one tile in flight a program")
+    if plan.strategy == "row" and problem.per_row:
+        found.append("no writes to hide the reduction behind")
+    if plan.strategy == "row" and plan.block >= 1.3 * problem.cols:
         found.append(f"{100 * (1 - problem.cols / plan.block):.0f}% of each block is padding")
     if plan.strategy == "row" and not plan.stages and plan.warps >= 32:
         found.append("one row fills a multiprocessor: no load overlaps its reduction")
