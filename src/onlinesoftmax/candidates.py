@@ -59,8 +59,7 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
     """Whole rows in registers."""
     if refusal := _no_triton(device):
         return refusal
-    # In float32, short rows in one tile cost less read as they lie than cut.
-    peeled = problem.peels and (problem.itemsize == 2 or problem.cols >= 256)
+    peeled = problem.peels
     block = _power_of_two(problem.cols // problem.vector * problem.vector if peeled else problem.cols)
     words = 2 if problem.itemsize == 8 else 1
     most = 1024 * REGISTER_ELEMENTS // words
@@ -74,8 +73,9 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
     rows = max(1, (2048 if light else 1024) // block)
     elements = rows * block * words
     # 16-bit elements: 16 a thread, two 16-byte loads in flight and registers for full occupancy.
-    # Exact float32, and the edges of cut rows, want fewer and busier threads: 32 elements each, or 64.
-    busy = peeled or problem.per_row or (problem.itemsize > 2 and block < 4096)
+    # Exact float32, and long cut rows, want fewer and busier threads: 32 elements each, or 64.
+    long = block * problem.itemsize > 512
+    busy = (long if peeled else problem.itemsize > 2 and block < 4096) or problem.per_row
     warps = _clamp(elements // (2048 if light else 1024 if busy else 512), 1, 16)
     programs, stages, quality = -(-problem.rows // rows), 0, 0.97
     if elements >= 32768:

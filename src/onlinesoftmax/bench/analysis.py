@@ -12,7 +12,7 @@ FLOOR, CLOSE = 0.95, 0.85
 LAUNCHES = 3
 """A time below this many empty launches is the launch's, not the memory's."""
 
-SHORT_CUT = 512
+SHORT_CUT = 256
 """Columns below which the head and the tail of a cut row cost more than its body."""
 
 

@@ -53,9 +53,12 @@ def one_tile(
         x_body = (x_row + head) // VECTOR * VECTOR
         y_body = (y_row + head) // VECTOR * VECTOR
         mask = mask & (col[None, :] < length.to(tl.int32)[:, None])
-        edge, edge_mask = edges(head[:, None], length[:, None], cols, VECTOR)
-        edge_mask = edge_mask & row_mask[:, None]
-        x_edges = tl.load(x_ptr + x_row[:, None] + edge, mask=edge_mask, other=-float("inf")).to(ACC)
+        # The edges' tile stands on end: lying like x's it would be given x's layout, which is made for
+        # long rows, and every element of it to many threads at once.
+        i = tl.arange(0, 2 * VECTOR)[:, None]
+        edge, edge_mask = edges(i, head[None, :], length[None, :], cols, VECTOR)
+        edge_mask = edge_mask & row_mask[None, :]
+        x_edges = tl.load(x_ptr + x_row[None, :] + edge, mask=edge_mask, other=-float("inf")).to(ACC)
     else:
         x_body = x_row
         y_body = y_row
@@ -64,21 +67,20 @@ def one_tile(
 
     x = tl.load(x_ptr + x_body[:, None] + (col.to(tl.int64) * x_col)[None, :], mask=mask, other=-float("inf")).to(ACC)
     if VECTOR > 1:
-        m, l = state.of_both(x, x_edges, 1, EXACT)
+        m, l = state.of_both(x, 1, x_edges, 0, EXACT)
     else:
         m, l = state.of(x, 1, EXACT)
 
     if PER_ROW:
         tl.store(y_ptr + y_row, ops.result(m, l).to(y_ptr.dtype.element_ty), mask=row_mask)
     else:
-        s = state.shift(m)[:, None]
-        t = ops.term(m, l, OP)[:, None]
-        l = l[:, None]
-        y = ops.finish(x, s, l, t, OP, EXACT).to(y_ptr.dtype.element_ty)
+        s = state.shift(m)
+        t = ops.term(m, l, OP)
+        y = ops.finish(x, s[:, None], l[:, None], t[:, None], OP, EXACT).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + y_body[:, None] + (col.to(tl.int64) * y_col)[None, :], y, mask=mask)
         if VECTOR > 1:
-            y = ops.finish(x_edges, s, l, t, OP, EXACT).to(y_ptr.dtype.element_ty)
-            tl.store(y_ptr + y_row[:, None] + edge, y, mask=edge_mask)
+            y = ops.finish(x_edges, s[None, :], l[None, :], t[None, :], OP, EXACT).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + y_row[None, :] + edge, y, mask=edge_mask)
 
 
 def program(request: Request) -> Program:

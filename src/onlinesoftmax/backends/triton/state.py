@@ -82,12 +82,13 @@ def of(x, axis: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def of_both(x, x_more, axis: tl.constexpr, EXACT: tl.constexpr):
+def of_both(x, axis: tl.constexpr, x_more, axis_more: tl.constexpr, EXACT: tl.constexpr):
     """The states of slices that lie in two tiles, as `of` each and `merge`, with one shift for both."""
-    m = tl.maximum(tl.max(x, axis), tl.max(x_more, axis))
-    s = tl.expand_dims(shift(m), axis)
-    l = total(exp(x - s, EXACT), 1.0 * x.shape[axis], axis, EXACT)
-    return m, l + total(exp(x_more - s, EXACT), 1.0 * x_more.shape[axis], axis, EXACT)
+    m = tl.maximum(tl.max(x, axis), tl.max(x_more, axis_more))
+    s = shift(m)
+    e, e_more = exp(x - tl.expand_dims(s, axis), EXACT), exp(x_more - tl.expand_dims(s, axis_more), EXACT)
+    l = total(e, 1.0 * x.shape[axis], axis, EXACT)
+    return m, l + total(e_more, 1.0 * x_more.shape[axis_more], axis_more, EXACT)
 
 
 @triton.jit

@@ -37,24 +37,23 @@ def body(offset, cols, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def edges(head, length, cols, VECTOR: tl.constexpr):
-    """Columns of the head and the tail, and which of them there are: fewer than VECTOR of each."""
-    i = tl.arange(0, 2 * VECTOR) + head * 0
-    col = tl.where(i < VECTOR, i, head + length + i - VECTOR)
+def edges(i, head, length, cols, VECTOR: tl.constexpr):
+    """Columns of the head and the tail, for i from 0 to 2 · VECTOR, and which of them there are."""
+    col = tl.where(i < VECTOR, i + head * 0, head + length + i - VECTOR)
     return col, tl.where(i < VECTOR, i < head, col < cols)
 
 
 @triton.jit
 def load_edges(x_row, head, length, cols, VECTOR: tl.constexpr):
     """The elements of the head and the tail, -inf where there are none."""
-    col, mask = edges(head, length, cols, VECTOR)
+    col, mask = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
     return tl.load(x_row + col, mask=mask, other=-float("inf"))
 
 
 @triton.jit
 def finish_edges(x, y_row, head, length, cols, m, l, OP: tl.constexpr, EXACT: tl.constexpr, VECTOR: tl.constexpr):
     """Write the operation's output for the head and the tail, x as `load_edges` gave it."""
-    col, mask = edges(head, length, cols, VECTOR)
+    col, mask = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
     y = ops.finish(x, state.shift(m), l, ops.term(m, l, OP), OP, EXACT)
     tl.store(y_row + col, y.to(y_row.dtype.element_ty), mask=mask)
 
