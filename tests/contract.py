@@ -122,9 +122,9 @@ def ulp(value: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def assert_as_good_as_pytorch(
-    ours: torch.Tensor, operation: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, roundings: int = 1
+    ours: torch.Tensor, operation: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None
 ) -> None:
-    """The contract's one assertion; `roundings` are the units in the last place allowed beside PyTorch's error."""
+    """The contract's one assertion."""
     torch_function = getattr(torch, operation)
     theirs = torch_function(x if dtype is None else x.to(dtype), dim)
     assert ours.dtype == theirs.dtype
@@ -136,7 +136,7 @@ def assert_as_good_as_pytorch(
     np.testing.assert_array_equal(ours_wide[~finite], theirs_wide[~finite])
     exact, ours_wide, theirs_wide = exact[finite], ours_wide[finite], theirs_wide[finite]
     error, allowed = np.abs(ours_wide - exact), np.max(np.abs(theirs_wide - exact), initial=0)
-    excess = error - allowed - roundings * ulp(exact, ours.dtype)
+    excess = error - allowed - ulp(exact, ours.dtype)
     assert np.all(excess <= 0), f"error {np.max(error):.3e}, PyTorch's own {allowed:.3e}"
 
 

@@ -26,9 +26,7 @@ def test_merge_tree(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch._prepare.cache_clear()
     x = outliers(2, 40001, dtype=torch.float32, device=DEVICE)
     assert osm.explain(x, operation=operation, device="h200", strategy="split").plan.launches >= 5
-    # Each of the four levels of merging rounds once.
-    ours = OPERATIONS[operation](x, backend="triton", strategy="split")
-    assert_as_good_as_pytorch(ours, operation, x, -1, roundings=4)
+    assert_as_good_as_pytorch(OPERATIONS[operation](x, backend="triton", strategy="split"), operation, x, -1)
     dispatch._prepare.cache_clear()
 
 
@@ -95,8 +93,7 @@ def test_a_merge_tree_at_the_size_that_needs_one() -> None:
     torch.manual_seed(0)
     x = torch.randn(4224 * 8192, device="cuda")
     assert osm.explain(x, strategy="split").plan.launches == 4
-    # Each of the two levels of merging rounds once.
-    assert_as_good_as_pytorch(osm.softmax(x, 0, backend="triton", strategy="split"), "softmax", x, 0, roundings=2)
+    assert_as_good_as_pytorch(osm.softmax(x, 0, backend="triton", strategy="split"), "softmax", x, 0)
 
 
 @pytest.mark.gpu
