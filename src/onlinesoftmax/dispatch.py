@@ -11,7 +11,7 @@ import torch
 from . import device as devices
 from . import registry
 from .backends import eager
-from .layout import Layout, rows_of
+from .layout import Layout, contiguous_strides, rows_of, strides_of_rows
 from .operation import OPERATIONS
 from .plan import Plan, PlanError, plan
 from .problem import ITEMSIZE, Problem
@@ -31,7 +31,7 @@ def run(
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
     if (backend is None and strategy is None and not x.is_cuda) or (backend == "eager" and strategy in (None, "row")):
         return eager.torch_call(operation, x, dim, dtype, keepdim, out)
-    if reason := _not_for_kernels(x, dtype, out):
+    if reason := _not_for_kernels(x, dtype):
         if backend is None and strategy is None:
             return eager.torch_call(operation, x, dim, dtype, keepdim, out)
         raise PlanError(f"{operation}() with backend={backend!r}, strategy={strategy!r}: {reason}")
@@ -54,7 +54,7 @@ def _autocast_dtype(operation: str, dtype: torch.dtype, device_type: str, autoca
     return result
 
 
-def _not_for_kernels(x: torch.Tensor, dtype: torch.dtype | None, out: torch.Tensor | None) -> str | None:
+def _not_for_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
     """Why only PyTorch's own operations can take this tensor; None when our kernels can."""
     if x.requires_grad and torch.is_grad_enabled():
         return "input requires a gradient, and the kernels have none yet"
@@ -157,7 +157,7 @@ def _prepare(
     if shape.numel() == 0:
         return lambda x, out: eager.torch_call(operation, x, axis, out_dtype, keepdim, out)
     resize = place is not None and place[0] != out_shape
-    y_strides = place[1] if place is not None and not resize else _contiguous_strides(out_shape)
+    y_strides = place[1] if place is not None and not resize else contiguous_strides(out_shape)
     layout = layout_for(operation, shape, strides, axis, keepdim, y_strides)
     aligned = aligned and (place is None or resize or place[4])
     the_plan = make_plan(operation, layout, dtype, out_dtype, device, aligned, backend, strategy)
@@ -168,7 +168,7 @@ def _prepare(
     )
 
     on_gpu, index = device.type == "cuda", device.index
-    like_input = (out_shape, out_dtype) == (shape, dtype) and strides == _contiguous_strides(shape)
+    like_input = (out_shape, out_dtype) == (shape, dtype) and strides == contiguous_strides(shape)
 
     def call(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if out is None:
@@ -212,8 +212,7 @@ def layout_for(
         shape, strides = (1,), (1,)
         y_strides = (0,) if OPERATIONS[operation].per_row else (1,)
     elif OPERATIONS[operation].per_row:
-        # A row's one number does not move with the column.
-        y_strides = (*y_strides[:axis], 0, *y_strides[axis + keepdim :])
+        y_strides = strides_of_rows(y_strides, axis, keepdim)
     return rows_of(tuple(shape), axis, strides, y_strides)
 
 
@@ -221,14 +220,6 @@ def _out_shape(operation: str, shape: torch.Size, axis: int, keepdim: bool) -> t
     if not OPERATIONS[operation].per_row or not shape:
         return shape
     return torch.Size((*shape[:axis], *((1,) if keepdim else ()), *shape[axis + 1 :]))
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _check_out(operation: str, place: Place, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:

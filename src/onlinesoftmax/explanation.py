@@ -8,7 +8,7 @@ from typing import Any
 from . import device as devices
 from . import registry
 from .device import Device
-from .layout import rows_of
+from .layout import contiguous_strides, rows_of, strides_of_rows
 from .operation import OPERATIONS
 from .plan import Plan, Refusal, alternatives, plan
 from .problem import Problem
@@ -54,7 +54,7 @@ class Explanation:
 
         problem, out = self.problem, self.problem.out_dtype or self.problem.dtype
         dim, shape = 1, (problem.rows // problem.adjacent, problem.cols, problem.adjacent)
-        layout = rows_of(shape, dim, _strides(shape), _output_strides(shape, dim, problem.operation))
+        layout = rows_of(shape, dim, contiguous_strides(shape), _output_strides(shape, dim, problem.operation))
         launches = program(problem.operation, self.plan, layout, problem.dtype, out)
         return compile_program(launches, problem.dtype, out, self.device)
 
@@ -115,7 +115,7 @@ def explain(
         shape = tuple(int(size) for size in x)
         if not shape or min(shape) < 1:
             raise ValueError(f"shape must have sizes of at least 1, got {shape}")
-        strides = _strides(shape)
+        strides = contiguous_strides(shape)
         name = dtype or "float32"
     else:
         shape, strides = tuple(x.shape) or (1,), tuple(x.stride()) or (1,)
@@ -143,20 +143,11 @@ def _pair(option: Plan | Refusal) -> tuple[str, str]:
     return option.backend, option.strategy
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))
-
-
 def _output_strides(shape: tuple[int, ...], axis: int, operation: str) -> tuple[int, ...]:
     """Those of the contiguous output, 0 along an axis that the operation reduces to one number."""
     if operation not in OPERATIONS or not OPERATIONS[operation].per_row:
-        return _strides(shape)
-    kept = _strides((*shape[:axis], *shape[axis + 1 :]))
-    return (*kept[:axis], 0, *kept[axis : len(shape) - 1])
+        return contiguous_strides(shape)
+    return strides_of_rows(contiguous_strides((*shape[:axis], *shape[axis + 1 :])), axis)
 
 
 def _this_device(x: Any) -> Device:

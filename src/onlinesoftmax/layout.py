@@ -121,3 +121,25 @@ def rows_of(shape: tuple[int, ...], dim: int, x_strides: tuple[int, ...], y_stri
         x_col=x_strides[dim] if cols > 1 else 1,
         y_col=y_strides[dim] if cols > 1 else 1,
     )
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements.
+
+    >>> contiguous_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def strides_of_rows(strides: tuple[int, ...], axis: int, keepdim: bool = False) -> tuple[int, ...]:
+    """Strides of an output with one number a row, as for the input's shape: the number does not move with the column.
+
+    >>> strides_of_rows((4, 1), 1)
+    (4, 0, 1)
+    """
+    return (*strides[:axis], 0, *strides[axis + keepdim :])
