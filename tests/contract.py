@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import onlinesoftmax as osm
+from onlinesoftmax import verification
 
 OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "softmax": osm.softmax,
@@ -27,10 +28,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def outliers(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     """Normal numbers, one in a hundred of them times 20: some outputs matter, most underflow."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    x = torch.randn(*shape, generator=generator)
-    x = torch.where(torch.rand(*shape, generator=generator) < 0.01, 20 * x, x)
-    return x.to(dtype).to(device)
+    return verification.outliers(torch, *shape).to(dtype).to(device)
 
 
 @dataclass(frozen=True)
@@ -101,26 +99,6 @@ SPECIAL_CASES = [
 ]  # fmt: skip
 
 
-def reference(operation: str, x: torch.Tensor, dim: int) -> np.ndarray:
-    """The operation in NumPy's long double: float64 itself is on trial too."""
-    wide = x.double().cpu().numpy().astype(np.longdouble)
-    with np.errstate(all="ignore"):
-        m = np.max(wide, dim, keepdims=True)
-        e = np.exp(wide - m)
-        l = np.sum(e, dim, keepdims=True)
-        if operation == "softmax":
-            return e / l
-        if operation == "log_softmax":
-            return wide - m - np.log(l)
-        return np.squeeze(np.where(np.isinf(m), m, m + np.log(l)), dim)
-
-
-def ulp(value: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """One unit in the last place of `dtype` at each value."""
-    info = torch.finfo(dtype)
-    return np.exp2(np.floor(np.log2(np.clip(np.abs(value), info.smallest_normal, info.max)))) * info.eps
-
-
 def assert_as_good_as_pytorch(
     ours: torch.Tensor, operation: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None
 ) -> None:
@@ -129,14 +107,15 @@ def assert_as_good_as_pytorch(
     theirs = torch_function(x if dtype is None else x.to(dtype), dim)
     assert ours.dtype == theirs.dtype
     assert ours.shape == theirs.shape
-    exact = reference(operation, x, dim)
+    with np.errstate(all="ignore"):
+        exact = verification.exact_result(operation, x.double().cpu().numpy().astype(np.longdouble), dim)
     ours_wide, theirs_wide = (t.double().cpu().numpy().astype(np.longdouble) for t in (ours, theirs))
     np.testing.assert_array_equal(np.isnan(ours_wide), np.isnan(theirs_wide))
     finite = np.isfinite(exact) & np.isfinite(theirs_wide)
     np.testing.assert_array_equal(ours_wide[~finite], theirs_wide[~finite])
     exact, ours_wide, theirs_wide = exact[finite], ours_wide[finite], theirs_wide[finite]
     error, allowed = np.abs(ours_wide - exact), np.max(np.abs(theirs_wide - exact), initial=0)
-    excess = error - allowed - ulp(exact, ours.dtype)
+    excess = error - allowed - verification.ulp(exact, ours.dtype)
     assert np.all(excess <= 0), f"error {np.max(error):.3e}, PyTorch's own {allowed:.3e}"
 
 

@@ -80,11 +80,12 @@ def jax_algebra() -> Algebra:
     )
 
 
-def triton_algebra() -> Algebra:
+def triton_algebra(name: str = "TritonAlgebra") -> Algebra:
     pytest.importorskip("triton", reason="triton is not installed")
-    from triton_algebra import TritonAlgebra
+    import triton_algebra
 
-    return TritonAlgebra()
+    algebra: Algebra = getattr(triton_algebra, name)()
+    return algebra
 
 
 ALGEBRAS: dict[str, Callable[[], Algebra]] = {
@@ -92,6 +93,7 @@ ALGEBRAS: dict[str, Callable[[], Algebra]] = {
     "torch": torch_algebra,
     "jax": jax_algebra,
     "triton": triton_algebra,
+    "triton, two tiles": lambda: triton_algebra("TwoTilesAlgebra"),
 }
 
 
@@ -120,7 +122,7 @@ def test_law(law: Law, algebra: Algebra) -> None:
     holds()
 
 
-STATES = [name for name in ALGEBRAS if name != "triton"]
+STATES = [name for name in ALGEBRAS if not name.startswith("triton")]
 
 
 @pytest.fixture(params=STATES)

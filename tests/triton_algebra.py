@@ -29,6 +29,17 @@ def _of(x_ptr, m_ptr, l_ptr, n, BLOCK: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
+def _of_both(x_ptr, m_ptr, l_ptr, cut, n, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < cut, other=-float("inf")).to(ACC)
+    more = tl.load(x_ptr + cut + offs, mask=offs < n - cut, other=-float("inf")).to(ACC)
+    m, l = state.of_both(x[None, :], 1, more[:, None], 0, True)
+    one = tl.arange(0, 1)
+    tl.store(m_ptr + one, m)
+    tl.store(l_ptr + one, l)
+
+
+@triton.jit
 def _merge(m_a_ptr, l_a_ptr, m_b_ptr, l_b_ptr, m_ptr, l_ptr):
     m, l = state.merge(tl.load(m_a_ptr), tl.load(l_a_ptr), tl.load(m_b_ptr), tl.load(l_b_ptr), True)
     tl.store(m_ptr, m)
@@ -118,6 +129,17 @@ class TritonAlgebra:
         """Room for a state, poisoned."""
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         m, l = torch.full((2, 1), torch.nan, dtype=dtype, device=self.device)
+        return m, l
+
+
+class TwoTilesAlgebra(TritonAlgebra):
+    """The same, with each slice's state taken from two tiles at once, as cut rows are."""
+
+    name = "triton, two tiles"
+
+    def of(self, x: torch.Tensor) -> TritonState:
+        m, l = self._empty(x)
+        _of_both[(1,)](x, m, l, x.numel() // 3, x.numel(), BLOCK=_block(x), ACC=_accumulator(x))
         return m, l
 
 

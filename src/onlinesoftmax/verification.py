@@ -147,9 +147,9 @@ class Exact:
 
         x = case.tensor(getattr(torch, dtype), device)
         theirs = getattr(torch, operation)(x, case.dim)
-        exact, theirs_wide = _exact(operation, _wide(x), case.dim), _wide(theirs)
+        exact, theirs_wide = exact_result(operation, _wide(x), case.dim), _wide(theirs)
         finite = np.isfinite(exact) & np.isfinite(theirs_wide)
-        return cls(x, x.clone(), case.dim, theirs, exact, theirs_wide, _ulp(exact, x.dtype), finite)
+        return cls(x, x.clone(), case.dim, theirs, exact, theirs_wide, ulp(exact, x.dtype), finite)
 
     @property
     def allowed(self) -> float:
@@ -161,7 +161,8 @@ def _wide(x: Any) -> np.ndarray:
     return np.asarray(x.double().cpu().numpy(), np.longdouble)
 
 
-def _exact(operation: str, x: np.ndarray, dim: int) -> np.ndarray:
+def exact_result(operation: str, x: np.ndarray, dim: int) -> np.ndarray:
+    """The operation in NumPy's long double: float64 itself is on trial too."""
     m = np.max(x, dim, keepdims=True)
     e = np.exp(x - m)
     l = np.sum(e, dim, keepdims=True)
@@ -172,7 +173,7 @@ def _exact(operation: str, x: np.ndarray, dim: int) -> np.ndarray:
     return np.squeeze(np.where(np.isinf(m), m, m + np.log(l)), dim)
 
 
-def _ulp(value: np.ndarray, dtype: Any) -> np.ndarray:
+def ulp(value: np.ndarray, dtype: Any) -> np.ndarray:
     """One unit in the last place of `dtype` at each value."""
     import torch
 
