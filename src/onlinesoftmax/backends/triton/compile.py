@@ -56,7 +56,8 @@ def compile_program(program: Program, x_dtype: str, y_dtype: str, device: Device
         raise RuntimeError(
             "TRITON_INTERPRET=1 is set: the interpreter compiles nothing; unset it to see the machine code"
         )
-    types = dict.fromkeys(program.scratch, SHORT[program.accumulator]) | {"x": SHORT[x_dtype], "y": SHORT[y_dtype]}
+    types = {name: SHORT[dtype] for name, (_, dtype) in program.scratch.items()}
+    types |= {"x": SHORT[x_dtype], "y": SHORT[y_dtype]}
     return [_compile(launch, types, device) for launch in program.launches]
 
 

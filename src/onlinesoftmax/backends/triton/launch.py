@@ -86,23 +86,23 @@ class Program:
 
     Attributes:
         launches: In stream order.
-        scratch: Name, number of elements of each buffer; all of them of dtype `accumulator`.
-        accumulator: Name of that dtype.
+        scratch: Number of elements and dtype of each buffer, by its name.
     """
 
     launches: list[Launch]
-    accumulator: str
-    scratch: dict[str, int] = field(default_factory=dict)
+    scratch: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def bind(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """The function that runs this program on tensors (x, y) of the shape it was planned for."""
         steps = [_Step(launch) for launch in self.launches]
         if len(steps) == 1 and not self.scratch:
             return steps[0].run
-        scratch, dtype = self.scratch, TORCH_DTYPES[self.accumulator]
+        scratch = {name: (size, TORCH_DTYPES[dtype]) for name, (size, dtype) in self.scratch.items()}
 
         def run(x: torch.Tensor, y: torch.Tensor) -> None:
-            tensors = {name: torch.empty(size, dtype=dtype, device=x.device) for name, size in scratch.items()}
+            tensors = {
+                name: torch.empty(size, dtype=dtype, device=x.device) for name, (size, dtype) in scratch.items()
+            }
             tensors["x"], tensors["y"] = x, y
             for step in steps:
                 step.call(*[tensors[name] for name in step.launch.tensors])

@@ -32,6 +32,7 @@ def looped_kernel(
     if VECTOR > 1:
         m_edges, l_edges = state.of(x_edges, 0, EXACT)
         m, l = state.merge(m, l, m_edges, l_edges, EXACT)
+    l = l.to(ACC)
     if PER_ROW:
         tl.store(y_ptr + y_offset, ops.result(m, l).to(y_ptr.dtype.element_ty))
     else:
@@ -58,4 +59,4 @@ def program(request: Request) -> Program:
         (*request.op_constants, *layout.units, plan.vector, plan.depth, plan.block // plan.depth),
         plan.warps,
     )
-    return Program([launch], request.accumulator)
+    return Program([launch])

@@ -97,4 +97,4 @@ def program(request: Request) -> Program:
         ),
         plan.warps,
     )  # fmt: skip
-    return Program([launch], request.accumulator)
+    return Program([launch])

@@ -57,7 +57,7 @@ def split_merge_kernel(
     m, l = state.merge_all(m, l, 0, EXACT)
     if LAST and PER_ROW:
         y_offset = row_offset(row, sizes, y_strides, Y_UNIT)
-        tl.store(y_ptr + y_offset, ops.result(m, l).to(y_ptr.dtype.element_ty))
+        tl.store(y_ptr + y_offset, ops.result(m, l.to(m.dtype)).to(y_ptr.dtype.element_ty))
     else:
         tl.store(m_out_ptr + pid, m)
         tl.store(l_out_ptr + pid, l)
@@ -81,7 +81,7 @@ def split_finish_kernel(
     head, length = body(x_offset, cols, VECTOR)
     start = pid % tiles * TILE
     m = tl.load(m_ptr + row)
-    l = tl.load(l_ptr + row)
+    l = tl.load(l_ptr + row).to(ACC)
     x_tile = x_ptr + (x_offset + head) // VECTOR * VECTOR + start * x_col
     y_tile = y_ptr + (y_offset + head) // VECTOR * VECTOR + start * y_col
     finish_tile(x_tile, y_tile, length - start, x_col, y_col, m, l, OP, ACC, EXACT, TILE)
@@ -101,7 +101,9 @@ def program(request: Request) -> Program:
     x_unit, y_unit, col_unit = layout.units
     sizes, x_strides, y_strides = request.row_numbers
     tiles = -(-layout.cols // plan.block)
-    scratch = {"m0": layout.rows * plan.splits, "l0": layout.rows * plan.splits}
+    # In float64 l rounds once for a row, however high the tree.
+    l_dtype = "float64" if exact else "float32"
+    scratch = {"m0": (layout.rows * plan.splits, request.accumulator), "l0": (layout.rows * plan.splits, l_dtype)}
     launches = [
         Launch(
             split_state_kernel,
@@ -116,7 +118,10 @@ def program(request: Request) -> Program:
     while count > 1 or level == 0:
         groups = -(-count // candidates.MERGE_FAN)
         fan = min(candidates.MERGE_FAN, triton.next_power_of_2(count))
-        scratch |= {f"m{level + 1}": layout.rows * groups, f"l{level + 1}": layout.rows * groups}
+        scratch |= {
+            f"m{level + 1}": (layout.rows * groups, request.accumulator),
+            f"l{level + 1}": (layout.rows * groups, l_dtype),
+        }
         launches.append(
             Launch(
                 split_merge_kernel,
@@ -140,4 +145,4 @@ def program(request: Request) -> Program:
                 8,
             )
         )
-    return Program(launches, request.accumulator, scratch)
+    return Program(launches, scratch)
