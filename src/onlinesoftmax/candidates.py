@@ -70,12 +70,16 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
         )
     # A smaller tile would spend its time in being scheduled; where nothing but a number is written, more so.
     light = problem.per_row and problem.itemsize == 2
-    rows = max(1, (2048 if light else 1024) // block)
-    elements = rows * block * words
+    tile = 2048 if light else 1024
     # 16-bit elements: 16 a thread, two 16-byte loads in flight and registers for full occupancy.
     # Exact float32, and long cut rows, want fewer and busier threads: 32 elements each, or 64.
-    long = block * problem.itemsize > 512
+    long = block * problem.itemsize >= 512
     busy = (long if peeled else problem.itemsize > 2 and block < 4096) or problem.per_row
+    if not peeled and block > problem.cols and 64 < block <= 256 and not problem.per_row:
+        # Lanes past the row's end load nothing, so a tile needs more of them, or more tiles a multiprocessor.
+        busy, tile = True, 2048 if block == 128 else 512 if problem.itemsize > 2 else 1024
+    rows = max(1, tile // block)
+    elements = rows * block * words
     warps = _clamp(elements // (2048 if light else 1024 if busy else 512), 1, 16)
     programs, stages, quality = -(-problem.rows // rows), 0, 0.97
     if elements >= 32768:
