@@ -100,9 +100,7 @@ class Program:
         scratch = {name: (size, TORCH_DTYPES[dtype]) for name, (size, dtype) in self.scratch.items()}
 
         def run(x: torch.Tensor, y: torch.Tensor) -> None:
-            tensors = {
-                name: torch.empty(size, dtype=dtype, device=x.device) for name, (size, dtype) in scratch.items()
-            }
+            tensors = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (size, dtype) in scratch.items()}
             tensors["x"], tensors["y"] = x, y
             for step in steps:
                 step.call(*[tensors[name] for name in step.launch.tensors])
