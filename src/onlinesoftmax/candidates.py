@@ -73,7 +73,7 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
     tile = 2048 if light else 1024
     # 16-bit elements: 16 a thread, two 16-byte loads in flight and registers for full occupancy.
     # Exact float32, and long cut rows, want fewer and busier threads: 32 elements each, or 64.
-    long = block * problem.itemsize >= 512
+    long = block * problem.itemsize > 512
     busy = (long if peeled else problem.itemsize > 2 and block < 4096) or problem.per_row
     if not peeled and block > problem.cols and 64 < block <= 256 and not problem.per_row:
         # Lanes past the row's end load nothing, so a tile needs more of them, or more tiles a multiprocessor.
