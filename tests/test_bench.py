@@ -308,7 +308,10 @@ def test_writing_is_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_outside_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report.shutil, "which", lambda name: None)
     assert report.git_state() == {"commit": "unknown", "dirty": None}
-    assert report.git_state("abc")["commit"] == "abc"
+
+
+def test_the_commit_that_is_given_is_recorded() -> None:
+    assert report.git_state("abc") == {"commit": "abc", "dirty": None}
 
 
 def test_the_record_is_complete(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def record(
         device: The torch device.
         options: As given on the command line.
         absent: Peers that were asked for and are not here, with the reason.
-        commit: What to record where git does not know.
+        commit: What to record where the sources were copied without their history.
 
     Returns:
         A dictionary with an empty list "cases", for `CaseResult.as_dict()`, and "host", for `host_times`.
@@ -61,7 +61,9 @@ def record(
 
 
 def git_state(commit: str | None = None) -> dict[str, Any]:
-    """The commit of this package's own checkout, and whether its sources differ from it."""
+    """The commit that is given; or that of this package's own checkout, and whether its sources differ from it."""
+    if commit is not None:
+        return {"commit": commit, "dirty": None}
     here = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> str | None:
@@ -72,7 +74,7 @@ def git_state(commit: str | None = None) -> dict[str, Any]:
 
     # Installed in a virtual environment inside another project, the package is not that project's commit.
     if shutil.which("git") is None or git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return {"commit": commit or "unknown", "dirty": None}
+        return {"commit": "unknown", "dirty": None}
     return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
 
 

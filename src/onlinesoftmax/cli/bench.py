@@ -30,7 +30,9 @@ def bench(
     repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; set by the suite."),
     host: bool = typer.Option(False, "--host", help="Also what one small call costs the host."),
     out: Path | None = typer.Option(None, help="Write the record to this JSON file."),
-    commit: str | None = typer.Option(None, help="The commit to record where git does not know it."),
+    commit: str | None = typer.Option(
+        None, help="The commit to record, where the sources were copied without their history."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the record as one JSON document."),
 ) -> None:
     """Measure softmax beside a copy of the same size, and beside others.
