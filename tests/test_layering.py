@@ -17,12 +17,16 @@ import pytest
 import onlinesoftmax
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("arrays", "operation", "layout", "tiling"),
+    ("arrays", "operation", "layout", "tiling", "fused"),
     ("state", "reference", "device", "problem", "files", "widening"),
     ("candidates",),
     ("plan", "registry"),
     ("backends",),
-    ("stream", "dispatch", "explanation"),
+    ("stream", "prepared", "explanation"),
+    ("kernels",),
+    ("autograd",),
+    ("library",),
+    ("dispatch",),
     ("api",),
     ("",),
     ("verification",),
@@ -33,6 +37,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """Bottom first.  A name stands for a module, or for a package and all in it; "" is the public face, __init__.py."""
 
 FRAMEWORKS: dict[str, set[str]] = {
+    "prepared": {"torch"},
+    "kernels": {"torch"},
+    "autograd": {"torch"},
+    "library": {"torch"},
     "dispatch": {"torch"},
     "backends.triton.*": {"torch", "triton"},
     "cli.*": {"typer", "rich"},

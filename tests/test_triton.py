@@ -12,7 +12,7 @@ import torch
 
 import onlinesoftmax as osm
 from contract import OPERATIONS, assert_as_good_as_pytorch, outliers
-from onlinesoftmax import dispatch
+from onlinesoftmax import prepared
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -23,11 +23,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def test_merge_tree(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of ten partials, two to a program: five, three, two, one."""
     monkeypatch.setattr("onlinesoftmax.candidates.MERGE_FAN", 2)
-    dispatch._prepare.cache_clear()
+    prepared.prepare.cache_clear()
     x = outliers(2, 40001, dtype=torch.float32, device=DEVICE)
     assert osm.explain(x, operation=operation, device="h200", strategy="split").plan.launches >= 5
     assert_as_good_as_pytorch(OPERATIONS[operation](x, backend="triton", strategy="split"), operation, x, -1)
-    dispatch._prepare.cache_clear()
+    prepared.prepare.cache_clear()
 
 
 def test_seven_dimensions_that_no_stride_joins() -> None:

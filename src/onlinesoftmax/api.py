@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from .arrays import Array
 from .backends import eager
+from .fused import Fused, make_fused
 
 
 def softmax(
@@ -17,18 +17,38 @@ def softmax(
     dim: int = -1,
     *,
     dtype: Any = None,
+    scale: Any = 1.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    fully_masked: str = "nan",
     out: Any = None,
+    batch_invariant: bool = False,
     backend: str | None = None,
     strategy: str | None = None,
 ) -> Array:
-    """exp(x) / sum(exp(x)) along `dim`: `torch.softmax` with a choice of kernel.
+    """exp(z) / sum(exp(z)) along `dim`: `torch.softmax` with a choice of kernel, and with all of this fused:
+
+        z = softcap * tanh(scale * input / softcap) + bias,  and -inf where masked
+
+    Derivatives of every order in `input`, `bias` and `scale`, torch.func, torch.compile, autocast and
+    CUDA graphs work as for PyTorch's own function.
 
     Args:
         input: Floating-point torch tensor or NumPy array of any shape and strides; never copied.
         dim: Dimension to normalise, also counted from the end.
         dtype: Dtype of the result (and of the arithmetic, if wider); that of `input` by default.
             float16 and bfloat16 are accumulated in float32.
+        scale: Factor of the input, an inverse temperature: a number, or a 0-d tensor on its device.
+        mask: Boolean, broadcasts to the shape of `input`: True keeps, as in `scaled_dot_product_attention`.
+        bias: Floating point, broadcasts to the shape of `input`.
+        causal: Query i, counted along the dimension before `dim`, keeps keys up to i + keys - queries.
+        softcap: Bound on |scale * input|, softly: a positive number.
+        fully_masked: "nan", as PyTorch, or "zero": a row with no score above -inf is zeros, and so is its
+            gradient.  (The logsumexp of such a row is -inf in either case.)
         out: Torch tensor to write to: right shape (or empty), dtype and device; may be `input` itself.
+        batch_invariant: Give a row the same bits however many rows are beside it, for some speed.
         backend: Force "triton" or "eager".  By default the planner chooses.
         strategy: Force "row", "looped", "split" or "column".
 
@@ -39,12 +59,9 @@ def softmax(
         IndexError: dim is out of range.
         TypeError: an argument is of the wrong type.
         NotImplementedError: the dtype is not floating point.
-        RuntimeError: `out` does not fit.
+        RuntimeError: `out`, `mask`, `bias` or `scale` does not fit.
+        ValueError: softcap, fully_masked or causal makes no sense.
         PlanError: what was forced cannot run; the message lists every reason.
-
-    Note:
-        Where a gradient is needed, and under torch.compile and torch.func, PyTorch's own
-        operations run: the kernels have no derivatives yet.
 
     Source:
         Milakov and Gimelshein, arXiv:1805.02867.
@@ -54,8 +71,12 @@ def softmax(
         >>> softmax(torch.zeros(2, 4), dim=1)
         tensor([[0.2500, 0.2500, 0.2500, 0.2500],
                 [0.2500, 0.2500, 0.2500, 0.2500]])
+        >>> softmax(torch.zeros(2, 3), causal=True)
+        tensor([[0.5000, 0.5000, 0.0000],
+                [0.3333, 0.3333, 0.3333]])
     """
-    return _runner(type(input))("softmax", input, dim, dtype, False, out, backend, strategy)
+    fused = make_fused("softmax", scale, softcap, bias, mask, causal, fully_masked)
+    return _runner(input)("softmax", input, dim, dtype, False, out, backend, strategy, fused, batch_invariant)
 
 
 def log_softmax(
@@ -63,18 +84,26 @@ def log_softmax(
     dim: int = -1,
     *,
     dtype: Any = None,
+    scale: Any = 1.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    fully_masked: str = "nan",
     out: Any = None,
+    batch_invariant: bool = False,
     backend: str | None = None,
     strategy: str | None = None,
 ) -> Array:
-    """X - logsumexp(x) along `dim`: `torch.log_softmax`.  Arguments and errors as for `softmax`.
+    """Z - logsumexp(z) along `dim`: `torch.log_softmax`.  z, arguments and errors as for `softmax`.
 
     Example:
         >>> import torch
         >>> log_softmax(torch.zeros(3), dim=0)
         tensor([-1.0986, -1.0986, -1.0986])
     """
-    return _runner(type(input))("log_softmax", input, dim, dtype, False, out, backend, strategy)
+    fused = make_fused("log_softmax", scale, softcap, bias, mask, causal, fully_masked)
+    return _runner(input)("log_softmax", input, dim, dtype, False, out, backend, strategy, fused, batch_invariant)
 
 
 def logsumexp(
@@ -83,11 +112,18 @@ def logsumexp(
     keepdim: bool = False,
     *,
     dtype: Any = None,
+    scale: Any = 1.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    fully_masked: str = "nan",
     out: Any = None,
+    batch_invariant: bool = False,
     backend: str | None = None,
     strategy: str | None = None,
 ) -> Array:
-    """log(sum(exp(x))) along `dim`: `torch.logsumexp`.  Other arguments and errors as for `softmax`.
+    """log(sum(exp(z))) along `dim`: `torch.logsumexp`.  z, other arguments and errors as for `softmax`.
 
     Args:
         dim: A dimension, or several.
@@ -101,34 +137,51 @@ def logsumexp(
         >>> logsumexp(torch.zeros(2, 8))
         tensor([2.0794, 2.0794])
     """
-    return _runner(type(input))("logsumexp", input, dim, dtype, keepdim, out, backend, strategy)
+    fused = make_fused("logsumexp", scale, softcap, bias, mask, causal, fully_masked)
+    return _runner(input)("logsumexp", input, dim, dtype, keepdim, out, backend, strategy, fused, batch_invariant)
 
 
-def _find_runner(kind: type) -> Callable[..., Any]:
-    """What runs an operation on arrays of this type."""
-    if issubclass(kind, np.ndarray):
+_torch_runner: Callable[..., Any] | None = None
+
+
+def _runner(input: Array) -> Callable[..., Any]:
+    """What runs an operation on such an array."""
+    if isinstance(input, np.ndarray):
         return _numpy
+    return _torch_runner or _import_torch_runner()
+
+
+def _import_torch_runner() -> Callable[..., Any]:
+    global _torch_runner  # noqa: PLW0603  an import that is done once
     try:
         from . import dispatch
     except ImportError as error:
         raise TypeError(f"input must be a NumPy array, as torch cannot be imported here ({error})") from error
-    return dispatch.run
+    _torch_runner = dispatch.run
+    return _torch_runner
 
 
-_runner: Callable[[Any], Callable[..., Any]] = cache(_find_runner)
-
-
-def _numpy(operation: str, x: Any, dim: Any, dtype: Any, keepdim: bool, out: Any, backend: Any, strategy: Any) -> Any:
+def _numpy(
+    operation: str, x: Any, dim: Any, dtype: Any, keepdim: bool, out: Any, backend: Any, strategy: Any,
+    fused: Fused | None, batch_invariant: bool,
+) -> Any:  # fmt: skip
     if backend not in (None, "eager") or strategy not in (None, "row"):
         raise TypeError(
             f"backend={backend!r}, strategy={strategy!r}: a NumPy array runs on eager/row; pass a torch tensor"
         )
     if out is not None:
         raise TypeError("out: only torch tensors can be written to; a NumPy input gives a new array")
+    if batch_invariant:
+        raise TypeError("batch_invariant: NumPy's sums depend on the shape; pass a torch tensor")
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
     if dtype is not None:
         x = x.astype(dtype)
     if x.dtype.kind not in "fV":
         raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is not floating point; pass dtype=")
-    return eager.numpy_call(operation, x, dim, keepdim)
+    if fused is not None and fused.mask is not None and fused.mask.dtype != np.bool_:
+        raise TypeError(f"{operation}(): mask must be boolean (True keeps), got {fused.mask.dtype}")
+    for name, beside in (("bias", fused.bias), ("mask", fused.mask)) if fused is not None else ():
+        if beside is not None and np.broadcast_shapes(beside.shape, x.shape) != x.shape:
+            raise ValueError(f"{operation}(): {name} of shape {beside.shape} does not broadcast to input's {x.shape}")
+    return eager.numpy_call(operation, x, dim, keepdim, fused)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .device import Device
+from .operation import OPERATIONS
 from .problem import Problem
 
 
@@ -61,7 +62,7 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
         return refusal
     peeled = problem.peels
     block = _power_of_two(problem.cols // problem.vector * problem.vector if peeled else problem.cols)
-    words = 2 if problem.itemsize == 8 else 1
+    words = _words(problem)
     most = 1024 * REGISTER_ELEMENTS // words
     if block > most:
         return (
@@ -89,7 +90,7 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
             quality = min(quality, 0.7)
         # The block fills its multiprocessor, so nothing else loads while it reduces: let it
         # prefetch its own next rows, where three of them fit shared memory.
-        fits = 3 * block * problem.itemsize <= device.shared_memory
+        fits = 3 * block * problem.itemsize * problem.inputs <= device.shared_memory
         if fits and not peeled and problem.contiguous and problem.rows > device.multiprocessors:
             programs, stages = device.multiprocessors, 3
     elif elements == 16384 and (peeled or problem.itemsize == 2):
@@ -112,12 +113,13 @@ def triton_looped(problem: Problem, device: Device) -> Candidate | str:
     """One program streams one row."""
     if refusal := _no_triton(device):
         return refusal
-    depth = 4
+    # A gradient's sums need no rescaling to share, and hold two tensors.
+    depth = 4 // problem.inputs
     # 8 elements of a lane side by side are one 16-byte load of 16-bit data.
     lanes = _clamp(_power_of_two(problem.cols) // depth, 32, 2048 if problem.itemsize == 8 else 4096)
     return Candidate(
         "triton", "looped",
-        f"one program streams each row of {problem.cols} columns{'' if problem.per_row else ', twice'}; "
+        f"one program streams each row of {problem.cols} columns{', twice' if _reads(problem) == 2 else ''}; "
         f"{problem.rows} rows share the device" + _cut(problem.peels),
         programs=problem.rows, block=depth * lanes, depth=depth, warps=_clamp(lanes // 256, 1, 16),
         reads=_reads(problem), vector=problem.vector if problem.peels else 1, quality=0.69 if problem.per_row else 0.93,
@@ -131,6 +133,7 @@ def triton_split(problem: Problem, device: Device) -> Candidate | str:
     lanes, warps = 1024, 4
     # Small rows make small tiles, so that there is one for every multiprocessor.
     depth = 4 if problem.itemsize == 8 or problem.cols < 16 * lanes * device.multiprocessors else 8
+    depth //= problem.inputs
     tile = depth * lanes
     # 32 programs a multiprocessor: enough to even out their ends, few enough to merge in one launch.
     wanted = max(1, 32 * device.multiprocessors // max(problem.rows, 1))
@@ -146,7 +149,7 @@ def triton_split(problem: Problem, device: Device) -> Candidate | str:
         if splits > 1
         else "a row is no more than one program's slice, so that splitting it only adds launches",
         programs=problem.rows * splits, block=tile, depth=depth, warps=warps, splits=splits,
-        launches=1 + merges + (not problem.per_row), reads=_reads(problem),
+        launches=(1 + merges) * _reduces(problem) + (not problem.per_row), reads=_reads(problem),
         vector=problem.vector if problem.peels else 1, quality=0.92,
     )  # fmt: skip
 
@@ -159,7 +162,7 @@ def triton_column(problem: Problem, device: Device) -> Candidate | str:
         return "the elements of a row are neighbours: there are no rows side by side to read together"
     if problem.adjacent < 8:
         return f"{problem.adjacent} rows lie side by side: fewer than 8 do not fill a 32-byte sector"
-    words = 2 if problem.itemsize == 8 else 1
+    words = _words(problem)
     block, neighbours = _power_of_two(problem.cols), _power_of_two(problem.adjacent)
     # 32 neighbours are whole sectors of any dtype; more where the columns alone are no work.
     rows = _clamp(max(32, 4096 // words // block), 8, neighbours)
@@ -207,8 +210,18 @@ def _cut(peeled: bool) -> str:
     return "; rows begin anywhere and are cut to 16-byte boundaries" if peeled else ""
 
 
+def _words(problem: Problem) -> int:
+    """32-bit registers for what is held of a column."""
+    return (2 if problem.itemsize == 8 else 1) * problem.inputs
+
+
+def _reduces(problem: Problem) -> bool:
+    return OPERATIONS[problem.operation].reduces
+
+
 def _reads(problem: Problem) -> int:
-    return 1 if problem.per_row else 2
+    """Times a row is read that is not held: to reduce it, and to write."""
+    return 1 if problem.per_row or not _reduces(problem) else 2
 
 
 def _power_of_two(n: int) -> int:

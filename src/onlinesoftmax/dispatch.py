@@ -1,121 +1,186 @@
-"""From a torch tensor to a launch: validation, the view as rows, the plan, all done once for a shape."""
+"""What runs a call on a torch tensor: PyTorch's own operation, our kernel, or our kernel with derivatives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from . import device as devices
-from . import registry
+from . import autograd, kernels, registry
 from .backends import eager
-from .layout import Layout, contiguous_strides, rows_of, strides_of_rows
-from .operation import OPERATIONS
-from .plan import Plan, PlanError, plan
-from .problem import ITEMSIZE, Problem
-
-DTYPE_NAMES = {getattr(torch, name): name for name in ITEMSIZE}
+from .fused import Fused
+from .kernels import Call
+from .plan import PlanError
+from .prepared import DTYPE_NAMES, Place, aligned, checked_dim
+from .problem import ITEMSIZE
 
 
 def run(
     operation: str, x: torch.Tensor, dim: Any, dtype: torch.dtype | None, keepdim: bool,
     out: torch.Tensor | None, backend: str | None, strategy: str | None,
+    fused: Fused | None = None, batch_invariant: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """One operation on a torch tensor: the implementation of every function in api.py."""
-    if type(x) is torch.Tensor and x.is_cpu and backend is None and strategy is None:
+    if (
+        type(x) is torch.Tensor
+        and x.is_cpu
+        and backend is None
+        and strategy is None
+        and fused is None
+        and not batch_invariant
+    ):
         # First, and at once to PyTorch: on a CPU a microsecond of ours shows.
         return eager.torch_call(operation, x, dim, dtype, keepdim, out)
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
+    if fused is not None:
+        _check_fused(operation, x, dim, fused)
     if (backend is None and strategy is None and not x.is_cuda) or (backend == "eager" and strategy in (None, "row")):
-        return eager.torch_call(operation, x, dim, dtype, keepdim, out)
+        return _by_pytorch(operation, x, dim, dtype, keepdim, out, fused, batch_invariant)
     if reason := _not_for_kernels(x, dtype):
         if backend is None and strategy is None:
-            return eager.torch_call(operation, x, dim, dtype, keepdim, out)
+            return _by_pytorch(operation, x, dim, dtype, keepdim, out, fused, batch_invariant)
         raise PlanError(f"{operation}() with backend={backend!r}, strategy={strategy!r}: {reason}")
-    if dtype is None and torch.is_autocast_enabled(x.device.type):
-        dtype = _autocast_dtype(operation, x.dtype, x.device.type, torch.get_autocast_dtype(x.device.type))
     if isinstance(dim, tuple | list):
-        return _over_dims(operation, x, tuple(dim), dtype, keepdim, out, backend, strategy)
-    place = None if out is None else _place(operation, x, out)
-    prepared = _prepare(
-        operation, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0,
-        dim, dtype, keepdim, place, backend, strategy,
-    )  # fmt: skip
-    return prepared(x, out)
+        return _over_dims(operation, x, tuple(dim), dtype, keepdim, out, backend, strategy, fused, batch_invariant)
+    tracing = torch.compiler.is_compiling() or type(x) not in PLAIN_TYPES
+    if dtype is None and torch.is_autocast_enabled(x.device.type):
+        dtype = (_autocast_dtype if tracing else _known_autocast_dtype)(operation, x.dtype, x.device.type)
+    if tracing:
+        from . import library
+
+        dim = checked_dim(operation, dim, x.dim())
+        y = library.forward(Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy), x, fused)
+        return y if out is None else out.copy_(y)
+    call = Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy)
+    if _wants_derivatives(x, fused):
+        if out is not None:
+            raise RuntimeError(f"{operation}(): functions with out=... do not support gradients, and one is needed")
+        return autograd.apply(call._replace(dim=checked_dim(operation, dim, x.dim())), x, fused)
+    return kernels.forward(call, x, fused, out, None if out is None else _place(operation, x, out, fused))
 
 
-@lru_cache
-def _autocast_dtype(operation: str, dtype: torch.dtype, device_type: str, autocast: torch.dtype) -> torch.dtype:
-    """What PyTorch's lists make of this operation on this dtype: PyTorch is asked, once."""
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
+"""Tensors without data that stand for others while a program is traced."""
+
+
+def _wants_derivatives(x: torch.Tensor, fused: Fused | None) -> bool:
+    if torch._C._are_functorch_transforms_active() or autograd.forward_mode():
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    if x.requires_grad:
+        return True
+    return fused is not None and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (fused.bias, fused.scale))
+
+
+def _by_pytorch(
+    operation: str, x: torch.Tensor, dim: Any, dtype: Any, keepdim: bool, out: Any, fused: Fused | None,
+    batch_invariant: bool,
+) -> torch.Tensor:  # fmt: skip
+    if fused is None and not (batch_invariant and operation == "logsumexp"):
+        return eager.torch_call(operation, x, dim, dtype, keepdim, out)
+    if not x.is_floating_point() and dtype is None:
+        raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is not floating point; pass dtype=")
+    if dtype is None and torch.is_autocast_enabled(x.device.type):
+        dtype = _autocast_dtype(operation, x.dtype, x.device.type)
+    return eager.torch_fused(operation, x, dim, dtype, keepdim, out, fused or Fused(), batch_invariant)
+
+
+def _autocast_dtype(operation: str, dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """What PyTorch's lists make of this operation on this dtype: PyTorch is asked."""
     result: torch.dtype = getattr(torch, operation)(torch.zeros(1, dtype=dtype, device=device_type), 0).dtype
     return result
 
 
+def _known_autocast_dtype(operation: str, dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """The same, asked once."""
+    return _autocast_once(operation, dtype, device_type, torch.get_autocast_dtype(device_type))
+
+
+@lru_cache
+def _autocast_once(operation: str, dtype: torch.dtype, device_type: str, _autocast: torch.dtype) -> torch.dtype:
+    return _autocast_dtype(operation, dtype, device_type)
+
+
 def _not_for_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
     """Why only PyTorch's own operations can take this tensor; None when our kernels can."""
-    if x.requires_grad and torch.is_grad_enabled():
-        return "input requires a gradient, and the kernels have none yet"
     if x.dtype not in DTYPE_NAMES or (dtype is not None and dtype not in DTYPE_NAMES):
         return f"dtype must be one of {', '.join(ITEMSIZE)}, got {x.dtype if dtype is None else dtype}"
-    if torch.compiler.is_compiling():
-        return "torch.compile is tracing, and the kernels are no custom operators yet"
-    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided:
+    if (type(x) not in PLAIN_TYPES and type(x).__name__ not in TRACED_TYPES) or x.layout != torch.strided:
         return f"input is a {type(x).__name__} of layout {x.layout}, not a plain strided tensor"
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func is transforming the call, and the kernels have no rules for that yet"
     if x.is_neg():
         return "input is a lazily negated view; call resolve_neg() first"
-    return None
+    return registry.unavailable("triton")
+
+
+def _check_fused(operation: str, x: torch.Tensor, dim: Any, fused: Fused) -> None:
+    """Raise PyTorch's errors, with the name of the argument, for what does not fit the input."""
+    scale, _, bias, mask, causal, _ = fused
+    for name, t in (("scale", scale), ("bias", bias), ("mask", mask)):
+        if name == "scale" and isinstance(t, float) or t is None:
+            continue
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{operation}(): {name} must be Tensor, as input is, not {type(t).__name__}")
+        if t.device != x.device:
+            raise RuntimeError(f"{operation}(): {name} is on {t.device}, and input on {x.device}")
+        if name == "mask" and t.dtype != torch.bool:
+            raise RuntimeError(f"{operation}(): mask must be boolean (True keeps), got {t.dtype}")
+        if name != "mask" and not t.is_floating_point():
+            raise RuntimeError(f"{operation}(): {name} must be floating point, got {t.dtype}")
+        if name == "scale" and t.dim() != 0:
+            raise RuntimeError(f"{operation}(): scale must be a number or a 0-d tensor, got shape {tuple(t.shape)}")
+        if not _broadcasts(t.shape, x.shape):
+            raise RuntimeError(
+                f"{operation}(): {name} of shape {tuple(t.shape)} does not broadcast to input's {tuple(x.shape)}"
+            )
+    if causal:
+        if isinstance(dim, tuple | list):
+            raise ValueError(f"{operation}(): causal needs one dim, got {dim}")
+        if checked_dim(operation, dim, x.dim()) == 0:
+            raise ValueError(
+                f"{operation}(): causal needs a dimension of queries before dim, and dim is the first of input's "
+                f"{max(x.dim(), 1)}"
+            )
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
 
 
 def _over_dims(
     operation: str, x: torch.Tensor, dims: tuple[int, ...], dtype: Any, keepdim: bool, out: Any,
-    backend: Any, strategy: Any,
+    backend: Any, strategy: Any, fused: Fused | None, batch_invariant: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Logsumexp over several dimensions: flattened into one, a view where the strides allow it."""
     if operation != "logsumexp":
         raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dims).__name__}")
     if not dims or x.dim() == 0:
-        return eager.torch_call(operation, x, dims, dtype, keepdim, out)
-    kept = sorted({_checked_dim(operation, dim, x.dim()) for dim in dims})
+        return _by_pytorch(operation, x, dims, dtype, keepdim, out, fused, batch_invariant)
+    kept = sorted({checked_dim(operation, dim, x.dim()) for dim in dims})
     if len(kept) < len(dims):
         raise RuntimeError(f"{operation}(): dim {dims} names a dimension twice")
+
+    def flat(t: torch.Tensor | None) -> torch.Tensor | None:
+        if t is None:
+            return None
+        return t.expand(x.shape).movedim(kept, tuple(range(-len(kept), 0))).flatten(-len(kept))
+
     last = x.movedim(kept, tuple(range(-len(kept), 0))).flatten(-len(kept))
-    y = run(operation, last, -1, dtype, False, None if keepdim else out, backend, strategy)
+    fused = None if fused is None else fused._replace(bias=flat(fused.bias), mask=flat(fused.mask))
+    to = None if keepdim else out
+    y = run(operation, last, -1, dtype, False, to, backend, strategy, fused, batch_invariant)
     if not keepdim:
         return y
     y = y.reshape([1 if i in kept else size for i, size in enumerate(x.shape)])
     return y if out is None else out.copy_(y)
 
 
-def _checked_dim(operation: str, dim: Any, ndim: int) -> int:
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
-    ndim = max(ndim, 1)
-    if not -ndim <= dim < ndim:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
-    return dim % ndim
-
-
-def bare_launch(operation: str, x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
-    """The compiled kernel alone, as our layers launch it: what their own host time is measured against."""
-    run(operation, x, -1, None, False, y, "triton", "row")
-    layout = layout_for(operation, x.shape, x.stride(), x.dim() - 1, False, y.stride())
-    aligned = x.data_ptr() % 16 == 0 and y.data_ptr() % 16 == 0
-    the_plan = make_plan(operation, layout, x.dtype, y.dtype, x.device, aligned, "triton", "row")
-    launch = registry.load("triton").prepare(operation, the_plan, layout, DTYPE_NAMES[x.dtype], DTYPE_NAMES[y.dtype])
-    launch(x, y)
-    return lambda: launch(x, y)
-
-
-Place = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
-
-
-def _place(operation: str, x: torch.Tensor, out: torch.Tensor) -> Place:
-    """Where `out` lies, once it is known to be writable beside x."""
+def _place(operation: str, x: torch.Tensor, out: torch.Tensor, fused: Fused | None) -> Place:
+    """Where `out` lies, once it is known to be writable beside what is read."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'out' must be Tensor, not {type(out).__name__}")
     if out.requires_grad and torch.is_grad_enabled():
@@ -127,7 +192,10 @@ def _place(operation: str, x: torch.Tensor, out: torch.Tensor) -> Place:
         raise RuntimeError(
             f"{operation}(): out overlaps input in memory without being the same tensor; clone() one of them"
         )
-    return out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % 16 == 0
+    for name, t in (("bias", fused.bias), ("mask", fused.mask)) if fused is not None else ():
+        if t is not None and _ranges_overlap(t, out):
+            raise RuntimeError(f"{operation}(): out overlaps {name} in memory; clone() one of them")
+    return out.shape, out.stride(), out.dtype, out.device, aligned(out)
 
 
 def _ranges_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -140,95 +208,3 @@ def _extent(t: torch.Tensor) -> int:
     if t.is_contiguous():
         return t.numel() * t.itemsize
     return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize if t.numel() else 0
-
-
-@lru_cache(maxsize=4096)
-def _prepare(
-    operation: str, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-    aligned: bool, dim: Any, out_dtype: torch.dtype | None, keepdim: bool, place: Place | None,
-    backend: str | None, strategy: str | None,
-) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:  # fmt: skip
-    """Everything that can be known from shapes, strides and dtypes, done once: the call that remains."""
-    axis = _checked_dim(operation, dim, len(shape))
-    out_dtype = out_dtype or dtype
-    out_shape = _out_shape(operation, shape, axis, keepdim)
-    if place is not None:
-        _check_out(operation, place, out_shape, out_dtype, device)
-    if shape.numel() == 0:
-        return lambda x, out: eager.torch_call(operation, x, axis, out_dtype, keepdim, out)
-    resize = place is not None and place[0] != out_shape
-    y_strides = place[1] if place is not None and not resize else contiguous_strides(out_shape)
-    layout = layout_for(operation, shape, strides, axis, keepdim, y_strides)
-    aligned = aligned and (place is None or resize or place[4])
-    the_plan = make_plan(operation, layout, dtype, out_dtype, device, aligned, backend, strategy)
-    if the_plan.backend == "eager":
-        return lambda x, out: eager.torch_call(operation, x, axis, out_dtype, keepdim, out)
-    launch = registry.load(the_plan.backend).prepare(
-        operation, the_plan, layout, DTYPE_NAMES[dtype], DTYPE_NAMES[out_dtype]
-    )
-
-    on_gpu, index = device.type == "cuda", device.index
-    like_input = (out_shape, out_dtype) == (shape, dtype) and strides == contiguous_strides(shape)
-
-    def call(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        if out is None:
-            # empty_like, where it gives the same, costs half of what empty does.
-            out = torch.empty_like(x) if like_input else torch.empty(out_shape, dtype=out_dtype, device=device)
-        elif resize:
-            out.resize_(out_shape)
-        if on_gpu and torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(device):
-                launch(x, out)
-        else:
-            launch(x, out)
-        return out
-
-    return call
-
-
-def make_plan(
-    operation: str, layout: Layout, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device,
-    aligned: bool, backend: str | None, strategy: str | None,
-) -> Plan:  # fmt: skip
-    """The plan for a layout on a torch device."""
-    problem = Problem(
-        operation, layout.rows, layout.cols, DTYPE_NAMES[dtype], DTYPE_NAMES[out_dtype],
-        contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=layout.unit if aligned else 1,
-        peelable=aligned and layout.congruent,
-    )  # fmt: skip
-    machine = devices.from_torch(device.type, device.index or 0)
-    if machine.kind == "cpu" and backend == "triton" and registry.load("triton").interpreted():
-        # The interpreter needs some GPU's numbers to plan with.
-        machine = devices.KNOWN["h200"]
-    return plan(problem, machine, backend, strategy, registry.missing())
-
-
-def layout_for(
-    operation: str, shape: tuple[int, ...], strides: tuple[int, ...], axis: int, keepdim: bool,
-    y_strides: tuple[int, ...],
-) -> Layout:  # fmt: skip
-    """The rows of an input and of its output, whose strides are those of the output's own shape."""
-    if not shape:
-        shape, strides = (1,), (1,)
-        y_strides = (0,) if OPERATIONS[operation].per_row else (1,)
-    elif OPERATIONS[operation].per_row:
-        y_strides = strides_of_rows(y_strides, axis, keepdim)
-    return rows_of(tuple(shape), axis, strides, y_strides)
-
-
-def _out_shape(operation: str, shape: torch.Size, axis: int, keepdim: bool) -> torch.Size:
-    if not OPERATIONS[operation].per_row or not shape:
-        return shape
-    return torch.Size((*shape[:axis], *((1,) if keepdim else ()), *shape[axis + 1 :]))
-
-
-def _check_out(operation: str, place: Place, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-    out_shape, out_strides, out_dtype, out_device, _ = place
-    if any(stride == 0 and size > 1 for size, stride in zip(out_shape, out_strides, strict=True)):
-        raise RuntimeError(f"{operation}(): out has several elements at one memory location; clone() it first")
-    if out_dtype != dtype:
-        raise RuntimeError(f"{operation}(): Expected out tensor to have dtype {dtype}, but got {out_dtype} instead")
-    if out_device != device:
-        raise RuntimeError(f"{operation}(): out is on {out_device}, and input on {device}")
-    if out_shape != shape and out_shape.numel():
-        raise RuntimeError(f"{operation}(): out has shape {tuple(out_shape)}, and the result has {tuple(shape)}")

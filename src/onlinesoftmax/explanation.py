@@ -54,9 +54,11 @@ class Explanation:
 
         problem, out = self.problem, self.problem.out_dtype or self.problem.dtype
         dim, shape = 1, (problem.rows // problem.adjacent, problem.cols, problem.adjacent)
-        layout = rows_of(shape, dim, contiguous_strides(shape), _output_strides(shape, dim, problem.operation))
-        launches = program(problem.operation, self.plan, layout, problem.dtype, out)
-        return compile_program(launches, problem.dtype, out, self.device)
+        strides = contiguous_strides(shape)
+        more = _tensors_beside(problem.operation, shape, dim)
+        layout = rows_of(shape, dim, strides, _output_strides(shape, dim, problem.operation), more)
+        dtypes = {"x": problem.dtype, "y": out} | dict.fromkeys(more, problem.dtype)
+        return compile_program(program(problem.operation, self.plan, layout, problem.dtype, out), dtypes, self.device)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -96,7 +98,7 @@ def explain(
     Args:
         x: A torch tensor, or a shape: a tuple of sizes of a contiguous tensor.
         dim: The softmax dimension.
-        operation: "softmax", "log_softmax" or "logsumexp".
+        operation: "softmax", "log_softmax" or "logsumexp"; or one of these with "_backward", its gradient.
         dtype: Dtype name for a shape ("float32" by default); that of the tensor otherwise.
         device: Name of a known device ("h200", "a100", …); by default that of the tensor, or this
             machine's GPU, or its CPU.
@@ -125,7 +127,8 @@ def explain(
             f"Dimension out of range (expected to be in range of [{-len(shape)}, {len(shape) - 1}], but got {dim})"
         )
     axis = dim % len(shape)
-    layout = rows_of(shape, axis, strides, _output_strides(shape, axis, operation))
+    more = _tensors_beside(operation, shape, axis)
+    layout = rows_of(shape, axis, strides, _output_strides(shape, axis, operation), more)
     problem = Problem(
         operation, layout.rows, layout.cols, name,
         contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=layout.unit, peelable=layout.congruent,
@@ -148,6 +151,16 @@ def _output_strides(shape: tuple[int, ...], axis: int, operation: str) -> tuple[
     if operation not in OPERATIONS or not OPERATIONS[operation].per_row:
         return contiguous_strides(shape)
     return strides_of_rows(contiguous_strides((*shape[:axis], *shape[axis + 1 :])), axis)
+
+
+def _tensors_beside(operation: str, shape: tuple[int, ...], axis: int) -> dict[str, tuple[int, ...]]:
+    """What a gradient reads beside its first tensor, all of it contiguous."""
+    if operation not in OPERATIONS or not OPERATIONS[operation].backward:
+        return {}
+    if OPERATIONS[operation].reduces:
+        return {"dy": contiguous_strides(shape)}
+    per_row = strides_of_rows(contiguous_strides((*shape[:axis], *shape[axis + 1 :])), axis)
+    return {"dy": per_row, "lse": per_row}
 
 
 def _this_device(x: Any) -> Device:

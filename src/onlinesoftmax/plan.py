@@ -7,7 +7,7 @@ The estimate is bytes over bandwidth, corrected by what was measured, plus the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from .candidates import TABLE, Candidate
@@ -56,6 +56,7 @@ def plan(
     backend: str | None = None,
     strategy: str | None = None,
     unavailable: Sequence[tuple[str, str]] = (),
+    batch_invariant: bool = False,
 ) -> Plan:
     """The plan for a problem on a device.
 
@@ -65,6 +66,7 @@ def plan(
         backend: Force this backend.
         strategy: Force this strategy.
         unavailable: Backends that cannot be used here, each with the reason.
+        batch_invariant: Choose as for INVARIANT_ROWS rows, however many there are.
 
     Raises:
         PlanError: nothing that was asked for can run; the message lists every reason.
@@ -76,10 +78,12 @@ def plan(
         >>> plan(Problem("softmax", 1, 1 << 24), known("h200")).strategy
         'split'
     """
-    options = alternatives(problem, device, backend, strategy, unavailable)
+    for_plan = replace(problem, rows=INVARIANT_ROWS) if batch_invariant else problem
+    options = alternatives(for_plan, device, backend, strategy, unavailable)
     plans = [option for option in options if isinstance(option, Plan)]
     if plans:
-        return min(plans, key=lambda option: option.estimate_us)
+        best = min(plans, key=lambda option: option.estimate_us)
+        return _for_rows(best, problem, device) if batch_invariant else best
     asked = "".join(f" {key}={value!r}" for key, value in (("backend", backend), ("strategy", strategy)) if value)
     reasons = "".join(f"\n  {o.backend}/{o.strategy}: {o.reason}" for o in options if isinstance(o, Refusal))
     raise PlanError(
@@ -116,6 +120,19 @@ def alternatives(
             Refusal(its_backend, its_strategy, option) if isinstance(option, str) else price(option, problem, device)
         )
     return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
+
+
+INVARIANT_ROWS = 4096
+"""Rows that a batch-invariant plan is made for: enough to fill every device."""
+
+
+def _for_rows(best: Plan, problem: Problem, device: Device) -> Plan:
+    """The same blocks for a problem's own number of rows."""
+    candidate = Candidate(**{field.name: getattr(best, field.name) for field in fields(Candidate)})
+    if not candidate.stages:
+        programs = -(-problem.rows // candidate.rows_per_program) * candidate.splits
+        candidate = replace(candidate, programs=programs)
+    return price(candidate, problem, device)
 
 
 NARROW = {16: 1.0, 8: 1.0, 4: 0.95, 2: 0.65}
@@ -171,7 +188,7 @@ def _served_by_l2(candidate: Candidate, problem: Problem, device: Device) -> flo
     if candidate.strategy != "split":
         # A program reads its rows again while only the resident ones have passed through L2 since.
         rows = _resident(candidate, device) * device.multiprocessors * candidate.rows_per_program
-        between = min(between, rows * problem.cols * problem.itemsize)
+        between = min(between, rows * problem.row_bytes)
     return again * min(0.8, 0.42 * device.l2 / max(between, 1))
 
 
@@ -185,5 +202,5 @@ def _resident(candidate: Candidate, device: Device) -> int:
 def _fill(candidate: Candidate, problem: Problem, device: Device) -> float:
     """Part of the bandwidth that the programs can keep busy: Little's law, bytes in flight over latency."""
     programs = min(max(candidate.programs, 1), _resident(candidate, device) * device.multiprocessors)
-    in_flight = programs * candidate.rows_per_program * candidate.block * problem.itemsize
+    in_flight = programs * candidate.rows_per_program * candidate.block * problem.itemsize * problem.inputs
     return min(1.0, in_flight / (device.bandwidth * 1e3 * LATENCY_US))

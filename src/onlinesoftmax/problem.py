@@ -26,6 +26,7 @@ class Problem:
         unit: Power of two that divides every row's length and beginning; None to take it from cols.
         peelable: Whether the output's rows begin alike, so that a row which begins anywhere can be cut
             into head, body and tail with the body on 16-byte boundaries in both.
+        more_bytes: Bytes of what else is read, a bias or a mask, each element once.
     """
 
     operation: str
@@ -37,6 +38,7 @@ class Problem:
     adjacent: int = 1
     unit: int | None = None
     peelable: bool = True
+    more_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
@@ -58,9 +60,19 @@ class Problem:
         return OPERATIONS[self.operation].per_row
 
     @property
+    def inputs(self) -> int:
+        """Tensors of rows × cols that are read."""
+        return OPERATIONS[self.operation].inputs
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of all of these."""
+        return self.cols * self.itemsize * self.inputs
+
+    @property
     def read_bytes(self) -> int:
-        """Bytes of the input, read once."""
-        return self.rows * self.cols * self.itemsize
+        """Bytes of everything that is read, once."""
+        return self.rows * self.row_bytes + self.more_bytes
 
     @property
     def write_bytes(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from . import api, registry
 from .candidates import TABLE
-from .operation import OPERATIONS
+from .operation import FORWARD
 from .plan import PlanError
 from .problem import ITEMSIZE
 
@@ -337,9 +337,9 @@ def verify(
     """
     import torch
 
-    check_names("operation", operations, list(OPERATIONS))
+    check_names("operation", operations, list(FORWARD))
     check_names("dtype", dtypes, list(ITEMSIZE))
-    operations, dtypes = operations or list(OPERATIONS), dtypes or list(ITEMSIZE)
+    operations, dtypes = operations or list(FORWARD), dtypes or list(ITEMSIZE)
     chosen = [pair for pair in pairs(backends, strategies) if registry.unavailable(pair[0]) is None]
     slow = "triton" in dict(chosen) and bool(registry.load("triton").interpreted())
     table = [

@@ -1,6 +1,6 @@
 """The `triton` backend: the strategies `row`, `looped`, `split` and `column` as Triton kernels.
 
-Read state.py, then ops.py, then tiles.py; then any strategy is a page.
+Read state.py, then ops.py, operands.py and tiles.py; then any strategy is a page.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def prepare(operation: str, plan: Plan, layout: Layout, x_dtype: str, y_dtype: str) -> Callable[[Any, Any], None]:
-    """The function that runs a plan on torch tensors (x, y) of this layout."""
-    return program(operation, plan, layout, x_dtype, y_dtype).bind()
+def prepare(
+    operation: str, plan: Plan, layout: Layout, x_dtype: str, y_dtype: str, **fused: Any
+) -> Callable[..., None]:  # fmt: skip
+    """The function run(x, y, **more) that runs a plan on torch tensors of this layout; `fused` as in `Request`."""
+    return program(operation, plan, layout, x_dtype, y_dtype, **fused).bind()
 
 
-def program(operation: str, plan: Plan, layout: Layout, x_dtype: str, y_dtype: str) -> Any:
+def program(operation: str, plan: Plan, layout: Layout, x_dtype: str, y_dtype: str, **fused: Any) -> Any:
     """The launches of a plan, unbound: `explain` compiles them for a GPU that may not be here."""
     from . import column, looped, row, split
     from .launch import Request
 
     strategies = {"row": row, "looped": looped, "split": split, "column": column}
-    return strategies[plan.strategy].program(Request(operation, plan, layout, x_dtype, y_dtype))
+    return strategies[plan.strategy].program(Request(operation, plan, layout, x_dtype, y_dtype, **fused))

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from ...device import Device
 from .launch import Launch, Program
+from .operands import Pointers
 
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
@@ -46,8 +47,13 @@ class Kernel:
         return {key: value for key, value in asdict(self).items() if key != "listings"}
 
 
-def compile_program(program: Program, x_dtype: str, y_dtype: str, device: Device) -> list[Kernel]:
+def compile_program(program: Program, dtypes: dict[str, str], device: Device) -> list[Kernel]:
     """The kernels of a program for a device, in launch order, each once.
+
+    Args:
+        program: Launches, their tensors named as in Pointers.
+        dtypes: Dtype of each of those tensors, and of "y", the output.
+        device: The device, present or not.
 
     Raises:
         RuntimeError: Triton's interpreter is on, which compiles nothing.
@@ -56,8 +62,8 @@ def compile_program(program: Program, x_dtype: str, y_dtype: str, device: Device
         raise RuntimeError(
             "TRITON_INTERPRET=1 is set: the interpreter compiles nothing; unset it to see the machine code"
         )
-    types = {name: SHORT[dtype] for name, (_, dtype) in program.scratch.items()}
-    types |= {"x": SHORT[x_dtype], "y": SHORT[y_dtype]}
+    types = {name: f"*{SHORT[dtype]}" for name, (_, dtype) in program.scratch.items()}
+    types |= {name: f"*{SHORT[dtype]}" for name, dtype in dtypes.items()}
     return [_compile(launch, types, device) for launch in program.launches]
 
 
@@ -66,7 +72,7 @@ def _compile(launch: Launch, types: dict[str, str], device: Device) -> Kernel:
     constants: dict[tuple[int, ...], Any] = {}
     hints: dict[tuple[int, ...], Any] = {}
     plain = set(launch.kernel.do_not_specialize)
-    arguments = [*(f"*{types[name]}" for name in launch.tensors), *launch.numbers]
+    arguments = [*(_types(name, types) for name in launch.tensors), *launch.numbers]
     for i, name in enumerate(launch.kernel.arg_names):
         if i >= len(arguments):
             signature[name] = "constexpr"
@@ -93,13 +99,25 @@ def _compile(launch: Launch, types: dict[str, str], device: Device) -> Kernel:
     )
 
 
+def _types(name: Any, types: dict[str, str]) -> Any:
+    """The type of a tensor, or of each of the Pointers; the numbers among those are 64 bits."""
+    if isinstance(name, Pointers):
+        return Pointers(*(None if pointer is None else types.get(pointer, "i64") for pointer in name))
+    return types[name]
+
+
 def _specialise(value: Any, at: tuple[int, ...], plain: bool, constants: dict[Any, Any], hints: dict[Any, Any]) -> Any:
     """The type Triton gives an argument at launch, with what it makes a constant or knows the divisor of."""
     if isinstance(value, tuple):
         # Triton specialises the numbers of a tuple whatever do_not_specialize says.
-        return tuple(_specialise(item, (*at, i), False, constants, hints) for i, item in enumerate(value))
+        items = [_specialise(item, (*at, i), False, constants, hints) for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if value is None:
+        constants[at] = None
+        return "constexpr"
     if isinstance(value, str):
-        hints[at] = [["tt.divisibility", 16]]
+        if value.startswith("*"):
+            hints[at] = [["tt.divisibility", 16]]
         return value
     if value == 1 and not plain:
         constants[at] = 1

@@ -17,6 +17,7 @@ import triton.language as tl
 from ...layout import Layout
 from ...operation import OPERATIONS
 from ...plan import Plan
+from .operands import Place, Places, Pointers
 
 TL_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32, "float64": tl.float64}
 TORCH_DTYPES = {name: getattr(torch, name) for name in TL_DTYPES}
@@ -29,7 +30,7 @@ class Launch:
     Attributes:
         kernel: The @triton.jit function.
         programs: Size of its one-dimensional grid.
-        tensors: Names of its pointer arguments, which come first.
+        tensors: Names of its tensors, which come first, some of them gathered in Pointers.
         numbers: Its integers and tuples of them, which follow.
         constants: Its constexpr arguments, which come last.
         warps: Warps of a program.
@@ -37,7 +38,7 @@ class Launch:
 
     kernel: Any
     programs: int
-    tensors: tuple[str, ...]
+    tensors: tuple[str | Pointers, ...]
     numbers: tuple[Any, ...]
     constants: tuple[Any, ...]
     warps: int
@@ -45,13 +46,23 @@ class Launch:
 
 @dataclass(frozen=True)
 class Request:
-    """What a strategy needs to write its launches: the plan, where rows lie, and the dtypes."""
+    """What a strategy needs to write its launches: the plan, where rows lie, the dtypes, what is fused.
+
+    Attributes:
+        scale, softcap: Whether there is one.
+        diagonal: For a causal mask, as in Places.
+        zero: Whether a row in which all is masked is written as zeros.
+    """
 
     operation: str
     plan: Plan
     layout: Layout
     x_dtype: str
     y_dtype: str
+    scale: bool = False
+    softcap: bool = False
+    diagonal: int | None = None
+    zero: bool = False
 
     @property
     def accumulator(self) -> str:
@@ -60,15 +71,48 @@ class Request:
 
     @property
     def op_constants(self) -> tuple[Any, ...]:
-        """OP, PER_ROW, ACC and EXACT, in the order that every kernel takes them."""
-        exact = self.y_dtype in ("float32", "float64")
-        return self.operation, OPERATIONS[self.operation].per_row, TL_DTYPES[self.accumulator], exact
+        """OP, PER_ROW, REDUCES, ACC, EXACT and ZERO, in the order that every kernel takes them."""
+        operation, exact = OPERATIONS[self.operation], self.y_dtype in ("float32", "float64")
+        return operation.name, operation.per_row, operation.reduces, TL_DTYPES[self.accumulator], exact, self.zero
 
     @property
-    def row_numbers(self) -> tuple[Any, ...]:
-        """sizes, x_strides, y_strides as `row_offset` takes them: no size for the slowest, strides in units."""
-        x_unit, y_unit, _ = self.layout.units
-        return self.layout.sizes[:-1], in_units(self.layout.x_strides, x_unit), in_units(self.layout.y_strides, y_unit)
+    def pointers(self) -> Pointers:
+        """The names of what a kernel reads."""
+        present = {"x", *(name for name, _, _ in self.layout.more)}
+        present |= {"scale"} if self.scale else set()
+        present |= {"softcap"} if self.softcap else set()
+        return Pointers(*(name if name in present else None for name in Pointers._fields))
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """What divides the row strides of x, those of y and the columns, then those of dy, bias, mask and logits."""
+        units = {name: Layout.unit_of(strides, col) for name, strides, col in self.layout.more}
+        return (*self.layout.units, *(units.get(name, 1) for name in ("dy", "bias", "mask", "logits")))
+
+    @property
+    def column_units(self) -> tuple[int, ...]:
+        """The same where rows lie side by side: the third divides the number of those."""
+        return (*self.layout.column_units, 1, 1, 1, 1)
+
+    def places(self, beside: bool = False) -> Places:
+        """Where rows lie; with the fastest dimension apart where a program takes rows that lie side by side."""
+        layout = self.layout
+        units = self.column_units if beside else self.units
+        unit = dict(zip(("x", "y", "cols", "dy", "bias", "mask", "logits"), units, strict=True))
+
+        def place(name: str, strides: tuple[int, ...], col: int) -> Place:
+            if not beside:
+                return Place(in_units(strides, unit.get(name, 1)), col)
+            return Place(in_units(strides[1:] or (0,), unit.get(name, 1)), col, strides[0])
+
+        sizes = (layout.sizes[1:] or (1,)) if beside else layout.sizes
+        return Places(
+            sizes[:-1],
+            place("x", layout.x_strides, layout.x_col),
+            place("y", layout.y_strides, layout.y_col),
+            **{name: place(name, strides, col) for name, strides, col in layout.more},
+            diagonal=self.diagonal,
+        )
 
     @property
     def cols_in_units(self) -> int:
@@ -92,18 +136,18 @@ class Program:
     launches: list[Launch]
     scratch: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def bind(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """The function that runs this program on tensors (x, y) of the shape it was planned for."""
+    def bind(self) -> Callable[..., None]:
+        """The function run(x, y, **more) on tensors of the shapes and the dtypes that it was planned for."""
         steps = [_Step(launch) for launch in self.launches]
         if len(steps) == 1 and not self.scratch:
             return steps[0].run
         scratch = {name: (size, TORCH_DTYPES[dtype]) for name, (size, dtype) in self.scratch.items()}
 
-        def run(x: torch.Tensor, y: torch.Tensor) -> None:
-            tensors = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (size, dtype) in scratch.items()}
-            tensors["x"], tensors["y"] = x, y
+        def run(x: torch.Tensor, y: torch.Tensor, **more: Any) -> None:
+            for name, (size, dtype) in scratch.items():
+                more[name] = torch.empty(size, dtype=dtype, device=x.device)
             for step in steps:
-                step.call(*[tensors[name] for name in step.launch.tensors])
+                step.run(x, y, **more)
 
         return run
 
@@ -114,15 +158,12 @@ class _Step:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.arguments = (*launch.numbers, *launch.constants)
+        # x alone, written to y: what most calls are, and for them every microsecond counts.
+        self.plain = launch.tensors == (Pointers("x"), "y")
         self.compiled: Callable[..., None] | None = None
 
-    def run(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        if self.compiled is None:
-            self.call(x, y)
-        else:
-            self.compiled(x, y, *self.arguments)
-
-    def call(self, *tensors: torch.Tensor) -> None:
+    def run(self, x: torch.Tensor, y: torch.Tensor, **more: Any) -> None:
+        tensors = (Pointers(x), y) if self.plain else self._named({"x": x, "y": y, **more})
         if self.compiled is not None:
             self.compiled(*tensors, *self.arguments)
             return
@@ -131,3 +172,11 @@ class _Step:
         # The interpreter compiles nothing and returns None.
         if isinstance(kernel, triton.compiler.CompiledKernel):
             self.compiled = kernel[grid]
+
+    def _named(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(
+            given[name]
+            if isinstance(name, str)
+            else Pointers(*[None if pointer is None else given[pointer] for pointer in name])
+            for name in self.launch.tensors
+        )

@@ -8,15 +8,16 @@ import triton
 import triton.language as tl
 
 from ... import candidates
-from . import ops, state
+from . import operands, ops
 from .launch import Launch, Program, Request
-from .tiles import body, finish_edges, finish_tile, load_edges, reduce_slice, row_offset
+from .operands import row_offset
+from .tiles import body, finish_edges, finish_tile, load_edges, reduce_slice
 
 
-@triton.jit(do_not_specialize=("cols", "slice_tiles", "splits", "sizes", "x_strides"))
+@triton.jit(do_not_specialize=("cols", "slice_tiles", "splits"))
 def split_state_kernel(
-    x_ptr, m_ptr, l_ptr, cols, slice_tiles, splits, sizes, x_strides, x_col,
-    ACC: tl.constexpr, EXACT: tl.constexpr, X_UNIT: tl.constexpr, COL_UNIT: tl.constexpr,
+    p, m_ptr, l_ptr, places, cols, slice_tiles, splits,
+    OP: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr, UNITS: tl.constexpr,
     VECTOR: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One program: the state of slice_tiles × DEPTH × BLOCK columns of a row; the first one's edges are the row's.
@@ -24,26 +25,27 @@ def split_state_kernel(
     # Bytes: one read; eight bytes written for a slice.
     # Limits: none on columns.
     pid = tl.program_id(0).to(tl.int64)
-    x_offset = row_offset(pid // splits, sizes, x_strides, X_UNIT)
-    cols = cols.to(tl.int64) * COL_UNIT
-    head, length = body(x_offset, cols, VECTOR)
+    row_at = operands.first_elements(p, places, pid // splits, UNITS)
+    cols = cols.to(tl.int64) * UNITS[2]
+    head, length = body(row_at[0], cols, VECTOR)
     slice_cols = slice_tiles * (DEPTH * BLOCK)
     start = pid % splits * slice_cols
     left = tl.maximum(tl.minimum(length - start, slice_cols), 0)
-    x_slice = x_ptr + (x_offset + head) // VECTOR * VECTOR + start * x_col
-    m, l = reduce_slice(x_slice, left, x_col, ACC, EXACT, DEPTH, BLOCK)
+    at = operands.skip(operands.skip_head(row_at, head, VECTOR), places, start)
+    m, l = reduce_slice(p, places, at, left, OP, ACC, EXACT, ZERO, DEPTH, BLOCK)
     if VECTOR > 1 and start == 0:
-        x_edges = load_edges(x_ptr + x_offset, head, length, cols, VECTOR).to(ACC)
-        m_edges, l_edges = state.of(x_edges, 0, EXACT)
-        m, l = state.merge(m, l, m_edges, l_edges, EXACT)
+        a, b, counts = load_edges(p, places, row_at, head, length, cols, OP, ACC, VECTOR)
+        m_edge, l_edge = ops.reduce(a, b, 0, OP, EXACT, ZERO)
+        m, l = ops.merge(m, l, m_edge, l_edge, OP, EXACT)
     tl.store(m_ptr + pid, m)
     tl.store(l_ptr + pid, l)
 
 
-@triton.jit(do_not_specialize=("count", "groups", "sizes", "y_strides"))
+@triton.jit(do_not_specialize=("count", "groups"))
 def split_merge_kernel(
-    m_ptr, l_ptr, m_out_ptr, l_out_ptr, y_ptr, count, groups, sizes, y_strides,
-    LAST: tl.constexpr, PER_ROW: tl.constexpr, EXACT: tl.constexpr, Y_UNIT: tl.constexpr, FAN: tl.constexpr,
+    m_ptr, l_ptr, m_out_ptr, l_out_ptr, y_ptr, places, count, groups,
+    OP: tl.constexpr, LAST: tl.constexpr, PER_ROW: tl.constexpr, EXACT: tl.constexpr, UNITS: tl.constexpr,
+    FAN: tl.constexpr,
 ):  # fmt: skip
     # One program: up to FAN of the `count` states of a row become one of its `groups`.
     # Chosen: with split_state_kernel, as often as it takes; the LAST writes an operation's one number a row.
@@ -54,20 +56,20 @@ def split_merge_kernel(
     i = pid % groups * FAN + tl.arange(0, FAN)
     m = tl.load(m_ptr + row * count + i, mask=i < count, other=-float("inf"))
     l = tl.load(l_ptr + row * count + i, mask=i < count, other=0.0)
-    m, l = state.merge_all(m, l, 0, EXACT)
+    m, l = ops.merge_all(m, l, 0, OP, EXACT)
     if LAST and PER_ROW:
-        y_offset = row_offset(row, sizes, y_strides, Y_UNIT)
-        tl.store(y_ptr + y_offset, ops.result(m, l.to(m.dtype)).to(y_ptr.dtype.element_ty))
+        y_row = row_offset(row, places.sizes, places.y, UNITS[1])
+        tl.store(y_ptr + y_row, ops.result(m, l.to(m.dtype)).to(y_ptr.dtype.element_ty))
     else:
         tl.store(m_out_ptr + pid, m)
         tl.store(l_out_ptr + pid, l)
 
 
-@triton.jit(do_not_specialize=("cols", "tiles", "sizes", "x_strides", "y_strides"))
+@triton.jit(do_not_specialize=("cols", "tiles"))
 def split_finish_kernel(
-    x_ptr, y_ptr, m_ptr, l_ptr, cols, tiles, sizes, x_strides, y_strides, x_col, y_col,
-    OP: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr,
-    X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, COL_UNIT: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
+    p, y_ptr, m_ptr, l_ptr, places, cols, tiles,
+    OP: tl.constexpr, REDUCES: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr,
+    UNITS: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # One program: the output for TILE columns of a row.
     # Chosen: with split_state_kernel, for operations that write every element.
@@ -75,19 +77,22 @@ def split_finish_kernel(
     # Limits: none on columns.
     pid = tl.num_programs(0).to(tl.int64) - 1 - tl.program_id(0)
     row = pid // tiles
-    x_offset = row_offset(row, sizes, x_strides, X_UNIT)
-    y_offset = row_offset(row, sizes, y_strides, Y_UNIT)
-    cols = cols.to(tl.int64) * COL_UNIT
-    head, length = body(x_offset, cols, VECTOR)
+    row_at = operands.first_elements(p, places, row, UNITS)
+    y_row = row_offset(row, places.sizes, places.y, UNITS[1])
+    cols = cols.to(tl.int64) * UNITS[2]
+    head, length = body(row_at[0], cols, VECTOR)
     start = pid % tiles * TILE
-    m = tl.load(m_ptr + row)
-    l = tl.load(l_ptr + row).to(ACC)
-    x_tile = x_ptr + (x_offset + head) // VECTOR * VECTOR + start * x_col
-    y_tile = y_ptr + (y_offset + head) // VECTOR * VECTOR + start * y_col
-    finish_tile(x_tile, y_tile, length - start, x_col, y_col, m, l, OP, ACC, EXACT, TILE)
+    if REDUCES:
+        m = tl.load(m_ptr + row)
+        l = tl.load(l_ptr + row).to(ACC)
+    else:
+        m, l = operands.given(p, places, row, 0, None, ACC)
+    at = operands.skip(operands.skip_head(row_at, head, VECTOR), places, start)
+    y_tile = y_ptr + (y_row + head) // VECTOR * VECTOR + start * places.y.col
+    finish_tile(p, places, at, y_tile, length - start, cols, m, l, OP, ACC, EXACT, ZERO, TILE)
     if VECTOR > 1 and start == 0:
-        x_edges = load_edges(x_ptr + x_offset, head, length, cols, VECTOR).to(ACC)
-        finish_edges(x_edges, y_ptr + y_offset, head, length, cols, m, l, OP, EXACT, VECTOR)
+        edge = load_edges(p, places, row_at, head, length, cols, OP, ACC, VECTOR)
+        finish_edges(p, places, row_at, y_ptr + y_row, edge, head, length, cols, m, l, OP, ACC, EXACT, ZERO, VECTOR)
 
 
 FINISH_TILE = 2048
@@ -96,21 +101,47 @@ FINISH_TILE = 2048
 
 def program(request: Request) -> Program:
     """The launches of `split` for a request: states, as many merges as it takes, finish."""
-    plan, layout = request.plan, request.layout
-    op, per_row, acc, exact = request.op_constants
-    x_unit, y_unit, col_unit = layout.units
-    sizes, x_strides, y_strides = request.row_numbers
-    tiles = -(-layout.cols // plan.block)
+    plan, layout, places = request.plan, request.layout, request.places()
+    op, per_row, reduces, acc, exact, zero = request.op_constants
+    launches, scratch, level = [], {}, 0
+    if reduces:
+        launches, scratch = _reduction(request)
+        level = len(launches) - 1
+    if not per_row:
+        tiles = -(-layout.cols // FINISH_TILE)
+        launches.append(
+            Launch(
+                split_finish_kernel,
+                layout.rows * tiles,
+                # Without a reduction there is no scratch: y stands where nothing is read.
+                (request.pointers, "y", *((f"m{level}", f"l{level}") if reduces else ("y", "y"))),
+                (places, request.cols_in_units, tiles),
+                (op, reduces, acc, exact, zero, request.units, plan.vector, FINISH_TILE),
+                8,
+            )
+        )
+    return Program(launches, scratch)
+
+
+def _reduction(request: Request) -> tuple[list[Launch], dict[str, tuple[int, str]]]:
+    """The launches that leave one state for each row, and their scratch memory."""
+    plan, layout, places = request.plan, request.layout, request.places()
+    op, per_row, _, acc, exact, zero = request.op_constants
     # In float64 l rounds once for a row, however high the tree.
     l_dtype = "float64" if exact else "float32"
-    scratch = {"m0": (layout.rows * plan.splits, request.accumulator), "l0": (layout.rows * plan.splits, l_dtype)}
+
+    def room(level: int, count: int) -> dict[str, tuple[int, str]]:
+        return {f"m{level}": (layout.rows * count, request.accumulator), f"l{level}": (layout.rows * count, l_dtype)}
+
+    tiles = -(-layout.cols // plan.block)
+    scratch = room(0, plan.splits)
     launches = [
         Launch(
             split_state_kernel,
             plan.programs,
-            ("x", "m0", "l0"),
-            (request.cols_in_units, -(-tiles // plan.splits), plan.splits, sizes, x_strides, layout.x_col),
-            (acc, exact, x_unit, col_unit, plan.vector, plan.depth, plan.block // plan.depth),
+            (request.pointers, "m0", "l0"),
+            (places, request.cols_in_units, -(-tiles // plan.splits), plan.splits),
+            (op, acc, exact, zero, request.units, plan.vector, plan.depth, plan.block // plan.depth),
             plan.warps,
         )
     ]
@@ -118,31 +149,16 @@ def program(request: Request) -> Program:
     while count > 1 or level == 0:
         groups = -(-count // candidates.MERGE_FAN)
         fan = min(candidates.MERGE_FAN, triton.next_power_of_2(count))
-        scratch |= {
-            f"m{level + 1}": (layout.rows * groups, request.accumulator),
-            f"l{level + 1}": (layout.rows * groups, l_dtype),
-        }
+        scratch |= room(level + 1, groups)
         launches.append(
             Launch(
                 split_merge_kernel,
                 layout.rows * groups,
                 (f"m{level}", f"l{level}", f"m{level + 1}", f"l{level + 1}", "y"),
-                (count, groups, sizes, y_strides),
-                (groups == 1, per_row, exact, y_unit, fan),
+                (places, count, groups),
+                (op, groups == 1, per_row, exact, request.units, fan),
                 max(1, min(8, fan // 128)),
             )
         )
         count, level = groups, level + 1
-    if not per_row:
-        tiles = -(-layout.cols // FINISH_TILE)
-        launches.append(
-            Launch(
-                split_finish_kernel,
-                layout.rows * tiles,
-                ("x", "y", f"m{level}", f"l{level}"),
-                (request.cols_in_units, tiles, sizes, x_strides, y_strides, layout.x_col, layout.y_col),
-                (op, acc, exact, x_unit, y_unit, col_unit, plan.vector, FINISH_TILE),
-                8,
-            )
-        )
-    return Program(launches, scratch)
+    return launches, scratch

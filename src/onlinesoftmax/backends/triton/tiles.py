@@ -1,29 +1,14 @@
-"""Where the elements of a row lie, and how a long slice of one is visited tile by tile.
+"""How a long slice of a row is visited tile by tile, and what is done with rows that begin anywhere in memory.
 
-Rows that begin anywhere in memory are cut into head, body and tail: the body begins and ends on
-16-byte boundaries and is moved with the widest loads and stores, the edges element by element.
-Their states merge as those of any other slices.
+Those are cut into head, body and tail: the body begins and ends on 16-byte boundaries and is moved
+with the widest loads and stores, the edges element by element.  Their states merge as those of any
+other slices.
 """
 
 import triton
 import triton.language as tl
 
-from . import ops, state
-
-
-@triton.jit
-def row_offset(row, sizes, strides, UNIT: tl.constexpr):
-    """Offset of the first element of each `row` (int64), counted through the outer dimensions.
-
-    `sizes` and `strides` are tuples, the fastest dimension first; the slowest needs no size.  So
-    no copy is made to bring a permuted, sliced or expanded tensor into rows.  Strides arrive in
-    units: a product with UNIT tells the compiler how wide it may load.
-    """
-    offset = row * 0
-    for i in tl.static_range(len(sizes)):
-        offset += row % sizes[i] * strides[i]
-        row = row // sizes[i]
-    return (offset + row * strides[len(sizes)]) * UNIT
+from . import operands, ops
 
 
 @triton.jit
@@ -44,25 +29,31 @@ def edges(i, head, length, cols, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def load_edges(x_row, head, length, cols, VECTOR: tl.constexpr):
-    """The elements of the head and the tail, -inf where there are none."""
-    col, mask = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
-    return tl.load(x_row + col, mask=mask, other=-float("inf"))
+def load_edges(p, places, at, head, length, cols, OP: tl.constexpr, ACC: tl.constexpr, VECTOR: tl.constexpr):
+    """(a, b, counts) of the head and the tail of a row that begins at `at`."""
+    col, inside = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
+    return operands.load(p, places, at, col, inside, OP, ACC, "")
 
 
 @triton.jit
-def finish_edges(x, y_row, head, length, cols, m, l, OP: tl.constexpr, EXACT: tl.constexpr, VECTOR: tl.constexpr):
-    """Write the operation's output for the head and the tail, x as `load_edges` gave it."""
-    col, mask = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
-    y = ops.finish(x, state.shift(m), l, ops.term(m, l, OP), OP, EXACT)
-    tl.store(y_row + col, y.to(y_row.dtype.element_ty), mask=mask)
+def finish_edges(
+    p, places, at, y_row, edge, head, length, cols, m, l,
+    OP: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Write the operation's output for the head and the tail, `edge` as `load_edges` gave it."""
+    a, b, counts = edge
+    col, inside = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
+    s, t = ops.term(m, l, cols, OP, ZERO)
+    y = operands.finish(p, places, at, col, a, b, counts, s, l, t, OP, ACC, EXACT, ZERO)
+    tl.store(y_row + col, y.to(y_row.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def reduce_slice(
-    x_ptr, length, stride, ACC: tl.constexpr, EXACT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The state of `length` elements from x_ptr on.
+    p, places, at, length, OP: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The state of `length` elements from the places `at` on.
 
     Each lane keeps a state of its own over the tiles, so the loop has no barrier; DEPTH elements
     of a lane share one rescaling of l, which makes exp, the scarce instruction, 1 + 2/DEPTH an
@@ -71,27 +62,26 @@ def reduce_slice(
     m = tl.full([BLOCK], -float("inf"), ACC)
     l = tl.zeros([BLOCK], ACC)
     col = (tl.arange(0, DEPTH) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
-    offs = col.to(tl.int64) * stride
     for first in range(0, length, DEPTH * BLOCK):
         # The tile will be read once more: ask L2 to keep it.
-        x = tl.load(
-            x_ptr + first * stride + offs, mask=col < length - first, other=-float("inf"), eviction_policy="evict_last"
+        a, b, counts = operands.load(
+            p, places, operands.skip(at, places, first), col, col < length - first, OP, ACC, "evict_last"
         )
-        m_tile, l_tile = state.of(x.to(ACC), 0, EXACT)
-        m, l = state.merge(m, l, m_tile, l_tile, EXACT)
-    return state.merge_all(m, l, 0, EXACT)
+        m_tile, l_tile = ops.reduce(a, b, 0, OP, EXACT, ZERO)
+        m, l = ops.merge(m, l, m_tile, l_tile, OP, EXACT)
+    return ops.merge_all(m, l, 0, OP, EXACT)
 
 
 @triton.jit
 def finish_tile(
-    x_ptr, y_ptr, left, x_stride, y_stride, m, l,
-    OP: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
+    p, places, at, y_tile, left, cols, m, l,
+    OP: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the operation's output for the `left` elements, at most TILE, from x_ptr on."""
+    """Write the operation's output for the `left` elements, at most TILE, from the places `at` on."""
     col = tl.arange(0, TILE)
-    mask = col < left
-    x = tl.load(x_ptr + col.to(tl.int64) * x_stride, mask=mask, eviction_policy="evict_first").to(ACC)
-    y = ops.finish(x, state.shift(m), l, ops.term(m, l, OP), OP, EXACT)
-    tl.store(
-        y_ptr + col.to(tl.int64) * y_stride, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
-    )
+    inside = col < left
+    a, b, counts = operands.load(p, places, at, col, inside, OP, ACC, "evict_first")
+    s, t = ops.term(m, l, cols, OP, ZERO)
+    y = operands.finish(p, places, at, col, a, b, counts, s, l, t, OP, ACC, EXACT, ZERO)
+    y_at = y_tile + col.to(tl.int64) * places.y.col
+    tl.store(y_at, y.to(y_tile.dtype.element_ty), mask=inside, eviction_policy="evict_first")
