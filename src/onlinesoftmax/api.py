@@ -152,7 +152,7 @@ def _runner(input: Array) -> Callable[..., Any]:
 
 
 def _import_torch_runner() -> Callable[..., Any]:
-    global _torch_runner  # noqa: PLW0603  an import that is done once
+    global _torch_runner
     try:
         from . import dispatch
     except ImportError as error:

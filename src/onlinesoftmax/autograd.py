@@ -150,7 +150,8 @@ def gradients(
     dbias = dz.sum_to_size(bias_like[0]).to(bias_like[1]) if needs[1] and bias_like is not None else None
     dscale = None
     if needs[2]:
-        assert logits is not None and scale is not None
+        assert logits is not None
+        assert scale is not None
         dscale = (dz * slope * logits.to(dz.dtype)).sum().to(scale.dtype).reshape(scale.shape)
     return dx, dbias, dscale
 

@@ -121,7 +121,7 @@ def _check_fused(operation: str, x: torch.Tensor, dim: Any, fused: Fused) -> Non
     """Raise PyTorch's errors, with the name of the argument, for what does not fit the input."""
     scale, _, bias, mask, causal, _ = fused
     for name, t in (("scale", scale), ("bias", bias), ("mask", mask)):
-        if name == "scale" and isinstance(t, float) or t is None:
+        if (name == "scale" and isinstance(t, float)) or t is None:
             continue
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{operation}(): {name} must be Tensor, as input is, not {type(t).__name__}")

@@ -112,7 +112,7 @@ def _batch_invariant(call: Call, x: torch.Tensor, fused: Fused | None, out: torc
 
 
 def _canonical(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """x with its rows one after another in memory; x itself where they are."""
+    """X with its rows one after another in memory; x itself where they are."""
     if not x.dim():
         return x
     last = x.movedim(dim, -1)

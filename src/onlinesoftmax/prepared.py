@@ -46,6 +46,9 @@ class Options(NamedTuple):
     strategy: str | None = None
 
 
+PLAIN = Options()
+
+
 def aligned(t: torch.Tensor) -> bool:
     """Whether a tensor begins on 16 bytes."""
     return t.data_ptr() % 16 == 0
@@ -83,9 +86,9 @@ def numbers_of(fused: Fused | None) -> dict[str, Any]:
 def prepare(
     operation: str, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device,
     is_aligned: bool, dim: Any, out_dtype: torch.dtype | None, keepdim: bool, place: Place | None,
-    options: Options = Options(), sides: tuple[Side, ...] = (),
+    options: Options = PLAIN, sides: tuple[Side, ...] = (),
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
-    """Everything that can be known from shapes, strides and dtypes, done once: the call(x, out, **more) that remains."""
+    """Everything that shapes, strides and dtypes tell, found once: what remains is the call(x, out, **more)."""
     axis = checked_dim(operation, dim, len(shape))
     out_dtype = out_dtype or dtype
     out_shape = _out_shape(operation, shape, axis, keepdim)
@@ -130,7 +133,7 @@ def prepare(
 
 def make_plan(
     operation: str, layout: Layout, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device,
-    is_aligned: bool, options: Options = Options(), sides: tuple[Side, ...] = (),
+    is_aligned: bool, options: Options = PLAIN, sides: tuple[Side, ...] = (),
 ) -> Plan:  # fmt: skip
     """The plan for a layout on a torch device."""
     problem = Problem(
@@ -153,7 +156,7 @@ def make_plan(
 
 def layout_for(
     operation: str, shape: tuple[int, ...], strides: tuple[int, ...], axis: int, keepdim: bool,
-    y_strides: tuple[int, ...], sides: tuple[Side, ...] = (), options: Options = Options(),
+    y_strides: tuple[int, ...], sides: tuple[Side, ...] = (), options: Options = PLAIN,
 ) -> Layout:  # fmt: skip
     """The rows of an input, of its output, whose strides are those of the output's own shape, and of what is beside."""
     more = {name: side for name, side, _, _, _ in sides}
@@ -163,7 +166,7 @@ def layout_for(
     if not shape:
         shape, strides = (1,), (1,)
         y_strides = (0,) if OPERATIONS[operation].per_row else (1,)
-        more = {name: (0,) for name in more}
+        more = dict.fromkeys(more, (0,))
     elif OPERATIONS[operation].per_row:
         y_strides = strides_of_rows(y_strides, axis, keepdim)
     layout = rows_of(tuple(shape), axis, strides, y_strides, more)

@@ -42,12 +42,12 @@ class Place(NamedTuple):
     Attributes:
         strides: Of the outer dimensions, the fastest first, in units; of all but the fastest for `column`.
         col: From an element of a row to the next.
-        near: For `column`: from a row to the next.
+        near: For `column`, from a row to the next; else 0, as Triton cannot look at a tuple with a None in it.
     """
 
     strides: tuple[int, ...]
     col: int
-    near: int | None = None
+    near: int = 0
 
 
 class Places(NamedTuple):
@@ -149,7 +149,7 @@ def beside(at, places, rows):
 @triton.jit
 def load(p, places, at, col, inside, OP: tl.constexpr, ACC: tl.constexpr, POLICY: tl.constexpr):
     """(a, b, counts) of the columns `col`, int32, from the places `at` on: of those that are `inside`."""
-    x_at, dy_at, bias_at, mask_at, logits_at, kept = at
+    x_at, dy_at, bias_at, mask_at, _, kept = at
     wide = col.to(tl.int64)
     counts = inside
     if places.query is not None:
@@ -184,8 +184,7 @@ def finish(
         y = tl.where(counts, y, 0.0)
     if OP == "softmax_backward" or OP == "log_softmax_backward" or OP == "logsumexp_backward":
         if p.softcap is not None:
-            x_at, dy_at, bias_at, mask_at, logits_at, kept = at
-            x = tl.load(p.logits + logits_at + col.to(tl.int64) * places.logits.col, mask=counts, other=0.0).to(ACC)
+            x = tl.load(p.logits + at[4] + col.to(tl.int64) * places.logits.col, mask=counts, other=0.0).to(ACC)
             y *= ops.softcap_slope(x, p.scale, p.softcap, ACC)
         if p.scale is not None:
             y *= ops.number(p.scale, ACC)
@@ -195,9 +194,6 @@ def finish(
 @triton.jit
 def given(p, places, row, near, mask, ACC: tl.constexpr):
     """What the gradient of logsumexp is given for a row in place of (m, l): its lse and its dy."""
-    lse_at = row_offset(row, places.sizes, places.lse, 1)
-    dy_at = row_offset(row, places.sizes, places.dy, 1)
-    if places.lse.near is not None:
-        lse_at += near * places.lse.near
-        dy_at += near * places.dy.near
+    lse_at = row_offset(row, places.sizes, places.lse, 1) + near * places.lse.near
+    dy_at = row_offset(row, places.sizes, places.dy, 1) + near * places.dy.near
     return tl.load(p.lse + lse_at, mask=mask).to(ACC), tl.load(p.dy + dy_at, mask=mask).to(ACC)

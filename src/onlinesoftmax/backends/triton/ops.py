@@ -19,7 +19,7 @@ from . import state
 @triton.jit
 def number(value, ACC: tl.constexpr):
     """A number for a kernel: the bits of a float64, or a pointer to the one element of a tensor."""
-    if value.dtype.is_ptr():
+    if value.dtype.is_ptr():  # noqa: SIM108  Triton's ternary compiles both
         result = tl.load(value).to(ACC)
     else:
         result = value.to(tl.int64).to(tl.float64, bitcast=True).to(ACC)

@@ -34,7 +34,7 @@ def split_state_kernel(
     at = operands.skip(operands.skip_head(row_at, head, VECTOR), places, start)
     m, l = reduce_slice(p, places, at, left, OP, ACC, EXACT, ZERO, DEPTH, BLOCK)
     if VECTOR > 1 and start == 0:
-        a, b, counts = load_edges(p, places, row_at, head, length, cols, OP, ACC, VECTOR)
+        a, b, _ = load_edges(p, places, row_at, head, length, cols, OP, ACC, VECTOR)
         m_edge, l_edge = ops.reduce(a, b, 0, OP, EXACT, ZERO)
         m, l = ops.merge(m, l, m_edge, l_edge, OP, EXACT)
     tl.store(m_ptr + pid, m)
@@ -103,10 +103,8 @@ def program(request: Request) -> Program:
     """The launches of `split` for a request: states, as many merges as it takes, finish."""
     plan, layout, places = request.plan, request.layout, request.places()
     op, per_row, reduces, acc, exact, zero = request.op_constants
-    launches, scratch, level = [], {}, 0
-    if reduces:
-        launches, scratch = _reduction(request)
-        level = len(launches) - 1
+    launches, scratch = _reduction(request) if reduces else ([], {})
+    level = len(launches) - 1
     if not per_row:
         tiles = -(-layout.cols // FINISH_TILE)
         launches.append(

@@ -64,7 +64,7 @@ def reduce_slice(
     col = (tl.arange(0, DEPTH) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
     for first in range(0, length, DEPTH * BLOCK):
         # The tile will be read once more: ask L2 to keep it.
-        a, b, counts = operands.load(
+        a, b, _ = operands.load(
             p, places, operands.skip(at, places, first), col, col < length - first, OP, ACC, "evict_last"
         )
         m_tile, l_tile = ops.reduce(a, b, 0, OP, EXACT, ZERO)
