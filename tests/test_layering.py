@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("library",),
     ("dispatch",),
     ("api",),
+    ("nn",),
     ("",),
     ("verification",),
     ("bench",),
@@ -42,6 +43,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "autograd": {"torch"},
     "library": {"torch"},
     "dispatch": {"torch"},
+    "nn": {"torch"},
     "backends.triton.*": {"torch", "triton"},
     "cli.*": {"typer", "rich"},
 }

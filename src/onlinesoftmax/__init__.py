@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import nn
     from .api import log_softmax, logsumexp, softmax
     from .explanation import explain
     from .plan import Plan, PlanError
@@ -33,6 +34,7 @@ __all__ = [
     "explain",
     "log_softmax",
     "logsumexp",
+    "nn",
     "softmax",
 ]
 
@@ -40,6 +42,7 @@ _HOME = {
     "softmax": "api",
     "log_softmax": "api",
     "logsumexp": "api",
+    "nn": "nn",
     "explain": "explanation",
     "Plan": "plan",
     "PlanError": "plan",
@@ -52,7 +55,11 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'onlinesoftmax' has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    home = importlib.import_module(f".{_HOME[name]}", __name__)
+    found = home if name == _HOME[name] else getattr(home, name)
+    # The next time it is found without this function, which costs more than a launch.
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

@@ -22,21 +22,17 @@ def run(
     fused: Fused | None = None, batch_invariant: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """One operation on a torch tensor: the implementation of every function in api.py."""
-    if (
-        type(x) is torch.Tensor
-        and x.is_cpu
-        and backend is None
-        and strategy is None
-        and fused is None
-        and not batch_invariant
-    ):
+    plain = fused is None and not batch_invariant
+    if plain and type(x) is torch.Tensor and x.is_cpu and backend is None and strategy is None:
         # First, and at once to PyTorch: on a CPU a microsecond of ours shows.
         return eager.torch_call(operation, x, dim, dtype, keepdim, out)
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
     if fused is not None:
         _check_fused(operation, x, dim, fused)
-    if (backend is None and strategy is None and not x.is_cuda) or (backend == "eager" and strategy in (None, "row")):
+    # On a CPU, and wherever our kernels cannot be, PyTorch's own operations are the plan: as eager/row.
+    by_default = backend is None and (not x.is_cuda or registry.unavailable("triton") is not None)
+    if (by_default or backend == "eager") and strategy in (None, "row"):
         return _by_pytorch(operation, x, dim, dtype, keepdim, out, fused, batch_invariant)
     if reason := _not_for_kernels(x, dtype):
         if backend is None and strategy is None:
@@ -45,7 +41,7 @@ def run(
     if isinstance(dim, tuple | list):
         return _over_dims(operation, x, tuple(dim), dtype, keepdim, out, backend, strategy, fused, batch_invariant)
     tracing = torch.compiler.is_compiling() or type(x) not in PLAIN_TYPES
-    if dtype is None and torch.is_autocast_enabled(x.device.type):
+    if dtype is None and torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
         dtype = (_autocast_dtype if tracing else _known_autocast_dtype)(operation, x.dtype, x.device.type)
     if tracing:
         from . import library
@@ -114,7 +110,7 @@ def _not_for_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
         return f"input is a {type(x).__name__} of layout {x.layout}, not a plain strided tensor"
     if x.is_neg():
         return "input is a lazily negated view; call resolve_neg() first"
-    return registry.unavailable("triton")
+    return None
 
 
 def _check_fused(operation: str, x: torch.Tensor, dim: Any, fused: Fused) -> None:

@@ -47,10 +47,11 @@ def make_fused(
         TypeError: an argument is of the wrong type.
         ValueError: softcap is not positive and finite, or fully_masked is no known word.
     """
+    nothing = mask is None and bias is None and softcap is None and causal is False and fully_masked == "nan"
+    # First what most calls are: every microsecond shows.
+    if nothing and scale.__class__ is float and scale == 1.0:
+        return None
     is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if is_number and softcap is None and bias is None and mask is None and causal is False and fully_masked == "nan":
-        # Nothing but a scale, mostly 1.
-        return None if scale == 1 else Fused(float(scale))
     if not is_number and not hasattr(scale, "dtype"):
         raise TypeError(f"{operation}(): scale must be a number or a 0-d tensor, not {type(scale).__name__}")
     if softcap is not None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .fused import Fused
-from .prepared import Place, aligned, beside, numbers_of, options_of, prepare
+from .prepared import PLAIN, Place, aligned, beside, numbers_of, options_of, prepare
 
 
 class Call(NamedTuple):
@@ -35,6 +35,12 @@ def forward(
 ) -> torch.Tensor:
     """The operation on x; `place` describes `out`."""
     operation, dim, dtype, keepdim, batch_invariant, backend, strategy = call
+    if fused is None and not batch_invariant:
+        options = PLAIN if backend is None and strategy is None else options_of(None, False, backend, strategy)
+        is_aligned = x.data_ptr() % 16 == 0
+        return prepare(
+            operation, x.shape, x.stride(), x.dtype, x.device, is_aligned, dim, dtype, keepdim, place, options
+        )(x, out)  # fmt: skip
     if batch_invariant:
         return _batch_invariant(call, x, fused, out)
     sides = _sides(fused, x.shape)

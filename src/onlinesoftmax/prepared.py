@@ -123,9 +123,9 @@ def prepare(
             out.resize_(out_shape)
         if on_gpu and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(device):
-                launch(x, out, **more)
+                launch(x, out, more)
         else:
-            launch(x, out, **more)
+            launch(x, out, more)
         return out
 
     return call

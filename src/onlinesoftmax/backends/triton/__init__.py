@@ -34,8 +34,8 @@ def interpreted() -> bool:
 
 def prepare(
     operation: str, plan: Plan, layout: Layout, x_dtype: str, y_dtype: str, **fused: Any
-) -> Callable[..., None]:  # fmt: skip
-    """The function run(x, y, **more) that runs a plan on torch tensors of this layout; `fused` as in `Request`."""
+) -> Callable[[Any, Any, dict[str, Any]], None]:  # fmt: skip
+    """The function run(x, y, more) that runs a plan on torch tensors of this layout; `fused` as in `Request`."""
     return program(operation, plan, layout, x_dtype, y_dtype, **fused).bind()
 
 

@@ -136,18 +136,17 @@ class Program:
     launches: list[Launch]
     scratch: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def bind(self) -> Callable[..., None]:
-        """The function run(x, y, **more) on tensors of the shapes and the dtypes that it was planned for."""
+    def bind(self) -> Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]:
+        """The function run(x, y, more) on tensors of the shapes and the dtypes that it was planned for."""
         steps = [_Step(launch) for launch in self.launches]
         if len(steps) == 1 and not self.scratch:
             return steps[0].run
         scratch = {name: (size, TORCH_DTYPES[dtype]) for name, (size, dtype) in self.scratch.items()}
 
-        def run(x: torch.Tensor, y: torch.Tensor, **more: Any) -> None:
-            for name, (size, dtype) in scratch.items():
-                more[name] = torch.empty(size, dtype=dtype, device=x.device)
+        def run(x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
+            rooms = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (size, dtype) in scratch.items()}
             for step in steps:
-                step.run(x, y, **more)
+                step.run(x, y, more | rooms)
 
         return run
 
@@ -162,7 +161,7 @@ class _Step:
         self.plain = launch.tensors == (Pointers("x"), "y")
         self.compiled: Callable[..., None] | None = None
 
-    def run(self, x: torch.Tensor, y: torch.Tensor, **more: Any) -> None:
+    def run(self, x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
         tensors = (Pointers(x), y) if self.plain else self._named({"x": x, "y": y, **more})
         if self.compiled is not None:
             self.compiled(*tensors, *self.arguments)

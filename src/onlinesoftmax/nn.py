@@ -1,0 +1,269 @@
+"""Modules for models in PyTorch: drop-ins for `torch.nn.Softmax` and its like, and `replace`, which drops them in.
+
+>>> import torch
+>>> import onlinesoftmax as osm
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Softmax(dim=-1))
+>>> osm.nn.replace(model)
+Replaced(softmax=1, log_softmax=0, softmax2d=0)
+>>> model
+Sequential(
+  (0): Linear(in_features=8, out_features=4, bias=True)
+  (1): Softmax(dim=-1)
+)
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from . import api
+from .fused import make_fused
+
+__all__ = ["LogSoftmax", "LogSumExp", "Replaced", "Softmax", "Softmax2d", "replace"]
+
+
+class _Fused(torch.nn.Module):
+    """What is fused into the read, held by a module.
+
+    The defaults belong to the class: a module that `replace` made, or that an older pickle holds, has none of its own.
+    """
+
+    scale: float = 1.0
+    causal: bool = False
+    softcap: float | None = None
+    fully_masked: str = "nan"
+    batch_invariant: bool = False
+
+    def _set(self, scale: Any, causal: Any, softcap: Any, fully_masked: Any, batch_invariant: Any) -> None:
+        name = type(self).__name__
+        if isinstance(scale, torch.Tensor):
+            raise TypeError(f"{name}(): scale must be a number; pass a tensor to the function, which does not keep it")
+        if not isinstance(batch_invariant, bool):
+            raise TypeError(f"{name}(): batch_invariant must be a bool, not {type(batch_invariant).__name__}")
+        make_fused(name, scale, softcap, None, None, causal, fully_masked)
+        self.scale, self.causal, self.softcap = scale, causal, softcap
+        self.fully_masked, self.batch_invariant = fully_masked, batch_invariant
+
+    def _call(self, operation: str, input: Any, dim: Any, mask: Any, bias: Any, *keepdim: bool) -> Any:
+        return _operation(
+            operation, input, dim, *keepdim, mask=mask, bias=bias, scale=self.scale, causal=self.causal,
+            softcap=self.softcap, fully_masked=self.fully_masked, batch_invariant=self.batch_invariant,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """PyTorch's, then the options that are not at their defaults."""
+        changed = [
+            f"{name}={getattr(self, name)!r}"
+            for name in ("scale", "causal", "softcap", "fully_masked", "batch_invariant")
+            if getattr(self, name) != getattr(type(self), name)
+        ]
+        return ", ".join([super().extra_repr(), *changed])
+
+
+# torch.fx follows calls into modules that are not PyTorch's own, and stops here.
+@torch.fx.wrap
+def _operation(operation: str, input: Any, dim: Any, *keepdim: bool, **options: Any) -> Any:
+    if dim is None:
+        if not torch.compiler.is_compiling():
+            # torch.compile cannot trace a warning.  5: the line that it names for PyTorch's own modules.
+            warnings.warn(LEGACY_DIM.format(operation), stacklevel=5)
+        dim = 0 if input.dim() in (0, 1, 3) else 1
+    return getattr(api, operation)(input, dim, *keepdim, **options)
+
+
+LEGACY_DIM = "Implicit dimension choice for {} has been deprecated. Change the call to include dim=X as an argument."
+"""PyTorch's own words, so that a filter for them goes on working."""
+
+
+class Softmax(_Fused, torch.nn.Softmax):
+    """`torch.nn.Softmax`, by `onlinesoftmax.softmax`.  It has no state: `state_dict()` is empty, as PyTorch's.
+
+    Args:
+        dim: Dimension to normalise.  None is PyTorch's deprecated choice: 0 for 0, 1 or 3 dimensions, else 1; it warns.
+        scale: Factor of the input: a number.
+        causal: Query i, counted along the dimension before `dim`, keeps keys up to i + keys - queries.
+        softcap: Bound on |scale * input|, softly: a positive number.
+        fully_masked: "nan", as PyTorch, or "zero": a row with no score above -inf is zeros.
+        batch_invariant: Give a row the same bits however many rows are beside it, for some speed.
+
+    Shape:
+        input of any shape; `mask` (boolean, True keeps) and `bias` broadcast to it; the output has its shape.
+
+    Raises:
+        TypeError, ValueError: an option is of the wrong type, or makes no sense: when the module is made.
+            A call raises what `onlinesoftmax.softmax` raises.
+
+    Example:
+        >>> Softmax(dim=-1, causal=True)(torch.zeros(2, 3))
+        tensor([[0.5000, 0.5000, 0.0000],
+                [0.3333, 0.3333, 0.3333]])
+        >>> Softmax(dim=-1, causal=True)
+        Softmax(dim=-1, causal=True)
+    """
+
+    def __init__(
+        self, dim: int | None = None, *, scale: float = 1.0, causal: bool = False, softcap: float | None = None,
+        fully_masked: str = "nan", batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(dim)
+        self._set(scale, causal, softcap, fully_masked, batch_invariant)
+
+    def forward(
+        self, input: torch.Tensor, *, mask: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Softmax of `input`."""
+        return self._call("softmax", input, self.dim, mask, bias)
+
+
+class LogSoftmax(_Fused, torch.nn.LogSoftmax):
+    """`torch.nn.LogSoftmax`, by `onlinesoftmax.log_softmax`.  Arguments, shapes and errors as for `Softmax`.
+
+    Example:
+        >>> LogSoftmax(dim=0)(torch.zeros(3))
+        tensor([-1.0986, -1.0986, -1.0986])
+    """
+
+    def __init__(
+        self, dim: int | None = None, *, scale: float = 1.0, causal: bool = False, softcap: float | None = None,
+        fully_masked: str = "nan", batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(dim)
+        self._set(scale, causal, softcap, fully_masked, batch_invariant)
+
+    def forward(
+        self, input: torch.Tensor, *, mask: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Log-softmax of `input`."""
+        return self._call("log_softmax", input, self.dim, mask, bias)
+
+
+class LogSumExp(_Fused):
+    """`onlinesoftmax.logsumexp` as a module, which PyTorch does not have.
+
+    Args:
+        dim: Dimension to reduce, or several.
+        keepdim: Keep the reduced dimensions with size 1.
+        scale, causal, softcap, fully_masked, batch_invariant: As for `Softmax`, and so are the errors.
+
+    Shape:
+        input of any shape; `mask` and `bias` broadcast to it; the output lacks the reduced dimensions.
+
+    Example:
+        >>> LogSumExp(dim=(0, 1))(torch.zeros(2, 4))
+        tensor(2.0794)
+        >>> LogSumExp(1, keepdim=True)
+        LogSumExp(dim=1, keepdim=True)
+    """
+
+    def __init__(
+        self, dim: int | tuple[int, ...], keepdim: bool = False, *, scale: float = 1.0, causal: bool = False,
+        softcap: float | None = None, fully_masked: str = "nan", batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.dim, self.keepdim = dim, keepdim
+        self._set(scale, causal, softcap, fully_masked, batch_invariant)
+
+    def forward(
+        self, input: torch.Tensor, *, mask: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logsumexp of `input`."""
+        return self._call("logsumexp", input, self.dim, mask, bias, self.keepdim)
+
+    def extra_repr(self) -> str:
+        """The arguments that are not at their defaults."""
+        options = super().extra_repr()
+        return f"dim={self.dim}{', keepdim=True' if self.keepdim else ''}{options}"
+
+
+class Softmax2d(torch.nn.Softmax2d):
+    """`torch.nn.Softmax2d`, by `onlinesoftmax.softmax`: over the channels, at every place of an image.
+
+    Shape:
+        input (N, C, H, W) or (C, H, W); the output has its shape.
+
+    Raises:
+        ValueError: the input has another number of dimensions.
+
+    Example:
+        >>> Softmax2d()(torch.zeros(1, 4, 1, 2))[0, :, 0, 0]
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Softmax of `input` over dimension -3."""
+        return _over_channels(input)
+
+
+@torch.fx.wrap
+def _over_channels(input: torch.Tensor) -> Any:
+    if input.dim() not in (3, 4):
+        raise ValueError(f"Softmax2d: expected input to be 3D or 4D, got {input.dim()}D instead")
+    return api.softmax(input, -3)
+
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+@dataclass(frozen=True)
+class Replaced(Generic[Model]):
+    """What `replace` did.
+
+    Attributes:
+        model: The model itself, changed in place.
+        softmax, log_softmax, softmax2d: How many modules of each kind were replaced; a shared one counts once.
+    """
+
+    model: Model = field(repr=False)
+    softmax: int = 0
+    log_softmax: int = 0
+    softmax2d: int = 0
+
+    def __int__(self) -> int:
+        """How many modules were replaced."""
+        return self.softmax + self.log_softmax + self.softmax2d
+
+
+_OURS: dict[type[torch.nn.Module], tuple[str, type[torch.nn.Module]]] = {
+    torch.nn.Softmax: ("softmax", Softmax),
+    torch.nn.LogSoftmax: ("log_softmax", LogSoftmax),
+    torch.nn.Softmax2d: ("softmax2d", Softmax2d),
+}
+
+
+def replace(model: Model) -> Replaced[Model]:
+    """Make every `torch.nn.Softmax`, `LogSoftmax` and `Softmax2d` in a model one of ours, in place.
+
+    A module is given our class and remains the object that it was.  So its `dim`, hooks and their handles, its
+    training flag and its names stay; where it is shared it stays shared; and `model` may be such a module itself.
+    Subclasses are left alone, as they may do something else, and so is what is called as a function:
+    `torch.softmax`, or the attention inside `torch.nn.MultiheadAttention`.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        How many of each kind were replaced, and the model.
+
+    Raises:
+        TypeError: model is not a module.
+
+    Example:
+        >>> done = replace(torch.nn.Sequential(torch.nn.LogSoftmax(1), torch.nn.ReLU()))
+        >>> done
+        Replaced(softmax=0, log_softmax=1, softmax2d=0)
+        >>> type(done.model[0])
+        <class 'onlinesoftmax.nn.LogSoftmax'>
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"replace(): model must be a torch.nn.Module, not {type(model).__name__}")
+    found = [module for module in model.modules() if type(module) in _OURS]
+    counts = {name: 0 for name, _ in _OURS.values()}
+    for module in found:
+        name, ours = _OURS[type(module)]
+        module.__class__ = ours
+        counts[name] += 1
+    return Replaced(model, **counts)
