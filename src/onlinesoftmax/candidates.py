@@ -85,7 +85,7 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
     programs, stages, quality = -(-problem.rows // rows), 0, 0.97
     if elements >= 32768:
         # Of a gradient, 16 warps leave each thread the registers for both tensors.
-        warps = 16 if peeled and elements == 32768 or problem.inputs > 1 else 32
+        warps = 16 if (peeled and elements == 32768) or problem.inputs > 1 else 32
         quality = 0.5 if elements > 32768 else 0.65 if problem.per_row else 0.88
         if peeled and problem.itemsize == 2:
             quality = min(quality, 0.7)
@@ -114,22 +114,25 @@ def triton_looped(problem: Problem, device: Device) -> Candidate | str:
     """One program streams one row."""
     if refusal := _no_triton(device):
         return refusal
-    depth = 4
+    peeled, wide = problem.peels, problem.itemsize > 2
     # 8 elements of a lane side by side are one 16-byte load of 16-bit data.
-    lanes = _clamp(_power_of_two(problem.cols) // depth, 32, 2048 if problem.itemsize == 8 else 4096)
-    warps = _clamp(lanes // 256, 1, 16)
+    depth, lanes, warps = 4, 4096, 16
     if problem.inputs > 1:
         # A gradient's sums need no rescaling to share.  With twice the bytes of a row to come back to, one
-        # program a multiprocessor keeps the most of them in L2.
-        depth = 2 if problem.itemsize == 2 else 1
-        lanes = _clamp(_power_of_two(problem.cols) // depth, 32, 8192 if problem.itemsize == 8 else 16384)
-        warps = _clamp(lanes // 512, 1, 32)
+        # program a multiprocessor keeps the most of them in L2; a row of one tile, all.
+        depth, lanes, warps = 4 if wide and problem.cols <= 32768 else 2, 8192, 32
+    elif peeled:
+        lanes, warps = 2048, 16 if wide else 8
+    elif problem.cols > 65536 and not problem.per_row:
+        lanes, warps = 8192, 32
+    lanes = _clamp(_power_of_two(problem.cols) // depth, 32, lanes // 2 if problem.itemsize == 8 else lanes)
+    warps = _clamp(lanes // 128, 1, warps)
     return Candidate(
         "triton", "looped",
         f"one program streams each row of {problem.cols} columns{', twice' if _reads(problem) == 2 else ''}; "
-        f"{problem.rows} rows share the device" + _cut(problem.peels),
+        f"{problem.rows} rows share the device" + _cut(peeled),
         programs=problem.rows, block=depth * lanes, depth=depth, warps=warps,
-        reads=_reads(problem), vector=problem.vector if problem.peels else 1, quality=0.69 if problem.per_row else 0.93,
+        reads=_reads(problem), vector=problem.vector if peeled else 1, quality=0.69 if problem.per_row else 0.93,
     )  # fmt: skip
 
 

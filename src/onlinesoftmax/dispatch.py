@@ -6,13 +6,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import autograd, kernels, registry
 from .backends import eager
 from .fused import Fused
 from .kernels import Call
 from .plan import PlanError
-from .prepared import DTYPE_NAMES, Place, aligned, checked_dim
+from .prepared import DTYPE_NAMES, PLAIN, Place, aligned, checked_dim, options_of, prepare
 from .problem import ITEMSIZE
 
 
@@ -49,12 +50,20 @@ def run(
         dim = checked_dim(operation, dim, x.dim())
         y = library.forward(Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy), x, fused)
         return y if out is None else out.copy_(y)
-    call = Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy)
     if _wants_derivatives(x, fused):
         if out is not None:
             raise RuntimeError(f"{operation}(): functions with out=... do not support gradients, and one is needed")
-        return autograd.apply(call._replace(dim=checked_dim(operation, dim, x.dim())), x, fused)
-    return kernels.forward(call, x, fused, out, None if out is None else _place(operation, x, out, fused))
+        return autograd.apply(Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy), x, fused)
+    place = None if out is None else _place(operation, x, out, fused)
+    if plain:
+        options = PLAIN if backend is None and strategy is None else options_of(None, False, backend, strategy)
+        is_aligned = x.data_ptr() % 16 == 0
+        return prepare(
+            operation, x.shape, x.stride(), x.dtype, x.device, is_aligned, dim, dtype, keepdim, place, options
+        )(x, out)  # fmt: skip
+    return kernels.forward(
+        Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy), x, fused, out, place
+    )
 
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -64,13 +73,12 @@ TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
 
 
 def _wants_derivatives(x: torch.Tensor, fused: Fused | None) -> bool:
-    if torch._C._are_functorch_transforms_active() or autograd.forward_mode():
-        return True
-    if not torch.is_grad_enabled():
-        return False
-    if x.requires_grad:
-        return True
-    return fused is not None and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (fused.bias, fused.scale))
+    if torch.is_grad_enabled():
+        if x.requires_grad:
+            return True
+        if fused is not None and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (fused[0], fused[2])):
+            return True
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _by_pytorch(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .fused import Fused
-from .prepared import PLAIN, Place, aligned, beside, numbers_of, options_of, prepare
+from .prepared import Place, aligned, beside, numbers_of, options_of, prepare
 
 
 class Call(NamedTuple):
@@ -35,12 +35,6 @@ def forward(
 ) -> torch.Tensor:
     """The operation on x; `place` describes `out`."""
     operation, dim, dtype, keepdim, batch_invariant, backend, strategy = call
-    if fused is None and not batch_invariant:
-        options = PLAIN if backend is None and strategy is None else options_of(None, False, backend, strategy)
-        is_aligned = x.data_ptr() % 16 == 0
-        return prepare(
-            operation, x.shape, x.stride(), x.dtype, x.device, is_aligned, dim, dtype, keepdim, place, options
-        )(x, out)  # fmt: skip
     if batch_invariant:
         return _batch_invariant(call, x, fused, out)
     sides = _sides(fused, x.shape)
@@ -68,6 +62,13 @@ def backward(
     """
     operation, dim, _, keepdim, batch_invariant, backend, strategy = call
     options = options_of(fused, batch_invariant, backend, strategy)
+    if fused is None and not batch_invariant and operation != "logsumexp":
+        # What most calls are, and only a call of prepare longer than it must be.
+        prepared = prepare(
+            operation + "_backward", saved.shape, saved.stride(), saved.dtype, saved.device, aligned(saved), dim, dtype,
+            False, None, options, (beside("dy", dy, saved.shape),),
+        )  # fmt: skip
+        return prepared(saved, None, dy=dy)
     if operation == "logsumexp":
         assert logits is not None
         x, lse = logits, saved

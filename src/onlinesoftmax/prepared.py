@@ -57,6 +57,8 @@ def aligned(t: torch.Tensor) -> bool:
 def options_of(fused: Fused | None, batch_invariant: bool, backend: str | None, strategy: str | None) -> Options:
     """The part of a call that its plan depends on."""
     if fused is None:
+        if backend is None and strategy is None and not batch_invariant:
+            return PLAIN
         return Options(batch_invariant=batch_invariant, backend=backend, strategy=strategy)
     scale = fused.scale
     kind = str(scale.dtype) if isinstance(scale, torch.Tensor) else None if scale == 1 else "number"
@@ -65,7 +67,8 @@ def options_of(fused: Fused | None, batch_invariant: bool, backend: str | None, 
 
 def beside(name: str, t: torch.Tensor, shape: torch.Size) -> Side:
     """What a plan depends on of a tensor that is read beside the input, broadcast to its shape."""
-    return name, t.expand(shape).stride(), t.dtype, aligned(t), t.numel() * t.itemsize
+    strides = t.stride() if t.shape == shape else t.expand(shape).stride()
+    return name, strides, t.dtype, t.data_ptr() % 16 == 0, t.numel() * t.itemsize
 
 
 def numbers_of(fused: Fused | None) -> dict[str, Any]:

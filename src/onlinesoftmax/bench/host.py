@@ -6,14 +6,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from .cases import Case, make_input
+from .cases import Case
+from .inputs import make_input
 from .timing import Clock, Times
 
 ROWS, COLS = 64, 512
 
 
 def host_times(device: Any, clock: Clock, repeat_ms: float) -> dict[str, Any]:
-    """Microseconds of a softmax of 64 × 512: ours, ours into `out=`, torch's, and our launch alone.
+    """Microseconds of a softmax of 64 × 512: ours, torch's, both into `out=` and both recorded, our launch alone.
+
+    "with grad" is the forward call on a tensor that requires a gradient: what recording it costs.
 
     Returns:
         The case, and by name the times; "bare launch" is missing where the call is no launch of ours.
@@ -24,12 +27,14 @@ def host_times(device: Any, clock: Clock, repeat_ms: float) -> dict[str, Any]:
 
     case = Case("softmax", (ROWS, COLS), 1, "bfloat16" if device.type == "cuda" else "float32")
     x = make_input(case, device)
-    y = torch.empty_like(x)
+    y, leaf = torch.empty_like(x), x.clone().requires_grad_()
     calls: dict[str, Callable[[], Any]] = {
         "ours": lambda: api.softmax(x, -1),
         "ours out=": lambda: api.softmax(x, -1, out=y),
         "torch": lambda: torch.softmax(x, -1),
         "torch out=": lambda: torch.softmax(x, -1, out=y),
+        "ours with grad": lambda: api.softmax(leaf, -1),
+        "torch with grad": lambda: torch.softmax(leaf, -1),
     }
     if device.type == "cuda":
         calls["bare launch"] = _bare_launch(x, y)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from . import formulas
 from .cases import Case
-
-Function = Callable[[Any], Any]
-"""From the input tensor to the output."""
+from .formulas import Function
+from .inputs import SCALE, SOFTCAP
 
 
 class Peer:
@@ -37,7 +37,7 @@ class Peer:
 
 
 class Ours(Peer):
-    """Our library through its public functions, planned or forced."""
+    """Our library, planned or forced: its public functions, and its gradients without autograd."""
 
     name = "ours"
 
@@ -45,8 +45,18 @@ class Ours(Peer):
         super().__init__(device_type)
         self.backend, self.strategy = backend, strategy
 
+    def supports(self, case: Case) -> str | None:
+        """Everything; but for the CPU, forced kernels aside, there is nothing of ours in a gradient."""
+        if case.backward and self.device_type == "cpu" and self.backend != "triton":
+            return "on a CPU PyTorch's own backward runs"
+        return None
+
     def prepare(self, case: Case) -> Function:
-        """The public function with the forced backend and strategy."""
+        """The function with the forced backend and strategy."""
+        if case.backward:
+            return self._gradient(case)
+        if case.fused:
+            return self._fused(case)
         from .. import api
 
         function, dim, backend, strategy = getattr(api, case.operation), case.dim, self.backend, self.strategy
@@ -54,6 +64,28 @@ class Ours(Peer):
         if backend is None and strategy is None:
             return lambda x: function(x, dim)
         return lambda x: function(x, dim, backend=backend, strategy=strategy)
+
+    def _gradient(self, case: Case) -> Function:
+        import torch
+
+        from .. import kernels
+
+        backward, dtype = kernels.backward, getattr(torch, case.dtype)
+        asked = kernels.Call(case.forward, case.dim, backend=self.backend, strategy=self.strategy)
+        if case.forward == "logsumexp":
+            return lambda x, lse, dlse: backward(asked, dlse, lse, x, None, dtype)
+        return lambda y, dy: backward(asked, dy, y, None, None, dtype)
+
+    def _fused(self, case: Case) -> Function:
+        from .. import api
+
+        values: dict[str, Any] = {"scale": SCALE, "softcap": SOFTCAP, "causal": True}
+        options = {name: values[name] for name in case.fused if name in values}
+        forced = {"backend": self.backend, "strategy": self.strategy}
+        options |= {name: value for name, value in forced.items() if value is not None}
+        beside = [name for name in case.fused if name in ("bias", "mask")]
+        function, dim = api.softmax, case.dim
+        return lambda x, *more: function(x, dim, **options, **dict(zip(beside, more, strict=True)))
 
 
 class Torch(Peer):
@@ -63,11 +95,8 @@ class Torch(Peer):
     distribution = "torch"
 
     def prepare(self, case: Case) -> Function:
-        """`torch.softmax` and its sisters."""
-        import torch
-
-        function, dim = getattr(torch, case.operation), case.dim
-        return lambda x: function(x, dim)
+        """`torch.softmax` and its sisters, its gradients, or the scores written out before it."""
+        return formulas.own(case)
 
 
 class Compiled(Torch):
@@ -80,7 +109,9 @@ class Compiled(Torch):
         import torch
 
         torch._dynamo.reset()
-        compiled: Function = torch.compile(super().prepare(case), dynamic=False)
+        # Its own gradients are calls that no compiler looks into.
+        function = formulas.written_out(case) if case.backward else super().prepare(case)
+        compiled: Function = torch.compile(function, dynamic=False)
         return compiled
 
 
@@ -102,9 +133,11 @@ class _GpuSoftmax(Peer):
         return None
 
     def supports(self, case: Case) -> str | None:
-        """The forward softmax over the last dimension alone."""
-        if case.operation != "softmax":
+        """Plain softmax over the last dimension and its gradient alone."""
+        if case.forward != "softmax":
             return f"has no {case.operation}"
+        if case.fused:
+            return f"fuses no {' or '.join(case.fused)}"
         return None if case.dim == len(case.shape) - 1 else "takes the last dimension only"
 
 
@@ -114,9 +147,15 @@ class Liger(_GpuSoftmax):
     name, module, distribution = "liger", "liger_kernel.ops.softmax", "liger-kernel"
 
     def prepare(self, case: Case) -> Function:
-        """Its autograd function, which is all it offers."""
-        function: Function = importlib.import_module(self.module).LigerSoftmaxFunction.apply
-        return function
+        """Its autograd function, which is all it offers; the gradient is what that calls."""
+        module = importlib.import_module(self.module)
+        if not case.backward:
+            function: Function = module.LigerSoftmaxFunction.apply
+            return function
+        # As its forward pass sets it.  It writes to a tensor of its own and leaves dy alone.
+        block, warps = module.calculate_settings(case.shape[-1])
+        backward = module._softmax_backward
+        return lambda y, dy: backward(dy, y, block, warps, False)
 
 
 class Quack(_GpuSoftmax):
@@ -129,8 +168,12 @@ class Quack(_GpuSoftmax):
         return super().supports(case) or (None if len(case.shape) == 2 else "takes two dimensions only")
 
     def prepare(self, case: Case) -> Function:
-        """Its public function."""
-        function: Function = importlib.import_module(self.module).softmax
+        """Its public function, or what that one's autograd calls."""
+        module = importlib.import_module(self.module)
+        if case.backward:
+            backward = module.softmax_bwd
+            return lambda y, dy: backward(dy, y)
+        function: Function = module.softmax
         return function
 
 

@@ -197,8 +197,13 @@ def above(content: Mapping[str, Any]) -> list[str]:
 
 
 def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
-    """The lines under the table: what our layer adds on a CPU, what a call costs the host."""
+    """The lines under the table: what a gradient's GB/s count, what our layer adds on a CPU, a call's host time."""
     lines = []
+    if any(result.case.backward for result in results):
+        lines.append(
+            "GB/s of a gradient count three passes, y and dy in, dx out; of logsumexp's two, x in and dx out.  "
+            "The copy's count two."
+        )
     bounds = [result.within_cpu_bound for result in results if result.within_cpu_bound is not None]
     if bounds:
         lines.append(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import inf, isfinite
 from typing import Any
 
-from ..explanation import Explanation, explain
+from ..operation import OPERATIONS
 from ..plan import Plan, PlanError
-from . import analysis
-from .cases import Case, make_input
+from . import analysis, formulas
+from .cases import Case
 from .check import Reference, Verdict, poison
-from .peers import Function, Ours, Peer, Torch, first_line
+from .formulas import Function
+from .inputs import Inputs, make_inputs
+from .peers import Ours, Peer, Torch, first_line
+from .planned import Planned, planned
 from .timing import Against, Clock, Samples, Times, clock_for
 
 LARGE = 1 << 20
@@ -75,6 +79,9 @@ class CaseResult:
     def within_cpu_bound(self) -> bool | None:
         """Whether our layer adds to torch on a CPU no more than it may; None where that is not asked."""
         ours = next((r for r in self.results if r.who == "ours"), None)
+        if self.case.fused:
+            # What torch is compared with is written out in other operations.
+            return None
         if ours is None or ours.against_torch is None or ours.plan is None or ours.plan.backend != "eager":
             return None
         if self.case.elements >= LARGE:
@@ -126,14 +133,15 @@ def run(
 def _measure(
     case: Case, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock, overhead_us: float
 ) -> CaseResult:
-    x = make_input(case, device)
-    results, functions, explained = _check(case, x, everybody)
-    calls: dict[str, Callable[[], Any]] = {name: _bound(function, x) for name, function in functions.items()}
-    target = x.new_empty(case.shape)
+    inputs = make_inputs(case, device)
+    results, functions, found = _check(case, inputs, everybody)
+    calls: dict[str, Callable[[], Any]] = {name: partial(function, *inputs) for name, function in functions.items()}
+    # Of one tensor, whatever else the case reads.
+    x, target = inputs[0], inputs[0].new_empty(case.shape)
     samples = clock.measure({**calls, "copy": lambda: target.copy_(x)}, repeat_ms)
     copy = Times.of(samples["copy"])
-    copy_gbps = 2 * case.read_bytes / copy.median_us / 1e3
-    why = (explained.problem, explained.device) if explained else (None, None)
+    copy_gbps = 2 * case.tensor_bytes / copy.median_us / 1e3
+    why = (found.problem, found.device) if found else (None, None)
 
     def timed(result: Result) -> Result:
         if result.who not in samples:
@@ -149,35 +157,48 @@ def _measure(
 
 
 def _check(
-    case: Case, x: Any, everybody: Sequence[Peer]
-) -> tuple[list[Result], dict[str, Function], Explanation | None]:
-    """Everybody's result before any time, the functions of those who are right, and our plan explained."""
-    reference = Reference(case, x)
-    allowed = reference.judge(Torch(x.device.type).prepare(case)(x), inf, ours=False).error
-    if not isfinite(allowed):
-        allowed = 0.0
+    case: Case, inputs: Inputs, everybody: Sequence[Peer]
+) -> tuple[list[Result], dict[str, Function], Planned | None]:
+    """Everybody's result before any time, the functions of those who are right, and our plan."""
+    reference, device = Reference(case, *inputs), inputs[0].device
+    for_ours, for_others = _allowed(case, inputs, reference)
     results: list[Result] = []
     functions: dict[str, Function] = {}
-    explained = None
+    found = None
     for peer in everybody:
         if reason := peer.supports(case):
             results.append(Result(peer.name, "refused", reason))
             continue
         plan = None
+        allowed = for_ours if isinstance(peer, Ours) else for_others
         try:
             if isinstance(peer, Ours):
-                explained = explain(x, case.dim, operation=case.operation, backend=peer.backend, strategy=peer.strategy)
-                plan = explained.plan
+                found = planned(case, inputs, peer)
+                plan = found.plan
             function = peer.prepare(case)
-            poison(case, x.device)
-            verdict = reference.judge(function(x), allowed, isinstance(peer, Ours))
+            poison(case, device)
+            verdict = reference.judge(function(*inputs), allowed, isinstance(peer, Ours))
         except Exception as error:  # whatever another library raises is its refusal, not our crash
             results.append(_refusal(peer, plan, error))
             continue
         results.append(_checked(peer, plan, verdict, allowed))
         if verdict.wrong is None:
             functions[peer.name] = function
-    return results, functions, explained
+    return results, functions, found
+
+
+def _allowed(case: Case, inputs: Inputs, reference: Reference) -> tuple[float, float]:
+    """PyTorch's own error, for ours and for others.
+
+    Written out, scores are rounded to 16 bits on their way to the softmax: an error that would hide any of ours.
+    """
+
+    def error(function: Function) -> float:
+        found = reference.judge(function(*inputs), inf, ours=False).error
+        return found if isfinite(found) else 0.0
+
+    theirs = error(Torch(inputs[0].device.type).prepare(case))
+    return error(formulas.written_out(case, wide=True)) if case.fused else theirs, theirs
 
 
 def _checked(peer: Peer, plan: Plan | None, verdict: Verdict, allowed: float) -> Result:
@@ -197,10 +218,6 @@ def _refusal(peer: Peer, plan: Plan | None, error: Exception) -> Result:
     return Result(peer.name, "failed" if isinstance(peer, Ours) else "refused", first_line(error), plan=plan)
 
 
-def _bound(function: Function, x: Any) -> Callable[[], Any]:
-    return lambda: function(x)
-
-
 def _against_torch(who: str, samples: Samples) -> Against | None:
     if who == "torch" or "torch" not in samples:
         return None
@@ -208,8 +225,10 @@ def _against_torch(who: str, samples: Samples) -> Against | None:
 
 
 def _lacks_memory(case: Case, device: Any) -> str | None:
-    """Why not even to try: input, copy, two outputs and float64 pieces are needed at once."""
-    needed = 4 * case.read_bytes + 6 * 8 * min(case.elements, 1 << 24)
+    """Why not even to try: inputs, copy, two outputs and float64 pieces are needed at once."""
+    # Written out in float32, three tensors more of twice the bytes.
+    needed = (OPERATIONS[case.operation].inputs + 3 + 6 * bool(case.fused)) * case.tensor_bytes
+    needed += case.elements * ("mask" in case.fused) + 6 * 8 * min(case.elements, 1 << 24)
     free = _free_bytes(device)
     if free is None or needed <= free:
         return None

@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 
 def bench(
     suite: str | None = typer.Option(
-        None, help="quick, default, full or cpu.  Without it: default on a GPU, cpu on a CPU."
+        None, help="quick, default, full, gradients, fused or cpu.  Without it: default on a GPU, cpu on a CPU."
     ),
     quick: bool = typer.Option(False, "--quick", help="The same as --suite quick."),
     shape: list[str] | None = typer.Option(None, help="A shape instead, as 4096x50257 or 1x2^24; repeat for more."),
     dim: int | None = typer.Option(None, help="The softmax dimension of --shape; the last by default."),
     dtype: list[str] | None = typer.Option(None, help="float16, bfloat16, float32 or float64; repeat for more."),
-    op: list[str] | None = typer.Option(None, help="softmax (the default), log_softmax or logsumexp; repeat for more."),
+    op: list[str] | None = typer.Option(
+        None,
+        help="softmax, log_softmax, logsumexp, or one of these with _backward: its gradient.  Repeat for more.  "
+        "By default what the suite says, mostly softmax.",
+    ),
+    fused: str = typer.Option("", help="What softmax fuses: scale, softcap, bias, mask, causal, with commas between."),
     backend: str | None = typer.Option(None, help="Force our backend."),
     strategy: str | None = typer.Option(None, help="Force our strategy."),
     peers: str = typer.Option("torch", help="Who is compared: torch, compile, liger, quack, with commas between."),
@@ -38,8 +43,9 @@ def bench(
     """Measure softmax beside a copy of the same size, and beside others.
 
     Every output is checked against float64 first; who is wrong gets no time, and the exit code is 1.
-    A speed never sets the exit code.  GB/s counts input and output once; "of copy" is that bandwidth over
-    the copy's in the same run, so 100% is the floor.
+    A speed never sets the exit code.  GB/s counts all that must be read and written, once: input and output;
+    of softmax's gradient y, dy and dx; a mask and a bias too.  "of copy" is that bandwidth over the copy's in
+    the same run, so 100% is the floor.
 
     Example: onlinesoftmax bench --shape 4096x50257 --dtype bfloat16 --peers torch,compile
     """
@@ -56,8 +62,8 @@ def bench(
     where = _device(device)
     suite = "quick" if quick else suite or ("default" if where.type == "cuda" else "cpu")
     try:
-        todo = cases(suite, op or ["softmax"], [parse_shape(text) for text in shape or []], dim, dtype or [])
-        asked = others.peers([name for name in map(str.strip, peers.split(",")) if name], where.type)
+        todo = cases(suite, op or [], [parse_shape(text) for text in shape or []], dim, dtype or [], _names(fused))
+        asked = others.peers(_names(peers), where.type)
         _check_names(backend, strategy)
     except ValueError as error:
         output.fail(error)
@@ -70,8 +76,13 @@ def bench(
     else:
         _show(results, record)
     if results and all(_ours_refused(found) for found in results):
-        output.fail(f"what was forced can run none of these cases: {results[0].results[0].reason}")
+        who = "what was forced" if backend or strategy else "onlinesoftmax"
+        output.fail(f"{who} can run none of these cases: {results[0].results[0].reason}")
     raise typer.Exit(int(any(result.failed for found in results for result in found.results)))
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in map(str.strip, text.split(",")) if name]
 
 
 def _measure(

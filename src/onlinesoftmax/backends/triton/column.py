@@ -29,6 +29,8 @@ def column_kernel(
     y_row = y_ptr + row_offset(pid // strips, places.sizes, places.y, UNITS[1]) + near * places.y.near
     col = tl.arange(0, COLS)
     tiles = tl.cdiv(cols, COLS)
+    # 64-bit before the first product that can pass 2^31.
+    step = tl.full([], COLS, tl.int64)
 
     inside = (col < cols)[:, None] & row_mask[None, :]
     a, b, counts = operands.load(p, places, at, col[:, None], inside, OP, ACC, "")
@@ -36,7 +38,7 @@ def column_kernel(
         m, l = ops.reduce(a, b, 0, OP, EXACT, ZERO)
         if not WHOLE:
             for i in range(1, tiles):
-                first = i.to(tl.int64) * COLS
+                first = step * i
                 inside = (col < cols - first)[:, None] & row_mask[None, :]
                 a, b, counts = operands.load(
                     p, places, operands.skip(at, places, first), col[:, None], inside, OP, ACC, ""
@@ -58,7 +60,7 @@ def column_kernel(
         else:
             for i in range(tiles):
                 # Newest first: L2 still holds those.
-                first = (tiles - 1 - i).to(tl.int64) * COLS
+                first = step * (tiles - 1 - i)
                 inside = (col < cols - first)[:, None] & row_mask[None, :]
                 tile_at = operands.skip(at, places, first)
                 a, b, counts = operands.load(p, places, tile_at, col[:, None], inside, OP, ACC, "")

@@ -25,7 +25,7 @@ def looped_kernel(
     y_row = row_offset(row, places.sizes, places.y, UNITS[1])
     cols = cols.to(tl.int64) * UNITS[2]
     head, length = body(row_at[0], cols, VECTOR)
-    at = operands.skip_head(row_at, head, VECTOR)
+    at = operands.skip_head(row_at, places, head, VECTOR)
     if VECTOR > 1:
         edge = load_edges(p, places, row_at, head, length, cols, OP, ACC, VECTOR)
     if REDUCES:

@@ -104,12 +104,13 @@ def first_elements(p, places, row, UNITS: tl.constexpr):
 
 
 @triton.jit
-def skip_head(at, head, VECTOR: tl.constexpr):
+def skip_head(at, places, head, VECTOR: tl.constexpr):
     """The same places, `head` columns on: x and dy are there on 16-byte boundaries, and the compiler may know."""
-    x, dy, bias, mask, logits, kept = at
-    x = (x + head) // VECTOR * VECTOR
-    dy = (dy + head) // VECTOR * VECTOR
-    return x, dy, bias + head, mask + head, logits + head, kept - head
+    x, dy, bias, mask, logits, kept = skip(at, places, head)
+    if VECTOR > 1:
+        x = x // VECTOR * VECTOR
+        dy = dy // VECTOR * VECTOR
+    return x, dy, bias, mask, logits, kept
 
 
 @triton.jit

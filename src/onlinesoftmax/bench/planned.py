@@ -1,0 +1,59 @@
+"""Our plan for a case: what runs, and what the analysis of its time is based on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..device import Device
+from ..explanation import explain
+from ..fused import Fused
+from ..plan import Plan
+from ..problem import Problem
+from .cases import Case
+from .inputs import SCALE, SOFTCAP, Inputs
+from .peers import Ours
+
+
+class Planned(NamedTuple):
+    """A plan, the problem it solves and the device it is for."""
+
+    plan: Plan
+    problem: Problem
+    device: Device
+
+
+def planned(case: Case, inputs: Inputs, ours: Ours) -> Planned:
+    """What our library will run.
+
+    Raises:
+        PlanError: what was forced cannot run.
+    """
+    x = inputs[0]
+    found = explain(x, case.dim, operation=case.operation, backend=ours.backend, strategy=ours.strategy)
+    if not case.fused or found.plan.backend == "eager":
+        return Planned(found.plan, found.problem, found.device)
+    more = case.read_bytes - case.tensor_bytes
+    return Planned(_fused_plan(case, inputs, ours), replace(found.problem, more_bytes=more), found.device)
+
+
+def _fused_plan(case: Case, inputs: Inputs, ours: Ours) -> Plan:
+    """With the strides and the bytes of what is beside the input, which `explain` is not told."""
+    from .. import prepared
+    from ..layout import contiguous_strides
+
+    x, more = inputs[0], iter(inputs[1:])
+    fused = Fused(
+        SCALE if "scale" in case.fused else 1.0,
+        SOFTCAP if "softcap" in case.fused else None,
+        next(more) if "bias" in case.fused else None,
+        next(more) if "mask" in case.fused else None,
+        "causal" in case.fused,
+    )
+    named = (("bias", fused.bias), ("mask", fused.mask))
+    sides = tuple(prepared.beside(name, t, x.shape) for name, t in named if t is not None)
+    options = prepared.options_of(fused, False, ours.backend, ours.strategy)
+    layout = prepared.layout_for(
+        case.operation, x.shape, x.stride(), case.dim, False, contiguous_strides(x.shape), sides, options
+    )
+    return prepared.make_plan(case.operation, layout, x.dtype, x.dtype, x.device, prepared.aligned(x), options, sides)
