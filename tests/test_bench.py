@@ -19,8 +19,9 @@ import typer
 from typer.testing import CliRunner
 
 from onlinesoftmax.bench import analysis, peers, report
-from onlinesoftmax.bench.cases import SUITES, Case, cases, make_input, parse_shape
+from onlinesoftmax.bench.cases import SUITES, Case, cases, parse_shape
 from onlinesoftmax.bench.check import Reference
+from onlinesoftmax.bench.inputs import make_input
 from onlinesoftmax.bench.peers import Ours, Peer, Torch
 from onlinesoftmax.bench.run import CaseResult, run
 from onlinesoftmax.bench.timing import Against, CpuClock, CudaClock, Times
@@ -89,7 +90,7 @@ def test_bad_shapes_are_quoted(text: str) -> None:
 def test_every_suite_has_cases_that_can_be_made() -> None:
     for name, suite in SUITES.items():
         found = cases(name)
-        assert len(found) == len(suite.shapes) * len(suite.dtypes)
+        assert len(found) == len(suite.entries) * len(suite.dtypes)
         assert len(set(found)) == len(found), f"{name} measures a case twice"
         assert all(0 <= case.dim < len(case.shape) for case in found)
 
@@ -119,7 +120,7 @@ def test_inputs_have_outliers_and_repeat() -> None:
 def test_the_reference_is_right_in_pieces(
     operation: str, shape: tuple[int, ...], dim: int, dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onlinesoftmax.bench.check.PIECE", piece)
+    monkeypatch.setattr("onlinesoftmax.bench.exact.PIECE", piece)
     case = Case(operation, shape, dim, dtype)
     x = make_input(case, CPU)
     exact = getattr(torch, operation)(x.double(), dim)
@@ -132,7 +133,7 @@ def test_the_reference_is_right_in_pieces(
 @pytest.mark.parametrize("piece", [1 << 23, 16])
 @pytest.mark.parametrize("value", [0.5, float("nan"), float("inf")])
 def test_one_wrong_element_is_found(value: float, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onlinesoftmax.bench.check.PIECE", piece)
+    monkeypatch.setattr("onlinesoftmax.bench.exact.PIECE", piece)
     case = Case("softmax", (7, 65), 1, "bfloat16")
     x = make_input(case, CPU)
     reference, y = Reference(case, x), torch.softmax(x, 1)
@@ -196,7 +197,7 @@ def test_out_of_memory_half_way_is_skipped_too(monkeypatch: pytest.MonkeyPatch) 
     def no_room(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
-    monkeypatch.setattr("onlinesoftmax.bench.run.make_input", no_room)
+    monkeypatch.setattr("onlinesoftmax.bench.run.make_inputs", no_room)
     (found,) = run([Case("softmax", (2, 3), 1, "float32")], [Ours("cpu")], CPU, 1)
     assert str(found.skipped).startswith("out of memory")
 
@@ -327,7 +328,9 @@ def test_the_record_is_complete(tmp_path: Path) -> None:
     assert record["options"]["repeat"] == 1
     assert record["options"]["shape"] == ["4x8"]
     assert list(record["absent"]) == ["liger"]
-    assert {"ours", "ours out=", "torch"} <= set(record["host"]["times"])
+    assert set(record["host"]["times"]) == {
+        "ours", "ours out=", "ours with grad", "torch", "torch out=", "torch with grad"
+    }  # fmt: skip
     (case,) = record["cases"]
     assert (case["shape"], case["dim"], case["bytes"], case["skipped"]) == ([4, 8], 1, 256, None)
     assert [result["who"] for result in case["results"]] == ["ours", "torch"]
@@ -366,6 +369,7 @@ def test_a_wrong_peer_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None
         (["--quick", "--suite", "full"], "contradict"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--op", "softmin"], "unknown operation 'softmin'"),
+        (["--fused", "scale,dropout"], "unknown thing to fuse 'dropout'"),
         (["--peers", "torch,apex"], "unknown peer 'apex'; there are: torch, compile, liger, quack"),
         (["--backend", "cudnn"], "unknown backend 'cudnn'"),
         (["--strategy", "magic"], "unknown strategy 'magic'"),

@@ -157,8 +157,9 @@ def test_verify_as_json() -> None:
 
 
 @needs_triton
-def test_verify_runs_every_strategy_here() -> None:
-    result = run_apart("verify", "--quick", "--op", "softmax", "--dtype", "float32")
+@pytest.mark.parametrize("operation", ["softmax", "softmax_backward"])
+def test_verify_runs_every_strategy_here(operation: str) -> None:
+    result = run_apart("verify", "--quick", "--op", operation, "--dtype", "float32")
     assert result.returncode == 0, result.stdout + result.stderr
     assert not result.stderr
     assert not NOT_PLAIN & set(result.stdout)

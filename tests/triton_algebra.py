@@ -62,7 +62,7 @@ def _finish(x_ptr, y_ptr, m_ptr, l_ptr, n, BLOCK: tl.constexpr, ACC: tl.constexp
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, mask=offs < n, other=-float("inf")).to(ACC)
     m, l = tl.load(m_ptr), tl.load(l_ptr)
-    s, t = ops.term(m, l, n, OP, False)
+    s, l, t = ops.term(m, l, n, OP, False)
     y = ops.finish(x, x, s, l, t, OP, True, False)
     tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=offs < n)
 

@@ -14,7 +14,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import nn
     from .api import log_softmax, logsumexp, softmax
     from .explanation import explain
     from .plan import Plan, PlanError
@@ -34,7 +33,6 @@ __all__ = [
     "explain",
     "log_softmax",
     "logsumexp",
-    "nn",
     "softmax",
 ]
 
@@ -63,4 +61,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    # A star import has no nn: that would import torch.
+    return [*__all__, "nn"]

@@ -32,7 +32,7 @@ def run(
     if fused is not None:
         _check_fused(operation, x, dim, fused)
     # On a CPU, and wherever our kernels cannot be, PyTorch's own operations are the plan: as eager/row.
-    by_default = backend is None and (not x.is_cuda or registry.unavailable("triton") is not None)
+    by_default = backend is None and (not x.is_cuda or not _have_kernels())
     if (by_default or backend == "eager") and strategy in (None, "row"):
         return _by_pytorch(operation, x, dim, dtype, keepdim, out, fused, batch_invariant)
     if reason := _not_for_kernels(x, dtype):
@@ -64,6 +64,11 @@ def run(
     return kernels.forward(
         Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy), x, fused, out, place
     )
+
+
+@torch.compiler.assume_constant_result
+def _have_kernels() -> bool:
+    return registry.unavailable("triton") is None
 
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -116,7 +121,7 @@ def _not_for_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
         return f"dtype must be one of {', '.join(ITEMSIZE)}, got {x.dtype if dtype is None else dtype}"
     if (type(x) not in PLAIN_TYPES and type(x).__name__ not in TRACED_TYPES) or x.layout != torch.strided:
         return f"input is a {type(x).__name__} of layout {x.layout}, not a plain strided tensor"
-    if x.is_neg():
+    if not torch.compiler.is_compiling() and x.is_neg():
         return "input is a lazily negated view; call resolve_neg() first"
     return None
 

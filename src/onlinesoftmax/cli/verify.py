@@ -16,19 +16,21 @@ if TYPE_CHECKING:
 
 
 def verify(
-    quick: bool = typer.Option(False, "--quick", help="A few inputs instead of all."),
+    quick: bool = typer.Option(False, "--quick", help="A few inputs instead of all, gradients in two dtypes."),
     backend: list[str] | None = typer.Option(None, help="Only this backend; repeat for more."),
     strategy: list[str] | None = typer.Option(None, help="Only this strategy; repeat for more."),
-    op: list[str] | None = typer.Option(None, help="Only this operation; repeat for more."),
+    op: list[str] | None = typer.Option(None, help="Only this operation, as softmax_backward; repeat for more."),
     dtype: list[str] | None = typer.Option(None, help="Only this dtype; repeat for more."),
     device: str | None = typer.Option(None, help="cpu or cuda; the GPU where there is one."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
-    """Check every backend, strategy, operation and dtype against float64, beside PyTorch's own error.
+    """Check every backend, strategy, operation, gradient and dtype against float64, beside PyTorch's own error.
 
     A result passes when it is no further off than PyTorch's on the same inputs plus one unit in the last
-    place (ulp), and its infinities and NaNs are PyTorch's.  Without a GPU the Triton kernels run in Triton's
-    interpreter, on fewer and smaller inputs.  The exit code is 1 when anything fails.
+    place (ulp), and its infinities and NaNs are PyTorch's.  A gradient is taken by autograd, and judged by
+    the output that was saved for it; a unit of the terms it is the difference of is allowed too.
+    Without a GPU the Triton kernels run in Triton's interpreter, on fewer and smaller inputs.  The exit code
+    is 1 when anything fails.
 
     \b
     Example:

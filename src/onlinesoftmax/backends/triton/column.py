@@ -51,7 +51,7 @@ def column_kernel(
     if PER_ROW:
         tl.store(y_row, ops.result(m, l).to(y_ptr.dtype.element_ty), mask=row_mask)
     else:
-        s, t = ops.term(m, l, cols, OP, ZERO)
+        s, l, t = ops.term(m, l, cols, OP, ZERO)
         s, l, t = s[None, :], l[None, :], t[None, :]
         y_at = y_row[None, :] + (col.to(tl.int64) * places.y.col)[:, None]
         if WHOLE:

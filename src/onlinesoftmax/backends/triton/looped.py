@@ -33,11 +33,10 @@ def looped_kernel(
         if VECTOR > 1:
             m_edge, l_edge = ops.reduce(edge[0], edge[1], 0, OP, EXACT, ZERO)
             m, l = ops.merge(m, l, m_edge, l_edge, OP, EXACT)
-        l = l.to(ACC)
     else:
         m, l = operands.given(p, places, row, 0, None, ACC)
     if PER_ROW:
-        tl.store(y_ptr + y_row, ops.result(m, l).to(y_ptr.dtype.element_ty))
+        tl.store(y_ptr + y_row, ops.result(m, l.to(m.dtype)).to(y_ptr.dtype.element_ty))
     else:
         if VECTOR > 1:
             finish_edges(p, places, row_at, y_ptr + y_row, edge, head, length, cols, m, l, OP, ACC, EXACT, ZERO, VECTOR)

@@ -69,13 +69,17 @@ def softcap_slope(x, scale, softcap, ACC: tl.constexpr):
 
 @triton.jit
 def reduce(a, b, axis: tl.constexpr, OP: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr):
-    """The states of slices along `axis`."""
-    if OP == "softmax_backward":
-        l = tl.sum(a * b, axis)
-        m = l * 0.0
-    elif OP == "log_softmax_backward":
-        l = tl.sum(b, axis)
-        m = tl.max(-a, axis) if ZERO else l * 0.0
+    """The states of slices along `axis`.
+
+    What is subtracted in a gradient may cancel all but its last places, so EXACT sums in float64; a
+    memory-bound kernel has time for that even where float64 is slow.
+    """
+    if OP == "softmax_backward" or OP == "log_softmax_backward":
+        wide_a, wide_b = a, b
+        if EXACT:
+            wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
+        l = tl.sum(wide_a * wide_b if OP == "softmax_backward" else wide_b, axis)
+        m = tl.max(-a, axis) if OP == "log_softmax_backward" and ZERO else (l * 0.0).to(a.dtype)
     else:
         m, l = state.of(a, axis, EXACT)
     return m, l
@@ -118,27 +122,31 @@ def merge_all(m, l, axis: tl.constexpr, OP: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def term(m, l, cols, OP: tl.constexpr, ZERO: tl.constexpr):
-    """(s, t): what of `finish` is the same along a row.
+    """(s, l, t): what of `finish` is the same along a row; l may have been wider.
 
     A row of nothing but -inf, or with a +inf in it, has no softmax: PyTorch writes NaN to all of it.
     ZERO writes 0 to the first kind, where all is masked, and so has its gradient.
     """
-    s, t = state.shift(m), l
+    narrow = l.to(m.dtype)
+    s, t = state.shift(m), narrow
     if OP == "softmax" or OP == "log_softmax":
-        t = 1.0 / l if OP == "softmax" else tl.log(l)
+        t = 1.0 / narrow if OP == "softmax" else tl.log(narrow)
         none = m == float("inf") if ZERO else tl.abs(m) == float("inf")
         t = tl.where(none, float("nan"), t)
+    elif OP == "softmax_backward":
+        # What t has rounded away, unless that is infinite.
+        s = tl.where(tl.abs(t) == float("inf"), 0.0, (l - t).to(m.dtype))
     elif OP == "log_softmax_backward" and ZERO:
         # No two of a row's probabilities are 1: where all logs are 0, they were written, not computed.
         s = tl.where(cols > 1, m, 1.0)
     elif OP == "logsumexp_backward":
         s = m
-    return s, t
+    return s, narrow, t
 
 
 @triton.jit
 def finish(a, b, s, l, t, OP: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr):
-    """The output for the element (a, b), where (s, t) = term(m, l, …)."""
+    """The output for the element (a, b), where (s, l, t) = term(m, l, …)."""
     if OP == "softmax":
         e = state.exp(a - s, EXACT)
         if ZERO:
@@ -152,9 +160,9 @@ def finish(a, b, s, l, t, OP: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.conste
         if ZERO:
             y = tl.where(l == 0, 0.0, y)
     elif OP == "softmax_backward":
-        y = a * (b - t)
+        y = a * ((b - t) - s)
     elif OP == "log_softmax_backward":
-        y = b - state.exp(a, EXACT) * t
+        y = tl.fma(-state.exp(a, EXACT), t, b)
         if ZERO:
             y = tl.where(s == 0, 0.0, y)
     else:

@@ -76,7 +76,7 @@ def one_tile(
     if PER_ROW:
         tl.store(y_ptr + y_row, ops.result(m, l).to(y_ptr.dtype.element_ty), mask=row_mask)
     else:
-        s, t = ops.term(m, l, cols, OP, ZERO)
+        s, l, t = ops.term(m, l, cols, OP, ZERO)
         y = operands.finish(
             p, places, at, col[None, :], a, b, counts, s[:, None], l[:, None], t[:, None], OP, ACC, EXACT, ZERO
         )

@@ -84,7 +84,7 @@ def split_finish_kernel(
     start = pid % tiles * TILE
     if REDUCES:
         m = tl.load(m_ptr + row)
-        l = tl.load(l_ptr + row).to(ACC)
+        l = tl.load(l_ptr + row)
     else:
         m, l = operands.given(p, places, row, 0, None, ACC)
     at = operands.skip(operands.skip_head(row_at, places, head, VECTOR), places, start)

@@ -43,7 +43,7 @@ def finish_edges(
     """Write the operation's output for the head and the tail, `edge` as `load_edges` gave it."""
     a, b, counts = edge
     col, inside = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
-    s, t = ops.term(m, l, cols, OP, ZERO)
+    s, l, t = ops.term(m, l, cols, OP, ZERO)
     y = operands.finish(p, places, at, col, a, b, counts, s, l, t, OP, ACC, EXACT, ZERO)
     tl.store(y_row + col, y.to(y_row.dtype.element_ty), mask=inside)
 
@@ -60,7 +60,10 @@ def reduce_slice(
     element instead of 3.
     """
     m = tl.full([BLOCK], -float("inf"), ACC)
-    l = tl.zeros([BLOCK], ACC)
+    if EXACT and (OP == "softmax_backward" or OP == "log_softmax_backward"):
+        l = tl.zeros([BLOCK], tl.float64)
+    else:
+        l = tl.zeros([BLOCK], ACC)
     col = (tl.arange(0, DEPTH) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
     for first in range(0, length, DEPTH * BLOCK):
         # The tile will be read once more: ask L2 to keep it.
@@ -81,7 +84,7 @@ def finish_tile(
     col = tl.arange(0, TILE)
     inside = col < left
     a, b, counts = operands.load(p, places, at, col, inside, OP, ACC, "evict_first")
-    s, t = ops.term(m, l, cols, OP, ZERO)
+    s, l, t = ops.term(m, l, cols, OP, ZERO)
     y = operands.finish(p, places, at, col, a, b, counts, s, l, t, OP, ACC, EXACT, ZERO)
     y_at = y_tile + col.to(tl.int64) * places.y.col
     tl.store(y_at, y.to(y_tile.dtype.element_ty), mask=inside, eviction_policy="evict_first")
