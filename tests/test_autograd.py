@@ -88,7 +88,8 @@ def test_backward_is_as_good_as_pytorch(operation: str, strategy: str, cols: int
 
 
 def assert_gradient(
-    operation: str, ours: Any, theirs: Any, x: torch.Tensor, y: torch.Tensor, t: torch.Tensor, dy: torch.Tensor, dim: int
+    operation: str, ours: Any, theirs: Any, x: torch.Tensor, y: torch.Tensor, t: torch.Tensor, dy: torch.Tensor,
+    dim: int,
 ) -> None:  # fmt: skip
     """Each against the exact gradient from its own saved output, as that is what it is given."""
     assert ours.dtype == theirs.dtype == x.dtype

@@ -55,6 +55,7 @@ def _(x: Tensor, bias: Any, scale: Any, mask: Any, *flat: Any) -> Tensor:
     operation, dim, dtype, keepdim = flat[:4]
     shape = list(x.shape)
     if operation == "logsumexp" and shape:
+        dim %= len(shape)
         shape[dim : dim + 1] = [1] if keepdim else []
     return x.new_empty(shape, dtype=dtype or x.dtype)
 
