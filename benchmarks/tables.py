@@ -36,21 +36,27 @@ def _table(operation: str, dtype: str, cases: list[dict[str, Any]]) -> str:
     peers = list(dict.fromkeys(r["who"] for case in cases for r in case["results"] if r["who"] != "ours"))
     lines = [
         f"{operation}, {dtype}, GB/s:\n",
-        f"| rows × cols | copy | ours | strategy | of the copy | {' | '.join(peers)} |",
+        f"| rows × cols | copy | ours | strategy | of the copy |{''.join(f' {peer} |' for peer in peers)}",
         f"|---|---|---|---|---|{'---|' * len(peers)}",
     ]
     for case in cases:
+        if case["skipped"]:
+            continue
         results = {result["who"]: result for result in case["results"]}
         ours = results["ours"]
-        shape = " × ".join(str(size) for size in case["shape"])
-        if case["dim"] != len(case["shape"]) - 1:
-            shape += f", dim {case['dim']}"
-        others = " | ".join(_speed(results.get(peer)) for peer in peers)
-        lines.append(
-            f"| {shape} | {case['copy_gbps']:.0f} | **{_speed(ours)}** | {ours['plan']['strategy']} "
-            f"| {ours['of_copy']:.3f} | {others} |"
-        )
+        others = "".join(f" {_speed(results.get(peer))} |" for peer in peers)
+        strategy = ours["plan"]["strategy"] if ours["plan"] else "—"
+        part = f"{ours['of_copy']:.3f}" if ours["of_copy"] else "—"
+        lines.append(f"| {_shape(case)} | {case['copy_gbps']:.0f} | **{_speed(ours)}** | {strategy} | {part} |{others}")
     return "\n".join(lines) + "\n"
+
+
+def _shape(case: dict[str, Any]) -> str:
+    shape = " × ".join(str(size) for size in case["shape"])
+    if case["dim"] != len(case["shape"]) - 1:
+        shape += f", dim {case['dim']}"
+    # Records of before there was anything to fuse have no such key.
+    return ", ".join([shape, *case.get("fused", ())])
 
 
 def _speed(result: dict[str, Any] | None) -> str:

@@ -25,7 +25,7 @@ def column_kernel(
     near = pid % strips * ROWS + tl.arange(0, ROWS)
     row_mask = near < adjacent
     at = operands.first_elements(p, places, pid // strips, UNITS)
-    at = operands.beside(at, places, near[None, :])
+    at = operands.beside(p, places, at, near[None, :])
     y_row = y_ptr + row_offset(pid // strips, places.sizes, places.y, UNITS[1]) + near * places.y.near
     col = tl.arange(0, COLS)
     tiles = tl.cdiv(cols, COLS)
@@ -41,7 +41,7 @@ def column_kernel(
                 first = step * i
                 inside = (col < cols - first)[:, None] & row_mask[None, :]
                 a, b, counts = operands.load(
-                    p, places, operands.skip(at, places, first), col[:, None], inside, OP, ACC, ""
+                    p, places, operands.skip(p, places, at, first), col[:, None], inside, OP, ACC, ""
                 )
                 m_tile, l_tile = ops.reduce(a, b, 0, OP, EXACT, ZERO)
                 m, l = ops.merge(m, l, m_tile, l_tile, OP, EXACT)
@@ -62,7 +62,7 @@ def column_kernel(
                 # Newest first: L2 still holds those.
                 first = step * (tiles - 1 - i)
                 inside = (col < cols - first)[:, None] & row_mask[None, :]
-                tile_at = operands.skip(at, places, first)
+                tile_at = operands.skip(p, places, at, first)
                 a, b, counts = operands.load(p, places, tile_at, col[:, None], inside, OP, ACC, "")
                 y = operands.finish(p, places, tile_at, col[:, None], a, b, counts, s, l, t, OP, ACC, EXACT, ZERO)
                 tl.store(y_at + first * places.y.col, y.to(y_ptr.dtype.element_ty), mask=inside)

@@ -17,7 +17,7 @@ from ...device import Device
 from .launch import Launch, Program
 from .operands import Pointers
 
-SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "i1"}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def looped_kernel(
     y_row = row_offset(row, places.sizes, places.y, UNITS[1])
     cols = cols.to(tl.int64) * UNITS[2]
     head, length = body(row_at[0], cols, VECTOR)
-    at = operands.skip_head(row_at, places, head, VECTOR)
+    at = operands.skip_head(p, places, row_at, head, VECTOR)
     if VECTOR > 1:
         edge = load_edges(p, places, row_at, head, length, cols, OP, ACC, VECTOR)
     if REDUCES:
@@ -45,10 +45,7 @@ def looped_kernel(
         for i in range(tiles):
             # Newest first: L2 still holds those.
             first = (tiles - 1 - i) * TILE
-            finish_tile(
-                p, places, operands.skip(at, places, first), y_body + first * places.y.col, length - first, cols, m, l,
-                OP, ACC, EXACT, ZERO, TILE,
-            )  # fmt: skip
+            finish_tile(p, places, at, y_body, first, length, cols, m, l, OP, ACC, EXACT, ZERO, TILE)
 
 
 def program(request: Request) -> Program:

@@ -55,7 +55,7 @@ class Places(NamedTuple):
 
     Attributes:
         sizes: Of the outer dimensions, without the slowest.
-        diagonal: Column q + diagonal - 1 is the last that query q attends to.
+        diagonal: Column q + diagonal - 1 is the last that query q attends to; None where causality is not asked for.
     """
 
     sizes: tuple[int, ...]
@@ -68,6 +68,8 @@ class Places(NamedTuple):
     lse: Any = None
     query: Any = None
     diagonal: Any = None
+    # Triton 3.6 forgets the constants of nested tuples at the next loop, unless one of this tuple follows them.
+    last: None = None
 
 
 @triton.jit
@@ -90,7 +92,7 @@ def first_elements(p, places, row, UNITS: tl.constexpr):
     x = row_offset(row, places.sizes, places.x, UNITS[0])
     # What is absent is given what is there already: nothing will read it.
     dy, bias, mask, logits, kept = x, x, x, x, x
-    if places.dy is not None:
+    if p.dy is not None:
         dy = row_offset(row, places.sizes, places.dy, UNITS[3])
     if p.bias is not None:
         bias = row_offset(row, places.sizes, places.bias, UNITS[4])
@@ -98,15 +100,15 @@ def first_elements(p, places, row, UNITS: tl.constexpr):
         mask = row_offset(row, places.sizes, places.mask, UNITS[5])
     if p.logits is not None:
         logits = row_offset(row, places.sizes, places.logits, UNITS[6])
-    if places.query is not None:
+    if places.diagonal is not None:
         kept = row_offset(row, places.sizes, places.query, 1) + places.diagonal
     return x, dy, bias, mask, logits, kept
 
 
 @triton.jit
-def skip_head(at, places, head, VECTOR: tl.constexpr):
+def skip_head(p, places, at, head, VECTOR: tl.constexpr):
     """The same places, `head` columns on: x and dy are there on 16-byte boundaries, and the compiler may know."""
-    x, dy, bias, mask, logits, kept = skip(at, places, head)
+    x, dy, bias, mask, logits, kept = skip(p, places, at, head)
     if VECTOR > 1:
         x = x // VECTOR * VECTOR
         dy = dy // VECTOR * VECTOR
@@ -114,35 +116,35 @@ def skip_head(at, places, head, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def skip(at, places, cols):
+def skip(p, places, at, cols):
     """The same places, `cols` columns on."""
     x, dy, bias, mask, logits, kept = at
     x += cols * places.x.col
-    if places.dy is not None:
+    if p.dy is not None:
         dy += cols * places.dy.col
-    if places.bias is not None:
+    if p.bias is not None:
         bias += cols * places.bias.col
-    if places.mask is not None:
+    if p.mask is not None:
         mask += cols * places.mask.col
-    if places.logits is not None:
+    if p.logits is not None:
         logits += cols * places.logits.col
     return x, dy, bias, mask, logits, kept - cols
 
 
 @triton.jit
-def beside(at, places, rows):
+def beside(p, places, at, rows):
     """The same places, `rows` rows on, where rows lie side by side."""
     x, dy, bias, mask, logits, kept = at
     x += rows * places.x.near
-    if places.dy is not None:
+    if p.dy is not None:
         dy += rows * places.dy.near
-    if places.bias is not None:
+    if p.bias is not None:
         bias += rows * places.bias.near
-    if places.mask is not None:
+    if p.mask is not None:
         mask += rows * places.mask.near
-    if places.logits is not None:
+    if p.logits is not None:
         logits += rows * places.logits.near
-    if places.query is not None:
+    if places.diagonal is not None:
         kept += rows * places.query.near
     return x, dy, bias, mask, logits, kept
 
@@ -153,7 +155,7 @@ def load(p, places, at, col, inside, OP: tl.constexpr, ACC: tl.constexpr, POLICY
     x_at, dy_at, bias_at, mask_at, _, kept = at
     wide = col.to(tl.int64)
     counts = inside
-    if places.query is not None:
+    if places.diagonal is not None:
         counts = counts & (col < kept)
     if OP == "softmax_backward" or OP == "log_softmax_backward":
         a = tl.load(p.x + x_at + wide * places.x.col, mask=inside, other=0.0, eviction_policy=POLICY).to(ACC)
@@ -181,7 +183,7 @@ def finish(
 ):  # fmt: skip
     """The output for (a, b), given the row's s, l and t as ops.term describes them."""
     y = ops.finish(a, b, s, l, t, OP, EXACT, ZERO)
-    if OP == "log_softmax_backward" and (p.mask is not None or places.query is not None):
+    if OP == "log_softmax_backward" and (p.mask is not None or places.diagonal is not None):
         y = tl.where(counts, y, 0.0)
     if OP == "softmax_backward" or OP == "log_softmax_backward" or OP == "logsumexp_backward":
         if p.softcap is not None:

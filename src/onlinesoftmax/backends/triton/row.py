@@ -52,7 +52,7 @@ def one_tile(
     if VECTOR > 1:
         # Rows begin anywhere: each has its own head, and a body where all rows load alike.
         head, length = body(row_offset(row, places.sizes, places.x, UNITS[0]), cols, VECTOR)
-        at = operands.skip_head(at, places, head[:, None], VECTOR)
+        at = operands.skip_head(p, places, at, head[:, None], VECTOR)
         y_body = (y_row + head) // VECTOR * VECTOR
         inside = inside & (col[None, :] < length.to(tl.int32)[:, None])
         # The edges' tile stands on end: lying like x's it would be given x's layout, which is made for

@@ -31,7 +31,7 @@ def split_state_kernel(
     slice_cols = slice_tiles * (DEPTH * BLOCK)
     start = pid % splits * slice_cols
     left = tl.maximum(tl.minimum(length - start, slice_cols), 0)
-    at = operands.skip(operands.skip_head(row_at, places, head, VECTOR), places, start)
+    at = operands.skip(p, places, operands.skip_head(p, places, row_at, head, VECTOR), start)
     m, l = reduce_slice(p, places, at, left, OP, ACC, EXACT, ZERO, DEPTH, BLOCK)
     if VECTOR > 1 and start == 0:
         a, b, _ = load_edges(p, places, row_at, head, length, cols, OP, ACC, VECTOR)
@@ -87,9 +87,9 @@ def split_finish_kernel(
         l = tl.load(l_ptr + row)
     else:
         m, l = operands.given(p, places, row, 0, None, ACC)
-    at = operands.skip(operands.skip_head(row_at, places, head, VECTOR), places, start)
-    y_tile = y_ptr + (y_row + head) // VECTOR * VECTOR + start * places.y.col
-    finish_tile(p, places, at, y_tile, length - start, cols, m, l, OP, ACC, EXACT, ZERO, TILE)
+    at = operands.skip_head(p, places, row_at, head, VECTOR)
+    y_body = y_ptr + (y_row + head) // VECTOR * VECTOR
+    finish_tile(p, places, at, y_body, start, length, cols, m, l, OP, ACC, EXACT, ZERO, TILE)
     if VECTOR > 1 and start == 0:
         edge = load_edges(p, places, row_at, head, length, cols, OP, ACC, VECTOR)
         finish_edges(p, places, row_at, y_ptr + y_row, edge, head, length, cols, m, l, OP, ACC, EXACT, ZERO, VECTOR)

@@ -68,7 +68,7 @@ def reduce_slice(
     for first in range(0, length, DEPTH * BLOCK):
         # The tile will be read once more: ask L2 to keep it.
         a, b, _ = operands.load(
-            p, places, operands.skip(at, places, first), col, col < length - first, OP, ACC, "evict_last"
+            p, places, operands.skip(p, places, at, first), col, col < length - first, OP, ACC, "evict_last"
         )
         m_tile, l_tile = ops.reduce(a, b, 0, OP, EXACT, ZERO)
         m, l = ops.merge(m, l, m_tile, l_tile, OP, EXACT)
@@ -77,14 +77,15 @@ def reduce_slice(
 
 @triton.jit
 def finish_tile(
-    p, places, at, y_tile, left, cols, m, l,
+    p, places, at, y_body, first, length, cols, m, l,
     OP: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the operation's output for the `left` elements, at most TILE, from the places `at` on."""
+    """Write the operation's output for TILE of `length` elements, from the `first` after the places `at` on."""
     col = tl.arange(0, TILE)
-    inside = col < left
-    a, b, counts = operands.load(p, places, at, col, inside, OP, ACC, "evict_first")
+    inside = col < length - first
+    tile_at = operands.skip(p, places, at, first)
+    a, b, counts = operands.load(p, places, tile_at, col, inside, OP, ACC, "evict_first")
     s, l, t = ops.term(m, l, cols, OP, ZERO)
-    y = operands.finish(p, places, at, col, a, b, counts, s, l, t, OP, ACC, EXACT, ZERO)
-    y_at = y_tile + col.to(tl.int64) * places.y.col
-    tl.store(y_at, y.to(y_tile.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+    y = operands.finish(p, places, tile_at, col, a, b, counts, s, l, t, OP, ACC, EXACT, ZERO)
+    y_at = y_body + first * places.y.col + col.to(tl.int64) * places.y.col
+    tl.store(y_at, y.to(y_body.dtype.element_ty), mask=inside, eviction_policy="evict_first")
