@@ -175,7 +175,11 @@ def layout_for(
     layout = rows_of(tuple(shape), axis, strides, y_strides, more)
     if options.batch_invariant and layout.rows == 1:
         # A single row has no stride, which would let it be read wider than one of many.
-        layout = replace(layout, x_strides=(layout.cols,), y_strides=(layout.cols if layout.y_col else 1,))
+        step = (layout.cols,)
+        layout = replace(
+            layout, x_strides=step, y_strides=step if layout.y_col else (1,),
+            more=tuple((name, step if col else (1,), col) for name, _, col in layout.more),
+        )  # fmt: skip
     return layout
 
 
