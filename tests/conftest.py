@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -32,6 +33,17 @@ collect_ignore = [] if importlib.util.find_spec("triton") else ["triton_algebra.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture
+def device_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The device's memory for one test at a time, whichever of pytest-xdist's processes runs it."""
+    import torch
+    from filelock import FileLock
+
+    with FileLock(tmp_path_factory.getbasetemp().parent / "device_memory.lock"):
+        yield
+        torch.cuda.empty_cache()
 
 
 def pytest_configure(config: pytest.Config) -> None:

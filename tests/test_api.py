@@ -140,19 +140,14 @@ def test_errors_name_the_argument() -> None:
         osm.softmax(x, 1, backend="cudnn")
 
 
-def test_what_has_no_kernel_yet_goes_to_pytorch_or_says_so() -> None:
-    x = torch.randn(4, 6, device=DEVICE, requires_grad=True)
-    osm.softmax(x).square().sum().backward()
-    expected = torch.autograd.grad(torch.softmax(x, -1).square().sum(), x)[0]
-    torch.testing.assert_close(x.grad, expected)
-    with pytest.raises(osm.PlanError, match="requires a gradient"):
-        osm.softmax(x, backend="triton")
-    with torch.no_grad():
-        osm.softmax(x, backend="triton")
-    vmapped = torch.func.vmap(lambda row: osm.softmax(row, 0))(x.detach())
-    torch.testing.assert_close(vmapped, torch.softmax(x.detach(), -1))
-    meta = osm.softmax(torch.empty(4, 6, device="meta"))
-    assert meta.shape == (4, 6)
+def test_what_has_no_kernel_goes_to_pytorch_or_says_so() -> None:
+    meta = torch.empty(4, 6, device="meta")
+    assert osm.softmax(meta).shape == (4, 6)
+    sparse = torch.eye(3, device=DEVICE).to_sparse()
+    with pytest.raises(osm.PlanError, match=r"sparse_coo, not a plain strided tensor"):
+        osm.softmax(sparse, backend="triton")
+    with pytest.raises(osm.PlanError, match=r"dtype must be one of float16, .* got torch.int32"):
+        osm.softmax(torch.ones(3, dtype=torch.int32, device=DEVICE), backend="triton")
 
 
 def test_autocast_follows_pytorchs_lists(how: dict[str, str]) -> None:

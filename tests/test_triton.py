@@ -74,18 +74,30 @@ def test_kernels_compile_for_gpus_that_are_not_here() -> None:
         assert kernel["wide"] or kernel["name"] == "split_merge_kernel", kernel
 
 
+HUGE = [(2**16 + 1, 2**15 + 8), (2**15 + 8, 2**16 + 1), (1, 2**31 + 4097), (2**31 + 4097, 1)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "shape", [(2**16 + 1, 2**15 + 8), (2**15 + 8, 2**16 + 1), (1, 2**31 + 4097), (2**31 + 4097, 1)]
-)
+@pytest.mark.usefixtures("device_memory")
+@pytest.mark.parametrize("shape", HUGE)
 def test_more_elements_than_an_int32_counts(shape: tuple[int, int]) -> None:
-    x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+    x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
     y = osm.softmax(x, backend="triton")
-    for rows in (slice(0, 1), slice(shape[0] // 2, shape[0] // 2 + 1), slice(shape[0] - 1, None)):
+    dy = torch.empty_like(y).normal_()
+    (dx,) = torch.autograd.grad(y, x, dy)
+    for rows in {0, shape[0] // 2, shape[0] - 1}:
+        x_row, y_row, dy_row, dx_row = (t.detach()[rows] for t in (x, y, dy, dx))
         # Not torch.softmax: of one row of 2^31 float64 PyTorch 2.11 asks to have a bug reported.
-        wide = x[rows].double()
-        exact = (wide - wide.logsumexp(-1, keepdim=True)).exp_()
-        assert (y[rows].double() - exact).abs().max() <= exact.max() * 2**-8
+        l = sum(float(part.double().exp().sum()) for part in x_row.split(1 << 27))
+        pairs = zip(y_row.split(1 << 27), dy_row.split(1 << 27), strict=True)
+        dot = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
+        for part in (slice(0, 1 << 20), slice(-(1 << 20), None)):
+            wide_y, wide_dy = y_row[part].double(), dy_row[part].double()
+            exact = x_row[part].double().exp() / l
+            assert ((wide_y - exact).abs() <= exact * 2**-8 + 2**-133).all()
+            exact = wide_y * (wide_dy - dot)
+            # A unit of the gradient, and of what a float32 sum of so many terms leaves.
+            assert ((dx_row[part].double() - exact).abs() <= exact.abs() * 2**-8 + wide_y * 2**-18 + 2**-133).all()
 
 
 @pytest.mark.gpu

@@ -119,8 +119,8 @@ def triton_looped(problem: Problem, device: Device) -> Candidate | str:
     depth, lanes, warps = 4, 4096, 16
     if problem.inputs > 1:
         # A gradient's sums need no rescaling to share.  With twice the bytes of a row to come back to, one
-        # program a multiprocessor keeps the most of them in L2; a row of one tile, all.
-        depth, lanes, warps = 4 if wide and problem.cols <= 32768 else 2, 8192, 32
+        # program a multiprocessor keeps the most of them in L2.
+        depth, lanes, warps = (2, 8192, 16) if wide else (1 if problem.cols <= 32768 else 2, 8192, 32)
     elif peeled:
         lanes, warps = 2048, 16 if wide else 8
     elif problem.cols > 65536 and not problem.per_row:

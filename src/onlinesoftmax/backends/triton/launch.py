@@ -110,8 +110,8 @@ class Request:
             sizes[:-1],
             place("x", layout.x_strides, layout.x_col),
             place("y", layout.y_strides, layout.y_col),
-            **{name: place(name, strides, col) for name, strides, col in layout.more},
             diagonal=self.diagonal,
+            **dict[str, Any]({name: place(name, strides, col) for name, strides, col in layout.more}),
         )
 
     @property
