@@ -87,11 +87,13 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
         # Of a gradient, 16 warps leave each thread the registers for both tensors.
         warps = 16 if (peeled and elements == 32768) or problem.inputs > 1 else 32
         quality = 0.5 if elements > 32768 else 0.65 if problem.per_row else 0.88
+        if problem.inputs > 1 and problem.itemsize == 2:
+            quality = 0.95
         if peeled and problem.itemsize == 2:
             quality = min(quality, 0.7)
         # The block fills its multiprocessor, so nothing else loads while it reduces: let it
         # prefetch its own next rows, where three of them fit shared memory.
-        fits = 3 * block * problem.itemsize * problem.inputs <= device.shared_memory
+        fits = 3 * block * (problem.itemsize * problem.inputs + problem.bias_bytes) <= device.shared_memory
         if fits and not peeled and problem.contiguous and problem.rows > device.multiprocessors:
             programs, stages = device.multiprocessors, 3
     elif elements == 16384 and (peeled or problem.itemsize == 2):

@@ -27,6 +27,7 @@ class Problem:
         peelable: Whether the output's rows begin alike, so that a row which begins anywhere can be cut
             into head, body and tail with the body on 16-byte boundaries in both.
         more_bytes: Bytes of what else is read, a bias or a mask, each element once.
+        bias_bytes: Bytes of an element of a bias, which is on chip with the input's.
     """
 
     operation: str
@@ -39,6 +40,7 @@ class Problem:
     unit: int | None = None
     peelable: bool = True
     more_bytes: int = 0
+    bias_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:

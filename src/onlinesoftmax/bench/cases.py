@@ -147,7 +147,7 @@ ODD = _rows((131072, 1023), (65536, 1025), (16384, 8191))
 COLUMN = (Entry((32, 512, 4096), 1),)
 """A softmax dimension that is not the innermost."""
 
-GRADIENTS = _rows(*((1 << 26 - k, 1 << k) for k in range(8, 16)), (2048, 128256), (1024, 262144),
+GRADIENTS = _rows(*((1 << 27 - k, 1 << k) for k in range(8, 16)), (2048, 128256), (1024, 262144),
                   operation="softmax_backward")  # fmt: skip
 """As many elements in rows of every length, and vocabularies."""
 
