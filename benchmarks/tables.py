@@ -1,6 +1,6 @@
 """The Markdown tables of docs/performance.md from recorded runs.
 
-python benchmarks/tables.py benchmarks/results/h200-f7d2126-softmax.json
+python benchmarks/tables.py benchmarks/results/h200-6d83896-softmax.json
 """
 
 from __future__ import annotations
