@@ -83,12 +83,18 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
     elements = rows * block * words
     warps = _clamp(elements // (2048 if light else 1024 if busy else 512), 1, 16)
     programs, stages, quality = -(-problem.rows // rows), 0, 0.97
+    beside = problem.bias_bytes > 0 or problem.masked
+    if beside and problem.itemsize == 4 and elements in (4096, 16384):
+        # What is loaded beside the row waits in registers: of more threads, or of fewer that have more.
+        warps = 16 if elements == 4096 else 8
     if elements >= 32768:
         # Of a gradient, 16 warps leave each thread the registers for both tensors.
         warps = 16 if (peeled and elements == 32768) or problem.inputs > 1 else 32
         quality = 0.5 if elements > 32768 else 0.65 if problem.per_row else 0.88
         if problem.inputs > 1 and problem.itemsize == 2:
             quality = 0.95
+        if problem.bias_bytes and problem.itemsize == 4:
+            warps = 8
         if peeled and problem.itemsize == 2:
             quality = min(quality, 0.7)
         # The block fills its multiprocessor, so nothing else loads while it reduces: let it
@@ -127,6 +133,9 @@ def triton_looped(problem: Problem, device: Device) -> Candidate | str:
         lanes, warps = 2048, 16 if wide else 8
     elif problem.cols > 65536 and not problem.per_row:
         lanes, warps = 8192, 32
+    if problem.masked:
+        # Triton moves a mask of several rows of lanes through shared memory, and takes five times as long.
+        depth, lanes, warps = 1, 8192, 32 if wide else 16
     lanes = _clamp(_power_of_two(problem.cols) // depth, 32, lanes // 2 if problem.itemsize == 8 else lanes)
     warps = _clamp(lanes // 128, 1, warps)
     return Candidate(
@@ -146,6 +155,9 @@ def triton_split(problem: Problem, device: Device) -> Candidate | str:
     # Small rows make small tiles, so that there is one for every multiprocessor.
     depth = 4 if problem.itemsize == 8 or problem.cols < 16 * lanes * device.multiprocessors else 8
     depth //= problem.inputs
+    if problem.masked:
+        # As in `looped`.
+        depth, lanes, warps = 1, 4096 // (problem.itemsize // 4 or 1), 8
     tile = depth * lanes
     # 32 programs a multiprocessor: enough to even out their ends, few enough to merge in one launch.
     wanted = max(1, 32 * device.multiprocessors // max(problem.rows, 1))

@@ -146,6 +146,7 @@ def make_plan(
         peelable=is_aligned and layout.congruent and not options.batch_invariant,
         more_bytes=sum(size for name, _, _, _, size in sides if name in ("bias", "mask")),
         bias_bytes=sum(kind.itemsize for name, _, kind, _, _ in sides if name == "bias"),
+        masked=any(name == "mask" for name, *_ in sides),
     )  # fmt: skip
     backend, strategy, missing = options.backend, options.strategy, registry.missing()
     machine = devices.from_torch(device.type, device.index or 0)

@@ -28,6 +28,7 @@ class Problem:
             into head, body and tail with the body on 16-byte boundaries in both.
         more_bytes: Bytes of what else is read, a bias or a mask, each element once.
         bias_bytes: Bytes of an element of a bias, which is on chip with the input's.
+        masked: Whether a boolean mask is read.
     """
 
     operation: str
@@ -41,6 +42,7 @@ class Problem:
     peelable: bool = True
     more_bytes: int = 0
     bias_bytes: int = 0
+    masked: bool = False
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
