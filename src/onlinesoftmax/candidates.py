@@ -69,6 +69,27 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
             f"a row of {problem.cols} columns, padded to {block}, does not fit the registers of one program: "
             f"{most} {problem.dtype} elements do"
         )
+    rows, warps = _tile_of_rows(problem, block, peeled)
+    programs, stages, quality = -(-problem.rows // rows), 0, 0.97
+    full = rows * block * words >= 32768
+    if full:
+        warps, stages, quality = _whole_multiprocessor(problem, device, block, peeled)
+        programs = device.multiprocessors if stages else programs
+    reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
+    if rows > 1:
+        reason += f"; {rows} rows share a program"
+    if stages:
+        reason += f"; {stages} rows are in flight on each multiprocessor"
+    elif full:
+        reason += ", but it fills the registers of a multiprocessor, so that no other row loads meanwhile"
+    return Candidate(
+        "triton", "row", reason + _cut(peeled), programs, block, rows, warps=warps, stages=stages,
+        vector=problem.vector if peeled else 1, quality=quality,
+    )  # fmt: skip
+
+
+def _tile_of_rows(problem: Problem, block: int, peeled: bool) -> tuple[int, int]:
+    """(rows, warps) of a program of `row` that leaves its multiprocessor room for others."""
     # A smaller tile would spend its time in being scheduled; where nothing but a number is written, more so.
     light = problem.per_row and problem.itemsize == 2
     tile = 2048 if light else 1024
@@ -80,42 +101,30 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
         # Lanes past the row's end load nothing, so a tile needs more of them, or more tiles a multiprocessor.
         busy, tile = True, 2048 if block == 128 else 512 if problem.itemsize > 2 else 1024
     rows = max(1, tile // block)
-    elements = rows * block * words
-    warps = _clamp(elements // (2048 if light else 1024 if busy else 512), 1, 16)
-    programs, stages, quality = -(-problem.rows // rows), 0, 0.97
-    beside = problem.bias_bytes > 0 or problem.masked
-    if beside and problem.itemsize == 4 and elements in (4096, 16384):
-        # What is loaded beside the row waits in registers: of more threads, or of fewer that have more.
-        warps = 16 if elements == 4096 else 8
-    if elements >= 32768:
-        # Of a gradient, 16 warps leave each thread the registers for both tensors.
-        warps = 16 if (peeled and elements == 32768) or problem.inputs > 1 else 32
-        quality = 0.5 if elements > 32768 else 0.65 if problem.per_row else 0.88
-        if problem.inputs > 1 and problem.itemsize == 2:
-            quality = 0.95
-        if problem.bias_bytes and problem.itemsize == 4:
-            warps = 8
-        if peeled and problem.itemsize == 2:
-            quality = min(quality, 0.7)
-        # The block fills its multiprocessor, so nothing else loads while it reduces: let it
-        # prefetch its own next rows, where three of them fit shared memory.
-        fits = 3 * block * (problem.itemsize * problem.inputs + problem.bias_bytes) <= device.shared_memory
-        if fits and not peeled and problem.contiguous and problem.rows > device.multiprocessors:
-            programs, stages = device.multiprocessors, 3
-    elif elements == 16384 and (peeled or problem.itemsize == 2):
+    elements = rows * block * _words(problem)
+    if elements == 16384 and (peeled or problem.itemsize == 2):
         # Fewer, busier threads: more blocks stay resident.
-        warps = 8
-    reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
-    if rows > 1:
-        reason += f"; {rows} rows share a program"
-    if stages:
-        reason += f"; {stages} rows are in flight on each multiprocessor"
-    elif elements >= 32768:
-        reason += ", but it fills the registers of a multiprocessor, so that no other row loads meanwhile"
-    return Candidate(
-        "triton", "row", reason + _cut(peeled), programs, block, rows, warps=warps, stages=stages,
-        vector=problem.vector if peeled else 1, quality=quality,
-    )  # fmt: skip
+        return rows, 8
+    if (problem.bias_bytes or problem.masked) and problem.itemsize == 4 and elements in (4096, 16384):
+        # What is loaded beside the row waits in registers: of more threads, or of fewer that have more.
+        return rows, 16 if elements == 4096 else 8
+    return rows, _clamp(elements // (2048 if light else 1024 if busy else 512), 1, 16)
+
+
+def _whole_multiprocessor(problem: Problem, device: Device, block: int, peeled: bool) -> tuple[int, int, float]:
+    """(warps, stages, quality) of a program of `row` whose row fills the registers of a multiprocessor."""
+    two_byte, gradient = problem.itemsize == 2, problem.inputs > 1
+    elements = block * _words(problem)
+    # Of a gradient, 16 warps leave each thread the registers for both tensors; 8, those for a bias.
+    warps = 16 if (peeled and elements == 32768) or gradient else 32
+    warps = 8 if problem.bias_bytes and problem.itemsize == 4 else warps
+    quality = 0.5 if elements > 32768 else 0.65 if problem.per_row else 0.88
+    quality = 0.95 if gradient and two_byte else quality
+    quality = min(quality, 0.7) if peeled and two_byte else quality
+    # Nothing else loads while it reduces: let it prefetch its own next rows, where three of them fit shared memory.
+    fits = 3 * block * (problem.itemsize * problem.inputs + problem.bias_bytes) <= device.shared_memory
+    stages = 3 if fits and not peeled and problem.contiguous and problem.rows > device.multiprocessors else 0
+    return warps, stages, quality
 
 
 def triton_looped(problem: Problem, device: Device) -> Candidate | str:
