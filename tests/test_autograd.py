@@ -325,3 +325,25 @@ def test_batch_invariant_on_pytorch_operations(operation: str) -> None:
         assert torch.equal(
             OPERATIONS[operation](x[5 : 5 + size], batch_invariant=True, backend="eager"), whole[5 : 5 + size]
         )
+
+
+@pytest.mark.parametrize("strategy", ["row", "looped", "split"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_same_gradient_same_bits(operation: str, strategy: str) -> None:
+    x = outliers(3, 5001, dtype=torch.float32, device=DEVICE).requires_grad_()
+    y = OPERATIONS[operation](x, backend="triton", strategy=strategy)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    first, second = (torch.autograd.grad(y, x, dy, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+def test_gradients_on_a_side_stream() -> None:
+    x = torch.randn(64, 3000, device="cuda", requires_grad=True)
+    expected = torch.autograd.grad(osm.softmax(x).square().sum(), x)[0]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = torch.autograd.grad(osm.softmax(x * 1).square().sum(), x)[0]
+    stream.synchronize()
+    assert torch.equal(late, expected)

@@ -116,7 +116,7 @@ def test_forward(strategy: str, name: str, operation: str, dtype: torch.dtype) -
     given = moved(given)
     call = OPERATIONS[operation]
     ours = call(x, backend="triton", strategy=strategy, **given)
-    theirs = eager.torch_fused(operation, x, -1, None, False, None, as_fused(given), False)
+    theirs = eager.torch_fused(operation, x, -1, None, False, as_fused(given), False)
     with np.errstate(all="ignore"):
         exact = verification.exact_result(operation, exact_scores(x, given), -1)
     # Where all is masked PyTorch, too, was told what to write.
@@ -206,3 +206,19 @@ def test_out_that_overlaps_a_bias() -> None:
     x, bias = torch.randn(3, 4, device=DEVICE), torch.randn(3, 4, device=DEVICE)
     with pytest.raises(RuntimeError, match="out overlaps bias"):
         osm.softmax(x, bias=bias, out=bias, backend="triton")
+
+
+@pytest.mark.parametrize("path", [{}, {"backend": "triton"}], ids=["default", "triton"])
+@pytest.mark.parametrize("given", [{"scale": 0.5}, {"batch_invariant": True}], ids=str)
+def test_out_must_fit(given: dict[str, Any], path: dict[str, str]) -> None:
+    x = torch.randn(3, 4, device=DEVICE)
+    fits, empty = torch.empty(3, 4, device=DEVICE), torch.empty(0, device=DEVICE)
+    for out in (fits, empty):
+        assert osm.logsumexp(x, keepdim=True, out=empty[:0].clone(), **given, **path).shape == (3, 1)
+        assert osm.softmax(x, out=out, **given, **path) is out
+        torch.testing.assert_close(out, osm.softmax(x, **given, **path))
+    for out, message in ((torch.empty(2, 3, 4), "out has shape"), (torch.empty(3, 4).half(), "Expected out tensor")):
+        if not (path or "scale" in given):
+            continue  # PyTorch itself runs, resizes and warns.
+        with pytest.raises(RuntimeError, match=message):
+            osm.softmax(x, out=out.to(DEVICE), **given, **path)

@@ -91,29 +91,27 @@ class _Plain(torch.autograd.Function):
 _record = super(torch.autograd.Function, _Plain).apply
 
 
+def _forward(x: Tensor, bias: Any, scale: Any, mask: Any, settings: tuple[Call, Fused]) -> Tensor:
+    call, fused = reassemble(settings, bias, scale, mask)
+    return kernels.forward(call, x, fused)
+
+
 class _Recorded(torch.autograd.Function):
     """The same with something fused."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, bias, scale, mask, settings = inputs
-        y = kernels.forward(*_at(reassemble(settings, bias, scale, mask), x))
+        y = _forward(*inputs)
         keep(ctx, inputs, y)
         return y
 
     backward = staticmethod(backward)
 
 
-def _at(call_and_fused: tuple[Call, Fused | None], x: Tensor) -> tuple[Call, Tensor, Fused | None]:
-    return call_and_fused[0], x, call_and_fused[1]
-
-
 class _Transformed(torch.autograd.Function):
     """For torch.func and forward mode."""
 
-    @staticmethod
-    def forward(x: Tensor, bias: Any, scale: Any, mask: Any, settings: tuple[Call, Fused]) -> Tensor:
-        return kernels.forward(*_at(reassemble(settings, bias, scale, mask), x))
+    forward = staticmethod(_forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

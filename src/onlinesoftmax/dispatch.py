@@ -10,10 +10,10 @@ from torch.autograd import forward_ad
 
 from . import autograd, kernels, registry
 from .backends import eager
-from .fused import Fused
+from .fused import Fused, query_axis
 from .kernels import Call
 from .plan import PlanError
-from .prepared import DTYPE_NAMES, PLAIN, Place, aligned, checked_dim, options_of, prepare
+from .prepared import DTYPE_NAMES, Place, aligned, check_out, checked_dim, options_of, prepare
 from .problem import ITEMSIZE
 
 
@@ -49,21 +49,23 @@ def run(
 
         dim = checked_dim(operation, dim, x.dim())
         y = library.forward(Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy), x, fused)
-        return y if out is None else out.copy_(y)
+        return y if out is None else _write(operation, y, out)
     if _wants_derivatives(x, fused):
         if out is not None:
             raise RuntimeError(f"{operation}(): functions with out=... do not support gradients, and one is needed")
         return autograd.apply(Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy), x, fused)
     place = None if out is None else _place(operation, x, out, fused)
     if plain:
-        options = PLAIN if backend is None and strategy is None else options_of(None, False, backend, strategy)
+        # As kernels.forward, without what only the fused need.
+        options = options_of(None, False, backend, strategy)
         is_aligned = x.data_ptr() % 16 == 0
         return prepare(
             operation, x.shape, x.stride(), x.dtype, x.device, is_aligned, dim, dtype, keepdim, place, options
         )(x, out)  # fmt: skip
-    return kernels.forward(
-        Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy), x, fused, out, place
-    )
+    call = Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy)
+    if batch_invariant and out is not None:
+        return _write(operation, kernels.forward(call, x, fused), out)
+    return kernels.forward(call, x, fused, out, place)
 
 
 @torch.compiler.assume_constant_result
@@ -96,7 +98,8 @@ def _by_pytorch(
         raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is not floating point; pass dtype=")
     if dtype is None and torch.is_autocast_enabled(x.device.type):
         dtype = _autocast_dtype(operation, x.dtype, x.device.type)
-    return eager.torch_fused(operation, x, dim, dtype, keepdim, out, fused or Fused(), batch_invariant)
+    y = eager.torch_fused(operation, x, dim, dtype, keepdim, fused or Fused(), batch_invariant)
+    return y if out is None else _write(operation, y, out)
 
 
 def _autocast_dtype(operation: str, dtype: torch.dtype, device_type: str) -> torch.dtype:
@@ -149,11 +152,7 @@ def _check_fused(operation: str, x: torch.Tensor, dim: Any, fused: Fused) -> Non
     if causal:
         if isinstance(dim, tuple | list):
             raise ValueError(f"{operation}(): causal needs one dim, got {dim}")
-        if checked_dim(operation, dim, x.dim()) == 0:
-            raise ValueError(
-                f"{operation}(): causal needs a dimension of queries before dim, and dim is the first of input's "
-                f"{max(x.dim(), 1)}"
-            )
+        query_axis(operation, checked_dim(operation, dim, x.dim()), max(x.dim(), 1))
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
@@ -185,7 +184,13 @@ def _over_dims(
     if not keepdim:
         return y
     y = y.reshape([1 if i in kept else size for i, size in enumerate(x.shape)])
-    return y if out is None else out.copy_(y)
+    return y if out is None else _write(operation, y, out)
+
+
+def _write(operation: str, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Copy y to `out`, which must fit it or be empty."""
+    check_out(operation, (out.shape, out.stride(), out.dtype, out.device, True), y.shape, y.dtype, y.device)
+    return (out if out.shape == y.shape else out.resize_(y.shape)).copy_(y)
 
 
 def _place(operation: str, x: torch.Tensor, out: torch.Tensor, fused: Fused | None) -> Place:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .fused import Fused
-from .prepared import Place, aligned, beside, numbers_of, options_of, prepare
+from .prepared import Place, aligned, beside, numbers_of, options_of, prepare, sides_of
 
 
 class Call(NamedTuple):
@@ -33,11 +33,11 @@ class Call(NamedTuple):
 def forward(
     call: Call, x: torch.Tensor, fused: Fused | None, out: torch.Tensor | None = None, place: Place | None = None
 ) -> torch.Tensor:
-    """The operation on x; `place` describes `out`."""
+    """The operation on x; `place` describes `out`, which a batch-invariant call does not take."""
     operation, dim, dtype, keepdim, batch_invariant, backend, strategy = call
     if batch_invariant:
-        return _batch_invariant(call, x, fused, out)
-    sides = _sides(fused, x.shape)
+        return _batch_invariant(call, x, fused)
+    sides = sides_of(fused, x.shape)
     prepared = prepare(
         operation, x.shape, x.stride(), x.dtype, x.device, aligned(x), dim, dtype, keepdim, place,
         options_of(fused, False, backend, strategy), sides,
@@ -62,13 +62,6 @@ def backward(
     """
     operation, dim, _, keepdim, batch_invariant, backend, strategy = call
     options = options_of(fused, batch_invariant, backend, strategy)
-    if fused is None and not batch_invariant and operation != "logsumexp":
-        # What most calls are, and only a call of prepare longer than it must be.
-        prepared = prepare(
-            operation + "_backward", saved.shape, saved.stride(), saved.dtype, saved.device, aligned(saved), dim, dtype,
-            False, None, options, (beside("dy", dy, saved.shape),),
-        )  # fmt: skip
-        return prepared(saved, None, dy=dy)
     if operation == "logsumexp":
         assert logits is not None
         x, lse = logits, saved
@@ -100,26 +93,18 @@ def backward(
     return prepared(x, None, **more)
 
 
-def _sides(fused: Fused | None, shape: torch.Size) -> tuple[Any, ...]:
-    if fused is None:
-        return ()
-    named = (("bias", fused.bias), ("mask", fused.mask))
-    return tuple(beside(name, t, shape) for name, t in named if t is not None)
-
-
-def _batch_invariant(call: Call, x: torch.Tensor, fused: Fused | None, out: torch.Tensor | None) -> torch.Tensor:
+def _batch_invariant(call: Call, x: torch.Tensor, fused: Fused | None) -> torch.Tensor:
     """Forward from memory that lies the same for any number of rows: one row after another, on 16 bytes."""
     x = _canonical(x, call.dim)
     prepared = prepare(
         call.operation, x.shape, x.stride(), x.dtype, x.device, True, call.dim, call.dtype, call.keepdim, None,
-        options_of(fused, True, call.backend, call.strategy), _sides(fused, x.shape),
+        options_of(fused, True, call.backend, call.strategy), sides_of(fused, x.shape),
     )  # fmt: skip
-    y = prepared(x, None, **numbers_of(fused))
-    return y if out is None else (out.resize_(y.shape) if out.numel() == 0 else out).copy_(y)
+    return prepared(x, None, **numbers_of(fused))
 
 
 def _canonical(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """X with its rows one after another in memory; x itself where they are."""
+    """Give x with its rows one after another in memory; x itself where they are."""
     if not x.dim():
         return x
     last = x.movedim(dim, -1)

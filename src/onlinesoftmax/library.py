@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import kernels
-from .autograd import PLAIN, gradients
+from .autograd import PLAIN, gradients, keep
 from .fused import Fused
 from .kernels import Call
 
@@ -86,18 +86,12 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, bias, scale, mask, *flat = inputs
-    operation, softcap = flat[0], flat[8]
-    wants_scale = scale is not None and ctx.needs_input_grad[2]
-    logits = x if operation == "logsumexp" or softcap is not None or wants_scale else None
-    ctx.flat, ctx.dtype, ctx.bias_like = flat, x.dtype, None if bias is None else (bias.shape, bias.dtype)
-    ctx.save_for_backward(
-        output, logits, bias if operation == "logsumexp" else None, scale, mask if operation != "softmax" else None
-    )
+    ctx.flat = flat
+    keep(ctx, (x, bias, scale, mask, _settings(tuple(flat), None, None, None)), output)
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     y, logits, bias, scale, mask = ctx.saved_tensors
-    call, fused = _settings(ctx.flat, None, scale, None)
 
     def kernel(
         _: Any, dy: Tensor, saved: Tensor, logits: Any, __: Any, dtype: torch.dtype, through: bool = True
@@ -105,7 +99,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return torch.ops.onlinesoftmax.backward(dy, saved, logits, bias, scale, mask, dtype, through, *ctx.flat)
 
     dx, dbias, dscale = gradients(
-        (call, fused), dy, y, logits, bias, scale, mask, ctx.needs_input_grad[:3], ctx.dtype, ctx.bias_like, kernel
+        ctx.settings, dy, y, logits, bias, scale, mask, ctx.needs_input_grad[:3], ctx.dtype, ctx.bias_like, kernel
     )
     return dx, dbias, dscale, None, *(None for _ in ctx.flat)
 

@@ -64,6 +64,26 @@ class _Fused(torch.nn.Module):
         return ", ".join([super().extra_repr(), *changed])
 
 
+class _OverDim(_Fused):
+    """What Softmax and LogSoftmax share: PyTorch's `dim`, and a result of the input's shape."""
+
+    operation: str
+    dim: int | None
+
+    def __init__(
+        self, dim: int | None = None, *, scale: float = 1.0, causal: bool = False, softcap: float | None = None,
+        fully_masked: str = "nan", batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(dim)
+        self._set(scale, causal, softcap, fully_masked, batch_invariant)
+
+    def forward(
+        self, input: torch.Tensor, *, mask: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the operation on `input`."""
+        return self._call(self.operation, input, self.dim, mask, bias)
+
+
 # torch.fx follows calls into modules that are not PyTorch's own, and stops here.
 @torch.fx.wrap
 def _operation(operation: str, input: Any, dim: Any, *keepdim: bool, **options: Any) -> Any:
@@ -79,7 +99,7 @@ LEGACY_DIM = "Implicit dimension choice for {} has been deprecated. Change the c
 """PyTorch's own words, so that a filter for them goes on working."""
 
 
-class Softmax(_Fused, torch.nn.Softmax):
+class Softmax(_OverDim, torch.nn.Softmax):
     """`torch.nn.Softmax`, by `onlinesoftmax.softmax`.  It has no state: `state_dict()` is empty, as PyTorch's.
 
     Args:
@@ -105,21 +125,10 @@ class Softmax(_Fused, torch.nn.Softmax):
         Softmax(dim=-1, causal=True)
     """
 
-    def __init__(
-        self, dim: int | None = None, *, scale: float = 1.0, causal: bool = False, softcap: float | None = None,
-        fully_masked: str = "nan", batch_invariant: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(dim)
-        self._set(scale, causal, softcap, fully_masked, batch_invariant)
-
-    def forward(
-        self, input: torch.Tensor, *, mask: torch.Tensor | None = None, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Softmax of `input`."""
-        return self._call("softmax", input, self.dim, mask, bias)
+    operation = "softmax"
 
 
-class LogSoftmax(_Fused, torch.nn.LogSoftmax):
+class LogSoftmax(_OverDim, torch.nn.LogSoftmax):
     """`torch.nn.LogSoftmax`, by `onlinesoftmax.log_softmax`.  Arguments, shapes and errors as for `Softmax`.
 
     Example:
@@ -127,18 +136,7 @@ class LogSoftmax(_Fused, torch.nn.LogSoftmax):
         tensor([-1.0986, -1.0986, -1.0986])
     """
 
-    def __init__(
-        self, dim: int | None = None, *, scale: float = 1.0, causal: bool = False, softcap: float | None = None,
-        fully_masked: str = "nan", batch_invariant: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(dim)
-        self._set(scale, causal, softcap, fully_masked, batch_invariant)
-
-    def forward(
-        self, input: torch.Tensor, *, mask: torch.Tensor | None = None, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Log-softmax of `input`."""
-        return self._call("log_softmax", input, self.dim, mask, bias)
+    operation = "log_softmax"
 
 
 class LogSumExp(_Fused):

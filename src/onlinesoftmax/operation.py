@@ -30,6 +30,11 @@ class Operation:
         """Whether it is a gradient."""
         return self.name.endswith("_backward")
 
+    @property
+    def forward(self) -> str:
+        """The public function that it is, or is the gradient of."""
+        return self.name.removesuffix("_backward")
+
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation

@@ -68,7 +68,15 @@ def options_of(fused: Fused | None, batch_invariant: bool, backend: str | None, 
 def beside(name: str, t: torch.Tensor, shape: torch.Size) -> Side:
     """What a plan depends on of a tensor that is read beside the input, broadcast to its shape."""
     strides = t.stride() if t.shape == shape else t.expand(shape).stride()
-    return name, strides, t.dtype, t.data_ptr() % 16 == 0, t.numel() * t.itemsize
+    return name, strides, t.dtype, aligned(t), t.numel() * t.itemsize
+
+
+def sides_of(fused: Fused | None, shape: torch.Size) -> tuple[Side, ...]:
+    """The same of the bias and the mask of a Fused."""
+    if fused is None:
+        return ()
+    named = (("bias", fused.bias), ("mask", fused.mask))
+    return tuple(beside(name, t, shape) for name, t in named if t is not None)
 
 
 def numbers_of(fused: Fused | None) -> dict[str, Any]:
@@ -96,7 +104,7 @@ def prepare(
     out_dtype = out_dtype or dtype
     out_shape = _out_shape(operation, shape, axis, keepdim)
     if place is not None:
-        _check_out(operation, place, out_shape, out_dtype, device)
+        check_out(operation, place, out_shape, out_dtype, device)
     if shape.numel() == 0:
         if OPERATIONS[operation].backward:
             return lambda x, out, **_: torch.empty(out_shape, dtype=out_dtype, device=device)
@@ -153,7 +161,7 @@ def make_plan(
     if machine.kind == "cpu" and backend == "triton" and registry.load("triton").interpreted():
         # The interpreter needs some GPU's numbers to plan with.
         machine = devices.KNOWN["h200"]
-    if OPERATIONS[operation].backward or sides or options[:5] != Options()[:5]:
+    if OPERATIONS[operation].backward or sides or options[:5] != PLAIN[:5]:
         # For those who want it all the same, dispatch calls eager itself.
         missing = (*missing, ("eager", "PyTorch's own operations have no kernel for this"))
     return plan(problem, machine, backend, strategy, missing, options.batch_invariant)
@@ -205,7 +213,8 @@ def _out_shape(operation: str, shape: torch.Size, axis: int, keepdim: bool) -> t
     return torch.Size((*shape[:axis], *((1,) if keepdim else ()), *shape[axis + 1 :]))
 
 
-def _check_out(operation: str, place: Place, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+def check_out(operation: str, place: Place, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise PyTorch's errors where an output does not fit its place."""
     out_shape, out_strides, out_dtype, out_device, _ = place
     if any(stride == 0 and size > 1 for size, stride in zip(out_shape, out_strides, strict=True)):
         raise RuntimeError(f"{operation}(): out has several elements at one memory location; clone() it first")

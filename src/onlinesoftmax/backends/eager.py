@@ -30,7 +30,7 @@ def torch_call(operation: str, x: Any, dim: Any, dtype: Any, keepdim: bool, out:
 
 
 def torch_fused(
-    operation: str, x: Any, dim: Any, dtype: Any, keepdim: bool, out: Any, fused: Fused, batch_invariant: bool
+    operation: str, x: Any, dim: Any, dtype: Any, keepdim: bool, fused: Fused, batch_invariant: bool
 ) -> Any:
     """The same of the scores that `fused` describes, computed in float32 or wider."""
     torch = sys.modules["torch"]
@@ -44,12 +44,7 @@ def torch_fused(
         if operation == "logsumexp":
             dead = dead if keepdim else dead.squeeze(dim)
         y = y.masked_fill(dead, -torch.inf if operation == "logsumexp" else 0.0)
-    y = y.to(dtype)
-    if out is None:
-        return y
-    if out.dtype != dtype:
-        raise RuntimeError(f"{operation}(): Expected out tensor to have dtype {dtype}, but got {out.dtype} instead")
-    return out.resize_(y.shape).copy_(y) if out.numel() == 0 else out.copy_(y)
+    return y.to(dtype)
 
 
 def torch_scores(operation: str, x: Any, dim: Any, fused: Fused, dtype: Any) -> tuple[Any, Any]:

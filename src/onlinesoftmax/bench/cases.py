@@ -66,7 +66,7 @@ class Case:
     @property
     def forward(self) -> str:
         """The public function, whose gradient it may be."""
-        return self.operation.removesuffix("_backward")
+        return OPERATIONS[self.operation].forward
 
     @property
     def elements(self) -> int:

@@ -51,8 +51,7 @@ def _fused_plan(case: Case, inputs: Inputs, ours: Ours) -> Plan:
         next(more) if "mask" in case.fused else None,
         "causal" in case.fused,
     )
-    named = (("bias", fused.bias), ("mask", fused.mask))
-    sides = tuple(prepared.beside(name, t, x.shape) for name, t in named if t is not None)
+    sides = prepared.sides_of(fused, x.shape)
     options = prepared.options_of(fused, False, ours.backend, ours.strategy)
     layout = prepared.layout_for(
         case.operation, x.shape, x.stride(), case.dim, False, contiguous_strides(x.shape), sides, options

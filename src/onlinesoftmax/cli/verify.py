@@ -109,7 +109,8 @@ def _device_name(device: str) -> str:
 
 def _print(cells: list[Cell], absent: dict[str, str], device: str, interpreted: bool) -> None:
     output.note(
-        f"Against float64 on {_device_name(device)}; allowed is PyTorch's largest error on the same input and 1 ulp."
+        f"Against float64 on {_device_name(device)}; allowed is PyTorch's largest error on the same input and 1 ulp; "
+        "a gradient may be off by one more, in float32 or wider, of the larger term that it subtracts."
     )
     if interpreted:
         from ..verification import INTERPRETER_ULPS

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from .. import api
+from ..operation import OPERATIONS
 from ..plan import PlanError
-from .exact import Exact, Outcome, forward_of, wide
+from .exact import Exact, Outcome, wide
 from .inputs import Case
 
 
@@ -56,7 +57,7 @@ class Cell:
     def add(self, case: Case, oracle: Exact) -> None:
         """Run one input and keep what is worst."""
         try:
-            function = getattr(api, forward_of(self.operation))
+            function = getattr(api, OPERATIONS[self.operation].forward)
             ours = oracle.outcome(function, backend=self.backend, strategy=self.strategy)
         except PlanError as error:
             self.refused += 1

@@ -48,7 +48,7 @@ class Exact:
         import torch
 
         x, dy = case.tensor(getattr(torch, dtype), device), None
-        function = getattr(torch, forward_of(operation))
+        function = getattr(torch, OPERATIONS[operation].forward)
         if OPERATIONS[operation].backward:
             like = function(x, case.dim)
             dy = torch.randn(like.shape, generator=torch.Generator().manual_seed(x.numel())).to(like)
@@ -80,11 +80,6 @@ def _outcome(operation: str, function: Callable[..., Any], x: Any, dim: int, dy:
     exact, terms = exact_gradient(operation, wide(x), wide(saved.detach()), wide(dy), dim)
     # A difference is no more exact than its terms were as they were accumulated.
     return Outcome(result, exact, ulp(exact, x.dtype) + ulp(terms, torch.promote_types(x.dtype, torch.float32)))
-
-
-def forward_of(operation: str) -> str:
-    """The public function that an operation is, or is the gradient of."""
-    return operation.removesuffix("_backward")
 
 
 def wide(x: Any) -> np.ndarray:
