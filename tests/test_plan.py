@@ -112,7 +112,7 @@ def test_rows_that_begin_anywhere_are_cut() -> None:
 def test_split_adds_merges_as_the_partials_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem("softmax", 1, 1 << 28, "bfloat16")
     assert plan(problem, H200, strategy="split").launches == 3
-    monkeypatch.setattr("onlinesoftmax.candidates.MERGE_FAN", 16)
+    monkeypatch.setattr("onlinesoftmax.candidates.triton.MERGE_FAN", 16)
     # 4096 partials, 16 to a program: 256, 16, 1.
     assert plan(problem, H200, strategy="split").launches == 5
 

@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_merge_tree(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of ten partials, two to a program: five, three, two, one."""
-    monkeypatch.setattr("onlinesoftmax.candidates.MERGE_FAN", 2)
+    monkeypatch.setattr("onlinesoftmax.candidates.triton.MERGE_FAN", 2)
     prepared.prepare.cache_clear()
     x = outliers(2, 40001, dtype=torch.float32, device=DEVICE)
     assert osm.explain(x, operation=operation, device="h200", strategy="split").plan.launches >= 5

@@ -12,6 +12,7 @@ from .layout import contiguous_strides, rows_of, strides_of_rows
 from .operation import OPERATIONS
 from .plan import Plan, Refusal, alternatives, plan
 from .problem import Problem
+from .request import Request
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Explanation:
         more = _tensors_beside(problem.operation, shape, dim)
         layout = rows_of(shape, dim, strides, _output_strides(shape, dim, problem.operation), more)
         dtypes = {"x": problem.dtype, "y": out} | dict.fromkeys(more, problem.dtype)
-        return compile_program(program(problem.operation, self.plan, layout, problem.dtype, out), dtypes, self.device)
+        request = Request(problem.operation, self.plan, layout, dtypes, frozenset(dtypes))
+        return compile_program(program(request), dtypes, self.device)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""

@@ -115,10 +115,11 @@ def alternatives(
     for its_backend, its_strategy, propose in TABLE:
         if backend not in (None, its_backend) or strategy not in (None, its_strategy):
             continue
-        option = missing.get(its_backend) or propose(problem, device)
-        found.append(
-            Refusal(its_backend, its_strategy, option) if isinstance(option, str) else price(option, problem, device)
-        )
+        options = missing.get(its_backend) or propose(problem, device)
+        if isinstance(options, str):
+            found.append(Refusal(its_backend, its_strategy, options))
+        else:
+            found.append(price(options[0], problem, device))
     return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
 
 

@@ -17,6 +17,7 @@ from .layout import Layout, contiguous_strides, rows_of, strides_of_rows
 from .operation import OPERATIONS
 from .plan import Plan, plan
 from .problem import ITEMSIZE, Problem
+from .request import Request
 
 DTYPE_NAMES = {getattr(torch, name): name for name in ITEMSIZE}
 
@@ -32,7 +33,7 @@ class Options(NamedTuple):
 
     Attributes:
         softcap, causal, zero: As in Fused; of the softcap only whether there is one.
-        scale: "number", the name of a tensor's dtype, or None.
+        scale: "number", the dtype of a tensor, or None.
         batch_invariant: Whether a row's bits must not depend on the rows beside it.
         backend, strategy: What is forced.
     """
@@ -40,7 +41,7 @@ class Options(NamedTuple):
     softcap: bool = False
     causal: bool = False
     zero: bool = False
-    scale: str | None = None
+    scale: torch.dtype | str | None = None
     batch_invariant: bool = False
     backend: str | None = None
     strategy: str | None = None
@@ -61,7 +62,7 @@ def options_of(fused: Fused | None, batch_invariant: bool, backend: str | None, 
             return PLAIN
         return Options(batch_invariant=batch_invariant, backend=backend, strategy=strategy)
     scale = fused.scale
-    kind = str(scale.dtype) if isinstance(scale, torch.Tensor) else None if scale == 1 else "number"
+    kind = scale.dtype if isinstance(scale, torch.Tensor) else None if scale == 1 else "number"
     return Options(fused.softcap is not None, fused.causal, fused.zero, kind, batch_invariant, backend, strategy)
 
 
@@ -118,10 +119,15 @@ def prepare(
     if the_plan.backend == "eager":
         return lambda x, out: eager.torch_call(operation, x, axis, out_dtype, keepdim, out)
     diagonal = shape[axis] - shape[query_axis(operation, axis, len(shape))] + 1 if options.causal else None
-    launch = registry.load(the_plan.backend).prepare(
-        operation, the_plan, layout, DTYPE_NAMES[dtype], DTYPE_NAMES[out_dtype],
-        scale=options.scale is not None, softcap=options.softcap, diagonal=diagonal, zero=options.zero,
+    dtypes = {"x": dtype, "y": out_dtype} | {name: kind for name, _, kind, _, _ in sides}
+    if isinstance(options.scale, torch.dtype):
+        dtypes["scale"] = options.scale
+    request = Request(
+        operation, the_plan, layout, {name: str(kind).removeprefix("torch.") for name, kind in dtypes.items()},
+        frozenset(("x", "y") if is_aligned else ()) | {name for name, _, _, ok, _ in sides if ok},
+        options.scale is not None, options.softcap, diagonal, options.zero,
     )  # fmt: skip
+    launch = registry.load(the_plan.backend).prepare(request)
 
     on_gpu, index = device.type == "cuda", device.index
     like_input = (out_shape, out_dtype) == (shape, dtype) and strides == contiguous_strides(shape)
@@ -155,6 +161,7 @@ def make_plan(
         more_bytes=sum(size for name, _, _, _, size in sides if name in ("bias", "mask")),
         bias_bytes=sum(kind.itemsize for name, _, kind, _, _ in sides if name == "bias"),
         masked=any(name == "mask" for name, *_ in sides),
+        fused=bool(options.softcap or options.causal or options.scale or {"bias", "mask"} & {side[0] for side in sides}),
     )  # fmt: skip
     backend, strategy, missing = options.backend, options.strategy, registry.missing()
     machine = devices.from_torch(device.type, device.index or 0)

@@ -29,6 +29,7 @@ class Problem:
         more_bytes: Bytes of what else is read, a bias or a mask, each element once.
         bias_bytes: Bytes of an element of a bias, which is on chip with the input's.
         masked: Whether a boolean mask is read.
+        fused: Whether scores are made from the input while it is read, by whatever of the arguments.
     """
 
     operation: str
@@ -43,6 +44,7 @@ class Problem:
     more_bytes: int = 0
     bias_bytes: int = 0
     masked: bool = False
+    fused: bool = False
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:

@@ -8,6 +8,7 @@ from functools import cache
 from types import ModuleType
 
 BACKENDS = {
+    "cuda": "onlinesoftmax.backends.cuda",
     "triton": "onlinesoftmax.backends.triton",
     "eager": "onlinesoftmax.backends.eager",
 }

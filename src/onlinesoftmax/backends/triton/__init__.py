@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...layout import Layout
-from ...plan import Plan
 from ...registry import module_missing
+from ...request import Request
 
 
 def unavailable() -> str | None:
@@ -32,17 +31,15 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def prepare(
-    operation: str, plan: Plan, layout: Layout, x_dtype: str, y_dtype: str, **fused: Any
-) -> Callable[[Any, Any, dict[str, Any]], None]:  # fmt: skip
-    """The function run(x, y, more) that runs a plan on torch tensors of this layout; `fused` as in `Request`."""
-    return program(operation, plan, layout, x_dtype, y_dtype, **fused).bind()
+def prepare(request: Request) -> Callable[[Any, Any, dict[str, Any]], None]:
+    """The function run(x, y, more) that runs a request on torch tensors."""
+    return program(request).bind()
 
 
-def program(operation: str, plan: Plan, layout: Layout, x_dtype: str, y_dtype: str, **fused: Any) -> Any:
-    """The launches of a plan, unbound: `explain` compiles them for a GPU that may not be here."""
+def program(request: Request) -> Any:
+    """The launches of a request, unbound: `explain` compiles them for a GPU that may not be here."""
     from . import column, looped, row, split
-    from .launch import Request
+    from .launch import TritonRequest
 
     strategies = {"row": row, "looped": looped, "split": split, "column": column}
-    return strategies[plan.strategy].program(Request(operation, plan, layout, x_dtype, y_dtype, **fused))
+    return strategies[request.plan.strategy].program(TritonRequest(**vars(request)))

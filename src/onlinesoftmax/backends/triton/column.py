@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from . import operands, ops
-from .launch import Launch, Program, Request
+from .launch import Launch, Program, TritonRequest
 from .operands import row_offset
 
 
@@ -68,7 +68,7 @@ def column_kernel(
                 tl.store(y_at + first * places.y.col, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def program(request: Request) -> Program:
+def program(request: TritonRequest) -> Program:
     """The launch of `column` for a request."""
     plan, layout = request.plan, request.layout
     launch = Launch(

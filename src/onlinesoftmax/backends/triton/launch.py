@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from ...layout import Layout
-from ...operation import OPERATIONS
-from ...plan import Plan
+from ...request import Request
 from .operands import Place, Places, Pointers
 
 TL_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32, "float64": tl.float64}
@@ -45,35 +44,14 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a strategy needs to write its launches: the plan, where rows lie, the dtypes, what is fused.
-
-    Attributes:
-        scale, softcap: Whether there is one.
-        diagonal: For a causal mask, as in Places.
-        zero: Whether a row in which all is masked is written as zeros.
-    """
-
-    operation: str
-    plan: Plan
-    layout: Layout
-    x_dtype: str
-    y_dtype: str
-    scale: bool = False
-    softcap: bool = False
-    diagonal: int | None = None
-    zero: bool = False
-
-    @property
-    def accumulator(self) -> str:
-        """Name of the dtype that states are kept in."""
-        return "float64" if "float64" in (self.x_dtype, self.y_dtype) else "float32"
+class TritonRequest(Request):
+    """A request in the terms of these kernels."""
 
     @property
     def op_constants(self) -> tuple[Any, ...]:
         """OP, PER_ROW, REDUCES, ACC, EXACT and ZERO, in the order that every kernel takes them."""
-        operation, exact = OPERATIONS[self.operation], self.y_dtype in ("float32", "float64")
-        return operation.name, operation.per_row, operation.reduces, TL_DTYPES[self.accumulator], exact, self.zero
+        operation, acc = self.operation, TL_DTYPES[self.accumulator]
+        return operation.name, operation.per_row, operation.reduces, acc, self.exact, self.zero
 
     @property
     def pointers(self) -> Pointers:

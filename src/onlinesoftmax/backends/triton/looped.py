@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from . import operands, ops
-from .launch import Launch, Program, Request
+from .launch import Launch, Program, TritonRequest
 from .operands import row_offset
 from .tiles import body, finish_edges, finish_tile, load_edges, reduce_slice
 
@@ -48,7 +48,7 @@ def looped_kernel(
             finish_tile(p, places, at, y_body, first, length, cols, m, l, OP, ACC, EXACT, ZERO, TILE)
 
 
-def program(request: Request) -> Program:
+def program(request: TritonRequest) -> Program:
     """The launch of `looped` for a request."""
     plan = request.plan
     launch = Launch(

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from . import operands, ops
-from .launch import Launch, Program, Request
+from .launch import Launch, Program, TritonRequest
 from .operands import row_offset
 from .tiles import body, edges
 
@@ -90,7 +90,7 @@ def one_tile(
             tl.store(y_ptr + y_row[None, :] + edge, y.to(y_ptr.dtype.element_ty), mask=edge_inside)
 
 
-def program(request: Request) -> Program:
+def program(request: TritonRequest) -> Program:
     """The launch of `row` for a request."""
     plan, layout = request.plan, request.layout
     launch = Launch(

@@ -7,9 +7,9 @@ is left for each row.  It can be of any height because merging is associative.
 import triton
 import triton.language as tl
 
-from ... import candidates
+from ...candidates import triton as candidates
 from . import operands, ops
-from .launch import Launch, Program, Request
+from .launch import Launch, Program, TritonRequest
 from .operands import row_offset
 from .tiles import body, finish_edges, finish_tile, load_edges, reduce_slice
 
@@ -99,7 +99,7 @@ FINISH_TILE = 2048
 """Columns of a program of split_finish_kernel: it only copies and scales, and small blocks end evenly."""
 
 
-def program(request: Request) -> Program:
+def program(request: TritonRequest) -> Program:
     """The launches of `split` for a request: states, as many merges as it takes, finish."""
     plan, layout, places = request.plan, request.layout, request.places()
     op, per_row, reduces, acc, exact, zero = request.op_constants
@@ -121,7 +121,7 @@ def program(request: Request) -> Program:
     return Program(launches, scratch)
 
 
-def _reduction(request: Request) -> tuple[list[Launch], dict[str, tuple[int, str]]]:
+def _reduction(request: TritonRequest) -> tuple[list[Launch], dict[str, tuple[int, str]]]:
     """The launches that leave one state for each row, and their scratch memory."""
     plan, layout, places = request.plan, request.layout, request.places()
     op, per_row, _, acc, exact, zero = request.op_constants

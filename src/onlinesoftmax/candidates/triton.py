@@ -1,53 +1,13 @@
-"""What each strategy proposes for a problem: the planner's table, one row for each.
+"""What the Triton strategies propose.
 
 Every number here was chosen by a sweep on an H200 and is explained where it stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from .device import Device
-from .operation import OPERATIONS
-from .problem import Problem
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One strategy's blocks for one problem.
-
-    Attributes:
-        backend, strategy: Who runs it, and how rows map to the machine.
-        reason: Why these blocks, in one sentence.
-        programs: Programs of the largest launch.
-        block: Columns that one program holds at a time.
-        rows_per_program: Rows that one program holds at a time.
-        depth: Columns of a block that share a lane and one rescaling of its state.
-        warps: Warps of a program.
-        stages: Tiles in flight in a persistent program; 0 when each program has one tile.
-        splits: Programs that share a row.
-        launches: Kernel launches.
-        reads: Times the input is read.
-        vector: Elements of 16 bytes where rows that begin anywhere are cut to boundaries of that; else 1.
-        quality: Part of copy bandwidth that these blocks reach when the device is full, measured on an H200.
-    """
-
-    backend: str
-    strategy: str
-    reason: str
-    programs: int
-    block: int
-    rows_per_program: int = 1
-    depth: int = 1
-    warps: int = 0
-    stages: int = 0
-    splits: int = 1
-    launches: int = 1
-    reads: int = 1
-    vector: int = 1
-    quality: float = 1.0
-
+from ..device import Device
+from ..problem import Problem
+from .candidate import Candidate, clamp, cut, no_gpu, power_of_two, reads, reduces, words_of
 
 REGISTER_ELEMENTS = 64
 """32-bit elements of a row that one thread keeps in registers beside what it works with."""
@@ -58,11 +18,11 @@ MERGE_FAN = 4096
 
 def triton_row(problem: Problem, device: Device) -> Candidate | str:
     """Whole rows in registers."""
-    if refusal := _no_triton(device):
+    if refusal := no_gpu("Triton", device):
         return refusal
     peeled = problem.peels
-    block = _power_of_two(problem.cols // problem.vector * problem.vector if peeled else problem.cols)
-    words = _words(problem)
+    block = power_of_two(problem.cols // problem.vector * problem.vector if peeled else problem.cols)
+    words = words_of(problem)
     most = 1024 * REGISTER_ELEMENTS // words
     if block > most:
         return (
@@ -83,7 +43,7 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
     elif full:
         reason += ", but it fills the registers of a multiprocessor, so that no other row loads meanwhile"
     return Candidate(
-        "triton", "row", reason + _cut(peeled), programs, block, rows, warps=warps, stages=stages,
+        "triton", "row", reason + cut(peeled), programs, block, rows, warps=warps, stages=stages,
         vector=problem.vector if peeled else 1, quality=quality,
     )  # fmt: skip
 
@@ -101,20 +61,20 @@ def _tile_of_rows(problem: Problem, block: int, peeled: bool) -> tuple[int, int]
         # Lanes past the row's end load nothing, so a tile needs more of them, or more tiles a multiprocessor.
         busy, tile = True, 2048 if block == 128 else 512 if problem.itemsize > 2 else 1024
     rows = max(1, tile // block)
-    elements = rows * block * _words(problem)
+    elements = rows * block * words_of(problem)
     if elements == 16384 and (peeled or problem.itemsize == 2):
         # Fewer, busier threads: more blocks stay resident.
         return rows, 8
     if (problem.bias_bytes or problem.masked) and problem.itemsize == 4 and elements in (4096, 16384):
         # What is loaded beside the row waits in registers: of more threads, or of fewer that have more.
         return rows, 16 if elements == 4096 else 8
-    return rows, _clamp(elements // (2048 if light else 1024 if busy else 512), 1, 16)
+    return rows, clamp(elements // (2048 if light else 1024 if busy else 512), 1, 16)
 
 
 def _whole_multiprocessor(problem: Problem, device: Device, block: int, peeled: bool) -> tuple[int, int, float]:
     """(warps, stages, quality) of a program of `row` whose row fills the registers of a multiprocessor."""
     two_byte, gradient = problem.itemsize == 2, problem.inputs > 1
-    elements = block * _words(problem)
+    elements = block * words_of(problem)
     # Of a gradient, 16 warps leave each thread the registers for both tensors; 8, those for a bias.
     warps = 16 if (peeled and elements == 32768) or gradient else 32
     warps = 8 if problem.bias_bytes and problem.itemsize == 4 else warps
@@ -129,7 +89,7 @@ def _whole_multiprocessor(problem: Problem, device: Device, block: int, peeled: 
 
 def triton_looped(problem: Problem, device: Device) -> Candidate | str:
     """One program streams one row."""
-    if refusal := _no_triton(device):
+    if refusal := no_gpu("Triton", device):
         return refusal
     peeled, wide = problem.peels, problem.itemsize > 2
     # 8 elements of a lane side by side are one 16-byte load of 16-bit data.
@@ -145,20 +105,20 @@ def triton_looped(problem: Problem, device: Device) -> Candidate | str:
     if problem.masked:
         # Triton moves a mask of several rows of lanes through shared memory, and takes five times as long.
         depth, lanes, warps = 1, 8192, 32 if wide else 16
-    lanes = _clamp(_power_of_two(problem.cols) // depth, 32, lanes // 2 if problem.itemsize == 8 else lanes)
-    warps = _clamp(lanes // 128, 1, warps)
+    lanes = clamp(power_of_two(problem.cols) // depth, 32, lanes // 2 if problem.itemsize == 8 else lanes)
+    warps = clamp(lanes // 128, 1, warps)
     return Candidate(
         "triton", "looped",
-        f"one program streams each row of {problem.cols} columns{', twice' if _reads(problem) == 2 else ''}; "
-        f"{problem.rows} rows share the device" + _cut(peeled),
+        f"one program streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
+        f"{problem.rows} rows share the device" + cut(peeled),
         programs=problem.rows, block=depth * lanes, depth=depth, warps=warps,
-        reads=_reads(problem), vector=problem.vector if peeled else 1, quality=0.69 if problem.per_row else 0.93,
+        reads=reads(problem), vector=problem.vector if peeled else 1, quality=0.69 if problem.per_row else 0.93,
     )  # fmt: skip
 
 
 def triton_split(problem: Problem, device: Device) -> Candidate | str:
     """Many programs share a row."""
-    if refusal := _no_triton(device):
+    if refusal := no_gpu("Triton", device):
         return refusal
     lanes, warps = 1024, 4
     # Small rows make small tiles, so that there is one for every multiprocessor.
@@ -178,27 +138,27 @@ def triton_split(problem: Problem, device: Device) -> Candidate | str:
     return Candidate(
         "triton", "split",
         f"{splits} programs share each row; their states merge in {merges} launch{'es' if merges > 1 else ''}"
-        + _cut(problem.peels)
+        + cut(problem.peels)
         if splits > 1
         else "a row is no more than one program's slice, so that splitting it only adds launches",
         programs=problem.rows * splits, block=tile, depth=depth, warps=warps, splits=splits,
-        launches=(1 + merges) * _reduces(problem) + (not problem.per_row), reads=_reads(problem),
+        launches=(1 + merges) * reduces(problem) + (not problem.per_row), reads=reads(problem),
         vector=problem.vector if problem.peels else 1, quality=0.92,
     )  # fmt: skip
 
 
 def triton_column(problem: Problem, device: Device) -> Candidate | str:
     """Adjacent rows as they lie."""
-    if refusal := _no_triton(device):
+    if refusal := no_gpu("Triton", device):
         return refusal
     if problem.contiguous:
         return "the elements of a row are neighbours: there are no rows side by side to read together"
     if problem.adjacent < 8:
         return f"{problem.adjacent} rows lie side by side: fewer than 8 do not fill a 32-byte sector"
-    words = _words(problem)
-    block, neighbours = _power_of_two(problem.cols), _power_of_two(problem.adjacent)
+    words = words_of(problem)
+    block, neighbours = power_of_two(problem.cols), power_of_two(problem.adjacent)
     # 32 neighbours are whole sectors of any dtype; more where the columns alone are no work.
-    rows = _clamp(max(32, 4096 // words // block), 8, neighbours)
+    rows = clamp(max(32, 4096 // words // block), 8, neighbours)
     whole = rows * block * words <= 32768
     if not whole:
         block = max(1, (32768 if problem.itemsize == 2 else 8192) // words // rows)
@@ -207,59 +167,6 @@ def triton_column(problem: Problem, device: Device) -> Candidate | str:
         f"the softmax dimension is strided and {problem.adjacent} rows lie side by side: a program reads {rows} of "
         f"them as they lie" + ("" if whole else f", {block} columns at a time"),
         programs=problem.rows // problem.adjacent * -(-problem.adjacent // rows),
-        block=block, rows_per_program=rows, warps=_clamp(rows * block * problem.itemsize // 4096, 1, 16),
-        reads=1 if whole else _reads(problem), quality=0.7,
+        block=block, rows_per_program=rows, warps=clamp(rows * block * problem.itemsize // 4096, 1, 16),
+        reads=1 if whole else reads(problem), quality=0.7,
     )  # fmt: skip
-
-
-def eager_row(problem: Problem, device: Device) -> Candidate | str:
-    """The framework's own operations."""
-    reason = "the framework's own operations run everywhere"
-    if device.kind != "cuda":
-        reason += f", and {device.name} has no kernels of ours"
-    # PyTorch's kernel for long rows keeps no more than some 8192 elements of a row in flight.
-    return Candidate("eager", "row", reason, programs=problem.rows, block=max(1, min(problem.cols, 8192)), quality=0.45)
-
-
-TABLE: tuple[tuple[str, str, Callable[[Problem, Device], Candidate | str]], ...] = (
-    ("triton", "row", triton_row),
-    ("triton", "looped", triton_looped),
-    ("triton", "split", triton_split),
-    ("triton", "column", triton_column),
-    ("eager", "row", eager_row),
-)
-"""(backend, strategy, what it proposes or why it cannot)."""
-
-
-def _no_triton(device: Device) -> str | None:
-    if device.kind != "cuda":
-        return f"Triton kernels need an NVIDIA GPU, and the device is {device.name}"
-    if device.compute_capability < (8, 0):
-        return f"Triton kernels need compute capability 8.0, and {device.name} has {device.arch}"
-    return None
-
-
-def _cut(peeled: bool) -> str:
-    return "; rows begin anywhere and are cut to 16-byte boundaries" if peeled else ""
-
-
-def _words(problem: Problem) -> int:
-    """32-bit registers for what is held of a column."""
-    return (2 if problem.itemsize == 8 else 1) * problem.inputs
-
-
-def _reduces(problem: Problem) -> bool:
-    return OPERATIONS[problem.operation].reduces
-
-
-def _reads(problem: Problem) -> int:
-    """Times a row is read that is not held: to reduce it, and to write."""
-    return 1 if problem.per_row or not _reduces(problem) else 2
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def _clamp(value: int, low: int, high: int) -> int:
-    return max(low, min(value, high))

@@ -1,0 +1,162 @@
+// Strategy `grid`: a team of blocks, resident together, holds one row after another.
+//
+// One block:  every TEAM-th tile of THREADS chunks of a row: CHUNKS tiles in registers, p.shared_tiles in shared
+//             memory, and what is left streamed, DEPTH tiles at a time, and read again newest first.
+// Chosen:     rows too long for a cluster, and a few rows that must fill the device.
+// Bytes:      one read, one write; the streamed part is read twice.  States travel through L2.
+// Limits:     all blocks must be resident at once, so the launch is cooperative.
+//
+// Every block has a mailbox with a word for every block of its team, EMPTY until that has written its state
+// there.  A state is its own message: no flag, no counter and no fence stands between write and read.  Who reads
+// a word empties it, so that all are empty when the kernel ends.  Rows take two slots in turn: a block writes to a
+// slot again when it has heard of the row between from everyone, and so all have read the row before.
+
+constexpr uint64 EMPTY = ~uint64(0);
+// A float and its sum are one word; anything wider takes one for m, and one for each float64 of l.
+constexpr int WORDS = (sizeof(ACC) + sizeof(SUM)) / 8 + (sizeof(ACC) + sizeof(SUM)) % 8 / 4;
+
+__device__ inline void send(uint64* to, uint64 word) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
+}
+__device__ inline uint64 receive(uint64* from) {
+    uint64 word;
+    do asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory"); while (word == EMPTY);
+    send(from, EMPTY);
+    return word;
+}
+
+// Bits of a number, none of which are EMPTY: that is a NaN of no arithmetic's, but a caller's may be it.
+__device__ inline uint64 bits(float x) { return __float_as_uint(x != x ? NOT_A_NUMBER : x); }
+__device__ inline uint64 bits(double x) { return __double_as_longlong(x != x ? NOT_A_NUMBER : x); }
+
+__device__ inline void send(uint64* to, float m, float l) { send(to, bits(m) | bits(l) << 32); }
+__device__ inline void send(uint64* to, float m, double l) { send(to, bits(m)), send(to + 1, bits(l)); }
+__device__ inline void send(uint64* to, double m, Twofold l) {
+    send(to, bits(m)), send(to + 1, bits(l.high)), send(to + 2, bits(l.low));
+}
+__device__ inline void receive(uint64* from, float& m, float& l) {
+    const uint64 word = receive(from);
+    m = __uint_as_float(unsigned(word)), l = __uint_as_float(unsigned(word >> 32));
+}
+__device__ inline void receive(uint64* from, float& m, double& l) {
+    m = __uint_as_float(unsigned(receive(from))), l = __longlong_as_double(receive(from + 1));
+}
+__device__ inline void receive(uint64* from, double& m, Twofold& l) {
+    m = __longlong_as_double(receive(from));
+    l = {__longlong_as_double(receive(from + 1)), __longlong_as_double(receive(from + 2))};
+}
+
+// The state of the states of a team, `slot` being its mailboxes for this row.
+__device__ inline State merge_team(State a, uint64* slot, int rank, State* room) {
+    if constexpr (TEAM == 1) return a;
+    for (int to = threadIdx.x; to < TEAM; to += THREADS) send(slot + (to * TEAM + rank) * WORDS, a.m, a.l);
+    a = identity();
+    for (int from = threadIdx.x; from < TEAM; from += THREADS) {
+        State b;
+        receive(slot + (rank * TEAM + from) * WORDS, b.m, b.l);
+        const ACC m = fmax(a.m, b.m);
+        a = {m, ops::rescale(a, m) + ops::rescale(b, m)};
+    }
+    return merge_warps<THREADS / 32>(merge_lanes<32>(a), room);
+}
+
+// A chunk from global to shared memory, without a register where it is sixteen bytes in both.
+template <int WIDTH, class T> __device__ inline void fetch(Chunk<T, VECTOR>* to, const T* from, const Place& place) {
+    if constexpr (WIDTH * sizeof(T) == 16 && sizeof(Chunk<T, VECTOR>) == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                     :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+    } else {
+        Chunk<T, VECTOR> chunk;
+        load<WIDTH, Keep::NORMAL>(chunk, from, step<WIDTH>(place));
+        *to = chunk;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(const __grid_constant__ Params p) {
+    constexpr int STEP = TEAM * THREADS;
+    __shared__ State room[2][THREADS / 32];
+    extern __shared__ Chunk<X, VECTOR> x_room[];
+    const int lane = threadIdx.x;
+    // Whoever reads what a thread has put into shared memory is that thread: no barrier is needed.
+    Chunk<X, VECTOR>* const x_own = x_room + lane;
+    Chunk<DY, VECTOR>* const dy_own = reinterpret_cast<Chunk<DY, VECTOR>*>(x_room + p.shared_tiles * THREADS) + lane;
+    const int teams = gridDim.x / TEAM, team = blockIdx.x % teams, rank = blockIdx.x / teams;
+    uint64* const mail = p.mail + int64(team) * (2 * TEAM * TEAM * WORDS);
+    const Numbers n = numbers(p);
+    int slot = 0;
+    for (int64 row = team; row < p.rows; row += teams, slot ^= 1) {
+        const Row r = row_at(p, row);
+        // A lane's chunks, STEP apart: CHUNKS, then p.shared_tiles, then the streamed.
+        const int64 first = int64(rank) * THREADS + lane;
+        const int64 left = r.body - first, left_shared = left - int64(CHUNKS) * STEP;
+        const int64 left_streamed = left_shared - p.shared_tiles * STEP;
+        const int64 streams = left_streamed > 0 ? (left_streamed - 1) / (int64(DEPTH) * STEP) + 1 : 0;
+        const Cursor at = r.chunk(p, first), at_shared = skip(p, at, int64(CHUNKS) * STEP * VECTOR);
+        const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * STEP * VECTOR);
+        const int edge_lane = rank ? 2 * VECTOR : lane;
+        const int shared = int(min(p.shared_tiles, left_shared > 0 ? (left_shared - 1) / STEP + 1 : 0));
+
+        for (int i = 0; i < shared; ++i) {
+            const Cursor from = skip(p, at_shared, int64(i) * STEP * VECTOR);
+            fetch<X_WIDTH>(x_own + i * THREADS, from.x, p.x_place);
+            if constexpr (HAS_DY) fetch<DY_WIDTH>(dy_own + i * THREADS, from.dy, p.dy_place);
+        }
+        Slice<CHUNKS, STEP, EDGES, TERMS> held;
+        held.load(p, at, left);
+        held.load_edges(p, r, edge_lane);
+
+        State state = identity();
+        if constexpr (REDUCES) {
+            for (int64 i = 0; i < streams; ++i) {
+                const int64 past = i * DEPTH * STEP;
+                const Cursor from = skip(p, at_streamed, past * VECTOR);
+                Slice<DEPTH, STEP, false, false, Keep::LONG> tile;
+                tile.load(p, from, left_streamed - past);
+                tile.settle(from, n, left_streamed - past);
+                state = extend(state, tile);
+            }
+        }
+        held.settle(at, n, left);
+        held.settle_edges(r, n, edge_lane);
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        if constexpr (REDUCES) {
+            state = extend(state, held);
+            for (int i = 0; i < shared; ++i) {
+                Slice<1, STEP, false, false> tile;
+                const Cursor from = skip(p, at_shared, int64(i) * STEP * VECTOR);
+                tile.recall(p, from, n, x_own[i * THREADS], dy_own[HAS_DY ? i * THREADS : 0]);
+                state = extend(state, tile);
+            }
+            state = merge_warps<THREADS / 32>(merge_lanes<32>(state), room[0]);
+            state = merge_team(state, mail + slot * (TEAM * TEAM * WORDS), rank, room[1]);
+        } else {
+            state = ops::given(p, row);
+        }
+
+        if constexpr (PER_ROW) {
+            if (rank == 0 && lane == 0) narrow(p.y[row_offset(p, p.y_place, row)], ops::result(state));
+        } else {
+            const ops::Term t = ops::term(state, p.cols);
+            for (int64 i = streams - 1; i >= 0; --i) {
+                const int64 past = i * DEPTH * STEP;
+                const Cursor from = skip(p, at_streamed, past * VECTOR);
+                Slice<DEPTH, STEP, false, false, Keep::SHORT, Keep::SHORT> tile;
+                tile.load(p, from, left_streamed - past);
+                tile.settle(from, n, left_streamed - past);
+                tile.finish(p, from, n, t, left_streamed - past);
+            }
+            held.renew();
+            const ops::Term t_held = held.own(t, state.m);
+            held.finish(p, at, n, t_held, left);
+            held.finish_edges(p, r, n, t_held, edge_lane);
+            for (int i = 0; i < shared; ++i) {
+                Slice<1, STEP, false, false> tile;
+                const Cursor from = skip(p, at_shared, int64(i) * STEP * VECTOR);
+                tile.recall(p, from, n, x_own[i * THREADS], dy_own[HAS_DY ? i * THREADS : 0]);
+                tile.finish(p, from, n, t, 1);
+            }
+        }
+        // What was emptied is empty before anyone hears of the next row.
+        if (row + teams < p.rows) __threadfence();
+    }
+}

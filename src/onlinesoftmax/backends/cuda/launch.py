@@ -1,0 +1,135 @@
+"""Launches: everything that a shape tells is laid out once; a call fills in its pointers and its stream.
+
+A kernel has one parameter, the struct Params of operands.cuh: eight bytes a field, in the order of `_values`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from ...request import Request
+from . import compile, driver
+from .source import BESIDE, source
+
+POINTERS = ("x", "y", *BESIDE, "scale", "mail")
+"""Fields that a call fills in, by the names of what they are filled with."""
+
+Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
+
+
+class _Call:
+    """The arguments of one launch, in memory that the driver reads; for one thread at a time."""
+
+    def __init__(self, values: bytes, config: tuple[Any, ...]) -> None:
+        self.fields = (ctypes.c_uint64 * (len(values) // 8)).from_buffer_copy(values)
+        self.config = driver.launch_config(*config)
+        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.fields))
+        self.addresses = ctypes.addressof(self.config), ctypes.addressof(self.parameters)
+
+
+def bind(request: Request) -> Run:
+    """The function run(x, y, more) on tensors of the shapes and the dtypes that it was planned for."""
+    plan, values = request.plan, _values(request)
+    shared_memory = plan.shared * 32 * plan.warps * 16 * request.operation.inputs
+    cluster = plan.splits if plan.strategy == "cluster" else 1
+    cooperative = plan.strategy == "grid"
+    config = (plan.programs, 32 * plan.warps, shared_memory, cluster, cooperative)
+    beside = tuple((POINTERS.index(name), name) for name in POINTERS[2:] if _is_given(request, name))
+    softcap = len(POINTERS) + 1 if request.softcap else None
+    number = request.scale and "scale" not in request.dtypes
+    mail_words = _mail_words(request)
+    launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
+    spare: list[_Call] = []
+    kernel = 0
+
+    def run(x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
+        nonlocal kernel
+        index = x.get_device()
+        if not kernel:
+            kernel = _loaded(source(request), f"{plan.strategy}_kernel", index, shared_memory, cluster)
+        # Taking from a list is one step for any thread, and so no two fill in the same call.
+        call = spare.pop() if spare else _Call(values, config)
+        fields = call.fields
+        fields[0], fields[1] = x.data_ptr(), y.data_ptr()
+        for field, name in beside:
+            fields[field] = more[name].data_ptr()
+        if number:
+            fields[len(POINTERS)] = more["scale"] & _MASK
+        if softcap is not None:
+            fields[softcap] = more["softcap"] & _MASK
+        call.config.stream = stream = stream_of(index)
+        if mail_words:
+            mail = _mail(mail_words, index, stream)
+            fields[len(POINTERS) - 1] = mail.data_ptr()
+        config_at, parameters_at = call.addresses
+        status = launch(config_at, kernel, parameters_at, None)
+        spare.append(call)
+        if status:
+            driver.check(status, f"launching {plan.backend}/{plan.strategy}")
+
+    return run
+
+
+_MASK = (1 << 64) - 1
+
+
+def _is_given(request: Request, name: str) -> bool:
+    if name == "scale":
+        return "scale" in request.dtypes
+    return any(name == other for other, _, _ in request.layout.more)
+
+
+def _values(request: Request) -> bytes:
+    """Params, with zeros where a call fills in."""
+    layout = request.layout
+    dims = len(layout.sizes)
+    sides = {"x": (layout.x_strides, layout.x_col), "y": (layout.y_strides, layout.y_col)}
+    sides |= {name: (strides, col) for name, strides, col in layout.more}
+    places: list[int] = []
+    for name in ("x", "y", *BESIDE, "query"):
+        strides, col = sides.get(name, ((0,) * dims, 0))
+        places += [*strides, col]
+    numbers = [layout.rows, layout.cols, request.diagonal or 0, request.plan.shared]
+    empty = len(POINTERS) + 2
+    return struct.pack(
+        f"={empty}Q{4 + dims + len(places)}q", *(0,) * empty, *numbers, *layout.sizes, *places
+    )
+
+
+@cache
+def _loaded(text: str, name: str, index: int, shared_memory: int, cluster: int) -> int:
+    """A kernel, compiled or found, and loaded on a device."""
+    major, minor = torch.cuda.get_device_capability(index)
+    kernel = driver.load_kernel(compile.cubin(text, f"sm_{major}{minor}"), name)
+    if shared_memory:
+        driver.set_attribute(kernel, driver.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_memory, index)
+    if cluster > driver.PORTABLE_CLUSTER:
+        driver.set_attribute(kernel, driver.NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, index)
+    return kernel
+
+
+def _mail_words(request: Request) -> int:
+    """Words of the mailboxes of all teams: two slots for every block from every block, of one word or two."""
+    plan = request.plan
+    if plan.strategy != "grid" or plan.splits == 1 or not request.operation.reduces:
+        return 0
+    return plan.programs // plan.splits * 2 * plan.splits**2 * (3 if request.accumulator == "float64" else 2 if request.exact else 1)
+
+
+def _mail(words: int, index: int, stream: int) -> torch.Tensor:
+    """Empty mailboxes: kernels leave them so, and on one stream only one kernel has them at a time."""
+    if torch.cuda.is_current_stream_capturing():
+        # A graph may be replayed beside anything, so it has its own.
+        return torch.full((words,), -1, dtype=torch.int64, device=index)
+    return _mail_of_stream(words, index, stream)
+
+
+@cache
+def _mail_of_stream(words: int, index: int, stream: int) -> torch.Tensor:
+    return torch.full((words,), -1, dtype=torch.int64, device=index)

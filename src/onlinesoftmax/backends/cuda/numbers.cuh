@@ -1,0 +1,175 @@
+// Element types, and how they are moved: up to 16 bytes an instruction, the widest there is before sm_100.
+//
+// No header is included: a user has NVRTC, and need not have a toolkit.
+
+struct float16 { unsigned short bits; };
+struct bfloat16 { unsigned short bits; };
+using int64 = long long;
+using uint64 = unsigned long long;
+
+#define INF __int_as_float(0x7f800000)
+#define NOT_A_NUMBER __int_as_float(0x7fc00000)
+
+__device__ inline float wide(float16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits)); return y; }
+__device__ inline float wide(bfloat16 x) { return __uint_as_float(unsigned(x.bits) << 16); }
+__device__ inline float wide(float x) { return x; }
+__device__ inline double wide(double x) { return x; }
+
+// A float64 and what it lacks of a sum: additions are rounded once, however many.  An infinite one lacks nothing.
+struct Twofold {
+    double high, low;
+    Twofold() = default;
+    __device__ inline Twofold(double x) : high(x), low(0) {}
+    __device__ inline Twofold(double high, double low) : high(high), low(low) {}
+    __device__ inline explicit operator double() const { return high + low; }
+};
+__device__ inline Twofold operator+(Twofold a, Twofold b) {
+    const double sum = a.high + b.high, part = sum - a.high;
+    const double error = (a.high - (sum - part)) + (b.high - part);
+    return {sum, fabs(sum) == INF ? 0 : a.low + b.low + error};
+}
+__device__ inline Twofold& operator+=(Twofold& a, Twofold b) { return a = a + b; }
+__device__ inline Twofold operator*(Twofold a, double b) {
+    const double product = a.high * b;
+    return {product, fabs(product) == INF ? 0 : fma(a.high, b, -product) + a.low * b};
+}
+__device__ inline double operator-(Twofold a, double b) { return a.high - b + a.low; }
+
+// A pair in one instruction, rounded to nearest.
+__device__ inline unsigned narrow_pair(float low, float high, float16) {
+    unsigned y; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y;
+}
+__device__ inline unsigned narrow_pair(float low, float high, bfloat16) {
+    unsigned y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y;
+}
+__device__ inline void narrow(float16& y, float x) { y.bits = narrow_pair(x, 0, y); }
+__device__ inline void narrow(bfloat16& y, float x) { y.bits = narrow_pair(x, 0, y); }
+__device__ inline void narrow(float& y, double x) { y = float(x); }
+__device__ inline void narrow(double& y, double x) { y = x; }
+
+// Nothing, to a maximum, and to a sum.
+__device__ inline void clear(float16& x, bool zero) { x.bits = zero ? 0 : 0xfc00; }
+__device__ inline void clear(bfloat16& x, bool zero) { x.bits = zero ? 0 : 0xff80; }
+__device__ inline void clear(float& x, bool zero) { x = zero ? 0 : -INF; }
+__device__ inline void clear(double& x, bool zero) { x = zero ? 0 : -INF; }
+
+// N neighbours as they lie in memory.
+template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Chunk { T at[N]; };
+
+// Element i, by one instruction where two share a register.
+template <class T, int N> __device__ inline auto wide(const Chunk<T, N>& from, int i) { return wide(from.at[i]); }
+template <int N> __device__ inline float wide(const Chunk<bfloat16, N>& from, int i) {
+    if constexpr (N == 1) return wide(from.at[0]);
+    const unsigned pair = reinterpret_cast<const unsigned&>(from.at[i & ~1]);
+    return __uint_as_float(i & 1 ? pair & 0xffff0000u : pair << 16);
+}
+
+// The larger of each half of a register, and the larger half; of a number and a NaN, the number.
+template <class T> __device__ inline unsigned max_pair(unsigned a, unsigned) { return a; }
+template <> __device__ inline unsigned max_pair<float16>(unsigned a, unsigned b) {
+    asm("max.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b)); return a;
+}
+template <> __device__ inline unsigned max_pair<bfloat16>(unsigned a, unsigned b) {
+    asm("max.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b)); return a;
+}
+template <class T> __device__ inline float max_half(unsigned a) {
+    const Chunk<T, 2> pair = reinterpret_cast<const Chunk<T, 2>&>(a);
+    return fmaxf(float(wide(pair, 0)), float(wide(pair, 1)));
+}
+
+template <class T, int N, class A> __device__ inline Chunk<T, N> narrow(const A (&from)[N]) {
+    Chunk<T, N> to;
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2)
+            reinterpret_cast<unsigned&>(to.at[i]) = narrow_pair(float(from[i]), float(from[i + 1]), T{});
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) narrow(to.at[i], from[i]);
+    }
+    return to;
+}
+
+// To the compiler, new values: what was made of the old ones it cannot keep, and makes again.
+template <class T, int N> __device__ inline void renew(Chunk<T, N>& chunk) {
+    if constexpr (sizeof(chunk) >= 4) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4 / sizeof(T) ? 4 / sizeof(T) : 1)
+#pragma unroll
+            for (int j = 0; j < (sizeof(T) + 3) / 4; ++j)
+                asm volatile("" : "+r"(reinterpret_cast<unsigned*>(&chunk.at[i])[j]));
+    }
+}
+
+// The unsigned integers that are moved.
+template <int BYTES> struct Word;
+template <> struct Word<1> { using type = unsigned char; };
+template <> struct Word<2> { using type = unsigned short; };
+template <> struct Word<4> { using type = unsigned; };
+template <> struct Word<8> { using type = uint2; };
+template <> struct Word<16> { using type = uint4; };
+
+// What becomes of a line in L2: nothing is asked, or that it stay until it is read again, or that it leave first.
+enum class Keep { NORMAL, LONG, SHORT };
+
+template <Keep KEEP> __device__ inline uint64 policy() {
+    uint64 p;
+    if constexpr (KEEP == Keep::LONG) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));
+    else asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+    return p;
+}
+
+// volatile: a load is issued where it stands, ahead of the arithmetic on earlier ones, and never twice.
+template <Keep KEEP, class W> __device__ inline W load_word(const W* from) {
+    W w;
+    if constexpr (sizeof(W) == 16) {
+        if constexpr (KEEP == Keep::NORMAL)
+            asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(from));
+        else
+            asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                         : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(from), "l"(policy<KEEP>()));
+    } else {
+        w = *reinterpret_cast<const volatile W*>(from);
+    }
+    return w;
+}
+template <Keep KEEP> __device__ inline uint2 load_word(const uint2* from) {
+    uint2 w;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "l"(from));
+    return w;
+}
+
+template <Keep KEEP, class W> __device__ inline void store_word(W* to, W w) {
+    if constexpr (sizeof(W) == 16) {
+        if constexpr (KEEP == Keep::NORMAL)
+            asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                         :: "l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
+        else
+            asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;"
+                         :: "l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "l"(policy<KEEP>()) : "memory");
+    } else {
+        *to = w;
+    }
+}
+
+// WIDTH elements an instruction; where WIDTH is 1, elements are `step` apart, and 0 is one for all.
+template <int WIDTH, Keep KEEP, class T, int N>
+__device__ inline void load(Chunk<T, N>& to, const T* from, int64 step) {
+    constexpr int W = WIDTH < N ? WIDTH : N;
+    using Unit = typename Word<W * sizeof(T)>::type;
+#pragma unroll
+    for (int i = 0; i < N; i += W)
+        reinterpret_cast<Unit&>(to.at[i]) =
+            load_word<KEEP>(reinterpret_cast<const Unit*>(from + (W == 1 ? i * step : i)));
+}
+
+template <int WIDTH, Keep KEEP, class T, int N>
+__device__ inline void store(T* to, const Chunk<T, N>& from, int64 step) {
+    constexpr int W = WIDTH < N ? WIDTH : N;
+    using Unit = typename Word<W * sizeof(T)>::type;
+#pragma unroll
+    for (int i = 0; i < N; i += W)
+        store_word<KEEP>(
+            reinterpret_cast<Unit*>(to + (W == 1 ? i * step : i)), reinterpret_cast<const Unit&>(from.at[i]));
+}

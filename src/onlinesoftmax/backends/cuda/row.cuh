@@ -1,0 +1,39 @@
+// Strategy `row`: a group of LANES threads holds whole rows in its registers.
+//
+// One block:  GROUPS × DEPTH rows; a group loads all DEPTH of its rows before it reduces the first.
+// Chosen:     whenever the row fits the registers of a block.
+// Bytes:      one read, one write.
+// Limits:     CHUNKS × LANES chunks of 16 bytes a row.
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const __grid_constant__ Params p) {
+    constexpr int GROUPS = THREADS / LANES;
+    __shared__ State room[DEPTH][(THREADS + 31) / 32];
+    const int lane = threadIdx.x % LANES;
+    const int64 first = int64(blockIdx.x) * (GROUPS * DEPTH) + threadIdx.x / LANES;
+    const Numbers n = numbers(p);
+    Row row[DEPTH];
+    Cursor at[DEPTH];
+    Slice<CHUNKS, LANES, EDGES, TERMS> slice[DEPTH];
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) {
+        row[d] = row_at(p, first + d * GROUPS);
+        at[d] = row[d].chunk(p, lane);
+        slice[d].load(p, at[d], row[d].body - lane);
+        slice[d].load_edges(p, row[d], lane);
+    }
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) {
+        slice[d].settle(at[d], n, row[d].body - lane);
+        slice[d].settle_edges(row[d], n, lane);
+        const State state = REDUCES ? reduce<LANES>(slice[d], room[d]) : ops::given(p, first + d * GROUPS);
+        if constexpr (PER_ROW) {
+            if (lane == 0 && first + d * GROUPS < p.rows)
+                narrow(p.y[row_offset(p, p.y_place, first + d * GROUPS)], ops::result(state));
+        } else {
+            const ops::Term t = slice[d].own(ops::term(state, p.cols), state.m);
+            slice[d].renew();
+            slice[d].finish(p, at[d], n, t, row[d].body - lane);
+            slice[d].finish_edges(p, row[d], n, t, lane);
+        }
+    }
+}

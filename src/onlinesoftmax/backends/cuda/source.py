@@ -1,0 +1,126 @@
+"""The CUDA C++ of a plan: constants that make the kernel, ahead of the files that hold it.
+
+The constants are the kernel's bucket.  N is not among them: a kernel takes any row that fits its blocks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+
+from ...layout import LARGEST_UNIT, Layout
+from ...problem import ITEMSIZE
+from ...request import Request
+
+BESIDE = ("dy", "bias", "mask", "logits", "lse")
+"""Tensors that may be read beside x, in the order of the kernel's parameters."""
+
+GRADIENTS = ("softmax_backward", "log_softmax_backward")
+"""Gradients that read dy element by element and sum over their row."""
+
+
+@cache
+def text(name: str) -> str:
+    """One of the .cuh files, its lines counted in the compiler's messages under its own name."""
+    return f'#line 1 "{name}"\n' + resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def source(request: Request) -> str:
+    """All of a kernel, self-contained."""
+    lines = [f"{kind} {name} = {value};" for kind, name, value in constants(request)]
+    types = [f"using {name} = {kind};" for name, kind in types_of(request).items()]
+    enums = ["enum class Scale { NONE, NUMBER, TENSOR };", f"enum class Op {{ {', '.join(OPS)} }};"]
+    prologue = '#line 1 "constants"\n' + "\n".join([*enums, *types, *("constexpr " + line for line in lines)]) + "\n"
+    strategy = [f"{request.plan.strategy}.cuh"]
+    files = ["state.cuh", "operands.cuh", "ops.cuh", "levels.cuh", "slice.cuh", *strategy]
+    return text("numbers.cuh") + prologue + "".join(text(name) for name in files)
+
+
+OPS = (
+    "SOFTMAX", "LOG_SOFTMAX", "LOGSUMEXP", "SOFTMAX_BACKWARD", "LOG_SOFTMAX_BACKWARD", "LOGSUMEXP_BACKWARD",
+)  # fmt: skip
+
+
+def types_of(request: Request) -> dict[str, str]:
+    """Names of C++ types: of the elements of each tensor, of m, and of l."""
+    names = {"float32": "float", "float64": "double"}
+    kinds = {name: names.get(kind, kind) for name, kind in request.dtypes.items()}
+    accumulator = names[request.accumulator]
+    x = kinds["x"]
+    return {
+        "X": x, "Y": kinds["y"], "DY": kinds.get("dy", x), "BIAS": kinds.get("bias", x),
+        "LOGITS": kinds.get("logits", x), "LSE": kinds.get("lse", x), "SCALE_TENSOR": kinds.get("scale", x),
+        "ACC": accumulator,
+        "SUM": "Twofold" if accumulator == "double" else "double" if request.exact else "float",
+    }  # fmt: skip
+
+
+def vector(request: Request) -> int:
+    """Elements of a chunk: 16 bytes of x."""
+    return 16 // ITEMSIZE[request.dtypes["x"]]
+
+
+def constants(request: Request) -> list[tuple[str, str, object]]:
+    """(type, name, value) of what is compiled into a kernel."""
+    plan, layout, operation = request.plan, request.layout, request.operation
+    beside = {name for name, _, _ in layout.more}
+    gradient = request.name in GRADIENTS
+    numbers = {
+        "DIMS": len(layout.sizes),
+        "VECTOR": vector(request),
+        **{f"{name.upper()}_WIDTH": width for name, width in widths(request).items()},
+        "THREADS": 32 * plan.warps,
+        "RESIDENT": plan.resident,
+        "LANES": plan.lanes,
+        "CHUNKS": plan.block // (plan.lanes * vector(request)),
+        "DEPTH": plan.depth,
+    }
+    if plan.strategy == "cluster":
+        numbers["CLUSTER"] = plan.splits
+    if plan.strategy == "grid":
+        numbers["TEAM"] = plan.splits
+    flags = {
+        "PER_ROW": operation.per_row,
+        "TERMS": plan.terms,
+        "REDUCES": operation.reduces,
+        "GRADIENT": gradient,
+        "EXACT": request.exact,
+        "PEEL": plan.vector > 1,
+        "EDGES": plan.vector > 1 or layout.cols % vector(request) != 0,
+        "HAS_DY": gradient,
+        "HAS_BIAS": "bias" in beside,
+        "HAS_MASK": "mask" in beside,
+        "HAS_LOGITS": "logits" in beside,
+        "CAUSAL": request.diagonal is not None,
+        "SOFTCAP": request.softcap,
+        "ZERO": request.zero,
+    }
+    scale = "TENSOR" if "scale" in request.dtypes else "NUMBER" if request.scale else "NONE"
+    flags["FUSED"] = bool({"bias", "mask"} & beside) or flags["CAUSAL"] or flags["SOFTCAP"] or scale != "NONE"
+    return [
+        ("Op", "OP", f"Op::{request.name.upper()}"),
+        ("Scale", "SCALE", f"Scale::{scale}"),
+        *(("bool", name, str(value).lower()) for name, value in flags.items()),
+        *(("int", name, value) for name, value in numbers.items()),
+    ]
+
+
+def widths(request: Request) -> dict[str, int]:
+    """Elements of each tensor that one instruction may move; 1 where they are not neighbours."""
+    layout, peel = request.layout, request.plan.vector > 1
+    sides = {"x": (layout.x_strides, layout.x_col), "y": (layout.y_strides, layout.y_col)}
+    sides |= {name: (strides, col) for name, strides, col in layout.more}
+    found = dict.fromkeys(("x", "y", "dy", "bias", "mask", "logits"), 1)
+    for name in found.keys() & sides.keys():
+        strides, col = sides[name]
+        size = 1 if name == "mask" else ITEMSIZE[request.dtypes[name]]
+        if col != 1 or (name not in request.aligned and not (peel and name == "x")):
+            continue
+        widest = min(vector(request), 16 // size)
+        if peel:
+            # Where the body begins on 16 bytes in x, it does here if rows begin alike.
+            alike = all((a - b) % LARGEST_UNIT == 0 for a, b in zip(layout.x_strides, strides, strict=True))
+            found[name] = widest if alike else 1
+        else:
+            found[name] = min(widest, Layout.unit_of(strides, col))
+    return found

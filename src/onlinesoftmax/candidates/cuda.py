@@ -1,0 +1,184 @@
+"""What the CUDA strategies propose: for a problem, all blocks that are worth measuring, likeliest first.
+
+A row is divided in chunks of 16 bytes.  Threads × chunks a thread is its length, so no row is padded to a
+power of two; what remains to choose is how few threads share a row, and how many rows and blocks are in
+flight.  `onlinesoftmax tune` measures that; without its table, the first proposal is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from ..device import Device
+from ..problem import Problem
+from .candidate import Candidate, cut, no_gpu, reads
+
+HELD_REGISTERS = 64
+"""Registers of a thread for what it holds of a row, at most."""
+
+OTHER_REGISTERS = 32
+"""Registers of a thread for all else."""
+
+
+def _chunks(problem: Problem) -> int:
+    """Whole chunks of a row, at most."""
+    return max(1, problem.cols // problem.vector)
+
+
+def peels(problem: Problem) -> bool:
+    """Whether rows begin anywhere, and are cut so that it does not matter."""
+    return problem.contiguous and problem.peelable and problem.aligned_bytes < 16 and problem.cols >= problem.vector
+
+
+def _words(problem: Problem, terms: bool = False) -> int:
+    """Registers for a chunk: as it lies in memory, or as terms or scores that are made of it."""
+    if terms or (problem.fused and problem.inputs == 1):
+        return max(4, problem.vector * (2 if problem.itemsize == 8 else 1))
+    return 4 * problem.inputs
+
+
+def _terms(problem: Problem) -> tuple[bool, ...]:
+    """Whether to keep the terms of the sum: always where they take no more than the elements; else either may win."""
+    if problem.operation != "softmax":
+        return (False,)
+    return (True,) if _words(problem, True) == _words(problem, False) else (True, False)
+
+
+def _resident(problem: Problem, threads: int, chunks: int, terms: bool, device: Device) -> int:
+    """Blocks of a multiprocessor that leave each thread the registers it needs."""
+    needed = OTHER_REGISTERS + (32 if problem.itemsize == 8 else 0) + chunks * _words(problem, terms)
+    blocks = device.registers // (threads * needed)
+    return max(1, min(blocks, device.threads // threads, 32))
+
+
+def _candidate(problem: Problem, strategy: str, reason: str, **blocks: Any) -> Candidate:
+    peeled = peels(problem)
+    vector = problem.vector if peeled else 1
+    return Candidate("cuda", strategy, reason + cut(peeled), vector=vector, quality=0.97, **blocks)
+
+
+def row(problem: Problem, device: Device) -> list[Candidate] | str:
+    """Whole rows in the registers of a group of threads."""
+    if refusal := no_gpu("CUDA", device):
+        return refusal
+    chunks, found = _chunks(problem), []
+    for lanes, threads, depth, terms in itertools.product(
+        (1 << i for i in range(2, 11)), (128, 256, 512, 1024), (1, 2, 4), _terms(problem)
+    ):
+        held = -(-chunks // lanes)
+        most = HELD_REGISTERS // _words(problem, terms)
+        if held > most or (lanes > 4 and held * lanes >= 2 * max(chunks, 4)):
+            continue
+        if threads < lanes or (threads > 256 and lanes < threads):
+            continue
+        if depth > 1 and (held * depth > min(4, most) or lanes > 128):
+            continue
+        rows = threads // lanes * depth
+        reason = f"a row of {problem.cols} columns fits the registers of {lanes} threads, so it is read once"
+        if rows > 1:
+            reason += f"; {rows} rows share a block"
+        found.append(
+            _candidate(
+                problem, "row", reason, programs=-(-problem.rows // rows), block=held * lanes * problem.vector,
+                rows_per_program=rows, depth=depth, warps=threads // 32, lanes=lanes, terms=terms,
+                resident=_resident(problem, threads, held * depth, terms, device),
+            )
+        )  # fmt: skip
+    # Two chunks a thread, terms kept, in blocks of 128 threads.
+    found.sort(key=lambda c: (abs(_held(c, problem) - 2), not c.terms, c.depth, c.warps))
+    return found or (
+        f"a row of {problem.cols} columns does not fit the registers of one block: "
+        f"{1024 * HELD_REGISTERS // _words(problem) * problem.vector} {problem.dtype} elements do"
+    )
+
+
+def _held(candidate: Candidate, problem: Problem) -> int:
+    """Chunks of a row that a thread holds."""
+    return candidate.block // (candidate.lanes * problem.vector)
+
+
+def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
+    """Rows in the registers of several blocks that reach each other's shared memory."""
+    if refusal := no_gpu("CUDA", device):
+        return refusal
+    if device.compute_capability < (9, 0):
+        return f"clusters of blocks need compute capability 9.0, and {device.name} has {device.arch}"
+    chunks, found = _chunks(problem), []
+    for blocks, threads, terms in itertools.product((2, 4, 8, 16), (128, 256, 512, 1024), _terms(problem)):
+        # Slices begin on 128 bytes.
+        length = -(-chunks // blocks // 8) * 8
+        held = -(-length // threads)
+        if held > HELD_REGISTERS // _words(problem, terms) or (held * threads >= 2 * length and threads > 128):
+            continue
+        reason = f"{blocks} blocks hold a row of {problem.cols} columns in registers, so it is read once"
+        found.append(
+            _candidate(
+                problem, "cluster", reason, programs=problem.rows * blocks, block=held * threads * problem.vector,
+                warps=threads // 32, lanes=threads, splits=blocks, terms=terms,
+                resident=_resident(problem, threads, held, terms, device),
+            )
+        )  # fmt: skip
+    # Two to four chunks a thread, terms kept.
+    found.sort(key=lambda c: (abs(_held(c, problem) - 3), not c.terms, c.splits, c.warps))
+    most = 16 * 1024 * HELD_REGISTERS // _words(problem) * problem.vector
+    return found or f"a row of {problem.cols} columns does not fit 16 blocks: {most} {problem.dtype} elements do"
+
+
+def grid(problem: Problem, device: Device) -> list[Candidate] | str:
+    """Rows in the registers and shared memory of the whole device, or of a part of it each."""
+    if refusal := no_gpu("CUDA", device):
+        return refusal
+    chunks, found = _chunks(problem), []
+    # What is fused would be read again beside what shared memory holds.
+    for threads, resident, held in (
+        (1024, 1, 2), (1024, 1, 4), (512, 2, 2), (512, 2, 4), (256, 4, 2), (256, 4, 4), (256, 2, 8), (256, 6, 2),
+        (512, 1, 8), (512, 1, 16), (1024, 1, 8),
+    ):  # fmt: skip
+        held = max(1, held * 4 // _words(problem))
+        chunk_bytes = threads * 16 * problem.inputs
+        room = 0 if problem.fused else (device.shared_memory // resident - 2048) // chunk_bytes
+        blocks = resident * device.multiprocessors
+        smallest = min(blocks, -(-chunks // (threads * (held + room))))
+        for team in dict.fromkeys((blocks, blocks // max(1, blocks // smallest), blocks // 2, blocks // 4)):
+            teams = blocks // max(team, 1)
+            if team < smallest or team < 1 or (teams > problem.rows and team != blocks):
+                continue
+            tiles = -(-chunks // (team * threads))
+            shared = min(room, max(0, tiles - held))
+            streamed = max(0, tiles - held - shared)
+            whole = streamed == 0
+            reason = f"{team} blocks, resident together, hold a row of {problem.cols} columns" + (
+                ", so it is read once" if whole else f" but for {streamed} of {tiles} tiles, which are read again"
+            )
+            found.append(
+                _candidate(
+                    problem, "grid", reason, programs=teams * team, block=min(held, tiles) * threads * problem.vector,
+                    warps=threads // 32, lanes=threads, splits=team, shared=shared, resident=resident,
+                    depth=min(held, 4), reads=1 if whole else reads(problem),
+                )
+            )  # fmt: skip
+    found.sort(key=lambda c: (c.reads, -c.block * c.programs))
+    return list(dict.fromkeys(found))
+
+
+def looped(problem: Problem, device: Device) -> list[Candidate] | str:
+    """One block streams one row."""
+    if refusal := no_gpu("CUDA", device):
+        return refusal
+    found = []
+    most = HELD_REGISTERS // _words(problem)
+    for threads, held in ((512, 4), (1024, 2), (512, 2), (256, 4), (1024, 4), (256, 8), (128, 4)):
+        held = min(held, most)
+        resident = _resident(problem, threads, held, False, device)
+        reason = (
+            f"one block streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
+            f"{problem.rows} rows share the device"
+        )
+        found.append(
+            _candidate(
+                problem, "looped", reason, programs=problem.rows, block=held * threads * problem.vector,
+                warps=threads // 32, lanes=threads, resident=resident, reads=reads(problem),
+            )
+        )  # fmt: skip
+    return list(dict.fromkeys(found))
