@@ -94,7 +94,7 @@ def row(problem: Problem, device: Device) -> list[Candidate] | str:
 
 
 def _held(candidate: Candidate, problem: Problem) -> int:
-    """Chunks of a row that a thread holds."""
+    """Chunks of a row that a thread holds in registers."""
     return candidate.block // (candidate.lanes * problem.vector)
 
 
@@ -111,12 +111,12 @@ def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
         held = -(-length // threads)
         if held > HELD_REGISTERS // _words(problem, terms) or (held * threads >= 2 * length and threads > 128):
             continue
+        resident = _resident(problem, threads, held, terms, device)
         reason = f"{blocks} blocks hold a row of {problem.cols} columns in registers, so it is read once"
         found.append(
             _candidate(
                 problem, "cluster", reason, programs=problem.rows * blocks, block=held * threads * problem.vector,
-                warps=threads // 32, lanes=threads, splits=blocks, terms=terms,
-                resident=_resident(problem, threads, held, terms, device),
+                warps=threads // 32, lanes=threads, splits=blocks, terms=terms, resident=resident,
             )
         )  # fmt: skip
     # Two to four chunks a thread, terms kept.
@@ -155,7 +155,7 @@ def grid(problem: Problem, device: Device) -> list[Candidate] | str:
                 _candidate(
                     problem, "grid", reason, programs=teams * team, block=min(held, tiles) * threads * problem.vector,
                     warps=threads // 32, lanes=threads, splits=team, shared=shared, resident=resident,
-                    depth=min(held, 4), reads=1 if whole else reads(problem),
+                    depth=min(held, 4), terms=_terms(problem)[-1], reads=1 if whole else reads(problem),
                 )
             )  # fmt: skip
     found.sort(key=lambda c: (c.reads, -c.block * c.programs))

@@ -49,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     const int64 row = blockIdx.x / CLUSTER;
     const Row r = row_at(p, row);
     const Numbers n = numbers(p);
-    // Slices of one length, so that no block waits for a longer one, from cache line to cache line; the first block
-    // has the edges.
+    // Slices have one length, so that no block waits for a longer one, and begin on 128 bytes after the first; the
+    // first block has the edges.
     const int64 length = (r.body + CLUSTER * 8 - 1) / (CLUSTER * 8) * 8;
     const int64 left = min(length, r.body - rank * length) - lane;
     const Cursor at = r.chunk(p, rank * length + lane);
@@ -75,7 +75,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
         if (rank == 0 && lane == 0) narrow(p.y[row_offset(p, p.y_place, row)], ops::result(state));
     } else {
         const ops::Term t = slice.own(ops::term(state, p.cols), state.m);
-        slice.renew();
         slice.finish(p, at, n, t, left);
         slice.finish_edges(p, r, n, t, edge_lane);
     }

@@ -60,53 +60,56 @@ __device__ inline State merge_team(State a, uint64* slot, int rank, State* room)
     return merge_warps<THREADS / 32>(merge_lanes<32>(a), room);
 }
 
-// A chunk from global to shared memory, without a register where it is sixteen bytes in both.
-template <int WIDTH, class T> __device__ inline void fetch(Chunk<T, VECTOR>* to, const T* from, const Place& place) {
-    if constexpr (WIDTH * sizeof(T) == 16 && sizeof(Chunk<T, VECTOR>) == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                     :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from) : "memory");
-    } else {
-        Chunk<T, VECTOR> chunk;
-        load<WIDTH, Keep::NORMAL>(chunk, from, step<WIDTH>(place));
-        *to = chunk;
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(const __grid_constant__ Params p) {
     constexpr int STEP = TEAM * THREADS;
+    // Groups of tiles that are waited for one by one, so that the first are reduced while the last still travel.
+    constexpr int GROUPS = 8;
     __shared__ State room[2][THREADS / 32];
-    extern __shared__ Chunk<X, VECTOR> x_room[];
+    extern __shared__ Chunk<X, VECTOR> memory[];
+    const Room shared = own_room(memory, p.shared_tiles);
     const int lane = threadIdx.x;
-    // Whoever reads what a thread has put into shared memory is that thread: no barrier is needed.
-    Chunk<X, VECTOR>* const x_own = x_room + lane;
-    Chunk<DY, VECTOR>* const dy_own = reinterpret_cast<Chunk<DY, VECTOR>*>(x_room + p.shared_tiles * THREADS) + lane;
     const int teams = gridDim.x / TEAM, team = blockIdx.x % teams, rank = blockIdx.x / teams;
     uint64* const mail = p.mail + int64(team) * (2 * TEAM * TEAM * WORDS);
     const Numbers n = numbers(p);
+    const int64 first = int64(rank) * THREADS + lane;
+    const int edge_lane = rank ? 2 * VECTOR : lane;
     int slot = 0;
     for (int64 row = team; row < p.rows; row += teams, slot ^= 1) {
         const Row r = row_at(p, row);
         // A lane's chunks, STEP apart: CHUNKS, then p.shared_tiles, then the streamed.
-        const int64 first = int64(rank) * THREADS + lane;
         const int64 left = r.body - first, left_shared = left - int64(CHUNKS) * STEP;
         const int64 left_streamed = left_shared - p.shared_tiles * STEP;
         const int64 streams = left_streamed > 0 ? (left_streamed - 1) / (int64(DEPTH) * STEP) + 1 : 0;
-        const Cursor at = r.chunk(p, first), at_shared = skip(p, at, int64(CHUNKS) * STEP * VECTOR);
-        const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * STEP * VECTOR);
-        const int edge_lane = rank ? 2 * VECTOR : lane;
-        const int shared = int(min(p.shared_tiles, left_shared > 0 ? (left_shared - 1) / STEP + 1 : 0));
+        const Cursor at = r.chunk(p, first);
+        const int tiles = int(min(p.shared_tiles, left_shared > 0 ? (left_shared - 1) / STEP + 1 : 0));
+        const int group = (int(p.shared_tiles) + GROUPS * DEPTH - 1) / (GROUPS * DEPTH) * DEPTH;
 
-        for (int i = 0; i < shared; ++i) {
-            const Cursor from = skip(p, at_shared, int64(i) * STEP * VECTOR);
-            fetch<X_WIDTH>(x_own + i * THREADS, from.x, p.x_place);
-            if constexpr (HAS_DY) fetch<DY_WIDTH>(dy_own + i * THREADS, from.dy, p.dy_place);
-        }
         Slice<CHUNKS, STEP, EDGES, TERMS> held;
         held.load(p, at, left);
         held.load_edges(p, r, edge_lane);
+        const Cursor at_shared = skip(p, at, int64(CHUNKS) * STEP * VECTOR);
+        for (int g = 0, i = 0; g < GROUPS; ++g) {
+            for (; i < (g + 1) * group && i < tiles; ++i) fetch(p, shared, i, at_shared, int64(i) * STEP * VECTOR);
+            commit();
+        }
+        held.settle(at, n, left);
+        held.settle_edges(r, n, edge_lane);
 
         State state = identity();
         if constexpr (REDUCES) {
+            state = extend(state, held);
+            for (int g = 0, i = 0; g < GROUPS && i < tiles; ++g) {
+                wait_groups(GROUPS - 1 - g);
+                for (; i < (g + 1) * group && i < tiles; i += DEPTH) {
+                    Slice<DEPTH, STEP, false, false> tile;
+                    const Cursor from = skip(p, at_shared, int64(i) * STEP * VECTOR);
+                    const int64 there = min(left_shared, int64(tiles) * STEP) - int64(i) * STEP;
+                    tile.recall(p, from, shared.from(i), THREADS, there);
+                    tile.settle(from, n, there);
+                    state = extend(state, tile);
+                }
+            }
+            const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * STEP * VECTOR);
             for (int64 i = 0; i < streams; ++i) {
                 const int64 past = i * DEPTH * STEP;
                 const Cursor from = skip(p, at_streamed, past * VECTOR);
@@ -115,28 +118,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 tile.settle(from, n, left_streamed - past);
                 state = extend(state, tile);
             }
-        }
-        held.settle(at, n, left);
-        held.settle_edges(r, n, edge_lane);
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        if constexpr (REDUCES) {
-            state = extend(state, held);
-            for (int i = 0; i < shared; ++i) {
-                Slice<1, STEP, false, false> tile;
-                const Cursor from = skip(p, at_shared, int64(i) * STEP * VECTOR);
-                tile.recall(p, from, n, x_own[i * THREADS], dy_own[HAS_DY ? i * THREADS : 0]);
-                state = extend(state, tile);
-            }
             state = merge_warps<THREADS / 32>(merge_lanes<32>(state), room[0]);
             state = merge_team(state, mail + slot * (TEAM * TEAM * WORDS), rank, room[1]);
         } else {
             state = ops::given(p, row);
+            wait_groups(0);
         }
 
         if constexpr (PER_ROW) {
             if (rank == 0 && lane == 0) narrow(p.y[row_offset(p, p.y_place, row)], ops::result(state));
         } else {
             const ops::Term t = ops::term(state, p.cols);
+            const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * STEP * VECTOR);
+            // Newest first: L2 still holds those.
             for (int64 i = streams - 1; i >= 0; --i) {
                 const int64 past = i * DEPTH * STEP;
                 const Cursor from = skip(p, at_streamed, past * VECTOR);
@@ -145,15 +139,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 tile.settle(from, n, left_streamed - past);
                 tile.finish(p, from, n, t, left_streamed - past);
             }
-            held.renew();
             const ops::Term t_held = held.own(t, state.m);
             held.finish(p, at, n, t_held, left);
             held.finish_edges(p, r, n, t_held, edge_lane);
-            for (int i = 0; i < shared; ++i) {
-                Slice<1, STEP, false, false> tile;
+            for (int i = 0; i < tiles; i += DEPTH) {
+                Slice<DEPTH, STEP, false, false> tile;
                 const Cursor from = skip(p, at_shared, int64(i) * STEP * VECTOR);
-                tile.recall(p, from, n, x_own[i * THREADS], dy_own[HAS_DY ? i * THREADS : 0]);
-                tile.finish(p, from, n, t, 1);
+                const int64 there = min(left_shared, int64(tiles) * STEP) - int64(i) * STEP;
+                tile.recall(p, from, shared.from(i), THREADS, there);
+                tile.settle(from, n, there);
+                tile.finish(p, from, n, t, there);
             }
         }
         // What was emptied is empty before anyone hears of the next row.

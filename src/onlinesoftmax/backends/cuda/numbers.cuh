@@ -64,6 +64,19 @@ template <int N> __device__ inline float wide(const Chunk<bfloat16, N>& from, in
     return __uint_as_float(i & 1 ? pair & 0xffff0000u : pair << 16);
 }
 
+// The same by another instruction: what is widened twice by the same one, the compiler widens once and keeps, in
+// twice the registers.
+template <class T, int N> __device__ inline auto wide_again(const Chunk<T, N>& from, int i) { return wide(from, i); }
+template <int N> __device__ inline float wide_again(const Chunk<bfloat16, N>& from, int i) {
+    if constexpr (N == 1) return wide(from.at[0]);
+    return __uint_as_float(__byte_perm(reinterpret_cast<const unsigned&>(from.at[i & ~1]), 0, i & 1 ? 0x3244 : 0x1044));
+}
+template <int N> __device__ inline float wide_again(const Chunk<float16, N>& from, int i) {
+    if constexpr (N == 1) return wide(from.at[0]);
+    const unsigned half = __byte_perm(reinterpret_cast<const unsigned&>(from.at[i & ~1]), 0, i & 1 ? 0x4432 : 0x4410);
+    return wide(float16{(unsigned short)half});
+}
+
 // The larger of each half of a register, and the larger half; of a number and a NaN, the number.
 template <class T> __device__ inline unsigned max_pair(unsigned a, unsigned) { return a; }
 template <> __device__ inline unsigned max_pair<float16>(unsigned a, unsigned b) {
@@ -88,17 +101,6 @@ template <class T, int N, class A> __device__ inline Chunk<T, N> narrow(const A 
         for (int i = 0; i < N; ++i) narrow(to.at[i], from[i]);
     }
     return to;
-}
-
-// To the compiler, new values: what was made of the old ones it cannot keep, and makes again.
-template <class T, int N> __device__ inline void renew(Chunk<T, N>& chunk) {
-    if constexpr (sizeof(chunk) >= 4) {
-#pragma unroll
-        for (int i = 0; i < N; i += 4 / sizeof(T) ? 4 / sizeof(T) : 1)
-#pragma unroll
-            for (int j = 0; j < (sizeof(T) + 3) / 4; ++j)
-                asm volatile("" : "+r"(reinterpret_cast<unsigned*>(&chunk.at[i])[j]));
-    }
 }
 
 // The unsigned integers that are moved.

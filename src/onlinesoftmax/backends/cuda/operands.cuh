@@ -154,13 +154,17 @@ template <int N> struct Held {
                 ::load<DY_WIDTH, KEEP>(dy, at.dy + offset * dy_step, dy_step);
             }
         } else {
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                clear(x.at[i], GRADIENT);
-                if constexpr (HAS_DY) clear(dy.at[i], true);
-            }
+            clear();
         }
         load_beside(p, at, offset, there);
+    }
+
+    __device__ inline void clear() {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            ::clear(x.at[i], GRADIENT);
+            if constexpr (HAS_DY) ::clear(dy.at[i], true);
+        }
     }
 
     // The part that is not x or dy.
@@ -177,7 +181,7 @@ template <int N> struct Held {
         } else {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                if constexpr (HAS_BIAS) clear(bias.at[i], true);
+                if constexpr (HAS_BIAS) ::clear(bias.at[i], true);
                 if constexpr (HAS_MASK) mask.at[i] = 0;
             }
         }
@@ -200,12 +204,63 @@ template <int N> struct Held {
         }
     }
 
-    __device__ inline ACC a(int i) const {
+    // Element i, when it is reduced and when it is written.
+    template <bool AGAIN> __device__ inline ACC a(int i) const {
         if constexpr (SCORES) return scores[i];
-        else return wide(x, i);
+        else return AGAIN ? wide_again(x, i) : wide(x, i);
     }
-    __device__ inline ACC b(int i) const {
-        if constexpr (HAS_DY) return wide(dy, i);
+    template <bool AGAIN> __device__ inline ACC b(int i) const {
+        if constexpr (HAS_DY) return AGAIN ? wide_again(dy, i) : wide(dy, i);
         else return 0;
     }
 };
+
+// Shared memory for chunks of x and dy.  Each thread reads what it fetched itself, so no barrier is needed.
+struct Room {
+    Chunk<X, VECTOR>* x; Chunk<DY, VECTOR>* dy;
+    // The same, a thread's i-th chunk being the first.
+    __device__ inline Room from(int i) const { return {x + i * THREADS, dy + i * THREADS}; }
+};
+
+// One thread's, of a block's dynamic shared memory for `chunks` chunks a thread.
+__device__ inline Room own_room(Chunk<X, VECTOR>* memory, int64 chunks) {
+    return {memory + threadIdx.x, reinterpret_cast<Chunk<DY, VECTOR>*>(memory + chunks * THREADS) + threadIdx.x};
+}
+
+// A chunk from global to shared memory, without a register where it is sixteen bytes in both.
+template <int WIDTH, class T> __device__ inline void fetch(Chunk<T, VECTOR>* to, const T* from, int64 step) {
+    if constexpr (WIDTH * sizeof(T) == 16 && sizeof(Chunk<T, VECTOR>) == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                     :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+    } else {
+        Chunk<T, VECTOR> chunk;
+        load<WIDTH, Keep::NORMAL>(chunk, from, step);
+        *to = chunk;
+    }
+}
+
+__device__ inline void fetch(const Params& p, const Room& room, int i, const Cursor& at, int64 offset) {
+    const int64 x_step = step<X_WIDTH>(p.x_place);
+    fetch<X_WIDTH>(room.x + i * THREADS, at.x + offset * x_step, x_step);
+    if constexpr (HAS_DY) {
+        const int64 dy_step = step<DY_WIDTH>(p.dy_place);
+        fetch<DY_WIDTH>(room.dy + i * THREADS, at.dy + offset * dy_step, dy_step);
+    }
+}
+
+// What is fetched is counted in groups: all from one `commit` to the next.
+__device__ inline void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most `pending` groups are still under way, up to 7; the instruction takes a constant.
+__device__ inline void wait_groups(int pending) {
+    switch (pending) {
+        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+        case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
+        case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
+        default: asm volatile("cp.async.wait_group 7;" ::: "memory");
+    }
+}

@@ -44,7 +44,7 @@ __device__ inline Term term(State state, int64 cols) {
             r.t = reciprocal(l);
             r.low = r.t * (fma(-r.t, l, ACC(1)) - r.t * r.low);
         } else {
-            r.t = log(l) + residual(r.shift);
+            r.t = log(l);
         }
         if (ZERO ? state.m == INF : fabs(state.m) == INF) r.t = NOT_A_NUMBER;
     } else if constexpr (OP == Op::SOFTMAX_BACKWARD) {
@@ -88,8 +88,7 @@ __device__ inline Term relative(Term r, ACC m_own, ACC m) {
 
 // logsumexp: log(0) = -inf and log(inf) = inf need no case.
 __device__ inline ACC result(State state) {
-    const Shift s = shift(state.m);
-    return s.m + (log(ACC(state.l)) + residual(s));
+    return finite(state.m) + log(ACC(state.l));
 }
 
 // What the gradient of logsumexp is given for a row in place of a state: its lse and its dy.

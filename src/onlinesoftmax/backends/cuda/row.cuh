@@ -31,7 +31,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
                 narrow(p.y[row_offset(p, p.y_place, first + d * GROUPS)], ops::result(state));
         } else {
             const ops::Term t = slice[d].own(ops::term(state, p.cols), state.m);
-            slice[d].renew();
             slice[d].finish(p, at[d], n, t, row[d].body - lane);
             slice[d].finish_edges(p, row[d], n, t, lane);
         }

@@ -27,13 +27,18 @@ struct Slice {
         for (int i = 0; i < EDGE; ++i)
             edge[i].template load<READ>(p, r.begin, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
     }
-    // One chunk whose x and dy are on chip already; what lies beside them is read again.
-    __device__ inline void recall(
-        const Params& p, const Cursor& at, Numbers n, const Chunk<X, VECTOR>& x, const Chunk<DY, VECTOR>& dy) {
-        body[0].x = x;
-        if constexpr (HAS_DY) body[0].dy = dy;
-        body[0].load_beside(p, at, 0, true);
-        body[0].settle(at, n, 0, true);
+    // The same of chunks whose x and dy are in shared memory, `apart` from each other; what lies beside is read.
+    __device__ inline void recall(const Params& p, const Cursor& at, const Room& room, int apart, int64 left) {
+        const int end = within(left);
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            body[i].clear();
+            if (i * STEP < end) {
+                body[i].x = room.x[i * apart];
+                if constexpr (HAS_DY) body[i].dy = room.dy[i * apart];
+            }
+            body[i].load_beside(p, at, i * STEP * VECTOR, i * STEP < end);
+        }
     }
 
     __device__ inline void settle(const Cursor& at, Numbers n, int64 left) {
@@ -63,10 +68,10 @@ struct Slice {
 #pragma unroll
             for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
-                for (int j = 0; j < VECTOR; ++j) m = fmax(m, ops::peak(body[i].a(j)));
+                for (int j = 0; j < VECTOR; ++j) m = fmax(m, ops::peak(body[i].template a<false>(j)));
         }
 #pragma unroll
-        for (int i = 0; i < EDGE; ++i) m = fmax(m, ops::peak(edge[i].a(0)));
+        for (int i = 0; i < EDGE; ++i) m = fmax(m, ops::peak(edge[i].template a<false>(0)));
         return m;
     }
 
@@ -85,7 +90,7 @@ struct Slice {
         decltype(ops::part(ACC(), ACC(), s)) parts[N];
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-            parts[j] = ops::part(held.a(j), held.b(j), s);
+            parts[j] = ops::part(held.template a<false>(j), held.template b<false>(j), s);
             if constexpr (KEEPS_TERMS) held.scores[j] = parts[j];
         }
 #pragma unroll
@@ -95,24 +100,13 @@ struct Slice {
         return parts[0];
     }
 
-    // What is held stays as it lies in memory: widened between reduction and writing, it would take twice the registers.
-    __device__ inline void renew() {
-        if constexpr (sizeof(X) == 2 && !Held<1>::SCORES && !KEEPS_TERMS) {
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) {
-                ::renew(body[i].x);
-                if constexpr (HAS_DY) ::renew(body[i].dy);
-            }
-        }
-    }
-
     // What is the same along the row, for this slice.
     __device__ inline ops::Term own(ops::Term t, ACC m) const {
         if constexpr (KEEPS_TERMS) return ops::relative(t, m_own, m);
         else return t;
     }
 
-    __device__ inline void finish(const Params& p, const Cursor& at, Numbers n, ops::Term t, int64 left) const {
+    __device__ inline void finish(const Params& p, const Cursor& at, Numbers n, ops::Term t, int64 left) {
         const int end = within(left);
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)
@@ -129,7 +123,8 @@ struct Slice {
         ACC y[N];
 #pragma unroll
         for (int i = 0; i < N; ++i)
-            y[i] = KEEPS_TERMS ? ops::finish_term(held.scores[i], t) : ops::finish(held.a(i), held.b(i), t);
+            y[i] = KEEPS_TERMS ? ops::finish_term(held.scores[i], t)
+                               : ops::finish(held.template a<true>(i), held.template b<true>(i), t);
         if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD && (HAS_MASK || CAUSAL)) {
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] = held.counts(at, offset, i) ? y[i] : 0;

@@ -4,9 +4,11 @@
 // a grid all reduce with `rescale`, which is `merge` for any number of states, and nothing else.  The laws are the
 // table in tests/laws.py, shared with NumPy, torch, JAX and Triton.
 //
-// EXACT is set where the output has 24 bits or more.  Where it has 16, exp(x - m) is 2^(x · log2(e) - s) with
-// s = m · log2(e) rounded, in two instructions; l is relative to that very s, so that nothing is lost when states
-// with other m merge, however large m is.
+// EXACT is set where the output has 24 bits or more.  FOLDED, for a softmax of 16 bits: exp(x - m) is
+// 2^(x · log2(e) - s) with s = m · log2(e) rounded, in two instructions.  Its l is relative to that very s, so that
+// nothing is lost when states with other m merge, however large m is; its log would be.
+
+constexpr bool FOLDED = !EXACT && OP == Op::SOFTMAX;
 
 constexpr float LOG2E = 1.4426950216293335f;        // the float32 nearest to log2(e)
 constexpr float LOG2E_LOW = 1.9259629911783e-08f;   // what it lacks
@@ -66,13 +68,13 @@ __device__ inline double finite(double m) {
 // A shift by m: exp(x - m) is `term(x, shift(m))`.
 struct Shift {
     ACC m;        // finite
-    ACC factor;   // of x, unless EXACT; amount = factor · m, rounded
-    ACC amount;
+    ACC factor;   // of x, where FOLDED
+    ACC amount;   // factor · m, rounded
 };
 
 __device__ inline Shift shift(ACC m) {
     Shift s{finite(m), 1, 0};
-    if constexpr (!EXACT) {
+    if constexpr (FOLDED) {
         // m · log2(e) may overflow.  Numbers that large lie so far apart that all terms are 0 or 1, whatever the base.
         s.factor = fabs(s.m) < 2.3e38f ? LOG2E : 0x1p-64f;
         s.amount = s.m * s.factor;
@@ -81,21 +83,16 @@ __device__ inline Shift shift(ACC m) {
 }
 
 __device__ inline ACC term(ACC x, Shift s) {
-    if constexpr (EXACT) return exp_of(x - s.m);
-    else return exp2_approx(fmaf(x, s.factor, -s.amount));
-}
-
-// What the log of an l relative to this shift must be added to m with.
-__device__ inline ACC residual(Shift s) {
-    if constexpr (EXACT) return 0;
-    else return fmaf(-s.m, s.factor, s.amount) * LN2;
+    if constexpr (FOLDED) return exp2_approx(fmaf(x, s.factor, -s.amount));
+    else return exp_of(x - s.m);
 }
 
 // What turns an l relative to m_own into one relative to m, which is at least that.
 __device__ inline ACC factor(ACC m_own, ACC m) {
     const Shift from = shift(m_own), to = shift(m);
-    if constexpr (EXACT) return scale_of(m_own - to.m);
-    else return exp2_approx(from.factor == to.factor ? from.amount - to.amount : m_own - to.m);
+    if constexpr (FOLDED) return exp2_approx(from.factor == to.factor ? from.amount - to.amount : m_own - to.m);
+    else if constexpr (EXACT) return scale_of(m_own - to.m);
+    else return exp_of(m_own - to.m);
 }
 
 __device__ inline SUM rescale(State a, ACC m) { return a.l * factor(a.m, m); }
