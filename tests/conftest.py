@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -22,6 +24,9 @@ HAS_GPU = _has_gpu()
 if not HAS_GPU:
     # Triton reads it when a kernel is defined, so it must be set before onlinesoftmax is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Plans must not depend on tables that were made on this machine.
+os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "onlinesoftmax-tests"))
 
 # JAX is here for State alone; on a GPU it would take most of the memory for itself.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -22,9 +22,11 @@ import typer.testing
 import onlinesoftmax
 from onlinesoftmax import reference
 from onlinesoftmax.cli import build
+from onlinesoftmax.registry import module_missing
 
 COMMANDS = ("doctor", "verify", "bench", "explain", "apply")
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+needs_nvrtc = pytest.mark.skipif(module_missing("cuda.core", "cuda") is not None, reason="cuda.core is not installed")
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
 NOT_PLAIN = set("\x1b─━│┃┏╭")
 
@@ -255,7 +257,8 @@ def test_explain_compiles_for_a_gpu_that_is_not_here(device: str, arch: str, tmp
 
 @needs_triton
 def test_explain_prints_listings_after_the_summary(tmp_path: Path) -> None:
-    result = run_apart("explain", "256x1024", "--device", "a100", "--ttir", TRITON_CACHE_DIR=str(tmp_path))
+    arguments = ("explain", "256x1024", "--device", "a100", "--backend", "triton", "--ttir")
+    result = run_apart(*arguments, TRITON_CACHE_DIR=str(tmp_path))
     assert result.returncode == 0, result.stderr
     summary, _, listing = result.stdout.partition(": TTIR\n")
     assert "registers" in summary
@@ -264,9 +267,31 @@ def test_explain_prints_listings_after_the_summary(tmp_path: Path) -> None:
 
 @needs_triton
 def test_explain_without_a_compiler_says_so() -> None:
-    result = run_apart("explain", "256x1024", "--device", "h200", TRITON_INTERPRET="1")
+    result = run_apart("explain", "256x1024", "--device", "h200", "--backend", "triton", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stderr
     assert "not compiled: TRITON_INTERPRET=1 is set" in result.stdout
+
+
+CUDA_ROW = ("explain", "256x1024", "--device", "h200", "--backend", "cuda", "--strategy", "row")
+
+
+@needs_nvrtc
+def test_explain_shows_what_nvrtc_makes_of_a_cuda_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    [kernel] = run_json(*CUDA_ROW, "--ptx")["kernels"]
+    assert set(kernel["listings"]) == {"ptx"}
+    result = run(*CUDA_ROW, "--cuda", "--ptx")
+    summary, _, listings = result.stdout.partition("row_kernel: CUDA\n")
+    source, _, ptx = listings.partition("row_kernel: PTX\n")
+    for words, text in (("occupancy", summary), ("row_kernel(", source), (".target sm_90", ptx)):
+        assert words in text
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    for option, words in (("--ttir", "row_kernel has none; it has cuda, ptx"), ("--sass", "nvdisasm: triton brings")):
+        result = run(*CUDA_ROW, option)
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+        assert f"Error: {option}: " in result.stderr
+        assert words in result.stderr
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    assert "not compiled: cuda.core is not installed: pip" in run(*CUDA_ROW).stdout
 
 
 # apply

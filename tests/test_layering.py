@@ -17,10 +17,11 @@ import pytest
 import onlinesoftmax
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("arrays", "operation", "layout", "tiling", "fused"),
+    ("arrays", "operation", "layout", "tiling", "fused", "folder"),
     ("state", "reference", "device", "problem", "files", "widening"),
-    ("candidates",),
+    ("candidates", "tuning", "compiled"),
     ("plan", "registry"),
+    ("request",),
     ("backends",),
     ("stream", "prepared", "explanation"),
     ("kernels",),
@@ -45,6 +46,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "dispatch": {"torch"},
     "nn": {"torch"},
     "backends.triton.*": {"torch", "triton"},
+    "backends.cuda.launch": {"torch"},
     "cli.*": {"typer", "rich"},
 }
 """What modules import when they are imported themselves, beside NumPy; nothing where there is no entry."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import device as devices
-from . import registry
+from . import registry, tuning
+from .compiled import Kernel
 from .device import Device
 from .layout import contiguous_strides, rows_of, strides_of_rows
 from .operation import OPERATIONS
@@ -37,22 +38,17 @@ class Explanation:
         slower = other.estimate_us / self.plan.estimate_us
         return f"{slower:.2f} times as long: {other.reason}"
 
-    def compile(self) -> list[Any]:
+    def compile(self) -> list[Kernel]:
         """The plan's kernels, compiled for the device, present or not: registers, spills, listings.
 
         Returns:
-            `backends.triton.compile.Kernel` for each launch; nothing for the eager backend.
+            A record for each launch; nothing for the eager backend, which has no kernels of ours.
 
         Raises:
-            RuntimeError: Triton is missing, or its interpreter is on.
+            RuntimeError: the backend's compiler is missing, or Triton's interpreter is on.
         """
-        if self.plan.backend != "triton":
+        if self.plan.backend == "eager":
             return []
-        if reason := registry.module_missing("triton", "triton") or registry.module_missing("torch", "torch"):
-            raise RuntimeError(reason)
-        from .backends.triton import program
-        from .backends.triton.compile import compile_program
-
         problem, out = self.problem, self.problem.out_dtype or self.problem.dtype
         dim, shape = 1, (problem.rows // problem.adjacent, problem.cols, problem.adjacent)
         strides = contiguous_strides(shape)
@@ -60,7 +56,8 @@ class Explanation:
         layout = rows_of(shape, dim, strides, _output_strides(shape, dim, problem.operation), more)
         dtypes = {"x": problem.dtype, "y": out} | dict.fromkeys(more, problem.dtype)
         request = Request(problem.operation, self.plan, layout, dtypes, frozenset(dtypes))
-        return compile_program(program(request), dtypes, self.device)
+        kernels: list[Kernel] = registry.load(self.plan.backend).compile_request(request, self.device)
+        return kernels
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -138,8 +135,9 @@ def explain(
     machine = devices.known(device) if device else _this_device(x)
     # For a GPU of the table every backend counts, whether or not it is installed here.
     missing = () if device else registry.missing()
-    chosen = plan(problem, machine, backend, strategy, missing)
-    others = [o for o in alternatives(problem, machine, unavailable=missing) if _pair(o) != _pair(chosen)]
+    table = tuning.table_for(machine)
+    chosen = plan(problem, machine, backend, strategy, missing, table=table)
+    others = [o for o in alternatives(problem, machine, unavailable=missing, table=table) if _pair(o) != _pair(chosen)]
     others.sort(key=lambda o: o.estimate_us if isinstance(o, Plan) else float("inf"))
     return Explanation(problem, machine, chosen, tuple(others))
 

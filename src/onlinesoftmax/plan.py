@@ -1,7 +1,8 @@
 """The planner: which backend and strategy, with which blocks, and why.  Pure: no hardware is asked.
 
-Every strategy proposes a candidate (candidates.py); the one with the least estimated time wins.
-The estimate is bytes over bandwidth, corrected by what was measured, plus the launches.
+Every strategy proposes candidates; the one with the least estimated time wins.  Where a table was measured on the
+device (tuning.py), the estimate is the time of the nearest shape in it; else it is bytes over bandwidth, corrected by
+what was measured on an H200, plus the launches.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from .candidates import TABLE, Candidate
 from .device import Device
 from .layout import power_of_two_divisor
 from .problem import Problem
+from .tuning import Cell, Table
 
 
 class PlanError(ValueError):
@@ -57,6 +59,7 @@ def plan(
     strategy: str | None = None,
     unavailable: Sequence[tuple[str, str]] = (),
     batch_invariant: bool = False,
+    table: Table | None = None,
 ) -> Plan:
     """The plan for a problem on a device.
 
@@ -67,6 +70,7 @@ def plan(
         strategy: Force this strategy.
         unavailable: Backends that cannot be used here, each with the reason.
         batch_invariant: Choose as for INVARIANT_ROWS rows, however many there are.
+        table: What was measured on the device, or on one like it.
 
     Raises:
         PlanError: nothing that was asked for can run; the message lists every reason.
@@ -76,10 +80,10 @@ def plan(
         >>> plan(Problem("softmax", 4096, 1024, "bfloat16"), known("h200")).strategy
         'row'
         >>> plan(Problem("softmax", 1, 1 << 24), known("h200")).strategy
-        'split'
+        'grid'
     """
     for_plan = replace(problem, rows=INVARIANT_ROWS) if batch_invariant else problem
-    options = alternatives(for_plan, device, backend, strategy, unavailable)
+    options = alternatives(for_plan, device, backend, strategy, unavailable, table)
     plans = [option for option in options if isinstance(option, Plan)]
     if plans:
         best = min(plans, key=lambda option: option.estimate_us)
@@ -98,6 +102,7 @@ def alternatives(
     backend: str | None = None,
     strategy: str | None = None,
     unavailable: Sequence[tuple[str, str]] = (),
+    table: Table | None = None,
 ) -> list[Plan | Refusal]:
     """Every strategy's plan, or why it has none: what `explain` compares.  Arguments as for `plan`.
 
@@ -111,6 +116,9 @@ def alternatives(
         if value is not None and value not in names:
             raise PlanError(f"unknown {argument} {value!r}; there are: {', '.join(dict.fromkeys(names))}")
     missing = dict(unavailable)
+    cell = table.nearest(problem) if table is not None else None
+    if cell is not None and all(timing.backend in missing for timing in cell.timings):
+        cell = None
     found: list[Plan | Refusal] = []
     for its_backend, its_strategy, propose in TABLE:
         if backend not in (None, its_backend) or strategy not in (None, its_strategy):
@@ -118,9 +126,27 @@ def alternatives(
         options = missing.get(its_backend) or propose(problem, device)
         if isinstance(options, str):
             found.append(Refusal(its_backend, its_strategy, options))
-        else:
+        elif cell is None:
             found.append(price(options[0], problem, device))
+        else:
+            found.append(_measured(options, cell, problem, device))
     return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
+
+
+NOT_IN_TABLE = 1.5
+"""A strategy that is missing in a table was slower than the fastest by this, could not run, or was not measured."""
+
+
+def _measured(options: list[Candidate], cell: Cell, problem: Problem, device: Device) -> Plan:
+    """The proposal that was fastest for a shape like the problem's, with its time there for as many elements."""
+    elements = problem.rows * problem.cols / (cell.rows * cell.cols)
+    for timing in cell.timings:
+        if (timing.backend, timing.strategy) == (options[0].backend, options[0].strategy):
+            fitting = [option for option in options if option.variant == timing.variant]
+            plan = price((fitting or options)[0], problem, device)
+            return replace(plan, estimate_us=timing.us * elements)
+    plan, best = price(options[0], problem, device), min((timing.us for timing in cell.timings), default=0.0)
+    return replace(plan, estimate_us=max(plan.estimate_us, NOT_IN_TABLE * best * elements))
 
 
 INVARIANT_ROWS = 4096
@@ -130,7 +156,8 @@ INVARIANT_ROWS = 4096
 def _for_rows(best: Plan, problem: Problem, device: Device) -> Plan:
     """The same blocks for a problem's own number of rows."""
     candidate = Candidate(**{field.name: getattr(best, field.name) for field in fields(Candidate)})
-    if not candidate.stages:
+    # Blocks that stay, and take one row after another, are as many as before.
+    if not candidate.stages and candidate.strategy != "grid":
         programs = -(-problem.rows // candidate.rows_per_program) * candidate.splits
         candidate = replace(candidate, programs=programs)
     return price(candidate, problem, device)
@@ -174,6 +201,9 @@ def _width(candidate: Candidate, problem: Problem) -> float:
         return 1.0
     if problem.contiguous:
         return NARROW[problem.aligned_bytes]
+    if candidate.backend == "cuda":
+        # A warp's lanes read one row.
+        return problem.itemsize / SECTOR_BYTES
     if candidate.strategy == "column":
         return NARROW[min(16, power_of_two_divisor(problem.adjacent) * problem.itemsize)]
     # Memory comes in sectors of 32 bytes, and of each only the rows in the tile are used.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import device as devices
-from . import registry
+from . import registry, tuning
 from .backends import eager
 from .fused import Fused, bits, query_axis
 from .layout import Layout, contiguous_strides, rows_of, strides_of_rows
@@ -161,7 +161,7 @@ def make_plan(
         more_bytes=sum(size for name, _, _, _, size in sides if name in ("bias", "mask")),
         bias_bytes=sum(kind.itemsize for name, _, kind, _, _ in sides if name == "bias"),
         masked=any(name == "mask" for name, *_ in sides),
-        fused=bool(options.softcap or options.causal or options.scale or {"bias", "mask"} & {side[0] for side in sides}),
+        fused=bool(options.softcap or options.causal or options.scale or any(s[0] in ("bias", "mask") for s in sides)),
     )  # fmt: skip
     backend, strategy, missing = options.backend, options.strategy, registry.missing()
     machine = devices.from_torch(device.type, device.index or 0)
@@ -171,7 +171,7 @@ def make_plan(
     if OPERATIONS[operation].backward or sides or options[:5] != PLAIN[:5]:
         # For those who want it all the same, dispatch calls eager itself.
         missing = (*missing, ("eager", "PyTorch's own operations have no kernel for this"))
-    return plan(problem, machine, backend, strategy, missing, options.batch_invariant)
+    return plan(problem, machine, backend, strategy, missing, options.batch_invariant, tuning.table_for(machine))
 
 
 def layout_for(

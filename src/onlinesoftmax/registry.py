@@ -16,7 +16,7 @@ BACKENDS = {
 
 @cache
 def load(name: str) -> ModuleType:
-    """The backend's module: `prepare` and `unavailable` are what it must have.
+    """The backend's module: it has `unavailable`; one with kernels of ours, `prepare` and `compile_request` too.
 
     Raises:
         ValueError: there is no such backend.
@@ -40,6 +40,8 @@ def missing() -> tuple[tuple[str, str], ...]:
 
 def module_missing(module: str, extra: str) -> str | None:
     """The sentence for a backend whose package is not installed; None when it is."""
-    if importlib.util.find_spec(module) is None:
-        return f"{module} is not installed: pip install 'onlinesoftmax[{extra}]'"
-    return None
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package.module, the package
+        found = False
+    return None if found else f"{module} is not installed: pip install 'onlinesoftmax[{extra}]'"

@@ -30,6 +30,8 @@ class Candidate:
         resident: Programs that a multiprocessor should hold, for which their registers are rationed; CUDA.
         shared: 16-byte chunks of a row that a thread keeps in shared memory; CUDA.
         terms: Whether a thread keeps the terms of a softmax's sum rather than its elements; CUDA.
+        variant: Which of its strategy's proposals it is, in words that do not depend on the length of a row: what
+            tuning.Table remembers.
         quality: Part of copy bandwidth that these blocks reach when the device is full, measured on an H200.
     """
 
@@ -50,6 +52,7 @@ class Candidate:
     resident: int = 1
     shared: int = 0
     terms: bool = False
+    variant: str = ""
     quality: float = 1.0
 
 

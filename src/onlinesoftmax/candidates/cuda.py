@@ -64,7 +64,7 @@ def row(problem: Problem, device: Device) -> list[Candidate] | str:
         return refusal
     chunks, found = _chunks(problem), []
     for lanes, threads, depth, terms in itertools.product(
-        (1 << i for i in range(2, 11)), (128, 256, 512, 1024), (1, 2, 4), _terms(problem)
+        (1 << i for i in range(2, 11)), (128, 256, 512, 1024), (1, 2), _terms(problem)
     ):
         held = -(-chunks // lanes)
         most = HELD_REGISTERS // _words(problem, terms)
@@ -83,6 +83,7 @@ def row(problem: Problem, device: Device) -> list[Candidate] | str:
                 problem, "row", reason, programs=-(-problem.rows // rows), block=held * lanes * problem.vector,
                 rows_per_program=rows, depth=depth, warps=threads // 32, lanes=lanes, terms=terms,
                 resident=_resident(problem, threads, held * depth, terms, device),
+                variant=f"{lanes} of {threads}, depth {depth}{', terms' if terms else ''}",
             )
         )  # fmt: skip
     # Two chunks a thread, terms kept, in blocks of 128 threads.
@@ -104,11 +105,14 @@ def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
         return refusal
     if device.compute_capability < (9, 0):
         return f"clusters of blocks need compute capability 9.0, and {device.name} has {device.arch}"
-    chunks, found = _chunks(problem), []
-    for blocks, threads, terms in itertools.product((2, 4, 8, 16), (128, 256, 512, 1024), _terms(problem)):
+    chunks = _chunks(problem)
+    found: list[Candidate] = []
+    for threads, blocks, terms in itertools.product((128, 256, 512, 1024), (2, 4, 8, 16), _terms(problem)):
         # Slices begin on 128 bytes.
         length = -(-chunks // blocks // 8) * 8
         held = -(-length // threads)
+        if (length < 64 and blocks > 2) or (threads == 1024 and found):
+            continue
         if held > HELD_REGISTERS // _words(problem, terms) or (held * threads >= 2 * length and threads > 128):
             continue
         resident = _resident(problem, threads, held, terms, device)
@@ -117,6 +121,7 @@ def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
             _candidate(
                 problem, "cluster", reason, programs=problem.rows * blocks, block=held * threads * problem.vector,
                 warps=threads // 32, lanes=threads, splits=blocks, terms=terms, resident=resident,
+                variant=f"{blocks} x {threads}{', terms' if terms else ''}",
             )
         )  # fmt: skip
     # Two to four chunks a thread, terms kept.
@@ -129,37 +134,61 @@ def grid(problem: Problem, device: Device) -> list[Candidate] | str:
     """Rows in the registers and shared memory of the whole device, or of a part of it each."""
     if refusal := no_gpu("CUDA", device):
         return refusal
-    chunks, found = _chunks(problem), []
-    # What is fused would be read again beside what shared memory holds.
-    for threads, resident, held in (
-        (1024, 1, 2), (1024, 1, 4), (512, 2, 2), (512, 2, 4), (256, 4, 2), (256, 4, 4), (256, 2, 8), (256, 6, 2),
-        (512, 1, 8), (512, 1, 16), (1024, 1, 8),
-    ):  # fmt: skip
-        held = max(1, held * 4 // _words(problem))
-        chunk_bytes = threads * 16 * problem.inputs
-        room = 0 if problem.fused else (device.shared_memory // resident - 2048) // chunk_bytes
-        blocks = resident * device.multiprocessors
-        smallest = min(blocks, -(-chunks // (threads * (held + room))))
-        for team in dict.fromkeys((blocks, blocks // max(1, blocks // smallest), blocks // 2, blocks // 4)):
-            teams = blocks // max(team, 1)
-            if team < smallest or team < 1 or (teams > problem.rows and team != blocks):
-                continue
-            tiles = -(-chunks // (team * threads))
-            shared = min(room, max(0, tiles - held))
-            streamed = max(0, tiles - held - shared)
-            whole = streamed == 0
-            reason = f"{team} blocks, resident together, hold a row of {problem.cols} columns" + (
-                ", so it is read once" if whole else f" but for {streamed} of {tiles} tiles, which are read again"
-            )
-            found.append(
-                _candidate(
-                    problem, "grid", reason, programs=teams * team, block=min(held, tiles) * threads * problem.vector,
-                    warps=threads // 32, lanes=threads, splits=team, shared=shared, resident=resident,
-                    depth=min(held, 4), terms=_terms(problem)[-1], reads=1 if whole else reads(problem),
-                )
-            )  # fmt: skip
-    found.sort(key=lambda c: (c.reads, -c.block * c.programs))
+    found = [
+        candidate
+        for threads, held in itertools.product((128, 256, 512), (4, 8, 16))
+        if held * _words(problem) <= HELD_REGISTERS
+        for candidate in _teams(problem, device, threads, held, _resident(problem, threads, held, False, device), False)
+    ]
+    if not problem.fused:
+        # Shared memory holds logits; what is fused would be read again beside them.
+        for threads, resident, held in (
+            (1024, 1, 2), (1024, 1, 4), (512, 2, 4), (512, 1, 8), (512, 1, 16), (256, 4, 4), (256, 2, 8),
+        ):  # fmt: skip
+            found += _teams(problem, device, threads, max(1, held * 4 // _words(problem)), resident, True)
+    found.sort(key=lambda c: (c.reads, c.shared > 0, -c.block * c.programs))
     return list(dict.fromkeys(found))
+
+
+def slice_tiles(chunks: int, team: int, threads: int) -> int:
+    """Tiles of a block's slice of a row; slices begin on 128 bytes."""
+    return max(1, -(-(-(-chunks // (8 * team)) * 8) // threads))
+
+
+def _teams(
+    problem: Problem, device: Device, threads: int, held: int, resident: int, with_shared: bool
+) -> list[Candidate]:
+    """Teams of blocks with `held` chunks a thread in registers: the most that fit, or one."""
+    chunks, blocks = _chunks(problem), resident * device.multiprocessors
+    room = (device.shared_memory // resident - 2048) // (threads * 16 * problem.inputs) if with_shared else 0
+    smallest = min(blocks, -(-chunks // (threads * (held + room))))
+    # As many teams as fit, none of them with a block less than another; or one team of all blocks that have work.
+    teams = {"teams": blocks // max(1, blocks // smallest), "all": min(blocks, -(-chunks // threads))}
+    found = []
+    for word, team in teams.items():
+        # A block hears of every other of its team; of thousands, that takes longer than a row.
+        if team > 2 * max(threads, device.multiprocessors):
+            continue
+        if word == "teams" and (problem.rows == 1 or team == teams["all"]):
+            continue
+        tiles = slice_tiles(chunks, team, threads)
+        shared = min(room, max(0, tiles - held))
+        streamed = max(0, tiles - held - shared)
+        if with_shared and not shared:
+            continue
+        reason = f"{team} blocks, resident together, hold a row of {problem.cols} columns" + (
+            f" but for {streamed} of {tiles} tiles, which are read again" if streamed else ", so it is read once"
+        )
+        found.append(
+            _candidate(
+                problem, "grid", reason, programs=min(problem.rows, blocks // team) * team,
+                block=min(held, tiles) * threads * problem.vector, warps=threads // 32, lanes=threads, splits=team,
+                shared=shared, resident=resident, depth=min(held, 4), terms=_terms(problem)[-1],
+                variant=f"{threads} x {held}{' and shared' if with_shared else ''}, {word}",
+                reads=reads(problem) if streamed else 1,
+            )
+        )  # fmt: skip
+    return found
 
 
 def looped(problem: Problem, device: Device) -> list[Candidate] | str:
@@ -179,6 +208,7 @@ def looped(problem: Problem, device: Device) -> list[Candidate] | str:
             _candidate(
                 problem, "looped", reason, programs=problem.rows, block=held * threads * problem.vector,
                 warps=threads // 32, lanes=threads, resident=resident, reads=reads(problem),
+                variant=f"{threads} x {held}",
             )
         )  # fmt: skip
     return list(dict.fromkeys(found))

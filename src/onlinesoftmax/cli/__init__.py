@@ -1,4 +1,4 @@
-"""The command line: `onlinesoftmax doctor | verify | bench | explain | apply`.
+"""The command line: `onlinesoftmax doctor | verify | bench | explain | tune | apply`.
 
 One file a command; output.py is all that knows of terminals, tables and JSON.  Nothing here imports a
 framework before a command needs it, so `--help` is quick.
@@ -31,6 +31,7 @@ def build() -> typer.Typer:
     from .bench import bench
     from .doctor import doctor
     from .explain import explain
+    from .tune import tune
     from .verify import verify
 
     app = typer.Typer(
@@ -59,6 +60,7 @@ def build() -> typer.Typer:
         (verify, "Check every kernel against float64."),
         (bench, "Measure against a copy, and against others."),
         (explain, "The plan for a shape, and why."),
+        (tune, "Measure which plans are fastest on this GPU."),
         (apply, "Softmax of a file of any size."),
     ):
         app.command(short_help=summary)(command)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from . import output
 
 if TYPE_CHECKING:
+    from ..compiled import Kernel
     from ..explanation import Explanation
     from ..plan import Plan
 
@@ -17,11 +18,14 @@ def explain(
     shape: str = typer.Argument(metavar="SHAPE", help="Sizes joined by x, as in 4096x50257 or 1x2^24."),
     dtype: str = typer.Option("float32", help="float16, bfloat16, float32 or float64."),
     device: str | None = typer.Option(None, help="A known device, as h200 or rtx4090; this machine by default."),
-    backend: str | None = typer.Option(None, help="Force a backend: triton or eager."),
-    strategy: str | None = typer.Option(None, help="Force a strategy: row, looped, split or column."),
+    backend: str | None = typer.Option(None, help="Force a backend: cuda, triton or eager."),
+    strategy: str | None = typer.Option(
+        None, help="Force a strategy: row, looped, cluster or grid (cuda), split or column (triton)."
+    ),
     op: str = typer.Option("softmax", help="softmax, log_softmax or logsumexp."),
     dim: int = typer.Option(-1, help="The softmax dimension; negative counts from the end."),
-    ttir: bool = typer.Option(False, "--ttir", help="Also print Triton's intermediate code."),
+    cuda: bool = typer.Option(False, "--cuda", help="Also print the CUDA C++ of a cuda plan."),
+    ttir: bool = typer.Option(False, "--ttir", help="Also print the intermediate code of a triton plan."),
     ptx: bool = typer.Option(False, "--ptx", help="Also print the PTX."),
     sass: bool = typer.Option(False, "--sass", help="Also print the machine code."),
     compiled: bool = typer.Option(
@@ -37,11 +41,13 @@ def explain(
     Example:
       onlinesoftmax explain 4096x50257 --dtype bfloat16 --device h200
     """  # noqa: D301  \b is typer's mark for lines that stay as they are
-    listings = [name for name, wanted in (("ttir", ttir), ("ptx", ptx), ("sass", sass)) if wanted]
+    asked = {"cuda": cuda, "ttir": ttir, "ptx": ptx, "sass": sass}
+    listings = [name for name, wanted in asked.items() if wanted]
     if listings and not compiled:
         output.fail(f"--{listings[0]} needs the compiled kernels; leave out --no-compile")
     explanation = _explain(shape, dim, op, dtype, device, backend, strategy)
     kernels, problem = _compile(explanation) if compiled else ([], "not asked for (--no-compile)")
+    _check_listings(listings, kernels)
     if as_json:
         described = [{**k.as_dict(), "listings": {name: k.listings[name] for name in listings}} for k in kernels]
         output.print_json({**explanation.as_dict(), "kernels": described, "not_compiled": problem})
@@ -76,15 +82,26 @@ def _explain(
         output.fail(error)
 
 
-def _compile(explanation: Explanation) -> tuple[list[Any], str | None]:
+def _compile(explanation: Explanation) -> tuple[list[Kernel], str | None]:
     """The compiled kernels, or why there are none."""
-    if explanation.plan.backend != "triton":
-        return [], f"the {explanation.plan.backend} backend has no kernels of ours"
+    if explanation.plan.backend == "eager":
+        return [], "the eager backend has no kernels of ours"
     try:
         return explanation.compile(), None
     except Exception as error:  # a compiler fails in many ways, and the plan is right all the same
         lines = str(error).strip().splitlines()
         return [], lines[0] if lines else type(error).__name__
+
+
+def _check_listings(listings: list[str], kernels: list[Kernel]) -> None:
+    """Fail where a listing was asked for that the kernels do not have."""
+    from ..compiled import NO_CUOBJDUMP
+
+    for kernel in kernels:
+        for name in listings:
+            if name not in kernel.listings:
+                there_are = f"{kernel.name} has none; it has {', '.join(kernel.listings)}"
+                output.fail(f"--{name}: {NO_CUOBJDUMP if name == 'sass' else there_are}")
 
 
 def _print_plan(explanation: Explanation) -> None:
@@ -166,7 +183,7 @@ def _print_others(explanation: Explanation) -> None:
         )
 
 
-def _print_kernels(kernels: list[Any], problem: str | None) -> None:
+def _print_kernels(kernels: list[Kernel], problem: str | None) -> None:
     output.heading("Kernels")
     if problem:
         output.note(f"  not compiled: {problem}")

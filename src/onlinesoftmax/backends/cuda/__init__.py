@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...compiled import Kernel
+from ...device import Device
 from ...registry import module_missing
 from ...request import Request
+
+COMPILER = "cuda.core"
 
 
 def unavailable() -> str | None:
     """Why these kernels cannot run on this machine; None when they can."""
-    for module, extra in (("torch", "cuda"), ("cuda", "cuda")):
-        if reason := module_missing(module, extra):
-            return reason
+    if reason := module_missing("torch", "cuda") or module_missing(COMPILER, "cuda"):
+        return reason
     import torch
 
     if not torch.cuda.is_available():
@@ -29,3 +32,16 @@ def prepare(request: Request) -> Callable[[Any, Any, dict[str, Any]], None]:
     from .launch import bind
 
     return bind(request)
+
+
+def compile_request(request: Request, device: Device) -> list[Kernel]:
+    """The kernel of a request, compiled for a device that need not be here.
+
+    Raises:
+        RuntimeError: cuda.core, which finds NVRTC, is missing.
+    """
+    if reason := module_missing(COMPILER, "cuda"):
+        raise RuntimeError(reason)
+    from .compile import compile_kernel
+
+    return [compile_kernel(request, device)]

@@ -8,11 +8,18 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import io
-import os
 import re
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from ...compiled import Kernel, cuobjdump, find_cuobjdump, occupancy
+from ...device import Device
+from ...folder import cache_folder
+from ...request import Request
+from .source import kernel_name, shared_memory
+from .source import source as source_of
 
 STANDARD = "c++17"
 
@@ -32,7 +39,7 @@ def cubin(source: str, arch: str) -> bytes:
 
 
 def build(source: str, arch: str, kind: str) -> tuple[bytes, str]:
-    """(code, what the compiler says of registers and spills): compiled now, as "cubin" or "ptx".
+    """(code, what the compiler says of registers and spills): compiled now, no GPU needed, as "cubin" or "ptx".
 
     Raises:
         RuntimeError: it does not compile; NVRTC's messages name file and line.
@@ -42,10 +49,44 @@ def build(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     global compiled
     compiled += 1
     log = io.StringIO()
-    options = ProgramOptions(arch=arch, std=STANDARD, ptxas_options=["-v"] if kind == "cubin" else None)
-    program = Program(source, "c++", options)
-    code = program.compile(kind, logs=log).code
-    return bytes(code), log.getvalue()
+    program = Program(source, "c++", ProgramOptions(arch=arch, std=STANDARD, ptxas_options=["-v"]))
+    # Asked for PTX, cuda.core asks the driver whether it could load that, and fails where there is none.
+    code = bytes(program.compile("cubin", logs=log).code)
+    return code if kind == "cubin" else _ptx(program.handle), log.getvalue()
+
+
+def _ptx(program: Any) -> bytes:
+    """The PTX that NVRTC made the machine code of a compiled program from."""
+    from cuda.bindings import nvrtc
+
+    status, size = nvrtc.nvrtcGetPTXSize(program)
+    code = bytes(size)
+    if status or nvrtc.nvrtcGetPTX(program, code)[0]:
+        raise RuntimeError("NVRTC gives no PTX of what it compiled")
+    # It ends with a zero.
+    return code[:-1]
+
+
+def compile_kernel(request: Request, device: Device) -> Kernel:
+    """The kernel of a request, compiled for a device that need not be here."""
+    text, warps = source_of(request), request.plan.warps
+    code, log = build(text, device.arch, "cubin")
+    ptx, _ = build(text, device.arch, "ptx")
+    used = usage(log)
+    shared = used["shared_memory"] + shared_memory(request)
+    listings = {"cuda": text, "ptx": ptx.decode()}
+    # Not needed for the numbers, which NVRTC tells.
+    if find_cuobjdump():
+        listings["sass"] = cuobjdump("-sass", code)
+    return Kernel(
+        name=kernel_name(request),
+        registers=used["registers"],
+        spills=used["stack"],
+        shared_memory=shared,
+        warps=warps,
+        occupancy=occupancy(device, warps, used["registers"], shared),
+        listings=listings,
+    )
 
 
 def key(source: str, arch: str) -> str:
@@ -67,21 +108,13 @@ def nvrtc_version() -> str:
     return ".".join(str(number) for number in nvrtc.nvrtcVersion()[1:])
 
 
-@cache
-def cache_folder() -> Path:
-    """Where machine code is kept: $ONLINESOFTMAX_CACHE, or the user's cache folder."""
-    if folder := os.environ.get("ONLINESOFTMAX_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onlinesoftmax"
-
-
 def _write(path: Path, code: bytes) -> None:
     """Keep code in the cache; whoever reads finds all of it or nothing.  Without a place to write, nothing is kept."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(code)
-        os.replace(file.name, path)
+        Path(file.name).replace(path)
     except OSError:
         return
 
@@ -91,7 +124,8 @@ def usage(log: str) -> dict[str, int]:
     registers = re.search(r"Used (\d+) registers", log)
     stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     shared = re.search(r"(\d+) bytes smem", log)
-    assert registers is not None and stack is not None, log
+    if registers is None or stack is None:
+        raise ValueError(f"no resource usage in what the compiler said: {log}")
     return {
         "registers": int(registers[1]),
         "stack": int(stack[1]),

@@ -1,6 +1,6 @@
 // Strategy `grid`: a team of blocks, resident together, holds one row after another.
 //
-// One block:  every TEAM-th tile of THREADS chunks of a row: CHUNKS tiles in registers, p.shared_tiles in shared
+// One block:  a slice of a row, in tiles of THREADS chunks: CHUNKS tiles in registers, p.shared_tiles in shared
 //             memory, and what is left streamed, DEPTH tiles at a time, and read again newest first.
 // Chosen:     rows too long for a cluster, and a few rows that must fill the device.
 // Bytes:      one read, one write; the streamed part is read twice.  States travel through L2.
@@ -47,13 +47,13 @@ __device__ inline void receive(uint64* from, double& m, Twofold& l) {
 }
 
 // The state of the states of a team, `slot` being its mailboxes for this row.
-__device__ inline State merge_team(State a, uint64* slot, int rank, State* room) {
-    if constexpr (TEAM == 1) return a;
-    for (int to = threadIdx.x; to < TEAM; to += THREADS) send(slot + (to * TEAM + rank) * WORDS, a.m, a.l);
+__device__ inline State merge_team(State a, uint64* slot, int rank, int team, State* room) {
+    if (team == 1) return a;
+    for (int to = threadIdx.x; to < team; to += THREADS) send(slot + (to * team + rank) * WORDS, a.m, a.l);
     a = identity();
-    for (int from = threadIdx.x; from < TEAM; from += THREADS) {
+    for (int from = threadIdx.x; from < team; from += THREADS) {
         State b;
-        receive(slot + (rank * TEAM + from) * WORDS, b.m, b.l);
+        receive(slot + (rank * team + from) * WORDS, b.m, b.l);
         const ACC m = fmax(a.m, b.m);
         a = {m, ops::rescale(a, m) + ops::rescale(b, m)};
     }
@@ -61,35 +61,37 @@ __device__ inline State merge_team(State a, uint64* slot, int rank, State* room)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(const __grid_constant__ Params p) {
-    constexpr int STEP = TEAM * THREADS;
     // Groups of tiles that are waited for one by one, so that the first are reduced while the last still travel.
     constexpr int GROUPS = 8;
-    __shared__ State room[2][THREADS / 32];
+    // Rows take these in turn, as one may begin before all threads are done with the last.
+    __shared__ State room[2][2][THREADS / 32];
     extern __shared__ Chunk<X, VECTOR> memory[];
     const Room shared = own_room(memory, p.shared_tiles);
     const int lane = threadIdx.x;
-    const int teams = gridDim.x / TEAM, team = blockIdx.x % teams, rank = blockIdx.x / teams;
-    uint64* const mail = p.mail + int64(team) * (2 * TEAM * TEAM * WORDS);
+    const int team = int(p.team), teams = gridDim.x / team, rank = blockIdx.x / teams;
+    const int mail_size = team * team * WORDS;
+    uint64* const mail = p.mail + int64(blockIdx.x % teams) * (2 * mail_size);
     const Numbers n = numbers(p);
-    const int64 first = int64(rank) * THREADS + lane;
     const int edge_lane = rank ? 2 * VECTOR : lane;
     int slot = 0;
-    for (int64 row = team; row < p.rows; row += teams, slot ^= 1) {
+    for (int64 row = blockIdx.x % teams; row < p.rows; row += teams, slot ^= 1) {
         const Row r = row_at(p, row);
-        // A lane's chunks, STEP apart: CHUNKS, then p.shared_tiles, then the streamed.
-        const int64 left = r.body - first, left_shared = left - int64(CHUNKS) * STEP;
-        const int64 left_streamed = left_shared - p.shared_tiles * STEP;
-        const int64 streams = left_streamed > 0 ? (left_streamed - 1) / (int64(DEPTH) * STEP) + 1 : 0;
-        const Cursor at = r.chunk(p, first);
-        const int tiles = int(min(p.shared_tiles, left_shared > 0 ? (left_shared - 1) / STEP + 1 : 0));
+        // Slices have one length and begin on 128 bytes after the first.  Of a lane's chunks come CHUNKS, then
+        // p.shared_tiles, then the streamed.
+        const int64 length = (r.body + team * 8 - 1) / (team * 8) * 8;
+        const int64 left = min(length, r.body - rank * length) - lane, left_shared = left - int64(CHUNKS) * THREADS;
+        const int64 left_streamed = left_shared - p.shared_tiles * THREADS;
+        const int64 streams = left_streamed > 0 ? (left_streamed - 1) / (int64(DEPTH) * THREADS) + 1 : 0;
+        const Cursor at = r.chunk(p, rank * length + lane);
+        const int tiles = int(min(p.shared_tiles, left_shared > 0 ? (left_shared - 1) / THREADS + 1 : 0));
         const int group = (int(p.shared_tiles) + GROUPS * DEPTH - 1) / (GROUPS * DEPTH) * DEPTH;
 
-        Slice<CHUNKS, STEP, EDGES, TERMS> held;
+        Slice<CHUNKS, THREADS, EDGES, TERMS> held;
         held.load(p, at, left);
         held.load_edges(p, r, edge_lane);
-        const Cursor at_shared = skip(p, at, int64(CHUNKS) * STEP * VECTOR);
-        for (int g = 0, i = 0; g < GROUPS; ++g) {
-            for (; i < (g + 1) * group && i < tiles; ++i) fetch(p, shared, i, at_shared, int64(i) * STEP * VECTOR);
+        const Cursor at_shared = skip(p, at, int64(CHUNKS) * THREADS * VECTOR);
+        for (int g = 0, i = 0; SHARED && g < GROUPS; ++g) {
+            for (; i < (g + 1) * group && i < tiles; ++i) fetch(p, shared, i, at_shared, int64(i) * THREADS * VECTOR);
             commit();
         }
         held.settle(at, n, left);
@@ -98,43 +100,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
         State state = identity();
         if constexpr (REDUCES) {
             state = extend(state, held);
-            for (int g = 0, i = 0; g < GROUPS && i < tiles; ++g) {
+            for (int g = 0, i = 0; SHARED && g < GROUPS && i < tiles; ++g) {
                 wait_groups(GROUPS - 1 - g);
                 for (; i < (g + 1) * group && i < tiles; i += DEPTH) {
-                    Slice<DEPTH, STEP, false, false> tile;
-                    const Cursor from = skip(p, at_shared, int64(i) * STEP * VECTOR);
-                    const int64 there = min(left_shared, int64(tiles) * STEP) - int64(i) * STEP;
+                    Slice<DEPTH, THREADS, false, false> tile;
+                    const Cursor from = skip(p, at_shared, int64(i) * THREADS * VECTOR);
+                    const int64 there = min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS;
                     tile.recall(p, from, shared.from(i), THREADS, there);
                     tile.settle(from, n, there);
                     state = extend(state, tile);
                 }
             }
-            const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * STEP * VECTOR);
-            for (int64 i = 0; i < streams; ++i) {
-                const int64 past = i * DEPTH * STEP;
+            const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * THREADS * VECTOR);
+            for (int64 i = 0; STREAMED && i < streams; ++i) {
+                const int64 past = i * DEPTH * THREADS;
                 const Cursor from = skip(p, at_streamed, past * VECTOR);
-                Slice<DEPTH, STEP, false, false, Keep::LONG> tile;
+                Slice<DEPTH, THREADS, false, false, Keep::LONG> tile;
                 tile.load(p, from, left_streamed - past);
                 tile.settle(from, n, left_streamed - past);
                 state = extend(state, tile);
             }
-            state = merge_warps<THREADS / 32>(merge_lanes<32>(state), room[0]);
-            state = merge_team(state, mail + slot * (TEAM * TEAM * WORDS), rank, room[1]);
+            state = merge_warps<THREADS / 32>(merge_lanes<32>(state), room[slot][0]);
+            state = merge_team(state, mail + slot * mail_size, rank, team, room[slot][1]);
         } else {
             state = ops::given(p, row);
-            wait_groups(0);
+            if constexpr (SHARED) wait_groups(0);
         }
 
         if constexpr (PER_ROW) {
             if (rank == 0 && lane == 0) narrow(p.y[row_offset(p, p.y_place, row)], ops::result(state));
         } else {
             const ops::Term t = ops::term(state, p.cols);
-            const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * STEP * VECTOR);
+            const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * THREADS * VECTOR);
             // Newest first: L2 still holds those.
-            for (int64 i = streams - 1; i >= 0; --i) {
-                const int64 past = i * DEPTH * STEP;
+            for (int64 i = streams - 1; STREAMED && i >= 0; --i) {
+                const int64 past = i * DEPTH * THREADS;
                 const Cursor from = skip(p, at_streamed, past * VECTOR);
-                Slice<DEPTH, STEP, false, false, Keep::SHORT, Keep::SHORT> tile;
+                Slice<DEPTH, THREADS, false, false, Keep::SHORT, Keep::SHORT> tile;
                 tile.load(p, from, left_streamed - past);
                 tile.settle(from, n, left_streamed - past);
                 tile.finish(p, from, n, t, left_streamed - past);
@@ -142,10 +144,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             const ops::Term t_held = held.own(t, state.m);
             held.finish(p, at, n, t_held, left);
             held.finish_edges(p, r, n, t_held, edge_lane);
-            for (int i = 0; i < tiles; i += DEPTH) {
-                Slice<DEPTH, STEP, false, false> tile;
-                const Cursor from = skip(p, at_shared, int64(i) * STEP * VECTOR);
-                const int64 there = min(left_shared, int64(tiles) * STEP) - int64(i) * STEP;
+            for (int i = 0; SHARED && i < tiles; i += DEPTH) {
+                Slice<DEPTH, THREADS, false, false> tile;
+                const Cursor from = skip(p, at_shared, int64(i) * THREADS * VECTOR);
+                const int64 there = min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS;
                 tile.recall(p, from, shared.from(i), THREADS, there);
                 tile.settle(from, n, there);
                 tile.finish(p, from, n, t, there);

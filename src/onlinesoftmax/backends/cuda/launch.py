@@ -15,7 +15,7 @@ import torch
 
 from ...request import Request
 from . import compile, driver
-from .source import BESIDE, source
+from .source import BESIDE, kernel_name, shared_memory, source
 
 POINTERS = ("x", "y", *BESIDE, "scale", "mail")
 """Fields that a call fills in, by the names of what they are filled with."""
@@ -36,10 +36,10 @@ class _Call:
 def bind(request: Request) -> Run:
     """The function run(x, y, more) on tensors of the shapes and the dtypes that it was planned for."""
     plan, values = request.plan, _values(request)
-    shared_memory = plan.shared * 32 * plan.warps * 16 * request.operation.inputs
+    dynamic = shared_memory(request)
     cluster = plan.splits if plan.strategy == "cluster" else 1
     cooperative = plan.strategy == "grid"
-    config = (plan.programs, 32 * plan.warps, shared_memory, cluster, cooperative)
+    config = (plan.programs, 32 * plan.warps, dynamic, cluster, cooperative)
     beside = tuple((POINTERS.index(name), name) for name in POINTERS[2:] if _is_given(request, name))
     softcap = len(POINTERS) + 1 if request.softcap else None
     number = request.scale and "scale" not in request.dtypes
@@ -52,7 +52,7 @@ def bind(request: Request) -> Run:
         nonlocal kernel
         index = x.get_device()
         if not kernel:
-            kernel = _loaded(source(request), f"{plan.strategy}_kernel", index, shared_memory, cluster)
+            kernel = _loaded(source(request), kernel_name(request), index, dynamic, cluster)
         # Taking from a list is one step for any thread, and so no two fill in the same call.
         call = spare.pop() if spare else _Call(values, config)
         fields = call.fields
@@ -95,20 +95,20 @@ def _values(request: Request) -> bytes:
     for name in ("x", "y", *BESIDE, "query"):
         strides, col = sides.get(name, ((0,) * dims, 0))
         places += [*strides, col]
-    numbers = [layout.rows, layout.cols, request.diagonal or 0, request.plan.shared]
+    numbers = [layout.rows, layout.cols, request.diagonal or 0, request.plan.splits, request.plan.shared]
     empty = len(POINTERS) + 2
     return struct.pack(
-        f"={empty}Q{4 + dims + len(places)}q", *(0,) * empty, *numbers, *layout.sizes, *places
+        f"={empty}Q{len(numbers) + dims + len(places)}q", *(0,) * empty, *numbers, *layout.sizes, *places
     )
 
 
 @cache
-def _loaded(text: str, name: str, index: int, shared_memory: int, cluster: int) -> int:
+def _loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int:
     """A kernel, compiled or found, and loaded on a device."""
     major, minor = torch.cuda.get_device_capability(index)
     kernel = driver.load_kernel(compile.cubin(text, f"sm_{major}{minor}"), name)
-    if shared_memory:
-        driver.set_attribute(kernel, driver.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_memory, index)
+    if dynamic:
+        driver.set_attribute(kernel, driver.MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic, index)
     if cluster > driver.PORTABLE_CLUSTER:
         driver.set_attribute(kernel, driver.NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, index)
     return kernel
@@ -119,7 +119,13 @@ def _mail_words(request: Request) -> int:
     plan = request.plan
     if plan.strategy != "grid" or plan.splits == 1 or not request.operation.reduces:
         return 0
-    return plan.programs // plan.splits * 2 * plan.splits**2 * (3 if request.accumulator == "float64" else 2 if request.exact else 1)
+    return (
+        plan.programs
+        // plan.splits
+        * 2
+        * plan.splits**2
+        * (3 if request.accumulator == "float64" else 2 if request.exact else 1)
+    )
 
 
 def _mail(words: int, index: int, stream: int) -> torch.Tensor:

@@ -22,7 +22,8 @@ struct Params {
     double scale, softcap;
     int64 rows, cols;
     int64 diagonal;           // column q + diagonal - 1 is the last that query q attends to
-    int64 shared_tiles;       // for `grid`
+    int64 team;               // for `grid`: blocks that share a row
+    int64 shared_tiles;       // and tiles of a block in shared memory
     int64 sizes[DIMS];
     Place x_place, y_place, dy_place, bias_place, mask_place, logits_place, lse_place, query_place;
 };

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
+from ...candidates.cuda import slice_tiles
 from ...layout import LARGEST_UNIT, Layout
 from ...problem import ITEMSIZE
 from ...request import Request
@@ -60,6 +61,17 @@ def vector(request: Request) -> int:
     return 16 // ITEMSIZE[request.dtypes["x"]]
 
 
+def kernel_name(request: Request) -> str:
+    """Name of the kernel in its source."""
+    return f"{request.plan.strategy}_kernel"
+
+
+def shared_memory(request: Request) -> int:
+    """Bytes of a block's dynamic shared memory: for the chunks of every input that its threads keep there."""
+    plan = request.plan
+    return plan.shared * 16 * 32 * plan.warps * request.operation.inputs
+
+
 def constants(request: Request) -> list[tuple[str, str, object]]:
     """(type, name, value) of what is compiled into a kernel."""
     plan, layout, operation = request.plan, request.layout, request.operation
@@ -77,9 +89,11 @@ def constants(request: Request) -> list[tuple[str, str, object]]:
     }
     if plan.strategy == "cluster":
         numbers["CLUSTER"] = plan.splits
+    flags: dict[str, bool] = {}
     if plan.strategy == "grid":
-        numbers["TEAM"] = plan.splits
-    flags = {
+        tiles = slice_tiles(layout.cols // vector(request), plan.splits, plan.lanes)
+        flags = {"SHARED": plan.shared > 0, "STREAMED": tiles > numbers["CHUNKS"] + plan.shared}
+    flags |= {
         "PER_ROW": operation.per_row,
         "TERMS": plan.terms,
         "REDUCES": operation.reduces,

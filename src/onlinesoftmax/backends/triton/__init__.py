@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...compiled import Kernel
+from ...device import Device
 from ...registry import module_missing
 from ...request import Request
 
 
 def unavailable() -> str | None:
     """Why these kernels cannot run on this machine's GPU; None when they can."""
-    for module in ("torch", "triton"):
-        if reason := module_missing(module, "triton"):
-            return reason
+    if reason := _not_installed():
+        return reason
     import torch
 
     if not torch.cuda.is_available() and not interpreted():
@@ -36,8 +37,25 @@ def prepare(request: Request) -> Callable[[Any, Any, dict[str, Any]], None]:
     return program(request).bind()
 
 
+def compile_request(request: Request, device: Device) -> list[Kernel]:
+    """The kernels of a request in launch order, compiled for a device that need not be here.
+
+    Raises:
+        RuntimeError: PyTorch or Triton is missing, or Triton's interpreter is on.
+    """
+    if reason := _not_installed():
+        raise RuntimeError(reason)
+    from .compile import compile_program
+
+    return compile_program(program(request), request.dtypes, device)
+
+
+def _not_installed() -> str | None:
+    return module_missing("torch", "triton") or module_missing("triton", "triton")
+
+
 def program(request: Request) -> Any:
-    """The launches of a request, unbound: `explain` compiles them for a GPU that may not be here."""
+    """The launches of a request, unbound."""
     from . import column, looped, row, split
     from .launch import TritonRequest
 

@@ -1,0 +1,193 @@
+"""What `onlinesoftmax tune` does: time all proposals of the CUDA strategies over a grid of shapes, keep the fastest."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from .. import candidates
+from ..device import Device
+from ..layout import Layout, contiguous_strides, rows_of
+from ..plan import Plan, price
+from ..problem import ITEMSIZE, Problem
+from ..request import Request
+from ..tuning import Cell, Key, Table, Timing, key_of
+
+BACKEND = "cuda"
+"""The backend whose strategies have more than one proposal."""
+
+FULL_BYTES = 1 << 27
+"""Bytes of an input that is as large as the measurement needs: several times any L2."""
+
+SHORT = 1 << 18
+"""Columns up to which steps are of 1.5 and 1.33; longer rows are fewer, in steps of 2 and 4."""
+
+FEW_ROWS = (1, 16, 256)
+"""Rows that are measured beside those of a full input."""
+
+KEPT = 1.5
+"""A strategy is kept in the table for a shape where it takes no longer than the fastest by this factor."""
+
+
+class Shape(NamedTuple):
+    """A shape to measure."""
+
+    operation: str
+    dtype: str
+    rows: int
+    cols: int
+
+
+class Proposal(NamedTuple):
+    """Something to time."""
+
+    plan: Plan
+    request: Request
+
+
+def shapes(quick: bool = False) -> list[Shape]:
+    """The grid; `quick` is a small part of it that shows whether all works."""
+    if quick:
+        return [Shape("softmax", dtype, 1024, cols) for dtype in ("bfloat16", "float32") for cols in (256, 4096, 65536)]
+    powers, between = [64 << i for i in range(13)], [96 << i for i in range(12)]
+    long = [1 << i for i in (19, 20, 21, 22, 23, 24, 26, 28)]
+    found = []
+    for operation in ("softmax", "logsumexp", "softmax_backward"):
+        for dtype in ("bfloat16", "float32"):
+            # What gives one number a row has little to choose.
+            short = powers if operation == "logsumexp" else powers + between
+            for cols in sorted(short + long):
+                full = max(FULL_BYTES // (cols * ITEMSIZE[dtype]), 1)
+                found += [Shape(operation, dtype, few, cols) for few in FEW_ROWS if 4 * few <= full]
+                found.append(Shape(operation, dtype, full, cols))
+                if cols <= SHORT and operation == "softmax":
+                    # Rows that begin anywhere.
+                    found.append(Shape(operation, dtype, full, cols + 1))
+    return found
+
+
+def case(shape: Shape) -> tuple[Problem, Layout, dict[str, str]]:
+    """The problem, where its rows lie, and the dtypes of its tensors: all of them contiguous."""
+    sizes = (shape.rows, shape.cols)
+    strides = contiguous_strides(sizes)
+    more = {"dy": strides} if shape.operation == "softmax_backward" else {}
+    layout = rows_of(sizes, 1, strides, (1, 0) if shape.operation == "logsumexp" else strides, more)
+    problem = Problem(shape.operation, shape.rows, shape.cols, shape.dtype, unit=layout.unit, peelable=layout.congruent)
+    return problem, layout, dict.fromkeys(("x", "y", *more), shape.dtype)
+
+
+def proposals(shape: Shape, device: Device) -> list[Proposal]:
+    """All that the CUDA strategies propose for a shape."""
+    problem, layout, dtypes = case(shape)
+    found = []
+    for backend, _, propose in candidates.TABLE:
+        options = propose(problem, device) if backend == BACKEND else ""
+        for option in options if not isinstance(options, str) else ():
+            plan = price(option, problem, device)
+            found.append(Proposal(plan, Request(shape.operation, plan, layout, dtypes, frozenset(dtypes))))
+    return found
+
+
+def compile_all(requests: Iterable[Request], arch: str) -> int:
+    """Compile what is not in the cache yet, on all cores; how many kernels there are."""
+    from ..backends.cuda.compile import cubin
+    from ..backends.cuda.source import source
+
+    texts = list(dict.fromkeys(source(request) for request in requests))
+    workers = min(len(os.sched_getaffinity(0)), len(texts))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for _ in pool.map(cubin, texts, [arch] * len(texts), chunksize=4):
+            pass
+    return len(texts)
+
+
+class Tuner:
+    """Times proposals on one device, in memory that is allocated once.
+
+    Args:
+        device: A torch device.
+        machine: The same, as the planner sees it.
+    """
+
+    def __init__(self, device: Any, machine: Device, largest: int) -> None:
+        import torch
+
+        from ..registry import load
+
+        self._torch, self._machine, self._prepare = torch, machine, load(BACKEND).prepare
+        self._x = torch.randn(largest, device=device)
+        self._y = torch.empty_like(self._x)
+        self._flush = torch.empty(max(256 << 20, 2 * machine.l2), dtype=torch.int8, device=device)
+
+    def cell(self, shape: Shape, options: list[Proposal]) -> tuple[Key, Cell]:
+        """The fastest proposal of each strategy, as far as it is any good."""
+        problem, _, _ = case(shape)
+        x, y = self._tensors(shape)
+        calls = [(option.plan, self._call(option, x, y)) for option in options]
+        # One round shows who is worth more.
+        rough = self._times([call for _, call in calls], 1)
+        limit = KEPT * min(rough)
+        rest = [pair for pair, us in zip(calls, rough, strict=True) if us <= limit]
+        fine = self._times([call for _, call in rest], 9)
+        best: dict[str, Timing] = {}
+        for (plan, _), us in sorted(zip(rest, fine, strict=True), key=lambda pair: pair[1]):
+            best.setdefault(plan.strategy, Timing(BACKEND, plan.strategy, plan.variant, us))
+        return key_of(problem), Cell(shape.rows, shape.cols, tuple(best.values()))
+
+    def _tensors(self, shape: Shape) -> tuple[Any, Any]:
+        dtype = getattr(self._torch, shape.dtype)
+        count = shape.rows * shape.cols
+        x, y = (t.view(dtype)[:count].view(shape.rows, shape.cols) for t in (self._x, self._y))
+        if dtype != self._x.dtype:
+            # Bits of float32 numbers would be large and small in turns.
+            x.copy_(self._torch.randn_like(x))
+        return x, y[:, 0] if shape.operation == "logsumexp" else y
+
+    def _call(self, option: Proposal, x: Any, y: Any) -> Callable[[], None]:
+        run = self._prepare(option.request)
+        more = {"dy": x} if "dy" in option.request.dtypes else {}
+        run(x, y, more)
+        return lambda: run(x, y, more)
+
+    def _times(self, calls: list[Callable[[], None]], rounds: int) -> list[float]:
+        """Medians of every call's microseconds, the calls interleaved and L2 flushed before each."""
+        event = self._torch.cuda.Event
+        pairs = [[(event(enable_timing=True), event(enable_timing=True)) for _ in calls] for _ in range(rounds)]
+        for events in pairs:
+            for call, (start, end) in zip(calls, events, strict=True):
+                self._flush.zero_()
+                start.record()
+                call()
+                end.record()
+        self._torch.cuda.synchronize()
+        return [
+            statistics.median(1e3 * start.elapsed_time(end) for start, end in column)
+            for column in zip(*pairs, strict=True)
+        ]
+
+
+def tune(device: Any, machine: Device, todo: list[Shape], source: str) -> Iterator[Table]:
+    """The table after every shape.
+
+    Args:
+        device: A torch device with CUDA.
+        machine: The same, as the planner sees it.
+        todo: The shapes.
+        source: What the table says of its making.
+
+    Raises:
+        RuntimeError: a kernel does not compile or cannot be launched.
+    """
+    options = {shape: proposals(shape, machine) for shape in todo}
+    compile_all((option.request for found in options.values() for option in found), machine.arch)
+    tuner = Tuner(device, machine, max(shape.rows * shape.cols for shape in todo))
+    table = Table(machine.name, source, {})
+    for shape, found in options.items():
+        key, cell = tuner.cell(shape, found)
+        table = replace(table, cells={**table.cells, key: [*table.cells.get(key, []), cell]})
+        yield table
