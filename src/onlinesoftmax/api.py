@@ -49,7 +49,7 @@ def softmax(
             gradient.  (The logsumexp of such a row is -inf in either case.)
         out: Torch tensor to write to: right shape (or empty), dtype and device; may be `input` itself.
         batch_invariant: Give a row the same bits however many rows are beside it, for some speed.
-        backend: Force "triton" or "eager".  By default the planner chooses.
+        backend: Force "cuda", "triton" or "eager".  By default the planner chooses.
         strategy: Force "row", "looped", "split" or "column".
 
     Returns:

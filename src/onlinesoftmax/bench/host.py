@@ -45,11 +45,12 @@ def host_times(device: Any, clock: Clock, repeat_ms: float) -> dict[str, Any]:
 def _bare_launch(x: Any, y: Any) -> Callable[[], Any]:
     """The compiled kernel alone, as our layers launch it: what their own host time is measured against."""
     from .. import prepared, registry
+    from ..request import Request
 
     names = prepared.DTYPE_NAMES
     layout = prepared.layout_for("softmax", x.shape, x.stride(), x.dim() - 1, False, y.stride())
-    options = prepared.Options(backend="triton", strategy="row")
-    plan = prepared.make_plan("softmax", layout, x.dtype, y.dtype, x.device, True, options)
-    launch = registry.load("triton").prepare("softmax", plan, layout, names[x.dtype], names[y.dtype])
+    plan = prepared.make_plan("softmax", layout, x.dtype, y.dtype, x.device, True)
+    request = Request("softmax", plan, layout, {"x": names[x.dtype], "y": names[y.dtype]}, frozenset(("x", "y")))
+    launch = registry.load(plan.backend).prepare(request)
     launch(x, y, {})
     return lambda: launch(x, y, {})
