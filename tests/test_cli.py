@@ -207,10 +207,10 @@ def test_verify_says_why_nothing_was_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @needs_torch
 def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = {"triton": "no GPU of any kind", "eager": None}
+    absent = {"cuda": "no GPU of any kind", "triton": "no GPU of any kind", "eager": None}
     monkeypatch.setattr("onlinesoftmax.registry.unavailable", absent.get)
     found = run_json("verify", "--quick", "--strategy", "row", "--op", "softmax", "--dtype", "float32")
-    assert found["unavailable"] == {"triton": "no GPU of any kind"}
+    assert found["unavailable"] == dict.fromkeys(("cuda", "triton"), "no GPU of any kind")
     assert [cell["backend"] for cell in found["cells"]] == ["eager"]
     for asked in (("--backend", "triton"), ("--strategy", "split")):
         result = run("verify", "--quick", *asked)

@@ -1,6 +1,6 @@
 """Every backend × strategy × operation against the contract.
 
-With a GPU, the whole product; without one, Triton's interpreter runs a covering part of it.
+With a GPU, the whole product; without one, Triton's interpreter runs a covering part of what is Triton's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from onlinesoftmax.candidates import TABLE
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-PAIRS = [(backend, strategy) for backend, strategy, _ in TABLE]
+# CUDA kernels have no interpreter; tests/test_cuda.py compiles them.
+PAIRS = [(backend, strategy) for backend, strategy, _ in TABLE if GPU or backend != "cuda"]
 
 
 def _cells() -> list[tuple[tuple[str, str], str, torch.dtype, Case]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from onlinesoftmax.candidates import TABLE
 from onlinesoftmax.device import KNOWN, known
 from onlinesoftmax.plan import Plan, PlanError, Refusal, alternatives, plan
 from onlinesoftmax.problem import Problem
+from onlinesoftmax.tuning import Cell, Key, Table, Timing, table_for
 
 H200 = known("h200")
 
@@ -31,9 +35,69 @@ H200 = known("h200")
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_h200(rows: int, cols: int, strategy: str, dtype: str) -> None:
-    chosen = plan(Problem("softmax", rows, cols, dtype), H200)
+def test_h200_with_triton(rows: int, cols: int, strategy: str, dtype: str) -> None:
+    chosen = plan(Problem("softmax", rows, cols, dtype), H200, "triton")
     assert (chosen.backend, chosen.strategy) == ("triton", strategy)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "strategy"),
+    [
+        (1 << 20, 64, "row"),
+        (65536, 1000, "row"),
+        (65536, 1023, "row"),
+        (16384, 4096, "row"),
+        (4096, 32768, "cluster"),
+        (4096, 50257, "cluster"),
+        (2048, 128256, "cluster"),
+        (1024, 262144, "cluster"),
+        (256, 1 << 20, "grid"),
+        (1, 1 << 20, "grid"),
+        (1, 1 << 28, "grid"),
+        (64, 512, "row"),
+        (1, 1, "row"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_h200_as_measured(rows: int, cols: int, strategy: str, dtype: str) -> None:
+    chosen = plan(Problem("softmax", rows, cols, dtype), H200, table=table_for(H200))
+    assert (chosen.backend, chosen.strategy) == ("cuda", strategy)
+    assert chosen.reads == (2 if cols == 1 << 28 else 1)
+
+
+def test_a_table_decides_for_its_neighbours_and_scales_their_times() -> None:
+    times = (Timing("cuda", "looped", "512 x 2", 10.0), Timing("cuda", "row", "32 of 128, depth 1, terms", 20.0))
+    table = Table("made up", "a test", H200.bandwidth, {Key("softmax", 2, False): [Cell(100, 1024, times)]})
+    near = Problem("log_softmax", 200, 1000, "bfloat16")
+    chosen = plan(near, H200, table=table)
+    assert (chosen.strategy, chosen.variant, chosen.estimate_us) == (
+        "looped",
+        "512 x 2",
+        pytest.approx(2000 / 1024 * 10),
+    )
+    others = {o.strategy: o for o in alternatives(near, H200, "cuda", table=table) if isinstance(o, Plan)}
+    # log_softmax keeps no terms, so the blocks are the strategy's first.
+    assert others["row"].estimate_us == pytest.approx(2000 / 1024 * 20)
+    assert others["cluster"].estimate_us >= 1.5 * chosen.estimate_us
+    # What was measured says nothing of other layouts, dtypes and machines without these kernels.
+    strided = Problem("softmax", 200, 1000, "bfloat16", contiguous=False, adjacent=100)
+    assert plan(strided, H200, table=table).strategy == "column"
+    assert plan(near, H200, unavailable=(("cuda", "absent"),), table=table).backend == "triton"
+    assert plan(replace(near, dtype="float32"), H200, table=table).estimate_us != chosen.estimate_us
+
+
+def test_a_table_is_what_its_json_says() -> None:
+    table = table_for(H200)
+    assert table is not None
+    again = Table.from_json(json.loads(json.dumps(table.as_json())))
+    assert again.cells == table.cells
+    assert (again.device, again.source, again.bandwidth) == (table.device, table.source, table.bandwidth)
+
+
+def test_siblings_share_a_table_and_strangers_have_none() -> None:
+    assert table_for(known("h100")) is not None
+    assert table_for(known("a100")) is None
+    assert table_for(known("cpu")) is None
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if name != "cpu"])
@@ -57,10 +121,10 @@ def test_strided_rows_side_by_side_go_by_column() -> None:
 
 def test_bytes_and_floor() -> None:
     rows, cols = 2048, 128256
-    chosen = plan(Problem("softmax", rows, cols, "bfloat16"), H200, strategy="looped")
+    chosen = plan(Problem("softmax", rows, cols, "bfloat16"), H200, "triton", "looped")
     assert chosen.bytes_moved == 3 * rows * cols * 2
     assert chosen.floor_us == pytest.approx(2 * rows * cols * 2 / (H200.bandwidth * 1e3))
-    per_row = plan(Problem("logsumexp", rows, cols, "bfloat16"), H200, strategy="looped")
+    per_row = plan(Problem("logsumexp", rows, cols, "bfloat16"), H200, "triton", "looped")
     assert per_row.bytes_moved == rows * cols * 2 + rows * 2
 
 
@@ -82,9 +146,11 @@ def test_forced_but_impossible_lists_every_reason() -> None:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(PlanError, match=r"unknown backend 'tritn'; there are: triton, eager"):
+    with pytest.raises(PlanError, match=r"unknown backend 'tritn'; there are: cuda, triton, eager"):
         plan(Problem("softmax", 4, 4), H200, backend="tritn")
-    with pytest.raises(PlanError, match=r"unknown strategy 'rows'; there are: row, looped, split, column"):
+    with pytest.raises(
+        PlanError, match=r"unknown strategy 'rows'; there are: row, cluster, grid, looped, split, column"
+    ):
         plan(Problem("softmax", 4, 4), H200, strategy="rows")
     with pytest.raises(ValueError, match=r"unknown operation 'sofmax'"):
         Problem("sofmax", 4, 4)
@@ -95,16 +161,16 @@ def test_unknown_names() -> None:
 
 
 def test_unavailable_backends_are_refused_with_their_reason() -> None:
-    chosen = plan(Problem("softmax", 4096, 4096), H200, unavailable=(("triton", "triton is not installed"),))
-    assert chosen.backend == "eager"
-    options = alternatives(Problem("softmax", 4, 4), H200, unavailable=(("triton", "triton is not installed"),))
-    assert {o.reason for o in options if isinstance(o, Refusal)} == {"triton is not installed"}
+    absent = (("triton", "triton is not installed"), ("cuda", "cuda.core is not installed"))
+    assert plan(Problem("softmax", 4096, 4096), H200, unavailable=absent).backend == "eager"
+    options = alternatives(Problem("softmax", 4, 4), H200, unavailable=absent)
+    assert {o.reason for o in options if isinstance(o, Refusal)} == {reason for _, reason in absent}
 
 
 def test_rows_that_begin_anywhere_are_cut() -> None:
-    odd, even = (plan(Problem("softmax", 4096, cols, "bfloat16"), H200) for cols in (4095, 4096))
+    odd, even = (plan(Problem("softmax", 4096, cols, "bfloat16"), H200, "triton") for cols in (4095, 4096))
     assert (odd.vector, even.vector) == (8, 1)
-    unaligned = plan(Problem("softmax", 4096, 4095, "bfloat16", unit=1, peelable=False), H200)
+    unaligned = plan(Problem("softmax", 4096, 4095, "bfloat16", unit=1, peelable=False), H200, "triton")
     assert unaligned.vector == 1
     assert unaligned.estimate_us > odd.estimate_us
 

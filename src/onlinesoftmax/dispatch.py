@@ -100,9 +100,12 @@ def _is_bare(x: torch.Tensor) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
 def _have_kernels() -> bool:
     return any(registry.unavailable(name) is None for name in ("cuda", "triton"))
+
+
+# All that torch.compiler.assume_constant_result does, after it has imported the compiler for a second or three.
+_have_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute
 
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

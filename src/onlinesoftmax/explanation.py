@@ -110,7 +110,7 @@ def explain(
 
     Example:
         >>> print(explain((4096, 1024), dtype="bfloat16", device="h200").plan.reason)
-        a row of 1024 columns fits the registers of one program, so it is read once
+        a row of 1024 columns fits the registers of 64 threads, so it is read once; 2 rows share a block
     """
     if isinstance(x, tuple | list):
         shape = tuple(int(size) for size in x)

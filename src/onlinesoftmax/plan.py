@@ -129,7 +129,8 @@ def alternatives(
         elif cell is None:
             found.append(price(options[0], problem, device))
         else:
-            found.append(_measured(options, cell, problem, device))
+            assert table is not None
+            found.append(_measured(options, cell, problem, device, table.bandwidth / device.bandwidth))
     return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
 
 
@@ -137,16 +138,15 @@ NOT_IN_TABLE = 1.5
 """A strategy that is missing in a table was slower than the fastest by this, could not run, or was not measured."""
 
 
-def _measured(options: list[Candidate], cell: Cell, problem: Problem, device: Device) -> Plan:
+def _measured(options: list[Candidate], cell: Cell, problem: Problem, device: Device, slower: float) -> Plan:
     """The proposal that was fastest for a shape like the problem's, with its time there for as many elements."""
-    elements = problem.rows * problem.cols / (cell.rows * cell.cols)
+    scale = slower * problem.rows * problem.cols / (cell.rows * cell.cols)
     for timing in cell.timings:
         if (timing.backend, timing.strategy) == (options[0].backend, options[0].strategy):
             fitting = [option for option in options if option.variant == timing.variant]
-            plan = price((fitting or options)[0], problem, device)
-            return replace(plan, estimate_us=timing.us * elements)
+            return replace(price((fitting or options)[0], problem, device), estimate_us=timing.us * scale)
     plan, best = price(options[0], problem, device), min((timing.us for timing in cell.timings), default=0.0)
-    return replace(plan, estimate_us=max(plan.estimate_us, NOT_IN_TABLE * best * elements))
+    return replace(plan, estimate_us=max(plan.estimate_us, NOT_IN_TABLE * best * scale))
 
 
 INVARIANT_ROWS = 4096

@@ -67,10 +67,12 @@ class Table:
     Attributes:
         device: Its name.
         source: When and with what it was measured.
+        bandwidth: Its bandwidth, as in Device: times for a sibling are scaled by it.
     """
 
     device: str
     source: str
+    bandwidth: float
     cells: dict[Key, list[Cell]] = field(repr=False, hash=False, compare=False)
 
     def nearest(self, problem: Problem) -> Cell | None:
@@ -94,6 +96,7 @@ class Table:
         return {
             "device": self.device,
             "source": self.source,
+            "bandwidth": self.bandwidth,
             "plans": [list(name) for name in names],
             "cells": [
                 [*key, cell.rows, cell.cols, [[index[t[:3]], round(t.us, 2)] for t in cell.timings]]
@@ -109,7 +112,7 @@ class Table:
         for operation, itemsize, cut, rows, cols, timings in document["cells"]:
             found = tuple(Timing._make((*plans[i], us)) for i, us in timings)
             cells.setdefault(Key(operation, itemsize, cut), []).append(Cell(rows, cols, found))
-        return cls(document["device"], document["source"], cells)
+        return cls(document["device"], document["source"], document["bandwidth"], cells)
 
 
 def key_of(problem: Problem) -> Key:
@@ -122,6 +125,10 @@ def slug(name: str) -> str:
     return "-".join(name.lower().split())
 
 
+LIKE = {"sm_90": "nvidia-h200.json"}
+"""The table for a device that has none itself: that of a sibling with the same multiprocessors."""
+
+
 @cache
 def table_for(device: Device) -> Table | None:
     """The table of this device, or of one of the same architecture; None if there is none."""
@@ -130,7 +137,8 @@ def table_for(device: Device) -> Table | None:
     file_name = f"{slug(device.name)}.json"
     own = cache_folder() / file_name
     shipped = resources.files(__package__).joinpath("tables")
-    for place in (own, shipped.joinpath(file_name), shipped.joinpath(f"{device.arch}.json")):
+    like = LIKE.get(device.arch, file_name)
+    for place in (own, shipped.joinpath(file_name), shipped.joinpath(like)):
         if place.is_file():
             return Table.from_json(json.loads(place.read_text(encoding="utf-8")))
     return None

@@ -186,7 +186,7 @@ def tune(device: Any, machine: Device, todo: list[Shape], source: str) -> Iterat
     options = {shape: proposals(shape, machine) for shape in todo}
     compile_all((option.request for found in options.values() for option in found), machine.arch)
     tuner = Tuner(device, machine, max(shape.rows * shape.cols for shape in todo))
-    table = Table(machine.name, source, {})
+    table = Table(machine.name, source, machine.bandwidth, {})
     for shape, found in options.items():
         key, cell = tuner.cell(shape, found)
         table = replace(table, cells={**table.cells, key: [*table.cells.get(key, []), cell]})
