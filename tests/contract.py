@@ -14,12 +14,31 @@ import torch
 
 import onlinesoftmax as osm
 from onlinesoftmax import verification
+from onlinesoftmax.candidates import TABLE
 
 OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "softmax": osm.softmax,
     "log_softmax": osm.log_softmax,
     "logsumexp": osm.logsumexp,
 }
+
+GPU = torch.cuda.is_available()
+
+# CUDA kernels have no interpreter: without a GPU they are compiled, by tests/test_cuda.py.
+PLANS = tuple(
+    f"{backend}/{strategy}" for backend, strategy, _ in TABLE if backend != "eager" and (GPU or backend != "cuda")
+)
+"""Every kernel strategy that runs here, as backend/strategy."""
+
+ROW_PLANS = tuple(plan for plan in PLANS if plan != "triton/column")
+"""Those that take rows whose elements are neighbours."""
+
+
+def forced(plan: str) -> dict[str, str]:
+    """The arguments that force one of PLANS."""
+    backend, _, strategy = plan.partition("/")
+    return {"backend": backend, "strategy": strategy}
+
 
 SIZES = (1, 2, 3, 31, 33, 127, 1000, 1023, 1025, 50257)
 

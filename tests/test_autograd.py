@@ -12,20 +12,19 @@ import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import onlinesoftmax as osm
-from contract import OPERATIONS, SPECIAL_CASES, outliers
+from contract import OPERATIONS, PLANS, ROW_PLANS, SPECIAL_CASES, forced, outliers
 from onlinesoftmax import verification
 from test_fused import DEVICE, GPU, NAMES, moved, options
 
-STRATEGIES = ("row", "looped", "split", "column")
 PATHS = [{}, {"backend": "triton"}]
 SMALL = (1, 8, 9)
 
 Function = Callable[..., torch.Tensor]
 
 
-def call(operation: str, strategy: str, given: dict[str, Any]) -> tuple[Function, tuple[torch.Tensor, ...]]:
+def call(operation: str, plan: str, given: dict[str, Any]) -> tuple[Function, tuple[torch.Tensor, ...]]:
     """The operation as a function of x and whatever of the arguments has a gradient, and these."""
-    column = strategy == "column"
+    column = plan == "triton/column"
     x = torch.randn(SMALL, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     if column:
         # The same with rows that lie side by side.
@@ -39,27 +38,27 @@ def call(operation: str, strategy: str, given: dict[str, Any]) -> tuple[Function
 
     def function(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         more = given | dict(zip(names, tensors, strict=True))
-        return OPERATIONS[operation](x, -2 if column else -1, backend="triton", strategy=strategy, **more)
+        return OPERATIONS[operation](x, -2 if column else -1, **forced(plan), **more)
 
     return function, tuple(t.requires_grad_() for t in (x, *(given[name].clone() for name in names)))
 
 
 def _cells() -> list[tuple[str, str, str]]:
     cells = [
-        (strategy, name, operation)
-        for strategy, name, operation in itertools.product(STRATEGIES, ("plain", *NAMES), OPERATIONS)
+        (plan, name, operation)
+        for plan, name, operation in itertools.product(PLANS, ("plain", *NAMES), OPERATIONS)
         # Where rows lie side by side there are no queries before them.
-        if not (strategy == "column" and name in ("causal", "all"))
+        if not (plan == "triton/column" and name in ("causal", "all"))
     ]
     # Thousands of kernels: the interpreter runs every seventh, which meets all of each.
     return cells if GPU else cells[::7]
 
 
-@pytest.mark.parametrize(("strategy", "name", "operation"), _cells())
-def test_gradcheck(strategy: str, name: str, operation: str) -> None:
+@pytest.mark.parametrize(("plan", "name", "operation"), _cells())
+def test_gradcheck(plan: str, name: str, operation: str) -> None:
     given = moved(options(torch.float64, SMALL)[name]) if name != "plain" else {}
     torch.manual_seed(0)
-    function, inputs = call(operation, strategy, given)
+    function, inputs = call(operation, plan, given)
     # Its random vectors would meet the -inf of a masked log-softmax: what is compared is finite.
     finite = lambda *t: function(*t).clamp_min(-1e4)  # noqa: E731
     assert gradcheck(finite, inputs, fast_mode=not GPU)
@@ -67,19 +66,19 @@ def test_gradcheck(strategy: str, name: str, operation: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("cols", [1, 33, 1023, 5000])
-def test_backward_is_as_good_as_pytorch(operation: str, strategy: str, cols: int, dtype: torch.dtype) -> None:
-    if not GPU and (cols + len(operation) + len(strategy) + dtype.itemsize) % 3:
+def test_backward_is_as_good_as_pytorch(operation: str, plan: str, cols: int, dtype: torch.dtype) -> None:
+    if not GPU and (cols + len(operation) + len(plan) + dtype.itemsize) % 3:
         pytest.skip("the interpreter is slow: a third of the combinations runs without a GPU")
     x, dim = outliers(9, cols, dtype=dtype, device=DEVICE), -1
-    if strategy == "column":
+    if plan == "triton/column":
         x, dim = outliers(cols, 9, dtype=dtype, device=DEVICE), 0
         if cols == 1:
             pytest.skip("rows of one element are contiguous, and `column` says so")
     ours, theirs = (t.requires_grad_() for t in (x.clone(), x.clone()))
-    y = OPERATIONS[operation](ours, dim, backend="triton", strategy=strategy)
+    y = OPERATIONS[operation](ours, dim, **forced(plan))
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype).to(DEVICE)
     y.backward(dy)
     t = getattr(torch, operation)(theirs, dim)
@@ -119,15 +118,15 @@ def assert_gradient(
     assert np.all(excess <= 0), f"error {np.nanmax(error):.3e}, PyTorch's own {np.nanmax(allowed):.3e}"
 
 
-@pytest.mark.parametrize("strategy", ["row", "looped", "split"])
+@pytest.mark.parametrize("plan", ROW_PLANS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("case", SPECIAL_CASES, ids=str)
-def test_infinities_and_nan(operation: str, strategy: str, case: Any) -> None:
+def test_infinities_and_nan(operation: str, plan: str, case: Any) -> None:
     if case.name == "strided-specials" and not GPU:
         pytest.skip("630 rows take the interpreter 20 s")
     x = case.make(torch.float32, DEVICE)
     ours, theirs = (t.detach().clone().requires_grad_() for t in (x, x))
-    y = OPERATIONS[operation](ours, case.dim, backend="triton", strategy=strategy)
+    y = OPERATIONS[operation](ours, case.dim, **forced(plan))
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     y.backward(dy)
     getattr(torch, operation)(theirs, case.dim).backward(dy)
@@ -135,8 +134,8 @@ def test_infinities_and_nan(operation: str, strategy: str, case: Any) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("strategy", ["row", "looped", "split"])
-def test_dy_of_any_strides(operation: str, strategy: str) -> None:
+@pytest.mark.parametrize("plan", ROW_PLANS)
+def test_dy_of_any_strides(operation: str, plan: str) -> None:
     x = outliers(6, 129, dtype=torch.float32, device=DEVICE)
     full = x.shape if operation != "logsumexp" else x.shape[:1]
     kinds = {
@@ -149,7 +148,7 @@ def test_dy_of_any_strides(operation: str, strategy: str) -> None:
     }
     for name, dy in kinds.items():
         ours, theirs = (t.clone().requires_grad_() for t in (x, x))
-        OPERATIONS[operation](ours, -1, backend="triton", strategy=strategy).backward(dy)
+        OPERATIONS[operation](ours, -1, **forced(plan)).backward(dy)
         getattr(torch, operation)(theirs, -1).backward(dy)
         torch.testing.assert_close(
             ours.grad, theirs.grad, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
@@ -289,10 +288,10 @@ def test_out_and_gradients_do_not_go_together() -> None:
         osm.softmax(x, out=y, backend="triton")
 
 
-@pytest.mark.parametrize("strategy", ["row", "looped", "split"])
+@pytest.mark.parametrize("plan", ROW_PLANS)
 @pytest.mark.parametrize("cols", [33, 1000, 4100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_batch_invariant(strategy: str, cols: int, dtype: torch.dtype) -> None:
+def test_batch_invariant(plan: str, cols: int, dtype: torch.dtype) -> None:
     """The bits of a row, forward and backward, alone and in batches of any size, from any place in memory."""
     sizes = (1, 2, 3, 7, 64, 1000, 4096) if GPU else (1, 2, 5)
     x = outliers(sizes[-1], cols, dtype=dtype, device=DEVICE)
@@ -302,7 +301,7 @@ def test_batch_invariant(strategy: str, cols: int, dtype: torch.dtype) -> None:
         found = []
         for function in OPERATIONS.values():
             z = x.detach().requires_grad_()
-            y = function(z, batch_invariant=True, backend="triton", strategy=strategy)
+            y = function(z, batch_invariant=True, **forced(plan))
             y.backward(dy if y.dim() == x.dim() else dy[..., 0])
             found += [y.detach(), z.grad]
         return [t for t in found if t is not None]
@@ -327,11 +326,11 @@ def test_batch_invariant_on_pytorch_operations(operation: str) -> None:
         )
 
 
-@pytest.mark.parametrize("strategy", ["row", "looped", "split"])
+@pytest.mark.parametrize("plan", ROW_PLANS)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_same_gradient_same_bits(operation: str, strategy: str) -> None:
+def test_same_gradient_same_bits(operation: str, plan: str) -> None:
     x = outliers(3, 5001, dtype=torch.float32, device=DEVICE).requires_grad_()
-    y = OPERATIONS[operation](x, backend="triton", strategy=strategy)
+    y = OPERATIONS[operation](x, **forced(plan))
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     first, second = (torch.autograd.grad(y, x, dy, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)

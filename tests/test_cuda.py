@@ -6,6 +6,7 @@ NVRTC needs no GPU: without one everything is compiled and nothing is run.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import multiprocessing
 import struct
@@ -278,14 +279,17 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache: Path, monkeypatch: py
     assert sorted(path.name for path in cache.parent.iterdir()) == ["file"]
 
 
-@pytest.mark.parametrize("name", ["numbers", "state", "operands", "ops", "levels", "slice", "row"])
+# cuda.core 1.2.2: a Program that failed, and that the garbage collector finds in a cycle, trips over itself.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ["numbers", "state", "operands", "ops", "levels", "slice", *PROPOSALS])
 def test_an_error_names_file_and_line(ask: Ask, name: str) -> None:
-    begin = f'#line 1 "{name}.cuh"\n'
-    before, _, after = source.source(ask("h200", "row", "softmax", no_memory(64, 1000))).partition(begin)
-    line = after[: after.index("__device__" if name != "row" else "constexpr")].count("\n") + 1
-    broken = after.replace("__device__" if name != "row" else "constexpr", "no_such_type", 1)
-    with pytest.raises(RuntimeError, match=rf"{name}\.cuh\({line}\): error.*no_such_type"):
-        compile.build(before + begin + broken, "sm_90", "cubin")
+    strategy = name if name in PROPOSALS else "row"
+    whole, part = source.source(ask("h200", strategy, "softmax", no_memory(64, 1 << 17))), source.text(f"{name}.cuh")
+    # Its first line is #line, and counts for nothing; the wrong one comes after the last.
+    message = rf'{name}\.cuh\({part.count(chr(10))}\): error: identifier "no_such_type" is undefined'
+    with pytest.raises(Exception, match=message):
+        compile.build(whole.replace(part, part + "no_such_type x;\n"), "sm_90", "cubin")
+    gc.collect()
 
 
 # ---- the struct of a launch
@@ -302,7 +306,7 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
     layout, packed = request.layout, launch._values(request)
     assert len(layout.sizes) == dims
     names = [{"scale": "scale_tensor"}.get(name, name) for name in launch.POINTERS]
-    names += ["scale", "softcap", "rows", "cols", "diagonal", "shared_tiles", "sizes"]
+    names += ["scale", "softcap", "rows", "cols", "diagonal", "team", "shared_tiles", "sizes"]
     at = {name: i for i, name in enumerate(names)}
     places = ("x", "y", *source.BESIDE, "query")
     at |= {f"{name}_place": at["sizes"] + dims + i * (dims + 1) for i, name in enumerate(places)}
@@ -313,7 +317,8 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
 
     values = struct.unpack(f"={len(packed) // 8}q", packed)
     assert values[: at["rows"]] == (0,) * at["rows"]
-    assert values[at["rows"] : at["sizes"]] == (layout.rows, 64, request.diagonal, request.plan.shared)
+    plan = request.plan
+    assert values[at["rows"] : at["sizes"]] == (layout.rows, 64, request.diagonal, plan.splits, plan.shared)
     assert values[at["sizes"] : at["x_place"]] == layout.sizes
     assert values[at["x_place"] : at["y_place"]] == (*layout.x_strides, 1)
     assert values[at["y_place"] : at["dy_place"]] == (*layout.y_strides, 1)
@@ -329,10 +334,9 @@ def test_mailboxes_have_the_words_that_the_kernel_counts(ask: Ask, dtype: torch.
     from onlinesoftmax.backends.cuda import launch
 
     request = ask("h200", "grid", "softmax", no_memory(8, 1 << 20, dtype=dtype), dtype=out)
-    teams = request.plan.programs // request.plan.splits
-    words = launch._mail_words(request)
-    assert words > 0
-    check = f"static_assert({teams} * 2 * TEAM * TEAM * WORDS == {words});"
+    words, team = launch._mail_words(request), request.plan.splits
+    assert team > 1
+    check = f"static_assert({request.plan.programs // team} * 2 * {team} * {team} * WORDS == {words});"
     compile.build(source.source(request) + check, "sm_90", "cubin")
 
 

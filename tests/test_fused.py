@@ -11,14 +11,13 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from contract import OPERATIONS, outliers
+from contract import OPERATIONS, PLANS, ROW_PLANS, forced, outliers
 from onlinesoftmax import verification
 from onlinesoftmax.backends import eager
 from onlinesoftmax.fused import Fused, make_fused
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-STRATEGIES = ("row", "looped", "split", "column")
 SHAPE = (2, 9, 37)
 
 
@@ -100,22 +99,22 @@ def assert_as_good(ours: torch.Tensor, theirs: torch.Tensor, exact: np.ndarray) 
 
 def _cells() -> list[tuple[str, str, str, torch.dtype]]:
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    product = list(itertools.product(STRATEGIES, NAMES, OPERATIONS, dtypes))
+    product = list(itertools.product(PLANS, NAMES, OPERATIONS, dtypes))
     # The interpreter runs a covering third: 7 is coprime to the number of dtypes and operations.
     return product if GPU else product[::7]
 
 
-@pytest.mark.parametrize(("strategy", "name", "operation", "dtype"), _cells(), ids=str)
-def test_forward(strategy: str, name: str, operation: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("plan", "name", "operation", "dtype"), _cells(), ids=str)
+def test_forward(plan: str, name: str, operation: str, dtype: torch.dtype) -> None:
     given = options(dtype)[name]
     x = outliers(*SHAPE, dtype=dtype, device=DEVICE)
-    if strategy == "column":
+    if plan == "triton/column":
         # The same numbers, lying so that rows are neighbours; causality then has no queries to count.
         given = {k: v for k, v in given.items() if k != "causal"}
         x = x.movedim(-1, 0).contiguous().movedim(0, -1)
     given = moved(given)
     call = OPERATIONS[operation]
-    ours = call(x, backend="triton", strategy=strategy, **given)
+    ours = call(x, **forced(plan), **given)
     theirs = eager.torch_fused(operation, x, -1, None, False, as_fused(given), False)
     with np.errstate(all="ignore"):
         exact = verification.exact_result(operation, exact_scores(x, given), -1)
@@ -124,13 +123,13 @@ def test_forward(strategy: str, name: str, operation: str, dtype: torch.dtype) -
     assert_as_good(ours, theirs, exact)
 
 
-@pytest.mark.parametrize("strategy", ["row", "looped", "split"])
+@pytest.mark.parametrize("plan", ROW_PLANS)
 @pytest.mark.parametrize("cols", [1, 130, 1025, 4100])
-def test_long_masks_and_biases(strategy: str, cols: int) -> None:
+def test_long_masks_and_biases(plan: str, cols: int) -> None:
     """Rows that are cut at both ends, in several tiles; masks and biases that are not cut where they are."""
     x = outliers(5, cols, dtype=torch.float32, device=DEVICE)
     given = moved({"mask": _mask((5, cols), dead=False), "bias": outliers(cols, dtype=torch.float32, device="cpu")})
-    ours = osm.softmax(x, backend="triton", strategy=strategy, scale=0.5, **given)
+    ours = osm.softmax(x, **forced(plan), scale=0.5, **given)
     z = (x.double() * 0.5 + given["bias"]).masked_fill(~given["mask"], -torch.inf)
     torch.testing.assert_close(ours.double(), torch.softmax(z, -1), rtol=2e-6, atol=1e-7)
 
