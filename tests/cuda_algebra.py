@@ -203,3 +203,8 @@ class FoldedAlgebra(CudaAlgebra):
             return math.nan if math.isnan(l) else math.inf if l else -math.inf
         log2e = np.float32(1.4426950216293335)
         return (float(np.float32(m) * log2e) + math.log2(l)) / float(log2e)
+
+
+ALGEBRAS = [CudaAlgebra(*pair) for pair in PAIRS]
+# Of float64 states a softmax of 16 bits shows too little for that.
+ALGEBRAS += [FoldedAlgebra(x, y) for x, y in PAIRS if x != "float64" and y in ("float16", "bfloat16")]

@@ -95,7 +95,7 @@ def _is_bare(x: torch.Tensor) -> bool:
         and not (x.requires_grad and torch.is_grad_enabled())
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled("cuda")
+        and not torch.is_autocast_enabled()
         and not x.is_neg()
     )
 

@@ -49,7 +49,8 @@ def build(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     global compiled
     compiled += 1
     log = io.StringIO()
-    program = Program(source, "c++", ProgramOptions(arch=arch, std=STANDARD, ptxas_options=["-v"]))
+    # NVRTC's own cache would return without a word on registers.
+    program = Program(source, "c++", ProgramOptions(arch=arch, std=STANDARD, ptxas_options=["-v"], no_cache=True))
     # Asked for PTX, cuda.core asks the driver whether it could load that, and fails where there is none.
     code = bytes(program.compile("cubin", logs=log).code)
     return code if kind == "cubin" else _ptx(program.handle), log.getvalue()

@@ -49,14 +49,14 @@ def library() -> Any:
         OSError: there is no driver.
     """
     cuda = ctypes.CDLL("libcuda.so.1")
-    # As few conversions as there can be: this one is called for every softmax.
-    cuda.cuLaunchKernelEx.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p)
     cuda.cuLibraryLoadData.argtypes = (
         POINTER(c_void_p), c_char_p, c_void_p, c_void_p, c_uint, c_void_p, c_void_p, c_uint
     )  # fmt: skip
     cuda.cuLibraryGetKernel.argtypes = (POINTER(c_void_p), c_void_p, c_char_p)
     cuda.cuKernelSetAttribute.argtypes = (c_int, c_int, c_void_p, c_int)
     cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = (POINTER(c_int), c_void_p, c_int, c_size_t)
+    cuda.cuDevicePrimaryCtxRetain.argtypes = (POINTER(c_void_p), c_int)
+    cuda.cuCtxSetCurrent.argtypes = (c_void_p,)
     cuda.cuGetErrorString.argtypes = (c_int, POINTER(c_char_p))
     return cuda
 
@@ -71,6 +71,17 @@ def check(status: int, doing: str) -> None:
         message = c_char_p()
         library().cuGetErrorString(status, byref(message))
         raise DriverError(f"{doing}: {(message.value or b'unknown error').decode()} (CUDA error {status})")
+
+
+INVALID_CONTEXT = 201
+"""What a launch says in a thread that has not used the device yet, as those are in which PyTorch runs gradients."""
+
+
+def make_current(device: int) -> None:
+    """Use a device's primary context, that of PyTorch, in this thread."""
+    context = c_void_p()
+    check(library().cuDevicePrimaryCtxRetain(byref(context), device), "finding the device's context")
+    check(library().cuCtxSetCurrent(context), "making the device's context current")
 
 
 def load_kernel(cubin: bytes, name: str) -> int:

@@ -24,56 +24,75 @@ Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
 
 class _Call:
-    """The arguments of one launch, in memory that the driver reads; for one thread at a time."""
+    """The arguments of one launch, in memory that the driver reads; for one thread at a time.
 
-    def __init__(self, values: bytes, config: tuple[Any, ...]) -> None:
+    Attributes:
+        fields: Params.
+        config: The launch, its stream included.
+        arguments: Of cuLaunchKernelEx, in the types that ctypes takes as they are.
+    """
+
+    def __init__(self, values: bytes, config: tuple[Any, ...], kernel: int) -> None:
         self.fields = (ctypes.c_uint64 * (len(values) // 8)).from_buffer_copy(values)
         self.config = driver.launch_config(*config)
-        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.fields))
-        self.addresses = ctypes.addressof(self.config), ctypes.addressof(self.parameters)
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.fields))
+        addresses = (ctypes.addressof(self.config), kernel, ctypes.addressof(self._parameters), None)
+        self.arguments = tuple(ctypes.c_void_p(address) for address in addresses)
 
 
 def bind(request: Request) -> Run:
-    """The function run(x, y, more) on tensors of the shapes and the dtypes that it was planned for."""
+    """The function run(x, y, more) on tensors of the shapes and the dtypes that it was planned for, of one device."""
     plan, values = request.plan, _values(request)
     dynamic = shared_memory(request)
     cluster = plan.splits if plan.strategy == "cluster" else 1
-    cooperative = plan.strategy == "grid"
-    config = (plan.programs, 32 * plan.warps, dynamic, cluster, cooperative)
+    config = (plan.programs, 32 * plan.warps, dynamic, cluster, plan.strategy == "grid")
     beside = tuple((POINTERS.index(name), name) for name in POINTERS[2:] if _is_given(request, name))
-    softcap = len(POINTERS) + 1 if request.softcap else None
-    number = request.scale and "scale" not in request.dtypes
+    numbers = [("scale", len(POINTERS))] if request.scale and "scale" not in request.dtypes else []
+    numbers += [("softcap", len(POINTERS) + 1)] if request.softcap else []
     mail_words = _mail_words(request)
+    more_than_pointers = bool(beside or numbers or mail_words)
     launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
     spare: list[_Call] = []
-    kernel = 0
 
-    def run(x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
-        nonlocal kernel
-        index = x.get_device()
-        if not kernel:
-            kernel = _loaded(source(request), kernel_name(request), index, dynamic, cluster)
-        # Taking from a list is one step for any thread, and so no two fill in the same call.
-        call = spare.pop() if spare else _Call(values, config)
-        fields = call.fields
-        fields[0], fields[1] = x.data_ptr(), y.data_ptr()
+    def new_call(index: int) -> _Call:
+        return _Call(values, config, _loaded(source(request), kernel_name(request), index, dynamic, cluster))
+
+    def fill_in(fields: Any, more: dict[str, Any], index: int, stream: int) -> None:
         for field, name in beside:
             fields[field] = more[name].data_ptr()
-        if number:
-            fields[len(POINTERS)] = more["scale"] & _MASK
-        if softcap is not None:
-            fields[softcap] = more["softcap"] & _MASK
-        call.config.stream = stream = stream_of(index)
+        for name, field in numbers:
+            fields[field] = more[name] & _MASK
         if mail_words:
-            mail = _mail(mail_words, index, stream)
-            fields[len(POINTERS) - 1] = mail.data_ptr()
-        config_at, parameters_at = call.addresses
-        status = launch(config_at, kernel, parameters_at, None)
-        spare.append(call)
+            fields[len(POINTERS) - 1] = _mail(mail_words, index, stream).data_ptr()
+
+    def run(x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
+        index = x.get_device()
+        try:
+            # Taking from a list is one step for any thread, so no two fill in the same call.
+            call = spare.pop()
+        except IndexError:
+            call = new_call(index)
+        fields = call.fields
+        fields[0], fields[1] = x.data_ptr(), y.data_ptr()
+        call.config.stream = stream = stream_of(index)
+        if more_than_pointers:
+            fill_in(fields, more, index, stream)
+        status = launch(*call.arguments)
         if status:
-            driver.check(status, f"launching {plan.backend}/{plan.strategy}")
+            status = _again(status, call, index)
+        spare.append(call)
+        driver.check(status, f"launching {plan.backend}/{plan.strategy}")
 
     return run
+
+
+def _again(status: int, call: _Call, index: int) -> int:
+    """The status of the same launch with the device's context current, if that was all that it lacked."""
+    if status != driver.INVALID_CONTEXT:
+        return status
+    driver.make_current(index)
+    again: int = driver.library().cuLaunchKernelEx(*call.arguments)
+    return again
 
 
 _MASK = (1 << 64) - 1
