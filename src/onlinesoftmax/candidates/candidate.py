@@ -19,7 +19,8 @@ class Candidate:
         programs: Programs of the largest launch.
         block: Columns that one program holds at a time.
         rows_per_program: Rows that one program holds at a time.
-        depth: Columns of a block that share a lane and one rescaling of its state.
+        depth: Columns of a block that share a lane and one rescaling of its state.  CUDA: rows that a group of
+            threads loads at once (`row`), or tiles that are streamed at once (`grid`).
         warps: Warps of a program.
         stages: Tiles in flight in a persistent program; 0 when each program has one tile.
         splits: Programs that share a row.

@@ -20,6 +20,9 @@ HELD_REGISTERS = 64
 OTHER_REGISTERS = 32
 """Registers of a thread for all else."""
 
+MOST_BLOCKS = (1 << 31) - 1
+"""Blocks of one launch."""
+
 
 def _chunks(problem: Problem) -> int:
     """Whole chunks of a row, at most."""
@@ -86,6 +89,7 @@ def row(problem: Problem, device: Device) -> list[Candidate] | str:
                 variant=f"{lanes} of {threads}, depth {depth}{', terms' if terms else ''}",
             )
         )  # fmt: skip
+    found = [candidate for candidate in found if candidate.programs <= MOST_BLOCKS]
     # Two chunks a thread, terms kept, in blocks of 128 threads.
     found.sort(key=lambda c: (abs(_held(c, problem) - 2), not c.terms, c.depth, c.warps))
     return found or (
@@ -105,13 +109,15 @@ def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
         return refusal
     if device.compute_capability < (9, 0):
         return f"clusters of blocks need compute capability 9.0, and {device.name} has {device.arch}"
+    if 2 * problem.rows > MOST_BLOCKS:
+        return f"{problem.rows} rows are more clusters than one launch takes"
     chunks = _chunks(problem)
     found: list[Candidate] = []
     for threads, blocks, terms in itertools.product((128, 256, 512, 1024), (2, 4, 8, 16), _terms(problem)):
         # Slices begin on 128 bytes.
         length = -(-chunks // blocks // 8) * 8
         held = -(-length // threads)
-        if (length < 64 and blocks > 2) or (threads == 1024 and found):
+        if (length < 64 and blocks > 2) or (threads == 1024 and found) or problem.rows * blocks > MOST_BLOCKS:
             continue
         if held > HELD_REGISTERS // _words(problem, terms) or (held * threads >= 2 * length and threads > 128):
             continue
@@ -176,7 +182,8 @@ def _teams(
         streamed = max(0, tiles - held - shared)
         if with_shared and not shared:
             continue
-        reason = f"{team} blocks, resident together, hold a row of {problem.cols} columns" + (
+        blocks_hold = f"{team} blocks, resident together, hold" if team > 1 else "one block holds"
+        reason = f"{blocks_hold} a row of {problem.cols} columns" + (
             f" but for {streamed} of {tiles} tiles, which are read again" if streamed else ", so it is read once"
         )
         found.append(
@@ -195,6 +202,8 @@ def looped(problem: Problem, device: Device) -> list[Candidate] | str:
     """One block streams one row."""
     if refusal := no_gpu("CUDA", device):
         return refusal
+    if problem.rows > MOST_BLOCKS:
+        return f"{problem.rows} rows are more blocks than one launch takes"
     found = []
     most = HELD_REGISTERS // _words(problem)
     for threads, held in ((512, 4), (1024, 2), (512, 2), (256, 4), (1024, 4), (256, 8), (128, 4)):

@@ -125,6 +125,12 @@ def plan_facts(explanation: Explanation) -> list[tuple[str, str]]:
     ]
     if plan.warps:
         found.append(("warps", f"{plan.warps} a program"))
+    if plan.lanes:
+        found.append(("lanes", f"{plan.lanes} threads of a program share a row"))
+    if plan.shared:
+        found.append(("shared memory", f"{plan.shared} chunks of 16 bytes a thread, beside those in registers"))
+    if plan.terms:
+        found.append(("terms", "kept in registers, for one exp an element instead of two"))
     if plan.stages:
         found.append(("stages", f"{plan.stages} tiles in flight in a program"))
     if plan.vector > 1:
@@ -155,7 +161,7 @@ def _layout(explanation: Explanation) -> str:
 
 def _block(plan: Plan) -> str:
     rows = f"{plan.rows_per_program} rows x " if plan.rows_per_program > 1 else ""
-    depth = f", {plan.depth} to a lane" if plan.depth > 1 else ""
+    depth = f", {plan.depth} to a lane" if plan.depth > 1 and plan.backend == "triton" else ""
     return f"{rows}{plan.block} columns at a time{depth}"
 
 

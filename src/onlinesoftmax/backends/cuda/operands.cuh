@@ -35,8 +35,9 @@ __device__ inline int64 row_offset(const Params& p, const Place& place, int64 ro
 #pragma unroll
     for (int i = 0; i < DIMS - 1; ++i) {
         // A division in 64 bits takes some hundred instructions.
-        const int64 next = row >> 32 ? row / p.sizes[i] : unsigned(row) / unsigned(p.sizes[i]);
-        offset += (row - next * p.sizes[i]) * place.strides[i];
+        const int64 size = p.sizes[i];
+        const int64 next = (row | size) >> 32 ? row / size : unsigned(row) / unsigned(size);
+        offset += (row - next * size) * place.strides[i];
         row = next;
     }
     return offset + row * place.strides[DIMS - 1];

@@ -8,7 +8,7 @@
 // 2^(x · log2(e) - s) with s = m · log2(e) rounded, in two instructions.  Its l is relative to that very s, so that
 // nothing is lost when states with other m merge, however large m is; its log would be.
 
-constexpr bool FOLDED = !EXACT && OP == Op::SOFTMAX;
+constexpr bool FOLDED = !EXACT && OP == Op::SOFTMAX && sizeof(ACC) == sizeof(float);
 
 constexpr float LOG2E = 1.4426950216293335f;        // the float32 nearest to log2(e)
 constexpr float LOG2E_LOW = 1.9259629911783e-08f;   // what it lacks
@@ -77,7 +77,8 @@ __device__ inline Shift shift(ACC m) {
     if constexpr (FOLDED) {
         // m · log2(e) may overflow.  Numbers that large lie so far apart that all terms are 0 or 1, whatever the base.
         s.factor = fabs(s.m) < 2.3e38f ? LOG2E : 0x1p-64f;
-        s.amount = s.m * s.factor;
+        // Rounded: the compiler would make one operation of it and the difference of two amounts.
+        s.amount = __fmul_rn(s.m, s.factor);
     }
     return s;
 }
