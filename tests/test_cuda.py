@@ -250,7 +250,7 @@ def test_an_error_names_file_and_line(ask: Ask, name: str) -> None:
     whole, part = source.source(ask("h200", strategy, "softmax", no_memory(64, 1 << 17))), source.text(f"{name}.cuh")
     # Its first line is #line, and counts for nothing; the wrong one comes after the last.
     message = rf'{name}\.cuh\({part.count(chr(10))}\): error: identifier "no_such_type" is undefined'
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(RuntimeError, match=message):
         compile.build(whole.replace(part, part + "no_such_type x;\n"), "sm_90", "cubin")
     gc.collect()
 

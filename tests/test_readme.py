@@ -68,4 +68,11 @@ def test_commands_exist_with_their_options(command: str, folder: Path) -> None:
 
 
 def test_every_command_is_shown() -> None:
-    assert {shlex.split(command)[1] for command in COMMANDS} >= {"doctor", "verify", "explain", "bench", "apply"}
+    assert {shlex.split(command)[1] for command in COMMANDS} >= {
+        "doctor",
+        "verify",
+        "explain",
+        "bench",
+        "tune",
+        "apply",
+    }

@@ -76,10 +76,25 @@ def _backend(name: str) -> dict[str, Any]:
             why = reason or "the framework's own operations, on every device"
         elif name == "triton" and not any(registry.module_missing(module, "triton") for module in ("torch", "triton")):
             state, why = _triton(reason)
+        elif name == "cuda":
+            why = _cuda(reason)
     except Exception as error:  # a broken installation is what a doctor is called for
         reason = why = f"cannot be imported: {type(error).__name__}: {error}"
         state = "not usable"
     return {"name": name, "usable": reason is None, "state": state, "why": why}
+
+
+def _cuda(reason: str | None) -> str:
+    """Who plans these kernels, or why they cannot run."""
+    from .. import device, registry, tuning
+
+    if reason is not None:
+        missing = any(registry.module_missing(module, "cuda") for module in ("torch", "cuda.core"))
+        return reason if missing else f"{reason} here; explain compiles the kernels for any GPU"
+    machine = device.here()
+    table = tuning.table_for(machine)
+    planned = f"planned by the table of {table.device} ({table.source})" if table else "onlinesoftmax tune plans better"
+    return f"kernels run on {machine.name}; {planned}"
 
 
 def _triton(reason: str | None) -> tuple[str, str]:

@@ -52,7 +52,10 @@ def build(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     # NVRTC's own cache would return without a word on registers.
     program = Program(source, "c++", ProgramOptions(arch=arch, std=STANDARD, ptxas_options=["-v"], no_cache=True))
     # Asked for PTX, cuda.core asks the driver whether it could load that, and fails where there is none.
-    code = bytes(program.compile("cubin", logs=log).code)
+    try:
+        code = bytes(program.compile("cubin", logs=log).code)
+    except Exception as error:  # cuda.core's own kinds are not public
+        raise RuntimeError(str(error)) from error
     return code if kind == "cubin" else _ptx(program.handle), log.getvalue()
 
 
@@ -111,13 +114,16 @@ def nvrtc_version() -> str:
 
 def _write(path: Path, code: bytes) -> None:
     """Keep code in the cache; whoever reads finds all of it or nothing.  Without a place to write, nothing is kept."""
+    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            temporary = Path(file.name)
             file.write(code)
-        Path(file.name).replace(path)
+        temporary.replace(path)
     except OSError:
-        return
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def usage(log: str) -> dict[str, int]:
