@@ -28,7 +28,7 @@ def run(
     if plain and type(x) is torch.Tensor and x.is_cpu and backend is None and strategy is None:
         # First, and at once to PyTorch: on a CPU a microsecond of ours shows.
         return eager.torch_call(operation, x, dim, dtype, keepdim, out)
-    usual = plain and out is None and dtype is None and backend is None and strategy is None
+    usual = plain and out is None and dtype is None and backend is None and strategy is None and type(dim) is int
     if usual and not torch.compiler.is_compiling() and type(x) is torch.Tensor and _is_bare(x):
         # On a GPU too, for small inputs: what is prepared needs no more questions.
         known = _LAUNCHES.get((operation, x.shape, x.stride(), x.dtype, x.get_device(), dim, keepdim))
@@ -71,7 +71,7 @@ def run(
         ready = prepare(
             operation, x.shape, x.stride(), x.dtype, x.device, is_aligned, dim, dtype, keepdim, place, options
         )  # fmt: skip
-        if usual and x.is_cuda:
+        if usual:
             if len(_LAUNCHES) >= MOST_LAUNCHES:
                 _LAUNCHES.clear()
             _LAUNCHES[operation, x.shape, x.stride(), x.dtype, x.get_device(), dim, keepdim] = ready
@@ -89,9 +89,11 @@ MOST_LAUNCHES = 4096
 
 
 def _is_bare(x: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but numbers on 16 bytes: no derivatives, transforms, autocast or lazy negation."""
+    """Whether a tensor is nothing but numbers on a GPU, on 16 bytes: no derivatives, transforms, autocast or negation."""
     return (
-        x.data_ptr() % 16 == 0
+        x.is_cuda
+        and x.layout is torch.strided
+        and x.data_ptr() % 16 == 0
         and not (x.requires_grad and torch.is_grad_enabled())
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
