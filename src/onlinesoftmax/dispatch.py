@@ -89,7 +89,7 @@ MOST_LAUNCHES = 4096
 
 
 def _is_bare(x: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but numbers on a GPU, on 16 bytes: no derivatives, transforms, autocast or negation."""
+    """Whether it is nothing but numbers on a GPU, on 16 bytes: no derivatives, transforms, autocast or negation."""
     return (
         x.is_cuda
         and x.layout is torch.strided
