@@ -109,8 +109,9 @@ def explain(
         IndexError: dim is out of range.
 
     Example:
-        >>> print(explain((4096, 1024), dtype="bfloat16", device="h200").plan.reason)
-        a row of 1024 columns fits the registers of 64 threads, so it is read once; 2 rows share a block
+        >>> plan = explain((4096, 1024), dtype="bfloat16", device="h200").plan
+        >>> print(f"{plan.backend}/{plan.strategy}, {plan.bytes_moved} bytes")
+        cuda/row, 16777216 bytes
     """
     if isinstance(x, tuple | list):
         shape = tuple(int(size) for size in x)

@@ -94,7 +94,9 @@ def _measure(
     from ..bench.timing import clock_for
 
     results: list[CaseResult] = []
-    record = report.record(device, options, absent, options["commit"])
+    # Where the record lies is nobody's business but this machine's.
+    told = options | {"out": options["out"] and Path(options["out"]).name}
+    record = report.record(device, told, absent, options["commit"])
     clock = clock_for(device)
     with output.progress_bar() as bar:
         task = bar.add_task("measuring", total=len(todo)) if bar else None

@@ -1,6 +1,6 @@
 """The `cuda` backend: the strategies `row`, `cluster`, `grid` and `looped` in CUDA C++.
 
-Read state.cuh, then levels.cuh, operands.cuh, ops.cuh and slice.cuh; then any strategy is a page.
+Read numbers.cuh and state.cuh, then operands.cuh, ops.cuh, levels.cuh and slice.cuh; then any strategy is a page.
 """
 
 from __future__ import annotations
