@@ -27,7 +27,7 @@ FULL_BYTES = 1 << 27
 SHORT = 1 << 18
 """Columns up to which steps are of 1.5 and 1.33; longer rows are fewer, in steps of 2 and 4."""
 
-FEW_ROWS = (1, 16, 256)
+FEW_ROWS = (1, 16, 128, 1024, 8192)
 """Rows that are measured beside those of a full input."""
 
 KEPT = 1.5

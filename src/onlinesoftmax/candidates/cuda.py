@@ -30,7 +30,7 @@ def _chunks(problem: Problem) -> int:
 
 
 def peels(problem: Problem) -> bool:
-    """Whether rows begin anywhere, and are cut so that it does not matter."""
+    """Whether rows that begin anywhere are cut so that it does not matter; narrower loads are never as good here."""
     return problem.contiguous and problem.peelable and problem.aligned_bytes < 16 and problem.cols >= problem.vector
 
 
