@@ -35,10 +35,10 @@ def peels(problem: Problem) -> bool:
 
 
 def _words(problem: Problem, terms: bool = False) -> int:
-    """Registers for a chunk: as it lies in memory, or as terms or scores that are made of it."""
-    if terms or (problem.fused and problem.inputs == 1):
-        return max(4, problem.vector * (2 if problem.itemsize == 8 else 1))
-    return 4 * problem.inputs
+    """Registers for a chunk: all that lies in memory for it, or the terms or scores that are made of that."""
+    loaded = 4 * problem.inputs + -(-problem.vector * (problem.bias_bytes + problem.masked) // 4)
+    made = problem.vector * (2 if problem.itemsize == 8 else 1)
+    return max(loaded, made) if terms or (problem.fused and problem.inputs == 1) else loaded
 
 
 def _terms(problem: Problem) -> tuple[bool, ...]:
@@ -94,7 +94,7 @@ def row(problem: Problem, device: Device) -> list[Candidate] | str:
     found.sort(key=lambda c: (abs(_held(c, problem) - 2), not c.terms, c.depth, c.warps))
     return found or (
         f"a row of {problem.cols} columns does not fit the registers of one block: "
-        f"{1024 * HELD_REGISTERS // _words(problem) * problem.vector} {problem.dtype} elements do"
+        f"{1024 * (HELD_REGISTERS // _words(problem)) * problem.vector} {problem.dtype} elements do"
     )
 
 
@@ -132,7 +132,7 @@ def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
         )  # fmt: skip
     # Two to four chunks a thread, terms kept.
     found.sort(key=lambda c: (abs(_held(c, problem) - 3), not c.terms, c.splits, c.warps))
-    most = 16 * 1024 * HELD_REGISTERS // _words(problem) * problem.vector
+    most = 16 * 1024 * (HELD_REGISTERS // _words(problem)) * problem.vector
     return found or f"a row of {problem.cols} columns does not fit 16 blocks: {most} {problem.dtype} elements do"
 
 
