@@ -94,10 +94,16 @@ def test_a_table_is_what_its_json_says() -> None:
     assert (again.device, again.source, again.bandwidth) == (table.device, table.source, table.bandwidth)
 
 
-def test_siblings_share_a_table_and_strangers_have_none() -> None:
-    assert table_for(known("h100")) is not None
-    assert table_for(known("a100")) is None
+def test_a_gpu_without_a_table_borrows_one_and_a_cpu_does_not() -> None:
+    assert table_for(known("h100")) == table_for(known("a100")) == table_for(H200)
     assert table_for(known("cpu")) is None
+    # Times are scaled by bandwidth, and what the other GPU cannot run is not planned for it.
+    problem = Problem("softmax", 65536, 1024, "bfloat16")
+    here, there = (plan(problem, gpu, table=table_for(gpu)) for gpu in (H200, known("h100")))
+    assert there.estimate_us == pytest.approx(here.estimate_us * H200.bandwidth / known("h100").bandwidth)
+    long = Problem("softmax", 4096, 50257, "bfloat16")
+    assert plan(long, H200, table=table_for(H200)).strategy == "cluster"
+    assert plan(long, known("a100"), table=table_for(known("a100"))).strategy in ("row", "looped")
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if name != "cpu"])

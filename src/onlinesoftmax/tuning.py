@@ -1,7 +1,7 @@
 """Tables of what was measured: which blocks were fastest for shapes near the one at hand, and how fast.
 
 `onlinesoftmax tune` makes a table for the GPU at hand; tables of some GPUs come with the package.  The planner
-reads them; without one it takes each strategy's first proposal, and estimates.
+reads them.  A GPU without one borrows another's, which is a better guess than an estimate.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Table:
     Attributes:
         device: Its name.
         source: When and with what it was measured.
-        bandwidth: Its bandwidth, as in Device: times for a sibling are scaled by it.
+        bandwidth: Its bandwidth, as in Device: times for another GPU are scaled by it.
     """
 
     device: str
@@ -125,20 +125,19 @@ def slug(name: str) -> str:
     return "-".join(name.lower().split())
 
 
-LIKE = {"sm_90": "nvidia-h200.json"}
-"""The table for a device that has none itself: that of a sibling with the same multiprocessors."""
+ELSEWHERE = "nvidia-h200.json"
+"""The table for a GPU that has none: its times are scaled by bandwidth, and what was faster there is likely to be."""
 
 
 @cache
 def table_for(device: Device) -> Table | None:
-    """The table of this device, or of one of the same architecture; None if there is none."""
+    """The table of this GPU, made here or shipped, or else ELSEWHERE; None for a CPU."""
     if device.kind != "cuda":
         return None
     file_name = f"{slug(device.name)}.json"
     own = cache_folder() / file_name
     shipped = resources.files(__package__).joinpath("tables")
-    like = LIKE.get(device.arch, file_name)
-    for place in (own, shipped.joinpath(file_name), shipped.joinpath(like)):
+    for place in (own, shipped.joinpath(file_name), shipped.joinpath(ELSEWHERE)):
         if place.is_file():
             return Table.from_json(json.loads(place.read_text(encoding="utf-8")))
     return None
