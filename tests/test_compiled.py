@@ -118,3 +118,25 @@ def test_numbers_need_no_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = only(explained("row"))
     assert kernel.registers > 0
     assert set(kernel.listings) == {"cuda", "ptx"}
+
+
+@needs_nvrtc
+def test_why_the_cuda_backend_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from onlinesoftmax.backends import cuda
+    from onlinesoftmax.backends.cuda import compile, driver
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cuda.unavailable() == "no NVIDIA GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compile, "nvrtc_version", lambda: "13.5.37")
+    for supported, reason in (((13, 0), None), ((14, 1), None), ((12, 8), "this one supports 12.8: update the driver")):
+        monkeypatch.setattr(driver, "version", lambda supported=supported: supported)
+        assert cuda.unavailable() is reason if reason is None else reason in str(cuda.unavailable())
+
+    def absent() -> str:
+        raise RuntimeError("no libnvrtc")
+
+    monkeypatch.setattr(compile, "nvrtc_version", absent)
+    assert cuda.unavailable() == "NVRTC cannot be loaded (no libnvrtc): pip install 'onlinesoftmax[cuda]'"

@@ -24,6 +24,22 @@ def unavailable() -> str | None:
 
     if not torch.cuda.is_available():
         return "no NVIDIA GPU"
+    return _why_not_compiled()
+
+
+def _why_not_compiled() -> str | None:
+    """Why NVRTC's machine code cannot be had, or not be loaded; None when it can."""
+    from . import driver
+    from .compile import nvrtc_version
+
+    try:
+        version = nvrtc_version()
+    except Exception as error:  # cuda.bindings has its own kinds for a library that is not there
+        return f"NVRTC cannot be loaded ({error}): pip install 'onlinesoftmax[cuda]'"
+    major, supported = int(version.partition(".")[0]), driver.version()
+    if major > supported[0]:
+        has = "{}.{}".format(*supported)
+        return f"NVRTC {version} compiles for drivers of CUDA {major}, and this one supports {has}: update the driver"
     return None
 
 

@@ -55,10 +55,18 @@ def library() -> Any:
     cuda.cuLibraryGetKernel.argtypes = (POINTER(c_void_p), c_void_p, c_char_p)
     cuda.cuKernelSetAttribute.argtypes = (c_int, c_int, c_void_p, c_int)
     cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = (POINTER(c_int), c_void_p, c_int, c_size_t)
+    cuda.cuDriverGetVersion.argtypes = (POINTER(c_int),)
     cuda.cuDevicePrimaryCtxRetain.argtypes = (POINTER(c_void_p), c_int)
     cuda.cuCtxSetCurrent.argtypes = (c_void_p,)
     cuda.cuGetErrorString.argtypes = (c_int, POINTER(c_char_p))
     return cuda
+
+
+def version() -> tuple[int, int]:
+    """The newest CUDA that the driver supports, as (major, minor)."""
+    number = c_int()
+    check(library().cuDriverGetVersion(byref(number)), "asking for the driver's version")
+    return number.value // 1000, number.value % 1000 // 10
 
 
 def check(status: int, doing: str) -> None:
