@@ -165,20 +165,24 @@ class Tuner:
         return lambda: run(x, y, more)
 
     def _times(self, calls: list[Callable[[], None]], rounds: int) -> list[float]:
-        """Medians of every call's microseconds, the calls interleaved and L2 flushed before each."""
+        """Medians of every call's microseconds, L2 flushed before each.
+
+        A call runs several times on end, and the first of them does not count: it would show how long the machine
+        code of a kernel takes to come from memory, which for small shapes is longer than the kernel.
+        """
         event = self._torch.cuda.Event
-        pairs = [[(event(enable_timing=True), event(enable_timing=True)) for _ in calls] for _ in range(rounds)]
-        for events in pairs:
-            for call, (start, end) in zip(calls, events, strict=True):
-                self._flush.zero_()
-                start.record()
+        pairs = [[(event(enable_timing=True), event(enable_timing=True)) for _ in range(rounds)] for _ in calls]
+        # Twice through the list, so that drift meets all alike.
+        for part in (slice(0, (rounds + 1) // 2), slice((rounds + 1) // 2, rounds)):
+            for call, events in zip(calls, pairs, strict=True):
                 call()
-                end.record()
+                for start, end in events[part]:
+                    self._flush.zero_()
+                    start.record()
+                    call()
+                    end.record()
         self._torch.cuda.synchronize()
-        return [
-            statistics.median(1e3 * start.elapsed_time(end) for start, end in column)
-            for column in zip(*pairs, strict=True)
-        ]
+        return [statistics.median(1e3 * start.elapsed_time(end) for start, end in events) for events in pairs]
 
 
 def tune(device: Any, machine: Device, todo: list[Shape], source: str) -> Iterator[Table]:
