@@ -134,7 +134,7 @@ def _loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int
 
 
 def _mail_words(request: Request) -> int:
-    """Words of the mailboxes of all teams: two slots for every block from every block, of one word or two."""
+    """Words of the mailboxes of all teams: two slots for every block from every block, of one to three words."""
     plan = request.plan
     if plan.strategy != "grid" or plan.splits == 1 or not request.operation.reduces:
         return 0
