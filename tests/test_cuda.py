@@ -112,7 +112,7 @@ def test_every_kernel_compiles_and_what_is_on_chip_stays_there(
     ask: Ask, gpu: str, strategy: str, operation: str, dtype: torch.dtype
 ) -> None:
     request = ask(gpu, strategy, operation, no_memory(ROWS[strategy], COLS[strategy], dtype=dtype))
-    _, log = compile.build(source.source(request), GPUS[gpu], "cubin")
+    _, log, _ = compile.build(source.source(request), GPUS[gpu])
     used = compile.usage(log)
     if constants(request).get("STREAMED") != "true":
         assert used["spills"] <= SPILLS.get((strategy, operation, _name(dtype)), 0), (request.plan, used)
@@ -166,14 +166,14 @@ def test_what_is_asked_for_compiles(ask: Ask, variant: str, strategy: str, opera
     x, options = make(no_memory(2, 64, COLS[strategy], dtype=dtype))
     request = ask("h200", strategy, operation, x, **options)
     assert (constants(request) | {"dtypes differ": request.dtypes["x"] != request.dtypes["y"]})[constant] == value
-    compile.build(source.source(request), "sm_90", "cubin")
+    compile.build(source.source(request), "sm_90")
 
 
 @pytest.mark.parametrize("arch", GPUS.values())
 def test_the_algebra_of_states_compiles(arch: str) -> None:
     """What test_law runs."""
     for form, pair in itertools.product(FORMS, PAIRS):
-        compile.build(algebra_source(form, *pair), arch, "cubin")
+        compile.build(algebra_source(form, *pair), arch)
 
 
 TINY = 'extern "C" __global__ void tiny() {}\n'
@@ -251,7 +251,7 @@ def test_an_error_names_file_and_line(ask: Ask, name: str) -> None:
     # Its first line is #line, and counts for nothing; the wrong one comes after the last.
     message = rf'{name}\.cuh\({part.count(chr(10))}\): error: identifier "no_such_type" is undefined'
     with pytest.raises(RuntimeError, match=message):
-        compile.build(whole.replace(part, part + "no_such_type x;\n"), "sm_90", "cubin")
+        compile.build(whole.replace(part, part + "no_such_type x;\n"), "sm_90")
     gc.collect()
 
 
@@ -273,7 +273,7 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
     checks = [f"static_assert(sizeof(Params) == {len(packed)});", f"static_assert(sizeof(Place) == {8 * (dims + 1)});"]
     checks += [f"static_assert(__builtin_offsetof(Params, {name}) == {8 * i});" for name, i in at.items()]
     checks.append(f"static_assert(__builtin_offsetof(Place, col) == {8 * dims});")
-    compile.build(source.source(request) + "\n".join(checks), "sm_90", "cubin")
+    compile.build(source.source(request) + "\n".join(checks), "sm_90")
 
     more = {name: (*strides, col) for name, strides, col in layout.more}
     assert more.keys() == {"mask", "query"}
@@ -291,7 +291,7 @@ def test_mailboxes_have_the_words_that_the_kernel_counts(ask: Ask, dtype: torch.
     words, team = launch._mail_words(request), request.plan.splits
     assert team > 1
     check = f"static_assert({request.plan.programs // team} * 2 * {team} * {team} * WORDS == {words});"
-    compile.build(source.source(request) + check, "sm_90", "cubin")
+    compile.build(source.source(request) + check, "sm_90")
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ def softmax(
         out: Torch tensor to write to: right shape (or empty), dtype and device; may be `input` itself.
         batch_invariant: Give a row the same bits however many rows are beside it, for some speed.
         backend: Force "cuda", "triton" or "eager".  By default the planner chooses.
-        strategy: Force "row", "looped", "split" or "column".
+        strategy: Force "row", "looped", "cluster" or "grid" (CUDA), "split" or "column" (Triton).
 
     Returns:
         Array of the shape of `input`.  Rows with a NaN, a +inf or nothing but -inf are NaN.

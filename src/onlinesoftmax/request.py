@@ -15,6 +15,7 @@ class Request:
     """An operation on rows that lie in a certain way, and the plan for it.
 
     Attributes:
+        name: The operation's, in OPERATIONS.
         plan: Who runs it, with which blocks.
         layout: Where the rows of every tensor lie.
         dtypes: Dtype of every tensor by name: x, y, those of layout.more, and scale if that is a tensor.

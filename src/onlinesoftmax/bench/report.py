@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -17,6 +16,7 @@ from typing import Any
 
 from .. import __version__
 from .. import device as devices
+from ..folder import write_whole
 from .peers import PEERS
 from .run import CPU_ADDED_US, CPU_RATIO, LARGE, CaseResult, Result
 
@@ -124,20 +124,8 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            # Neither NaN nor Infinity: every parser must take it.
-            file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes it private; a record is not.
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    # Neither NaN nor Infinity: every parser must take it.
+    write_whole(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def table(results: Sequence[CaseResult], absent: Mapping[str, str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

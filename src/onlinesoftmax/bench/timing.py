@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
@@ -133,17 +133,39 @@ class CudaClock:
                     # `count` of the `most` rounds, evenly spread.
                     if i * counts[name] // most == (i + 1) * counts[name] // most:
                         continue
-                    start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
-                    if flushed_too:
-                        start.record()
-                    self._flush.zero_()
-                    if not flushed_too:
-                        start.record()
-                    call()
-                    end.record()
-                    events[name].append((start, end))
+                    events[name].append(self._timed(call, flushed_too))
             self._cuda.synchronize(self._device)
         return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+
+    def on_end(self, calls: Sequence[Call], rounds: int) -> list[float]:
+        """Medians of `rounds` samples of every call, each call several times on end.
+
+        The first of them does not count: it would show how long the machine code of a kernel takes to come from
+        memory, which for small shapes is longer than the kernel.
+        """
+        events: list[list[tuple[Any, Any]]] = [[] for _ in calls]
+        half = (rounds + 1) // 2
+        with _quiet():
+            # Twice through the list, so that drift meets all alike.
+            for count in (half, rounds - half):
+                for call, found in zip(calls, events, strict=True):
+                    call()
+                    for _ in range(count):
+                        found.append(self._timed(call))
+            self._cuda.synchronize(self._device)
+        return [statistics.median(1e3 * start.elapsed_time(end) for start, end in found) for found in events]
+
+    def _timed(self, call: Call, flushed_too: bool = False) -> tuple[Any, Any]:
+        """Events around a call that is queued behind a flush of L2, or around both."""
+        start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        if flushed_too:
+            start.record()
+        self._flush.zero_()
+        if not flushed_too:
+            start.record()
+        call()
+        end.record()
+        return start, end
 
     def host_us(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
         """Host microseconds a call: runs of 100 without waiting, shorter than the launch queue is deep."""

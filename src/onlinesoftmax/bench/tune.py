@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -17,6 +16,7 @@ from ..plan import Plan, price
 from ..problem import ITEMSIZE, Problem
 from ..request import Request
 from ..tuning import Cell, Key, Table, Timing, key_of
+from .timing import CudaClock
 
 BACKEND = "cuda"
 """The backend whose strategies have more than one proposal."""
@@ -115,18 +115,17 @@ class Tuner:
 
     Args:
         device: A torch device.
-        machine: The same, as the planner sees it.
+        largest: Elements of the largest input.
     """
 
-    def __init__(self, device: Any, machine: Device, largest: int) -> None:
+    def __init__(self, device: Any, largest: int) -> None:
         import torch
 
         from ..registry import load
 
-        self._torch, self._machine, self._prepare = torch, machine, load(BACKEND).prepare
+        self._torch, self._prepare, self._clock = torch, load(BACKEND).prepare, CudaClock(device)
         self._x = torch.randn(largest, device=device)
         self._y = torch.empty_like(self._x)
-        self._flush = torch.empty(max(256 << 20, 2 * machine.l2), dtype=torch.int8, device=device)
 
     def cell(self, shape: Shape, options: list[Proposal]) -> tuple[Key, Cell]:
         """The fastest proposal of each strategy, as far as it is any good."""
@@ -134,16 +133,16 @@ class Tuner:
         x, y = self._tensors(shape)
         calls = [(option.plan, self._call(option, x, y)) for option in options]
         # One round shows who is worth more.
-        rough = self._times([call for _, call in calls], 1)
+        rough = self._clock.on_end([call for _, call in calls], 1)
         limit = KEPT * min(rough)
         rest = [pair for pair, us in zip(calls, rough, strict=True) if us <= limit]
-        fine = self._times([call for _, call in rest], 9)
+        fine = self._clock.on_end([call for _, call in rest], 9)
         # Who may be the fastest of its strategy runs often enough to show it.
         fastest: dict[str, float] = {}
         for (plan, _), us in zip(rest, fine, strict=True):
             fastest[plan.strategy] = min(us, fastest.get(plan.strategy, us))
         last = [pair for pair, us in zip(rest, fine, strict=True) if us <= CLOSE * fastest[pair[0].strategy]]
-        final = self._times([call for _, call in last], 31)
+        final = self._clock.on_end([call for _, call in last], 31)
         best: dict[str, Timing] = {}
         for (plan, _), us in sorted(zip(last, final, strict=True), key=lambda pair: pair[1]):
             best.setdefault(plan.strategy, Timing(BACKEND, plan.strategy, plan.variant, us))
@@ -164,26 +163,6 @@ class Tuner:
         run(x, y, more)
         return lambda: run(x, y, more)
 
-    def _times(self, calls: list[Callable[[], None]], rounds: int) -> list[float]:
-        """Medians of every call's microseconds, L2 flushed before each.
-
-        A call runs several times on end, and the first of them does not count: it would show how long the machine
-        code of a kernel takes to come from memory, which for small shapes is longer than the kernel.
-        """
-        event = self._torch.cuda.Event
-        pairs = [[(event(enable_timing=True), event(enable_timing=True)) for _ in range(rounds)] for _ in calls]
-        # Twice through the list, so that drift meets all alike.
-        for part in (slice(0, (rounds + 1) // 2), slice((rounds + 1) // 2, rounds)):
-            for call, events in zip(calls, pairs, strict=True):
-                call()
-                for start, end in events[part]:
-                    self._flush.zero_()
-                    start.record()
-                    call()
-                    end.record()
-        self._torch.cuda.synchronize()
-        return [statistics.median(1e3 * start.elapsed_time(end) for start, end in events) for events in pairs]
-
 
 def tune(device: Any, machine: Device, todo: list[Shape], source: str) -> Iterator[Table]:
     """The table after every shape.
@@ -199,7 +178,7 @@ def tune(device: Any, machine: Device, todo: list[Shape], source: str) -> Iterat
     """
     options = {shape: proposals(shape, machine) for shape in todo}
     compile_all((option.request for found in options.values() for option in found), machine.arch)
-    tuner = Tuner(device, machine, max(shape.rows * shape.cols for shape in todo))
+    tuner = Tuner(device, max(shape.rows * shape.cols for shape in todo))
     table = Table(machine.name, source, machine.bandwidth, {})
     for shape, found in options.items():
         key, cell = tuner.cell(shape, found)

@@ -11,19 +11,29 @@ from .candidate import Candidate
 
 __all__ = ["TABLE", "Candidate"]
 
-TABLE: tuple[tuple[str, str, Callable[[Problem, Device], list[Candidate] | str]], ...] = (
+Proposals = Callable[[Problem, Device], list[Candidate] | str]
+"""What a strategy proposes, likeliest first, or why it cannot."""
+
+
+def _only(propose: Callable[[Problem, Device], Candidate | str]) -> Proposals:
+    """Those of a strategy that has one proposal at most."""
+
+    def proposals(problem: Problem, device: Device) -> list[Candidate] | str:
+        proposal = propose(problem, device)
+        return proposal if isinstance(proposal, str) else [proposal]
+
+    return proposals
+
+
+TABLE: tuple[tuple[str, str, Proposals], ...] = (
     ("cuda", "row", cuda.row),
     ("cuda", "cluster", cuda.cluster),
     ("cuda", "grid", cuda.grid),
     ("cuda", "looped", cuda.looped),
-    ("triton", "row", lambda problem, device: _one(triton.triton_row(problem, device))),
-    ("triton", "looped", lambda problem, device: _one(triton.triton_looped(problem, device))),
-    ("triton", "split", lambda problem, device: _one(triton.triton_split(problem, device))),
-    ("triton", "column", lambda problem, device: _one(triton.triton_column(problem, device))),
-    ("eager", "row", lambda problem, device: _one(eager.eager_row(problem, device))),
+    ("triton", "row", _only(triton.triton_row)),
+    ("triton", "looped", _only(triton.triton_looped)),
+    ("triton", "split", _only(triton.triton_split)),
+    ("triton", "column", _only(triton.triton_column)),
+    ("eager", "row", _only(eager.eager_row)),
 )
-"""(backend, strategy, what it proposes, likeliest first, or why it cannot)."""
-
-
-def _one(proposal: Candidate | str) -> list[Candidate] | str:
-    return proposal if isinstance(proposal, str) else [proposal]
+"""(backend, strategy, its proposals)."""

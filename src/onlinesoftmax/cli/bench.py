@@ -59,7 +59,7 @@ def bench(
         output.fail(f"--quick and --suite {suite} contradict each other")
     if out is not None and out.is_dir():
         output.fail(f"--out {out} is a folder; name a file")
-    where = _device(device)
+    where = torch_device(device)
     suite = "quick" if quick else suite or ("default" if where.type == "cuda" else "cpu")
     try:
         todo = cases(suite, op or [], [parse_shape(text) for text in shape or []], dim, dtype or [], _names(fused))
@@ -127,7 +127,7 @@ def _ours_refused(found: CaseResult) -> bool:
     return any(result.who == "ours" and result.status == "refused" for result in found.results)
 
 
-def _device(name: str | None) -> Any:
+def torch_device(name: str | None) -> Any:
     import torch
 
     if name is None:

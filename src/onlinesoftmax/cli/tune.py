@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from . import output
-from .bench import _device as torch_device
+from .bench import torch_device
 
 
 def tune(
@@ -63,35 +63,30 @@ def _measure(where: Any, machine: Any, quick: bool, commit: str | None, path: Pa
     from ..bench.tune import shapes, tune
 
     record = report.record(where, {}, {}, commit)
-    source = ", ".join(f"{name} {value}" for name, value in _origin(record).items())
+    source = f"commit {record['git']['commit']}, made {record['date']}"
     todo = shapes(quick)
-    tables: list[Any] = []
+    table = None
     written = perf_counter()
     with output.progress_bar() as bar:
         task = bar.add_task("measuring", total=len(todo)) if bar else None
         for table in tune(where, machine, todo, source):
-            tables[:] = [table]
             # A run that dies leaves what it had.
             if perf_counter() - written > 5:
                 _write(path, table)
                 written = perf_counter()
             if bar and task is not None:
                 bar.advance(task)
-    _write(path, tables[-1])
-    return tables[-1]
+    _write(path, table)
+    return table
 
 
 def _write(path: Path, table: Any) -> None:
+    from ..folder import write_whole
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_as_text(table.as_json()), encoding="utf-8")
+        write_whole(path, _as_text(table.as_json()).encode())
     except OSError as error:
         output.fail(f"{path} cannot be written: {error.strerror or error}")
-
-
-def _origin(record: dict[str, Any]) -> dict[str, Any]:
-    """What a table says of its making."""
-    return {"commit": record["git"]["commit"], "made": record["date"]}
 
 
 def _as_text(document: dict[str, Any]) -> str:

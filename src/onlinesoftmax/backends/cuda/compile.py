@@ -9,14 +9,13 @@ import hashlib
 import importlib.metadata
 import io
 import re
-import tempfile
+from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ...compiled import Kernel, cuobjdump, find_cuobjdump, occupancy
 from ...device import Device
-from ...folder import cache_folder
+from ...folder import cache_folder, write_whole
 from ...request import Request
 from .source import kernel_name, shared_memory
 from .source import source as source_of
@@ -33,13 +32,15 @@ def cubin(source: str, arch: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError:
-        code, _ = build(source, arch, "cubin")
-        _write(path, code)
+        code, _, _ = build(source, arch)
+        # Without a place to write, nothing is kept.
+        with suppress(OSError):
+            write_whole(path, code)
         return code
 
 
-def build(source: str, arch: str, kind: str) -> tuple[bytes, str]:
-    """(code, what the compiler says of registers and spills): compiled now, no GPU needed, as "cubin" or "ptx".
+def build(source: str, arch: str) -> tuple[bytes, str, Any]:
+    """(machine code, what the compiler says of registers and spills, the program): compiled now, no GPU needed.
 
     Raises:
         RuntimeError: it does not compile; NVRTC's messages name file and line.
@@ -51,21 +52,23 @@ def build(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     log = io.StringIO()
     # NVRTC's own cache would return without a word on registers.
     program = Program(source, "c++", ProgramOptions(arch=arch, std=STANDARD, ptxas_options=["-v"], no_cache=True))
-    # Asked for PTX, cuda.core asks the driver whether it could load that, and fails where there is none.
     try:
         code = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core's own kinds are not public
         raise RuntimeError(str(error)) from error
-    return code if kind == "cubin" else _ptx(program.handle), log.getvalue()
+    return code, log.getvalue(), program
 
 
 def _ptx(program: Any) -> bytes:
-    """The PTX that NVRTC made the machine code of a compiled program from."""
+    """The PTX that NVRTC made the machine code of a program from.
+
+    Asked for it, cuda.core asks the driver whether it could load that, and fails where there is none.
+    """
     from cuda.bindings import nvrtc
 
-    status, size = nvrtc.nvrtcGetPTXSize(program)
+    status, size = nvrtc.nvrtcGetPTXSize(program.handle)
     code = bytes(size)
-    if status or nvrtc.nvrtcGetPTX(program, code)[0]:
+    if status or nvrtc.nvrtcGetPTX(program.handle, code)[0]:
         raise RuntimeError("NVRTC gives no PTX of what it compiled")
     # It ends with a zero.
     return code[:-1]
@@ -74,11 +77,10 @@ def _ptx(program: Any) -> bytes:
 def compile_kernel(request: Request, device: Device) -> Kernel:
     """The kernel of a request, compiled for a device that need not be here."""
     text, warps = source_of(request), request.plan.warps
-    code, log = build(text, device.arch, "cubin")
-    ptx, _ = build(text, device.arch, "ptx")
+    code, log, program = build(text, device.arch)
     used = usage(log)
     shared = used["shared_memory"] + shared_memory(request)
-    listings = {"cuda": text, "ptx": ptx.decode()}
+    listings = {"cuda": text, "ptx": _ptx(program).decode()}
     # Not needed for the numbers, which NVRTC tells.
     if find_cuobjdump():
         listings["sass"] = cuobjdump("-sass", code)
@@ -110,20 +112,6 @@ def nvrtc_version() -> str:
     from cuda.bindings import nvrtc
 
     return ".".join(str(number) for number in nvrtc.nvrtcVersion()[1:])
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Keep code in the cache; whoever reads finds all of it or nothing.  Without a place to write, nothing is kept."""
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            temporary = Path(file.name)
-            file.write(code)
-        temporary.replace(path)
-    except OSError:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
 
 
 def usage(log: str) -> dict[str, int]:

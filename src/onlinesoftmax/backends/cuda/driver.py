@@ -7,7 +7,7 @@ compiled already needs neither.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from functools import cache
 from typing import Any
 
@@ -54,7 +54,6 @@ def library() -> Any:
     )  # fmt: skip
     cuda.cuLibraryGetKernel.argtypes = (POINTER(c_void_p), c_void_p, c_char_p)
     cuda.cuKernelSetAttribute.argtypes = (c_int, c_int, c_void_p, c_int)
-    cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = (POINTER(c_int), c_void_p, c_int, c_size_t)
     cuda.cuDriverGetVersion.argtypes = (POINTER(c_int),)
     cuda.cuDevicePrimaryCtxRetain.argtypes = (POINTER(c_void_p), c_int)
     cuda.cuCtxSetCurrent.argtypes = (c_void_p,)
@@ -104,16 +103,6 @@ def load_kernel(cubin: bytes, name: str) -> int:
 def set_attribute(kernel: int, attribute: int, value: int, device: int) -> None:
     """Allow a kernel more than every device gives."""
     check(library().cuKernelSetAttribute(attribute, value, kernel, device), "setting a kernel's attribute")
-
-
-def resident_blocks(kernel: int, threads: int, shared_memory: int) -> int:
-    """Blocks of a kernel that one multiprocessor of the current device holds."""
-    blocks = c_int()
-    check(
-        library().cuOccupancyMaxActiveBlocksPerMultiprocessor(byref(blocks), kernel, threads, shared_memory),
-        "asking for a kernel's occupancy",
-    )
-    return blocks.value
 
 
 def launch_config(blocks: int, threads: int, shared_memory: int, cluster: int, cooperative: bool) -> LaunchConfig:

@@ -54,10 +54,55 @@ __device__ inline State merge_team(State a, uint64* slot, int rank, int team, St
     for (int from = threadIdx.x; from < team; from += THREADS) {
         State b;
         receive(slot + (rank * team + from) * WORDS, b.m, b.l);
-        const ACC m = fmax(a.m, b.m);
-        a = {m, ops::rescale(a, m) + ops::rescale(b, m)};
+        a = merge(a, b);
     }
     return merge_warps<THREADS / 32>(merge_lanes<32>(a), room);
+}
+
+// Shared memory for chunks of x and dy.  Each thread reads what it fetched itself, so no barrier is needed.
+struct Room { Chunk<X, VECTOR>* x; Chunk<DY, VECTOR>* dy; };
+
+// One thread's, of a block's dynamic shared memory for `chunks` chunks a thread.
+__device__ inline Room own_room(Chunk<X, VECTOR>* memory, int64 chunks) {
+    return {memory + threadIdx.x, reinterpret_cast<Chunk<DY, VECTOR>*>(memory + chunks * THREADS) + threadIdx.x};
+}
+
+// A chunk from global to shared memory, without a register where it is sixteen bytes in both.
+template <int WIDTH, class T> __device__ inline void fetch(Chunk<T, VECTOR>* to, const T* from, int64 step) {
+    if constexpr (WIDTH * sizeof(T) == 16 && sizeof(Chunk<T, VECTOR>) == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                     :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+    } else {
+        Chunk<T, VECTOR> chunk;
+        load<WIDTH, Keep::NORMAL>(chunk, from, step);
+        *to = chunk;
+    }
+}
+
+__device__ inline void fetch(const Params& p, const Room& room, int i, const Cursor& at, int64 offset) {
+    const int64 x_step = step<X_WIDTH>(p.x_place);
+    fetch<X_WIDTH>(room.x + i * THREADS, at.x + offset * x_step, x_step);
+    if constexpr (HAS_DY) {
+        const int64 dy_step = step<DY_WIDTH>(p.dy_place);
+        fetch<DY_WIDTH>(room.dy + i * THREADS, at.dy + offset * dy_step, dy_step);
+    }
+}
+
+// What is fetched is counted in groups: all from one `commit` to the next.
+__device__ inline void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most `pending` groups are still under way, up to 7; the instruction takes a constant.
+__device__ inline void wait_groups(int pending) {
+    switch (pending) {
+        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+        case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
+        case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
+        default: asm volatile("cp.async.wait_group 7;" ::: "memory");
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(const __grid_constant__ Params p) {
@@ -106,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                     Slice<DEPTH, THREADS, false, false> tile;
                     const Cursor from = skip(p, at_shared, int64(i) * THREADS * VECTOR);
                     const int64 there = min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS;
-                    tile.recall(p, from, shared.from(i), THREADS, there);
+                    tile.recall(p, from, shared.x + i * THREADS, shared.dy + i * THREADS, there);
                     tile.settle(from, n, there);
                     state = extend(state, tile);
                 }
@@ -148,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 Slice<DEPTH, THREADS, false, false> tile;
                 const Cursor from = skip(p, at_shared, int64(i) * THREADS * VECTOR);
                 const int64 there = min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS;
-                tile.recall(p, from, shared.from(i), THREADS, there);
+                tile.recall(p, from, shared.x + i * THREADS, shared.dy + i * THREADS, there);
                 tile.settle(from, n, there);
                 tile.finish(p, from, n, t, there);
             }

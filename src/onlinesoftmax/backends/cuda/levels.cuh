@@ -21,7 +21,7 @@ template <int WIDTH, class T> __device__ inline T lane_sum(T l) {
 // The state of the states of WIDTH neighbouring lanes, a power of two, given to all of them.
 template <int WIDTH> __device__ inline State merge_lanes(State a) {
     const ACC m = lane_max<WIDTH>(a.m);
-    return {m, lane_sum<WIDTH>(ops::rescale(a, m))};
+    return {m, lane_sum<WIDTH>(rescale(a, m))};
 }
 
 __device__ constexpr int power_of_two(int n) { int p = 1; while (p < n) p *= 2; return p; }
@@ -43,7 +43,7 @@ template <int WARPS> __device__ inline State merge_warps(State a, State* room) {
 // A lane's state, and what it holds of the row's next slice: the online recurrence.
 template <class S> __device__ inline State extend(State a, S& slice) {
     const ACC m = slice.peak(a.m);
-    return {m, ops::rescale(a, m) + slice.sum(m)};
+    return {m, rescale(a, m) + slice.sum(m)};
 }
 
 // The state of a slice that LANES neighbouring threads hold, given to all of them.

@@ -14,6 +14,16 @@ struct Place { int64 strides[DIMS]; int64 col; };
 // From a column to the next; where accesses are wider than one element, it is known.
 template <int WIDTH> __device__ inline int64 step(const Place& place) { return WIDTH > 1 ? 1 : place.col; }
 
+// The columns from `offset` past a place in a row on.
+template <int WIDTH, Keep KEEP, class T, int N>
+__device__ inline void load_columns(Chunk<T, N>& to, const T* at, int64 offset, const Place& place) {
+    load<WIDTH, KEEP>(to, at + offset * step<WIDTH>(place), step<WIDTH>(place));
+}
+template <int WIDTH, Keep KEEP, class T, int N>
+__device__ inline void store_columns(T* at, const Chunk<T, N>& from, int64 offset, const Place& place) {
+    store<WIDTH, KEEP>(at + offset * step<WIDTH>(place), from, step<WIDTH>(place));
+}
+
 struct Params {
     // For a gradient x is the saved output, and logits is what that was made from.
     const X* x; Y* y; const DY* dy; const BIAS* bias; const unsigned char* mask; const LOGITS* logits;
@@ -149,12 +159,8 @@ template <int N> struct Held {
         // What causality forbids need not be read.
         if constexpr (SCORES && CAUSAL) there = there && offset < at.kept;
         if (there) {
-            const int64 x_step = step<X_WIDTH>(p.x_place);
-            ::load<X_WIDTH, KEEP>(x, at.x + offset * x_step, x_step);
-            if constexpr (HAS_DY) {
-                const int64 dy_step = step<DY_WIDTH>(p.dy_place);
-                ::load<DY_WIDTH, KEEP>(dy, at.dy + offset * dy_step, dy_step);
-            }
+            load_columns<X_WIDTH, KEEP>(x, at.x, offset, p.x_place);
+            if constexpr (HAS_DY) load_columns<DY_WIDTH, KEEP>(dy, at.dy, offset, p.dy_place);
         } else {
             clear();
         }
@@ -172,14 +178,8 @@ template <int N> struct Held {
     // The part that is not x or dy.
     __device__ inline void load_beside(const Params& p, const Cursor& at, int64 offset, bool there) {
         if (there) {
-            if constexpr (HAS_BIAS) {
-                const int64 bias_step = step<BIAS_WIDTH>(p.bias_place);
-                ::load<BIAS_WIDTH, Keep::NORMAL>(bias, at.bias + offset * bias_step, bias_step);
-            }
-            if constexpr (HAS_MASK) {
-                const int64 mask_step = step<MASK_WIDTH>(p.mask_place);
-                ::load<MASK_WIDTH, Keep::NORMAL>(mask, at.mask + offset * mask_step, mask_step);
-            }
+            if constexpr (HAS_BIAS) load_columns<BIAS_WIDTH, Keep::NORMAL>(bias, at.bias, offset, p.bias_place);
+            if constexpr (HAS_MASK) load_columns<MASK_WIDTH, Keep::NORMAL>(mask, at.mask, offset, p.mask_place);
         } else {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
@@ -216,53 +216,3 @@ template <int N> struct Held {
         else return 0;
     }
 };
-
-// Shared memory for chunks of x and dy.  Each thread reads what it fetched itself, so no barrier is needed.
-struct Room {
-    Chunk<X, VECTOR>* x; Chunk<DY, VECTOR>* dy;
-    // The same, a thread's i-th chunk being the first.
-    __device__ inline Room from(int i) const { return {x + i * THREADS, dy + i * THREADS}; }
-};
-
-// One thread's, of a block's dynamic shared memory for `chunks` chunks a thread.
-__device__ inline Room own_room(Chunk<X, VECTOR>* memory, int64 chunks) {
-    return {memory + threadIdx.x, reinterpret_cast<Chunk<DY, VECTOR>*>(memory + chunks * THREADS) + threadIdx.x};
-}
-
-// A chunk from global to shared memory, without a register where it is sixteen bytes in both.
-template <int WIDTH, class T> __device__ inline void fetch(Chunk<T, VECTOR>* to, const T* from, int64 step) {
-    if constexpr (WIDTH * sizeof(T) == 16 && sizeof(Chunk<T, VECTOR>) == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                     :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from) : "memory");
-    } else {
-        Chunk<T, VECTOR> chunk;
-        load<WIDTH, Keep::NORMAL>(chunk, from, step);
-        *to = chunk;
-    }
-}
-
-__device__ inline void fetch(const Params& p, const Room& room, int i, const Cursor& at, int64 offset) {
-    const int64 x_step = step<X_WIDTH>(p.x_place);
-    fetch<X_WIDTH>(room.x + i * THREADS, at.x + offset * x_step, x_step);
-    if constexpr (HAS_DY) {
-        const int64 dy_step = step<DY_WIDTH>(p.dy_place);
-        fetch<DY_WIDTH>(room.dy + i * THREADS, at.dy + offset * dy_step, dy_step);
-    }
-}
-
-// What is fetched is counted in groups: all from one `commit` to the next.
-__device__ inline void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until at most `pending` groups are still under way, up to 7; the instruction takes a constant.
-__device__ inline void wait_groups(int pending) {
-    switch (pending) {
-        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
-        case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
-        case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
-        default: asm volatile("cp.async.wait_group 7;" ::: "memory");
-    }
-}

@@ -22,11 +22,6 @@ __device__ inline auto part(ACC a, ACC b, Shift s) {
     else return term(a, s);
 }
 
-__device__ inline SUM rescale(State a, ACC m) {
-    if constexpr (GRADIENT) return a.l;
-    else return ::rescale(a, m);
-}
-
 // What of `finish` is the same along a row; `low` is what t has rounded away.
 struct Term { Shift shift; ACC t, low; bool zero; };
 
@@ -60,8 +55,13 @@ __device__ inline Term term(State state, int64 cols) {
     return r;
 }
 
+// The output of softmax for an element whose exp(a - m) is e.
+__device__ inline ACC finish_term(ACC e, Term r) {
+    const ACC y = EXACT ? fma(e, r.t, e * r.low) : e * r.t;
+    return ZERO && r.zero ? 0 : y;
+}
+
 // The output for the element (a, b).
-__device__ inline ACC finish_term(ACC e, Term r);
 __device__ inline ACC finish(ACC a, ACC b, Term r) {
     ACC y;
     if constexpr (OP == Op::SOFTMAX) return finish_term(::term(a, r.shift), r);
@@ -72,13 +72,7 @@ __device__ inline ACC finish(ACC a, ACC b, Term r) {
     return ZERO && r.zero ? 0 : y;
 }
 
-// The output of softmax for an element whose exp(a - m) is e.
-__device__ inline ACC finish_term(ACC e, Term r) {
-    const ACC y = EXACT ? fma(e, r.t, e * r.low) : e * r.t;
-    return ZERO && r.zero ? 0 : y;
-}
-
-// The same for terms that are relative to m_own.
+// What finishes terms that are relative to m_own.
 __device__ inline Term relative(Term r, ACC m_own, ACC m) {
     const ACC f = factor(m_own, m), t = r.t * f;
     if constexpr (EXACT) r.low = fma(r.t, f, -t) + r.low * f;

@@ -27,15 +27,16 @@ struct Slice {
         for (int i = 0; i < EDGE; ++i)
             edge[i].template load<READ>(p, r.begin, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
     }
-    // The same of chunks whose x and dy are in shared memory, `apart` from each other; what lies beside is read.
-    __device__ inline void recall(const Params& p, const Cursor& at, const Room& room, int apart, int64 left) {
+    // The same of chunks whose x and dy are on chip, as far apart as the lane's are; what lies beside them is read.
+    __device__ inline void recall(
+        const Params& p, const Cursor& at, const Chunk<X, VECTOR>* x, const Chunk<DY, VECTOR>* dy, int64 left) {
         const int end = within(left);
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) {
             body[i].clear();
             if (i * STEP < end) {
-                body[i].x = room.x[i * apart];
-                if constexpr (HAS_DY) body[i].dy = room.dy[i * apart];
+                body[i].x = x[i * STEP];
+                if constexpr (HAS_DY) body[i].dy = dy[i * STEP];
             }
             body[i].load_beside(p, at, i * STEP * VECTOR, i * STEP < end);
         }
@@ -131,14 +132,10 @@ struct Slice {
         }
         if constexpr ((GRADIENT || !REDUCES) && (SCALE != Scale::NONE || SOFTCAP)) {
             Chunk<LOGITS, N> x;
-            if constexpr (HAS_LOGITS) {
-                const int64 logits_step = step<LOGITS_WIDTH>(p.logits_place);
-                ::load<LOGITS_WIDTH, Keep::NORMAL>(x, at.logits + offset * logits_step, logits_step);
-            }
+            if constexpr (HAS_LOGITS) load_columns<LOGITS_WIDTH, Keep::NORMAL>(x, at.logits, offset, p.logits_place);
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] *= slope(HAS_LOGITS ? ACC(wide(x, i)) : 0, n);
         }
-        const int64 y_step = step<Y_WIDTH>(p.y_place);
-        ::store<Y_WIDTH, WRITE>(at.y + offset * y_step, narrow<Y>(y), y_step);
+        store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
     }
 };

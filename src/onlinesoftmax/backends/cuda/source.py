@@ -10,14 +10,12 @@ from importlib import resources
 
 from ...candidates.cuda import slice_tiles
 from ...layout import LARGEST_UNIT, Layout
+from ...operation import OPERATIONS
 from ...problem import ITEMSIZE
 from ...request import Request
 
 BESIDE = ("dy", "bias", "mask", "logits", "lse")
 """Tensors that may be read beside x, in the order of the kernel's parameters."""
-
-GRADIENTS = ("softmax_backward", "log_softmax_backward")
-"""Gradients that read dy element by element and sum over their row."""
 
 
 @cache
@@ -30,16 +28,11 @@ def source(request: Request) -> str:
     """All of a kernel, self-contained."""
     lines = [f"{kind} {name} = {value};" for kind, name, value in constants(request)]
     types = [f"using {name} = {kind};" for name, kind in types_of(request).items()]
-    enums = ["enum class Scale { NONE, NUMBER, TENSOR };", f"enum class Op {{ {', '.join(OPS)} }};"]
+    enums = ["enum class Scale { NONE, NUMBER, TENSOR };", f"enum class Op {{ {', '.join(OPERATIONS).upper()} }};"]
     prologue = '#line 1 "constants"\n' + "\n".join([*enums, *types, *("constexpr " + line for line in lines)]) + "\n"
     strategy = [f"{request.plan.strategy}.cuh"]
     files = ["state.cuh", "operands.cuh", "ops.cuh", "levels.cuh", "slice.cuh", *strategy]
     return text("numbers.cuh") + prologue + "".join(text(name) for name in files)
-
-
-OPS = (
-    "SOFTMAX", "LOG_SOFTMAX", "LOGSUMEXP", "SOFTMAX_BACKWARD", "LOG_SOFTMAX_BACKWARD", "LOGSUMEXP_BACKWARD",
-)  # fmt: skip
 
 
 def types_of(request: Request) -> dict[str, str]:
@@ -76,7 +69,8 @@ def constants(request: Request) -> list[tuple[str, str, object]]:
     """(type, name, value) of what is compiled into a kernel."""
     plan, layout, operation = request.plan, request.layout, request.operation
     beside = {name for name, _, _ in layout.more}
-    gradient = request.name in GRADIENTS
+    # A gradient that reads dy element by element, and sums over its row.
+    gradient = operation.inputs > 1
     numbers = {
         "DIMS": len(layout.sizes),
         "VECTOR": vector(request),

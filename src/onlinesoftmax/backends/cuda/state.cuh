@@ -96,7 +96,11 @@ __device__ inline ACC factor(ACC m_own, ACC m) {
     else return exp_of(m_own - to.m);
 }
 
-__device__ inline SUM rescale(State a, ACC m) { return a.l * factor(a.m, m); }
+// The l of a gradient is a plain sum, whatever its m says.
+__device__ inline SUM rescale(State a, ACC m) {
+    if constexpr (GRADIENT) return a.l;
+    else return a.l * factor(a.m, m);
+}
 
 // The state of two slices laid end to end.
 __device__ inline State merge(State a, State b) {
