@@ -22,7 +22,7 @@ import typer.testing
 import onlinesoftmax
 from onlinesoftmax import reference
 from onlinesoftmax.cli import build
-from onlinesoftmax.registry import module_missing
+from onlinesoftmax.registry import module_missing, unavailable
 
 COMMANDS = ("doctor", "verify", "bench", "explain", "apply")
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
@@ -165,10 +165,12 @@ def test_verify_runs_every_strategy_here(operation: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert not result.stderr
     assert not NOT_PLAIN & set(result.stdout)
-    for pair in ("triton/row", "triton/looped", "triton/split", "triton/column", "eager/row"):
+    pairs = ["triton/row", "triton/looped", "triton/split", "triton/column", "eager/row"]
+    pairs += [f"cuda/{strategy}" for strategy in ("row", "cluster", "grid", "looped") if unavailable("cuda") is None]
+    for pair in pairs:
         [line] = [line for line in result.stdout.splitlines() if line.startswith(f"  {pair} ")]
         assert line.endswith("pass")
-    assert "5 passed, 0 failed" in result.stdout
+    assert f"{len(pairs)} passed, 0 failed" in result.stdout
 
 
 @needs_torch

@@ -39,7 +39,7 @@ pytest.importorskip("cuda.core", reason="cuda.core is not installed")
 
 GPUS = {"a100": "sm_80", "h200": "sm_90", "b200": "sm_100"}
 PROPOSALS = {strategy: propose for backend, strategy, propose in TABLE if backend == "cuda"}
-COLS = {"row": 1024, "cluster": 1 << 17, "grid": 1 << 22, "looped": 128256}
+COLS = {"row": 1024, "cluster": 1 << 16, "grid": 1 << 22, "looped": 128256}
 ROWS = {"row": 65536, "cluster": 256, "grid": 1, "looped": 2048}
 
 Ask = Callable[..., Request]
@@ -99,10 +99,6 @@ def _cells() -> list[tuple[str, str, str, torch.dtype]]:
     return cells
 
 
-SPILLS = {("grid", "softmax", "float64"): 288, ("grid", "log_softmax", "float64"): 176}
-"""Bytes that a thread may spill all the same: 64 of its 128 registers hold the row, and exp takes most of the rest."""
-
-
 def _name(value: object) -> str:
     return str(value).removeprefix("torch.")
 
@@ -115,7 +111,7 @@ def test_every_kernel_compiles_and_what_is_on_chip_stays_there(
     _, log, _ = compile.build(source.source(request), GPUS[gpu])
     used = compile.usage(log)
     if constants(request).get("STREAMED") != "true":
-        assert used["spills"] <= SPILLS.get((strategy, operation, _name(dtype)), 0), (request.plan, used)
+        assert not used["spills"], (request.plan, used)
     if strategy == "grid":
         # All blocks of a cooperative launch must fit the device at once.
         shared_memory, threads = used["shared_memory"] + source.shared_memory(request), 32 * request.plan.warps
@@ -247,7 +243,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache: Path, monkeypatch: py
 @pytest.mark.parametrize("name", ["numbers", "state", "operands", "ops", "levels", "slice", *PROPOSALS])
 def test_an_error_names_file_and_line(ask: Ask, name: str) -> None:
     strategy = name if name in PROPOSALS else "row"
-    whole, part = source.source(ask("h200", strategy, "softmax", no_memory(64, 1 << 17))), source.text(f"{name}.cuh")
+    whole, part = source.source(ask("h200", strategy, "softmax", no_memory(64, 1 << 16))), source.text(f"{name}.cuh")
     # Its first line is #line, and counts for nothing; the wrong one comes after the last.
     message = rf'{name}\.cuh\({part.count(chr(10))}\): error: identifier "no_such_type" is undefined'
     with pytest.raises(RuntimeError, match=message):
@@ -266,19 +262,20 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
     layout, packed = request.layout, launch._values(request)
     assert len(layout.sizes) == dims
     names = [{"scale": "scale_tensor"}.get(name, name) for name in launch.POINTERS]
-    names += ["scale", "softcap", "rows", "cols", "diagonal", "team", "shared_tiles", "sizes"]
+    names += ["scale", "softcap", "rows", "cols", "diagonal", "slice", "shared_tiles", "sizes"]
     at = {name: i for i, name in enumerate(names)}
     places = ("x", "y", *source.BESIDE, "query")
     at |= {f"{name}_place": at["sizes"] + dims + i * (dims + 1) for i, name in enumerate(places)}
     checks = [f"static_assert(sizeof(Params) == {len(packed)});", f"static_assert(sizeof(Place) == {8 * (dims + 1)});"]
-    checks += [f"static_assert(__builtin_offsetof(Params, {name}) == {8 * i});" for name, i in at.items()]
-    checks.append(f"static_assert(__builtin_offsetof(Place, col) == {8 * dims});")
+    checks += [f"static_assert(__INTADDR__(&((Params*)0)->{name}) == {8 * i});" for name, i in at.items()]
+    checks.append(f"static_assert(__INTADDR__(&((Place*)0)->col) == {8 * dims});")
     compile.build(source.source(request) + "\n".join(checks), "sm_90")
 
     more = {name: (*strides, col) for name, strides, col in layout.more}
     assert more.keys() == {"mask", "query"}
     more |= {"x": (*layout.x_strides, layout.x_col), "y": (*layout.y_strides, layout.y_col)}
-    numbers = (layout.rows, 64, request.diagonal, request.plan.splits, request.plan.shared, *layout.sizes)
+    # 64 columns of bfloat16 are 8 chunks, which one block has.
+    numbers = (layout.rows, 64, request.diagonal, 8, request.plan.shared, *layout.sizes)
     lie = itertools.chain.from_iterable(more.get(name, (0,) * (dims + 1)) for name in places)
     assert struct.unpack(f"={len(packed) // 8}q", packed) == ((0,) * at["rows"] + numbers + tuple(lie))
 

@@ -68,7 +68,7 @@ def test_a_launch_lies_in_memory_as_the_driver_reads_it() -> None:
     assert ctypes.sizeof(driver.LaunchConfig) == 56
     offsets = {name: getattr(driver.LaunchConfig, name).offset for name, _ in driver.LaunchConfig._fields_}
     assert offsets == {"grid": 0, "block": 12, "shared_memory": 24, "stream": 32, "attributes": 40, "count": 48}
-    config = driver.launch_config(7, 256, 1024, 4, False)
+    config = driver.launch_config(7, 1, 256, 1024, 4, False)
     assert (list(config.grid), list(config.block), config.shared_memory, config.count) == (
         [7, 1, 1],
         [256, 1, 1],
@@ -78,9 +78,10 @@ def test_a_launch_lies_in_memory_as_the_driver_reads_it() -> None:
     attribute = config.attributes[0]
     assert ctypes.sizeof(attribute) == 72
     assert (attribute.id, list(attribute.value[:3])) == (driver.CLUSTER_DIMENSION, [4, 1, 1])
-    cooperative = driver.launch_config(7, 256, 0, 1, True)
+    cooperative = driver.launch_config(3, 44, 256, 0, 1, True)
+    assert list(cooperative.grid) == [3, 44, 1]
     assert (cooperative.count, cooperative.attributes[0].id, cooperative.attributes[0].value[0]) == (1, 2, 1)
-    assert driver.launch_config(7, 256, 0, 1, False).count == 0
+    assert driver.launch_config(7, 1, 256, 0, 1, False).count == 0
 
 
 def test_numbers_are_those_of_the_driver() -> None:

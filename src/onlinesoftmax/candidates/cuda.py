@@ -41,6 +41,12 @@ def _words(problem: Problem, terms: bool = False) -> int:
     return max(loaded, made) if terms or (problem.fused and problem.inputs == 1) else loaded
 
 
+def _most(problem: Problem, threads: int, device: Device, terms: bool = False) -> int:
+    """Chunks that each of a multiprocessor's threads may hold."""
+    free = device.registers // threads - _other(problem)
+    return max(0, min(HELD_REGISTERS, free)) // _words(problem, terms)
+
+
 def _terms(problem: Problem) -> tuple[bool, ...]:
     """Whether to keep the terms of the sum: always where they take no more than the elements; else either may win."""
     if problem.operation != "softmax":
@@ -48,10 +54,14 @@ def _terms(problem: Problem) -> tuple[bool, ...]:
     return (True,) if _words(problem, True) == _words(problem, False) else (True, False)
 
 
+def _other(problem: Problem) -> int:
+    """Registers of a thread for all but what it holds; arithmetic in float64 takes more."""
+    return OTHER_REGISTERS + (56 if problem.itemsize == 8 else 0)
+
+
 def _resident(problem: Problem, threads: int, chunks: int, terms: bool, device: Device) -> int:
     """Blocks of a multiprocessor that leave each thread the registers it needs."""
-    needed = OTHER_REGISTERS + (32 if problem.itemsize == 8 else 0) + chunks * _words(problem, terms)
-    blocks = device.registers // (threads * needed)
+    blocks = device.registers // (threads * (_other(problem) + chunks * _words(problem, terms)))
     return max(1, min(blocks, device.threads // threads, 32))
 
 
@@ -70,7 +80,7 @@ def row(problem: Problem, device: Device) -> list[Candidate] | str:
         (1 << i for i in range(2, 11)), (128, 256, 512, 1024), (1, 2), _terms(problem)
     ):
         held = -(-chunks // lanes)
-        most = HELD_REGISTERS // _words(problem, terms)
+        most = _most(problem, threads, device, terms)
         if held > most or (lanes > 4 and held * lanes >= 2 * max(chunks, 4)):
             continue
         if threads < lanes or (threads > 256 and lanes < threads):
@@ -94,8 +104,13 @@ def row(problem: Problem, device: Device) -> list[Candidate] | str:
     found.sort(key=lambda c: (abs(_held(c, problem) - 2), not c.terms, c.depth, c.warps))
     return found or (
         f"a row of {problem.cols} columns does not fit the registers of one block: "
-        f"{1024 * (HELD_REGISTERS // _words(problem)) * problem.vector} {problem.dtype} elements do"
+        f"{_in_block(problem, device)} {problem.dtype} elements do"
     )
+
+
+def _in_block(problem: Problem, device: Device) -> int:
+    """Elements that the registers of one block hold."""
+    return max(threads * _most(problem, threads, device) for threads in (512, 1024)) * problem.vector
 
 
 def _held(candidate: Candidate, problem: Problem) -> int:
@@ -119,7 +134,7 @@ def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
         held = -(-length // threads)
         if (length < 64 and blocks > 2) or (threads == 1024 and found) or problem.rows * blocks > MOST_BLOCKS:
             continue
-        if held > HELD_REGISTERS // _words(problem, terms) or (held * threads >= 2 * length and threads > 128):
+        if held > _most(problem, threads, device, terms) or (held * threads >= 2 * length and threads > 128):
             continue
         resident = _resident(problem, threads, held, terms, device)
         reason = f"{blocks} blocks hold a row of {problem.cols} columns in registers, so it is read once"
@@ -132,7 +147,7 @@ def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
         )  # fmt: skip
     # Two to four chunks a thread, terms kept.
     found.sort(key=lambda c: (abs(_held(c, problem) - 3), not c.terms, c.splits, c.warps))
-    most = 16 * 1024 * (HELD_REGISTERS // _words(problem)) * problem.vector
+    most = 16 * _in_block(problem, device)
     return found or f"a row of {problem.cols} columns does not fit 16 blocks: {most} {problem.dtype} elements do"
 
 
@@ -143,7 +158,7 @@ def grid(problem: Problem, device: Device) -> list[Candidate] | str:
     found = [
         candidate
         for threads, held in itertools.product((128, 256, 512), (4, 8, 16))
-        if held * _words(problem) <= HELD_REGISTERS
+        if held <= _most(problem, threads, device)
         for candidate in _teams(problem, device, threads, held, _resident(problem, threads, held, False, device), False)
     ]
     if not problem.fused:
@@ -151,14 +166,20 @@ def grid(problem: Problem, device: Device) -> list[Candidate] | str:
         for threads, resident, held in (
             (1024, 1, 2), (1024, 1, 4), (512, 2, 4), (512, 1, 8), (512, 1, 16), (256, 4, 4), (256, 2, 8),
         ):  # fmt: skip
-            found += _teams(problem, device, threads, max(1, held * 4 // _words(problem)), resident, True)
+            most = min(max(1, held * 4 // _words(problem)), _most(problem, threads * resident, device))
+            found += _teams(problem, device, threads, most, resident, True)
     found.sort(key=lambda c: (c.reads, c.shared > 0, -c.block * c.programs))
     return list(dict.fromkeys(found))
 
 
+def slice_chunks(chunks: int, team: int) -> int:
+    """Chunks of a block's slice of a row; slices begin on 128 bytes."""
+    return -(-chunks // (8 * team)) * 8
+
+
 def slice_tiles(chunks: int, team: int, threads: int) -> int:
-    """Tiles of a block's slice of a row; slices begin on 128 bytes."""
-    return max(1, -(-(-(-chunks // (8 * team)) * 8) // threads))
+    """Tiles of a block's slice of a row."""
+    return max(1, -(-slice_chunks(chunks, team) // threads))
 
 
 def _teams(
@@ -168,8 +189,10 @@ def _teams(
     chunks, blocks = _chunks(problem), resident * device.multiprocessors
     room = (device.shared_memory // resident - 2048) // (threads * 16 * problem.inputs) if with_shared else 0
     smallest = min(blocks, -(-chunks // (threads * (held + room))))
-    # As many teams as fit, none of them with a block less than another; or one team of all blocks that have work.
-    teams = {"teams": blocks // max(1, blocks // smallest), "all": min(blocks, -(-chunks // threads))}
+    # As many teams as fit, or fewer that have as many rows each, and none a block less than another; or one team of
+    # all blocks that have work.
+    rounds = max(1, -(-problem.rows // max(1, blocks // smallest)))
+    teams = {"teams": blocks // max(1, -(-problem.rows // rounds)), "all": min(blocks, -(-chunks // threads))}
     found = []
     for word, team in teams.items():
         # A block hears of every other of its team; of thousands, that takes longer than a row.
@@ -205,9 +228,10 @@ def looped(problem: Problem, device: Device) -> list[Candidate] | str:
     if problem.rows > MOST_BLOCKS:
         return f"{problem.rows} rows are more blocks than one launch takes"
     found = []
-    most = HELD_REGISTERS // _words(problem)
     for threads, held in ((512, 4), (1024, 2), (512, 2), (256, 4), (1024, 4), (256, 8), (128, 4)):
-        held = min(held, most)
+        held = min(held, _most(problem, threads, device))
+        if not held:
+            continue
         resident = _resident(problem, threads, held, False, device)
         reason = (
             f"one block streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "

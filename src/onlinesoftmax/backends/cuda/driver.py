@@ -105,12 +105,14 @@ def set_attribute(kernel: int, attribute: int, value: int, device: int) -> None:
     check(library().cuKernelSetAttribute(attribute, value, kernel, device), "setting a kernel's attribute")
 
 
-def launch_config(blocks: int, threads: int, shared_memory: int, cluster: int, cooperative: bool) -> LaunchConfig:
-    """A launch, but for its stream."""
+def launch_config(
+    teams: int, team: int, threads: int, shared_memory: int, cluster: int, cooperative: bool
+) -> LaunchConfig:
+    """A launch of teams × team blocks, but for its stream."""
     attributes = []
     if cooperative:
         attributes.append(_Attribute(COOPERATIVE, 0, (c_uint * 16)(1)))
     if cluster > 1:
         attributes.append(_Attribute(CLUSTER_DIMENSION, 0, (c_uint * 16)(cluster, 1, 1)))
     array = (_Attribute * max(1, len(attributes)))(*attributes)
-    return LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_memory, None, array, len(attributes))
+    return LaunchConfig((teams, team, 1), (threads, 1, 1), shared_memory, None, array, len(attributes))

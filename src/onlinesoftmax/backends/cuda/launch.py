@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from ...candidates.cuda import slice_chunks
 from ...request import Request
 from . import compile, driver
-from .source import BESIDE, kernel_name, shared_memory, source
+from .source import BESIDE, kernel_name, shared_memory, source, vector
 
 POINTERS = ("x", "y", *BESIDE, "scale", "mail")
 """Fields that a call fills in, by the names of what they are filled with."""
@@ -45,7 +46,8 @@ def bind(request: Request) -> Run:
     plan, values = request.plan, _values(request)
     dynamic = shared_memory(request)
     cluster = plan.splits if plan.strategy == "cluster" else 1
-    config = (plan.programs, 32 * plan.warps, dynamic, cluster, plan.strategy == "grid")
+    team = plan.splits if plan.strategy == "grid" else 1
+    config = (plan.programs // team, team, 32 * plan.warps, dynamic, cluster, plan.strategy == "grid")
     beside = tuple((POINTERS.index(name), name) for name in POINTERS[2:] if _is_given(request, name))
     numbers = [("scale", len(POINTERS))] if request.scale and "scale" not in request.dtypes else []
     numbers += [("softcap", len(POINTERS) + 1)] if request.softcap else []
@@ -114,7 +116,8 @@ def _values(request: Request) -> bytes:
     for name in ("x", "y", *BESIDE, "query"):
         strides, col = sides.get(name, ((0,) * dims, 0))
         places += [*strides, col]
-    numbers = [layout.rows, layout.cols, request.diagonal or 0, request.plan.splits, request.plan.shared]
+    chunks = slice_chunks(layout.cols // vector(request), request.plan.splits)
+    numbers = [layout.rows, layout.cols, request.diagonal or 0, chunks, request.plan.shared]
     empty = len(POINTERS) + 2
     return struct.pack(
         f"={empty}Q{len(numbers) + dims + len(places)}q", *(0,) * empty, *numbers, *layout.sizes, *places

@@ -6,7 +6,19 @@ template <class T> __device__ inline T across(T x, int step) { return __shfl_xor
 __device__ inline Twofold from_lane(Twofold x, int lane) { return {from_lane(x.high, lane), from_lane(x.low, lane)}; }
 __device__ inline Twofold across(Twofold x, int step) { return {across(x.high, step), across(x.low, step)}; }
 
+// Of a whole warp's floats, in one instruction: as integers they have the same order, but the negative ones the
+// opposite.  No m is NaN.
+__device__ inline float warp_max(float m) {
+    const auto flip = [](int i) { return i ^ ((i >> 31) & 0x7fffffff); };
+    int i = flip(__float_as_int(m));
+    asm volatile("redux.sync.max.s32 %0, %0, 0xffffffff;" : "+r"(i));
+    return __int_as_float(flip(i));
+}
+
 template <int WIDTH, class T> __device__ inline T lane_max(T m) {
+    // Of a gradient's states nobody asks for m.
+    if constexpr (GRADIENT && !ZERO) return m;
+    if constexpr (WIDTH == 32 && sizeof(T) == sizeof(float)) return warp_max(m);
 #pragma unroll
     for (int step = WIDTH / 2; step; step /= 2) m = fmax(m, across(m, step));
     return m;

@@ -28,12 +28,12 @@ struct Params {
     // For a gradient x is the saved output, and logits is what that was made from.
     const X* x; Y* y; const DY* dy; const BIAS* bias; const unsigned char* mask; const LOGITS* logits;
     const LSE* lse; const SCALE_TENSOR* scale_tensor;
-    uint64* mail;             // for `grid`
+    uint64* mail;             // of teams
     double scale, softcap;
     int64 rows, cols;
     int64 diagonal;           // column q + diagonal - 1 is the last that query q attends to
-    int64 team;               // for `grid`: blocks that share a row
-    int64 shared_tiles;       // and tiles of a block in shared memory
+    int64 slice;              // of teams: chunks of a row for each block
+    int64 shared_tiles;       // chunks of a thread in shared memory
     int64 sizes[DIMS];
     Place x_place, y_place, dy_place, bias_place, mask_place, logits_place, lse_place, query_place;
 };

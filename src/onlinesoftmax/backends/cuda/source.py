@@ -30,7 +30,7 @@ def source(request: Request) -> str:
     types = [f"using {name} = {kind};" for name, kind in types_of(request).items()]
     enums = ["enum class Scale { NONE, NUMBER, TENSOR };", f"enum class Op {{ {', '.join(OPERATIONS).upper()} }};"]
     prologue = '#line 1 "constants"\n' + "\n".join([*enums, *types, *("constexpr " + line for line in lines)]) + "\n"
-    strategy = [f"{request.plan.strategy}.cuh"]
+    strategy = [*(["team.cuh"] if request.plan.strategy == "grid" else []), f"{request.plan.strategy}.cuh"]
     files = ["state.cuh", "operands.cuh", "ops.cuh", "levels.cuh", "slice.cuh", *strategy]
     return text("numbers.cuh") + prologue + "".join(text(name) for name in files)
 

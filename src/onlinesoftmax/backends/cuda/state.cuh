@@ -13,6 +13,7 @@ constexpr bool FOLDED = !EXACT && OP == Op::SOFTMAX && sizeof(ACC) == sizeof(flo
 constexpr float LOG2E = 1.4426950216293335f;        // the float32 nearest to log2(e)
 constexpr float LOG2E_LOW = 1.9259629911783e-08f;   // what it lacks
 constexpr float LN2 = 0.6931471805599453f;
+constexpr float LN2_LOW = -1.9046543e-9f;            // what it lacks
 
 struct State { ACC m; SUM l; };
 
@@ -23,22 +24,22 @@ __device__ inline float exp2_approx(float x) {
     float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
 }
 
-// 2^±184 overflows and underflows as exp does, and the residual of an infinite product would be NaN.  NaN stays.
+// 2^±184 overflows and underflows as exp does, and the rest beside an infinite product would be NaN.  NaN stays.
 __device__ inline float clamp(float t) {
     asm("max.NaN.f32 %0, %0, 0fC3000000;\n\tmin.NaN.f32 %0, %0, 0f43000000;" : "+f"(t));
     return t;
 }
 
-// Exp of t, a difference of two scores: at most 0, or +inf, or NaN.  The argument t · log2(e), rounded, is off by up
-// to |t| / 2^24; EXACT returns that error as a factor of the result.
+// Exp of t, a difference of two scores: at most 0, or +inf, or NaN.  The argument p = t · log2(e), rounded, is off by up
+// to |t| / 2^24; EXACT returns that error as a factor of the result: exp(t) is 2^p · exp(rest), and rest is small.
 __device__ inline double exp_of(double t) { return exp(t); }
 __device__ inline float exp_of(float t) {
     if constexpr (!EXACT) return exp2_approx(t * LOG2E);
     t = clamp(t);
     const float p = __fmul_rn(t, LOG2E);
-    const float residual = __fmaf_rn(t, LOG2E_LOW, __fmaf_rn(t, LOG2E, -p));
+    const float rest = __fmaf_rn(-LN2_LOW, p, __fmaf_rn(-LN2, p, t));
     const float y = exp2_approx(p);
-    return __fmaf_rn(y, residual * LN2, y);
+    return __fmaf_rn(y, rest, y);
 }
 
 // The same where it scales the l of a whole slice, and its error would be in every term.  The hardware's exp2 is off
