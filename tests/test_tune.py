@@ -13,7 +13,7 @@ from onlinesoftmax import registry
 from onlinesoftmax.bench import tune
 from onlinesoftmax.cli import build
 from onlinesoftmax.device import known
-from onlinesoftmax.tuning import Table, key_of
+from onlinesoftmax.tuning import Cell, Table, Timing, key_of
 
 H200 = known("h200")
 
@@ -54,6 +54,13 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_measured_is_not_measured_again() -> None:
+    shape = tune.Shape("softmax", "bfloat16", 1024, 256)
+    cell = Cell(1024, 256, (Timing("cuda", "row", "32 of 128, depth 1, terms", 4.5),))
+    begun = Table(H200.name, "commit 0", 4270.0, {key_of(tune.case(shape)[0]): [cell]})
+    assert not list(tune.tune(None, H200, [shape], begun))
+
+
 @pytest.mark.gpu
 def test_a_small_table_from_end_to_end(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
@@ -66,3 +73,13 @@ def test_a_small_table_from_end_to_end(tmp_path: Path) -> None:
     for cell in cells:
         assert [timing.us for timing in cell.timings] == sorted(timing.us for timing in cell.timings)
         assert all(timing.us > 0 for timing in cell.timings)
+
+    again = CliRunner().invoke(build(), ["tune", "--quick", "--out", str(path), "--resume"])
+    assert again.exit_code == 0, again.output
+    assert Table.from_json(json.loads(path.read_text(encoding="utf-8"))).cells == table.cells
+    for content in ("{}", "not JSON", json.dumps({**table.as_json(), "device": "another"})):
+        path.write_text(content, encoding="utf-8")
+        refused = CliRunner().invoke(build(), ["tune", "--quick", "--out", str(path), "--resume"])
+        assert refused.exit_code == 2
+        assert "--resume" in refused.stderr
+        assert path.read_text(encoding="utf-8") == content

@@ -28,7 +28,7 @@ SHORT = 1 << 18
 """Columns up to which steps are of 1.5 and 1.33; longer rows are fewer, in steps of 2 and 4."""
 
 FEW_ROWS = (1, 16, 128, 1024, 8192)
-"""Rows that are measured beside those of a full input."""
+"""Rows that are measured beside those of a full input, where columns are a power of two."""
 
 KEPT = 1.5
 """A strategy is kept in the table for a shape where it takes no longer than the fastest by this factor."""
@@ -67,7 +67,8 @@ def shapes(quick: bool = False) -> list[Shape]:
             short = powers if operation == "logsumexp" else powers + between
             for cols in sorted(short + long):
                 full = max(FULL_BYTES // (cols * ITEMSIZE[dtype]), 1)
-                found += [Shape(operation, dtype, few, cols) for few in FEW_ROWS if 4 * few <= full]
+                few_rows = [few for few in FEW_ROWS if 4 * few <= full and cols not in between]
+                found += [Shape(operation, dtype, few, cols) for few in few_rows]
                 found.append(Shape(operation, dtype, full, cols))
                 if cols <= SHORT and operation == "softmax":
                     # Rows that begin anywhere.
@@ -164,22 +165,28 @@ class Tuner:
         return lambda: run(x, y, more)
 
 
-def tune(device: Any, machine: Device, todo: list[Shape], source: str) -> Iterator[Table]:
+def tune(device: Any, machine: Device, todo: list[Shape], begun: Table) -> Iterator[Table]:
     """The table after every shape.
 
     Args:
         device: A torch device with CUDA.
         machine: The same, as the planner sees it.
-        todo: The shapes.
-        source: What the table says of its making.
+        todo: The shapes; those that `begun` has are not measured again.
+        begun: A table of this device, empty or what an interrupted run has left.
 
     Raises:
         RuntimeError: a kernel does not compile or cannot be launched.
     """
-    options = {shape: proposals(shape, machine) for shape in todo}
-    compile_all((option.request for found in options.values() for option in found), machine.arch)
-    tuner = Tuner(device, max(shape.rows * shape.cols for shape in todo))
-    table = Table(machine.name, source, machine.bandwidth, {})
+    known = {(key, cell.rows, cell.cols) for key, cells in begun.cells.items() for cell in cells}
+    options = {
+        shape: proposals(shape, machine)
+        for shape in todo
+        if (key_of(case(shape)[0]), shape.rows, shape.cols) not in known
+    }
+    table = begun
+    if options:
+        compile_all((option.request for found in options.values() for option in found), machine.arch)
+        tuner = Tuner(device, max(shape.rows * shape.cols for shape in options))
     for shape, found in options.items():
         key, cell = tuner.cell(shape, found)
         table = replace(table, cells={**table.cells, key: [*table.cells.get(key, []), cell]})

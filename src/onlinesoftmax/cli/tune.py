@@ -23,6 +23,7 @@ def tune(
     commit: str | None = typer.Option(
         None, help="The commit to record, where the sources were copied without their history."
     ),
+    resume: bool = typer.Option(False, "--resume", help="Keep what an interrupted run has left in the file."),
     as_json: bool = typer.Option(False, "--json", help="Print what was done as one JSON document."),
 ) -> None:
     """Time every proposal of the CUDA strategies over a grid of shapes, and keep the fastest of each.
@@ -47,7 +48,8 @@ def tune(
     path = out or cache_folder() / f"{tuning.slug(machine.name)}.json"
     if path.is_dir():
         output.fail(f"--out {path} is a folder; name a file")
-    table = _measure(where, machine, quick, commit, path)
+    begun = _begun(path, machine.name) if resume else None
+    table = _measure(where, machine, quick, commit, path, begun)
     cells = [cell for found in table.cells.values() for cell in found]
     first = Counter(cell.timings[0].strategy for cell in cells)
     if as_json:
@@ -58,24 +60,46 @@ def tune(
     output.note(f"written to {path}")
 
 
-def _measure(where: Any, machine: Any, quick: bool, commit: str | None, path: Path) -> Any:
+def _begun(path: Path, device: str) -> Any:
+    """The table that is there to be continued, if there is one."""
+    from ..tuning import Table
+
+    if not path.exists():
+        return None
+    try:
+        table = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        output.fail(f"--resume: {path} is no table of tune; name another file with --out, or leave --resume out")
+    if table.device != device:
+        output.fail(f"--resume: {path} is of {table.device}, and this is {device}; name another file with --out")
+    return table
+
+
+def _measure(where: Any, machine: Any, quick: bool, commit: str | None, path: Path, begun: Any) -> Any:
+    from dataclasses import replace
+
     from ..bench import report
     from ..bench.tune import shapes, tune
+    from ..tuning import Table
 
     record = report.record(where, {}, {}, commit)
     source = f"commit {record['git']['commit']}, made {record['date']}"
+    if begun is None:
+        begun = Table(machine.name, source, machine.bandwidth, {})
+    elif begun.source != source:
+        begun = replace(begun, source=f"{begun.source}; {source}")
     todo = shapes(quick)
-    table = None
+    table = begun
     written = perf_counter()
     with output.progress_bar() as bar:
         task = bar.add_task("measuring", total=len(todo)) if bar else None
-        for table in tune(where, machine, todo, source):
+        for table in tune(where, machine, todo, begun):
             # A run that dies leaves what it had.
             if perf_counter() - written > 5:
                 _write(path, table)
                 written = perf_counter()
             if bar and task is not None:
-                bar.advance(task)
+                bar.update(task, completed=sum(map(len, table.cells.values())))
     _write(path, table)
     return table
 
