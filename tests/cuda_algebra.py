@@ -174,7 +174,7 @@ class CudaAlgebra:
         parameters = (ctypes.c_void_p * len(numbers))(
             *(ctypes.addressof(fields) + 8 * i for i in range(len(numbers)))
         )  # fmt: skip
-        config = driver.launch_config(1, 32, 0, 1, False)
+        config = driver.launch_config(1, 1, 32, 0, 1, False)
         config.stream = torch.cuda.current_stream().cuda_stream
         kernel = _kernel(FORMS[form], self.dtype, self.out, name)
         status = driver.library().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(kernel), parameters, None)
