@@ -30,9 +30,11 @@ SHORT = 1 << 18
 FEW_ROWS = (1, 16, 128, 1024, 8192)
 """Rows that are measured beside those of a full input, where columns are a power of two."""
 
+VOCABULARIES = (32000, 50256, 128256, 151936, 256000)
+"""Columns of language models' logits; GPT-2's 50257 is among them with its rows that begin anywhere."""
+
 KEPT = 1.5
 """A strategy is kept in the table for a shape where it takes no longer than the fastest by this factor."""
-
 
 CLOSE = 1.05
 """A proposal that is slower than the fastest of its strategy by less may be the faster one."""
@@ -59,6 +61,7 @@ def shapes(quick: bool = False) -> list[Shape]:
     if quick:
         return [Shape("softmax", dtype, 1024, cols) for dtype in ("bfloat16", "float32") for cols in (256, 4096, 65536)]
     powers, between = [64 << i for i in range(13)], [96 << i for i in range(12)]
+    between += VOCABULARIES
     long = [1 << i for i in (19, 20, 21, 22, 23, 24, 26, 28)]
     found = []
     for operation in ("softmax", "logsumexp", "softmax_backward"):
