@@ -46,7 +46,7 @@ def test_h200_with_triton(rows: int, cols: int, strategy: str, dtype: str) -> No
         (1 << 20, 64, "row"),
         (65536, 1000, "row"),
         (65536, 1023, "row"),
-        (16384, 4096, "row"),
+        (32768, 2048, "row"),
         (4096, 32768, "cluster"),
         (4096, 50257, "cluster"),
         (2048, 128256, "cluster"),
