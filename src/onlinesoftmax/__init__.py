@@ -41,6 +41,7 @@ _HOME = {
     "log_softmax": "api",
     "logsumexp": "api",
     "nn": "nn",
+    "jax": "jax",
     "explain": "explanation",
     "Plan": "plan",
     "PlanError": "plan",
@@ -61,5 +62,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # A star import has no nn: that would import torch.
-    return [*__all__, "nn"]
+    # A star import has neither: they would import torch and JAX.
+    return [*__all__, "jax", "nn"]

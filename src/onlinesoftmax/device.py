@@ -126,6 +126,23 @@ def from_torch(kind: str, index: int = 0) -> Device:
     return replace(measured, bandwidth=model.bandwidth, source=f"driver; bandwidth: {model.source}")
 
 
+@cache
+def from_jax() -> Device:
+    """The first GPU that JAX has; an H200 where it has none, as when a program is lowered for one elsewhere."""
+    import jax
+
+    try:
+        gpu = jax.devices("cuda")[0]
+    except RuntimeError:
+        return KNOWN["h200"]
+    # JAX does not tell what a multiprocessor holds: the model does, or the like of an H200.
+    model = _same_model(gpu.device_kind) or KNOWN["h200"]
+    major, minor = (int(part) for part in str(gpu.compute_capability).split("."))
+    return replace(
+        model, name=gpu.device_kind, compute_capability=(major, minor), multiprocessors=gpu.core_count, source="driver",
+    )  # fmt: skip
+
+
 def _same_model(name: str) -> Device | None:
     words = name.lower().replace("rtx ", "rtx").split()
     return next((device for key, device in KNOWN.items() if key in words), None)

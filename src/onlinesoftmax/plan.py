@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from .candidates import TABLE, Candidate
+from .candidates import TABLE, Candidate, Proposals
 from .device import Device
 from .layout import power_of_two_divisor
 from .problem import Problem
 from .tuning import Cell, Table
+
+Strategies = Sequence[tuple[str, str, Proposals]]
+"""Rows of candidates.TABLE."""
 
 
 class PlanError(ValueError):
@@ -60,6 +63,7 @@ def plan(
     unavailable: Sequence[tuple[str, str]] = (),
     batch_invariant: bool = False,
     table: Table | None = None,
+    strategies: Strategies = TABLE,
 ) -> Plan:
     """The plan for a problem on a device.
 
@@ -71,6 +75,7 @@ def plan(
         unavailable: Backends that cannot be used here, each with the reason.
         batch_invariant: Choose as for INVARIANT_ROWS rows, however many there are.
         table: What was measured on the device, or on one like it.
+        strategies: Those that there are: candidates.TABLE, or candidates.FOR_JAX.
 
     Raises:
         PlanError: nothing that was asked for can run; the message lists every reason.
@@ -83,7 +88,7 @@ def plan(
         'grid'
     """
     for_plan = replace(problem, rows=INVARIANT_ROWS) if batch_invariant else problem
-    options = alternatives(for_plan, device, backend, strategy, unavailable, table)
+    options = alternatives(for_plan, device, backend, strategy, unavailable, table, strategies)
     plans = [option for option in options if isinstance(option, Plan)]
     if plans:
         best = min(plans, key=lambda option: option.estimate_us)
@@ -103,6 +108,7 @@ def alternatives(
     strategy: str | None = None,
     unavailable: Sequence[tuple[str, str]] = (),
     table: Table | None = None,
+    strategies: Strategies = TABLE,
 ) -> list[Plan | Refusal]:
     """Every strategy's plan, or why it has none: what `explain` compares.  Arguments as for `plan`.
 
@@ -110,8 +116,8 @@ def alternatives(
         PlanError: there is no such backend or strategy.
     """
     for argument, value, names in (
-        ("backend", backend, [row[0] for row in TABLE]),
-        ("strategy", strategy, [row[1] for row in TABLE]),
+        ("backend", backend, [row[0] for row in strategies]),
+        ("strategy", strategy, [row[1] for row in strategies]),
     ):
         if value is not None and value not in names:
             raise PlanError(f"unknown {argument} {value!r}; there are: {', '.join(dict.fromkeys(names))}")
@@ -120,7 +126,7 @@ def alternatives(
     if cell is not None and all(timing.backend in missing for timing in cell.timings):
         cell = None
     found: list[Plan | Refusal] = []
-    for its_backend, its_strategy, propose in TABLE:
+    for its_backend, its_strategy, propose in strategies:
         if backend not in (None, its_backend) or strategy not in (None, its_strategy):
             continue
         options = missing.get(its_backend) or propose(problem, device)

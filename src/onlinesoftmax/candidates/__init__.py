@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from ..device import Device
 from ..problem import Problem
-from . import cuda, eager, triton
+from . import cuda, eager, pallas, triton
 from .candidate import Candidate
 
-__all__ = ["TABLE", "Candidate"]
+__all__ = ["FOR_JAX", "TABLE", "Candidate", "Proposals"]
 
 Proposals = Callable[[Problem, Device], list[Candidate] | str]
 """What a strategy proposes, likeliest first, or why it cannot."""
@@ -37,3 +37,11 @@ TABLE: tuple[tuple[str, str, Proposals], ...] = (
     ("eager", "row", _only(eager.eager_row)),
 )
 """(backend, strategy, its proposals)."""
+
+FOR_JAX: tuple[tuple[str, str, Proposals], ...] = (
+    ("pallas", "row", _only(pallas.row)),
+    ("pallas", "looped", _only(pallas.looped)),
+    ("pallas", "split", _only(pallas.split)),
+    ("eager", "row", _only(eager.eager_row)),
+)
+"""The same for JAX arrays."""

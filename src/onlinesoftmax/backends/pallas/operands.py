@@ -1,0 +1,162 @@
+"""What a kernel reads: the arrays, which of their rows belongs to which, and the elements as an operation wants them.
+
+Kernels see matrices.  An array that is broadcast along some of x's outer axes keeps its own rows, and a kernel
+counts which of them goes with a row of x; so a mask of all heads is never written out for each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from ...arrays import Array
+from ...scores import Scores, accumulator
+from .ops import Op
+from .state import State
+
+
+class Beside(NamedTuple):
+    """Where an array lies beside x.
+
+    Attributes:
+        cols: Its columns: as many as x has, or 1.
+        steps: For every outer axis of x, (rows of x from one index to the next, its size, rows of this array so).
+    """
+
+    cols: int
+    steps: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], outer: tuple[int, ...]) -> Beside:
+        """That of an array of this shape beside outer axes of x."""
+        steps, mine, its = [], 1, 1
+        for size, own in zip(outer[::-1], shape[-2::-1], strict=True):
+            if own > 1:
+                steps.append((its, size, mine))
+            its, mine = its * size, mine * own
+        return cls(shape[-1], tuple(steps))
+
+    def rows(self, row: Array) -> Array:
+        """Which of its rows go with these rows of x."""
+        index = jnp.zeros_like(row)
+        for step, size, own in self.steps:
+            index = index + jax.lax.rem(jax.lax.div(row, jnp.int32(step)), jnp.int32(size)) * jnp.int32(own)
+        return index
+
+
+class Operands(NamedTuple):
+    """The arrays of an operation, without the arrays.
+
+    Attributes:
+        op: The operation.
+        spec: What its scores are made of.
+        rows, cols: Of x.
+        beside: Where bias and mask lie, in that order, as far as they are given.
+        accumulator: The dtype that is computed in.
+    """
+
+    op: Op
+    spec: Scores
+    rows: int
+    cols: int
+    beside: tuple[Beside, ...]
+    accumulator: Any
+
+    @classmethod
+    def of(cls, name: str, operands: tuple[Array, ...], spec: Scores, factor: float) -> Operands:
+        """That of these arrays."""
+        x = operands[0]
+        arrays = spec.named(operands[1 : 1 + spec.arrays])[1:]
+        outer = x.shape[:-1]
+        beside = tuple(Beside.of(t.shape, outer) for t in arrays if t is not None)
+        return cls(Op(name, factor), spec, math.prod(outer), x.shape[-1], beside, accumulator(x))
+
+    def matrices(self, operands: tuple[Array, ...]) -> list[Array]:
+        """The same arrays as matrices; what has one number a row, or for all, as a vector."""
+        found = []
+        for i, t in enumerate(operands):
+            is_scale = i == 1 and self.spec.scale == "array"
+            per_row = self.op.name == "logsumexp_backward" and i > self.spec.arrays
+            found.append(t.reshape(-1) if is_scale or per_row else t.reshape(-1, t.shape[-1]))
+        return found
+
+    def load(self, refs: tuple[Any, ...], first: Any, col: Any, shape: tuple[int, int]) -> tuple[Array, Array, Array]:
+        """(a, b, kept) of a tile: the elements, and whether they are there and no mask forbids them."""
+        at, inside, row, column = self._tile(first, col, shape)
+        x = pltriton.load(refs[0].at[at], mask=inside, other=0).astype(self.accumulator)
+        if self.op.sums:
+            b = pltriton.load(refs[1].at[at], mask=inside, other=0).astype(self.accumulator)
+            return x, b, inside
+        rest = list(refs[1 : 1 + self.spec.arrays])
+        if self.spec.scale == "array":
+            x = x * rest.pop(0)[0].astype(x.dtype)
+        elif self.spec.scale != 1:
+            x = x * float(self.spec.scale)
+        if self.spec.softcap is not None:
+            x = self.spec.softcap * tanh(x / self.spec.softcap)
+        places = list(self.beside)
+        if self.spec.bias:
+            x = x + self._beside(rest.pop(0), places.pop(0), row, column, shape, inside).astype(x.dtype)
+        kept = inside
+        if self.spec.mask:
+            kept = inside & (self._beside(rest.pop(0), places.pop(0), row, column, shape, inside) != 0)
+        return jnp.where(kept, x, -jnp.inf), x, kept
+
+    def given(self, refs: tuple[Any, ...], first: Any, rows: int) -> State:
+        """The lse and the gradient of each row, in place of a state, where they are not reduced."""
+        inside = (first + jnp.arange(rows, dtype=jnp.int32)) < self.rows
+        m, l = (
+            pltriton.load(ref.at[pl.ds(first, rows)], mask=inside, other=0).astype(self.accumulator)[:, None]
+            for ref in refs[1 + self.spec.arrays : 3 + self.spec.arrays]
+        )
+        return m, l
+
+    def store(self, ref: Any, first: Any, col: Any, tile: tuple[Array, Array, Array], term: State) -> None:
+        """Write a tile of the output."""
+        a, b, kept = tile
+        at, inside, _, _ = self._tile(first, col, a.shape)
+        y = self.op.finish(a, b, term)
+        if self.spec.mask and not self.op.sums:
+            y = jnp.where(kept, y, self.op.masked)
+        pltriton.store(ref.at[at], y.astype(ref.dtype), mask=inside)
+
+    def store_results(self, ref: Any, first: Any, state: State) -> None:
+        """Write one number a row."""
+        y = self.op.result(state)[:, 0]
+        inside = (first + jnp.arange(y.shape[0], dtype=jnp.int32)) < self.rows
+        pltriton.store(ref.at[pl.ds(first, y.shape[0])], y.astype(ref.dtype), mask=inside)
+
+    def _tile(self, first: Any, col: Any, shape: tuple[int, int]) -> tuple[Any, Array, Array, Array]:
+        row = first + jnp.arange(shape[0], dtype=jnp.int32)
+        column = col + jnp.arange(shape[1], dtype=jnp.int32)
+        inside = (row < self.rows)[:, None] & (column < self.cols)[None, :]
+        return (pl.ds(first, shape[0]), pl.ds(col, shape[1])), inside, row, column
+
+    def _beside(
+        self, ref: Any, place: Beside, row: Array, column: Array, shape: tuple[int, int], inside: Array
+    ) -> Array:
+        columns = column if place.cols > 1 else jnp.zeros_like(column)
+        at = (jnp.broadcast_to(place.rows(row)[:, None], shape), jnp.broadcast_to(columns[None, :], shape))
+        return pltriton.load(ref.at[at], mask=inside, other=0)
+
+
+def tanh(x: Array) -> Array:
+    """Tanh to a few units in the last place: a rational function near 0, exp farther out (Cephes, tanhf.c)."""
+    if x.dtype == jnp.float64:
+        return jnp.tanh(x)
+    z = x * x
+    near = x + x * z * _polynomial(z)
+    far = 1 - 2 / (jnp.exp(2 * jnp.abs(x)) + 1)
+    return jnp.where(jnp.abs(x) < 0.625, near, jnp.sign(x) * far)
+
+
+def _polynomial(z: Array) -> Array:
+    p = z * -5.70498872745e-3 + 2.06390887954e-2
+    p = z * p - 5.37397155531e-2
+    p = z * p + 1.33314422036e-1
+    return z * p - 3.33332819422e-1

@@ -1,0 +1,115 @@
+"""What an operation does with the elements of a row: before they are reduced, as they are, and after.
+
+A strategy makes a state of each tile (`of`, or `each` to keep one a lane), merges until a row has one, then calls
+`term` once for the row and `finish` for each element, or `result` where the operation gives one number a row.
+Elements come in pairs (a, b): a score and nothing, or for a gradient the saved output and that of it.
+
+A gradient needs one sum over its row, and keeps it as the l of a state whose m nobody asks for:
+    softmax           factor · y (t - l)        l = Σ y t
+    log_softmax       factor · (t - exp(y) l)   l = Σ t
+    logsumexp         factor · l exp(z - m)     m = lse, l = t: given, not reduced
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ...arrays import Array
+from ...operation import OPERATIONS
+from . import state
+from .state import State
+
+
+class Op(NamedTuple):
+    """An operation and its number.
+
+    Attributes:
+        name: In OPERATIONS.
+        factor: What a gradient is multiplied by.
+    """
+
+    name: str
+    factor: float = 1.0
+
+    @property
+    def sums(self) -> bool:
+        """Whether its state holds a plain sum."""
+        return OPERATIONS[self.name].inputs > 1
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a row's state is made from its elements."""
+        return OPERATIONS[self.name].reduces
+
+    @property
+    def per_row(self) -> bool:
+        """Whether a row gives one number."""
+        return OPERATIONS[self.name].per_row
+
+    def _part(self, a: Array, b: Array) -> Array:
+        return a * b if self.name == "softmax_backward" else b
+
+    def identity(self, shape: tuple[int, ...], dtype: Any) -> State:
+        """The states of nothing."""
+        m, l = state.identity(shape, dtype)
+        return (l, l) if self.sums else (m, l)
+
+    def of(self, a: Array, b: Array) -> State:
+        """The states of the rows of a tile."""
+        if self.sums:
+            l = jnp.sum(self._part(a, b), axis=-1, keepdims=True)
+            return l, l
+        return state.of(a)
+
+    def each(self, a: Array, b: Array) -> State:
+        """The states of the elements of a tile."""
+        if self.sums:
+            l = self._part(a, b)
+            return l, l
+        return state.each(a)
+
+    def merge(self, one: State, other: State) -> State:
+        """The states of two slices laid end to end."""
+        if self.sums:
+            l = one[1] + other[1]
+            return l, l
+        return state.merge(one, other)
+
+    def merge_all(self, a: State) -> State:
+        """The states of all slices along the last axis."""
+        if self.sums:
+            l = jnp.sum(a[1], axis=-1, keepdims=True)
+            return l, l
+        return state.merge_all(a)
+
+    def term(self, a: State) -> State:
+        """(s, t): what of `finish` is the same along a row; NaN where the maximum is infinite, as in jax.nn."""
+        m, l = a
+        if self.name in ("softmax", "log_softmax"):
+            t = 1 / l if self.name == "softmax" else jnp.log(l)
+            return state.shift(m), jnp.where(jnp.abs(m) == jnp.inf, jnp.nan, t)
+        return m, l
+
+    def finish(self, a: Array, b: Array, term: State) -> Array:
+        """The output for the elements (a, b)."""
+        s, t = term
+        if self.name == "softmax":
+            return jnp.exp(a - s) * t
+        if self.name == "log_softmax":
+            return (a - s) - t
+        if self.name == "softmax_backward":
+            return self.factor * (a * (b - t))
+        if self.name == "log_softmax_backward":
+            return self.factor * (b - jnp.exp(a) * t)
+        return self.factor * (t * jnp.exp(a - s))
+
+    def result(self, a: State) -> Array:
+        """logsumexp: log(0) = -inf and log(inf) = inf need no case."""
+        return state.shift(a[0]) + jnp.log(a[1])
+
+    @property
+    def masked(self) -> float:
+        """The output where a mask forbids the element."""
+        return -jnp.inf if self.name == "log_softmax" else 0.0

@@ -1,0 +1,54 @@
+"""The state (m, l) in Pallas: the recurrence, written once for this language.
+
+Every strategy in this folder reduces with `of`, `merge` and `merge_all`, and nothing else.  The laws these functions
+obey are the table in tests/laws.py, shared with NumPy, torch, JAX, Triton and CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...arrays import Array
+
+State = tuple[Array, Array]
+"""(m, l), of one slice or of many."""
+
+
+def identity(shape: tuple[int, ...], dtype: Any) -> State:
+    """The states of nothing."""
+    return jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype)
+
+
+def shift(m: Array) -> Array:
+    """What is subtracted before exp: the finite number nearest to m.
+
+    An infinite m would give m - m = NaN; so shifted, a slice of nothing but -inf has l = 0, and one with +inf has
+    l = inf, which is what their logsumexp needs.
+    """
+    return jnp.clip(m, jnp.finfo(m.dtype).min, jnp.finfo(m.dtype).max)
+
+
+def of(x: Array) -> State:
+    """The states of the rows of x, along the last axis, which they keep with size 1."""
+    m = jnp.max(x, axis=-1, keepdims=True)
+    return m, jnp.sum(jnp.exp(x - shift(m)), axis=-1, keepdims=True)
+
+
+def each(x: Array) -> State:
+    """The states of the elements of x: of slices of one."""
+    return x, jnp.exp(x - shift(x))
+
+
+def merge(a: State, b: State) -> State:
+    """The states of two slices laid end to end."""
+    m = jnp.maximum(a[0], b[0])
+    s = shift(m)
+    return m, a[1] * jnp.exp(a[0] - s) + b[1] * jnp.exp(b[0] - s)
+
+
+def merge_all(a: State) -> State:
+    """The states of all the slices along the last axis, which they keep with size 1."""
+    m = jnp.max(a[0], axis=-1, keepdims=True)
+    return m, jnp.sum(a[1] * jnp.exp(a[0] - shift(m)), axis=-1, keepdims=True)
