@@ -150,7 +150,8 @@ class _Rows(NamedTuple):
             # No rows, or rows of nothing.
             empty = self.x if name != "logsumexp" else jnp.full(self.x.shape[:-1], -jnp.inf, self.x.dtype)
             return empty.astype(self.dtype)
-        return primitives.bind(name, self.x, *self.arrays, spec=self.spec, who=who).astype(self.dtype)
+        y = primitives.bind(name, self.x, *self.arrays, spec=self.spec, who=who)
+        return (jnp.sum(y, axis=-1) if name == "logsumexp" else y).astype(self.dtype)
 
     def back(self, y: Array) -> Array:
         """An array of these rows in the shape that was given."""

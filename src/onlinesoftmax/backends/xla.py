@@ -48,10 +48,13 @@ def log_softmax(x: Array, *arrays: Array, spec: Scores = PLAIN) -> Array:
 
 
 def logsumexp(x: Array, *arrays: Array, spec: Scores = PLAIN) -> Array:
-    """Log of the sum of exp(z)."""
+    """The log of the sum of exp(z) in two parts along a new last axis, the maximum and what exceeds it.
+
+    Their sum is the result.  Apart they lose nothing to each other's size, which a gradient would show.
+    """
     z = scores(x, arrays, spec)
     s = _shift(jnp.max(z, axis=-1, keepdims=True))
-    return (s[..., 0] + jnp.log(jnp.sum(jnp.exp(z - s), axis=-1))).astype(x.dtype)
+    return jnp.stack([s[..., 0], jnp.log(jnp.sum(jnp.exp(z - s), axis=-1))], axis=-1)
 
 
 def softmax_backward(y: Array, t: Array, *, factor: float = 1.0) -> Array:
@@ -73,17 +76,17 @@ def log_softmax_tangent(y: Array, t: Array, *, factor: float = 1.0) -> Array:
 
 
 def logsumexp_backward(x: Array, *rest: Array, spec: Scores = PLAIN, factor: float = 1.0) -> Array:
-    """exp(z - lse) · t: the gradient of the scores where that of lse is t; rest ends with lse and t."""
-    *arrays, lse, t = rest
-    p = _probabilities(x, tuple(arrays), spec, lse)
+    """Exp(z - lse) · t: the gradient of the scores where that of lse is t; rest ends with lse's parts and t."""
+    *arrays, parts, t = rest
+    p = _probabilities(x, tuple(arrays), spec, parts)
     return (factor * p * t.astype(p.dtype)[..., None]).astype(x.dtype)
 
 
 def logsumexp_tangent(x: Array, *rest: Array, spec: Scores = PLAIN, factor: float = 1.0) -> Array:
-    """Σ exp(z - lse) t: what a change t of the scores does to lse; rest ends with lse and t."""
-    *arrays, lse, t = rest
-    p = _probabilities(x, tuple(arrays), spec, lse)
-    return (factor * jnp.sum(p * t.astype(p.dtype), axis=-1)).astype(lse.dtype)
+    """Σ exp(z - lse) t: what a change t of the scores does to lse; rest ends with lse's parts and t."""
+    *arrays, parts, t = rest
+    p = _probabilities(x, tuple(arrays), spec, parts)
+    return factor * jnp.sum(p * t.astype(p.dtype), axis=-1)
 
 
 OPERATIONS: dict[str, Callable[..., Array]] = {
@@ -123,7 +126,7 @@ def _masked(y: Array, arrays: tuple[Array, ...], spec: Scores, fill: float) -> A
     return y if mask is None else jnp.where(mask, y, fill)
 
 
-def _probabilities(x: Array, arrays: tuple[Array, ...], spec: Scores, lse: Array) -> Array:
+def _probabilities(x: Array, arrays: tuple[Array, ...], spec: Scores, parts: Array) -> Array:
     z = scores(x, arrays, spec)
     # Of a masked element, not even NaN counts.
-    return _masked(jnp.exp(z - lse.astype(z.dtype)[..., None]), arrays, spec, 0)
+    return _masked(jnp.exp((z - parts[..., :1]) - parts[..., 1:]), arrays, spec, 0)

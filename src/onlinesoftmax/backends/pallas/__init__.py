@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from ...arrays import Array
 from ...plan import Plan
@@ -25,9 +26,14 @@ def run(
         interpret: Run the kernels' bodies as JAX operations, on any device.
         spec, factor: As in backends/xla.py.
     """
-    x, dtype = operands[0], operands[-1].dtype if name.endswith("_backward") else operands[0].dtype
-    described = Operands.of(name, operands, spec, factor)
-    shape = (described.rows,) if described.op.per_row else (described.rows, described.cols)
-    out = jax.ShapeDtypeStruct(shape, x.dtype if name == "logsumexp_backward" else dtype)
-    y = STRATEGIES[plan.strategy](described, described.matrices(operands), out, plan, interpret)
-    return y.reshape(x.shape[:-1] if described.op.per_row else x.shape)
+    x, described = operands[0], Operands.of(name, operands, spec, factor)
+    matrices = described.matrices(operands)
+    if described.op.per_row:
+        part = jax.ShapeDtypeStruct((described.rows,), described.accumulator)
+        parts = STRATEGIES[plan.strategy](described, matrices, [part, part], plan, interpret)
+        return jnp.stack(parts, axis=-1).reshape(*x.shape[:-1], 2)
+    # A gradient is as wide as what it is the gradient of: t's dtype, or of lse, which is wider, x's.
+    dtype = operands[-1].dtype if described.op.sums else x.dtype
+    out = jax.ShapeDtypeStruct((described.rows, described.cols), dtype)
+    [y] = STRATEGIES[plan.strategy](described, matrices, [out], plan, interpret)
+    return y.reshape(x.shape)

@@ -33,28 +33,24 @@ def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:
     Bytes: two reads, one write; the second read hits L2 for what the resident rows still have there.
     Limits: none on columns.
     """
-    *reads, y_ref = refs
+    reads, writes = operands.sides(refs)
     op, row, tiles = operands.op, pl.program_id(0), pl.cdiv(operands.cols, block)
-    if op.reduces:
-        state = state_of(operands, tuple(reads), row, 0, tiles, block)
-    else:
-        state = operands.given(tuple(reads), row, 1)
+    state = state_of(operands, reads, row, 0, tiles, block) if op.reduces else operands.given(reads, row, 1)
     if op.per_row:
-        operands.store_results(y_ref, row, state)
+        operands.store_parts(writes, row, state)
         return
     term = op.term(state)
 
     def write(i: Any, carry: Any) -> Any:
         # Newest first: L2 still holds those.
         col = (tiles - 1 - i) * block
-        operands.store(y_ref, row, col, operands.load(tuple(reads), row, col, (1, block)), term)
+        operands.store(writes[0], row, col, operands.load(reads, row, col, (1, block)), term)
         return carry
 
     jax.lax.fori_loop(0, tiles, write, 0)
 
 
-def run(operands: Operands, arrays: list[Array], out: Any, plan: Plan, interpret: bool) -> Array:
+def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
     """The operation on matrices."""
     kernel = partial(looped_kernel, operands=operands, block=plan.block)
-    [y] = call(kernel, plan.programs, arrays, [out], plan, interpret)
-    return y
+    return call(kernel, plan.programs, arrays, out, plan, interpret)

@@ -74,16 +74,27 @@ class Operands(NamedTuple):
         arrays = spec.named(operands[1 : 1 + spec.arrays])[1:]
         outer = x.shape[:-1]
         beside = tuple(Beside.of(t.shape, outer) for t in arrays if t is not None)
-        return cls(Op(name, factor), spec, math.prod(outer), x.shape[-1], beside, accumulator(x))
+        exact = operands[-1].dtype.itemsize > 2
+        return cls(Op(name, factor, exact), spec, math.prod(outer), x.shape[-1], beside, accumulator(x))
 
     def matrices(self, operands: tuple[Array, ...]) -> list[Array]:
         """The same arrays as matrices; what has one number a row, or for all, as a vector."""
         found = []
         for i, t in enumerate(operands):
             is_scale = i == 1 and self.spec.scale == "array"
-            per_row = self.op.name == "logsumexp_backward" and i > self.spec.arrays
-            found.append(t.reshape(-1) if is_scale or per_row else t.reshape(-1, t.shape[-1]))
+            if self.op.reduces or i <= self.spec.arrays:
+                found.append(t.reshape(-1) if is_scale else t.reshape(-1, t.shape[-1]))
+        if not self.op.reduces:
+            # The two parts of lse, and t: a state is made of them, row by row.
+            parts, t = operands[-2:]
+            m, log_l = parts.reshape(-1, 2).T
+            found += [m, t.astype(m.dtype).reshape(-1) * jnp.exp(-log_l)]
         return found
+
+    def sides(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What a kernel reads and what it writes: one array, or the two parts of a number a row."""
+        written = 2 if self.op.per_row else 1
+        return refs[:-written], refs[-written:]
 
     def load(self, refs: tuple[Any, ...], first: Any, col: Any, shape: tuple[int, int]) -> tuple[Array, Array, Array]:
         """(a, b, kept) of a tile: the elements, and whether they are there and no mask forbids them."""
@@ -108,7 +119,7 @@ class Operands(NamedTuple):
         return jnp.where(kept, x, -jnp.inf), x, kept
 
     def given(self, refs: tuple[Any, ...], first: Any, rows: int) -> State:
-        """The lse and the gradient of each row, in place of a state, where they are not reduced."""
+        """What is given of each row in place of a state, where none is reduced."""
         inside = (first + jnp.arange(rows, dtype=jnp.int32)) < self.rows
         m, l = (
             pltriton.load(ref.at[pl.ds(first, rows)], mask=inside, other=0).astype(self.accumulator)[:, None]
@@ -125,11 +136,11 @@ class Operands(NamedTuple):
             y = jnp.where(kept, y, self.op.masked)
         pltriton.store(ref.at[at], y.astype(ref.dtype), mask=inside)
 
-    def store_results(self, ref: Any, first: Any, state: State) -> None:
-        """Write one number a row."""
-        y = self.op.result(state)[:, 0]
-        inside = (first + jnp.arange(y.shape[0], dtype=jnp.int32)) < self.rows
-        pltriton.store(ref.at[pl.ds(first, y.shape[0])], y.astype(ref.dtype), mask=inside)
+    def store_parts(self, refs: tuple[Any, ...], first: Any, state: State) -> None:
+        """Write the two parts of one number a row."""
+        for ref, part in zip(refs, self.op.parts(state), strict=True):
+            inside = (first + jnp.arange(part.shape[0], dtype=jnp.int32)) < self.rows
+            pltriton.store(ref.at[pl.ds(first, part.shape[0])], part[:, 0].astype(ref.dtype), mask=inside)
 
     def _tile(self, first: Any, col: Any, shape: tuple[int, int]) -> tuple[Any, Array, Array, Array]:
         row = first + jnp.arange(shape[0], dtype=jnp.int32)

@@ -7,7 +7,7 @@ Elements come in pairs (a, b): a score and nothing, or for a gradient the saved 
 A gradient needs one sum over its row, and keeps it as the l of a state whose m nobody asks for:
     softmax           factor · y (t - l)        l = Σ y t
     log_softmax       factor · (t - exp(y) l)   l = Σ t
-    logsumexp         factor · l exp(z - m)     m = lse, l = t: given, not reduced
+    logsumexp         factor · l exp(z - m)     m and l = t / Σ exp(z - m): given, not reduced
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ class Op(NamedTuple):
     Attributes:
         name: In OPERATIONS.
         factor: What a gradient is multiplied by.
+        exact: Whether the output has 24 bits, which 16 would not show.
     """
 
     name: str
     factor: float = 1.0
+    exact: bool = False
 
     @property
     def sums(self) -> bool:
@@ -59,8 +61,7 @@ class Op(NamedTuple):
     def of(self, a: Array, b: Array) -> State:
         """The states of the rows of a tile."""
         if self.sums:
-            l = jnp.sum(self._part(a, b), axis=-1, keepdims=True)
-            return l, l
+            return self.merge_all(self.each(a, b))
         return state.of(a)
 
     def each(self, a: Array, b: Array) -> State:
@@ -80,7 +81,7 @@ class Op(NamedTuple):
     def merge_all(self, a: State) -> State:
         """The states of all slices along the last axis."""
         if self.sums:
-            l = jnp.sum(a[1], axis=-1, keepdims=True)
+            l = state.total(a[1], self.exact)
             return l, l
         return state.merge_all(a)
 
@@ -105,9 +106,9 @@ class Op(NamedTuple):
             return self.factor * (b - jnp.exp(a) * t)
         return self.factor * (t * jnp.exp(a - s))
 
-    def result(self, a: State) -> Array:
-        """logsumexp: log(0) = -inf and log(inf) = inf need no case."""
-        return state.shift(a[0]) + jnp.log(a[1])
+    def parts(self, a: State) -> State:
+        """The two parts of a logsumexp, whose sum it is: log(0) = -inf and log(inf) = inf need no case."""
+        return state.shift(a[0]), jnp.log(a[1])
 
     @property
     def masked(self) -> float:

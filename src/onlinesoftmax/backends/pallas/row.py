@@ -20,18 +20,17 @@ def row_kernel(*refs: Any, operands: Operands, shape: tuple[int, int]) -> None:
     Bytes: one read, one write.
     Limits: the tile's sides are powers of two.
     """
-    *reads, y_ref = refs
+    reads, writes = operands.sides(refs)
     op, first = operands.op, pl.program_id(0) * shape[0]
-    tile = operands.load(tuple(reads), first, 0, shape)
-    state = op.of(*tile[:2]) if op.reduces else operands.given(tuple(reads), first, shape[0])
+    tile = operands.load(reads, first, 0, shape)
+    state = op.of(*tile[:2]) if op.reduces else operands.given(reads, first, shape[0])
     if op.per_row:
-        operands.store_results(y_ref, first, state)
+        operands.store_parts(writes, first, state)
     else:
-        operands.store(y_ref, first, 0, tile, op.term(state))
+        operands.store(writes[0], first, 0, tile, op.term(state))
 
 
-def run(operands: Operands, arrays: list[Array], out: Any, plan: Plan, interpret: bool) -> Array:
+def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
     """The operation on matrices."""
     kernel = partial(row_kernel, operands=operands, shape=(plan.rows_per_program, plan.block))
-    [y] = call(kernel, plan.programs, arrays, [out], plan, interpret)
-    return y
+    return call(kernel, plan.programs, arrays, out, plan, interpret)

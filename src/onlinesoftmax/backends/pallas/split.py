@@ -39,7 +39,7 @@ def write_kernel(*refs: Any, operands: Operands, block: int, tiles: int) -> None
     operands.store(y_ref, row, col, held, operands.op.term((m, l)))
 
 
-def run(operands: Operands, arrays: list[Array], out: Any, plan: Plan, interpret: bool) -> Array:
+def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
     """The operation on matrices: few long rows.
 
     Bytes: two reads, one write.
@@ -53,10 +53,9 @@ def run(operands: Operands, arrays: list[Array], out: Any, plan: Plan, interpret
         m, l = (part.reshape(rows, splits) for part in call(kernel, rows * splits, arrays, parts, plan, interpret))
         state = op.merge_all((m, l))
     else:
-        lse, t = arrays[-2:]
-        state = lse.astype(operands.accumulator)[:, None], t.astype(operands.accumulator)[:, None]
+        m, l = arrays[-2:]
+        state = m[:, None], l[:, None]
     if op.per_row:
-        return op.result(state)[:, 0].astype(out.dtype)
+        return [part[:, 0] for part in op.parts(state)]
     kernel = partial(write_kernel, operands=operands, block=plan.block, tiles=tiles)
-    [y] = call(kernel, rows * tiles, [*arrays, *(part[:, 0] for part in state)], [out], plan, interpret)
-    return y
+    return call(kernel, rows * tiles, [*arrays, *(part[:, 0] for part in state)], out, plan, interpret)

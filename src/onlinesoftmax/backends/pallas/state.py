@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ...arrays import Array
@@ -28,6 +29,14 @@ def shift(m: Array) -> Array:
     l = inf, which is what their logsumexp needs.
     """
     return jnp.clip(m, jnp.finfo(m.dtype).min, jnp.finfo(m.dtype).max)
+
+
+def total(v: Array, exact: bool) -> Array:
+    """The sum along the last axis, which it keeps with size 1; exact sums in float64, and rounds once."""
+    if not exact or v.dtype == jnp.float64:
+        return jnp.sum(v, axis=-1, keepdims=True)
+    with jax.enable_x64(True):
+        return jnp.sum(v.astype(jnp.float64), axis=-1, keepdims=True).astype(v.dtype)
 
 
 def of(x: Array) -> State:

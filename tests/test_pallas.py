@@ -1,0 +1,251 @@
+"""The Pallas kernels: each strategy in its interpreter, and lowered for a GPU that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+pytest.importorskip("jax", reason="jax is not installed")
+
+import jax
+import jax.numpy as jnp
+
+import onlinesoftmax.jax as osj
+from laws import LAWS, Case, Float64, Law
+from onlinesoftmax import PlanError, primitives
+from onlinesoftmax.backends.pallas import ops, state
+from onlinesoftmax.backends.pallas.operands import tanh
+from onlinesoftmax.device import known
+from onlinesoftmax.scores import PLAIN, Scores
+
+STRATEGIES = ("row", "looped", "split")
+FORWARD = ("softmax", "log_softmax", "logsumexp")
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def outliers(rows: int, cols: int, dtype: str) -> Any:
+    """Normal numbers, one in a hundred times 20."""
+    rng = np.random.default_rng(rows * cols)
+    return jnp.asarray(rng.normal(size=(rows, cols)) * np.where(rng.random((rows, cols)) < 0.01, 20, 1), dtype)
+
+
+def assert_as_good_as_jax(ours: Any, theirs: Any, exact: Float64) -> None:
+    """Errors of ours are at most JAX's largest, and a unit in the last place."""
+    assert ours.dtype == theirs.dtype
+    wide, other = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    unit = np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64) * 2.0 ** (23 - jnp.finfo(ours.dtype).nmant)
+    smallest = float(jnp.finfo(ours.dtype).smallest_normal)
+    allowed = np.abs(other - exact).max() + np.maximum(unit, smallest)
+    assert (np.abs(wide - exact) <= allowed).all(), np.max(np.abs(wide - exact) / allowed)
+
+
+@pytest.mark.parametrize("shape", [(7, 33), (2, 5001)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forward_is_as_good_as_jax(strategy: str, name: str, dtype: str, shape: tuple[int, int]) -> None:
+    x = outliers(*shape, dtype)
+    ours = getattr(osj, name)(x, axis=-1, backend="pallas", strategy=strategy)
+    wide = np.asarray(x, np.float64)
+    m = wide.max(-1, keepdims=True)
+    lse = m + np.log(np.exp(wide - m).sum(-1, keepdims=True))
+    exact = {"softmax": np.exp(wide - lse), "log_softmax": wide - lse, "logsumexp": lse[:, 0]}[name]
+    assert_as_good_as_jax(ours, getattr(jax.nn, name)(x, axis=-1), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_as_good_as_jax(strategy: str, name: str, dtype: str) -> None:
+    x = outliers(5, 1025, dtype)
+    y, vjp = jax.vjp(lambda x: getattr(osj, name)(x, axis=-1, backend="pallas", strategy=strategy), x)
+    dy = outliers(*y.shape, 1, dtype)[..., 0] if name == "logsumexp" else outliers(*y.shape, dtype)
+    wide, wide_dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
+    p = np.exp(wide - wide.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    exact = {
+        "softmax": lambda: p * (wide_dy - (p * wide_dy).sum(-1, keepdims=True)),
+        "log_softmax": lambda: wide_dy - p * wide_dy.sum(-1, keepdims=True),
+        "logsumexp": lambda: p * wide_dy[:, None],
+    }[name]()
+    (theirs,) = jax.vjp(lambda x: getattr(jax.nn, name)(x, axis=-1), x)[1](dy)
+    assert_as_good_as_jax(vjp(dy)[0], theirs, exact)
+
+
+BESIDE = {
+    "of a column": (1, 1, 1, 70),
+    "of a query": (1, 1, 6, 1),
+    "of a batch": (2, 1, 1, 70),
+    "of a batch and a query": (2, 1, 6, 70),
+    "of all": (2, 3, 6, 70),
+    "of heads": (1, 3, 1, 1),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_masks_and_biases_are_read_where_they_lie(strategy: str, beside: str) -> None:
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.normal(size=(2, 3, 6, 70)) * 3, jnp.float32)
+    where = jnp.asarray(rng.random(BESIDE[beside]) < 0.7)
+    bias = jnp.asarray(rng.normal(size=BESIDE[beside]), jnp.bfloat16)
+    arguments: dict[str, Any] = {"where": where, "bias": bias, "scale": jnp.float32(0.3), "softcap": 4.0}
+    for name in FORWARD:
+        call = getattr(osj, name)
+        ours = call(x, axis=-1, backend="pallas", strategy=strategy, **arguments)
+        np.testing.assert_allclose(ours, call(x, axis=-1, backend="eager", **arguments), rtol=1e-5, atol=1e-6)
+    ours, theirs = (
+        jax.grad(lambda x, b=b, s=s: jnp.sum(osj.logsumexp(x, -1, backend=b, strategy=s, **arguments) ** 2))(x)
+        for b, s in (("pallas", strategy), ("eager", None))
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_special_rows(strategy: str) -> None:
+    x = jnp.asarray([[-np.inf] * 3, [1, np.inf, 0], [np.nan, 0, 0], [-np.inf, 0, 1], [3e38, -3e38, 0]], jnp.float32)
+    for name in FORWARD:
+        ours = getattr(osj, name)(x, axis=-1, backend="pallas", strategy=strategy)
+        np.testing.assert_allclose(ours, getattr(jax.nn, name)(x, axis=-1), rtol=1e-6)
+
+
+def test_tanh_is_right_to_a_few_units() -> None:
+    x = np.concatenate([np.linspace(-10, 10, 4001), [-100, 100, 1e-20, 0]]).astype(np.float32)
+    exact = np.tanh(x.astype(np.float64))
+    assert (
+        np.abs(np.asarray(tanh(jnp.asarray(x)), np.float64) - exact) <= 3 * np.spacing(np.abs(exact).astype(np.float32))
+    ).all()
+
+
+# Plans, and what they become on a GPU
+
+
+def shapes(*sizes: int, dtype: str = "bfloat16") -> Any:
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "strategy"),
+    [(65536, 64, "row"), (65536, 1024, "row"), (4096, 16384, "row"), (2048, 128256, "looped"), (1, 1 << 24, "split")],
+)
+def test_plans_for_an_h200(rows: int, cols: int, strategy: str) -> None:
+    plan = primitives.plan_for("softmax", (shapes(rows, cols),), known("h200"), spec=PLAIN)
+    assert (plan.backend, plan.strategy) == ("pallas", strategy)
+
+
+def test_what_no_kernel_takes_goes_to_xla_or_is_refused() -> None:
+    h200 = known("h200")
+    wide = (shapes(1, (1 << 31) + 1),)
+    assert primitives.plan_for("softmax", wide, h200).backend == "eager"
+    assert primitives.plan_for("softmax", (shapes(4, 4, dtype="float8_e5m2"),), h200).backend == "eager"
+    assert primitives.plan_for("log_softmax_tangent", (shapes(4, 4), shapes(4, 4)), h200).backend == "eager"
+    with pytest.raises(PlanError, match="a kernel's indices end at"):
+        primitives.plan_for("softmax", wide, h200, ("pallas", None))
+    with pytest.raises(PlanError, match="does not fit the registers"):
+        osj.softmax(jnp.zeros((1, 1 << 17)), backend="pallas", strategy="row")
+
+
+def lowered(function: Any, *arguments: Any) -> str:
+    """The program for CUDA, on a machine that need not have it."""
+    program: str = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return program
+
+
+NEEDS_A_GPU = jax.__version_info__ >= (0, 11) and jax.default_backend() != "gpu"
+
+
+@pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 lowers Triton kernels only where there is a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
+def test_every_operation_lowers_for_cuda(strategy: str, dtype: str) -> None:
+    x, where = shapes(64, 6, 4096, dtype=dtype), jax.ShapeDtypeStruct((64, 1, 4096), jnp.bool_)
+    for name in FORWARD:
+        call = getattr(osj, name)
+        plain = lowered(lambda x, call=call: call(x, -1, backend="pallas", strategy=strategy), x)
+        fused = lowered(
+            lambda x, w, call=call: call(x, -1, where=w, softcap=3.0, backend="pallas", strategy=strategy), x, where
+        )
+        gradient = lowered(
+            jax.grad(lambda x, call=call: jnp.sum(call(x, -1, backend="pallas", strategy=strategy) ** 2)), x
+        )
+        for program in (plain, fused, gradient):
+            assert re.search(f"triton.*onlinesoftmax_{strategy}|onlinesoftmax_{strategy}.*triton", program, re.DOTALL)
+
+
+@pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 lowers Triton kernels only where there is a GPU")
+def test_one_program_for_two_platforms() -> None:
+    traced = jax.jit(osj.softmax).trace(shapes(4096, 1024))
+    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+# The recurrence, under the table of laws
+
+
+class PallasAlgebra:
+    """The functions of backends/pallas/state.py and ops.py: bodies are plain JAX, in a kernel or not."""
+
+    name, dtypes, examples = "pallas", ("float16", "bfloat16", "float32"), 12
+
+    def array(self, values: Float64, dtype: str) -> Any:
+        return jnp.asarray(values, dtype)
+
+    def numpy(self, x: Any) -> Float64:
+        return np.asarray(x).astype(np.float64).reshape(-1)
+
+    def of(self, x: Any) -> state.State:
+        return state.of(x.astype(jnp.float32)[None]) if x.size else self.identity(x)
+
+    def identity(self, like: Any) -> state.State:
+        return state.identity((1, 1), jnp.float32)
+
+    def merge(self, a: state.State, b: state.State) -> state.State:
+        return state.merge(a, b)
+
+    def merge_all(self, states: Sequence[state.State]) -> state.State:
+        m, l = (jnp.concatenate([s[i] for s in states], axis=1) for i in (0, 1))
+        return state.merge_all((m, l))
+
+    def parts(self, a: state.State) -> tuple[float, float]:
+        return float(a[0][0, 0]), float(a[1][0, 0])
+
+    def logsumexp(self, a: state.State) -> float:
+        return float(sum(ops.Op("logsumexp").parts(a))[0, 0])
+
+    def softmax(self, a: state.State, x: Any) -> Float64:
+        return self._finish("softmax", a, x)
+
+    def log_softmax(self, a: state.State, x: Any) -> Float64:
+        return self._finish("log_softmax", a, x)
+
+    def _finish(self, name: str, a: state.State, x: Any) -> Float64:
+        op, wide = ops.Op(name), x.astype(jnp.float32)[None]
+        return self.numpy(op.finish(wide, wide, op.term(a)).astype(x.dtype))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+def test_law(law: Law) -> None:
+    algebra = PallasAlgebra()
+
+    @settings(max_examples=algebra.examples, suppress_health_check=[HealthCheck.too_slow])
+    @given(law.cases(algebra.dtypes))
+    def holds(case: Case) -> None:
+        law.check(algebra, case)
+
+    holds()
+
+
+def test_lanes_merge_into_the_state_of_their_row() -> None:
+    x = jnp.asarray(np.random.default_rng(5).normal(size=(1, 640)) * 9, jnp.float32)
+    lanes = state.identity((1, 64), jnp.float32)
+    for i in range(10):
+        lanes = state.merge(lanes, state.each(x[:, 64 * i : 64 * i + 64]))
+    for a, b in zip(state.merge_all(lanes), state.of(x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert Scores(scale="array", mask=True).arrays == 2
