@@ -32,18 +32,16 @@ def scores(x: Array, arrays: tuple[Array, ...], spec: Scores) -> Array:
 def softmax(x: Array, *arrays: Array, spec: Scores = PLAIN) -> Array:
     """Exp(z) over its sum; NaN in a row whose maximum is infinite, 0 where the mask is False."""
     z = scores(x, arrays, spec)
-    m = jnp.max(z, axis=-1, keepdims=True)
-    e = jnp.exp(z - _shift(m))
-    y = jnp.where(jnp.isinf(m), jnp.nan, e / jnp.sum(e, axis=-1, keepdims=True))
-    return _masked(y, arrays, spec, 0).astype(x.dtype)
+    # An infinite maximum gives NaN of itself.  To say so in more operations would cost XLA its fusion.
+    e = jnp.exp(z - jnp.max(z, axis=-1, keepdims=True))
+    return _masked(e / jnp.sum(e, axis=-1, keepdims=True), arrays, spec, 0).astype(x.dtype)
 
 
 def log_softmax(x: Array, *arrays: Array, spec: Scores = PLAIN) -> Array:
-    """Z minus its logsumexp; NaN in a row whose maximum is infinite, -inf where the mask is False."""
+    """The score minus the logsumexp; NaN in a row whose maximum is infinite, -inf where the mask is False."""
     z = scores(x, arrays, spec)
-    m = jnp.max(z, axis=-1, keepdims=True)
-    l = jnp.sum(jnp.exp(z - _shift(m)), axis=-1, keepdims=True)
-    y = jnp.where(jnp.isinf(m), jnp.nan, (z - _shift(m)) - jnp.log(l))
+    z = z - jnp.max(z, axis=-1, keepdims=True)
+    y = z - jnp.log(jnp.sum(jnp.exp(z), axis=-1, keepdims=True))
     return _masked(y, arrays, spec, -jnp.inf).astype(x.dtype)
 
 
