@@ -33,14 +33,14 @@ def softmax(x: Array, *arrays: Array, spec: Scores = PLAIN) -> Array:
     """Exp(z) over its sum; NaN in a row whose maximum is infinite, 0 where the mask is False."""
     z = scores(x, arrays, spec)
     # An infinite maximum gives NaN of itself.  To say so in more operations would cost XLA its fusion.
-    e = jnp.exp(z - jnp.max(z, axis=-1, keepdims=True))
+    e = jnp.exp(z - _peak(x, z, spec))
     return _masked(e / jnp.sum(e, axis=-1, keepdims=True), arrays, spec, 0).astype(x.dtype)
 
 
 def log_softmax(x: Array, *arrays: Array, spec: Scores = PLAIN) -> Array:
     """The score minus the logsumexp; NaN in a row whose maximum is infinite, -inf where the mask is False."""
     z = scores(x, arrays, spec)
-    z = z - jnp.max(z, axis=-1, keepdims=True)
+    z = z - _peak(x, z, spec)
     y = z - jnp.log(jnp.sum(jnp.exp(z), axis=-1, keepdims=True))
     return _masked(y, arrays, spec, -jnp.inf).astype(x.dtype)
 
@@ -51,7 +51,7 @@ def logsumexp(x: Array, *arrays: Array, spec: Scores = PLAIN) -> Array:
     Their sum is the result.  Apart they lose nothing to each other's size, which a gradient would show.
     """
     z = scores(x, arrays, spec)
-    s = _shift(jnp.max(z, axis=-1, keepdims=True))
+    s = _shift(_peak(x, z, spec))
     return jnp.stack([s[..., 0], jnp.log(jnp.sum(jnp.exp(z - s), axis=-1))], axis=-1)
 
 
@@ -112,6 +112,13 @@ def scale_slope(x: Array, arrays: tuple[Array, ...], spec: Scores) -> Array | fl
     scale, _, _ = spec.named(arrays)
     z = x.astype(accumulator(x)) * (scale if isinstance(scale, float) else scale.astype(accumulator(x)))
     return 1 - jnp.tanh(z / spec.softcap) ** 2
+
+
+def _peak(x: Array, z: Array, spec: Scores) -> Array:
+    """The largest score of each row: found in narrow logits as they lie, as exact and several times as fast."""
+    if spec == PLAIN:
+        return jnp.max(x, axis=-1, keepdims=True).astype(z.dtype)
+    return jnp.max(z, axis=-1, keepdims=True)
 
 
 def _shift(m: Array) -> Array:
