@@ -114,6 +114,18 @@ def test_special_rows(strategy: str) -> None:
         np.testing.assert_allclose(ours, getattr(jax.nn, name)(x, axis=-1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_beside_a_forced_kernel(name: str) -> None:
+    x, t = outliers(3, 70, "float32"), outliers(3, 70, "float32")[::-1]
+    ours, theirs = (
+        jax.jvp(lambda x, more=more: getattr(osj, name)(x, axis=-1, **more), (x,), (t,))[1]
+        for more in ({"backend": "pallas"}, {})
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    with pytest.raises(PlanError, match="Pallas kernels need an NVIDIA GPU"):
+        getattr(osj, name)(x, axis=-1, strategy="looped")
+
+
 def test_tanh_is_right_to_a_few_units() -> None:
     x = np.concatenate([np.linspace(-10, 10, 4001), [-100, 100, 1e-20, 0]]).astype(np.float32)
     exact = np.tanh(x.astype(np.float64))
@@ -143,7 +155,6 @@ def test_what_no_kernel_takes_goes_to_xla_or_is_refused() -> None:
     wide = (shapes(1, (1 << 31) + 1),)
     assert primitives.plan_for("softmax", wide, h200).backend == "eager"
     assert primitives.plan_for("softmax", (shapes(4, 4, dtype="float8_e5m2"),), h200).backend == "eager"
-    assert primitives.plan_for("log_softmax_tangent", (shapes(4, 4), shapes(4, 4)), h200).backend == "eager"
     with pytest.raises(PlanError, match="a kernel's indices end at"):
         primitives.plan_for("softmax", wide, h200, ("pallas", None))
     with pytest.raises(PlanError, match="does not fit the registers"):
