@@ -259,4 +259,9 @@ def test_lanes_merge_into_the_state_of_their_row() -> None:
         lanes = state.merge(lanes, state.each(x[:, 64 * i : 64 * i + 64]))
     for a, b in zip(state.merge_all(lanes), state.of(x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
-    assert Scores(scale="array", mask=True).arrays == 2
+
+
+def test_scores_name_their_arrays() -> None:
+    spec = Scores(scale="array", mask=True)
+    assert spec.arrays == 2
+    assert spec.named((1, 2)) == (1, None, 2)

@@ -54,11 +54,7 @@ def make_fused(
     is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not is_number and not hasattr(scale, "dtype"):
         raise TypeError(f"{operation}(): scale must be a number or a 0-d tensor, not {type(scale).__name__}")
-    if softcap is not None:
-        if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-            raise TypeError(f"{operation}(): softcap must be a number or None, not {type(softcap).__name__}")
-        if not 0 < softcap < math.inf:
-            raise ValueError(f"{operation}(): softcap must be positive and finite, got {softcap}")
+    check_softcap(f"{operation}()", softcap)
     for name, value in (("bias", bias), ("mask", mask)):
         if value is not None and not hasattr(value, "dtype"):
             raise TypeError(f"{operation}(): {name} must be a tensor or None, not {type(value).__name__}")
@@ -70,6 +66,16 @@ def make_fused(
         float(scale) if is_number else scale, None if softcap is None else float(softcap),
         bias, mask, causal, fully_masked == "zero",
     )  # fmt: skip
+
+
+def check_softcap(caller: str, softcap: Any) -> None:
+    """Raise, in the caller's name, where a softcap is neither None nor a positive number."""
+    if softcap is None:
+        return
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise TypeError(f"{caller}: softcap must be a number or None, not {type(softcap).__name__}")
+    if not 0 < softcap < math.inf:
+        raise ValueError(f"{caller}: softcap must be positive and finite, got {softcap}")
 
 
 def query_axis(operation: str, axis: int, ndim: int) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from . import primitives
 from .arrays import Array
 from .backends import xla
+from .fused import check_softcap
 from .plan import PlanError
 from .scores import Scores
 
@@ -219,11 +220,7 @@ def _checked_beside(name: str, x: Array, where: Any, scale: Any, softcap: Any, b
         scale = float(scale)
     elif not hasattr(scale, "dtype") or math.prod(scale.shape) != 1 or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(f"{name}: scale must be a number or a floating-point array of one element, got {scale!r}")
-    if softcap is not None:
-        if isinstance(softcap, bool) or not isinstance(softcap, int | float):
-            raise TypeError(f"{name}: softcap must be a number or None, not {type(softcap).__name__}")
-        if not 0 < softcap < math.inf:
-            raise ValueError(f"{name}: softcap must be positive and finite, got {softcap}")
+    check_softcap(name, softcap)
     beside = []
     for argument, t in (("bias", bias), ("where", where)):
         if t is None:

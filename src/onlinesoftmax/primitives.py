@@ -101,20 +101,15 @@ LARGEST = (1 << 31) - (1 << 16)
 
 def _lowered(name: str, platform: str, *operands: Array, who: Who, **params: Any) -> Array:
     """An operation as the plan for a platform has it."""
-    on_gpu = platform == "cuda"
-    if name not in OPERATIONS:
-        # The tangents of forward mode have no kernel, whoever computes the rest.
-        return xla.OPERATIONS[name](*operands, **params)
-    if not on_gpu and who[0] != "pallas":
-        if who[1] not in (None, "row"):
-            plan_for(name, operands, known("cpu"), who, **params)
-        return xla.OPERATIONS[name](*operands, **params)
-    # The interpreter needs some GPU's numbers to plan with.
-    device = from_jax() if on_gpu else known("h200")
-    chosen = plan_for(name, operands, device, who, **params)
-    if chosen.backend == "eager":
-        return xla.OPERATIONS[name](*operands, **params)
-    return pallas.run(name, operands, chosen, not on_gpu, **params)
+    if name in OPERATIONS:
+        on_gpu = platform == "cuda"
+        # The interpreter, which is for those who ask for it, needs some GPU's numbers to plan with.
+        device = from_jax() if on_gpu else known("h200" if who[0] == "pallas" else "cpu")
+        chosen = plan_for(name, operands, device, who, **params)
+        if chosen.backend == "pallas":
+            return pallas.run(name, operands, chosen, not on_gpu, **params)
+    # The tangents of forward mode have no kernel, whoever computes the rest.
+    return xla.OPERATIONS[name](*operands, **params)
 
 
 def _make(name: str) -> Primitive:
@@ -190,7 +185,7 @@ def _score_tangent(
     parts = []
     if t_x is not None:
         parts.append(xla.slope(x, arrays, spec) * t_x.astype(wide))
-    for name, t in zip(_names(spec), t_arrays, strict=True):
+    for name, t in zip(spec.names, t_arrays, strict=True):
         if name == "scale" and t is not None:
             parts.append(xla.scale_slope(x, arrays, spec) * x.astype(wide) * t.astype(wide))
         elif name == "bias" and t is not None:
@@ -204,12 +199,6 @@ def _score_tangent(
 def _nothing(y: Array) -> Any:
     """The tangent of what does not change."""
     return ad.Zero.from_primal_value(y)  # type: ignore[attr-defined]  # it is there, in every version
-
-
-def _names(spec: Scores) -> list[str]:
-    """Names of the arrays beside x, in their order."""
-    given = (("scale", spec.scale == "array"), ("bias", spec.bias), ("mask", spec.mask))
-    return [name for name, is_there in given if is_there]
 
 
 def _linear_jvp(

@@ -25,9 +25,15 @@ class Scores(NamedTuple):
     mask: bool = False
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the arrays that are read beside the logits, in their order."""
+        given = (("scale", self.scale == "array"), ("bias", self.bias), ("mask", self.mask))
+        return tuple(name for name, is_there in given if is_there)
+
+    @property
     def arrays(self) -> int:
-        """How many arrays are read beside the logits."""
-        return (self.scale == "array") + self.bias + self.mask
+        """How many they are."""
+        return len(self.names)
 
     @property
     def linear(self) -> bool:
@@ -36,10 +42,8 @@ class Scores(NamedTuple):
 
     def named(self, arrays: tuple[Array, ...]) -> tuple[Any, Array | None, Array | None]:
         """(scale, bias, mask) of arrays in their order."""
-        rest = list(arrays)
-        scale = rest.pop(0) if self.scale == "array" else self.scale
-        bias = rest.pop(0) if self.bias else None
-        return scale, bias, rest.pop(0) if self.mask else None
+        found = dict(zip(self.names, arrays, strict=True))
+        return found.get("scale", self.scale), found.get("bias"), found.get("mask")
 
 
 PLAIN = Scores()

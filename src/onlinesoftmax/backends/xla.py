@@ -18,10 +18,8 @@ from ..scores import PLAIN, Scores, accumulator
 
 def scores(x: Array, arrays: tuple[Array, ...], spec: Scores) -> Array:
     """What softmax is taken of: softcap · tanh(scale · x / softcap) + bias, and -inf where the mask is False."""
-    scale, bias, mask = spec.named(arrays)
-    z = x.astype(accumulator(x))
-    if not isinstance(scale, float) or scale != 1:
-        z = z * (scale if isinstance(scale, float) else scale.astype(z.dtype))
+    _, bias, mask = spec.named(arrays)
+    z = _scaled(x, arrays, spec)
     if spec.softcap is not None:
         z = spec.softcap * jnp.tanh(z / spec.softcap)
     if bias is not None:
@@ -98,20 +96,24 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
 
 def slope(x: Array, arrays: tuple[Array, ...], spec: Scores) -> Array | float:
     """The derivative of a score in its logit, wherever it is not masked."""
-    scale, _, _ = spec.named(arrays)
-    scale = scale if isinstance(scale, float) else scale.astype(accumulator(x))
-    if spec.softcap is None:
-        return scale
-    return scale * scale_slope(x, arrays, spec)
+    return _scale(x, arrays, spec) * scale_slope(x, arrays, spec)
 
 
 def scale_slope(x: Array, arrays: tuple[Array, ...], spec: Scores) -> Array | float:
     """The derivative of a score in scale · x: that of the softcap."""
     if spec.softcap is None:
         return 1.0
+    return 1 - jnp.tanh(_scaled(x, arrays, spec) / spec.softcap) ** 2
+
+
+def _scale(x: Array, arrays: tuple[Array, ...], spec: Scores) -> Array | float:
     scale, _, _ = spec.named(arrays)
-    z = x.astype(accumulator(x)) * (scale if isinstance(scale, float) else scale.astype(accumulator(x)))
-    return 1 - jnp.tanh(z / spec.softcap) ** 2
+    return scale if isinstance(scale, float) else scale.astype(accumulator(x))
+
+
+def _scaled(x: Array, arrays: tuple[Array, ...], spec: Scores) -> Array:
+    wide, scale = x.astype(accumulator(x)), _scale(x, arrays, spec)
+    return wide if isinstance(scale, float) and scale == 1 else wide * scale
 
 
 def _peak(x: Array, z: Array, spec: Scores) -> Array:

@@ -120,7 +120,7 @@ class Operands(NamedTuple):
 
     def given(self, refs: tuple[Any, ...], first: Any, rows: int) -> State:
         """What is given of each row in place of a state, where none is reduced."""
-        inside = (first + jnp.arange(rows, dtype=jnp.int32)) < self.rows
+        inside = self._rows(first, rows)[1]
         m, l = (
             pltriton.load(ref.at[pl.ds(first, rows)], mask=inside, other=0).astype(self.accumulator)[:, None]
             for ref in refs[1 + self.spec.arrays : 3 + self.spec.arrays]
@@ -139,13 +139,18 @@ class Operands(NamedTuple):
     def store_parts(self, refs: tuple[Any, ...], first: Any, state: State) -> None:
         """Write the two parts of one number a row."""
         for ref, part in zip(refs, self.op.parts(state), strict=True):
-            inside = (first + jnp.arange(part.shape[0], dtype=jnp.int32)) < self.rows
+            inside = self._rows(first, part.shape[0])[1]
             pltriton.store(ref.at[pl.ds(first, part.shape[0])], part[:, 0].astype(ref.dtype), mask=inside)
 
+    def _rows(self, first: Any, count: int) -> tuple[Array, Array]:
+        """Rows from the first on, and whether they are there."""
+        row = first + jnp.arange(count, dtype=jnp.int32)
+        return row, row < self.rows
+
     def _tile(self, first: Any, col: Any, shape: tuple[int, int]) -> tuple[Any, Array, Array, Array]:
-        row = first + jnp.arange(shape[0], dtype=jnp.int32)
+        row, is_row = self._rows(first, shape[0])
         column = col + jnp.arange(shape[1], dtype=jnp.int32)
-        inside = (row < self.rows)[:, None] & (column < self.cols)[None, :]
+        inside = is_row[:, None] & (column < self.cols)[None, :]
         return (pl.ds(first, shape[0]), pl.ds(col, shape[1])), inside, row, column
 
     def _beside(
