@@ -147,7 +147,7 @@ class CudaClock:
         half = (rounds + 1) // 2
         with _quiet():
             # Twice through the list, so that drift meets all alike.
-            for count in (half, rounds - half):
+            for count in filter(None, (half, rounds - half)):
                 for call, found in zip(calls, events, strict=True):
                     call()
                     for _ in range(count):
