@@ -28,8 +28,8 @@ if not HAS_GPU:
 # Plans must not depend on tables that were made on this machine.
 os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "onlinesoftmax-tests"))
 
-# JAX is here for State alone; on a GPU it would take most of the memory for itself.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# JAX shares the GPU with PyTorch, and with the other processes of pytest-xdist: it takes what it needs, not most of it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # --doctest-modules imports every file, and this one is Triton from its first line.
 collect_ignore = [] if importlib.util.find_spec("triton") else ["triton_algebra.py"]

@@ -49,11 +49,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     const int64 row = blockIdx.x / CLUSTER;
     const Row r = row_at(p, row);
     const Numbers n = numbers(p);
-    // Slices have one length, so that no block waits for a longer one, and begin on 128 bytes after the first; the
-    // first block has the edges.
-    const int64 length = (r.body + CLUSTER * 8 - 1) / (CLUSTER * 8) * 8;
-    const int64 left = min(length, r.body - rank * length) - lane;
-    const Cursor at = r.chunk(p, rank * length + lane);
+    // Slices have one length, so that no block waits for a longer one; the first block has the edges.
+    const int64 left = min(p.slice, r.body - rank * p.slice) - lane;
+    const Cursor at = r.chunk(p, rank * p.slice + lane);
     const int edge_lane = rank ? 2 * VECTOR : lane;
     Slice<CHUNKS, THREADS, EDGES, TERMS> slice;
     slice.load(p, at, left);
