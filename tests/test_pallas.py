@@ -173,7 +173,6 @@ NEEDS_A_GPU = jax.__version_info__ >= (0, 11) and jax.default_backend() != "gpu"
 @pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 lowers Triton kernels only where there is a GPU")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
 def test_every_operation_lowers_for_cuda(strategy: str, dtype: str) -> None:
     x, where = shapes(64, 6, 4096, dtype=dtype), jax.ShapeDtypeStruct((64, 1, 4096), jnp.bool_)
     for name in FORWARD:

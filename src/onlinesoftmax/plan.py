@@ -149,7 +149,9 @@ def _measured(options: list[Candidate], cell: Cell, problem: Problem, device: De
     scale = slower * problem.rows * problem.cols / (cell.rows * cell.cols)
     for timing in cell.timings:
         if (timing.backend, timing.strategy) == (options[0].backend, options[0].strategy):
-            fitting = [option for option in options if option.variant == timing.variant]
+            # What keeps no terms has else the blocks of what does.
+            names = (timing.variant, timing.variant.removesuffix(", terms"))
+            fitting = [option for name in names for option in options if option.variant == name]
             return replace(price((fitting or options)[0], problem, device), estimate_us=timing.us * scale)
     plan, best = price(options[0], problem, device), min((timing.us for timing in cell.timings), default=0.0)
     return replace(plan, estimate_us=max(plan.estimate_us, NOT_IN_TABLE * best * scale))

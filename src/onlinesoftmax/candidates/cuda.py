@@ -17,6 +17,9 @@ from .candidate import Candidate, cut, no_gpu, reads
 HELD_REGISTERS = 64
 """Registers of a thread for what it holds of a row, at most."""
 
+SCORE_REGISTERS = 32
+"""The same of scores, if it can be: where more are made, the compiler makes the first before the last is loaded."""
+
 OTHER_REGISTERS = 32
 """Registers of a thread for all else."""
 
@@ -38,12 +41,24 @@ def _words(problem: Problem, terms: bool = False) -> int:
     """Registers for a chunk: all that lies in memory for it, or the terms or scores that are made of that."""
     loaded = 4 * problem.inputs + -(-problem.vector * (problem.bias_bytes + problem.masked) // 4)
     made = problem.vector * (2 if problem.itemsize == 8 else 1)
-    return max(loaded, made) if terms or (problem.fused and problem.inputs == 1) else loaded
+    return max(loaded, made) if terms or _makes_scores(problem) else loaded
+
+
+def _makes_scores(problem: Problem) -> bool:
+    """Whether a thread holds scores, not what lies in memory."""
+    return problem.fused and problem.inputs == 1
+
+
+def _light(found: list[Candidate], problem: Problem) -> list[Candidate]:
+    """Those whose scores are made when all is loaded; all of them, where there is none."""
+    if not _makes_scores(problem):
+        return found
+    return [c for c in found if _held(c, problem) * _words(problem, c.terms) <= SCORE_REGISTERS] or found
 
 
 def _most(problem: Problem, threads: int, device: Device, terms: bool = False) -> int:
     """Chunks that each of a multiprocessor's threads may hold."""
-    free = device.registers // threads - _other(problem)
+    free = device.registers // threads - _other(problem, device)
     return max(0, min(HELD_REGISTERS, free)) // _words(problem, terms)
 
 
@@ -54,14 +69,16 @@ def _terms(problem: Problem) -> tuple[bool, ...]:
     return (True,) if _words(problem, True) == _words(problem, False) else (True, False)
 
 
-def _other(problem: Problem) -> int:
+def _other(problem: Problem, device: Device) -> int:
     """Registers of a thread for all but what it holds; arithmetic in float64 takes more."""
-    return OTHER_REGISTERS + (56 if problem.itemsize == 8 else 0)
+    # The sums of a float32 gradient are of 64 bits; for Hopper the compiler needs no more registers for them.
+    sums_wide = problem.inputs > 1 and problem.itemsize == 4 and device.compute_capability >= (10, 0)
+    return OTHER_REGISTERS + (56 if problem.itemsize == 8 or sums_wide else 0)
 
 
 def _resident(problem: Problem, threads: int, chunks: int, terms: bool, device: Device) -> int:
     """Blocks of a multiprocessor that leave each thread the registers it needs."""
-    blocks = device.registers // (threads * (_other(problem) + chunks * _words(problem, terms)))
+    blocks = device.registers // (threads * (_other(problem, device) + chunks * _words(problem, terms)))
     return max(1, min(blocks, device.threads // threads, 32))
 
 
@@ -100,9 +117,9 @@ def row(problem: Problem, device: Device) -> list[Candidate] | str:
             )
         )  # fmt: skip
     found = [candidate for candidate in found if candidate.programs <= MOST_BLOCKS]
-    # Two chunks a thread, terms kept, in blocks of 128 threads.
-    found.sort(key=lambda c: (abs(_held(c, problem) - 2), not c.terms, c.depth, c.warps))
-    return found or (
+    # Not one block alone, which would not load while it computes; two chunks a thread, terms kept, in small blocks.
+    found.sort(key=lambda c: (c.resident < 2, abs(_held(c, problem) - 2), not c.terms, c.depth, c.warps))
+    return _light(found, problem) or (
         f"a row of {problem.cols} columns does not fit the registers of one block: "
         f"{_in_block(problem, device)} {problem.dtype} elements do"
     )
@@ -145,10 +162,13 @@ def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
                 variant=f"{blocks} x {threads}{', terms' if terms else ''}",
             )
         )  # fmt: skip
-    # Two to four chunks a thread, terms kept.
-    found.sort(key=lambda c: (abs(_held(c, problem) - 3), not c.terms, c.splits, c.warps))
+    # The same, and two to four chunks a thread.
+    found.sort(key=lambda c: (c.resident < 2, abs(_held(c, problem) - 3), not c.terms, c.splits, c.warps))
     most = 16 * _in_block(problem, device)
-    return found or f"a row of {problem.cols} columns does not fit 16 blocks: {most} {problem.dtype} elements do"
+    return (
+        _light(found, problem)
+        or f"a row of {problem.cols} columns does not fit 16 blocks: {most} {problem.dtype} elements do"
+    )
 
 
 def grid(problem: Problem, device: Device) -> list[Candidate] | str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,11 +21,8 @@ def call(
     manual = getattr(jax.typeof(arrays[0]), "manual_axis_type", None)
     more = {} if manual is None else {"manual_axis_type": manual}
     shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype, **more) for o in out]
-    with warnings.catch_warnings():
-        # Triton is to be removed from Pallas some day; until then it is what runs on every GPU.
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="jax")
-        result: list[Array] = pl.pallas_call(
-            kernel, out_shape=shapes, grid=(programs,), interpret=interpret, name=f"onlinesoftmax_{plan.strategy}",
-            compiler_params=pltriton.CompilerParams(num_warps=plan.warps, num_stages=1),
-        )(*arrays)  # fmt: skip
+    result: list[Array] = pl.pallas_call(
+        kernel, out_shape=shapes, grid=(programs,), interpret=interpret, name=f"onlinesoftmax_{plan.strategy}",
+        compiler_params=pltriton.CompilerParams(num_warps=plan.warps, num_stages=1),
+    )(*arrays)  # fmt: skip
     return result
