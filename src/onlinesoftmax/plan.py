@@ -72,7 +72,7 @@ def plan(
         device: Where: `device.from_torch`, or `device.known` for one that is not here.
         backend: Force this backend.
         strategy: Force this strategy.
-        unavailable: Backends that cannot be used here, each with the reason.
+        unavailable: Backends that cannot be used here, or backend/strategy, each with the reason.
         batch_invariant: Choose as for INVARIANT_ROWS rows, however many there are.
         table: What was measured on the device, or on one like it.
         strategies: Those that there are: candidates.TABLE, or candidates.FOR_JAX.
@@ -129,7 +129,8 @@ def alternatives(
     for its_backend, its_strategy, propose in strategies:
         if backend not in (None, its_backend) or strategy not in (None, its_strategy):
             continue
-        options = missing.get(its_backend) or propose(problem, device)
+        reason = missing.get(its_backend) or missing.get(f"{its_backend}/{its_strategy}")
+        options = reason or propose(problem, device)
         if isinstance(options, str):
             found.append(Refusal(its_backend, its_strategy, options))
         elif cell is None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -72,9 +73,9 @@ def check(name: str, who: Who) -> None:
 
 def plan_for(
     name: str, operands: tuple[Any, ...], device: Device, who: Who = (None, None), spec: Scores = PLAIN,
-    factor: float = 1.0,
+    factor: float = 1.0, interpret: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan for an operation on arrays of these shapes and dtypes.
+    """The plan for an operation on arrays of these shapes and dtypes, to be run there or interpreted.
 
     Raises:
         PlanError: what was forced cannot run; the message lists every reason.
@@ -87,6 +88,10 @@ def plan_for(
         missing.append(("pallas", f"kernels take {', '.join(ITEMSIZE)}, not {dtype}"))
     elif max(rows, cols) > LARGEST:
         missing.append(("pallas", f"{rows} x {cols}: a kernel's indices end at {LARGEST}"))
+    if interpret:
+        missing.append(("pallas/cluster", "what JAX lowers through Mosaic is not interpreted"))
+    elif find_spec("absl") is None:
+        missing.append(("pallas/cluster", "JAX's Mosaic needs absl-py: pip install absl-py"))
     problem = Problem(
         name, rows, cols, dtype if dtype in ITEMSIZE else "float32",
         more_bytes=sum(t.size * t.dtype.itemsize for t in (bias, mask) if t is not None),
@@ -105,7 +110,7 @@ def _lowered(name: str, platform: str, *operands: Array, who: Who, **params: Any
         on_gpu = platform == "cuda"
         # The interpreter, which is for those who ask for it, needs some GPU's numbers to plan with.
         device = from_jax() if on_gpu else known("h200" if who[0] == "pallas" else "cpu")
-        chosen = plan_for(name, operands, device, who, **params)
+        chosen = plan_for(name, operands, device, who, **params, interpret=not on_gpu)
         if chosen.backend == "pallas":
             return pallas.run(name, operands, chosen, not on_gpu, **params)
     # The tangents of forward mode have no kernel, whoever computes the rest.

@@ -40,6 +40,7 @@ TABLE: tuple[tuple[str, str, Proposals], ...] = (
 
 FOR_JAX: tuple[tuple[str, str, Proposals], ...] = (
     ("pallas", "row", _only(pallas.row)),
+    ("pallas", "cluster", _only(pallas.cluster)),
     ("pallas", "looped", _only(pallas.looped)),
     ("pallas", "split", _only(pallas.split)),
     ("eager", "row", _only(eager.eager_row)),

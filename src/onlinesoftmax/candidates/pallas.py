@@ -12,6 +12,15 @@ REGISTER_ELEMENTS = 32
 TILE = 4096
 """Columns of a tile that is streamed."""
 
+CLUSTER_THREADS = 128
+"""Threads of a block of `cluster`: a warpgroup."""
+
+SLICE = 8192
+"""Columns of a block of `cluster`, of all inputs together, for which enough blocks share a multiprocessor."""
+
+SLICE_BYTES = 220 << 10
+"""Shared memory for the slices of a block."""
+
 
 def _warps(elements: int) -> int:
     """Warps for so many elements: 16 or 32 a thread, which were the fastest on an H200."""
@@ -54,16 +63,44 @@ def looped(problem: Problem, device: Device) -> Candidate | str:
     )  # fmt: skip
 
 
+def cluster(problem: Problem, device: Device) -> Candidate | str:
+    """Rows in the shared memory of several blocks that read each other's states."""
+    if refusal := no_gpu("Pallas", device):
+        return refusal
+    if device.compute_capability < (9, 0):
+        return f"clusters of blocks need compute capability 9.0, and {device.name} has {device.arch}"
+    if problem.itemsize == 8 or problem.fused:
+        return "Mosaic kernels take logits as they are, of 16 and 32 bits"
+    if problem.cols * problem.itemsize % 16:
+        return f"rows of {problem.cols} {problem.dtype} elements are not whole 16 bytes"
+    tile = CLUSTER_THREADS * problem.vector
+    for size in (1, 2, 4, 8):
+        length = -(-problem.cols // (size * tile)) * tile
+        if length * problem.inputs <= SLICE or size == 8:
+            break
+    if length > problem.cols:
+        return f"a row of {problem.cols} columns is shorter than a tile of {tile}"
+    held = length * problem.inputs * problem.itemsize
+    if held > SLICE_BYTES:
+        return f"a row of {problem.cols} columns takes more than the shared memory of 8 blocks, {SLICE_BYTES} bytes each"
+    reason = f"{size} blocks hold" if size > 1 else "one block holds"
+    return Candidate(
+        "pallas", "cluster", f"{reason} a row of {problem.cols} columns in shared memory, so it is read once",
+        problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size,
+        quality=0.88 if 2 * held <= SLICE_BYTES else 0.7,
+    )  # fmt: skip
+
+
 def split(problem: Problem, device: Device) -> Candidate | str:
     """Several programs a row, whose states XLA merges between two launches."""
     if refusal := no_gpu("Pallas", device):
         return refusal
     block = min(TILE, power_of_two(problem.cols))
     tiles = -(-problem.cols // block)
-    splits = clamp(-(-4 * device.multiprocessors // max(problem.rows, 1)), 1, tiles)
-    launches = (2 if reduces(problem) else 0) + (not problem.per_row)
+    splits = clamp(-(-8 * device.multiprocessors // max(problem.rows, 1)), 1, tiles)
+    launches = int(reduces(problem)) + 1
     return Candidate(
-        "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a launch between merges "
-        "their states", problem.rows * max(splits, tiles), block, warps=_warps(block * words_of(problem)),
+        "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a second launch merges "
+        "their states", problem.rows * splits, block, warps=_warps(block * words_of(problem)),
         splits=splits, launches=launches, reads=reads(problem), quality=0.75,
     )  # fmt: skip

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from ...arrays import Array
 from ...plan import Plan
 from ...scores import PLAIN, Scores
-from . import looped, row, split
+from . import cluster, looped, row, split
 from .operands import Operands
 
-STRATEGIES = {"row": row.run, "looped": looped.run, "split": split.run}
+STRATEGIES = {"row": row.run, "cluster": cluster.run, "looped": looped.run, "split": split.run}
 
 
 def run(

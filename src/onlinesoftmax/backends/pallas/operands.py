@@ -7,6 +7,7 @@ counts which of them goes with a row of x; so a mask of all heads is never writt
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from ...arrays import Array
 from ...scores import Scores, accumulator
-from .ops import Op
+from .ops import Op, Term
 from .state import State
 
 
@@ -56,7 +57,7 @@ class Operands(NamedTuple):
         op: The operation.
         spec: What its scores are made of.
         rows, cols: Of x.
-        beside: Where bias and mask lie, in that order, as far as they are given.
+        beside: Where an array of scales, bias and mask lie, in that order, as far as they are given.
         accumulator: The dtype that is computed in.
     """
 
@@ -71,9 +72,8 @@ class Operands(NamedTuple):
     def of(cls, name: str, operands: tuple[Array, ...], spec: Scores, factor: float) -> Operands:
         """That of these arrays."""
         x = operands[0]
-        arrays = spec.named(operands[1 : 1 + spec.arrays])[1:]
         outer = x.shape[:-1]
-        beside = tuple(Beside.of(t.shape, outer) for t in arrays if t is not None)
+        beside = tuple(Beside.of(t.shape, outer) for t in operands[1 : 1 + spec.arrays])
         exact = operands[-1].dtype.itemsize > 2
         return cls(Op(name, factor, exact), spec, math.prod(outer), x.shape[-1], beside, accumulator(x))
 
@@ -81,9 +81,8 @@ class Operands(NamedTuple):
         """The same arrays as matrices; what has one number a row, or for all, as a vector."""
         found = []
         for i, t in enumerate(operands):
-            is_scale = i == 1 and self.spec.scale == "array"
             if self.op.reduces or i <= self.spec.arrays:
-                found.append(t.reshape(-1) if is_scale else t.reshape(-1, t.shape[-1]))
+                found.append(t.reshape(-1, t.shape[-1]))
         if not self.op.reduces:
             # The two parts of lse, and t: a state is made of them, row by row.
             parts, t = operands[-2:]
@@ -103,19 +102,19 @@ class Operands(NamedTuple):
         if self.op.sums:
             b = pltriton.load(refs[1].at[at], mask=inside, other=0).astype(self.accumulator)
             return x, b, inside
-        rest = list(refs[1 : 1 + self.spec.arrays])
+        beside = iter(zip(refs[1 : 1 + self.spec.arrays], self.beside, strict=True))
+        there = partial(self._beside, row=row, column=column, inside=inside)
         if self.spec.scale == "array":
-            x = x * rest.pop(0)[0].astype(x.dtype)
+            x = x * there(*next(beside)).astype(x.dtype)
         elif self.spec.scale != 1:
             x = x * float(self.spec.scale)
         if self.spec.softcap is not None:
             x = self.spec.softcap * tanh(x / self.spec.softcap)
-        places = list(self.beside)
         if self.spec.bias:
-            x = x + self._beside(rest.pop(0), places.pop(0), row, column, shape, inside).astype(x.dtype)
+            x = x + there(*next(beside)).astype(x.dtype)
         kept = inside
         if self.spec.mask:
-            kept = inside & (self._beside(rest.pop(0), places.pop(0), row, column, shape, inside) != 0)
+            kept = inside & (there(*next(beside)) != 0)
         return jnp.where(kept, x, -jnp.inf), x, kept
 
     def given(self, refs: tuple[Any, ...], first: Any, rows: int) -> State:
@@ -127,7 +126,7 @@ class Operands(NamedTuple):
         )
         return m, l
 
-    def store(self, ref: Any, first: Any, col: Any, tile: tuple[Array, Array, Array], term: State) -> None:
+    def store(self, ref: Any, first: Any, col: Any, tile: tuple[Array, Array, Array], term: Term) -> None:
         """Write a tile of the output."""
         a, b, kept = tile
         at, inside, _, _ = self._tile(first, col, a.shape)
@@ -153,11 +152,12 @@ class Operands(NamedTuple):
         inside = is_row[:, None] & (column < self.cols)[None, :]
         return (pl.ds(first, shape[0]), pl.ds(col, shape[1])), inside, row, column
 
-    def _beside(
-        self, ref: Any, place: Beside, row: Array, column: Array, shape: tuple[int, int], inside: Array
-    ) -> Array:
-        columns = column if place.cols > 1 else jnp.zeros_like(column)
-        at = (jnp.broadcast_to(place.rows(row)[:, None], shape), jnp.broadcast_to(columns[None, :], shape))
+    def _beside(self, ref: Any, place: Beside, row: Array, column: Array, inside: Array) -> Array:
+        """What lies beside a tile: a tile, or a column of one element a row."""
+        rows = place.rows(row)[:, None]
+        if place.cols == 1:
+            return pltriton.load(ref.at[rows, jnp.zeros_like(rows)], mask=(row < self.rows)[:, None], other=0)
+        at = (jnp.broadcast_to(rows, inside.shape), jnp.broadcast_to(column[None, :], inside.shape))
         return pltriton.load(ref.at[at], mask=inside, other=0)
 
 

@@ -12,6 +12,8 @@ A gradient needs one sum over its row, and keeps it as the l of a state whose m 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,6 +22,20 @@ from ...arrays import Array
 from ...operation import OPERATIONS
 from . import state
 from .state import State
+
+
+class Term(NamedTuple):
+    """What finishes a row.
+
+    Attributes:
+        shift: What is subtracted before exp.
+        t: What the operation makes of the row's l.
+        low: What t has rounded away, where the output would show it.
+    """
+
+    shift: Array
+    t: Array
+    low: Array | None = None
 
 
 class Op(NamedTuple):
@@ -71,6 +87,13 @@ class Op(NamedTuple):
             return l, l
         return state.each(a)
 
+    def of_tiles(self, tiles: Sequence[Callable[[], tuple[Array, Array]]]) -> State:
+        """The state of a slice in tiles, as numbers."""
+        if not self.sums:
+            return state.of_tiles([lambda tile=tile: tile()[0] for tile in tiles])
+        l = jnp.sum(reduce(jnp.add, (self._part(*tile()) for tile in tiles)))
+        return l, l
+
     def merge(self, one: State, other: State) -> State:
         """The states of two slices laid end to end."""
         if self.sums:
@@ -85,19 +108,20 @@ class Op(NamedTuple):
             return l, l
         return state.merge_all(a)
 
-    def term(self, a: State) -> State:
-        """(s, t): what of `finish` is the same along a row; NaN where the maximum is infinite, as in jax.nn."""
+    def term(self, a: State) -> Term:
+        """What of `finish` is the same along a row; NaN where the maximum is infinite, as in jax.nn."""
         m, l = a
-        if self.name in ("softmax", "log_softmax"):
-            t = 1 / l if self.name == "softmax" else jnp.log(l)
-            return state.shift(m), jnp.where(jnp.abs(m) == jnp.inf, jnp.nan, t)
-        return m, l
+        if self.name not in ("softmax", "log_softmax"):
+            return Term(m, l)
+        t, low = state.reciprocal(l) if self.name == "softmax" else (jnp.log(l), None)
+        return Term(state.shift(m), jnp.where(jnp.abs(m) == jnp.inf, jnp.nan, t), low if self.exact else None)
 
-    def finish(self, a: Array, b: Array, term: State) -> Array:
+    def finish(self, a: Array, b: Array, term: Term) -> Array:
         """The output for the elements (a, b)."""
-        s, t = term
+        s, t, low = term
         if self.name == "softmax":
-            return jnp.exp(a - s) * t
+            e = jnp.exp(a - s)
+            return e * t if low is None else e * t + e * low
         if self.name == "log_softmax":
             return (a - s) - t
         if self.name == "softmax_backward":

@@ -1,4 +1,4 @@
-"""Strategy `split`: a program has a slice of a row; XLA merges their states, and a second launch writes."""
+"""Strategy `split`: a program has a slice of a row; a second launch merges their states and writes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,52 @@ from ...plan import Plan
 from .call import call
 from .looped import state_of
 from .operands import Operands
+from .state import State
+
+
+def _place(splits: int, last: int | None = None) -> tuple[Any, Any, Any]:
+    """(program, row, slice) of a program, counted from the last one on if that is given."""
+    program = pl.program_id(0) if last is None else last - pl.program_id(0)
+    return program, jax.lax.div(program, jnp.int32(splits)), jax.lax.rem(program, jnp.int32(splits))
 
 
 def state_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth: int) -> None:
     """One program: the state of a slice of `depth` tiles."""
     *reads, m_ref, l_ref = refs
-    program = pl.program_id(0)
-    row, part = jax.lax.div(program, jnp.int32(splits)), jax.lax.rem(program, jnp.int32(splits))
-    for ref, value in zip(
-        (m_ref, l_ref), state_of(operands, tuple(reads), row, part * depth, depth, block), strict=True
-    ):
+    program, row, part = _place(splits)
+    state = state_of(operands, tuple(reads), row, part * depth, depth, block)
+    for ref, value in zip((m_ref, l_ref), state, strict=True):
         pltriton.store(ref.at[pl.ds(program, 1)], value[:, 0])
 
 
-def write_kernel(*refs: Any, operands: Operands, block: int, tiles: int) -> None:
-    """One program: a tile of the output, from its row's state."""
+def write_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth: int) -> None:
+    """One program: a slice of the output, from the states of its row's slices.
+
+    Bytes: a second read, which L2 serves where it still holds the row; so newest first.
+    """
     *reads, m_ref, l_ref, y_ref = refs
-    program = pl.program_id(0)
-    row, tile = jax.lax.div(program, jnp.int32(tiles)), jax.lax.rem(program, jnp.int32(tiles))
-    m, l = (pltriton.load(ref.at[pl.ds(row, 1)])[:, None] for ref in (m_ref, l_ref))
-    col = tile * block
-    held = operands.load(tuple(reads), row, col, (1, block))
-    operands.store(y_ref, row, col, held, operands.op.term((m, l)))
+    op = operands.op
+    _, row, part = _place(splits, operands.rows * splits - 1)
+    term = op.term(_whole((m_ref, l_ref), row, splits, op) if op.reduces else operands.given(tuple(reads), row, 1))
+
+    def write(i: Any, carry: Any) -> Any:
+        col = (part * depth + depth - 1 - i) * block
+        held = operands.load(tuple(reads), row, col, (1, block))
+        operands.store(y_ref, row, col, held, term)
+        return carry
+
+    jax.lax.fori_loop(0, depth, write, 0)
+
+
+def _whole(refs: tuple[Any, Any], row: Any, splits: int, op: Any) -> State:
+    """The state of a row, from those of its slices."""
+    lanes = pl.next_power_of_2(splits)
+    there = jnp.arange(lanes, dtype=jnp.int32) < splits
+    nothing = op.identity((lanes,), refs[0].dtype)
+    m, l = (
+        pltriton.load(ref.at[pl.ds(row * splits, lanes)], mask=there, other=0).astype(ref.dtype) for ref in refs
+    )
+    return op.merge_all(tuple(jnp.where(there, t, none)[None, :] for t, none in zip((m, l), nothing, strict=True)))
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
@@ -46,16 +70,15 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     Limits: rows × splits states.
     """
     op, splits, rows = operands.op, plan.splits, operands.rows
-    tiles = pl.cdiv(operands.cols, plan.block)
+    depth = pl.cdiv(pl.cdiv(operands.cols, plan.block), splits)
+    blocks = {"operands": operands, "block": plan.block, "splits": splits, "depth": depth}
+    states: list[Array] = []
     if op.reduces:
-        kernel = partial(state_kernel, operands=operands, block=plan.block, splits=splits, depth=pl.cdiv(tiles, splits))
         parts = [jax.ShapeDtypeStruct((rows * splits,), operands.accumulator)] * 2
-        m, l = (part.reshape(rows, splits) for part in call(kernel, rows * splits, arrays, parts, plan, interpret))
-        state = op.merge_all((m, l))
-    else:
-        m, l = arrays[-2:]
-        state = m[:, None], l[:, None]
+        states = call(partial(state_kernel, **blocks), rows * splits, arrays, parts, plan, interpret)
     if op.per_row:
-        return [part[:, 0] for part in op.parts(state)]
-    kernel = partial(write_kernel, operands=operands, block=plan.block, tiles=tiles)
-    return call(kernel, rows * tiles, [*arrays, *(part[:, 0] for part in state)], out, plan, interpret)
+        m, l = (part.reshape(rows, splits) for part in states)
+        return [part[:, 0] for part in op.parts(op.merge_all((m, l)))]
+    # What is given in place of a state lies among the arrays.
+    beside = states or arrays[-2:]
+    return call(partial(write_kernel, **blocks), rows * splits, [*arrays, *beside], out, plan, interpret)

@@ -6,6 +6,8 @@ obey are the table in tests/laws.py, shared with NumPy, torch, JAX, Triton and C
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import jax
@@ -39,6 +41,24 @@ def total(v: Array, exact: bool) -> Array:
         return jnp.sum(v.astype(jnp.float64), axis=-1, keepdims=True).astype(v.dtype)
 
 
+def reciprocal(l: Array) -> tuple[Array, Array]:
+    """1 / l in two parts, of which the first is the nearest number; GPUs divide to two units in the last place.
+
+    What 1 / l leaves over is computed exactly, after Dekker (1971): halves of 12 bits multiply without rounding.
+    """
+    t = 1 / l
+    (l_high, l_low), (t_high, t_low) = _halves(l), _halves(t)
+    product = l * t
+    error = ((l_high * t_high - product) + l_high * t_low + l_low * t_high) + l_low * t_low
+    return t, t * ((1 - product) - error)
+
+
+def _halves(x: Array) -> tuple[Array, Array]:
+    c = x * (4097.0 if x.dtype == jnp.float32 else 134217729.0)
+    high = c - (c - x)
+    return high, x - high
+
+
 def of(x: Array) -> State:
     """The states of the rows of x, along the last axis, which they keep with size 1."""
     m = jnp.max(x, axis=-1, keepdims=True)
@@ -48,6 +68,13 @@ def of(x: Array) -> State:
 def each(x: Array) -> State:
     """The states of the elements of x: of slices of one."""
     return x, jnp.exp(x - shift(x))
+
+
+def of_tiles(tiles: Sequence[Callable[[], Array]]) -> State:
+    """The state of a slice in tiles of any shape, as numbers; each tile is made twice rather than held."""
+    m = jnp.max(reduce(jnp.maximum, (tile() for tile in tiles)))
+    s = shift(m)
+    return m, jnp.sum(reduce(jnp.add, (jnp.exp(tile() - s) for tile in tiles)))
 
 
 def merge(a: State, b: State) -> State:

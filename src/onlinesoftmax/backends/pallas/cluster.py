@@ -1,0 +1,136 @@
+"""Strategy `cluster`: the blocks of a thread-block cluster hold one row, and read each other's states.
+
+These kernels go through Mosaic GPU, not Triton: bulk copies bring a slice of a row to shared memory and take it away.
+Mosaic has no interpreter for clusters, so what is computed of a slice is in ops.py and state.py, where it is tested
+on every machine; here is only who holds which columns, and who waits for whom.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ...arrays import Array
+from ...plan import Plan
+from .operands import Operands
+from .state import State, merge
+
+THREADS = 128
+"""Threads of a block: a warpgroup, over which Mosaic lays an array out."""
+
+
+def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> None:
+    """One block: `length` neighbouring columns of a row, in its shared memory; `size` blocks a row.
+
+    Chosen: rows that one program's registers do not hold, on Hopper and later.
+    Bytes: one read, one write; states travel through distributed shared memory.
+    Limits: whole 16 bytes a row; logits alone, without what is fused at load.
+    """
+    from jax.experimental.pallas import mosaic_gpu as mosaic
+
+    op, inputs = operands.op, 2 if operands.op.sums else 1
+    reads, writes = operands.sides(refs[: -inputs - 4])
+    slices, (states_m, states_l, loaded, arrived) = refs[-inputs - 4 : -4], refs[-4:]
+    row, rank = jax.lax.axis_index("row"), jax.lax.axis_index("rank")
+    # The last slice begins earlier, so that all have one length; what it shares with the one before counts there.
+    first = jnp.minimum(rank * length, operands.cols - length)
+    counted, most_counted = rank * length - first, size * length - operands.cols
+    for x, slice_ in zip(reads[:inputs], slices, strict=True):
+        mosaic.copy_gmem_to_smem(
+            x.at[row, pl.ds(first, length)], slice_, loaded, oob_mode=mosaic.OOBFillMode.PROMISE_IN_BOUNDS
+        )
+    mosaic.barrier_wait(loaded)
+
+    layout = mosaic.Layout.WG_STRIDED((tile := tile_columns(slices[0].dtype),), vec_size=tile // THREADS)
+    steps = range(0, length, tile)
+
+    def held(at: int, masked: bool = False) -> tuple[Array, Array]:
+        a, *b = (
+            mosaic.layout_cast(slice_[pl.ds(at, tile)], layout).astype(operands.accumulator) for slice_ in slices
+        )
+        if masked and at < most_counted:
+            column = mosaic.broadcasted_iota(jnp.int32, (tile,), 0, layout=layout)
+            if op.sums:
+                a, b[0] = (jnp.where(column + at < counted, 0.0, t) for t in (a, b[0]))
+            else:
+                a = jnp.where(column + at < counted, -jnp.inf, a)
+        return a, b[0] if b else a
+
+    if op.reduces:
+        state = op.of_tiles([partial(held, at, True) for at in steps])
+        if size > 1:
+            state = _of_cluster(state, op.merge, states_m, states_l, arrived, size)
+    else:
+        state = reads[inputs][row], reads[inputs + 1][row]
+    if op.per_row:
+
+        @pl.when(rank == 0)
+        def _() -> None:
+            for ref, part in zip(writes, op.parts(state), strict=True):
+                ref[row] = part
+    else:
+        term = op.term(state)
+        for at in steps:
+            y = op.finish(*held(at), term)
+            slices[0][pl.ds(at, tile)] = y.astype(slices[0].dtype)
+        mosaic.commit_smem()
+        mosaic.copy_smem_to_gmem(slices[0], writes[0].at[row, pl.ds(first, length)])
+    if op.reduces and size > 1:
+        # None leaves while another may still read its state.
+        mosaic.barrier_arrive(arrived)
+        mosaic.barrier_wait(arrived)
+    mosaic.wait_smem_to_gmem(0)
+
+
+def _of_cluster(state: State, merge: Any, states_m: Any, states_l: Any, arrived: Any, size: int) -> State:
+    """The state of a row, from those of its slices: as many times as there are threads, which is how one is sent."""
+    from jax.experimental.pallas import mosaic_gpu as mosaic
+
+    layout = mosaic.Layout.WG_STRIDED((THREADS,), vec_size=1)
+    for ref, part in zip((states_m, states_l), state, strict=True):
+        ref[...] = mosaic.layout_cast(jnp.full((THREADS,), part), layout)
+    mosaic.barrier_arrive(arrived)
+    mosaic.barrier_wait(arrived)
+    found = [
+        tuple(
+            mosaic.layout_cast(mosaic.cluster_ref(ref, {"rank": jnp.int32(rank)})[...], layout)
+            for ref in (states_m, states_l)
+        )
+        for rank in range(size)
+    ]
+    whole = found[0]
+    for other in found[1:]:
+        whole = merge(whole, other)
+    return jnp.max(whole[0]), jnp.max(whole[1])
+
+
+def tile_columns(dtype: Any) -> int:
+    """Columns that the threads of a block hold at a time, 16 bytes each."""
+    return THREADS * 16 // dtype.itemsize
+
+
+def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
+    """The operation on matrices."""
+    from jax.experimental.pallas import mosaic_gpu as mosaic
+
+    op, x, size, length = operands.op, arrays[0], plan.splits, plan.block
+    inputs = 2 if op.sums else 1
+    per_state = mosaic.SMEM((THREADS,), operands.accumulator)
+    kernel = mosaic.kernel(
+        partial(cluster_kernel, operands=operands, length=length, size=size),
+        out_type=tuple(out), grid=(operands.rows,), grid_names=("row",), cluster=(size,), cluster_names=("rank",),
+        scratch_types=[
+            *(mosaic.SMEM((length,), t.dtype) for t in arrays[:inputs]), per_state, per_state,
+            mosaic.Barrier(num_arrivals=inputs), mosaic.ClusterBarrier(collective_axes=("rank",)),
+        ],
+        compiler_params=mosaic.CompilerParams(
+            approx_math=x.dtype.itemsize == 2, lowering_semantics=mosaic.LoweringSemantics.Warpgroup
+        ),
+        kernel_name="onlinesoftmax_cluster",
+    )  # fmt: skip
+    result: list[Array] = list(kernel(*arrays))
+    return result
