@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from onlinesoftmax.scores import PLAIN, Scores
 STRATEGIES = ("row", "looped", "split")
 FORWARD = ("softmax", "log_softmax", "logsumexp")
 DTYPES = ("bfloat16", "float16", "float32")
+ON_GPU = jax.default_backend() == "gpu"
 
 
 def outliers(rows: int, cols: int, dtype: str) -> Any:
@@ -122,8 +125,16 @@ def test_forward_mode_beside_a_forced_kernel(name: str) -> None:
         for more in ({"backend": "pallas"}, {})
     )
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU they run")
+@pytest.mark.parametrize("name", FORWARD)
+def test_kernels_are_not_interpreted_unasked(name: str) -> None:
+    x = outliers(3, 64, "float32")
     with pytest.raises(PlanError, match="Pallas kernels need an NVIDIA GPU"):
         getattr(osj, name)(x, axis=-1, strategy="looped")
+    with pytest.raises(PlanError, match="Mosaic is not interpreted"):
+        getattr(osj, name)(x, axis=-1, backend="pallas", strategy="cluster")
 
 
 def test_tanh_is_right_to_a_few_units() -> None:
@@ -143,7 +154,10 @@ def shapes(*sizes: int, dtype: str = "bfloat16") -> Any:
 
 @pytest.mark.parametrize(
     ("rows", "cols", "strategy"),
-    [(65536, 64, "row"), (65536, 1024, "row"), (4096, 16384, "row"), (2048, 128256, "looped"), (1, 1 << 24, "split")],
+    [
+        (65536, 64, "row"), (65536, 1024, "row"), (16384, 4096, "row"), (4096, 16384, "cluster"),
+        (2048, 128256, "cluster"), (1024, 1 << 20, "looped"), (1, 1 << 24, "split"),
+    ],
 )
 def test_plans_for_an_h200(rows: int, cols: int, strategy: str) -> None:
     plan = primitives.plan_for("softmax", (shapes(rows, cols),), known("h200"), spec=PLAIN)
@@ -167,7 +181,7 @@ def lowered(function: Any, *arguments: Any) -> str:
     return program
 
 
-NEEDS_A_GPU = jax.__version_info__ >= (0, 11) and jax.default_backend() != "gpu"
+NEEDS_A_GPU = jax.__version_info__ >= (0, 11) and not ON_GPU
 
 
 @pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 lowers Triton kernels only where there is a GPU")
@@ -186,6 +200,64 @@ def test_every_operation_lowers_for_cuda(strategy: str, dtype: str) -> None:
         )
         for program in (plain, fused, gradient):
             assert re.search(f"triton.*onlinesoftmax_{strategy}|onlinesoftmax_{strategy}.*triton", program, re.DOTALL)
+
+
+@pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
+@pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
+@pytest.mark.parametrize("cols", [8192, 17408, 128256])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORWARD)
+def test_clusters_lower_for_cuda(name: str, dtype: str, cols: int) -> None:
+    x = shapes(64, cols, dtype=dtype)
+    call = partial(getattr(osj, name), axis=-1, backend="pallas", strategy="cluster")
+    for function in (call, jax.grad(lambda x: jnp.sum(call(x) ** 2))):
+        assert re.search("mosaic_gpu.*onlinesoftmax_cluster", lowered(function, x), re.DOTALL)
+
+
+def test_what_a_cluster_refuses() -> None:
+    def refused(device: str, *asked: Any, **spec: Any) -> str:
+        with pytest.raises(PlanError) as error:
+            primitives.plan_for("softmax", asked, known(device), ("pallas", "cluster"), **spec)
+        return str(error.value)
+
+    assert "50257 bfloat16 elements are not whole 16 bytes" in refused("h200", shapes(8, 50257))
+    assert "needs compute capability 9.0" in refused("a100", shapes(8, 8192)).replace("need ", "needs ")
+    assert "take logits as they are" in refused("h200", shapes(8, 8192), spec=Scores(softcap=2.0))
+    assert "shorter than a tile of 1024" in refused("h200", shapes(8, 512))
+    assert "more than the shared memory of 8 blocks" in refused("h200", shapes(8, 1 << 22))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [1024, 8192, 17408, 32768, 50256, 128256])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORWARD)
+def test_clusters_are_as_good_as_jax(name: str, dtype: str, cols: int) -> None:
+    x = outliers(5, cols, dtype)
+    call = partial(getattr(osj, name), axis=-1, backend="pallas", strategy="cluster")
+    wide = np.asarray(x, np.float64)
+    m = wide.max(-1, keepdims=True)
+    lse = m + np.log(np.exp(wide - m).sum(-1, keepdims=True))
+    p = np.exp(wide - lse)
+    y, vjp = jax.vjp(call, x)
+    theirs, their_vjp = jax.vjp(partial(getattr(jax.nn, name), axis=-1), x)
+    assert_as_good_as_jax(y, theirs, {"softmax": p, "log_softmax": wide - lse, "logsumexp": lse[:, 0]}[name])
+    dy = outliers(*y.shape, 1, dtype)[..., 0] if name == "logsumexp" else outliers(*y.shape, dtype)
+    wide_dy = np.asarray(dy, np.float64)
+    exact = {
+        "softmax": lambda: p * (wide_dy - (p * wide_dy).sum(-1, keepdims=True)),
+        "log_softmax": lambda: wide_dy - p * wide_dy.sum(-1, keepdims=True),
+        "logsumexp": lambda: p * wide_dy[:, None],
+    }[name]()
+    assert_as_good_as_jax(vjp(dy)[0], their_vjp(dy)[0], exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORWARD)
+def test_special_rows_of_clusters(name: str) -> None:
+    x = outliers(6, 17408, "float32")
+    x = x.at[0].set(-jnp.inf).at[1, 9].set(jnp.inf).at[2, 17407].set(jnp.nan).at[3, :17000].set(-jnp.inf)
+    call = partial(getattr(osj, name), axis=-1, backend="pallas", strategy="cluster")
+    np.testing.assert_allclose(call(x), getattr(jax.nn, name)(x, axis=-1), rtol=2e-5, atol=1e-30)
 
 
 @pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 lowers Triton kernels only where there is a GPU")

@@ -89,7 +89,7 @@ def plan_for(
     elif max(rows, cols) > LARGEST:
         missing.append(("pallas", f"{rows} x {cols}: a kernel's indices end at {LARGEST}"))
     if interpret:
-        missing.append(("pallas/cluster", "what JAX lowers through Mosaic is not interpreted"))
+        missing.append(("pallas/cluster", "Mosaic is not interpreted"))
     elif find_spec("absl") is None:
         missing.append(("pallas/cluster", "JAX's Mosaic needs absl-py: pip install absl-py"))
     problem = Problem(

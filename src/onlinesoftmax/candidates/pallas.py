@@ -9,22 +9,25 @@ from .candidate import Candidate, clamp, no_gpu, power_of_two, reads, reduces, w
 REGISTER_ELEMENTS = 32
 """Elements of a row that a thread of `row` holds; more of them than 64 would leave the registers."""
 
-TILE = 4096
+TILE = 8192
 """Columns of a tile that is streamed."""
 
 CLUSTER_THREADS = 128
 """Threads of a block of `cluster`: a warpgroup."""
 
-SLICE = 8192
-"""Columns of a block of `cluster`, of all inputs together, for which enough blocks share a multiprocessor."""
+SLICE_BYTES = 16 << 10
+"""Bytes of an input that a block of `cluster` holds, if it can be: as many blocks then share a multiprocessor."""
 
-SLICE_BYTES = 220 << 10
+MOST_SLICE_BYTES = 220 << 10
 """Shared memory for the slices of a block."""
+
+MOST_SPLITS = 1024
+"""Programs that share a row of `split`: each of them merges the states of all."""
 
 
 def _warps(elements: int) -> int:
-    """Warps for so many elements: 16 or 32 a thread, which were the fastest on an H200."""
-    return clamp(elements // (512 if elements <= 2048 else 1024), 1, 32)
+    """Warps for so many elements: 32 a thread, which were the fastest on an H200."""
+    return clamp(elements // 1024, 1, 32)
 
 
 def row(problem: Problem, device: Device) -> Candidate | str:
@@ -43,8 +46,8 @@ def row(problem: Problem, device: Device) -> Candidate | str:
     if rows > 1:
         reason += f"; {rows} rows share a program"
     return Candidate(
-        "pallas", "row", reason, -(-problem.rows // rows), block, rows, warps=_warps(rows * block * words),
-        quality=0.9,
+        "pallas", "row", reason, -(-problem.rows // rows), block, rows, warps=_warps(rows * block),
+        quality=0.95 if block * problem.itemsize < SLICE_BYTES else 0.92,
     )  # fmt: skip
 
 
@@ -58,7 +61,7 @@ def looped(problem: Problem, device: Device) -> Candidate | str:
         f"{problem.rows} programs share the device"
     )
     return Candidate(
-        "pallas", "looped", reason, problem.rows, block, warps=_warps(block * words_of(problem)),
+        "pallas", "looped", reason, problem.rows, block, warps=_warps(block),
         reads=reads(problem), quality=0.75,
     )  # fmt: skip
 
@@ -76,18 +79,21 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
     tile = CLUSTER_THREADS * problem.vector
     for size in (1, 2, 4, 8):
         length = -(-problem.cols // (size * tile)) * tile
-        if length * problem.inputs <= SLICE or size == 8:
+        if length * problem.itemsize <= SLICE_BYTES:
             break
     if length > problem.cols:
         return f"a row of {problem.cols} columns is shorter than a tile of {tile}"
     held = length * problem.inputs * problem.itemsize
-    if held > SLICE_BYTES:
-        return f"a row of {problem.cols} columns takes more than the shared memory of 8 blocks, {SLICE_BYTES} bytes each"
+    if held > MOST_SLICE_BYTES:
+        return (
+            f"a row of {problem.cols} columns takes more than the shared memory of 8 blocks, "
+            f"{MOST_SLICE_BYTES} bytes each"
+        )
     reason = f"{size} blocks hold" if size > 1 else "one block holds"
     return Candidate(
         "pallas", "cluster", f"{reason} a row of {problem.cols} columns in shared memory, so it is read once",
         problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size,
-        quality=0.88 if 2 * held <= SLICE_BYTES else 0.7,
+        quality=0.93 if 3 * held <= MOST_SLICE_BYTES else 0.7,
     )  # fmt: skip
 
 
@@ -97,10 +103,10 @@ def split(problem: Problem, device: Device) -> Candidate | str:
         return refusal
     block = min(TILE, power_of_two(problem.cols))
     tiles = -(-problem.cols // block)
-    splits = clamp(-(-8 * device.multiprocessors // max(problem.rows, 1)), 1, tiles)
+    splits = clamp(-(-8 * device.multiprocessors // max(problem.rows, 1)), 1, min(tiles, MOST_SPLITS))
     launches = int(reduces(problem)) + 1
     return Candidate(
         "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a second launch merges "
-        "their states", problem.rows * splits, block, warps=_warps(block * words_of(problem)),
+        "their states", problem.rows * splits, block, warps=_warps(block),
         splits=splits, launches=launches, reads=reads(problem), quality=0.75,
     )  # fmt: skip

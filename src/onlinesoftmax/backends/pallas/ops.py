@@ -87,11 +87,12 @@ class Op(NamedTuple):
             return l, l
         return state.each(a)
 
-    def of_tiles(self, tiles: Sequence[Callable[[], tuple[Array, Array]]]) -> State:
-        """The state of a slice in tiles, as numbers."""
+    def of_tiles(self, tiles: Sequence[Callable[[], tuple[Array, Array]]], dtype: Any) -> State:
+        """The state of a slice in tiles, as numbers of a dtype."""
         if not self.sums:
-            return state.of_tiles([lambda tile=tile: tile()[0] for tile in tiles])
-        l = jnp.sum(reduce(jnp.add, (self._part(*tile()) for tile in tiles)))
+            return state.of_tiles([lambda tile=tile: tile()[0] for tile in tiles], dtype)
+        pairs = ((a.astype(dtype), b.astype(dtype)) for a, b in (tile() for tile in tiles))
+        l = jnp.sum(reduce(jnp.add, (self._part(*pair) for pair in pairs)))
         return l, l
 
     def merge(self, one: State, other: State) -> State:

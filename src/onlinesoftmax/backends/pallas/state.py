@@ -70,11 +70,12 @@ def each(x: Array) -> State:
     return x, jnp.exp(x - shift(x))
 
 
-def of_tiles(tiles: Sequence[Callable[[], Array]]) -> State:
-    """The state of a slice in tiles of any shape, as numbers; each tile is made twice rather than held."""
-    m = jnp.max(reduce(jnp.maximum, (tile() for tile in tiles)))
+def of_tiles(tiles: Sequence[Callable[[], Array]], dtype: Any) -> State:
+    """The state of a slice in tiles of any shape, as numbers of a dtype; each tile is made twice rather than held."""
+    # A maximum of 16 bits is as exact as of 32.
+    m = jnp.max(reduce(jnp.maximum, (tile() for tile in tiles)).astype(dtype))
     s = shift(m)
-    return m, jnp.sum(reduce(jnp.add, (jnp.exp(tile() - s) for tile in tiles)))
+    return m, jnp.sum(reduce(jnp.add, (jnp.exp(tile().astype(dtype) - s) for tile in tiles)))
 
 
 def merge(a: State, b: State) -> State:
