@@ -298,7 +298,8 @@ class PallasAlgebra:
         return float(a[0][0, 0]), float(a[1][0, 0])
 
     def logsumexp(self, a: state.State) -> float:
-        return float(sum(ops.Op("logsumexp").parts(a))[0, 0])
+        m, l = ops.Op("logsumexp").parts(a)
+        return float((m + jnp.log(l))[0, 0])
 
     def softmax(self, a: state.State, x: Any) -> Float64:
         return self._finish("softmax", a, x)

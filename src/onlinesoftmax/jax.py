@@ -152,13 +152,19 @@ class _Rows(NamedTuple):
             empty = self.x if name != "logsumexp" else jnp.full(self.x.shape[:-1], -jnp.inf, self.x.dtype)
             return empty.astype(self.dtype)
         y = primitives.bind(name, self.x, *self.arrays, spec=self.spec, who=who)
-        return (jnp.sum(y, axis=-1) if name == "logsumexp" else y).astype(self.dtype)
+        return (_logsumexp(y) if name == "logsumexp" else y).astype(self.dtype)
 
     def back(self, y: Array) -> Array:
         """An array of these rows in the shape that was given."""
         outer = y.shape[:-1]
         y = y.reshape((*outer, *(self.shape[axis] for axis in self.axes)))
         return jnp.moveaxis(y, range(len(outer), y.ndim), self.axes)
+
+
+def _logsumexp(state: Array) -> Array:
+    """M + log(l); where l is 0 there is no element, and no derivative."""
+    m, l = state[..., 0], state[..., 1]
+    return jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
 
 
 def _is_for_jax(x: Array) -> bool:

@@ -44,13 +44,13 @@ def log_softmax(x: Array, *arrays: Array, spec: Scores = PLAIN) -> Array:
 
 
 def logsumexp(x: Array, *arrays: Array, spec: Scores = PLAIN) -> Array:
-    """The log of the sum of exp(z) in two parts along a new last axis, the maximum and what exceeds it.
+    """The state of each row in two parts along a new last axis: m, made finite, and l = Σ exp(z - m).
 
-    Their sum is the result.  Apart they lose nothing to each other's size, which a gradient would show.
+    The log of the sum of exp(z) is m + log(l).  Rounded to that it would lose what a gradient shows.
     """
     z = scores(x, arrays, spec)
     s = _shift(_peak(x, z, spec))
-    return jnp.stack([s[..., 0], jnp.log(jnp.sum(jnp.exp(z - s), axis=-1))], axis=-1)
+    return jnp.stack([s[..., 0], jnp.sum(jnp.exp(z - s), axis=-1)], axis=-1)
 
 
 def softmax_backward(y: Array, t: Array, *, factor: float = 1.0) -> Array:
@@ -72,16 +72,16 @@ def log_softmax_tangent(y: Array, t: Array, *, factor: float = 1.0) -> Array:
 
 
 def logsumexp_backward(x: Array, *rest: Array, spec: Scores = PLAIN, factor: float = 1.0) -> Array:
-    """Exp(z - lse) · t: the gradient of the scores where that of lse is t; rest ends with lse's parts and t."""
-    *arrays, parts, t = rest
-    p = _probabilities(x, tuple(arrays), spec, parts)
-    return (factor * p * t.astype(p.dtype)[..., None]).astype(x.dtype)
+    """Exp(z - lse) · t: the gradient of the scores where that of lse is t; rest ends with the state and t."""
+    *arrays, state, t = rest
+    p = _probabilities(x, tuple(arrays), spec, state)
+    return _masked(factor * p * t.astype(p.dtype)[..., None], tuple(arrays), spec, 0).astype(x.dtype)
 
 
 def logsumexp_tangent(x: Array, *rest: Array, spec: Scores = PLAIN, factor: float = 1.0) -> Array:
-    """Σ exp(z - lse) t: what a change t of the scores does to lse; rest ends with lse's parts and t."""
-    *arrays, parts, t = rest
-    p = _probabilities(x, tuple(arrays), spec, parts)
+    """Σ exp(z - lse) t: what a change t of the scores does to lse; rest ends with the state and t."""
+    *arrays, state, t = rest
+    p = _probabilities(x, tuple(arrays), spec, state)
     return factor * jnp.sum(p * t.astype(p.dtype), axis=-1)
 
 
@@ -133,7 +133,7 @@ def _masked(y: Array, arrays: tuple[Array, ...], spec: Scores, fill: float) -> A
     return y if mask is None else jnp.where(mask, y, fill)
 
 
-def _probabilities(x: Array, arrays: tuple[Array, ...], spec: Scores, parts: Array) -> Array:
+def _probabilities(x: Array, arrays: tuple[Array, ...], spec: Scores, state: Array) -> Array:
     z = scores(x, arrays, spec)
     # Of a masked element, not even NaN counts.
-    return _masked(jnp.exp((z - parts[..., :1]) - parts[..., 1:]), arrays, spec, 0)
+    return _masked(jnp.exp(z - state[..., :1]) / state[..., 1:], arrays, spec, 0)

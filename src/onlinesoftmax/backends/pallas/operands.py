@@ -84,10 +84,10 @@ class Operands(NamedTuple):
             if self.op.reduces or i <= self.spec.arrays:
                 found.append(t.reshape(-1, t.shape[-1]))
         if not self.op.reduces:
-            # The two parts of lse, and t: a state is made of them, row by row.
-            parts, t = operands[-2:]
-            m, log_l = parts.reshape(-1, 2).T
-            found += [m, t.astype(m.dtype).reshape(-1) * jnp.exp(-log_l)]
+            # The state of each row, and t over its l in place of that.
+            state, t = operands[-2:]
+            m, l = state.reshape(-1, 2).T
+            found += [m, t.astype(m.dtype).reshape(-1) / l]
         return found
 
     def sides(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -95,6 +95,10 @@ class Op(NamedTuple):
         l = jnp.sum(reduce(jnp.add, (self._part(*pair) for pair in pairs)))
         return l, l
 
+    def sum_dtype(self, accumulator: Any) -> Any:
+        """What a row's l is summed in: what is subtracted in a gradient may cancel all but its last places."""
+        return jnp.float64 if self.sums and self.exact else accumulator
+
     def merge(self, one: State, other: State) -> State:
         """The states of two slices laid end to end."""
         if self.sums:
@@ -102,12 +106,12 @@ class Op(NamedTuple):
             return l, l
         return state.merge(one, other)
 
-    def merge_all(self, a: State) -> State:
-        """The states of all slices along the last axis."""
+    def merge_all(self, a: State, axis: int | None = -1) -> State:
+        """The states of all slices along an axis, or of all of them as numbers."""
         if self.sums:
-            l = state.total(a[1], self.exact)
+            l = state.total(a[1], self.exact, axis)
             return l, l
-        return state.merge_all(a)
+        return state.merge_all(a, axis)
 
     def term(self, a: State) -> Term:
         """What of `finish` is the same along a row; NaN where the maximum is infinite, as in jax.nn."""
@@ -132,8 +136,8 @@ class Op(NamedTuple):
         return self.factor * (t * jnp.exp(a - s))
 
     def parts(self, a: State) -> State:
-        """The two parts of a logsumexp, whose sum it is: log(0) = -inf and log(inf) = inf need no case."""
-        return state.shift(a[0]), jnp.log(a[1])
+        """What is kept of a state: m made finite, so that logsumexp is m + log(l) in every case."""
+        return state.shift(a[0]), a[1]
 
     @property
     def masked(self) -> float:

@@ -53,14 +53,15 @@ def write_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth:
 
 
 def _whole(refs: tuple[Any, Any], row: Any, splits: int, op: Any) -> State:
-    """The state of a row, from those of its slices."""
+    """The state of a row as numbers, from those of its slices.
+
+    As an array of one element it would have a layout, which Triton may give to all that it is made of.
+    """
     lanes = pl.next_power_of_2(splits)
     there = jnp.arange(lanes, dtype=jnp.int32) < splits
     nothing = op.identity((lanes,), refs[0].dtype)
-    m, l = (
-        pltriton.load(ref.at[pl.ds(row * splits, lanes)], mask=there, other=0).astype(ref.dtype) for ref in refs
-    )
-    return op.merge_all(tuple(jnp.where(there, t, none)[None, :] for t, none in zip((m, l), nothing, strict=True)))
+    m, l = (pltriton.load(ref.at[pl.ds(row * splits, lanes)], mask=there, other=0) for ref in refs)
+    return op.merge_all((jnp.where(there, m, nothing[0]), jnp.where(there, l, nothing[1])), None)
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:

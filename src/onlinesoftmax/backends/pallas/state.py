@@ -33,12 +33,12 @@ def shift(m: Array) -> Array:
     return jnp.clip(m, jnp.finfo(m.dtype).min, jnp.finfo(m.dtype).max)
 
 
-def total(v: Array, exact: bool) -> Array:
-    """The sum along the last axis, which it keeps with size 1; exact sums in float64, and rounds once."""
+def total(v: Array, exact: bool, axis: int | None = -1) -> Array:
+    """The sum along an axis, which it keeps with size 1, or of all; exact sums in float64, and rounds once."""
     if not exact or v.dtype == jnp.float64:
-        return jnp.sum(v, axis=-1, keepdims=True)
+        return jnp.sum(v, axis=axis, keepdims=axis is not None)
     with jax.enable_x64(True):
-        return jnp.sum(v.astype(jnp.float64), axis=-1, keepdims=True).astype(v.dtype)
+        return jnp.sum(v.astype(jnp.float64), axis=axis, keepdims=axis is not None).astype(v.dtype)
 
 
 def reciprocal(l: Array) -> tuple[Array, Array]:
@@ -85,7 +85,8 @@ def merge(a: State, b: State) -> State:
     return m, a[1] * jnp.exp(a[0] - s) + b[1] * jnp.exp(b[0] - s)
 
 
-def merge_all(a: State) -> State:
-    """The states of all the slices along the last axis, which they keep with size 1."""
-    m = jnp.max(a[0], axis=-1, keepdims=True)
-    return m, jnp.sum(a[1] * jnp.exp(a[0] - shift(m)), axis=-1, keepdims=True)
+def merge_all(a: State, axis: int | None = -1) -> State:
+    """The states of all the slices along an axis, which they keep with size 1, or of all of them as numbers."""
+    keep = axis is not None
+    m = jnp.max(a[0], axis=axis, keepdims=keep)
+    return m, jnp.sum(a[1] * jnp.exp(a[0] - shift(m)), axis=axis, keepdims=keep)
