@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("library",),
     ("dispatch",),
     ("api", "jax"),
-    ("nn",),
+    ("nn", "bridge"),
     ("",),
     ("verification",),
     ("bench",),

@@ -155,8 +155,13 @@ def shapes(*sizes: int, dtype: str = "bfloat16") -> Any:
 @pytest.mark.parametrize(
     ("rows", "cols", "strategy"),
     [
-        (65536, 64, "row"), (65536, 1024, "row"), (16384, 4096, "row"), (4096, 16384, "cluster"),
-        (2048, 128256, "cluster"), (1024, 1 << 20, "looped"), (1, 1 << 24, "split"),
+        (65536, 64, "row"),
+        (65536, 1024, "row"),
+        (16384, 4096, "row"),
+        (4096, 16384, "cluster"),
+        (2048, 128256, "cluster"),
+        (1024, 1 << 20, "looped"),
+        (1, 1 << 24, "split"),
     ],
 )
 def test_plans_for_an_h200(rows: int, cols: int, strategy: str) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import device as devices
 from . import registry, tuning
+from .candidates import FOR_JAX, TABLE
 from .compiled import Kernel
 from .device import Device
 from .layout import contiguous_strides, rows_of, strides_of_rows
 from .operation import OPERATIONS
-from .plan import Plan, Refusal, alternatives, plan
+from .plan import Plan, Refusal, Strategies, alternatives, plan
 from .problem import Problem
 from .request import Request
 
@@ -49,6 +51,8 @@ class Explanation:
         """
         if self.plan.backend == "eager":
             return []
+        if self.plan.backend == "pallas":
+            raise RuntimeError("XLA compiles Pallas kernels, where the GPU is and when they are called")
         problem, out = self.problem, self.problem.out_dtype or self.problem.dtype
         dim, shape = 1, (problem.rows // problem.adjacent, problem.cols, problem.adjacent)
         strides = contiguous_strides(shape)
@@ -91,21 +95,23 @@ def explain(
     device: str | None = None,
     backend: str | None = None,
     strategy: str | None = None,
+    framework: str | None = None,
 ) -> Explanation:
-    """The plan for a tensor or a shape, and why.
+    """The plan for a tensor, an array or a shape, and why.
 
     Args:
-        x: A torch tensor, or a shape: a tuple of sizes of a contiguous tensor.
+        x: A torch tensor, a JAX array, or a shape: a tuple of sizes of a contiguous tensor.
         dim: The softmax dimension.
         operation: "softmax", "log_softmax" or "logsumexp"; or one of these with "_backward", its gradient.
         dtype: Dtype name for a shape ("float32" by default); that of the tensor otherwise.
         device: Name of a known device ("h200", "a100", …); by default that of the tensor, or this
             machine's GPU, or its CPU.
         backend, strategy: Force a plan, as in `softmax`.
+        framework: "torch" or "jax": whose array a shape is of; "torch" by default.
 
     Raises:
         PlanError: what was forced cannot run; the message lists every reason.
-        ValueError: unknown device, dtype or operation.
+        ValueError: unknown device, dtype, operation or framework.
         IndexError: dim is out of range.
 
     Example:
@@ -113,6 +119,9 @@ def explain(
         >>> print(f"{plan.backend}/{plan.strategy}, {plan.bytes_moved} bytes")
         cuda/row, 16777216 bytes
     """
+    if framework not in (None, "torch", "jax"):
+        raise ValueError(f"unknown framework {framework!r}; there are: torch, jax")
+    in_jax = framework == "jax" or (hasattr(x, "shape") and not hasattr(x, "stride"))
     if isinstance(x, tuple | list):
         shape = tuple(int(size) for size in x)
         if not shape or min(shape) < 1:
@@ -120,25 +129,40 @@ def explain(
         strides = contiguous_strides(shape)
         name = dtype or "float32"
     else:
-        shape, strides = tuple(x.shape) or (1,), tuple(x.stride()) or (1,)
+        shape = tuple(x.shape) or (1,)
+        strides = contiguous_strides(shape) if in_jax else tuple(x.stride()) or (1,)
         name = dtype or str(x.dtype).removeprefix("torch.")
     if not -len(shape) <= dim < len(shape):
         raise IndexError(
             f"Dimension out of range (expected to be in range of [{-len(shape)}, {len(shape) - 1}], but got {dim})"
         )
     axis = dim % len(shape)
+    if in_jax:
+        # XLA brings the axis to the end.
+        shape = (*shape[:axis], *shape[axis + 1 :], shape[axis])
+        axis, strides = len(shape) - 1, contiguous_strides(shape)
     more = _tensors_beside(operation, shape, axis)
     layout = rows_of(shape, axis, strides, _output_strides(shape, axis, operation), more)
     problem = Problem(
         operation, layout.rows, layout.cols, name,
         contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=layout.unit, peelable=layout.congruent,
     )  # fmt: skip
-    machine = devices.known(device) if device else _this_device(x)
+    machine = devices.known(device) if device else _this_device(x, in_jax)
+    if in_jax:
+        return of_problem(problem, machine, backend, strategy, strategies=FOR_JAX)
     # For a GPU of the table every backend counts, whether or not it is installed here.
     missing = () if device else registry.missing()
-    table = tuning.table_for(machine)
-    chosen = plan(problem, machine, backend, strategy, missing, table=table)
-    others = [o for o in alternatives(problem, machine, unavailable=missing, table=table) if _pair(o) != _pair(chosen)]
+    return of_problem(problem, machine, backend, strategy, missing, tuning.table_for(machine))
+
+
+def of_problem(
+    problem: Problem, machine: Device, backend: str | None = None, strategy: str | None = None,
+    unavailable: Sequence[tuple[str, str]] = (), table: tuning.Table | None = None, strategies: Strategies = TABLE,
+) -> Explanation:  # fmt: skip
+    """The plan for a problem, and why.  Arguments and errors as for `plan`."""
+    chosen = plan(problem, machine, backend, strategy, unavailable, table=table, strategies=strategies)
+    every = alternatives(problem, machine, unavailable=unavailable, table=table, strategies=strategies)
+    others = [option for option in every if _pair(option) != _pair(chosen)]
     others.sort(key=lambda o: o.estimate_us if isinstance(o, Plan) else float("inf"))
     return Explanation(problem, machine, chosen, tuple(others))
 
@@ -164,7 +188,10 @@ def _tensors_beside(operation: str, shape: tuple[int, ...], axis: int) -> dict[s
     return {"dy": per_row, "lse": per_row}
 
 
-def _this_device(x: Any) -> Device:
+def _this_device(x: Any, in_jax: bool) -> Device:
+    if in_jax:
+        here = devices.here()
+        return here if here.kind == "cpu" else devices.from_jax()
     if hasattr(x, "device"):
         return devices.from_torch(x.device.type, x.device.index or 0)
     return devices.here()

@@ -162,9 +162,10 @@ class _Rows(NamedTuple):
 
 
 def _logsumexp(state: Array) -> Array:
-    """M + log(l); where l is 0 there is no element, and no derivative."""
+    """M + log(l); where l is 0 or infinite, the logarithm of that, of which there is no derivative."""
     m, l = state[..., 0], state[..., 1]
-    return jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
+    is_number = (l > 0) & (l < jnp.inf)
+    return jnp.where(is_number, m + jnp.log(jnp.where(is_number, l, 1)), jax.lax.stop_gradient(jnp.log(l)))
 
 
 def _is_for_jax(x: Array) -> bool:

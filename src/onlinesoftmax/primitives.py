@@ -170,8 +170,9 @@ def _jvp(
         return y, _nothing(y)
     if name == "logsumexp":
         whole = bind(TANGENTS[name], *primals, y, change, spec=spec, factor=factor, who=who)
-        # Of the state (m, l), l changes for both.
-        return y, jnp.stack([jnp.zeros_like(whole), whole * y[..., 1]], axis=-1)
+        # Of the state (m, l), l changes for both; one that is infinite does not change.
+        l = jnp.where(jnp.isfinite(y[..., 1]), y[..., 1], 0)
+        return y, jnp.stack([jnp.zeros_like(whole), whole * l], axis=-1)
     out = bind(TANGENTS[name], y, change, factor=factor, who=who)
     mask = spec.named(tuple(arrays))[2]
     # The log of a masked element is -inf whatever the others are.

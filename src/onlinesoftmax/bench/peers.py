@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import formulas
@@ -19,6 +19,8 @@ class Peer:
     name: str
     distribution: str | None = None
     """What to install, and whose version is recorded."""
+    flushes = 1
+    """Flushes of L2 that take longer than the host needs to queue a call."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -39,7 +41,7 @@ class Peer:
 class Ours(Peer):
     """Our library, planned or forced: its public functions, and its gradients without autograd."""
 
-    name = "ours"
+    name, framework = "ours", "torch"
 
     def __init__(self, device_type: str, backend: str | None = None, strategy: str | None = None) -> None:
         super().__init__(device_type)
@@ -50,6 +52,11 @@ class Ours(Peer):
         if case.backward and self.device_type == "cpu" and self.backend != "triton":
             return "on a CPU PyTorch's own backward runs"
         return None
+
+    def copy(self, x: Any) -> Function:
+        """A call that copies a tensor, as the framework does it."""
+        target = x.new_empty(x.shape)
+        return lambda: target.copy_(x)
 
     def prepare(self, case: Case) -> Function:
         """The function with the forced backend and strategy."""
@@ -178,10 +185,10 @@ class Quack(_GpuSoftmax):
 
 
 PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Torch, Compiled, Liger, Quack)}
-"""The others, by the name they have on the command line."""
+"""The others for tensors, by the name they have on the command line."""
 
 
-def peers(names: Sequence[str], device_type: str) -> list[Peer]:
+def peers(names: Sequence[str], device_type: str, known: Mapping[str, type[Peer]] = PEERS) -> list[Peer]:
     """The others by name.
 
     Raises:
@@ -192,9 +199,9 @@ def peers(names: Sequence[str], device_type: str) -> list[Peer]:
         ['torch', 'compile']
     """
     for name in names:
-        if name not in PEERS:
-            raise ValueError(f"unknown peer {name!r}; there are: {', '.join(PEERS)}")
-    return [PEERS[name](device_type) for name in dict.fromkeys(names)]
+        if name not in known:
+            raise ValueError(f"unknown peer {name!r}; there are: {', '.join(known)}")
+    return [known[name](device_type) for name in dict.fromkeys(names)]
 
 
 def first_line(error: BaseException) -> str:

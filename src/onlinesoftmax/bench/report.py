@@ -80,7 +80,7 @@ def git_state(commit: str | None = None) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Of Python and every package that matters; None for one that is not installed."""
-    names = ["torch", "triton", "numpy", "cuda-core"]
+    names = ["torch", "triton", "numpy", "cuda-core", "jax", "jaxlib"]
     names += [peer.distribution for peer in PEERS.values() if peer.distribution]
     found: dict[str, str | None] = {"python": platform.python_version(), "onlinesoftmax": __version__}
     for name in dict.fromkeys(names):

@@ -28,9 +28,14 @@ def bench(
         "By default what the suite says, mostly softmax.",
     ),
     fused: str = typer.Option("", help="What softmax fuses: scale, softcap, bias, mask, causal, with commas between."),
+    framework: str = typer.Option("torch", help="torch or jax: whose functions of ours are measured."),
     backend: str | None = typer.Option(None, help="Force our backend."),
     strategy: str | None = typer.Option(None, help="Force our strategy."),
-    peers: str = typer.Option("torch", help="Who is compared: torch, compile, liger, quack, with commas between."),
+    peers: str | None = typer.Option(
+        None,
+        help="Who is compared: torch, compile, liger, quack, with commas between; of JAX, jax.nn and torch.  "
+        "torch or jax.nn by default.",
+    ),
     device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; the GPU where there is one."),
     repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; set by the suite."),
     host: bool = typer.Option(False, "--host", help="Also what one small call costs the host."),
@@ -63,13 +68,20 @@ def bench(
     suite = "quick" if quick else suite or ("default" if where.type == "cuda" else "cpu")
     try:
         todo = cases(suite, op or [], [parse_shape(text) for text in shape or []], dim, dtype or [], _names(fused))
-        asked = others.peers(_names(peers), where.type)
-        _check_names(backend, strategy)
+        ours, known = _sides(framework)
+        names = peers if peers is not None else next(iter(known))
+        asked = others.peers(_names(names), where.type, known)
+        _check_names(backend, strategy, framework)
     except ValueError as error:
         output.fail(error)
+    us = ours(where.type, backend, strategy)
+    if reason := us.why_absent():
+        output.fail(f"--framework {framework}: {reason}")
     absent = {peer.name: reason for peer in asked if (reason := peer.why_absent())}
-    everybody = [others.Ours(where.type, backend, strategy), *(peer for peer in asked if peer.name not in absent)]
-    options |= {"suite": suite, "repeat": repeat or SUITES[suite].repeat_ms, "device": str(where)}
+    everybody = [us, *(peer for peer in asked if peer.name not in absent)]
+    options |= {
+        "suite": suite, "repeat": repeat or SUITES[suite].repeat_ms, "device": str(where), "peers": names,
+    }  # fmt: skip
     results, record = _measure(todo, everybody, where, options, absent)
     if as_json:
         output.print_json(record)
@@ -79,6 +91,19 @@ def bench(
         who = "what was forced" if backend or strategy else "onlinesoftmax"
         output.fail(f"{who} can run none of these cases: {results[0].results[0].reason}")
     raise typer.Exit(int(any(result.failed for found in results for result in found.results)))
+
+
+def _sides(framework: str) -> tuple[type[Any], dict[str, Any]]:
+    """Ours, and the others by name, of a framework."""
+    from ..bench import peers as others
+
+    if framework == "torch":
+        return others.Ours, others.PEERS
+    if framework != "jax":
+        raise ValueError(f"unknown framework {framework!r}; there are: torch, jax")
+    from ..bench.arrays import JaxNN, OursInJax
+
+    return OursInJax, {"jax.nn": JaxNN, "torch": others.Torch}
 
 
 def _names(text: str) -> list[str]:
@@ -97,7 +122,7 @@ def _measure(
     # Where the record lies is nobody's business but this machine's.
     told = options | {"out": options["out"] and Path(options["out"]).name}
     record = report.record(device, told, absent, options["commit"])
-    clock = clock_for(device)
+    clock = clock_for(device, max(peer.flushes for peer in everybody))
     with output.progress_bar() as bar:
         task = bar.add_task("measuring", total=len(todo)) if bar else None
         for found in run(todo, everybody, device, options["repeat"], clock):
@@ -107,7 +132,7 @@ def _measure(
             _write(options["out"], record)
             if bar and task is not None:
                 bar.advance(task)
-    if options["host"]:
+    if options["host"] and options["framework"] == "torch":
         record["host"] = host_times(device, clock, options["repeat"])
         _write(options["out"], record)
     return results, record
@@ -148,13 +173,15 @@ def torch_device(name: str | None) -> Any:
     return device
 
 
-def _check_names(backend: str | None, strategy: str | None) -> None:
+def _check_names(backend: str | None, strategy: str | None, framework: str) -> None:
+    from ..candidates import FOR_JAX, TABLE
     from ..device import KNOWN
     from ..plan import alternatives
     from ..problem import Problem
 
     # Any problem will do: unknown names are refused whatever it is.
-    alternatives(Problem("softmax", 1, 1), KNOWN["cpu"], backend, strategy)
+    strategies = FOR_JAX if framework == "jax" else TABLE
+    alternatives(Problem("softmax", 1, 1), KNOWN["cpu"], backend, strategy, strategies=strategies)
 
 
 def _write(out: str | None, record: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def diagnosis() -> dict[str, Any]:
         error = f"cannot be told: {type(reason).__name__}: {reason}"
     gpus = [(key, known) for key, known in device.KNOWN.items() if known.kind == "cuda"]
     return {
-        "backends": [_backend(name) for name in registry.BACKENDS],
+        "backends": [*(_backend(name) for name in registry.BACKENDS), _pallas()],
         "versions": _versions(),
         "device": here,
         "device_error": error,
@@ -82,6 +82,27 @@ def _backend(name: str) -> dict[str, Any]:
         reason = why = f"cannot be imported: {type(error).__name__}: {error}"
         state = "not usable"
     return {"name": name, "usable": reason is None, "state": state, "why": why}
+
+
+def _pallas() -> dict[str, Any]:
+    """Who runs JAX's kernels."""
+    from .. import bridge, device
+
+    try:
+        kind = device.here().kind
+        reason = bridge.unavailable(kind)
+        state, why = "usable" if reason is None else "not usable", reason or ""
+        if reason is None and kind == "cpu":
+            state, why = (
+                "interpreter only",
+                "of JAX: no NVIDIA GPU here; XLA runs what backend='pallas' does not ask for",
+            )
+        elif reason is None:
+            why = f"of JAX: kernels run on {device.from_jax().name}"
+    except Exception as error:  # a broken installation is what a doctor is called for
+        reason = why = f"cannot be told: {type(error).__name__}: {error}"
+        state = "not usable"
+    return {"name": "pallas", "usable": reason is None, "state": state, "why": why}
 
 
 def _cuda(reason: str | None) -> str:

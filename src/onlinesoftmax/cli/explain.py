@@ -18,9 +18,12 @@ def explain(
     shape: str = typer.Argument(metavar="SHAPE", help="Sizes joined by x, as in 4096x50257 or 1x2^24."),
     dtype: str = typer.Option("float32", help="float16, bfloat16, float32 or float64."),
     device: str | None = typer.Option(None, help="A known device, as h200 or rtx4090; this machine by default."),
-    backend: str | None = typer.Option(None, help="Force a backend: cuda, triton or eager."),
+    framework: str = typer.Option("torch", help="torch or jax: whose array it is."),
+    backend: str | None = typer.Option(None, help="Force a backend: cuda, triton or eager; of JAX, pallas or eager."),
     strategy: str | None = typer.Option(
-        None, help="Force a strategy: row, looped, cluster or grid (cuda), split or column (triton)."
+        None,
+        help="Force a strategy: row, looped, cluster or grid (cuda), split or column (triton); of JAX row, cluster, "
+        "looped or split.",
     ),
     op: str = typer.Option("softmax", help="softmax, log_softmax or logsumexp."),
     dim: int = typer.Option(-1, help="The softmax dimension; negative counts from the end."),
@@ -45,7 +48,7 @@ def explain(
     listings = [name for name, wanted in asked.items() if wanted]
     if listings and not compiled:
         output.fail(f"--{listings[0]} needs the compiled kernels; leave out --no-compile")
-    explanation = _explain(shape, dim, op, dtype, device, backend, strategy)
+    explanation = _explain(shape, dim, op, dtype, device, backend, strategy, framework)
     kernels, problem = _compile(explanation) if compiled else ([], "not asked for (--no-compile)")
     _check_listings(listings, kernels)
     if as_json:
@@ -63,8 +66,9 @@ def explain(
 
 
 def _explain(
-    shape: str, dim: int, op: str, dtype: str, device: str | None, backend: str | None, strategy: str | None
-) -> Explanation:
+    shape: str, dim: int, op: str, dtype: str, device: str | None, backend: str | None, strategy: str | None,
+    framework: str,
+) -> Explanation:  # fmt: skip
     from ..bench.cases import parse_shape
     from ..explanation import explain as explain_shape
     from ..plan import PlanError
@@ -72,8 +76,9 @@ def _explain(
 
     try:
         return explain_shape(
-            parse_shape(shape), dim, operation=op, dtype=dtype, device=device, backend=backend, strategy=strategy
-        )
+            parse_shape(shape), dim, operation=op, dtype=dtype, device=device, backend=backend, strategy=strategy,
+            framework=framework,
+        )  # fmt: skip
     except PlanError as error:
         if device is None and backend is not None and (reason := dict(missing()).get(backend)):
             output.fail(f"{reason}; name a GPU, as in --device h200, to plan for one that is not here")

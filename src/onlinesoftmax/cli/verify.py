@@ -45,7 +45,7 @@ def verify(
             "unavailable": absent, "cells": [cell.as_dict() for cell in cells],
         })  # fmt: skip
     else:
-        _print(cells, absent, where, interpreted)
+        _print(cells, absent, where)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -74,11 +74,11 @@ def _run(
     backends: list[str], strategies: list[str], operations: list[str], dtypes: list[str], device: str, quick: bool
 ) -> tuple[list[Cell], dict[str, str]]:
     """The cells, and the backends that cannot be used here with the reason."""
-    from .. import registry, verification
+    from .. import verification
 
     try:
         chosen = dict.fromkeys(name for name, _ in verification.pairs(backends, strategies))
-        absent = {name: reason for name in chosen if (reason := registry.unavailable(name))}
+        absent = {name: reason for name in chosen if (reason := verification.unavailable(name, device))}
         for name in backends:
             if name in absent:
                 output.fail(f"backend {name} cannot be used here: {absent[name]}")
@@ -107,18 +107,19 @@ def _device_name(device: str) -> str:
     return from_torch(device).name
 
 
-def _print(cells: list[Cell], absent: dict[str, str], device: str, interpreted: bool) -> None:
+def _print(cells: list[Cell], absent: dict[str, str], device: str) -> None:
+    from ..verification import INTERPRETER_ULPS
+
     output.note(
         f"Against float64 on {_device_name(device)}; allowed is PyTorch's largest error on the same input and 1 ulp; "
         "a gradient may be off by one more, in float32 or wider, of the larger term that it subtracts."
     )
-    if interpreted:
-        from ..verification import INTERPRETER_ULPS
-
-        output.note(
-            "Triton kernels run in Triton's interpreter, slowly; it rounds more often, so it is allowed "
-            f"{INTERPRETER_ULPS} ulps."
-        )
+    for name, whose in (("triton", "Triton's"), ("pallas", "JAX's")):
+        if any(cell.backend == name and cell.slack > 1 for cell in cells):
+            output.note(
+                f"{name.capitalize()} kernels run in {whose} interpreter, slowly; it rounds otherwise, so it is allowed "
+                f"{INTERPRETER_ULPS[name]} ulps."
+            )
     for name, reason in absent.items():
         output.note(f"Backend {name} is left out: {reason}")
     print()

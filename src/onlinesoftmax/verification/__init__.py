@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from .. import registry
-from ..candidates import TABLE
+from .. import bridge, registry
+from ..candidates import FOR_JAX, TABLE
 from ..operation import OPERATIONS
 from ..problem import ITEMSIZE
 from .cell import Cell
@@ -25,31 +25,38 @@ from .inputs import CASES, QUICK_GRADIENT_DTYPES, QUICK_GRADIENTS, Case, outlier
 
 __all__ = [
     "CASES", "INTERPRETER_ULPS", "QUICK_GRADIENTS", "Case", "Cell", "Exact", "check_names", "exact_gradient",
-    "exact_result", "outliers", "pairs", "specials", "ulp", "verify",
+    "exact_result", "outliers", "pairs", "specials", "ulp", "unavailable", "verify",
 ]  # fmt: skip
 
 Progress = Callable[[int, int], None]
 
-INTERPRETER_ULPS = 4
-"""Units that the contract adds in Triton's interpreter instead of 1: its multiply-add rounds twice, so the
-kernels' corrections by fma are lost there, and its conversion to bfloat16 cuts off instead of rounding."""
+INTERPRETER_ULPS = {"triton": 4, "pallas": 8}
+"""Units that the contract adds in a backend's interpreter instead of 1.  Triton's multiply-add rounds twice, so the
+kernels' corrections by fma are lost there, and its conversion to bfloat16 cuts off instead of rounding.  What JAX
+interprets XLA computes, whose softmax of float64 on a CPU is itself off by six."""
 
 
 def pairs(backends: Sequence[str] = (), strategies: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """(backend, strategy) of the planner's table that match; all where nothing is named.
+    """(backend, strategy) of the planner's tables that match; all where nothing is named.
 
     Raises:
         ValueError: a name is unknown, or no pair is left.
     """
+    table = (*TABLE, *(row for row in FOR_JAX if row[0] == "pallas"))
     for what, names, known in (
-        ("backend", backends, [row[0] for row in TABLE]),
-        ("strategy", strategies, [row[1] for row in TABLE]),
+        ("backend", backends, [row[0] for row in table]),
+        ("strategy", strategies, [row[1] for row in table]),
     ):
         check_names(what, names, known)
-    found = [(b, s) for b, s, _ in TABLE if (not backends or b in backends) and (not strategies or s in strategies)]
+    found = [(b, s) for b, s, _ in table if (not backends or b in backends) and (not strategies or s in strategies)]
     if not found:
         raise ValueError(f"{' and '.join(backends)} has no strategy {' or '.join(strategies)}")
     return found
+
+
+def unavailable(backend: str, device: str) -> str | None:
+    """Why a backend cannot be checked on this machine's "cpu" or "cuda", in one sentence; None when it can."""
+    return bridge.unavailable(device) if backend == "pallas" else registry.unavailable(backend)
 
 
 def check_names(what: str, names: Sequence[str], known: Sequence[str]) -> None:
@@ -95,10 +102,11 @@ def verify(
     check_names("dtype", dtypes, list(ITEMSIZE))
     few = dtypes or (QUICK_GRADIENT_DTYPES if quick else list(ITEMSIZE))
     operations, dtypes = operations or list(OPERATIONS), dtypes or list(ITEMSIZE)
-    chosen = [pair for pair in pairs(backends, strategies) if registry.unavailable(pair[0]) is None]
+    chosen = [pair for pair in pairs(backends, strategies) if unavailable(pair[0], device) is None]
     slow = "triton" in dict(chosen) and bool(registry.load("triton").interpreted())
+    interpreted = ["triton"] * slow + ["pallas"] * (torch.device(device).type == "cpu")
     table = [
-        Cell(b, s, operation, dtype, slack=INTERPRETER_ULPS if slow and b == "triton" else 1)
+        Cell(b, s, operation, dtype, slack=INTERPRETER_ULPS[b] if b in interpreted else 1)
         for b, s in chosen
         for operation in operations
         for dtype in (few if OPERATIONS[operation].backward else dtypes)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .. import api
+from .. import api, bridge
 from ..operation import OPERATIONS
 from ..plan import PlanError
 from .exact import Exact, Outcome, wide
@@ -57,7 +58,7 @@ class Cell:
     def add(self, case: Case, oracle: Exact) -> None:
         """Run one input and keep what is worst."""
         try:
-            function = getattr(api, OPERATIONS[self.operation].forward)
+            function = _function(self.backend, OPERATIONS[self.operation].forward)
             ours = oracle.outcome(function, backend=self.backend, strategy=self.strategy)
         except PlanError as error:
             self.refused += 1
@@ -110,6 +111,14 @@ class Cell:
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         return {**vars(self), "result": self.result}
+
+
+def _function(backend: str, name: str) -> Callable[..., Any]:
+    """The public function that has this backend."""
+    if backend == "pallas":
+        return bridge.forward(name)
+    function: Callable[..., Any] = getattr(api, name)
+    return function
 
 
 def _last_line(error: Exception) -> str:

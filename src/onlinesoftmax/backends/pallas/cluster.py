@@ -121,7 +121,7 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     """The operation on matrices."""
     from jax.experimental.pallas import mosaic_gpu as mosaic
 
-    op, x, size, length = operands.op, arrays[0], plan.splits, plan.block
+    op, size, length = operands.op, plan.splits, plan.block
     inputs = 2 if op.sums else 1
     with jax.enable_x64(True):
         per_state = mosaic.SMEM((THREADS,), op.sum_dtype(operands.accumulator))

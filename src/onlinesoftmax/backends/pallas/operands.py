@@ -143,10 +143,12 @@ class Operands(NamedTuple):
 
     def _rows(self, first: Any, count: int) -> tuple[Array, Array]:
         """Rows from the first on, and whether they are there."""
-        row = first + jnp.arange(count, dtype=jnp.int32)
+        row = jnp.int32(first) + jnp.arange(count, dtype=jnp.int32)
         return row, row < self.rows
 
     def _tile(self, first: Any, col: Any, shape: tuple[int, int]) -> tuple[Any, Array, Array, Array]:
+        # With 64 bits on, Python's numbers would be of 64 beside those of 32.
+        first, col = jnp.int32(first), jnp.int32(col)
         row, is_row = self._rows(first, shape[0])
         column = col + jnp.arange(shape[1], dtype=jnp.int32)
         inside = is_row[:, None] & (column < self.cols)[None, :]
