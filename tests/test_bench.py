@@ -238,7 +238,7 @@ ROW = Problem("softmax", 65536, 1024, "bfloat16")
         ("narrow loads (2 bytes)", _word(0.4, replace(ROW, cols=1023, peelable=False))),
         ("unexplained by the plan", _word(0.4, replace(ROW, cols=1023, peelable=False), vector=8)),
         ("8 programs on 132 multiprocessors", _word(0.4, ROW, programs=8)),
-        ("PyTorch's own kernel", _word(0.4, ROW, backend="eager")),
+        ("the framework's own kernel", _word(0.4, ROW, backend="eager")),
         ("unexplained by the plan", _word(0.4, ROW)),
         ("", analysis.word(0.4, 500.0, 4.0)),
         ("call-bound", analysis.word(0.4, 5.0, 4.0, device=known("cpu"))),

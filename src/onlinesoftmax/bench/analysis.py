@@ -49,7 +49,7 @@ def word(
 
 def _reasons(plan: Plan, problem: Problem, device: Device) -> list[str]:
     if plan.backend == "eager":
-        return ["PyTorch's own kernel"]
+        return ["the framework's own kernel"]
     found = []
     if plan.reads > 1:
         found.append("reads twice" if plan.reads == 2 else f"reads {plan.reads} times")

@@ -16,7 +16,7 @@ class _Arrays(Peer):
     """Someone whose functions take JAX arrays."""
 
     # JAX's host code, and the change of hands, take longer than one flush of L2.
-    flushes = 6
+    flushes = 16
 
     def why_absent(self) -> str | None:
         """JAX is missing, or does not know the GPU."""

@@ -62,7 +62,7 @@ def looped(problem: Problem, device: Device) -> Candidate | str:
     )
     return Candidate(
         "pallas", "looped", reason, problem.rows, block, warps=_warps(block),
-        reads=reads(problem), quality=0.75,
+        reads=reads(problem), quality=0.6,
     )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
     return Candidate(
         "pallas", "cluster", f"{reason} a row of {problem.cols} columns in shared memory, so it is read once",
         problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size,
-        quality=0.93 if 3 * held <= MOST_SLICE_BYTES else 0.7,
+        quality=0.95 if length <= 8192 else 0.87 if length <= 16384 else 0.6,
     )  # fmt: skip
 
 
@@ -108,5 +108,5 @@ def split(problem: Problem, device: Device) -> Candidate | str:
     return Candidate(
         "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a second launch merges "
         "their states", problem.rows * splits, block, warps=_warps(block),
-        splits=splits, launches=launches, reads=reads(problem), quality=0.75,
+        splits=splits, launches=launches, reads=reads(problem), quality=0.6,
     )  # fmt: skip

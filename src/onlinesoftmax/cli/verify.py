@@ -117,8 +117,8 @@ def _print(cells: list[Cell], absent: dict[str, str], device: str) -> None:
     for name, whose in (("triton", "Triton's"), ("pallas", "JAX's")):
         if any(cell.backend == name and cell.slack > 1 for cell in cells):
             output.note(
-                f"{name.capitalize()} kernels run in {whose} interpreter, slowly; it rounds otherwise, so it is allowed "
-                f"{INTERPRETER_ULPS[name]} ulps."
+                f"{name.capitalize()} kernels run in {whose} interpreter, slowly; it rounds otherwise, so it is "
+                f"allowed {INTERPRETER_ULPS[name]} ulps."
             )
     for name, reason in absent.items():
         output.note(f"Backend {name} is left out: {reason}")
