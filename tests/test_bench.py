@@ -287,6 +287,7 @@ def test_the_gpu_clock_spreads_repetitions_and_flushes_before_each() -> None:
     clock = object.__new__(CudaClock)
     clock._cuda = SimpleNamespace(Event=Event, synchronize=lambda device: None)
     clock._device, clock._flush = CPU, SimpleNamespace(zero_=lambda: log.append("flush"))
+    clock._flushes = 1
     calls = {"fast": lambda: log.append("fast"), "slow": lambda: log.append("slow")}
     samples = clock._rounds(calls, {"fast": 8, "slow": 2})
     assert samples == {"fast": [250.0] * 8, "slow": [250.0] * 2}

@@ -167,6 +167,7 @@ def test_verify_runs_every_strategy_here(operation: str) -> None:
     assert not NOT_PLAIN & set(result.stdout)
     pairs = ["triton/row", "triton/looped", "triton/split", "triton/column", "eager/row"]
     pairs += [f"cuda/{strategy}" for strategy in ("row", "cluster", "grid", "looped") if unavailable("cuda") is None]
+    pairs += [f"pallas/{strategy}" for strategy in ("row", "looped", "split") if importlib.util.find_spec("jax")]
     for pair in pairs:
         [line] = [line for line in result.stdout.splitlines() if line.startswith(f"  {pair} ")]
         assert line.endswith("pass")
@@ -211,8 +212,9 @@ def test_verify_says_why_nothing_was_run(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = {"cuda": "no GPU of any kind", "triton": "no GPU of any kind", "eager": None}
     monkeypatch.setattr("onlinesoftmax.registry.unavailable", absent.get)
+    monkeypatch.setattr("onlinesoftmax.bridge.unavailable", lambda device: "no GPU of any kind")
     found = run_json("verify", "--quick", "--strategy", "row", "--op", "softmax", "--dtype", "float32")
-    assert found["unavailable"] == dict.fromkeys(("cuda", "triton"), "no GPU of any kind")
+    assert found["unavailable"] == dict.fromkeys(("cuda", "triton", "pallas"), "no GPU of any kind")
     assert [cell["backend"] for cell in found["cells"]] == ["eager"]
     for asked in (("--backend", "triton"), ("--strategy", "split")):
         result = run("verify", "--quick", *asked)
@@ -371,7 +373,7 @@ def test_apply_interrupted_leaves_no_file(numbers: np.ndarray, tmp_path: Path, m
         ("apply missing.npy y.npy --chunk-mb nan", "--chunk-mb must be a number"),
         pytest.param("verify --dtype float8", "unknown dtype 'float8'", marks=needs_torch),
         pytest.param("verify --op softplus", "unknown operation 'softplus'", marks=needs_torch),
-        pytest.param("verify --backend pallas", "unknown backend 'pallas'", marks=needs_torch),
+        pytest.param("verify --backend metal", "unknown backend 'metal'", marks=needs_torch),
         pytest.param("verify --strategy tree", "unknown strategy 'tree'", marks=needs_torch),
         pytest.param("verify --device tpu", "unknown device 'tpu'", marks=needs_torch),
         pytest.param("verify --backend eager --strategy split", "eager has no strategy split", marks=needs_torch),

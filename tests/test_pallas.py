@@ -160,7 +160,6 @@ def shapes(*sizes: int, dtype: str = "bfloat16") -> Any:
         (16384, 4096, "row"),
         (4096, 16384, "cluster"),
         (2048, 128256, "cluster"),
-        (1024, 1 << 20, "looped"),
         (1, 1 << 24, "split"),
     ],
 )
@@ -336,6 +335,31 @@ def test_lanes_merge_into_the_state_of_their_row() -> None:
         lanes = state.merge(lanes, state.each(x[:, 64 * i : 64 * i + 64]))
     for a, b in zip(state.merge_all(lanes), state.of(x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax_backward", "log_softmax_backward"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_tiles_of_a_slice_make_its_state(name: str, exact: bool) -> None:
+    a, b = (jnp.asarray(np.random.default_rng(seed).normal(size=640) * 5, jnp.float32) for seed in (6, 7))
+    op = ops.Op(name, exact=exact)
+    with jax.enable_x64(exact):
+        found = op.of_tiles([lambda i=i: (a[i : i + 128], b[i : i + 128]) for i in range(0, 640, 128)], jnp.float32)
+    for part, expected in zip(found, op.of(a[None], b[None]), strict=True):
+        np.testing.assert_allclose(part, expected[0, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_batch_of_scales(strategy: str) -> None:
+    x, scales = outliers(3, 70, "float32"), jnp.asarray([0.5, -2.0], jnp.float32)
+    call = jax.vmap(lambda scale: osj.softmax(x, scale=scale, backend="pallas", strategy=strategy))
+    for y, scale in zip(call(scales), scales, strict=True):
+        np.testing.assert_allclose(y, jax.nn.softmax(scale * x), rtol=2e-5, atol=1e-7)
+
+
+def test_a_reciprocal_in_two_parts() -> None:
+    l = np.random.default_rng(8).uniform(1, 2e5, 4096).astype(np.float32)
+    t, low = (np.asarray(part, np.float64) for part in state.reciprocal(jnp.asarray(l)))
+    np.testing.assert_allclose(t + low, 1 / l.astype(np.float64), rtol=1e-11)
 
 
 def test_scores_name_their_arrays() -> None:

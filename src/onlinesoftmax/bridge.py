@@ -86,4 +86,4 @@ def _array(t: Any) -> Any:
 def _tensor(x: Any) -> Any:
     import torch
 
-    return torch.from_dlpack(x)
+    return torch.utils.dlpack.from_dlpack(x)

@@ -59,7 +59,8 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
         if at >= most_counted:
             return tiles
         column = mosaic.broadcasted_iota(jnp.int32, (tile,), 0, layout=layout) + at
-        return tuple(jnp.where(column < counted, jnp.asarray(nothing, t.dtype), t) for t in tiles)
+        a, b = (jnp.where(column < counted, jnp.asarray(nothing, t.dtype), t) for t in tiles)
+        return a, b
 
     if op.reduces:
         dtype = op.sum_dtype(operands.accumulator)
@@ -79,7 +80,8 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
     else:
         term = op.term(state)
         for at in steps:
-            y = op.finish(*(t.astype(operands.accumulator) for t in held(at)), term)
+            a, b = (t.astype(operands.accumulator) for t in held(at))
+            y = op.finish(a, b, term)
             slices[0][pl.ds(at, tile)] = y.astype(slices[0].dtype)
         mosaic.commit_smem()
         mosaic.copy_smem_to_gmem(slices[0], writes[0].at[row, pl.ds(first, length)])

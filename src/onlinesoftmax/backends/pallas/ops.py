@@ -13,7 +13,7 @@ A gradient needs one sum over its row, and keeps it as the l of a state whose m 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ class Op(NamedTuple):
     def of_tiles(self, tiles: Sequence[Callable[[], tuple[Array, Array]]], dtype: Any) -> State:
         """The state of a slice in tiles, as numbers of a dtype."""
         if not self.sums:
-            return state.of_tiles([lambda tile=tile: tile()[0] for tile in tiles], dtype)
+            return state.of_tiles([partial(_score, tile) for tile in tiles], dtype, self.exact)
         pairs = ((a.astype(dtype), b.astype(dtype)) for a, b in (tile() for tile in tiles))
         l = jnp.sum(reduce(jnp.add, (self._part(*pair) for pair in pairs)))
         return l, l
@@ -143,3 +143,7 @@ class Op(NamedTuple):
     def masked(self) -> float:
         """The output where a mask forbids the element."""
         return -jnp.inf if self.name == "log_softmax" else 0.0
+
+
+def _score(tile: Callable[[], tuple[Array, Array]]) -> Array:
+    return tile()[0]

@@ -72,7 +72,7 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     """
     op, splits, rows = operands.op, plan.splits, operands.rows
     depth = pl.cdiv(pl.cdiv(operands.cols, plan.block), splits)
-    blocks = {"operands": operands, "block": plan.block, "splits": splits, "depth": depth}
+    blocks: dict[str, Any] = {"operands": operands, "block": plan.block, "splits": splits, "depth": depth}
     states: list[Array] = []
     if op.reduces:
         parts = [jax.ShapeDtypeStruct((rows * splits,), operands.accumulator)] * 2

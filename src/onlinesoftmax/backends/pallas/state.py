@@ -70,12 +70,18 @@ def each(x: Array) -> State:
     return x, jnp.exp(x - shift(x))
 
 
-def of_tiles(tiles: Sequence[Callable[[], Array]], dtype: Any) -> State:
-    """The state of a slice in tiles of any shape, as numbers of a dtype; each tile is made twice rather than held."""
+def of_tiles(tiles: Sequence[Callable[[], Array]], dtype: Any, exact: bool) -> State:
+    """The state of a slice in tiles of any shape, as numbers of a dtype; each tile is made twice rather than held.
+
+    Exact sums the terms in float64: tile after tile, each would round what has the largest in it.
+    """
     # A maximum of 16 bits is as exact as of 32.
     m = jnp.max(reduce(jnp.maximum, (tile() for tile in tiles)).astype(dtype))
     s = shift(m)
-    return m, jnp.sum(reduce(jnp.add, (jnp.exp(tile().astype(dtype) - s) for tile in tiles)))
+    with jax.enable_x64(exact):
+        wide = jnp.float64 if exact else dtype
+        terms = (jnp.exp(tile().astype(dtype) - s).astype(wide) for tile in tiles)
+        return m, jnp.sum(reduce(jnp.add, terms)).astype(dtype)
 
 
 def merge(a: State, b: State) -> State:
