@@ -27,7 +27,7 @@ def main() -> None:
 
 def _heading(record: dict[str, Any], path: Path) -> str:
     versions = record["versions"]
-    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if versions.get(name))
+    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "jax") if versions.get(name))
     commit, date = record["git"]["commit"][:7], record["date"][:10]
     return f"`{path.name}`: {record['device']['name']}, {named}, commit {commit}, {date}.\n"
 
@@ -45,9 +45,11 @@ def _table(operation: str, dtype: str, cases: list[dict[str, Any]]) -> str:
         results = {result["who"]: result for result in case["results"]}
         ours = results["ours"]
         others = "".join(f" {_speed(results.get(peer))} |" for peer in peers)
-        strategy = ours["plan"]["strategy"] if ours["plan"] else "—"
+        speed = "WRONG" if ours["status"] == "wrong" else _speed(ours)
         part = f"{ours['of_copy']:.3f}" if ours["of_copy"] else "—"
-        lines.append(f"| {_shape(case)} | {case['copy_gbps']:.0f} | **{_speed(ours)}** | {strategy} | {part} |{others}")
+        lines.append(
+            f"| {_shape(case)} | {case['copy_gbps']:.0f} | **{speed}** | {_strategy(ours['plan'])} | {part} |{others}"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -57,6 +59,14 @@ def _shape(case: dict[str, Any]) -> str:
         shape += f", dim {case['dim']}"
     # Records of before there was anything to fuse have no such key.
     return ", ".join([shape, *case.get("fused", ())])
+
+
+def _strategy(plan: dict[str, Any] | None) -> str:
+    if plan is None:
+        return "—"
+    # The framework's own operations have no strategy of ours.
+    strategy: str = plan["backend"] if plan["backend"] == "eager" else plan["strategy"]
+    return strategy
 
 
 def _speed(result: dict[str, Any] | None) -> str:

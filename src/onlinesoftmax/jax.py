@@ -42,7 +42,7 @@ def softmax(
         bias: Floating point, broadcast to x's shape.
         backend: Force "pallas" (our kernels; on a CPU their interpreter, which is slow) or "eager" (XLA's operations);
             None plans with kernels on NVIDIA GPUs, and XLA elsewhere.
-        strategy: Force "row", "looped" or "split" of Pallas.
+        strategy: Force "row", "cluster", "looped" or "split" of Pallas.
 
     Returns:
         Array of x's shape and dtype.  NaN in a row whose maximum is infinite.
