@@ -97,6 +97,7 @@ def test_bench_measures_jax() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("bench", "--framework", "jax", "--host"), "--host measures calls of PyTorch"),
         (("bench", "--framework", "flax"), "unknown framework 'flax'; there are: torch, jax"),
         (("bench", "--framework", "jax", "--peers", "quack"), "unknown peer 'quack'; there are: jax.nn, torch"),
         (("bench", "--framework", "jax", "--backend", "triton"), "unknown backend 'triton'; there are: pallas, eager"),

@@ -60,6 +60,8 @@ def bench(
     from ..bench import peers as others
     from ..bench.cases import SUITES, cases, parse_shape
 
+    if host and framework != "torch":
+        output.fail(f"--host measures calls of PyTorch; leave it out, or --framework {framework}")
     if quick and suite not in (None, "quick"):
         output.fail(f"--quick and --suite {suite} contradict each other")
     if out is not None and out.is_dir():
@@ -132,7 +134,7 @@ def _measure(
             _write(options["out"], record)
             if bar and task is not None:
                 bar.advance(task)
-    if options["host"] and options["framework"] == "torch":
+    if options["host"]:
         record["host"] = host_times(device, clock, options["repeat"])
         _write(options["out"], record)
     return results, record
