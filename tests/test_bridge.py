@@ -70,6 +70,7 @@ def test_ours_and_theirs_are_right(case: Case) -> None:
     assert ours.plan is not None
     assert ours.plan.backend == "eager"
     assert ours.of_copy is not None
+    assert found.within_cpu_bound is None
 
 
 def test_what_is_wrong_in_jax_gets_no_time() -> None:

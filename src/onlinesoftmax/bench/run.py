@@ -74,13 +74,14 @@ class CaseResult:
     copy: Times | None = None
     copy_gbps: float | None = None
     results: list[Result] = field(default_factory=list)
+    framework: str = "torch"
 
     @property
     def within_cpu_bound(self) -> bool | None:
         """Whether our layer adds to torch on a CPU no more than it may; None where that is not asked."""
         ours = next((r for r in self.results if r.who == "ours"), None)
-        if self.case.fused:
-            # What torch is compared with is written out in other operations.
+        if self.case.fused or self.framework != "torch":
+            # What torch is compared with is written out in other operations, or is no layer of ours over it.
             return None
         if ours is None or ours.against_torch is None or ours.plan is None or ours.plan.backend != "eager":
             return None
@@ -137,8 +138,8 @@ def _measure(
     results, functions, found = _check(case, inputs, everybody)
     calls: dict[str, Callable[[], Any]] = {name: partial(function, *inputs) for name, function in functions.items()}
     # Of one tensor, whatever else the case reads; as the framework of ours does it.
-    copy_of = next((peer.copy for peer in everybody if isinstance(peer, Ours)), Ours(inputs[0].device.type).copy)
-    samples = clock.measure({**calls, "copy": copy_of(inputs[0])}, repeat_ms)
+    ours = next((peer for peer in everybody if isinstance(peer, Ours)), Ours(inputs[0].device.type))
+    samples = clock.measure({**calls, "copy": ours.copy(inputs[0])}, repeat_ms)
     copy = Times.of(samples["copy"])
     copy_gbps = 2 * case.tensor_bytes / copy.median_us / 1e3
     why = (found.problem, found.device) if found else (None, None)
@@ -153,7 +154,7 @@ def _measure(
             analysis=analysis.word(gbps / copy_gbps, times.median_us, overhead_us, result.plan, *why),
         )  # fmt: skip
 
-    return CaseResult(case, None, copy, copy_gbps, [timed(result) for result in results])
+    return CaseResult(case, None, copy, copy_gbps, [timed(result) for result in results], ours.framework)
 
 
 def _check(
