@@ -42,9 +42,9 @@ def total(v: Array, exact: bool, axis: int | None = -1) -> Array:
 
 
 def reciprocal(l: Array) -> tuple[Array, Array]:
-    """1 / l in two parts, of which the first is the nearest number; GPUs divide to two units in the last place.
+    """1 / l in two parts, the second being what the first leaves over: GPUs divide to two units in the last place.
 
-    What 1 / l leaves over is computed exactly, after Dekker (1971): halves of 12 bits multiply without rounding.
+    It is computed exactly, after Dekker (1971): halves of 12 bits multiply without rounding.
     """
     t = 1 / l
     (l_high, l_low), (t_high, t_low) = _halves(l), _halves(t)
