@@ -51,6 +51,15 @@ def row(problem: Problem, device: Device) -> Candidate | str:
     )  # fmt: skip
 
 
+def _quality_of_slices(columns: int, size: int) -> float:
+    """Measured on an H200: the more a block holds, the fewer of them share a multiprocessor."""
+    if columns <= 8192:
+        return 0.95
+    if columns <= 16384:
+        return 0.87
+    return 0.6 if columns <= 32768 and size <= 64 << 10 else 0.4
+
+
 def looped(problem: Problem, device: Device) -> Candidate | str:
     """One program streams one row."""
     if refusal := no_gpu("Pallas", device):
@@ -93,8 +102,7 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
     return Candidate(
         "pallas", "cluster", f"{reason} a row of {problem.cols} columns in shared memory, so it is read once",
         problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size,
-        # Measured on an H200: the more a block holds, the fewer of them share a multiprocessor.
-        quality=next((part for most, part in ((8192, 0.95), (16384, 0.87), (32768, 0.6)) if length <= most), 0.3),
+        quality=_quality_of_slices(length, length * problem.itemsize),
     )  # fmt: skip
 
 
