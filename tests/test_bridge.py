@@ -22,6 +22,7 @@ from onlinesoftmax.bench.cases import Case
 from onlinesoftmax.bench.run import CaseResult, run
 from onlinesoftmax.bench.timing import CpuClock
 from onlinesoftmax.cli import build
+from onlinesoftmax.operation import OPERATIONS
 
 CPU = torch.device("cpu")
 FORWARD = ("softmax", "log_softmax", "logsumexp")
@@ -129,6 +130,16 @@ def test_a_wrong_kernel_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None
         backends=["pallas"], strategies=["row"], operations=["softmax"], dtypes=["float32"], quick=True
     )
     assert cell.result == "fail"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("strategy", ["row", "cluster", "looped", "split"])
+def test_the_contract_on_a_gpu(strategy: str, operation: str) -> None:
+    cells = verification.verify(
+        backends=["pallas"], strategies=[strategy], operations=[operation], device="cuda", quick=True
+    )
+    assert [failure for cell in cells for failure in cell.failures] == []
 
 
 def test_explain_plans_for_arrays() -> None:

@@ -79,7 +79,7 @@ def verify(
     """Check what is named, or everything: a cell for each backend, strategy, operation and dtype.
 
     A backend that cannot be used here has no cells.  Triton without a GPU needs TRITON_INTERPRET=1 in
-    the environment before Triton is imported, and leaves out the inputs that are too large for it.
+    the environment before Triton is imported.  What is interpreted leaves out the inputs that are too large for it.
 
     Args:
         backends, strategies, operations, dtypes: Names; empty for all.
@@ -111,7 +111,7 @@ def verify(
         for operation in operations
         for dtype in (few if OPERATIONS[operation].backward else dtypes)
     ]
-    steps = list(_steps(table, quick, slow))
+    steps = list(_steps(table, quick, interpreted))
     with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False), _unwarned():
         for done, (case, group) in enumerate(steps, 1):
             oracle = Exact.of(case, group[0].operation, group[0].dtype, device)
@@ -130,14 +130,14 @@ def _unwarned() -> Iterator[None]:
         yield
 
 
-def _steps(table: Sequence[Cell], quick: bool, slow: bool) -> Iterator[tuple[Case, list[Cell]]]:
+def _steps(table: Sequence[Cell], quick: bool, slow: Sequence[str]) -> Iterator[tuple[Case, list[Cell]]]:
     """Every input with the cells that take it: those of one operation and dtype share its exact result."""
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in table:
         groups.setdefault((cell.operation, cell.dtype), []).append(cell)
     for group in groups.values():
         for case in CASES:
-            takes = [cell for cell in group if not (case.heavy and slow and cell.backend == "triton")]
+            takes = [cell for cell in group if not (case.heavy and cell.backend in slow)]
             chosen = case.name in QUICK_GRADIENTS if OPERATIONS[group[0].operation].backward else case.quick
             if takes and (chosen or not quick):
                 yield case, takes
