@@ -147,9 +147,10 @@ def explain(
         operation, layout.rows, layout.cols, name,
         contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=layout.unit, peelable=layout.congruent,
     )  # fmt: skip
-    machine = devices.known(device) if device else _this_device(x, in_jax)
     if in_jax:
+        machine = devices.known(device) if device else _device_of_jax()
         return of_problem(problem, machine, backend, strategy, strategies=FOR_JAX)
+    machine = devices.known(device) if device else _this_device(x)
     # For a GPU of the table every backend counts, whether or not it is installed here.
     missing = () if device else registry.missing()
     return of_problem(problem, machine, backend, strategy, missing, tuning.table_for(machine))
@@ -188,10 +189,12 @@ def _tensors_beside(operation: str, shape: tuple[int, ...], axis: int) -> dict[s
     return {"dy": per_row, "lse": per_row}
 
 
-def _this_device(x: Any, in_jax: bool) -> Device:
-    if in_jax:
-        here = devices.here()
-        return here if here.kind == "cpu" else devices.from_jax()
+def _device_of_jax() -> Device:
+    here = devices.here()
+    return here if here.kind == "cpu" else devices.from_jax()
+
+
+def _this_device(x: Any) -> Device:
     if hasattr(x, "device"):
         return devices.from_torch(x.device.type, x.device.index or 0)
     return devices.here()
