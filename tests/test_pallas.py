@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import onlinesoftmax.jax as osj
 from laws import LAWS, Case, Float64, Law
 from onlinesoftmax import PlanError, primitives
+from onlinesoftmax.backends import xla
 from onlinesoftmax.backends.pallas import ops, state
 from onlinesoftmax.backends.pallas.operands import tanh
 from onlinesoftmax.device import known
@@ -253,6 +254,16 @@ def test_clusters_are_as_good_as_jax(name: str, dtype: str, cols: int) -> None:
         "logsumexp": lambda: p * wide_dy[:, None],
     }[name]()
     assert_as_good_as_jax(vjp(dy)[0], their_vjp(dy)[0], exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [8192, 16384, 32768])
+def test_many_clusters_at_a_time(cols: int) -> None:
+    """Blocks that share a multiprocessor do not keep step: a state that is read too early shows here alone."""
+    y, dy = (outliers(4096, cols, "float32") for _ in range(2))
+    y = jax.nn.softmax(y)
+    ours = primitives.bind("softmax_backward", y, dy, who=("pallas", "cluster"))
+    np.testing.assert_allclose(ours, xla.softmax_backward(y, dy), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
