@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 import onlinesoftmax
+from scripts import load
 
 jax = pytest.importorskip("jax", reason="the example needs jax")
 nnx = pytest.importorskip("flax.nnx", reason="the example needs flax")
@@ -45,12 +45,7 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     """examples/moe_jax.py, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("example_moe_jax", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(EXAMPLE)
 
 
 def train(example: ModuleType, library: Any, **config: Any) -> tuple[Any, list[Any]]:

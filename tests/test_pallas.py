@@ -48,6 +48,24 @@ def assert_as_good_as_jax(ours: Any, theirs: Any, exact: Float64) -> None:
     assert (np.abs(wide - exact) <= allowed).all(), np.max(np.abs(wide - exact) / allowed)
 
 
+def exact_result(name: str, x: Any) -> Float64:
+    wide = np.asarray(x, np.float64)
+    m = wide.max(-1, keepdims=True)
+    lse = m + np.log(np.exp(wide - m).sum(-1, keepdims=True))
+    return {"softmax": np.exp(wide - lse), "log_softmax": wide - lse, "logsumexp": lse[:, 0]}[name]
+
+
+def exact_gradient(name: str, x: Any, dy: Any) -> Float64:
+    p, wide = exact_result("softmax", x), np.asarray(dy, np.float64)
+    if name == "softmax":
+        return p * (wide - (p * wide).sum(-1, keepdims=True))
+    return wide - p * wide.sum(-1, keepdims=True) if name == "log_softmax" else p * wide[:, None]
+
+
+def gradient_of_output(name: str, y: Any, dtype: str) -> Any:
+    return outliers(*y.shape, 1, dtype)[..., 0] if name == "logsumexp" else outliers(*y.shape, dtype)
+
+
 @pytest.mark.parametrize("shape", [(7, 33), (2, 5001)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORWARD)
@@ -55,11 +73,7 @@ def assert_as_good_as_jax(ours: Any, theirs: Any, exact: Float64) -> None:
 def test_forward_is_as_good_as_jax(strategy: str, name: str, dtype: str, shape: tuple[int, int]) -> None:
     x = outliers(*shape, dtype)
     ours = getattr(osj, name)(x, axis=-1, backend="pallas", strategy=strategy)
-    wide = np.asarray(x, np.float64)
-    m = wide.max(-1, keepdims=True)
-    lse = m + np.log(np.exp(wide - m).sum(-1, keepdims=True))
-    exact = {"softmax": np.exp(wide - lse), "log_softmax": wide - lse, "logsumexp": lse[:, 0]}[name]
-    assert_as_good_as_jax(ours, getattr(jax.nn, name)(x, axis=-1), exact)
+    assert_as_good_as_jax(ours, getattr(jax.nn, name)(x, axis=-1), exact_result(name, x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,17 +82,9 @@ def test_forward_is_as_good_as_jax(strategy: str, name: str, dtype: str, shape: 
 def test_gradients_are_as_good_as_jax(strategy: str, name: str, dtype: str) -> None:
     x = outliers(5, 1025, dtype)
     y, vjp = jax.vjp(lambda x: getattr(osj, name)(x, axis=-1, backend="pallas", strategy=strategy), x)
-    dy = outliers(*y.shape, 1, dtype)[..., 0] if name == "logsumexp" else outliers(*y.shape, dtype)
-    wide, wide_dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
-    p = np.exp(wide - wide.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    exact = {
-        "softmax": lambda: p * (wide_dy - (p * wide_dy).sum(-1, keepdims=True)),
-        "log_softmax": lambda: wide_dy - p * wide_dy.sum(-1, keepdims=True),
-        "logsumexp": lambda: p * wide_dy[:, None],
-    }[name]()
+    dy = gradient_of_output(name, y, dtype)
     (theirs,) = jax.vjp(lambda x: getattr(jax.nn, name)(x, axis=-1), x)[1](dy)
-    assert_as_good_as_jax(vjp(dy)[0], theirs, exact)
+    assert_as_good_as_jax(vjp(dy)[0], theirs, exact_gradient(name, x, dy))
 
 
 BESIDE = {
@@ -239,21 +245,11 @@ def test_what_a_cluster_refuses() -> None:
 def test_clusters_are_as_good_as_jax(name: str, dtype: str, cols: int) -> None:
     x = outliers(5, cols, dtype)
     call = partial(getattr(osj, name), axis=-1, backend="pallas", strategy="cluster")
-    wide = np.asarray(x, np.float64)
-    m = wide.max(-1, keepdims=True)
-    lse = m + np.log(np.exp(wide - m).sum(-1, keepdims=True))
-    p = np.exp(wide - lse)
     y, vjp = jax.vjp(call, x)
     theirs, their_vjp = jax.vjp(partial(getattr(jax.nn, name), axis=-1), x)
-    assert_as_good_as_jax(y, theirs, {"softmax": p, "log_softmax": wide - lse, "logsumexp": lse[:, 0]}[name])
-    dy = outliers(*y.shape, 1, dtype)[..., 0] if name == "logsumexp" else outliers(*y.shape, dtype)
-    wide_dy = np.asarray(dy, np.float64)
-    exact = {
-        "softmax": lambda: p * (wide_dy - (p * wide_dy).sum(-1, keepdims=True)),
-        "log_softmax": lambda: wide_dy - p * wide_dy.sum(-1, keepdims=True),
-        "logsumexp": lambda: p * wide_dy[:, None],
-    }[name]()
-    assert_as_good_as_jax(vjp(dy)[0], their_vjp(dy)[0], exact)
+    assert_as_good_as_jax(y, theirs, exact_result(name, x))
+    dy = gradient_of_output(name, y, dtype)
+    assert_as_good_as_jax(vjp(dy)[0], their_vjp(dy)[0], exact_gradient(name, x, dy))
 
 
 @pytest.mark.gpu
@@ -343,7 +339,8 @@ def test_lanes_merge_into_the_state_of_their_row() -> None:
     x = jnp.asarray(np.random.default_rng(5).normal(size=(1, 640)) * 9, jnp.float32)
     lanes = state.identity((1, 64), jnp.float32)
     for i in range(10):
-        lanes = state.merge(lanes, state.each(x[:, 64 * i : 64 * i + 64]))
+        m, l = state.of(x[:, 64 * i : 64 * i + 64, None])
+        lanes = state.merge(lanes, (m[..., 0], l[..., 0]))
     for a, b in zip(state.merge_all(lanes), state.of(x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
+from scripts import load
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPILERS = [pytest.param(None, id="eager"), pytest.param("aot_eager", id="compiled")]
@@ -42,13 +41,7 @@ LEARNT = 2.7
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     """examples/transformer.py, which is no part of the package."""
-    path = Path(__file__).parents[1] / "examples" / "transformer.py"
-    spec = importlib.util.spec_from_file_location("example_transformer", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(Path(__file__).parents[1] / "examples" / "transformer.py")
 
 
 @pytest.fixture(autouse=True)

@@ -149,14 +149,14 @@ def explain(
     )  # fmt: skip
     if in_jax:
         machine = devices.known(device) if device else _device_of_jax()
-        return of_problem(problem, machine, backend, strategy, strategies=FOR_JAX)
+        return _of_problem(problem, machine, backend, strategy, strategies=FOR_JAX)
     machine = devices.known(device) if device else _this_device(x)
     # For a GPU of the table every backend counts, whether or not it is installed here.
     missing = () if device else registry.missing()
-    return of_problem(problem, machine, backend, strategy, missing, tuning.table_for(machine))
+    return _of_problem(problem, machine, backend, strategy, missing, tuning.table_for(machine))
 
 
-def of_problem(
+def _of_problem(
     problem: Problem, machine: Device, backend: str | None = None, strategy: str | None = None,
     unavailable: Sequence[tuple[str, str]] = (), table: tuning.Table | None = None, strategies: Strategies = TABLE,
 ) -> Explanation:  # fmt: skip

@@ -9,7 +9,7 @@ from .. import bridge
 from .cases import Case
 from .formulas import Function
 from .inputs import SCALE, SOFTCAP
-from .peers import Ours, Peer
+from .peers import Ours, Peer, fused_values
 
 
 class _Arrays(Peer):
@@ -47,8 +47,7 @@ class OursInJax(_Arrays, Ours):
 
         forced = {"backend": self.backend, "strategy": self.strategy}
         function = partial(getattr(ours, case.operation), axis=case.dim, **forced)
-        options = {"scale": SCALE} if "scale" in case.fused else {}
-        options |= {"softcap": SOFTCAP} if "softcap" in case.fused else {}
+        options = fused_values(case)
         names = {"bias": "bias", "mask": "where"}
         beside = [names[name] for name in case.fused if name in names]
         return bridge.on_tensors(lambda x, *more: function(x, **options, **dict(zip(beside, more, strict=True))))

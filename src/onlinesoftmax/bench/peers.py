@@ -38,6 +38,12 @@ class Peer:
         raise NotImplementedError
 
 
+def fused_values(case: Case) -> dict[str, Any]:
+    """What a case fuses that is no tensor, by the name of our functions' argument."""
+    values: dict[str, Any] = {"scale": SCALE, "softcap": SOFTCAP, "causal": True}
+    return {name: values[name] for name in case.fused if name in values}
+
+
 class Ours(Peer):
     """Our library, planned or forced: its public functions, and its gradients without autograd."""
 
@@ -86,8 +92,7 @@ class Ours(Peer):
     def _fused(self, case: Case) -> Function:
         from .. import api
 
-        values: dict[str, Any] = {"scale": SCALE, "softcap": SOFTCAP, "causal": True}
-        options = {name: values[name] for name in case.fused if name in values}
+        options = fused_values(case)
         forced = {"backend": self.backend, "strategy": self.strategy}
         options |= {name: value for name, value in forced.items() if value is not None}
         beside = [name for name in case.fused if name in ("bias", "mask")]

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from ..candidates import FOR_JAX
 from ..device import Device
-from ..explanation import explain, of_problem
+from ..explanation import explain
 from ..fused import Fused
-from ..plan import Plan
+from ..plan import Plan, plan
 from ..problem import Problem
 from .cases import Case
 from .inputs import SCALE, SOFTCAP, Inputs
@@ -32,7 +32,7 @@ def planned(case: Case, inputs: Inputs, ours: Ours) -> Planned:
     """
     x = inputs[0]
     if ours.framework == "jax":
-        return _planned_in_jax(case, inputs, ours)
+        return _planned_in_jax(case, ours)
     found = explain(x, case.dim, operation=case.operation, backend=ours.backend, strategy=ours.strategy)
     by_pytorch = ours.backend == "eager" or (ours.backend is None and ours.strategy is None and x.device.type == "cpu")
     if not case.fused or by_pytorch:
@@ -41,12 +41,12 @@ def planned(case: Case, inputs: Inputs, ours: Ours) -> Planned:
     return Planned(_fused_plan(case, inputs, ours), replace(found.problem, more_bytes=more), found.device)
 
 
-def _planned_in_jax(case: Case, inputs: Inputs, ours: Ours) -> Planned:
+def _planned_in_jax(case: Case, ours: Ours) -> Planned:
     found = explain(case.shape, case.dim, operation=case.operation, dtype=case.dtype, framework="jax")
-    more = sum(t.numel() * t.element_size() for t in inputs[1:]) if case.fused else 0
-    problem = replace(found.problem, fused=bool(case.fused), more_bytes=more)
-    found = of_problem(problem, found.device, ours.backend, ours.strategy, strategies=FOR_JAX)
-    return Planned(found.plan, problem, found.device)
+    problem = found.problem
+    if case.fused:
+        problem = replace(problem, fused=True, more_bytes=case.read_bytes - case.tensor_bytes)
+    return Planned(plan(problem, found.device, ours.backend, ours.strategy, strategies=FOR_JAX), problem, found.device)
 
 
 def _fused_plan(case: Case, inputs: Inputs, ours: Ours) -> Plan:

@@ -101,6 +101,11 @@ class CaseResult:
         }
 
 
+def clock_of(everybody: Sequence[Peer], device: Any) -> Clock:
+    """The clock of a torch device that hides what the slowest of these costs the host."""
+    return clock_for(device, max(peer.flushes for peer in everybody))
+
+
 def run(
     cases: Iterable[Case], everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock | None = None
 ) -> Iterator[CaseResult]:
@@ -111,9 +116,9 @@ def run(
         everybody: `Ours` and others, none of them absent.
         device: A torch device.
         repeat_ms: Budget of each measurement, in milliseconds.
-        clock: The device's clock by default.
+        clock: `clock_of` them by default.
     """
-    clock = clock or clock_for(device, max(peer.flushes for peer in everybody))
+    clock = clock or clock_of(everybody, device)
     overhead_us = clock.overhead_us()
     for case in cases:
         if lacking := _lacks_memory(case, device):

@@ -193,7 +193,7 @@ class CudaClock:
 Clock = CpuClock | CudaClock
 
 
-def clock_for(device: Any, flushes: int = 1) -> Clock:
+def clock_for(device: Any, flushes: int) -> Clock:
     """The clock of a torch device; more flushes of L2 hide more host time."""
     return CudaClock(device, flushes) if device.type == "cuda" else CpuClock()
 

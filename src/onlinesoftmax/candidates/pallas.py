@@ -51,15 +51,6 @@ def row(problem: Problem, device: Device) -> Candidate | str:
     )  # fmt: skip
 
 
-def _quality_of_slices(columns: int, size: int) -> float:
-    """Measured on an H200: the more a block holds, the fewer of them share a multiprocessor."""
-    if columns <= 8192:
-        return 0.95
-    if columns <= 16384:
-        return 0.87
-    return 0.6 if columns <= 32768 and size <= 64 << 10 else 0.4
-
-
 def looped(problem: Problem, device: Device) -> Candidate | str:
     """One program streams one row."""
     if refusal := no_gpu("Pallas", device):
@@ -73,6 +64,15 @@ def looped(problem: Problem, device: Device) -> Candidate | str:
         "pallas", "looped", reason, problem.rows, block, warps=_warps(block),
         reads=reads(problem), quality=0.6,
     )  # fmt: skip
+
+
+def _quality_of_slices(columns: int, size: int) -> float:
+    """Measured on an H200: the more a block holds, the fewer of them share a multiprocessor."""
+    if columns <= 8192:
+        return 0.95
+    if columns <= 16384:
+        return 0.87
+    return 0.6 if columns <= 32768 and size <= 64 << 10 else 0.4
 
 
 def cluster(problem: Problem, device: Device) -> Candidate | str:
@@ -107,7 +107,7 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
 
 
 def split(problem: Problem, device: Device) -> Candidate | str:
-    """Several programs a row, whose states XLA merges between two launches."""
+    """Several programs a row, whose states a second launch merges."""
     if refusal := no_gpu("Pallas", device):
         return refusal
     block = min(TILE, power_of_two(problem.cols))

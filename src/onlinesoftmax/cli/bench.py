@@ -117,14 +117,13 @@ def _measure(
 ) -> tuple[list[CaseResult], dict[str, Any]]:
     from ..bench import report
     from ..bench.host import host_times
-    from ..bench.run import run
-    from ..bench.timing import clock_for
+    from ..bench.run import clock_of, run
 
     results: list[CaseResult] = []
     # Where the record lies is nobody's business but this machine's.
     told = options | {"out": options["out"] and Path(options["out"]).name}
     record = report.record(device, told, absent, options["commit"])
-    clock = clock_for(device, max(peer.flushes for peer in everybody))
+    clock = clock_of(everybody, device)
     with output.progress_bar() as bar:
         task = bar.add_task("measuring", total=len(todo)) if bar else None
         for found in run(todo, everybody, device, options["repeat"], clock):

@@ -15,12 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ...arrays import Array
+from ...candidates.pallas import CLUSTER_THREADS
 from ...plan import Plan
 from .operands import Operands
 from .state import State
-
-THREADS = 128
-"""Threads of a block: a warpgroup, over which Mosaic lays an array out."""
 
 
 def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> None:
@@ -45,7 +43,9 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
         )
     mosaic.barrier_wait(loaded)
 
-    layout = mosaic.Layout.WG_STRIDED((tile := tile_columns(slices[0].dtype),), vec_size=tile // THREADS)
+    vector = 16 // slices[0].dtype.itemsize
+    tile = CLUSTER_THREADS * vector
+    layout = mosaic.Layout.WG_STRIDED((tile,), vec_size=vector)
     steps = range(0, length, tile)
 
     def held(at: int) -> tuple[Array, Array]:
@@ -96,9 +96,9 @@ def _of_cluster(state: State, merge: Any, states_m: Any, states_l: Any, arrived:
     """The state of a row, from those of its slices: as many times as there are threads, which is how one is sent."""
     from jax.experimental.pallas import mosaic_gpu as mosaic
 
-    layout = mosaic.Layout.WG_STRIDED((THREADS,), vec_size=1)
+    layout = mosaic.Layout.WG_STRIDED((CLUSTER_THREADS,), vec_size=1)
     for ref, part in zip((states_m, states_l), state, strict=True):
-        ref[...] = mosaic.layout_cast(jnp.full((THREADS,), part), layout)
+        ref[...] = mosaic.layout_cast(jnp.full((CLUSTER_THREADS,), part), layout)
     # A few threads arrive for all, so all must have stored.
     mosaic.commit_smem()
     mosaic.barrier_arrive(arrived)
@@ -116,11 +116,6 @@ def _of_cluster(state: State, merge: Any, states_m: Any, states_l: Any, arrived:
     return jnp.max(whole[0]), jnp.max(whole[1])
 
 
-def tile_columns(dtype: Any) -> int:
-    """Columns that the threads of a block hold at a time, 16 bytes each."""
-    return THREADS * 16 // dtype.itemsize
-
-
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
     """The operation on matrices."""
     from jax.experimental.pallas import mosaic_gpu as mosaic
@@ -128,7 +123,7 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     op, size, length = operands.op, plan.splits, plan.block
     inputs = 2 if op.sums else 1
     with jax.enable_x64(True):
-        per_state = mosaic.SMEM((THREADS,), op.sum_dtype(operands.accumulator))
+        per_state = mosaic.SMEM((CLUSTER_THREADS,), op.sum_dtype(operands.accumulator))
     kernel = mosaic.kernel(
         partial(cluster_kernel, operands=operands, length=length, size=size),
         out_type=tuple(out), grid=(operands.rows,), grid_names=("row",), cluster=(size,), cluster_names=("rank",),

@@ -12,6 +12,7 @@ from ...arrays import Array
 from ...plan import Plan
 from .call import call
 from .operands import Operands
+from .ops import Term
 from .state import State
 
 
@@ -24,6 +25,19 @@ def state_of(operands: Operands, reads: tuple[Any, ...], row: Any, first: Any, t
         return op.merge(state, op.of(a, b))
 
     return jax.lax.fori_loop(0, tiles, step, op.identity((1, 1), operands.accumulator))
+
+
+def write_tiles(
+    operands: Operands, reads: tuple[Any, ...], ref: Any, row: Any, first: Any, tiles: Any, block: int, term: Term
+) -> None:
+    """Write neighbouring tiles of a row, newest first: L2 still holds those."""
+
+    def step(i: Any, carry: Any) -> Any:
+        col = (first + tiles - 1 - i) * block
+        operands.store(ref, row, col, operands.load(reads, row, col, (1, block)), term)
+        return carry
+
+    jax.lax.fori_loop(0, tiles, step, 0)
 
 
 def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:
@@ -39,15 +53,7 @@ def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:
     if op.per_row:
         operands.store_parts(writes, row, state)
         return
-    term = op.term(state)
-
-    def write(i: Any, carry: Any) -> Any:
-        # Newest first: L2 still holds those.
-        col = (tiles - 1 - i) * block
-        operands.store(writes[0], row, col, operands.load(reads, row, col, (1, block)), term)
-        return carry
-
-    jax.lax.fori_loop(0, tiles, write, 0)
+    write_tiles(operands, reads, writes[0], row, 0, tiles, block, op.term(state))
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:

@@ -1,7 +1,7 @@
 """What an operation does with the elements of a row: before they are reduced, as they are, and after.
 
-A strategy makes a state of each tile (`of`, or `each` to keep one a lane), merges until a row has one, then calls
-`term` once for the row and `finish` for each element, or `result` where the operation gives one number a row.
+A strategy makes a state of each tile (`of`, `of_tiles`), merges until a row has one, then calls `term` once for the
+row and `finish` for each element, or `parts` where the operation gives one number a row.
 Elements come in pairs (a, b): a score and nothing, or for a gradient the saved output and that of it.
 
 A gradient needs one sum over its row, and keeps it as the l of a state whose m nobody asks for:
@@ -77,15 +77,9 @@ class Op(NamedTuple):
     def of(self, a: Array, b: Array) -> State:
         """The states of the rows of a tile."""
         if self.sums:
-            return self.merge_all(self.each(a, b))
-        return state.of(a)
-
-    def each(self, a: Array, b: Array) -> State:
-        """The states of the elements of a tile."""
-        if self.sums:
             l = self._part(a, b)
-            return l, l
-        return state.each(a)
+            return self.merge_all((l, l))
+        return state.of(a)
 
     def of_tiles(self, tiles: Sequence[Callable[[], tuple[Array, Array]]], dtype: Any) -> State:
         """The state of a slice in tiles, as numbers of a dtype."""

@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as pltriton
 from ...arrays import Array
 from ...plan import Plan
 from .call import call
-from .looped import state_of
+from .looped import state_of, write_tiles
 from .operands import Operands
 from .state import State
 
@@ -42,14 +42,7 @@ def write_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth:
     op = operands.op
     _, row, part = _place(splits, operands.rows * splits - 1)
     term = op.term(_whole((m_ref, l_ref), row, splits, op) if op.reduces else operands.given(tuple(reads), row, 1))
-
-    def write(i: Any, carry: Any) -> Any:
-        col = (part * depth + depth - 1 - i) * block
-        held = operands.load(tuple(reads), row, col, (1, block))
-        operands.store(y_ref, row, col, held, term)
-        return carry
-
-    jax.lax.fori_loop(0, depth, write, 0)
+    write_tiles(operands, tuple(reads), y_ref, row, part * depth, depth, block, term)
 
 
 def _whole(refs: tuple[Any, Any], row: Any, splits: int, op: Any) -> State:

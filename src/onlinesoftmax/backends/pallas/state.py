@@ -1,7 +1,7 @@
 """The state (m, l) in Pallas: the recurrence, written once for this language.
 
-Every strategy in this folder reduces with `of`, `merge` and `merge_all`, and nothing else.  The laws these functions
-obey are the table in tests/laws.py, shared with NumPy, torch, JAX, Triton and CUDA.
+Every strategy in this folder reduces with `of`, `of_tiles`, `merge` and `merge_all`, and nothing else.  The laws these
+functions obey are the table in tests/laws.py, shared with NumPy, torch, JAX, Triton and CUDA.
 """
 
 from __future__ import annotations
@@ -63,11 +63,6 @@ def of(x: Array) -> State:
     """The states of the rows of x, along the last axis, which they keep with size 1."""
     m = jnp.max(x, axis=-1, keepdims=True)
     return m, jnp.sum(jnp.exp(x - shift(m)), axis=-1, keepdims=True)
-
-
-def each(x: Array) -> State:
-    """The states of the elements of x: of slices of one."""
-    return x, jnp.exp(x - shift(x))
 
 
 def of_tiles(tiles: Sequence[Callable[[], Array]], dtype: Any, exact: bool) -> State:
