@@ -38,13 +38,20 @@ def outliers(rows: int, cols: int, dtype: str) -> Any:
     return jnp.asarray(rng.normal(size=(rows, cols)) * np.where(rng.random((rows, cols)) < 0.01, 20, 1), dtype)
 
 
-def assert_as_good_as_jax(ours: Any, theirs: Any, exact: Float64) -> None:
-    """Errors of ours are at most JAX's largest, and a unit in the last place."""
+def assert_as_good_as_jax(ours: Any, theirs: Any, exact: Float64, dy: Any = 1.0) -> None:
+    """Errors of ours are at most JAX's largest, and a unit in the last place.
+
+    Errors of a gradient are parts of the largest dy of their row, lest the row of the largest dy of all, and JAX's
+    luck in it, decide alone.
+    """
     assert ours.dtype == theirs.dtype
     wide, other = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     unit = np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64) * 2.0 ** (23 - jnp.finfo(ours.dtype).nmant)
     smallest = float(jnp.finfo(ours.dtype).smallest_normal)
-    allowed = np.abs(other - exact).max() + np.maximum(unit, smallest)
+    scale = np.abs(np.asarray(dy, np.float64))
+    scale = scale.max(-1, keepdims=True) if scale.ndim == exact.ndim else scale[..., None]
+    largest = (np.abs(other - exact) / scale).max()
+    allowed = largest * scale + np.maximum(unit, smallest)
     assert (np.abs(wide - exact) <= allowed).all(), np.max(np.abs(wide - exact) / allowed)
 
 
@@ -84,7 +91,7 @@ def test_gradients_are_as_good_as_jax(strategy: str, name: str, dtype: str) -> N
     y, vjp = jax.vjp(lambda x: getattr(osj, name)(x, axis=-1, backend="pallas", strategy=strategy), x)
     dy = gradient_of_output(name, y, dtype)
     (theirs,) = jax.vjp(lambda x: getattr(jax.nn, name)(x, axis=-1), x)[1](dy)
-    assert_as_good_as_jax(vjp(dy)[0], theirs, exact_gradient(name, x, dy))
+    assert_as_good_as_jax(vjp(dy)[0], theirs, exact_gradient(name, x, dy), dy)
 
 
 BESIDE = {
@@ -235,7 +242,7 @@ def test_what_a_cluster_refuses() -> None:
     assert "needs compute capability 9.0" in refused("a100", shapes(8, 8192)).replace("need ", "needs ")
     assert "take logits as they are" in refused("h200", shapes(8, 8192), spec=Scores(softcap=2.0))
     assert "shorter than a tile of 1024" in refused("h200", shapes(8, 512))
-    assert "more than the shared memory of 8 blocks" in refused("h200", shapes(8, 1 << 22))
+    assert "more than the shared memory of 16 blocks" in refused("h200", shapes(8, 1 << 23))
 
 
 @pytest.mark.gpu
@@ -243,13 +250,14 @@ def test_what_a_cluster_refuses() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORWARD)
 def test_clusters_are_as_good_as_jax(name: str, dtype: str, cols: int) -> None:
-    x = outliers(5, cols, dtype)
+    # Outliers leave a row one or two numbers whose roundings decide: in few rows, whose are larger is chance.
+    x = outliers(64, cols, dtype)
     call = partial(getattr(osj, name), axis=-1, backend="pallas", strategy="cluster")
     y, vjp = jax.vjp(call, x)
     theirs, their_vjp = jax.vjp(partial(getattr(jax.nn, name), axis=-1), x)
     assert_as_good_as_jax(y, theirs, exact_result(name, x))
     dy = gradient_of_output(name, y, dtype)
-    assert_as_good_as_jax(vjp(dy)[0], their_vjp(dy)[0], exact_gradient(name, x, dy))
+    assert_as_good_as_jax(vjp(dy)[0], their_vjp(dy)[0], exact_gradient(name, x, dy), dy)
 
 
 @pytest.mark.gpu
@@ -259,7 +267,12 @@ def test_many_clusters_at_a_time(cols: int) -> None:
     y, dy = (outliers(4096, cols, "float32") for _ in range(2))
     y = jax.nn.softmax(y)
     ours = primitives.bind("softmax_backward", y, dy, who=("pallas", "cluster"))
-    np.testing.assert_allclose(ours, xla.softmax_backward(y, dy), rtol=1e-4, atol=1e-5)
+    theirs = xla.softmax_backward(y, dy)
+    with jax.enable_x64(True):
+        exact = xla.softmax_backward(y.astype("float64"), dy.astype("float64"))
+        largest, allowed = (float(jnp.abs(dx.astype("float64") - exact).max()) for dx in (ours, theirs))
+        unit = np.spacing(np.float32(jnp.abs(exact).max()))
+    assert largest <= allowed + unit
 
 
 @pytest.mark.gpu
@@ -323,9 +336,19 @@ class PallasAlgebra:
         return self.numpy(op.finish(wide, wide, op.term(a)).astype(x.dtype))
 
 
+class OfSlices(PallasAlgebra):
+    """The blocks of a cluster, of which there are a power of two."""
+
+    name = "pallas, slices"
+
+    def merge_all(self, states: Sequence[state.State]) -> state.State:
+        nothing = [self.identity(None)] * ((1 << (len(states) - 1).bit_length()) - len(states))
+        return ops.Op("softmax").merge_slices([*states, *nothing])
+
+
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
-def test_law(law: Law) -> None:
-    algebra = PallasAlgebra()
+@pytest.mark.parametrize("algebra", [PallasAlgebra(), OfSlices()], ids=lambda algebra: algebra.name)
+def test_law(algebra: PallasAlgebra, law: Law) -> None:
 
     @settings(max_examples=algebra.examples, suppress_health_check=[HealthCheck.too_slow])
     @given(law.cases(algebra.dtypes))
@@ -347,12 +370,18 @@ def test_lanes_merge_into_the_state_of_their_row() -> None:
 
 @pytest.mark.parametrize("name", ["softmax", "softmax_backward", "log_softmax_backward"])
 @pytest.mark.parametrize("exact", [False, True])
-def test_tiles_of_a_slice_make_its_state(name: str, exact: bool) -> None:
-    a, b = (jnp.asarray(np.random.default_rng(seed).normal(size=640) * 5, jnp.float32) for seed in (6, 7))
-    op = ops.Op(name, exact=exact)
+@pytest.mark.parametrize("tiles", [1, 4, 5, 11])
+@pytest.mark.parametrize("edges", [(), (0,), (0, -1)])
+def test_tiles_of_a_slice_make_its_state(name: str, exact: bool, tiles: int, edges: tuple[int, ...]) -> None:
+    tiles += len(edges)
+    a, b = (np.random.default_rng(seed).normal(size=(tiles, 32)).astype(np.float32) * 5 for seed in (6, 7))
+    a, b, op = jnp.asarray(a), jnp.asarray(b), ops.Op(name, exact=exact)
+    made = [lambda i=i: (a[i], b[i]) for i in edges]
     with jax.enable_x64(exact):
-        found = op.of_tiles([lambda i=i: (a[i : i + 128], b[i : i + 128]) for i in range(0, 640, 128)], jnp.float32)
-    for part, expected in zip(found, op.of(a[None], b[None]), strict=True):
+        found = op.of_tiles(
+            state.Tiles(made, lambda i: (a[i], b[i]), int(0 in edges), tiles - (-1 in edges)), jnp.float32
+        )
+    for part, expected in zip(found, op.of(a.reshape(1, -1), b.reshape(1, -1)), strict=True):
         np.testing.assert_allclose(part, expected[0, 0], rtol=1e-5, atol=1e-5)
 
 

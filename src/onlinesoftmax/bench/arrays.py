@@ -39,6 +39,20 @@ class OursInJax(_Arrays, Ours):
         copy = bridge.on_tensors(jnp.copy)
         return lambda: copy(x)
 
+    def yardstick(self, case: Case) -> Function:
+        """`jax.nn` in 32 bits at least: what it rounds to 16 on its way would hide any error of ours."""
+        import jax.numpy as jnp
+
+        from ..scores import accumulator
+
+        theirs = _of_jax_nn(case)
+
+        def widened(*arrays: Any) -> Any:
+            wide = (a if a.dtype == jnp.bool_ else a.astype(accumulator(a)) for a in arrays)
+            return theirs(*wide).astype(jnp.dtype(case.dtype))
+
+        return bridge.on_tensors(widened)
+
     def prepare(self, case: Case) -> Function:
         """The function with the forced backend and strategy."""
         if case.backward:
@@ -60,21 +74,25 @@ class JaxNN(_Arrays):
 
     def prepare(self, case: Case) -> Function:
         """Its function, with the scores written out before it; of a gradient, what its own rule computes."""
-        import jax
-        import jax.numpy as jnp
+        return bridge.on_tensors(_of_jax_nn(case))
 
-        if case.backward:
-            return bridge.on_tensors(partial(_its_gradient, case))
-        forward = getattr(jax.nn, case.operation)
 
-        def written_out(x: Any, *more: Any) -> Any:
-            beside = dict(zip([name for name in case.fused if name in ("bias", "mask")], more, strict=True))
-            x = x * SCALE if "scale" in case.fused else x
-            x = SOFTCAP * jnp.tanh(x / SOFTCAP) if "softcap" in case.fused else x
-            x = x + beside["bias"] if "bias" in beside else x
-            return forward(x, case.dim, where=beside.get("mask"))
+def _of_jax_nn(case: Case) -> Function:
+    import jax
+    import jax.numpy as jnp
 
-        return bridge.on_tensors(written_out)
+    if case.backward:
+        return partial(_its_gradient, case)
+    forward = getattr(jax.nn, case.operation)
+
+    def written_out(x: Any, *more: Any) -> Any:
+        beside = dict(zip([name for name in case.fused if name in ("bias", "mask")], more, strict=True))
+        x = x * SCALE if "scale" in case.fused else x
+        x = SOFTCAP * jnp.tanh(x / SOFTCAP) if "softcap" in case.fused else x
+        x = x + beside["bias"] if "bias" in beside else x
+        return forward(x, case.dim, where=beside.get("mask"))
+
+    return written_out
 
 
 def _gradient(case: Case, who: tuple[str | None, str | None], *arrays: Any) -> Any:

@@ -11,7 +11,7 @@ from .cases import Case
 from .exact import exact, of_row, pieces
 
 OTHERS_SLACK = 4
-"""Others may be this much less exact than PyTorch before they count as wrong: their choice, not a fault."""
+"""Others may be this much less exact than the framework before they count as wrong: their choice, not a fault."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Reference:
     def judge(self, y: Any, allowed: float = 0.0, ours: bool = True) -> Verdict:
         """Whether an output is right.
 
-        The rule is the tests': no element is further off than PyTorch's largest error (`allowed`)
+        The rule is the tests': no element is further off than the framework's largest error (`allowed`)
         plus one unit in the last place; others have OTHERS_SLACK times that, and so has float64,
         as this reference rounds like it.  A gradient is a difference, and no more exact than its terms
         were as they were accumulated: one unit of theirs is allowed too.
@@ -63,7 +63,7 @@ class Reference:
         if excess <= 0:
             return Verdict(worst, None)
         shown = f"error {worst:.1e}" if isfinite(worst) else "gives NaN or infinity"
-        return Verdict(worst, f"{shown}; PyTorch's own {allowed:.1e}")
+        return Verdict(worst, f"{shown}; the framework's own {allowed:.1e}")
 
 
 def poison(case: Case, device: Any) -> None:

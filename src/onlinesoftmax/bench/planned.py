@@ -42,7 +42,8 @@ def planned(case: Case, inputs: Inputs, ours: Ours) -> Planned:
 
 
 def _planned_in_jax(case: Case, ours: Ours) -> Planned:
-    found = explain(case.shape, case.dim, operation=case.operation, dtype=case.dtype, framework="jax")
+    device = "cpu" if ours.device_type == "cpu" else None
+    found = explain(case.shape, case.dim, operation=case.operation, dtype=case.dtype, device=device, framework="jax")
     problem = found.problem
     if case.fused:
         problem = replace(problem, fused=True, more_bytes=case.read_bytes - case.tensor_bytes)

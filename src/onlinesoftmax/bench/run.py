@@ -15,7 +15,7 @@ from .cases import Case
 from .check import Reference, Verdict, poison
 from .formulas import Function
 from .inputs import Inputs, make_inputs
-from .peers import Ours, Peer, Torch, first_line
+from .peers import Ours, Peer, first_line
 from .planned import Planned, planned
 from .timing import Against, Clock, Samples, Times, clock_for
 
@@ -35,7 +35,7 @@ class Result:
         status: "ok"; "wrong" or "failed", which fail the run; "refused" (cannot run the case).
         reason: Why, unless ok.
         error: Largest absolute error against float64.
-        allowed: The error that PyTorch makes on the same input.
+        allowed: The error that the framework's own function makes on the same input.
         plan: Of ours.
         times, gbps, of_copy: Times; 10^9 bytes a second, of the fewest bytes; over those of the copy.
         against_torch: Time over torch's, and the difference.
@@ -143,7 +143,7 @@ def _measure(
     results, functions, found = _check(case, inputs, everybody)
     calls: dict[str, Callable[[], Any]] = {name: partial(function, *inputs) for name, function in functions.items()}
     # Of one tensor, whatever else the case reads; as the framework of ours does it.
-    ours = next((peer for peer in everybody if isinstance(peer, Ours)), Ours(inputs[0].device.type))
+    ours = _ours_of(everybody, inputs)
     samples = clock.measure({**calls, "copy": ours.copy(inputs[0])}, repeat_ms)
     copy = Times.of(samples["copy"])
     copy_gbps = 2 * case.tensor_bytes / copy.median_us / 1e3
@@ -167,7 +167,7 @@ def _check(
 ) -> tuple[list[Result], dict[str, Function], Planned | None]:
     """Everybody's result before any time, the functions of those who are right, and our plan."""
     reference, device = Reference(case, *inputs), inputs[0].device
-    for_ours, for_others = _allowed(case, inputs, reference)
+    for_ours, for_others = _allowed(case, inputs, reference, _ours_of(everybody, inputs))
     results: list[Result] = []
     functions: dict[str, Function] = {}
     found = None
@@ -193,8 +193,12 @@ def _check(
     return results, functions, found
 
 
-def _allowed(case: Case, inputs: Inputs, reference: Reference) -> tuple[float, float]:
-    """PyTorch's own error, for ours and for others.
+def _ours_of(everybody: Sequence[Peer], inputs: Inputs) -> Ours:
+    return next((peer for peer in everybody if isinstance(peer, Ours)), Ours(inputs[0].device.type))
+
+
+def _allowed(case: Case, inputs: Inputs, reference: Reference, ours: Ours) -> tuple[float, float]:
+    """The framework's own error, for ours and for others.
 
     Written out, scores are rounded to 16 bits on their way to the softmax: an error that would hide any of ours.
     """
@@ -203,7 +207,7 @@ def _allowed(case: Case, inputs: Inputs, reference: Reference) -> tuple[float, f
         found = reference.judge(function(*inputs), inf, ours=False).error
         return found if isfinite(found) else 0.0
 
-    theirs = error(Torch(inputs[0].device.type).prepare(case))
+    theirs = error(ours.yardstick(case))
     return error(formulas.written_out(case, wide=True)) if case.fused else theirs, theirs
 
 

@@ -15,8 +15,11 @@ TILE = 8192
 CLUSTER_THREADS = 128
 """Threads of a block of `cluster`: a warpgroup."""
 
-SLICE_BYTES = 16 << 10
-"""Bytes of an input that a block of `cluster` holds, if it can be: as many blocks then share a multiprocessor."""
+ROW_BYTES = 16 << 10
+"""Most bytes of an input that one block of `cluster` holds, where several could."""
+
+SLICE_BYTES = 32 << 10
+"""Bytes of all inputs that one of several blocks holds, if it can be: as many blocks then share a multiprocessor."""
 
 MOST_SLICE_BYTES = 220 << 10
 """Shared memory for the slices of a block."""
@@ -47,7 +50,7 @@ def row(problem: Problem, device: Device) -> Candidate | str:
         reason += f"; {rows} rows share a program"
     return Candidate(
         "pallas", "row", reason, -(-problem.rows // rows), block, rows, warps=_warps(rows * block),
-        quality=0.95 if block * problem.itemsize < SLICE_BYTES else 0.92,
+        quality=0.95 if block * problem.itemsize < ROW_BYTES else 0.92,
     )  # fmt: skip
 
 
@@ -66,13 +69,11 @@ def looped(problem: Problem, device: Device) -> Candidate | str:
     )  # fmt: skip
 
 
-def _quality_of_slices(columns: int, size: int) -> float:
-    """Measured on an H200: the more a block holds, the fewer of them share a multiprocessor."""
-    if columns <= 8192:
+def _quality_of_slices(held: int, inputs: int) -> float:
+    """Measured on an H200: one block alone on a multiprocessor leaves it idle while it waits."""
+    if held <= 64 << 10:
         return 0.95
-    if columns <= 16384:
-        return 0.87
-    return 0.6 if columns <= 32768 and size <= 64 << 10 else 0.4
+    return 0.7 if inputs > 1 else 0.42
 
 
 def cluster(problem: Problem, device: Device) -> Candidate | str:
@@ -86,23 +87,23 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
     if problem.cols * problem.itemsize % 16:
         return f"rows of {problem.cols} {problem.dtype} elements are not whole 16 bytes"
     tile = CLUSTER_THREADS * problem.vector
-    for size in (1, 2, 4, 8):
-        length = -(-problem.cols // (size * tile)) * tile
-        if length * problem.itemsize <= SLICE_BYTES:
+    for size in (1, 2, 4, 8, 16):
+        length = -(-problem.cols // (size * problem.vector)) * problem.vector
+        held = length * problem.inputs * problem.itemsize
+        if held <= (ROW_BYTES * problem.inputs if size == 1 else SLICE_BYTES):
             break
-    if length > problem.cols:
+    if length < tile:
         return f"a row of {problem.cols} columns is shorter than a tile of {tile}"
-    held = length * problem.inputs * problem.itemsize
     if held > MOST_SLICE_BYTES:
         return (
-            f"a row of {problem.cols} columns takes more than the shared memory of 8 blocks, "
+            f"a row of {problem.cols} columns takes more than the shared memory of 16 blocks, "
             f"{MOST_SLICE_BYTES} bytes each"
         )
     reason = f"{size} blocks hold" if size > 1 else "one block holds"
     return Candidate(
         "pallas", "cluster", f"{reason} a row of {problem.cols} columns in shared memory, so it is read once",
         problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size,
-        quality=_quality_of_slices(length, length * problem.itemsize),
+        quality=_quality_of_slices(held, problem.inputs),
     )  # fmt: skip
 
 

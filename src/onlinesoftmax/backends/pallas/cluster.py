@@ -18,7 +18,11 @@ from ...arrays import Array
 from ...candidates.pallas import CLUSTER_THREADS
 from ...plan import Plan
 from .operands import Operands
-from .state import State
+from .ops import Op
+from .state import State, Tiles
+
+WRITTEN_ELEMENTS = 32
+"""Elements that a thread writes between two barriers."""
 
 
 def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> None:
@@ -43,31 +47,36 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
         )
     mosaic.barrier_wait(loaded)
 
+    # A tile is 16 bytes a thread; the last begins earlier as well.
     vector = 16 // slices[0].dtype.itemsize
     tile = CLUSTER_THREADS * vector
-    layout = mosaic.Layout.WG_STRIDED((tile,), vec_size=vector)
-    steps = range(0, length, tile)
+    whole = length // tile * tile
+    last = [length - tile] if whole < length else []
 
-    def held(at: int) -> tuple[Array, Array]:
-        """The tile from a column of the slice on."""
-        a, *b = (mosaic.layout_cast(slice_[pl.ds(at, tile)], layout) for slice_ in slices)
+    def layout(columns: int) -> Any:
+        return mosaic.Layout.WG_STRIDED((columns,), vec_size=vector)
+
+    def held(at: int | Array, columns: int = tile) -> tuple[Array, Array]:
+        """The columns of the slice from one on."""
+        a, *b = (mosaic.layout_cast(slice_[pl.ds(at, columns)], layout(columns)) for slice_ in slices)
         return a, b[0] if b else a
 
     def counting(at: int) -> tuple[Array, Array]:
-        """The same, without what the slice before counts."""
-        tiles, nothing = held(at), 0 if op.sums else -jnp.inf
-        if at >= most_counted:
-            return tiles
-        column = mosaic.broadcasted_iota(jnp.int32, (tile,), 0, layout=layout) + at
-        a, b = (jnp.where(column < counted, jnp.asarray(nothing, t.dtype), t) for t in tiles)
+        """A tile, without what the slice or the tile before counts."""
+        before = jnp.maximum(counted - at, -at % tile)
+        column = mosaic.broadcasted_iota(jnp.int32, (tile,), 0, layout=layout(tile))
+        nothing = 0 if op.sums else -jnp.inf
+        a, b = (jnp.where(column < before, jnp.asarray(nothing, t.dtype), t) for t in held(at))
         return a, b
 
     if op.reduces:
-        dtype = op.sum_dtype(operands.accumulator)
-        with jax.enable_x64(dtype == jnp.float64):
-            state = op.of_tiles([partial(counting, at) for at in steps], dtype)
+        masked = -(-most_counted // tile)
+        edges = [partial(counting, at) for at in [*range(0, masked * tile, tile), *last]]
+        cut = Tiles(edges, lambda i: held(i * tile), masked, whole // tile)
+        with jax.enable_x64(states_l.dtype == jnp.float64):
+            state = op.of_tiles(cut, operands.accumulator)
             if size > 1:
-                state = _of_cluster(state, op.merge, states_m, states_l, arrived, size)
+                state = _of_cluster(state, op, states_m, states_l, arrived, size)
             state = tuple(part.astype(operands.accumulator) for part in state)
     else:
         state = reads[inputs][row], reads[inputs + 1][row]
@@ -79,10 +88,19 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
                 ref[row] = part
     else:
         term = op.term(state)
-        for at in steps:
-            a, b = (t.astype(operands.accumulator) for t in held(at))
+
+        def write(at: int, tiles: tuple[Array, Array]) -> None:
+            a, b = (t.astype(operands.accumulator) for t in tiles)
             y = op.finish(a, b, term)
-            slices[0][pl.ds(at, tile)] = y.astype(slices[0].dtype)
+            slices[0][pl.ds(at, y.size)] = y.astype(slices[0].dtype)
+
+        # Read before what it shares with the tile before it is written.
+        kept = [held(at) for at in last]
+        # Mosaic has a barrier before and after what is written, so it is much at a time.
+        for at in range(0, whole, CLUSTER_THREADS * WRITTEN_ELEMENTS):
+            write(at, held(at, min(CLUSTER_THREADS * WRITTEN_ELEMENTS, whole - at)))
+        for at, tiles in zip(last, kept, strict=True):
+            write(at, tiles)
         mosaic.commit_smem()
         mosaic.copy_smem_to_gmem(slices[0], writes[0].at[row, pl.ds(first, length)])
     if op.reduces and size > 1:
@@ -92,7 +110,7 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
     mosaic.wait_smem_to_gmem(0)
 
 
-def _of_cluster(state: State, merge: Any, states_m: Any, states_l: Any, arrived: Any, size: int) -> State:
+def _of_cluster(state: State, op: Op, states_m: Any, states_l: Any, arrived: Any, size: int) -> State:
     """The state of a row, from those of its slices: as many times as there are threads, which is how one is sent."""
     from jax.experimental.pallas import mosaic_gpu as mosaic
 
@@ -110,10 +128,8 @@ def _of_cluster(state: State, merge: Any, states_m: Any, states_l: Any, arrived:
         )
         for rank in range(size)
     ]
-    whole = found[0]
-    for other in found[1:]:
-        whole = merge(whole, other)
-    return jnp.max(whole[0]), jnp.max(whole[1])
+    m, l = op.merge_slices(found)
+    return jnp.max(m), jnp.max(l)
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
@@ -123,17 +139,17 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     op, size, length = operands.op, plan.splits, plan.block
     inputs = 2 if op.sums else 1
     with jax.enable_x64(True):
-        per_state = mosaic.SMEM((CLUSTER_THREADS,), op.sum_dtype(operands.accumulator))
+        sent = mosaic.SMEM((CLUSTER_THREADS,), op.sum_dtype(operands.accumulator))
     kernel = mosaic.kernel(
         partial(cluster_kernel, operands=operands, length=length, size=size),
         out_type=tuple(out), grid=(operands.rows,), grid_names=("row",), cluster=(size,), cluster_names=("rank",),
         scratch_types=[
-            *(mosaic.SMEM((length,), t.dtype) for t in arrays[:inputs]), per_state, per_state,
+            *(mosaic.SMEM((length,), t.dtype) for t in arrays[:inputs]), sent, sent,
             mosaic.Barrier(num_arrivals=inputs), mosaic.ClusterBarrier(collective_axes=("rank",)),
         ],
         compiler_params=mosaic.CompilerParams(
             # Its exp is off by some units, which 16 bits do not show.
-            approx_math=arrays[0].dtype.itemsize == 2, lowering_semantics=mosaic.LoweringSemantics.Warpgroup
+            approx_math=arrays[0].dtype.itemsize == 2, lowering_semantics=mosaic.LoweringSemantics.Warpgroup,
         ),
         kernel_name="onlinesoftmax_cluster",
     )  # fmt: skip

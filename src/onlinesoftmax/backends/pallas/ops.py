@@ -12,8 +12,7 @@ A gradient needs one sum over its row, and keeps it as the l of a state whose m 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from ...arrays import Array
 from ...operation import OPERATIONS
 from . import state
-from .state import State
+from .state import State, Tiles
 
 
 class Term(NamedTuple):
@@ -81,17 +80,17 @@ class Op(NamedTuple):
             return self.merge_all((l, l))
         return state.of(a)
 
-    def of_tiles(self, tiles: Sequence[Callable[[], tuple[Array, Array]]], dtype: Any) -> State:
-        """The state of a slice in tiles, as numbers of a dtype."""
+    def of_tiles(self, tiles: Tiles, dtype: Any) -> State:
+        """The state of a slice in tiles of pairs, as numbers: of a dtype, or the one that sums are summed in."""
         if not self.sums:
-            return state.of_tiles([partial(_score, tile) for tile in tiles], dtype, self.exact)
-        pairs = ((a.astype(dtype), b.astype(dtype)) for a, b in (tile() for tile in tiles))
-        l = jnp.sum(reduce(jnp.add, (self._part(*pair) for pair in pairs)))
+            return state.of_tiles(tiles, dtype, self.exact, lambda pair: pair[0])
+        parts = tiles.fold(jnp.add, lambda pair: self._part(*(t.astype(dtype) for t in pair)))
+        l = jnp.sum(parts.astype(self.sum_dtype(dtype)))
         return l, l
 
-    def sum_dtype(self, accumulator: Any) -> Any:
+    def sum_dtype(self, dtype: Any) -> Any:
         """What a row's l is summed in: what is subtracted in a gradient may cancel all but its last places."""
-        return jnp.float64 if self.sums and self.exact else accumulator
+        return jnp.float64 if self.sums and self.exact else dtype
 
     def merge(self, one: State, other: State) -> State:
         """The states of two slices laid end to end."""
@@ -99,6 +98,13 @@ class Op(NamedTuple):
             l = one[1] + other[1]
             return l, l
         return state.merge(one, other)
+
+    def merge_slices(self, slices: Sequence[State]) -> State:
+        """The states of slices laid end to end, of which there are a power of two."""
+        if self.sums:
+            l = state.by_twos([l for _, l in slices])
+            return l, l
+        return state.merge_slices(slices)
 
     def merge_all(self, a: State, axis: int | None = -1) -> State:
         """The states of all slices along an axis, or of all of them as numbers."""
@@ -137,7 +143,3 @@ class Op(NamedTuple):
     def masked(self) -> float:
         """The output where a mask forbids the element."""
         return -jnp.inf if self.name == "log_softmax" else 0.0
-
-
-def _score(tile: Callable[[], tuple[Array, Array]]) -> Array:
-    return tile()[0]

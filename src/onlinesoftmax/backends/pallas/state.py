@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from ...arrays import Array
 
 State = tuple[Array, Array]
 """(m, l), of one slice or of many."""
+
+STEP = 4
+"""Tiles that a step of a loop over tiles takes."""
 
 
 def identity(shape: tuple[int, ...], dtype: Any) -> State:
@@ -65,18 +68,47 @@ def of(x: Array) -> State:
     return m, jnp.sum(jnp.exp(x - shift(m)), axis=-1, keepdims=True)
 
 
-def of_tiles(tiles: Sequence[Callable[[], Array]], dtype: Any, exact: bool) -> State:
-    """The state of a slice in tiles of any shape, as numbers of a dtype; each tile is made twice rather than held.
+class Tiles(NamedTuple):
+    """A slice in tiles of one shape, each of which is made where it is used rather than held.
 
-    Exact sums the terms in float64: tile after tile, each would round what has the largest in it.
+    Attributes:
+        edges: Makes those that are like no other.
+        inner: Makes the others, from their number.
+        start: The first of these.
+        stop: The number after the last.
     """
+
+    edges: Sequence[Callable[[], Any]]
+    inner: Callable[[Any], Any]
+    start: int
+    stop: int
+
+    def fold(self, combine: Callable[[Array, Array], Array], of: Callable[[Any], Array]) -> Array:
+        """What is made of each tile, combined: in a loop, so that few are in registers at a time.
+
+        Those of a step are combined first: of the roundings of a sum, few are then of all that came before.
+        """
+        alone = self.start + (self.stop - self.start) % STEP
+        if not self.edges and alone == self.start:
+            alone += STEP
+        found = reduce(combine, map(of, [*(edge() for edge in self.edges), *map(self.inner, range(self.start, alone))]))
+        steps = (self.stop - alone) // STEP
+        if not steps:
+            return found
+
+        def step(i: Array, found: Array) -> Array:
+            return combine(found, reduce(combine, (of(self.inner(alone + i * STEP + k)) for k in range(STEP))))
+
+        folded: Array = jax.lax.fori_loop(jnp.int32(0), jnp.int32(steps), step, found)
+        return folded
+
+
+def of_tiles(tiles: Tiles, dtype: Any, exact: bool, score: Callable[[Any], Array]) -> State:
+    """The state of the scores of a slice, as numbers of a dtype; exact as for `total`."""
     # A maximum of 16 bits is as exact as of 32.
-    m = jnp.max(reduce(jnp.maximum, (tile() for tile in tiles)).astype(dtype))
+    m = jnp.max(tiles.fold(jnp.maximum, score).astype(dtype))
     s = shift(m)
-    with jax.enable_x64(exact):
-        wide = jnp.float64 if exact else dtype
-        terms = (jnp.exp(tile().astype(dtype) - s).astype(wide) for tile in tiles)
-        return m, jnp.sum(reduce(jnp.add, terms)).astype(dtype)
+    return m, total(tiles.fold(jnp.add, lambda tile: jnp.exp(score(tile).astype(dtype) - s)), exact, None)
 
 
 def merge(a: State, b: State) -> State:
@@ -84,6 +116,20 @@ def merge(a: State, b: State) -> State:
     m = jnp.maximum(a[0], b[0])
     s = shift(m)
     return m, a[1] * jnp.exp(a[0] - s) + b[1] * jnp.exp(b[0] - s)
+
+
+def merge_slices(slices: Sequence[State]) -> State:
+    """The states of slices laid end to end, of which there are a power of two."""
+    m = reduce(jnp.maximum, [m for m, _ in slices])
+    s = shift(m)
+    return m, by_twos([l * jnp.exp(m - s) for m, l in slices])
+
+
+def by_twos(terms: Sequence[Array]) -> Array:
+    """The sum of a power of two of terms, each of which is rounded as few times as can be."""
+    while len(terms) > 1:
+        terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
 
 
 def merge_all(a: State, axis: int | None = -1) -> State:
