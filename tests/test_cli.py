@@ -168,6 +168,7 @@ def test_verify_runs_every_strategy_here(operation: str) -> None:
     pairs = ["triton/row", "triton/looped", "triton/split", "triton/column", "eager/row"]
     pairs += [f"cuda/{strategy}" for strategy in ("row", "cluster", "grid", "looped") if unavailable("cuda") is None]
     pairs += [f"pallas/{strategy}" for strategy in ("row", "looped", "split") if importlib.util.find_spec("jax")]
+    pairs += ["pallas/cluster"] if unavailable("cuda") is None and importlib.util.find_spec("absl") else []
     for pair in pairs:
         [line] = [line for line in result.stdout.splitlines() if line.startswith(f"  {pair} ")]
         assert line.endswith("pass")

@@ -73,7 +73,7 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
         masked = -(-most_counted // tile)
         edges = [partial(counting, at) for at in [*range(0, masked * tile, tile), *last]]
         cut = Tiles(edges, lambda i: held(i * tile), masked, whole // tile)
-        with jax.enable_x64(states_l.dtype == jnp.float64):
+        with jax.enable_x64(op.exact):
             state = op.of_tiles(cut, operands.accumulator)
             if size > 1:
                 state = _of_cluster(state, op, states_m, states_l, arrived, size)
@@ -138,13 +138,14 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
 
     op, size, length = operands.op, plan.splits, plan.block
     inputs = 2 if op.sums else 1
-    with jax.enable_x64(True):
-        sent = mosaic.SMEM((CLUSTER_THREADS,), op.sum_dtype(operands.accumulator))
+    dtypes = operands.accumulator, op.slice_dtype(operands.accumulator)
+    with jax.enable_x64(op.exact):
+        states = [mosaic.SMEM((CLUSTER_THREADS,), dtype) for dtype in dtypes]
     kernel = mosaic.kernel(
         partial(cluster_kernel, operands=operands, length=length, size=size),
         out_type=tuple(out), grid=(operands.rows,), grid_names=("row",), cluster=(size,), cluster_names=("rank",),
         scratch_types=[
-            *(mosaic.SMEM((length,), t.dtype) for t in arrays[:inputs]), sent, sent,
+            *(mosaic.SMEM((length,), t.dtype) for t in arrays[:inputs]), *states,
             mosaic.Barrier(num_arrivals=inputs), mosaic.ClusterBarrier(collective_axes=("rank",)),
         ],
         compiler_params=mosaic.CompilerParams(

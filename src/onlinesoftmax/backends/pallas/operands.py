@@ -87,7 +87,10 @@ class Operands(NamedTuple):
             # The state of each row, and t over its l in place of that.
             state, t = operands[-2:]
             m, l = state.reshape(-1, 2).T
-            found += [m, t.astype(m.dtype).reshape(-1) / l]
+            with jax.enable_x64(True):
+                # GPUs divide numbers of 32 bits to two units in the last place.
+                quotient = t.reshape(-1).astype(jnp.float64) / l.astype(jnp.float64)
+            found += [m, quotient.astype(m.dtype)]
         return found
 
     def sides(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

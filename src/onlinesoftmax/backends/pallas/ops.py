@@ -81,16 +81,21 @@ class Op(NamedTuple):
         return state.of(a)
 
     def of_tiles(self, tiles: Tiles, dtype: Any) -> State:
-        """The state of a slice in tiles of pairs, as numbers: of a dtype, or the one that sums are summed in."""
-        if not self.sums:
-            return state.of_tiles(tiles, dtype, self.exact, lambda pair: pair[0])
-        parts = tiles.fold(jnp.add, lambda pair: self._part(*(t.astype(dtype) for t in pair)))
-        l = jnp.sum(parts.astype(self.sum_dtype(dtype)))
-        return l, l
+        """The state of a slice in tiles of pairs, as numbers: m of a dtype, l of `slice_dtype`."""
+        if self.sums:
+            lanes = tiles.fold(jnp.add, lambda pair: self._part(*(t.astype(dtype) for t in pair)))
+            m = jnp.asarray(0, dtype)
+        else:
+            m, lanes = state.of_tiles(tiles, dtype, lambda pair: pair[0])
+        l = jnp.sum(lanes.astype(jnp.float64 if self.exact else dtype))
+        return m, l.astype(self.slice_dtype(dtype))
 
-    def sum_dtype(self, dtype: Any) -> Any:
-        """What a row's l is summed in: what is subtracted in a gradient may cancel all but its last places."""
-        return jnp.float64 if self.sums and self.exact else dtype
+    def slice_dtype(self, dtype: Any) -> Any:
+        """What the l of a slice is kept in: what is subtracted in a gradient may cancel all but its last places.
+
+        Softmax and log_softmax hold their elements while they merge, and have no registers for more.
+        """
+        return jnp.float64 if self.exact and self.name not in ("softmax", "log_softmax") else dtype
 
     def merge(self, one: State, other: State) -> State:
         """The states of two slices laid end to end."""
@@ -102,8 +107,7 @@ class Op(NamedTuple):
     def merge_slices(self, slices: Sequence[State]) -> State:
         """The states of slices laid end to end, of which there are a power of two."""
         if self.sums:
-            l = state.by_twos([l for _, l in slices])
-            return l, l
+            return slices[0][0], state.by_twos([l for _, l in slices])
         return state.merge_slices(slices)
 
     def merge_all(self, a: State, axis: int | None = -1) -> State:

@@ -103,12 +103,12 @@ class Tiles(NamedTuple):
         return folded
 
 
-def of_tiles(tiles: Tiles, dtype: Any, exact: bool, score: Callable[[Any], Array]) -> State:
-    """The state of the scores of a slice, as numbers of a dtype; exact as for `total`."""
+def of_tiles(tiles: Tiles, dtype: Any, score: Callable[[Any], Array]) -> State:
+    """The state of the scores of a slice: m as a number of a dtype, l as what each place in a tile adds to it."""
     # A maximum of 16 bits is as exact as of 32.
     m = jnp.max(tiles.fold(jnp.maximum, score).astype(dtype))
     s = shift(m)
-    return m, total(tiles.fold(jnp.add, lambda tile: jnp.exp(score(tile).astype(dtype) - s)), exact, None)
+    return m, tiles.fold(jnp.add, lambda tile: jnp.exp(score(tile).astype(dtype) - s))
 
 
 def merge(a: State, b: State) -> State:
