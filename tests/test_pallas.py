@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from laws import LAWS, Case, Float64, Law
 from onlinesoftmax import PlanError, primitives
 from onlinesoftmax.backends import xla
 from onlinesoftmax.backends.pallas import ops, state
+from onlinesoftmax.backends.pallas.cluster import Cut
 from onlinesoftmax.backends.pallas.operands import tanh
 from onlinesoftmax.device import known
 from onlinesoftmax.scores import PLAIN, Scores
@@ -174,6 +176,7 @@ def shapes(*sizes: int, dtype: str = "bfloat16") -> Any:
         (16384, 4096, "row"),
         (4096, 16384, "cluster"),
         (2048, 128256, "cluster"),
+        (4096, 50257, "cluster"),
         (1, 1 << 24, "split"),
     ],
 )
@@ -222,7 +225,7 @@ def test_every_operation_lowers_for_cuda(strategy: str, dtype: str) -> None:
 
 @pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
 @pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
-@pytest.mark.parametrize("cols", [8192, 17408, 128256])
+@pytest.mark.parametrize("cols", [8192, 17408, 50257, 128256])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORWARD)
 def test_clusters_lower_for_cuda(name: str, dtype: str, cols: int) -> None:
@@ -238,15 +241,36 @@ def test_what_a_cluster_refuses() -> None:
             primitives.plan_for("softmax", asked, known(device), ("pallas", "cluster"), **spec)
         return str(error.value)
 
-    assert "50257 bfloat16 elements are not whole 16 bytes" in refused("h200", shapes(8, 50257))
+    assert "50257 bfloat16 elements are not whole 16 bytes" in refused("h200", shapes(7, 50257))
     assert "needs compute capability 9.0" in refused("a100", shapes(8, 8192)).replace("need ", "needs ")
     assert "take logits as they are" in refused("h200", shapes(8, 8192), spec=Scores(softcap=2.0))
     assert "shorter than a tile of 1024" in refused("h200", shapes(8, 512))
     assert "more than the shared memory of 16 blocks" in refused("h200", shapes(8, 1 << 23))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("cols", [1024, 17408, 17409, 50255, 50256, 50257])
+def test_slices_count_each_element_once_and_lie_in_the_array(cols: int, dtype: str) -> None:
+    rows = 16
+    plan = primitives.plan_for("softmax", (shapes(rows, cols, dtype=dtype),), known("h200"), ("pallas", "cluster"))
+    vector, (length, size) = 16 // jnp.dtype(dtype).itemsize, (plan.block, plan.splits)
+    counted, written = np.zeros(rows * cols, int), np.zeros(rows * cols, int)
+    for row, rank in itertools.product(range(rows), range(size)):
+        cut = Cut.of(cols, vector, row, rank, length, size)
+        first = int(cut.first) + (0 if cut.ragged else row * cols)
+        assert first * 16 // vector % 16 == 0
+        assert 0 <= first <= rows * cols - length
+        counted[first + max(int(cut.before), 0) : first + min(int(cut.after), length)] += 1
+        written[first + vector * cut.ragged : first + length - vector * cut.ragged] += 1
+        for end in (0, length - vector) if cut.ragged else ():
+            places = np.arange(first + end, first + end + vector)
+            written[places[(places >= cut.begin) & (places < cut.end)]] += 1
+    assert (counted == 1).all()
+    assert (written >= 1).all()
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("cols", [1024, 8192, 17408, 32768, 50256, 128256])
+@pytest.mark.parametrize("cols", [1024, 8192, 17408, 17409, 32768, 50256, 50257, 128255, 128256])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORWARD)
 def test_clusters_are_as_good_as_jax(name: str, dtype: str, cols: int) -> None:

@@ -24,6 +24,9 @@ SLICE_BYTES = 32 << 10
 MOST_SLICE_BYTES = 220 << 10
 """Shared memory for the slices of a block."""
 
+LARGEST_RAGGED = (1 << 31) - (1 << 16)
+"""Elements of an array whose rows begin anywhere: `cluster` counts them in 32 bits."""
+
 MOST_SPLITS = 1024
 """Programs that share a row of `split`: each of them merges the states of all."""
 
@@ -84,11 +87,17 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
         return f"clusters of blocks need compute capability 9.0, and {device.name} has {device.arch}"
     if problem.itemsize == 8 or problem.fused:
         return "Mosaic kernels take logits as they are, of 16 and 32 bits"
-    if problem.cols * problem.itemsize % 16:
-        return f"rows of {problem.cols} {problem.dtype} elements are not whole 16 bytes"
-    tile = CLUSTER_THREADS * problem.vector
-    for size in (1, 2, 4, 8, 16):
-        length = -(-problem.cols // (size * problem.vector)) * problem.vector
+    vector, ragged = problem.vector, problem.cols * problem.itemsize % 16 != 0
+    if ragged and (problem.rows * problem.cols % vector or problem.rows * problem.cols > LARGEST_RAGGED):
+        return (
+            f"rows of {problem.cols} {problem.dtype} elements are not whole 16 bytes, and neither are all "
+            f"{problem.rows} of them, or they are more than {LARGEST_RAGGED}"
+        )
+    tile = CLUSTER_THREADS * vector
+    # A row that begins anywhere takes 16 bytes more, and no slice of it may begin before the array.
+    span = problem.cols + (2 * vector - 2 if ragged else 0)
+    for size in (2, 4, 8, 16) if ragged else (1, 2, 4, 8, 16):
+        length = -(-span // (size * vector)) * vector
         held = length * problem.inputs * problem.itemsize
         if held <= (ROW_BYTES * problem.inputs if size == 1 else SLICE_BYTES):
             break

@@ -8,7 +8,7 @@ on every machine; here is only who holds which columns, and who waits for whom.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,66 @@ from .operands import Operands
 from .ops import Op
 from .state import State, Tiles
 
+
+class Cut(NamedTuple):
+    """How a block's slice lies in the array: as its row, or as one long vector where rows begin anywhere.
+
+    Slices are of whole 16 bytes, all of one length.  The last of a row begins earlier, and a ragged row's first and
+    last hold neighbours' elements too: what others count, or is none of this row, is before `before` or after `after`.
+
+    Attributes:
+        ragged: Whether rows begin anywhere.
+        row: Which row.
+        begin, end: Where it begins and ends: in itself, or in the array if ragged.
+        first: Where the slice begins, in the same.
+        before, after: Of the slice, what counts here.
+        length, vector: Elements of a slice, and of 16 bytes.
+    """
+
+    ragged: bool
+    row: Array
+    begin: Array | int
+    end: Array | int
+    first: Array
+    before: Array
+    after: Array
+    length: int
+    vector: int
+
+    @classmethod
+    def of(cls, cols: int, vector: int, row: Array, rank: Array, length: int, size: int) -> Cut:
+        """The slice of a block."""
+        ragged = bool(cols % vector)
+        begin = row * cols if ragged else 0
+        end = begin + cols
+        low, high = begin // vector * vector, -(-end // vector) * vector
+        mine = low + rank * length
+        first = jnp.minimum(mine, high - length)
+        return cls(ragged, row, begin, end, first, jnp.maximum(mine, begin) - first, end - first, length, vector)
+
+    def place(self, array: Any, at: int, columns: int) -> Any:
+        """Columns of the slice, in the array."""
+        place = pl.ds(self.first + at, columns)
+        return array.at[place] if self.ragged else array.at[self.row, place]
+
+    def write(self, slice_: Any, array: Any) -> None:
+        """The slice to the array: of a ragged row, what lies in it of the 16 bytes at either end by themselves."""
+        from jax.experimental.pallas import mosaic_gpu as mosaic
+
+        if not self.ragged:
+            mosaic.copy_smem_to_gmem(slice_, self.place(array, 0, self.length))
+            return
+        vector, inner = self.vector, self.length - 2 * self.vector
+        mosaic.copy_smem_to_gmem(slice_.at[pl.ds(vector, inner)], self.place(array, vector, inner))
+        for end in (0, self.length - vector):
+            for at in range(end, end + vector):
+                place = self.first + at
+
+                @pl.when((place >= self.begin) & (place < self.end))
+                def _(at: int = at, place: Array = place) -> None:
+                    array[place] = slice_[at]
+
+
 WRITTEN_ELEMENTS = 32
 """Elements that a thread writes between two barriers."""
 
@@ -30,7 +90,7 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
 
     Chosen: rows that one program's registers do not hold, on Hopper and later.
     Bytes: one read, one write; states travel through distributed shared memory.
-    Limits: whole 16 bytes a row; logits alone, without what is fused at load.
+    Limits: logits alone, without what is fused at load.
     """
     from jax.experimental.pallas import mosaic_gpu as mosaic
 
@@ -38,17 +98,13 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
     reads, writes = operands.sides(refs[: -inputs - 4])
     slices, (states_m, states_l, loaded, arrived) = refs[-inputs - 4 : -4], refs[-4:]
     row, rank = jax.lax.axis_index("row"), jax.lax.axis_index("rank")
-    # The last slice begins earlier, so that all have one length; what it shares with the one before counts there.
-    first = jnp.minimum(rank * length, operands.cols - length)
-    counted, most_counted = rank * length - first, size * length - operands.cols
+    vector = 16 // slices[0].dtype.itemsize
+    cut = Cut.of(operands.cols, vector, row, rank, length, size)
     for x, slice_ in zip(reads[:inputs], slices, strict=True):
-        mosaic.copy_gmem_to_smem(
-            x.at[row, pl.ds(first, length)], slice_, loaded, oob_mode=mosaic.OOBFillMode.PROMISE_IN_BOUNDS
-        )
+        mosaic.copy_gmem_to_smem(cut.place(x, 0, length), slice_, loaded, oob_mode=mosaic.OOBFillMode.PROMISE_IN_BOUNDS)
     mosaic.barrier_wait(loaded)
 
     # A tile is 16 bytes a thread; the last begins earlier as well.
-    vector = 16 // slices[0].dtype.itemsize
     tile = CLUSTER_THREADS * vector
     whole = length // tile * tile
     last = [length - tile] if whole < length else []
@@ -62,19 +118,23 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
         return a, b[0] if b else a
 
     def counting(at: int) -> tuple[Array, Array]:
-        """A tile, without what the slice or the tile before counts."""
-        before = jnp.maximum(counted - at, -at % tile)
+        """A tile, without what counts elsewhere."""
         column = mosaic.broadcasted_iota(jnp.int32, (tile,), 0, layout=layout(tile))
+        here = column >= jnp.maximum(cut.before - at, -at % tile)
+        if cut.ragged:
+            here &= column < cut.after - at
         nothing = 0 if op.sums else -jnp.inf
-        a, b = (jnp.where(column < before, jnp.asarray(nothing, t.dtype), t) for t in held(at))
+        a, b = (jnp.where(here, t, jnp.asarray(nothing, t.dtype)) for t in held(at))
         return a, b
 
     if op.reduces:
-        masked = -(-most_counted // tile)
-        edges = [partial(counting, at) for at in [*range(0, masked * tile, tile), *last]]
-        cut = Tiles(edges, lambda i: held(i * tile), masked, whole // tile)
+        # Of the tiles, the first holds what others count, the last what it shares with the one before.
+        first, ends = int(cut.ragged or size * length > operands.cols), int(cut.ragged and not last)
+        edges = sorted({*[0][:first], *[length - tile][: ends + len(last)]})
+        inner = range(first, max(first, whole // tile - ends))
+        parts = Tiles([partial(counting, at) for at in edges], lambda i: held(i * tile), inner.start, inner.stop)
         with jax.enable_x64(op.exact):
-            state = op.of_tiles(cut, operands.accumulator)
+            state = op.of_tiles(parts, operands.accumulator)
             if size > 1:
                 state = _of_cluster(state, op, states_m, states_l, arrived, size)
             state = tuple(part.astype(operands.accumulator) for part in state)
@@ -102,7 +162,7 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
         for at, tiles in zip(last, kept, strict=True):
             write(at, tiles)
         mosaic.commit_smem()
-        mosaic.copy_smem_to_gmem(slices[0], writes[0].at[row, pl.ds(first, length)])
+        cut.write(slices[0], writes[0])
     if op.reduces and size > 1:
         # None leaves while another may still read its state.
         mosaic.barrier_arrive(arrived)
@@ -138,6 +198,10 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
 
     op, size, length = operands.op, plan.splits, plan.block
     inputs = 2 if op.sums else 1
+    shapes = out
+    if operands.cols % (16 // arrays[0].dtype.itemsize):
+        arrays = [t.reshape(-1) for t in arrays]
+        out = [jax.ShapeDtypeStruct((to.size,), to.dtype) for to in out]
     dtypes = operands.accumulator, op.slice_dtype(operands.accumulator)
     with jax.enable_x64(op.exact):
         states = [mosaic.SMEM((CLUSTER_THREADS,), dtype) for dtype in dtypes]
@@ -155,4 +219,4 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
         kernel_name="onlinesoftmax_cluster",
     )  # fmt: skip
     result: list[Array] = list(kernel(*arrays))
-    return result
+    return [y.reshape(to.shape) for y, to in zip(result, shapes, strict=True)]
