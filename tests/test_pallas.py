@@ -23,7 +23,7 @@ from laws import LAWS, Case, Float64, Law
 from onlinesoftmax import PlanError, primitives
 from onlinesoftmax.backends import xla
 from onlinesoftmax.backends.pallas import ops, state
-from onlinesoftmax.backends.pallas.cluster import Cut
+from onlinesoftmax.backends.pallas.cut import Cut
 from onlinesoftmax.backends.pallas.operands import tanh
 from onlinesoftmax.device import known
 from onlinesoftmax.scores import PLAIN, Scores
@@ -256,15 +256,15 @@ def test_slices_count_each_element_once_and_lie_in_the_array(cols: int, dtype: s
     vector, (length, size) = 16 // jnp.dtype(dtype).itemsize, (plan.block, plan.splits)
     counted, written = np.zeros(rows * cols, int), np.zeros(rows * cols, int)
     for row, rank in itertools.product(range(rows), range(size)):
-        cut = Cut.of(cols, vector, row, rank, length, size)
+        cut = Cut.of(row, rank, cols, length, vector)
         first = int(cut.first) + (0 if cut.ragged else row * cols)
-        assert first * 16 // vector % 16 == 0
+        assert first % vector == 0
         assert 0 <= first <= rows * cols - length
         counted[first + max(int(cut.before), 0) : first + min(int(cut.after), length)] += 1
-        written[first + vector * cut.ragged : first + length - vector * cut.ragged] += 1
-        for end in (0, length - vector) if cut.ragged else ():
-            places = np.arange(first + end, first + end + vector)
-            written[places[(places >= cut.begin) & (places < cut.end)]] += 1
+        at, count = cut.whole
+        written[first + at : first + at + count] += 1
+        written[[first + at for at in cut.rest if cut.mine(at)]] += 1
+        assert row * cols <= first + at < first + at + count <= row * cols + cols
     assert (counted == 1).all()
     assert (written >= 1).all()
 

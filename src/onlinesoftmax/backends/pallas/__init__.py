@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import jax
 import jax.numpy as jnp
 
 from ...arrays import Array
 from ...plan import Plan
 from ...scores import PLAIN, Scores
-from . import cluster, looped, row, split
 from .operands import Operands
-
-STRATEGIES = {"row": row.run, "cluster": cluster.run, "looped": looped.run, "split": split.run}
 
 
 def run(
@@ -26,14 +25,16 @@ def run(
         interpret: Run the kernels' bodies as JAX operations, on any device.
         spec, factor: As in backends/xla.py.
     """
+    # Mosaic is imported by whom it runs for.
+    strategy = import_module(f".{plan.strategy}", __name__)
     x, described = operands[0], Operands.of(name, operands, spec, factor)
     matrices = described.matrices(operands)
     if described.op.per_row:
         part = jax.ShapeDtypeStruct((described.rows,), described.accumulator)
-        parts = STRATEGIES[plan.strategy](described, matrices, [part, part], plan, interpret)
+        parts = strategy.run(described, matrices, [part, part], plan, interpret)
         return jnp.stack(parts, axis=-1).reshape(*x.shape[:-1], 2)
     # A gradient is as wide as what it is the gradient of: t's dtype, or of lse, which is wider, x's.
     dtype = operands[-1].dtype if described.op.sums else x.dtype
     out = jax.ShapeDtypeStruct((described.rows, described.cols), dtype)
-    [y] = STRATEGIES[plan.strategy](described, matrices, [out], plan, interpret)
+    [y] = strategy.run(described, matrices, [out], plan, interpret)
     return y.reshape(x.shape)

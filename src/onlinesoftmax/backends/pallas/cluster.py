@@ -1,8 +1,8 @@
 """Strategy `cluster`: the blocks of a thread-block cluster hold one row, and read each other's states.
 
 These kernels go through Mosaic GPU, not Triton: bulk copies bring a slice of a row to shared memory and take it away.
-Mosaic has no interpreter for clusters, so what is computed of a slice is in ops.py and state.py, where it is tested
-on every machine; here is only who holds which columns, and who waits for whom.
+Mosaic has no interpreter for clusters, so what is computed of a slice is in ops.py and state.py, and how a row is cut
+in cut.py, where it is tested on every machine; here is only who holds which columns, and who waits for whom.
 """
 
 from __future__ import annotations
@@ -13,76 +13,101 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as mosaic
 
 from ...arrays import Array
 from ...candidates.pallas import CLUSTER_THREADS
 from ...plan import Plan
+from .cut import Cut
 from .operands import Operands
-from .ops import Op
+from .ops import Op, Term
 from .state import State, Tiles
-
-
-class Cut(NamedTuple):
-    """How a block's slice lies in the array: as its row, or as one long vector where rows begin anywhere.
-
-    Slices are of whole 16 bytes, all of one length.  The last of a row begins earlier, and a ragged row's first and
-    last hold neighbours' elements too: what others count, or is none of this row, is before `before` or after `after`.
-
-    Attributes:
-        ragged: Whether rows begin anywhere.
-        row: Which row.
-        begin, end: Where it begins and ends: in itself, or in the array if ragged.
-        first: Where the slice begins, in the same.
-        before, after: Of the slice, what counts here.
-        length, vector: Elements of a slice, and of 16 bytes.
-    """
-
-    ragged: bool
-    row: Array
-    begin: Array | int
-    end: Array | int
-    first: Array
-    before: Array
-    after: Array
-    length: int
-    vector: int
-
-    @classmethod
-    def of(cls, cols: int, vector: int, row: Array, rank: Array, length: int, size: int) -> Cut:
-        """The slice of a block."""
-        ragged = bool(cols % vector)
-        begin = row * cols if ragged else 0
-        end = begin + cols
-        low, high = begin // vector * vector, -(-end // vector) * vector
-        mine = low + rank * length
-        first = jnp.minimum(mine, high - length)
-        return cls(ragged, row, begin, end, first, jnp.maximum(mine, begin) - first, end - first, length, vector)
-
-    def place(self, array: Any, at: int, columns: int) -> Any:
-        """Columns of the slice, in the array."""
-        place = pl.ds(self.first + at, columns)
-        return array.at[place] if self.ragged else array.at[self.row, place]
-
-    def write(self, slice_: Any, array: Any) -> None:
-        """The slice to the array: of a ragged row, what lies in it of the 16 bytes at either end by themselves."""
-        from jax.experimental.pallas import mosaic_gpu as mosaic
-
-        if not self.ragged:
-            mosaic.copy_smem_to_gmem(slice_, self.place(array, 0, self.length))
-            return
-        vector, inner = self.vector, self.length - 2 * self.vector
-        mosaic.copy_smem_to_gmem(slice_.at[pl.ds(vector, inner)], self.place(array, vector, inner))
-        for end in (0, self.length - vector):
-            for at in range(end, end + vector):
-                place = self.first + at
-
-                @pl.when((place >= self.begin) & (place < self.end))
-                def _(at: int = at, place: Array = place) -> None:
-                    array[place] = slice_[at]
-
 
 WRITTEN_ELEMENTS = 32
 """Elements that a thread writes between two barriers."""
+
+
+class Slice(NamedTuple):
+    """A block's columns in shared memory, in tiles of 16 bytes a thread; the last begins earlier, as slices do.
+
+    Attributes:
+        op: What is done with them.
+        refs: Those of each input; the output takes the place of the first.
+        cut: Where they lie in the array.
+        accumulator: The dtype that is computed in.
+    """
+
+    op: Op
+    refs: tuple[Any, ...]
+    cut: Cut
+    accumulator: Any
+
+    @property
+    def tile(self) -> int:
+        """Columns of a tile."""
+        return CLUSTER_THREADS * self.cut.vector
+
+    def held(self, at: Array | int, columns: int) -> tuple[Array, Array]:
+        """(a, b) of columns from one on."""
+        layout = mosaic.Layout.WG_STRIDED((columns,), vec_size=self.cut.vector)
+        a, *b = (mosaic.layout_cast(ref[pl.ds(at, columns)], layout) for ref in self.refs)
+        return a, b[0] if b else a
+
+    def counted(self, at: int) -> tuple[Array, Array]:
+        """A tile, without what counts elsewhere."""
+        layout = mosaic.Layout.WG_STRIDED((self.tile,), vec_size=self.cut.vector)
+        column = mosaic.broadcasted_iota(jnp.int32, (self.tile,), 0, layout=layout)
+        here = column >= jnp.maximum(self.cut.before - at, -at % self.tile)
+        if self.cut.ragged:
+            here &= column < self.cut.after - at
+        nothing = 0 if self.op.sums else -jnp.inf
+        a, b = (jnp.where(here, t, jnp.asarray(nothing, t.dtype)) for t in self.held(at, self.tile))
+        return a, b
+
+    def tiles(self, overlap: bool) -> Tiles:
+        """All of it, each column once; `overlap` where some count in the slice before."""
+        count, shared = divmod(self.cut.length, self.tile)
+        first, last = overlap or self.cut.ragged, shared > 0 or self.cut.ragged
+        edges = {at for at, is_edge in ((0, first), (self.cut.length - self.tile, last)) if is_edge}
+        start, stop = int(first), count - int(last and not shared)
+        return Tiles(
+            [partial(self.counted, at) for at in sorted(edges)], lambda i: self.held(i * self.tile, self.tile),
+            start, max(start, stop),
+        )  # fmt: skip
+
+    def finish(self, term: Term) -> None:
+        """Put the output in place of the first input."""
+        count, shared = divmod(self.cut.length, self.tile)
+        # Read before what it shares with the tile before it is written.
+        last = [(self.cut.length - self.tile, self.held(self.cut.length - self.tile, self.tile))] if shared else []
+        # Mosaic has a barrier before and after what is written, so it is much at a time.
+        most = CLUSTER_THREADS * WRITTEN_ELEMENTS
+        for at in range(0, count * self.tile, most):
+            self._write(at, self.held(at, min(most, count * self.tile - at)), term)
+        for at, pair in last:
+            self._write(at, pair, term)
+
+    def _write(self, at: int, pair: tuple[Array, Array], term: Term) -> None:
+        a, b = (t.astype(self.accumulator) for t in pair)
+        self.refs[0][pl.ds(at, a.size)] = self.op.finish(a, b, term).astype(self.refs[0].dtype)
+
+    def load(self, arrays: tuple[Any, ...], loaded: Any) -> None:
+        """Bring it here."""
+        for array, ref in zip(arrays, self.refs, strict=True):
+            place = self.cut.place(array, 0, self.cut.length)
+            mosaic.copy_gmem_to_smem(place, ref, loaded, oob_mode=mosaic.OOBFillMode.PROMISE_IN_BOUNDS)
+        mosaic.barrier_wait(loaded)
+
+    def store(self, array: Any) -> None:
+        """Take the output away: what may be a neighbour's by elements."""
+        mosaic.commit_smem()
+        at, columns = self.cut.whole
+        mosaic.copy_smem_to_gmem(self.refs[0].at[pl.ds(at, columns)], self.cut.place(array, at, columns))
+        for at in self.cut.rest:
+
+            @pl.when(self.cut.mine(at))
+            def _(at: int = at) -> None:
+                array[self.cut.first + at] = self.refs[0][at]
 
 
 def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> None:
@@ -92,54 +117,19 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
     Bytes: one read, one write; states travel through distributed shared memory.
     Limits: logits alone, without what is fused at load.
     """
-    from jax.experimental.pallas import mosaic_gpu as mosaic
-
     op, inputs = operands.op, 2 if operands.op.sums else 1
     reads, writes = operands.sides(refs[: -inputs - 4])
-    slices, (states_m, states_l, loaded, arrived) = refs[-inputs - 4 : -4], refs[-4:]
+    held, (states_m, states_l, loaded, arrived) = refs[-inputs - 4 : -4], refs[-4:]
     row, rank = jax.lax.axis_index("row"), jax.lax.axis_index("rank")
-    vector = 16 // slices[0].dtype.itemsize
-    cut = Cut.of(operands.cols, vector, row, rank, length, size)
-    for x, slice_ in zip(reads[:inputs], slices, strict=True):
-        mosaic.copy_gmem_to_smem(cut.place(x, 0, length), slice_, loaded, oob_mode=mosaic.OOBFillMode.PROMISE_IN_BOUNDS)
-    mosaic.barrier_wait(loaded)
-
-    # A tile is 16 bytes a thread; the last begins earlier as well.
-    tile = CLUSTER_THREADS * vector
-    whole = length // tile * tile
-    last = [length - tile] if whole < length else []
-
-    def layout(columns: int) -> Any:
-        return mosaic.Layout.WG_STRIDED((columns,), vec_size=vector)
-
-    def held(at: int | Array, columns: int = tile) -> tuple[Array, Array]:
-        """The columns of the slice from one on."""
-        a, *b = (mosaic.layout_cast(slice_[pl.ds(at, columns)], layout(columns)) for slice_ in slices)
-        return a, b[0] if b else a
-
-    def counting(at: int) -> tuple[Array, Array]:
-        """A tile, without what counts elsewhere."""
-        column = mosaic.broadcasted_iota(jnp.int32, (tile,), 0, layout=layout(tile))
-        here = column >= jnp.maximum(cut.before - at, -at % tile)
-        if cut.ragged:
-            here &= column < cut.after - at
-        nothing = 0 if op.sums else -jnp.inf
-        a, b = (jnp.where(here, t, jnp.asarray(nothing, t.dtype)) for t in held(at))
-        return a, b
-
+    cut = Cut.of(row, rank, operands.cols, length, 16 // held[0].dtype.itemsize)
+    slice_ = Slice(op, held, cut, operands.accumulator)
+    slice_.load(reads[:inputs], loaded)
     if op.reduces:
-        # Of the tiles, the first holds what others count, the last what it shares with the one before.
-        first, ends = int(cut.ragged or size * length > operands.cols), int(cut.ragged and not last)
-        edges = sorted({*[0][:first], *[length - tile][: ends + len(last)]})
-        inner = range(first, max(first, whole // tile - ends))
-        parts = Tiles([partial(counting, at) for at in edges], lambda i: held(i * tile), inner.start, inner.stop)
         with jax.enable_x64(op.exact):
-            state = op.of_tiles(parts, operands.accumulator)
+            state = op.of_tiles(slice_.tiles(size * length > operands.cols), operands.accumulator)
             if size > 1:
                 state = _of_cluster(state, op, states_m, states_l, arrived, size)
             state = tuple(part.astype(operands.accumulator) for part in state)
-    else:
-        state = reads[inputs][row], reads[inputs + 1][row]
     if op.per_row:
 
         @pl.when(rank == 0)
@@ -147,22 +137,8 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
             for ref, part in zip(writes, op.parts(state), strict=True):
                 ref[row] = part
     else:
-        term = op.term(state)
-
-        def write(at: int, tiles: tuple[Array, Array]) -> None:
-            a, b = (t.astype(operands.accumulator) for t in tiles)
-            y = op.finish(a, b, term)
-            slices[0][pl.ds(at, y.size)] = y.astype(slices[0].dtype)
-
-        # Read before what it shares with the tile before it is written.
-        kept = [held(at) for at in last]
-        # Mosaic has a barrier before and after what is written, so it is much at a time.
-        for at in range(0, whole, CLUSTER_THREADS * WRITTEN_ELEMENTS):
-            write(at, held(at, min(CLUSTER_THREADS * WRITTEN_ELEMENTS, whole - at)))
-        for at, tiles in zip(last, kept, strict=True):
-            write(at, tiles)
-        mosaic.commit_smem()
-        cut.write(slices[0], writes[0])
+        slice_.finish(op.term(state) if op.reduces else op.given(*(ref[row] for ref in reads[inputs:])))
+        slice_.store(writes[0])
     if op.reduces and size > 1:
         # None leaves while another may still read its state.
         mosaic.barrier_arrive(arrived)
@@ -172,8 +148,6 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
 
 def _of_cluster(state: State, op: Op, states_m: Any, states_l: Any, arrived: Any, size: int) -> State:
     """The state of a row, from those of its slices: as many times as there are threads, which is how one is sent."""
-    from jax.experimental.pallas import mosaic_gpu as mosaic
-
     layout = mosaic.Layout.WG_STRIDED((CLUSTER_THREADS,), vec_size=1)
     for ref, part in zip((states_m, states_l), state, strict=True):
         ref[...] = mosaic.layout_cast(jnp.full((CLUSTER_THREADS,), part), layout)
@@ -194,8 +168,6 @@ def _of_cluster(state: State, op: Op, states_m: Any, states_l: Any, arrived: Any
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
     """The operation on matrices."""
-    from jax.experimental.pallas import mosaic_gpu as mosaic
-
     op, size, length = operands.op, plan.splits, plan.block
     inputs = 2 if op.sums else 1
     shapes = out

@@ -49,11 +49,14 @@ def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:
     """
     reads, writes = operands.sides(refs)
     op, row, tiles = operands.op, pl.program_id(0), pl.cdiv(operands.cols, block)
-    state = state_of(operands, reads, row, 0, tiles, block) if op.reduces else operands.given(reads, row, 1)
+    if not op.reduces:
+        write_tiles(operands, reads, writes[0], row, 0, tiles, block, operands.given(reads, row, 1))
+        return
+    state = state_of(operands, reads, row, 0, tiles, block)
     if op.per_row:
         operands.store_parts(writes, row, state)
-        return
-    write_tiles(operands, reads, writes[0], row, 0, tiles, block, op.term(state))
+    else:
+        write_tiles(operands, reads, writes[0], row, 0, tiles, block, op.term(state))
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:

@@ -84,13 +84,15 @@ class Operands(NamedTuple):
             if self.op.reduces or i <= self.spec.arrays:
                 found.append(t.reshape(-1, t.shape[-1]))
         if not self.op.reduces:
-            # The state of each row, and t over its l in place of that.
+            # m of each row's state, and t over its l in two parts, the second being what the first has rounded away.
             state, t = operands[-2:]
             m, l = state.reshape(-1, 2).T
             with jax.enable_x64(True):
-                # GPUs divide numbers of 32 bits to two units in the last place.
                 quotient = t.reshape(-1).astype(jnp.float64) / l.astype(jnp.float64)
-            found += [m, quotient.astype(m.dtype)]
+                high = quotient.astype(m.dtype)
+                low = (quotient - high.astype(jnp.float64)).astype(m.dtype)
+                # Infinity is whole.
+                found += [m, high, jnp.where(jnp.isnan(low), 0, low)]
         return found
 
     def sides(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -120,14 +122,15 @@ class Operands(NamedTuple):
             kept = inside & (there(*next(beside)) != 0)
         return jnp.where(kept, x, -jnp.inf), x, kept
 
-    def given(self, refs: tuple[Any, ...], first: Any, rows: int) -> State:
-        """What is given of each row in place of a state, where none is reduced."""
+    def given(self, refs: tuple[Any, ...], first: Any, rows: int) -> Term:
+        """What finishes each row, where none is reduced."""
         inside = self._rows(first, rows)[1]
-        m, l = (
-            pltriton.load(ref.at[pl.ds(first, rows)], mask=inside, other=0).astype(self.accumulator)[:, None]
-            for ref in refs[1 + self.spec.arrays : 3 + self.spec.arrays]
+        return self.op.given(
+            *(
+                pltriton.load(ref.at[pl.ds(first, rows)], mask=inside, other=0).astype(self.accumulator)[:, None]
+                for ref in refs[1 + self.spec.arrays : 4 + self.spec.arrays]
+            )
         )
-        return m, l
 
     def store(self, ref: Any, first: Any, col: Any, tile: tuple[Array, Array, Array], term: Term) -> None:
         """Write a tile of the output."""

@@ -125,19 +125,24 @@ class Op(NamedTuple):
         t, low = state.reciprocal(l) if self.name == "softmax" else (jnp.log(l), None)
         return Term(state.shift(m), jnp.where(jnp.abs(m) == jnp.inf, jnp.nan, t), low if self.exact else None)
 
+    def given(self, m: Array, t: Array, low: Array) -> Term:
+        """That of a row whose state is given, not reduced."""
+        return Term(m, t, low if self.exact else None)
+
     def finish(self, a: Array, b: Array, term: Term) -> Array:
         """The output for the elements (a, b)."""
         s, t, low = term
-        if self.name == "softmax":
+        if self.name in ("softmax", "logsumexp_backward"):
             e = jnp.exp(a - s)
-            return e * t if low is None else e * t + e * low
+            y = e * t if low is None else e * t + e * low
+            return y if self.name == "softmax" else self.factor * y
         if self.name == "log_softmax":
             return (a - s) - t
         if self.name == "softmax_backward":
             return self.factor * (a * (b - t))
         if self.name == "log_softmax_backward":
             return self.factor * (b - jnp.exp(a) * t)
-        return self.factor * (t * jnp.exp(a - s))
+        raise ValueError(f"{self.name} writes no element")
 
     def parts(self, a: State) -> State:
         """What is kept of a state: m made finite, so that logsumexp is m + log(l) in every case."""

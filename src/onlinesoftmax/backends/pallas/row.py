@@ -23,11 +23,11 @@ def row_kernel(*refs: Any, operands: Operands, shape: tuple[int, int]) -> None:
     reads, writes = operands.sides(refs)
     op, first = operands.op, pl.program_id(0) * shape[0]
     tile = operands.load(reads, first, 0, shape)
-    state = op.of(*tile[:2]) if op.reduces else operands.given(reads, first, shape[0])
     if op.per_row:
-        operands.store_parts(writes, first, state)
-    else:
-        operands.store(writes[0], first, 0, tile, op.term(state))
+        operands.store_parts(writes, first, op.of(*tile[:2]))
+        return
+    term = op.term(op.of(*tile[:2])) if op.reduces else operands.given(reads, first, shape[0])
+    operands.store(writes[0], first, 0, tile, term)
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:

@@ -41,7 +41,7 @@ def write_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth:
     *reads, m_ref, l_ref, y_ref = refs
     op = operands.op
     _, row, part = _place(splits, operands.rows * splits - 1)
-    term = op.term(_whole((m_ref, l_ref), row, splits, op) if op.reduces else operands.given(tuple(reads), row, 1))
+    term = op.term(_whole((m_ref, l_ref), row, splits, op)) if op.reduces else operands.given(tuple(reads), row, 1)
     write_tiles(operands, tuple(reads), y_ref, row, part * depth, depth, block, term)
 
 

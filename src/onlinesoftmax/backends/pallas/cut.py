@@ -1,0 +1,76 @@
+"""How `cluster` cuts rows to slices of whole 16 bytes, wherever the rows begin."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ...arrays import Array
+
+
+class Cut(NamedTuple):
+    """Where a slice of a row lies.
+
+    All slices have one length, so the last of a row begins earlier, and holds what the one before counts.  Rows of
+    whole 16 bytes lie in a matrix.  Ragged rows begin anywhere in one long vector: what their first and last slice
+    hold of the 16 bytes at either end may be their neighbours'.
+
+    Attributes:
+        ragged: Whether rows begin anywhere.
+        row: Which row.
+        begin, end: Where it begins and ends, in itself; in the vector if ragged.
+        first: Where the slice begins, in the same.
+        before, after: What of the slice counts here is not before the one, and before the other.
+        length, vector: Elements of a slice, and of 16 bytes.
+    """
+
+    ragged: bool
+    row: Array
+    begin: Array | int
+    end: Array | int
+    first: Array
+    before: Array
+    after: Array
+    length: int
+    vector: int
+
+    @classmethod
+    def of(cls, row: Array, rank: Array, cols: int, length: int, vector: int) -> Cut:
+        """The slice of a rank.
+
+        Args:
+            row, rank: Which slice of which row.
+            cols: Elements of a row.
+            length: Of a slice, in whole vectors; of a ragged row, at most a half of it.
+            vector: Elements of 16 bytes.
+        """
+        ragged = cols % vector != 0
+        begin = row * cols if ragged else 0
+        end = begin + cols
+        low, high = begin // vector * vector, -(-end // vector) * vector
+        mine = low + rank * length
+        first = jnp.minimum(mine, high - length)
+        return cls(ragged, row, begin, end, first, jnp.maximum(mine, begin) - first, end - first, length, vector)
+
+    def place(self, array: Any, at: int, columns: int) -> Any:
+        """Columns of the slice, in the matrix or in the vector."""
+        place = pl.ds(self.first + at, columns)
+        return array.at[place] if self.ragged else array.at[self.row, place]
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """From where on how many columns of the slice are whole 16 bytes of its row, whatever the row."""
+        return (self.vector, self.length - 2 * self.vector) if self.ragged else (0, self.length)
+
+    @property
+    def rest(self) -> list[int]:
+        """The other columns of the slice, which may be a neighbour's."""
+        start, count = self.whole
+        return [*range(start), *range(start + count, self.length)]
+
+    def mine(self, at: int) -> Array:
+        """Whether a column of the slice is of its row."""
+        place = self.first + at
+        return (place >= self.begin) & (place < self.end)
