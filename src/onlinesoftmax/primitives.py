@@ -26,6 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .arrays import Array
 from .backends import pallas, xla
+from .backends.pallas import partitioned
 from .candidates import FOR_JAX
 from .device import Device, from_jax, known
 from .operation import OPERATIONS
@@ -106,15 +107,25 @@ LARGEST = (1 << 31) - (1 << 16)
 
 def _lowered(name: str, platform: str, *operands: Array, who: Who, **params: Any) -> Array:
     """An operation as the plan for a platform has it."""
-    if name in OPERATIONS:
-        on_gpu = platform == "cuda"
-        # The interpreter, which is for those who ask for it, needs some GPU's numbers to plan with.
-        device = from_jax() if on_gpu else known("h200" if who[0] == "pallas" else "cpu")
-        chosen = plan_for(name, operands, device, who, **params, interpret=not on_gpu)
+    eager = partial(xla.OPERATIONS[name], **params)
+    if name not in OPERATIONS:
+        # The tangents of forward mode have no kernel, whoever computes the rest.
+        return eager(*operands)
+    on_gpu = platform == "cuda"
+    # The interpreter, which is for those who ask for it, needs some GPU's numbers to plan with.
+    device = from_jax() if on_gpu else known("h200" if who[0] == "pallas" else "cpu")
+
+    def planned(operands: tuple[Array, ...]) -> Plan:
+        return plan_for(name, operands, device, who, **params, interpret=not on_gpu)
+
+    def kernel(*operands: Array) -> Array:
+        # Of a part of the rows XLA may be the faster.
+        chosen = planned(operands)
         if chosen.backend == "pallas":
             return pallas.run(name, operands, chosen, not on_gpu, **params)
-    # The tangents of forward mode have no kernel, whoever computes the rest.
-    return xla.OPERATIONS[name](*operands, **params)
+        return eager(*operands)
+
+    return partitioned.by_rows(kernel, *operands) if planned(operands).backend == "pallas" else eager(*operands)
 
 
 def _make(name: str) -> Primitive:
@@ -129,6 +140,7 @@ def _make(name: str) -> Primitive:
 
     primitive.def_impl(implementation)
     primitive.def_abstract_eval(abstract)
+    partitioned.register(primitive)
     for platform in (None, "cuda"):
         lowering = mlir.lower_fun(partial(_lowered, name, platform or "any"), multiple_results=False)
         mlir.register_lowering(primitive, lowering, platform=platform)

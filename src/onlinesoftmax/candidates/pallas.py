@@ -21,8 +21,8 @@ ROW_BYTES = 16 << 10
 SLICE_BYTES = 32 << 10
 """Bytes of all inputs that one of several blocks holds, if it can be: as many blocks then share a multiprocessor."""
 
-MOST_SLICE_BYTES = 220 << 10
-"""Shared memory for the slices of a block."""
+OTHER_BYTES = 7 << 10
+"""Shared memory of a block beside its slices: states, barriers, and what reductions take."""
 
 LARGEST_RAGGED = (1 << 31) - (1 << 16)
 """Elements of an array whose rows begin anywhere: `cluster` counts them in 32 bits."""
@@ -103,11 +103,9 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
             break
     if length < tile:
         return f"a row of {problem.cols} columns is shorter than a tile of {tile}"
-    if held > MOST_SLICE_BYTES:
-        return (
-            f"a row of {problem.cols} columns takes more than the shared memory of 16 blocks, "
-            f"{MOST_SLICE_BYTES} bytes each"
-        )
+    most = device.shared_memory - OTHER_BYTES
+    if held > most:
+        return f"a row of {problem.cols} columns takes more than the shared memory of 16 blocks, {most} bytes each"
     reason = f"{size} blocks hold" if size > 1 else "one block holds"
     return Candidate(
         "pallas", "cluster", f"{reason} a row of {problem.cols} columns in shared memory, so it is read once",
