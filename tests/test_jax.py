@@ -169,6 +169,10 @@ def test_special_rows(name: str, row: str) -> None:
     ours, theirs = pair(name, -1)
     x = jnp.asarray([ROWS[row], [0.0, 1.0]], jnp.float32)
     np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-6)
+    (_, our_vjp), (_, their_vjp) = jax.vjp(ours, x), jax.vjp(theirs, x)
+    change, dy = jnp.asarray([[1.0, 2.0], [3.0, 5.0]]), jnp.ones_like(ours(x))
+    np.testing.assert_allclose(our_vjp(dy)[0], their_vjp(dy)[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jvp(ours, (x,), (change,))[1], jax.jvp(theirs, (x,), (change,))[1], rtol=1e-5)
 
 
 def test_a_masked_nan_counts_for_nothing() -> None:

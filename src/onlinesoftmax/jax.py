@@ -162,10 +162,10 @@ class _Rows(NamedTuple):
 
 
 def _logsumexp(state: Array) -> Array:
-    """M + log(l); where l is 0 or infinite, the logarithm of that, of which there is no derivative."""
+    """M + log(l); where l is 0 or infinite, the logarithm of that."""
     m, l = state[..., 0], state[..., 1]
     is_number = (l > 0) & (l < jnp.inf)
-    return jnp.where(is_number, m + jnp.log(jnp.where(is_number, l, 1)), jax.lax.stop_gradient(jnp.log(l)))
+    return jnp.where(is_number, m + jnp.log(jnp.where(is_number, l, 1)), jnp.log(l))
 
 
 def _is_for_jax(x: Array) -> bool:
