@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..device import Device
 from ..problem import Problem
-from .candidate import Candidate, clamp, no_gpu, power_of_two, reads, reduces, words_of
+from .candidate import Candidate, clamp, cut, no_gpu, power_of_two, reads, reduces, words_of
 
 REGISTER_ELEMENTS = 32
 """Elements of a row that a thread of `row` holds; more of them than 64 would leave the registers."""
@@ -17,6 +17,9 @@ CLUSTER_THREADS = 128
 
 ROW_BYTES = 16 << 10
 """Most bytes of an input that one block of `cluster` holds, where several could."""
+
+SHORT_SLICE_BYTES = ROW_BYTES // 4
+"""Bytes of an input that are few for a block."""
 
 SLICE_BYTES = 32 << 10
 """Bytes of all inputs that one of several blocks holds, if it can be: as many blocks then share a multiprocessor."""
@@ -73,7 +76,12 @@ def looped(problem: Problem, device: Device) -> Candidate | str:
 
 
 def _quality_of_slices(held: int, inputs: int) -> float:
-    """Measured on an H200: one block alone on a multiprocessor leaves it idle while it waits."""
+    """Measured on an H200: one block alone on a multiprocessor leaves it idle while it waits.
+
+    Several blocks for so short a row, which begins anywhere, were not measured, and are left to `row`.
+    """
+    if held < SHORT_SLICE_BYTES * inputs:
+        return 0.5
     if held <= 64 << 10:
         return 0.95
     return 0.7 if inputs > 1 else 0.42
@@ -88,11 +96,10 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
     if problem.itemsize == 8 or problem.fused:
         return "Mosaic kernels take logits as they are, of 16 and 32 bits"
     vector, ragged = problem.vector, problem.cols * problem.itemsize % 16 != 0
-    if ragged and (problem.rows * problem.cols % vector or problem.rows * problem.cols > LARGEST_RAGGED):
-        return (
-            f"rows of {problem.cols} {problem.dtype} elements are not whole 16 bytes, and neither are all "
-            f"{problem.rows} of them, or they are more than {LARGEST_RAGGED}"
-        )
+    elements = problem.rows * problem.cols
+    if ragged and (elements % vector or elements > LARGEST_RAGGED):
+        beside = f"are {elements} in all" if elements > LARGEST_RAGGED else f"neither are all {problem.rows} of them"
+        return f"rows of {problem.cols} {problem.dtype} elements are not whole 16 bytes, and {beside}"
     tile = CLUSTER_THREADS * vector
     # A row that begins anywhere takes 16 bytes more, and no slice of it may begin before the array.
     span = problem.cols + (2 * vector - 2 if ragged else 0)
@@ -107,9 +114,10 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
     if held > most:
         return f"a row of {problem.cols} columns takes more than the shared memory of 16 blocks, {most} bytes each"
     reason = f"{size} blocks hold" if size > 1 else "one block holds"
+    reason += f" a row of {problem.cols} columns in shared memory, so it is read once{cut(ragged)}"
     return Candidate(
-        "pallas", "cluster", f"{reason} a row of {problem.cols} columns in shared memory, so it is read once",
-        problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size,
+        "pallas", "cluster", reason,
+        problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size, vector=vector if ragged else 1,
         quality=_quality_of_slices(held, problem.inputs),
     )  # fmt: skip
 
