@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 
 pytest.importorskip("jax", reason="jax is not installed")
 
@@ -19,10 +17,9 @@ import jax
 import jax.numpy as jnp
 
 import onlinesoftmax.jax as osj
-from laws import LAWS, Case, Float64, Law
-from onlinesoftmax import PlanError, primitives
+from laws import Float64
+from onlinesoftmax import PlanError, primitives, verification
 from onlinesoftmax.backends import xla
-from onlinesoftmax.backends.pallas import ops, state
 from onlinesoftmax.backends.pallas.cut import Cut
 from onlinesoftmax.backends.pallas.operands import tanh
 from onlinesoftmax.device import known
@@ -57,18 +54,13 @@ def assert_as_good_as_jax(ours: Any, theirs: Any, exact: Float64, dy: Any = 1.0)
     assert (np.abs(wide - exact) <= allowed).all(), np.max(np.abs(wide - exact) / allowed)
 
 
-def exact_result(name: str, x: Any) -> Float64:
-    wide = np.asarray(x, np.float64)
-    m = wide.max(-1, keepdims=True)
-    lse = m + np.log(np.exp(wide - m).sum(-1, keepdims=True))
-    return {"softmax": np.exp(wide - lse), "log_softmax": wide - lse, "logsumexp": lse[:, 0]}[name]
+def exact_forward(name: str, x: Any) -> Float64:
+    return verification.exact_result(name, np.asarray(x, np.float64), -1)
 
 
 def exact_gradient(name: str, x: Any, dy: Any) -> Float64:
-    p, wide = exact_result("softmax", x), np.asarray(dy, np.float64)
-    if name == "softmax":
-        return p * (wide - (p * wide).sum(-1, keepdims=True))
-    return wide - p * wide.sum(-1, keepdims=True) if name == "log_softmax" else p * wide[:, None]
+    wide, wide_dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
+    return verification.exact_gradient(f"{name}_backward", wide, exact_forward(name, x), wide_dy, -1)[0]
 
 
 def gradient_of_output(name: str, y: Any, dtype: str) -> Any:
@@ -82,7 +74,7 @@ def gradient_of_output(name: str, y: Any, dtype: str) -> Any:
 def test_forward_is_as_good_as_jax(strategy: str, name: str, dtype: str, shape: tuple[int, int]) -> None:
     x = outliers(*shape, dtype)
     ours = getattr(osj, name)(x, axis=-1, backend="pallas", strategy=strategy)
-    assert_as_good_as_jax(ours, getattr(jax.nn, name)(x, axis=-1), exact_result(name, x))
+    assert_as_good_as_jax(ours, getattr(jax.nn, name)(x, axis=-1), exact_forward(name, x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -279,7 +271,7 @@ def test_clusters_are_as_good_as_jax(name: str, dtype: str, cols: int) -> None:
     call = partial(getattr(osj, name), axis=-1, backend="pallas", strategy="cluster")
     y, vjp = jax.vjp(call, x)
     theirs, their_vjp = jax.vjp(partial(getattr(jax.nn, name), axis=-1), x)
-    assert_as_good_as_jax(y, theirs, exact_result(name, x))
+    assert_as_good_as_jax(y, theirs, exact_forward(name, x))
     dy = gradient_of_output(name, y, dtype)
     assert_as_good_as_jax(vjp(dy)[0], their_vjp(dy)[0], exact_gradient(name, x, dy), dy)
 
@@ -315,114 +307,12 @@ def test_one_program_for_two_platforms() -> None:
     assert "triton" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
-# The recurrence, under the table of laws
-
-
-class PallasAlgebra:
-    """The functions of backends/pallas/state.py and ops.py: bodies are plain JAX, in a kernel or not."""
-
-    name, dtypes, examples = "pallas", ("float16", "bfloat16", "float32"), 12
-
-    def array(self, values: Float64, dtype: str) -> Any:
-        return jnp.asarray(values, dtype)
-
-    def numpy(self, x: Any) -> Float64:
-        return np.asarray(x).astype(np.float64).reshape(-1)
-
-    def of(self, x: Any) -> state.State:
-        return state.of(x.astype(jnp.float32)[None]) if x.size else self.identity(x)
-
-    def identity(self, like: Any) -> state.State:
-        return state.identity((1, 1), jnp.float32)
-
-    def merge(self, a: state.State, b: state.State) -> state.State:
-        return state.merge(a, b)
-
-    def merge_all(self, states: Sequence[state.State]) -> state.State:
-        m, l = (jnp.concatenate([s[i] for s in states], axis=1) for i in (0, 1))
-        return state.merge_all((m, l))
-
-    def parts(self, a: state.State) -> tuple[float, float]:
-        return float(a[0][0, 0]), float(a[1][0, 0])
-
-    def logsumexp(self, a: state.State) -> float:
-        m, l = ops.Op("logsumexp").parts(a)
-        return float((m + jnp.log(l))[0, 0])
-
-    def softmax(self, a: state.State, x: Any) -> Float64:
-        return self._finish("softmax", a, x)
-
-    def log_softmax(self, a: state.State, x: Any) -> Float64:
-        return self._finish("log_softmax", a, x)
-
-    def _finish(self, name: str, a: state.State, x: Any) -> Float64:
-        op, wide = ops.Op(name), x.astype(jnp.float32)[None]
-        return self.numpy(op.finish(wide, wide, op.term(a)).astype(x.dtype))
-
-
-class OfSlices(PallasAlgebra):
-    """The blocks of a cluster, of which there are a power of two."""
-
-    name = "pallas, slices"
-
-    def merge_all(self, states: Sequence[state.State]) -> state.State:
-        nothing = [self.identity(None)] * ((1 << (len(states) - 1).bit_length()) - len(states))
-        return ops.Op("softmax").merge_slices([*states, *nothing])
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
-@pytest.mark.parametrize("algebra", [PallasAlgebra(), OfSlices()], ids=lambda algebra: algebra.name)
-def test_law(algebra: PallasAlgebra, law: Law) -> None:
-
-    @settings(max_examples=algebra.examples, suppress_health_check=[HealthCheck.too_slow])
-    @given(law.cases(algebra.dtypes))
-    def holds(case: Case) -> None:
-        law.check(algebra, case)
-
-    holds()
-
-
-def test_lanes_merge_into_the_state_of_their_row() -> None:
-    x = jnp.asarray(np.random.default_rng(5).normal(size=(1, 640)) * 9, jnp.float32)
-    lanes = state.identity((1, 64), jnp.float32)
-    for i in range(10):
-        m, l = state.of(x[:, 64 * i : 64 * i + 64, None])
-        lanes = state.merge(lanes, (m[..., 0], l[..., 0]))
-    for a, b in zip(state.merge_all(lanes), state.of(x), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["softmax", "softmax_backward", "log_softmax_backward"])
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("tiles", [1, 4, 5, 11])
-@pytest.mark.parametrize("edges", [(), (0,), (0, -1)])
-def test_tiles_of_a_slice_make_its_state(name: str, exact: bool, tiles: int, edges: tuple[int, ...]) -> None:
-    tiles += len(edges)
-    a, b = (np.random.default_rng(seed).normal(size=(tiles, 32)).astype(np.float32) * 5 for seed in (6, 7))
-    a, b, op = jnp.asarray(a), jnp.asarray(b), ops.Op(name, exact=exact)
-    made = [lambda i=i: (a[i], b[i]) for i in edges]
-    with jax.enable_x64(exact):
-        found = op.of_tiles(
-            state.Tiles(made, lambda i: (a[i], b[i]), int(0 in edges), tiles - (-1 in edges)), jnp.float32
-        )
-    expected = op.of(a.reshape(1, -1), b.reshape(1, -1))
-    # Nobody asks for the m of a sum.
-    for i in range(op.sums, 2):
-        np.testing.assert_allclose(found[i], expected[i][0, 0], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_batch_of_scales(strategy: str) -> None:
     x, scales = outliers(3, 70, "float32"), jnp.asarray([0.5, -2.0], jnp.float32)
     call = jax.vmap(lambda scale: osj.softmax(x, scale=scale, backend="pallas", strategy=strategy))
     for y, scale in zip(call(scales), scales, strict=True):
         np.testing.assert_allclose(y, jax.nn.softmax(scale * x), rtol=2e-5, atol=1e-7)
-
-
-def test_a_reciprocal_in_two_parts() -> None:
-    l = np.random.default_rng(8).uniform(1, 2e5, 4096).astype(np.float32)
-    t, low = (np.asarray(part, np.float64) for part in state.reciprocal(jnp.asarray(l)))
-    np.testing.assert_allclose(t + low, 1 / l.astype(np.float64), rtol=1e-11)
 
 
 def test_scores_name_their_arrays() -> None:

@@ -28,6 +28,7 @@ from .arrays import Array
 from .backends import pallas, xla
 from .backends.pallas import partitioned
 from .candidates import FOR_JAX
+from .candidates.pallas import LARGEST
 from .device import Device, from_jax, known
 from .operation import OPERATIONS
 from .plan import Plan, PlanError, plan
@@ -101,10 +102,6 @@ def plan_for(
     return plan(problem, device, *who, unavailable=missing, strategies=FOR_JAX)
 
 
-LARGEST = (1 << 31) - (1 << 16)
-"""Rows, and columns, that the 32-bit indices of a Pallas kernel count, with what it rounds up to."""
-
-
 def _lowered(name: str, platform: str, *operands: Array, who: Who, **params: Any) -> Array:
     """An operation as the plan for a platform has it."""
     eager = partial(xla.OPERATIONS[name], **params)
@@ -125,7 +122,9 @@ def _lowered(name: str, platform: str, *operands: Array, who: Who, **params: Any
             return pallas.run(name, operands, chosen, not on_gpu, **params)
         return eager(*operands)
 
-    return partitioned.by_rows(kernel, *operands) if planned(operands).backend == "pallas" else eager(*operands)
+    if planned(operands).backend == "eager":
+        return eager(*operands)
+    return partitioned.by_rows(kernel, jax.eval_shape(eager, *operands), *operands)
 
 
 def _make(name: str) -> Primitive:

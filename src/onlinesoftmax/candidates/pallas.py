@@ -27,8 +27,8 @@ SLICE_BYTES = 32 << 10
 OTHER_BYTES = 7 << 10
 """Shared memory of a block beside its slices: states, barriers, and what reductions take."""
 
-LARGEST_RAGGED = (1 << 31) - (1 << 16)
-"""Elements of an array whose rows begin anywhere: `cluster` counts them in 32 bits."""
+LARGEST = (1 << 31) - (1 << 16)
+"""What the 32-bit indices of a kernel count, with what it rounds up to: rows, columns, all elements of ragged rows."""
 
 MOST_SPLITS = 1024
 """Programs that share a row of `split`: each of them merges the states of all."""
@@ -97,8 +97,8 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
         return "Mosaic kernels take logits as they are, of 16 and 32 bits"
     vector, ragged = problem.vector, problem.cols * problem.itemsize % 16 != 0
     elements = problem.rows * problem.cols
-    if ragged and (elements % vector or elements > LARGEST_RAGGED):
-        beside = f"are {elements} in all" if elements > LARGEST_RAGGED else f"neither are all {problem.rows} of them"
+    if ragged and (elements % vector or elements > LARGEST):
+        beside = f"are {elements} in all" if elements > LARGEST else f"neither are all {problem.rows} of them"
         return f"rows of {problem.cols} {problem.dtype} elements are not whole 16 bytes, and {beside}"
     tile = CLUSTER_THREADS * vector
     # A row that begins anywhere takes 16 bytes more, and no slice of it may begin before the array.

@@ -47,16 +47,17 @@ class Slice(NamedTuple):
         """Columns of a tile."""
         return CLUSTER_THREADS * self.cut.vector
 
+    def _layout(self, columns: int) -> Any:
+        return mosaic.Layout.WG_STRIDED((columns,), vec_size=self.cut.vector)
+
     def held(self, at: Array | int, columns: int) -> tuple[Array, Array]:
         """(a, b) of columns from one on."""
-        layout = mosaic.Layout.WG_STRIDED((columns,), vec_size=self.cut.vector)
-        a, *b = (mosaic.layout_cast(ref[pl.ds(at, columns)], layout) for ref in self.refs)
+        a, *b = (mosaic.layout_cast(ref[pl.ds(at, columns)], self._layout(columns)) for ref in self.refs)
         return a, b[0] if b else a
 
     def counted(self, at: int) -> tuple[Array, Array]:
         """A tile, without what counts elsewhere."""
-        layout = mosaic.Layout.WG_STRIDED((self.tile,), vec_size=self.cut.vector)
-        column = mosaic.broadcasted_iota(jnp.int32, (self.tile,), 0, layout=layout)
+        column = mosaic.broadcasted_iota(jnp.int32, (self.tile,), 0, layout=self._layout(self.tile))
         here = column >= jnp.maximum(self.cut.before - at, -at % self.tile)
         if self.cut.ragged:
             here &= column < self.cut.after - at
@@ -79,13 +80,14 @@ class Slice(NamedTuple):
         """Put the output in place of the first input."""
         count, shared = divmod(self.cut.length, self.tile)
         # Read before what it shares with the tile before it is written.
-        last = [(self.cut.length - self.tile, self.held(self.cut.length - self.tile, self.tile))] if shared else []
+        end = self.cut.length - self.tile
+        last = self.held(end, self.tile) if shared else None
         # Mosaic has a barrier before and after what is written, so it is much at a time.
         most = CLUSTER_THREADS * WRITTEN_ELEMENTS
         for at in range(0, count * self.tile, most):
             self._write(at, self.held(at, min(most, count * self.tile - at)), term)
-        for at, pair in last:
-            self._write(at, pair, term)
+        if last:
+            self._write(end, last, term)
 
     def _write(self, at: int, pair: tuple[Array, Array], term: Term) -> None:
         a, b = (t.astype(self.accumulator) for t in pair)

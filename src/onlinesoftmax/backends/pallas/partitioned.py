@@ -25,11 +25,12 @@ def register(primitive: Any) -> None:
         _LOWERED_WITH_DEVICES.add(primitive)
 
 
-def by_rows(function: Callable[..., Array], *operands: Array) -> Array:
+def by_rows(function: Callable[..., Array], result: jax.ShapeDtypeStruct, *operands: Array) -> Array:
     """A function that takes the rows of arrays one by one, computed where they lie.
 
     Args:
         function: Of the arrays, or of what one device has of them; it is called for both.
+        result: What it gives for all.
         operands: x, whose last axis is a row, and others with its axes; an axis of theirs may be missing at the end,
             or have one element for all of x's.
 
@@ -48,18 +49,17 @@ def by_rows(function: Callable[..., Array], *operands: Array) -> Array:
         along = [part if axis < len(rows) and shape[axis] > 1 else None for axis, part in enumerate(spec)]
         return NamedSharding(sharding.mesh, PartitionSpec(*along))
 
-    def partition(mesh: Any, arguments: Any, result: Any) -> Any:
-        *cut, to = (uncut(t.shape, t.sharding) for t in (*arguments, result))
+    def partition(mesh: Any, arguments: Any, given: Any) -> Any:
+        *cut, to = (uncut(t.shape, t.sharding) for t in (*arguments, given))
         return mesh, function, to, tuple(cut)
 
     partitioned = custom_partitioning(function)
-    results = jax.eval_shape(function, *operands)
-    sides = [_factors(i, t.shape, rows) for i, t in enumerate((*operands, results))]
+    sides = [_factors(i, t.shape, rows) for i, t in enumerate((*operands, result))]
     rule = f"{', '.join(map(' '.join, sides[:-1]))} -> {' '.join(sides[-1])}"
     own = {name for side in sides for name in side if name.startswith("own")}
     partitioned.def_partition(partition, sharding_rule=rule, need_replication_factors=tuple(sorted(own)))
-    result: Array = partitioned(*operands)
-    return result
+    y: Array = partitioned(*operands)
+    return y
 
 
 def _factors(i: int, shape: tuple[int, ...], rows: tuple[int, ...]) -> list[str]:
