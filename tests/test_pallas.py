@@ -21,7 +21,7 @@ from laws import Float64
 from onlinesoftmax import PlanError, primitives, verification
 from onlinesoftmax.backends import xla
 from onlinesoftmax.backends.pallas.cut import Cut
-from onlinesoftmax.backends.pallas.operands import tanh
+from onlinesoftmax.backends.pallas.operands import Tile, tanh
 from onlinesoftmax.device import known
 from onlinesoftmax.scores import PLAIN, Scores
 
@@ -67,7 +67,7 @@ def gradient_of_output(name: str, y: Any, dtype: str) -> Any:
     return outliers(*y.shape, 1, dtype)[..., 0] if name == "logsumexp" else outliers(*y.shape, dtype)
 
 
-@pytest.mark.parametrize("shape", [(7, 33), (2, 5001)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 33), (5, 577), (2, 5001)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORWARD)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -89,22 +89,25 @@ def test_gradients_are_as_good_as_jax(strategy: str, name: str, dtype: str) -> N
 
 
 BESIDE = {
-    "of a column": (1, 1, 1, 70),
+    "of a column": (1, 1, 1, 0),
     "of a query": (1, 1, 6, 1),
-    "of a batch": (2, 1, 1, 70),
-    "of a batch and a query": (2, 1, 6, 70),
-    "of all": (2, 3, 6, 70),
+    "of a batch": (2, 1, 1, 0),
+    "of a batch and a query": (2, 1, 6, 0),
+    "of all": (2, 3, 6, 0),
     "of heads": (1, 3, 1, 1),
 }
+"""Shapes of what is read beside x; 0 stands for all of its columns."""
 
 
+@pytest.mark.parametrize("cols", [70, 519])
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_masks_and_biases_are_read_where_they_lie(strategy: str, beside: str) -> None:
+def test_masks_and_biases_are_read_where_they_lie(strategy: str, beside: str, cols: int) -> None:
     rng = np.random.default_rng(3)
-    x = jnp.asarray(rng.normal(size=(2, 3, 6, 70)) * 3, jnp.float32)
-    where = jnp.asarray(rng.random(BESIDE[beside]) < 0.7)
-    bias = jnp.asarray(rng.normal(size=BESIDE[beside]), jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(2, 3, 6, cols)) * 3, jnp.float32)
+    *outer, last = BESIDE[beside]
+    where = jnp.asarray(rng.random((*outer, last or cols)) < 0.7)
+    bias = jnp.asarray(rng.normal(size=(*outer, last or cols)), jnp.bfloat16)
     arguments: dict[str, Any] = {"where": where, "bias": bias, "scale": jnp.float32(0.3), "softcap": 4.0}
     for name in FORWARD:
         call = getattr(osj, name)
@@ -123,6 +126,17 @@ def test_special_rows(strategy: str) -> None:
     for name in FORWARD:
         ours = getattr(osj, name)(x, axis=-1, backend="pallas", strategy=strategy)
         np.testing.assert_allclose(ours, getattr(jax.nn, name)(x, axis=-1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("special", [-np.inf, np.inf, np.nan])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_special_in_a_ragged_row_stays_there(strategy: str, special: float) -> None:
+    """Its first and last elements lie in 16 bytes that hold a neighbour's too."""
+    x = np.random.default_rng(4).normal(size=(9, 519)).astype(np.float32)
+    x[1], x[3, 0], x[5, -1] = special, special, special
+    for name in FORWARD:
+        ours = getattr(osj, name)(jnp.asarray(x), axis=-1, backend="pallas", strategy=strategy)
+        np.testing.assert_allclose(ours, getattr(jax.nn, name)(x, axis=-1), rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -165,7 +179,9 @@ def shapes(*sizes: int, dtype: str = "bfloat16") -> Any:
     [
         (65536, 64, "row"),
         (65536, 1024, "row"),
-        (16384, 4096, "row"),
+        (16384, 2049, "row"),
+        (16384, 4095, "row"),
+        (16384, 4096, "cluster"),
         (4096, 16384, "cluster"),
         (2048, 128256, "cluster"),
         (4096, 50257, "cluster"),
@@ -238,6 +254,25 @@ def test_what_a_cluster_refuses() -> None:
     assert "take logits as they are" in refused("h200", shapes(8, 8192), spec=Scores(softcap=2.0))
     assert "shorter than a tile of 1024" in refused("h200", shapes(8, 512))
     assert "more than the shared memory of 16 blocks" in refused("h200", shapes(8, 1 << 23))
+
+
+@pytest.mark.parametrize("vector", [4, 8])
+@pytest.mark.parametrize("cols", [16, 17, 31, 519, 1023, 1025])
+def test_tiles_of_ragged_rows_hold_each_element_once(cols: int, vector: int) -> None:
+    rows, block = 2 * vector, 128
+    held = np.zeros(rows * cols, int)
+    for row in range(rows):
+        tiles = [Tile.of_body(jnp.int32(row), jnp.int32(at), block, cols, vector) for at in range(0, cols, block)]
+        for at, inside in ((np.asarray(tile.at), np.asarray(tile.inside)) for tile in tiles):
+            # Triton has to see one mask for 16 bytes that begin on 16 bytes.
+            assert (at[:, ::vector] % vector == 0).all()
+            assert (inside.reshape(-1, vector).all(1) == inside.reshape(-1, vector).any(1)).all()
+        for tile in (*tiles, Tile.of_edges(jnp.int32(row), cols, vector)):
+            at = np.asarray(tile.at)[np.asarray(tile.inside)]
+            np.testing.assert_array_equal(at // cols, row)
+            np.testing.assert_array_equal(at % cols, np.asarray(tile.column)[np.asarray(tile.inside)])
+            held[at] += 1
+    assert (held == 1).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -105,10 +105,10 @@ def test_tiles_of_a_slice_make_its_state(name: str, exact: bool, tiles: int, edg
         found = op.of_tiles(
             state.Tiles(made, lambda i: (a[i], b[i]), int(0 in edges), tiles - (-1 in edges)), jnp.float32
         )
-    expected = op.of(a.reshape(1, -1), b.reshape(1, -1))
+    expected = op.of((a.reshape(1, -1), b.reshape(1, -1)))
     # Nobody asks for the m of a sum.
     for i in range(op.sums, 2):
-        np.testing.assert_allclose(found[i], expected[i][0, 0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found[i], expected[i], rtol=1e-5, atol=1e-5)
 
 
 def test_a_reciprocal_in_two_parts() -> None:

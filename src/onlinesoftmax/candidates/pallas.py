@@ -7,7 +7,13 @@ from ..problem import Problem
 from .candidate import Candidate, clamp, cut, no_gpu, power_of_two, reads, reduces, words_of
 
 REGISTER_ELEMENTS = 32
-"""Elements of a row that a thread of `row` holds; more of them than 64 would leave the registers."""
+"""Elements of a row that a thread of `row` holds, as a rule."""
+
+ROWS_ELEMENTS = 1024
+"""Elements of the rows that a program of `row` holds, where one row has fewer."""
+
+WARP_ELEMENTS, WARP_BYTES = 3072, 24 << 10
+"""What one warp holds of a row, and of all inputs: more of it leaves the registers."""
 
 TILE = 8192
 """Columns of a tile that is streamed."""
@@ -15,11 +21,8 @@ TILE = 8192
 CLUSTER_THREADS = 128
 """Threads of a block of `cluster`: a warpgroup."""
 
-ROW_BYTES = 16 << 10
+ROW_BYTES = 24 << 10
 """Most bytes of an input that one block of `cluster` holds, where several could."""
-
-SHORT_SLICE_BYTES = ROW_BYTES // 4
-"""Bytes of an input that are few for a block."""
 
 SLICE_BYTES = 32 << 10
 """Bytes of all inputs that one of several blocks holds, if it can be: as many blocks then share a multiprocessor."""
@@ -27,64 +30,88 @@ SLICE_BYTES = 32 << 10
 OTHER_BYTES = 7 << 10
 """Shared memory of a block beside its slices: states, barriers, and what reductions take."""
 
-LARGEST = (1 << 31) - (1 << 16)
-"""What the 32-bit indices of a kernel count, with what it rounds up to: rows, columns, all elements of ragged rows."""
-
 MOST_SPLITS = 1024
 """Programs that share a row of `split`: each of them merges the states of all."""
+
+LARGEST = (1 << 31) - MOST_SPLITS * TILE
+"""What the 32-bit indices of a kernel count, with what it rounds up to: rows, columns, all elements of ragged rows."""
 
 
 def _warps(elements: int) -> int:
     """Warps for so many elements: 32 a thread, which were the fastest on an H200."""
-    return clamp(elements // 1024, 1, 32)
+    return clamp(elements // (32 * REGISTER_ELEMENTS), 1, 32)
+
+
+def _vector(problem: Problem) -> int:
+    """Elements of 16 bytes if rows begin anywhere, so that Triton cuts them there, else 1."""
+    long = problem.peels and problem.cols >= ROWS_ELEMENTS // 2
+    return problem.vector if long and problem.rows * problem.cols <= LARGEST else 1
+
+
+def _padded(cols: int) -> int:
+    """The least power of two that holds the columns, or sum of two if they are many: tiles have powers of two."""
+    if cols <= ROWS_ELEMENTS // 2:
+        return power_of_two(cols)
+    large = power_of_two(cols + 1) // 2
+    return min(power_of_two(cols), large + power_of_two(cols - large))
 
 
 def row(problem: Problem, device: Device) -> Candidate | str:
     """Whole rows in registers."""
     if refusal := no_gpu("Pallas", device):
         return refusal
-    block, words = power_of_two(problem.cols), words_of(problem)
+    vector, words = _vector(problem), words_of(problem)
+    block = _padded(problem.cols // vector * vector)
     most = 1024 * REGISTER_ELEMENTS // words
     if block > most:
         return (
             f"a row of {problem.cols} columns, padded to {block}, does not fit the registers of one program: "
             f"{most} {problem.dtype} elements do"
         )
-    rows = clamp(1024 // block, 1, power_of_two(max(problem.rows, 1)))
+    rows = clamp(ROWS_ELEMENTS // block, 1, power_of_two(max(problem.rows, 1))) if vector == 1 else 1
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
     if rows > 1:
         reason += f"; {rows} rows share a program"
+    # Exponentials of 16 bits are bound by instructions, of which every warp more adds those of a reduction.
+    bound = problem.itemsize == 2 and problem.inputs == 1
+    plain = problem.itemsize < 8 and not problem.fused
+    if plain and block <= WARP_ELEMENTS and block * problem.itemsize * problem.inputs <= WARP_BYTES:
+        # It waits for no other.
+        warps, quality = 1, 0.95
+    else:
+        warps = power_of_two(_warps(rows * block if bound else power_of_two(rows * block)) + 1) // 2
+        quality = (0.83 if bound else 0.88) if vector > 1 else (0.89 if bound else 0.94)
     return Candidate(
-        "pallas", "row", reason, -(-problem.rows // rows), block, rows, warps=_warps(rows * block),
-        quality=0.95 if block * problem.itemsize < ROW_BYTES else 0.92,
-    )  # fmt: skip
+        "pallas", "row", reason, -(-problem.rows // rows), block, rows, warps=warps, vector=vector, quality=quality
+    )
 
 
 def looped(problem: Problem, device: Device) -> Candidate | str:
     """One program streams one row."""
     if refusal := no_gpu("Pallas", device):
         return refusal
-    block = min(TILE, power_of_two(problem.cols))
+    vector = _vector(problem)
+    block = min(TILE, power_of_two(problem.cols // vector * vector))
     reason = (
         f"one program streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
         f"{problem.rows} programs share the device"
     )
     return Candidate(
         "pallas", "looped", reason, problem.rows, block, warps=_warps(block),
-        reads=reads(problem), quality=0.6,
+        reads=reads(problem), vector=vector, quality=0.6,
     )  # fmt: skip
 
 
-def _quality_of_slices(held: int, inputs: int) -> float:
-    """Measured on an H200: one block alone on a multiprocessor leaves it idle while it waits.
+def _quality_of_slices(held: int, size: int, inputs: int) -> float:
+    """Measured on an H200, by the bytes that a block holds.
 
-    Several blocks for so short a row, which begins anywhere, were not measured, and are left to `row`.
+    Blocks that hold little spend their time meeting, or beginning; one that is alone on its multiprocessor, waiting.
     """
-    if held < SHORT_SLICE_BYTES * inputs:
-        return 0.5
-    if held <= 64 << 10:
-        return 0.95
-    return 0.7 if inputs > 1 else 0.42
+    if held > 64 << 10:
+        return 0.7 if inputs > 1 else 0.42
+    if size > 1:
+        return min(0.95, 0.4 + 0.036 * held / 1024)
+    return 0.95 if held >= 4 << 10 else 0.78
 
 
 def cluster(problem: Problem, device: Device) -> Candidate | str:
@@ -101,8 +128,8 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
         beside = f"are {elements} in all" if elements > LARGEST else f"neither are all {problem.rows} of them"
         return f"rows of {problem.cols} {problem.dtype} elements are not whole 16 bytes, and {beside}"
     tile = CLUSTER_THREADS * vector
-    # A row that begins anywhere takes 16 bytes more, and no slice of it may begin before the array.
-    span = problem.cols + (2 * vector - 2 if ragged else 0)
+    span = (problem.cols + 2 * vector - 2) // vector * vector if ragged else problem.cols
+    # No slice of a row that begins anywhere may begin before the array.
     for size in (2, 4, 8, 16) if ragged else (1, 2, 4, 8, 16):
         length = -(-span // (size * vector)) * vector
         held = length * problem.inputs * problem.itemsize
@@ -118,7 +145,7 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
     return Candidate(
         "pallas", "cluster", reason,
         problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size, vector=vector if ragged else 1,
-        quality=_quality_of_slices(held, problem.inputs),
+        quality=_quality_of_slices(held, size, problem.inputs),
     )  # fmt: skip
 
 
@@ -126,12 +153,14 @@ def split(problem: Problem, device: Device) -> Candidate | str:
     """Several programs a row, whose states a second launch merges."""
     if refusal := no_gpu("Pallas", device):
         return refusal
-    block = min(TILE, power_of_two(problem.cols))
-    tiles = -(-problem.cols // block)
+    vector = _vector(problem)
+    body = problem.cols // vector * vector
+    block = min(TILE, power_of_two(body))
+    tiles = -(-body // block)
     splits = clamp(-(-8 * device.multiprocessors // max(problem.rows, 1)), 1, min(tiles, MOST_SPLITS))
     launches = int(reduces(problem)) + 1
     return Candidate(
         "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a second launch merges "
         "their states", problem.rows * splits, block, warps=_warps(block),
-        splits=splits, launches=launches, reads=reads(problem), quality=0.6,
+        splits=splits, launches=launches, reads=reads(problem), vector=vector, quality=0.6,
     )  # fmt: skip

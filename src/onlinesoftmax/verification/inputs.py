@@ -106,7 +106,7 @@ CASES: tuple[Case, ...] = (
 )
 """Odd sizes, every kind of strides, and every special number."""
 
-QUICK_GRADIENTS = ("3 x 1023", "middle dimension", "infinities and NaN")
+QUICK_GRADIENTS = ("3 x 1023", "middle dimension", "tall columns", "infinities and NaN")
 """What a quick check takes gradients of: each runs a forward pass too, so they are fewer and smaller."""
 
 QUICK_GRADIENT_DTYPES = ("bfloat16", "float32")

@@ -27,7 +27,7 @@ def run(
     """
     # Mosaic is imported by whom it runs for.
     strategy = import_module(f".{plan.strategy}", __name__)
-    x, described = operands[0], Operands.of(name, operands, spec, factor)
+    x, described = operands[0], Operands.of(name, operands, spec, factor, plan.vector)
     matrices = described.matrices(operands)
     if described.op.per_row:
         part = jax.ShapeDtypeStruct((described.rows,), described.accumulator)
@@ -35,6 +35,6 @@ def run(
         return jnp.stack(parts, axis=-1).reshape(*x.shape[:-1], 2)
     # A gradient is as wide as what it is the gradient of: t's dtype, or of lse, which is wider, x's.
     dtype = operands[-1].dtype if described.op.sums else x.dtype
-    out = jax.ShapeDtypeStruct((described.rows, described.cols), dtype)
+    out = jax.ShapeDtypeStruct(described.shape, dtype)
     [y] = strategy.run(described, matrices, [out], plan, interpret)
     return y.reshape(x.shape)

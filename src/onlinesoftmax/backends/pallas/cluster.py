@@ -172,10 +172,6 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     """The operation on matrices."""
     op, size, length = operands.op, plan.splits, plan.block
     inputs = 2 if op.sums else 1
-    shapes = out
-    if operands.cols % (16 // arrays[0].dtype.itemsize):
-        arrays = [t.reshape(-1) for t in arrays]
-        out = [jax.ShapeDtypeStruct((to.size,), to.dtype) for to in out]
     dtypes = operands.accumulator, op.slice_dtype(operands.accumulator)
     with jax.enable_x64(op.exact):
         states = [mosaic.SMEM((CLUSTER_THREADS,), dtype) for dtype in dtypes]
@@ -193,4 +189,4 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
         kernel_name="onlinesoftmax_cluster",
     )  # fmt: skip
     result: list[Array] = list(kernel(*arrays))
-    return [y.reshape(to.shape) for y, to in zip(result, shapes, strict=True)]
+    return result

@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ...arrays import Array
 from ...plan import Plan
 from .call import call
-from .operands import Operands
+from .operands import Operands, Tile
 from .ops import Term
 from .state import State
 
 
-def state_of(operands: Operands, reads: tuple[Any, ...], row: Any, first: Any, tiles: Any, block: int) -> State:
-    """The state of neighbouring tiles of a row, merged with that of one after another."""
+def state_of(
+    operands: Operands, reads: tuple[Any, ...], row: Any, first: Any, tiles: Any, block: int, edges: Any = True
+) -> State:
+    """The state of neighbouring tiles of a row, merged with that of one after another, and of its edges."""
     op = operands.op
 
-    def step(i: Any, state: State) -> State:
-        a, b, _ = operands.load(reads, row, (first + i) * block, (1, block))
-        return op.merge(state, op.of(a, b))
+    def with_tile(state: State, tile: Tile) -> State:
+        a, b, _ = operands.load(reads, tile)
+        return op.merge(state, op.of((a, b)))
 
-    return jax.lax.fori_loop(0, tiles, step, op.identity((1, 1), operands.accumulator))
+    state = reduce(with_tile, operands.edges(row, edges), op.identity((), operands.accumulator))
+    return jax.lax.fori_loop(
+        *_numbers(tiles),
+        lambda i, state: with_tile(state, operands.tile(row, (first + i) * block, (1, block))),
+        state,
+    )
 
 
 def write_tiles(
-    operands: Operands, reads: tuple[Any, ...], ref: Any, row: Any, first: Any, tiles: Any, block: int, term: Term
-) -> None:
-    """Write neighbouring tiles of a row, newest first: L2 still holds those."""
+    operands: Operands, reads: tuple[Any, ...], ref: Any, row: Any, first: Any, tiles: Any, block: int, term: Term,
+    edges: Any = True,
+) -> None:  # fmt: skip
+    """Write neighbouring tiles of a row, newest first, which L2 still holds, and its edges."""
+
+    def write(tile: Tile) -> None:
+        operands.store(ref, tile, operands.load(reads, tile), term)
 
     def step(i: Any, carry: Any) -> Any:
-        col = (first + tiles - 1 - i) * block
-        operands.store(ref, row, col, operands.load(reads, row, col, (1, block)), term)
+        write(operands.tile(row, (first + tiles - 1 - i) * block, (1, block)))
         return carry
 
-    jax.lax.fori_loop(0, tiles, step, 0)
+    jax.lax.fori_loop(*_numbers(tiles), step, 0)
+    for tile in operands.edges(row, edges):
+        write(tile)
+
+
+def _numbers(tiles: int) -> tuple[Array, Array]:
+    """Those of the first tile and after the last, of 32 bits where JAX has 64 too: Triton sees where 16 bytes begin."""
+    return jnp.int32(0), jnp.int32(tiles)
 
 
 def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:
@@ -48,7 +66,7 @@ def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:
     Limits: none on columns.
     """
     reads, writes = operands.sides(refs)
-    op, row, tiles = operands.op, pl.program_id(0), pl.cdiv(operands.cols, block)
+    op, row, tiles = operands.op, pl.program_id(0), pl.cdiv(operands.body, block)
     if not op.reduces:
         write_tiles(operands, reads, writes[0], row, 0, tiles, block, operands.given(reads, row, 1))
         return
@@ -56,7 +74,7 @@ def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:
     if op.per_row:
         operands.store_parts(writes, row, state)
     else:
-        write_tiles(operands, reads, writes[0], row, 0, tiles, block, op.term(state))
+        write_tiles(operands, reads, writes[0], row, 0, tiles, block, operands.term(state))
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from ...arrays import Array
@@ -70,15 +71,27 @@ class Op(NamedTuple):
 
     def identity(self, shape: tuple[int, ...], dtype: Any) -> State:
         """The states of nothing."""
-        m, l = state.identity(shape, dtype)
-        return (l, l) if self.sums else (m, l)
-
-    def of(self, a: Array, b: Array) -> State:
-        """The states of the rows of a tile."""
         if self.sums:
-            l = self._part(a, b)
-            return self.merge_all((l, l))
-        return state.of(a)
+            with jax.enable_x64(self.exact):
+                l = jnp.zeros(shape, self.sum_dtype(dtype))
+            return l, l
+        return state.identity(shape, dtype)
+
+    def sum_dtype(self, dtype: Any) -> Any:
+        """What a plain sum is kept in: a gradient subtracts it, which may cancel all but its last places."""
+        return jnp.float64 if self.exact else dtype
+
+    def of(self, *pairs: tuple[Array, Array]) -> State:
+        """The states of rows in tiles of pairs, or of the only row as numbers.
+
+        As an array of one element it would have a layout, which Triton may give to all that it is made of.
+        """
+        axis = None if pairs[0][0].shape[0] == 1 else -1
+        if self.sums:
+            with jax.enable_x64(self.exact):
+                l = state.total(*(self._part(a, b).astype(self.sum_dtype(a.dtype)) for a, b in pairs), axis=axis)
+            return l, l
+        return state.of(*(a for a, _ in pairs), axis=axis)
 
     def of_tiles(self, tiles: Tiles, dtype: Any) -> State:
         """The state of a slice in tiles of pairs, as numbers: m of a dtype, l of `slice_dtype`."""
@@ -91,16 +104,17 @@ class Op(NamedTuple):
         return m, l.astype(self.slice_dtype(dtype))
 
     def slice_dtype(self, dtype: Any) -> Any:
-        """What the l of a slice is kept in: what is subtracted in a gradient may cancel all but its last places.
+        """What the l of a slice in tiles is kept in.
 
         Softmax and log_softmax hold their elements while they merge, and have no registers for more.
         """
-        return jnp.float64 if self.exact and self.name not in ("softmax", "log_softmax") else dtype
+        return dtype if self.name in ("softmax", "log_softmax") else self.sum_dtype(dtype)
 
     def merge(self, one: State, other: State) -> State:
         """The states of two slices laid end to end."""
         if self.sums:
-            l = one[1] + other[1]
+            with jax.enable_x64(self.exact):
+                l = one[1] + other[1]
             return l, l
         return state.merge(one, other)
 
@@ -113,9 +127,27 @@ class Op(NamedTuple):
     def merge_all(self, a: State, axis: int | None = -1) -> State:
         """The states of all slices along an axis, or of all of them as numbers."""
         if self.sums:
-            l = state.total(a[1], self.exact, axis)
+            with jax.enable_x64(self.exact):
+                l = state.total(a[1], axis=axis)
             return l, l
         return state.merge_all(a, axis)
+
+    def packed(self, a: State, dtype: Any) -> State:
+        """A state in two numbers of a dtype: a sum, of whose m nobody asks, in what it is rounded to and the rest."""
+        if not self.sums:
+            return a
+        with jax.enable_x64(self.exact):
+            high = a[1].astype(dtype)
+            return high, (a[1] - high.astype(a[1].dtype)).astype(dtype)
+
+    def unpacked(self, a: State) -> State:
+        """The state again."""
+        if not self.sums:
+            return a
+        with jax.enable_x64(self.exact):
+            wide = self.sum_dtype(a[0].dtype)
+            l = a[0].astype(wide) + a[1].astype(wide)
+        return l, l
 
     def term(self, a: State) -> Term:
         """What of `finish` is the same along a row; NaN where the maximum is infinite, as in jax.nn."""

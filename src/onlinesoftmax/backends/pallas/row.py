@@ -13,21 +13,36 @@ from .call import call
 from .operands import Operands
 
 
+def _powers_of_two(n: int) -> list[tuple[int, int]]:
+    """The powers of two that n is the sum of, largest first, each after where it begins."""
+    found, at = [], 0
+    while at < n:
+        width = 1 << (n - at).bit_length() - 1
+        found.append((at, width))
+        at += width
+    return found
+
+
 def row_kernel(*refs: Any, operands: Operands, shape: tuple[int, int]) -> None:
-    """One program: a tile of rows, all of their columns in registers.
+    """One program: a few rows, all of their columns in registers.
 
     Chosen: whenever the row fits registers.
     Bytes: one read, one write.
-    Limits: the tile's sides are powers of two.
+    Limits: a tile's sides are powers of two, so that columns are padded to a sum of these.
     """
     reads, writes = operands.sides(refs)
     op, first = operands.op, pl.program_id(0) * shape[0]
-    tile = operands.load(reads, first, 0, shape)
+    tiles = [operands.tile(first, col, (shape[0], width)) for col, width in _powers_of_two(shape[1])]
+    tiles += operands.edges(first)
+    loaded = [operands.load(reads, tile) for tile in tiles]
+    if op.reduces:
+        state = op.of(*((a, b) for a, b, _ in loaded))
     if op.per_row:
-        operands.store_parts(writes, first, op.of(*tile[:2]))
+        operands.store_parts(writes, first, state)
         return
-    term = op.term(op.of(*tile[:2])) if op.reduces else operands.given(reads, first, shape[0])
-    operands.store(writes[0], first, 0, tile, term)
+    term = operands.term(state) if op.reduces else operands.given(reads, first, shape[0])
+    for tile, values in zip(tiles, loaded, strict=True):
+        operands.store(writes[0], tile, values, term)
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:

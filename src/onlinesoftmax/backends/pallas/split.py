@@ -28,9 +28,9 @@ def state_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth:
     """One program: the state of a slice of `depth` tiles."""
     *reads, m_ref, l_ref = refs
     program, row, part = _place(splits)
-    state = state_of(operands, tuple(reads), row, part * depth, depth, block)
-    for ref, value in zip((m_ref, l_ref), state, strict=True):
-        pltriton.store(ref.at[pl.ds(program, 1)], value[:, 0])
+    state = state_of(operands, tuple(reads), row, part * depth, depth, block, part == 0)
+    for ref, value in zip((m_ref, l_ref), operands.op.packed(state, operands.accumulator), strict=True):
+        pltriton.store(ref.at[pl.ds(program, 1)], value.reshape(1))
 
 
 def write_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth: int) -> None:
@@ -41,8 +41,10 @@ def write_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth:
     *reads, m_ref, l_ref, y_ref = refs
     op = operands.op
     _, row, part = _place(splits, operands.rows * splits - 1)
-    term = op.term(_whole((m_ref, l_ref), row, splits, op)) if op.reduces else operands.given(tuple(reads), row, 1)
-    write_tiles(operands, tuple(reads), y_ref, row, part * depth, depth, block, term)
+    term = (
+        operands.term(_whole((m_ref, l_ref), row, splits, op)) if op.reduces else operands.given(tuple(reads), row, 1)
+    )
+    write_tiles(operands, tuple(reads), y_ref, row, part * depth, depth, block, term, part == 0)
 
 
 def _whole(refs: tuple[Any, Any], row: Any, splits: int, op: Any) -> State:
@@ -52,9 +54,9 @@ def _whole(refs: tuple[Any, Any], row: Any, splits: int, op: Any) -> State:
     """
     lanes = pl.next_power_of_2(splits)
     there = jnp.arange(lanes, dtype=jnp.int32) < splits
-    nothing = op.identity((lanes,), refs[0].dtype)
+    nothing = op.packed(op.identity((lanes,), refs[0].dtype), refs[0].dtype)
     m, l = (pltriton.load(ref.at[pl.ds(row * splits, lanes)], mask=there, other=0) for ref in refs)
-    return op.merge_all((jnp.where(there, m, nothing[0]), jnp.where(there, l, nothing[1])), None)
+    return op.merge_all(op.unpacked((jnp.where(there, m, nothing[0]), jnp.where(there, l, nothing[1]))), None)
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
@@ -64,7 +66,7 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     Limits: rows × splits states.
     """
     op, splits, rows = operands.op, plan.splits, operands.rows
-    depth = pl.cdiv(pl.cdiv(operands.cols, plan.block), splits)
+    depth = pl.cdiv(pl.cdiv(operands.body, plan.block), splits)
     blocks: dict[str, Any] = {"operands": operands, "block": plan.block, "splits": splits, "depth": depth}
     states: list[Array] = []
     if op.reduces:

@@ -36,12 +36,9 @@ def shift(m: Array) -> Array:
     return jnp.clip(m, jnp.finfo(m.dtype).min, jnp.finfo(m.dtype).max)
 
 
-def total(v: Array, exact: bool, axis: int | None = -1) -> Array:
-    """The sum along an axis, which it keeps with size 1, or of all; exact sums in float64, and rounds once."""
-    if not exact or v.dtype == jnp.float64:
-        return jnp.sum(v, axis=axis, keepdims=axis is not None)
-    with jax.enable_x64(True):
-        return jnp.sum(v.astype(jnp.float64), axis=axis, keepdims=axis is not None).astype(v.dtype)
+def total(*parts: Array, axis: int | None = -1) -> Array:
+    """The sum of parts along an axis, which it keeps with size 1, or of all of them as a number."""
+    return reduce(jnp.add, (jnp.sum(v, axis=axis, keepdims=axis is not None) for v in parts))
 
 
 def reciprocal(l: Array) -> tuple[Array, Array]:
@@ -62,10 +59,12 @@ def _halves(x: Array) -> tuple[Array, Array]:
     return high, x - high
 
 
-def of(x: Array) -> State:
-    """The states of the rows of x, along the last axis, which they keep with size 1."""
-    m = jnp.max(x, axis=-1, keepdims=True)
-    return m, jnp.sum(jnp.exp(x - shift(m)), axis=-1, keepdims=True)
+def of(*parts: Array, axis: int | None = -1) -> State:
+    """The states of rows in parts, along an axis, which they keep with size 1, or of all of them as numbers."""
+    keep = axis is not None
+    m = reduce(jnp.maximum, (jnp.max(x, axis=axis, keepdims=keep) for x in parts))
+    s = shift(m)
+    return m, reduce(jnp.add, (jnp.sum(jnp.exp(x - s), axis=axis, keepdims=keep) for x in parts))
 
 
 class Tiles(NamedTuple):
