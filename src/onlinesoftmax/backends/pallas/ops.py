@@ -91,7 +91,7 @@ class Op(NamedTuple):
             with jax.enable_x64(self.exact):
                 l = state.total(*(self._part(a, b).astype(self.sum_dtype(a.dtype)) for a, b in pairs), axis=axis)
             return l, l
-        return state.of(*(a for a, _ in pairs), axis=axis)
+        return state.of(*(a for a, _ in pairs), axis=axis, exact=self.exact)
 
     def of_tiles(self, tiles: Tiles, dtype: Any) -> State:
         """The state of a slice in tiles of pairs, as numbers: m of a dtype, l of `slice_dtype`."""

@@ -59,12 +59,16 @@ def _halves(x: Array) -> tuple[Array, Array]:
     return high, x - high
 
 
-def of(*parts: Array, axis: int | None = -1) -> State:
-    """The states of rows in parts, along an axis, which they keep with size 1, or of all of them as numbers."""
-    keep = axis is not None
-    m = reduce(jnp.maximum, (jnp.max(x, axis=axis, keepdims=keep) for x in parts))
+def of(*parts: Array, axis: int | None = -1, exact: bool = False) -> State:
+    """The states of rows in parts, along an axis, which they keep with size 1, or of all of them as numbers.
+
+    Exact adds terms in float64: a thread adds all of its own one after another.
+    """
+    m = reduce(jnp.maximum, (jnp.max(x, axis=axis, keepdims=axis is not None) for x in parts))
     s = shift(m)
-    return m, reduce(jnp.add, (jnp.sum(jnp.exp(x - s), axis=axis, keepdims=keep) for x in parts))
+    with jax.enable_x64(exact):
+        wide = jnp.float64 if exact else m.dtype
+        return m, total(*(jnp.exp(x - s).astype(wide) for x in parts), axis=axis).astype(m.dtype)
 
 
 class Tiles(NamedTuple):
