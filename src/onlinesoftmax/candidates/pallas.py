@@ -48,12 +48,10 @@ def _vector(problem: Problem) -> int:
     return problem.vector if long and problem.rows * problem.cols <= LARGEST else 1
 
 
-def _padded(cols: int) -> int:
-    """The least power of two that holds the columns, or sum of two if they are many: tiles have powers of two."""
-    if cols <= ROWS_ELEMENTS // 2:
-        return power_of_two(cols)
-    large = power_of_two(cols + 1) // 2
-    return min(power_of_two(cols), large + power_of_two(cols - large))
+def _padded(cols: int, parts: int) -> int:
+    """The least sum of at most so many powers of two that holds the columns: those are the sides of Triton's tiles."""
+    whole, large = power_of_two(cols), power_of_two(cols + 1) // 2
+    return whole if parts == 1 or whole == large else min(whole, large + _padded(cols - large, parts - 1))
 
 
 def row(problem: Problem, device: Device) -> Candidate | str:
@@ -61,14 +59,18 @@ def row(problem: Problem, device: Device) -> Candidate | str:
     if refusal := no_gpu("Pallas", device):
         return refusal
     vector, words = _vector(problem), words_of(problem)
-    block = _padded(problem.cols // vector * vector)
+    body = problem.cols // vector * vector
+    # Every part has a reduction of its own, which many short rows share.
+    block = _padded(body, 3 if problem.inputs == 1 and body <= ROWS_ELEMENTS // 2 else 2)
     most = 1024 * REGISTER_ELEMENTS // words
     if block > most:
         return (
             f"a row of {problem.cols} columns, padded to {block}, does not fit the registers of one program: "
             f"{most} {problem.dtype} elements do"
         )
-    rows = clamp(ROWS_ELEMENTS // block, 1, power_of_two(max(problem.rows, 1))) if vector == 1 else 1
+    # The nearest power of two.
+    rows = power_of_two(-(-ROWS_ELEMENTS * 7 // (block * 10)))
+    rows = min(rows, power_of_two(max(problem.rows, 1))) if vector == 1 else 1
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
     if rows > 1:
         reason += f"; {rows} rows share a program"
