@@ -72,8 +72,7 @@ def row(problem: Problem, device: Device) -> Candidate | str:
     rows = power_of_two(-(-ROWS_ELEMENTS * 7 // (block * 10)))
     rows = min(rows, power_of_two(max(problem.rows, 1))) if vector == 1 else 1
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
-    if rows > 1:
-        reason += f"; {rows} rows share a program"
+    reason += f"; {rows} rows share a program" if rows > 1 else cut(vector > 1)
     # Exponentials of 16 bits are bound by instructions, of which every warp more adds those of a reduction.
     bound = problem.itemsize == 2 and problem.inputs == 1
     plain = problem.itemsize < 8 and not problem.fused
@@ -96,7 +95,7 @@ def looped(problem: Problem, device: Device) -> Candidate | str:
     block = min(TILE, power_of_two(problem.cols // vector * vector))
     reason = (
         f"one program streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
-        f"{problem.rows} programs share the device"
+        f"{problem.rows} programs share the device{cut(vector > 1)}"
     )
     return Candidate(
         "pallas", "looped", reason, problem.rows, block, warps=_warps(block),
@@ -163,6 +162,6 @@ def split(problem: Problem, device: Device) -> Candidate | str:
     launches = int(reduces(problem)) + 1
     return Candidate(
         "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a second launch merges "
-        "their states", problem.rows * splits, block, warps=_warps(block),
+        f"their states{cut(vector > 1)}", problem.rows * splits, block, warps=_warps(block),
         splits=splits, launches=launches, reads=reads(problem), vector=vector, quality=0.6,
     )  # fmt: skip
