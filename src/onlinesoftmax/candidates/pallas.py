@@ -60,17 +60,18 @@ def row(problem: Problem, device: Device) -> Candidate | str:
         return refusal
     vector, words = _vector(problem), words_of(problem)
     body = problem.cols // vector * vector
+    short = vector == 1 and body <= ROWS_ELEMENTS // 2
     # Every part has a reduction of its own, which many short rows share.
-    block = _padded(body, 3 if problem.inputs == 1 and body <= ROWS_ELEMENTS // 2 else 2)
+    block = _padded(body, 3 if short and problem.inputs == 1 else 2)
     most = 1024 * REGISTER_ELEMENTS // words
     if block > most:
         return (
             f"a row of {problem.cols} columns, padded to {block}, does not fit the registers of one program: "
             f"{most} {problem.dtype} elements do"
         )
-    # The nearest power of two.
-    rows = power_of_two(-(-ROWS_ELEMENTS * 7 // (block * 10)))
-    rows = min(rows, power_of_two(max(problem.rows, 1))) if vector == 1 else 1
+    # The power of two that is nearest to ROWS_ELEMENTS with them.
+    rows = power_of_two(-(-ROWS_ELEMENTS * 7 // (block * 10))) if short else 1
+    rows = min(rows, power_of_two(max(problem.rows, 1)))
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
     reason += f"; {rows} rows share a program" if rows > 1 else cut(vector > 1)
     # Exponentials of 16 bits are bound by instructions, of which every warp more adds those of a reduction.
