@@ -99,8 +99,9 @@ BESIDE = {
 """Shapes of what is read beside x; 0 stands for all of its columns."""
 
 
-@pytest.mark.parametrize("cols", [70, 519])
-@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize(
+    ("beside", "cols"), [*((name, 70) for name in BESIDE), *((name, 519) for name in ("of a query", "of all"))]
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_masks_and_biases_are_read_where_they_lie(strategy: str, beside: str, cols: int) -> None:
     rng = np.random.default_rng(3)
