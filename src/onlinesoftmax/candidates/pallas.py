@@ -42,10 +42,11 @@ def _warps(elements: int) -> int:
     return clamp(elements // (32 * REGISTER_ELEMENTS), 1, 32)
 
 
-def _vector(problem: Problem) -> int:
-    """Elements of 16 bytes if rows begin anywhere, so that Triton cuts them there, else 1."""
+def _body(problem: Problem) -> tuple[int, int]:
+    """(elements of 16 bytes, columns in them) if rows begin anywhere, so that Triton cuts them there, else (1, all)."""
     long = problem.peels and problem.cols >= ROWS_ELEMENTS // 2
-    return problem.vector if long and problem.rows * problem.cols <= LARGEST else 1
+    vector = problem.vector if long and problem.rows * problem.cols <= LARGEST else 1
+    return vector, problem.cols // vector * vector
 
 
 def _padded(cols: int, parts: int) -> int:
@@ -58,8 +59,7 @@ def row(problem: Problem, device: Device) -> Candidate | str:
     """Whole rows in registers."""
     if refusal := no_gpu("Pallas", device):
         return refusal
-    vector, words = _vector(problem), words_of(problem)
-    body = problem.cols // vector * vector
+    (vector, body), words = _body(problem), words_of(problem)
     short = vector == 1 and body <= ROWS_ELEMENTS // 2
     # Every part has a reduction of its own, which many short rows share.
     block = _padded(body, 3 if short and problem.inputs == 1 else 2)
@@ -92,8 +92,8 @@ def looped(problem: Problem, device: Device) -> Candidate | str:
     """One program streams one row."""
     if refusal := no_gpu("Pallas", device):
         return refusal
-    vector = _vector(problem)
-    block = min(TILE, power_of_two(problem.cols // vector * vector))
+    vector, body = _body(problem)
+    block = min(TILE, power_of_two(body))
     reason = (
         f"one program streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
         f"{problem.rows} programs share the device{cut(vector > 1)}"
@@ -155,8 +155,7 @@ def split(problem: Problem, device: Device) -> Candidate | str:
     """Several programs a row, whose states a second launch merges."""
     if refusal := no_gpu("Pallas", device):
         return refusal
-    vector = _vector(problem)
-    body = problem.cols // vector * vector
+    vector, body = _body(problem)
     block = min(TILE, power_of_two(body))
     tiles = -(-body // block)
     splits = clamp(-(-8 * device.multiprocessors // max(problem.rows, 1)), 1, min(tiles, MOST_SPLITS))
