@@ -140,6 +140,20 @@ def test_what_is_special_in_a_ragged_row_stays_there(strategy: str, special: flo
         np.testing.assert_allclose(ours, getattr(jax.nn, name)(x, axis=-1), rtol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_infinite_gradient_of_the_output(strategy: str, dtype: str) -> None:
+    cols = 1025 if strategy == "row" else 20000
+    x = jnp.zeros((1, cols), dtype)
+    dy = x.at[0, 3].set(jnp.inf)
+    for name in ("softmax", "log_softmax"):
+        ours, theirs = (
+            jax.vjp(lambda x, name=name, more=more: getattr(osj, name)(x, axis=-1, **more), x)[1](dy)[0]
+            for more in ({"backend": "pallas", "strategy": strategy}, {"backend": "eager"})
+        )
+        np.testing.assert_array_equal(ours.astype("float32"), theirs.astype("float32"))
+
+
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward_mode_beside_a_forced_kernel(name: str) -> None:
     x, t = outliers(3, 70, "float32"), outliers(3, 70, "float32")[::-1]

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ...arrays import Array
-from ...scores import PLAIN, Scores, accumulator
+from ...scores import Scores, accumulator
 from .ops import Op, Term
-from .state import State
+from .state import State, in_two
 
 
 class Beside(NamedTuple):
@@ -121,12 +121,10 @@ class Operands(NamedTuple):
     cols: int
     beside: tuple[Beside, ...]
     accumulator: Any
-    vector: int = 1
+    vector: int
 
     @classmethod
-    def of(
-        cls, name: str, operands: tuple[Array, ...], spec: Scores = PLAIN, factor: float = 1.0, vector: int = 1
-    ) -> Operands:
+    def of(cls, name: str, operands: tuple[Array, ...], spec: Scores, factor: float, vector: int) -> Operands:
         """That of these arrays."""
         x = operands[0]
         outer = x.shape[:-1]
@@ -156,11 +154,7 @@ class Operands(NamedTuple):
             state, t = operands[-2:]
             m, l = state.reshape(-1, 2).T
             with jax.enable_x64(True):
-                quotient = t.reshape(-1).astype(jnp.float64) / l.astype(jnp.float64)
-                high = quotient.astype(m.dtype)
-                low = (quotient - high.astype(jnp.float64)).astype(m.dtype)
-                # Infinity is whole.
-                found += [m, high, jnp.where(jnp.isnan(low), 0, low)]
+                found += [m, *in_two(t.reshape(-1).astype(jnp.float64) / l.astype(jnp.float64), m.dtype)]
         return found
 
     def sides(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -137,8 +137,7 @@ class Op(NamedTuple):
         if not self.sums:
             return a
         with jax.enable_x64(self.exact):
-            high = a[1].astype(dtype)
-            return high, (a[1] - high.astype(a[1].dtype)).astype(dtype)
+            return state.in_two(a[1], dtype)
 
     def unpacked(self, a: State) -> State:
         """The state again."""

@@ -53,6 +53,13 @@ def reciprocal(l: Array) -> tuple[Array, Array]:
     return t, t * ((1 - product) - error)
 
 
+def in_two(x: Array, dtype: Any) -> tuple[Array, Array]:
+    """A wider number in two of a dtype: what it is rounded to, and the rest."""
+    high = x.astype(dtype)
+    # Infinity is whole.
+    return high, jnp.where(jnp.abs(high) < jnp.inf, x - high.astype(x.dtype), 0).astype(dtype)
+
+
 def _halves(x: Array) -> tuple[Array, Array]:
     c = x * (4097.0 if x.dtype == jnp.float32 else 134217729.0)
     high = c - (c - x)
