@@ -291,22 +291,23 @@ def test_tiles_of_ragged_rows_hold_each_element_once(cols: int, vector: int) -> 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("cols", [1024, 17408, 17409, 50255, 50256, 50257])
+@pytest.mark.parametrize("cols", [1024, 4095, 5001, 17408, 17409, 50255, 50256, 50257])
 def test_slices_count_each_element_once_and_lie_in_the_array(cols: int, dtype: str) -> None:
     rows = 16
     plan = primitives.plan_for("softmax", (shapes(rows, cols, dtype=dtype),), known("h200"), ("pallas", "cluster"))
     vector, (length, size) = 16 // jnp.dtype(dtype).itemsize, (plan.block, plan.splits)
     counted, written = np.zeros(rows * cols, int), np.zeros(rows * cols, int)
     for row, rank in itertools.product(range(rows), range(size)):
-        cut = Cut.of(row, rank, cols, length, vector)
+        cut = Cut.of(row, rank, rows, cols, length, vector)
         first = int(cut.first) + (0 if cut.ragged else row * cols)
         assert first % vector == 0
         assert 0 <= first <= rows * cols - length
         counted[first + max(int(cut.before), 0) : first + min(int(cut.after), length)] += 1
         at, count = cut.whole
-        written[first + at : first + at + count] += 1
-        written[[first + at for at in cut.rest if cut.mine(at)]] += 1
-        assert row * cols <= first + at < first + at + count <= row * cols + cols
+        for begin, end in ((at, at + count), *((int(at), int(at) + 128) for at in cut.edges(128))):
+            assert 0 <= begin <= end <= length
+            assert row * cols <= first + begin < first + end <= row * cols + cols
+            written[first + begin : first + end] += 1
     assert (counted == 1).all()
     assert (written >= 1).all()
 

@@ -131,11 +131,11 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
         return f"rows of {problem.cols} {problem.dtype} elements are not whole 16 bytes, and {beside}"
     tile = CLUSTER_THREADS * vector
     span = (problem.cols + 2 * vector - 2) // vector * vector if ragged else problem.cols
-    # No slice of a row that begins anywhere may begin before the array.
-    for size in (2, 4, 8, 16) if ragged else (1, 2, 4, 8, 16):
+    for size in (1, 2, 4, 8, 16):
         length = -(-span // (size * vector)) * vector
         held = length * problem.inputs * problem.itemsize
-        if held <= (ROW_BYTES * problem.inputs if size == 1 else SLICE_BYTES):
+        most = ROW_BYTES * problem.inputs if size == 1 else SLICE_BYTES
+        if held <= most + (32 * problem.inputs if ragged else 0):
             break
     if length < tile:
         return f"a row of {problem.cols} columns is shorter than a tile of {tile}"

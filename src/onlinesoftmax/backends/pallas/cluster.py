@@ -101,15 +101,14 @@ class Slice(NamedTuple):
         mosaic.barrier_wait(loaded)
 
     def store(self, array: Any) -> None:
-        """Take the output away: what may be a neighbour's by elements."""
+        """Take the output away: what does not lie in whole 16 bytes by elements, one a thread."""
         mosaic.commit_smem()
         at, columns = self.cut.whole
         mosaic.copy_smem_to_gmem(self.refs[0].at[pl.ds(at, columns)], self.cut.place(array, at, columns))
-        for at in self.cut.rest:
-
-            @pl.when(self.cut.mine(at))
-            def _(at: int = at) -> None:
-                array[self.cut.first + at] = self.refs[0][at]
+        layout = mosaic.Layout.WG_STRIDED((CLUSTER_THREADS,), vec_size=1)
+        for edge in self.cut.edges(CLUSTER_THREADS):
+            y = mosaic.layout_cast(self.refs[0][pl.ds(edge, CLUSTER_THREADS)], layout)
+            self.cut.place(array, edge, CLUSTER_THREADS)[...] = y
 
 
 def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> None:
@@ -123,7 +122,7 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
     reads, writes = operands.sides(refs[: -inputs - 4])
     held, (states_m, states_l, loaded, arrived) = refs[-inputs - 4 : -4], refs[-4:]
     row, rank = jax.lax.axis_index("row"), jax.lax.axis_index("rank")
-    cut = Cut.of(row, rank, operands.cols, length, 16 // held[0].dtype.itemsize)
+    cut = Cut.of(row, rank, operands.rows, operands.cols, length, 16 // held[0].dtype.itemsize)
     slice_ = Slice(op, held, cut, operands.accumulator)
     slice_.load(reads[:inputs], loaded)
     if op.reduces:

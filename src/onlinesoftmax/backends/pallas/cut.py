@@ -14,8 +14,8 @@ class Cut(NamedTuple):
     """Where a slice of a row lies.
 
     All slices have one length, so the last of a row begins earlier, and holds what the one before counts.  Rows of
-    whole 16 bytes lie in a matrix.  Ragged rows begin anywhere in one long vector: what their first and last slice
-    hold of the 16 bytes at either end may be their neighbours'.
+    whole 16 bytes lie in a matrix.  Ragged rows begin anywhere in one long vector: their first and last slices hold
+    some of their neighbours'.
 
     Attributes:
         ragged: Whether rows begin anywhere.
@@ -37,13 +37,14 @@ class Cut(NamedTuple):
     vector: int
 
     @classmethod
-    def of(cls, row: Array, rank: Array, cols: int, length: int, vector: int) -> Cut:
+    def of(cls, row: Array, rank: Array, rows: int, cols: int, length: int, vector: int) -> Cut:
         """The slice of a rank.
 
         Args:
             row, rank: Which slice of which row.
+            rows: How many there are.
             cols: Elements of a row.
-            length: Of a slice, in whole vectors; of a ragged row, at most a half of it.
+            length: Of a slice, in whole vectors.
             vector: Elements of 16 bytes.
         """
         ragged = cols % vector != 0
@@ -51,10 +52,14 @@ class Cut(NamedTuple):
         end = begin + cols
         low, high = begin // vector * vector, -(-end // vector) * vector
         mine = low + rank * length
-        first = jnp.minimum(mine, high - length)
+        last = high - length
+        if ragged:
+            # A slice of the whole row may hold 16 bytes more than this one; there are some behind all but the last.
+            last = jnp.maximum(last, jnp.minimum(low, rows * cols - length))
+        first = jnp.minimum(mine, last)
         return cls(ragged, row, begin, end, first, jnp.maximum(mine, begin) - first, end - first, length, vector)
 
-    def place(self, array: Any, at: int, columns: int) -> Any:
+    def place(self, array: Any, at: Array | int, columns: int) -> Any:
         """Columns of the slice, in the matrix or in the vector."""
         place = pl.ds(self.first + at, columns)
         return array.at[place] if self.ragged else array.at[self.row, place]
@@ -62,15 +67,11 @@ class Cut(NamedTuple):
     @property
     def whole(self) -> tuple[int, int]:
         """From where on how many columns of the slice are whole 16 bytes of its row, whatever the row."""
-        return (self.vector, self.length - 2 * self.vector) if self.ragged else (0, self.length)
+        return (2 * self.vector, self.length - 4 * self.vector) if self.ragged else (0, self.length)
 
-    @property
-    def rest(self) -> list[int]:
-        """The other columns of the slice, which may be a neighbour's."""
-        start, count = self.whole
-        return [*range(start), *range(start + count, self.length)]
-
-    def mine(self, at: int) -> Array:
-        """Whether a column of the slice is of its row."""
-        place = self.first + at
-        return (place >= self.begin) & (place < self.end)
+    def edges(self, columns: int) -> tuple[Array, ...]:
+        """From where on so many columns are of its row, which hold the rest between them."""
+        if not self.ragged:
+            return ()
+        first, end = jnp.maximum(self.begin - self.first, 0), jnp.minimum(self.end - self.first, self.length)
+        return first, end - columns
