@@ -195,7 +195,7 @@ def shapes(*sizes: int, dtype: str = "bfloat16") -> Any:
         (65536, 64, "row"),
         (65536, 1024, "row"),
         (16384, 2049, "row"),
-        (16384, 4095, "row"),
+        (16384, 4095, "cluster"),
         (16384, 4096, "cluster"),
         (4096, 16384, "cluster"),
         (2048, 128256, "cluster"),

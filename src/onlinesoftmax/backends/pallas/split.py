@@ -15,6 +15,7 @@ from ...plan import Plan
 from .call import call
 from .looped import state_of, write_tiles
 from .operands import Operands
+from .ops import Term
 from .state import State
 
 
@@ -41,9 +42,12 @@ def write_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth:
     *reads, m_ref, l_ref, y_ref = refs
     op = operands.op
     _, row, part = _place(splits, operands.rows * splits - 1)
-    term = (
-        operands.term(_whole((m_ref, l_ref), row, splits, op)) if op.reduces else operands.given(tuple(reads), row, 1)
-    )
+
+    def term() -> Term:
+        if not op.reduces:
+            return operands.given(tuple(reads), row, 1)
+        return operands.term(_whole((m_ref, l_ref), row, splits, op))
+
     write_tiles(operands, tuple(reads), y_ref, row, part * depth, depth, block, term, part == 0)
 
 
