@@ -7,7 +7,9 @@ in cut.py, where it is tested on every machine; here is only who holds which col
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -26,21 +28,33 @@ from .state import State, Tiles
 WRITTEN_ELEMENTS = 32
 """Elements that a thread writes between two barriers."""
 
+PIECE_BYTES = 32 << 10
+"""Bytes of all inputs that a block waits for at once, while the rest is on its way."""
+
+MOST_PIECES = 4
+"""Pieces of a slice: each has a reduction of its own."""
+
 
 class Slice(NamedTuple):
     """A block's columns in shared memory, in tiles of 16 bytes a thread; the last begins earlier, as slices do.
+
+    They arrive in pieces of whole tiles, each of which is reduced while others are on their way, and leave in the same.
 
     Attributes:
         op: What is done with them.
         refs: Those of each input; the output takes the place of the first.
         cut: Where they lie in the array.
         accumulator: The dtype that is computed in.
+        pieces: Where each piece begins and ends.
+        loaded: A barrier for each piece.
     """
 
     op: Op
     refs: tuple[Any, ...]
     cut: Cut
     accumulator: Any
+    pieces: Sequence[tuple[int, int]]
+    loaded: Any
 
     @property
     def tile(self) -> int:
@@ -65,53 +79,85 @@ class Slice(NamedTuple):
         a, b = (jnp.where(here, t, jnp.asarray(nothing, t.dtype)) for t in self.held(at, self.tile))
         return a, b
 
-    def tiles(self, overlap: bool) -> Tiles:
-        """All of it, each column once; `overlap` where some count in the slice before."""
-        count, shared = divmod(self.cut.length, self.tile)
-        first, last = overlap or self.cut.ragged, shared > 0 or self.cut.ragged
-        edges = {at for at, is_edge in ((0, first), (self.cut.length - self.tile, last)) if is_edge}
-        start, stop = int(first), count - int(last and not shared)
+    def tiles(self, piece: int, overlap: bool) -> Tiles:
+        """All of a piece, each column once; `overlap` where some of the slice count in the one before."""
+        start, stop = self.pieces[piece]
+        shared = stop % self.tile
+        first = start == 0 and (overlap or self.cut.ragged)
+        last = stop == self.cut.length and (shared > 0 or self.cut.ragged)
+        edges = {at for at, is_edge in ((start, first), (stop - self.tile, last)) if is_edge}
+        begin, end = start // self.tile + int(first), stop // self.tile - int(last and not shared)
         return Tiles(
             [partial(self.counted, at) for at in sorted(edges)], lambda i: self.held(i * self.tile, self.tile),
-            start, max(start, stop),
+            begin, max(begin, end),
         )  # fmt: skip
 
-    def finish(self, term: Term) -> None:
-        """Put the output in place of the first input."""
-        count, shared = divmod(self.cut.length, self.tile)
+    def load(self, arrays: tuple[Any, ...]) -> None:
+        """Bring it here."""
+        for piece, (start, stop) in enumerate(self.pieces):
+            for array, ref in zip(arrays, self.refs, strict=True):
+                mosaic.copy_gmem_to_smem(
+                    self.cut.place(array, start, stop - start), ref.at[pl.ds(start, stop - start)],
+                    self.loaded.at[piece], oob_mode=mosaic.OOBFillMode.PROMISE_IN_BOUNDS,
+                )  # fmt: skip
+
+    def state(self, overlap: bool) -> State:
+        """Its state, from those of its pieces."""
+        states = []
+        for piece in range(len(self.pieces)):
+            mosaic.barrier_wait(self.loaded.at[piece])
+            with jax.enable_x64(self.op.exact):
+                states.append(self.op.of_tiles(self.tiles(piece, overlap), self.accumulator))
+        with jax.enable_x64(self.op.exact):
+            m, l = self.op.merge_slices(states) if len(states) > 1 else states[0]
+            return m, l.astype(self.op.slice_dtype(self.accumulator))
+
+    def finish(self, term: Term, array: Any) -> None:
+        """Put the output in place of the first input and take it away: what is not whole 16 bytes by elements."""
+        at, columns = self.cut.whole
+        for piece, (start, stop) in enumerate(self.pieces):
+            if not self.op.reduces:
+                mosaic.barrier_wait(self.loaded.at[piece])
+            self._finish(start, stop, term)
+            mosaic.commit_smem()
+            begin, end = max(start, at), min(stop, at + columns)
+            mosaic.copy_smem_to_gmem(
+                self.refs[0].at[pl.ds(begin, end - begin)], self.cut.place(array, begin, end - begin)
+            )
+        layout = mosaic.Layout.WG_STRIDED((CLUSTER_THREADS,), vec_size=1)
+        for edge in self.cut.edges(CLUSTER_THREADS):
+            # One a thread.
+            y = mosaic.layout_cast(self.refs[0][pl.ds(edge, CLUSTER_THREADS)], layout)
+            self.cut.place(array, edge, CLUSTER_THREADS)[...] = y
+
+    def _finish(self, start: int, stop: int, term: Term) -> None:
+        """Put the output of a piece in its place."""
         # Read before what it shares with the tile before it is written.
-        end = self.cut.length - self.tile
-        last = self.held(end, self.tile) if shared else None
+        last = self.held(stop - self.tile, self.tile) if stop % self.tile else None
+        whole = stop // self.tile * self.tile
         # Mosaic has a barrier before and after what is written, so it is much at a time.
         most = CLUSTER_THREADS * WRITTEN_ELEMENTS
-        for at in range(0, count * self.tile, most):
-            self._write(at, self.held(at, min(most, count * self.tile - at)), term)
+        for at in range(start, whole, most):
+            self._write(at, self.held(at, min(most, whole - at)), term)
         if last:
-            self._write(end, last, term)
+            self._write(stop - self.tile, last, term)
 
     def _write(self, at: int, pair: tuple[Array, Array], term: Term) -> None:
         a, b = (t.astype(self.accumulator) for t in pair)
         self.refs[0][pl.ds(at, a.size)] = self.op.finish(a, b, term).astype(self.refs[0].dtype)
 
-    def load(self, arrays: tuple[Any, ...], loaded: Any) -> None:
-        """Bring it here."""
-        for array, ref in zip(arrays, self.refs, strict=True):
-            place = self.cut.place(array, 0, self.cut.length)
-            mosaic.copy_gmem_to_smem(place, ref, loaded, oob_mode=mosaic.OOBFillMode.PROMISE_IN_BOUNDS)
-        mosaic.barrier_wait(loaded)
 
-    def store(self, array: Any) -> None:
-        """Take the output away: what does not lie in whole 16 bytes by elements, one a thread."""
-        mosaic.commit_smem()
-        at, columns = self.cut.whole
-        mosaic.copy_smem_to_gmem(self.refs[0].at[pl.ds(at, columns)], self.cut.place(array, at, columns))
-        layout = mosaic.Layout.WG_STRIDED((CLUSTER_THREADS,), vec_size=1)
-        for edge in self.cut.edges(CLUSTER_THREADS):
-            y = mosaic.layout_cast(self.refs[0][pl.ds(edge, CLUSTER_THREADS)], layout)
-            self.cut.place(array, edge, CLUSTER_THREADS)[...] = y
+def pieces_of(length: int, tile: int, itemsize: int) -> list[tuple[int, int]]:
+    """Where the pieces of a slice begin and end: a power of two of them, of whole tiles but for what is left over."""
+    count = max(1, min(length * itemsize // PIECE_BYTES, MOST_PIECES))
+    count = 1 << count.bit_length() - 1
+    bounds = [length // tile * piece // count * tile for piece in range(count)]
+    return list(pairwise([*bounds, length]))
 
 
-def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> None:
+def cluster_kernel(
+    *refs: Any, operands: Operands, length: int, size: int, pieces: Sequence[tuple[int, int]]
+) -> None:  # fmt: skip
     """One block: `length` neighbouring columns of a row, in its shared memory; `size` blocks a row.
 
     Chosen: rows that one program's registers do not hold, on Hopper and later.
@@ -123,11 +169,11 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
     held, (states_m, states_l, loaded, arrived) = refs[-inputs - 4 : -4], refs[-4:]
     row, rank = jax.lax.axis_index("row"), jax.lax.axis_index("rank")
     cut = Cut.of(row, rank, operands.rows, operands.cols, length, 16 // held[0].dtype.itemsize)
-    slice_ = Slice(op, held, cut, operands.accumulator)
-    slice_.load(reads[:inputs], loaded)
+    slice_ = Slice(op, held, cut, operands.accumulator, pieces, loaded)
+    slice_.load(reads[:inputs])
     if op.reduces:
+        state = slice_.state(size * length > operands.cols)
         with jax.enable_x64(op.exact):
-            state = op.of_tiles(slice_.tiles(size * length > operands.cols), operands.accumulator)
             if size > 1:
                 state = _of_cluster(state, op, states_m, states_l, arrived, size)
             state = tuple(part.astype(operands.accumulator) for part in state)
@@ -138,13 +184,11 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int) -> No
             for ref, part in zip(writes, op.parts(state), strict=True):
                 ref[row] = part
     else:
-        slice_.finish(op.term(state) if op.reduces else op.given(*(ref[row] for ref in reads[inputs:])))
-        slice_.store(writes[0])
+        slice_.finish(op.term(state) if op.reduces else op.given(*(ref[row] for ref in reads[inputs:])), writes[0])
     if op.reduces and size > 1:
         # None leaves while another may still read its state.
-        mosaic.barrier_arrive(arrived)
         mosaic.barrier_wait(arrived)
-    mosaic.wait_smem_to_gmem(0)
+    mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _of_cluster(state: State, op: Op, states_m: Any, states_l: Any, arrived: Any, size: int) -> State:
@@ -164,7 +208,10 @@ def _of_cluster(state: State, op: Op, states_m: Any, states_l: Any, arrived: Any
         for rank in range(size)
     ]
     m, l = op.merge_slices(found)
-    return jnp.max(m), jnp.max(l)
+    state = jnp.max(m), jnp.max(l)
+    # All threads have met in these reductions, and so have read.
+    mosaic.barrier_arrive(arrived)
+    return state
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
@@ -172,18 +219,21 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     op, size, length = operands.op, plan.splits, plan.block
     inputs = 2 if op.sums else 1
     dtypes = operands.accumulator, op.slice_dtype(operands.accumulator)
+    itemsize = arrays[0].dtype.itemsize
+    pieces = pieces_of(length, CLUSTER_THREADS * (16 // itemsize), itemsize * inputs)
     with jax.enable_x64(op.exact):
         states = [mosaic.SMEM((CLUSTER_THREADS,), dtype) for dtype in dtypes]
     kernel = mosaic.kernel(
-        partial(cluster_kernel, operands=operands, length=length, size=size),
+        partial(cluster_kernel, operands=operands, length=length, size=size, pieces=pieces),
         out_type=tuple(out), grid=(operands.rows,), grid_names=("row",), cluster=(size,), cluster_names=("rank",),
         scratch_types=[
             *(mosaic.SMEM((length,), t.dtype) for t in arrays[:inputs]), *states,
-            mosaic.Barrier(num_arrivals=inputs), mosaic.ClusterBarrier(collective_axes=("rank",)),
+            mosaic.Barrier(num_arrivals=inputs, num_barriers=len(pieces)),
+            mosaic.ClusterBarrier(collective_axes=("rank",)),
         ],
         compiler_params=mosaic.CompilerParams(
             # Its exp is off by some units, which 16 bits do not show.
-            approx_math=arrays[0].dtype.itemsize == 2, lowering_semantics=mosaic.LoweringSemantics.Warpgroup,
+            approx_math=itemsize == 2, lowering_semantics=mosaic.LoweringSemantics.Warpgroup,
         ),
         kernel_name="onlinesoftmax_cluster",
     )  # fmt: skip

@@ -94,14 +94,13 @@ class Op(NamedTuple):
         return state.of(*(a for a, _ in pairs), axis=axis, exact=self.exact)
 
     def of_tiles(self, tiles: Tiles, dtype: Any) -> State:
-        """The state of a slice in tiles of pairs, as numbers: m of a dtype, l of `slice_dtype`."""
+        """The state of a slice in tiles of pairs, as numbers: m of a dtype, l of `sum_dtype`."""
         if self.sums:
             lanes = tiles.fold(jnp.add, lambda pair: self._part(*(t.astype(dtype) for t in pair)))
             m = jnp.asarray(0, dtype)
         else:
             m, lanes = state.of_tiles(tiles, dtype, lambda pair: pair[0])
-        l = jnp.sum(lanes.astype(jnp.float64 if self.exact else dtype))
-        return m, l.astype(self.slice_dtype(dtype))
+        return m, jnp.sum(lanes.astype(self.sum_dtype(dtype)))
 
     def slice_dtype(self, dtype: Any) -> Any:
         """What the l of a slice in tiles is kept in.

@@ -60,6 +60,11 @@ def in_two(x: Array, dtype: Any) -> tuple[Array, Array]:
     return high, jnp.where(jnp.abs(high) < jnp.inf, x - high.astype(x.dtype), 0).astype(dtype)
 
 
+def _coarse(x: Array) -> Array:
+    """What of numbers of float64 up to 1 is whole 2**-32, so that their sum is exact."""
+    return jnp.floor(x * 2.0**32) * 2.0**-32
+
+
 def _halves(x: Array) -> tuple[Array, Array]:
     c = x * (4097.0 if x.dtype == jnp.float32 else 134217729.0)
     high = c - (c - x)
@@ -69,13 +74,18 @@ def _halves(x: Array) -> tuple[Array, Array]:
 def of(*parts: Array, axis: int | None = -1, exact: bool = False) -> State:
     """The states of rows in parts, along an axis, which they keep with size 1, or of all of them as numbers.
 
-    Exact adds terms in float64: a thread adds all of its own one after another.
+    Exact adds terms in float64, and those of float64 in two parts: a thread adds all of its own one after another.
     """
     m = reduce(jnp.maximum, (jnp.max(x, axis=axis, keepdims=axis is not None) for x in parts))
     s = shift(m)
+    terms = [jnp.exp(x - s) for x in parts]
+    if m.dtype == jnp.float64:
+        coarse = [_coarse(term) for term in terms]
+        rest = (jnp.where(term < jnp.inf, term - high, 0) for term, high in zip(terms, coarse, strict=True))
+        return m, total(*coarse, axis=axis) + total(*rest, axis=axis)
     with jax.enable_x64(exact):
         wide = jnp.float64 if exact else m.dtype
-        return m, total(*(jnp.exp(x - s).astype(wide) for x in parts), axis=axis).astype(m.dtype)
+        return m, total(*(term.astype(wide) for term in terms), axis=axis).astype(m.dtype)
 
 
 class Tiles(NamedTuple):
