@@ -9,14 +9,24 @@ from .candidate import Candidate, clamp, cut, no_gpu, power_of_two, reads, reduc
 REGISTER_ELEMENTS = 32
 """Elements of a row that a thread of `row` holds, as a rule."""
 
-ROWS_ELEMENTS = 1024
-"""Elements of the rows that a program of `row` holds, where one row has fewer."""
+SHORT = 512
+"""Columns of rows that share a program of `row`, at most, and the elements of all of them there, as a rule."""
+
+PADDED = {8: 0, 4: 96, 2: SHORT}
+"""Columns from which on a short row is best padded to a power of two, by the bytes of an element of all inputs.
+
+Below it is padded less, to a sum of two, each of which has a reduction of its own.  Where memory is waited for, columns
+that are not there cost little; where instructions are, as much as others.
+"""
 
 WARP_ELEMENTS, WARP_BYTES = 3072, 24 << 10
 """What one warp holds of a row, and of all inputs: more of it leaves the registers."""
 
 TILE = 8192
-"""Columns of a tile that is streamed."""
+"""Columns of a tile that is streamed, at most."""
+
+TILE_BYTES = 16 << 10
+"""Bytes of a tile of `split`, of one input, at most: 64 a thread of 8 warps."""
 
 CLUSTER_THREADS = 128
 """Threads of a block of `cluster`: a warpgroup."""
@@ -24,13 +34,13 @@ CLUSTER_THREADS = 128
 ROW_BYTES = 24 << 10
 """Most bytes of an input that one block of `cluster` holds, where several could."""
 
-SLICE_BYTES = 32 << 10
+SLICE_BYTES = 50 << 10
 """Bytes of all inputs that one of several blocks holds, if it can be: as many blocks then share a multiprocessor."""
 
 OTHER_BYTES = 7 << 10
 """Shared memory of a block beside its slices: states, barriers, and what reductions take."""
 
-MOST_SPLITS = 1024
+MOST_SPLITS = 2048
 """Programs that share a row of `split`: each of them merges the states of all."""
 
 LARGEST = (1 << 31) - MOST_SPLITS * TILE
@@ -44,15 +54,30 @@ def _warps(elements: int) -> int:
 
 def _body(problem: Problem) -> tuple[int, int]:
     """(elements of 16 bytes, columns in them) if rows begin anywhere, so that Triton cuts them there, else (1, all)."""
-    long = problem.peels and problem.cols >= ROWS_ELEMENTS // 2
+    long = problem.peels and problem.cols >= SHORT
     vector = problem.vector if long and problem.rows * problem.cols <= LARGEST else 1
     return vector, problem.cols // vector * vector
 
 
-def _padded(cols: int, parts: int) -> int:
-    """The least sum of at most so many powers of two that holds the columns: those are the sides of Triton's tiles."""
+def _padded(cols: int) -> int:
+    """The least sum of at most two powers of two that holds the columns: those are the sides of Triton's tiles."""
     whole, large = power_of_two(cols), power_of_two(cols + 1) // 2
-    return whole if parts == 1 or whole == large else min(whole, large + _padded(cols - large, parts - 1))
+    return whole if whole == large else min(whole, large + power_of_two(cols - large))
+
+
+def _short(problem: Problem) -> tuple[int, int]:
+    """(columns, rows) of a program for short rows, as they were the fastest on an H200."""
+    cols, bytes_each = problem.cols, problem.itemsize * problem.inputs
+    plain = problem.itemsize < 8 and not problem.fused
+    block = power_of_two(cols) if plain and cols > PADDED[bytes_each] else _padded(cols)
+    # 64 bytes a thread, or half of it where they are moved one by one.
+    elements = SHORT if cols % problem.vector else max(SHORT, 32 * 64 // problem.itemsize)
+    if block == power_of_two(block):
+        rows = max(2, elements // block)
+    else:
+        # The smaller part of a row may be one column: 32 rows of it for 32 threads.
+        rows = power_of_two(-(-elements * 17 // (16 * block)))
+    return block, min(rows, power_of_two(max(problem.rows, 1)))
 
 
 def row(problem: Problem, device: Device) -> Candidate | str:
@@ -60,18 +85,13 @@ def row(problem: Problem, device: Device) -> Candidate | str:
     if refusal := no_gpu("Pallas", device):
         return refusal
     (vector, body), words = _body(problem), words_of(problem)
-    short = vector == 1 and body <= ROWS_ELEMENTS // 2
-    # Every part has a reduction of its own, which many short rows share.
-    block = _padded(body, 3 if short and problem.inputs == 1 else 2)
+    block, rows = _short(problem) if problem.cols <= SHORT else (_padded(body), 1)
     most = 1024 * REGISTER_ELEMENTS // words
     if block > most:
         return (
             f"a row of {problem.cols} columns, padded to {block}, does not fit the registers of one program: "
             f"{most} {problem.dtype} elements do"
         )
-    # The power of two that is nearest to ROWS_ELEMENTS with them.
-    rows = power_of_two(-(-ROWS_ELEMENTS * 7 // (block * 10))) if short else 1
-    rows = min(rows, power_of_two(max(problem.rows, 1)))
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
     reason += f"; {rows} rows share a program" if rows > 1 else cut(vector > 1)
     # Exponentials of 16 bits are bound by instructions, of which every warp more adds those of a reduction.
@@ -156,12 +176,12 @@ def split(problem: Problem, device: Device) -> Candidate | str:
     if refusal := no_gpu("Pallas", device):
         return refusal
     vector, body = _body(problem)
-    block = min(TILE, power_of_two(body))
+    block = min(TILE, TILE_BYTES // problem.itemsize, power_of_two(body))
     tiles = -(-body // block)
-    splits = clamp(-(-8 * device.multiprocessors // max(problem.rows, 1)), 1, min(tiles, MOST_SPLITS))
-    launches = int(reduces(problem)) + 1
+    splits = clamp(-(-16 * device.multiprocessors // max(problem.rows, 1)), 1, min(tiles, MOST_SPLITS))
+    launches, warps = int(reduces(problem)) + 1, clamp(block * problem.itemsize >> 11, 1, 32)
     return Candidate(
         "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a second launch merges "
-        f"their states{cut(vector > 1)}", problem.rows * splits, block, warps=_warps(block),
+        f"their states{cut(vector > 1)}", problem.rows * splits, block, warps=warps,
         splits=splits, launches=launches, reads=reads(problem), vector=vector, quality=0.6,
     )  # fmt: skip

@@ -93,7 +93,7 @@ class Slice(NamedTuple):
         )  # fmt: skip
 
     def load(self, arrays: tuple[Any, ...]) -> None:
-        """Bring it here."""
+        """Have its pieces brought here."""
         for piece, (start, stop) in enumerate(self.pieces):
             for array, ref in zip(arrays, self.refs, strict=True):
                 mosaic.copy_gmem_to_smem(
@@ -121,9 +121,8 @@ class Slice(NamedTuple):
             self._finish(start, stop, term)
             mosaic.commit_smem()
             begin, end = max(start, at), min(stop, at + columns)
-            mosaic.copy_smem_to_gmem(
-                self.refs[0].at[pl.ds(begin, end - begin)], self.cut.place(array, begin, end - begin)
-            )
+            there = self.cut.place(array, begin, end - begin)
+            mosaic.copy_smem_to_gmem(self.refs[0].at[pl.ds(begin, end - begin)], there)
         layout = mosaic.Layout.WG_STRIDED((CLUSTER_THREADS,), vec_size=1)
         for edge in self.cut.edges(CLUSTER_THREADS):
             # One a thread.
@@ -155,9 +154,7 @@ def pieces_of(length: int, tile: int, itemsize: int) -> list[tuple[int, int]]:
     return list(pairwise([*bounds, length]))
 
 
-def cluster_kernel(
-    *refs: Any, operands: Operands, length: int, size: int, pieces: Sequence[tuple[int, int]]
-) -> None:  # fmt: skip
+def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int, pieces: Sequence[tuple[int, int]]) -> None:
     """One block: `length` neighbouring columns of a row, in its shared memory; `size` blocks a row.
 
     Chosen: rows that one program's registers do not hold, on Hopper and later.
@@ -220,7 +217,8 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     inputs = 2 if op.sums else 1
     dtypes = operands.accumulator, op.slice_dtype(operands.accumulator)
     itemsize = arrays[0].dtype.itemsize
-    pieces = pieces_of(length, CLUSTER_THREADS * (16 // itemsize), itemsize * inputs)
+    # A piece costs a reduction, which is worth it where it is stored while others are finished.
+    pieces = [(0, length)] if op.per_row else pieces_of(length, CLUSTER_THREADS * (16 // itemsize), itemsize * inputs)
     with jax.enable_x64(op.exact):
         states = [mosaic.SMEM((CLUSTER_THREADS,), dtype) for dtype in dtypes]
     kernel = mosaic.kernel(
