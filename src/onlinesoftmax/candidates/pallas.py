@@ -22,11 +22,11 @@ that are not there cost little; where instructions are, as much as others.
 WARP_ELEMENTS, WARP_BYTES = 3072, 24 << 10
 """What one warp holds of a row, and of all inputs: more of it leaves the registers."""
 
-TILE = 8192
-"""Columns of a tile that is streamed, at most."""
-
 TILE_BYTES = 16 << 10
-"""Bytes of a tile of `split`, of one input, at most: 64 a thread of 8 warps."""
+"""Bytes of a tile that is streamed, of one input, at most."""
+
+THREAD_BYTES = 64
+"""Bytes of it that a thread holds."""
 
 CLUSTER_THREADS = 128
 """Threads of a block of `cluster`: a warpgroup."""
@@ -43,7 +43,7 @@ OTHER_BYTES = 7 << 10
 MOST_SPLITS = 2048
 """Programs that share a row of `split`: each of them merges the states of all."""
 
-LARGEST = (1 << 31) - MOST_SPLITS * TILE
+LARGEST = (1 << 31) - MOST_SPLITS * TILE_BYTES // 2
 """What the 32-bit indices of a kernel count, with what it rounds up to: rows, columns, all elements of ragged rows."""
 
 
@@ -70,8 +70,8 @@ def _short(problem: Problem) -> tuple[int, int]:
     cols, bytes_each = problem.cols, problem.itemsize * problem.inputs
     plain = problem.itemsize < 8 and not problem.fused
     block = power_of_two(cols) if plain and cols > PADDED[bytes_each] else _padded(cols)
-    # 64 bytes a thread, or half of it where they are moved one by one.
-    elements = SHORT if cols % problem.vector else max(SHORT, 32 * 64 // problem.itemsize)
+    # Where they are moved one by one, a thread holds less.
+    elements = SHORT if cols % problem.vector else max(SHORT, 32 * THREAD_BYTES // problem.itemsize)
     if block == power_of_two(block):
         rows = max(2, elements // block)
     else:
@@ -108,29 +108,37 @@ def row(problem: Problem, device: Device) -> Candidate | str:
     )
 
 
+def _tile(problem: Problem, columns: int) -> tuple[int, int]:
+    """(columns, warps) of a tile that is streamed, as they were the fastest on an H200."""
+    block = min(TILE_BYTES // problem.itemsize, power_of_two(columns))
+    return block, clamp(block * problem.itemsize // (32 * THREAD_BYTES), 1, 32)
+
+
 def looped(problem: Problem, device: Device) -> Candidate | str:
     """One program streams one row."""
     if refusal := no_gpu("Pallas", device):
         return refusal
     vector, body = _body(problem)
-    block = min(TILE, power_of_two(body))
+    block, warps = _tile(problem, body)
     reason = (
         f"one program streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
         f"{problem.rows} programs share the device{cut(vector > 1)}"
     )
     return Candidate(
-        "pallas", "looped", reason, problem.rows, block, warps=_warps(block),
-        reads=reads(problem), vector=vector, quality=0.6,
+        "pallas", "looped", reason, problem.rows, block, warps=warps,
+        reads=reads(problem), vector=vector, quality=0.72,
     )  # fmt: skip
 
 
-def _quality_of_slices(held: int, size: int, inputs: int) -> float:
-    """Measured on an H200, by the bytes that a block holds.
+def _quality_of_slices(held: int, size: int, inputs: int, most: int) -> float:
+    """Measured on an H200, by the bytes that a block holds, of most.
 
     Blocks that hold little spend their time meeting, or beginning; one that is alone on its multiprocessor, waiting.
     """
+    if held > most // 2:
+        return 0.7 if inputs > 1 else 0.38
     if held > 64 << 10:
-        return 0.7 if inputs > 1 else 0.42
+        return 0.8
     if size > 1:
         return min(0.95, 0.4 + 0.036 * held / 1024)
     return 0.95 if held >= 4 << 10 else 0.78
@@ -167,7 +175,7 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
     return Candidate(
         "pallas", "cluster", reason,
         problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size, vector=vector if ragged else 1,
-        quality=_quality_of_slices(held, size, problem.inputs),
+        quality=_quality_of_slices(held, size, problem.inputs, most),
     )  # fmt: skip
 
 
@@ -176,12 +184,12 @@ def split(problem: Problem, device: Device) -> Candidate | str:
     if refusal := no_gpu("Pallas", device):
         return refusal
     vector, body = _body(problem)
-    block = min(TILE, TILE_BYTES // problem.itemsize, power_of_two(body))
+    block, warps = _tile(problem, body)
     tiles = -(-body // block)
     splits = clamp(-(-16 * device.multiprocessors // max(problem.rows, 1)), 1, min(tiles, MOST_SPLITS))
-    launches, warps = int(reduces(problem)) + 1, clamp(block * problem.itemsize >> 11, 1, 32)
+    launches = int(reduces(problem)) + 1
     return Candidate(
         "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a second launch merges "
         f"their states{cut(vector > 1)}", problem.rows * splits, block, warps=warps,
-        splits=splits, launches=launches, reads=reads(problem), vector=vector, quality=0.6,
+        splits=splits, launches=launches, reads=reads(problem), vector=vector, quality=0.72,
     )  # fmt: skip
