@@ -20,7 +20,7 @@ import onlinesoftmax.jax as osj
 from laws import Float64
 from onlinesoftmax import PlanError, primitives, verification
 from onlinesoftmax.backends import xla
-from onlinesoftmax.backends.pallas.cut import Cut
+from onlinesoftmax.backends.pallas.cut import PIECE_BYTES, Cut, pieces_of
 from onlinesoftmax.backends.pallas.operands import Tile, tanh
 from onlinesoftmax.device import known
 from onlinesoftmax.scores import PLAIN, Scores
@@ -290,19 +290,33 @@ def test_tiles_of_ragged_rows_hold_each_element_once(cols: int, vector: int) -> 
     assert (held == 1).all()
 
 
+@pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 4096])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("cols", [1024, 4095, 5001, 17408, 17409, 50255, 50256, 50257])
-def test_slices_count_each_element_once_and_lie_in_the_array(cols: int, dtype: str) -> None:
+@pytest.mark.parametrize("cols", [1024, 4095, 5001, 8191, 8192, 17408, 17409, 50255, 50256, 50257])
+def test_slices_count_each_element_once_and_lie_in_the_array(
+    cols: int, dtype: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onlinesoftmax.backends.pallas.cut.PIECE_BYTES", piece_bytes)
     rows = 16
     plan = primitives.plan_for("softmax", (shapes(rows, cols, dtype=dtype),), known("h200"), ("pallas", "cluster"))
     vector, (length, size) = 16 // jnp.dtype(dtype).itemsize, (plan.block, plan.splits)
+    tile = 128 * vector
+    pieces = pieces_of(length, tile, jnp.dtype(dtype).itemsize)
+    assert (len(pieces) > 1) == (length * jnp.dtype(dtype).itemsize >= 2 * piece_bytes)
     counted, written = np.zeros(rows * cols, int), np.zeros(rows * cols, int)
     for row, rank in itertools.product(range(rows), range(size)):
         cut = Cut.of(row, rank, rows, cols, length, vector)
         first = int(cut.first) + (0 if cut.ragged else row * cols)
         assert first % vector == 0
         assert 0 <= first <= rows * cols - length
-        counted[first + max(int(cut.before), 0) : first + min(int(cut.after), length)] += 1
+        for start, stop in pieces:
+            edges, inner = cut.tiles(start, stop, tile, size * length > cols)
+            for at in edges:
+                begin, end = (int(column) for column in cut.counted(at, tile))
+                assert start <= at <= stop - tile
+                assert begin >= 0
+                counted[first + at + begin : first + at + min(end, tile)] += 1
+            counted[first + inner.start * tile : first + inner.stop * tile] += 1
         at, count = cut.whole
         for begin, end in ((at, at + count), *((int(at), int(at) + 128) for at in cut.edges(128))):
             assert 0 <= begin <= end <= length
@@ -313,7 +327,7 @@ def test_slices_count_each_element_once_and_lie_in_the_array(cols: int, dtype: s
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cols", [1024, 8192, 17408, 17409, 32768, 50256, 50257, 128255, 128256])
+@pytest.mark.parametrize("cols", [1024, 4095, 8192, 17408, 17409, 32768, 50256, 50257, 128255, 128256])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORWARD)
 def test_clusters_are_as_good_as_jax(name: str, dtype: str, cols: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -20,19 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as mosaic
 from ...arrays import Array
 from ...candidates.pallas import CLUSTER_THREADS
 from ...plan import Plan
-from .cut import Cut
+from .cut import Cut, pieces_of
 from .operands import Operands
 from .ops import Op, Term
 from .state import State, Tiles
 
 WRITTEN_ELEMENTS = 32
 """Elements that a thread writes between two barriers."""
-
-PIECE_BYTES = 32 << 10
-"""Bytes of all inputs that a block waits for at once, while the rest is on its way."""
-
-MOST_PIECES = 4
-"""Pieces of a slice: each has a reduction of its own."""
 
 
 class Slice(NamedTuple):
@@ -72,24 +65,20 @@ class Slice(NamedTuple):
     def counted(self, at: int) -> tuple[Array, Array]:
         """A tile, without what counts elsewhere."""
         column = mosaic.broadcasted_iota(jnp.int32, (self.tile,), 0, layout=self._layout(self.tile))
-        here = column >= jnp.maximum(self.cut.before - at, -at % self.tile)
+        first, end = self.cut.counted(at, self.tile)
+        here = column >= first
         if self.cut.ragged:
-            here &= column < self.cut.after - at
+            here &= column < end
         nothing = 0 if self.op.sums else -jnp.inf
         a, b = (jnp.where(here, t, jnp.asarray(nothing, t.dtype)) for t in self.held(at, self.tile))
         return a, b
 
     def tiles(self, piece: int, overlap: bool) -> Tiles:
         """All of a piece, each column once; `overlap` where some of the slice count in the one before."""
-        start, stop = self.pieces[piece]
-        shared = stop % self.tile
-        first = start == 0 and (overlap or self.cut.ragged)
-        last = stop == self.cut.length and (shared > 0 or self.cut.ragged)
-        edges = {at for at, is_edge in ((start, first), (stop - self.tile, last)) if is_edge}
-        begin, end = start // self.tile + int(first), stop // self.tile - int(last and not shared)
+        edges, inner = self.cut.tiles(*self.pieces[piece], self.tile, overlap)
         return Tiles(
-            [partial(self.counted, at) for at in sorted(edges)], lambda i: self.held(i * self.tile, self.tile),
-            begin, max(begin, end),
+            [partial(self.counted, at) for at in edges], lambda i: self.held(i * self.tile, self.tile),
+            inner.start, inner.stop,
         )  # fmt: skip
 
     def load(self, arrays: tuple[Any, ...]) -> None:
@@ -144,14 +133,6 @@ class Slice(NamedTuple):
     def _write(self, at: int, pair: tuple[Array, Array], term: Term) -> None:
         a, b = (t.astype(self.accumulator) for t in pair)
         self.refs[0][pl.ds(at, a.size)] = self.op.finish(a, b, term).astype(self.refs[0].dtype)
-
-
-def pieces_of(length: int, tile: int, itemsize: int) -> list[tuple[int, int]]:
-    """Where the pieces of a slice begin and end: a power of two of them, of whole tiles but for what is left over."""
-    count = max(1, min(length * itemsize // PIECE_BYTES, MOST_PIECES))
-    count = 1 << count.bit_length() - 1
-    bounds = [length // tile * piece // count * tile for piece in range(count)]
-    return list(pairwise([*bounds, length]))
 
 
 def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int, pieces: Sequence[tuple[int, int]]) -> None:

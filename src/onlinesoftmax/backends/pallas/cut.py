@@ -1,13 +1,20 @@
-"""How `cluster` cuts rows to slices of whole 16 bytes, wherever the rows begin."""
+"""How `cluster` cuts rows to slices of whole 16 bytes, wherever the rows begin, and slices to pieces and tiles."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ...arrays import Array
+
+PIECE_BYTES = 32 << 10
+"""Bytes of all inputs that a block waits for at once, while the rest is on its way."""
+
+MOST_PIECES = 4
+"""Pieces of a slice: each has a reduction of its own."""
 
 
 class Cut(NamedTuple):
@@ -64,6 +71,29 @@ class Cut(NamedTuple):
         place = pl.ds(self.first + at, columns)
         return array.at[place] if self.ragged else array.at[self.row, place]
 
+    def tiles(self, start: int, stop: int, tile: int, overlap: bool) -> tuple[list[int], range]:
+        """Where tiles begin that may hold what does not count, and the numbers of all others.
+
+        Args:
+            start, stop: Columns of the slice; the first and all but the last tile begin at whole tiles.
+            tile: Columns of a tile.
+            overlap: Whether some of the slice count in the one before.
+        """
+        whole, edges = stop // tile * tile, set()
+        if start == 0 and (overlap or self.ragged):
+            edges.add(start)
+        if stop > whole:
+            edges.add(stop - tile)
+        # Behind a row are less than 16 bytes up to whole ones, and 16 bytes more where one slice holds all of it.
+        if self.ragged and stop == self.length and stop - whole < 2 * self.vector:
+            edges.add(whole - tile)
+        begin, end = start // tile + int(start in edges), whole // tile - int(whole - tile in edges)
+        return sorted(edges), range(begin, max(begin, end))
+
+    def counted(self, at: int, tile: int) -> tuple[Array, Array]:
+        """Which columns of the tile that begins here count, as all are counted once: from one on, before another."""
+        return jnp.maximum(self.before - at, -at % tile), self.after - at
+
     @property
     def whole(self) -> tuple[int, int]:
         """From where on how many columns of the slice are whole 16 bytes of its row, whatever the row."""
@@ -75,3 +105,11 @@ class Cut(NamedTuple):
             return ()
         first, end = jnp.maximum(self.begin - self.first, 0), jnp.minimum(self.end - self.first, self.length)
         return first, end - columns
+
+
+def pieces_of(length: int, tile: int, itemsize: int) -> list[tuple[int, int]]:
+    """Where the pieces of a slice begin and end: a power of two of them, of whole tiles but for what is left over."""
+    count = max(1, min(length * itemsize // PIECE_BYTES, MOST_PIECES))
+    count = 1 << count.bit_length() - 1
+    bounds = [length // tile * piece // count * tile for piece in range(count)]
+    return list(pairwise([*bounds, length]))
