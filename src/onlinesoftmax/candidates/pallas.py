@@ -172,10 +172,14 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
         return f"a row of {problem.cols} columns takes more than the shared memory of 16 blocks, {most} bytes each"
     reason = f"{size} blocks hold" if size > 1 else "one block holds"
     reason += f" a row of {problem.cols} columns in shared memory, so it is read once{cut(ragged)}"
+    quality = _quality_of_slices(held, size, problem.inputs, most)
+    if ragged and size == 1 and problem.itemsize * problem.inputs == 2:
+        # Its last tile takes as long as others however little it adds to them, and instructions are what is waited for.
+        quality = min(quality, problem.cols / (-(-length // tile) * tile))
     return Candidate(
         "pallas", "cluster", reason,
         problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size, vector=vector if ragged else 1,
-        quality=_quality_of_slices(held, size, problem.inputs, most),
+        quality=quality,
     )  # fmt: skip
 
 
