@@ -111,6 +111,16 @@ def test_tiles_of_a_slice_make_its_state(name: str, exact: bool, tiles: int, edg
         np.testing.assert_allclose(found[i], expected[i], rtol=1e-5, atol=1e-5)
 
 
+def test_a_sum_of_float64_is_rounded_once() -> None:
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(scale=3, size=(50, 700)))
+        m, l = jax.jit(state.of)(x)
+        terms = np.asarray(jnp.exp(x - m)).astype(np.longdouble)
+        exact = terms.sum(-1, keepdims=True)
+        assert (np.abs(np.asarray(l) - exact) <= 0.501 * np.spacing(exact.astype(float))).all()
+        assert (np.abs(terms.astype(float).cumsum(-1)[:, -1:] - exact) > np.spacing(exact.astype(float))).any()
+
+
 def test_a_reciprocal_in_two_parts() -> None:
     l = np.random.default_rng(8).uniform(1, 2e5, 4096).astype(np.float32)
     t, low = (np.asarray(part, np.float64) for part in state.reciprocal(jnp.asarray(l)))

@@ -35,7 +35,7 @@ ROW_BYTES = 24 << 10
 """Most bytes of an input that one block of `cluster` holds, where several could."""
 
 SLICE_BYTES = 50 << 10
-"""Bytes of all inputs that one of several blocks holds, if it can be: as many blocks then share a multiprocessor."""
+"""Bytes of all inputs that one of several blocks holds, if it can be: four such blocks share a multiprocessor."""
 
 OTHER_BYTES = 7 << 10
 """Shared memory of a block beside its slices: states, barriers, and what reductions take."""
