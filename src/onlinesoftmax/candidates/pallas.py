@@ -52,6 +52,16 @@ def _warps(elements: int) -> int:
     return clamp(elements // (32 * REGISTER_ELEMENTS), 1, 32)
 
 
+def _plain(problem: Problem) -> bool:
+    """Whether logits are taken as they are, and not of 64 bits."""
+    return problem.itemsize < 8 and not problem.fused
+
+
+def _bound(problem: Problem) -> bool:
+    """Whether instructions are waited for, not memory: exponentials of 16 bits."""
+    return problem.itemsize == 2 and problem.inputs == 1
+
+
 def _body(problem: Problem) -> tuple[int, int]:
     """(elements of 16 bytes, columns in them) if rows begin anywhere, so that Triton cuts them there, else (1, all)."""
     long = problem.peels and problem.cols >= SHORT
@@ -67,9 +77,9 @@ def _padded(cols: int) -> int:
 
 def _short(problem: Problem) -> tuple[int, int]:
     """(columns, rows) of a program for short rows, as they were the fastest on an H200."""
-    cols, bytes_each = problem.cols, problem.itemsize * problem.inputs
-    plain = problem.itemsize < 8 and not problem.fused
-    block = power_of_two(cols) if plain and cols > PADDED[bytes_each] else _padded(cols)
+    cols = problem.cols
+    whole = _plain(problem) and cols > PADDED[problem.itemsize * problem.inputs]
+    block = power_of_two(cols) if whole else _padded(cols)
     # Where they are moved one by one, a thread holds less.
     elements = SHORT if cols % problem.vector else max(SHORT, 32 * THREAD_BYTES // problem.itemsize)
     if block == power_of_two(block):
@@ -94,10 +104,9 @@ def row(problem: Problem, device: Device) -> Candidate | str:
         )
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
     reason += f"; {rows} rows share a program" if rows > 1 else cut(vector > 1)
-    # Exponentials of 16 bits are bound by instructions, of which every warp more adds those of a reduction.
-    bound = problem.itemsize == 2 and problem.inputs == 1
-    plain = problem.itemsize < 8 and not problem.fused
-    if plain and block <= WARP_ELEMENTS and block * problem.itemsize * problem.inputs <= WARP_BYTES:
+    # Every warp more adds the instructions of a reduction.
+    bound = _bound(problem)
+    if _plain(problem) and block <= WARP_ELEMENTS and block * problem.itemsize * problem.inputs <= WARP_BYTES:
         # It waits for no other.
         warps, quality = 1, 0.95
     else:
@@ -150,9 +159,9 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
         return refusal
     if device.compute_capability < (9, 0):
         return f"clusters of blocks need compute capability 9.0, and {device.name} has {device.arch}"
-    if problem.itemsize == 8 or problem.fused:
+    if not _plain(problem):
         return "Mosaic kernels take logits as they are, of 16 and 32 bits"
-    vector, ragged = problem.vector, problem.cols * problem.itemsize % 16 != 0
+    vector, ragged = problem.vector, problem.cols % problem.vector != 0
     elements = problem.rows * problem.cols
     if ragged and (elements % vector or elements > LARGEST):
         beside = f"are {elements} in all" if elements > LARGEST else f"neither are all {problem.rows} of them"
@@ -162,8 +171,8 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
     for size in (1, 2, 4, 8, 16):
         length = -(-span // (size * vector)) * vector
         held = length * problem.inputs * problem.itemsize
-        most = ROW_BYTES * problem.inputs if size == 1 else SLICE_BYTES
-        if held <= most + (32 * problem.inputs if ragged else 0):
+        wanted = ROW_BYTES * problem.inputs if size == 1 else SLICE_BYTES
+        if held <= wanted + (32 * problem.inputs if ragged else 0):
             break
     if length < tile:
         return f"a row of {problem.cols} columns is shorter than a tile of {tile}"
@@ -173,8 +182,8 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
     reason = f"{size} blocks hold" if size > 1 else "one block holds"
     reason += f" a row of {problem.cols} columns in shared memory, so it is read once{cut(ragged)}"
     quality = _quality_of_slices(held, size, problem.inputs, most)
-    if ragged and size == 1 and problem.itemsize * problem.inputs == 2:
-        # Its last tile takes as long as others however little it adds to them, and instructions are what is waited for.
+    if ragged and size == 1 and _bound(problem):
+        # Its last tile takes as long as others, however little it adds to them.
         quality = min(quality, problem.cols / (-(-length // tile) * tile))
     return Candidate(
         "pallas", "cluster", reason,

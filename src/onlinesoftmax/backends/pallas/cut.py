@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from ...arrays import Array
 
 PIECE_BYTES = 32 << 10
-"""Bytes of all inputs that a block waits for at once, while the rest is on its way."""
+"""Fewest bytes of all inputs that a block waits for at once, while the rest is on its way."""
 
 MOST_PIECES = 4
 """Pieces of a slice: each has a reduction of its own."""
