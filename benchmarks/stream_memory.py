@@ -100,7 +100,7 @@ def run_case(source: Path, target: Path, axis: int, chunk_bytes: str, threads: i
 
 def measure(source: str, target: str, axis: str, chunk_bytes: str, threads: str) -> None:
     """In a process of its own: ru_maxrss is the peak of a whole life."""
-    from onlinesoftmax.stream import CHUNK_BYTES, apply_file
+    from onlinesoftmax.files.apply import CHUNK_BYTES, apply_file
 
     if importlib.util.find_spec("torch") is not None:
         import torch

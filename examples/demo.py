@@ -20,7 +20,7 @@ from sklearn.metrics import accuracy_score, log_loss
 from sklearn.model_selection import train_test_split
 
 import onlinesoftmax as osm
-from onlinesoftmax import reference
+from onlinesoftmax.core import reference
 
 SHARDS = 3
 """Ten digits cut into 4 + 3 + 3 classes, as a vocabulary is cut over GPUs."""

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 import onlinesoftmax as osm
-from onlinesoftmax import verification
-from onlinesoftmax.candidates import TABLE
+from onlinesoftmax import verify as verification
+from onlinesoftmax.planner.strategies import TABLE
 
 OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "softmax": osm.softmax,

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from laws import Float64
-from onlinesoftmax.backends.cuda import compile, driver, source
-from onlinesoftmax.candidates import cuda
-from onlinesoftmax.device import known
-from onlinesoftmax.layout import rows_of
-from onlinesoftmax.plan import price
-from onlinesoftmax.problem import Problem
-from onlinesoftmax.request import Request
+from onlinesoftmax.core.device import known
+from onlinesoftmax.core.layout import rows_of
+from onlinesoftmax.core.problem import Problem
+from onlinesoftmax.kernels.cuda import compile, driver, source
+from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.planner.plan import price
+from onlinesoftmax.planner.strategies import cuda
 
 FORMS = ("softmax", "log_softmax")
 """Operations whose states differ where a softmax of 16 bits is FOLDED; the second one's is a plain (m, l)."""

@@ -21,7 +21,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from onlinesoftmax import reference
+from onlinesoftmax.core import reference
 
 Native = Any
 """One row, or a slice of one, as an array of the language: shape (n,)."""

@@ -12,7 +12,7 @@ import torch
 
 from contract import DTYPES, OPERATIONS, SHAPE_CASES, SIZE_CASES, SPECIAL_CASES, Case, run_case
 from onlinesoftmax import PlanError
-from onlinesoftmax.candidates import TABLE
+from onlinesoftmax.planner.strategies import TABLE
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

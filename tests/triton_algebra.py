@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from laws import Float64
-from onlinesoftmax.backends.triton import ops, state
+from onlinesoftmax.kernels.triton import ops, state
 
 TritonState = tuple[torch.Tensor, torch.Tensor]
 

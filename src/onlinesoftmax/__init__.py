@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import log_softmax, logsumexp, softmax
+    from .core.problem import Problem
+    from .core.state import State
     from .explanation import explain
-    from .plan import Plan, PlanError
-    from .problem import Problem
-    from .state import State
-    from .stream import apply_file
+    from .files.apply import apply_file
+    from .planner.plan import Plan, PlanError
 
 __version__ = "0.1.0"
 
@@ -43,11 +43,12 @@ _HOME = {
     "nn": "nn",
     "jax": "jax",
     "explain": "explanation",
-    "Plan": "plan",
-    "PlanError": "plan",
-    "Problem": "problem",
-    "State": "state",
-    "apply_file": "stream",
+    "Plan": "planner.plan",
+    "PlanError": "planner.plan",
+    "Problem": "core.problem",
+    "State": "core.state",
+    "apply_file": "files.apply",
+    "reference": "core.reference",
 }
 
 
@@ -55,7 +56,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'onlinesoftmax' has no attribute {name!r}")
     home = importlib.import_module(f".{_HOME[name]}", __name__)
-    found = home if name == _HOME[name] else getattr(home, name)
+    found = home if _HOME[name].rpartition(".")[2] == name else getattr(home, name)
     # The next time it is found without this function, which costs more than a launch.
     globals()[name] = found
     return found

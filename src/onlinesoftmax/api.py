@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array
-from .backends import eager
-from .fused import Fused, make_fused
+from .core.arrays import Array
+from .core.options import Fused, make_fused
+from .torch import eager
 
 
 def softmax(
@@ -154,7 +154,7 @@ def _runner(input: Array) -> Callable[..., Any]:
 def _import_torch_runner() -> Callable[..., Any]:
     global _torch_runner
     try:
-        from . import dispatch
+        from .torch import dispatch
     except ImportError as error:
         raise TypeError(f"input must be a NumPy array, as torch cannot be imported here ({error})") from error
     _torch_runner = dispatch.run

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import device as devices
-from . import registry, tuning
-from .candidates import FOR_JAX, TABLE
-from .compiled import Kernel
-from .device import Device
-from .layout import contiguous_strides, rows_of, strides_of_rows
-from .operation import OPERATIONS
-from .plan import Plan, Refusal, Strategies, alternatives, plan
-from .problem import Problem
-from .request import Request
+from .core import device as devices
+from .core.device import Device
+from .core.layout import contiguous_strides, rows_of, strides_of_rows
+from .core.operations import OPERATIONS
+from .core.problem import Problem
+from .kernels import registry
+from .kernels.report import Kernel
+from .kernels.request import Request
+from .planner import measured as tuning
+from .planner.plan import Plan, Refusal, Strategies, alternatives, plan
+from .planner.strategies import FOR_JAX, TABLE
 
 
 @dataclass(frozen=True)

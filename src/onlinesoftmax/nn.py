@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from . import api
-from .fused import make_fused
+from .core.options import make_fused
 
 __all__ = ["LogSoftmax", "LogSumExp", "Replaced", "Softmax", "Softmax2d", "replace"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..device import Device
-from ..plan import Plan
-from ..problem import Problem
+from ..core.device import Device
+from ..core.problem import Problem
+from ..planner.plan import Plan
 
 FLOOR, CLOSE = 0.95, 0.85
 """Parts of a copy's bandwidth from which a time is called at the floor, or close."""

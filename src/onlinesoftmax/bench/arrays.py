@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from .. import bridge
+from ..jax import bridge
 from .cases import Case
 from .formulas import Function
 from .inputs import SCALE, SOFTCAP
@@ -43,7 +43,7 @@ class OursInJax(_Arrays, Ours):
         """`jax.nn` in 32 bits at least: what it rounds to 16 on its way would hide any error of ours."""
         import jax.numpy as jnp
 
-        from ..scores import accumulator
+        from ..core.scores import accumulator
 
         theirs = _of_jax_nn(case)
 
@@ -57,7 +57,7 @@ class OursInJax(_Arrays, Ours):
         """The function with the forced backend and strategy."""
         if case.backward:
             return bridge.on_tensors(partial(_gradient, case, (self.backend, self.strategy)))
-        from .. import jax as ours
+        from ..jax import functions as ours
 
         forced = {"backend": self.backend, "strategy": self.strategy}
         function = partial(getattr(ours, case.operation), axis=case.dim, **forced)
@@ -98,8 +98,8 @@ def _of_jax_nn(case: Case) -> Function:
 def _gradient(case: Case, who: tuple[str | None, str | None], *arrays: Any) -> Any:
     import jax.numpy as jnp
 
-    from .. import primitives
-    from ..scores import PLAIN, accumulator
+    from ..core.scores import PLAIN, accumulator
+    from ..jax import primitives
 
     *saved, dy = arrays
     x = jnp.moveaxis(saved[0], case.dim, -1)

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from ..operation import OPERATIONS
-from ..problem import ITEMSIZE
+from ..core.operations import OPERATIONS
+from ..core.problem import ITEMSIZE
 
 Shape = tuple[int, ...]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
-from ..operation import OPERATIONS
+from ..core.operations import OPERATIONS
 from .cases import Case
 from .exact import exact, of_row, pieces
 

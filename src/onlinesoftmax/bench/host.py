@@ -44,8 +44,9 @@ def host_times(device: Any, clock: Clock, repeat_ms: float) -> dict[str, Any]:
 
 def _bare_launch(x: Any, y: Any) -> Callable[[], Any]:
     """The compiled kernel alone, as our layers launch it: what their own host time is measured against."""
-    from .. import prepared, registry
-    from ..request import Request
+    from ..kernels import registry
+    from ..kernels.request import Request
+    from ..torch import prepare as prepared
 
     names = prepared.DTYPE_NAMES
     layout = prepared.layout_for("softmax", x.shape, x.stride(), x.dim() - 1, False, y.stride())

@@ -85,7 +85,7 @@ class Ours(Peer):
     def _gradient(self, case: Case) -> Function:
         import torch
 
-        from .. import kernels
+        from ..torch import run as kernels
 
         backward, dtype = kernels.backward, getattr(torch, case.dtype)
         asked = kernels.Call(case.forward, case.dim, backend=self.backend, strategy=self.strategy)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..candidates import FOR_JAX
-from ..device import Device
+from ..core.device import Device
+from ..core.options import Fused
+from ..core.problem import Problem
 from ..explanation import explain
-from ..fused import Fused
-from ..plan import Plan, plan
-from ..problem import Problem
+from ..planner.plan import Plan, plan
+from ..planner.strategies import FOR_JAX
 from .cases import Case
 from .inputs import SCALE, SOFTCAP, Inputs
 from .peers import Ours
@@ -52,8 +52,8 @@ def _planned_in_jax(case: Case, ours: Ours) -> Planned:
 
 def _fused_plan(case: Case, inputs: Inputs, ours: Ours) -> Plan:
     """With the strides and the bytes of what is beside the input, which `explain` is not told."""
-    from .. import prepared
-    from ..layout import contiguous_strides
+    from ..core.layout import contiguous_strides
+    from ..torch import prepare as prepared
 
     x, more = inputs[0], iter(inputs[1:])
     fused = Fused(

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .. import device as devices
-from ..folder import write_whole
+from ..core import device as devices
+from ..core.cache import write_whole
 from .peers import PEERS
 from .run import CPU_ADDED_US, CPU_RATIO, LARGE, CaseResult, Result
 

@@ -8,8 +8,8 @@ from functools import partial
 from math import inf, isfinite
 from typing import Any
 
-from ..operation import OPERATIONS
-from ..plan import Plan, PlanError
+from ..core.operations import OPERATIONS
+from ..planner.plan import Plan, PlanError
 from . import analysis, formulas
 from .cases import Case
 from .check import Reference, Verdict, poison

@@ -9,13 +9,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .. import candidates
-from ..device import Device
-from ..layout import Layout, contiguous_strides, rows_of
-from ..plan import Plan, price
-from ..problem import ITEMSIZE, Problem
-from ..request import Request
-from ..tuning import Cell, Key, Table, Timing, key_of
+from ..core.device import Device
+from ..core.layout import Layout, contiguous_strides, rows_of
+from ..core.problem import ITEMSIZE, Problem
+from ..kernels.request import Request
+from ..planner import strategies as candidates
+from ..planner.measured import Cell, Key, Table, Timing, key_of
+from ..planner.plan import Plan, price
 from .timing import CudaClock
 
 BACKEND = "cuda"
@@ -103,8 +103,8 @@ def proposals(shape: Shape, device: Device) -> list[Proposal]:
 
 def compile_all(requests: Iterable[Request], arch: str) -> int:
     """Compile what is not in the cache yet, on all cores; how many kernels there are."""
-    from ..backends.cuda.compile import cubin
-    from ..backends.cuda.source import source
+    from ..kernels.cuda.compile import cubin
+    from ..kernels.cuda.source import source
 
     texts = list(dict.fromkeys(source(request) for request in requests))
     workers = min(len(os.sched_getaffinity(0)), len(texts))
@@ -125,7 +125,7 @@ class Tuner:
     def __init__(self, device: Any, largest: int) -> None:
         import torch
 
-        from ..registry import load
+        from ..kernels.registry import load
 
         self._torch, self._prepare, self._clock = torch, load(BACKEND).prepare, CudaClock(device)
         self._x = torch.randn(largest, device=device)

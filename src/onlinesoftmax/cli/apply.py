@@ -13,7 +13,7 @@ import typer
 from . import output
 
 if TYPE_CHECKING:
-    from ..stream import Report
+    from ..files.apply import Report
 
 
 def apply(
@@ -55,8 +55,8 @@ def apply(
 
 
 def _run(source: str, target: str, request: dict[str, Any]) -> Report:
-    from ..files import FileError
-    from ..stream import apply_file
+    from ..files.apply import apply_file
+    from ..files.formats import FileError
 
     try:
         with output.progress_bar(nbytes=True) as bar:

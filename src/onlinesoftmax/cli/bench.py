@@ -175,10 +175,10 @@ def torch_device(name: str | None) -> Any:
 
 
 def _check_names(backend: str | None, strategy: str | None, framework: str) -> None:
-    from ..candidates import FOR_JAX, TABLE
-    from ..device import KNOWN
-    from ..plan import alternatives
-    from ..problem import Problem
+    from ..core.device import KNOWN
+    from ..core.problem import Problem
+    from ..planner.plan import alternatives
+    from ..planner.strategies import FOR_JAX, TABLE
 
     # Any problem will do: unknown names are refused whatever it is.
     strategies = FOR_JAX if framework == "jax" else TABLE

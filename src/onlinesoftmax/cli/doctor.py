@@ -48,7 +48,8 @@ def doctor(
 
 def diagnosis() -> dict[str, Any]:
     """Everything the command prints, for JSON."""
-    from .. import device, registry
+    from ..core import device
+    from ..kernels import registry
 
     here, error = None, None
     try:
@@ -67,7 +68,7 @@ def diagnosis() -> dict[str, Any]:
 
 
 def _backend(name: str) -> dict[str, Any]:
-    from .. import registry
+    from ..kernels import registry
 
     try:
         reason = registry.unavailable(name)
@@ -86,7 +87,8 @@ def _backend(name: str) -> dict[str, Any]:
 
 def _pallas() -> dict[str, Any]:
     """Who runs JAX's kernels."""
-    from .. import bridge, device
+    from ..core import device
+    from ..jax import bridge
 
     try:
         kind = device.here().kind
@@ -107,7 +109,9 @@ def _pallas() -> dict[str, Any]:
 
 def _cuda(reason: str | None) -> str:
     """Who plans these kernels, or why they cannot run."""
-    from .. import device, registry, tuning
+    from ..core import device
+    from ..kernels import registry
+    from ..planner import measured as tuning
 
     if reason is not None:
         missing = any(registry.module_missing(module, "cuda") for module in ("torch", "cuda.core"))
@@ -122,7 +126,7 @@ def _triton(reason: str | None) -> tuple[str, str]:
     """Triton is installed: the GPU decides, and without one there is still the interpreter and the compiler."""
     import torch
 
-    from .. import registry
+    from ..kernels import registry
 
     if torch.cuda.is_available() and not registry.load("triton").interpreted():
         return "usable", f"kernels run on {torch.cuda.get_device_name()}"

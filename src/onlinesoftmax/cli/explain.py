@@ -9,9 +9,9 @@ import typer
 from . import output
 
 if TYPE_CHECKING:
-    from ..compiled import Kernel
     from ..explanation import Explanation
-    from ..plan import Plan
+    from ..kernels.report import Kernel
+    from ..planner.plan import Plan
 
 
 def explain(
@@ -71,8 +71,8 @@ def _explain(
 ) -> Explanation:  # fmt: skip
     from ..bench.cases import parse_shape
     from ..explanation import explain as explain_shape
-    from ..plan import PlanError
-    from ..registry import missing
+    from ..kernels.registry import missing
+    from ..planner.plan import PlanError
 
     try:
         return explain_shape(
@@ -100,7 +100,7 @@ def _compile(explanation: Explanation) -> tuple[list[Kernel], str | None]:
 
 def _check_listings(listings: list[str], kernels: list[Kernel]) -> None:
     """Fail where a listing was asked for that the kernels do not have."""
-    from ..compiled import NO_CUOBJDUMP
+    from ..kernels.report import NO_CUOBJDUMP
 
     for kernel in kernels:
         for name in listings:
@@ -175,7 +175,7 @@ def _floors(estimate: float, floor: float) -> str:
 
 
 def _print_others(explanation: Explanation) -> None:
-    from ..plan import Plan
+    from ..planner.plan import Plan
 
     # A backend that is missing as a whole gives its reason once.
     rows: dict[tuple[str, str], tuple[str, str]] = {}

@@ -33,9 +33,10 @@ def tune(
 
     Example: onlinesoftmax tune
     """
-    from .. import registry, tuning
-    from ..device import from_torch
-    from ..folder import cache_folder
+    from ..core.cache import cache_folder
+    from ..core.device import from_torch
+    from ..kernels import registry
+    from ..planner import measured as tuning
 
     if reason := registry.unavailable("cuda"):
         output.fail(f"tune needs the cuda backend: {reason}")
@@ -62,7 +63,7 @@ def tune(
 
 def _begun(path: Path, device: str) -> Any:
     """The table that is there to be continued, if there is one."""
-    from ..tuning import Table
+    from ..planner.measured import Table
 
     if not path.exists():
         return None
@@ -80,7 +81,7 @@ def _measure(where: Any, machine: Any, quick: bool, commit: str | None, path: Pa
 
     from ..bench import report
     from ..bench.tune import shapes, tune
-    from ..tuning import Table
+    from ..planner.measured import Table
 
     record = report.record(where, {}, {}, commit)
     source = f"commit {record['git']['commit']}, made {record['date']}"
@@ -105,7 +106,7 @@ def _measure(where: Any, machine: Any, quick: bool, commit: str | None, path: Pa
 
 
 def _write(path: Path, table: Any) -> None:
-    from ..folder import write_whole
+    from ..core.cache import write_whole
 
     try:
         write_whole(path, _as_text(table.as_json()).encode())

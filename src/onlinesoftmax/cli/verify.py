@@ -12,7 +12,7 @@ import typer
 from . import output
 
 if TYPE_CHECKING:
-    from ..verification import Cell
+    from ..verify import Cell
 
 
 def verify(
@@ -64,7 +64,7 @@ def _prepare(device: str | None) -> tuple[str, bool]:
     if where == "cpu" and "triton" not in sys.modules:
         # Triton reads it when it is imported.
         os.environ["TRITON_INTERPRET"] = "1"
-    from .. import registry
+    from ..kernels import registry
 
     interpreted = registry.module_missing("triton", "triton") is None and registry.load("triton").interpreted()
     return where, interpreted
@@ -74,7 +74,7 @@ def _run(
     backends: list[str], strategies: list[str], operations: list[str], dtypes: list[str], device: str, quick: bool
 ) -> tuple[list[Cell], dict[str, str]]:
     """The cells, and the backends that cannot be used here with the reason."""
-    from .. import verification
+    from .. import verify as verification
 
     try:
         chosen = dict.fromkeys(name for name, _ in verification.pairs(backends, strategies))
@@ -102,13 +102,13 @@ def _run(
 
 
 def _device_name(device: str) -> str:
-    from ..device import from_torch
+    from ..core.device import from_torch
 
     return from_torch(device).name
 
 
 def _print(cells: list[Cell], absent: dict[str, str], device: str) -> None:
-    from ..verification import INTERPRETER_ULPS
+    from ..verify import INTERPRETER_ULPS
 
     output.note(
         f"Against float64 on {_device_name(device)}; allowed is PyTorch's largest error on the same input and 1 ulp; "

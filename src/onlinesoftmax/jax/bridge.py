@@ -1,0 +1,89 @@
+"""JAX's functions on PyTorch's tensors, where those lie: so what measures and checks tensors does it to arrays too.
+
+Memory goes over by DLPack, and on a GPU the streams of both wait for each other on the device, not on the host.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+Function = Callable[..., Any]
+
+
+def unavailable(device_type: str) -> str | None:
+    """Why JAX cannot compute on this machine's "cpu" or "cuda", in one sentence; None when it can."""
+    if importlib.util.find_spec("jax") is None:
+        return "jax is not installed: pip install 'onlinesoftmax[jax]'"
+    if device_type == "cuda" and _jax().default_backend() != "gpu":
+        return "jax has no support for this GPU: pip install 'jax[cuda13]'"
+    return None
+
+
+def on_tensors(function: Function) -> Function:
+    """A function of arrays, compiled, as one of tensors."""
+    compiled = _jax().jit(function)
+
+    def call(*tensors: Any) -> Any:
+        with _precision(*tensors):
+            return _tensor(compiled(*map(_array, tensors)))
+
+    return call
+
+
+def forward(name: str) -> Function:
+    """`softmax`, `log_softmax` or `logsumexp` of onlinesoftmax.jax, as a function of a tensor that autograd knows."""
+    import torch
+
+    class OfTensor(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, function: Function) -> Any:
+            ctx.of = x
+            with _precision(x):
+                y, ctx.vjp = _jax().vjp(function, _array(x))
+                return _tensor(y)
+
+        @staticmethod
+        def backward(ctx: Any, *dy: Any) -> Any:
+            with _precision(ctx.of):
+                return _tensor(ctx.vjp(_array(dy[0]))[0]), None
+
+    def call(x: Any, dim: int, **how: Any) -> Any:
+        return OfTensor.apply(x, _compiled(name, dim, tuple(how.items())))
+
+    return call
+
+
+@cache
+def _compiled(name: str, dim: int, how: tuple[tuple[str, Any], ...]) -> Function:
+    from . import functions
+
+    compiled: Function = _jax().jit(partial(getattr(functions, name), axis=dim, **dict(how)))
+    return compiled
+
+
+def _jax() -> Any:
+    # PyTorch has its tensors on the same GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    return jax
+
+
+def _precision(*tensors: Any) -> Any:
+    import torch
+
+    return _jax().enable_x64(any(t.dtype == torch.float64 for t in tensors))
+
+
+def _array(t: Any) -> Any:
+    return _jax().dlpack.from_dlpack(t.detach().contiguous())
+
+
+def _tensor(x: Any) -> Any:
+    import torch
+
+    return torch.utils.dlpack.from_dlpack(x)

@@ -1,0 +1,63 @@
+"""The `cuda` backend: the strategies `row`, `cluster`, `grid` and `looped` in CUDA C++.
+
+Read numbers.cuh and state.cuh, then operands.cuh, ops.cuh, levels.cuh and slice.cuh; then any strategy is a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...core.device import Device
+from ..registry import module_missing
+from ..report import Kernel
+from ..request import Request
+
+COMPILER = "cuda.core"
+
+
+def unavailable() -> str | None:
+    """Why these kernels cannot run on this machine; None when they can."""
+    if reason := module_missing("torch", "cuda") or module_missing(COMPILER, "cuda"):
+        return reason
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no NVIDIA GPU"
+    return _why_not_compiled()
+
+
+def _why_not_compiled() -> str | None:
+    """Why NVRTC's machine code cannot be had, or not be loaded; None when it can."""
+    from . import driver
+    from .compile import nvrtc_version
+
+    try:
+        version = nvrtc_version()
+    except Exception as error:  # cuda.bindings has its own kinds for a library that is not there
+        return f"NVRTC cannot be loaded ({error}): pip install 'onlinesoftmax[cuda]'"
+    major, supported = int(version.partition(".")[0]), driver.version()
+    if major > supported[0]:
+        has = "{}.{}".format(*supported)
+        return f"NVRTC {version} compiles for drivers of CUDA {major}, and this one supports {has}: update the driver"
+    return None
+
+
+def prepare(request: Request) -> Callable[[Any, Any, dict[str, Any]], None]:
+    """The function run(x, y, more) that runs a request on torch tensors."""
+    from .launch import bind
+
+    return bind(request)
+
+
+def compile_request(request: Request, device: Device) -> list[Kernel]:
+    """The kernel of a request, compiled for a device that need not be here.
+
+    Raises:
+        RuntimeError: cuda.core, which finds NVRTC, is missing.
+    """
+    if reason := module_missing(COMPILER, "cuda"):
+        raise RuntimeError(reason)
+    from .compile import compile_kernel
+
+    return [compile_kernel(request, device)]

@@ -1,0 +1,47 @@
+"""Backends by name: imported when first used, and why one cannot be."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from types import ModuleType
+
+BACKENDS = {
+    "cuda": "onlinesoftmax.kernels.cuda",
+    "triton": "onlinesoftmax.kernels.triton",
+    "eager": "onlinesoftmax.torch.eager",
+}
+
+
+@cache
+def load(name: str) -> ModuleType:
+    """The backend's module: it has `unavailable`; one with kernels of ours, `prepare` and `compile_request` too.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend {name!r}; backends: {', '.join(BACKENDS)}")
+    return importlib.import_module(BACKENDS[name])
+
+
+@cache
+def unavailable(name: str) -> str | None:
+    """Why this backend cannot be used on this machine, in one sentence; None when it can."""
+    reason: str | None = load(name).unavailable()
+    return reason
+
+
+def missing() -> tuple[tuple[str, str], ...]:
+    """(name, reason) of every backend that cannot be used on this machine."""
+    return tuple((name, reason) for name in BACKENDS if (reason := unavailable(name)))
+
+
+def module_missing(module: str, extra: str) -> str | None:
+    """The sentence for a backend whose package is not installed; None when it is."""
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package.module, the package
+        found = False
+    return None if found else f"{module} is not installed: pip install 'onlinesoftmax[{extra}]'"

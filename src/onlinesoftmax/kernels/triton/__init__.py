@@ -1,0 +1,63 @@
+"""The `triton` backend: the strategies `row`, `looped`, `split` and `column` as Triton kernels.
+
+Read state.py, then ops.py, operands.py and tiles.py; then any strategy is a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...core.device import Device
+from ..registry import module_missing
+from ..report import Kernel
+from ..request import Request
+
+
+def unavailable() -> str | None:
+    """Why these kernels cannot run on this machine's GPU; None when they can."""
+    if reason := _not_installed():
+        return reason
+    import torch
+
+    if not torch.cuda.is_available() and not interpreted():
+        return "no NVIDIA GPU; Triton's interpreter runs the kernels on a CPU when TRITON_INTERPRET=1 is set"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on any device and slowly."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def prepare(request: Request) -> Callable[[Any, Any, dict[str, Any]], None]:
+    """The function run(x, y, more) that runs a request on torch tensors."""
+    return program(request).bind()
+
+
+def compile_request(request: Request, device: Device) -> list[Kernel]:
+    """The kernels of a request in launch order, compiled for a device that need not be here.
+
+    Raises:
+        RuntimeError: PyTorch or Triton is missing, or Triton's interpreter is on.
+    """
+    if reason := _not_installed():
+        raise RuntimeError(reason)
+    from .compile import compile_program
+
+    return compile_program(program(request), request.dtypes, device)
+
+
+def _not_installed() -> str | None:
+    return module_missing("torch", "triton") or module_missing("triton", "triton")
+
+
+def program(request: Request) -> Any:
+    """The launches of a request, unbound."""
+    from . import column, looped, row, split
+    from .launch import TritonRequest
+
+    strategies = {"row": row, "looped": looped, "split": split, "column": column}
+    return strategies[request.plan.strategy].program(TritonRequest(**vars(request)))

@@ -1,0 +1,98 @@
+"""Compile a plan's kernels for a GPU that need not be here, and read what the compiler made of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ...core.device import Device
+from ..report import Kernel, cuobjdump, occupancy
+from .launch import Launch, Program
+from .operands import Pointers
+
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "i1"}
+
+
+def compile_program(program: Program, dtypes: Mapping[str, str], device: Device) -> list[Kernel]:
+    """The kernels of a program for a device, in launch order, each once.
+
+    Args:
+        program: Launches, their tensors named as in Pointers.
+        dtypes: Dtype of each of those tensors, and of "y", the output.
+        device: The device, present or not.
+
+    Raises:
+        RuntimeError: Triton's interpreter is on, which compiles nothing.
+    """
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError(
+            "TRITON_INTERPRET=1 is set: the interpreter compiles nothing; unset it to see the machine code"
+        )
+    types = {name: f"*{SHORT[dtype]}" for name, (_, dtype) in program.scratch.items()}
+    types |= {name: f"*{SHORT[dtype]}" for name, dtype in dtypes.items()}
+    return [_compile(launch, types, device) for launch in program.launches]
+
+
+def _compile(launch: Launch, types: dict[str, str], device: Device) -> Kernel:
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    hints: dict[tuple[int, ...], Any] = {}
+    plain = set(launch.kernel.do_not_specialize)
+    arguments = [*(_types(name, types) for name in launch.tensors), *launch.numbers]
+    for i, name in enumerate(launch.kernel.arg_names):
+        if i >= len(arguments):
+            signature[name] = "constexpr"
+            constants[(i,)] = launch.constants[i - len(arguments)]
+        else:
+            signature[name] = _specialise(arguments[i], (i,), name in plain, constants, hints)
+    major, minor = device.compute_capability
+    compiled = triton.compile(
+        ASTSource(launch.kernel, signature, constants, hints),
+        target=GPUTarget("cuda", 10 * major + minor, 32),
+        options={"num_warps": launch.warps},
+    )
+    cubin, shared = compiled.asm["cubin"], int(compiled.metadata.shared)
+    usage = dict(re.findall(r"(\w+):(\d+)", cuobjdump("-res-usage", cubin)))
+    registers = int(usage["REG"])
+    return Kernel(
+        name=launch.kernel.__name__,
+        registers=registers,
+        spills=int(usage["STACK"]),
+        shared_memory=shared,
+        warps=launch.warps,
+        occupancy=occupancy(device, launch.warps, registers, shared),
+        listings={"ttir": compiled.asm["ttir"], "ptx": compiled.asm["ptx"], "sass": cuobjdump("-sass", cubin)},
+    )
+
+
+def _types(name: Any, types: dict[str, str]) -> Any:
+    """The type of a tensor, or of each of the Pointers; the numbers among those are 64 bits."""
+    if isinstance(name, Pointers):
+        return Pointers(*(None if pointer is None else types.get(pointer, "i64") for pointer in name))
+    return types[name]
+
+
+def _specialise(value: Any, at: tuple[int, ...], plain: bool, constants: dict[Any, Any], hints: dict[Any, Any]) -> Any:
+    """The type Triton gives an argument at launch, with what it makes a constant or knows the divisor of."""
+    if isinstance(value, tuple):
+        # Triton specialises the numbers of a tuple whatever do_not_specialize says.
+        items = [_specialise(item, (*at, i), False, constants, hints) for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if value is None:
+        constants[at] = None
+        return "constexpr"
+    if isinstance(value, str):
+        if value.startswith("*"):
+            hints[at] = [["tt.divisibility", 16]]
+        return value
+    if value == 1 and not plain:
+        constants[at] = 1
+        return "constexpr"
+    if value % 16 == 0 and not plain:
+        hints[at] = [["tt.divisibility", 16]]
+    return "i32" if -(2**31) <= value < 2**31 else "i64"

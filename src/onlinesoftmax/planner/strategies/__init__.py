@@ -1,0 +1,48 @@
+"""What each strategy proposes for a problem: the planner's table, one row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...core.device import Device
+from ...core.problem import Problem
+from ..proposal import Candidate
+from . import cuda, eager, pallas, triton
+
+__all__ = ["FOR_JAX", "TABLE", "Candidate", "Proposals"]
+
+Proposals = Callable[[Problem, Device], list[Candidate] | str]
+"""What a strategy proposes, likeliest first, or why it cannot."""
+
+
+def _only(propose: Callable[[Problem, Device], Candidate | str]) -> Proposals:
+    """Those of a strategy that has one proposal at most."""
+
+    def proposals(problem: Problem, device: Device) -> list[Candidate] | str:
+        proposal = propose(problem, device)
+        return proposal if isinstance(proposal, str) else [proposal]
+
+    return proposals
+
+
+TABLE: tuple[tuple[str, str, Proposals], ...] = (
+    ("cuda", "row", cuda.row),
+    ("cuda", "cluster", cuda.cluster),
+    ("cuda", "grid", cuda.grid),
+    ("cuda", "looped", cuda.looped),
+    ("triton", "row", _only(triton.triton_row)),
+    ("triton", "looped", _only(triton.triton_looped)),
+    ("triton", "split", _only(triton.triton_split)),
+    ("triton", "column", _only(triton.triton_column)),
+    ("eager", "row", _only(eager.eager_row)),
+)
+"""(backend, strategy, its proposals)."""
+
+FOR_JAX: tuple[tuple[str, str, Proposals], ...] = (
+    ("pallas", "row", _only(pallas.row)),
+    ("pallas", "cluster", _only(pallas.cluster)),
+    ("pallas", "looped", _only(pallas.looped)),
+    ("pallas", "split", _only(pallas.split)),
+    ("eager", "row", _only(eager.eager_row)),
+)
+"""The same for JAX arrays."""

@@ -1,0 +1,267 @@
+"""What the CUDA strategies propose: for a problem, all blocks that are worth measuring, likeliest first.
+
+A row is divided in chunks of 16 bytes.  Threads × chunks a thread is its length, so no row is padded to a
+power of two; what remains to choose is how few threads share a row, and how many rows and blocks are in
+flight.  `onlinesoftmax tune` measures that; without its table, the first proposal is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from ...core.device import Device
+from ...core.problem import Problem
+from ..proposal import Candidate, cut, no_gpu, reads
+
+HELD_REGISTERS = 64
+"""Registers of a thread for what it holds of a row, at most."""
+
+SCORE_REGISTERS = 32
+"""The same of scores, if it can be: where more are made, the compiler makes the first before the last is loaded."""
+
+OTHER_REGISTERS = 32
+"""Registers of a thread for all else."""
+
+MOST_BLOCKS = (1 << 31) - 1
+"""Blocks of one launch."""
+
+
+def _chunks(problem: Problem) -> int:
+    """Whole chunks of a row, at most."""
+    return max(1, problem.cols // problem.vector)
+
+
+def peels(problem: Problem) -> bool:
+    """Whether rows that begin anywhere are cut so that it does not matter; narrower loads are never as good here."""
+    return problem.contiguous and problem.peelable and problem.aligned_bytes < 16 and problem.cols >= problem.vector
+
+
+def _words(problem: Problem, terms: bool = False) -> int:
+    """Registers for a chunk: all that lies in memory for it, or the terms or scores that are made of that."""
+    loaded = 4 * problem.inputs + -(-problem.vector * (problem.bias_bytes + problem.masked) // 4)
+    made = problem.vector * (2 if problem.itemsize == 8 else 1)
+    return max(loaded, made) if terms or _makes_scores(problem) else loaded
+
+
+def _makes_scores(problem: Problem) -> bool:
+    """Whether a thread holds scores, not what lies in memory."""
+    return problem.fused and problem.inputs == 1
+
+
+def _light(found: list[Candidate], problem: Problem) -> list[Candidate]:
+    """Those whose scores are made when all is loaded; all of them, where there is none."""
+    if not _makes_scores(problem):
+        return found
+    return [c for c in found if _held(c, problem) * _words(problem, c.terms) <= SCORE_REGISTERS] or found
+
+
+def _most(problem: Problem, threads: int, device: Device, terms: bool = False) -> int:
+    """Chunks that each of a multiprocessor's threads may hold."""
+    free = device.registers // threads - _other(problem, device)
+    return max(0, min(HELD_REGISTERS, free)) // _words(problem, terms)
+
+
+def _terms(problem: Problem) -> tuple[bool, ...]:
+    """Whether to keep the terms of the sum: always where they take no more than the elements; else either may win."""
+    if problem.operation != "softmax":
+        return (False,)
+    return (True,) if _words(problem, True) == _words(problem, False) else (True, False)
+
+
+def _other(problem: Problem, device: Device) -> int:
+    """Registers of a thread for all but what it holds; arithmetic in float64 takes more."""
+    # The sums of a float32 gradient are of 64 bits; for Hopper the compiler needs no more registers for them.
+    sums_wide = problem.inputs > 1 and problem.itemsize == 4 and device.compute_capability >= (10, 0)
+    return OTHER_REGISTERS + (56 if problem.itemsize == 8 or sums_wide else 0)
+
+
+def _resident(problem: Problem, threads: int, chunks: int, terms: bool, device: Device) -> int:
+    """Blocks of a multiprocessor that leave each thread the registers it needs."""
+    blocks = device.registers // (threads * (_other(problem, device) + chunks * _words(problem, terms)))
+    return max(1, min(blocks, device.threads // threads, 32))
+
+
+def _candidate(problem: Problem, strategy: str, reason: str, **blocks: Any) -> Candidate:
+    peeled = peels(problem)
+    vector = problem.vector if peeled else 1
+    return Candidate("cuda", strategy, reason + cut(peeled), vector=vector, quality=0.97, **blocks)
+
+
+def row(problem: Problem, device: Device) -> list[Candidate] | str:
+    """Whole rows in the registers of a group of threads."""
+    if refusal := no_gpu("CUDA", device):
+        return refusal
+    chunks, found = _chunks(problem), []
+    for lanes, threads, depth, terms in itertools.product(
+        (1 << i for i in range(2, 11)), (128, 256, 512, 1024), (1, 2), _terms(problem)
+    ):
+        held = -(-chunks // lanes)
+        most = _most(problem, threads, device, terms)
+        if held > most or (lanes > 4 and held * lanes >= 2 * max(chunks, 4)):
+            continue
+        if threads < lanes or (threads > 256 and lanes < threads):
+            continue
+        if depth > 1 and (held * depth > min(4, most) or lanes > 128):
+            continue
+        rows = threads // lanes * depth
+        reason = f"a row of {problem.cols} columns fits the registers of {lanes} threads, so it is read once"
+        if rows > 1:
+            reason += f"; {rows} rows share a block"
+        found.append(
+            _candidate(
+                problem, "row", reason, programs=-(-problem.rows // rows), block=held * lanes * problem.vector,
+                rows_per_program=rows, depth=depth, warps=threads // 32, lanes=lanes, terms=terms,
+                resident=_resident(problem, threads, held * depth, terms, device),
+                variant=f"{lanes} of {threads}, depth {depth}{', terms' if terms else ''}",
+            )
+        )  # fmt: skip
+    found = [candidate for candidate in found if candidate.programs <= MOST_BLOCKS]
+    # Not one block alone, which would not load while it computes; two chunks a thread, terms kept, in small blocks.
+    found.sort(key=lambda c: (c.resident < 2, abs(_held(c, problem) - 2), not c.terms, c.depth, c.warps))
+    return _light(found, problem) or (
+        f"a row of {problem.cols} columns does not fit the registers of one block: "
+        f"{_in_block(problem, device)} {problem.dtype} elements do"
+    )
+
+
+def _in_block(problem: Problem, device: Device) -> int:
+    """Elements that the registers of one block hold."""
+    return max(threads * _most(problem, threads, device) for threads in (512, 1024)) * problem.vector
+
+
+def _held(candidate: Candidate, problem: Problem) -> int:
+    """Chunks of a row that a thread holds in registers."""
+    return candidate.block // (candidate.lanes * problem.vector)
+
+
+def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
+    """Rows in the registers of several blocks that reach each other's shared memory."""
+    if refusal := no_gpu("CUDA", device):
+        return refusal
+    if device.compute_capability < (9, 0):
+        return f"clusters of blocks need compute capability 9.0, and {device.name} has {device.arch}"
+    if 2 * problem.rows > MOST_BLOCKS:
+        return f"{problem.rows} rows are more clusters than one launch takes"
+    chunks = _chunks(problem)
+    found: list[Candidate] = []
+    for threads, blocks, terms in itertools.product((128, 256, 512, 1024), (2, 4, 8, 16), _terms(problem)):
+        # Slices begin on 128 bytes.
+        length = -(-chunks // blocks // 8) * 8
+        held = -(-length // threads)
+        if (length < 64 and blocks > 2) or (threads == 1024 and found) or problem.rows * blocks > MOST_BLOCKS:
+            continue
+        if held > _most(problem, threads, device, terms) or (held * threads >= 2 * length and threads > 128):
+            continue
+        resident = _resident(problem, threads, held, terms, device)
+        reason = f"{blocks} blocks hold a row of {problem.cols} columns in registers, so it is read once"
+        found.append(
+            _candidate(
+                problem, "cluster", reason, programs=problem.rows * blocks, block=held * threads * problem.vector,
+                warps=threads // 32, lanes=threads, splits=blocks, terms=terms, resident=resident,
+                variant=f"{blocks} x {threads}{', terms' if terms else ''}",
+            )
+        )  # fmt: skip
+    # The same, and two to four chunks a thread.
+    found.sort(key=lambda c: (c.resident < 2, abs(_held(c, problem) - 3), not c.terms, c.splits, c.warps))
+    most = 16 * _in_block(problem, device)
+    return (
+        _light(found, problem)
+        or f"a row of {problem.cols} columns does not fit 16 blocks: {most} {problem.dtype} elements do"
+    )
+
+
+def grid(problem: Problem, device: Device) -> list[Candidate] | str:
+    """Rows in the registers and shared memory of the whole device, or of a part of it each."""
+    if refusal := no_gpu("CUDA", device):
+        return refusal
+    found = [
+        candidate
+        for threads, held in itertools.product((128, 256, 512), (4, 8, 16))
+        if held <= _most(problem, threads, device)
+        for candidate in _teams(problem, device, threads, held, _resident(problem, threads, held, False, device), False)
+    ]
+    if not problem.fused:
+        # Shared memory holds logits; what is fused would be read again beside them.
+        for threads, resident, held in (
+            (1024, 1, 2), (1024, 1, 4), (512, 2, 4), (512, 1, 8), (512, 1, 16), (256, 4, 4), (256, 2, 8),
+        ):  # fmt: skip
+            most = min(max(1, held * 4 // _words(problem)), _most(problem, threads * resident, device))
+            found += _teams(problem, device, threads, most, resident, True)
+    found.sort(key=lambda c: (c.reads, c.shared > 0, -c.block * c.programs))
+    return list(dict.fromkeys(found))
+
+
+def slice_chunks(chunks: int, team: int) -> int:
+    """Chunks of a block's slice of a row; slices begin on 128 bytes."""
+    return -(-chunks // (8 * team)) * 8
+
+
+def slice_tiles(chunks: int, team: int, threads: int) -> int:
+    """Tiles of a block's slice of a row."""
+    return max(1, -(-slice_chunks(chunks, team) // threads))
+
+
+def _teams(
+    problem: Problem, device: Device, threads: int, held: int, resident: int, with_shared: bool
+) -> list[Candidate]:
+    """Teams of blocks with `held` chunks a thread in registers: the most that fit, or one."""
+    chunks, blocks = _chunks(problem), resident * device.multiprocessors
+    room = (device.shared_memory // resident - 2048) // (threads * 16 * problem.inputs) if with_shared else 0
+    smallest = min(blocks, -(-chunks // (threads * (held + room))))
+    # As many teams as fit, or fewer that have as many rows each, and none a block less than another; or one team of
+    # all blocks that have work.
+    rounds = max(1, -(-problem.rows // max(1, blocks // smallest)))
+    teams = {"teams": blocks // max(1, -(-problem.rows // rounds)), "all": min(blocks, -(-chunks // threads))}
+    found = []
+    for word, team in teams.items():
+        # A block hears of every other of its team; of thousands, that takes longer than a row.
+        if team > 2 * max(threads, device.multiprocessors):
+            continue
+        if word == "teams" and (problem.rows == 1 or team == teams["all"]):
+            continue
+        tiles = slice_tiles(chunks, team, threads)
+        shared = min(room, max(0, tiles - held))
+        streamed = max(0, tiles - held - shared)
+        if with_shared and not shared:
+            continue
+        blocks_hold = f"{team} blocks, resident together, hold" if team > 1 else "one block holds"
+        reason = f"{blocks_hold} a row of {problem.cols} columns" + (
+            f" but for {streamed} of {tiles} tiles, which are read again" if streamed else ", so it is read once"
+        )
+        found.append(
+            _candidate(
+                problem, "grid", reason, programs=min(problem.rows, blocks // team) * team,
+                block=min(held, tiles) * threads * problem.vector, warps=threads // 32, lanes=threads, splits=team,
+                shared=shared, resident=resident, depth=min(held, 4), terms=_terms(problem)[-1],
+                variant=f"{threads} x {held}{' and shared' if with_shared else ''}, {word}",
+                reads=reads(problem) if streamed else 1,
+            )
+        )  # fmt: skip
+    return found
+
+
+def looped(problem: Problem, device: Device) -> list[Candidate] | str:
+    """One block streams one row."""
+    if refusal := no_gpu("CUDA", device):
+        return refusal
+    if problem.rows > MOST_BLOCKS:
+        return f"{problem.rows} rows are more blocks than one launch takes"
+    found = []
+    for threads, held in ((512, 4), (1024, 2), (512, 2), (256, 4), (1024, 4), (256, 8), (128, 4)):
+        held = min(held, _most(problem, threads, device))
+        if not held:
+            continue
+        resident = _resident(problem, threads, held, False, device)
+        reason = (
+            f"one block streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
+            f"{problem.rows} rows share the device"
+        )
+        found.append(
+            _candidate(
+                problem, "looped", reason, programs=problem.rows, block=held * threads * problem.vector,
+                warps=threads // 32, lanes=threads, resident=resident, reads=reads(problem),
+                variant=f"{threads} x {held}",
+            )
+        )  # fmt: skip
+    return list(dict.fromkeys(found))

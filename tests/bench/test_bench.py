@@ -1,0 +1,395 @@
+"""The benchmark: what it measures, what it refuses, and that a wrong answer never gets a time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the benchmark measures torch tensors")
+pytest.importorskip("typer", reason="the benchmark is a command")
+
+import torch
+import typer
+from typer.testing import CliRunner
+
+from onlinesoftmax.bench import analysis, peers, report
+from onlinesoftmax.bench.cases import SUITES, Case, cases, parse_shape
+from onlinesoftmax.bench.check import Reference
+from onlinesoftmax.bench.inputs import make_input
+from onlinesoftmax.bench.peers import Ours, Peer, Torch
+from onlinesoftmax.bench.run import CaseResult, run
+from onlinesoftmax.bench.timing import Against, CpuClock, CudaClock, Times
+from onlinesoftmax.cli.bench import bench
+from onlinesoftmax.core.device import known
+from onlinesoftmax.core.problem import Problem
+from onlinesoftmax.planner.plan import plan
+
+CPU = torch.device("cpu")
+SMALL = ["--device", "cpu", "--shape", "4x8", "--dtype", "float32", "--repeat", "1"]
+
+
+def call(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(bench)
+    return CliRunner().invoke(app, list(arguments))
+
+
+class Wrong(Peer):
+    """Right but for one element in the last row, as a kernel with a bad mask would be."""
+
+    name = "wrong"
+
+    def prepare(self, case: Case) -> Any:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            y = torch.softmax(x, case.dim)
+            y.view(-1)[-1] = 0.5
+            return y
+
+        return function
+
+
+class Raises(Peer):
+    """A peer that says by raising that it cannot."""
+
+    name = "raises"
+
+    def prepare(self, case: Case) -> Any:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("N must be a multiple of 8\nand more")
+
+        return function
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("4096x50257", (4096, 50257)),
+        ("8X16", (8, 16)),
+        ("2*3×4", (2, 3, 4)),
+        (" 7 ", (7,)),
+        ("1x2^28", (1, 1 << 28)),
+    ],
+)
+def test_shapes(text: str, shape: tuple[int, ...]) -> None:
+    assert parse_shape(text) == shape
+
+
+@pytest.mark.parametrize("text", ["", "x", "4x", "4xx8", "4,8", "-4x8", "4x1.5", "0x8", "2^62x2", "4x٣x"])
+def test_bad_shapes_are_quoted(text: str) -> None:
+    with pytest.raises(ValueError, match="shape") as caught:
+        parse_shape(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_every_suite_has_cases_that_can_be_made() -> None:
+    for name, suite in SUITES.items():
+        found = cases(name)
+        assert len(found) == len(suite.entries) * len(suite.dtypes)
+        assert len(set(found)) == len(found), f"{name} measures a case twice"
+        assert all(0 <= case.dim < len(case.shape) for case in found)
+
+
+def test_the_full_suite_is_the_table_of_the_field() -> None:
+    shapes = {case.shape for case in cases("full")}
+    assert {(1048576, 64), (4096, 50257), (1, 1 << 28), (1024, 32768), (131072, 1023), (32, 512, 4096)} <= shapes
+
+
+def test_bytes_count_the_output_of_the_operation() -> None:
+    softmax = Case("softmax", (4, 1024), 1, "bfloat16")
+    assert softmax.bytes == 2 * 4 * 1024 * 2
+    assert replace(softmax, operation="logsumexp").bytes == (4 * 1024 + 4) * 2
+
+
+def test_inputs_have_outliers_and_repeat() -> None:
+    case = Case("softmax", (100, 100), 1, "float32")
+    x = make_input(case, CPU)
+    assert torch.equal(x, make_input(case, CPU))
+    assert 20 < (x.abs() > 6).sum() < 150
+
+
+@pytest.mark.parametrize("operation", ["softmax", "log_softmax", "logsumexp"])
+@pytest.mark.parametrize(("shape", "dim"), [((5, 33), 1), ((33, 5), 0), ((3, 17, 4), 1), ((40,), 0)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("piece", [1 << 23, 16])
+def test_the_reference_is_right_in_pieces(
+    operation: str, shape: tuple[int, ...], dim: int, dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onlinesoftmax.bench.exact.PIECE", piece)
+    case = Case(operation, shape, dim, dtype)
+    x = make_input(case, CPU)
+    exact = getattr(torch, operation)(x.double(), dim)
+    # Two computations in float64 agree to their own rounding only.
+    verdict = Reference(case, x).judge(exact.to(x.dtype), allowed=1e-14 if dtype == "float64" else 0.0)
+    assert verdict.wrong is None
+    assert verdict.error == pytest.approx((exact.to(x.dtype).double() - exact).abs().max().item(), abs=1e-13)
+
+
+@pytest.mark.parametrize("piece", [1 << 23, 16])
+@pytest.mark.parametrize("value", [0.5, float("nan"), float("inf")])
+def test_one_wrong_element_is_found(value: float, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onlinesoftmax.bench.exact.PIECE", piece)
+    case = Case("softmax", (7, 65), 1, "bfloat16")
+    x = make_input(case, CPU)
+    reference, y = Reference(case, x), torch.softmax(x, 1)
+    allowed = reference.judge(y, float("inf")).error
+    assert reference.judge(y, allowed).wrong is None
+    y[6, 64] = value
+    assert reference.judge(y, allowed, ours=False).wrong is not None
+
+
+def test_a_wrong_shape_or_dtype_is_wrong() -> None:
+    case = Case("logsumexp", (3, 4), 1, "float32")
+    x = make_input(case, CPU)
+    assert "expected (3,) torch.float32" in str(Reference(case, x).judge(torch.logsumexp(x, 1, True)).wrong)
+    assert "torch.float64" in str(Reference(case, x).judge(torch.logsumexp(x, 1).double()).wrong)
+
+
+@pytest.fixture(scope="module")
+def measured() -> CaseResult:
+    everybody = [Ours("cpu"), Torch("cpu"), Wrong("cpu"), Raises("cpu")]
+    (found,) = run([Case("softmax", (4, 8), 1, "float32")], everybody, CPU, 1)
+    return found
+
+
+def test_who_is_wrong_gets_no_time(measured: CaseResult) -> None:
+    ours, theirs, wrong, raises = measured.results
+    assert (ours.status, theirs.status, wrong.status, raises.status) == ("ok", "ok", "wrong", "refused")
+    assert wrong.times is None
+    assert wrong.gbps is None
+    assert wrong.failed
+    assert not raises.failed
+    assert raises.reason == "N must be a multiple of 8"
+    _, rows = report.table([measured], {})
+    assert rows[2][3:7] == ("", "", "", "")
+    assert rows[2][7].startswith("WRONG: error")
+
+
+def test_times_are_complete(measured: CaseResult) -> None:
+    ours = measured.results[0]
+    assert ours.times is not None
+    assert 0 < ours.times.p20_us <= ours.times.median_us <= ours.times.p80_us
+    assert ours.times.count >= 5
+    assert ours.gbps == pytest.approx(256 / ours.times.median_us / 1e3)
+    assert ours.of_copy == pytest.approx(ours.gbps / measured.copy_gbps)
+    assert ours.plan is not None
+    assert ours.plan.backend == "eager"
+    assert ours.against_torch is not None
+    assert measured.within_cpu_bound in (True, False)
+
+
+def test_a_case_beyond_memory_is_skipped_and_the_next_measured() -> None:
+    huge, small = Case("softmax", (1 << 20, 1 << 30), 1, "float32"), Case("softmax", (2, 3), 1, "float32")
+    first, second = run([huge, small], [Ours("cpu")], CPU, 1)
+    assert "GB" in str(first.skipped)
+    assert second.skipped is None
+    _, rows = report.table([first, second], {"liger": "not installed"})
+    assert rows[0][-1].startswith("skipped: needs")
+    assert rows[-1][-1] == "absent: not installed"
+
+
+def test_out_of_memory_half_way_is_skipped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setattr("onlinesoftmax.bench.run.make_inputs", no_room)
+    (found,) = run([Case("softmax", (2, 3), 1, "float32")], [Ours("cpu")], CPU, 1)
+    assert str(found.skipped).startswith("out of memory")
+
+
+def test_our_own_crash_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ours, "prepare", Raises("cpu").prepare.__func__)
+    (found,) = run([Case("softmax", (2, 3), 1, "float32")], [Ours("cpu")], CPU, 1)
+    assert found.results[0].status == "failed"
+    assert found.results[0].failed
+
+
+def test_peers_say_what_they_lack() -> None:
+    liger, quack = peers.peers(["liger", "quack"], "cpu")
+    assert liger.why_absent()
+    assert liger.supports(Case("logsumexp", (2, 3), 1, "float32")) == "has no logsumexp"
+    assert liger.supports(Case("softmax", (2, 3), 0, "float32")) == "takes the last dimension only"
+    assert quack.supports(Case("softmax", (2, 3, 4), 2, "float32")) == "takes two dimensions only"
+    assert quack.supports(Case("softmax", (2, 3), 1, "float32")) is None
+
+
+def _word(of_copy: float, problem: Problem, time_us: float = 500.0, **changes: Any) -> str:
+    device = known("h200")
+    return analysis.word(of_copy, time_us, 4.0, replace(plan(problem, device, "triton"), **changes), problem, device)
+
+
+ROW = Problem("softmax", 65536, 1024, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("at the floor", _word(0.951, ROW)),
+        ("close", _word(0.85, ROW)),
+        ("launch-bound", _word(0.3, ROW, time_us=11.9)),
+        ("reads twice", _word(0.6, ROW, reads=2)),
+        ("3 launches", _word(0.6, ROW, launches=3)),
+        ("reads twice, 3 launches", _word(0.6, ROW, reads=2, launches=3)),
+        ("narrow loads (2 bytes)", _word(0.4, replace(ROW, cols=1023, peelable=False))),
+        ("unexplained by the plan", _word(0.4, replace(ROW, cols=1023, peelable=False), vector=8)),
+        ("8 programs on 132 multiprocessors", _word(0.4, ROW, programs=8)),
+        ("the framework's own kernel", _word(0.4, ROW, backend="eager")),
+        ("unexplained by the plan", _word(0.4, ROW)),
+        ("", analysis.word(0.4, 500.0, 4.0)),
+        ("call-bound", analysis.word(0.4, 5.0, 4.0, device=known("cpu"))),
+    ],
+)
+def test_words(word: str, found: str) -> None:
+    assert found == word
+
+
+def test_the_cpu_clock_is_sane() -> None:
+    ran = {"a": count(), "b": count()}
+    samples = CpuClock().measure({name: (lambda n=name: next(ran[n])) for name in ran}, 2)
+    assert len(samples["a"]) == len(samples["b"]) >= 5
+    for name in ran:
+        times = Times.of(samples[name])
+        assert 0 <= times.p20_us <= times.median_us <= times.p80_us < 1e4
+        # The warm-up ran too, and is not counted.
+        assert next(ran[name]) > times.count
+
+
+def test_a_slow_call_still_ends() -> None:
+    samples = CpuClock().measure({"slow": lambda: sum(range(200_000))}, 1)
+    assert len(samples["slow"]) == 5
+
+
+def test_round_by_round_differences_cancel_drift() -> None:
+    drifting = [10.0, 1000.0, 50.0]
+    against = Against.of([t + 2 for t in drifting], drifting)
+    assert against.added_us == pytest.approx(2)
+    assert Against.of([3.0, 3.0], [1.0, 1.5, 2.0]).ratio == 2.0
+
+
+def test_the_gpu_clock_spreads_repetitions_and_flushes_before_each() -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 0.25
+
+    clock = object.__new__(CudaClock)
+    clock._cuda = SimpleNamespace(Event=Event, synchronize=lambda device: None)
+    clock._device, clock._flush = CPU, SimpleNamespace(zero_=lambda: log.append("flush"))
+    clock._flushes = 1
+    calls = {"fast": lambda: log.append("fast"), "slow": lambda: log.append("slow")}
+    samples = clock._rounds(calls, {"fast": 8, "slow": 2})
+    assert samples == {"fast": [250.0] * 8, "slow": [250.0] * 2}
+    steps = [tuple(log[i : i + 4]) for i in range(0, len(log), 4)]
+    assert set(steps) == {("flush", "event", "fast", "event"), ("flush", "event", "slow", "event")}
+    assert [step[2] for step in steps].index("slow") > 2, "few repetitions are spread, not first"
+
+
+def test_writing_is_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "record.json"
+    report.write(path, {"a": 1})
+    with pytest.raises(ValueError, match="Out of range"):
+        report.write(path, {"a": float("nan")})
+    with pytest.raises(TypeError):
+        report.write(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [file.name for file in path.parent.iterdir()] == ["record.json"]
+
+
+def test_outside_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.shutil, "which", lambda name: None)
+    assert report.git_state() == {"commit": "unknown", "dirty": None}
+
+
+def test_the_commit_that_is_given_is_recorded() -> None:
+    assert report.git_state("abc") == {"commit": "abc", "dirty": None}
+
+
+def test_the_record_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    done = call(*SMALL, "--json", "--host", "--peers", "torch,liger", "--out", str(path))
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert record == json.loads(path.read_text())
+    assert set(record) == {"format", "date", "git", "versions", "device", "options", "absent", "cases", "host"}
+    assert record["date"].endswith("+00:00")
+    # The installed version may lack the local part (2.11.0+cu130) that torch itself names.
+    assert torch.__version__.startswith(record["versions"]["torch"].partition("+")[0])
+    assert record["options"]["repeat"] == 1
+    assert record["options"]["shape"] == ["4x8"]
+    assert list(record["absent"]) == ["liger"]
+    assert set(record["host"]["times"]) == {
+        "ours", "ours out=", "ours with grad", "torch", "torch out=", "torch with grad"
+    }  # fmt: skip
+    (case,) = record["cases"]
+    assert (case["shape"], case["dim"], case["bytes"], case["skipped"]) == ([4, 8], 1, 256, None)
+    assert [result["who"] for result in case["results"]] == ["ours", "torch"]
+    for result in case["results"]:
+        assert set(result["times"]) == {"median_us", "p20_us", "p80_us", "count"}
+        assert result["status"] == "ok"
+        assert result["error"] <= 1e-6
+    assert case["results"][0]["plan"]["strategy"] == "row"
+
+
+def test_a_pipe_gets_aligned_text() -> None:
+    done = call(*SMALL, "--op", "softmax", "--op", "logsumexp", "--peers", "torch,quack")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    (header,) = [i for i, line in enumerate(lines) if "of copy" in line]
+    assert "ours eager/row" in lines[header + 1]
+    assert lines[header + 1].index("ours") == lines[header].index("who")
+    assert any(line.split()[:4] == ["-", "-", "-", "quack"] and "absent: " in line for line in lines)
+    assert not set("│─┃\x1b") & set(done.stdout)
+
+
+def test_a_wrong_peer_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peers.PEERS, "wrong", Wrong)
+    done = call(*SMALL, "--peers", "wrong")
+    assert done.exit_code == 1
+    assert "WRONG" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--shape", "4y8"], "shape '4y8'"),
+        (["--shape", "4x8", "--dim", "2"], "dim 2 is out of range for 4x8"),
+        (["--dim", "0"], "a dim needs a shape"),
+        (["--suite", "huge"], "unknown suite 'huge'; there are: quick"),
+        (["--quick", "--suite", "full"], "contradict"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--op", "softmin"], "unknown operation 'softmin'"),
+        (["--fused", "scale,dropout"], "unknown thing to fuse 'dropout'"),
+        (["--peers", "torch,apex"], "unknown peer 'apex'; there are: torch, compile, liger, quack"),
+        (["--backend", "cudnn"], "unknown backend 'cudnn'"),
+        (["--strategy", "magic"], "unknown strategy 'magic'"),
+        (["--device", "abacus"], "unknown device 'abacus'"),
+        (["--device", "meta"], "only cpu and cuda"),
+        (["--device", "cuda:99"], "torch sees"),
+        ([*SMALL, "--strategy", "split"], "can run none of these cases"),
+        (["--out", "."], "is a folder"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], says: str) -> None:
+    done = call(*arguments)
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.strip().splitlines()
+    assert says in line
+
+
+def test_an_unwritable_record_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = call(*SMALL, "--out", str(tmp_path / "file" / "record.json"))
+    assert done.exit_code == 2
+    assert "cannot be written" in done.stderr

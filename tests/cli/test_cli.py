@@ -1,0 +1,399 @@
+"""The command line: every command, its text, its JSON, its exit code, and a sentence for every wrong argument."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs typer")
+pytest.importorskip("rich", reason="the command line needs rich")
+
+import typer.testing
+
+import onlinesoftmax
+from onlinesoftmax.cli import build
+from onlinesoftmax.core import reference
+from onlinesoftmax.kernels.registry import module_missing, unavailable
+
+COMMANDS = ("doctor", "verify", "bench", "explain", "apply")
+needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+needs_nvrtc = pytest.mark.skipif(module_missing("cuda.core", "cuda") is not None, reason="cuda.core is not installed")
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
+NOT_PLAIN = set("\x1b─━│┃┏╭")
+
+
+def run(*arguments: object) -> Any:
+    """Run in this process; stdout and stderr are no terminals."""
+    return typer.testing.CliRunner().invoke(build(), [str(argument) for argument in arguments])
+
+
+def run_json(*arguments: object, code: int = 0) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def run_apart(*arguments: str, code: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run in a fresh process, without the interpreter that conftest.py turns on, as a user would."""
+    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    source = str(Path(onlinesoftmax.__file__).parents[1])
+    program = ["-m", "onlinesoftmax"] if code is None else ["-c", code]
+    return subprocess.run(
+        [sys.executable, *program, *arguments],
+        env={**inherited, "PYTHONPATH": source, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+# Help, version, start-up
+
+
+@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=" ".join)
+def test_help_has_an_example_and_loads_no_framework(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from onlinesoftmax.cli import build\n"
+        "try: build()(sys.argv[1:])\n"
+        "finally: print('LOADED', *[m for m in ('torch', 'triton', 'jax', 'rich') if m in sys.modules])"
+    )
+    result = run_apart(*arguments, "--help", code=code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].strip() == "LOADED"
+    assert not NOT_PLAIN & set(result.stdout)
+    if arguments:
+        assert f"onlinesoftmax {arguments[0]}" in result.stdout.partition("Example")[2]
+    else:
+        assert all(f"\n  {command}" in result.stdout for command in COMMANDS)
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"onlinesoftmax {onlinesoftmax.__version__}\n")
+
+
+def test_missing_typer_is_one_sentence() -> None:
+    result = run_apart(code="import sys; sys.modules['typer'] = None; from onlinesoftmax.cli import main; main()")
+    assert result.returncode == 2
+    assert result.stderr == "The command line needs typer: pip install 'onlinesoftmax[cli]'\n"
+    assert not result.stdout
+
+
+# doctor
+
+
+def test_doctor_as_json() -> None:
+    found = run_json("doctor")
+    assert {backend["name"]: backend["usable"] for backend in found["backends"]}["eager"] is True
+    assert found["versions"]["onlinesoftmax"] == onlinesoftmax.__version__
+    assert {"python", "numpy", "torch", "triton", "jax", "cuda-core", "safetensors"} <= set(found["versions"])
+    assert {"name", "kind", "multiprocessors", "bandwidth", "source"} <= set(found["device"])
+    assert "h200" in [device["key"] for device in found["known"]]
+
+
+def test_doctor_as_text() -> None:
+    result = run_apart("doctor")
+    assert result.returncode == 0, result.stderr
+    assert not NOT_PLAIN & set(result.stdout)
+    for word in ("Backends", "triton", "eager", "usable", "Versions", "bandwidth", "h200"):
+        assert word in result.stdout
+
+
+def test_doctor_survives_a_broken_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> str | None:
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr("onlinesoftmax.kernels.registry.unavailable", broken)
+    assert "libcudart" in run_json("doctor")["backends"][0]["why"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals of this kind")
+def test_a_terminal_gets_tables() -> None:
+    terminal, end = os.openpty()
+    env = {**os.environ, "PYTHONPATH": str(Path(onlinesoftmax.__file__).parents[1]), "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen([sys.executable, "-m", "onlinesoftmax", "doctor"], stdout=end, stderr=end, env=env)
+    os.close(end)
+    shown = b""
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # Linux's way to say that the other end was closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(terminal)
+    assert process.wait() == 0
+    assert "───" in shown.decode()
+
+
+# verify
+
+
+@needs_torch
+def test_verify_as_json() -> None:
+    found = run_json(
+        "verify", "--quick", "--backend", "eager", "--op", "softmax", "--op", "logsumexp", "--dtype", "float32"
+    )
+    assert found["passed"] is True
+    assert [(cell["operation"], cell["result"]) for cell in found["cells"]] == [
+        ("softmax", "pass"),
+        ("logsumexp", "pass"),
+    ]
+    for cell in found["cells"]:
+        assert cell["cases"] >= 4
+        assert cell["slack"] == 1
+        assert 0 < cell["error"] <= cell["pytorch_error"]
+        assert 0 < cell["of_allowed"] <= 1
+
+
+@needs_triton
+@pytest.mark.parametrize("operation", ["softmax", "softmax_backward"])
+def test_verify_runs_every_strategy_here(operation: str) -> None:
+    result = run_apart("verify", "--quick", "--op", operation, "--dtype", "float32")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not result.stderr
+    assert not NOT_PLAIN & set(result.stdout)
+    pairs = ["triton/row", "triton/looped", "triton/split", "triton/column", "eager/row"]
+    pairs += [f"cuda/{strategy}" for strategy in ("row", "cluster", "grid", "looped") if unavailable("cuda") is None]
+    pairs += [f"pallas/{strategy}" for strategy in ("row", "looped", "split") if importlib.util.find_spec("jax")]
+    pairs += ["pallas/cluster"] if unavailable("cuda") is None and importlib.util.find_spec("absl") else []
+    for pair in pairs:
+        [line] = [line for line in result.stdout.splitlines() if line.startswith(f"  {pair} ")]
+        assert line.endswith("pass")
+    assert f"{len(pairs)} passed, 0 failed" in result.stdout
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda y, x: y * 1.01, "PyTorch's own"),
+        (lambda y, x: y.nan_to_num(0.0), "0.0 at (1, 0), where PyTorch has nan"),
+        (lambda y, x: y.double(), "torch.float64"),
+        (lambda y, x: (x.add_(1), y)[1], "the input was changed"),
+        (lambda y, x: 1 // 0, "ZeroDivisionError"),
+    ],
+    ids=["inexact", "specials", "dtype", "input changed", "crash"],
+)
+def test_verify_fails_what_is_wrong(break_it: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = onlinesoftmax.softmax
+    monkeypatch.setattr("onlinesoftmax.api.softmax", lambda x, dim, **how: break_it(right(x, dim, **how), x))
+    arguments = ("verify", "--quick", "--backend", "eager", "--op", "softmax", "--dtype", "float32")
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert "FAIL eager/row softmax float32" in result.stdout
+    assert words in result.stdout
+    assert run_json(*arguments, code=1)["passed"] is False
+
+
+@needs_triton
+def test_verify_says_why_nothing_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from onlinesoftmax import verify as verification
+
+    monkeypatch.setattr(verification, "CASES", verification.CASES[:2])
+    arguments = ("verify", "--backend", "triton", "--strategy", "column", "--op", "softmax", "--dtype", "float32")
+    [cell] = run_json(*arguments)["cells"]
+    assert (cell["result"], cell["cases"], cell["refused"]) == ("skipped", 0, 2)
+    assert "skipped triton/column softmax float32: the elements of a row are neighbours" in run(*arguments).stdout
+
+
+@needs_torch
+def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = {"cuda": "no GPU of any kind", "triton": "no GPU of any kind", "eager": None}
+    monkeypatch.setattr("onlinesoftmax.kernels.registry.unavailable", absent.get)
+    monkeypatch.setattr("onlinesoftmax.jax.bridge.unavailable", lambda device: "no GPU of any kind")
+    found = run_json("verify", "--quick", "--strategy", "row", "--op", "softmax", "--dtype", "float32")
+    assert found["unavailable"] == dict.fromkeys(("cuda", "triton", "pallas"), "no GPU of any kind")
+    assert [cell["backend"] for cell in found["cells"]] == ["eager"]
+    for asked in (("--backend", "triton"), ("--strategy", "split")):
+        result = run("verify", "--quick", *asked)
+        assert result.exit_code == 2
+        assert "no GPU of any kind" in result.stderr
+
+
+# explain
+
+
+@pytest.mark.parametrize("device", ["h200", "h100", "a100", "l4", "RTX 4090", "b200"])
+def test_explain_as_json(device: str) -> None:
+    found = run_json("explain", "4096x50257", "--dtype", "bfloat16", "--device", device, "--no-compile")
+    assert found["problem"]["rows"] == 4096
+    assert found["plan"]["estimate_us"] >= found["plan"]["floor_us"] > 0
+    assert found["plan"]["reason"]
+    assert {other["why_not"][:6] for other in found["others"]}
+    assert found["kernels"] == []
+
+
+def test_explain_as_text() -> None:
+    result = run("explain", "32x512x4096", "--dim", "1", "--device", "h200", "--op", "logsumexp", "--no-compile")
+    assert result.exit_code == 0, result.output
+    assert not NOT_PLAIN & set(result.stdout)
+    for words in ("logsumexp of 131072 x 512 float32 on NVIDIA H200", "triton/column", "floor", "Why not another?"):
+        assert words in result.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize(("device", "arch"), [("h200", "sm_90"), ("rtx4090", "sm_89"), ("b200", "sm_100")])
+def test_explain_compiles_for_a_gpu_that_is_not_here(device: str, arch: str, tmp_path: Path) -> None:
+    arguments = ("explain", "256x1024", "--device", device, "--backend", "triton", "--strategy", "row")
+    result = run_apart(*arguments, "--ptx", "--sass", "--json", TRITON_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["not_compiled"] is None
+    [kernel] = found["kernels"]
+    assert kernel["registers"] > 0
+    assert 0 < kernel["occupancy"] <= 1
+    assert f".target {arch}" in kernel["listings"]["ptx"]
+    assert "EXIT" in kernel["listings"]["sass"]
+    assert "ttir" not in kernel["listings"]
+
+
+@needs_triton
+def test_explain_prints_listings_after_the_summary(tmp_path: Path) -> None:
+    arguments = ("explain", "256x1024", "--device", "a100", "--backend", "triton", "--ttir")
+    result = run_apart(*arguments, TRITON_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    summary, _, listing = result.stdout.partition(": TTIR\n")
+    assert "registers" in summary
+    assert "tt.func" in listing
+
+
+@needs_triton
+def test_explain_without_a_compiler_says_so() -> None:
+    result = run_apart("explain", "256x1024", "--device", "h200", "--backend", "triton", TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stderr
+    assert "not compiled: TRITON_INTERPRET=1 is set" in result.stdout
+
+
+CUDA_ROW = ("explain", "256x1024", "--device", "h200", "--backend", "cuda", "--strategy", "row")
+
+
+@needs_nvrtc
+def test_explain_shows_what_nvrtc_makes_of_a_cuda_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    [kernel] = run_json(*CUDA_ROW, "--ptx")["kernels"]
+    assert set(kernel["listings"]) == {"ptx"}
+    result = run(*CUDA_ROW, "--cuda", "--ptx")
+    summary, _, listings = result.stdout.partition("row_kernel: CUDA\n")
+    source, _, ptx = listings.partition("row_kernel: PTX\n")
+    for words, text in (("occupancy", summary), ("row_kernel(", source), (".target sm_90", ptx)):
+        assert words in text
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    for option, words in (("--ttir", "row_kernel has none; it has cuda, ptx"), ("--sass", "nvdisasm: triton brings")):
+        result = run(*CUDA_ROW, option)
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+        assert f"Error: {option}: " in result.stderr
+        assert words in result.stderr
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    assert "not compiled: cuda.core is not installed: pip" in run(*CUDA_ROW).stdout
+
+
+# apply
+
+
+@pytest.fixture
+def numbers() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32)
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_apply_round_trip(axis: int, numbers: np.ndarray, tmp_path: Path) -> None:
+    source, target = tmp_path / "x.npy", tmp_path / "y.npy"
+    np.save(source, numbers)
+    result = run("apply", source, target, "--axis", axis, "--chunk-mb", "0.01")
+    assert result.exit_code == 0, result.output
+    np.testing.assert_allclose(np.load(target), reference.two_pass(numbers, axis), rtol=1e-5)
+    assert len(result.stdout.splitlines()) == 1
+    assert "softmax of 1 tensor, 12,000 elements" in result.stdout
+    assert not result.stderr
+    report = run_json("apply", source, target, "--op", "logsumexp", "--dtype", "float64")
+    assert report["elements"] == 12000
+    assert report["bytes_written"] == 40 * 8
+    np.testing.assert_allclose(np.load(target), reference.logsumexp(numbers), rtol=1e-12)
+
+
+def test_apply_to_chosen_tensors(numbers: np.ndarray, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+    source, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    safetensors.save_file({"a": numbers, "b": numbers + 1, "c": np.zeros(3, np.int64)}, source)
+    assert run_json("apply", source, target, "--tensor", "a", "--tensor", "b")["tensors"] == 2
+    assert set(safetensors.load_file(target)) == {"a", "b"}
+    result = run("apply", source, target, "--tensor", "d")
+    assert result.exit_code == 2
+    assert "has no tensor 'd'" in result.stderr
+
+
+def test_apply_interrupted_leaves_no_file(numbers: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onlinesoftmax.files.apply import state_of_chunks
+
+    def interrupt(*arguments: object, **named: object) -> object:
+        monkeypatch.setattr("onlinesoftmax.files.apply.state_of_chunks", state_of_chunks)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("onlinesoftmax.files.apply.state_of_chunks", interrupt)
+    np.save(tmp_path / "x.npy", numbers)
+    result = run("apply", tmp_path / "x.npy", tmp_path / "y.npy")
+    assert result.exit_code == 130
+    assert result.stderr == f"Interrupted: {tmp_path / 'y.npy'} was not written.\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
+
+
+# Wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("nonsense", "No such command 'nonsense'"),
+        ("explain", "Missing argument 'SHAPE'"),
+        ("explain 12y5", "shape '12y5'"),
+        ("explain 12x0", "at least 1"),
+        ("explain 12x5 --dtype int8", "unknown dtype 'int8'"),
+        ("explain 12x5 --device h20", "unknown device 'h20'; known devices: h200"),
+        ("explain 12x5 --op softplus", "unknown operation 'softplus'"),
+        ("explain 12x5 --dim 2", "out of range"),
+        ("explain 12x5 --backend pallas", "unknown backend 'pallas'"),
+        ("explain 12x5 --strategy tree", "unknown strategy 'tree'"),
+        ("explain 12x5 --device h200 --strategy column", "the elements of a row are neighbours"),
+        ("explain 12x5 --device cpu --backend triton", "need an NVIDIA GPU"),
+        ("explain 12x5 --device h200 --ptx --no-compile", "--ptx needs the compiled kernels"),
+        ("apply missing.npy y.npy", "missing.npy: cannot be read: No such file or directory"),
+        ("apply x.txt y.txt", "x.txt"),
+        ("apply missing.npy", "Missing argument 'OUT'"),
+        ("apply missing.npy y.npy --chunk-mb nan", "--chunk-mb must be a number"),
+        pytest.param("verify --dtype float8", "unknown dtype 'float8'", marks=needs_torch),
+        pytest.param("verify --op softplus", "unknown operation 'softplus'", marks=needs_torch),
+        pytest.param("verify --backend metal", "unknown backend 'metal'", marks=needs_torch),
+        pytest.param("verify --strategy tree", "unknown strategy 'tree'", marks=needs_torch),
+        pytest.param("verify --device tpu", "unknown device 'tpu'", marks=needs_torch),
+        pytest.param("verify --backend eager --strategy split", "eager has no strategy split", marks=needs_torch),
+    ],
+)
+def test_wrong_arguments_are_a_sentence(arguments: str, words: str) -> None:
+    result = run(*arguments.split())
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+    assert not result.stdout
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize("option", ["axis", "op", "dtype", "chunk-mb"])
+def test_apply_with_wrong_options_leaves_no_file(option: str, numbers: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", numbers)
+    value = {"axis": 2, "op": "softplus", "dtype": "int8", "chunk-mb": 0}[option]
+    result = run("apply", tmp_path / "x.npy", tmp_path / "y.npy", f"--{option}", value)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]

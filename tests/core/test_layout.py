@@ -1,0 +1,76 @@
+"""Any strides as rows: compared with indexing, element by element."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onlinesoftmax.core.layout import Layout, power_of_two_divisor, rows_of
+
+
+def offsets(layout: Layout, strides: tuple[int, ...], col: int) -> np.ndarray:
+    """Offset of each element, as the kernels count: the first size is the fastest."""
+    starts = []
+    for row in range(layout.rows):
+        start, rest = 0, row
+        for size, stride in zip(layout.sizes, strides, strict=True):
+            start += rest % size * stride
+            rest //= size
+        starts.append(start)
+    return np.add.outer(np.array(starts, dtype=int), np.arange(layout.cols) * col)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
+def test_every_element_is_visited_once_and_x_meets_its_y(shape: list[int], data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(shape))))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    storage = np.arange(int(np.prod(shape))).reshape([shape[i] for i in order])
+    x = storage.transpose(np.argsort(order))
+    y = np.arange(x.size).reshape(x.shape)
+    layout = rows_of(x.shape, dim, tuple(s // x.itemsize for s in x.strides), tuple(s // y.itemsize for s in y.strides))
+    x_offsets, y_offsets = (
+        offsets(layout, layout.x_strides, layout.x_col),
+        offsets(layout, layout.y_strides, layout.y_col),
+    )
+    assert sorted(x_offsets.ravel()) == list(range(x.size))
+    where_in_y = dict(zip(x.ravel().tolist(), y.ravel().tolist(), strict=True))
+    assert all(where_in_y[a] == b for a, b in zip(x_offsets.ravel().tolist(), y_offsets.ravel().tolist(), strict=True))
+
+
+@pytest.mark.parametrize("dim", range(4))
+def test_dense_tensors_need_two_outer_dimensions_at_most(dim: int) -> None:
+    shape = (3, 4, 5, 6)
+    for order in itertools.permutations(range(4)):
+        strides, step = [0] * 4, 1
+        for i in reversed(order):
+            strides[i] = step
+            step *= shape[i]
+        assert len(rows_of(shape, dim, tuple(strides), tuple(strides)).sizes) <= 2
+
+
+def test_expanded_rows_are_one_dimension_of_stride_zero() -> None:
+    layout = rows_of((6, 50), 1, (0, 1), (50, 1))
+    assert (layout.sizes, layout.x_strides, layout.y_strides) == ((6,), (0,), (50,))
+
+
+def test_units() -> None:
+    assert rows_of((4, 1000), 1, (1000, 1), (1000, 1)).units == (8, 8, 8)
+    assert rows_of((4, 50257), 1, (50257, 1), (50257, 1)).units == (1, 1, 1)
+    assert rows_of((4, 90), 1, (96, 1), (90, 1)).units == (16, 2, 2)
+    assert power_of_two_divisor(0) == 16
+
+
+def test_congruent() -> None:
+    assert rows_of((4, 50257), 1, (50257, 1), (50257, 1)).congruent
+    assert not rows_of((4, 100), 1, (101, 1), (100, 1)).congruent
+    assert not rows_of((4, 100), 1, (100, 1), (1, 4)).congruent
+
+
+def test_adjacent() -> None:
+    assert rows_of((8, 100, 32), 1, (3200, 32, 1), (3200, 32, 1)).adjacent == 32
+    assert rows_of((8, 100), 1, (100, 1), (100, 1)).adjacent == 1
+    assert rows_of((8, 100, 32), 1, (6400, 64, 2), (3200, 32, 1)).adjacent == 1

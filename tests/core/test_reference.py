@@ -1,0 +1,177 @@
+"""The executable specification: its three softmaxes agree, its gradients are derivatives, its edges are PyTorch's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laws import outliers
+from onlinesoftmax.core import reference as ref
+
+INF, NAN = np.inf, np.nan
+EPS = np.finfo(np.float64).eps
+EDGES = [
+    [-INF, -INF],
+    [INF, 1.0],
+    [INF, INF, -INF],
+    [INF, -INF],
+    [-INF, 1.0, 2.0],
+    [NAN, 1.0],
+    [NAN, INF],
+    [NAN, -INF],
+    [1e308, -1e308],
+    [5.0],
+]
+SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (0, 3), (3, 0), (2, 0, 3)]
+
+
+def every_axis() -> Iterator[tuple[tuple[int, ...], int]]:
+    for shape in SHAPES:
+        ndim = max(len(shape), 1)
+        yield from ((shape, axis) for axis in range(-ndim, ndim))
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def normal(shape: tuple[int, ...], scale: float = 5.0) -> np.ndarray[Any, Any]:
+    return np.asarray(np.random.default_rng(0).standard_normal(shape)) * scale
+
+
+def test_naive_overflows_and_says_so() -> None:
+    x = [1000.0, 999.0]
+    with pytest.warns(RuntimeWarning, match="overflow"), pytest.warns(RuntimeWarning, match="invalid value"):
+        assert np.isnan(ref.naive(x)).all()
+    np.testing.assert_allclose(ref.two_pass(x), [1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))], rtol=4 * EPS)
+    np.testing.assert_allclose(ref.online(x), ref.two_pass(x), rtol=4 * EPS)
+
+
+def test_naive_underflows_and_says_so() -> None:
+    with pytest.warns(RuntimeWarning, match="invalid value"):
+        assert np.isnan(ref.naive([-1000.0, -1000.0])).all()
+    np.testing.assert_array_equal(ref.two_pass([-1000.0, -1000.0]), [0.5, 0.5])
+
+
+@given(st.integers(1, 40), st.integers(0, 2**32 - 1), st.integers(1, 45), st.sampled_from((0.0, 100.0, -100.0)))
+def test_the_three_agree(size: int, seed: int, block: int, offset: float) -> None:
+    x = outliers(size, seed) + offset
+    # n additions, and 4 ulp for each block merged: the bound of laws.slack; naive's exp(x) is off by |x| ulp.
+    ulps = size + 4 * size + 4
+    np.testing.assert_allclose(ref.online(x, block=block), ref.two_pass(x), rtol=ulps * EPS)
+    np.testing.assert_allclose(ref.naive(x), ref.two_pass(x), rtol=(ulps + np.abs(x).max()) * EPS)
+    np.testing.assert_allclose(np.exp(ref.log_softmax(x)), ref.two_pass(x), rtol=(ulps + np.ptp(x)) * EPS)
+
+
+@pytest.mark.parametrize(("shape", "axis"), list(every_axis()))
+def test_agrees_with_torch(shape: tuple[int, ...], axis: int) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, dy = normal(shape), normal(shape, 1.0)
+    for name, got_y, backward in (
+        ("softmax", ref.two_pass(x, axis), ref.softmax_backward),
+        ("log_softmax", ref.log_softmax(x, axis), ref.log_softmax_backward),
+    ):
+        leaf = torch.tensor(x, requires_grad=True)
+        y = getattr(torch, name)(leaf, axis)
+        y.backward(torch.tensor(dy))
+        close(got_y, y.detach().numpy())
+        close(backward(dy, got_y, axis), leaf.grad.numpy())
+    close(ref.online(x, axis, block=2), ref.two_pass(x, axis))
+
+    leaf = torch.tensor(x, requires_grad=True)
+    lse = torch.logsumexp(leaf, axis)
+    dlse = normal(tuple(lse.shape), 1.0)
+    lse.backward(torch.tensor(dlse))
+    got = ref.logsumexp(x, axis)
+    close(got, lse.detach().numpy())
+    close(ref.logsumexp_backward(dlse, x, got, axis), leaf.grad.numpy())
+
+
+def close(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any]) -> None:
+    assert got.shape == want.shape
+    # Rows of 7 elements or fewer, |x| below 20: 7 additions and a few roundings, of numbers below 32.
+    np.testing.assert_allclose(got, want, rtol=16 * EPS, atol=32 * EPS)
+
+
+@pytest.mark.parametrize("row", EDGES, ids=str)
+def test_edges_are_those_of_torch(row: list[float]) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = torch.tensor(row, dtype=torch.float64, requires_grad=True)
+    for got in (ref.two_pass(row), ref.online(row), ref.online(row, block=2)):
+        close(got, torch.softmax(x, -1).detach().numpy())
+    close(ref.log_softmax(row), torch.log_softmax(x, -1).detach().numpy())
+    lse = torch.logsumexp(x, -1)
+    close(ref.logsumexp(row), lse.detach().numpy())
+    lse.backward()
+    close(ref.logsumexp_backward(1.0, row, ref.logsumexp(row)), x.grad.numpy())
+
+
+def test_edges_as_written() -> None:
+    for softmax in (ref.two_pass, ref.online, ref.log_softmax):
+        for row in ([-INF, -INF], [INF, 1.0], [NAN, 1.0], [NAN, INF]):
+            assert np.isnan(softmax(row)).all()
+        assert softmax([]).shape == (0,)
+        assert softmax(3.0).shape == ()
+    assert ref.logsumexp([-INF, -INF]) == ref.logsumexp([]) == -INF
+    assert ref.logsumexp([INF, 1.0]) == INF
+    assert np.isnan(ref.logsumexp([INF, NAN]))
+    assert (ref.two_pass(3.0), ref.online(3.0), ref.log_softmax(3.0), ref.logsumexp(3.0)) == (1, 1, 0, 3)
+
+
+Function = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_gradients_are_derivatives(name: str, axis: int) -> None:
+    x = normal((3, 4), 1.0)
+    forward, dx = gradient(name, x, axis)
+    # A central difference errs by h^2 (truncation) and eps / h (rounding); h = cbrt(eps) balances the two.
+    h = EPS ** (1 / 3)
+    numeric = np.zeros_like(x)
+    for index in np.ndindex(x.shape):
+        step = np.zeros_like(x)
+        step[index] = h
+        numeric[index] = (forward(x + step) - forward(x - step)) / (2 * h)
+    # 12 terms are summed, none of which or of whose third derivatives is above 8.
+    np.testing.assert_allclose(dx, numeric, rtol=0, atol=12 * 8 * h**2)
+
+
+def gradient(name: str, x: np.ndarray[Any, Any], axis: int) -> tuple[Function, np.ndarray[Any, Any]]:
+    """A weighted sum of the function's outputs, and its gradient in x as the specification has it."""
+    if name == "logsumexp":
+        lse = ref.logsumexp(x, axis)
+        weights = normal(lse.shape, 1.0)
+        return lambda v: (weights * ref.logsumexp(v, axis)).sum(), ref.logsumexp_backward(weights, x, lse, axis)
+    f, backward = {
+        "softmax": (ref.two_pass, ref.softmax_backward),
+        "log_softmax": (ref.log_softmax, ref.log_softmax_backward),
+    }[name]
+    weights = normal(x.shape, 1.0)
+    return lambda v: (weights * f(v, axis)).sum(), backward(weights, f(x, axis), axis)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f8", "bfloat16"])
+def test_every_dtype_is_widened(dtype: str) -> None:
+    kind = np.dtype(dtype) if dtype != "bfloat16" else pytest.importorskip("ml_dtypes", reason="no ml_dtypes").bfloat16
+    x = normal((2, 3)).astype(kind)
+    for f in (ref.naive, ref.two_pass, ref.online, ref.log_softmax, ref.logsumexp):
+        assert f(x).dtype == np.float64
+        np.testing.assert_array_equal(f(x), f(x.astype(np.float64)))
+
+
+def test_axis_out_of_range() -> None:
+    for f in (ref.naive, ref.two_pass, ref.online, ref.log_softmax, ref.logsumexp):
+        with pytest.raises(np.exceptions.AxisError):
+            f([1.0], 1)
+        with pytest.raises(np.exceptions.AxisError):
+            f(1.0, 1)

@@ -1,0 +1,211 @@
+"""The table of laws, over every language that has a state; and what is State's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import laws
+from laws import LAWS, Algebra, Float64, Law, Native
+from onlinesoftmax.core import reference
+from onlinesoftmax.core.state import State
+
+ALL_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class Arrays:
+    """The State class over one kind of array.
+
+    Args:
+        asarray: Makes the array of this kind from float64 values and the name of a dtype.
+        tonumpy: The float64 values again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        asarray: Callable[[Float64, str], Native],
+        tonumpy: Callable[[Native], Float64],
+        dtypes: Sequence[str] = ALL_DTYPES,
+        examples: int = 50,
+    ) -> None:
+        self.name, self.array, self.numpy, self.dtypes, self.examples = name, asarray, tonumpy, dtypes, examples
+
+    def of(self, x: Native) -> State:
+        return State.of(x)
+
+    def identity(self, like: Native) -> State:
+        return State.identity(like)
+
+    def merge(self, a: State, b: State) -> State:
+        return a.merge(b)
+
+    def merge_all(self, states: Sequence[State]) -> State:
+        return State.merge_all(states)
+
+    def parts(self, state: State) -> tuple[float, float]:
+        return float(state.m[0]), float(state.l[0])
+
+    def logsumexp(self, state: State) -> float:
+        return float(state.logsumexp())
+
+    def softmax(self, state: State, x: Native) -> Float64:
+        return self.numpy(state.softmax(x))
+
+    def log_softmax(self, state: State, x: Native) -> Float64:
+        return self.numpy(state.log_softmax(x))
+
+
+def numpy_algebra() -> Algebra:
+    return Arrays("numpy", lambda v, dtype: v.astype(dtype), np.float64, ("float16", "float32", "float64"))
+
+
+def torch_algebra() -> Algebra:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    return Arrays("torch", lambda v, dtype: torch.from_numpy(v).to(getattr(torch, dtype)), lambda x: x.double().numpy())
+
+
+def jax_algebra() -> Algebra:
+    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
+    # Every new length is a handful of compilations, so there are fewer examples.
+    return Arrays(
+        "jax", lambda v, dtype: jnp.asarray(v, dtype), lambda x: np.asarray(x).astype(np.float64), examples=12
+    )
+
+
+def triton_algebra(name: str = "TritonAlgebra") -> Algebra:
+    pytest.importorskip("triton", reason="triton is not installed")
+    import triton_algebra
+
+    algebra: Algebra = getattr(triton_algebra, name)()
+    return algebra
+
+
+ALGEBRAS: dict[str, Callable[[], Algebra]] = {
+    "numpy": numpy_algebra,
+    "torch": torch_algebra,
+    "jax": jax_algebra,
+    "triton": triton_algebra,
+    "triton, two tiles": lambda: triton_algebra("TwoTilesAlgebra"),
+}
+
+
+@pytest.fixture(params=ALGEBRAS)
+def algebra(request: pytest.FixtureRequest) -> Iterator[Algebra]:
+    with _float64(request.param):
+        yield ALGEBRAS[request.param]()
+
+
+def _float64(name: str) -> AbstractContextManager[Any]:
+    if name == "jax" and importlib.util.find_spec("jax"):
+        import jax
+
+        return jax.enable_x64(True)
+    return nullcontext()
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+def test_law(law: Law, algebra: Algebra) -> None:
+    # Compiling for JAX and interpreting for Triton take time, which is no fault of the strategy.
+    @settings(max_examples=algebra.examples, suppress_health_check=[HealthCheck.too_slow])
+    @given(law.cases(algebra.dtypes))
+    def holds(case: laws.Case) -> None:
+        law.check(algebra, case)
+
+    holds()
+
+
+STATES = [name for name in ALGEBRAS if not name.startswith("triton")]
+
+
+@pytest.fixture(params=STATES)
+def arrays(request: pytest.FixtureRequest) -> Iterator[Algebra]:
+    with _float64(request.param):
+        yield ALGEBRAS[request.param]()
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [-np.inf, -np.inf], [np.inf, 1.0], [np.nan, 1.0], []])
+def test_pickle_round_trips(arrays: Algebra, values: list[float]) -> None:
+    state = State.of(arrays.array(np.array(values, np.float64), "float32"))
+    again = pickle.loads(pickle.dumps(state))
+    assert type(again.m) is type(state.m)
+    assert (again.dim, again.m.dtype) == (state.dim, state.m.dtype)
+    np.testing.assert_array_equal(arrays.parts(again), arrays.parts(state))
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_dtype_of_state_and_result(arrays: Algebra, dtype: str) -> None:
+    if dtype not in arrays.dtypes:
+        pytest.skip("NumPy has no bfloat16 of its own: test_bfloat16_of_ml_dtypes")
+    x = arrays.array(np.ones(3), dtype)
+    state = State.of(x)
+    wide = arrays.array(np.ones(1), "float64" if dtype == "float64" else "float32").dtype
+    assert state.m.dtype == state.l.dtype == state.logsumexp().dtype == State.identity(x).l.dtype == wide
+    assert state.softmax(x).dtype == state.log_softmax(x).dtype == x.dtype
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_any_dim(arrays: Algebra, dim: int) -> None:
+    values = np.random.default_rng(0).standard_normal((3, 4, 5))
+    x = arrays.array(values, "float64")
+    head, tail = (arrays.array(v, "float64") for v in np.split(values, [1], dim))
+    state = State.of(head, dim).merge(State.of(tail, dim))
+    np.testing.assert_allclose(arrays.numpy(state.softmax(x)), reference.two_pass(values, dim), rtol=1e-14)
+    np.testing.assert_allclose(arrays.numpy(state.log_softmax(x)), reference.log_softmax(values, dim), rtol=1e-14)
+    np.testing.assert_allclose(arrays.numpy(state.logsumexp()), reference.logsumexp(values, dim), rtol=1e-14)
+    assert tuple(state.logsumexp(keepdim=True).shape) == tuple(state.m.shape) == tuple(State.identity(x, dim).m.shape)
+
+
+def test_0d(arrays: Algebra) -> None:
+    x = arrays.array(np.full((1,), 3.0), "float32").reshape(())
+    state = State.of(x)
+    assert tuple(state.logsumexp().shape) == tuple(state.softmax(x).shape) == ()
+    assert (float(state.logsumexp()), float(state.softmax(x)), float(state.log_softmax(x))) == (3.0, 1.0, 0.0)
+    assert arrays.parts(State.identity(x).merge(state)) == (3.0, 1.0)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_empty_shapes(arrays: Algebra, shape: tuple[int, int]) -> None:
+    x = arrays.array(np.zeros(shape), "float32")
+    state = State.of(x)
+    assert tuple(state.m.shape) == (shape[0], 1)
+    assert tuple(state.softmax(x).shape) == tuple(state.log_softmax(x).shape) == shape
+    np.testing.assert_array_equal(arrays.numpy(state.logsumexp()), reference.logsumexp(np.zeros(shape)))
+
+
+def test_bfloat16_of_ml_dtypes() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    x = np.arange(4).astype(ml_dtypes.bfloat16)
+    state = State.of(x)
+    assert (state.m.dtype, state.softmax(x).dtype) == (np.float32, x.dtype)
+    assert float(state.softmax(x)[3]) == float(reference.two_pass(x).astype(ml_dtypes.bfloat16)[3])
+
+
+def test_float64_of_another_byte_order_stays_float64() -> None:
+    x = np.array([1.0, 2.0], ">f8")
+    state = State.of(x)
+    assert state.m.dtype == State.identity(x).m.dtype == np.float64
+    np.testing.assert_allclose(state.softmax(x), reference.two_pass(x), rtol=1e-15)
+
+
+def test_errors() -> None:
+    x = np.zeros((2, 3))
+    with pytest.raises(IndexError, match=r"Dimension out of range .*\[-2, 1\], but got 2"):
+        State.of(x, 2)
+    with pytest.raises(IndexError, match=r"\[-1, 0\], but got 1"):
+        State.of(np.float64(0), 1)
+    with pytest.raises(TypeError, match="floating-point array, got dtype int64"):
+        State.of(np.zeros(3, np.int64))
+    with pytest.raises(TypeError, match=r"NumPy, torch or JAX array, got builtins\.list"):
+        State.of([1.0])
+    with pytest.raises(ValueError, match="dim -1 and dim -2"):
+        State.of(x, 1).merge(State.of(x, 0))
+    with pytest.raises(ValueError, match="states is empty"):
+        State.merge_all([])

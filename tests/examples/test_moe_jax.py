@@ -1,0 +1,168 @@
+"""The mixture of experts learns by its gate, with the gradients of jax.nn's softmax, and runs as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import onlinesoftmax
+from scripts import load
+
+jax = pytest.importorskip("jax", reason="the example needs jax")
+nnx = pytest.importorskip("flax.nnx", reason="the example needs flax")
+typer_testing = pytest.importorskip("typer.testing", reason="the example needs typer")
+for name in ("optax", "sklearn", "matplotlib"):
+    pytest.importorskip(name, reason=f"the example needs {name}")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "moe_jax.py"
+
+NARROW = {"hidden": 1, "epochs": 15, "learning_rate": 1e-2}
+"""Experts of one unit: two of them cannot tell ten digits apart, so all depends on who is chosen."""
+
+LEARNT = 0.78
+"""Of the test images.  With seeds 0 to 5 a gate that works reaches 0.84 to 0.92, one that is broken 0.10 to 0.68."""
+
+GRADIENT_RTOL = 2e-6
+"""Of the norm of each parameter's gradient: float32's 6e-8 for each of some dozens of roundings on the way."""
+
+BROKEN: dict[str, Callable[[Any], Any]] = {
+    "all experts alike": lambda x: jax.nn.softmax(0 * x),
+    "no gradient": lambda x: jax.lax.stop_gradient(jax.nn.softmax(x)),
+    "gradient of the wrong sign": lambda x: 2 * jax.lax.stop_gradient(jax.nn.softmax(x)) - jax.nn.softmax(x),
+    "not divided by the sum": lambda x: jax.numpy.exp(x - x.max(axis=-1, keepdims=True)),
+}
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    """examples/moe_jax.py, which is no part of the package."""
+    return load(EXAMPLE)
+
+
+def train(example: ModuleType, library: Any, **config: Any) -> tuple[Any, list[Any]]:
+    """A model, and what was measured in each epoch of its training."""
+    model = example.MoE(example.Config(**config), library)
+    return model, list(example.train(model, example.handwritten_digits()[0]))
+
+
+def accuracy(example: ModuleType, model: Any) -> float:
+    """The part of the test images that is read right."""
+    test = example.handwritten_digits()[1]
+    return float(example.judge(model, test)[0]) / len(test.images)
+
+
+def test_a_short_training_learns_by_its_gate(example: ModuleType) -> None:
+    model, epochs = train(example, example.OURS, **NARROW)
+    assert accuracy(example, model) >= LEARNT
+    assert epochs[-1].loss < epochs[0].loss / 2
+    assert all(epoch.use.shape == (8,) and np.isclose(epoch.use.sum(), example.TOP_K) for epoch in epochs)
+    assert epochs[-1].use.min() > 0.05, "load balancing leaves no expert idle"
+
+
+@pytest.mark.parametrize("gate", BROKEN.values(), ids=BROKEN)
+def test_it_does_not_learn_by_a_broken_gate(example: ModuleType, gate: Callable[[Any], Any]) -> None:
+    """Otherwise the test above would show nothing."""
+    model, _ = train(example, example.Library(gate, jax.nn.log_softmax), **NARROW)
+    assert accuracy(example, model) < LEARNT
+
+
+@pytest.mark.parametrize("backend", [None, "pallas"], ids=["default", "pallas"])
+def test_the_gradients_are_those_of_jax_nn(example: ModuleType, backend: str | None) -> None:
+    """The whole loss: cross-entropy and load balancing, through what the planner chooses and through our kernels."""
+    ours = example.Library(*(partial(softmax, backend=backend) for softmax in example.OURS))
+    theirs = example.Library(jax.nn.softmax, jax.nn.log_softmax)
+    batch = jax.tree.map(lambda all_images: all_images[:32], example.handwritten_digits()[0])
+
+    loss_of = nnx.jit(nnx.value_and_grad(example.loss_of, has_aux=True))
+
+    def gradients(library: Any) -> tuple[float, dict[str, np.ndarray]]:
+        (loss, _), tree = loss_of(example.MoE(example.Config(hidden=16), library), batch, nnx.Rngs(noise=1))
+        return float(loss), {jax.tree_util.keystr(path): np.asarray(g) for path, g in jax.tree.leaves_with_path(tree)}
+
+    (our_loss, our_gradients), (their_loss, their_gradients) = gradients(ours), gradients(theirs)
+    assert our_loss == pytest.approx(their_loss, rel=GRADIENT_RTOL)
+    assert len(our_gradients) == 5, "the gate, and two layers of weights and biases"
+    for name, g in their_gradients.items():
+        norm = np.linalg.norm(g)
+        assert norm > 0, f"{name} does not take part"
+        assert np.linalg.norm(our_gradients[name] - g) <= GRADIENT_RTOL * norm, name
+
+
+def test_a_training_depends_on_its_seed_alone(example: ModuleType) -> None:
+    config = NARROW | {"epochs": 1}
+    (first,), (again,), (other,) = (train(example, example.OURS, **config, seed=seed)[1] for seed in (3, 3, 4))
+    assert first.loss == again.loss
+    np.testing.assert_array_equal(first.use, again.use)
+    assert first.loss != other.loss
+
+
+def test_noise_is_new_in_every_step_and_only_in_training(example: ModuleType) -> None:
+    model, images = example.MoE(example.Config(hidden=1)), example.handwritten_digits()[1].images
+    route = nnx.jit(lambda model, rngs: model(images, rngs).routed)
+    rngs = nnx.Rngs(noise=0)
+    noisy, noisier, quiet, quiet_again = (np.asarray(route(model, r)) for r in (rngs, rngs, None, None))
+    assert (noisy != quiet).any()
+    assert (noisy != noisier).any()
+    np.testing.assert_array_equal(quiet, quiet_again)
+
+
+def test_load_balancing_is_1_for_even_use_and_grows(example: ModuleType) -> None:
+    model, images = example.MoE(example.Config(hidden=1)), np.eye(64, dtype=np.float32)
+
+    def loss(first: np.ndarray, second: np.ndarray) -> float:
+        """Of images of one pixel, 64 different ones, each routed to two experts without a doubt about the first."""
+        model.gate.kernel[...] = 100 * (2 * jax.nn.one_hot(first, 8) + jax.nn.one_hot(second, 8))
+        return float(model(images).load_balancing_loss)
+
+    each, none = np.arange(64) % 8, np.zeros(64, int)
+    assert loss(each, (each + 1) % 8) == pytest.approx(1, rel=GRADIENT_RTOL)
+    assert loss(none, none + 1) == pytest.approx(8 / 2, rel=GRADIENT_RTOL)
+    assert 1 < loss(each // 2, each // 2 + 1) < 4
+
+
+def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(onlinesoftmax.__file__).parents[1]), "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, str(EXAMPLE), "--epochs", "2", "--experts", "4", "--plot", "use.png"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, encoding="utf-8", check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "use.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith("1437 images to learn from, 360 to judge by; Config(experts=4, ")
+    assert [line.split(":")[0] for line in rest if line.startswith("epoch")] == ["epoch   1 of 2", "epoch   2 of 2"]
+    table = [line.split() for line in rest[rest.index("") + 2 :][:4]]
+    assert [row[0] for row in table] == ["1", "2", "3", "4"]
+    assert sum(float(row[1].rstrip("%")) for row in table) == pytest.approx(200, abs=0.3)
+    assert rest[-2].startswith("test accuracy ")
+    assert rest[-2].endswith(" s of compilation and training")
+    assert rest[-1] == "loss and use of the experts: use.png"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--experts", "1"], "Invalid value for '--experts': "),
+        (["--epochs", "0"], "Invalid value for '--epochs': "),
+        (["--noise", "-0.1"], "Invalid value for '--noise': "),
+        (["--balance", "much"], "Invalid value for '--balance': "),
+        (["--plot", "nowhere/use.png"], "Invalid value for '--plot': There is no folder 'nowhere', or "),
+        (["--plot", "use.svg"], "Invalid value for '--plot': 'use.svg' does not end in .png."),
+    ],
+)
+def test_wrong_arguments_are_named_before_anything_is_trained(
+    example: ModuleType, arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(example, "train", lambda *_: pytest.fail("trained"))
+    result = typer_testing.CliRunner().invoke(example.app, arguments)
+    assert result.exit_code == 2
+    assert sentence in result.output
+    assert list(tmp_path.iterdir()) == []

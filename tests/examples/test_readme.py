@@ -1,0 +1,78 @@
+"""README.md is true: its Python runs and prints what it says, and its commands exist with their options."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import onlinesoftmax
+
+README = Path(__file__).parents[2] / "README.md"
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+COMMANDS = [
+    line.removeprefix("$ ")
+    for language, text in BLOCKS
+    if language in ("console", "bash")
+    for line in text.splitlines()
+    if line.removeprefix("$ ").startswith("onlinesoftmax ")
+]
+QUICK = ("doctor", "apply")
+"""Commands that are run as they stand; of the others, the help must know every option that is used."""
+
+
+def run(*arguments: str, folder: Path) -> str:
+    """Standard output of a fresh interpreter, which must succeed."""
+    # No interpreter of Triton's here: the README is for machines as they are.
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(Path(onlinesoftmax.__file__).parents[1]), "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"}
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, encoding="utf-8", check=False
+    )
+    assert result.returncode == 0, f"{arguments}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which all Python of the README has run, in order, and printed what the README says."""
+    folder = tmp_path_factory.mktemp("readme")
+    script, said, mark = [], [], "-- end of block --"
+    for (language, text), (following, output) in zip(BLOCKS, [*BLOCKS[1:], ("", "")], strict=True):
+        if language == "python":
+            script.append(f"{text}\nprint({mark!r})\n")
+            said.append(output if following == "text" else "")
+    printed = run("-c", "\n".join(script), folder=folder).split(f"{mark}\n")[:-1]
+    assert printed == said
+    return folder
+
+
+def test_python_runs_and_prints_what_is_written(folder: Path) -> None:
+    assert (folder / "probabilities.npy").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_exist_with_their_options(command: str, folder: Path) -> None:
+    _, name, *arguments = shlex.split(command, comments=True)
+    if name in QUICK:
+        run("-m", "onlinesoftmax", name, *arguments, folder=folder)
+        return
+    text = run("-m", "onlinesoftmax", name, "--help", folder=folder)
+    for option in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
+        assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"{name} has no option {option}"
+
+
+def test_every_command_is_shown() -> None:
+    assert {shlex.split(command)[1] for command in COMMANDS} >= {
+        "doctor",
+        "verify",
+        "explain",
+        "bench",
+        "tune",
+        "apply",
+    }

@@ -1,0 +1,174 @@
+"""Every way in which a file can fail: one sentence that names it, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onlinesoftmax.files.apply import apply_file
+from onlinesoftmax.files.formats import FileError
+
+safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="makes the .safetensors inputs")
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+
+
+def raise_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError])
+@pytest.mark.parametrize("at", [1, 30, -1])
+def test_interrupted_run_leaves_nothing(tmp_path: Path, at: int, error: type[BaseException], existing: bool) -> None:
+    np.save(tmp_path / "x.npy", normal(50, 60))
+    if existing:
+        (tmp_path / "y.npy").write_bytes(b"precious")
+    calls = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at or (at == -1 and done == total):
+            raise error
+
+    with pytest.raises(error) as caught:
+        apply_file(tmp_path / "x.npy", tmp_path / "y.npy", chunk_bytes=2400, progress=progress)
+    assert type(caught.value) is error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npy", "y.npy"][: 1 + existing]
+    assert not existing or (tmp_path / "y.npy").read_bytes() == b"precious"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system cannot reserve space")
+def test_full_disk_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "x.npy", normal(50, 60))
+    monkeypatch.setattr(os, "posix_fallocate", raise_full)
+    with pytest.raises(FileError, match=r"y\.npy: no room for 12128 bytes: No space left"):
+        apply_file(tmp_path / "x.npy", tmp_path / "y.npy", progress=lambda *_: pytest.fail("it had begun"))
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
+
+
+def test_disk_that_fills_up_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "x.npy", normal(50, 60))
+    monkeypatch.setattr(os, "fsync", raise_full)
+    with pytest.raises(FileError, match=r"y\.npy: cannot be written: No space left"):
+        apply_file(tmp_path / "x.npy", tmp_path / "y.npy")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
+
+
+def test_source_that_shrinks(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", normal(50, 60))
+    with pytest.raises(FileError, match=r"x\.npy: became shorter"):
+        apply_file(
+            tmp_path / "x.npy",
+            tmp_path / "y.npy",
+            chunk_bytes=2400,
+            progress=lambda *_: os.truncate(tmp_path / "x.npy", 200),
+        )
+    assert not (tmp_path / "y.npy").exists()
+
+
+def cut(path: Path, size: int) -> None:
+    os.truncate(path, path.stat().st_size + size if size < 0 else size)
+
+
+def saved(x: np.ndarray) -> Callable[[Path], None]:
+    return lambda path: np.save(path, x)
+
+
+BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "missing": ("x.npy", lambda path: None, "cannot be read: No such file"),
+    "folder": ("x.npy", Path.mkdir, "is a folder"),
+    "suffix": ("x.bin", Path.touch, "ends in '.bin', not in one of .npy, .safetensors"),
+    "no suffix": ("x", Path.touch, "no suffix"),
+    "not npy": ("x.npy", lambda path: path.write_bytes(b"PK\3\4" * 9), "not a .npy file"),
+    "empty npy": ("x.npy", Path.touch, "not a .npy file"),
+    "npy of the future": ("x.npy", lambda path: path.write_bytes(b"\x93NUMPY\x09\0" + b" " * 90), "not a .npy file"),
+    "truncated npy": (
+        "x.npy",
+        lambda path: (np.save(path, np.zeros(100)), cut(path, -1)),
+        "truncated: the header promises 928 bytes and the file holds 927",
+    ),
+    "truncated npy header": ("x.npy", lambda path: (np.save(path, np.zeros(100)), cut(path, 50)), "not a .npy file"),
+    "ints": ("x.npy", saved(np.arange(3)), "the array is int64, not one of float16"),
+    "complex": ("x.npy", saved(np.zeros(3, complex)), "the array is complex128"),
+    "structured": ("x.npy", saved(np.zeros(3, "f4,f4")), "not one of float16"),
+    "objects": ("x.npy", saved(np.array([print], object)), "the array is object"),
+    "corrupt safetensors": ("x.safetensors", lambda path: path.write_bytes(b"\xff" * 50), "not a .safetensors file"),
+    "empty safetensors": ("x.safetensors", Path.touch, "not a .safetensors file"),
+    "truncated safetensors": (
+        "x.safetensors",
+        lambda path: (safetensors_numpy.save_file({"a": np.zeros(9)}, path), cut(path, -1)),
+        "truncated",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_source(tmp_path: Path, case: str) -> None:
+    name, make, message = BROKEN[case]
+    make(tmp_path / name)
+    with pytest.raises(FileError) as caught:
+        apply_file(tmp_path / name, (tmp_path / "y").with_suffix(Path(name).suffix))
+    text = str(caught.value)
+    assert text.startswith(str(tmp_path / name))
+    assert message in text
+    assert "\n" not in text
+    assert {path.name for path in tmp_path.iterdir()} <= {name}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"axis": 2}, r"x\.npy: axis 2 is out of range for the array of shape \(5, 6\)"),
+        ({"axis": -3}, "axis -3 is out of range"),
+        ({"dtype": "int8"}, "unknown output dtype 'int8'; choose one of float16"),
+        ({"operation": "softmin"}, "unknown operation 'softmin'; choose one of softmax"),
+        ({"chunk_bytes": 0}, "chunk_bytes must be positive, got 0"),
+        ({"tensors": ["x"]}, "none can be chosen by name"),
+        ({"target": "y.safetensors"}, r"y\.safetensors: must end in \.npy"),
+        ({"target": "nowhere/y.npy"}, r"there is no folder .*nowhere"),
+        ({"target": "folder.npy"}, r"folder\.npy: is a folder"),
+    ],
+)
+def test_request_that_does_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    np.save(tmp_path / "x.npy", normal(5, 6))
+    (tmp_path / "folder.npy").mkdir()
+    target = tmp_path / options.pop("target", "y.npy")
+    with pytest.raises(FileError, match=message):
+        apply_file(tmp_path / "x.npy", target, **options)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.npy", "folder.npy"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that even root cannot write to: /proc")
+def test_folder_not_writable(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", normal(5, 6))
+    with pytest.raises(FileError, match=r"^/proc/y\.npy: cannot be created"):
+        apply_file(tmp_path / "x.npy", "/proc/y.npy")
+
+
+@pytest.mark.parametrize(
+    ("absent", "name", "message"),
+    [
+        (["torch", "ml_dtypes"], "x.npy", "bfloat16 needs torch or ml_dtypes"),
+        (["safetensors"], "x.safetensors", "needs the safetensors package"),
+    ],
+)
+def test_missing_library(
+    tmp_path: Path, absent: list[str], name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(tmp_path / "x.npy", normal(5, 6).astype(np.float16).view("V2"))
+    safetensors_numpy.save_file({"x": normal(5, 6)}, tmp_path / "x.safetensors")
+    for library in absent:
+        monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(FileError, match=message):
+        apply_file(tmp_path / name, (tmp_path / "y").with_suffix(Path(name).suffix))

@@ -1,0 +1,169 @@
+"""JAX's functions on PyTorch's tensors: the bridge itself, and bench, verify and explain over it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the bridge is between torch and jax")
+pytest.importorskip("jax", reason="the bridge is between torch and jax")
+pytest.importorskip("typer", reason="bench, verify and explain are commands")
+
+import jax.numpy as jnp
+import torch
+from typer.testing import CliRunner
+
+import onlinesoftmax as osm
+from onlinesoftmax import verify as verification
+from onlinesoftmax.bench.arrays import JaxNN, OursInJax
+from onlinesoftmax.bench.cases import Case
+from onlinesoftmax.bench.run import CaseResult, run
+from onlinesoftmax.bench.timing import CpuClock
+from onlinesoftmax.cli import build
+from onlinesoftmax.core.operations import OPERATIONS
+from onlinesoftmax.jax import bridge
+
+CPU = torch.device("cpu")
+FORWARD = ("softmax", "log_softmax", "logsumexp")
+
+
+def cli(*arguments: str) -> Any:
+    return CliRunner().invoke(build(), list(arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_memory_goes_over_and_back(dtype: torch.dtype) -> None:
+    x = torch.arange(6, dtype=dtype).view(2, 3)
+    y = bridge.on_tensors(lambda a, b: a + b)(x, x.t().contiguous().t())
+    assert y.dtype == dtype
+    assert torch.equal(y, 2 * x)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", FORWARD)
+def test_autograd_knows_the_functions(name: str, dim: int) -> None:
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: bridge.forward(name)(x, dim), x)
+    torch.testing.assert_close(bridge.forward(name)(x, dim), getattr(torch, name)(x, dim))
+
+
+def test_why_jax_cannot() -> None:
+    assert bridge.unavailable("cpu") is None
+    if not torch.cuda.is_available():
+        assert "no support for this GPU" in str(bridge.unavailable("cuda"))
+
+
+# bench
+
+CASES = [
+    *(Case(f"{name}{suffix}", (6, 5, 33), 1, "float32") for name in FORWARD for suffix in ("", "_backward")),
+    Case("softmax", (8, 40), 1, "bfloat16", ("scale", "softcap", "bias", "mask")),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.operation}-{case}")
+def test_ours_and_theirs_are_right(case: Case) -> None:
+    [found] = run([case], [OursInJax("cpu"), JaxNN("cpu")], CPU, 1, CpuClock())
+    ours, theirs = found.results
+    assert (ours.who, theirs.who) == ("ours", "jax.nn")
+    assert (ours.status, theirs.status) == ("ok", "ok"), (ours.reason, theirs.reason)
+    assert ours.plan is not None
+    assert ours.plan.backend == "eager"
+    assert ours.of_copy is not None
+    assert found.within_cpu_bound is None
+
+
+def test_what_is_wrong_in_jax_gets_no_time() -> None:
+    class Wrong(OursInJax):
+        def prepare(self, case: Case) -> Any:
+            return bridge.on_tensors(lambda x: 1.001 * x / x.sum(case.dim, keepdims=True))
+
+    [found] = run([Case("softmax", (4, 8), 1, "float32")], [Wrong("cpu")], CPU, 1, CpuClock())
+    assert isinstance(found, CaseResult)
+    assert (found.results[0].status, found.results[0].times) == ("wrong", None)
+
+
+def test_bench_measures_jax() -> None:
+    small = ("--device", "cpu", "--shape", "4x8", "--dtype", "float32", "--repeat", "1")
+    record = json.loads(cli("bench", "--framework", "jax", *small, "--json").stdout)
+    assert [result["who"] for result in record["cases"][0]["results"]] == ["ours", "jax.nn"]
+    assert record["versions"]["jax"]
+    assert (record["options"]["framework"], record["options"]["peers"]) == ("jax", "jax.nn")
+    refused = cli("bench", "--framework", "jax", "--backend", "pallas", *small)
+    if not torch.cuda.is_available():
+        assert refused.exit_code == 2
+        assert "Pallas kernels need an NVIDIA GPU" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "--framework", "jax", "--host"), "--host measures calls of PyTorch"),
+        (("bench", "--framework", "flax"), "unknown framework 'flax'; there are: torch, jax"),
+        (("bench", "--framework", "jax", "--peers", "quack"), "unknown peer 'quack'; there are: jax.nn, torch"),
+        (("bench", "--framework", "jax", "--backend", "triton"), "unknown backend 'triton'; there are: pallas, eager"),
+        (("explain", "4x8", "--framework", "flax"), "unknown framework 'flax'; there are: torch, jax"),
+    ],
+)
+def test_what_the_commands_refuse(arguments: tuple[str, ...], message: str) -> None:
+    result = cli(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+# verify, explain, doctor
+
+
+def test_verify_checks_pallas() -> None:
+    asked = {"backends": ["pallas"], "dtypes": ["float32"], "device": "cpu", "quick": True}
+    cells = verification.verify(strategies=["row", "cluster"], operations=["softmax", "logsumexp_backward"], **asked)
+    found = {(cell.strategy, cell.operation): cell for cell in cells}
+    assert found["row", "softmax"].result == found["row", "logsumexp_backward"].result == "pass"
+    assert found["cluster", "softmax"].reason == "Mosaic is not interpreted"
+
+
+def test_a_wrong_kernel_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bridge.forward
+    monkeypatch.setattr(bridge, "forward", lambda name: lambda x, dim, **how: 1.00001 * right(name)(x, dim, **how))
+    [cell] = verification.verify(
+        backends=["pallas"], strategies=["row"], operations=["softmax"], dtypes=["float32"], quick=True
+    )
+    assert cell.result == "fail"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("strategy", ["row", "cluster", "looped", "split"])
+def test_the_contract_on_a_gpu(strategy: str, operation: str) -> None:
+    cells = verification.verify(
+        backends=["pallas"], strategies=[strategy], operations=[operation], device="cuda", quick=True
+    )
+    assert [failure for cell in cells for failure in cell.failures] == []
+
+
+def test_explain_plans_for_arrays() -> None:
+    found = osm.explain((4096, 32768), dtype="bfloat16", device="h200", framework="jax")
+    assert (found.plan.backend, found.plan.strategy, found.plan.splits) == ("pallas", "cluster", 2)
+    assert {option.backend for option in found.others} == {"pallas", "eager"}
+    # The axis is brought to the end.
+    assert osm.explain((7, 5), 0, framework="jax", device="h200").problem.rows == 5
+    with pytest.raises(RuntimeError, match="XLA compiles Pallas kernels"):
+        found.compile()
+    shown = cli("explain", "4096x32768", "--dtype", "bfloat16", "--device", "h200", "--framework", "jax")
+    assert "pallas/cluster" in shown.output
+    assert "not compiled: XLA compiles" in shown.output
+
+
+def test_explain_takes_an_array() -> None:
+    here = osm.explain(jnp.ones((3, 4), jnp.bfloat16), 0)
+    assert (here.problem.rows, here.problem.cols, here.problem.dtype) == (4, 3, "bfloat16")
+    if not torch.cuda.is_available():
+        assert here.plan.backend == "eager"
+
+
+def test_doctor_knows_pallas() -> None:
+    backends = {b["name"]: b for b in json.loads(cli("doctor", "--json").stdout)["backends"]}
+    state = "usable" if torch.cuda.is_available() else "interpreter only"
+    assert backends["pallas"]["state"] == state

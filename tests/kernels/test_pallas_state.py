@@ -1,0 +1,127 @@
+"""The recurrence in Pallas, and what an operation makes of it: plain JAX, under the table of laws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+pytest.importorskip("jax", reason="jax is not installed")
+
+import jax
+import jax.numpy as jnp
+
+from laws import LAWS, Case, Float64, Law
+from onlinesoftmax.kernels.pallas import ops, state
+
+
+class PallasAlgebra:
+    """The functions of backends/pallas/state.py and ops.py: bodies are plain JAX, in a kernel or not."""
+
+    name, dtypes, examples = "pallas", ("float16", "bfloat16", "float32"), 12
+
+    def array(self, values: Float64, dtype: str) -> Any:
+        return jnp.asarray(values, dtype)
+
+    def numpy(self, x: Any) -> Float64:
+        return np.asarray(x).astype(np.float64).reshape(-1)
+
+    def of(self, x: Any) -> state.State:
+        return state.of(x.astype(jnp.float32)[None]) if x.size else self.identity(x)
+
+    def identity(self, like: Any) -> state.State:
+        return state.identity((1, 1), jnp.float32)
+
+    def merge(self, a: state.State, b: state.State) -> state.State:
+        return state.merge(a, b)
+
+    def merge_all(self, states: Sequence[state.State]) -> state.State:
+        m, l = (jnp.concatenate([s[i] for s in states], axis=1) for i in (0, 1))
+        return state.merge_all((m, l))
+
+    def parts(self, a: state.State) -> tuple[float, float]:
+        return float(a[0][0, 0]), float(a[1][0, 0])
+
+    def logsumexp(self, a: state.State) -> float:
+        m, l = ops.Op("logsumexp").parts(a)
+        return float((m + jnp.log(l))[0, 0])
+
+    def softmax(self, a: state.State, x: Any) -> Float64:
+        return self._finish("softmax", a, x)
+
+    def log_softmax(self, a: state.State, x: Any) -> Float64:
+        return self._finish("log_softmax", a, x)
+
+    def _finish(self, name: str, a: state.State, x: Any) -> Float64:
+        op, wide = ops.Op(name), x.astype(jnp.float32)[None]
+        return self.numpy(op.finish(wide, wide, op.term(a)).astype(x.dtype))
+
+
+class OfSlices(PallasAlgebra):
+    """The blocks of a cluster, of which there are a power of two."""
+
+    name = "pallas, slices"
+
+    def merge_all(self, states: Sequence[state.State]) -> state.State:
+        nothing = [self.identity(None)] * ((1 << (len(states) - 1).bit_length()) - len(states))
+        return ops.Op("softmax").merge_slices([*states, *nothing])
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+@pytest.mark.parametrize("algebra", [PallasAlgebra(), OfSlices()], ids=lambda algebra: algebra.name)
+def test_law(algebra: PallasAlgebra, law: Law) -> None:
+
+    @settings(max_examples=algebra.examples, suppress_health_check=[HealthCheck.too_slow])
+    @given(law.cases(algebra.dtypes))
+    def holds(case: Case) -> None:
+        law.check(algebra, case)
+
+    holds()
+
+
+def test_lanes_merge_into_the_state_of_their_row() -> None:
+    x = jnp.asarray(np.random.default_rng(5).normal(size=(1, 640)) * 9, jnp.float32)
+    lanes = state.identity((1, 64), jnp.float32)
+    for i in range(10):
+        m, l = state.of(x[:, 64 * i : 64 * i + 64, None])
+        lanes = state.merge(lanes, (m[..., 0], l[..., 0]))
+    for a, b in zip(state.merge_all(lanes), state.of(x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax_backward", "log_softmax_backward"])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("tiles", [1, 4, 5, 11])
+@pytest.mark.parametrize("edges", [(), (0,), (0, -1)])
+def test_tiles_of_a_slice_make_its_state(name: str, exact: bool, tiles: int, edges: tuple[int, ...]) -> None:
+    tiles += len(edges)
+    a, b = (np.random.default_rng(seed).normal(size=(tiles, 32)).astype(np.float32) * 5 for seed in (6, 7))
+    a, b, op = jnp.asarray(a), jnp.asarray(b), ops.Op(name, exact=exact)
+    made = [lambda i=i: (a[i], b[i]) for i in edges]
+    with jax.enable_x64(exact):
+        found = op.of_tiles(
+            state.Tiles(made, lambda i: (a[i], b[i]), int(0 in edges), tiles - (-1 in edges)), jnp.float32
+        )
+    expected = op.of((a.reshape(1, -1), b.reshape(1, -1)))
+    # Nobody asks for the m of a sum.
+    for i in range(op.sums, 2):
+        np.testing.assert_allclose(found[i], expected[i], rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_of_float64_is_rounded_once() -> None:
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(scale=3, size=(50, 700)))
+        m, l = jax.jit(state.of)(x)
+        terms = np.asarray(jnp.exp(x - m)).astype(np.longdouble)
+        exact = terms.sum(-1, keepdims=True)
+        assert (np.abs(np.asarray(l) - exact) <= 0.501 * np.spacing(exact.astype(float))).all()
+        assert (np.abs(terms.astype(float).cumsum(-1)[:, -1:] - exact) > np.spacing(exact.astype(float))).any()
+
+
+def test_a_reciprocal_in_two_parts() -> None:
+    l = np.random.default_rng(8).uniform(1, 2e5, 4096).astype(np.float32)
+    t, low = (np.asarray(part, np.float64) for part in state.reciprocal(jnp.asarray(l)))
+    np.testing.assert_allclose(t + low, 1 / l.astype(np.float64), rtol=1e-11)

@@ -1,0 +1,223 @@
+"""Scale, softcap, bias, masks and causality: every strategy against the same thing written out in PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import onlinesoftmax as osm
+from contract import OPERATIONS, PLANS, ROW_PLANS, forced, outliers
+from onlinesoftmax import verify as verification
+from onlinesoftmax.core.options import Fused, make_fused
+from onlinesoftmax.torch import eager
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+SHAPE = (2, 9, 37)
+
+
+def _mask(shape: tuple[int, ...], *, dead: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    mask = torch.rand(shape, generator=generator) > 0.4
+    mask[..., 0] |= ~mask.any(-1)
+    if dead:
+        mask[0, 0] = False
+    return mask
+
+
+def options(dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> dict[str, dict[str, Any]]:
+    """Named sets of keyword arguments, their tensors on the CPU."""
+    cols = shape[-1]
+    bias = outliers(shape[-2], cols, dtype=dtype, device="cpu")
+    return {
+        "scale": {"scale": -0.7},
+        "scale=0": {"scale": 0},
+        "scale tensor": {"scale": torch.tensor(0.3, dtype=dtype)},
+        "softcap": {"softcap": 5.0},
+        "bias": {"bias": bias},
+        "bias of a row": {"bias": bias[0]},
+        "bias of a column": {"bias": outliers(shape[0], 1, 1, dtype=dtype, device="cpu")},
+        "mask": {"mask": _mask(shape, dead=False)},
+        "mask of a row": {"mask": _mask((shape[-2], cols), dead=False)[0]},
+        "causal": {"causal": True},
+        "zero": {"mask": _mask(shape, dead=True), "fully_masked": "zero"},
+        "all": {
+            "scale": 1.5, "softcap": 8.0, "bias": bias, "mask": _mask(shape, dead=True), "causal": True,
+            "fully_masked": "zero",
+        },
+    }  # fmt: skip
+
+
+NAMES = tuple(options(torch.float32))
+
+
+def moved(given: dict[str, Any], last: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> dict[str, Any]:
+    """The arguments on the device, their tensors seen through `last`."""
+    return {k: last(v.to(DEVICE)) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+
+
+def as_fused(given: dict[str, Any]) -> Fused:
+    """The arguments as the library has them inside."""
+    defaults = {"scale": 1.0, "softcap": None, "bias": None, "mask": None, "causal": False, "fully_masked": "nan"}
+    return make_fused("softmax", *(defaults | given).values()) or Fused()
+
+
+def exact_scores(x: torch.Tensor, given: dict[str, Any]) -> np.ndarray:
+    """The scores in NumPy's long double, for a softmax over the last dimension."""
+    wide = {k: v.double().cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    z = x.detach().double().cpu().numpy().astype(np.longdouble) * wide.get("scale", 1.0)
+    if cap := wide.get("softcap"):
+        z = cap * np.tanh(z / cap)
+    z = z + wide.get("bias", 0.0)
+    if "mask" in wide:
+        z = np.where(wide["mask"] != 0, z, -np.inf)
+    if wide.get("causal"):
+        queries, keys = x.shape[-2:]
+        z = np.where(np.tri(queries, keys, keys - queries, dtype=bool), z, -np.inf)
+    return z
+
+
+def assert_as_good(ours: torch.Tensor, theirs: torch.Tensor, exact: np.ndarray) -> None:
+    """The contract: no further from the exact result than PyTorch's largest error, plus one unit in the last place."""
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    wide, theirs_wide = (t.detach().double().cpu().numpy().astype(np.longdouble) for t in (ours, theirs))
+    finite = np.isfinite(exact) & np.isfinite(theirs_wide)
+    np.testing.assert_array_equal(wide[~finite], theirs_wide[~finite])
+    wide, theirs_wide, exact = wide[finite], theirs_wide[finite], exact[finite]
+    error, allowed = np.abs(wide - exact), np.max(np.abs(theirs_wide - exact), initial=0)
+    # The interpreter's conversion to bfloat16 cuts off instead of rounding.
+    slack = 2 if ours.dtype == torch.bfloat16 and not GPU else 1
+    excess = error - allowed - slack * verification.ulp(exact, ours.dtype)
+    assert np.all(excess <= 0), f"error {np.max(error):.3e}, PyTorch's own {allowed:.3e}"
+
+
+def _cells() -> list[tuple[str, str, str, torch.dtype]]:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    product = list(itertools.product(PLANS, NAMES, OPERATIONS, dtypes))
+    # The interpreter runs a covering third: 7 is coprime to the number of dtypes and operations.
+    return product if GPU else product[::7]
+
+
+@pytest.mark.parametrize(("plan", "name", "operation", "dtype"), _cells(), ids=str)
+def test_forward(plan: str, name: str, operation: str, dtype: torch.dtype) -> None:
+    given = options(dtype)[name]
+    x = outliers(*SHAPE, dtype=dtype, device=DEVICE)
+    if plan == "triton/column":
+        # The same numbers, lying so that rows are neighbours; causality then has no queries to count.
+        given = {k: v for k, v in given.items() if k != "causal"}
+        x = x.movedim(-1, 0).contiguous().movedim(0, -1)
+    given = moved(given)
+    call = OPERATIONS[operation]
+    ours = call(x, **forced(plan), **given)
+    theirs = eager.torch_fused(operation, x, -1, None, False, as_fused(given), False)
+    with np.errstate(all="ignore"):
+        exact = verification.exact_result(operation, exact_scores(x, given), -1)
+    # Where all is masked PyTorch, too, was told what to write.
+    exact = np.where(np.isnan(exact), theirs.double().cpu().numpy(), exact)
+    assert_as_good(ours, theirs, exact)
+
+
+@pytest.mark.parametrize("plan", ROW_PLANS)
+@pytest.mark.parametrize("cols", [1, 130, 1025, 4100])
+def test_long_masks_and_biases(plan: str, cols: int) -> None:
+    """Rows that are cut at both ends, in several tiles; masks and biases that are not cut where they are."""
+    x = outliers(5, cols, dtype=torch.float32, device=DEVICE)
+    given = moved({"mask": _mask((5, cols), dead=False), "bias": outliers(cols, dtype=torch.float32, device="cpu")})
+    ours = osm.softmax(x, **forced(plan), scale=0.5, **given)
+    z = (x.double() * 0.5 + given["bias"]).masked_fill(~given["mask"], -torch.inf)
+    torch.testing.assert_close(ours.double(), torch.softmax(z, -1), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("path", [{}, {"backend": "triton"}], ids=["default", "triton"])
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (3, 7), (7, 3), (1, 5)])
+def test_causal_lets_the_last_query_see_everything(path: dict[str, str], queries: int, keys: int) -> None:
+    x = torch.zeros(2, queries, keys, device=DEVICE)
+    y = osm.softmax(x, causal=True, fully_masked="zero", **path)
+    seen = torch.ones(queries, keys).tril(keys - queries).to(DEVICE)
+    expected = seen / seen.sum(-1, keepdim=True).clamp_min(1)
+    torch.testing.assert_close(y, expected.expand(2, -1, -1))
+    # Another dim: its queries are the dimension before it.
+    turned = osm.softmax(x.movedim(0, -1), 1, causal=True, fully_masked="zero", **path)
+    torch.testing.assert_close(turned, expected[:, :, None].expand(-1, -1, 2))
+
+
+@pytest.mark.parametrize("path", [{}, {"backend": "triton"}], ids=["default", "triton"])
+def test_a_row_in_which_all_is_masked(path: dict[str, str]) -> None:
+    x, mask = torch.randn(3, 5, device=DEVICE), torch.ones(3, 5, dtype=torch.bool, device=DEVICE)
+    mask[1] = False
+    for operation, call in OPERATIONS.items():
+        nan, zero = (call(x, mask=mask, fully_masked=word, **path)[1] for word in ("nan", "zero"))
+        if operation == "logsumexp":
+            assert nan.item() == zero.item() == -torch.inf
+        else:
+            assert nan.isnan().all()
+            assert (zero == 0).all()
+
+
+def test_numpy() -> None:
+    x = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+    for name, operation in itertools.product(NAMES, OPERATIONS):
+        given = options(torch.float32)[name]
+        arrays = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        ours, theirs = OPERATIONS[operation](x, **arrays), OPERATIONS[operation](torch.from_numpy(x), **given)
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-6, atol=1e-6)
+        assert ours.dtype == x.dtype
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "mask of integers": ({"mask": torch.ones(3, 4, dtype=torch.int64)}, RuntimeError, "mask must be boolean"),
+    "mask too wide": ({"mask": torch.ones(3, 5, dtype=torch.bool)}, RuntimeError, r"mask of shape \(3, 5\)"),
+    "mask of more dims": ({"mask": torch.ones(2, 3, 4, dtype=torch.bool)}, RuntimeError, r"mask of shape \(2, 3, 4\)"),
+    "mask no tensor": ({"mask": [[True] * 4] * 3}, TypeError, "mask must be a tensor"),
+    "mask of NumPy": ({"mask": np.ones((3, 4), bool)}, TypeError, "mask must be Tensor"),
+    "bias of integers": ({"bias": torch.ones(4, dtype=torch.int32)}, RuntimeError, "bias must be floating point"),
+    "bias too long": ({"bias": torch.ones(5)}, RuntimeError, r"bias of shape \(5,\)"),
+    "bias elsewhere": ({"bias": torch.ones(4, device="meta")}, RuntimeError, "bias is on meta"),
+    "scale of a row": ({"scale": torch.ones(4)}, RuntimeError, "scale must be a number or a 0-d tensor"),
+    "scale a word": ({"scale": "1"}, TypeError, "scale must be a number"),
+    "softcap of 0": ({"softcap": 0.0}, ValueError, "softcap must be positive"),
+    "softcap a word": ({"softcap": "5"}, TypeError, "softcap must be a number"),
+    "causal a number": ({"causal": 1}, TypeError, "causal must be a bool"),
+    "causal dim 0": ({"causal": True, "dim": 0}, ValueError, "causal needs a dimension of queries"),
+    "an unknown word": ({"fully_masked": "one"}, ValueError, "fully_masked must be 'nan' or 'zero', got 'one'"),
+}
+
+
+@pytest.mark.parametrize("path", [{}, {"backend": "triton"}], ids=["default", "triton"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str, path: dict[str, str]) -> None:
+    given, error, message = BAD[name]
+    given = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) and v.device.type == "cpu" else v for k, v in given.items()}
+    x = torch.randn(3, 4, device=DEVICE)
+    before = x.clone()
+    with pytest.raises(error, match=message):
+        osm.softmax(x, **given, **path)
+    assert torch.equal(x, before)
+
+
+def test_out_that_overlaps_a_bias() -> None:
+    x, bias = torch.randn(3, 4, device=DEVICE), torch.randn(3, 4, device=DEVICE)
+    with pytest.raises(RuntimeError, match="out overlaps bias"):
+        osm.softmax(x, bias=bias, out=bias, backend="triton")
+
+
+@pytest.mark.parametrize("path", [{}, {"backend": "triton"}], ids=["default", "triton"])
+@pytest.mark.parametrize("given", [{"scale": 0.5}, {"batch_invariant": True}], ids=str)
+def test_out_must_fit(given: dict[str, Any], path: dict[str, str]) -> None:
+    x = torch.randn(3, 4, device=DEVICE)
+    fits, empty = torch.empty(3, 4, device=DEVICE), torch.empty(0, device=DEVICE)
+    for out in (fits, empty):
+        assert osm.logsumexp(x, keepdim=True, out=empty[:0].clone(), **given, **path).shape == (3, 1)
+        assert osm.softmax(x, out=out, **given, **path) is out
+        torch.testing.assert_close(out, osm.softmax(x, **given, **path))
+    for out, message in ((torch.empty(2, 3, 4), "out has shape"), (torch.empty(3, 4).half(), "Expected out tensor")):
+        if not (path or "scale" in given):
+            continue  # PyTorch itself runs, resizes and warns.
+        with pytest.raises(RuntimeError, match=message):
+            osm.softmax(x, out=out.to(DEVICE), **given, **path)
