@@ -1,0 +1,1 @@
+from ..core.device import from_torch as from_torch
