@@ -11,8 +11,8 @@ Method: Milakov and Gimelshein, "Online normalizer calculation for softmax", arX
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class State:
         m: Maximum of each slice; -inf for an empty one.
         l: Sum of exp(x - m) of each slice; 0 for an empty one.
         dim: The reduced dimension, counted from the end (-1 is the last).
+        sums: Further accumulators by name: `sum(w * exp(x - m))` of each slice, for weights w that the caller chose.
+            They merge with the same two factors as l, whose weight is 1.
 
     Example:
         >>> import numpy as np
@@ -44,34 +46,42 @@ class State:
         True
         >>> whole.logsumexp().shape
         (1,)
+        >>> state = State.of(x, weights={"x": x})  # the entropy is the logsumexp minus the mean of x
+        >>> (state.logsumexp() - state.mean("x")).round(4)
+        array([0.9475])
     """
 
     m: Array
     l: Array
     dim: int = -1
+    sums: Mapping[str, Array] = field(default_factory=dict)
 
     @classmethod
-    def identity(cls, like: Array, dim: int = -1) -> State:
+    def identity(cls, like: Array, dim: int = -1, weights: Iterable[str] = ()) -> State:
         """The state of nothing: merging it with any state s gives s.
 
         Args:
             like: An array shaped as an input of `of` (the size of `dim` is ignored).
             dim: The dimension that `of` would reduce.
+            weights: Names of the accumulators, all of which are 0.
         """
         xp = namespace(like)
         dim = _negative(dim, like.ndim)
         shape = list(like.shape) or [1]
         shape[dim] = 1
-        return cls(xp.full(like, shape, -np.inf), xp.full(like, shape, 0.0), dim)
+        sums = {name: xp.full(like, shape, 0.0) for name in weights}
+        return cls(xp.full(like, shape, -np.inf), xp.full(like, shape, 0.0), dim, sums)
 
     @classmethod
     @_quiet
-    def of(cls, x: Array, dim: int = -1) -> State:
+    def of(cls, x: Array, dim: int = -1, weights: Mapping[str, Array] | None = None) -> State:
         """The state of `x` along `dim`.
 
         Args:
             x: Floating point, any shape; float16 and bfloat16 are accumulated in float32.
             dim: Dimension to reduce.
+            weights: Weights w of further accumulators, by name; each broadcasts to the shape of x.  Where exp(x - m) is
+                0 an element adds 0, whatever its weight.
 
         Raises:
             TypeError: x is not a floating-point NumPy, torch or JAX array.
@@ -79,21 +89,32 @@ class State:
         """
         xp = namespace(x)
         dim = _negative(dim, x.ndim)
+        weights = weights or {}
         x = xp.astype(x, xp.accumulator(x)).reshape(tuple(x.shape) or (1,))
         if x.shape[dim] == 0:
-            return cls.identity(x, dim)
+            return cls.identity(x, dim, weights)
         m = xp.max(x, dim)
-        return cls(m, xp.sum(xp.exp(x - _shift(xp, m)), dim), dim)
+        terms = xp.exp(x - _shift(xp, m))
+        sums = {
+            # -inf * 0 would be NaN, but an element of -inf is absent.
+            name: xp.sum(xp.where(terms == 0, 0.0, xp.astype(w, x.dtype) * terms), dim)
+            for name, w in weights.items()
+        }
+        return cls(m, xp.sum(terms, dim), dim, sums)
 
     @_quiet
     def merge(self, other: State) -> State:
         """The state of both slices together: associative and commutative."""
         if self.dim != other.dim:
             raise ValueError(f"merge: states reduced over dim {self.dim} and dim {other.dim} do not belong to one row")
+        if self.sums.keys() != other.sums.keys():
+            raise ValueError(f"merge: states with the sums {sorted(self.sums)} and {sorted(other.sums)} do not match")
         xp = namespace(self.m)
         m = xp.maximum(self.m, other.m)
         shift = _shift(xp, m)
-        return State(m, self.l * xp.exp(self.m - shift) + other.l * xp.exp(other.m - shift), self.dim)
+        ours, theirs = xp.exp(self.m - shift), xp.exp(other.m - shift)
+        sums = {name: self.sums[name] * ours + other.sums[name] * theirs for name in self.sums}
+        return State(m, self.l * ours + other.l * theirs, self.dim, sums)
 
     @staticmethod
     def merge_all(states: Iterable[State]) -> State:
@@ -119,6 +140,16 @@ class State:
         xp = namespace(self.m)
         lse = _shift(xp, self.m) + xp.log(self.l)
         return lse if keepdim else lse.squeeze(self.dim)
+
+    @_quiet
+    def mean(self, name: str, keepdim: bool = False) -> Array:
+        """The mean of a weight under the softmax of everything merged so far: its accumulator over l.
+
+        Raises:
+            KeyError: no weight of this name was given to `of`.
+        """
+        mean = self.sums[name] / self.l
+        return mean if keepdim else mean.squeeze(self.dim)
 
     @_quiet
     def softmax(self, x: Array) -> Array:
