@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .core import device as devices
-from .core.device import Device
+from .core.device import Device, known
 from .core.layout import contiguous_strides, rows_of, strides_of_rows
 from .core.operations import OPERATIONS
 from .core.problem import Problem
+from .jax.device import from_jax
 from .kernels import registry
 from .kernels.report import Kernel
 from .kernels.request import Request
 from .planner import measured as tuning
 from .planner.plan import Plan, Refusal, Strategies, alternatives, plan
 from .planner.strategies import FOR_JAX, TABLE
+from .torch.device import from_torch, here
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Explanation:
         """Everything, for JSON."""
         return {
             "problem": vars(self.problem),
-            "device": vars(self.device),
+            "device": self.device.as_dict(),
             "plan": self.plan.as_dict(),
             "others": [
                 {**(other.as_dict() if isinstance(other, Plan) else vars(other)), "why_not": self.why_not(other)}
@@ -149,9 +150,9 @@ def explain(
         contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=layout.unit, peelable=layout.congruent,
     )  # fmt: skip
     if in_jax:
-        machine = devices.known(device) if device else _device_of_jax()
+        machine = known(device) if device else _device_of_jax()
         return _of_problem(problem, machine, backend, strategy, strategies=FOR_JAX)
-    machine = devices.known(device) if device else _this_device(x)
+    machine = known(device) if device else _this_device(x)
     # For a GPU of the table every backend counts, whether or not it is installed here.
     missing = () if device else registry.missing()
     return _of_problem(problem, machine, backend, strategy, missing, tuning.table_for(machine))
@@ -191,11 +192,10 @@ def _tensors_beside(operation: str, shape: tuple[int, ...], axis: int) -> dict[s
 
 
 def _device_of_jax() -> Device:
-    here = devices.here()
-    return here if here.kind == "cpu" else devices.from_jax()
+    return from_jax() if registry.module_missing("jax", "jax") is None else known("cpu")
 
 
 def _this_device(x: Any) -> Device:
     if hasattr(x, "device"):
-        return devices.from_torch(x.device.type, x.device.index or 0)
-    return devices.here()
+        return from_torch(x.device.type, x.device.index or 0)
+    return here()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core import device as devices
+from ..core.device import known
 from ..core.layout import Layout, contiguous_strides, rows_of, strides_of_rows
 from ..core.operations import OPERATIONS
 from ..core.options import Fused, bits, query_axis
@@ -19,6 +19,7 @@ from ..kernels.request import Request
 from ..planner import measured as tuning
 from ..planner.plan import Plan, plan
 from . import eager
+from .device import from_torch
 
 DTYPE_NAMES = {getattr(torch, name): name for name in ITEMSIZE}
 
@@ -165,10 +166,10 @@ def make_plan(
         fused=bool(options.softcap or options.causal or options.scale or any(s[0] in ("bias", "mask") for s in sides)),
     )  # fmt: skip
     backend, strategy, missing = options.backend, options.strategy, registry.missing()
-    machine = devices.from_torch(device.type, device.index or 0)
+    machine = from_torch(device.type, device.index or 0)
     if machine.kind == "cpu" and backend == "triton" and registry.load("triton").interpreted():
         # The interpreter needs some GPU's numbers to plan with.
-        machine = devices.KNOWN["h200"]
+        machine = known("h200")
     if OPERATIONS[operation].backward or sides or options[:5] != PLAIN[:5]:
         # For those who want it all the same, dispatch calls eager itself.
         missing = (*missing, ("eager", "PyTorch's own operations have no kernel for this"))
