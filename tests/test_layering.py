@@ -21,7 +21,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planner", "files"),
     ("kernels",),
     ("torch", "jax"),
-    ("api", "explanation"),
+    ("numpy", "explanation"),
+    ("api",),
     ("nn",),
     ("",),
     ("verify",),
@@ -32,11 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """Bottom first.  A name stands for a module, or for a package and all in it; "" is the public face, __init__.py."""
 
 FRAMEWORKS: dict[str, set[str]] = {
-    "torch.prepare": {"torch"},
-    "torch.run": {"torch"},
-    "torch.autograd": {"torch"},
-    "torch.custom_ops": {"torch"},
-    "torch.dispatch": {"torch"},
+    "torch.*": {"torch"},
     "nn": {"torch"},
     "jax": {"jax"},
     "jax.functions": {"jax"},

@@ -7,9 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from . import numpy
 from .core.arrays import Array
-from .core.options import Fused, make_fused
-from .torch import eager
+from .core.call import Call, Settings
+from .core.operations import OPERATIONS
+from .core.options import checked_options
+from .core.task import ANY, Choice
+
+_SOFTMAX, _LOG_SOFTMAX, _LOGSUMEXP = (OPERATIONS[name] for name in ("softmax", "log_softmax", "logsumexp"))
 
 
 def softmax(
@@ -75,8 +80,9 @@ def softmax(
         tensor([[0.5000, 0.5000, 0.0000],
                 [0.3333, 0.3333, 0.3333]])
     """
-    fused = make_fused("softmax", scale, softcap, bias, mask, causal, fully_masked)
-    return _runner(input)("softmax", input, dim, dtype, False, out, backend, strategy, fused, batch_invariant)
+    options = checked_options("softmax", scale, softcap, bias, mask, causal, fully_masked)
+    settings = Settings(dim, dtype, False, _choice(backend, strategy, batch_invariant))
+    return _runner(input)(Call(_SOFTMAX, input, settings, options, out))
 
 
 def log_softmax(
@@ -102,8 +108,9 @@ def log_softmax(
         >>> log_softmax(torch.zeros(3), dim=0)
         tensor([-1.0986, -1.0986, -1.0986])
     """
-    fused = make_fused("log_softmax", scale, softcap, bias, mask, causal, fully_masked)
-    return _runner(input)("log_softmax", input, dim, dtype, False, out, backend, strategy, fused, batch_invariant)
+    options = checked_options("log_softmax", scale, softcap, bias, mask, causal, fully_masked)
+    settings = Settings(dim, dtype, False, _choice(backend, strategy, batch_invariant))
+    return _runner(input)(Call(_LOG_SOFTMAX, input, settings, options, out))
 
 
 def logsumexp(
@@ -137,21 +144,29 @@ def logsumexp(
         >>> logsumexp(torch.zeros(2, 8))
         tensor([2.0794, 2.0794])
     """
-    fused = make_fused("logsumexp", scale, softcap, bias, mask, causal, fully_masked)
-    return _runner(input)("logsumexp", input, dim, dtype, keepdim, out, backend, strategy, fused, batch_invariant)
+    options = checked_options("logsumexp", scale, softcap, bias, mask, causal, fully_masked)
+    settings = Settings(dim, dtype, keepdim, _choice(backend, strategy, batch_invariant))
+    return _runner(input)(Call(_LOGSUMEXP, input, settings, options, out))
 
 
-_torch_runner: Callable[..., Any] | None = None
+def _choice(backend: str | None, strategy: str | None, batch_invariant: bool) -> Choice:
+    """What is forced of the plan; ANY itself, where nothing is: that is how a usual call is known."""
+    if backend is None and strategy is None and not batch_invariant:
+        return ANY
+    return Choice(backend, strategy, bool(batch_invariant))
 
 
-def _runner(input: Array) -> Callable[..., Any]:
-    """What runs an operation on such an array."""
+_torch_runner: Callable[[Call], Any] | None = None
+
+
+def _runner(input: Array) -> Callable[[Call], Any]:
+    """The function that runs a call on such an array."""
     if isinstance(input, np.ndarray):
-        return _numpy
+        return numpy.run
     return _torch_runner or _import_torch_runner()
 
 
-def _import_torch_runner() -> Callable[..., Any]:
+def _import_torch_runner() -> Callable[[Call], Any]:
     global _torch_runner
     try:
         from .torch import dispatch
@@ -162,29 +177,3 @@ def _import_torch_runner() -> Callable[..., Any]:
         ) from None
     _torch_runner = dispatch.run
     return _torch_runner
-
-
-def _numpy(
-    operation: str, x: Any, dim: Any, dtype: Any, keepdim: bool, out: Any, backend: Any, strategy: Any,
-    fused: Fused | None, batch_invariant: bool,
-) -> Any:  # fmt: skip
-    if backend not in (None, "eager") or strategy not in (None, "row"):
-        raise TypeError(
-            f"backend={backend!r}, strategy={strategy!r}: a NumPy array runs on eager/row; pass a torch tensor"
-        )
-    if out is not None:
-        raise TypeError("out: only torch tensors can be written to; a NumPy input gives a new array")
-    if batch_invariant:
-        raise TypeError("batch_invariant: NumPy's sums depend on the shape; pass a torch tensor")
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
-    if dtype is not None:
-        x = x.astype(dtype)
-    if x.dtype.kind not in "fV":
-        raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is not floating point; pass dtype=")
-    if fused is not None and fused.mask is not None and fused.mask.dtype != np.bool_:
-        raise TypeError(f"{operation}(): mask must be boolean (True keeps), got {fused.mask.dtype}")
-    for name, beside in (("bias", fused.bias), ("mask", fused.mask)) if fused is not None else ():
-        if beside is not None and np.broadcast_shapes(beside.shape, x.shape) != x.shape:
-            raise ValueError(f"{operation}(): {name} of shape {beside.shape} does not broadcast to input's {x.shape}")
-    return eager.numpy_call(operation, x, dim, keepdim, fused)

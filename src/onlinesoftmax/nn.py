@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from . import api
-from .core.options import make_fused
+from .core.options import checked_options
 
 __all__ = ["LogSoftmax", "LogSumExp", "Replaced", "Softmax", "Softmax2d", "replace"]
 
@@ -51,7 +51,7 @@ class _Fused(torch.nn.Module):
             raise TypeError(f"{name}(): scale must be a number; pass a tensor to the function, which does not keep it")
         if not isinstance(batch_invariant, bool):
             raise TypeError(f"{name}(): batch_invariant must be a bool, not {type(batch_invariant).__name__}")
-        make_fused(name, scale, softcap, None, None, causal, fully_masked)
+        checked_options(name, scale, softcap, None, None, causal, fully_masked)
         self.scale, self.causal, self.softcap = scale, causal, softcap
         self.fully_masked, self.batch_invariant = fully_masked, batch_invariant
 

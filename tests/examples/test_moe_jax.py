@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripts import load
 
 import onlinesoftmax
-from scripts import load
 
 jax = pytest.importorskip("jax", reason="the example needs jax")
 nnx = pytest.importorskip("flax.nnx", reason="the example needs flax")

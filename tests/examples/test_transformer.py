@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from scripts import load
 
 import onlinesoftmax as osm
-from scripts import load
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPILERS = [pytest.param(None, id="eager"), pytest.param("aot_eager", id="compiled")]

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_fused import DEVICE, GPU, NAMES, moved, options
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import onlinesoftmax as osm
 from contract import OPERATIONS, PLANS, ROW_PLANS, SPECIAL_CASES, forced, outliers
 from onlinesoftmax import verify as verification
-from test_fused import DEVICE, GPU, NAMES, moved, options
 
 PATHS = [{}, {"backend": "triton"}]
 SMALL = (1, 8, 9)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_fused import DEVICE, GPU, NAMES, as_fused, moved, options
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import onlinesoftmax as osm
 from contract import OPERATIONS
 from onlinesoftmax.torch import custom_ops as library
 from onlinesoftmax.torch.run import Call
-from test_fused import DEVICE, GPU, NAMES, as_fused, moved, options
 
 PATHS = [{}, {"backend": "triton"}]
 BACKEND = "inductor" if GPU else "aot_eager"

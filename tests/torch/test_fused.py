@@ -13,7 +13,7 @@ import torch
 import onlinesoftmax as osm
 from contract import OPERATIONS, PLANS, ROW_PLANS, forced, outliers
 from onlinesoftmax import verify as verification
-from onlinesoftmax.core.options import Fused, make_fused
+from onlinesoftmax.core.options import ScoreOptions, checked_options
 from onlinesoftmax.torch import eager
 
 GPU = torch.cuda.is_available()
@@ -61,10 +61,12 @@ def moved(given: dict[str, Any], last: Callable[[torch.Tensor], torch.Tensor] = 
     return {k: last(v.to(DEVICE)) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
 
 
-def as_fused(given: dict[str, Any]) -> Fused:
+def as_options(given: dict[str, Any]) -> ScoreOptions:
     """The arguments as the library has them inside."""
     defaults = {"scale": 1.0, "softcap": None, "bias": None, "mask": None, "causal": False, "fully_masked": "nan"}
-    return make_fused("softmax", *(defaults | given).values()) or Fused()
+    given = defaults | given
+    names = ("scale", "softcap", "bias", "mask", "causal", "fully_masked")
+    return checked_options("softmax", *(given[name] for name in names)) or ScoreOptions()
 
 
 def exact_scores(x: torch.Tensor, given: dict[str, Any]) -> np.ndarray:
@@ -115,7 +117,7 @@ def test_forward(plan: str, name: str, operation: str, dtype: torch.dtype) -> No
     given = moved(given)
     call = OPERATIONS[operation]
     ours = call(x, **forced(plan), **given)
-    theirs = eager.torch_fused(operation, x, -1, None, False, as_fused(given), False)
+    theirs = eager.torch_fused(operation, x, -1, None, False, as_options(given), False)
     with np.errstate(all="ignore"):
         exact = verification.exact_result(operation, exact_scores(x, given), -1)
     # Where all is masked PyTorch, too, was told what to write.

@@ -65,10 +65,10 @@ def _reasons(plan: Plan, problem: Problem, device: Device) -> list[str]:
         found.append("short rows, cut at both ends")
     if plan.strategy == "column":
         found.append("one tile in flight a program")
-    if plan.strategy == "row" and problem.per_row:
+    if plan.strategy == "row" and not problem.writes_elements:
         found.append("no writes to hide the reduction behind")
     if plan.strategy == "row" and plan.block >= 1.3 * problem.cols:
         found.append(f"{100 * (1 - problem.cols / plan.block):.0f}% of each block is padding")
-    if plan.strategy == "row" and not plan.stages and plan.warps >= 32:
+    if plan.strategy == "row" and not plan.blocks.stages and plan.warps >= 32:
         found.append("one row fills a multiprocessor: no load overlaps its reduction")
     return found

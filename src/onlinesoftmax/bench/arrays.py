@@ -9,7 +9,7 @@ from ..jax import bridge
 from .cases import Case
 from .formulas import Function
 from .inputs import SCALE, SOFTCAP
-from .peers import Ours, Peer, fused_values
+from .peers import Ours, Peer, option_values
 
 
 class _Arrays(Peer):
@@ -61,7 +61,7 @@ class OursInJax(_Arrays, Ours):
 
         forced = {"backend": self.backend, "strategy": self.strategy}
         function = partial(getattr(ours, case.operation), axis=case.dim, **forced)
-        options = fused_values(case)
+        options = option_values(case)
         names = {"bias": "bias", "mask": "where"}
         beside = [names[name] for name in case.fused if name in names]
         return bridge.on_tensors(lambda x, *more: function(x, **options, **dict(zip(beside, more, strict=True))))

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..core.operations import OPERATIONS
-from ..core.problem import ITEMSIZE
+from ..core.task import ITEMSIZE
 
 Shape = tuple[int, ...]
 
@@ -66,7 +66,7 @@ class Case:
     @property
     def forward(self) -> str:
         """The public function, whose gradient it may be."""
-        return OPERATIONS[self.operation].forward
+        return OPERATIONS[self.operation].forward.name
 
     @property
     def elements(self) -> int:

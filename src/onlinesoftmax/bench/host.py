@@ -44,14 +44,11 @@ def host_times(device: Any, clock: Clock, repeat_ms: float) -> dict[str, Any]:
 
 def _bare_launch(x: Any, y: Any) -> Callable[[], Any]:
     """The compiled kernel alone, as our layers launch it: what their own host time is measured against."""
+    from ..explanation import explain
     from ..kernels import registry
     from ..kernels.request import Request
-    from ..torch import prepare as prepared
 
-    names = prepared.DTYPE_NAMES
-    layout = prepared.layout_for("softmax", x.shape, x.stride(), x.dim() - 1, False, y.stride())
-    plan = prepared.make_plan("softmax", layout, x.dtype, y.dtype, x.device, True)
-    request = Request("softmax", plan, layout, {"x": names[x.dtype], "y": names[y.dtype]}, frozenset(("x", "y")))
-    launch = registry.load(plan.backend).prepare(request)
+    found = explain(x)
+    launch = registry.load(found.plan.backend).prepare(Request(found.task, found.plan))
     launch(x, y, {})
     return lambda: launch(x, y, {})

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core.operations import OPERATIONS
 from . import formulas
 from .cases import Case
 from .formulas import Function
@@ -38,7 +39,7 @@ class Peer:
         raise NotImplementedError
 
 
-def fused_values(case: Case) -> dict[str, Any]:
+def option_values(case: Case) -> dict[str, Any]:
     """What a case fuses that is no tensor, by the name of our functions' argument."""
     values: dict[str, Any] = {"scale": SCALE, "softcap": SOFTCAP, "causal": True}
     return {name: values[name] for name in case.fused if name in values}
@@ -85,18 +86,21 @@ class Ours(Peer):
     def _gradient(self, case: Case) -> Function:
         import torch
 
-        from ..torch import run as kernels
+        from ..core.call import Call, Settings
+        from ..core.task import Choice
+        from ..torch.gradients import Kept, backward
 
-        backward, dtype = kernels.backward, getattr(torch, case.dtype)
-        asked = kernels.Call(case.forward, case.dim, backend=self.backend, strategy=self.strategy)
-        if case.forward == "logsumexp":
-            return lambda x, lse, dlse: backward(asked, dlse, lse, x, None, dtype)
-        return lambda y, dy: backward(asked, dy, y, None, None, dtype)
+        dtype = getattr(torch, case.dtype)
+        forward = OPERATIONS[case.operation].forward
+        asked = Call(forward, None, Settings(case.dim, choice=Choice(self.backend, self.strategy)))
+        if "lse" in forward.saved:
+            return lambda x, lse, dlse: backward(asked, Kept(None, x, lse), dlse, dtype)
+        return lambda y, dy: backward(asked, Kept(y), dy, dtype)
 
     def _fused(self, case: Case) -> Function:
         from .. import api
 
-        options = fused_values(case)
+        options = option_values(case)
         forced = {"backend": self.backend, "strategy": self.strategy}
         options |= {name: value for name, value in forced.items() if value is not None}
         beside = [name for name in case.fused if name in ("bias", "mask")]

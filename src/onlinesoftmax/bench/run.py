@@ -9,6 +9,7 @@ from math import inf, isfinite
 from typing import Any
 
 from ..core.operations import OPERATIONS
+from ..explanation import Explanation
 from ..planner.plan import Plan, PlanError
 from . import analysis, formulas
 from .cases import Case
@@ -16,7 +17,7 @@ from .check import Reference, Verdict, poison
 from .formulas import Function
 from .inputs import Inputs, make_inputs
 from .peers import Ours, Peer, first_line
-from .planned import Planned, planned
+from .planned import planned
 from .timing import Against, Clock, Samples, Times, clock_for
 
 LARGE = 1 << 20
@@ -164,7 +165,7 @@ def _measure(
 
 def _check(
     case: Case, inputs: Inputs, everybody: Sequence[Peer]
-) -> tuple[list[Result], dict[str, Function], Planned | None]:
+) -> tuple[list[Result], dict[str, Function], Explanation | None]:
     """Everybody's result before any time, the functions of those who are right, and our plan."""
     reference, device = Reference(case, *inputs), inputs[0].device
     for_ours, for_others = _allowed(case, inputs, reference, _ours_of(everybody, inputs))

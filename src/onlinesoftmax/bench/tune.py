@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..core.device import Device
-from ..core.layout import Layout, contiguous_strides, rows_of
-from ..core.problem import ITEMSIZE, Problem
+from ..core.operations import OPERATIONS
+from ..core.problem import Problem
+from ..core.task import ITEMSIZE, Task, contiguous_spec, row_spec, task_of
 from ..kernels.request import Request
-from ..planner import strategies as candidates
+from ..planner import strategies
 from ..planner.measured import Cell, Key, Table, Timing, key_of
-from ..planner.plan import Plan, price
+from ..planner.plan import price
 from .timing import CudaClock
 
 BACKEND = "cuda"
@@ -49,13 +50,6 @@ class Shape(NamedTuple):
     cols: int
 
 
-class Proposal(NamedTuple):
-    """Something to time."""
-
-    plan: Plan
-    request: Request
-
-
 def shapes(quick: bool = False) -> list[Shape]:
     """The grid; `quick` is a small part of it that shows whether all works."""
     if quick:
@@ -79,25 +73,24 @@ def shapes(quick: bool = False) -> list[Shape]:
     return found
 
 
-def case(shape: Shape) -> tuple[Problem, Layout, dict[str, str]]:
-    """The problem, where its rows lie, and the dtypes of its tensors: all of them contiguous."""
-    sizes = (shape.rows, shape.cols)
-    strides = contiguous_strides(sizes)
-    more = {"dy": strides} if shape.operation == "softmax_backward" else {}
-    layout = rows_of(sizes, 1, strides, (1, 0) if shape.operation == "logsumexp" else strides, more)
-    problem = Problem(shape.operation, shape.rows, shape.cols, shape.dtype, unit=layout.unit, peelable=layout.congruent)
-    return problem, layout, dict.fromkeys(("x", "y", *more), shape.dtype)
+def task(shape: Shape) -> Task:
+    """The task of a shape, all of its tensors contiguous."""
+    operation, sizes = OPERATIONS[shape.operation], (shape.rows, shape.cols)
+    whole, per_row = contiguous_spec(sizes, shape.dtype), row_spec(sizes, 1, shape.dtype)
+    written = operation.written(operation.always)
+    kinds = {t.name: t.kind for t in operation.operands} | {t.name: t.kind for t in written}
+    tensors = {name: whole if kind == "element" else per_row for name, kind in kinds.items()}
+    return task_of(operation, operation.always, sizes, 1, tensors)
 
 
-def proposals(shape: Shape, device: Device) -> list[Proposal]:
+def proposals(shape: Shape, device: Device) -> list[Request]:
     """All that the CUDA strategies propose for a shape."""
-    problem, layout, dtypes = case(shape)
-    found = []
-    for backend, _, propose in candidates.TABLE:
+    wanted, found = task(shape), []
+    problem = Problem.of(wanted)
+    for backend, _, propose in strategies.TABLE:
         options = propose(problem, device) if backend == BACKEND else ""
         for option in options if not isinstance(options, str) else ():
-            plan = price(option, problem, device)
-            found.append(Proposal(plan, Request(shape.operation, plan, layout, dtypes, frozenset(dtypes))))
+            found.append(Request(wanted, price(option, problem, device)))
     return found
 
 
@@ -131,9 +124,9 @@ class Tuner:
         self._x = torch.randn(largest, device=device)
         self._y = torch.empty_like(self._x)
 
-    def cell(self, shape: Shape, options: list[Proposal]) -> tuple[Key, Cell]:
+    def cell(self, shape: Shape, options: list[Request]) -> tuple[Key, Cell]:
         """The fastest proposal of each strategy, as far as it is any good."""
-        problem, _, _ = case(shape)
+        problem = Problem.of(task(shape))
         x, y = self._tensors(shape)
         calls = [(option.plan, self._call(option, x, y)) for option in options]
         # One round shows who is worth more.
@@ -159,11 +152,11 @@ class Tuner:
         if dtype != self._x.dtype:
             # Bits of float32 numbers would be large and small in turns.
             x.copy_(self._torch.randn_like(x))
-        return x, y[:, 0] if shape.operation == "logsumexp" else y
+        return x, y[:, 0] if OPERATIONS[shape.operation].per_row else y
 
-    def _call(self, option: Proposal, x: Any, y: Any) -> Callable[[], None]:
-        run = self._prepare(option.request)
-        more = {"dy": x} if "dy" in option.request.dtypes else {}
+    def _call(self, option: Request, x: Any, y: Any) -> Callable[[], None]:
+        run = self._prepare(option)
+        more = {"dy": x} if "dy" in option.dtypes else {}
         run(x, y, more)
         return lambda: run(x, y, more)
 
@@ -184,11 +177,11 @@ def tune(device: Any, machine: Device, todo: list[Shape], begun: Table) -> Itera
     options = {
         shape: proposals(shape, machine)
         for shape in todo
-        if (key_of(case(shape)[0]), shape.rows, shape.cols) not in known
+        if (key_of(Problem.of(task(shape))), shape.rows, shape.cols) not in known
     }
     table = begun
     if options:
-        compile_all((option.request for found in options.values() for option in found), machine.arch)
+        compile_all((option for found in options.values() for option in found), machine.arch)
         tuner = Tuner(device, max(shape.rows * shape.cols for shape in options))
     for shape, found in options.items():
         key, cell = tuner.cell(shape, found)

@@ -177,12 +177,13 @@ def torch_device(name: str | None) -> Any:
 def _check_names(backend: str | None, strategy: str | None, framework: str) -> None:
     from ..core.device import KNOWN
     from ..core.problem import Problem
+    from ..core.task import Choice
     from ..planner.plan import alternatives
     from ..planner.strategies import FOR_JAX, TABLE
 
     # Any problem will do: unknown names are refused whatever it is.
     strategies = FOR_JAX if framework == "jax" else TABLE
-    alternatives(Problem("softmax", 1, 1), KNOWN["cpu"], backend, strategy, strategies=strategies)
+    alternatives(Problem("softmax", 1, 1), KNOWN["cpu"], Choice(backend, strategy), strategies=strategies)
 
 
 def _write(out: str | None, record: dict[str, Any]) -> None:

@@ -130,14 +130,14 @@ def plan_facts(explanation: Explanation) -> list[tuple[str, str]]:
     ]
     if plan.warps:
         found.append(("warps", f"{plan.warps} a program"))
-    if plan.lanes:
-        found.append(("lanes", f"{plan.lanes} threads of a program share a row"))
-    if plan.shared:
-        found.append(("shared memory", f"{plan.shared} chunks of 16 bytes a thread, beside those in registers"))
-    if plan.terms:
+    if plan.threads.lanes:
+        found.append(("lanes", f"{plan.threads.lanes} threads of a program share a row"))
+    if plan.threads.shared:
+        found.append(("shared memory", f"{plan.threads.shared} chunks of 16 bytes a thread, beside those in registers"))
+    if plan.threads.terms:
         found.append(("terms", "kept in registers, for one exp an element instead of two"))
-    if plan.stages:
-        found.append(("stages", f"{plan.stages} tiles in flight in a program"))
+    if plan.blocks.stages:
+        found.append(("stages", f"{plan.blocks.stages} tiles in flight in a program"))
     if plan.vector > 1:
         found.append(("vector", f"{plan.vector} elements: rows are cut to 16-byte boundaries"))
     found += [
@@ -153,7 +153,7 @@ def plan_facts(explanation: Explanation) -> list[tuple[str, str]]:
         ("estimate", f"{output.duration(plan.estimate_us)}, {_floors(plan.estimate_us, plan.floor_us)}"),
     ]
     if device.kind == "cuda":
-        found.append(("quality", f"{plan.quality:.0%} of that bandwidth, with the device full"))
+        found.append(("quality", f"{plan.traffic.quality:.0%} of that bandwidth, with the device full"))
     return found
 
 
@@ -161,12 +161,12 @@ def _layout(explanation: Explanation) -> str:
     problem = explanation.problem
     if problem.contiguous:
         return "one after another, the elements of a row side by side"
-    return f"{problem.adjacent} side by side, the elements of a row apart"
+    return f"{problem.access.adjacent} side by side, the elements of a row apart"
 
 
 def _block(plan: Plan) -> str:
     rows = f"{plan.rows_per_program} rows x " if plan.rows_per_program > 1 else ""
-    depth = f", {plan.depth} to a lane" if plan.depth > 1 and plan.backend == "triton" else ""
+    depth = f", {plan.blocks.depth} to a lane" if plan.blocks.depth > 1 and plan.backend == "triton" else ""
     return f"{rows}{plan.block} columns at a time{depth}"
 
 

@@ -5,30 +5,51 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
+from typing import NamedTuple
 
 LARGEST_UNIT = 16
+"""The largest power of two that is told of strides: 16 elements of one byte are the widest load."""
+
+
+class Side(NamedTuple):
+    """Strides of one tensor, in elements.
+
+    Attributes:
+        strides: Of the outer dimensions, in the order of `Layout.sizes`; 0 where the tensor is broadcast.
+        col: From one column of a row to the next; 0 where a row has one value.
+    """
+
+    strides: tuple[int, ...]
+    col: int
+
+    @property
+    def unit(self) -> int:
+        """The largest power of two up to LARGEST_UNIT that divides the row strides; 1 where columns lie apart."""
+        return power_of_two_divisor(*self.strides) if self.col == 1 else 1
+
+    def congruent(self, other: Side) -> bool:
+        """True where each row begins at the same offset modulo LARGEST_UNIT as the row of the other tensor."""
+        return all((a - b) % LARGEST_UNIT == 0 for a, b in zip(self.strides, other.strides, strict=True))
+
+    @property
+    def one_value(self) -> bool:
+        """True where the whole tensor is one value."""
+        return not self.col and not any(self.strides)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`rows` × `cols` of an input x and an output y, with strides in elements.
+    """`rows` × `cols` of an input x, and where each tensor of a call has those rows.
 
     Attributes:
-        cols: Elements of a row, `x_col` and `y_col` apart.
+        cols: Elements of a row.
         sizes: Sizes of the outer dimensions, the one with the closest neighbours in x first.
-        x_strides, y_strides: Strides of those dimensions.
-        more: Name, strides of those dimensions and stride of a column for every other tensor that
-            is visited with x: dy, a bias, a mask; 0 where it is broadcast.
+        sides: Strides of every tensor, by its name.  "query" is the position of a row's query, for causal masks.
     """
 
     cols: int
     sizes: tuple[int, ...]
-    x_strides: tuple[int, ...]
-    y_strides: tuple[int, ...]
-    x_col: int
-    y_col: int
-    more: tuple[tuple[str, tuple[int, ...], int], ...] = ()
+    sides: Mapping[str, Side]
 
     @cached_property
     def rows(self) -> int:
@@ -38,61 +59,28 @@ class Layout:
         return rows
 
     @property
+    def x(self) -> Side:
+        """Strides of the input."""
+        return self.sides["x"]
+
+    @property
     def adjacent(self) -> int:
-        """How many rows lie side by side in x, element by element (1 when rows are contiguous)."""
-        return self.sizes[0] if self.x_col != 1 and self.x_strides[0] == 1 else 1
+        """Number of rows that lie side by side in x, element by element; 1 where the elements of a row do."""
+        return self.sizes[0] if self.x.col != 1 and self.x.strides[0] == 1 else 1
 
     @cached_property
-    def units(self) -> tuple[int, int, int]:
-        """Powers of two up to 16 that divide the row strides of x, those of y, and the row length.
+    def cols_unit(self) -> int:
+        """The largest power of two up to LARGEST_UNIT that divides the row length."""
+        return power_of_two_divisor(self.cols)
 
-        Where all three are as wide as a vector, so may be every load and store.
-        """
-        return (
-            self.unit_of(self.x_strides, self.x_col),
-            self.unit_of(self.y_strides, self.y_col),
-            power_of_two_divisor(self.cols),
-        )
-
-    @property
-    def unit(self) -> int:
-        """The least of them that bounds a load or a store of several elements."""
-        x_unit, y_unit, cols_unit = self.units
-        units = [x_unit, cols_unit] + ([y_unit] if self.y_col else [])
-        return min(units + [self.unit_of(*side) for side in self._beside_x if side[1] == 1])
-
-    @property
-    def _beside_x(self) -> list[tuple[tuple[int, ...], int]]:
-        """(strides, col) of what is read element by element with x: the dy of a gradient that is given no lse."""
-        sides = {name: (strides, col) for name, strides, col in self.more}
-        return [sides["dy"]] if "dy" in sides and "lse" not in sides else []
-
-    @staticmethod
-    def unit_of(strides: tuple[int, ...], col: int) -> int:
-        """The power of two up to 16 that divides the row strides of one tensor; 1 where its columns are apart."""
-        return power_of_two_divisor(*strides) if col == 1 else 1
-
-    @property
-    def congruent(self) -> bool:
-        """Whether a row of y, and of dy, begins, modulo the widest unit, where the same row of x does."""
-        sides = [(self.y_strides, self.y_col)] if self.y_col else []
-        # One number for all of x begins everywhere.
-        sides += [(strides, col) for strides, col in self._beside_x if col or any(strides)]
-        return self.x_col == 1 and all(
-            col == 1 and all((x - y) % LARGEST_UNIT == 0 for x, y in zip(self.x_strides, strides, strict=True))
-            for strides, col in sides
-        )
-
-    @cached_property
-    def column_units(self) -> tuple[int, int, int]:
-        """The same where rows lie side by side: of the other strides of x, of y, and `adjacent`."""
-        x_unit = power_of_two_divisor(self.x_col, *self.x_strides[1:])
-        y_unit = power_of_two_divisor(self.y_col, *self.y_strides[1:]) if self.y_strides[0] == 1 else 1
-        return x_unit, y_unit, power_of_two_divisor(self.adjacent)
+    def column_unit(self, name: str) -> int:
+        """The unit of a tensor where rows lie side by side: a divisor of all its strides but that from row to row."""
+        side = self.sides[name]
+        return power_of_two_divisor(side.col, *side.strides[1:]) if side.strides[0] == 1 else 1
 
 
 def power_of_two_divisor(*numbers: int) -> int:
-    """The largest power of two, at most 16, that divides all the numbers.
+    """The largest power of two, at most LARGEST_UNIT, that divides all the numbers.
 
     >>> power_of_two_divisor(4096, 50256)
     16
@@ -106,43 +94,42 @@ def power_of_two_divisor(*numbers: int) -> int:
     return unit
 
 
-def rows_of(
-    shape: tuple[int, ...], dim: int, x_strides: tuple[int, ...], y_strides: tuple[int, ...],
-    more: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-) -> Layout:  # fmt: skip
-    """The layout of a softmax over `dim`, with as few outer dimensions as the strides allow.
+def rows_of(shape: tuple[int, ...], axis: int, strides: Mapping[str, tuple[int, ...]]) -> Layout:
+    """The layout of a softmax over `axis`, with as few outer dimensions as the strides allow.
 
     Args:
         shape: Shape of the input, at least one dimension.
-        dim: The softmax dimension, 0 ≤ dim < len(shape).
-        x_strides: Strides of the input, in elements; 0 where it is expanded.
-        y_strides: Strides of the output for the same shape (0 at `dim` if a row gives one number).
-        more: Strides of other tensors for the same shape, by name.
+        axis: The softmax dimension, 0 ≤ axis < len(shape).
+        strides: Strides of every tensor for that shape, in elements, by name: "x" first, then "y" where elements are
+            written.  A stride is 0 where the tensor is broadcast, and at `axis` where a row has one value.
 
     Example:
-        >>> rows_of((8, 3, 5), 1, (15, 5, 1), (15, 5, 1)).sizes
+        >>> rows_of((8, 3, 5), 1, {"x": (15, 5, 1), "y": (15, 5, 1)}).sizes
         (5, 8)
-        >>> rows_of((8, 3, 5), 2, (15, 5, 1), (15, 5, 1)).sizes
+        >>> rows_of((8, 3, 5), 2, {"x": (15, 5, 1), "y": (15, 5, 1)}).sizes
         (24,)
     """
-    sides = (x_strides, y_strides, *more.values())
-    outer = [(size, *(side[i] for side in sides)) for i, size in enumerate(shape) if i != dim and size != 1]
-    # Neighbours in x first, so that a tile of rows reads whole cache lines; repeated rows last.
-    outer.sort(key=lambda d: (d[1] == 0, d[1], d[2]))
+    tensors = list(strides.values())
+    outer = [(size, *(tensor[i] for tensor in tensors)) for i, size in enumerate(shape) if i != axis and size != 1]
+    # Neighbours in x first, so that a tile of rows reads whole cache lines; broadcast dimensions last.
+    outer.sort(key=lambda d: (d[1] == 0, *d[1:3]))
     merged: list[tuple[int, ...]] = []
-    for size, *strides in outer:
+    for size, *steps in outer:
         if merged:
-            inner, *steps = merged[-1]
-            if all(stride == step * inner for stride, step in zip(strides, steps, strict=True)):
-                merged[-1] = (inner * size, *steps)
+            inner_size, *inner_steps = merged[-1]
+            if all(step == inner * inner_size for step, inner in zip(steps, inner_steps, strict=True)):
+                merged[-1] = (inner_size * size, *inner_steps)
                 continue
-        merged.append((size, *strides))
-    sizes, x_outer, y_outer, *others = zip(*(merged or [(1,) + (0,) * len(sides)]), strict=True)
-    cols = shape[dim]
-    # A dimension of one element has no neighbours: call it contiguous.
-    x_col, y_col = (x_strides[dim], y_strides[dim]) if cols > 1 else (1, 1)
-    columns = (side[dim] for side in more.values())
-    return Layout(cols, sizes, x_outer, y_outer, x_col, y_col, tuple(zip(more, others, columns, strict=True)))
+        merged.append((size, *steps))
+    sizes, *columns = zip(*(merged or [(1,) + (0,) * len(tensors)]), strict=True)
+    # A dimension of one element has no neighbours: call it contiguous in the input and in what is written like it.
+    alike = ("x", *(name for name in strides if name == "y" and strides[name][axis]))
+    single = alike if shape[axis] <= 1 else ()
+    sides = {
+        name: Side(outer_strides, 1 if name in single else tensor[axis])
+        for (name, tensor), outer_strides in zip(strides.items(), columns, strict=True)
+    }
+    return Layout(shape[axis], sizes, sides)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -159,7 +146,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def strides_of_rows(strides: tuple[int, ...], axis: int, keepdim: bool = False) -> tuple[int, ...]:
-    """Strides of an output with one number a row, as for the input's shape: the number does not move with the column.
+    """Strides of a tensor with one value per row, written for the input's shape: 0 at the softmax dimension.
 
     >>> strides_of_rows((4, 1), 1)
     (4, 0, 1)

@@ -1,52 +1,216 @@
-"""The operations, as the planner and every backend see them: a name and the memory it touches.
+"""The operations, each declared once: what it reads, what it sums, and what it writes.
 
-What an operation computes is in each backend's `ops`; how rows are reduced is in its strategies.
-The two meet only here, so an operation is added without touching a strategy.
+Everything that can follow from a declaration does: shapes and dtypes of outputs, custom-operator schemas, kernel
+parameters, bytes moved, benchmark cases and verification cases.  The formulas stand once per language, in the file
+named `ops` of each kernel folder and of each framework.  Strategies never ask which operation they serve; they ask
+whether it writes elements, per-row results, or both.
+
+To declare an operation is step one of six: CONTRIBUTING.md, "To add an operation".
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Kind = Literal["element", "row", "call"]
+"""How many values an operand or an output has: one for each element of the input, one for each row, or one per call."""
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One member of the family.
+class Operand:
+    """A tensor or a number that an operation reads.
 
     Attributes:
-        name: The public function's name; with _backward for its gradient.
-        per_row: True when a row gives one number (logsumexp), False when it gives a row.
-        inputs: Tensors of the input's shape that are read: a gradient reads the saved one and dy.
-        reduces: False when a row needs no sum of its own: the gradient of logsumexp is given its lse.
+        name: Its name in kernels, in custom operators and in `Task.operands`.
+        kind: "element", "row" or "call".
+        dtype: "floating", "integer" or "boolean".
     """
 
     name: str
-    per_row: bool
-    inputs: int = 1
-    reduces: bool = True
+    kind: Kind
+    dtype: Literal["floating", "integer", "boolean"] = "floating"
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """A sum over a row, `sum(w * exp(z - m))` or a plain sum, that a state keeps beside the maximum m.
+
+    Attributes:
+        name: Its name.  The exponent sum of softmax is "l": its weight w is 1.
+        rescaled: True for `sum(w * exp(z - m))`, which two states merge with the same factors as l.
+            False for a plain sum, which two states merge by addition.
+    """
+
+    name: str
+    rescaled: bool = True
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that an operation writes.
+
+    Attributes:
+        name: Its name in kernels and in `Task.outputs`.
+        kind: "element" or "row".  An operation has at most one output per element, and any number per row.
+        dtype: "result" for the dtype that the caller asks for, "accumulator" for float32 (float64 in float64).
+        needs: Accumulators that it is computed from.
+        on_request: True where the output is written only if the caller asks for it.
+    """
+
+    name: str
+    kind: Kind
+    dtype: Literal["result", "accumulator"] = "result"
+    needs: tuple[str, ...] = ("l",)
+    on_request: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One member of the softmax family.
+
+    Attributes:
+        name: Name of the public function; with "_backward" for its gradient.
+        operands: What it reads, the input first.
+        accumulators: Sums over a row that its outputs can need; none where a row needs no reduction.
+        outputs: What it can write, the main output first.
+        options: Names of the score options that its kernels apply (core/options.py).
+        gradient: Name of the operation that computes its gradient; empty for a gradient.
+        saved: What a forward call keeps for the gradient: names of operands and outputs.
+        scores: True where the input is a logit, which the score options turn into a score.
+        keeps_terms: True where the main output is a multiple of the term that was summed, so that a kernel may hold
+            the terms instead of the input.
+    """
+
+    name: str
+    operands: tuple[Operand, ...]
+    accumulators: tuple[Accumulator, ...]
+    outputs: tuple[Output, ...]
+    options: tuple[str, ...]
+    gradient: str = ""
+    saved: tuple[str, ...] = ()
+    scores: bool = True
+    keeps_terms: bool = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # An operation is compared by identity, so a pickle refers to the declaration.
+        return _by_name, (self.name,)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @cached_property
+    def element_operands(self) -> tuple[str, ...]:
+        """Names of the tensors that are read element by element, the input first."""
+        return tuple(operand.name for operand in self.operands if operand.kind == "element")
+
+    @cached_property
+    def row_operands(self) -> tuple[str, ...]:
+        """Names of the tensors that have one value per row."""
+        return tuple(operand.name for operand in self.operands if operand.kind == "row")
+
+    @property
+    def inputs(self) -> int:
+        """Number of tensors that are read element by element."""
+        return len(self.element_operands)
+
+    @property
+    def reduces(self) -> bool:
+        """True where a row is reduced to a state before anything is written."""
+        return bool(self.accumulators)
+
+    @property
+    def result(self) -> Output:
+        """The main output: what the public function returns."""
+        return self.outputs[0]
+
+    @property
+    def per_row(self) -> bool:
+        """True where the main output has one value per row."""
+        return self.result.kind == "row"
 
     @property
     def backward(self) -> bool:
-        """Whether it is a gradient."""
-        return self.name.endswith("_backward")
+        """True for a gradient."""
+        return not self.gradient
 
-    @property
-    def forward(self) -> str:
-        """The public function that it is, or is the gradient of."""
-        return self.name.removesuffix("_backward")
+    @cached_property
+    def forward(self) -> Operation:
+        """The operation that this one is the gradient of; itself for a forward operation."""
+        return next((other for other in OPERATIONS.values() if other.gradient == self.name), self)
 
+    @cached_property
+    def always(self) -> tuple[str, ...]:
+        """Names of the outputs that every call writes."""
+        return tuple(output.name for output in self.outputs if not output.on_request)
+
+    def output(self, name: str) -> Output:
+        """The output of this name."""
+        return next(output for output in self.outputs if output.name == name)
+
+    def written(self, outputs: tuple[str, ...]) -> tuple[Output, ...]:
+        """The declarations of these outputs, in the order of the declaration."""
+        return tuple(output for output in self.outputs if output.name in outputs)
+
+    def summed(self, outputs: tuple[str, ...]) -> tuple[Accumulator, ...]:
+        """The accumulators that these outputs need, in the order of the declaration."""
+        needed = {name for output in self.written(outputs) for name in output.needs}
+        return tuple(sum_ for sum_ in self.accumulators if sum_.name in needed)
+
+
+def _by_name(name: str) -> Operation:
+    return OPERATIONS[name]
+
+
+X = Operand("x", "element")
+Y = Operand("y", "element")
+DY = Operand("dy", "element")
+
+EXPONENT_SUM = Accumulator("l")
+MEAN_SUM = Accumulator("zl")
+"""`sum(z * exp(z - m))`: over l, the mean score of a row under its softmax."""
+
+STATISTICS = (
+    Output("lse", "row", "accumulator", on_request=True),
+    Output("m", "row", "accumulator", on_request=True),
+    Output("l", "row", "accumulator", on_request=True),
+    Output("entropy", "row", "accumulator", needs=("l", "zl"), on_request=True),
+)
+"""What any forward operation can also write per row.  lse is m + log(l); m is finite; entropy is lse - zl / l."""
+
+SCORE_OPTIONS = ("scale", "softcap", "bias", "mask", "causal")
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
-        Operation("softmax", per_row=False),
-        Operation("log_softmax", per_row=False),
-        Operation("logsumexp", per_row=True),
-        Operation("softmax_backward", per_row=False, inputs=2),
-        Operation("log_softmax_backward", per_row=False, inputs=2),
-        Operation("logsumexp_backward", per_row=False, reduces=False),
+        Operation(
+            "softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), SCORE_OPTIONS,
+            gradient="softmax_backward", saved=("y",), keeps_terms=True,
+        ),
+        Operation(
+            "log_softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), SCORE_OPTIONS,
+            gradient="log_softmax_backward", saved=("y",),
+        ),
+        Operation(
+            "logsumexp", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "row"), *STATISTICS), SCORE_OPTIONS,
+            gradient="logsumexp_backward", saved=("x", "lse"),
+        ),
+        # The saved output and its gradient stand for x and dy; the score options act on what is written.
+        Operation(
+            "softmax_backward", (X, DY), (Accumulator("dot", rescaled=False),),
+            (Output("y", "element", needs=("dot",)),), ("scale", "softcap"), scores=False,
+        ),
+        Operation(
+            "log_softmax_backward", (X, DY), (Accumulator("dot", rescaled=False),),
+            (Output("y", "element", needs=("dot",)),), ("scale", "softcap", "mask", "causal"), scores=False,
+        ),
+        Operation(
+            "logsumexp_backward", (X, Operand("dy", "row"), Operand("lse", "row")), (),
+            (Output("y", "element", needs=()),), SCORE_OPTIONS,
+        ),
     )
-}
+}  # fmt: skip
 
 FORWARD: tuple[str, ...] = tuple(name for name, operation in OPERATIONS.items() if not operation.backward)
-"""The public functions."""
+"""Names of the public functions."""

@@ -1,26 +1,69 @@
-"""What is fused at load: the score that softmax is taken of, made from a logit while it is read.
+"""The score options, each declared once, and the one formula that makes a score from a logit.
 
-    score = softcap · tanh(scale · x / softcap) + bias,  and -inf where the mask is False or causality forbids it
+    z = softcap * tanh(scale * x / softcap) + bias,  and -inf where the mask is False or causality forbids the key
 
-Whoever leaves all of it out pays nothing: the functions then pass None.
+Softmax is taken of the scores z.  Kernels make them while they read the logits x, so they cost no pass of their own;
+the formula stands once more in each kernel language (`score` in `operands`).  The array formula below serves NumPy,
+torch and JAX: the eager backend, XLA, the benchmark's reference and the verification.
+
+To declare an option: CONTRIBUTING.md, "To add a score option".
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from .arrays import Array
 
 
-class Fused(NamedTuple):
-    """What a score is made of, checked as far as that needs no framework.
+@dataclass(frozen=True)
+class ScoreOption:
+    """One score option.
+
+    Attributes:
+        name: Name of the argument.
+        kind: "call" for one number per call; "element" for a tensor that broadcasts to the input;
+            "flag" for True or False.
+        dtype: "floating" or "boolean".
+        tensor: True where the option may be a tensor.
+        default: The value that asks for nothing.
+        chain: True where the gradient in a logit is the gradient in its score times a factor of this option.
+    """
+
+    name: str
+    kind: Literal["call", "element", "flag"]
+    dtype: Literal["floating", "boolean"] = "floating"
+    tensor: bool = False
+    default: Any = None
+    chain: bool = False
+
+
+SCORE_OPTIONS: dict[str, ScoreOption] = {
+    option.name: option
+    for option in (
+        ScoreOption("scale", "call", tensor=True, default=1.0, chain=True),
+        ScoreOption("softcap", "call", chain=True),
+        ScoreOption("bias", "element", tensor=True),
+        ScoreOption("mask", "element", "boolean", tensor=True),
+        ScoreOption("causal", "flag", "boolean", default=False),
+    )
+}
+"""By name, in the order in which the formula applies them."""
+
+
+class ScoreOptions(NamedTuple):
+    """The values of one call, checked as far as that needs no framework.
 
     Attributes:
         scale: A number, or a tensor with one element.
         softcap: A positive number, or None.
         bias, mask: Tensors that broadcast to the input's shape, or None.
-        causal: Whether a query sees no key past its own position, the last query seeing all.
-        zero: Whether a row in which everything is masked is zeros; it is NaN otherwise.
+        causal: True where a query sees no key past its own position; the last query sees every key.
+        zero: True where a row whose scores are all -inf gives zeros; False where it gives NaN.
     """
 
     scale: Any = 1.0
@@ -32,23 +75,38 @@ class Fused(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is asked for; no tensor is looked into."""
-        scale, softcap, bias, mask, causal, zero = self
-        given = softcap is not None or bias is not None or mask is not None or causal or zero
-        return not given and isinstance(scale, float) and scale == 1
+        """True where nothing is asked for.  No tensor is read."""
+        return not self.given and not self.zero
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the options that are not at their default, in the order of SCORE_OPTIONS."""
+        scale, softcap, bias, mask, causal, _ = self
+        scaled = not isinstance(scale, float) or scale != 1
+        present = (scaled, softcap is not None, bias is not None, mask is not None, causal)
+        return tuple(name for name, is_given in zip(SCORE_OPTIONS, present, strict=True) if is_given)
+
+    def of(self, names: tuple[str, ...]) -> ScoreOptions:
+        """The same with only these options; the others are at their defaults."""
+        kept = {name: getattr(self, name) for name in names}
+        return ScoreOptions(**kept, zero=self.zero)
 
 
-def make_fused(
+PLAIN = ScoreOptions()
+"""No score option: a score is its logit."""
+
+
+def checked_options(
     operation: str, scale: Any, softcap: Any, bias: Any, mask: Any, causal: Any, fully_masked: Any
-) -> Fused | None:  # fmt: skip
-    """The arguments as a Fused; None where they are all at their defaults.
+) -> ScoreOptions | None:
+    """The arguments of a public function, checked; None where every one is at its default.
 
     Raises:
-        TypeError: an argument is of the wrong type.
-        ValueError: softcap is not positive and finite, or fully_masked is no known word.
+        TypeError: an argument has the wrong type.
+        ValueError: softcap is not positive and finite, or fully_masked is neither "nan" nor "zero".
     """
+    # Most calls ask for nothing; the host time of this test is part of theirs.
     nothing = mask is None and bias is None and softcap is None and causal is False and fully_masked == "nan"
-    # First what most calls are: every microsecond shows.
     if nothing and scale.__class__ is float and scale == 1.0:
         return None
     is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
@@ -62,14 +120,14 @@ def make_fused(
         raise TypeError(f"{operation}(): causal must be a bool, not {type(causal).__name__}")
     if fully_masked not in ("nan", "zero"):
         raise ValueError(f"{operation}(): fully_masked must be 'nan' or 'zero', got {fully_masked!r}")
-    return Fused(
+    return ScoreOptions(
         float(scale) if is_number else scale, None if softcap is None else float(softcap),
         bias, mask, causal, fully_masked == "zero",
     )  # fmt: skip
 
 
 def check_softcap(caller: str, softcap: Any) -> None:
-    """Raise, in the caller's name, where a softcap is neither None nor a positive number."""
+    """Check that a softcap is None or a positive finite number; an error begins with the caller's name."""
     if softcap is None:
         return
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
@@ -78,8 +136,61 @@ def check_softcap(caller: str, softcap: Any) -> None:
         raise ValueError(f"{caller}: softcap must be positive and finite, got {softcap}")
 
 
+class Functions(NamedTuple):
+    """The array functions that the formula needs, of NumPy, torch or JAX: tanh(x) and where(condition, x, number)."""
+
+    tanh: Callable[[Array], Array]
+    where: Callable[[Array, Array, float], Array]
+
+
+def scores(xp: Functions, x: Array, options: ScoreOptions, seen: Array | None = None) -> Array:
+    """The scores of logits: the array formula.
+
+    Args:
+        xp: tanh and where of the array's library.
+        x: Logits in the dtype of the computation, float32 or float64.
+        options: Tensors are arrays of the same library.
+        seen: The causal mask, where causal is asked for: True where a query may see a key.
+    """
+    z = scaled(x, options)
+    if options.softcap is not None:
+        z = options.softcap * xp.tanh(z / options.softcap)
+    if options.bias is not None:
+        z = z + options.bias
+    for mask in (options.mask, seen):
+        if mask is not None:
+            z = xp.where(mask, z, -math.inf)
+    return z
+
+
+def scaled(x: Array, options: ScoreOptions) -> Array:
+    """The logits times the scale; the logits themselves where the scale is the number 1."""
+    return x if isinstance(options.scale, float) and options.scale == 1 else x * options.scale
+
+
+def softcap_slope(xp: Functions, x: Array, options: ScoreOptions) -> Array | float:
+    """The derivative of the softcap at scale * x; its product with the scale is the derivative of a score in x."""
+    if options.softcap is None:
+        return 1.0
+    return 1 - xp.tanh(scaled(x, options) / options.softcap) ** 2
+
+
+def causal_mask(arange: Any, shape: tuple[int, ...], axis: int, **where: Any) -> Any:
+    """The causal mask of shape (queries, 1, ..., keys, ...), which broadcasts to `shape`: True where a key is seen.
+
+    Args:
+        arange: `arange` of the array library; `where` is passed to it (a device, say).
+        shape: Shape of the input.
+        axis: The softmax dimension, that of the keys.
+    """
+    axis %= len(shape)
+    queries, keys = shape[axis - 1], shape[axis]
+    seen = arange(keys, **where) <= arange(queries, **where)[:, None] + (keys - queries)
+    return seen.reshape(queries, keys, *(1 for _ in shape[axis + 1 :]))
+
+
 def query_axis(operation: str, axis: int, ndim: int) -> int:
-    """The dimension of the queries that a causal mask compares with: the one before the softmax dimension.
+    """The dimension of the queries: the one before the softmax dimension.
 
     Raises:
         ValueError: there is none.
@@ -92,9 +203,9 @@ def query_axis(operation: str, axis: int, ndim: int) -> int:
 
 
 def bits(value: float) -> int:
-    """The bits of a float64 as an integer that takes 64 bits.
+    """The bits of a float64 as a 64-bit integer, which is how a number travels to a kernel.
 
-    A smaller one would be passed to a kernel as 32 bits, so 0 is -0, and so is what would be under 1e-310.
+    A small integer would be passed to a kernel as 32 bits, so 0 and numbers under 1e-310 become -0.
 
     >>> hex(bits(1.0)), bits(0.0) == bits(-0.0)
     ('0x3ff0000000000000', True)

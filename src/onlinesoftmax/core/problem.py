@@ -1,35 +1,62 @@
-"""The problem: what a plan is made for."""
+"""The problem: the part of a task that the choice of a plan depends on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from .layout import power_of_two_divisor
-from .operations import OPERATIONS
+from .operations import OPERATIONS, Operation, Output
+from .task import ITEMSIZE, Task
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""Bytes of an element of each dtype that the library takes."""
+
+@dataclass(frozen=True)
+class Access:
+    """How rows lie in memory.
+
+    Attributes:
+        contiguous: True where the elements of a row are neighbours.
+        adjacent: Number of rows that lie side by side, element by element, where they are not.
+        unit: Power of two, in elements, that divides every row's length and beginning; None to take it from cols.
+        peelable: True where x and all that is moved with it begin alike, so that an unaligned row can be split into
+            head, body and tail with an aligned body in every tensor.
+    """
+
+    contiguous: bool = True
+    adjacent: int = 1
+    unit: int | None = None
+    peelable: bool = True
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What is read besides the tensors that every call of the operation reads.
+
+    Attributes:
+        nbytes: Bytes of all of it, a bias or a mask, each element once.
+        bias_bytes: Bytes of one element of a bias, which a kernel holds on chip with the input's.
+        masked: True where a boolean mask is read.
+        fused: True where scores are made from the logits while they are read.
+    """
+
+    nbytes: int = 0
+    bias_bytes: int = 0
+    masked: bool = False
+    fused: bool = False
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be computed, as far as the choice of a plan depends on it.
+    """What is to be computed, as far as a plan depends on it.
 
     Attributes:
         operation: Name in OPERATIONS.
-        rows: Softmaxes to compute.
-        cols: Elements of each.
+        rows: Number of rows.
+        cols: Elements of a row.
         dtype: Dtype of the input.
-        out_dtype: Dtype of the output; None for that of the input.
-        contiguous: Whether the elements of a row are neighbours in memory.
-        adjacent: Rows that lie side by side, element by element, when they are not.
-        unit: Power of two that divides every row's length and beginning; None to take it from cols.
-        peelable: Whether the output's rows begin alike, so that a row which begins anywhere can be cut
-            into head, body and tail with the body on 16-byte boundaries in both.
-        more_bytes: Bytes of what else is read, a bias or a mask, each element once.
-        bias_bytes: Bytes of an element of a bias, which is on chip with the input's.
-        masked: Whether a boolean mask is read.
-        fused: Whether scores are made from the input while it is read, by whatever of the arguments.
+        out_dtype: Dtype of the main output; None for the dtype of the input.
+        access: How rows lie in memory.
+        extra: What score options read.
+        outputs: Names of the outputs that are written; empty for those that every call writes.
     """
 
     operation: str
@@ -37,14 +64,9 @@ class Problem:
     cols: int
     dtype: str = "float32"
     out_dtype: str | None = None
-    contiguous: bool = True
-    adjacent: int = 1
-    unit: int | None = None
-    peelable: bool = True
-    more_bytes: int = 0
-    bias_bytes: int = 0
-    masked: bool = False
-    fused: bool = False
+    access: Access = Access()
+    extra: Extra = Extra()
+    outputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
@@ -55,48 +77,109 @@ class Problem:
         if self.rows < 0 or self.cols < 0:
             raise ValueError(f"rows and cols must not be negative, got {self.rows} x {self.cols}")
 
+    @classmethod
+    def of(cls, task: Task, batch_invariant: bool = False) -> Problem:
+        """The problem of a task.
+
+        Args:
+            task: The task.
+            batch_invariant: True where a row's bits must not depend on the rows beside it.  An unaligned row is then
+                not split: the order of its sum would depend on where it begins.
+        """
+        layout, aligned = task.layout, task.rows_aligned
+        access = Access(
+            layout.x.col == 1, layout.adjacent, task.unit if aligned else 1,
+            aligned and task.congruent and not batch_invariant,
+        )  # fmt: skip
+        bias, mask = (name if name in layout.sides else None for name in ("bias", "mask"))
+        bytes_of = {name: 1 if name == "mask" else ITEMSIZE[task.dtypes[name]] for name in (bias, mask) if name}
+        extra = Extra(
+            sum(_elements(task, name) * size for name, size in bytes_of.items()), bytes_of.get("bias", 0),
+            mask is not None, task.fused,
+        )  # fmt: skip
+        return cls(
+            task.operation.name, layout.rows, layout.cols, task.dtypes["x"], task.dtypes[task.outputs[0]], access,
+            extra, task.outputs,
+        )  # fmt: skip
+
+    @property
+    def declaration(self) -> Operation:
+        """The operation's declaration."""
+        return OPERATIONS[self.operation]
+
     @property
     def itemsize(self) -> int:
         """Bytes of one element of the input."""
         return ITEMSIZE[self.dtype]
 
     @property
-    def per_row(self) -> bool:
-        """Whether a row gives one number."""
-        return OPERATIONS[self.operation].per_row
+    def writes_elements(self) -> bool:
+        """True where one output has a value for each element."""
+        return any(output.kind == "element" for output in self.written)
 
     @property
     def inputs(self) -> int:
-        """Tensors of rows × cols that are read."""
-        return OPERATIONS[self.operation].inputs
+        """Number of tensors that are read element by element."""
+        return self.declaration.inputs
+
+    @property
+    def reduces(self) -> bool:
+        """True where a row is reduced to a state."""
+        return self.declaration.reduces
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of all of these."""
+        """Bytes of one row of all these tensors."""
         return self.cols * self.itemsize * self.inputs
 
     @property
     def read_bytes(self) -> int:
         """Bytes of everything that is read, once."""
-        return self.rows * self.row_bytes + self.more_bytes
+        return self.rows * self.row_bytes + self.extra.nbytes
 
     @property
     def write_bytes(self) -> int:
-        """Bytes of the output, written once."""
-        return self.rows * (1 if self.per_row else self.cols) * ITEMSIZE[self.out_dtype or self.dtype]
+        """Bytes of the outputs, written once."""
+        result = ITEMSIZE[self.out_dtype or self.dtype]
+        wide = 8 if "float64" in (self.dtype, self.out_dtype) else 4
+        return sum(
+            self.rows * (self.cols if output.kind == "element" else 1) * (result if output.dtype == "result" else wide)
+            for output in self.written
+        )
 
     @property
     def vector(self) -> int:
-        """Elements of 16 bytes."""
+        """Number of elements in 16 bytes."""
         return 16 // self.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """True where the elements of a row are neighbours."""
+        return self.access.contiguous
 
     @property
     def aligned_bytes(self) -> int:
         """Bytes, at most 16, that divide every contiguous row's length and beginning."""
-        unit = power_of_two_divisor(self.cols) if self.unit is None else self.unit
+        unit = power_of_two_divisor(self.cols) if self.access.unit is None else self.access.unit
         return min(16, unit * self.itemsize)
 
     @property
     def peels(self) -> bool:
-        """Whether rows begin anywhere and are cut so that it does not matter; loads of 8 bytes do not need it."""
-        return self.contiguous and self.peelable and self.aligned_bytes < 8 and self.cols >= 2 * self.vector
+        """True where unaligned rows are split into head, body and tail.  Loads of 8 bytes do not need it."""
+        splittable = self.contiguous and self.access.peelable
+        return splittable and self.aligned_bytes < 8 and self.cols >= 2 * self.vector
+
+    @property
+    def written(self) -> tuple[Output, ...]:
+        """Declarations of the outputs that are written."""
+        declaration = self.declaration
+        return declaration.written(self.outputs or declaration.always)
+
+
+def _elements(task: Task, name: str) -> int:
+    """Number of different elements of a tensor that is broadcast to the input's shape."""
+    layout, side = task.layout, task.layout.sides[name]
+    count = layout.cols if side.col else 1
+    for size, stride in zip(layout.sizes, side.strides, strict=True):
+        count *= size if stride else 1
+    return count

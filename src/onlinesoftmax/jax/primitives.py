@@ -27,8 +27,9 @@ from jax.interpreters import ad, batching, mlir
 from ..core.arrays import Array
 from ..core.device import Device, known
 from ..core.operations import OPERATIONS
-from ..core.problem import ITEMSIZE, Problem
+from ..core.problem import Problem
 from ..core.scores import PLAIN, Scores, accumulator
+from ..core.task import ITEMSIZE, Choice, Flags, Task, TensorSpec, contiguous_spec, row_spec, task_of
 from ..kernels import pallas
 from ..planner.plan import Plan, PlanError, plan
 from ..planner.strategies import FOR_JAX
@@ -86,7 +87,6 @@ def plan_for(
     """
     x = operands[0]
     rows, cols, dtype = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.name
-    bias, mask = spec.named(tuple(operands[1 : 1 + spec.arrays]))[1:]
     missing = []
     if dtype not in ITEMSIZE:
         missing.append(("pallas", f"kernels take {', '.join(ITEMSIZE)}, not {dtype}"))
@@ -96,12 +96,24 @@ def plan_for(
         missing.append(("pallas/cluster", "Mosaic is not interpreted"))
     elif find_spec("absl") is None:
         missing.append(("pallas/cluster", "JAX's Mosaic needs absl-py: pip install absl-py"))
-    problem = Problem(
-        name, rows, cols, dtype if dtype in ITEMSIZE else "float32",
-        more_bytes=sum(t.size * t.dtype.itemsize for t in (bias, mask) if t is not None),
-        bias_bytes=0 if bias is None else bias.dtype.itemsize, masked=mask is not None, fused=spec != PLAIN,
-    )  # fmt: skip
-    return plan(problem, device, *who, unavailable=missing, strategies=FOR_JAX)
+    problem = Problem.of(_task(name, operands, spec, dtype if dtype in ITEMSIZE else "float32"))
+    return plan(problem, device, Choice(*who), missing, strategies=FOR_JAX)
+
+
+def _task(name: str, operands: tuple[Any, ...], spec: Scores, dtype: str) -> Task:
+    """The task of an operation on arrays of these shapes, which XLA lays out contiguously."""
+    operation, shape = OPERATIONS[name], operands[0].shape
+    whole, per_row = contiguous_spec(shape, dtype), row_spec(shape, len(shape) - 1, dtype)
+    written = operation.written(operation.always)
+    kinds = {t.name: t.kind for t in operation.operands} | {t.name: t.kind for t in written}
+    tensors = {name: whole if kind == "element" else per_row for name, kind in kinds.items()}
+    for option, array in zip(spec.names, operands[1:], strict=False):
+        strides = zip(array.shape, contiguous_spec(array.shape, dtype).strides, strict=True)
+        steps = tuple(0 if size == 1 else step for size, step in strides)
+        tensors[option] = TensorSpec(steps, array.dtype.name)
+    numbers = {"scale"} if isinstance(spec.scale, float) and spec.scale != 1 else set()
+    numbers |= {"softcap"} if spec.softcap is not None else set()
+    return task_of(operation, operation.always, shape, len(shape) - 1, tensors, Flags(frozenset(numbers)))
 
 
 def _lowered(name: str, platform: str, *operands: Array, who: Who, **params: Any) -> Array:

@@ -10,8 +10,9 @@ from types import ModuleType
 BACKENDS = {
     "cuda": "onlinesoftmax.kernels.cuda",
     "triton": "onlinesoftmax.kernels.triton",
-    "eager": "onlinesoftmax.torch.eager",
+    "eager": "",
 }
+"""Module of each backend's kernels; empty for the framework's own operations, which are always there."""
 
 
 @cache
@@ -29,6 +30,8 @@ def load(name: str) -> ModuleType:
 @cache
 def unavailable(name: str) -> str | None:
     """Why this backend cannot be used on this machine, in one sentence; None when it can."""
+    if name in BACKENDS and not BACKENDS[name]:
+        return None
     reason: str | None = load(name).unavailable()
     return reason
 

@@ -1,4 +1,4 @@
-"""What a backend is asked to prepare: everything that is known before there are tensors."""
+"""The request: a task and the plan for it.  A backend gets one and returns the function that runs it."""
 
 from __future__ import annotations
 
@@ -6,45 +6,48 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core.layout import Layout
-from ..core.operations import OPERATIONS, Operation
+from ..core.operations import Accumulator, Operation
+from ..core.task import Task
 from ..planner.plan import Plan
 
 
 @dataclass(frozen=True)
 class Request:
-    """An operation on rows that lie in a certain way, and the plan for it.
+    """What a backend is asked to prepare: everything that is known before there is data.
 
     Attributes:
-        name: The operation's, in OPERATIONS.
+        task: What to compute, on which tensors.
         plan: Who runs it, with which blocks.
-        layout: Where the rows of every tensor lie.
-        dtypes: Dtype of every tensor by name: x, y, those of layout.more, and scale if that is a tensor.
-        aligned: Names of the tensors that begin on 16 bytes.
-        scale, softcap: Whether there is one.
-        diagonal: Column q + diagonal - 1 is the last that query q attends to; None without causality.
-        zero: Whether a row in which all is masked is written as zeros.
     """
 
-    name: str
+    task: Task
     plan: Plan
-    layout: Layout
-    dtypes: Mapping[str, str]
-    aligned: frozenset[str]
-    scale: bool = False
-    softcap: bool = False
-    diagonal: int | None = None
-    zero: bool = False
 
     @property
     def operation(self) -> Operation:
-        return OPERATIONS[self.name]
+        """The operation's declaration."""
+        return self.task.operation
 
     @property
-    def accumulator(self) -> str:
-        """Name of the dtype that states are kept in."""
-        return "float64" if "float64" in (self.dtypes["x"], self.dtypes["y"]) else "float32"
+    def layout(self) -> Layout:
+        """Rows of every tensor."""
+        return self.task.layout
 
     @property
-    def exact(self) -> bool:
-        """Whether the output has 24 bits or more, which 16 would not show."""
-        return self.dtypes["y"] in ("float32", "float64")
+    def dtypes(self) -> Mapping[str, str]:
+        """Name of the dtype of every tensor."""
+        return self.task.dtypes
+
+    @property
+    def sums(self) -> tuple[Accumulator, ...]:
+        """The sums that a state keeps for the outputs that are written."""
+        return self.task.operation.summed(self.task.outputs)
+
+    @property
+    def peeled(self) -> bool:
+        """True where unaligned rows are split into head, body and tail."""
+        return self.plan.vector > 1
+
+    def has(self, name: str) -> bool:
+        """True where an operand is given: a tensor or a number."""
+        return name in self.task.dtypes or name in self.task.numbers

@@ -15,24 +15,29 @@ from typing import Any, NamedTuple
 
 from ..core.cache import cache_folder
 from ..core.device import Device
+from ..core.operations import OPERATIONS
 from ..core.problem import Problem
 
-OPERATIONS = {
-    "softmax": "softmax",
-    "log_softmax": "softmax",
-    "logsumexp": "logsumexp",
-    "softmax_backward": "softmax_backward",
-    "log_softmax_backward": "softmax_backward",
-    "logsumexp_backward": "softmax",
-}
-"""The operation that was measured in place of each: the one that moves the same bytes."""
+
+def stand_in(problem: Problem) -> str:
+    """The operation whose measured times stand for a problem's: the first that moves the same tensors.
+
+    >>> stand_in(Problem("log_softmax", 1, 1)), stand_in(Problem("logsumexp_backward", 1, 1))
+    ('softmax', 'softmax')
+    """
+    traffic = problem.inputs, problem.writes_elements
+    return next(
+        operation.name
+        for operation in OPERATIONS.values()
+        if (operation.inputs, not operation.per_row) == traffic and operation.reduces
+    )
 
 
 class Key(NamedTuple):
     """What no measurement of another problem can stand for.
 
     Attributes:
-        operation: A value of OPERATIONS.
+        operation: Name of the operation that was measured (`stand_in`).
         itemsize: Bytes of an element.
         cut: Whether rows begin anywhere.
     """
@@ -117,7 +122,7 @@ class Table:
 
 def key_of(problem: Problem) -> Key:
     """Where a problem's like are."""
-    return Key(OPERATIONS[problem.operation], min(problem.itemsize, 4), problem.aligned_bytes < 16)
+    return Key(stand_in(problem), min(problem.itemsize, 4), problem.aligned_bytes < 16)
 
 
 def slug(name: str) -> str:

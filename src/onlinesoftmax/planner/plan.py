@@ -1,49 +1,77 @@
-"""The planner: which backend and strategy, with which blocks, and why.  Pure: no hardware is asked.
+"""The planner: which backend and strategy runs a problem, with which blocks, and why.
 
-Every strategy proposes candidates; the one with the least estimated time wins.  Where a table was measured on the
-device (tuning.py), the estimate is the time of the nearest shape in it; else it is bytes over bandwidth, corrected by
-what was measured on an H200, plus the launches.
+It asks no hardware: a problem, a device's numbers and a table of measured times are all it needs.  Every strategy
+proposes blocks; the proposal with the least estimated time wins.  The estimate is the time in the measured table where
+there is one (measured.py); else it is bytes over bandwidth, corrected by what was measured on an H200, plus launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 from ..core.device import Device
 from ..core.layout import power_of_two_divisor
 from ..core.problem import Problem
+from ..core.task import ANY, Choice
 from .measured import Cell, Table
-from .strategies import TABLE, Candidate, Proposals
+from .proposal import Proposal
+from .strategies import TABLE, Propose
 
-Strategies = Sequence[tuple[str, str, Proposals]]
-"""Rows of candidates.TABLE."""
+Strategies = Sequence[tuple[str, str, Propose]]
+"""Rows of strategies.TABLE."""
 
 
 class PlanError(ValueError):
     """No plan: the message lists every reason."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan(Candidate):
-    """A candidate with its price: what `explain` prints, a backend runs and `bench` records.
+@dataclass(frozen=True)
+class Price:
+    """What a plan costs.
 
     Attributes:
         device: Name of the device it was made for.
-        bytes_moved: Bytes through device memory, by this plan.
-        floor_us: Least microseconds the device allows: each byte once, at its copy bandwidth.
-        estimate_us: Microseconds this plan is expected to take.
+        bytes_moved: Bytes through device memory.
+        floor_us: Least microseconds that the device allows: each byte once, at its copy bandwidth.
+        estimate_us: Microseconds that the plan is expected to take.
     """
 
-    device: str
-    bytes_moved: int
-    floor_us: float
-    estimate_us: float
+    device: str = ""
+    bytes_moved: int = 0
+    floor_us: float = 0.0
+    estimate_us: float = 0.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Every attribute by name, for JSON."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Plan(Proposal):
+    """A proposal with its price: `explain` prints it, a backend runs it, `bench` records it.
+
+    Attributes:
+        price: What it costs; each part is also an attribute of the plan.
+    """
+
+    price: Price = Price()
+
+    @property
+    def device(self) -> str:
+        """Name of the device it was made for."""
+        return self.price.device
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes through device memory."""
+        return self.price.bytes_moved
+
+    @property
+    def floor_us(self) -> float:
+        """Least microseconds that the device allows."""
+        return self.price.floor_us
+
+    @property
+    def estimate_us(self) -> float:
+        """Microseconds that the plan is expected to take."""
+        return self.price.estimate_us
 
 
 @dataclass(frozen=True)
@@ -58,10 +86,8 @@ class Refusal:
 def plan(
     problem: Problem,
     device: Device,
-    backend: str | None = None,
-    strategy: str | None = None,
+    choice: Choice = ANY,
     unavailable: Sequence[tuple[str, str]] = (),
-    batch_invariant: bool = False,
     table: Table | None = None,
     strategies: Strategies = TABLE,
 ) -> Plan:
@@ -69,31 +95,31 @@ def plan(
 
     Args:
         problem: What to compute.
-        device: Where: `device.from_torch`, or `device.known` for one that is not here.
-        backend: Force this backend.
-        strategy: Force this strategy.
+        device: Where to run it: this machine's, or `device.known` for one that is not here.
+        choice: What the caller forces.  A batch-invariant plan is made for INVARIANT_ROWS rows, however many there are.
         unavailable: Backends that cannot be used here, or backend/strategy, each with the reason.
-        batch_invariant: Choose as for INVARIANT_ROWS rows, however many there are.
-        table: What was measured on the device, or on one like it.
-        strategies: Those that there are: candidates.TABLE, or candidates.FOR_JAX.
+        table: Times that were measured on the device, or on one like it.
+        strategies: The strategies there are: strategies.TABLE, or strategies.FOR_JAX.
 
     Raises:
         PlanError: nothing that was asked for can run; the message lists every reason.
 
     Example:
-        >>> from onlinesoftmax.device import known
+        >>> from onlinesoftmax.core.device import known
         >>> plan(Problem("softmax", 4096, 1024, "bfloat16"), known("h200")).strategy
         'row'
         >>> plan(Problem("softmax", 1, 1 << 24), known("h200")).strategy
         'grid'
     """
-    for_plan = replace(problem, rows=INVARIANT_ROWS) if batch_invariant else problem
-    options = alternatives(for_plan, device, backend, strategy, unavailable, table, strategies)
+    for_plan = replace(problem, rows=INVARIANT_ROWS) if choice.batch_invariant else problem
+    if choice.batch_invariant and device.kind == "cuda":
+        unavailable = (*unavailable, ("eager", "the framework's sums depend on the number of rows"))
+    options = alternatives(for_plan, device, choice, unavailable, table, strategies)
     plans = [option for option in options if isinstance(option, Plan)]
     if plans:
         best = min(plans, key=lambda option: option.estimate_us)
-        return _for_rows(best, problem, device) if batch_invariant else best
-    asked = "".join(f" {key}={value!r}" for key, value in (("backend", backend), ("strategy", strategy)) if value)
+        return _for_rows(best, problem, device) if choice.batch_invariant else best
+    asked = "".join(f" {key}={value!r}" for key, value in zip(("backend", "strategy"), choice, strict=False) if value)
     reasons = "".join(f"\n  {o.backend}/{o.strategy}: {o.reason}" for o in options if isinstance(o, Refusal))
     raise PlanError(
         f"no plan for {problem.operation} of {problem.rows} x {problem.cols} {problem.dtype} on {device.name}"
@@ -104,8 +130,7 @@ def plan(
 def alternatives(
     problem: Problem,
     device: Device,
-    backend: str | None = None,
-    strategy: str | None = None,
+    choice: Choice = ANY,
     unavailable: Sequence[tuple[str, str]] = (),
     table: Table | None = None,
     strategies: Strategies = TABLE,
@@ -115,6 +140,7 @@ def alternatives(
     Raises:
         PlanError: there is no such backend or strategy.
     """
+    backend, strategy, _ = choice
     for argument, value, names in (
         ("backend", backend, [row[0] for row in strategies]),
         ("strategy", strategy, [row[1] for row in strategies]),
@@ -145,7 +171,7 @@ NOT_IN_TABLE = 1.5
 """A strategy that is missing in a table was slower than the fastest by this, could not run, or was not measured."""
 
 
-def _measured(options: list[Candidate], cell: Cell, problem: Problem, device: Device, slower: float) -> Plan:
+def _measured(options: list[Proposal], cell: Cell, problem: Problem, device: Device, slower: float) -> Plan:
     """The proposal that was fastest for a shape like the problem's, with its time there for as many elements."""
     scale = slower * problem.rows * problem.cols / (cell.rows * cell.cols)
     for timing in cell.timings:
@@ -153,9 +179,14 @@ def _measured(options: list[Candidate], cell: Cell, problem: Problem, device: De
             # What keeps no terms has else the blocks of what does.
             names = (timing.variant, timing.variant.removesuffix(", terms"))
             fitting = [option for name in names for option in options if option.variant == name]
-            return replace(price((fitting or options)[0], problem, device), estimate_us=timing.us * scale)
+            return _estimated(price((fitting or options)[0], problem, device), timing.us * scale)
     plan, best = price(options[0], problem, device), min((timing.us for timing in cell.timings), default=0.0)
-    return replace(plan, estimate_us=max(plan.estimate_us, NOT_IN_TABLE * best * scale))
+    return _estimated(plan, max(plan.estimate_us, NOT_IN_TABLE * best * scale))
+
+
+def _estimated(plan: Plan, us: float) -> Plan:
+    """The plan with another estimate of its time."""
+    return replace(plan, price=replace(plan.price, estimate_us=us))
 
 
 INVARIANT_ROWS = 4096
@@ -164,12 +195,12 @@ INVARIANT_ROWS = 4096
 
 def _for_rows(best: Plan, problem: Problem, device: Device) -> Plan:
     """The same blocks for a problem's own number of rows."""
-    candidate = Candidate(**{field.name: getattr(best, field.name) for field in fields(Candidate)})
-    # Blocks that stay, and take one row after another, are as many as before.
-    if not candidate.stages and candidate.strategy != "grid":
-        programs = -(-problem.rows // candidate.rows_per_program) * candidate.splits
-        candidate = replace(candidate, programs=programs)
-    return price(candidate, problem, device)
+    proposal = Proposal(**{field.name: getattr(best, field.name) for field in fields(Proposal)})
+    # A persistent launch keeps its number of programs; each takes one row after another.
+    if not proposal.blocks.stages and proposal.strategy != "grid":
+        programs = -(-problem.rows // proposal.rows_per_program) * proposal.splits
+        proposal = replace(proposal, blocks=replace(proposal.blocks, programs=programs))
+    return price(proposal, problem, device)
 
 
 NARROW = {16: 1.0, 8: 1.0, 4: 0.95, 2: 0.65}
@@ -185,62 +216,59 @@ LATENCY_US = 0.9
 """Microseconds from a load to its data on a busy device."""
 
 
-def price(candidate: Candidate, problem: Problem, device: Device) -> Plan:
-    """The candidate with the bytes it moves and the time it should take."""
-    bytes_moved = candidate.reads * problem.read_bytes + problem.write_bytes
+def price(proposal: Proposal, problem: Problem, device: Device) -> Plan:
+    """The proposal with the bytes it moves and the time it should take."""
+    bytes_moved = proposal.reads * problem.read_bytes + problem.write_bytes
     per_us = device.bandwidth * 1e3
     quality = 1.0
     if device.kind == "cuda":
-        quality = candidate.quality * _fill(candidate, problem, device)
-        # What PyTorch's kernels do with narrow loads is in its quality already.
-        quality *= 1.0 if candidate.backend == "eager" else _width(candidate, problem)
-    return Plan(
-        **asdict(candidate),
-        device=device.name,
-        bytes_moved=bytes_moved,
-        floor_us=(problem.read_bytes + problem.write_bytes) / per_us,
-        estimate_us=candidate.launches * LAUNCH_US
-        + (bytes_moved - _served_by_l2(candidate, problem, device)) / (per_us * quality),
-    )
+        quality = proposal.traffic.quality * _fill(proposal, problem, device)
+        # The quality of PyTorch's kernels includes what narrow loads cost them.
+        quality *= 1.0 if proposal.backend == "eager" else _width(proposal, problem)
+    floor = (problem.read_bytes + problem.write_bytes) / per_us
+    from_memory = bytes_moved - _served_by_l2(proposal, problem, device)
+    estimate = proposal.launches * LAUNCH_US + from_memory / (per_us * quality)
+    known = {field.name: getattr(proposal, field.name) for field in fields(Proposal)}
+    return Plan(**known, price=Price(device.name, bytes_moved, floor, estimate))
 
 
-def _width(candidate: Candidate, problem: Problem) -> float:
-    """Part of the bandwidth that the width of its loads leaves a candidate."""
-    if candidate.vector > 1:
+def _width(proposal: Proposal, problem: Problem) -> float:
+    """Part of the bandwidth that the width of its loads leaves a proposal."""
+    if proposal.vector > 1:
         return 1.0
     if problem.contiguous:
         return NARROW[problem.aligned_bytes]
-    if candidate.backend == "cuda":
+    if proposal.backend == "cuda":
         # A warp's lanes read one row.
         return problem.itemsize / SECTOR_BYTES
-    if candidate.strategy == "column":
-        return NARROW[min(16, power_of_two_divisor(problem.adjacent) * problem.itemsize)]
+    if proposal.strategy == "column":
+        return NARROW[min(16, power_of_two_divisor(problem.access.adjacent) * problem.itemsize)]
     # Memory comes in sectors of 32 bytes, and of each only the rows in the tile are used.
-    return min(1.0, min(candidate.rows_per_program, problem.adjacent) * problem.itemsize / SECTOR_BYTES)
+    return min(1.0, min(proposal.rows_per_program, problem.access.adjacent) * problem.itemsize / SECTOR_BYTES)
 
 
-def _served_by_l2(candidate: Candidate, problem: Problem, device: Device) -> float:
+def _served_by_l2(proposal: Proposal, problem: Problem, device: Device) -> float:
     """Bytes of the second read that L2 still holds, measured: 0.42 of its size, and never all of them."""
-    again = (candidate.reads - 1) * problem.read_bytes
+    again = (proposal.reads - 1) * problem.read_bytes
     if not again or device.kind != "cuda":
         return 0.0
     between = problem.read_bytes
-    if candidate.strategy != "split":
+    if proposal.strategy != "split":
         # A program reads its rows again while only the resident ones have passed through L2 since.
-        rows = _resident(candidate, device) * device.multiprocessors * candidate.rows_per_program
+        rows = _resident(proposal, device) * device.multiprocessors * proposal.rows_per_program
         between = min(between, rows * problem.row_bytes)
     return again * min(0.8, 0.42 * device.l2 / max(between, 1))
 
 
-def _resident(candidate: Candidate, device: Device) -> int:
-    """Programs of a candidate that one multiprocessor holds at a time."""
-    threads = 32 * max(candidate.warps, 1)
-    registers = threads * (24 + candidate.rows_per_program * candidate.block // threads)
+def _resident(proposal: Proposal, device: Device) -> int:
+    """Programs of a proposal that one multiprocessor holds at a time."""
+    threads = 32 * max(proposal.warps, 1)
+    registers = threads * (24 + proposal.rows_per_program * proposal.block // threads)
     return max(1, min(32, device.threads // threads, device.registers // registers))
 
 
-def _fill(candidate: Candidate, problem: Problem, device: Device) -> float:
+def _fill(proposal: Proposal, problem: Problem, device: Device) -> float:
     """Part of the bandwidth that the programs can keep busy: Little's law, bytes in flight over latency."""
-    programs = min(max(candidate.programs, 1), _resident(candidate, device) * device.multiprocessors)
-    in_flight = programs * candidate.rows_per_program * candidate.block * problem.itemsize * problem.inputs
+    programs = min(max(proposal.programs, 1), _resident(proposal, device) * device.multiprocessors)
+    in_flight = programs * proposal.rows_per_program * proposal.block * problem.itemsize * problem.inputs
     return min(1.0, in_flight / (device.bandwidth * 1e3 * LATENCY_US))

@@ -1,44 +1,30 @@
-"""A candidate: one strategy's blocks for one problem, before they have a price."""
+"""A proposal: one strategy's blocks for one problem, before the planner estimates its time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ..core.device import Device
-from ..core.operations import OPERATIONS
 from ..core.problem import Problem
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One strategy's blocks for one problem.
+class Blocks:
+    """How rows map to programs; a program of a CUDA kernel is a block of threads.
 
     Attributes:
-        backend, strategy: Who runs it, and how rows map to the machine.
-        reason: Why these blocks, in one sentence.
         programs: Programs of the largest launch.
         block: Columns that one program holds at a time.
         rows_per_program: Rows that one program holds at a time.
-        depth: Columns of a block that share a lane and one rescaling of its state.  CUDA: rows that a group of
-            threads loads at once (`row`), or tiles that are streamed at once (`grid`).
+        depth: Triton: columns of a block that share a lane and one rescaling of its state.  CUDA: rows that a group of
+            threads loads together (`row`), or tiles that are streamed together (`grid`).
         warps: Warps of a program.
-        stages: Tiles in flight in a persistent program; 0 when each program has one tile.
+        stages: Tiles in flight in a persistent program; 0 where each program has one tile.
         splits: Programs that share a row.
-        launches: Kernel launches.
-        reads: Times the input is read.
-        vector: Elements of 16 bytes where rows that begin anywhere are cut to boundaries of that; else 1.
-        lanes: Threads that share a row; of CUDA kernels, which are written for threads.
-        resident: Programs that a multiprocessor should hold, for which their registers are rationed; CUDA.
-        shared: 16-byte chunks of a row that a thread keeps in shared memory; CUDA.
-        terms: Whether a thread keeps the terms of a softmax's sum rather than its elements; CUDA.
-        variant: Which of its strategy's proposals it is, in words that do not depend on the length of a row: what
-            tuning.Table remembers.
-        quality: Part of copy bandwidth that these blocks reach when the device is full, measured on an H200.
+        vector: Elements of 16 bytes where unaligned rows are split into head, body and tail; else 1.
     """
 
-    backend: str
-    strategy: str
-    reason: str
     programs: int
     block: int
     rows_per_program: int = 1
@@ -46,18 +32,111 @@ class Candidate:
     warps: int = 0
     stages: int = 0
     splits: int = 1
-    launches: int = 1
-    reads: int = 1
     vector: int = 1
+
+
+@dataclass(frozen=True)
+class Threads:
+    """What a CUDA kernel is told of its threads; kernels in other languages are not written for threads.
+
+    Attributes:
+        lanes: Threads that share a row.
+        resident: Blocks that a multiprocessor should hold; their registers are rationed for it.
+        shared: 16-byte chunks of a row that a thread keeps in shared memory.
+        terms: True where a thread holds the terms of a softmax's sum instead of its elements.
+    """
+
     lanes: int = 0
     resident: int = 1
     shared: int = 0
     terms: bool = False
-    variant: str = ""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the estimate of the time is made from.
+
+    Attributes:
+        reads: Times the input is read.
+        launches: Kernel launches.
+        quality: Part of copy bandwidth that the blocks reach when the device is full.
+    """
+
+    reads: int = 1
+    launches: int = 1
     quality: float = 1.0
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """One strategy's blocks for one problem.
+
+    Attributes:
+        backend, strategy: Who runs it, and how rows map to the machine.
+        reason: Why these blocks, in one sentence.
+        blocks, threads, traffic: The blocks, the threads of CUDA kernels, and the memory traffic.
+        variant: Name of the proposal among those of its strategy.  It does not depend on the length of a row: a
+            measured table refers to the proposal by it (planner/measured.py).
+    """
+
+    backend: str
+    strategy: str
+    reason: str
+    blocks: Blocks
+    threads: Threads = Threads()
+    traffic: Traffic = Traffic()
+    variant: str = ""
+
+    @property
+    def programs(self) -> int:
+        """Programs of the largest launch."""
+        return self.blocks.programs
+
+    @property
+    def block(self) -> int:
+        """Columns that one program holds at a time."""
+        return self.blocks.block
+
+    @property
+    def rows_per_program(self) -> int:
+        """Rows that one program holds at a time."""
+        return self.blocks.rows_per_program
+
+    @property
+    def warps(self) -> int:
+        """Warps of a program."""
+        return self.blocks.warps
+
+    @property
+    def splits(self) -> int:
+        """Programs that share a row."""
+        return self.blocks.splits
+
+    @property
+    def vector(self) -> int:
+        """Elements of 16 bytes where unaligned rows are split into head, body and tail; else 1."""
+        return self.blocks.vector
+
+    @property
+    def reads(self) -> int:
+        """Times the input is read."""
+        return self.traffic.reads
+
+    @property
+    def launches(self) -> int:
+        """Kernel launches."""
+        return self.traffic.launches
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every attribute by name, without the grouping, for JSON."""
+        flat: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            flat |= value if isinstance(value, dict) else {name: value}
+        return flat
+
+
 def no_gpu(backend: str, device: Device) -> str | None:
+    """Why a device cannot run kernels of ours, in one sentence; None where it can."""
     if device.kind != "cuda":
         return f"{backend} kernels need an NVIDIA GPU, and the device is {device.name}"
     if device.compute_capability < (8, 0):
@@ -65,27 +144,26 @@ def no_gpu(backend: str, device: Device) -> str | None:
     return None
 
 
-def cut(peeled: bool) -> str:
-    return "; rows begin anywhere and are cut to 16-byte boundaries" if peeled else ""
+def unaligned(peeled: bool) -> str:
+    """The end of a reason where unaligned rows are split."""
+    return "; unaligned rows: head and tail are handled separately" if peeled else ""
 
 
 def words_of(problem: Problem) -> int:
-    """32-bit registers for what is held of a column."""
+    """32-bit registers that hold one column of every input."""
     return (2 if problem.itemsize == 8 else 1) * problem.inputs
 
 
-def reduces(problem: Problem) -> bool:
-    return OPERATIONS[problem.operation].reduces
-
-
 def reads(problem: Problem) -> int:
-    """Times a row is read that is not held: to reduce it, and to write."""
-    return 1 if problem.per_row or not reduces(problem) else 2
+    """Times a row is read that is not held on chip: once to reduce it, once to write elements."""
+    return 2 if problem.writes_elements and problem.reduces else 1
 
 
 def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def clamp(value: int, low: int, high: int) -> int:
+    """The value, or the nearest bound."""
     return max(low, min(value, high))

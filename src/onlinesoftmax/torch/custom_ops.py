@@ -1,6 +1,7 @@
-"""The kernels as custom operators of PyTorch, for torch.compile and torch.export: opaque, with fake implementations.
+"""The operations as custom operators of PyTorch: opaque to torch.compile and torch.export, with fake implementations.
 
-Only tracers come this way.  An eager call does not pay for the dispatcher.
+One operator for each declared operation; its schema and its fake implementation follow from the declaration.  Only
+tracers come this way: an eager call does not pay for the dispatcher.
 """
 
 from __future__ import annotations
@@ -9,99 +10,138 @@ from typing import Any
 
 import torch
 
-from ..core.options import Fused
-from . import run as kernels
-from .autograd import PLAIN, gradients, keep
-from .run import Call
+from ..core.call import Call, Settings
+from ..core.operations import OPERATIONS, Operation
+from ..core.options import SCORE_OPTIONS, ScoreOptions
+from ..core.task import Choice
+from . import gradients
+from .autograd import keep, kept_by
+from .gradients import Kept, Wanted, accumulator_of, saved_outputs
+from .prepare import result_shape, run, shape_of_rows
 
 Tensor = torch.Tensor
 
+NAMESPACE = "onlinesoftmax"
+
+
+def forward(call: Call) -> Tensor:
+    """The result of a forward call as an operator, with derivatives."""
+    result = _operator(call.operation)(*_flat(call))
+    found: Tensor = result[0] if isinstance(result, tuple) else result
+    return found
+
+
+def _operator(operation: Operation) -> Any:
+    return getattr(getattr(torch.ops, NAMESPACE), operation.name)
+
+
+def _tensors_of(operation: Operation) -> tuple[str, ...]:
+    """Names of an operator's tensors: the operands, then what the score options may add."""
+    optional = [name for name in operation.options if SCORE_OPTIONS[name].tensor]
+    if operation.backward and "softcap" in operation.options:
+        # The slope of the softcap is taken at the logits.
+        optional.append("logits")
+    return (*(operand.name for operand in operation.operands), *optional)
+
+
 SETTINGS = (
-    "str operation, int dim, ScalarType? dtype, bool keepdim, bool batch_invariant, str? backend, str? strategy, "
+    "int dim, ScalarType? dtype, bool keepdim, str? backend, str? strategy, bool batch_invariant, "
     "float number, float? softcap, bool causal, bool zero"
 )
-"""A Call, then what of a Fused is no tensor, in the order of `_settings`."""
+"""Settings, their Choice, and the score options that are not tensors, in the order of `_flat`."""
 
 
-def forward(call: Call, x: Tensor, fused: Fused | None) -> Tensor:
-    """`kernels.forward` as an operator, with derivatives."""
-    fused = fused or PLAIN
-    scale = fused.scale if isinstance(fused.scale, Tensor) else None
-    y: Tensor = torch.ops.onlinesoftmax.forward(x, fused.bias, scale, fused.mask, *_flat(call, fused))
-    return y
+def schema(operation: Operation) -> str:
+    """The schema of an operator.
+
+    >>> schema(OPERATIONS["softmax"]).partition(", int dim")[0]
+    '(Tensor x, Tensor? scale, Tensor? bias, Tensor? mask'
+    """
+    required = {operand.name for operand in operation.operands}
+    tensors = [f"Tensor{'' if name in required else '?'} {name}" for name in _tensors_of(operation)]
+    results = ", ".join("Tensor" for _ in _outputs_of(operation))
+    return f"({', '.join(tensors)}, {SETTINGS}) -> {results if ',' not in results else f'({results})'}"
 
 
-def _flat(call: Call, fused: Fused) -> tuple[Any, ...]:
-    number = 1.0 if isinstance(fused.scale, Tensor) else fused.scale
-    return (*call, number, fused.softcap, fused.causal, fused.zero)
+def _outputs_of(operation: Operation) -> tuple[str, ...]:
+    return operation.always if operation.backward else saved_outputs(operation)
 
 
-def _settings(flat: tuple[Any, ...], bias: Any, scale: Any, mask: Any) -> tuple[Call, Fused]:
-    *call, number, softcap, causal, zero = flat
-    return Call(*call), Fused(number if scale is None else scale, softcap, bias, mask, causal, zero)
+def _flat(call: Call) -> tuple[Any, ...]:
+    """The arguments of a call's operator."""
+    options, (dim, dtype, keepdim, choice) = call.scores, call.settings
+    is_tensor = isinstance(options.scale, Tensor)
+    given = {"x": call.x, **call.beside, "bias": options.bias, "mask": options.mask}
+    given["scale"] = options.scale if is_tensor else None
+    number = 1.0 if is_tensor else options.scale
+    return (
+        *(given.get(name) for name in _tensors_of(call.operation)),
+        dim, dtype, keepdim, *choice, number, options.softcap, options.causal, options.zero,
+    )  # fmt: skip
 
 
-@torch.library.custom_op(
-    "onlinesoftmax::forward", mutates_args=(),
-    schema=f"(Tensor x, Tensor? bias, Tensor? scale, Tensor? mask, {SETTINGS}) -> Tensor",
-)  # fmt: skip
-def _forward(x: Tensor, bias: Any, scale: Any, mask: Any, *flat: Any) -> Tensor:
-    call, fused = _settings(flat, bias, scale, mask)
-    return kernels.forward(call, x, None if fused.plain else fused)
-
-
-@_forward.register_fake
-def _(x: Tensor, bias: Any, scale: Any, mask: Any, *flat: Any) -> Tensor:
-    operation, dim, dtype, keepdim = flat[:4]
-    shape = list(x.shape)
-    if operation == "logsumexp" and shape:
-        dim %= len(shape)
-        shape[dim : dim + 1] = [1] if keepdim else []
-    return x.new_empty(shape, dtype=dtype or x.dtype)
-
-
-@torch.library.custom_op(
-    "onlinesoftmax::backward", mutates_args=(),
-    schema=(
-        "(Tensor dy, Tensor saved, Tensor? logits, Tensor? bias, Tensor? scale, Tensor? mask, ScalarType x_dtype, "
-        f"bool through, {SETTINGS}) -> Tensor"
-    ),
-)  # fmt: skip
-def _backward(
-    dy: Tensor, saved: Tensor, logits: Any, bias: Any, scale: Any, mask: Any, x_dtype: torch.dtype, through: bool,
-    *flat: Any,
-) -> Tensor:  # fmt: skip
-    call, fused = _settings(flat, bias, scale, mask)
-    return kernels.backward(call, dy, saved, logits, None if fused.plain else fused, x_dtype, through)
-
-
-@_backward.register_fake
-def _(
-    dy: Tensor, saved: Tensor, logits: Any, bias: Any, scale: Any, mask: Any, x_dtype: torch.dtype, through: bool,
-    *flat: Any,
-) -> Tensor:  # fmt: skip
-    like = logits if flat[0] == "logsumexp" else saved
-    return like.new_empty(like.shape, dtype=x_dtype)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, bias, scale, mask, *flat = inputs
-    ctx.flat = flat
-    keep(ctx, (x, bias, scale, mask, _settings(tuple(flat), None, None, None)), output)
-
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    y, logits, bias, scale, mask = ctx.saved_tensors
-
-    def kernel(
-        _: Any, dy: Tensor, saved: Tensor, logits: Any, __: Any, dtype: torch.dtype, through: bool = True
-    ) -> Any:
-        return torch.ops.onlinesoftmax.backward(dy, saved, logits, bias, scale, mask, dtype, through, *ctx.flat)
-
-    dx, dbias, dscale = gradients(
-        ctx.settings, dy, y, logits, bias, scale, mask, ctx.needs_input_grad[:3], ctx.dtype, ctx.bias_like, kernel
+def _call(operation: Operation, arguments: tuple[Any, ...]) -> Call:
+    """The call that `_flat` was given."""
+    names = _tensors_of(operation)
+    given = dict(zip(names, arguments, strict=False))
+    dim, dtype, keepdim, backend, strategy, invariant, number, softcap, causal, zero = arguments[len(names) :]
+    scale = given.pop("scale", None)
+    options = ScoreOptions(
+        number if scale is None else scale, softcap, given.pop("bias", None), given.pop("mask", None), causal, zero
     )
-    return dx, dbias, dscale, None, *(None for _ in ctx.flat)
+    settings = Settings(dim, dtype, keepdim, Choice(backend, strategy, invariant))
+    x = given.pop("x")
+    beside = {name: t for name, t in given.items() if t is not None}
+    return Call(operation, x, settings, None if options.plain else options, None, beside)
 
 
-_forward.register_autograd(_gradients, setup_context=_setup_context)
+def _define(operation: Operation) -> None:
+    outputs = _outputs_of(operation)
+
+    def kernel(*arguments: Any) -> Any:
+        call = _call(operation, arguments)
+        return run(call, outputs) if operation.backward else gradients.forward(call, outputs)
+
+    def fake(*arguments: Any) -> Any:
+        call = _call(operation, arguments)
+        x, (dim, dtype, keepdim, _) = call.x, call.settings
+        result = dtype or x.dtype
+        axis = dim % max(x.dim(), 1)
+        y = x.new_empty(result_shape(operation, x.shape, axis, keepdim), dtype=result)
+        wide = accumulator_of(x.dtype, result)
+        rest = [x.new_empty(shape_of_rows(x.shape, axis), dtype=wide) for _ in outputs[1:]]
+        return (y, *rest) if rest else y
+
+    name = f"{NAMESPACE}::{operation.name}"
+    operator = torch.library.custom_op(name, kernel, mutates_args=(), schema=schema(operation))
+    operator.register_fake(fake)
+    if operation.backward:
+        return
+    names = _tensors_of(operation)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        y, lse = output if isinstance(output, tuple) else (output, None)
+        if lse is not None:
+            ctx.mark_non_differentiable(lse)
+        ctx.count = len(inputs)
+        keep(ctx, _call(operation, inputs), y, lse, ctx.needs_input_grad[names.index("scale")])
+
+    def differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+        call, kept = kept_by(ctx)
+        needs = dict(zip(names, ctx.needs_input_grad, strict=False))
+        wanted = Wanted(needs["x"], needs["bias"], needs["scale"], ctx.dtype, ctx.bias_like)
+        found = dict(zip(("x", "bias", "scale"), gradients.gradients(call, kept, dy, wanted, _backward), strict=True))
+        return (*(found.get(name) for name in names), *(None for _ in range(ctx.count - len(names))))
+
+    operator.register_autograd(differentiate, setup_context=setup_context)
+
+
+def _backward(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, through: bool) -> Tensor:
+    """`gradients.backward` as an operator."""
+    of_gradient = gradients.gradient_call(call, kept, dy, dtype, through)
+    found: Tensor = _operator(of_gradient.operation)(*_flat(of_gradient))
+    return found
+
+
+for _operation in OPERATIONS.values():
+    _define(_operation)

@@ -1,4 +1,4 @@
-"""What runs a call on a torch tensor: PyTorch's own operation, our kernel, or our kernel with derivatives."""
+"""Who runs a call on a torch tensor: PyTorch's own operation, our kernel, or our kernel with derivatives."""
 
 from __future__ import annotations
 
@@ -9,89 +9,90 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..core.options import Fused, query_axis
-from ..core.problem import ITEMSIZE
+from ..core.call import Call
+from ..core.operations import Operation
+from ..core.task import ITEMSIZE
 from ..kernels import registry
 from ..planner.plan import PlanError
 from . import autograd, eager
-from . import run as kernels
-from .prepare import DTYPE_NAMES, Place, aligned, check_out, checked_dim, options_of, prepare
-from .run import Call
+from .check import check_options, check_out_memory, checked_dim, checked_out
+from .prepare import aligned, kind_of, prepare
+from .prepare import run as run_kernel
 
 
-def run(
-    operation: str, x: torch.Tensor, dim: Any, dtype: torch.dtype | None, keepdim: bool,
-    out: torch.Tensor | None, backend: str | None, strategy: str | None,
-    fused: Fused | None = None, batch_invariant: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """One operation on a torch tensor: the implementation of every function in api.py."""
-    plain = fused is None and not batch_invariant
-    if plain and type(x) is torch.Tensor and x.is_cpu and backend is None and strategy is None:
+def run(call: Call) -> torch.Tensor:
+    """One call on a torch tensor: what every function in api.py does."""
+    operation, x, settings, _, out, _ = call
+    dim, dtype, keepdim, choice = settings
+    plain = call.plain
+    if plain and type(x) is torch.Tensor and x.is_cpu:
         # First, and at once to PyTorch: on a CPU a microsecond of ours shows.
-        return eager.torch_call(operation, x, dim, dtype, keepdim, out)
-    usual = plain and out is None and dtype is None and backend is None and strategy is None and type(dim) is int
-    # Other tracers than this one bring tensors of another type; its answer takes a quarter of the time.
+        return eager.call(operation, x, settings, out)
+    usual = plain and out is None and dtype is None and type(dim) is int
+    # A tracer other than dynamo brings tensors of another type; asking dynamo takes a quarter of the time.
     if usual and not torch.compiler.is_dynamo_compiling() and type(x) is torch.Tensor and _is_bare(x):
-        # On a GPU too, for small inputs: what is prepared needs no more questions.
-        known = _LAUNCHES.get((operation, x.shape, x.stride(), x.dtype, x.get_device(), dim, keepdim))
+        # A launch that is prepared needs no more questions: for small inputs a microsecond shows on a GPU too.
+        known = _LAUNCHES.get((operation.name, x.shape, x.stride(), x.dtype, x.get_device(), dim, keepdim))
         if known is not None:
-            return known(x, None)
+            return known(x, None, _NOTHING)
     else:
         usual = False
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
-    if fused is not None:
-        _check_fused(operation, x, dim, fused)
-    # On a CPU, and wherever our kernels cannot be, PyTorch's own operations are the plan: as eager/row.
-    by_default = backend is None and (not x.is_cuda or not _have_kernels())
-    if (by_default or backend == "eager") and strategy in (None, "row"):
-        return _by_pytorch(operation, x, dim, dtype, keepdim, out, fused, batch_invariant)
+    check_options(call)
+    # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
+    by_default = choice.backend is None and (not x.is_cuda or not _have_kernels())
+    if (by_default or choice.backend == "eager") and choice.strategy in (None, "row"):
+        return _by_pytorch(call)
     if reason := _not_for_kernels(x, dtype):
-        if backend is None and strategy is None:
-            return _by_pytorch(operation, x, dim, dtype, keepdim, out, fused, batch_invariant)
-        raise PlanError(f"{operation}() with backend={backend!r}, strategy={strategy!r}: {reason}")
+        if choice.backend is None and choice.strategy is None:
+            return _by_pytorch(call)
+        raise PlanError(f"{operation}() with backend={choice.backend!r}, strategy={choice.strategy!r}: {reason}")
     if isinstance(dim, tuple | list):
-        return _over_dims(operation, x, tuple(dim), dtype, keepdim, out, backend, strategy, fused, batch_invariant)
-    tracing = torch.compiler.is_compiling() or type(x) not in PLAIN_TYPES
-    if dtype is None and torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
-        dtype = (_autocast_dtype if tracing else _known_autocast_dtype)(operation, x.dtype, x.device.type)
-    if tracing:
-        from . import custom_ops as library
+        return _over_dims(call)
+    return _by_kernel(_with_autocast(call), usual)
 
-        dim = checked_dim(operation, dim, x.dim())
-        y = library.forward(Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy), x, fused)
+
+def _by_kernel(call: Call, usual: bool) -> torch.Tensor:
+    """Run a checked call by our kernels, traced, recorded for autograd, or as it is."""
+    operation, x, settings, _, out, _ = call
+    if _is_traced(x):
+        from . import custom_ops
+
+        dim = checked_dim(operation.name, settings.dim, x.dim())
+        y = custom_ops.forward(call._replace(settings=settings._replace(dim=dim), out=None))
         return y if out is None else _write(operation, y, out)
-    if _wants_derivatives(x, fused):
+    if _wants_derivatives(call):
         if out is not None:
             raise RuntimeError(f"{operation}(): functions with out=... do not support gradients, and one is needed")
-        return autograd.apply(Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy), x, fused)
-    place = None if out is None else _place(operation, x, out, fused)
-    if plain:
-        # As kernels.forward, without what only the fused need.
-        options = options_of(None, False, backend, strategy)
-        is_aligned = x.data_ptr() % 16 == 0
-        ready = prepare(
-            operation, x.shape, x.stride(), x.dtype, x.device, is_aligned, dim, dtype, keepdim, place, options
-        )  # fmt: skip
-        if usual:
-            if len(_LAUNCHES) >= MOST_LAUNCHES:
-                _LAUNCHES.clear()
-            _LAUNCHES[operation, x.shape, x.stride(), x.dtype, x.get_device(), dim, keepdim] = ready
-        return ready(x, out)
-    call = Call(operation, dim, dtype, keepdim, batch_invariant, backend, strategy)
-    if batch_invariant and out is not None:
-        return _write(operation, kernels.forward(call, x, fused), out)
-    return kernels.forward(call, x, fused, out, place)
+        return autograd.apply(call)
+    if out is not None:
+        check_out_memory(call)
+    if settings.choice.batch_invariant:
+        y = autograd.forward(call._replace(out=None))
+        return y if out is None else _write(operation, y, out)
+    if not usual:
+        found: torch.Tensor = run_kernel(call)
+        return found
+    prepared = prepare(kind_of(call, _NOTHING))
+    if aligned(x):
+        if len(_LAUNCHES) >= MOST_LAUNCHES:
+            _LAUNCHES.clear()
+        key = (operation.name, x.shape, x.stride(), x.dtype, x.get_device(), settings.dim, settings.keepdim)
+        _LAUNCHES[key] = prepared
+    return prepared(x, None, _NOTHING)
 
+
+_NOTHING: dict[str, Any] = {}
 
 _LAUNCHES: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
-"""What is prepared, by what the usual calls depend on: for tensors on 16 bytes of which nothing else is asked."""
+"""Prepared launches of usual calls: aligned tensors on a GPU, no options, no derivatives, nothing forced."""
 
 MOST_LAUNCHES = 4096
 
 
 def _is_bare(x: torch.Tensor) -> bool:
-    """Whether it is nothing but numbers on a GPU, on 16 bytes: no derivatives, transforms, autocast or negation."""
+    """True for an aligned GPU tensor without derivatives, transforms, autocast or a lazy negation."""
     return (
         x.is_cuda
         and x.layout is torch.strided
@@ -112,54 +113,74 @@ def _have_kernels() -> bool:
 _have_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute
 
 
+DTYPES = tuple(getattr(torch, name) for name in ITEMSIZE)
+"""The dtypes that kernels take."""
+
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
 """Tensors without data that stand for others while a program is traced."""
 
 
-def _wants_derivatives(x: torch.Tensor, fused: Fused | None) -> bool:
+def _is_traced(x: torch.Tensor) -> bool:
+    return torch.compiler.is_compiling() or type(x) not in PLAIN_TYPES
+
+
+def _wants_derivatives(call: Call) -> bool:
     if torch.is_grad_enabled():
-        if x.requires_grad:
+        options = call.options
+        if call.x.requires_grad:
             return True
-        if fused is not None and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (fused[0], fused[2])):
+        if options is not None and any(
+            isinstance(t, torch.Tensor) and t.requires_grad for t in (options.scale, options.bias)
+        ):
             return True
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def _by_pytorch(
-    operation: str, x: torch.Tensor, dim: Any, dtype: Any, keepdim: bool, out: Any, fused: Fused | None,
-    batch_invariant: bool,
-) -> torch.Tensor:  # fmt: skip
-    if fused is None and not (batch_invariant and operation == "logsumexp"):
-        return eager.torch_call(operation, x, dim, dtype, keepdim, out)
-    if not x.is_floating_point() and dtype is None:
+def _by_pytorch(call: Call) -> torch.Tensor:
+    """Run a call by PyTorch's operations."""
+    operation, x, settings, options, out, _ = call
+    if options is None and not (settings.choice.batch_invariant and operation.per_row):
+        y: torch.Tensor = eager.call(operation, x, settings, out)
+        return y
+    if not x.is_floating_point() and settings.dtype is None:
         raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is not floating point; pass dtype=")
-    if dtype is None and torch.is_autocast_enabled(x.device.type):
+    if settings.dtype is None and torch.is_autocast_enabled(x.device.type):
         dtype = _autocast_dtype(operation, x.dtype, x.device.type)
-    y = eager.torch_fused(operation, x, dim, dtype, keepdim, fused or Fused(), batch_invariant)
+        call = call._replace(settings=settings._replace(dtype=dtype))
+    y = eager.call_on_scores(call)
     return y if out is None else _write(operation, y, out)
 
 
-def _autocast_dtype(operation: str, dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """What PyTorch's lists make of this operation on this dtype: PyTorch is asked."""
-    result: torch.dtype = getattr(torch, operation)(torch.zeros(1, dtype=dtype, device=device_type), 0).dtype
+def _with_autocast(call: Call) -> Call:
+    """The call with the dtype that autocast gives its result."""
+    operation, x, settings, _, _, _ = call
+    if settings.dtype is not None or not torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
+        return call
+    find = _autocast_dtype if _is_traced(x) else _known_autocast_dtype
+    return call._replace(settings=settings._replace(dtype=find(operation, x.dtype, x.device.type)))
+
+
+def _autocast_dtype(operation: Operation, dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """The dtype that PyTorch's autocast lists give this operation's result: PyTorch is asked."""
+    result: torch.dtype = getattr(torch, operation.name)(torch.zeros(1, dtype=dtype, device=device_type), 0).dtype
     return result
 
 
-def _known_autocast_dtype(operation: str, dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """The same, asked once."""
+def _known_autocast_dtype(operation: Operation, dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """The same, asked once for each dtype of autocast."""
     return _autocast_once(operation, dtype, device_type, torch.get_autocast_dtype(device_type))
 
 
 @lru_cache
-def _autocast_once(operation: str, dtype: torch.dtype, device_type: str, _autocast: torch.dtype) -> torch.dtype:
+def _autocast_once(operation: Operation, dtype: torch.dtype, device_type: str, _autocast: torch.dtype) -> torch.dtype:
     return _autocast_dtype(operation, dtype, device_type)
 
 
 def _not_for_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
-    """Why only PyTorch's own operations can take this tensor; None when our kernels can."""
-    if x.dtype not in DTYPE_NAMES or (dtype is not None and dtype not in DTYPE_NAMES):
+    """Why only PyTorch's own operations can take this tensor; None where our kernels can."""
+    if x.dtype not in DTYPES or (dtype is not None and dtype not in DTYPES):
         return f"dtype must be one of {', '.join(ITEMSIZE)}, got {x.dtype if dtype is None else dtype}"
     if (type(x) not in PLAIN_TYPES and type(x).__name__ not in TRACED_TYPES) or x.layout != torch.strided:
         return f"input is a {type(x).__name__} of layout {x.layout}, not a plain strided tensor"
@@ -168,96 +189,36 @@ def _not_for_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
     return None
 
 
-def _check_fused(operation: str, x: torch.Tensor, dim: Any, fused: Fused) -> None:
-    """Raise PyTorch's errors, with the name of the argument, for what does not fit the input."""
-    scale, _, bias, mask, causal, _ = fused
-    for name, t in (("scale", scale), ("bias", bias), ("mask", mask)):
-        if (name == "scale" and isinstance(t, float)) or t is None:
-            continue
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{operation}(): {name} must be Tensor, as input is, not {type(t).__name__}")
-        if t.device != x.device:
-            raise RuntimeError(f"{operation}(): {name} is on {t.device}, and input on {x.device}")
-        if name == "mask" and t.dtype != torch.bool:
-            raise RuntimeError(f"{operation}(): mask must be boolean (True keeps), got {t.dtype}")
-        if name != "mask" and not t.is_floating_point():
-            raise RuntimeError(f"{operation}(): {name} must be floating point, got {t.dtype}")
-        if name == "scale" and t.dim() != 0:
-            raise RuntimeError(f"{operation}(): scale must be a number or a 0-d tensor, got shape {tuple(t.shape)}")
-        if not _broadcasts(t.shape, x.shape):
-            raise RuntimeError(
-                f"{operation}(): {name} of shape {tuple(t.shape)} does not broadcast to input's {tuple(x.shape)}"
-            )
-    if causal:
-        if isinstance(dim, tuple | list):
-            raise ValueError(f"{operation}(): causal needs one dim, got {dim}")
-        query_axis(operation, checked_dim(operation, dim, x.dim()), max(x.dim(), 1))
-
-
-def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
-
-
-def _over_dims(
-    operation: str, x: torch.Tensor, dims: tuple[int, ...], dtype: Any, keepdim: bool, out: Any,
-    backend: Any, strategy: Any, fused: Fused | None, batch_invariant: bool,
-) -> torch.Tensor:  # fmt: skip
-    """Logsumexp over several dimensions: flattened into one, a view where the strides allow it."""
-    if operation != "logsumexp":
-        raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dims).__name__}")
+def _over_dims(call: Call) -> torch.Tensor:
+    """A result per row over several dimensions: they are flattened into one, a view where the strides allow it."""
+    operation, x, settings, options, out, _ = call
+    dims = tuple(settings.dim)
+    if not operation.per_row:
+        raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(settings.dim).__name__}")
     if not dims or x.dim() == 0:
-        return _by_pytorch(operation, x, dims, dtype, keepdim, out, fused, batch_invariant)
-    kept = sorted({checked_dim(operation, dim, x.dim()) for dim in dims})
-    if len(kept) < len(dims):
+        return _by_pytorch(call._replace(settings=settings._replace(dim=dims)))
+    reduced = sorted({checked_dim(operation.name, dim, x.dim()) for dim in dims})
+    if len(reduced) < len(dims):
         raise RuntimeError(f"{operation}(): dim {dims} names a dimension twice")
+    count = len(reduced)
 
     def flat(t: torch.Tensor | None) -> torch.Tensor | None:
         if t is None:
             return None
-        return t.expand(x.shape).movedim(kept, tuple(range(-len(kept), 0))).flatten(-len(kept))
+        return t.expand(x.shape).movedim(reduced, tuple(range(-count, 0))).flatten(-count)
 
-    last = x.movedim(kept, tuple(range(-len(kept), 0))).flatten(-len(kept))
-    fused = None if fused is None else fused._replace(bias=flat(fused.bias), mask=flat(fused.mask))
-    to = None if keepdim else out
-    y = run(operation, last, -1, dtype, False, to, backend, strategy, fused, batch_invariant)
-    if not keepdim:
+    last = x.movedim(reduced, tuple(range(-count, 0))).flatten(-count)
+    if options is not None:
+        options = options._replace(bias=flat(options.bias), mask=flat(options.mask))
+    to = None if settings.keepdim else out
+    y = run(Call(operation, last, settings._replace(dim=-1, keepdim=False), options, to))
+    if not settings.keepdim:
         return y
-    y = y.reshape([1 if i in kept else size for i, size in enumerate(x.shape)])
+    y = y.reshape([1 if i in reduced else size for i, size in enumerate(x.shape)])
     return y if out is None else _write(operation, y, out)
 
 
-def _write(operation: str, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _write(operation: Operation, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Copy y to `out`, which must fit it or be empty."""
-    check_out(operation, (out.shape, out.stride(), out.dtype, out.device, True), y.shape, y.dtype, y.device)
+    checked_out(operation.name, out, y.shape, y.dtype, y.device)
     return (out if out.shape == y.shape else out.resize_(y.shape)).copy_(y)
-
-
-def _place(operation: str, x: torch.Tensor, out: torch.Tensor, fused: Fused | None) -> Place:
-    """Where `out` lies, once it is known to be writable beside what is read."""
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"{operation}(): argument 'out' must be Tensor, not {type(out).__name__}")
-    if out.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{operation}(): out requires a gradient, and functions with out=... do not support that")
-    same = (
-        out.data_ptr() == x.data_ptr() and out.stride() == x.stride() and out.dtype == x.dtype and out.shape == x.shape
-    )
-    if not same and out.device == x.device and _ranges_overlap(x, out):
-        raise RuntimeError(
-            f"{operation}(): out overlaps input in memory without being the same tensor; clone() one of them"
-        )
-    for name, t in (("bias", fused.bias), ("mask", fused.mask)) if fused is not None else ():
-        if t is not None and _ranges_overlap(t, out):
-            raise RuntimeError(f"{operation}(): out overlaps {name} in memory; clone() one of them")
-    return out.shape, out.stride(), out.dtype, out.device, aligned(out)
-
-
-def _ranges_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    begin_a, begin_b = a.data_ptr(), b.data_ptr()
-    return begin_a < begin_b + _extent(b) and begin_b < begin_a + _extent(a)
-
-
-def _extent(t: torch.Tensor) -> int:
-    """Bytes from the first element of t to the end of its last."""
-    if t.is_contiguous():
-        return t.numel() * t.itemsize
-    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize if t.numel() else 0

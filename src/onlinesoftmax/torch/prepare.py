@@ -1,235 +1,250 @@
-"""From torch tensors to launches: the view as rows, the plan and the kernels, all found once for a shape."""
+"""From a call on torch tensors to a launch: task, plan and kernels, all found once for each kind of call.
+
+The first call of a kind describes its tensors, makes the task, has it planned and has the backend prepare the request.
+Later calls find the prepared function under a key of shapes, strides, dtypes and settings, and run it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.device import known
-from ..core.layout import Layout, contiguous_strides, rows_of, strides_of_rows
-from ..core.operations import OPERATIONS
-from ..core.options import Fused, bits, query_axis
-from ..core.problem import ITEMSIZE, Problem
+from ..core.call import Call, Settings
+from ..core.layout import contiguous_strides, strides_of_rows
+from ..core.operations import Operation
+from ..core.options import ScoreOptions, bits
+from ..core.problem import Problem
+from ..core.task import ITEMSIZE, Flags, Task, TensorSpec, one_row_as_many, task_of
 from ..kernels import registry
 from ..kernels.request import Request
-from ..planner import measured as tuning
+from ..planner import measured
 from ..planner.plan import Plan, plan
-from . import eager
+from . import eager, ops
+from .check import checked_dim, checked_out
 from .device import from_torch
 
-DTYPE_NAMES = {getattr(torch, name): name for name in ITEMSIZE}
+DTYPE_NAMES = {getattr(torch, name): name for name in ITEMSIZE} | {torch.bool: "bool"}
 
-Place = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
-"""Where an output lies: shape, strides, dtype, device, and whether it begins on 16 bytes."""
-
-Side = tuple[str, tuple[int, ...], torch.dtype, bool, int]
-"""A tensor beside the input: name, strides for the input's shape, dtype, whether it begins on 16 bytes, its bytes."""
+NUMBERS = ("scale", "softcap")
+"""Operands that may be one number for the call."""
 
 
-class Options(NamedTuple):
-    """What a call asks for beside its tensors.
+class Place(NamedTuple):
+    """A torch tensor without its data: what a plan can depend on."""
+
+    name: str
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+    device: torch.device
+
+
+class Kind(NamedTuple):
+    """The kind of a call: calls of one kind share a prepared function.
 
     Attributes:
-        softcap, causal, zero: As in Fused; of the softcap only whether there is one.
-        scale: "number", the dtype of a tensor, or None.
-        batch_invariant: Whether a row's bits must not depend on the rows beside it.
-        backend, strategy: What is forced.
+        operation, outputs, settings: As in Call and Task.
+        places: The input, the other tensors that are read, and `out` where it is given.
+        flags: Options that are numbers, causality, and zeros for masked rows.
     """
 
-    softcap: bool = False
-    causal: bool = False
-    zero: bool = False
-    scale: torch.dtype | str | None = None
-    batch_invariant: bool = False
-    backend: str | None = None
-    strategy: str | None = None
+    operation: Operation
+    outputs: tuple[str, ...]
+    settings: Settings
+    places: tuple[Place, ...]
+    flags: Flags
 
 
-PLAIN = Options()
+def run(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
+    """Run a call by a kernel, or by PyTorch's operation where the plan says so; the call has been checked.
+
+    Returns:
+        The output "y"; a tuple where several outputs are asked for.
+    """
+    operands = operands_of(call)
+    return prepare(kind_of(call, operands, outputs))(call.x, call.out, operands)
+
+
+def operands_of(call: Call) -> dict[str, Any]:
+    """The operands besides the input, by the names that kernels have for them; a number is given as its bits."""
+    operands = dict(call.beside)
+    options = call.options
+    if options is None:
+        return operands
+    scale, softcap, bias, mask, _, _ = options
+    if bias is not None:
+        operands["bias"] = bias
+    if mask is not None:
+        operands["mask"] = mask
+    if isinstance(scale, torch.Tensor):
+        operands["scale"] = scale
+    elif scale != 1:
+        operands["scale"] = bits(scale)
+    if softcap is not None:
+        operands["softcap"] = bits(softcap)
+    return operands
+
+
+def kind_of(call: Call, operands: dict[str, Any], outputs: tuple[str, ...] = ("y",)) -> Kind:
+    """The kind of a call with these operands."""
+    operation, x, settings, options, out, _ = call
+    places = [place_of("x", x, x.shape)]
+    if operands:
+        places += [
+            place_of(name, t, x.shape, name in operation.row_operands and settings.dim)
+            for name, t in operands.items()
+            if isinstance(t, torch.Tensor)
+        ]
+    if out is not None:
+        places.append(Place("out", out.shape, out.stride(), out.dtype, aligned(out), out.device))
+    flags = NO_FLAGS if options is None else _flags(options, operands)
+    return Kind(operation, outputs, settings, tuple(places), flags)
+
+
+def place_of(name: str, t: torch.Tensor, shape: torch.Size, row_axis: Any = False) -> Place:
+    """A tensor as it is read beside an input of this shape; its stride along `row_axis` is 0 where that is given."""
+    strides = t.stride()
+    if t.shape != shape and name != "scale":
+        strides = t.expand(shape).stride()
+    if row_axis is not False and shape:
+        axis = row_axis % len(shape)
+        strides = (*strides[:axis], 0, *strides[axis + 1 :])
+    return Place(name, t.shape, strides, t.dtype, aligned(t), t.device)
+
+
+def _flags(options: ScoreOptions, operands: dict[str, Any]) -> Flags:
+    numbers = frozenset(name for name in NUMBERS if isinstance(operands.get(name), int))
+    return Flags(numbers, options.causal, options.zero)
+
+
+NO_FLAGS = Flags()
 
 
 def aligned(t: torch.Tensor) -> bool:
-    """Whether a tensor begins on 16 bytes."""
+    """True where the first element of a tensor lies on 16 bytes."""
     return t.data_ptr() % 16 == 0
 
 
-def options_of(fused: Fused | None, batch_invariant: bool, backend: str | None, strategy: str | None) -> Options:
-    """The part of a call that its plan depends on."""
-    if fused is None:
-        if backend is None and strategy is None and not batch_invariant:
-            return PLAIN
-        return Options(batch_invariant=batch_invariant, backend=backend, strategy=strategy)
-    scale = fused.scale
-    kind = scale.dtype if isinstance(scale, torch.Tensor) else None if scale == 1 else "number"
-    return Options(fused.softcap is not None, fused.causal, fused.zero, kind, batch_invariant, backend, strategy)
-
-
-def beside(name: str, t: torch.Tensor, shape: torch.Size) -> Side:
-    """What a plan depends on of a tensor that is read beside the input, broadcast to its shape."""
-    strides = t.stride() if t.shape == shape else t.expand(shape).stride()
-    return name, strides, t.dtype, aligned(t), t.numel() * t.itemsize
-
-
-def sides_of(fused: Fused | None, shape: torch.Size) -> tuple[Side, ...]:
-    """The same of the bias and the mask of a Fused."""
-    if fused is None:
-        return ()
-    named = (("bias", fused.bias), ("mask", fused.mask))
-    return tuple(beside(name, t, shape) for name, t in named if t is not None)
-
-
-def numbers_of(fused: Fused | None) -> dict[str, Any]:
-    """The tensors and numbers of a Fused, by the names that kernels have for them."""
-    if fused is None:
-        return {}
-    more = {name: t for name, t in (("bias", fused.bias), ("mask", fused.mask)) if t is not None}
-    if isinstance(fused.scale, torch.Tensor):
-        more["scale"] = fused.scale
-    elif fused.scale != 1:
-        more["scale"] = bits(fused.scale)
-    if fused.softcap is not None:
-        more["softcap"] = bits(fused.softcap)
-    return more
-
-
 @lru_cache(maxsize=4096)
-def prepare(
-    operation: str, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-    is_aligned: bool, dim: Any, out_dtype: torch.dtype | None, keepdim: bool, place: Place | None,
-    options: Options = PLAIN, sides: tuple[Side, ...] = (),
-) -> Callable[..., torch.Tensor]:  # fmt: skip
-    """Everything that shapes, strides and dtypes tell, found once: what remains is the call(x, out, **more)."""
-    axis = checked_dim(operation, dim, len(shape))
-    out_dtype = out_dtype or dtype
-    out_shape = _out_shape(operation, shape, axis, keepdim)
-    if place is not None:
-        check_out(operation, place, out_shape, out_dtype, device)
-    if shape.numel() == 0:
-        if OPERATIONS[operation].backward:
-            return lambda x, out, **_: torch.empty(out_shape, dtype=out_dtype, device=device)
-        return lambda x, out, **_: eager.torch_call(operation, x, axis, out_dtype, keepdim, out)
-    resize = place is not None and place[0] != out_shape
-    y_strides = place[1] if place is not None and not resize else contiguous_strides(out_shape)
-    layout = layout_for(operation, shape, strides, axis, keepdim, y_strides, sides, options)
-    is_aligned = is_aligned and (place is None or resize or place[4])
-    is_aligned = is_aligned and all(ok for name, _, _, ok, _ in sides if name == "dy")
-    the_plan = make_plan(operation, layout, dtype, out_dtype, device, is_aligned, options, sides)
+def prepare(kind: Kind) -> Callable[[torch.Tensor, torch.Tensor | None, dict[str, Any]], Any]:
+    """The function run(x, out, operands) for calls of a kind."""
+    operation, settings = kind.operation, kind.settings
+    x, out = kind.places[0], kind.places[-1] if kind.places[-1].name == "out" else None
+    axis = checked_dim(operation.name, settings.dim, len(x.shape))
+    dtype, shape = settings.dtype or x.dtype, result_shape(operation, x.shape, axis, settings.keepdim)
+    if out is not None:
+        checked_out(operation.name, out, shape, dtype, x.device)
+    if x.shape.numel() == 0:
+        return _of_nothing(kind, axis, shape, dtype)
+    resize = out is not None and out.shape != shape
+    task = _task(kind, axis, out if not resize else None)
+    the_plan = plan_of(task, x.device, settings.choice)
     if the_plan.backend == "eager":
-        return lambda x, out: eager.torch_call(operation, x, axis, out_dtype, keepdim, out)
-    diagonal = shape[axis] - shape[query_axis(operation, axis, len(shape))] + 1 if options.causal else None
-    dtypes = {"x": dtype, "y": out_dtype} | {name: kind for name, _, kind, _, _ in sides}
-    if isinstance(options.scale, torch.dtype):
-        dtypes["scale"] = options.scale
-    request = Request(
-        operation, the_plan, layout, {name: str(kind).removeprefix("torch.") for name, kind in dtypes.items()},
-        frozenset(("x", "y") if is_aligned else ()) | {name for name, _, _, ok, _ in sides if ok},
-        options.scale is not None, options.softcap, diagonal, options.zero,
-    )  # fmt: skip
-    launch = registry.load(the_plan.backend).prepare(request)
+        by_pytorch = settings._replace(dim=axis, dtype=dtype)
+        return lambda x, out, _: eager.call(operation, x, by_pytorch, out)
+    launch = registry.load(the_plan.backend).prepare(Request(task, the_plan))
+    return _bound(launch, kind, task, shape, dtype)
 
-    on_gpu, index = device.type == "cuda", device.index
-    like_input = (out_shape, out_dtype) == (shape, dtype) and strides == contiguous_strides(shape)
 
-    def call(x: torch.Tensor, out: torch.Tensor | None, **more: Any) -> torch.Tensor:
+def _bound(
+    launch: Callable[..., None], kind: Kind, task: Task, shape: torch.Size, dtype: torch.dtype
+) -> Callable[[torch.Tensor, torch.Tensor | None, dict[str, Any]], Any]:
+    """The function run(x, out, operands) that allocates what is not given, and launches."""
+    x = kind.places[0]
+    device, on_gpu, index = x.device, x.device.type == "cuda", x.device.index
+    like_input = (shape, dtype) == (x.shape, x.dtype) and x.strides == contiguous_strides(shape)
+    # The first output is the result; the others have one value per row.
+    more_outputs = kind.outputs[1:]
+    row_shape = shape_of_rows(x.shape, kind.settings.dim)
+    dtypes = {name: getattr(torch, task.dtypes[name]) for name in more_outputs}
+
+    def run(x: torch.Tensor, out: torch.Tensor | None, operands: dict[str, Any]) -> Any:
         if out is None:
-            # empty_like, where it gives the same, costs half of what empty does.
-            out = torch.empty_like(x) if like_input else torch.empty(out_shape, dtype=out_dtype, device=device)
-        elif resize:
-            out.resize_(out_shape)
+            # empty_like takes half the host time of empty.
+            out = torch.empty_like(x) if like_input else torch.empty(shape, dtype=dtype, device=device)
+        elif out.shape != shape:
+            out.resize_(shape)
+        if more_outputs:
+            operands = operands | {
+                name: torch.empty(row_shape, dtype=dtypes[name], device=device) for name in more_outputs
+            }
         if on_gpu and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(device):
-                launch(x, out, more)
+                launch(x, out, operands)
         else:
-            launch(x, out, more)
-        return out
+            launch(x, out, operands)
+        return (out, *(operands[name] for name in more_outputs)) if more_outputs else out
 
-    return call
+    return run
 
 
-def make_plan(
-    operation: str, layout: Layout, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device,
-    is_aligned: bool, options: Options = PLAIN, sides: tuple[Side, ...] = (),
-) -> Plan:  # fmt: skip
-    """The plan for a layout on a torch device."""
-    problem = Problem(
-        operation, layout.rows, layout.cols, DTYPE_NAMES[dtype], DTYPE_NAMES[out_dtype],
-        contiguous=layout.x_col == 1, adjacent=layout.adjacent, unit=layout.unit if is_aligned else 1,
-        # Where a row is cut depends on where it lies, and the order of its sum on where it is cut.
-        peelable=is_aligned and layout.congruent and not options.batch_invariant,
-        more_bytes=sum(size for name, _, _, _, size in sides if name in ("bias", "mask")),
-        bias_bytes=sum(kind.itemsize for name, _, kind, _, _ in sides if name == "bias"),
-        masked=any(name == "mask" for name, *_ in sides),
-        fused=bool(options.softcap or options.causal or options.scale or any(s[0] in ("bias", "mask") for s in sides)),
-    )  # fmt: skip
-    backend, strategy, missing = options.backend, options.strategy, registry.missing()
+def _task(kind: Kind, axis: int, out: Place | None) -> Task:
+    """The task of a kind whose result is new, or lies where `out` says."""
+    x, *beside = (place for place in kind.places if place.name != "out")
+    operation, (_, dtype, keepdim, choice) = kind.operation, kind.settings
+    result = dtype or x.dtype
+    wide = torch.promote_types(torch.promote_types(x.dtype, result), torch.float32)
+    tensors = {"x": _spec(x)}
+    for output in operation.written(kind.outputs):
+        is_result = output is operation.result
+        shape = result_shape(operation, x.shape, axis, keepdim) if is_result else shape_of_rows(x.shape, axis)
+        strides, is_aligned = contiguous_strides(shape), True
+        if is_result and out is not None:
+            strides, is_aligned = out.strides, out.aligned
+        if output.kind == "row" and x.shape:
+            strides = strides_of_rows(strides, axis, keepdim and is_result)
+        kept = result if output.dtype == "result" else wide
+        tensors[output.name] = TensorSpec(strides, DTYPE_NAMES[kept], is_aligned)
+    tensors |= {place.name: _spec(place) for place in beside}
+    task = task_of(operation, kind.outputs, tuple(x.shape), axis, tensors, kind.flags)
+    return one_row_as_many(task) if choice.batch_invariant else task
+
+
+def _spec(place: Place) -> TensorSpec:
+    return TensorSpec(place.strides, DTYPE_NAMES[place.dtype], place.aligned)
+
+
+def plan_of(task: Task, device: torch.device, choice: Any) -> Plan:
+    """The plan for a task on a torch device."""
     machine = from_torch(device.type, device.index or 0)
-    if machine.kind == "cpu" and backend == "triton" and registry.load("triton").interpreted():
+    if machine.kind == "cpu" and choice.backend == "triton" and registry.load("triton").interpreted():
         # The interpreter needs some GPU's numbers to plan with.
-        machine = known("h200")
-    if OPERATIONS[operation].backward or sides or options[:5] != PLAIN[:5]:
-        # For those who want it all the same, dispatch calls eager itself.
-        missing = (*missing, ("eager", "PyTorch's own operations have no kernel for this"))
-    return plan(problem, machine, backend, strategy, missing, options.batch_invariant, tuning.table_for(machine))
+        machine = registry.load("triton").PLANNED_FOR
+    problem = Problem.of(task, choice.batch_invariant)
+    return plan(problem, machine, choice, registry.missing(), measured.table_for(machine))
 
 
-def layout_for(
-    operation: str, shape: tuple[int, ...], strides: tuple[int, ...], axis: int, keepdim: bool,
-    y_strides: tuple[int, ...], sides: tuple[Side, ...] = (), options: Options = PLAIN,
-) -> Layout:  # fmt: skip
-    """The rows of an input, of its output, whose strides are those of the output's own shape, and of what is beside."""
-    more = {name: side for name, side, _, _, _ in sides}
-    if options.causal:
-        queries = query_axis(operation, axis, len(shape))
-        more["query"] = tuple(int(i == queries) for i in range(len(shape)))
-    if not shape:
-        shape, strides = (1,), (1,)
-        y_strides = (0,) if OPERATIONS[operation].per_row else (1,)
-        more = dict.fromkeys(more, (0,))
-    elif OPERATIONS[operation].per_row:
-        y_strides = strides_of_rows(y_strides, axis, keepdim)
-    layout = rows_of(tuple(shape), axis, strides, y_strides, more)
-    if options.batch_invariant and layout.rows == 1:
-        # A single row has no stride, which would let it be read wider than one of many.
-        step = (layout.cols,)
-        layout = replace(
-            layout, x_strides=step, y_strides=step if layout.y_col else (1,),
-            more=tuple((name, step if col else (1,), col) for name, _, col in layout.more),
-        )  # fmt: skip
-    return layout
+def _of_nothing(kind: Kind, axis: int, shape: torch.Size, dtype: torch.dtype) -> Callable[..., Any]:
+    """The function for an input without elements."""
+    operation, x = kind.operation, kind.places[0]
+    settings = kind.settings._replace(dim=axis, dtype=dtype)
+    if operation.backward:
+        return lambda x, out, _: torch.empty(shape, dtype=dtype, device=x.device)
+    wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
+    rows = shape_of_rows(x.shape, axis)
+
+    def run(x: torch.Tensor, out: torch.Tensor | None, _: Any) -> Any:
+        y = eager.call(operation, x, settings, out)
+        more = [ops.of_empty_rows(name, rows, wide, x.device) for name in kind.outputs[1:]]
+        return (y, *more) if more else y
+
+    return run
 
 
-def checked_dim(operation: str, dim: Any, ndim: int) -> int:
-    """`dim` counted from 0.
-
-    Raises:
-        TypeError, IndexError: it is no int, or out of range.
-    """
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
-    ndim = max(ndim, 1)
-    if not -ndim <= dim < ndim:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
-    return dim % ndim
-
-
-def _out_shape(operation: str, shape: torch.Size, axis: int, keepdim: bool) -> torch.Size:
-    if not OPERATIONS[operation].per_row or not shape:
+def result_shape(operation: Operation, shape: torch.Size, axis: int, keepdim: bool) -> torch.Size:
+    """Shape of the main output."""
+    if not operation.per_row or not shape:
         return shape
     return torch.Size((*shape[:axis], *((1,) if keepdim else ()), *shape[axis + 1 :]))
 
 
-def check_out(operation: str, place: Place, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise PyTorch's errors where an output does not fit its place."""
-    out_shape, out_strides, out_dtype, out_device, _ = place
-    if any(stride == 0 and size > 1 for size, stride in zip(out_shape, out_strides, strict=True)):
-        raise RuntimeError(f"{operation}(): out has several elements at one memory location; clone() it first")
-    if out_dtype != dtype:
-        raise RuntimeError(f"{operation}(): Expected out tensor to have dtype {dtype}, but got {out_dtype} instead")
-    if out_device != device:
-        raise RuntimeError(f"{operation}(): out is on {out_device}, and input on {device}")
-    if out_shape != shape and out_shape.numel():
-        raise RuntimeError(f"{operation}(): out has shape {tuple(out_shape)}, and the result has {tuple(shape)}")
+def shape_of_rows(shape: torch.Size, axis: int) -> torch.Size:
+    """Shape of an output with one value per row, without the softmax dimension."""
+    if not shape:
+        return shape
+    axis %= len(shape)
+    return torch.Size((*shape[:axis], *shape[axis + 1 :]))

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from ..core.operations import OPERATIONS
-from ..core.problem import ITEMSIZE
+from ..core.task import ITEMSIZE
 from ..jax import bridge
 from ..kernels import registry
 from ..planner.strategies import FOR_JAX, TABLE

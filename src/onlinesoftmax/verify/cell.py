@@ -59,7 +59,7 @@ class Cell:
     def add(self, case: Case, oracle: Exact) -> None:
         """Run one input and keep what is worst."""
         try:
-            function = _function(self.backend, OPERATIONS[self.operation].forward)
+            function = _function(self.backend, OPERATIONS[self.operation].forward.name)
             ours = oracle.outcome(function, backend=self.backend, strategy=self.strategy)
         except PlanError as error:
             self.refused += 1

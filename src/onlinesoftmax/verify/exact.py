@@ -48,7 +48,7 @@ class Exact:
         import torch
 
         x, dy = case.tensor(getattr(torch, dtype), device), None
-        function = getattr(torch, OPERATIONS[operation].forward)
+        function = getattr(torch, OPERATIONS[operation].forward.name)
         if OPERATIONS[operation].backward:
             like = function(x, case.dim)
             dy = torch.randn(like.shape, generator=torch.Generator().manual_seed(x.numel())).to(like)
@@ -78,8 +78,8 @@ def _outcome(operation: str, function: Callable[..., Any], x: Any, dim: int, dy:
         saved = function(leaf, dim, **how)
         (result,) = torch.autograd.grad(saved, leaf, dy)
     kept = wide(saved.detach())
-    if operation == "logsumexp_backward" and how.get("backend") == "pallas":
-        # JAX's keeps the state of each row, of which nothing was rounded away.
+    if operation == "logsumexp_backward" and how:
+        # Ours keeps the logsumexp of each row in float32 or wider, or its state; PyTorch keeps what it returns.
         kept = exact_result("logsumexp", wide(x), dim)
     exact, terms = exact_gradient(operation, wide(x), kept, wide(dy), dim)
     # A difference is no more exact than its terms were as they were accumulated.

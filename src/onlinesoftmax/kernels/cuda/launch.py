@@ -49,8 +49,8 @@ def bind(request: Request) -> Run:
     team = plan.splits if plan.strategy == "grid" else 1
     config = (plan.programs // team, team, 32 * plan.warps, dynamic, cluster, plan.strategy == "grid")
     beside = tuple((POINTERS.index(name), name) for name in POINTERS[2:] if _is_given(request, name))
-    numbers = [("scale", len(POINTERS))] if request.scale and "scale" not in request.dtypes else []
-    numbers += [("softcap", len(POINTERS) + 1)] if request.softcap else []
+    numbers = [("scale", len(POINTERS))] if "scale" in request.task.numbers else []
+    numbers += [("softcap", len(POINTERS) + 1)] if request.has("softcap") else []
     mail_words = _mail_words(request)
     more_than_pointers = bool(beside or numbers or mail_words)
     launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
@@ -101,23 +101,20 @@ _MASK = (1 << 64) - 1
 
 
 def _is_given(request: Request, name: str) -> bool:
-    if name == "scale":
-        return "scale" in request.dtypes
-    return any(name == other for other, _, _ in request.layout.more)
+    return name in request.dtypes
 
 
 def _values(request: Request) -> bytes:
     """Params, with zeros where a call fills in."""
     layout = request.layout
     dims = len(layout.sizes)
-    sides = {"x": (layout.x_strides, layout.x_col), "y": (layout.y_strides, layout.y_col)}
-    sides |= {name: (strides, col) for name, strides, col in layout.more}
+    sides = layout.sides
     places: list[int] = []
     for name in ("x", "y", *BESIDE, "query"):
         strides, col = sides.get(name, ((0,) * dims, 0))
         places += [*strides, col]
     chunks = slice_chunks(layout.cols // vector(request), request.plan.splits)
-    numbers = [layout.rows, layout.cols, request.diagonal or 0, chunks, request.plan.shared]
+    numbers = [layout.rows, layout.cols, request.task.diagonal or 0, chunks, request.plan.threads.shared]
     empty = len(POINTERS) + 2
     return struct.pack(
         f"={empty}Q{len(numbers) + dims + len(places)}q", *(0,) * empty, *numbers, *layout.sizes, *places
@@ -146,7 +143,7 @@ def _mail_words(request: Request) -> int:
         // plan.splits
         * 2
         * plan.splits**2
-        * (3 if request.accumulator == "float64" else 2 if request.exact else 1)
+        * (3 if request.task.accumulator == "float64" else 2 if request.task.exact else 1)
     )
 
 

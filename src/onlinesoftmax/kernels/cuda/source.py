@@ -8,9 +8,8 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
-from ...core.layout import LARGEST_UNIT, Layout
 from ...core.operations import OPERATIONS
-from ...core.problem import ITEMSIZE
+from ...core.task import ITEMSIZE
 from ...planner.strategies.cuda import slice_tiles
 from ..request import Request
 
@@ -39,13 +38,13 @@ def types_of(request: Request) -> dict[str, str]:
     """Names of C++ types: of the elements of each tensor, of m, and of l."""
     names = {"float32": "float", "float64": "double"}
     kinds = {name: names.get(kind, kind) for name, kind in request.dtypes.items()}
-    accumulator = names[request.accumulator]
+    accumulator = names[request.task.accumulator]
     x = kinds["x"]
     return {
         "X": x, "Y": kinds["y"], "DY": kinds.get("dy", x), "BIAS": kinds.get("bias", x),
         "LOGITS": kinds.get("logits", x), "LSE": kinds.get("lse", x), "SCALE_TENSOR": kinds.get("scale", x),
         "ACC": accumulator,
-        "SUM": "Twofold" if accumulator == "double" else "double" if request.exact else "float",
+        "SUM": "Twofold" if accumulator == "double" else "double" if request.task.exact else "float",
     }  # fmt: skip
 
 
@@ -62,13 +61,13 @@ def kernel_name(request: Request) -> str:
 def shared_memory(request: Request) -> int:
     """Bytes of a block's dynamic shared memory: for the chunks of every input that its threads keep there."""
     plan = request.plan
-    return plan.shared * 16 * 32 * plan.warps * request.operation.inputs
+    return plan.threads.shared * 16 * 32 * plan.warps * request.operation.inputs
 
 
 def constants(request: Request) -> list[tuple[str, str, object]]:
     """(type, name, value) of what is compiled into a kernel."""
     plan, layout, operation = request.plan, request.layout, request.operation
-    beside = {name for name, _, _ in layout.more}
+    beside, threads = request.task.beside, plan.threads
     # A gradient that reads dy element by element, and sums over its row.
     gradient = operation.inputs > 1
     numbers = {
@@ -76,37 +75,37 @@ def constants(request: Request) -> list[tuple[str, str, object]]:
         "VECTOR": vector(request),
         **{f"{name.upper()}_WIDTH": width for name, width in widths(request).items()},
         "THREADS": 32 * plan.warps,
-        "RESIDENT": plan.resident,
-        "LANES": plan.lanes,
-        "CHUNKS": plan.block // (plan.lanes * vector(request)),
-        "DEPTH": plan.depth,
+        "RESIDENT": threads.resident,
+        "LANES": threads.lanes,
+        "CHUNKS": plan.block // (threads.lanes * vector(request)),
+        "DEPTH": plan.blocks.depth,
     }
     if plan.strategy == "cluster":
         numbers["CLUSTER"] = plan.splits
     flags: dict[str, bool] = {}
     if plan.strategy == "grid":
-        tiles = slice_tiles(layout.cols // vector(request), plan.splits, plan.lanes)
-        flags = {"SHARED": plan.shared > 0, "STREAMED": tiles > numbers["CHUNKS"] + plan.shared}
+        tiles = slice_tiles(layout.cols // vector(request), plan.splits, threads.lanes)
+        flags = {"SHARED": threads.shared > 0, "STREAMED": tiles > numbers["CHUNKS"] + threads.shared}
     flags |= {
-        "PER_ROW": operation.per_row,
-        "TERMS": plan.terms,
+        "PER_ROW": not request.task.writes_elements,
+        "TERMS": threads.terms,
         "REDUCES": operation.reduces,
         "GRADIENT": gradient,
-        "EXACT": request.exact,
+        "EXACT": request.task.exact,
         "PEEL": plan.vector > 1,
         "EDGES": plan.vector > 1 or layout.cols % vector(request) != 0,
         "HAS_DY": gradient,
         "HAS_BIAS": "bias" in beside,
         "HAS_MASK": "mask" in beside,
         "HAS_LOGITS": "logits" in beside,
-        "CAUSAL": request.diagonal is not None,
-        "SOFTCAP": request.softcap,
-        "ZERO": request.zero,
+        "CAUSAL": request.task.diagonal is not None,
+        "SOFTCAP": request.has("softcap"),
+        "ZERO": request.task.zero,
     }
-    scale = "TENSOR" if "scale" in request.dtypes else "NUMBER" if request.scale else "NONE"
+    scale = "TENSOR" if "scale" in request.dtypes else "NUMBER" if request.has("scale") else "NONE"
     flags["FUSED"] = bool({"bias", "mask"} & beside) or flags["CAUSAL"] or flags["SOFTCAP"] or scale != "NONE"
     return [
-        ("Op", "OP", f"Op::{request.name.upper()}"),
+        ("Op", "OP", f"Op::{request.operation.name.upper()}"),
         ("Scale", "SCALE", f"Scale::{scale}"),
         *(("bool", name, str(value).lower()) for name, value in flags.items()),
         *(("int", name, value) for name, value in numbers.items()),
@@ -116,19 +115,17 @@ def constants(request: Request) -> list[tuple[str, str, object]]:
 def widths(request: Request) -> dict[str, int]:
     """Elements of each tensor that one instruction may move; 1 where they are not neighbours."""
     layout, peel = request.layout, request.plan.vector > 1
-    sides = {"x": (layout.x_strides, layout.x_col), "y": (layout.y_strides, layout.y_col)}
-    sides |= {name: (strides, col) for name, strides, col in layout.more}
+    sides = layout.sides
     found = dict.fromkeys(("x", "y", "dy", "bias", "mask", "logits"), 1)
     for name in found.keys() & sides.keys():
-        strides, col = sides[name]
+        side = sides[name]
         size = 1 if name == "mask" else ITEMSIZE[request.dtypes[name]]
-        if col != 1 or (name not in request.aligned and not (peel and name == "x")):
+        if side.col != 1 or (name not in request.task.aligned and not (peel and name == "x")):
             continue
         widest = min(vector(request), 16 // size)
         if peel:
             # Where the body begins on 16 bytes in x, it does here if rows begin alike.
-            alike = all((a - b) % LARGEST_UNIT == 0 for a, b in zip(layout.x_strides, strides, strict=True))
-            found[name] = widest if alike else 1
+            found[name] = widest if side.congruent(layout.x) else 1
         else:
-            found[name] = min(widest, Layout.unit_of(strides, col))
+            found[name] = min(widest, side.unit)
     return found

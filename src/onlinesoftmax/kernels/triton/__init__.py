@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...core.device import Device
+from ...core.device import KNOWN, Device
 from ..registry import module_missing
 from ..report import Kernel
 from ..request import Request
@@ -50,6 +50,10 @@ def compile_request(request: Request, device: Device) -> list[Kernel]:
     return compile_program(program(request), request.dtypes, device)
 
 
+PLANNED_FOR = KNOWN["h200"]
+"""The GPU that plans are made for where the interpreter runs them: it has no numbers of its own."""
+
+
 def _not_installed() -> str | None:
     return module_missing("torch", "triton") or module_missing("triton", "triton")
 
@@ -60,4 +64,4 @@ def program(request: Request) -> Any:
     from .launch import TritonRequest
 
     strategies = {"row": row, "looped": looped, "split": split, "column": column}
-    return strategies[request.plan.strategy].program(TritonRequest(**vars(request)))
+    return strategies[request.plan.strategy].program(TritonRequest(request.task, request.plan))

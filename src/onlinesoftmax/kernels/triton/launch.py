@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...core.layout import Layout
+from ...core.layout import power_of_two_divisor
 from ..request import Request
 from .operands import Place, Places, Pointers
 
@@ -50,27 +50,28 @@ class TritonRequest(Request):
     @property
     def op_constants(self) -> tuple[Any, ...]:
         """OP, PER_ROW, REDUCES, ACC, EXACT and ZERO, in the order that every kernel takes them."""
-        operation, acc = self.operation, TL_DTYPES[self.accumulator]
-        return operation.name, operation.per_row, operation.reduces, acc, self.exact, self.zero
+        operation, acc = self.operation, TL_DTYPES[self.task.accumulator]
+        return operation.name, not self.task.writes_elements, operation.reduces, acc, self.task.exact, self.task.zero
 
     @property
     def pointers(self) -> Pointers:
         """The names of what a kernel reads."""
-        present = {"x", *(name for name, _, _ in self.layout.more)}
-        present |= {"scale"} if self.scale else set()
-        present |= {"softcap"} if self.softcap else set()
-        return Pointers(*(name if name in present else None for name in Pointers._fields))
+        return Pointers(*(name if self.has(name) else None for name in Pointers._fields))
 
     @property
     def units(self) -> tuple[int, ...]:
         """What divides the row strides of x, those of y and the columns, then those of dy, bias, mask and logits."""
-        units = {name: Layout.unit_of(strides, col) for name, strides, col in self.layout.more}
-        return (*self.layout.units, *(units.get(name, 1) for name in ("dy", "bias", "mask", "logits")))
+        layout = self.layout
+        units = {name: side.unit for name, side in layout.sides.items()}
+        rest = (units.get(name, 1) for name in ("dy", "bias", "mask", "logits"))
+        return (layout.x.unit, units["y"], layout.cols_unit, *rest)
 
     @property
     def column_units(self) -> tuple[int, ...]:
         """The same where rows lie side by side: the third divides the number of those."""
-        return (*self.layout.column_units, 1, 1, 1, 1)
+        layout = self.layout
+        adjacent = power_of_two_divisor(layout.adjacent)
+        return (layout.column_unit("x"), layout.column_unit("y"), adjacent, 1, 1, 1, 1)
 
     def places(self, beside: bool = False) -> Places:
         """Where rows lie; with the fastest dimension apart where a program takes rows that lie side by side."""
@@ -86,15 +87,13 @@ class TritonRequest(Request):
         sizes = (layout.sizes[1:] or (1,)) if beside else layout.sizes
         return Places(
             sizes[:-1],
-            place("x", layout.x_strides, layout.x_col),
-            place("y", layout.y_strides, layout.y_col),
-            diagonal=self.diagonal,
-            **dict[str, Any]({name: place(name, strides, col) for name, strides, col in layout.more}),
+            diagonal=self.task.diagonal,
+            **dict[str, Any]({name: place(name, *side) for name, side in layout.sides.items()}),
         )
 
     @property
     def cols_in_units(self) -> int:
-        return self.layout.cols // self.layout.units[2]
+        return self.layout.cols // self.layout.cols_unit
 
 
 def in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ def program(request: TritonRequest) -> Program:
         plan.programs,
         (request.pointers, "y"),
         (request.places(), request.cols_in_units),
-        (*request.op_constants, request.units, plan.vector, plan.depth, plan.block // plan.depth),
+        (*request.op_constants, request.units, plan.vector, plan.blocks.depth, plan.block // plan.blocks.depth),
         plan.warps,
     )
     return Program([launch])

@@ -129,7 +129,10 @@ def _reduction(request: TritonRequest) -> tuple[list[Launch], dict[str, tuple[in
     l_dtype = "float64" if exact else "float32"
 
     def room(level: int, count: int) -> dict[str, tuple[int, str]]:
-        return {f"m{level}": (layout.rows * count, request.accumulator), f"l{level}": (layout.rows * count, l_dtype)}
+        return {
+            f"m{level}": (layout.rows * count, request.task.accumulator),
+            f"l{level}": (layout.rows * count, l_dtype),
+        }
 
     tiles = -(-layout.cols // plan.block)
     scratch = room(0, plan.splits)
@@ -139,7 +142,7 @@ def _reduction(request: TritonRequest) -> tuple[list[Launch], dict[str, tuple[in
             plan.programs,
             (request.pointers, "m0", "l0"),
             (places, request.cols_in_units, -(-tiles // plan.splits), plan.splits),
-            (op, acc, exact, zero, request.units, plan.vector, plan.depth, plan.block // plan.depth),
+            (op, acc, exact, zero, request.units, plan.vector, plan.blocks.depth, plan.block // plan.blocks.depth),
             plan.warps,
         )
     ]

@@ -6,26 +6,26 @@ from collections.abc import Callable
 
 from ...core.device import Device
 from ...core.problem import Problem
-from ..proposal import Candidate
+from ..proposal import Proposal
 from . import cuda, eager, pallas, triton
 
-__all__ = ["FOR_JAX", "TABLE", "Candidate", "Proposals"]
+__all__ = ["FOR_JAX", "TABLE", "Propose"]
 
-Proposals = Callable[[Problem, Device], list[Candidate] | str]
+Propose = Callable[[Problem, Device], list[Proposal] | str]
 """What a strategy proposes, likeliest first, or why it cannot."""
 
 
-def _only(propose: Callable[[Problem, Device], Candidate | str]) -> Proposals:
+def _only(propose: Callable[[Problem, Device], Proposal | str]) -> Propose:
     """Those of a strategy that has one proposal at most."""
 
-    def proposals(problem: Problem, device: Device) -> list[Candidate] | str:
+    def proposals(problem: Problem, device: Device) -> list[Proposal] | str:
         proposal = propose(problem, device)
         return proposal if isinstance(proposal, str) else [proposal]
 
     return proposals
 
 
-TABLE: tuple[tuple[str, str, Proposals], ...] = (
+TABLE: tuple[tuple[str, str, Propose], ...] = (
     ("cuda", "row", cuda.row),
     ("cuda", "cluster", cuda.cluster),
     ("cuda", "grid", cuda.grid),
@@ -34,15 +34,15 @@ TABLE: tuple[tuple[str, str, Proposals], ...] = (
     ("triton", "looped", _only(triton.triton_looped)),
     ("triton", "split", _only(triton.triton_split)),
     ("triton", "column", _only(triton.triton_column)),
-    ("eager", "row", _only(eager.eager_row)),
+    ("eager", "row", _only(eager.pytorch)),
 )
 """(backend, strategy, its proposals)."""
 
-FOR_JAX: tuple[tuple[str, str, Proposals], ...] = (
+FOR_JAX: tuple[tuple[str, str, Propose], ...] = (
     ("pallas", "row", _only(pallas.row)),
     ("pallas", "cluster", _only(pallas.cluster)),
     ("pallas", "looped", _only(pallas.looped)),
     ("pallas", "split", _only(pallas.split)),
-    ("eager", "row", _only(eager.eager_row)),
+    ("eager", "row", _only(eager.framework)),
 )
 """The same for JAX arrays."""

@@ -8,11 +8,12 @@ flight.  `onlinesoftmax tune` measures that; without its table, the first propos
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 from typing import Any
 
 from ...core.device import Device
 from ...core.problem import Problem
-from ..proposal import Candidate, cut, no_gpu, reads
+from ..proposal import Blocks, Proposal, Threads, Traffic, no_gpu, reads, unaligned
 
 HELD_REGISTERS = 64
 """Registers of a thread for what it holds of a row, at most."""
@@ -34,26 +35,28 @@ def _chunks(problem: Problem) -> int:
 
 def peels(problem: Problem) -> bool:
     """Whether rows that begin anywhere are cut so that it does not matter; narrower loads are never as good here."""
-    return problem.contiguous and problem.peelable and problem.aligned_bytes < 16 and problem.cols >= problem.vector
+    return (
+        problem.contiguous and problem.access.peelable and problem.aligned_bytes < 16 and problem.cols >= problem.vector
+    )
 
 
 def _words(problem: Problem, terms: bool = False) -> int:
     """Registers for a chunk: all that lies in memory for it, or the terms or scores that are made of that."""
-    loaded = 4 * problem.inputs + -(-problem.vector * (problem.bias_bytes + problem.masked) // 4)
+    loaded = 4 * problem.inputs + -(-problem.vector * (problem.extra.bias_bytes + problem.extra.masked) // 4)
     made = problem.vector * (2 if problem.itemsize == 8 else 1)
     return max(loaded, made) if terms or _makes_scores(problem) else loaded
 
 
 def _makes_scores(problem: Problem) -> bool:
     """Whether a thread holds scores, not what lies in memory."""
-    return problem.fused and problem.inputs == 1
+    return problem.extra.fused and problem.inputs == 1
 
 
-def _light(found: list[Candidate], problem: Problem) -> list[Candidate]:
+def _light(found: list[Proposal], problem: Problem) -> list[Proposal]:
     """Those whose scores are made when all is loaded; all of them, where there is none."""
     if not _makes_scores(problem):
         return found
-    return [c for c in found if _held(c, problem) * _words(problem, c.terms) <= SCORE_REGISTERS] or found
+    return [c for c in found if _held(c, problem) * _words(problem, c.threads.terms) <= SCORE_REGISTERS] or found
 
 
 def _most(problem: Problem, threads: int, device: Device, terms: bool = False) -> int:
@@ -64,7 +67,7 @@ def _most(problem: Problem, threads: int, device: Device, terms: bool = False) -
 
 def _terms(problem: Problem) -> tuple[bool, ...]:
     """Whether to keep the terms of the sum: always where they take no more than the elements; else either may win."""
-    if problem.operation != "softmax":
+    if not problem.declaration.keeps_terms:
         return (False,)
     return (True,) if _words(problem, True) == _words(problem, False) else (True, False)
 
@@ -82,13 +85,19 @@ def _resident(problem: Problem, threads: int, chunks: int, terms: bool, device: 
     return max(1, min(blocks, device.threads // threads, 32))
 
 
-def _candidate(problem: Problem, strategy: str, reason: str, **blocks: Any) -> Candidate:
+_THREADS = {field.name for field in fields(Threads)}
+
+
+def _proposal(problem: Problem, strategy: str, reason: str, variant: str, **blocks: Any) -> Proposal:
+    """A proposal of these blocks and threads, by the names of their attributes; `reads` may be among them."""
     peeled = peels(problem)
-    vector = problem.vector if peeled else 1
-    return Candidate("cuda", strategy, reason + cut(peeled), vector=vector, quality=0.97, **blocks)
+    traffic = Traffic(blocks.pop("reads", 1), quality=0.97)
+    threads = Threads(**{name: blocks.pop(name) for name in _THREADS & blocks.keys()})
+    kept = Blocks(**blocks, vector=problem.vector if peeled else 1)
+    return Proposal("cuda", strategy, reason + unaligned(peeled), kept, threads, traffic, variant)
 
 
-def row(problem: Problem, device: Device) -> list[Candidate] | str:
+def row(problem: Problem, device: Device) -> list[Proposal] | str:
     """Whole rows in the registers of a group of threads."""
     if refusal := no_gpu("CUDA", device):
         return refusal
@@ -109,16 +118,18 @@ def row(problem: Problem, device: Device) -> list[Candidate] | str:
         if rows > 1:
             reason += f"; {rows} rows share a block"
         found.append(
-            _candidate(
+            _proposal(
                 problem, "row", reason, programs=-(-problem.rows // rows), block=held * lanes * problem.vector,
                 rows_per_program=rows, depth=depth, warps=threads // 32, lanes=lanes, terms=terms,
                 resident=_resident(problem, threads, held * depth, terms, device),
                 variant=f"{lanes} of {threads}, depth {depth}{', terms' if terms else ''}",
             )
         )  # fmt: skip
-    found = [candidate for candidate in found if candidate.programs <= MOST_BLOCKS]
+    found = [proposal for proposal in found if proposal.programs <= MOST_BLOCKS]
     # Not one block alone, which would not load while it computes; two chunks a thread, terms kept, in small blocks.
-    found.sort(key=lambda c: (c.resident < 2, abs(_held(c, problem) - 2), not c.terms, c.depth, c.warps))
+    found.sort(
+        key=lambda c: (c.threads.resident < 2, abs(_held(c, problem) - 2), not c.threads.terms, c.blocks.depth, c.warps)
+    )
     return _light(found, problem) or (
         f"a row of {problem.cols} columns does not fit the registers of one block: "
         f"{_in_block(problem, device)} {problem.dtype} elements do"
@@ -130,12 +141,12 @@ def _in_block(problem: Problem, device: Device) -> int:
     return max(threads * _most(problem, threads, device) for threads in (512, 1024)) * problem.vector
 
 
-def _held(candidate: Candidate, problem: Problem) -> int:
+def _held(proposal: Proposal, problem: Problem) -> int:
     """Chunks of a row that a thread holds in registers."""
-    return candidate.block // (candidate.lanes * problem.vector)
+    return proposal.block // (proposal.threads.lanes * problem.vector)
 
 
-def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
+def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
     """Rows in the registers of several blocks that reach each other's shared memory."""
     if refusal := no_gpu("CUDA", device):
         return refusal
@@ -144,7 +155,7 @@ def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
     if 2 * problem.rows > MOST_BLOCKS:
         return f"{problem.rows} rows are more clusters than one launch takes"
     chunks = _chunks(problem)
-    found: list[Candidate] = []
+    found: list[Proposal] = []
     for threads, blocks, terms in itertools.product((128, 256, 512, 1024), (2, 4, 8, 16), _terms(problem)):
         # Slices begin on 128 bytes.
         length = -(-chunks // blocks // 8) * 8
@@ -156,14 +167,16 @@ def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
         resident = _resident(problem, threads, held, terms, device)
         reason = f"{blocks} blocks hold a row of {problem.cols} columns in registers, so it is read once"
         found.append(
-            _candidate(
+            _proposal(
                 problem, "cluster", reason, programs=problem.rows * blocks, block=held * threads * problem.vector,
                 warps=threads // 32, lanes=threads, splits=blocks, terms=terms, resident=resident,
                 variant=f"{blocks} x {threads}{', terms' if terms else ''}",
             )
         )  # fmt: skip
     # The same, and two to four chunks a thread.
-    found.sort(key=lambda c: (c.resident < 2, abs(_held(c, problem) - 3), not c.terms, c.splits, c.warps))
+    found.sort(
+        key=lambda c: (c.threads.resident < 2, abs(_held(c, problem) - 3), not c.threads.terms, c.splits, c.warps)
+    )
     most = 16 * _in_block(problem, device)
     return (
         _light(found, problem)
@@ -171,24 +184,24 @@ def cluster(problem: Problem, device: Device) -> list[Candidate] | str:
     )
 
 
-def grid(problem: Problem, device: Device) -> list[Candidate] | str:
+def grid(problem: Problem, device: Device) -> list[Proposal] | str:
     """Rows in the registers and shared memory of the whole device, or of a part of it each."""
     if refusal := no_gpu("CUDA", device):
         return refusal
     found = [
-        candidate
+        proposal
         for threads, held in itertools.product((128, 256, 512), (4, 8, 16))
         if held <= _most(problem, threads, device)
-        for candidate in _teams(problem, device, threads, held, _resident(problem, threads, held, False, device), False)
+        for proposal in _teams(problem, device, threads, held, _resident(problem, threads, held, False, device), False)
     ]
-    if not problem.fused:
+    if not problem.extra.fused:
         # Shared memory holds logits; what is fused would be read again beside them.
         for threads, resident, held in (
             (1024, 1, 2), (1024, 1, 4), (512, 2, 4), (512, 1, 8), (512, 1, 16), (256, 4, 4), (256, 2, 8),
         ):  # fmt: skip
             most = min(max(1, held * 4 // _words(problem)), _most(problem, threads * resident, device))
             found += _teams(problem, device, threads, most, resident, True)
-    found.sort(key=lambda c: (c.reads, c.shared > 0, -c.block * c.programs))
+    found.sort(key=lambda c: (c.reads, c.threads.shared > 0, -c.block * c.programs))
     return list(dict.fromkeys(found))
 
 
@@ -204,7 +217,7 @@ def slice_tiles(chunks: int, team: int, threads: int) -> int:
 
 def _teams(
     problem: Problem, device: Device, threads: int, held: int, resident: int, with_shared: bool
-) -> list[Candidate]:
+) -> list[Proposal]:
     """Teams of blocks with `held` chunks a thread in registers: the most that fit, or one."""
     chunks, blocks = _chunks(problem), resident * device.multiprocessors
     room = (device.shared_memory // resident - 2048) // (threads * 16 * problem.inputs) if with_shared else 0
@@ -230,7 +243,7 @@ def _teams(
             f" but for {streamed} of {tiles} tiles, which are read again" if streamed else ", so it is read once"
         )
         found.append(
-            _candidate(
+            _proposal(
                 problem, "grid", reason, programs=min(problem.rows, blocks // team) * team,
                 block=min(held, tiles) * threads * problem.vector, warps=threads // 32, lanes=threads, splits=team,
                 shared=shared, resident=resident, depth=min(held, 4), terms=_terms(problem)[-1],
@@ -241,7 +254,7 @@ def _teams(
     return found
 
 
-def looped(problem: Problem, device: Device) -> list[Candidate] | str:
+def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     """One block streams one row."""
     if refusal := no_gpu("CUDA", device):
         return refusal
@@ -258,7 +271,7 @@ def looped(problem: Problem, device: Device) -> list[Candidate] | str:
             f"{problem.rows} rows share the device"
         )
         found.append(
-            _candidate(
+            _proposal(
                 problem, "looped", reason, programs=problem.rows, block=held * threads * problem.vector,
                 warps=threads // 32, lanes=threads, resident=resident, reads=reads(problem),
                 variant=f"{threads} x {held}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...core.device import Device
 from ...core.problem import Problem
-from ..proposal import Candidate, clamp, cut, no_gpu, power_of_two, reads, reduces, words_of
+from ..proposal import Blocks, Proposal, Traffic, clamp, no_gpu, power_of_two, reads, unaligned, words_of
 
 REGISTER_ELEMENTS = 32
 """Elements of a row that a thread of `row` holds, as a rule."""
@@ -54,7 +54,7 @@ def _warps(elements: int) -> int:
 
 def _plain(problem: Problem) -> bool:
     """Whether logits are taken as they are, and not of 64 bits."""
-    return problem.itemsize < 8 and not problem.fused
+    return problem.itemsize < 8 and not problem.extra.fused
 
 
 def _bound(problem: Problem) -> bool:
@@ -90,7 +90,7 @@ def _short(problem: Problem) -> tuple[int, int]:
     return block, min(rows, power_of_two(max(problem.rows, 1)))
 
 
-def row(problem: Problem, device: Device) -> Candidate | str:
+def row(problem: Problem, device: Device) -> Proposal | str:
     """Whole rows in registers."""
     if refusal := no_gpu("Pallas", device):
         return refusal
@@ -103,7 +103,7 @@ def row(problem: Problem, device: Device) -> Candidate | str:
             f"{most} {problem.dtype} elements do"
         )
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
-    reason += f"; {rows} rows share a program" if rows > 1 else cut(vector > 1)
+    reason += f"; {rows} rows share a program" if rows > 1 else unaligned(vector > 1)
     # Every warp more adds the instructions of a reduction.
     bound = _bound(problem)
     if _plain(problem) and block <= WARP_ELEMENTS and block * problem.itemsize * problem.inputs <= WARP_BYTES:
@@ -112,9 +112,10 @@ def row(problem: Problem, device: Device) -> Candidate | str:
     else:
         warps = power_of_two(_warps(rows * block if bound else power_of_two(rows * block)) + 1) // 2
         quality = (0.83 if bound else 0.88) if vector > 1 else (0.89 if bound else 0.94)
-    return Candidate(
-        "pallas", "row", reason, -(-problem.rows // rows), block, rows, warps=warps, vector=vector, quality=quality
-    )
+    return Proposal(
+        "pallas", "row", reason, Blocks(-(-problem.rows // rows), block, rows, warps=warps, vector=vector),
+        traffic=Traffic(quality=quality),
+    )  # fmt: skip
 
 
 def _tile(problem: Problem, columns: int) -> tuple[int, int]:
@@ -123,7 +124,7 @@ def _tile(problem: Problem, columns: int) -> tuple[int, int]:
     return block, clamp(block * problem.itemsize // (32 * THREAD_BYTES), 1, 32)
 
 
-def looped(problem: Problem, device: Device) -> Candidate | str:
+def looped(problem: Problem, device: Device) -> Proposal | str:
     """One program streams one row."""
     if refusal := no_gpu("Pallas", device):
         return refusal
@@ -131,11 +132,11 @@ def looped(problem: Problem, device: Device) -> Candidate | str:
     block, warps = _tile(problem, body)
     reason = (
         f"one program streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
-        f"{problem.rows} programs share the device{cut(vector > 1)}"
+        f"{problem.rows} programs share the device{unaligned(vector > 1)}"
     )
-    return Candidate(
-        "pallas", "looped", reason, problem.rows, block, warps=warps,
-        reads=reads(problem), vector=vector, quality=0.72,
+    return Proposal(
+        "pallas", "looped", reason, Blocks(problem.rows, block, warps=warps, vector=vector),
+        traffic=Traffic(reads(problem), quality=0.72),
     )  # fmt: skip
 
 
@@ -153,7 +154,7 @@ def _quality_of_slices(held: int, size: int, inputs: int, most: int) -> float:
     return 0.95 if held >= 4 << 10 else 0.78
 
 
-def cluster(problem: Problem, device: Device) -> Candidate | str:
+def cluster(problem: Problem, device: Device) -> Proposal | str:
     """Rows in the shared memory of several blocks that read each other's states."""
     if refusal := no_gpu("Pallas", device):
         return refusal
@@ -180,19 +181,21 @@ def cluster(problem: Problem, device: Device) -> Candidate | str:
     if held > most:
         return f"a row of {problem.cols} columns takes more than the shared memory of 16 blocks, {most} bytes each"
     reason = f"{size} blocks hold" if size > 1 else "one block holds"
-    reason += f" a row of {problem.cols} columns in shared memory, so it is read once{cut(ragged)}"
+    reason += f" a row of {problem.cols} columns in shared memory, so it is read once{unaligned(ragged)}"
     quality = _quality_of_slices(held, size, problem.inputs, most)
     if ragged and size == 1 and _bound(problem):
         # Its last tile takes as long as others, however little it adds to them.
         quality = min(quality, problem.cols / (-(-length // tile) * tile))
-    return Candidate(
+    return Proposal(
         "pallas", "cluster", reason,
-        problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size, vector=vector if ragged else 1,
-        quality=quality,
+        Blocks(
+            problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size, vector=vector if ragged else 1
+        ),
+        traffic=Traffic(quality=quality),
     )  # fmt: skip
 
 
-def split(problem: Problem, device: Device) -> Candidate | str:
+def split(problem: Problem, device: Device) -> Proposal | str:
     """Several programs a row, whose states a second launch merges."""
     if refusal := no_gpu("Pallas", device):
         return refusal
@@ -200,9 +203,10 @@ def split(problem: Problem, device: Device) -> Candidate | str:
     block, warps = _tile(problem, body)
     tiles = -(-body // block)
     splits = clamp(-(-16 * device.multiprocessors // max(problem.rows, 1)), 1, min(tiles, MOST_SPLITS))
-    launches = int(reduces(problem)) + 1
-    return Candidate(
+    launches = int(problem.reduces) + 1
+    return Proposal(
         "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a second launch merges "
-        f"their states{cut(vector > 1)}", problem.rows * splits, block, warps=warps,
-        splits=splits, launches=launches, reads=reads(problem), vector=vector, quality=0.72,
+        f"their states{unaligned(vector > 1)}",
+        Blocks(problem.rows * splits, block, warps=warps, splits=splits, vector=vector),
+        traffic=Traffic(reads(problem), launches, 0.72),
     )  # fmt: skip

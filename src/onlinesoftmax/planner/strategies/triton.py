@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ...core.device import Device
 from ...core.problem import Problem
-from ..proposal import Candidate, clamp, cut, no_gpu, power_of_two, reads, reduces, words_of
+from ..proposal import Blocks, Proposal, Traffic, clamp, no_gpu, power_of_two, reads, unaligned, words_of
 
 REGISTER_ELEMENTS = 64
 """32-bit elements of a row that one thread keeps in registers beside what it works with."""
@@ -16,7 +16,7 @@ MERGE_FAN = 4096
 """States that one program of `split` merges: 32 a thread."""
 
 
-def triton_row(problem: Problem, device: Device) -> Candidate | str:
+def triton_row(problem: Problem, device: Device) -> Proposal | str:
     """Whole rows in registers."""
     if refusal := no_gpu("Triton", device):
         return refusal
@@ -42,22 +42,23 @@ def triton_row(problem: Problem, device: Device) -> Candidate | str:
         reason += f"; {stages} rows are in flight on each multiprocessor"
     elif full:
         reason += ", but it fills the registers of a multiprocessor, so that no other row loads meanwhile"
-    return Candidate(
-        "triton", "row", reason + cut(peeled), programs, block, rows, warps=warps, stages=stages,
-        vector=problem.vector if peeled else 1, quality=quality,
+    return Proposal(
+        "triton", "row", reason + unaligned(peeled),
+        Blocks(programs, block, rows, warps=warps, stages=stages, vector=problem.vector if peeled else 1),
+        traffic=Traffic(quality=quality),
     )  # fmt: skip
 
 
 def _tile_of_rows(problem: Problem, block: int, peeled: bool) -> tuple[int, int]:
     """(rows, warps) of a program of `row` that leaves its multiprocessor room for others."""
     # A smaller tile would spend its time in being scheduled; where nothing but a number is written, more so.
-    light = problem.per_row and problem.itemsize == 2
+    light = not problem.writes_elements and problem.itemsize == 2
     tile = 2048 if light else 1024
     # 16-bit elements: 16 a thread, two 16-byte loads in flight and registers for full occupancy.
     # Exact float32, and long cut rows, want fewer and busier threads: 32 elements each, or 64.
     long = block * problem.itemsize > 512
-    busy = (long if peeled else problem.itemsize > 2 and block < 4096) or problem.per_row
-    if not peeled and block > problem.cols and 64 < block <= 256 and not problem.per_row:
+    busy = (long if peeled else problem.itemsize > 2 and block < 4096) or not problem.writes_elements
+    if not peeled and block > problem.cols and 64 < block <= 256 and problem.writes_elements:
         # Lanes past the row's end load nothing, so a tile needs more of them, or more tiles a multiprocessor.
         busy, tile = True, 2048 if block == 128 else 512 if problem.itemsize > 2 else 1024
     rows = max(1, tile // block)
@@ -65,7 +66,7 @@ def _tile_of_rows(problem: Problem, block: int, peeled: bool) -> tuple[int, int]
     if elements == 16384 and (peeled or problem.itemsize == 2):
         # Fewer, busier threads: more blocks stay resident.
         return rows, 8
-    if (problem.bias_bytes or problem.masked) and problem.itemsize == 4 and elements in (4096, 16384):
+    if (problem.extra.bias_bytes or problem.extra.masked) and problem.itemsize == 4 and elements in (4096, 16384):
         # What is loaded beside the row waits in registers: of more threads, or of fewer that have more.
         return rows, 16 if elements == 4096 else 8
     return rows, clamp(elements // (2048 if light else 1024 if busy else 512), 1, 16)
@@ -77,17 +78,17 @@ def _whole_multiprocessor(problem: Problem, device: Device, block: int, peeled: 
     elements = block * words_of(problem)
     # Of a gradient, 16 warps leave each thread the registers for both tensors; 8, those for a bias.
     warps = 16 if (peeled and elements == 32768) or gradient else 32
-    warps = 8 if problem.bias_bytes and problem.itemsize == 4 else warps
-    quality = 0.5 if elements > 32768 else 0.65 if problem.per_row else 0.88
+    warps = 8 if problem.extra.bias_bytes and problem.itemsize == 4 else warps
+    quality = 0.5 if elements > 32768 else 0.65 if not problem.writes_elements else 0.88
     quality = 0.95 if gradient and two_byte else quality
     quality = min(quality, 0.7) if peeled and two_byte else quality
     # Nothing else loads while it reduces: let it prefetch its own next rows, where three of them fit shared memory.
-    fits = 3 * block * (problem.itemsize * problem.inputs + problem.bias_bytes) <= device.shared_memory
+    fits = 3 * block * (problem.itemsize * problem.inputs + problem.extra.bias_bytes) <= device.shared_memory
     stages = 3 if fits and not peeled and problem.contiguous and problem.rows > device.multiprocessors else 0
     return warps, stages, quality
 
 
-def triton_looped(problem: Problem, device: Device) -> Candidate | str:
+def triton_looped(problem: Problem, device: Device) -> Proposal | str:
     """One program streams one row."""
     if refusal := no_gpu("Triton", device):
         return refusal
@@ -100,23 +101,23 @@ def triton_looped(problem: Problem, device: Device) -> Candidate | str:
         depth, lanes, warps = (2, 8192, 16) if wide else (1 if problem.cols <= 32768 else 2, 8192, 32)
     elif peeled:
         lanes, warps = 2048, 16 if wide else 8
-    elif problem.cols > 65536 and not problem.per_row:
+    elif problem.cols > 65536 and problem.writes_elements:
         lanes, warps = 8192, 32
-    if problem.masked:
+    if problem.extra.masked:
         # Triton moves a mask of several rows of lanes through shared memory, and takes five times as long.
         depth, lanes, warps = 1, 8192, 32 if wide else 16
     lanes = clamp(power_of_two(problem.cols) // depth, 32, lanes // 2 if problem.itemsize == 8 else lanes)
     warps = clamp(lanes // 128, 1, warps)
-    return Candidate(
+    return Proposal(
         "triton", "looped",
         f"one program streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
-        f"{problem.rows} rows share the device" + cut(peeled),
-        programs=problem.rows, block=depth * lanes, depth=depth, warps=warps,
-        reads=reads(problem), vector=problem.vector if peeled else 1, quality=0.69 if problem.per_row else 0.93,
+        f"{problem.rows} rows share the device" + unaligned(peeled),
+        Blocks(problem.rows, depth * lanes, depth=depth, warps=warps, vector=problem.vector if peeled else 1),
+        traffic=Traffic(reads(problem), quality=0.93 if problem.writes_elements else 0.69),
     )  # fmt: skip
 
 
-def triton_split(problem: Problem, device: Device) -> Candidate | str:
+def triton_split(problem: Problem, device: Device) -> Proposal | str:
     """Many programs share a row."""
     if refusal := no_gpu("Triton", device):
         return refusal
@@ -124,7 +125,7 @@ def triton_split(problem: Problem, device: Device) -> Candidate | str:
     # Small rows make small tiles, so that there is one for every multiprocessor.
     depth = 4 if problem.itemsize == 8 or problem.cols < 16 * lanes * device.multiprocessors else 8
     depth //= problem.inputs
-    if problem.masked:
+    if problem.extra.masked:
         # As in `looped`.
         depth, lanes, warps = 1, 4096 // (problem.itemsize // 4 or 1), 8
     tile = depth * lanes
@@ -135,38 +136,42 @@ def triton_split(problem: Problem, device: Device) -> Candidate | str:
     merges, count = 1, -(-splits // MERGE_FAN)
     while count > 1:
         merges, count = merges + 1, -(-count // MERGE_FAN)
-    return Candidate(
+    return Proposal(
         "triton", "split",
         f"{splits} programs share each row; their states merge in {merges} launch{'es' if merges > 1 else ''}"
-        + cut(problem.peels)
+        + unaligned(problem.peels)
         if splits > 1
         else "a row is no more than one program's slice, so that splitting it only adds launches",
-        programs=problem.rows * splits, block=tile, depth=depth, warps=warps, splits=splits,
-        launches=(1 + merges) * reduces(problem) + (not problem.per_row), reads=reads(problem),
-        vector=problem.vector if problem.peels else 1, quality=0.92,
+        Blocks(
+            problem.rows * splits, tile, depth=depth, warps=warps, splits=splits,
+            vector=problem.vector if problem.peels else 1,
+        ),
+        traffic=Traffic(reads(problem), (1 + merges) * problem.reduces + problem.writes_elements, 0.92),
     )  # fmt: skip
 
 
-def triton_column(problem: Problem, device: Device) -> Candidate | str:
+def triton_column(problem: Problem, device: Device) -> Proposal | str:
     """Adjacent rows as they lie."""
     if refusal := no_gpu("Triton", device):
         return refusal
     if problem.contiguous:
         return "the elements of a row are neighbours: there are no rows side by side to read together"
-    if problem.adjacent < 8:
-        return f"{problem.adjacent} rows lie side by side: fewer than 8 do not fill a 32-byte sector"
+    if problem.access.adjacent < 8:
+        return f"{problem.access.adjacent} rows lie side by side: fewer than 8 do not fill a 32-byte sector"
     words = words_of(problem)
-    block, neighbours = power_of_two(problem.cols), power_of_two(problem.adjacent)
+    block, neighbours = power_of_two(problem.cols), power_of_two(problem.access.adjacent)
     # 32 neighbours are whole sectors of any dtype; more where the columns alone are no work.
     rows = clamp(max(32, 4096 // words // block), 8, neighbours)
     whole = rows * block * words <= 32768
     if not whole:
         block = max(1, (32768 if problem.itemsize == 2 else 8192) // words // rows)
-    return Candidate(
+    return Proposal(
         "triton", "column",
-        f"the softmax dimension is strided and {problem.adjacent} rows lie side by side: a program reads {rows} of "
-        f"them as they lie" + ("" if whole else f", {block} columns at a time"),
-        programs=problem.rows // problem.adjacent * -(-problem.adjacent // rows),
-        block=block, rows_per_program=rows, warps=clamp(rows * block * problem.itemsize // 4096, 1, 16),
-        reads=1 if whole else reads(problem), quality=0.7,
+        f"the softmax dimension is strided and {problem.access.adjacent} rows lie side by side: a program reads {rows} "
+        f"of them as they lie" + ("" if whole else f", {block} columns at a time"),
+        Blocks(
+            problem.rows // problem.access.adjacent * -(-problem.access.adjacent // rows), block, rows,
+            warps=clamp(rows * block * problem.itemsize // 4096, 1, 16),
+        ),
+        traffic=Traffic(1 if whole else reads(problem), quality=0.7),
     )  # fmt: skip

@@ -1,0 +1,108 @@
+"""The checks of a call on torch tensors: PyTorch's error types, with the name of the argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..core.call import Call
+from ..core.options import SCORE_OPTIONS, query_axis
+
+
+def checked_dim(operation: str, dim: Any, ndim: int) -> int:
+    """`dim` counted from 0.
+
+    Raises:
+        TypeError: dim is not an int.
+        IndexError: dim is out of range.
+    """
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
+    ndim = max(ndim, 1)
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
+    return dim % ndim
+
+
+def checked_out(operation: str, out: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise PyTorch's error where a result of this shape, dtype and device does not fit `out`.
+
+    Args:
+        operation: Name of the public function.
+        out: Description of the tensor (`Place`), or the tensor itself.
+        shape, dtype, device: Those of the result.
+    """
+    strides = out.stride() if isinstance(out, torch.Tensor) else out.strides
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, strides, strict=True)):
+        raise RuntimeError(f"{operation}(): out has several elements at one memory location; clone() it first")
+    if out.dtype != dtype:
+        raise RuntimeError(f"{operation}(): Expected out tensor to have dtype {dtype}, but got {out.dtype} instead")
+    if out.device != device:
+        raise RuntimeError(f"{operation}(): out is on {out.device}, and input on {device}")
+    if out.shape != shape and out.shape.numel():
+        raise RuntimeError(f"{operation}(): out has shape {tuple(out.shape)}, and the result has {tuple(shape)}")
+
+
+def check_options(call: Call) -> None:
+    """Check the score options of a call against its input; each error names the argument."""
+    operation, x, settings, options, _, _ = call
+    name_of = operation.name
+    if options is None:
+        return
+    for name, option in SCORE_OPTIONS.items():
+        t = getattr(options, name)
+        if not option.tensor or t is None or isinstance(t, float):
+            continue
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name_of}(): {name} must be Tensor, as input is, not {type(t).__name__}")
+        if t.device != x.device:
+            raise RuntimeError(f"{name_of}(): {name} is on {t.device}, and input on {x.device}")
+        if option.dtype == "boolean" and t.dtype != torch.bool:
+            raise RuntimeError(f"{name_of}(): {name} must be boolean (True keeps), got {t.dtype}")
+        if option.dtype == "floating" and not t.is_floating_point():
+            raise RuntimeError(f"{name_of}(): {name} must be floating point, got {t.dtype}")
+        if option.kind == "call" and t.dim() != 0:
+            raise RuntimeError(f"{name_of}(): {name} must be a number or a 0-d tensor, got shape {tuple(t.shape)}")
+        if not _broadcasts(t.shape, x.shape):
+            raise RuntimeError(
+                f"{name_of}(): {name} of shape {tuple(t.shape)} does not broadcast to input's {tuple(x.shape)}"
+            )
+    if options.causal:
+        if isinstance(settings.dim, tuple | list):
+            raise ValueError(f"{name_of}(): causal needs one dim, got {settings.dim}")
+        query_axis(name_of, checked_dim(name_of, settings.dim, x.dim()), max(x.dim(), 1))
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
+
+
+def check_out_memory(call: Call) -> None:
+    """Check that `out` may be written while the operands are read."""
+    name, x, out, options = call.operation.name, call.x, call.out, call.scores
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"{name}(): argument 'out' must be Tensor, not {type(out).__name__}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name}(): out requires a gradient, and functions with out=... do not support that")
+    same = (
+        out.data_ptr() == x.data_ptr() and out.stride() == x.stride() and out.dtype == x.dtype and out.shape == x.shape
+    )
+    if not same and out.device == x.device and _overlap(x, out):
+        raise RuntimeError(f"{name}(): out overlaps input in memory without being the same tensor; clone() one of them")
+    for operand in ("bias", "mask"):
+        t = getattr(options, operand)
+        if t is not None and _overlap(t, out):
+            raise RuntimeError(f"{name}(): out overlaps {operand} in memory; clone() one of them")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    begin_a, begin_b = a.data_ptr(), b.data_ptr()
+    return begin_a < begin_b + _extent(b) and begin_b < begin_a + _extent(a)
+
+
+def _extent(t: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last."""
+    if t.is_contiguous():
+        return t.numel() * t.itemsize
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize if t.numel() else 0
