@@ -171,6 +171,9 @@ def _import_torch_runner() -> Callable[[Call], Any]:
     try:
         from .torch import dispatch
     except ImportError as error:
-        raise TypeError(f"input must be a NumPy array, as torch cannot be imported here ({error})") from error
+        raise TypeError(
+            "input must be a NumPy array or a torch tensor, and torch cannot be imported here "
+            f"({error}): pip install 'onlinesoftmax[torch]'"
+        ) from None
     _torch_runner = dispatch.run
     return _torch_runner

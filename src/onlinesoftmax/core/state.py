@@ -1,10 +1,12 @@
-"""The state (m, l): everything about a slice of a row that its softmax needs.
+"""The state (m, l) of a slice of a row: all that the softmax of the row needs to know about the slice.
 
     m = max(x)        l = sum(exp(x - m))
 
-Two states merge into the state of both slices, in any order and any grouping, with the state of
-nothing, (-inf, 0), as identity: the states are a commutative monoid.  That is the whole library.
-The kernels repeat these lines in their own languages, under the same names and the same laws.
+The states of two slices merge into the state of both slices together. The merge is associative and commutative,
+and its identity is the state of an empty slice, (-inf, 0). So a row can be cut anywhere.
+
+Each kernel language has its own version of these functions, under the same names. One table of laws in the tests
+covers all of them.
 
 Method: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
 """
@@ -20,19 +22,19 @@ import numpy as np
 from .arrays import Array, namespace
 
 _quiet = np.errstate(divide="ignore", over="ignore", invalid="ignore")
-"""0, inf and NaN are values here, not accidents: NumPy need not warn of them."""
+"""Turns off NumPy's warnings about 0, inf and NaN, which are ordinary values here."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of one slice, or of many at once: `m` and `l` keep the reduced dim with size 1.
+    """The state of one slice, or of many slices at once.
 
-    Arrays stay what they are: NumPy in, NumPy out, and so for torch and JAX.  A state is float32,
-    or float64 for float64 input.  A State can be pickled, sent and merged elsewhere.
+    NumPy input gives NumPy states and results; the same holds for torch and JAX. A state is float32, or float64
+    for float64 input. A State can be pickled, sent to another process and merged there.
 
     Attributes:
-        m: Maximum of each slice; -inf for an empty one.
-        l: Sum of exp(x - m) of each slice; 0 for an empty one.
+        m: Maximum of each slice; -inf for an empty slice. The reduced dimension has size 1.
+        l: Sum of exp(x - m) over each slice; 0 for an empty slice. The reduced dimension has size 1.
         dim: The reduced dimension, counted from the end (-1 is the last).
         sums: Further accumulators by name: `sum(w * exp(x - m))` of each slice, for weights w that the caller chose.
             They merge with the same two factors as l, whose weight is 1.
@@ -58,11 +60,11 @@ class State:
 
     @classmethod
     def identity(cls, like: Array, dim: int = -1, weights: Iterable[str] = ()) -> State:
-        """The state of nothing: merging it with any state s gives s.
+        """Return the state of an empty slice. Merged with any state s, it gives s.
 
         Args:
-            like: An array shaped as an input of `of` (the size of `dim` is ignored).
-            dim: The dimension that `of` would reduce.
+            like: Array with the shape and dtype of an input of `of`; the size of `dim` is ignored.
+            dim: Dimension that `of` would reduce.
             weights: Names of the accumulators, all of which are 0.
         """
         xp = namespace(like)
@@ -75,10 +77,10 @@ class State:
     @classmethod
     @_quiet
     def of(cls, x: Array, dim: int = -1, weights: Mapping[str, Array] | None = None) -> State:
-        """The state of `x` along `dim`.
+        """Return the state of `x` along `dim`.
 
         Args:
-            x: Floating point, any shape; float16 and bfloat16 are accumulated in float32.
+            x: Floating-point array of any shape; float16 and bfloat16 are accumulated in float32.
             dim: Dimension to reduce.
             weights: Weights w of further accumulators, by name; each broadcasts to the shape of x.  Where exp(x - m) is
                 0 an element adds 0, whatever its weight.
@@ -104,7 +106,11 @@ class State:
 
     @_quiet
     def merge(self, other: State) -> State:
-        """The state of both slices together: associative and commutative."""
+        """Return the state of both slices together. The merge is associative and commutative.
+
+        Raises:
+            ValueError: the states were reduced over different dimensions, or keep different accumulators.
+        """
         if self.dim != other.dim:
             raise ValueError(f"merge: states reduced over dim {self.dim} and dim {other.dim} do not belong to one row")
         if self.sums.keys() != other.sums.keys():
@@ -118,10 +124,10 @@ class State:
 
     @staticmethod
     def merge_all(states: Iterable[State]) -> State:
-        """The state of all slices, merged pairwise as a tree, in the order given.
+        """Return the state of all slices. The states are merged in pairs, as a tree, in the given order.
 
         Raises:
-            ValueError: there are no states (an identity needs a shape: see `identity`).
+            ValueError: there are no states. Without a state the shape of the result is unknown; see `identity`.
         """
         level = list(states)
         if not level:
@@ -133,9 +139,12 @@ class State:
 
     @_quiet
     def logsumexp(self, keepdim: bool = False) -> Array:
-        """log(sum(exp(x))) over everything merged so far, as float32 or float64.
+        """Return log(sum(exp(x))) over all merged slices, in the dtype of the state.
 
-        Exact at the edges: -inf for an empty or all -inf slice, +inf when one element is +inf.
+        The result is -inf for a slice that is empty or holds only -inf, and +inf if one element is +inf.
+
+        Args:
+            keepdim: Keep the reduced dimension with size 1.
         """
         xp = namespace(self.m)
         lse = _shift(xp, self.m) + xp.log(self.l)
@@ -153,10 +162,10 @@ class State:
 
     @_quiet
     def softmax(self, x: Array) -> Array:
-        """exp(x) over the sum of everything merged so far; dtype of x.
+        """Return exp(x) / sum(exp) with the sum over all merged slices; shape and dtype of x.
 
         Args:
-            x: The slice to normalise: as given to `of`, or any part of it along `dim`.
+            x: Slice to normalise: an input of `of`, or any part of one along `dim`.
         """
         xp = namespace(x)
         wide = xp.astype(x, self.m.dtype)
@@ -166,23 +175,27 @@ class State:
 
     @_quiet
     def log_softmax(self, x: Array) -> Array:
-        """X minus the logsumexp of everything merged so far; dtype of x."""
+        """Return x minus the logsumexp over all merged slices; shape and dtype of x.
+
+        Args:
+            x: Slice to normalise: an input of `of`, or any part of one along `dim`.
+        """
         xp = namespace(x)
         wide = xp.astype(x, self.m.dtype)
         return xp.astype(wide - _shift(xp, self.m) - _only_finite(xp, self.m, xp.log(self.l)), x.dtype).reshape(x.shape)
 
 
 def _shift(xp: Any, m: Array) -> Array:
-    """What is subtracted before exp: the finite number nearest to m.
+    """Return the finite number nearest to m. This number is subtracted from x before exp.
 
-    An infinite m would give m - m = NaN; so shifted, a slice of nothing but -inf has l = 0, and one
-    with +inf has l = inf, which is what their logsumexp needs.
+    With an infinite m, m - m would be NaN. With the nearest finite number, a slice that holds only -inf has l = 0,
+    and a slice with +inf has l = inf; both give the right logsumexp.
     """
     return xp.clip(m)
 
 
 def _only_finite(xp: Any, m: Array, term: Array) -> Array:
-    """`term`, or NaN where the maximum is infinite: such a row has no softmax, as in PyTorch."""
+    """Return `term`, or NaN where the maximum is infinite: the softmax of that row is NaN, as in PyTorch."""
     return xp.where(xp.isinf(m), np.nan, term)
 
 
