@@ -41,7 +41,7 @@ def main() -> None:
         "--chunk-mib", type=float, default=None, help="chunk_bytes, in 2^20 bytes (default: the default of apply_file)"
     )
     parser.add_argument("--threads", type=int, default=None, help="number of torch threads (default: torch's default)")
-    parser.add_argument("--folder", default=None, help="folder for the temporary files; it needs room for twice --gigabytes")
+    parser.add_argument("--folder", default=None, help="temporary folder; it needs twice --gigabytes")
     parser.add_argument("--output", type=Path, default=None, help="JSON file (default: results/stream-DATE.json)")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -29,7 +29,7 @@ NARROW = {"hidden": 1, "epochs": 15, "learning_rate": 1e-2}
 """Experts with one hidden unit: two of them cannot separate ten digits, so the accuracy depends on the gate."""
 
 LEARNT = 0.78
-"""Accuracy that training must reach.  For seeds 0 to 5, a working gate reaches 0.84 to 0.92, a broken one 0.10 to 0.68."""
+"""Accuracy that training must reach.  For seeds 0 to 5, working gates reach 0.84 to 0.92, broken ones 0.10 to 0.68."""
 
 GRADIENT_RTOL = 2e-6
 """Tolerance relative to the norm of a parameter's gradient: some dozens of float32 roundings of 6e-8 each."""
