@@ -131,12 +131,12 @@ class Operation:
         """True where a row is reduced to a state before anything is written."""
         return bool(self.accumulators)
 
-    @property
+    @cached_property
     def result(self) -> Output:
         """The main output: what the public function returns."""
         return self.outputs[0]
 
-    @property
+    @cached_property
     def per_row(self) -> bool:
         """True where the main output has one value per row."""
         return self.result.kind == "row"
@@ -185,7 +185,6 @@ def _by_name(name: str) -> Operation:
 
 
 X = Operand("x", "element")
-Y = Operand("y", "element")
 DY = Operand("dy", "element")
 
 EXPONENT_SUM = Accumulator("l")
