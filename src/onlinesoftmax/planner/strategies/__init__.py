@@ -6,14 +6,11 @@ from collections.abc import Callable
 
 from ...core.device import Device
 from ...core.problem import Problem
+from ..forecast import Propose
 from ..proposal import Proposal
 from . import cuda, eager, pallas, triton
 
 __all__ = ["FOR_JAX", "TABLE", "Propose"]
-
-Propose = Callable[[Problem, Device], list[Proposal] | str]
-"""What a strategy proposes, likeliest first, or why it cannot."""
-
 
 def _only(propose: Callable[[Problem, Device], Proposal | str]) -> Propose:
     """Those of a strategy that has one proposal at most."""
