@@ -7,7 +7,7 @@ from typing import Any
 
 from ..core.device import Device
 from ..core.problem import Problem
-from .variant import Variant
+from .variant import ONLY, Variant
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Proposal:
     blocks: Blocks
     threads: Threads = Threads()
     traffic: Traffic = Traffic()
-    variant: Variant = Variant()
+    variant: Variant = ONLY
 
     @property
     def programs(self) -> int:

@@ -69,3 +69,7 @@ class Variant:
                 raise ValueError(f"{word!r} is no field of a variant; fields: {', '.join(kinds)}")
             values[name] = True if kinds[name] is bool else kinds[name](value)
         return cls(**values)  # type: ignore[arg-type]  # each value has the type of its field
+
+
+ONLY = Variant()
+"""The variant of a strategy with one proposal."""

@@ -14,6 +14,7 @@ from typing import Any
 from ...core.device import Device
 from ...core.problem import Problem
 from ..proposal import Blocks, Proposal, Threads, Traffic, no_gpu, reads, unaligned
+from ..quality import quality
 from ..variant import Variant
 
 HELD_REGISTERS = 64
@@ -92,7 +93,7 @@ _THREADS = {field.name for field in fields(Threads)}
 def _proposal(problem: Problem, strategy: str, reason: str, variant: Variant, **blocks: Any) -> Proposal:
     """A proposal of these blocks and threads, by the names of their attributes; `reads` may be among them."""
     peeled = peels(problem)
-    traffic = Traffic(blocks.pop("reads", 1), quality=0.97)
+    traffic = Traffic(blocks.pop("reads", 1), quality=quality("cuda", strategy))
     threads = Threads(**{name: blocks.pop(name) for name in _THREADS & blocks.keys()})
     kept = Blocks(**blocks, vector=problem.vector if peeled else 1)
     return Proposal("cuda", strategy, reason + unaligned(peeled), kept, threads, traffic, variant)
