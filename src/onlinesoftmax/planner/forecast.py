@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from ..core.device import Device
@@ -35,16 +35,12 @@ class Forecast:
     every_variant: bool
 
     @classmethod
-    def of(cls, table: Table, problem: Problem, device: Device, backends: Sequence[str]) -> Forecast | None:
-        """The forecast by a table for backends that can be used; None where the table says nothing of them."""
-        anchors = []
-        for cell, weight in table.anchors(problem):
-            usable = tuple(timing for timing in cell.timings if timing.backend in backends)
-            if not usable:
-                return None
-            anchors.append(Anchor(replace(cell, timings=usable), weight))
-        slower = table.bandwidth / device.bandwidth
-        return cls(problem, device, tuple(anchors), slower, table.every_variant) if anchors else None
+    def of(cls, table: Table, problem: Problem, device: Device, backends: Collection[str]) -> Forecast | None:
+        """The forecast by a table for these backends; None where the table says nothing of them."""
+        anchors = table.anchors(problem, backends)
+        if not anchors:
+            return None
+        return cls(problem, device, tuple(anchors), table.bandwidth / device.bandwidth, table.every_variant)
 
     def best(self, options: list[Proposal], propose: Propose) -> Plan:
         """The plan of the variant with the least time among those that a strategy proposes for the problem.
@@ -87,16 +83,17 @@ class Forecast:
 
     def _time_in(self, cell: Cell, option: Proposal) -> tuple[float, bool]:
         """(microseconds of a proposal's variant in a cell, True where the cell names it)."""
-        strategy = (option.backend, option.strategy)
+        backend, strategy = option.backend, option.strategy
         names = [option.variant]
         if not self.problem.declaration.keeps_terms:
             # The table's operation may keep terms where the problem's cannot: the same blocks with terms.
             names.append(replace(option.variant, terms=True))
-        found = [cell.us[(*strategy, name)] for name in names if (*strategy, name) in cell.us]
+        found = [cell.us[backend, strategy, name] for name in names if (backend, strategy, name) in cell.us]
         if found:
             return min(found), True
         if not self.every_variant:
-            own = [timing.us for timing in cell.timings if timing[:2] == strategy]
+            own = [timing.us for timing in cell.timings if timing[:2] == (backend, strategy)]
             if own:
                 return UNSEEN * min(own), False
-        return KEPT * min(timing.us for timing in cell.timings), False
+        same_backend = [timing.us for timing in cell.timings if timing.backend == backend]
+        return KEPT * min(same_backend or (timing.us for timing in cell.timings)), False

@@ -21,7 +21,7 @@ from ..core.problem import Problem
 from .variant import Variant
 
 KEPT = 1.5
-"""A table keeps what took at most this many times the fastest of a shape; what it does not name counts as that slow."""
+"""A cell keeps what took at most this many times the fastest of its backend; what it does not name is that slow."""
 
 LATENCY_US = 0.9
 """Microseconds from a load to its data on a busy device."""
@@ -70,7 +70,7 @@ class Cell:
 
     Attributes:
         rows, cols: The shape.
-        timings: What was measured and is at most KEPT times the fastest, the fastest first.
+        timings: What was measured and took at most KEPT times the fastest of its backend, the fastest first.
         backends: Backends that were measured.
     """
 
@@ -112,8 +112,8 @@ class Table:
         device: Its name.
         source: When and with what it was measured.
         bandwidth: Its bandwidth, as in Device: times for another GPU are scaled by it.
-        every_variant: True where a cell names every variant that took at most KEPT times its fastest; False where it
-            names the fastest of each strategy alone.
+        every_variant: True where a cell names every variant that took at most KEPT times the fastest of its backend;
+            False where it names the fastest of each strategy alone.
     """
 
     device: str
@@ -122,8 +122,8 @@ class Table:
     cells: dict[Key, list[Cell]] = field(repr=False, hash=False, compare=False)
     every_variant: bool = True
 
-    def anchors(self, problem: Problem) -> list[Anchor]:
-        """The measured shapes between which a problem lies; empty where none is like it.
+    def anchors(self, problem: Problem, backends: Collection[str]) -> list[Anchor]:
+        """The measured shapes between which a problem lies, of these backends; empty where none is like it.
 
         Columns are between the nearest measured lengths on both sides, by their logarithms: the time of a byte
         changes slowly with them.  Rows are between the nearest numbers on both sides: the time of a launch grows
@@ -132,13 +132,9 @@ class Table:
         if not problem.contiguous or not problem.rows * problem.cols:
             # Only rows whose elements are neighbours were measured.
             return []
-        key = key_of(problem)
-        found = self.cells.get(key) or self.cells.get(key._replace(unaligned=False), [])
-        if not found:
+        key, lengths = self._lengths(problem, backends)
+        if not lengths:
             return []
-        lengths: dict[int, list[Cell]] = {}
-        for cell in found:
-            lengths.setdefault(cell.cols, []).append(cell)
         # A length that was measured for full inputs alone says nothing of a few rows.
         told = {cols for cols, cells in lengths.items() if min(cell.rows for cell in cells) <= 2 * problem.rows}
         # The first load of a kernel takes as long as the device needs for this many bytes: below them, time hardly
@@ -155,6 +151,20 @@ class Table:
                 anchors.append(Anchor(cells[rows], weight * part * (beyond if len(pairs) == 1 else 1.0)))
         return anchors
 
+    def _lengths(self, problem: Problem, backends: Collection[str]) -> tuple[Key, dict[int, list[Cell]]]:
+        """The cells of these backends that are like a problem, by their columns, and the key under which they are."""
+        key = key_of(problem)
+        # An operation of which no unaligned rows were measured has the times of aligned ones.
+        for like in (key, key._replace(unaligned=False)):
+            lengths: dict[int, list[Cell]] = {}
+            for cell in self.cells.get(like, []):
+                usable = tuple(timing for timing in cell.timings if timing.backend in backends)
+                if usable:
+                    lengths.setdefault(cell.cols, []).append(replace(cell, timings=usable))
+            if lengths:
+                break
+        return key, lengths
+
     def with_cell(self, key: Key, cell: Cell) -> Table:
         """The table with one more cell, merged into the cell of the same shape where there is one."""
         cells = list(self.cells.get(key, []))
@@ -164,7 +174,7 @@ class Table:
                 break
         else:
             cells.append(cell)
-        return Table(self.device, self.source, self.bandwidth, {**self.cells, key: cells}, self.every_variant)
+        return replace(self, cells={**self.cells, key: cells})
 
     def as_json(self) -> dict[str, Any]:
         """A document that `from_json` reads: names once, and a line of numbers for each shape."""
@@ -192,7 +202,7 @@ class Table:
         cells: dict[Key, list[Cell]] = {}
         plans = [(backend, strategy, Variant.parse(text)) for backend, strategy, text in document["plans"]]
         for operation, itemsize, unaligned, rows, cols, timings, *backends in document["cells"]:
-            found = tuple(Timing(*plans[i], us) for i, us in timings)
+            found = tuple(Timing._make((*plans[i], us)) for i, us in timings)
             cell = Cell(rows, cols, found, tuple(backends))
             cells.setdefault(Key(operation, itemsize, unaligned), []).append(cell)
         return cls(document["device"], document["source"], document["bandwidth"], cells, document["every_variant"])

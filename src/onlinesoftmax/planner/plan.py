@@ -103,8 +103,8 @@ def alternatives(
         if value is not None and value not in names:
             raise PlanError(f"unknown {argument} {value!r}; there are: {', '.join(dict.fromkeys(names))}")
     missing = dict(unavailable)
-    usable = {row[0] for row in strategies} - missing.keys()
-    forecast = Forecast.of(table, problem, device, tuple(usable)) if table is not None else None
+    usable = {row[0] for row in strategies if backend in (None, row[0])} - missing.keys()
+    forecast = Forecast.of(table, problem, device, usable) if table is not None else None
     found: list[Plan | Refusal] = []
     for its_backend, its_strategy, propose in strategies:
         if backend not in (None, its_backend) or strategy not in (None, its_strategy):

@@ -9,7 +9,7 @@ from importlib import resources
 
 @cache
 def _table() -> dict[str, dict[str, float]]:
-    text = resources.files(__package__).joinpath("tables", "quality.json").read_text(encoding="utf-8")
+    text = resources.files(__package__).joinpath("tables").joinpath("quality.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, float]] = json.loads(text)["quality"]
     return found
 

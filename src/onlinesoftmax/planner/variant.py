@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,14 @@ class Variant:
         Raises:
             ValueError: the text names a field that a variant does not have.
         """
-        kinds = {field.name: type(field.default) for field in fields(cls)}
-        values: dict[str, int | str | bool] = {}
+        kinds: dict[str, type] = {field.name: type(field.default) for field in fields(cls)}
+        values: dict[str, Any] = {}
         for word in text.split():
             name, _, value = word.partition("=")
             if name not in kinds or bool(value) == (kinds[name] is bool):
                 raise ValueError(f"{word!r} is no field of a variant; fields: {', '.join(kinds)}")
             values[name] = True if kinds[name] is bool else kinds[name](value)
-        return cls(**values)  # type: ignore[arg-type]  # each value has the type of its field
+        return cls(**values)
 
 
 ONLY = Variant()
