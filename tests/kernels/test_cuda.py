@@ -8,11 +8,8 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import multiprocessing
 import struct
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,70 +179,21 @@ def test_the_algebra_of_states_compiles(arch: str) -> None:
         compile.build(algebra_source(form, *pair), arch)
 
 
-TINY = 'extern "C" __global__ void tiny() {}\n'
-
-
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache, a regular file beside it, and the counter at 0."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("ONLINESOFTMAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(compile, "compiled", 0)
-    compile.cache_folder.cache_clear()
-    yield tmp_path / "cache"
-    compile.cache_folder.cache_clear()
-
-
-def test_a_second_call_compiles_nothing(cache: Path) -> None:
-    first = compile.cubin(TINY, "sm_90")
-    assert [path.name for path in cache.iterdir()] == [f"{compile.key(TINY, 'sm_90')}.cubin"]
-    assert compile.cubin(TINY, "sm_90") == first
-    assert compile.compiled == 1
-    assert compile.cubin(TINY, "sm_80") != first
-    assert compile.compiled == 2
-
-
 BUCKETS = [
     ("row", 1024, 1000, 4096), ("row", 1023, 1001, 1024), ("cluster", 1 << 17, (1 << 17) - 64, 1 << 18),
     ("grid", 1 << 22, (1 << 22) - 1024, 1 << 26), ("looped", 128256, 1 << 20, 50257),
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(("strategy", "cols", "near", "far"), BUCKETS)
-def test_a_bucket_is_compiled_once(ask: Ask, cache: Path, strategy: str, cols: int, near: int, far: int) -> None:
+def test_a_bucket_is_compiled_once(ask: Ask, strategy: str, cols: int, near: int, far: int) -> None:
     requests = [ask("h200", strategy, "softmax", no_memory(ROWS[strategy], n)) for n in (cols, near, far)]
     one, another, other = map(source.source, requests)
     assert one == another != other
     for text, compiled in ((one, 1), (another, 1), (other, 2)):
         compile.cubin(text, "sm_90")
         assert compile.compiled == compiled
-
-
-def test_the_key_is_of_all_that_machine_code_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [compile.key(TINY, "sm_90"), compile.key(TINY + " ", "sm_90"), compile.key(TINY, "sm_100")]
-    assert compile.key(TINY, "sm_90") == keys[0]
-    monkeypatch.setattr(compile, "nvrtc_version", lambda: "0.0")
-    keys.append(compile.key(TINY, "sm_90"))
-    assert len(set(keys)) == len(keys)
-
-
-def test_two_processes_leave_whole_files_and_nothing_else(cache: Path) -> None:
-    texts = [TINY.replace("tiny", f"tiny{i}") for i in range(8)]
-    twice = [text for text in texts for _ in range(2)]
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        codes = list(pool.map(compile.cubin, twice, itertools.repeat("sm_90")))
-    assert {path.name for path in cache.iterdir()} == {f"{compile.key(text, 'sm_90')}.cubin" for text in texts}
-    for text, first, second in zip(texts, codes[::2], codes[1::2], strict=True):
-        assert (cache / f"{compile.key(text, 'sm_90')}.cubin").read_bytes() in (first, second)
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Permissions do not bind root, but a file is no folder for anyone.
-    monkeypatch.setenv("ONLINESOFTMAX_CACHE", str(cache.parent / "file" / "cache"))
-    compile.cache_folder.cache_clear()
-    assert compile.cubin(TINY, "sm_90") == compile.cubin(TINY, "sm_90")
-    assert compile.compiled == 2
-    assert sorted(path.name for path in cache.parent.iterdir()) == ["file"]
 
 
 # cuda.core 1.2.2: a Program that failed, and that the garbage collector finds in a cycle, trips over itself.

@@ -13,6 +13,8 @@ import torch
 import onlinesoftmax as osm
 from contract import OPERATIONS, PLANS, ROW_PLANS, forced, outliers
 from onlinesoftmax import verify as verification
+from onlinesoftmax.core.call import Call, Settings
+from onlinesoftmax.core.operations import OPERATIONS as DECLARED
 from onlinesoftmax.core.options import ScoreOptions, checked_options
 from onlinesoftmax.torch import eager
 
@@ -117,7 +119,7 @@ def test_forward(plan: str, name: str, operation: str, dtype: torch.dtype) -> No
     given = moved(given)
     call = OPERATIONS[operation]
     ours = call(x, **forced(plan), **given)
-    theirs = eager.torch_fused(operation, x, -1, None, False, as_options(given), False)
+    theirs = eager.call_on_scores(Call(DECLARED[operation], x, Settings(-1), as_options(given)))
     with np.errstate(all="ignore"):
         exact = verification.exact_result(operation, exact_scores(x, given), -1)
     # Where all is masked PyTorch, too, was told what to write.

@@ -34,9 +34,9 @@ def tune(
     Example: onlinesoftmax tune
     """
     from ..core.cache import cache_folder
-    from ..core.device import from_torch
     from ..kernels import registry
     from ..planner import measured as tuning
+    from ..torch.device import from_torch
 
     if reason := registry.unavailable("cuda"):
         output.fail(f"tune needs the cuda backend: {reason}")
