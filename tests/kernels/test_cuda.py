@@ -68,7 +68,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
             return price(proposals[0], problem, device)
 
         monkeypatch.setattr(prepared, "plan", first)
-        prepared.prepare.cache_clear()
+        prepared.forget()
         forward = operation.removesuffix("_backward")
         if outputs:
             settings = Settings(-1, options.get("dtype"), False, Choice("cuda", strategy))
@@ -85,7 +85,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
 
     monkeypatch.setattr(cuda, "prepare", record)
     yield ask
-    prepared.prepare.cache_clear()
+    prepared.forget()
 
 
 def no_memory(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -76,7 +76,9 @@ class ScoreOptions(NamedTuple):
     @property
     def plain(self) -> bool:
         """True where nothing is asked for.  No tensor is read."""
-        return not self.given and not self.zero
+        scale, softcap, bias, mask, causal, zero = self
+        given = softcap is not None or bias is not None or mask is not None or causal or zero
+        return not given and isinstance(scale, float) and scale == 1
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -88,8 +90,7 @@ class ScoreOptions(NamedTuple):
 
     def of(self, names: tuple[str, ...]) -> ScoreOptions:
         """The same with only these options; the others are at their defaults."""
-        kept = {name: getattr(self, name) for name in names}
-        return ScoreOptions(**kept, zero=self.zero)
+        return ScoreOptions(**{name: getattr(self, name) for name in names}, zero=self.zero)
 
 
 PLAIN = ScoreOptions()

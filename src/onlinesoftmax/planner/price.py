@@ -134,7 +134,9 @@ def _resident(proposal: Proposal, device: Device) -> int:
 def _fill(proposal: Proposal, problem: Problem, device: Device) -> float:
     """Part of the bandwidth that the programs can keep busy: Little's law, bytes in flight over latency."""
     programs = min(max(proposal.programs, 1), _resident(proposal, device) * device.multiprocessors)
-    in_flight = programs * proposal.rows_per_program * proposal.block * problem.itemsize * problem.inputs
+    # A block of `grid` can hold its whole slice in shared memory, and no column in registers.
+    columns = max(proposal.block, 1)
+    in_flight = programs * proposal.rows_per_program * columns * problem.itemsize * problem.inputs
     return min(1.0, in_flight / (device.bandwidth * 1e3 * LATENCY_US))
 
 
