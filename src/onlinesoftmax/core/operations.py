@@ -168,7 +168,7 @@ class Operation:
 
     @cached_property
     def kept_outputs(self) -> tuple[str, ...]:
-        """Names of the outputs that a call writes where a gradient is wanted: the result and what the gradient reads."""
+        """Names of the outputs that a call with a gradient writes: the result and what the gradient reads."""
         named = {output.name for output in self.outputs}
         return tuple(dict.fromkeys((self.result.name, *(name for name in self.saved if name in named))))
 
