@@ -148,7 +148,9 @@ class Table:
             pairs = _between(problem.rows, cells, float)
             for rows, part in pairs:
                 beyond = (latency + _bytes(like)) / (latency + _bytes(replace(like, rows=rows)))
-                anchors.append(Anchor(cells[rows], weight * part * (beyond if len(pairs) == 1 else 1.0)))
+                usable = tuple(timing for timing in cells[rows].timings if timing.backend in backends)
+                weight_here = weight * part * (beyond if len(pairs) == 1 else 1.0)
+                anchors.append(Anchor(replace(cells[rows], timings=usable), weight_here))
         return anchors
 
     def _lengths(self, problem: Problem, backends: Collection[str]) -> tuple[Key, dict[int, list[Cell]]]:
@@ -158,9 +160,8 @@ class Table:
         for like in (key, key._replace(unaligned=False)):
             lengths: dict[int, list[Cell]] = {}
             for cell in self.cells.get(like, []):
-                usable = tuple(timing for timing in cell.timings if timing.backend in backends)
-                if usable:
-                    lengths.setdefault(cell.cols, []).append(replace(cell, timings=usable))
+                if any(timing.backend in backends for timing in cell.timings):
+                    lengths.setdefault(cell.cols, []).append(cell)
             if lengths:
                 break
         return key, lengths
