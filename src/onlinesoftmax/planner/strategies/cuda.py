@@ -187,7 +187,7 @@ def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
 
 
 def grid(problem: Problem, device: Device) -> list[Proposal] | str:
-    """Rows in the registers and shared memory of a team of blocks: of the whole device, or of a part of it for each row."""
+    """Rows in the registers and shared memory of a team of blocks: all of the device, or a part of it for each row."""
     if refusal := no_gpu("CUDA", device):
         return refusal
     found = [
