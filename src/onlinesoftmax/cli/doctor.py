@@ -48,22 +48,23 @@ def doctor(
 
 def diagnosis() -> dict[str, Any]:
     """Everything the command prints, for JSON."""
-    from ..core import device
+    from ..core.device import KNOWN
     from ..kernels import registry
+    from ..torch.device import here as this_device
 
     here, error = None, None
     try:
-        machine = device.here()
-        here = {**vars(machine), "arch": machine.arch if machine.kind == "cuda" else None}
+        machine = this_device()
+        here = {**machine.as_dict(), "arch": machine.arch if machine.kind == "cuda" else None}
     except Exception as reason:  # a broken installation is what a doctor is called for
         error = f"cannot be told: {type(reason).__name__}: {reason}"
-    gpus = [(key, known) for key, known in device.KNOWN.items() if known.kind == "cuda"]
+    gpus = [(key, known) for key, known in KNOWN.items() if known.kind == "cuda"]
     return {
         "backends": [*(_backend(name) for name in registry.BACKENDS), _pallas()],
         "versions": _versions(),
         "device": here,
         "device_error": error,
-        "known": [{"key": key, **vars(known), "arch": known.arch} for key, known in gpus],
+        "known": [{"key": key, **known.as_dict(), "arch": known.arch} for key, known in gpus],
     }
 
 
@@ -87,11 +88,12 @@ def _backend(name: str) -> dict[str, Any]:
 
 def _pallas() -> dict[str, Any]:
     """Who runs JAX's kernels."""
-    from ..core import device
     from ..jax import bridge
+    from ..jax.device import from_jax
+    from ..torch.device import here
 
     try:
-        kind = device.here().kind
+        kind = here().kind
         reason = bridge.unavailable(kind)
         state, why = "usable" if reason is None else "not usable", reason or ""
         if reason is None and kind == "cpu":
@@ -100,7 +102,7 @@ def _pallas() -> dict[str, Any]:
                 "of JAX: no NVIDIA GPU here; XLA runs what backend='pallas' does not ask for",
             )
         elif reason is None:
-            why = f"of JAX: kernels run on {device.from_jax().name}"
+            why = f"of JAX: kernels run on {from_jax().name}"
     except Exception as error:  # a broken installation is what a doctor is called for
         reason = why = f"cannot be told: {type(error).__name__}: {error}"
         state = "not usable"
@@ -109,14 +111,14 @@ def _pallas() -> dict[str, Any]:
 
 def _cuda(reason: str | None) -> str:
     """Who plans these kernels, or why they cannot run."""
-    from ..core import device
     from ..kernels import registry
     from ..planner import measured as tuning
+    from ..torch.device import here
 
     if reason is not None:
         missing = any(registry.module_missing(module, "cuda") for module in ("torch", "cuda.core"))
         return reason if missing else f"{reason} here; explain compiles the kernels for any GPU"
-    machine = device.here()
+    machine = here()
     table = tuning.table_for(machine)
     planned = f"planned by the table of {table.device} ({table.source})" if table else "onlinesoftmax tune plans better"
     return f"kernels run on {machine.name}; {planned}"

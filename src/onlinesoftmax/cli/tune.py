@@ -47,8 +47,8 @@ def tune(
     Example: onlinesoftmax tune --minutes 10
     """
     from ..core.cache import cache_folder
-    from ..core.device import from_torch
     from ..planner.measured import slug
+    from ..torch.device import from_torch
 
     backends = _backends(backend)
     where = torch_device(device or "cuda")

@@ -25,7 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..core.arrays import Array
-from ..core.device import Device, from_jax, known
+from ..core.device import Device, known
 from ..core.operations import OPERATIONS
 from ..core.problem import Problem
 from ..core.scores import PLAIN, Scores, accumulator
@@ -37,6 +37,7 @@ from ..planner.strategies import FOR_JAX
 from ..planner.strategies.pallas import LARGEST
 from . import ops as xla
 from . import partitioning as partitioned
+from .device import to_lower_for
 
 TRANSPOSES = {
     "softmax_backward": "softmax_backward",
@@ -124,7 +125,7 @@ def _lowered(name: str, platform: str, *operands: Array, who: Who, **params: Any
         return eager(*operands)
     on_gpu = platform == "cuda"
     # The interpreter, which is for those who ask for it, needs some GPU's numbers to plan with.
-    device = from_jax() if on_gpu else known("h200" if who[0] == "pallas" else "cpu")
+    device = to_lower_for() if on_gpu else known("h200" if who[0] == "pallas" else "cpu")
 
     def planned(operands: tuple[Array, ...]) -> Plan:
         return plan_for(name, operands, device, who, **params, interpret=not on_gpu)
