@@ -127,9 +127,7 @@ def struct_text() -> str:
     )
 
 
-def pack(
-    sizes: Mapping[str, int], outer: tuple[int, ...], places: Mapping[str, tuple[tuple[int, ...], int]]
-) -> bytes:
+def pack(sizes: Mapping[str, int], outer: tuple[int, ...], places: Mapping[str, tuple[tuple[int, ...], int]]) -> bytes:
     """Params as bytes, with zeros for pointers and numbers, which a call fills in.
 
     Args:
