@@ -1,8 +1,9 @@
 """The `cuda` backend: the strategies `row`, `cluster`, `grid` and `looped` in CUDA C++.
 
-Reading order: numbers.cuh (element types, loads and stores), state.cuh (the recurrence), operands.cuh (what is read, and
-scores), ops.cuh (the formulas of the operations), levels.cuh (merges), slice.cuh (what a group of threads holds), then
-any strategy, which is a page.  source.py and params.py generate the constants and the parameters of a kernel.
+Reading order: numbers.cuh (element types, loads and stores), state.cuh (the recurrence), operands.cuh (operands and
+scores), ops.cuh (the formulas of the operations), levels.cuh (merges), slice.cuh (the part of a row that a group of
+threads holds), then any strategy, which is a page.  source.py and params.py generate the constants and the parameters
+of a kernel.
 """
 
 from __future__ import annotations
