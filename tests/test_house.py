@@ -1,4 +1,4 @@
-"""The house rules that a program can check: names of operations, widths of signatures, lengths, and the way of a call."""
+"""The house rules that a program can check: operation names, widths of signatures, lengths, the way of a call."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def _of_task(
 ) -> Explanation:
     """The plan for a task, and why."""
     problem = Problem.of(task, choice.batch_invariant)
-    table = measured.table_for(machine) if strategies is TABLE else None
+    table = measured.table_for(machine)
     chosen = plan(problem, machine, choice, unavailable, table, strategies)
     every = alternatives(problem, machine, unavailable=unavailable, table=table, strategies=strategies)
     others = [option for option in every if _pair(option) != _pair(chosen)]

@@ -78,9 +78,7 @@ def torch_algebra() -> Algebra:
 def jax_algebra() -> Algebra:
     jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
     # Every new length is a handful of compilations, so there are fewer examples.
-    return Arrays(
-        "jax", lambda v, dtype: jnp.asarray(v, dtype), lambda x: np.asarray(x).astype(np.float64), examples=12
-    )
+    return Arrays("jax", lambda v, dtype: jnp.asarray(v, dtype), lambda x: np.asarray(x).astype(np.float64), examples=8)
 
 
 def triton_algebra(name: str = "TritonAlgebra") -> Algebra:

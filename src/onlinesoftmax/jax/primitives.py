@@ -31,6 +31,7 @@ from ..core.problem import Problem
 from ..core.scores import PLAIN, Scores, accumulator
 from ..core.task import ITEMSIZE, Choice, Flags, Task, TensorSpec, contiguous_spec, row_spec, task_of
 from ..kernels import pallas
+from ..planner.measured import table_for
 from ..planner.plan import Plan, PlanError, plan
 from ..planner.strategies import FOR_JAX
 from ..planner.strategies.pallas import LARGEST
@@ -97,7 +98,7 @@ def plan_for(
     elif find_spec("absl") is None:
         missing.append(("pallas/cluster", "JAX's Mosaic needs absl-py: pip install absl-py"))
     problem = Problem.of(_task(name, operands, spec, dtype if dtype in ITEMSIZE else "float32"))
-    return plan(problem, device, Choice(*who), missing, strategies=FOR_JAX)
+    return plan(problem, device, Choice(*who), missing, table_for(device), FOR_JAX)
 
 
 def _task(name: str, operands: tuple[Any, ...], spec: Scores, dtype: str) -> Task:
