@@ -50,10 +50,8 @@ def _of_both(x_ptr, m_ptr, l_ptr, zl_ptr, cut, n, BLOCK: tl.constexpr, OP: tl.co
 def _merge(
     m_a_ptr, l_a_ptr, zl_a_ptr, m_b_ptr, l_b_ptr, zl_b_ptr, m_ptr, l_ptr, zl_ptr, OP: tl.constexpr,
 ):  # fmt: skip
-    m, sums = state.merge(
-        tl.load(m_a_ptr), (tl.load(l_a_ptr), tl.load(zl_a_ptr)), tl.load(m_b_ptr), (tl.load(l_b_ptr), tl.load(zl_b_ptr)),
-        OP,
-    )  # fmt: skip
+    sums_a, sums_b = (tl.load(l_a_ptr), tl.load(zl_a_ptr)), (tl.load(l_b_ptr), tl.load(zl_b_ptr))
+    m, sums = state.merge(tl.load(m_a_ptr), sums_a, tl.load(m_b_ptr), sums_b, OP)
     _store(m_ptr, l_ptr, zl_ptr, m, sums)
 
 
@@ -77,8 +75,8 @@ def _output(x_ptr, y_ptr, m_ptr, l_ptr, zl_ptr, n, BLOCK: tl.constexpr, OP: tl.c
 
 
 @triton.jit
-def _row_output(y_ptr, m_ptr, l_ptr, zl_ptr, NAME: tl.constexpr, OP: tl.constexpr):
-    tl.store(y_ptr, ops.row_output(tl.load(m_ptr), (tl.load(l_ptr), tl.load(zl_ptr)), NAME, OP))
+def _logsumexp(y_ptr, m_ptr, l_ptr, zl_ptr, OP: tl.constexpr):
+    tl.store(y_ptr, ops.row_output(tl.load(m_ptr), (tl.load(l_ptr), tl.load(zl_ptr)), 0, OP))
 
 
 class TritonAlgebra:
@@ -125,7 +123,7 @@ class TritonAlgebra:
 
     def logsumexp(self, state: TritonState) -> float:
         lse = torch.full_like(state[0], torch.nan)
-        _row_output[(1,)](lse, *state, NAME="lse", OP=_constants(lse))
+        _logsumexp[(1,)](lse, *state, OP=_constants(lse))
         return float(lse)
 
     def softmax(self, state: TritonState, x: torch.Tensor) -> Float64:
@@ -165,6 +163,6 @@ def _constants(x: torch.Tensor, name: str = "softmax") -> OpConstants:
     """The constants of an operation with scores and the sums l and zl."""
     acc = tl.float64 if x.dtype == torch.float64 else tl.float32
     return OpConstants(
-        name, scores=True, gradient=False, writes_elements=True, row_outputs=(), row_fields=(), sums=("l", "zl"),
-        rescaled=(True, True), maximum=True, acc=acc, exact=True, zero=False,
+        name, scores=True, gradient=False, writes_elements=True, row_outputs=("lse",), row_fields=(0,),
+        sums=("l", "zl"), rescaled=(True, True), maximum=True, acc=acc, exact=True, zero=False,
     )  # fmt: skip

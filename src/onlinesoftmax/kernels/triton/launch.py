@@ -1,7 +1,7 @@
 """Launches: prepared once for a request, then run with little host time.
 
-Triton's own launch binds and specialises the arguments each time, which takes about twenty microseconds.  Only the first
-run of a `Launch` does that, and compiles; every later run calls the compiled kernel.
+Triton's own launch binds and specialises the arguments each time, which takes about twenty microseconds.  Only the
+first run of a `Launch` does that, and compiles; every later run calls the compiled kernel.
 """
 
 from __future__ import annotations

@@ -46,11 +46,14 @@ A number is the bits of a float64, so that every dtype gets its full precision; 
 Units: Any = _tuple_of("Units", (*TENSORS, "cols"), defaults=(1,) * len((*TENSORS, "cols")))
 """For each tensor, the power of two that divides its row strides; `cols` divides the row length.
 
-Strides are passed as multiples of a unit.  The product with the unit, a constant, tells the compiler how wide it may load.
+Strides are passed as multiples of a unit.  The product with the unit, a constant, tells the compiler how wide it may
+load.
 """
 
 # Triton 3.6 forgets the constants of nested tuples at the next loop, unless a constant of the outer tuple follows them.
-Places: Any = _tuple_of("Places", (*TENSORS, "query", "sizes", "diagonal", "last"), defaults=(None,) * (len(TENSORS) + 4))
+Places: Any = _tuple_of(
+    "Places", (*TENSORS, "query", "sizes", "diagonal", "last"), defaults=(None,) * (len(TENSORS) + 4)
+)
 """The `Place` of each tensor, in the order of Pointers; that of the query's position; and two numbers.
 
 sizes: Sizes of the outer dimensions, without the slowest.
@@ -106,7 +109,7 @@ def first_elements(p, places, row, UNITS: tl.constexpr):
 
 @triton.jit
 def skip_head(p, places, at, head, VECTOR: tl.constexpr):
-    """The offsets `at` moved to the body, `head` columns on: the compiler learns that x and dy lie on 16 bytes there."""
+    """The offsets `at` moved to the body, `head` columns on, where x and dy lie on 16 bytes, as the compiler learns."""
     x, dy, bias, mask, logits, seen = skip(p, places, at, head)
     if VECTOR > 1:
         x = x // VECTOR * VECTOR
@@ -208,7 +211,7 @@ def store_row_outputs(p, places, row, near, m, sums, mask, OP: tl.constexpr, UNI
         place = places[OP.row_fields[i]]
         pointer = p[OP.row_fields[i]]
         offset = row_offset(row, places.sizes, place, UNITS[OP.row_fields[i]]) + near * place.near
-        value = ops.row_output(m, sums, OP.row_outputs[i], OP)
+        value = ops.row_output(m, sums, i, OP)
         tl.store(pointer + offset, value.to(pointer.dtype.element_ty), mask=mask)
 
 

@@ -108,13 +108,13 @@ def peak(a, OP: tl.constexpr):
 
 
 @triton.jit
-def summand(a, b, NAME: tl.constexpr, OP: tl.constexpr):
-    """Value for one accumulator: the weight of exp(z - m), or the summand of a plain sum.
+def summand(a, b, i: tl.constexpr, OP: tl.constexpr):
+    """Value for accumulator i: the weight of exp(z - m), or the summand of a plain sum.
 
-    The sum that a gradient subtracts may cancel all but the last places, so EXACT sums in float64; a memory-bound
+    The sum that a gradient subtracts may cancel all but the last places, so OP.exact sums in float64; a memory-bound
     kernel has time for it even where float64 is slow.
     """
-    if NAME == "dot":
+    if OP.sums[i] == "dot":
         wide_a, wide_b = a, b
         if OP.exact:
             wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
@@ -130,7 +130,7 @@ def summands(a, b, OP: tl.constexpr):
     """The value for each accumulator."""
     values = ()
     for i in tl.static_range(len(OP.sums)):
-        values += (summand(a, b, OP.sums[i], OP),)
+        values += (summand(a, b, i, OP),)
     return values
 
 
@@ -152,8 +152,8 @@ def reduce_both(a, b, axis: tl.constexpr, a_more, b_more, axis_more: tl.constexp
 def row_constants(m, sums, cols, OP: tl.constexpr):
     """Per-row constants (s, l, t) for `output`.
 
-    Softmax of a row of only -inf, or of a row with +inf, is undefined: PyTorch writes NaN to the whole row.  ZERO writes
-    0 to a row of only -inf, in which everything is masked, and to its gradient.
+    Softmax of a row of only -inf, or of a row with +inf, is undefined: PyTorch writes NaN to the whole row.  OP.zero
+    writes 0 to a row of only -inf, in which everything is masked, and to its gradient.
     """
     l = sums[0]
     narrow = l.to(m.dtype)
@@ -203,21 +203,21 @@ def output(a, b, constants, OP: tl.constexpr):
 
 
 @triton.jit
-def row_output(m, sums, NAME: tl.constexpr, OP: tl.constexpr):
-    """The per-row output of this name, from a row's state.
+def row_output(m, sums, i: tl.constexpr, OP: tl.constexpr):
+    """Per-row output i, from a row's state.
 
     log(0) = -inf and log(inf) = inf are the right logsumexp.  Entropy is NaN where l is 0 or m is infinite.
     """
     l = sums[0].to(m.dtype)
-    if NAME == "m":
+    if OP.row_outputs[i] == "m":
         value = state.shift(m)
-    elif NAME == "l":
+    elif OP.row_outputs[i] == "l":
         value = l
     else:
         # "lse", and "y" of logsumexp.
         value = state.shift(m) + tl.log(l)
-        if NAME == "entropy":
-            for i in tl.static_range(len(OP.sums)):
-                if OP.sums[i] == "zl":
-                    value = (value - sums[i] / sums[0]).to(m.dtype)
+        if OP.row_outputs[i] == "entropy":
+            for k in tl.static_range(len(OP.sums)):
+                if OP.sums[k] == "zl":
+                    value = (value - sums[k] / sums[0]).to(m.dtype)
     return value

@@ -145,7 +145,7 @@ def _reduction(request: TritonRequest) -> tuple[list[Launch], dict[str, tuple[in
 
     def room(level: int, count: int) -> dict[str, tuple[int, str]]:
         size, (m, *sums) = layout.rows * count, _names(request, level)
-        return {m: (size, request.task.accumulator), **{name: (size, sum_dtype) for name in sums}}
+        return {m: (size, request.task.accumulator), **dict.fromkeys(sums, (size, sum_dtype))}
 
     tiles = -(-layout.cols // plan.block)
     scratch = room(0, plan.splits)

@@ -1,7 +1,7 @@
 """The columns and rows that a program owns, and how a long slice is read and written tile by tile.
 
-An unaligned row has a head, a body and a tail.  The body begins and ends on 16-byte boundaries and moves with the widest
-loads and stores; head and tail, the edges, move element by element.  Their states merge as those of any other slices.
+An unaligned row has a head, a body and a tail.  The body begins and ends on 16-byte boundaries and moves with the
+widest loads and stores; head and tail, the edges, move element by element.  Their states merge like any others.
 """
 
 import triton
