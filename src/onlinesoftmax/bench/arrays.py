@@ -108,7 +108,8 @@ def _gradient(case: Case, who: tuple[str | None, str | None], *arrays: Any) -> A
     if case.forward == "logsumexp":
         lse = saved[1].astype(accumulator(x))
         # The state of a row whose logsumexp is this.
-        dx = primitives.bind(case.operation, x, jnp.stack([lse, jnp.ones_like(lse)], -1), dy, choice=choice, options=PLAIN)
+        state = jnp.stack([lse, jnp.ones_like(lse)], -1)
+        dx = primitives.bind(case.operation, x, state, dy, choice=choice, options=PLAIN)
     else:
         dx = primitives.bind(case.operation, x, jnp.moveaxis(dy, case.dim, -1), choice=choice)
     return jnp.moveaxis(dx, -1, case.dim)

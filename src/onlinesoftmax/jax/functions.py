@@ -30,7 +30,9 @@ def softmax(
     x: Array, axis: Axis = -1, where: Array | None = None, *, scale: Any = 1.0, softcap: float | None = None,
     bias: Array | None = None, backend: str | None = None, strategy: str | None = None,
 ) -> Array:  # fmt: skip
-    """exp(z) / sum(exp(z)) along `axis`, for z = softcap * tanh(scale * x / softcap) + bias: `jax.nn.softmax`.
+    """The softmax exp(z) / sum(exp(z)) along `axis`: `jax.nn.softmax` of scores z.
+
+    The scores are z = softcap * tanh(scale * x / softcap) + bias.
 
     Args:
         x: Array of numbers of any shape.  Integers are computed in JAX's default floating dtype; float16 and bfloat16
@@ -75,9 +77,10 @@ def log_softmax(
     x: Array, axis: Axis = -1, where: Array | None = None, *, scale: Any = 1.0, softcap: float | None = None,
     bias: Array | None = None, backend: str | None = None, strategy: str | None = None,
 ) -> Array:  # fmt: skip
-    """z - log(sum(exp(z))) along `axis`, for z = softcap * tanh(scale * x / softcap) + bias: `jax.nn.log_softmax`.
+    """The log-softmax z - log(sum(exp(z))) along `axis`: `jax.nn.log_softmax` of scores z.
 
-    The arguments, their shapes and dtypes, the errors and the source are those of `softmax`.
+    The scores are z = softcap * tanh(scale * x / softcap) + bias.  The arguments, their shapes and dtypes, the errors
+    and the source are those of `softmax`.
 
     Returns:
         Array of x's shape and floating dtype; -inf where `where` is False.  A row whose maximum is infinite is NaN.
@@ -102,9 +105,10 @@ def logsumexp(
     where: Array | None = None, *, scale: Any = 1.0, softcap: float | None = None, bias: Array | None = None,
     backend: str | None = None, strategy: str | None = None,
 ) -> Array | tuple[Array, Array]:  # fmt: skip
-    """log(sum(b * exp(z))) along `axis`, for z = softcap * tanh(scale * a / softcap) + bias: `jax.nn.logsumexp`.
+    """The logsumexp log(sum(b * exp(z))) along `axis`: `jax.nn.logsumexp` of scores z.
 
-    The other arguments, the errors and the source are those of `softmax`.
+    The scores are z = softcap * tanh(scale * a / softcap) + bias.  The other arguments, the errors and the source are
+    those of `softmax`.
 
     Args:
         a: Array of numbers or booleans, of any shape.
@@ -251,7 +255,8 @@ def _checked_options(
         value = getattr(options, option.name)
         if option.kind == "element" and value is not None:
             found[option.name] = _last(_broadcast(_checked_array(name, x, option.name, value), x, axes), axes)
-    return options._replace(**dict.fromkeys(found, ARRAY)), tuple(found.values())
+    marked: dict[str, Any] = dict.fromkeys(found, ARRAY)
+    return options._replace(**marked), tuple(found.values())
 
 
 def _checked_array(name: str, x: Array, option: str, value: Any) -> Array:

@@ -10,7 +10,6 @@ gradient needs besides.  `options` has ARRAY in the place of each array.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -35,7 +34,7 @@ def _filled(x: Array, arrays: tuple[Array, ...], options: ScoreOptions) -> Score
 
 
 def softmax(x: Array, *arrays: Array, options: ScoreOptions = PLAIN) -> Array:
-    """exp(z) / sum(exp(z)); NaN in a row whose maximum is infinite, 0 where the mask is False."""
+    """The softmax exp(z) / sum(exp(z)); NaN in a row whose maximum is infinite, 0 where the mask is False."""
     z = scores(x, arrays, options)
     # An infinite maximum gives NaN by itself.  A test for it would cost XLA its fusion.
     e = jnp.exp(z - _peak(x, z, options))
@@ -43,7 +42,7 @@ def softmax(x: Array, *arrays: Array, options: ScoreOptions = PLAIN) -> Array:
 
 
 def log_softmax(x: Array, *arrays: Array, options: ScoreOptions = PLAIN) -> Array:
-    """z - logsumexp(z); NaN in a row whose maximum is infinite, -inf where the mask is False."""
+    """The log-softmax z - log(sum(exp(z))); NaN in a row whose maximum is infinite, -inf where the mask is False."""
     z = scores(x, arrays, options)
     z = z - _peak(x, z, options)
     y = z - jnp.log(jnp.sum(jnp.exp(z), axis=-1, keepdims=True))
@@ -61,7 +60,7 @@ def logsumexp(x: Array, *arrays: Array, options: ScoreOptions = PLAIN) -> Array:
 
 
 def softmax_backward(y: Array, t: Array, *, factor: float = 1.0) -> Array:
-    """factor * y * (t - sum(y t)): the gradient in the scores from the gradient t in y.
+    """Gradient in the scores from the gradient t in y: factor * y * (t - sum(y t)).
 
     It is also the change of y from a change t of the scores: the Jacobian of softmax is symmetric.
     """
@@ -70,26 +69,26 @@ def softmax_backward(y: Array, t: Array, *, factor: float = 1.0) -> Array:
 
 
 def log_softmax_backward(y: Array, t: Array, *, factor: float = 1.0) -> Array:
-    """factor * (t - exp(y) * sum(t)): the gradient in the scores from the gradient t in y."""
+    """Gradient in the scores from the gradient t in y: factor * (t - exp(y) * sum(t))."""
     wide, t_wide = y.astype(accumulator(y)), t.astype(accumulator(y))
     return (factor * (t_wide - jnp.exp(wide) * jnp.sum(t_wide, axis=-1, keepdims=True))).astype(t.dtype)
 
 
 def log_softmax_tangent(y: Array, t: Array, *, factor: float = 1.0) -> Array:
-    """factor * (t - sum(exp(y) t)): the change of y from a change t of the scores."""
+    """Change of y from a change t of the scores: factor * (t - sum(exp(y) t))."""
     wide, t_wide = y.astype(accumulator(y)), t.astype(accumulator(y))
     return (factor * (t_wide - jnp.sum(jnp.exp(wide) * t_wide, axis=-1, keepdims=True))).astype(t.dtype)
 
 
 def logsumexp_backward(x: Array, *rest: Array, options: ScoreOptions = PLAIN, factor: float = 1.0) -> Array:
-    """factor * t * exp(z - lse): the gradient in the scores from the gradient t in lse; rest ends with the state, t."""
+    """Gradient in the scores from the gradient t in lse: factor * t * exp(z - lse); rest ends with the state and t."""
     *arrays, state, t = rest
     p = _probabilities(x, tuple(arrays), options, state)
     return _masked(factor * p * t.astype(p.dtype)[..., None], tuple(arrays), options, 0).astype(x.dtype)
 
 
 def logsumexp_tangent(x: Array, *rest: Array, options: ScoreOptions = PLAIN, factor: float = 1.0) -> Array:
-    """factor * sum(exp(z - lse) t): the change of lse from a change t of the scores; rest ends with the state, t."""
+    """Change of lse from a change t of the scores: factor * sum(exp(z - lse) t); rest ends with the state and t."""
     *arrays, state, t = rest
     p = _probabilities(x, tuple(arrays), options, state)
     return factor * jnp.sum(p * t.astype(p.dtype), axis=-1)
@@ -143,7 +142,7 @@ def result(name: str, y: Array) -> Array:
 
 
 def _logsumexp_of(state: Array) -> Array:
-    """m + log(l), and log(l) where l is 0 or infinite: log then has no finite derivative to multiply with."""
+    """The logsumexp m + log(l); log(l) where l is 0 or infinite, because log has no finite derivative there."""
     m, l = state[..., 0], state[..., 1]
     is_number = (l > 0) & (l < jnp.inf)
     return jnp.where(is_number, m + jnp.log(jnp.where(is_number, l, 1)), jnp.log(l))

@@ -98,11 +98,13 @@ def task_for(name: str, operands: tuple[Any, ...], options: ScoreOptions = PLAIN
     shape, axis, outputs = x.shape, len(x.shape) - 1, ops.outputs(name)
     # Any dtype serves for an x that no kernel takes: the plan is XLA's.
     dtype, wide = x.dtype.name if x.dtype.name in ITEMSIZE else "float32", accumulator(x)
-    tensors = {}
-    for tensor in (*operation.operands, *operation.written(outputs)):
-        of_dtype = wide if getattr(tensor, "dtype", "") == "accumulator" else dtype
-        per_element = tensor.kind == "element"
-        tensors[tensor.name] = contiguous_spec(shape, of_dtype) if per_element else row_spec(shape, axis, of_dtype)
+    kinds = {operand.name: (operand.kind, dtype) for operand in operation.operands}
+    for output in operation.written(outputs):
+        kinds[output.name] = output.kind, wide if output.dtype == "accumulator" else dtype
+    tensors = {
+        tensor: contiguous_spec(shape, of_dtype) if kind == "element" else row_spec(shape, axis, of_dtype)
+        for tensor, (kind, of_dtype) in kinds.items()
+    }
     for option, array in zip(options.arrays, operands[operation.inputs :], strict=False):
         strides = zip(array.shape, contiguous_spec(array.shape, dtype).strides, strict=True)
         steps = tuple(0 if size == 1 else step for size, step in strides)

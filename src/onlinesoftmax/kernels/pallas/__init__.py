@@ -37,7 +37,7 @@ def run(
     # A gradient has the dtype of dy where dy is read per element.
     written = described.outputs(operands[op.inputs - 1].dtype)
     arrays = strategy.run(described, described.matrices(operands), written, plan, interpret)
-    in_order = [output.name for output in op.operation.outputs if output.kind == "element" and output.name in op.written]
-    by_name = dict(zip((*in_order, *op.row_names), arrays, strict=True))
+    per_element = [name for name in op.written if name not in op.row_names]
+    by_name = dict(zip((*per_element, *op.row_names), arrays, strict=True))
     shapes = {name: x.shape[:-1] if name in op.row_names else x.shape for name in op.written}
     return tuple(by_name[name].reshape(shapes[name]) for name in op.written)

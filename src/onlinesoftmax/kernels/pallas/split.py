@@ -82,9 +82,7 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     states: list[Array] = []
     if op.reduces:
         one = jax.ShapeDtypeStruct((rows * splits,), operands.accumulator)
-        states = call(
-            partial(state_kernel, **blocks), rows * splits, arrays, [one] * op.packed_parts, plan, interpret
-        )
+        states = call(partial(state_kernel, **blocks), rows * splits, arrays, [one] * op.packed_parts, plan, interpret)
     if op.writes_elements:
         return call(partial(write_kernel, **blocks), rows * splits, [*arrays, *states], out, plan, interpret)
     merged = op.merge_all(op.unpacked(tuple(part.reshape(rows, splits) for part in states)))
