@@ -21,6 +21,16 @@ Loaded = tuple[Array, Array, Array]
 """(a, b, kept) of a tile, as `Operands.load` returns them."""
 
 
+def tiles_of(operands: Operands, block: int) -> int:
+    """Number of tiles of a row."""
+    return pl.cdiv(operands.body, block)
+
+
+def tile_of(operands: Operands, row: Any, number: Any, block: int) -> Tile:
+    """One tile of a row, by its number."""
+    return operands.tile(row, number * block, (1, block))
+
+
 def state_of(
     operands: Operands, reads: tuple[Any, ...], row: Any, first: Any, tiles: int, block: int, edges: Any = True
 ) -> State:
@@ -31,7 +41,7 @@ def state_of(
     op = operands.op
 
     def tile(i: Any) -> Loaded:
-        return operands.load(reads, operands.tile(row, (first + i) * block, (1, block)))
+        return operands.load(reads, tile_of(operands, row, first + i, block))
 
     def with_tile(state: State, loaded: Loaded) -> State:
         return op.merge(state, op.of(loaded[:2]))
@@ -59,7 +69,7 @@ def write_tiles(
     """
 
     def tile(i: Any) -> Tile:
-        return operands.tile(row, (first + tiles - 1 - i) * block, (1, block))
+        return tile_of(operands, row, first + tiles - 1 - i, block)
 
     newest = tile(0)
     loaded = operands.load(reads, newest)
@@ -86,7 +96,7 @@ def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:
     Limits: none on columns.
     """
     reads, elements, rows = operands.sides(refs)
-    op, row, tiles = operands.op, pl.program_id(0), pl.cdiv(operands.body, block)
+    op, row, tiles = operands.op, pl.program_id(0), tiles_of(operands, block)
     if op.reduces:
         state = state_of(operands, reads, row, 0, tiles, block)
         operands.store_rows(rows, row, state)

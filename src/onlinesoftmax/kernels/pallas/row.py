@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from ...core.arrays import Array
 from ...planner.plan import Plan
 from .call import call
-from .operands import Operands
+from .operands import Operands, Tile
 
 
 def powers_of_two(n: int) -> list[tuple[int, int]]:
@@ -23,6 +23,12 @@ def powers_of_two(n: int) -> list[tuple[int, int]]:
     return found
 
 
+def tiles_of(operands: Operands, first: Any, shape: tuple[int, int]) -> list[Tile]:
+    """The tiles of the rows from `first` on."""
+    tiles = [operands.tile(first, col, (shape[0], width)) for col, width in powers_of_two(shape[1])]
+    return tiles + operands.edges(first)
+
+
 def row_kernel(*refs: Any, operands: Operands, shape: tuple[int, int]) -> None:
     """One program owns a few rows, with all of their columns in registers.
 
@@ -32,8 +38,7 @@ def row_kernel(*refs: Any, operands: Operands, shape: tuple[int, int]) -> None:
     """
     reads, elements, rows = operands.sides(refs)
     op, first = operands.op, pl.program_id(0) * shape[0]
-    tiles = [operands.tile(first, col, (shape[0], width)) for col, width in powers_of_two(shape[1])]
-    tiles += operands.edges(first)
+    tiles = tiles_of(operands, first, shape)
     loaded = [operands.load(reads, tile) for tile in tiles]
     if op.reduces:
         state = op.of(*((a, b) for a, b, _ in loaded))

@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as pltriton
 from ...core.arrays import Array
 from ...planner.plan import Plan
 from .call import call
-from .looped import state_of, write_tiles
+from .looped import state_of, tiles_of, write_tiles
 from .operands import Operands
 from .ops import Op, RowConstants
 from .state import State
@@ -23,6 +23,11 @@ def _place(splits: int, last: int | None = None) -> tuple[Any, Any, Any]:
     """(program, row, slice) of this program; programs are counted down from `last` where `last` is given."""
     program = pl.program_id(0) if last is None else last - pl.program_id(0)
     return program, jax.lax.div(program, jnp.int32(splits)), jax.lax.rem(program, jnp.int32(splits))
+
+
+def depth_of(operands: Operands, block: int, splits: int) -> int:
+    """Number of tiles of a slice; the last slices of a row may have tiles that lie behind the row."""
+    return pl.cdiv(tiles_of(operands, block), splits)
 
 
 def state_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth: int, reads: int) -> None:
@@ -75,7 +80,7 @@ def _whole(refs: tuple[Any, ...], row: Any, splits: int, op: Op) -> State:
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
     """Run the operation on matrices: few long rows."""
     op, splits, rows = operands.op, plan.splits, operands.rows
-    depth = pl.cdiv(pl.cdiv(operands.body, plan.block), splits)
+    depth = depth_of(operands, plan.block, splits)
     blocks: dict[str, Any] = {
         "operands": operands, "block": plan.block, "splits": splits, "depth": depth, "reads": len(arrays),
     }  # fmt: skip
