@@ -43,7 +43,7 @@ class OursInJax(_Arrays, Ours):
         """`jax.nn` in 32 bits at least: what it rounds to 16 on its way would hide any error of ours."""
         import jax.numpy as jnp
 
-        from ..core.scores import accumulator
+        from ..core.arrays import accumulator
 
         theirs = _of_jax_nn(case)
 
@@ -98,17 +98,20 @@ def _of_jax_nn(case: Case) -> Function:
 def _gradient(case: Case, who: tuple[str | None, str | None], *arrays: Any) -> Any:
     import jax.numpy as jnp
 
-    from ..core.scores import PLAIN, accumulator
+    from ..core.arrays import accumulator
+    from ..core.options import PLAIN
+    from ..core.task import Choice
     from ..jax import primitives
 
     *saved, dy = arrays
-    x = jnp.moveaxis(saved[0], case.dim, -1)
+    x, choice = jnp.moveaxis(saved[0], case.dim, -1), Choice(*who)
     if case.forward == "logsumexp":
         lse = saved[1].astype(accumulator(x))
         # The state of a row whose logsumexp is this.
-        dx = primitives.bind(case.operation, x, jnp.stack([lse, jnp.ones_like(lse)], -1), dy, who=who, spec=PLAIN)
+        state = jnp.stack([lse, jnp.ones_like(lse)], -1)
+        dx = primitives.bind(case.operation, x, state, dy, choice=choice, options=PLAIN)
     else:
-        dx = primitives.bind(case.operation, x, jnp.moveaxis(dy, case.dim, -1), who=who)
+        dx = primitives.bind(case.operation, x, jnp.moveaxis(dy, case.dim, -1), choice=choice)
     return jnp.moveaxis(dx, -1, case.dim)
 
 
