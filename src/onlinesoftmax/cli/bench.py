@@ -58,7 +58,8 @@ def bench(
     if importlib.util.find_spec("torch") is None:
         output.fail("bench needs torch, which is not installed: pip install 'onlinesoftmax[torch]'")
     from ..bench import peers as others
-    from ..bench.cases import SUITES, cases, parse_shape
+    from ..bench.cases import parse_shape
+    from ..bench.suites import SUITES, cases
 
     if host and framework != "torch":
         output.fail(f"--host measures calls of PyTorch; leave it out, or --framework {framework}")
