@@ -185,6 +185,25 @@ def test_times_are_complete(measured: CaseResult) -> None:
     assert ours.against_torch is not None
 
 
+@pytest.mark.parametrize(
+    ("shape", "ratio", "added_us", "within"),
+    [
+        ((4, 8), 9.0, 4.9, True),
+        ((4, 8), 1.0, 5.1, False),
+        ((1024, 1024), 1.029, 99.0, True),
+        ((1024, 1024), 1.031, 0.1, False),
+    ],
+)
+def test_our_layer_is_bounded_by_time_for_few_elements_and_by_ratio_for_many(
+    shape: tuple[int, ...], ratio: float, added_us: float, within: bool, measured: CaseResult
+) -> None:
+    ours = replace(measured.results[0], against_torch=Against(ratio, added_us))
+    found = CaseResult(Case("softmax", shape, 1, "float32"), results=[ours])
+    assert found.within_cpu_bound is within
+    assert replace(found, framework="jax").within_cpu_bound is None
+    assert replace(found, results=[]).within_cpu_bound is None
+
+
 def test_a_case_beyond_memory_is_skipped_and_the_next_measured() -> None:
     huge, small = Case("softmax", (1 << 20, 1 << 30), 1, "float32"), Case("softmax", (2, 3), 1, "float32")
     first, second = run([huge, small], [Ours("cpu")], CPU, 1)

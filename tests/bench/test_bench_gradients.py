@@ -157,6 +157,30 @@ def test_the_exact_fused_softmax_is_the_formula(
     assert reference.judge(torch.softmax(x, dim), allowed=1e-14).wrong is not None, "as if nothing were fused"
 
 
+@pytest.mark.parametrize("operation", ["log_softmax", "logsumexp"])
+def test_every_forward_operation_has_fused_cases(operation: str) -> None:
+    case = Case(operation, (2, 5, 33), 2, "float64", EVERYTHING)
+    inputs = make_inputs(case, CPU)
+    reference, right = Reference(case, *inputs), formulas.written_out(case)(*inputs)
+    assert reference.judge(right, allowed=1e-14).wrong is None
+    assert reference.judge(Ours("cpu").prepare(case)(*inputs), allowed=1e-14).wrong is None
+    # The logarithm of a masked element is -inf, and no other number.
+    assert reference.judge(right.nan_to_num(neginf=-1e300) + 1e-6, allowed=1e-14).wrong is not None
+
+
+@needs_interpreter
+def test_ours_is_judged_by_the_logsumexp_that_it_keeps(planned_for_a_gpu: None) -> None:
+    """PyTorch's gradient is taken from a logsumexp of 16 bits; ours is not, and is held to float32's error."""
+    case = Case("logsumexp_backward", (4, 64), 1, "bfloat16")
+    (found,) = run([case], [Ours("cpu", "triton"), Torch("cpu")], CPU, 1)
+    ours, theirs = found.results
+    assert (ours.status, theirs.status) == ("ok", "ok"), ours.reason
+    assert ours.allowed < theirs.allowed
+    x, dy, lse = inputs = make_inputs(case, CPU)
+    wrong = Ours("cpu", "triton").prepare(case)(x, dy, lse.bfloat16().float())
+    assert Reference(case, *inputs).judge(wrong, ours.allowed).wrong is not None
+
+
 def test_a_gradient_from_another_row_is_wrong() -> None:
     case = Case("softmax_backward", (7, 65), 1, "bfloat16")
     y, dy = make_inputs(case, CPU)
@@ -181,7 +205,7 @@ def test_our_gradient_kernels_pass(operation: str, strategy: str | None) -> None
 @needs_interpreter
 @pytest.mark.parametrize("fused", FUSED, ids="+".join)
 def test_our_fused_kernels_pass(fused: tuple[str, ...]) -> None:
-    case = Case("softmax", (2, 20, 33), 2, "float32", fused)
+    case = Case("softmax", (2, 4, 33), 2, "float32", fused)
     inputs = make_inputs(case, CPU)
     reference = Reference(case, *inputs)
     allowed = reference.judge(formulas.written_out(case)(*inputs), inf).error
