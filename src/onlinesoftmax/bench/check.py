@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import frexp, inf, isfinite
 from typing import Any
 
 from .cases import Case
@@ -78,4 +78,6 @@ def _ulp(value: Any, dtype: Any) -> Any:
     import torch
 
     info = torch.finfo(dtype)
-    return value.abs().clamp_(info.smallest_normal, info.max).log2_().floor_().exp2_().mul_(info.eps)
+    exponent = value.abs().clamp_(info.smallest_normal, info.max).log2_().floor_()
+    # In float64 the logarithm of the largest number is rounded up, to the exponent of infinity.
+    return exponent.clamp_(max=frexp(info.max)[1] - 1).exp2_().mul_(info.eps)
