@@ -115,7 +115,7 @@ def test_explain_shows_what_nvrtc_makes_of_a_cuda_plan(monkeypatch: pytest.Monke
     for words, text in (("occupancy", summary), ("row_kernel(", source), (".target sm_90", ptx)):
         assert words in text
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    for option, words in (("--ttir", "row_kernel has none; it has cuda, ptx"), ("--sass", "nvdisasm: triton brings")):
+    for option, words in (("--ttir", "row_kernel has none; it has cuda, ptx"), ("--sass", "nvdisasm: triton contains")):
         result = run(*CUDA_ROW, option)
         assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
         assert f"Error: {option}: " in result.stderr
