@@ -241,7 +241,8 @@ def test_peers_say_what_they_lack() -> None:
 
 def _word(of_copy: float, problem: Problem, time_us: float = 500.0, **changes: Any) -> str:
     device = known("h200")
-    return analysis.word(of_copy, time_us, 4.0, _changed(plan(problem, device, Choice("triton")), changes), problem, device)
+    changed = _changed(plan(problem, device, Choice("triton")), changes)
+    return analysis.word(of_copy, time_us, 4.0, changed, problem, device)
 
 
 def _changed(found: Plan, changes: dict[str, Any]) -> Plan:

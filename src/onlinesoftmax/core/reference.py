@@ -66,7 +66,7 @@ def _exponential(xp: Any, x: Array, m: Array, **_: Array) -> Array:
 def _weighted_score(xp: Any, x: Array, m: Array, **_: Array) -> Array:
     e = _exponential(xp, x, m)
     # A score of -inf has no weight; its product with 0 would be NaN.
-    return xp.where(e == 0, e, x * e)
+    return xp.where(e == 0, 0.0, x) * e
 
 
 def _softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
