@@ -1,7 +1,7 @@
-"""How much memory and time `onlinesoftmax.stream.apply_file` takes for a file of several gigabytes.
+"""Measure the memory and the time that `onlinesoftmax.apply_file` takes for a file of several gigabytes.
 
-Makes a float32 .npy of random numbers in a temporary folder, applies softmax to it in a fresh
-process for each case, and writes what it measured to a JSON file.  Run from the repository:
+The script writes a float32 .npy file of random numbers to a temporary folder.  It applies softmax to the file, in a
+fresh process for each case, and writes the measurements to a JSON file.  Run it from the repository:
 
     PYTHONPATH=src python benchmarks/stream_memory.py --gigabytes 4
 """
@@ -31,17 +31,17 @@ CASES = {
     "one row": (lambda n: (n,), -1),
     "axis 0": (lambda n: (COLUMNS, n // COLUMNS), 0),
 }
-"""The shape of n elements, and the axis that is normalised."""
+"""For each case: the shape of a file of n elements, and the axis of the softmax."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=4, help="size of the file, in 2^30 bytes (default 4)")
     parser.add_argument(
-        "--chunk-mib", type=float, default=None, help="chunk_bytes, in 2^20 bytes (default: that of apply_file)"
+        "--chunk-mib", type=float, default=None, help="chunk_bytes, in 2^20 bytes (default: the default of apply_file)"
     )
-    parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's)")
-    parser.add_argument("--folder", default=None, help="where the temporary files go; twice their size is needed")
+    parser.add_argument("--threads", type=int, default=None, help="number of torch threads (default: torch's default)")
+    parser.add_argument("--folder", default=None, help="temporary folder; it needs twice --gigabytes")
     parser.add_argument("--output", type=Path, default=None, help="JSON file (default: results/stream-DATE.json)")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -69,7 +69,7 @@ def main() -> None:
             print(
                 f"{name:10} {case['seconds']:6.1f} s  {case['file_mb_per_s']:6.0f} MB/s of file  "
                 f"{case['moved_mb_per_s']:6.0f} MB/s moved  peak {case['peak_rss_mb']:.0f} MB "
-                f"({case['import_rss_mb']:.0f} MB of it imports)",
+                f"(imports take {case['import_rss_mb']:.0f} MB of it)",
                 flush=True,
             )
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def make(path: Path, shape: tuple[int, ...]) -> None:
-    """The same million random numbers over and over, by plain writes."""
+    """Write a file that repeats the same million random numbers, by plain writes."""
     block = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
@@ -99,7 +99,7 @@ def run_case(source: Path, target: Path, axis: int, chunk_bytes: str, threads: i
 
 
 def measure(source: str, target: str, axis: str, chunk_bytes: str, threads: str) -> None:
-    """In a process of its own: ru_maxrss is the peak of a whole life."""
+    """Measure one case in a process of its own, because ru_maxrss is the peak since the process started."""
     from onlinesoftmax.files.apply import CHUNK_BYTES, apply_file
 
     if importlib.util.find_spec("torch") is not None:
@@ -128,7 +128,7 @@ def measure(source: str, target: str, axis: str, chunk_bytes: str, threads: str)
 
 
 def peak_rss_mb() -> float:
-    """Megabytes (10^6 bytes); Linux counts KiB, macOS bytes."""
+    """Return the peak resident memory in megabytes (10^6 bytes).  Linux reports KiB, macOS reports bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 

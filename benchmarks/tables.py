@@ -1,4 +1,4 @@
-"""The Markdown tables of docs/performance.md from recorded runs.
+"""Print the Markdown tables of docs/performance.md from recorded runs.
 
 python benchmarks/tables.py benchmarks/results/h200-6d83896-softmax.json
 """
@@ -14,7 +14,7 @@ from typing import Any
 def main() -> None:
     """Print the tables of each record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", nargs="+", type=Path, help="JSON that `onlinesoftmax bench --out` wrote")
+    parser.add_argument("record", nargs="+", type=Path, help="JSON record written by `onlinesoftmax bench --out`")
     for path in parser.parse_args().record:
         record = json.loads(path.read_text())
         print(_heading(record, path))
@@ -57,14 +57,14 @@ def _shape(case: dict[str, Any]) -> str:
     shape = " × ".join(str(size) for size in case["shape"])
     if case["dim"] != len(case["shape"]) - 1:
         shape += f", dim {case['dim']}"
-    # Records of before there was anything to fuse have no such key.
+    # Records from before score options existed have no key "fused".
     return ", ".join([shape, *case.get("fused", ())])
 
 
 def _strategy(plan: dict[str, Any] | None) -> str:
     if plan is None:
         return "—"
-    # The framework's own operations have no strategy of ours.
+    # The backend eager runs the framework's own operations, which have no strategy.
     strategy: str = plan["backend"] if plan["backend"] == "eager" else plan["strategy"]
     return strategy
 

@@ -1,15 +1,18 @@
-"""Real data from end to end: a classifier of handwritten digits, then every command of the command line.
+"""End-to-end demo on real data: a classifier of handwritten digits, then the commands of the command line.
 
-Run it with `make demo`, or `python examples/demo.py` where onlinesoftmax is installed with the extras torch
-and cli, and scikit-learn.  What is claimed is checked: the exit code is 1 when a figure or a command is wrong.
+Run it with `make demo`.  Or run `python examples/demo.py` in an environment with scikit-learn and with onlinesoftmax
+and its extras torch and cli.  The demo checks its own results: the exit code is 1 when a figure is wrong or a command
+fails.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,44 +26,60 @@ import onlinesoftmax as osm
 from onlinesoftmax.core import reference
 
 SHARDS = 3
-"""Ten digits cut into 4 + 3 + 3 classes, as a vocabulary is cut over GPUs."""
+"""The ten classes are cut into shards of 4, 3 and 3 classes, as a vocabulary is sharded over GPUs."""
 
 NOISE = 1e-12
-"""Two float64 computations of one number in different orders agree at least so far."""
+"""Largest difference between two float64 computations of the same number in different orders."""
 
 FILE_ROWS, FILE_COLS = 1024, 65536
-"""256 MB of float32."""
+"""Shape of the file: 256 MB of float32."""
 
 ROUNDINGS = 8
-"""x - max is as low as -10, which rounds exp(x - max) by 4 units; exp, sum and division add less than one each."""
+"""Relative error allowed in float32, in units of its epsilon.
+
+x - max is as low as -10, so its rounding changes exp(x - max) by up to 4 units.  The exponential, the sum and the
+division add less than one unit each.
+"""
+
+VERIFIED_DTYPES = ("bfloat16", "float32")
+"""The dtypes that the demo verifies, each in a process of its own.  `make test` checks the other dtypes."""
 
 
 def main() -> int:
-    """The exit code: 0 when everything agreed and every command succeeded."""
+    """Run every part.  Returns the exit code: 0 when all results are right and every command succeeds."""
     began = time.perf_counter()
     wrong = classify_digits()
-    wrong += command("What can run here", "doctor")
-    wrong += command("Every backend and strategy against float64", "verify", "--quick")
-    wrong += command("Speed on this machine, beside a copy of the same size", "bench", "--quick")
-    wrong += command("Why this plan? For a GPU that need not be here", "explain", "4096x50257", "--device", "h200")
+    wrong += commands(
+        ("What this machine can run", "doctor"),
+        *(
+            (f"Every backend and strategy in {dtype}, compared with float64", "verify", "--quick", "--dtype", dtype)
+            for dtype in VERIFIED_DTYPES
+        ),
+        ("Why this plan? For a GPU that this machine need not have", "explain", "4096x50257", "--device", "h200"),
+    )
+    # The benchmark runs alone: other processes would slow it down.
+    wrong += commands(("Speed on this machine, compared with a copy of the same size", "bench", "--quick"))
     wrong += apply_to_a_file()
     heading("Summary")
-    for what in wrong:
-        print(f"WRONG: {what}")
-    print(
-        f"{'everything agreed' if not wrong else f'{len(wrong)} wrong'}, {time.perf_counter() - began:.0f} s in total"
-    )
+    for sentence in wrong:
+        print(f"WRONG: {sentence}")
+    verdict = f"{len(wrong)} wrong" if wrong else "all results are right"
+    print(f"{verdict}, {time.perf_counter() - began:.0f} s in total")
     return 1 if wrong else 0
 
 
 def classify_digits() -> list[str]:
-    """Train a linear classifier; compare probabilities with scikit-learn's.  Returns what is wrong."""
+    """Train a linear classifier and compare its probabilities with scikit-learn's.
+
+    Returns:
+        One sentence for each wrong result.
+    """
     heading("Handwritten digits: probabilities from logits")
     images, digits = load_digits(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(images / 16, digits, test_size=0.3, random_state=0)
     model = LogisticRegression(max_iter=1000).fit(train_x, train_y)
     logits = model.decision_function(test_x)
-    print(f"{len(train_x)} images to learn from, {len(test_x)} to judge by, logits {logits.shape} {logits.dtype}")
+    print(f"{len(train_x)} training images, {len(test_x)} test images, logits {logits.shape} {logits.dtype}")
 
     theirs = model.predict_proba(test_x)
     shards = np.array_split(logits, SHARDS, axis=1)
@@ -72,56 +91,86 @@ def classify_digits() -> list[str]:
         f"State, merged over {SHARDS} shards": np.concatenate([state.softmax(shard) for shard in shards], axis=1),
     }
     wrong: list[str] = []
-    print(f"\n{'':32}{'accuracy':>10}{'log-loss':>20}{'its difference':>17}{'a probability differs by':>27}")
+    print(f"\n{'':32}{'accuracy':>10}{'log-loss':>20}{'difference':>17}{'largest error of p':>27}")
     for name, ours in results.items():
         loss, hits = log_loss(test_y, ours), accuracy(test_y, ours)
-        apart, largest = abs(loss - log_loss(test_y, theirs)), float(np.max(np.abs(ours - theirs)))
-        print(f"{name:32}{hits:>10.6f}{loss:>20.15f}{apart:>17.1e}{largest:>27.1e}")
+        difference, largest = abs(loss - log_loss(test_y, theirs)), float(np.max(np.abs(ours - theirs)))
+        print(f"{name:32}{hits:>10.6f}{loss:>20.15f}{difference:>17.1e}{largest:>27.1e}")
         if hits != accuracy(test_y, theirs):
             wrong.append(f"{name}: accuracy differs from scikit-learn's")
-        if not (apart <= NOISE and largest <= NOISE):
+        if not (difference <= NOISE and largest <= NOISE):
             wrong.append(f"{name}: log-loss or probabilities differ from scikit-learn's by more than {NOISE}")
 
-    # The loss needs no probabilities: logsumexp minus the logit of the true class.
+    # The loss needs no probabilities: it is the logsumexp minus the logit of the true class.
     loss = float(np.mean(state.logsumexp() - logits[np.arange(len(test_y)), test_y]))
-    apart = abs(loss - log_loss(test_y, theirs))
-    print(f"{'that loss from the logsumexp':32}{'':10}{loss:>20.15f}{apart:>17.1e}")
-    if not apart <= NOISE:
-        wrong.append("the loss from the logsumexp differs from scikit-learn's")
+    difference = abs(loss - log_loss(test_y, theirs))
+    print(f"{'log-loss from the logsumexp':32}{'':10}{loss:>20.15f}{difference:>17.1e}")
+    if not difference <= NOISE:
+        wrong.append("the log-loss from the logsumexp differs from scikit-learn's")
     return wrong
 
 
 def accuracy(digits: np.ndarray, probabilities: np.ndarray) -> float:
-    """The part of rows whose most probable class is the right one."""
+    """Fraction of rows whose most probable class is the true one."""
     return float(accuracy_score(digits, probabilities.argmax(axis=1)))
 
 
 def apply_to_a_file() -> list[str]:
-    """Softmax of a file of 256 MB through the command line; some rows are checked.  Returns what is wrong."""
+    """Apply softmax to a file of 256 MB through the command line, and check some rows of the result.
+
+    Returns:
+        One sentence for each wrong result.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "logits.npy"), Path(folder, "probabilities.npy")
         rng = np.random.default_rng(0)
         np.save(source, rng.standard_normal((FILE_ROWS, FILE_COLS), dtype=np.float32))
-        if wrong := command("A file of 256 MB, in little memory", "apply", str(source), str(target), "--op", "softmax"):
+        if wrong := commands(
+            ("A file of 256 MB, in bounded memory", "apply", str(source), str(target), "--op", "softmax")
+        ):
             return wrong
         some = slice(None, None, 100)
         logits, ours = np.load(source, mmap_mode="r")[some], np.load(target, mmap_mode="r")
         exact = reference.two_pass(logits)
         largest = float(np.max(np.abs(ours[some] - exact) / exact))
-        print(f"{ours.shape} {ours.dtype}; {len(logits)} rows against float64: largest relative error {largest:.1e}")
+        print(f"{ours.shape} {ours.dtype}: the largest relative error in {len(logits)} rows is {largest:.1e}")
         return [] if largest <= ROUNDINGS * np.finfo(np.float32).eps else ["apply: rows differ from float64"]
 
 
-def command(title: str, *arguments: str) -> list[str]:
-    """Run `onlinesoftmax` with these arguments, in a process of its own.  Returns what is wrong."""
-    heading(title)
-    print(f"$ onlinesoftmax {' '.join(arguments)}\n", flush=True)
-    code = subprocess.run([sys.executable, "-m", "onlinesoftmax", *arguments], check=False).returncode
-    return [f"onlinesoftmax {arguments[0]}: exit code {code}"] if code else []
+def commands(*titled: tuple[str, ...]) -> list[str]:
+    """Run `onlinesoftmax` commands side by side, each in its own process, and print their output in order.
+
+    Args:
+        titled: For each command, its heading and then its arguments.
+
+    Returns:
+        One sentence for each command that failed.
+    """
+    wrong = []
+    # A command keeps one core busy, so two at a time suit a machine with two cores.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        runs = [pool.submit(run, *arguments) for _, *arguments in titled]
+        for (title, *arguments), started in zip(titled, runs, strict=True):
+            heading(title)
+            print(f"$ onlinesoftmax {' '.join(arguments)}\n", flush=True)
+            finished = started.result()
+            print(finished.stdout, end="", flush=True)
+            if finished.returncode:
+                wrong.append(f"onlinesoftmax {' '.join(arguments)}: exit code {finished.returncode}")
+    return wrong
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run one `onlinesoftmax` command to its end, and capture its output and its errors together."""
+    return subprocess.run(
+        [sys.executable, "-m", "onlinesoftmax", *arguments],
+        env=os.environ | {"PYTHONIOENCODING": "utf-8"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", check=False,
+    )  # fmt: skip
 
 
 def heading(title: str) -> None:
-    """A line between two parts of the output."""
+    """Print a heading between two parts of the output."""
     print(f"\n== {title}", flush=True)
 
 

@@ -1,16 +1,17 @@
-"""A mixture of experts learns to read handwritten digits, in JAX: Flax NNX, optax, and our softmax as its gate.
+"""Train a mixture of experts to read handwritten digits in JAX, with Flax NNX, optax, and our softmax as its gate.
 
-Run it with `python examples/moe_jax.py` where onlinesoftmax is installed with the extras jax and cli, and flax,
-optax, matplotlib and scikit-learn beside it; `--help` says what can be chosen.  Where JAX finds a GPU the same
-lines run there, and softmax is a Pallas kernel.
+Run `python examples/moe_jax.py`.  It needs onlinesoftmax with the extras jax and cli, and flax, optax, matplotlib and
+scikit-learn.  `--help` lists the options.  If JAX finds a GPU, the same code runs there, and softmax is a Pallas
+kernel.
 
-A mixture of experts has several networks, and a gate that routes each image to some of them:
+A mixture of experts has several networks, the experts, and a gate that routes each image to some of them:
 
-- the gate gives each expert a logit; in training, noise is added, so that close decisions are tried both ways;
-- a softmax makes probabilities of the logits; the image is routed to the two most probable experts, and their
-  probabilities, divided by their sum, are the weights by which their answers are combined;
-- so far the gate may route every image to the same two, and the others never learn.  The load-balancing loss is
-  least where all are used evenly: try `--balance 0`.
+- The gate computes a logit for each expert.  In training, it adds noise to the logits, so that close decisions go
+  both ways.
+- A softmax turns the logits into probabilities.  Each image is routed to the two most probable experts.  Their
+  probabilities, divided by their sum, weight their outputs.
+- Without a further loss, the gate may route every image to the same two experts, and the other experts never learn.
+  The load-balancing loss is smallest when all experts are used evenly.  Try `--balance 0`.
 
 Noise: Shazeer et al., https://arxiv.org/abs/1701.06538.  Two experts and their weights: GShard,
 https://arxiv.org/abs/2006.16668.  Load balancing: Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4.
@@ -39,11 +40,11 @@ from typer import BadParameter, Option, Typer
 import onlinesoftmax.jax as osj
 
 PIXELS, CLASSES = 64, 10
-TOP_K = 2  # experts that an image is routed to
+TOP_K = 2  # number of experts that each image is routed to
 
 
 class Library(NamedTuple):
-    """The two places where a mixture of experts takes a softmax: along the last axis, the shape stays."""
+    """The two softmax functions that the model uses.  Both work along the last axis and keep the shape."""
 
     gate: Callable[[Array], Array]
     log_probabilities: Callable[[Array], Array]
@@ -53,11 +54,11 @@ OURS = Library(osj.softmax, osj.log_softmax)
 
 
 class Config(NamedTuple):
-    """Sizes of the model, and how it is trained."""
+    """Sizes of the model and settings of the training."""
 
     experts: int = 8
     hidden: int = 128  # units in the hidden layer of an expert
-    noise: float = 0.3  # standard deviation of what is added to the gate's logits in training
+    noise: float = 0.3  # standard deviation of the noise that training adds to the gate's logits
     balance: float = 0.1  # weight of the load-balancing loss
     epochs: int = 60
     batch: int = 128
@@ -66,14 +67,20 @@ class Config(NamedTuple):
 
 
 class Digits(NamedTuple):
-    """Images (batch, 64) of 8 x 8 pixels from 0 to 1, and the digits that they show (batch,), int."""
+    """Images (batch, 64): 8 x 8 pixels from 0 to 1.  Digits (batch,): the true classes, int."""
 
     images: Array
     digits: Array
 
 
 class Output(NamedTuple):
-    """Logits (batch, classes); 1 where an image is routed to an expert, else 0 (batch, experts); a number."""
+    """Result of a forward pass.
+
+    Attributes:
+        logits: (batch, classes).
+        routed: (batch, experts); 1 where an image is routed to an expert, else 0.
+        load_balancing_loss: A scalar.
+    """
 
     logits: Array
     routed: Array
@@ -81,7 +88,7 @@ class Output(NamedTuple):
 
 
 class Experts(nnx.Module):
-    """Networks of two layers, side by side: the first axis of every parameter is the expert."""
+    """All experts: networks of two layers.  The first axis of every parameter is the expert."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.lecun_normal(batch_axis=0)
@@ -91,13 +98,13 @@ class Experts(nnx.Module):
         self.b2 = nnx.Param(jnp.zeros((config.experts, CLASSES)))
 
     def __call__(self, images: Array) -> Array:
-        """Images (batch, 64) to every expert's logits (batch, experts, classes)."""
+        """Map images (batch, 64) to the logits of every expert (batch, experts, classes)."""
         hidden = nnx.relu(jnp.einsum("bp,eph->beh", images, self.w1[...]) + self.b1[...])
         return jnp.einsum("beh,ehc->bec", hidden, self.w2[...]) + self.b2[...]
 
 
 class MoE(nnx.Module):
-    """A mixture of experts: a gate, and the networks that it chooses from."""
+    """A mixture of experts: a gate, and the experts that it chooses from."""
 
     def __init__(self, config: Config, library: Library = OURS) -> None:
         self.config, self.library, rngs = config, library, nnx.Rngs(params=config.seed)
@@ -105,7 +112,12 @@ class MoE(nnx.Module):
         self.experts = Experts(config, rngs)
 
     def __call__(self, images: Array, rngs: nnx.Rngs | None = None) -> Output:
-        """Images (batch, 64); `rngs`, in training, draws the noise."""
+        """Run the model.
+
+        Args:
+            images: (batch, 64).
+            rngs: Source of the gate's noise in training; None for inference without noise.
+        """
         gate_logits = self.gate(images)
         if rngs is not None and self.config.noise:
             gate_logits += self.config.noise * jax.random.normal(rngs.noise(), gate_logits.shape)
@@ -114,20 +126,20 @@ class MoE(nnx.Module):
         top, chosen = jax.lax.top_k(probabilities, TOP_K)
         one_hot = jax.nn.one_hot(chosen, self.config.experts)
         weights = jnp.einsum("bk,bke->be", top / top.sum(axis=-1, keepdims=True), one_hot)
-        # Every expert computes every image, also where its weight is 0.  That is experts / TOP_K times the arithmetic,
-        # but little at this size, in two batched matrix products: images need not be sorted by expert, and none is
-        # too many for its expert.  To compute only what is routed pays where experts are large, or on other devices.
+        # Every expert computes every image, even where its weight is 0.  This takes experts / TOP_K times the
+        # arithmetic, which is little at this size.  It needs only two batched matrix products, no sort of the images
+        # by expert, and no limit on the images per expert.  Sparse routing pays when experts are large or sharded.
         logits = jnp.einsum("be,bec->bc", weights, self.experts(images))
 
         routed = one_hot.sum(axis=1)
-        # 1 where all experts are used evenly, up to experts / 2 where always the same two are.  The first mean is of
-        # counts and has no derivative: the gradient comes by the second.
+        # The loss is 1 when all experts are used evenly, and up to experts / 2 when the same two are always used.
+        # The first mean counts images and has no derivative; the gradient flows through the second mean.
         load_balancing_loss = self.config.experts * jnp.sum(routed.mean(axis=0) / TOP_K * probabilities.mean(axis=0))
         return Output(logits, routed, load_balancing_loss)
 
 
 class Measured(NamedTuple):
-    """Means over images: loss and cross-entropy in nats, and the share routed to each expert (experts,)."""
+    """Means over images: loss and cross-entropy in nats, and the share of images routed to each expert (experts,)."""
 
     loss: Array
     cross_entropy: Array
@@ -135,7 +147,7 @@ class Measured(NamedTuple):
 
 
 def loss_of(model: MoE, batch: Digits, rngs: nnx.Rngs | None = None) -> tuple[Array, Measured]:
-    """What training makes small, and what is measured on the way."""
+    """Return the training loss of a batch, and the measurements to report."""
     output = model(batch.images, rngs)
     log_p = model.library.log_probabilities(output.logits)
     cross_entropy = -jnp.take_along_axis(log_p, batch.digits[:, None], axis=-1).mean()
@@ -145,28 +157,29 @@ def loss_of(model: MoE, batch: Digits, rngs: nnx.Rngs | None = None) -> tuple[Ar
 
 @nnx.jit
 def train_step(model: MoE, optimizer: nnx.Optimizer[MoE], batch: Digits, rngs: nnx.Rngs) -> Measured:
-    """One step of the optimizer; what is measured is before it."""
+    """Take one optimizer step.  The returned measurements are from before the step."""
     (_, measured), gradients = nnx.value_and_grad(loss_of, has_aux=True)(model, batch, rngs)
     optimizer.update(model, gradients)
     return measured
 
 
 def train(model: MoE, data: Digits) -> Iterator[Measured]:
-    """Train the model in place, an epoch for each one that is asked for."""
+    """Train the model in place.  Each iteration trains one epoch and yields its mean measurements."""
     config = model.config
     optimizer = nnx.Optimizer(model, optax.adam(config.learning_rate), wrt=nnx.Param)
     rngs, order = nnx.Rngs(noise=config.seed), np.random.default_rng(config.seed)
     steps = len(data.images) // config.batch
     for _ in range(config.epochs):
-        # What does not fill a batch is left out, other images each time: another size would be another compilation.
+        # The images that do not fill a batch are left out; they differ in every epoch.  A smaller last batch would
+        # need another compilation.
         batches = order.permutation(len(data.images))[: steps * config.batch].reshape(steps, config.batch)
-        told = [train_step(model, optimizer, Digits(data.images[i], data.digits[i]), rngs) for i in batches]
-        # Numbers are fetched here only: a GPU would be waited for at every step.
-        yield Measured(*(np.mean(column, axis=0) for column in zip(*jax.device_get(told), strict=True)))
+        measured = [train_step(model, optimizer, Digits(data.images[i], data.digits[i]), rngs) for i in batches]
+        # Fetch the numbers once per epoch: fetching them at every step would make the host wait for a GPU.
+        yield Measured(*(np.mean(column, axis=0) for column in zip(*jax.device_get(measured), strict=True)))
 
 
 def handwritten_digits() -> tuple[Digits, Digits]:
-    """The 1437 images to learn from and the 360 to judge by, the same for every seed."""
+    """Load the 1437 training images and the 360 test images.  The split is the same for every seed."""
     images, digits = load_digits(return_X_y=True)
     parts = train_test_split(images / 16, digits, test_size=0.2, random_state=0, stratify=digits)
     learn_images, test_images, learn_digits, test_digits = map(jnp.asarray, parts)
@@ -174,17 +187,17 @@ def handwritten_digits() -> tuple[Digits, Digits]:
 
 
 @nnx.jit
-def judge(model: MoE, data: Digits) -> tuple[Array, Array]:
-    """How many images are read right, and how many of each digit are routed to each expert, (experts, classes)."""
+def evaluate(model: MoE, data: Digits) -> tuple[Array, Array]:
+    """Count the correctly classified images, and the images of each digit routed to each expert (experts, classes)."""
     output = model(data.images)
     return (output.logits.argmax(axis=-1) == data.digits).sum(), output.routed.T @ jax.nn.one_hot(data.digits, CLASSES)
 
 
 def save_plot(path: Path, epochs: Sequence[Measured]) -> None:
-    """Two panels as a PNG: loss and cross-entropy of each epoch, and the share of images routed to each expert."""
+    """Save a PNG with two panels: loss and cross-entropy per epoch, and share of images routed to each expert."""
     loss, cross_entropy, use = (np.array(column) for column in zip(*epochs, strict=True))
     numbers, experts, columns = range(1, len(epochs) + 1), use.shape[1], 1 + use.shape[1] // 16
-    # A Figure without pyplot needs no display and chooses no backend: Agg draws it.
+    # A Figure without pyplot needs no display: the Agg backend draws it.
     figure = Figure(figsize=(7.5 + 1.5 * columns, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     above.plot(numbers, cross_entropy, marker=".", color="tab:blue", label="cross-entropy")
@@ -209,7 +222,7 @@ def writable_png(path: Path) -> Path:
     if path.suffix != ".png":
         raise BadParameter(f"'{path}' does not end in .png.")
     if not (path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise BadParameter(f"There is no folder '{path.parent}', or it cannot be written.")
+        raise BadParameter(f"The folder '{path.parent}' does not exist or is not writable.")
     return path
 
 
@@ -219,30 +232,32 @@ app = Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completio
 @app.command()
 def main(
     epochs: Annotated[int, Option(min=1, help="Passes over the training images.")] = Config().epochs,
-    experts: Annotated[int, Option(min=TOP_K, max=64, help="How many experts.")] = Config().experts,
-    noise: Annotated[float, Option(min=0, max=100, help="Standard deviation in the gate.")] = Config().noise,
-    balance: Annotated[float, Option(min=0, max=100, help="Weight of load balancing.")] = Config().balance,
-    seed: Annotated[int, Option(min=0, max=2**31 - 1, help="Of weights, order and noise.")] = Config().seed,
-    plot: Annotated[Path, Option(callback=writable_png, dir_okay=False, help="PNG to save.")] = Path("moe_jax.png"),
+    experts: Annotated[int, Option(min=TOP_K, max=64, help="Number of experts.")] = Config().experts,
+    noise: Annotated[float, Option(min=0, max=100, help="Standard deviation of the gate's noise.")] = Config().noise,
+    balance: Annotated[float, Option(min=0, max=100, help="Weight of the load-balancing loss.")] = Config().balance,
+    seed: Annotated[int, Option(min=0, max=2**31 - 1, help="Seed of weights, order and noise.")] = Config().seed,
+    plot: Annotated[Path, Option(callback=writable_png, dir_okay=False, help="PNG file to save.")] = Path(
+        "moe_jax.png"
+    ),
 ) -> None:
-    """Train a mixture of experts to read handwritten digits; judge it; plot the loss and the use of the experts."""
+    """Train a mixture of experts to read handwritten digits, test it, and plot the loss and the use of the experts."""
     config = Config(experts=experts, noise=noise, balance=balance, epochs=epochs, seed=seed)
     learn, test = handwritten_digits()
-    print(f"{len(learn.images)} images to learn from, {len(test.images)} to judge by; {config}, on {jax.devices()[0]}")
-    began, told, model = time.perf_counter(), [], MoE(config)
+    print(f"{len(learn.images)} training images, {len(test.images)} test images; {config}, on {jax.devices()[0]}")
+    began, epochs_measured, model = time.perf_counter(), [], MoE(config)
     for number, epoch in enumerate(train(model, learn), 1):
-        told.append(epoch)
-        use = f"{epoch.use.min():.1%} to {epoch.use.max():.1%} of the images routed to an expert"
+        epochs_measured.append(epoch)
+        use = f"each expert gets {epoch.use.min():.1%} to {epoch.use.max():.1%} of the images"
         print(f"epoch {number:>3} of {epochs}: loss {epoch.loss:.4f} nats; {use}", flush=True)
-    right, counts = jax.device_get(judge(model, test))
+    right, counts = jax.device_get(evaluate(model, test))
     seconds, total = time.perf_counter() - began, len(test.images)
-    print(f"\n{'expert':>6}{'share of the test images':>28}   gets most images of")
+    print(f"\n{'expert':>6}{'share of the test images':>28}   gets most images of the digits")
     for i, gets_most in enumerate(counts > counts.sum(axis=0) / TOP_K / 2):
-        digits = ", ".join(map(str, np.flatnonzero(gets_most))) or "no digit"
+        digits = ", ".join(map(str, np.flatnonzero(gets_most))) or "none"
         print(f"{i + 1:>6}{counts[i].sum() / total:>28.1%}   {digits}")
-    print(f"\ntest accuracy {right / total:.2%} ({right} of {total}), {seconds:.1f} s of compilation and training")
-    save_plot(plot, told)
-    print(f"loss and use of the experts: {plot}")
+    print(f"\ntest accuracy {right / total:.2%} ({right} of {total}), {seconds:.1f} s for compilation and training")
+    save_plot(plot, epochs_measured)
+    print(f"plot of the loss and the use of the experts: {plot}")
 
 
 if __name__ == "__main__":

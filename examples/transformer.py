@@ -1,9 +1,10 @@
-"""A small causal transformer learns to write Python's documentation, letter by letter, with our softmax and PyTorch's.
+"""Train a small causal transformer on the letters of Python's documentation, with our softmax and with PyTorch's.
 
-Run it with `python examples/transformer.py` where onlinesoftmax is installed with the extra torch; `--help` says
-what can be chosen.  Both trainings begin at the same weights and see the same batches, so the two loss curves
-show what exchanging the softmax does to a training: nothing but rounding.  (On a CPU not even that, as
-onlinesoftmax composes PyTorch's own operations there; on a GPU it runs its kernels.)
+Run `python examples/transformer.py`.  It needs onlinesoftmax with the extra torch.  `--help` lists the options.
+
+Both trainings start from the same weights and see the same batches.  The two loss curves therefore show the effect of
+the softmax implementation on a training, which is only rounding.  On a CPU, the curves are equal, because onlinesoftmax
+calls PyTorch's own operations there.  On a GPU, onlinesoftmax runs its kernels.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ import onlinesoftmax as osm
 
 
 class Library(NamedTuple):
-    """The two places where a transformer takes a softmax."""
+    """The two softmax functions that a transformer uses."""
 
     name: str
     attention: Callable[[Tensor, float], Tensor]
-    """Scores (batch, heads, queries, keys) and their scale to probabilities, of the same shape."""
+    """Map scores (batch, heads, queries, keys) and their scale to probabilities of the same shape."""
     log_probabilities: Callable[[Tensor], Tensor]
-    """Logits (batch, context, letters), of the same shape."""
+    """Map logits (batch, context, letters) to log-probabilities of the same shape."""
 
 
 def our_attention(scores: Tensor, scale: float) -> Tensor:
-    """Scale, causal mask and softmax in one pass over the scores."""
+    """Apply scale, causal mask and softmax in one pass over the scores."""
     return osm.softmax(scores, scale=scale, causal=True)
 
 
 def torch_attention(scores: Tensor, scale: float) -> Tensor:
-    """The same, one operation after another."""
+    """Apply the same formula as separate PyTorch operations."""
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return torch.softmax((scores * scale).masked_fill(later, -torch.inf), dim=-1)
 
 
 def torch_log_softmax(logits: Tensor) -> Tensor:
-    """PyTorch's, along the last dimension."""
+    """Apply PyTorch's log_softmax along the last dimension."""
     return torch.log_softmax(logits, dim=-1)
 
 
@@ -63,7 +64,7 @@ class Config(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, written out."""
+    """Causal self-attention, with explicit scores and softmax."""
 
     def __init__(self, config: Config, library: Library) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a network of one hidden layer for every letter by itself."""
+    """One transformer block: attention, then a network of one hidden layer at each position."""
 
     def __init__(self, config: Config, library: Library) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """From letters to the loss of guessing the next ones."""
+    """A causal transformer whose forward pass returns the loss of predicting the next letters."""
 
     def __init__(self, letters: int, config: Config, library: Library) -> None:
         super().__init__()
@@ -107,7 +108,12 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(config.width), nn.Linear(config.width, letters)
 
     def forward(self, read: Tensor, following: Tensor) -> Tensor:
-        """Mean negative log-likelihood in nats of `following`, given `read`: both (batch, context) of indices."""
+        """Return the mean negative log-likelihood of `following` given `read`, in nats.
+
+        Args:
+            read: Indices of the input letters (batch, context).
+            following: Indices of the letters that follow each of them (batch, context).
+        """
         x = self.letter(read) + self.place.weight[: read.shape[1]]
         log_p = self.library.log_probabilities(self.head(self.norm(self.blocks(x))))
         return -log_p.gather(-1, following.unsqueeze(-1)).mean()
@@ -115,14 +121,14 @@ class Transformer(nn.Module):
 
 @lru_cache
 def corpus() -> tuple[Tensor, int]:
-    """The help topics of Python's documentation as indices of letters, and how many letters there are."""
+    """Load the help topics of Python's documentation as letter indices, and the number of distinct letters."""
     text = "\n".join(topics[name] for name in sorted(topics))
     index = {letter: i for i, letter in enumerate(sorted(set(text)))}
     return torch.tensor([index[letter] for letter in text]), len(index)
 
 
 def batches(config: Config, steps: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
-    """What is read and what follows it, each (steps, batch, context)."""
+    """Draw the inputs and the letters that follow them, each (steps, batch, context)."""
     data, _ = corpus()
     starts = torch.randint(
         len(data) - config.context, (steps, config.batch, 1), generator=torch.Generator().manual_seed(seed)
@@ -132,7 +138,7 @@ def batches(config: Config, steps: int, seed: int, device: str) -> tuple[Tensor,
 
 
 def make_model(library: Library, config: Config, seed: int, device: str) -> Transformer:
-    """A model of weights that depend on the seed alone: they are drawn on the CPU."""
+    """Make a model.  Its weights depend only on the seed, because they are drawn on the CPU."""
     torch.manual_seed(seed)
     return Transformer(corpus()[1], config, library).to(device)
 
@@ -140,9 +146,14 @@ def make_model(library: Library, config: Config, seed: int, device: str) -> Tran
 def train(
     library: Library, config: Config, steps: int, *, seed: int = 0, device: str = "cpu", compiler: str | None = None
 ) -> Tensor:
-    """The loss in nats before each step: (steps,), float32, on the CPU.
+    """Train a model and return the loss before each step, in nats: (steps,), float32, on the CPU.
 
     Args:
+        library: The softmax functions to use.
+        config: Sizes of the model and of its batches.
+        steps: Number of optimizer steps.
+        seed: Seed of the weights and of the batches.
+        device: "cpu" or "cuda".
         compiler: A backend of torch.compile, such as "inductor"; None to run eagerly.
     """
     model = make_model(library, config, seed, device)
@@ -154,25 +165,31 @@ def train(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        # No .item(): a GPU would be waited for at every step.
+        # No .item() here: it would make the host wait for a GPU at every step.
         losses.append(loss.detach())
     return torch.stack(losses).cpu()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train as the command line says, and print the curves."""
+    """Parse the command line, train, and print the loss curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="steps of training (default: 200)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--compile", action="store_true", help="compile the model: torch.compile(fullgraph=True)")
-    parser.add_argument("--library", choices=("ours", "torch", "both"), default="both", help="whose softmax")
+    parser.add_argument("--steps", type=int, default=200, help="number of training steps (default: 200)")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda (default: cuda if there is a GPU)",
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile(fullgraph=True)")
+    parser.add_argument(
+        "--library", choices=("ours", "torch", "both"), default="both", help="softmax to train with (default: both)"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.steps < 1:
         parser.error("--steps must be at least 1")
 
     curves: dict[str, Tensor] = {}
     data, letters = corpus()
-    print(f"{len(data)} letters of Python's help topics, {letters} different ones; {Config()}, on {chosen.device}")
+    print(f"{len(data)} letters of Python's help topics, {letters} distinct; {Config()}, on {chosen.device}")
     for library in {"ours": [OURS], "torch": [TORCH], "both": [OURS, TORCH]}[chosen.library]:
         began = time.perf_counter()
         compiler = "inductor" if chosen.compile else None
@@ -183,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_curves(curves: dict[str, Tensor]) -> None:
-    """Every 20th loss and the last; of two curves also where they are farthest apart."""
+    """Print every 20th loss and the last one.  For two curves, print also their largest difference."""
     print(f"\n{'step':>6}" + "".join(f"{name:>16}" for name in curves) + ("difference".rjust(16) * (len(curves) == 2)))
     losses = torch.stack(list(curves.values()))
     apart = losses.amax(0) - losses.amin(0)
@@ -192,7 +209,9 @@ def print_curves(curves: dict[str, Tensor]) -> None:
         line = "".join(f"{loss:>16.6f}" for loss in losses[:, step].tolist())
         print(f"{step + 1:>6}{line}" + (f"{apart[step]:>16.1e}" if len(curves) == 2 else ""))
     if len(curves) == 2:
-        print(f"\nThe largest difference of the two curves is {apart.max():.1e}, at step {int(apart.argmax()) + 1}.")
+        print(
+            f"\nThe largest difference between the two curves is {apart.max():.1e}, at step {int(apart.argmax()) + 1}."
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """The laws of the state (m, l), in one table: what makes it safe to cut a row anywhere.
 
-LAWS knows nothing of NumPy, torch, JAX, Triton, CUDA or Pallas.  A language joins by an `Algebra`:
-six functions and a list of dtypes.  tests/test_state.py runs the table over all of them.
+LAWS knows nothing of NumPy, torch, JAX, Triton, CUDA or Pallas.  A language joins with an `Algebra`: a few functions
+and a list of dtypes.  tests/core/test_state.py runs the table over the languages that run everywhere.
 
-What a law compares are the observables, logsumexp, softmax and log_softmax; and (m, l) itself for
-rows without NaN.  Where there is a NaN, m is anything: NumPy's max keeps a NaN, Triton's drops it
-and l carries it alone.
+A law compares the observables logsumexp, softmax and log_softmax, and for rows without NaN also m, l and one
+accumulator more: the weighted sum of x * exp(x - m).  In a row with NaN, m can be anything: NumPy's max keeps a NaN,
+Triton's drops it, and then l alone carries it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Algebra(Protocol):
     def merge(self, a: State, b: State) -> State: ...
     def merge_all(self, states: Sequence[State]) -> State: ...
     def parts(self, state: State) -> tuple[float, float]: ...
+    def weighted(self, state: State) -> float: ...
     def logsumexp(self, state: State) -> float: ...
     def softmax(self, state: State, x: Native) -> Float64: ...
     def log_softmax(self, state: State, x: Native) -> Float64: ...
@@ -185,6 +186,17 @@ def assert_same_state(algebra: Algebra, got: State, want: State, slack: float) -
         (m_got, l_got), (m, l) = algebra.parts(got), algebra.parts(want)
         assert_near(m_got, m, 0, "m")
         assert_near(l_got, l, slack * l, "l")
+        if math.isfinite(lse):
+            tolerance = 2 * slack * l * weight_bound(m)
+            assert_near(algebra.weighted(got), algebra.weighted(want), tolerance, "weighted sum")
+
+
+def weight_bound(m: float) -> float:
+    """A bound on the weighted sum's terms |x| exp(x - m) over those of l, exp(x - m).
+
+    |x| is at most |m| + t with t = m - x, and an element with t > 40 adds less than 2^-52 to either sum.
+    """
+    return abs(m) + 40
 
 
 def assert_same_rows(got: tuple[Any, Any], want: tuple[Any, Any], slack: float, dtype: str) -> None:
@@ -236,6 +248,7 @@ def identity_is_neutral(algebra: Algebra, case: Case) -> None:
 def identity_is_idempotent(algebra: Algebra, case: Case) -> None:
     nothing = algebra.identity(whole(algebra, case))
     assert algebra.parts(nothing) == (-INF, 0)
+    assert algebra.weighted(nothing) == 0
     assert algebra.parts(algebra.merge(nothing, nothing)) == (-INF, 0)
     assert algebra.logsumexp(nothing) == -INF
 
@@ -250,6 +263,7 @@ def all_minus_inf_is_identity(algebra: Algebra, case: Case) -> None:
     x = algebra.array(np.full(len(case.row) + 1, -INF), case.dtype)
     state = algebra.of(x)
     assert algebra.parts(state) == (-INF, 0)
+    assert algebra.weighted(state) == 0
     assert algebra.logsumexp(state) == -INF
     assert np.isnan(rows_of(algebra, state, x)).all()
 
@@ -316,6 +330,11 @@ def agrees_with_reference(algebra: Algebra, case: Case) -> None:
     assert_near(algebra.logsumexp(state), lse, slack_of(case) * (1 + abs(lse)), "logsumexp")
     want = reference.two_pass(exact), reference.log_softmax(exact)
     assert_same_rows(rows_of(algebra, state, x), want, slack_of(case), case.dtype)
+    if np.isfinite(lse):
+        terms = np.exp(exact - m)
+        weighted = np.sum(np.where(terms > 0, exact, 0) * terms)
+        tolerance = 2 * slack_of(case) * np.sum(terms) * weight_bound(m)
+        assert_near(algebra.weighted(state), weighted, tolerance, "weighted sum")
 
 
 def softmax_sums_to_one(algebra: Algebra, case: Case) -> None:

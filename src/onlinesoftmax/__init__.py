@@ -1,16 +1,17 @@
-"""Softmax and its family at the speed of memory: one idea, the state (m, l), at every scale.
+"""Softmax and its family at the speed of memory: the state (m, l) of a slice, merged at every scale.
 
     >>> import numpy as np
     >>> import onlinesoftmax as osm
     >>> osm.softmax(np.array([0.0, 0.0], dtype=np.float32))
     array([0.5, 0.5], dtype=float32)
 
-Importing this package imports no framework; each is imported when its arrays first arrive.
+Importing this package imports no framework. Each framework is imported when it is first needed.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,11 +58,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'onlinesoftmax' has no attribute {name!r}")
     home = importlib.import_module(f".{_HOME[name]}", __name__)
     found = home if _HOME[name].rpartition(".")[2] == name else getattr(home, name)
-    # The next time it is found without this function, which costs more than a launch.
+    # Python finds a global without this function, which takes longer than a launch.
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    # A star import has neither: they would import torch and JAX.
-    return [*__all__, "jax", "nn"]
+    # A star import takes __all__ only, because `nn` imports torch. Tools such as `help` take every name in this
+    # list, so `nn` is left out where torch is not installed.
+    modules = ["jax", "nn"] if importlib.util.find_spec("torch") else ["jax"]
+    return [*__all__, *modules]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,8 @@ import numpy as np
 from . import numpy
 from .core.arrays import Array
 from .core.call import Call, Settings
-from .core.operations import OPERATIONS
-from .core.options import checked_options
+from .core.operations import OPERATIONS, Operation
+from .core.options import ScoreOptions, checked_options
 from .core.task import ANY, Choice
 
 _SOFTMAX, _LOG_SOFTMAX, _LOGSUMEXP = (OPERATIONS[name] for name in ("softmax", "log_softmax", "logsumexp"))
@@ -81,8 +81,7 @@ def softmax(
                 [0.3333, 0.3333, 0.3333]])
     """
     options = checked_options("softmax", scale, softcap, bias, mask, causal, fully_masked)
-    settings = Settings(dim, dtype, False, _choice(backend, strategy, batch_invariant))
-    return _runner(input)(Call(_SOFTMAX, input, settings, options, out))
+    return _run(_SOFTMAX, input, options, dim, dtype, False, out, (backend, strategy, batch_invariant))
 
 
 def log_softmax(
@@ -109,8 +108,7 @@ def log_softmax(
         tensor([-1.0986, -1.0986, -1.0986])
     """
     options = checked_options("log_softmax", scale, softcap, bias, mask, causal, fully_masked)
-    settings = Settings(dim, dtype, False, _choice(backend, strategy, batch_invariant))
-    return _runner(input)(Call(_LOG_SOFTMAX, input, settings, options, out))
+    return _run(_LOG_SOFTMAX, input, options, dim, dtype, False, out, (backend, strategy, batch_invariant))
 
 
 def logsumexp(
@@ -145,32 +143,33 @@ def logsumexp(
         tensor([2.0794, 2.0794])
     """
     options = checked_options("logsumexp", scale, softcap, bias, mask, causal, fully_masked)
-    settings = Settings(dim, dtype, keepdim, _choice(backend, strategy, batch_invariant))
-    return _runner(input)(Call(_LOGSUMEXP, input, settings, options, out))
+    return _run(_LOGSUMEXP, input, options, dim, dtype, keepdim, out, (backend, strategy, batch_invariant))
 
 
-def _choice(backend: str | None, strategy: str | None, batch_invariant: bool) -> Choice:
-    """What is forced of the plan; ANY itself, where nothing is: that is how a usual call is known."""
-    if backend is None and strategy is None and not batch_invariant:
-        return ANY
-    return Choice(backend, strategy, bool(batch_invariant))
+_torch_runner: ModuleType | None = None
+"""torch/dispatch.py, once a torch tensor has been seen."""
 
 
-_torch_runner: Callable[[Call], Any] | None = None
+def _run(
+    operation: Operation, input: Array, options: ScoreOptions | None, dim: Any, dtype: Any, keepdim: bool, out: Any,
+    choice: tuple[str | None, str | None, bool],
+) -> Any:  # fmt: skip
+    """Make the record of a call and pass it on; a call that asks for nothing is passed on as it is, to save time."""
+    runner = numpy if isinstance(input, np.ndarray) else _torch_runner or _import_torch_runner()
+    if options is None and dtype is None and out is None and choice == ANY:
+        return runner.run_plain(operation, input, dim, keepdim)
+    forced = ANY if choice == ANY else Choice(*choice)
+    return runner.run(Call(operation, input, Settings(dim, dtype, keepdim, forced), options, out))
 
 
-def _runner(input: Array) -> Callable[[Call], Any]:
-    """The function that runs a call on such an array."""
-    if isinstance(input, np.ndarray):
-        return numpy.run
-    return _torch_runner or _import_torch_runner()
-
-
-def _import_torch_runner() -> Callable[[Call], Any]:
+def _import_torch_runner() -> ModuleType:
     global _torch_runner
     try:
         from .torch import dispatch
     except ImportError as error:
-        raise TypeError(f"input must be a NumPy array, as torch cannot be imported here ({error})") from error
-    _torch_runner = dispatch.run
-    return _torch_runner
+        raise TypeError(
+            "input must be a NumPy array or a torch tensor, and torch cannot be imported here "
+            f"({error}): pip install 'onlinesoftmax[torch]'"
+        ) from None
+    _torch_runner = dispatch
+    return dispatch

@@ -6,18 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .core import device as devices
-from .core.device import Device
+from .core.device import Device, known
 from .core.operations import OPERATIONS
 from .core.options import ScoreOptions, checked_options
 from .core.problem import Problem
 from .core.task import ITEMSIZE, Choice, Flags, Task, TensorSpec, contiguous_spec, row_spec, task_of
+from .jax.device import from_jax
 from .kernels import registry
 from .kernels.report import Kernel
 from .kernels.request import Request
 from .planner import measured
 from .planner.plan import Plan, Refusal, alternatives, plan
 from .planner.strategies import FOR_JAX, TABLE
+from .torch.device import from_torch, here
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Explanation:
         """Everything, for JSON."""
         return {
             "problem": asdict(self.problem),
-            "device": asdict(self.device),
+            "device": self.device.as_dict(),
             "plan": self.plan.as_dict(),
             "others": [
                 {**(other.as_dict() if isinstance(other, Plan) else vars(other)), "why_not": self.why_not(other)}
@@ -153,9 +154,9 @@ def explain(
     task = _task(operation, shape, axis, like, options)
     choice = Choice(backend, strategy, batch_invariant)
     if in_jax:
-        machine = devices.known(device) if device else _device_of_jax()
+        machine = known(device) if device else _device_of_jax()
         return _of_task(task, machine, choice, (), FOR_JAX)
-    machine = devices.known(device) if device else _this_device(x)
+    machine = known(device) if device else _this_device(x)
     # For a GPU of the table every backend counts, whether or not it is installed here.
     return _of_task(task, machine, choice, () if device else registry.missing(), TABLE)
 
@@ -235,7 +236,7 @@ def _of_task(
 ) -> Explanation:
     """The plan for a task, and why."""
     problem = Problem.of(task, choice.batch_invariant)
-    table = measured.table_for(machine) if strategies is TABLE else None
+    table = measured.table_for(machine)
     chosen = plan(problem, machine, choice, unavailable, table, strategies)
     every = alternatives(problem, machine, unavailable=unavailable, table=table, strategies=strategies)
     others = [option for option in every if _pair(option) != _pair(chosen)]
@@ -248,11 +249,10 @@ def _pair(option: Plan | Refusal) -> tuple[str, str]:
 
 
 def _device_of_jax() -> Device:
-    here = devices.here()
-    return here if here.kind == "cpu" else devices.from_jax()
+    return from_jax() if registry.module_missing("jax", "jax") is None else known("cpu")
 
 
 def _this_device(x: Any) -> Device:
     if hasattr(x, "device"):
-        return devices.from_torch(x.device.type, x.device.index or 0)
-    return devices.here()
+        return from_torch(x.device.type, x.device.index or 0)
+    return here()

@@ -18,7 +18,14 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "onlinesoftmax.nn needs torch, which is not installed: pip install 'onlinesoftmax[torch]'", name="torch"
+    ) from None
 
 from . import api
 from .core.options import checked_options

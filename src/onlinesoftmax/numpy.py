@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .core.call import Call
+from .core.call import Call, Settings
 from .core.operations import Operation
 from .core.options import Functions, causal_mask, scores
 from .core.state import State
@@ -15,6 +15,11 @@ FUNCTIONS = Functions(np.tanh, lambda condition, x, number: np.where(condition, 
 """What the array formula of the scores needs."""
 
 _RESULTS = {"softmax": State.softmax, "log_softmax": State.log_softmax}
+
+
+def run_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
+    """A call that asks for nothing besides its dimension."""
+    return run(Call(operation, x, Settings(dim, None, keepdim)))
 
 
 def run(call: Call) -> Any:

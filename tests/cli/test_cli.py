@@ -81,7 +81,7 @@ def test_doctor_as_json() -> None:
     assert {backend["name"]: backend["usable"] for backend in found["backends"]}["eager"] is True
     assert found["versions"]["onlinesoftmax"] == onlinesoftmax.__version__
     assert {"python", "numpy", "torch", "triton", "jax", "cuda-core", "safetensors"} <= set(found["versions"])
-    assert {"name", "kind", "arch", "source"} <= set(found["device"])
+    assert {"name", "kind", "multiprocessors", "bandwidth", "arch", "source"} <= set(found["device"])
     assert "h200" in [device["key"] for device in found["known"]]
 
 
@@ -267,13 +267,13 @@ def test_apply_to_chosen_tensors(numbers: np.ndarray, tmp_path: Path) -> None:
 
 
 def test_apply_interrupted_leaves_no_file(numbers: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onlinesoftmax.files.apply import state_of_chunks
+    from onlinesoftmax.files.chunks import state_of_chunks
 
     def interrupt(*arguments: object, **named: object) -> object:
-        monkeypatch.setattr("onlinesoftmax.files.apply.state_of_chunks", state_of_chunks)
+        monkeypatch.setattr("onlinesoftmax.files.chunks.state_of_chunks", state_of_chunks)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("onlinesoftmax.files.apply.state_of_chunks", interrupt)
+    monkeypatch.setattr("onlinesoftmax.files.chunks.state_of_chunks", interrupt)
     np.save(tmp_path / "x.npy", numbers)
     result = run("apply", tmp_path / "x.npy", tmp_path / "y.npy")
     assert result.exit_code == 130

@@ -1,42 +1,168 @@
-"""The table of devices, and the one query of the hardware."""
+"""Descriptions of devices: the table, the generic device, and the devices that torch and JAX see."""
 
 from __future__ import annotations
 
-import pytest
-import torch
+from types import SimpleNamespace
+from typing import Any
 
-from onlinesoftmax.core import device
+import pytest
+
+from onlinesoftmax.core.device import (
+    KNOWN,
+    MULTIPROCESSORS,
+    SMALLEST,
+    UNKNOWN_BANDWIDTH,
+    UNKNOWN_L2,
+    generic,
+    known,
+    model_of,
+)
+
+FACTS = (
+    "name", "kind", "compute_capability", "multiprocessors", "shared_memory", "registers", "threads", "l2",
+    "bandwidth", "source",
+)  # fmt: skip
 
 
 def test_names_are_forgiving() -> None:
-    assert device.known("RTX 4090") is device.known("rtx-4090") is device.KNOWN["rtx4090"]
+    assert known("RTX 4090") is known("rtx-4090") is KNOWN["rtx4090"]
     with pytest.raises(ValueError, match=r"unknown device 'h300'; known devices: h200, h100"):
-        device.known("h300")
+        known("h300")
 
 
-@pytest.mark.parametrize("name", device.KNOWN)
-def test_every_entry_is_whole(name: str) -> None:
-    entry = device.KNOWN[name]
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_entry_is_complete(name: str) -> None:
+    entry = KNOWN[name]
     assert entry.source
     assert entry.bandwidth > 0
+    assert tuple(entry.as_dict()) == FACTS
+    assert all(entry.as_dict()[fact] == getattr(entry, fact) for fact in FACTS)
     if entry.kind == "cuda":
         assert entry.multiprocessors > 0
-        assert entry.registers == 65536
-        assert 48 << 10 < entry.shared_memory < 256 << 10
+        assert entry.per_multiprocessor == MULTIPROCESSORS[entry.compute_capability]
         assert entry.arch == f"sm_{entry.compute_capability[0]}{entry.compute_capability[1]}"
 
 
-def test_a_cpu_tensors_device() -> None:
-    assert device.from_torch("cpu") is device.KNOWN["cpu"]
-    assert device.here().kind in ("cpu", "cuda")
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA L40S", None),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_models_by_the_name_of_the_driver(name: str, model: str | None) -> None:
+    assert model_of(name) is (None if model is None else KNOWN[model])
+
+
+def test_a_gpu_of_an_unknown_model_has_the_multiprocessor_of_its_compute_capability() -> None:
+    device = generic("NVIDIA L40S", (8, 9), 142)
+    assert (device.name, device.arch, device.multiprocessors) == ("NVIDIA L40S", "sm_89", 142)
+    assert device.per_multiprocessor == KNOWN["l4"].per_multiprocessor
+    assert (device.l2, device.bandwidth) == (UNKNOWN_L2, UNKNOWN_BANDWIDTH)
+    assert "assumed" in device.source
+
+
+def test_a_gpu_of_an_unknown_compute_capability_has_the_smallest_multiprocessor() -> None:
+    device = generic("NVIDIA X900", (13, 0), 200)
+    assert device.per_multiprocessor == SMALLEST
+    assert "least of any GPU" in device.source
+    for each in MULTIPROCESSORS.values():
+        assert SMALLEST.shared_memory <= each.shared_memory
+        assert SMALLEST.registers <= each.registers
+        assert SMALLEST.threads <= each.threads
+
+
+def test_a_gpu_of_a_known_model_has_its_bandwidth_and_cache() -> None:
+    device = generic("NVIDIA H100 80GB HBM3", (9, 0), 132)
+    assert (device.l2, device.bandwidth) == (KNOWN["h100"].l2, KNOWN["h100"].bandwidth)
+    assert KNOWN["h100"].source in device.source
+
+
+# torch
+
+
+def test_the_device_of_a_cpu_tensor() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from onlinesoftmax.torch.device import from_torch, here
+
+    assert from_torch("cpu") is from_torch("mps") is KNOWN["cpu"]
+    assert here().kind in ("cpu", "cuda")
 
 
 @pytest.mark.gpu
 def test_the_driver_agrees_with_the_table() -> None:
-    here = device.from_torch("cuda")
+    import torch
+
+    from onlinesoftmax.torch.device import from_torch
+
+    device = from_torch("cuda")
     properties = torch.cuda.get_device_properties(0)
-    assert (here.name, here.multiprocessors) == (properties.name, properties.multi_processor_count)
-    if "H200" in here.name:
-        table = device.KNOWN["h200"]
-        for field in ("compute_capability", "multiprocessors", "shared_memory", "registers", "threads", "bandwidth"):
-            assert getattr(here, field) == getattr(table, field), field
+    assert (device.name, device.multiprocessors) == (properties.name, properties.multi_processor_count)
+    if device.compute_capability in MULTIPROCESSORS:
+        assert device.per_multiprocessor == MULTIPROCESSORS[device.compute_capability]
+    if "H200" in device.name:
+        for fact in ("compute_capability", "multiprocessors", "per_multiprocessor", "bandwidth"):
+            assert getattr(device, fact) == getattr(KNOWN["h200"], fact), fact
+
+
+# JAX
+
+
+@pytest.fixture
+def jax_device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module under test, without devices that it has cached."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    from onlinesoftmax.jax import device
+
+    device.from_jax.cache_clear()
+    device._gpu.cache_clear()
+    yield device
+    device.from_jax.cache_clear()
+    device._gpu.cache_clear()
+
+
+def jax_has(monkeypatch: pytest.MonkeyPatch, *gpus: Any) -> None:
+    import jax
+
+    def devices(platform: str) -> tuple[Any, ...]:
+        if not gpus:
+            raise RuntimeError(f"no {platform}")
+        return gpus
+
+    monkeypatch.setattr(jax, "devices", devices)
+
+
+def test_without_a_gpu_jax_is_on_the_cpu(jax_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    jax_has(monkeypatch)
+    assert jax_device.from_jax() is KNOWN["cpu"]
+    unnamed = jax_device.to_lower_for()
+    assert unnamed is jax_device.UNNAMED_GPU
+    assert (unnamed.compute_capability, unnamed.shared_memory) == ((9, 0), 227 << 10)
+    assert "not named" in unnamed.name
+
+
+def test_a_gpu_that_jax_has(jax_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    jax_has(monkeypatch, SimpleNamespace(device_kind="NVIDIA L40S", compute_capability="8.9", core_count=142))
+    assert jax_device.from_jax() is jax_device.to_lower_for()
+    assert jax_device.from_jax() == generic("NVIDIA L40S", (8, 9), 142)
+
+
+def test_a_mesh_names_the_gpu_to_lower_for(jax_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    if not hasattr(jax.sharding, "AbstractDevice"):
+        pytest.skip("this version of JAX has no abstract devices")
+    jax_has(monkeypatch)
+
+    def named(kind: str) -> Any:
+        device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="cuda")
+        mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax_device.to_lower_for()
+
+    assert named("NVIDIA H200") is KNOWN["h200"]
+    assert named("NVIDIA X900") is named("cpu") is jax_device.UNNAMED_GPU

@@ -9,19 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onlinesoftmax.core.layout import Layout, power_of_two_divisor, rows_of
+from onlinesoftmax.core.layout import Layout, Side, power_of_two_divisor, rows_of
 
 
-def offsets(layout: Layout, strides: tuple[int, ...], col: int) -> np.ndarray:
+def two(shape: tuple[int, ...], axis: int, x: tuple[int, ...], y: tuple[int, ...]) -> Layout:
+    """The layout of an input and an output with these strides."""
+    return rows_of(shape, axis, {"x": x, "y": y})
+
+
+def offsets(layout: Layout, side: Side) -> np.ndarray:
     """Offset of each element, as the kernels count: the first size is the fastest."""
     starts = []
     for row in range(layout.rows):
         start, rest = 0, row
-        for size, stride in zip(layout.sizes, strides, strict=True):
+        for size, stride in zip(layout.sizes, side.strides, strict=True):
             start += rest % size * stride
             rest //= size
         starts.append(start)
-    return np.add.outer(np.array(starts, dtype=int), np.arange(layout.cols) * col)
+    return np.add.outer(np.array(starts, dtype=int), np.arange(layout.cols) * side.col)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
@@ -31,11 +36,8 @@ def test_every_element_is_visited_once_and_x_meets_its_y(shape: list[int], data:
     storage = np.arange(int(np.prod(shape))).reshape([shape[i] for i in order])
     x = storage.transpose(np.argsort(order))
     y = np.arange(x.size).reshape(x.shape)
-    layout = rows_of(x.shape, dim, tuple(s // x.itemsize for s in x.strides), tuple(s // y.itemsize for s in y.strides))
-    x_offsets, y_offsets = (
-        offsets(layout, layout.x_strides, layout.x_col),
-        offsets(layout, layout.y_strides, layout.y_col),
-    )
+    layout = two(x.shape, dim, tuple(s // x.itemsize for s in x.strides), tuple(s // y.itemsize for s in y.strides))
+    x_offsets, y_offsets = (offsets(layout, layout.sides[name]) for name in ("x", "y"))
     assert sorted(x_offsets.ravel()) == list(range(x.size))
     where_in_y = dict(zip(x.ravel().tolist(), y.ravel().tolist(), strict=True))
     assert all(where_in_y[a] == b for a, b in zip(x_offsets.ravel().tolist(), y_offsets.ravel().tolist(), strict=True))
@@ -49,28 +51,26 @@ def test_dense_tensors_need_two_outer_dimensions_at_most(dim: int) -> None:
         for i in reversed(order):
             strides[i] = step
             step *= shape[i]
-        assert len(rows_of(shape, dim, tuple(strides), tuple(strides)).sizes) <= 2
+        assert len(two(shape, dim, tuple(strides), tuple(strides)).sizes) <= 2
 
 
 def test_expanded_rows_are_one_dimension_of_stride_zero() -> None:
-    layout = rows_of((6, 50), 1, (0, 1), (50, 1))
-    assert (layout.sizes, layout.x_strides, layout.y_strides) == ((6,), (0,), (50,))
+    layout = two((6, 50), 1, (0, 1), (50, 1))
+    assert (layout.sizes, layout.x.strides, layout.sides["y"].strides) == ((6,), (0,), (50,))
 
 
 def test_units() -> None:
-    assert rows_of((4, 1000), 1, (1000, 1), (1000, 1)).units == (8, 8, 8)
-    assert rows_of((4, 50257), 1, (50257, 1), (50257, 1)).units == (1, 1, 1)
-    assert rows_of((4, 90), 1, (96, 1), (90, 1)).units == (16, 2, 2)
+    def units(cols: int, x: int, y: int) -> tuple[int, int, int]:
+        layout = two((4, cols), 1, (x, 1), (y, 1))
+        return layout.x.unit, layout.sides["y"].unit, layout.cols_unit
+
+    assert units(1000, 1000, 1000) == (8, 8, 8)
+    assert units(50257, 50257, 50257) == (1, 1, 1)
+    assert units(90, 96, 90) == (16, 2, 2)
     assert power_of_two_divisor(0) == 16
 
 
-def test_congruent() -> None:
-    assert rows_of((4, 50257), 1, (50257, 1), (50257, 1)).congruent
-    assert not rows_of((4, 100), 1, (101, 1), (100, 1)).congruent
-    assert not rows_of((4, 100), 1, (100, 1), (1, 4)).congruent
-
-
 def test_adjacent() -> None:
-    assert rows_of((8, 100, 32), 1, (3200, 32, 1), (3200, 32, 1)).adjacent == 32
-    assert rows_of((8, 100), 1, (100, 1), (100, 1)).adjacent == 1
-    assert rows_of((8, 100, 32), 1, (6400, 64, 2), (3200, 32, 1)).adjacent == 1
+    assert two((8, 100, 32), 1, (3200, 32, 1), (3200, 32, 1)).adjacent == 32
+    assert two((8, 100), 1, (100, 1), (100, 1)).adjacent == 1
+    assert two((8, 100, 32), 1, (6400, 64, 2), (3200, 32, 1)).adjacent == 1

@@ -39,10 +39,10 @@ class Arrays:
         self.name, self.array, self.numpy, self.dtypes, self.examples = name, asarray, tonumpy, dtypes, examples
 
     def of(self, x: Native) -> State:
-        return State.of(x)
+        return State.of(x, weights={"x": x})
 
     def identity(self, like: Native) -> State:
-        return State.identity(like)
+        return State.identity(like, weights=("x",))
 
     def merge(self, a: State, b: State) -> State:
         return a.merge(b)
@@ -52,6 +52,9 @@ class Arrays:
 
     def parts(self, state: State) -> tuple[float, float]:
         return float(state.m[0]), float(state.l[0])
+
+    def weighted(self, state: State) -> float:
+        return float(state.sums["x"][0])
 
     def logsumexp(self, state: State) -> float:
         return float(state.logsumexp())
@@ -75,9 +78,7 @@ def torch_algebra() -> Algebra:
 def jax_algebra() -> Algebra:
     jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
     # Every new length is a handful of compilations, so there are fewer examples.
-    return Arrays(
-        "jax", lambda v, dtype: jnp.asarray(v, dtype), lambda x: np.asarray(x).astype(np.float64), examples=12
-    )
+    return Arrays("jax", lambda v, dtype: jnp.asarray(v, dtype), lambda x: np.asarray(x).astype(np.float64), examples=8)
 
 
 def triton_algebra(name: str = "TritonAlgebra") -> Algebra:
@@ -207,5 +208,7 @@ def test_errors() -> None:
         State.of([1.0])
     with pytest.raises(ValueError, match="dim -1 and dim -2"):
         State.of(x, 1).merge(State.of(x, 0))
+    with pytest.raises(ValueError, match=r"sums \['x'\] and \[\] do not match"):
+        State.of(x, weights={"x": x}).merge(State.of(x))
     with pytest.raises(ValueError, match="states is empty"):
         State.merge_all([])

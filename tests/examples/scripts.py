@@ -1,4 +1,4 @@
-"""The scripts in examples/, which are no part of the package, as modules."""
+"""Import the scripts in examples/, which are not part of the package, as modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def load(path: Path) -> ModuleType:
-    """A script, imported under a name of its own."""
+    """Import a script as the module `example_<its name>`."""
     spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""The mixture of experts learns by its gate, with the gradients of jax.nn's softmax, and runs as a user runs it."""
+"""The mixture of experts learns through its gate, has the gradients of jax.nn's softmax, and runs as a script."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ for name in ("optax", "sklearn", "matplotlib"):
 EXAMPLE = Path(__file__).parents[2] / "examples" / "moe_jax.py"
 
 NARROW = {"hidden": 1, "epochs": 15, "learning_rate": 1e-2}
-"""Experts of one unit: two of them cannot tell ten digits apart, so all depends on who is chosen."""
+"""Experts with one hidden unit: two of them cannot separate ten digits, so the accuracy depends on the gate."""
 
 LEARNT = 0.78
-"""Of the test images.  With seeds 0 to 5 a gate that works reaches 0.84 to 0.92, one that is broken 0.10 to 0.68."""
+"""Accuracy that training must reach.  For seeds 0 to 5, working gates reach 0.84 to 0.92, broken ones 0.10 to 0.68."""
 
 GRADIENT_RTOL = 2e-6
-"""Of the norm of each parameter's gradient: float32's 6e-8 for each of some dozens of roundings on the way."""
+"""Tolerance relative to the norm of a parameter's gradient: some dozens of float32 roundings of 6e-8 each."""
 
 BROKEN: dict[str, Callable[[Any], Any]] = {
     "all experts alike": lambda x: jax.nn.softmax(0 * x),
@@ -44,23 +44,23 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    """examples/moe_jax.py, which is no part of the package."""
+    """The module examples/moe_jax.py, which is not part of the package."""
     return load(EXAMPLE)
 
 
 def train(example: ModuleType, library: Any, **config: Any) -> tuple[Any, list[Any]]:
-    """A model, and what was measured in each epoch of its training."""
+    """Train a model and return it with the measurements of each epoch."""
     model = example.MoE(example.Config(**config), library)
     return model, list(example.train(model, example.handwritten_digits()[0]))
 
 
 def accuracy(example: ModuleType, model: Any) -> float:
-    """The part of the test images that is read right."""
+    """Compute the fraction of test images that the model classifies correctly."""
     test = example.handwritten_digits()[1]
-    return float(example.judge(model, test)[0]) / len(test.images)
+    return float(example.evaluate(model, test)[0]) / len(test.images)
 
 
-def test_a_short_training_learns_by_its_gate(example: ModuleType) -> None:
+def test_a_short_training_learns_through_its_gate(example: ModuleType) -> None:
     model, epochs = train(example, example.OURS, **NARROW)
     assert accuracy(example, model) >= LEARNT
     assert epochs[-1].loss < epochs[0].loss / 2
@@ -69,15 +69,15 @@ def test_a_short_training_learns_by_its_gate(example: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("gate", BROKEN.values(), ids=BROKEN)
-def test_it_does_not_learn_by_a_broken_gate(example: ModuleType, gate: Callable[[Any], Any]) -> None:
-    """Otherwise the test above would show nothing."""
+def test_training_with_a_broken_gate_fails(example: ModuleType, gate: Callable[[Any], Any]) -> None:
+    """Shows that the test above can fail."""
     model, _ = train(example, example.Library(gate, jax.nn.log_softmax), **NARROW)
     assert accuracy(example, model) < LEARNT
 
 
 @pytest.mark.parametrize("backend", [None, "pallas"], ids=["default", "pallas"])
 def test_the_gradients_are_those_of_jax_nn(example: ModuleType, backend: str | None) -> None:
-    """The whole loss: cross-entropy and load balancing, through what the planner chooses and through our kernels."""
+    """Compares gradients of the whole loss, with the plan that the planner chooses and with our kernels."""
     ours = example.Library(*(partial(softmax, backend=backend) for softmax in example.OURS))
     theirs = example.Library(jax.nn.softmax, jax.nn.log_softmax)
     batch = jax.tree.map(lambda all_images: all_images[:32], example.handwritten_digits()[0])
@@ -93,11 +93,11 @@ def test_the_gradients_are_those_of_jax_nn(example: ModuleType, backend: str | N
     assert len(our_gradients) == 5, "the gate, and two layers of weights and biases"
     for name, g in their_gradients.items():
         norm = np.linalg.norm(g)
-        assert norm > 0, f"{name} does not take part"
+        assert norm > 0, f"{name} has a zero gradient"
         assert np.linalg.norm(our_gradients[name] - g) <= GRADIENT_RTOL * norm, name
 
 
-def test_a_training_depends_on_its_seed_alone(example: ModuleType) -> None:
+def test_a_training_depends_only_on_its_seed(example: ModuleType) -> None:
     config = NARROW | {"epochs": 1}
     (first,), (again,), (other,) = (train(example, example.OURS, **config, seed=seed)[1] for seed in (3, 3, 4))
     assert first.loss == again.loss
@@ -105,7 +105,7 @@ def test_a_training_depends_on_its_seed_alone(example: ModuleType) -> None:
     assert first.loss != other.loss
 
 
-def test_noise_is_new_in_every_step_and_only_in_training(example: ModuleType) -> None:
+def test_noise_changes_in_every_step_and_only_in_training(example: ModuleType) -> None:
     model, images = example.MoE(example.Config(hidden=1)), example.handwritten_digits()[1].images
     route = nnx.jit(lambda model, rngs: model(images, rngs).routed)
     rngs = nnx.Rngs(noise=0)
@@ -115,11 +115,11 @@ def test_noise_is_new_in_every_step_and_only_in_training(example: ModuleType) ->
     np.testing.assert_array_equal(quiet, quiet_again)
 
 
-def test_load_balancing_is_1_for_even_use_and_grows(example: ModuleType) -> None:
+def test_load_balancing_loss_is_1_for_even_use_and_larger_otherwise(example: ModuleType) -> None:
     model, images = example.MoE(example.Config(hidden=1)), np.eye(64, dtype=np.float32)
 
     def loss(first: np.ndarray, second: np.ndarray) -> float:
-        """Of images of one pixel, 64 different ones, each routed to two experts without a doubt about the first."""
+        """Compute the loss of 64 one-pixel images; image i is routed to experts first[i] and second[i]."""
         model.gate.kernel[...] = 100 * (2 * jax.nn.one_hot(first, 8) + jax.nn.one_hot(second, 8))
         return float(model(images).load_balancing_loss)
 
@@ -136,14 +136,14 @@ def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "use.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     first, *rest = done.stdout.splitlines()
-    assert first.startswith("1437 images to learn from, 360 to judge by; Config(experts=4, ")
+    assert first.startswith("1437 training images, 360 test images; Config(experts=4, ")
     assert [line.split(":")[0] for line in rest if line.startswith("epoch")] == ["epoch   1 of 2", "epoch   2 of 2"]
     table = [line.split() for line in rest[rest.index("") + 2 :][:4]]
     assert [row[0] for row in table] == ["1", "2", "3", "4"]
     assert sum(float(row[1].rstrip("%")) for row in table) == pytest.approx(200, abs=0.3)
     assert rest[-2].startswith("test accuracy ")
-    assert rest[-2].endswith(" s of compilation and training")
-    assert rest[-1] == "loss and use of the experts: use.png"
+    assert rest[-2].endswith(" s for compilation and training")
+    assert rest[-1] == "plot of the loss and the use of the experts: use.png"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
         (["--epochs", "0"], "Invalid value for '--epochs': "),
         (["--noise", "-0.1"], "Invalid value for '--noise': "),
         (["--balance", "much"], "Invalid value for '--balance': "),
-        (["--plot", "nowhere/use.png"], "Invalid value for '--plot': There is no folder 'nowhere', or "),
+        (["--plot", "nowhere/use.png"], "Invalid value for '--plot': The folder 'nowhere' does not exist or "),
         (["--plot", "use.svg"], "Invalid value for '--plot': 'use.svg' does not end in .png."),
     ],
 )

@@ -1,4 +1,4 @@
-"""README.md is true: its Python runs and prints what it says, and its commands exist with their options."""
+"""README.md is correct: its Python code prints the output shown, and its commands and their options exist."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ COMMANDS = [
     if line.removeprefix("$ ").startswith("onlinesoftmax ")
 ]
 QUICK = ("doctor", "apply")
-"""Commands that are run as they stand; of the others, the help must know every option that is used."""
+"""Commands that the test runs as shown.  For other commands, it checks that --help lists every option used."""
 
 
 def run(*arguments: str, folder: Path) -> str:
-    """Standard output of a fresh interpreter, which must succeed."""
-    # No interpreter of Triton's here: the README is for machines as they are.
+    """Run a fresh interpreter, which must succeed, and return its standard output."""
+    # The README describes ordinary use, without Triton's interpreter.
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(Path(onlinesoftmax.__file__).parents[1]), "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"}
     result = subprocess.run(
@@ -40,19 +40,19 @@ def run(*arguments: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which all Python of the README has run, in order, and printed what the README says."""
+    """A folder in which all Python blocks of the README ran in order and printed the output shown."""
     folder = tmp_path_factory.mktemp("readme")
-    script, said, mark = [], [], "-- end of block --"
+    script, shown, mark = [], [], "-- end of block --"
     for (language, text), (following, output) in zip(BLOCKS, [*BLOCKS[1:], ("", "")], strict=True):
         if language == "python":
             script.append(f"{text}\nprint({mark!r})\n")
-            said.append(output if following == "text" else "")
+            shown.append(output if following == "text" else "")
     printed = run("-c", "\n".join(script), folder=folder).split(f"{mark}\n")[:-1]
-    assert printed == said
+    assert printed == shown
     return folder
 
 
-def test_python_runs_and_prints_what_is_written(folder: Path) -> None:
+def test_python_prints_the_output_shown(folder: Path) -> None:
     assert (folder / "probabilities.npy").exists()
 
 

@@ -1,4 +1,4 @@
-"""A training with our softmax is a training with PyTorch's: same gradients, same losses, eager and compiled."""
+"""Training with our softmax gives the gradients and losses of training with PyTorch's, eager and compiled."""
 
 from __future__ import annotations
 
@@ -18,42 +18,44 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPILERS = [pytest.param(None, id="eager"), pytest.param("aot_eager", id="compiled")]
 
 CURVE_RTOL = 1e-5
-"""A few units of float32's 1.2e-7 are expected of a mean of log-probabilities; a hundred are allowed.
+"""Relative tolerance of a loss: about a hundred units of float32's epsilon, 1.2e-7.
 
-Weights drift no faster, but for the biases of the keys: softmax cannot see them, so their gradients are rounding
-alone, which AdamW blows up to whole steps.  For the same reason the loss cannot see them either.
+A mean of log-probabilities should differ by a few units.  The weights drift no faster, with one exception: softmax is
+invariant to the biases of the keys, so the gradients of these biases are pure rounding error, and AdamW scales this
+error to whole steps.  The loss is invariant to the same biases.
 """
 
 GRADIENT_RTOL = 2e-6
-"""Of the norm of each parameter's gradient: float32's 6e-8 for each of some dozens of roundings on the way."""
+"""Tolerance relative to the norm of a parameter's gradient: some dozens of float32 roundings of 6e-8 each."""
 
 WHOLE_CURVE_ATOL = 5e-5
-"""In nats.  Rounding is amplified from step to step, and a GPU may sum in another order each time.
+"""Largest difference between two losses, in nats.
 
-On a CPU, 200 steps with the softmax in float64 are never more than 5e-7 from those in float32; with probabilities
-rounded to bfloat16 they are up to 1e-4 away.
+Rounding errors grow from step to step, and a GPU may sum in a different order each time.  On a CPU over 200 steps, the
+losses with a float64 softmax differ from those with a float32 softmax by at most 5e-7.  With probabilities rounded to
+bfloat16, they differ by up to 1e-4.
 """
 
 LEARNT = 2.7
-"""In nats.  Who knows the frequencies of the letters, and no context, is left with 3.25."""
+"""Loss in nats that a trained model must reach.  A model of letter frequencies without context reaches 3.25."""
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    """examples/transformer.py, which is no part of the package."""
+    """The module examples/transformer.py, which is not part of the package."""
     return load(Path(__file__).parents[2] / "examples" / "transformer.py")
 
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """What was compiled before counts against the limit of recompilations."""
+    """Reset dynamo, because functions compiled earlier count against its recompilation limit."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 class Case(NamedTuple):
-    """A library to compare with PyTorch, and a training short enough for it."""
+    """A library to compare with PyTorch, and the sizes of a short training."""
 
     library: Any
     config: Any
@@ -62,7 +64,7 @@ class Case(NamedTuple):
 
 @pytest.fixture(params=["default", "triton"])
 def case(example: ModuleType, request: pytest.FixtureRequest) -> Case:
-    """What the planner chooses, and the kernels: by themselves on a GPU, in Triton's interpreter elsewhere."""
+    """The planner's choice, and the Triton kernels.  Without a GPU, the kernels run in Triton's interpreter."""
     tiny = example.Config(layers=2, heads=2, width=16, context=12, batch=3)
     if request.param == "default":
         return Case(example.OURS, tiny, 12)
@@ -71,12 +73,12 @@ def case(example: ModuleType, request: pytest.FixtureRequest) -> Case:
         lambda scores, scale: osm.softmax(scores, scale=scale, causal=True, backend="triton"),
         partial(osm.log_softmax, backend="triton"),
     )
-    # The interpreter takes about a second for a step of this.
+    # The interpreter takes about a second per step of this model.
     return Case(kernels, tiny, 12) if DEVICE == "cuda" else Case(kernels, tiny._replace(layers=1, batch=1), 3)
 
 
 def first_gradients(example: ModuleType, library: Any, config: Any, compiler: str | None) -> dict[str, torch.Tensor]:
-    """The gradient of each parameter in the first step of a training."""
+    """Compute the gradient of each parameter in the first step of a training."""
     model = example.make_model(library, config, 0, DEVICE)
     loss_of = model if compiler is None else torch.compile(model, backend=compiler, fullgraph=True)
     read, following = example.batches(config, 1, 0, DEVICE)
@@ -100,7 +102,7 @@ def test_the_first_gradients_agree(example: ModuleType, case: Case, compiler: st
         assert apart <= GRADIENT_RTOL, f"{name}: {apart:.1e}"
 
 
-def test_both_see_the_same_and_begin_alike(example: ModuleType) -> None:
+def test_both_trainings_start_equal_and_see_the_same_batches(example: ModuleType) -> None:
     config = example.Config(layers=1, heads=2, width=16, context=12, batch=3)
     ours, theirs = (example.make_model(library, config, 0, DEVICE) for library in (example.OURS, example.TORCH))
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
@@ -111,8 +113,8 @@ def test_both_see_the_same_and_begin_alike(example: ModuleType) -> None:
     assert torch.equal(again, read)
 
 
-def test_no_letter_sees_those_after_it(example: ModuleType) -> None:
-    """The mask is ours to apply: the loss of the first letters is that of a shorter text."""
+def test_letters_do_not_depend_on_later_letters(example: ModuleType) -> None:
+    """The causal mask is part of our softmax: changing the later letters does not change the earlier activations."""
     config = example.Config(layers=2, heads=2, width=16, context=12, batch=3)
     model = example.make_model(example.OURS, config, 0, DEVICE)
     read, _ = example.batches(config, 1, 0, DEVICE)
@@ -126,7 +128,7 @@ def test_no_letter_sees_those_after_it(example: ModuleType) -> None:
 def test_the_command_line(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--steps", "3", "--device", DEVICE]) == 0
     printed = capsys.readouterr().out
-    assert "The largest difference of the two curves is" in printed
+    assert "The largest difference between the two curves is" in printed
     assert example.main(["--steps", "1", "--device", DEVICE, "--library", "ours"]) == 0
     assert "PyTorch" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
@@ -135,7 +137,7 @@ def test_the_command_line(example: ModuleType, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiler", [pytest.param(None, id="eager"), pytest.param("inductor", id="compiled")])
-# Advice of torch.compile's about speed, none of which is about what is compared.
+# torch.compile warns about speed; the warnings do not concern the results.
 @pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:(?s).*Online softmax is disabled")
 def test_a_whole_training_on_a_gpu(example: ModuleType, compiler: str | None) -> None:
     ours, theirs = (

@@ -8,11 +8,8 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import multiprocessing
 import struct
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +21,14 @@ import onlinesoftmax as osm
 from contract import DTYPES, SIZE_CASES, assert_as_good_as_pytorch, outliers, run_case
 from contract import OPERATIONS as FORWARD
 from cuda_algebra import ALGEBRAS, FORMS, PAIRS, CudaAlgebra, algebra_source
+from onlinesoftmax.core.call import Call, Settings
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.operations import OPERATIONS
+from onlinesoftmax.core.options import SCORE_OPTIONS
 from onlinesoftmax.core.problem import Problem
+from onlinesoftmax.core.task import Choice
 from onlinesoftmax.kernels import cuda
-from onlinesoftmax.kernels.cuda import compile, source
+from onlinesoftmax.kernels.cuda import compile, params, source
 from onlinesoftmax.kernels.report import occupancy
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan, price
@@ -47,9 +47,9 @@ Ask = Callable[..., Request]
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
-    """A function of (gpu, strategy, operation, x, **options): what the library asks of the backend for such a call.
+    """A function of (gpu, strategy, operation, x, **options) that gives the request the backend gets for that call.
 
-    The plan is the first proposal in the planner's table.
+    The plan is the first proposal in the planner's table.  `outputs` names the outputs of a forward call.
     """
     found: list[Request] = []
 
@@ -57,7 +57,9 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
         found.append(request)
         return lambda x, y, more: None
 
-    def ask(gpu: str, strategy: str, operation: str, x: torch.Tensor, **options: Any) -> Request:
+    def ask(
+        gpu: str, strategy: str, operation: str, x: torch.Tensor, outputs: tuple[str, ...] = (), **options: Any
+    ) -> Request:
         device = known(gpu)
 
         def first(problem: Problem, *_: Any) -> Plan:
@@ -68,12 +70,17 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
         monkeypatch.setattr(prepared, "plan", first)
         prepared.prepare.cache_clear()
         forward = operation.removesuffix("_backward")
-        # Without a dtype, autocast would be asked, which knows nothing of tensors without memory.
+        if outputs:
+            settings = Settings(-1, options.get("dtype"), False, Choice("cuda", strategy))
+            prepared.run(Call(OPERATIONS[operation], x, settings), outputs)
+            assert found[-1].task.outputs == outputs
+            return found[-1]
+        # Autocast does not know tensors without memory; with a dtype it is not asked.
         options = {"dtype": x.dtype, "backend": "cuda", "strategy": strategy} | options
         y = FORWARD[forward](x.requires_grad_(operation != forward), **options)
         if operation != forward:
             torch.autograd.grad(y, x, torch.empty_like(y))
-        assert found[-1].name == operation
+        assert found[-1].operation.name == operation
         return found[-1]
 
     monkeypatch.setattr(cuda, "prepare", record)
@@ -172,70 +179,21 @@ def test_the_algebra_of_states_compiles(arch: str) -> None:
         compile.build(algebra_source(form, *pair), arch)
 
 
-TINY = 'extern "C" __global__ void tiny() {}\n'
-
-
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache, a regular file beside it, and the counter at 0."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("ONLINESOFTMAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(compile, "compiled", 0)
-    compile.cache_folder.cache_clear()
-    yield tmp_path / "cache"
-    compile.cache_folder.cache_clear()
-
-
-def test_a_second_call_compiles_nothing(cache: Path) -> None:
-    first = compile.cubin(TINY, "sm_90")
-    assert [path.name for path in cache.iterdir()] == [f"{compile.key(TINY, 'sm_90')}.cubin"]
-    assert compile.cubin(TINY, "sm_90") == first
-    assert compile.compiled == 1
-    assert compile.cubin(TINY, "sm_80") != first
-    assert compile.compiled == 2
-
-
 BUCKETS = [
     ("row", 1024, 1000, 4096), ("row", 1023, 1001, 1024), ("cluster", 1 << 17, (1 << 17) - 64, 1 << 18),
     ("grid", 1 << 22, (1 << 22) - 1024, 1 << 26), ("looped", 128256, 1 << 20, 50257),
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(("strategy", "cols", "near", "far"), BUCKETS)
-def test_a_bucket_is_compiled_once(ask: Ask, cache: Path, strategy: str, cols: int, near: int, far: int) -> None:
+def test_a_bucket_is_compiled_once(ask: Ask, strategy: str, cols: int, near: int, far: int) -> None:
     requests = [ask("h200", strategy, "softmax", no_memory(ROWS[strategy], n)) for n in (cols, near, far)]
     one, another, other = map(source.source, requests)
     assert one == another != other
     for text, compiled in ((one, 1), (another, 1), (other, 2)):
         compile.cubin(text, "sm_90")
         assert compile.compiled == compiled
-
-
-def test_the_key_is_of_all_that_machine_code_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [compile.key(TINY, "sm_90"), compile.key(TINY + " ", "sm_90"), compile.key(TINY, "sm_100")]
-    assert compile.key(TINY, "sm_90") == keys[0]
-    monkeypatch.setattr(compile, "nvrtc_version", lambda: "0.0")
-    keys.append(compile.key(TINY, "sm_90"))
-    assert len(set(keys)) == len(keys)
-
-
-def test_two_processes_leave_whole_files_and_nothing_else(cache: Path) -> None:
-    texts = [TINY.replace("tiny", f"tiny{i}") for i in range(8)]
-    twice = [text for text in texts for _ in range(2)]
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        codes = list(pool.map(compile.cubin, twice, itertools.repeat("sm_90")))
-    assert {path.name for path in cache.iterdir()} == {f"{compile.key(text, 'sm_90')}.cubin" for text in texts}
-    for text, first, second in zip(texts, codes[::2], codes[1::2], strict=True):
-        assert (cache / f"{compile.key(text, 'sm_90')}.cubin").read_bytes() in (first, second)
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Permissions do not bind root, but a file is no folder for anyone.
-    monkeypatch.setenv("ONLINESOFTMAX_CACHE", str(cache.parent / "file" / "cache"))
-    compile.cache_folder.cache_clear()
-    assert compile.cubin(TINY, "sm_90") == compile.cubin(TINY, "sm_90")
-    assert compile.compiled == 2
-    assert sorted(path.name for path in cache.parent.iterdir()) == ["file"]
 
 
 # cuda.core 1.2.2: a Program that failed, and that the garbage collector finds in a cycle, trips over itself.
@@ -261,33 +219,71 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
     request = ask("h200", "row", "softmax", x, causal=True, mask=x[..., :1] > 0)
     layout, packed = request.layout, launch._values(request)
     assert len(layout.sizes) == dims
-    names = [{"scale": "scale_tensor"}.get(name, name) for name in launch.POINTERS]
-    names += ["scale", "softcap", "rows", "cols", "diagonal", "slice", "shared_tiles", "sizes"]
-    at = {name: i for i, name in enumerate(names)}
-    places = ("x", "y", *source.BESIDE, "query")
-    at |= {f"{name}_place": at["sizes"] + dims + i * (dims + 1) for i, name in enumerate(places)}
+    fields = (*(t.pointer for t in params.TENSORS), "mail", *params.NUMBERS, *params.SIZES, "sizes")
+    at = {name: i for i, name in enumerate(fields)}
+    at |= {f"{name}_place": at["sizes"] + dims + i * (dims + 1) for i, name in enumerate(params.PLACES)}
     checks = [f"static_assert(sizeof(Params) == {len(packed)});", f"static_assert(sizeof(Place) == {8 * (dims + 1)});"]
     checks += [f"static_assert(__INTADDR__(&((Params*)0)->{name}) == {8 * i});" for name, i in at.items()]
     checks.append(f"static_assert(__INTADDR__(&((Place*)0)->col) == {8 * dims});")
     compile.build(source.source(request) + "\n".join(checks), "sm_90")
 
-    more = {name: (*strides, col) for name, strides, col in layout.more}
-    assert more.keys() == {"mask", "query"}
-    more |= {"x": (*layout.x_strides, layout.x_col), "y": (*layout.y_strides, layout.y_col)}
+    assert layout.sides.keys() == {"x", "y", "mask", "query"}
+    strides = {name: (*side.strides, side.col) for name, side in layout.sides.items()}
     # 64 columns of bfloat16 are 8 chunks, which one block has.
-    numbers = (layout.rows, 64, request.diagonal, 8, request.plan.shared, *layout.sizes)
-    lie = itertools.chain.from_iterable(more.get(name, (0,) * (dims + 1)) for name in places)
-    assert struct.unpack(f"={len(packed) // 8}q", packed) == ((0,) * at["rows"] + numbers + tuple(lie))
+    numbers = (layout.rows, 64, request.task.diagonal, 8, request.plan.threads.shared, *layout.sizes)
+    places = itertools.chain.from_iterable(strides.get(name, (0,) * (dims + 1)) for name in params.PLACES)
+    assert struct.unpack(f"={len(packed) // 8}q", packed) == ((0,) * at["rows"] + numbers + tuple(places))
 
 
-@pytest.mark.parametrize(("dtype", "out"), [*zip(DTYPES, DTYPES, strict=True), (torch.float32, torch.bfloat16)])
-def test_mailboxes_have_the_words_that_the_kernel_counts(ask: Ask, dtype: torch.dtype, out: torch.dtype) -> None:
+def test_params_have_every_tensor_and_number_that_is_declared() -> None:
+    tensors = {one.name for operation in OPERATIONS.values() for one in (*operation.operands, *operation.outputs)}
+    tensors |= {option.name for option in SCORE_OPTIONS.values() if option.tensor}
+    assert {tensor.name for tensor in params.TENSORS} == tensors | {"logits"}
+    assert set(params.NUMBERS) == {option.name for option in SCORE_OPTIONS.values() if option.kind == "call"}
+    # A field that a call fills in is one pointer or one number, and no two share an index.
+    indices = [*params.FIELD_OF_POINTER.values(), *(params.FIELD[name] for name in params.NUMBERS)]
+    assert sorted(indices) == list(range(len(params.POINTERS) + len(params.NUMBERS)))
+
+
+SEVERAL = [
+    ("softmax", ("y", "lse")), ("softmax", ("y", "lse", "m", "l", "entropy")), ("log_softmax", ("y", "entropy")),
+    ("logsumexp", ("y", "lse")), ("logsumexp", ("y", "m", "l")), ("softmax", ("entropy",)), ("softmax", ("m", "l")),
+]  # fmt: skip
+"""Operations and the outputs that they are asked for."""
+
+
+@pytest.mark.parametrize("strategy", PROPOSALS)
+@pytest.mark.parametrize(("operation", "outputs"), SEVERAL, ids=str)
+def test_several_outputs_compile_without_spills(
+    ask: Ask, strategy: str, operation: str, outputs: tuple[str, ...]
+) -> None:
+    dtype = DTYPES[(len(outputs) + list(PROPOSALS).index(strategy)) % 4]
+    request = ask("h200", strategy, operation, no_memory(ROWS[strategy], COLS[strategy], dtype=dtype), outputs)
+    found = constants(request)
+    assert found["WRITES_ROWS"] == str(any(found[f"ROW_{name.upper()}"] == "true" for name in outputs)).lower()
+    assert found["WRITES_ELEMENTS"] == str("y" in outputs and operation != "logsumexp").lower()
+    assert found["SUMS"] == 1 + ("entropy" in outputs)
+    _, log, _ = compile.build(source.source(request), "sm_90")
+    if found.get("STREAMED") != "true":
+        assert not compile.usage(log)["spills"]
+
+
+MAILED = [(dtype, dtype, ("y",)) for dtype in DTYPES]
+MAILED += [(torch.float32, torch.bfloat16, ("y",))]
+MAILED += [(dtype, dtype, ("y", "entropy")) for dtype in (torch.bfloat16, torch.float64)]
+
+
+@pytest.mark.parametrize(("dtype", "out", "outputs"), MAILED, ids=_name)
+def test_mailboxes_have_the_words_that_the_kernel_counts(
+    ask: Ask, dtype: torch.dtype, out: torch.dtype, outputs: tuple[str, ...]
+) -> None:
     from onlinesoftmax.kernels.cuda import launch
 
-    request = ask("h200", "grid", "softmax", no_memory(8, 1 << 20, dtype=dtype), dtype=out)
+    request = ask("h200", "grid", "softmax", no_memory(8, 1 << 20, dtype=dtype), outputs, dtype=out)
     words, team = launch._mail_words(request), request.plan.splits
     assert team > 1
     check = f"static_assert({request.plan.programs // team} * 2 * {team} * {team} * WORDS == {words});"
+    check += f"static_assert(sizeof(Message) == 8 * WORDS && {1 + ('entropy' in outputs)} == SUMS);"
     compile.build(source.source(request) + check, "sm_90")
 
 

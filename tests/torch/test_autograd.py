@@ -50,8 +50,9 @@ def _cells() -> list[tuple[str, str, str]]:
         # Where rows lie side by side there are no queries before them.
         if not (plan == "triton/column" and name in ("causal", "all"))
     ]
-    # Thousands of kernels: the interpreter runs every seventh, which meets all of each.
-    return cells if GPU else cells[::7]
+    # One gradcheck runs hundreds of kernels.  Every eleventh cell still meets each plan, option and operation, as 11 is
+    # coprime to their numbers.
+    return cells if GPU else cells[::11]
 
 
 @pytest.mark.parametrize(("plan", "name", "operation"), _cells())
@@ -288,12 +289,17 @@ def test_out_and_gradients_do_not_go_together() -> None:
         osm.softmax(x, out=y, backend="triton")
 
 
-@pytest.mark.parametrize("plan", ROW_PLANS)
-@pytest.mark.parametrize("cols", [33, 1000, 4100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def _invariant_cells() -> list[tuple[str, int, torch.dtype]]:
+    dtypes = (torch.float32, torch.bfloat16)
+    pairs = list(itertools.product(ROW_PLANS, (33, 1000, 4100)))
+    # In the interpreter the dtypes take turns.
+    return [(*pair, dtype) for i, pair in enumerate(pairs) for dtype in (dtypes if GPU else dtypes[i % 2 :][:1])]
+
+
+@pytest.mark.parametrize(("plan", "cols", "dtype"), _invariant_cells(), ids=str)
 def test_batch_invariant(plan: str, cols: int, dtype: torch.dtype) -> None:
     """The bits of a row, forward and backward, alone and in batches of any size, from any place in memory."""
-    sizes = (1, 2, 3, 7, 64, 1000, 4096) if GPU else (1, 2, 5)
+    sizes = (1, 2, 3, 7, 64, 1000, 4096) if GPU else (1, 4)
     x = outliers(sizes[-1], cols, dtype=dtype, device=DEVICE)
     dy = outliers(sizes[-1], cols, dtype=dtype, device=DEVICE).roll(1)
 
@@ -307,7 +313,7 @@ def test_batch_invariant(plan: str, cols: int, dtype: torch.dtype) -> None:
         return [t for t in found if t is not None]
 
     whole = run(x, dy)
-    for size, first in itertools.product(sizes[:-1], (0, 1)):
+    for size, first in itertools.product(sizes[:-1], (0, 1) if GPU else (1,)):
         rows = slice(first, first + size)
         for part, all_of_it in zip(run(x[rows], dy[rows]), whole, strict=True):
             assert torch.equal(part, all_of_it[rows]), (size, first)

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_fused import DEVICE, GPU, NAMES, as_fused, moved, options
+from test_fused import DEVICE, GPU, NAMES, as_options, moved, options
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import onlinesoftmax as osm
 from contract import OPERATIONS
-from onlinesoftmax.torch import custom_ops as library
-from onlinesoftmax.torch.run import Call
+from onlinesoftmax.core.call import Call, Settings
+from onlinesoftmax.core.operations import OPERATIONS as DECLARED
+from onlinesoftmax.core.task import Choice
+from onlinesoftmax.torch import custom_ops, gradients
 
 PATHS = [{}, {"backend": "triton"}]
 BACKEND = "inductor" if GPU else "aot_eager"
@@ -106,21 +108,25 @@ def _cells() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "operation"), _cells())
 def test_opcheck(name: str, operation: str) -> None:
+    """The schema, the fake implementation and the derivatives of every operator, generated from its declaration."""
     shape = (2, 3, 5)
     given = moved(options(torch.float32, shape)[name]) if name != "plain" else {}
-    fused = as_fused(given)
+    found = as_options(given)
+    if found.bias is not None:
+        found = found._replace(bias=found.bias.requires_grad_())
     x = torch.randn(shape, device=DEVICE).requires_grad_()
-    call = Call(operation, -1, backend="triton")
-    flat = library._flat(call, fused)
-    scale = fused.scale if isinstance(fused.scale, torch.Tensor) else None
-    bias = None if fused.bias is None else fused.bias.requires_grad_()
-    arguments = (x, bias, scale, fused.mask, *flat)
-    torch.library.opcheck(torch.ops.onlinesoftmax.forward, arguments)
-    y = torch.ops.onlinesoftmax.forward(*arguments).detach()
-    logits = x.detach() if operation == "logsumexp" or fused.softcap is not None else None
-    more = (torch.randn_like(y), y, logits, fused.bias if operation == "logsumexp" else None, scale, fused.mask)
-    more = tuple(None if t is None else t.detach() for t in more)
-    torch.library.opcheck(torch.ops.onlinesoftmax.backward, (*more, torch.float32, True, *flat))
+    settings = Settings(-1, choice=Choice("triton"))
+    call = Call(DECLARED[operation], x, settings, None if found.plain else found)
+    arguments = custom_ops._flat(call)
+    torch.library.opcheck(getattr(torch.ops.onlinesoftmax, operation).default, arguments)
+
+    detached = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in arguments)
+    call = custom_ops._call(call.operation, detached)
+    y, lse = gradients.forward_to_keep(call)
+    kept = gradients.Kept(y, call.x, lse)
+    backward = gradients.gradient_call(call, kept, torch.randn_like(y), torch.float32)
+    operator = getattr(torch.ops.onlinesoftmax, backward.operation.name).default
+    torch.library.opcheck(operator, custom_ops._flat(backward))
 
 
 @pytest.mark.gpu

@@ -9,14 +9,13 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..core import device as devices
 from ..core.cache import write_whole
+from ..torch.device import from_torch
 from .peers import PEERS
 from .result import CPU_ADDED_US, CPU_RATIO, LARGE, CaseResult, Result
 
@@ -95,7 +94,7 @@ def device_facts(device: Any) -> dict[str, Any]:
     """The device as the planner knows it, with its driver or its processor."""
     import torch
 
-    facts: dict[str, Any] = {"torch_device": str(device), **asdict(devices.from_torch(device.type, device.index or 0))}
+    facts: dict[str, Any] = {"torch_device": str(device), **from_torch(device.type, device.index or 0).as_dict()}
     if device.type == "cuda":
         return {**facts, "driver": _driver(), "cuda": torch.version.cuda}
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None

@@ -56,7 +56,7 @@ def apply(
 
 def _run(source: str, target: str, request: dict[str, Any]) -> Report:
     from ..files.apply import apply_file
-    from ..files.formats import FileError
+    from ..files.disk import FileError
 
     try:
         with output.progress_bar(nbytes=True) as bar:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -26,11 +25,11 @@ def doctor(
     Example:
       onlinesoftmax doctor
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
-    from ..core import device
+    from ..core.device import KNOWN
 
     here, error = _device_here()
     backends, versions = _backends(), _versions()
-    gpus = {key: known for key, known in device.KNOWN.items() if known.kind == "cuda"}
+    gpus = {key: known for key, known in KNOWN.items() if known.kind == "cuda"}
     if as_json:
         output.print_json({
             "backends": backends,
@@ -62,17 +61,17 @@ def doctor(
 
 def _device_here() -> tuple[Device | None, str | None]:
     """The device of this machine, or the reason why it cannot be described."""
-    from ..core import device
+    from ..torch.device import here
 
     try:
-        return device.here(), None
+        return here(), None
     except Exception as error:  # a broken installation must not stop the diagnosis
         return None, f"the device cannot be described: {type(error).__name__}: {error}"
 
 
 def device_record(device: Device) -> dict[str, Any]:
     """A device's attributes for JSON; "arch" is None for a CPU."""
-    return {**asdict(device), "arch": device.arch if device.kind == "cuda" else None}
+    return {**device.as_dict(), "arch": device.arch if device.kind == "cuda" else None}
 
 
 def _backends() -> list[dict[str, Any]]:
@@ -93,11 +92,11 @@ def _backends() -> list[dict[str, Any]]:
 
 def _unavailable(name: str) -> str | None:
     """The reason why a backend's kernels cannot be called here; None when they can."""
-    from ..core import device
     from ..jax import bridge
     from ..kernels import registry
+    from ..torch.device import here
 
-    return bridge.unavailable(device.here().kind) if name == "pallas" else registry.unavailable(name)
+    return bridge.unavailable(here().kind) if name == "pallas" else registry.unavailable(name)
 
 
 def _plain_state(_: str, reason: str | None) -> tuple[str, str]:
@@ -110,14 +109,14 @@ def _eager(name: str, reason: str | None) -> tuple[str, str]:
 
 
 def _cuda(name: str, reason: str | None) -> tuple[str, str]:
-    from ..core import device
     from ..kernels import registry
     from ..planner import measured
+    from ..torch.device import here
 
     if reason is not None:
         missing = any(registry.module_missing(module, name) for module in ("torch", "cuda.core"))
         return "not usable", reason if missing else f"{reason} here; explain compiles the kernels for any GPU"
-    machine = device.here()
+    machine = here()
     table = measured.table_for(machine)
     source = (
         f"plans use the times measured on {table.device} ({table.source})"
@@ -151,15 +150,16 @@ def _triton(name: str, reason: str | None) -> tuple[str, str]:
 
 def _pallas(_: str, reason: str | None) -> tuple[str, str]:
     """The state of JAX's kernels."""
-    from ..core import device
+    from ..jax.device import from_jax
+    from ..torch.device import here
 
     if reason is not None:
         return "not usable", reason
-    if device.here().kind == "cpu":
+    if here().kind == "cpu":
         return "interpreter only", (
             "no NVIDIA GPU here; JAX runs XLA's own operations, and backend='pallas' runs the kernels in an interpreter"
         )
-    return "usable", f"JAX's kernels run on {device.from_jax().name}"
+    return "usable", f"JAX's kernels run on {from_jax().name}"
 
 
 STATES = {"eager": _eager, "cuda": _cuda, "triton": _triton, "pallas": _pallas}

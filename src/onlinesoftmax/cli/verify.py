@@ -104,7 +104,7 @@ def _run(
 
 
 def _device_name(device: str) -> str:
-    from ..core.device import from_torch
+    from ..torch.device import from_torch
 
     return from_torch(device).name
 

@@ -1,4 +1,4 @@
-"""NumPy, torch and JAX arrays under one set of names; a framework is touched only if it made the array."""
+"""One set of function names for NumPy, torch and JAX arrays. A framework is imported only for its own arrays."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Array = Any
 
 
 def namespace(x: Array) -> Any:
-    """The functions for the kind of array that x is.
+    """Return the functions for the array library of x.
 
     Raises:
-        TypeError: x is none of the three, or is not floating point.
+        TypeError: x is not a NumPy, torch or JAX array, or its dtype is not floating point.
     """
     kind = array_kind(x)
     if kind is None:
@@ -29,7 +29,7 @@ def namespace(x: Array) -> Any:
 
 
 def array_kind(x: Array) -> str | None:
-    """The kind, "numpy", "torch" or "jax", by the array's own type, or None; imports nothing."""
+    """Return "numpy", "torch" or "jax" by the type of x, or None for another type. No framework is imported."""
     if isinstance(x, np.ndarray | np.generic):
         return "numpy"
     torch = sys.modules.get("torch")
@@ -44,7 +44,7 @@ def array_kind(x: Array) -> str | None:
 @cache
 def _numpy() -> SimpleNamespace:
     return SimpleNamespace(
-        # bfloat16 and the float8 types of ml_dtypes are of kind "V" and name themselves.
+        # The dtypes of ml_dtypes, such as bfloat16 and float8, have kind "V"; their names identify them.
         is_floating=lambda x: x.dtype.kind == "f" or x.dtype.name.startswith(("bfloat", "float")),
         accumulator=lambda x: _numpy_accumulator(x.dtype),
         astype=lambda x, dtype: np.asarray(x).astype(dtype, copy=False),
@@ -61,12 +61,12 @@ def _numpy() -> SimpleNamespace:
 
 
 def _numpy_accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    # By size, not by ==: float64 in the other byte order is not equal to np.float64, and longdouble is wider.
+    # The size decides, because float64 in the other byte order is not equal to np.float64. longdouble gets float64.
     return np.dtype(np.float64 if dtype.itemsize >= 8 else np.float32)
 
 
 def _weak(value: Any, other: Any) -> Any:
-    """A Python number in the dtype of the array beside it, as NumPy 2 does itself and NumPy 1 does not."""
+    """Convert a Python float to the dtype of the other array. NumPy 2 does so itself; NumPy 1 does not."""
     return other.dtype.type(value) if isinstance(value, float) else value
 
 

@@ -1,89 +1,164 @@
-"""What the planner must know of a machine: the only place that asks the hardware."""
+"""Descriptions of machines for the planner: a table of known devices, and a generic device by compute capability.
+
+This module asks no hardware and imports no framework. `torch.device` and `jax.device` describe the device that a
+framework sees.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
-class Device:
-    """A machine, present or not.
+class Multiprocessor:
+    """Resources of one streaming multiprocessor.
 
     Attributes:
-        name: Name as the driver gives it, or of the table.
+        shared_memory: Shared memory that one block can use, in bytes.
+        registers: Number of 32-bit registers.
+        threads: Largest number of resident threads.
+    """
+
+    shared_memory: int
+    registers: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """Description of a machine, which need not be present.
+
+    Attributes:
+        name: Name as the driver reports it, or as the table has it.
         kind: "cuda" or "cpu".
         compute_capability: (major, minor); (0, 0) for a CPU.
-        multiprocessors: Streaming multiprocessors; cores for a CPU.
-        shared_memory: Shared memory of one multiprocessor that one block can use, bytes.
-        registers: 32-bit registers of one multiprocessor.
-        threads: Most threads resident on one multiprocessor.
-        l2: L2 cache, bytes.
-        bandwidth: Device-memory bandwidth, GB/s (10^9 bytes): of a large copy, bytes read plus
-            bytes written, where measured; else 0.9 of the datasheet's, the part that a copy reaches.
-        source: Where the numbers come from.
+        multiprocessors: Number of streaming multiprocessors; number of cores for a CPU.
+        per_multiprocessor: Resources of one multiprocessor.
+        l2: Size of the L2 cache in bytes.
+        bandwidth: Device-memory bandwidth in GB/s (10^9 bytes per second). Measured devices have the bandwidth
+            of a large copy, which counts bytes read and bytes written. The others have 0.9 of the datasheet's
+            bandwidth, because a copy reaches about this part.
+        source: Origin of the numbers.
     """
 
     name: str
     kind: str
     compute_capability: tuple[int, int]
     multiprocessors: int
-    shared_memory: int
-    registers: int
-    threads: int
+    per_multiprocessor: Multiprocessor
     l2: int
     bandwidth: float
     source: str
 
     @property
+    def shared_memory(self) -> int:
+        """Shared memory of a multiprocessor that one block can use, in bytes."""
+        return self.per_multiprocessor.shared_memory
+
+    @property
+    def registers(self) -> int:
+        """Number of 32-bit registers of a multiprocessor."""
+        return self.per_multiprocessor.registers
+
+    @property
+    def threads(self) -> int:
+        """Largest number of resident threads on a multiprocessor."""
+        return self.per_multiprocessor.threads
+
+    @property
     def arch(self) -> str:
-        """Name of the machine code, as in `sm_90`."""
+        """Name of the machine code, such as `sm_90`."""
         return "sm_{}{}".format(*self.compute_capability)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all facts by name, in reading order, without nesting."""
+        facts: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            facts.update(asdict(value) if isinstance(value, Multiprocessor) else {name: value})
+        return facts
 
 
 _KIB, _MIB = 1 << 10, 1 << 20
-_GUIDE = "CUDA C++ Programming Guide, technical specifications per compute capability"
+_GUIDE = "CUDA Programming Guide, technical specifications per compute capability"
+
+MULTIPROCESSORS: dict[tuple[int, int], Multiprocessor] = {
+    (7, 5): Multiprocessor(64 * _KIB, 65536, 1024),
+    (8, 0): Multiprocessor(163 * _KIB, 65536, 2048),
+    (8, 6): Multiprocessor(99 * _KIB, 65536, 1536),
+    (8, 7): Multiprocessor(163 * _KIB, 65536, 1536),
+    (8, 9): Multiprocessor(99 * _KIB, 65536, 1536),
+    (9, 0): Multiprocessor(227 * _KIB, 65536, 2048),
+    (10, 0): Multiprocessor(227 * _KIB, 65536, 2048),
+    (10, 3): Multiprocessor(227 * _KIB, 65536, 2048),
+    (11, 0): Multiprocessor(227 * _KIB, 65536, 1536),
+    (12, 0): Multiprocessor(99 * _KIB, 65536, 1536),
+    (12, 1): Multiprocessor(99 * _KIB, 65536, 1536),
+}
+"""Multiprocessors by compute capability.
+
+Source: CUDA Programming Guide 13, section 5.1, "Compute Capabilities", tables 30 and 31,
+https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/compute-capabilities.html
+"""
+
+SMALLEST = Multiprocessor(48 * _KIB, 65536, 1024)
+"""Multiprocessor of a compute capability that is not in the table.
+
+Every GPU that CUDA supports gives a block 48 KiB of shared memory without an opt-in, and no GPU in the table has
+fewer registers or threads.
+"""
+
+UNKNOWN_BANDWIDTH = 1000.0
+"""Bandwidth in GB/s of a GPU whose bandwidth cannot be found out."""
+
+UNKNOWN_L2 = 4 * _MIB
+"""L2 cache in bytes of a GPU whose cache cannot be found out: the cache of a T4, the smallest of a data-centre GPU."""
+
+
+def _gpu(
+    name: str, capability: tuple[int, int], multiprocessors: int, l2: int, bandwidth: float, source: str
+) -> Device:
+    return Device(name, "cuda", capability, multiprocessors, MULTIPROCESSORS[capability], l2, bandwidth, source)
+
 
 KNOWN: dict[str, Device] = {
-    "h200": Device(
-        "NVIDIA H200", "cuda", (9, 0), 132, 227 * _KIB, 65536, 2048, 60 * _MIB, 4270.0,
+    "h200": _gpu(
+        "NVIDIA H200", (9, 0), 132, 60 * _MIB, 4270.0,
         "driver, and a device-to-device copy of 2 GB measured on an H200 (datasheet: 4800 GB/s)",
     ),
-    "h100": Device(
-        "NVIDIA H100 SXM5", "cuda", (9, 0), 132, 227 * _KIB, 65536, 2048, 50 * _MIB, 0.9 * 3350,
+    "h100": _gpu(
+        "NVIDIA H100 SXM5", (9, 0), 132, 50 * _MIB, 0.9 * 3350,
         f"NVIDIA H100 datasheet (3350 GB/s) and architecture whitepaper; {_GUIDE}",
     ),
-    "a100": Device(
-        "NVIDIA A100 SXM4 80GB", "cuda", (8, 0), 108, 163 * _KIB, 65536, 2048, 40 * _MIB, 0.9 * 2039,
+    "a100": _gpu(
+        "NVIDIA A100 SXM4 80GB", (8, 0), 108, 40 * _MIB, 0.9 * 2039,
         f"NVIDIA A100 datasheet (2039 GB/s) and architecture whitepaper; {_GUIDE}",
     ),
-    "l4": Device(
-        "NVIDIA L4", "cuda", (8, 9), 58, 99 * _KIB, 65536, 1536, 48 * _MIB, 0.9 * 300,
+    "l4": _gpu(
+        "NVIDIA L4", (8, 9), 58, 48 * _MIB, 0.9 * 300,
         f"NVIDIA L4 datasheet (300 GB/s); Ada architecture whitepaper; {_GUIDE}",
     ),
-    "rtx4090": Device(
-        "NVIDIA GeForce RTX 4090", "cuda", (8, 9), 128, 99 * _KIB, 65536, 1536, 72 * _MIB, 0.9 * 1008,
+    "rtx4090": _gpu(
+        "NVIDIA GeForce RTX 4090", (8, 9), 128, 72 * _MIB, 0.9 * 1008,
         f"Ada architecture whitepaper (1008 GB/s); {_GUIDE}",
     ),
-    "b200": Device(
-        "NVIDIA B200", "cuda", (10, 0), 148, 227 * _KIB, 65536, 2048, 126 * _MIB, 0.9 * 8000,
-        f"NVIDIA DGX B200 datasheet (8000 GB/s a GPU); {_GUIDE}",
+    "b200": _gpu(
+        "NVIDIA B200", (10, 0), 148, 126 * _MIB, 0.9 * 8000,
+        f"NVIDIA DGX B200 datasheet (8000 GB/s per GPU); {_GUIDE}",
     ),
     "cpu": Device(
-        "CPU", "cpu", (0, 0), os.cpu_count() or 1, 0, 0, 1, 32 * _MIB, 20.0,
-        "cores from the operating system; bandwidth and cache are those of a common server's few cores",
+        "CPU", "cpu", (0, 0), os.cpu_count() or 1, Multiprocessor(0, 0, 1), 32 * _MIB, 20.0,
+        "cores from the operating system; bandwidth and cache of a few cores of a common server",
     ),
 }  # fmt: skip
 
 
 def known(name: str) -> Device:
-    """The device of the table by name: case, spaces, "-" and "_" do not matter.
+    """Return a device of the table by its name; case, spaces, "-" and "_" do not matter.
 
     Raises:
-        ValueError: no such device; the message lists the table.
+        ValueError: no device has this name; the message lists the table.
 
     Example:
         >>> known("RTX 4090").arch
@@ -95,70 +170,40 @@ def known(name: str) -> Device:
     return KNOWN[key]
 
 
-@cache
-def from_torch(kind: str, index: int = 0) -> Device:
-    """The device behind a torch device of this kind ("cuda", "cpu", …) and index.
+def model_of(name: str) -> Device | None:
+    """Return the device of the table that has the model name in a driver's name, or None.
 
-    Kinds without kernels of ours (a Mac's GPU, say) are described as the CPU is: `eager` runs there.
+    Example:
+        >>> model_of("NVIDIA H100 80GB HBM3") is KNOWN["h100"], model_of("NVIDIA H20")
+        (True, None)
     """
-    if kind != "cuda":
-        return KNOWN["cpu"]
-    import torch
-
-    # Torch's type stubs lack some of the attributes that it has.
-    properties: Any = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
-    model = _same_model(properties.name)
-    measured = Device(
-        name=properties.name,
-        kind="cuda",
-        compute_capability=capability,
-        multiprocessors=properties.multi_processor_count,
-        shared_memory=properties.shared_memory_per_block_optin,
-        registers=properties.regs_per_multiprocessor,
-        threads=properties.max_threads_per_multi_processor,
-        l2=properties.L2_cache_size,
-        bandwidth=_bus_bandwidth(properties),
-        source="driver",
-    )
-    if model is None:
-        return measured
-    return replace(measured, bandwidth=model.bandwidth, source=f"driver; bandwidth: {model.source}")
-
-
-@cache
-def from_jax() -> Device:
-    """The first GPU that JAX has; an H200 where it has none, as when a program is lowered for one elsewhere."""
-    import jax
-
-    try:
-        gpu = jax.devices("cuda")[0]
-    except RuntimeError:
-        return KNOWN["h200"]
-    # JAX does not tell what a multiprocessor holds: the model does, or the like of an H200.
-    model = _same_model(gpu.device_kind) or KNOWN["h200"]
-    major, minor = (int(part) for part in str(gpu.compute_capability).split("."))
-    return replace(
-        model, name=gpu.device_kind, compute_capability=(major, minor), multiprocessors=gpu.core_count, source="driver",
-    )  # fmt: skip
-
-
-def _same_model(name: str) -> Device | None:
-    words = name.lower().replace("rtx ", "rtx").split()
+    words = name.lower().replace("-", " ").replace("rtx ", "rtx").split()
     return next((device for key, device in KNOWN.items() if key in words), None)
 
 
-def _bus_bandwidth(properties: Any) -> float:
-    """0.9 of what clock and bus width give; 1000 GB/s where this torch does not tell them."""
-    clock_khz = getattr(properties, "memory_clock_rate", 0)
-    bus_bits = getattr(properties, "memory_bus_width", 0)
-    return 0.9 * 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9 or 1000.0
+def generic(name: str, compute_capability: tuple[int, int], multiprocessors: int) -> Device:
+    """Return a conservative description of a GPU by its compute capability.
 
+    L2 cache and bandwidth are those of the model, if the name has one; otherwise they are small numbers that
+    most GPUs exceed.
 
-def here() -> Device:
-    """The first GPU of this machine if torch sees one, or its CPU."""
-    if importlib.util.find_spec("torch") is None:
-        return KNOWN["cpu"]
-    import torch
+    Args:
+        name: Name as the driver reports it.
+        compute_capability: (major, minor).
+        multiprocessors: Number of streaming multiprocessors.
 
-    return from_torch("cuda" if torch.cuda.is_available() else "cpu")
+    Example:
+        >>> generic("NVIDIA H20", (9, 0), 78).shared_memory
+        232448
+    """
+    each = MULTIPROCESSORS.get(compute_capability)
+    source = f"multiprocessor: {_GUIDE}" if each else "multiprocessor: the least of any GPU that CUDA supports"
+    model = model_of(name)
+    if model is None:
+        source += "; L2 cache and bandwidth: assumed, because the model is unknown"
+    else:
+        source += f"; L2 cache and bandwidth: {model.source}"
+    return Device(
+        name, "cuda", compute_capability, multiprocessors, each or SMALLEST,
+        model.l2 if model else UNKNOWN_L2, model.bandwidth if model else UNKNOWN_BANDWIDTH, source,
+    )  # fmt: skip

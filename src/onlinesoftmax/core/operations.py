@@ -66,6 +66,19 @@ class Output:
     on_request: bool = False
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """How an operation is differentiated.
+
+    Attributes:
+        operation: Name of the operation that computes the gradient in the input.
+        saved: What a forward call keeps for it: names of operands and outputs.
+    """
+
+    operation: str
+    saved: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Operation:
     """One member of the softmax family.
@@ -76,8 +89,7 @@ class Operation:
         accumulators: Sums over a row that its outputs can need; none where a row needs no reduction.
         outputs: What it can write, the main output first.
         options: Names of the score options that its kernels apply (core/options.py).
-        gradient: Name of the operation that computes its gradient; empty for a gradient.
-        saved: What a forward call keeps for the gradient: names of operands and outputs.
+        differentiated: How it is differentiated; None for a gradient.
         scores: True where the input is a logit, which the score options turn into a score.
         keeps_terms: True where the main output is a multiple of the term that was summed, so that a kernel may hold
             the terms instead of the input.
@@ -88,8 +100,7 @@ class Operation:
     accumulators: tuple[Accumulator, ...]
     outputs: tuple[Output, ...]
     options: tuple[str, ...]
-    gradient: str = ""
-    saved: tuple[str, ...] = ()
+    differentiated: Gradient | None = None
     scores: bool = True
     keeps_terms: bool = False
 
@@ -120,12 +131,12 @@ class Operation:
         """True where a row is reduced to a state before anything is written."""
         return bool(self.accumulators)
 
-    @property
+    @cached_property
     def result(self) -> Output:
         """The main output: what the public function returns."""
         return self.outputs[0]
 
-    @property
+    @cached_property
     def per_row(self) -> bool:
         """True where the main output has one value per row."""
         return self.result.kind == "row"
@@ -133,7 +144,17 @@ class Operation:
     @property
     def backward(self) -> bool:
         """True for a gradient."""
-        return not self.gradient
+        return self.differentiated is None
+
+    @property
+    def gradient(self) -> str:
+        """Name of the operation that computes its gradient; empty for a gradient."""
+        return self.differentiated.operation if self.differentiated else ""
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names of the operands and outputs that a forward call keeps for its gradient."""
+        return self.differentiated.saved if self.differentiated else ()
 
     @cached_property
     def forward(self) -> Operation:
@@ -164,7 +185,6 @@ def _by_name(name: str) -> Operation:
 
 
 X = Operand("x", "element")
-Y = Operand("y", "element")
 DY = Operand("dy", "element")
 
 EXPONENT_SUM = Accumulator("l")
@@ -186,15 +206,15 @@ OPERATIONS: dict[str, Operation] = {
     for operation in (
         Operation(
             "softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), SCORE_OPTIONS,
-            gradient="softmax_backward", saved=("y",), keeps_terms=True,
+            Gradient("softmax_backward", ("y",)), keeps_terms=True,
         ),
         Operation(
             "log_softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), SCORE_OPTIONS,
-            gradient="log_softmax_backward", saved=("y",),
+            Gradient("log_softmax_backward", ("y",)),
         ),
         Operation(
             "logsumexp", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "row"), *STATISTICS), SCORE_OPTIONS,
-            gradient="logsumexp_backward", saved=("x", "lse"),
+            Gradient("logsumexp_backward", ("x", "lse")),
         ),
         # The saved output and its gradient stand for x and dy; the score options act on what is written.
         Operation(

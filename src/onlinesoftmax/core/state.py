@@ -1,18 +1,20 @@
-"""The state (m, l): everything about a slice of a row that its softmax needs.
+"""The state (m, l) of a slice of a row: all that the softmax of the row needs to know about the slice.
 
     m = max(x)        l = sum(exp(x - m))
 
-Two states merge into the state of both slices, in any order and any grouping, with the state of
-nothing, (-inf, 0), as identity: the states are a commutative monoid.  That is the whole library.
-The kernels repeat these lines in their own languages, under the same names and the same laws.
+The states of two slices merge into the state of both slices together. The merge is associative and commutative,
+and its identity is the state of an empty slice, (-inf, 0). So a row can be cut anywhere.
+
+Each kernel language has its own version of these functions, under the same names. One table of laws in the tests
+covers all of them.
 
 Method: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,20 +22,22 @@ import numpy as np
 from .arrays import Array, namespace
 
 _quiet = np.errstate(divide="ignore", over="ignore", invalid="ignore")
-"""0, inf and NaN are values here, not accidents: NumPy need not warn of them."""
+"""Turns off NumPy's warnings about 0, inf and NaN, which are ordinary values here."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of one slice, or of many at once: `m` and `l` keep the reduced dim with size 1.
+    """The state of one slice, or of many slices at once.
 
-    Arrays stay what they are: NumPy in, NumPy out, and so for torch and JAX.  A state is float32,
-    or float64 for float64 input.  A State can be pickled, sent and merged elsewhere.
+    NumPy input gives NumPy states and results; the same holds for torch and JAX. A state is float32, or float64
+    for float64 input. A State can be pickled, sent to another process and merged there.
 
     Attributes:
-        m: Maximum of each slice; -inf for an empty one.
-        l: Sum of exp(x - m) of each slice; 0 for an empty one.
+        m: Maximum of each slice; -inf for an empty slice. The reduced dimension has size 1.
+        l: Sum of exp(x - m) over each slice; 0 for an empty slice. The reduced dimension has size 1.
         dim: The reduced dimension, counted from the end (-1 is the last).
+        sums: Further accumulators by name: `sum(w * exp(x - m))` of each slice, for weights w that the caller chose.
+            They merge with the same two factors as l, whose weight is 1.
 
     Example:
         >>> import numpy as np
@@ -44,34 +48,42 @@ class State:
         True
         >>> whole.logsumexp().shape
         (1,)
+        >>> state = State.of(x, weights={"x": x})  # the entropy is the logsumexp minus the mean of x
+        >>> (state.logsumexp() - state.mean("x")).round(4)
+        array([0.9475])
     """
 
     m: Array
     l: Array
     dim: int = -1
+    sums: Mapping[str, Array] = field(default_factory=dict)
 
     @classmethod
-    def identity(cls, like: Array, dim: int = -1) -> State:
-        """The state of nothing: merging it with any state s gives s.
+    def identity(cls, like: Array, dim: int = -1, weights: Iterable[str] = ()) -> State:
+        """Return the state of an empty slice. Merged with any state s, it gives s.
 
         Args:
-            like: An array shaped as an input of `of` (the size of `dim` is ignored).
-            dim: The dimension that `of` would reduce.
+            like: Array with the shape and dtype of an input of `of`; the size of `dim` is ignored.
+            dim: Dimension that `of` would reduce.
+            weights: Names of the accumulators, all of which are 0.
         """
         xp = namespace(like)
         dim = _negative(dim, like.ndim)
         shape = list(like.shape) or [1]
         shape[dim] = 1
-        return cls(xp.full(like, shape, -np.inf), xp.full(like, shape, 0.0), dim)
+        sums = {name: xp.full(like, shape, 0.0) for name in weights}
+        return cls(xp.full(like, shape, -np.inf), xp.full(like, shape, 0.0), dim, sums)
 
     @classmethod
     @_quiet
-    def of(cls, x: Array, dim: int = -1) -> State:
-        """The state of `x` along `dim`.
+    def of(cls, x: Array, dim: int = -1, weights: Mapping[str, Array] | None = None) -> State:
+        """Return the state of `x` along `dim`.
 
         Args:
-            x: Floating point, any shape; float16 and bfloat16 are accumulated in float32.
+            x: Floating-point array of any shape; float16 and bfloat16 are accumulated in float32.
             dim: Dimension to reduce.
+            weights: Weights w of further accumulators, by name; each broadcasts to the shape of x.  Where exp(x - m) is
+                0 an element adds 0, whatever its weight.
 
         Raises:
             TypeError: x is not a floating-point NumPy, torch or JAX array.
@@ -79,28 +91,43 @@ class State:
         """
         xp = namespace(x)
         dim = _negative(dim, x.ndim)
+        weights = weights or {}
         x = xp.astype(x, xp.accumulator(x)).reshape(tuple(x.shape) or (1,))
         if x.shape[dim] == 0:
-            return cls.identity(x, dim)
+            return cls.identity(x, dim, weights)
         m = xp.max(x, dim)
-        return cls(m, xp.sum(xp.exp(x - _shift(xp, m)), dim), dim)
+        terms = xp.exp(x - _shift(xp, m))
+        sums = {
+            # -inf * 0 would be NaN, but an element of -inf is absent.
+            name: xp.sum(xp.where(terms == 0, 0.0, xp.astype(w, x.dtype) * terms), dim)
+            for name, w in weights.items()
+        }
+        return cls(m, xp.sum(terms, dim), dim, sums)
 
     @_quiet
     def merge(self, other: State) -> State:
-        """The state of both slices together: associative and commutative."""
+        """Return the state of both slices together. The merge is associative and commutative.
+
+        Raises:
+            ValueError: the states were reduced over different dimensions, or keep different accumulators.
+        """
         if self.dim != other.dim:
             raise ValueError(f"merge: states reduced over dim {self.dim} and dim {other.dim} do not belong to one row")
+        if self.sums.keys() != other.sums.keys():
+            raise ValueError(f"merge: states with the sums {sorted(self.sums)} and {sorted(other.sums)} do not match")
         xp = namespace(self.m)
         m = xp.maximum(self.m, other.m)
         shift = _shift(xp, m)
-        return State(m, self.l * xp.exp(self.m - shift) + other.l * xp.exp(other.m - shift), self.dim)
+        ours, theirs = xp.exp(self.m - shift), xp.exp(other.m - shift)
+        sums = {name: self.sums[name] * ours + other.sums[name] * theirs for name in self.sums}
+        return State(m, self.l * ours + other.l * theirs, self.dim, sums)
 
     @staticmethod
     def merge_all(states: Iterable[State]) -> State:
-        """The state of all slices, merged pairwise as a tree, in the order given.
+        """Return the state of all slices. The states are merged in pairs, as a tree, in the given order.
 
         Raises:
-            ValueError: there are no states (an identity needs a shape: see `identity`).
+            ValueError: there are no states. Without a state the shape of the result is unknown; see `identity`.
         """
         level = list(states)
         if not level:
@@ -112,20 +139,33 @@ class State:
 
     @_quiet
     def logsumexp(self, keepdim: bool = False) -> Array:
-        """log(sum(exp(x))) over everything merged so far, as float32 or float64.
+        """Return log(sum(exp(x))) over all merged slices, in the dtype of the state.
 
-        Exact at the edges: -inf for an empty or all -inf slice, +inf when one element is +inf.
+        The result is -inf for a slice that is empty or holds only -inf, and +inf if one element is +inf.
+
+        Args:
+            keepdim: Keep the reduced dimension with size 1.
         """
         xp = namespace(self.m)
         lse = _shift(xp, self.m) + xp.log(self.l)
         return lse if keepdim else lse.squeeze(self.dim)
 
     @_quiet
+    def mean(self, name: str, keepdim: bool = False) -> Array:
+        """The mean of a weight under the softmax of everything merged so far: its accumulator over l.
+
+        Raises:
+            KeyError: no weight of this name was given to `of`.
+        """
+        mean = self.sums[name] / self.l
+        return mean if keepdim else mean.squeeze(self.dim)
+
+    @_quiet
     def softmax(self, x: Array) -> Array:
-        """exp(x) over the sum of everything merged so far; dtype of x.
+        """Return exp(x) / sum(exp) with the sum over all merged slices; shape and dtype of x.
 
         Args:
-            x: The slice to normalise: as given to `of`, or any part of it along `dim`.
+            x: Slice to normalise: an input of `of`, or any part of one along `dim`.
         """
         xp = namespace(x)
         wide = xp.astype(x, self.m.dtype)
@@ -135,23 +175,27 @@ class State:
 
     @_quiet
     def log_softmax(self, x: Array) -> Array:
-        """X minus the logsumexp of everything merged so far; dtype of x."""
+        """Return x minus the logsumexp over all merged slices; shape and dtype of x.
+
+        Args:
+            x: Slice to normalise: an input of `of`, or any part of one along `dim`.
+        """
         xp = namespace(x)
         wide = xp.astype(x, self.m.dtype)
         return xp.astype(wide - _shift(xp, self.m) - _only_finite(xp, self.m, xp.log(self.l)), x.dtype).reshape(x.shape)
 
 
 def _shift(xp: Any, m: Array) -> Array:
-    """What is subtracted before exp: the finite number nearest to m.
+    """Return the finite number nearest to m. This number is subtracted from x before exp.
 
-    An infinite m would give m - m = NaN; so shifted, a slice of nothing but -inf has l = 0, and one
-    with +inf has l = inf, which is what their logsumexp needs.
+    With an infinite m, m - m would be NaN. With the nearest finite number, a slice that holds only -inf has l = 0,
+    and a slice with +inf has l = inf; both give the right logsumexp.
     """
     return xp.clip(m)
 
 
 def _only_finite(xp: Any, m: Array, term: Array) -> Array:
-    """`term`, or NaN where the maximum is infinite: such a row has no softmax, as in PyTorch."""
+    """Return `term`, or NaN where the maximum is infinite: the softmax of that row is NaN, as in PyTorch."""
     return xp.where(xp.isinf(m), np.nan, term)
 
 

@@ -1,11 +1,13 @@
-"""From the elements of a file to arrays that `State` computes with, and back.
+"""Conversion of file elements to arrays that `State` computes with, and back.
 
-Torch does it where it is installed, for its threads; otherwise NumPy does, with ml_dtypes for bfloat16.
+torch converts where it is installed, because it uses several threads. Otherwise NumPy converts, with ml_dtypes
+for bfloat16.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,33 +16,35 @@ from ..core.arrays import Array
 
 
 def storage(dtype: str) -> np.dtype[Any]:
-    """The NumPy dtype that carries the bits of `dtype`; NumPy has no bfloat16 of its own."""
+    """Return the NumPy dtype that carries the bits of `dtype`; NumPy itself has no bfloat16."""
     return np.dtype(np.int16 if dtype == "bfloat16" else dtype)
 
 
-class Widening(Protocol):
-    """How one array library does it; both directions copy only where the dtype changes."""
+class Converter(Protocol):
+    """Conversion by one array library. Both directions copy only where the dtype changes."""
 
     def widen(self, raw: np.ndarray, dtype: str, wide: str) -> Array:
-        """Elements of `dtype`, carried by their storage dtype, as `wide`: float32 or float64."""
+        """Convert elements of `dtype`, carried by their storage dtype, to `wide`: float32 or float64."""
 
     def narrow(self, x: Array, dtype: str) -> np.ndarray:
-        """Round x to `dtype`, contiguous, carried by its storage dtype."""
+        """Round x to `dtype`; the result is contiguous and carried by its storage dtype."""
 
 
-def widening(bfloat16: bool) -> Widening:
-    """The library to compute with.
+def converter(dtypes: Collection[str]) -> Converter:
+    """Return the converter of the installed array library.
 
     Args:
-        bfloat16: Whether bfloat16 occurs.
+        dtypes: Names of all dtypes to convert from or to.
 
     Raises:
-        ModuleNotFoundError: bfloat16 occurs, and neither torch nor ml_dtypes is installed.
+        ModuleNotFoundError: bfloat16 is among the dtypes, and neither torch nor ml_dtypes is installed.
     """
     if importlib.util.find_spec("torch") is not None:
         return _Torch()
-    if bfloat16 and importlib.util.find_spec("ml_dtypes") is None:
-        raise ModuleNotFoundError("bfloat16 needs torch or ml_dtypes: pip install ml_dtypes")
+    if "bfloat16" in dtypes and importlib.util.find_spec("ml_dtypes") is None:
+        raise ModuleNotFoundError(
+            "bfloat16 needs torch or ml_dtypes, and neither is installed: pip install 'onlinesoftmax[cli]'"
+        )
     return _NumPy()
 
 
@@ -64,7 +68,7 @@ class _NumPy:
         return raw.view(_numpy_dtype(dtype)).astype(wide, copy=False)
 
     def narrow(self, x: Array, dtype: str) -> np.ndarray:
-        # Too large for the narrower dtype is inf, as in torch, and no warning.
+        # A number that is too large for the narrower dtype becomes inf without a warning, as in torch.
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(x.astype(_numpy_dtype(dtype), copy=False)).view(storage(dtype))
 

@@ -1,9 +1,7 @@
-"""Where tensors lie in .npy and .safetensors files, headers for new files, and a file that appears whole or not at all.
+"""Headers of `.npy` and `.safetensors` files: the place of each tensor in a file, and headers for new files.
 
-A header is read by the format's own library (`numpy.lib.format`, `safetensors`), which also checks
-it.  Neither library can write a file piece by piece, so the data is read and written here, by plain
-read and write calls at offsets.  Unlike a memory map they hold no more memory than their buffer,
-and a failing or full disk is an OSError, not a SIGBUS that kills the process.
+The format's own library (`numpy.lib.format`, `safetensors`) reads the header and checks it. Neither library can
+write a file piece by piece, so new headers are made here, and `disk` reads and writes the data.
 
 Formats: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html and
 https://huggingface.co/docs/safetensors (u64 header length, JSON header, data).
@@ -15,26 +13,21 @@ import importlib.util
 import io
 import json
 import math
-import os
 import sys
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from .disk import FileError, naming
+
 SUFFIXES = (".npy", ".safetensors")
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""The dtypes that can be processed, and the size of one element."""
+"""Dtypes that can be processed, and the size of one element in bytes."""
 
 _SAFETENSORS_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
-
-
-class FileError(ValueError):
-    """A file that cannot be processed, or a request that does not fit it; one sentence that names the file."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +36,11 @@ class Stored:
 
     Attributes:
         name: Name in the file; empty in a .npy file, which holds one array without a name.
-        dtype: A key of ITEM_BYTES, or the file's own word for a dtype that is not processed.
-        shape: Shape, as the array's user sees it.
+        dtype: Key of ITEM_BYTES; for a dtype that is not processed, the file's own name of the dtype.
+        shape: Shape of the array in the usual order of dimensions.
         offset: Bytes from the start of the file to the first element.
         fortran: True when the first dimension is the innermost in the file.
-        swapped: True when the byte order is not this machine's.
+        swapped: True when the file's byte order is not the byte order of this machine.
     """
 
     name: str
@@ -59,14 +52,16 @@ class Stored:
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Size of the data in bytes."""
         return self.elements * ITEM_BYTES[self.dtype]
 
     def split_at(self, axis: int) -> tuple[int, int, int]:
-        """Sizes (outer, axis, inner) in the file's own order: elements before, along and after `axis` (0 <= axis)."""
+        """Return the sizes (outer, axis, inner) in file order: before, along and after `axis` (0 <= axis)."""
         shape = self.shape or (1,)
         if self.fortran:
             shape, axis = shape[::-1], len(shape) - 1 - axis
@@ -74,10 +69,10 @@ class Stored:
 
 
 def read_header(path: Path) -> tuple[list[Stored], dict[str, str] | None]:
-    """The tensors in a file, in file order, and its metadata (safetensors only).
+    """Return the tensors of a file, in file order, and its metadata (`.safetensors` only).
 
     Raises:
-        FileError: the file is missing, a folder, of another format, truncated or corrupt.
+        FileError: the file is missing, a folder, in another format, truncated or corrupt.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise FileError(f"{path}: the name ends in {path.suffix or 'no suffix'!r}, not in one of {', '.join(SUFFIXES)}")
@@ -99,7 +94,7 @@ def _read_npy_header(path: Path) -> Stored:
     try:
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
-            # Version 3 differs from 2 only in the encoding of field names, and an array of floats has none.
+            # Version 3 differs from version 2 in the encoding of field names only. An array of floats has no fields.
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, fortran, dtype = read(file)
             offset = file.tell()
@@ -107,7 +102,7 @@ def _read_npy_header(path: Path) -> Stored:
         raise FileError(f"{path}: not a .npy file: {str(error).splitlines()[0]}") from error
     if min(shape, default=0) < 0:
         raise FileError(f"{path}: not a .npy file: negative size in shape {shape}")
-    # NumPy has no bfloat16, and ml_dtypes saves its own as two bytes of nothing in particular.
+    # NumPy has no bfloat16. ml_dtypes saves its bfloat16 as a void dtype of two bytes.
     plain = dtype.names is None and dtype.subdtype is None
     name = "bfloat16" if plain and dtype.kind == "V" and dtype.itemsize == 2 else dtype.name
     return Stored("", name, tuple(shape), offset, fortran, swapped=plain and not dtype.isnative)
@@ -115,7 +110,7 @@ def _read_npy_header(path: Path) -> Stored:
 
 def _read_safetensors_header(path: Path) -> tuple[list[Stored], dict[str, str] | None]:
     if importlib.util.find_spec("safetensors") is None:
-        raise FileError(f"{path}: a .safetensors file needs the safetensors package: pip install safetensors")
+        raise FileError(f"{path}: a .safetensors file needs the safetensors package: pip install 'onlinesoftmax[cli]'")
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -123,7 +118,7 @@ def _read_safetensors_header(path: Path) -> tuple[list[Stored], dict[str, str] |
             metadata = opened.metadata()
     except SafetensorError as error:
         raise FileError(f"{path}: truncated or not a .safetensors file: {error}") from error
-    # The library has checked the header but does not tell the offsets.
+    # The library has checked the header, but it does not return the offsets.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -144,7 +139,7 @@ def _read_safetensors_header(path: Path) -> tuple[list[Stored], dict[str, str] |
 def new_header(
     suffix: str, tensors: Sequence[Stored], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[Stored]]:
-    """The header of a new file, and the tensors (in the order given) with the offsets they have in it."""
+    """Return the header of a new file, and the tensors, in the given order, with their offsets in that file."""
     return _new_npy_header(tensors[0]) if suffix.lower() == ".npy" else _new_safetensors_header(tensors, metadata)
 
 
@@ -162,7 +157,7 @@ def _new_safetensors_header(
     names = {dtype: name for name, dtype in _SAFETENSORS_NAMES.items()}
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     starts, end = {}, 0
-    # Widest dtype first, as the library does: then every tensor is aligned to its own element.
+    # The widest dtype comes first, as in files that the library writes. So every tensor is aligned to its elements.
     for tensor in sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name)):
         starts[tensor.name] = end
         end += tensor.nbytes
@@ -178,62 +173,3 @@ def _new_safetensors_header(
     return header, [
         replace(tensor, offset=len(header) + starts[tensor.name], fortran=False, swapped=swapped) for tensor in tensors
     ]
-
-
-@contextmanager
-def replacing(target: Path, size: int) -> Iterator[io.FileIO]:
-    """A new file of `size` bytes that takes the name `target` when the block ends well, and vanishes otherwise.
-
-    Raises:
-        FileError: the folder is missing or not writable, `target` is a folder, or the disk is full (before
-            anything is written, where the system can reserve space).
-    """
-    if target.is_dir():
-        raise FileError(f"{target}: is a folder, not a file")
-    if not target.parent.is_dir():
-        raise FileError(f"{target}: there is no folder {target.parent}")
-    # Not `tempfile`, which makes files that only their owner can read.
-    temporary = target.parent / f".onlinesoftmax-{uuid.uuid4().hex}.tmp"
-    try:
-        with naming(target, "cannot be created"):
-            file = temporary.open("x+b", buffering=0)
-        with file:
-            with naming(target, f"no room for {size} bytes"):
-                if hasattr(os, "posix_fallocate"):  # not on macOS, where a full disk shows at the write
-                    os.posix_fallocate(file.fileno(), 0, size)
-            yield file
-            with naming(target, "cannot be written"):
-                os.fsync(file.fileno())
-        with naming(target, "cannot be replaced"):
-            temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def read_into(file: io.FileIO, offset: int, buffer: memoryview, path: Path) -> None:
-    """Fill `buffer` from byte `offset` of the file."""
-    with naming(path, "cannot be read"):
-        file.seek(offset)
-        while buffer:
-            count = file.readinto(buffer)
-            if not count:
-                raise FileError(f"{path}: became shorter while it was being read")
-            buffer = buffer[count:]
-
-
-def write_from(file: io.FileIO, offset: int, buffer: memoryview, path: Path) -> None:
-    """Write all of `buffer` at byte `offset` of the file."""
-    with naming(path, "cannot be written"):
-        file.seek(offset)
-        while buffer:
-            buffer = buffer[file.write(buffer) :]
-
-
-@contextmanager
-def naming(path: Path, problem: str) -> Iterator[None]:
-    """Turn an OSError into a FileError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise FileError(f"{path}: {problem}: {error.strerror or error}") from error

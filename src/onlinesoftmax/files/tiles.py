@@ -1,7 +1,7 @@
-"""Which pieces of a tensor in a file are held in memory at once: pure arithmetic on sizes.
+"""Tiles: the pieces of a tensor that memory holds at once. This file is pure arithmetic on sizes.
 
-A tensor is seen as (outer, axis, inner), in the order of the file: the elements before, along and
-after the axis that softmax normalises.
+A tensor has the sizes (outer, axis, inner), in file order: `axis` is the dimension that softmax normalises,
+`outer` counts the elements before it and `inner` the elements after it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 RUN = 1 << 14
-"""Elements that are worth a read call of their own: 64 KiB of float32, what a disk reads ahead at least."""
+"""Number of elements that is worth a read call of its own: 64 KiB of float32, the least that a disk reads ahead."""
 
 _RUNS_IN_A_TILE = 16
-"""A narrower tile would read shorter runs; a wider one would hold few elements for each state."""
+"""Runs in a tile of a strided axis. With more runs, each run is shorter; with fewer, the states take more memory."""
 
 Sizes = tuple[int, int, int]
 Span = tuple[int, int]
@@ -21,7 +21,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tile:
-    """A box in (outer, axis, inner): three half-open spans."""
+    """A box of elements: three half-open spans, along outer, axis and inner."""
 
     outer: Span
     axis: Span
@@ -29,10 +29,11 @@ class Tile:
 
     @property
     def shape(self) -> Sizes:
+        """Sizes along (outer, axis, inner)."""
         return self.outer[1] - self.outer[0], self.axis[1] - self.axis[0], self.inner[1] - self.inner[0]
 
     def runs(self, split: Sizes) -> Iterator[tuple[int, int]]:
-        """(first element, number of elements) of each contiguous run in a tensor of sizes `split`, in order."""
+        """Yield (first element, number of elements) of each contiguous run in a tensor of sizes `split`, in order."""
         outer, axis, inner = self.shape
         _, whole_axis, whole_inner = split
         if inner == whole_inner and (outer == 1 or axis == whole_axis):
@@ -45,7 +46,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Band:
-    """Some rows in full: tiles with the same outer and inner span that cover the axis in order, `step` at a time."""
+    """Complete rows: tiles that cover the whole axis in order.
+
+    Attributes:
+        outer, inner: Spans that all tiles of the band share.
+        length: Size of the axis.
+        step: Size of each tile along the axis; the last tile may be shorter.
+    """
 
     outer: Span
     inner: Span
@@ -53,18 +60,20 @@ class Band:
     step: int
 
     def __iter__(self) -> Iterator[Tile]:
-        # An empty axis is one empty tile: its logsumexp still has to be written.
+        # An empty axis gives one empty tile, because the logsumexp of an empty row must be written.
         for start in range(0, max(self.length, 1), self.step):
             yield Tile(self.outer, (start, min(start + self.step, self.length)), self.inner)
 
 
 def tile_shape(split: Sizes, limit: int) -> Sizes:
-    """The largest tile of at most `limit` elements; the axis whole if it can be, so that a row is read once.
+    """Return the sizes of the largest tile of at most `limit` elements.
+
+    The tile holds the whole axis where that fits, so that a row is read once.
 
     Example:
-        >>> tile_shape((1000, 4096, 1), limit=100_000)  # 24 rows at once
+        >>> tile_shape((1000, 4096, 1), limit=100_000)  # 24 whole rows
         (24, 4096, 1)
-        >>> tile_shape((2, 1_000_000, 1), limit=100_000)  # a tenth of a row: it is read twice
+        >>> tile_shape((2, 1_000_000, 1), limit=100_000)  # a tenth of a row; the row is read twice
         (1, 100000, 1)
         >>> tile_shape((1, 1000, 1_000_000), limit=100_000)  # a block of 6250 columns
         (1, 16, 6250)
@@ -80,7 +89,7 @@ def tile_shape(split: Sizes, limit: int) -> Sizes:
 
 
 def bands(split: Sizes, limit: int) -> Iterator[Band]:
-    """All of a tensor of sizes `split`, in bands whose tiles have at most `limit` elements."""
+    """Cut a tensor of sizes `split` into bands whose tiles have at most `limit` elements."""
     rows, step, columns = tile_shape(split, limit)
     outer, axis, inner = split
     for row in range(0, outer, rows):
@@ -89,5 +98,5 @@ def bands(split: Sizes, limit: int) -> Iterator[Band]:
 
 
 def reads(split: Sizes, limit: int) -> int:
-    """How often softmax reads each element: once if a tile holds whole rows, else twice."""
+    """Return how often softmax reads each element: once if a tile holds whole rows, otherwise twice."""
     return 1 if tile_shape(split, limit)[1] >= split[1] else 2

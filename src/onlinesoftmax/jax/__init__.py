@@ -1,5 +1,33 @@
-"""The family for JAX, in the conventions of `jax.nn`."""
+"""The softmax family for JAX, in the conventions of `jax.nn`.
 
-from .functions import log_softmax, logsumexp, softmax
+Importing this package does not import JAX; using one of its functions does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .functions import log_softmax, logsumexp, softmax
 
 __all__ = ["log_softmax", "logsumexp", "softmax"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'onlinesoftmax.jax' has no attribute {name!r}")
+    try:
+        from . import functions
+    except ModuleNotFoundError as error:
+        if error.name != "jax":
+            raise
+        raise ModuleNotFoundError(
+            "onlinesoftmax.jax needs jax, which is not installed: pip install 'onlinesoftmax[jax]'", name="jax"
+        ) from None
+    # Python finds a global without this function.
+    globals()[name] = found = getattr(functions, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

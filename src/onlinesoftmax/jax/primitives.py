@@ -25,17 +25,19 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..core.arrays import Array
-from ..core.device import Device, from_jax, known
+from ..core.device import Device, known
 from ..core.operations import OPERATIONS
 from ..core.problem import Problem
 from ..core.scores import PLAIN, Scores, accumulator
 from ..core.task import ITEMSIZE, Choice, Flags, Task, TensorSpec, contiguous_spec, row_spec, task_of
 from ..kernels import pallas
+from ..planner.measured import table_for
 from ..planner.plan import Plan, PlanError, plan
 from ..planner.strategies import FOR_JAX
 from ..planner.strategies.pallas import LARGEST
 from . import ops as xla
 from . import partitioning as partitioned
+from .device import to_lower_for
 
 TRANSPOSES = {
     "softmax_backward": "softmax_backward",
@@ -96,7 +98,7 @@ def plan_for(
     elif find_spec("absl") is None:
         missing.append(("pallas/cluster", "JAX's Mosaic needs absl-py: pip install absl-py"))
     problem = Problem.of(_task(name, operands, spec, dtype if dtype in ITEMSIZE else "float32"))
-    return plan(problem, device, Choice(*who), missing, strategies=FOR_JAX)
+    return plan(problem, device, Choice(*who), missing, table_for(device), FOR_JAX)
 
 
 def _task(name: str, operands: tuple[Any, ...], spec: Scores, dtype: str) -> Task:
@@ -123,7 +125,7 @@ def _lowered(name: str, platform: str, *operands: Array, who: Who, **params: Any
         return eager(*operands)
     on_gpu = platform == "cuda"
     # The interpreter, which is for those who ask for it, needs some GPU's numbers to plan with.
-    device = from_jax() if on_gpu else known("h200" if who[0] == "pallas" else "cpu")
+    device = to_lower_for() if on_gpu else known("h200" if who[0] == "pallas" else "cpu")
 
     def planned(operands: tuple[Array, ...]) -> Plan:
         return plan_for(name, operands, device, who, **params, interpret=not on_gpu)

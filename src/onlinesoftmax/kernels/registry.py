@@ -42,9 +42,14 @@ def missing() -> tuple[tuple[str, str], ...]:
 
 
 def module_missing(module: str, extra: str) -> str | None:
-    """The sentence for a backend whose package is not installed; None when it is."""
+    """Return a sentence that says what to install if a module is missing, or None if it is installed.
+
+    Args:
+        module: Full name of the module, such as "cuda.core".
+        extra: Name of the extra of this package that installs the module.
+    """
     try:
         found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package.module, the package
+    except ModuleNotFoundError:  # the package that should hold the module is missing
         found = False
     return None if found else f"{module} is not installed: pip install 'onlinesoftmax[{extra}]'"

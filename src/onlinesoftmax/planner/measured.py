@@ -1,15 +1,16 @@
-"""Tables of what was measured: which blocks were fastest for shapes near the one at hand, and how fast.
+"""Measured tables: which variants of which strategies were fast for a grid of shapes, and their microseconds.
 
-`onlinesoftmax tune` makes a table for the GPU at hand; tables of some GPUs come with the package.  The planner
-reads them.  A GPU without one borrows another's, which is a better guess than an estimate.
+`onlinesoftmax tune` makes a table for the GPU at hand; tables of some GPUs come with the package.  The planner reads
+them (forecast.py).  A GPU without a table borrows another's, which is a better guess than an estimate.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -17,52 +18,90 @@ from ..core.cache import cache_folder
 from ..core.device import Device
 from ..core.operations import OPERATIONS
 from ..core.problem import Problem
+from .variant import Variant
+
+KEPT = 1.5
+"""A cell keeps what took at most this many times the fastest of its backend; what it does not name is that slow."""
+
+LATENCY_US = 0.9
+"""Microseconds from a load to its data on a busy device."""
+
+UNSEEN = 1.05
+"""Factor for a variant that a table does not name beside the fastest of its strategy, where it keeps no others."""
 
 
 def stand_in(problem: Problem) -> str:
-    """The operation whose measured times stand for a problem's: the first that moves the same tensors.
+    """The operation whose measured times stand for a problem's: one that reduces rows and moves the same tensors.
 
     >>> stand_in(Problem("log_softmax", 1, 1)), stand_in(Problem("logsumexp_backward", 1, 1))
     ('softmax', 'softmax')
     """
-    traffic = problem.inputs, problem.writes_elements
-    return next(
-        operation.name
-        for operation in OPERATIONS.values()
-        if (operation.inputs, not operation.per_row) == traffic and operation.reduces
-    )
+    reducing = [operation for operation in OPERATIONS.values() if operation.reduces]
+    # An operation that writes elements and per-row results costs as one that writes elements.
+    return min(reducing, key=lambda o: (o.per_row == problem.writes_elements, abs(o.inputs - problem.inputs))).name
 
 
 class Key(NamedTuple):
-    """What no measurement of another problem can stand for.
+    """The properties of a problem that measurements of another problem cannot stand for.
 
     Attributes:
         operation: Name of the operation that was measured (`stand_in`).
-        itemsize: Bytes of an element.
-        cut: Whether rows begin anywhere.
+        itemsize: Bytes of an element: 2 or 4.
+        unaligned: True where rows do not all start on 16 bytes.
     """
 
     operation: str
     itemsize: int
-    cut: bool
+    unaligned: bool
 
 
 class Timing(NamedTuple):
-    """The fastest blocks of a strategy for a shape, and their microseconds."""
+    """One variant of a strategy, and its microseconds for a shape."""
 
     backend: str
     strategy: str
-    variant: str
+    variant: Variant
     us: float
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape that was measured."""
+    """One shape that was measured.
+
+    Attributes:
+        rows, cols: The shape.
+        timings: What was measured and took at most KEPT times the fastest of its backend, the fastest first.
+        backends: Backends that were measured.
+    """
 
     rows: int
     cols: int
     timings: tuple[Timing, ...]
+    backends: tuple[str, ...] = ("cuda",)
+
+    def merged(self, other: Cell) -> Cell:
+        """The timings of both, of the same shape; where a backend was measured twice, those of the other."""
+        own = [timing for timing in self.timings if timing.backend not in other.backends]
+        timings = sorted([*own, *other.timings], key=lambda timing: timing.us)
+        return Cell(self.rows, self.cols, tuple(timings), tuple(sorted({*self.backends, *other.backends})))
+
+    @cached_property
+    def us(self) -> dict[tuple[str, str, Variant], float]:
+        """Microseconds by backend, strategy and variant."""
+        return {timing[:3]: timing.us for timing in self.timings}
+
+
+class Anchor(NamedTuple):
+    """A measured shape near a problem.
+
+    Attributes:
+        cell: The shape and its times.
+        weight: Factor for its time without launches: its part in the interpolation times the ratio of the bytes moved,
+            latency included.
+    """
+
+    cell: Cell
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -73,38 +112,85 @@ class Table:
         device: Its name.
         source: When and with what it was measured.
         bandwidth: Its bandwidth, as in Device: times for another GPU are scaled by it.
+        every_variant: True where a cell names every variant that took at most KEPT times the fastest of its backend;
+            False where it names the fastest of each strategy alone.
     """
 
     device: str
     source: str
     bandwidth: float
     cells: dict[Key, list[Cell]] = field(repr=False, hash=False, compare=False)
+    every_variant: bool = True
 
-    def nearest(self, problem: Problem) -> Cell | None:
-        """The measured shape nearest to a problem's, sizes compared by their logarithms; None if there is no like."""
-        if not problem.contiguous:
-            # What was measured were rows whose elements are neighbours.
-            return None
-        like = self.cells.get(key_of(problem)) or self.cells.get(key_of(problem)._replace(cut=False), [])
-        rows, cols = math.log2(max(problem.rows, 1)), math.log2(max(problem.cols, 1))
-        # What fits on chip depends on the columns alone.
-        return min(
-            like,
-            key=lambda cell: 2 * abs(math.log2(cell.cols) - cols) + abs(math.log2(cell.rows) - rows),
-            default=None,
-        )
+    def anchors(self, problem: Problem, backends: Collection[str]) -> list[Anchor]:
+        """The measured shapes between which a problem lies, of these backends; empty where none is like it.
+
+        Columns are between the nearest measured lengths on both sides, by their logarithms: the time of a byte
+        changes slowly with them.  Rows are between the nearest numbers on both sides: the time of a launch grows
+        linearly with them, from the latency of one row to the bandwidth of many.
+        """
+        if not problem.contiguous or not problem.rows * problem.cols:
+            # Only rows whose elements are neighbours were measured.
+            return []
+        key, lengths = self._lengths(problem, backends)
+        if not lengths:
+            return []
+        # A length that was measured for full inputs alone says nothing of a few rows.
+        told = {cols for cols, cells in lengths.items() if min(cell.rows for cell in cells) <= 2 * problem.rows}
+        # The first load of a kernel takes as long as the device needs for this many bytes: below them, time hardly
+        # depends on the shape.
+        latency = self.bandwidth * 1e3 * LATENCY_US
+        anchors = []
+        for cols, weight in _between(problem.cols, told or lengths, math.log2):
+            like = Problem(key.operation, problem.rows, cols, problem.dtype)
+            weight *= (latency + _bytes(problem)) / (latency + _bytes(like))
+            cells = {cell.rows: cell for cell in lengths[cols]}
+            pairs = _between(problem.rows, cells, float)
+            for rows, part in pairs:
+                beyond = (latency + _bytes(like)) / (latency + _bytes(replace(like, rows=rows)))
+                anchors.append(Anchor(cells[rows], weight * part * (beyond if len(pairs) == 1 else 1.0)))
+        return anchors
+
+    def _lengths(self, problem: Problem, backends: Collection[str]) -> tuple[Key, dict[int, list[Cell]]]:
+        """The cells of these backends that are like a problem, by their columns, and the key under which they are."""
+        key = key_of(problem)
+        # An operation of which no unaligned rows were measured has the times of aligned ones.
+        for like in (key, key._replace(unaligned=False)):
+            lengths: dict[int, list[Cell]] = {}
+            for cell in self.cells.get(like, []):
+                usable = tuple(timing for timing in cell.timings if timing.backend in backends)
+                if usable:
+                    lengths.setdefault(cell.cols, []).append(replace(cell, timings=usable))
+            if lengths:
+                break
+        return key, lengths
+
+    def with_cell(self, key: Key, cell: Cell) -> Table:
+        """The table with one more cell, merged into the cell of the same shape where there is one."""
+        cells = list(self.cells.get(key, []))
+        for i, old in enumerate(cells):
+            if (old.rows, old.cols) == (cell.rows, cell.cols):
+                cells[i] = old.merged(cell)
+                break
+        else:
+            cells.append(cell)
+        return replace(self, cells={**self.cells, key: cells})
 
     def as_json(self) -> dict[str, Any]:
         """A document that `from_json` reads: names once, and a line of numbers for each shape."""
-        names = sorted({t[:3] for cells in self.cells.values() for cell in cells for t in cell.timings})
+        names = sorted(
+            {t[:3] for cells in self.cells.values() for cell in cells for t in cell.timings},
+            key=lambda name: (*name[:2], str(name[2])),
+        )
         index = {name: i for i, name in enumerate(names)}
         return {
             "device": self.device,
             "source": self.source,
             "bandwidth": self.bandwidth,
-            "plans": [list(name) for name in names],
+            "every_variant": self.every_variant,
+            "plans": [[backend, strategy, str(variant)] for backend, strategy, variant in names],
             "cells": [
-                [*key, cell.rows, cell.cols, [[index[t[:3]], round(t.us, 2)] for t in cell.timings]]
+                [*key, cell.rows, cell.cols, [[index[t[:3]], round(t.us, 2)] for t in cell.timings], *cell.backends]
                 for key, cells in self.cells.items()
                 for cell in cells
             ],
@@ -112,16 +198,33 @@ class Table:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Table:
+        """The table of a document; ValueError, KeyError or TypeError where it is none."""
         cells: dict[Key, list[Cell]] = {}
-        plans = document["plans"]
-        for operation, itemsize, cut, rows, cols, timings in document["cells"]:
+        plans = [(backend, strategy, Variant.parse(text)) for backend, strategy, text in document["plans"]]
+        for operation, itemsize, unaligned, rows, cols, timings, *backends in document["cells"]:
             found = tuple(Timing._make((*plans[i], us)) for i, us in timings)
-            cells.setdefault(Key(operation, itemsize, cut), []).append(Cell(rows, cols, found))
-        return cls(document["device"], document["source"], document["bandwidth"], cells)
+            cell = Cell(rows, cols, found, tuple(backends))
+            cells.setdefault(Key(operation, itemsize, unaligned), []).append(cell)
+        return cls(document["device"], document["source"], document["bandwidth"], cells, document["every_variant"])
+
+
+def _between(value: int, measured: Collection[int], scale: Callable[[float], float]) -> list[tuple[int, float]]:
+    """The measured numbers below and above a value with their parts in the interpolation; one alone beyond the ends."""
+    below = max((n for n in measured if n <= value), default=min(measured))
+    above = min((n for n in measured if n >= value), default=max(measured))
+    if below == above or not below <= value <= above:
+        return [(below, 1.0)]
+    part = (scale(value) - scale(below)) / (scale(above) - scale(below))
+    return [(below, 1.0 - part), (above, part)]
+
+
+def _bytes(problem: Problem) -> int:
+    """Bytes that a problem moves at least."""
+    return problem.read_bytes + problem.write_bytes
 
 
 def key_of(problem: Problem) -> Key:
-    """Where a problem's like are."""
+    """The key of the cells that are like a problem."""
     return Key(stand_in(problem), min(problem.itemsize, 4), problem.aligned_bytes < 16)
 
 
@@ -131,7 +234,7 @@ def slug(name: str) -> str:
 
 
 ELSEWHERE = "nvidia-h200.json"
-"""The table for a GPU that has none: its times are scaled by bandwidth, and what was faster there is likely to be."""
+"""The table that a GPU without one borrows: its times are scaled by bandwidth, and their order is likely the same."""
 
 
 @cache
@@ -143,6 +246,14 @@ def table_for(device: Device) -> Table | None:
     own = cache_folder() / file_name
     shipped = resources.files(__package__).joinpath("tables")
     for place in (own, shipped.joinpath(file_name), shipped.joinpath(ELSEWHERE)):
-        if place.is_file():
-            return Table.from_json(json.loads(place.read_text(encoding="utf-8")))
+        if place.is_file() and (table := _read(place)):
+            return table
     return None
+
+
+def _read(place: Any) -> Table | None:
+    """The table in a file; None where another version of the library wrote it in another form."""
+    try:
+        return Table.from_json(json.loads(place.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError):
+        return None

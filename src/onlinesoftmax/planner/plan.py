@@ -1,8 +1,8 @@
 """The planner: which backend and strategy runs a problem, with which blocks, and why.
 
 It asks no hardware: a problem, a device's numbers and a table of measured times are all it needs.  Every strategy
-proposes blocks; the proposal with the least estimated time wins.  The estimate is the time in the measured table where
-there is one (measured.py); else it is bytes over bandwidth, corrected by what was measured on an H200, plus launches.
+proposes blocks; the proposal with the least expected time wins.  That is the time by the measured table where there is
+one (forecast.py), else an estimate from bytes, bandwidth and launches (price.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from ..core.device import Device
-from ..core.layout import power_of_two_divisor
 from ..core.problem import Problem
 from ..core.task import ANY, Choice
-from .measured import Cell, Table
+from .forecast import Forecast, Propose
+from .measured import Table
+from .price import Plan, Price, price
 from .proposal import Proposal
-from .strategies import TABLE, Propose
+from .strategies import TABLE
+
+__all__ = ["INVARIANT_ROWS", "Plan", "PlanError", "Price", "Refusal", "Strategies", "alternatives", "plan", "price"]
 
 Strategies = Sequence[tuple[str, str, Propose]]
 """Rows of strategies.TABLE."""
@@ -24,54 +27,6 @@ Strategies = Sequence[tuple[str, str, Propose]]
 
 class PlanError(ValueError):
     """No plan: the message lists every reason."""
-
-
-@dataclass(frozen=True)
-class Price:
-    """What a plan costs.
-
-    Attributes:
-        device: Name of the device it was made for.
-        bytes_moved: Bytes through device memory.
-        floor_us: Least microseconds that the device allows: each byte once, at its copy bandwidth.
-        estimate_us: Microseconds that the plan is expected to take.
-    """
-
-    device: str = ""
-    bytes_moved: int = 0
-    floor_us: float = 0.0
-    estimate_us: float = 0.0
-
-
-@dataclass(frozen=True)
-class Plan(Proposal):
-    """A proposal with its price: `explain` prints it, a backend runs it, `bench` records it.
-
-    Attributes:
-        price: What it costs; each part is also an attribute of the plan.
-    """
-
-    price: Price = Price()
-
-    @property
-    def device(self) -> str:
-        """Name of the device it was made for."""
-        return self.price.device
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes through device memory."""
-        return self.price.bytes_moved
-
-    @property
-    def floor_us(self) -> float:
-        """Least microseconds that the device allows."""
-        return self.price.floor_us
-
-    @property
-    def estimate_us(self) -> float:
-        """Microseconds that the plan is expected to take."""
-        return self.price.estimate_us
 
 
 @dataclass(frozen=True)
@@ -117,7 +72,7 @@ def plan(
     options = alternatives(for_plan, device, choice, unavailable, table, strategies)
     plans = [option for option in options if isinstance(option, Plan)]
     if plans:
-        best = min(plans, key=lambda option: option.estimate_us)
+        best = min(plans, key=lambda option: option.price.rank_us)
         return _for_rows(best, problem, device) if choice.batch_invariant else best
     asked = "".join(f" {key}={value!r}" for key, value in zip(("backend", "strategy"), choice, strict=False) if value)
     reasons = "".join(f"\n  {o.backend}/{o.strategy}: {o.reason}" for o in options if isinstance(o, Refusal))
@@ -148,9 +103,8 @@ def alternatives(
         if value is not None and value not in names:
             raise PlanError(f"unknown {argument} {value!r}; there are: {', '.join(dict.fromkeys(names))}")
     missing = dict(unavailable)
-    cell = table.nearest(problem) if table is not None else None
-    if cell is not None and all(timing.backend in missing for timing in cell.timings):
-        cell = None
+    usable = {row[0] for row in strategies if backend in (None, row[0])} - missing.keys()
+    forecast = Forecast.of(table, problem, device, usable) if table is not None else None
     found: list[Plan | Refusal] = []
     for its_backend, its_strategy, propose in strategies:
         if backend not in (None, its_backend) or strategy not in (None, its_strategy):
@@ -159,34 +113,11 @@ def alternatives(
         options = reason or propose(problem, device)
         if isinstance(options, str):
             found.append(Refusal(its_backend, its_strategy, options))
-        elif cell is None:
+        elif forecast is None:
             found.append(price(options[0], problem, device))
         else:
-            assert table is not None
-            found.append(_measured(options, cell, problem, device, table.bandwidth / device.bandwidth))
+            found.append(forecast.best(options, propose))
     return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
-
-
-NOT_IN_TABLE = 1.5
-"""A strategy that is missing in a table was slower than the fastest by this, could not run, or was not measured."""
-
-
-def _measured(options: list[Proposal], cell: Cell, problem: Problem, device: Device, slower: float) -> Plan:
-    """The proposal that was fastest for a shape like the problem's, with its time there for as many elements."""
-    scale = slower * problem.rows * problem.cols / (cell.rows * cell.cols)
-    for timing in cell.timings:
-        if (timing.backend, timing.strategy) == (options[0].backend, options[0].strategy):
-            # What keeps no terms has else the blocks of what does.
-            names = (timing.variant, timing.variant.removesuffix(", terms"))
-            fitting = [option for name in names for option in options if option.variant == name]
-            return _estimated(price((fitting or options)[0], problem, device), timing.us * scale)
-    plan, best = price(options[0], problem, device), min((timing.us for timing in cell.timings), default=0.0)
-    return _estimated(plan, max(plan.estimate_us, NOT_IN_TABLE * best * scale))
-
-
-def _estimated(plan: Plan, us: float) -> Plan:
-    """The plan with another estimate of its time."""
-    return replace(plan, price=replace(plan.price, estimate_us=us))
 
 
 INVARIANT_ROWS = 4096
@@ -201,74 +132,3 @@ def _for_rows(best: Plan, problem: Problem, device: Device) -> Plan:
         programs = -(-problem.rows // proposal.rows_per_program) * proposal.splits
         proposal = replace(proposal, blocks=replace(proposal.blocks, programs=programs))
     return price(proposal, problem, device)
-
-
-NARROW = {16: 1.0, 8: 1.0, 4: 0.95, 2: 0.65}
-"""Part of the bandwidth left when a load is narrower than 16 bytes, by its bytes; measured on an H200."""
-
-SECTOR_BYTES = 32
-"""Least that device memory delivers."""
-
-LAUNCH_US = 2.5
-"""Microseconds of one launch behind another on a stream."""
-
-LATENCY_US = 0.9
-"""Microseconds from a load to its data on a busy device."""
-
-
-def price(proposal: Proposal, problem: Problem, device: Device) -> Plan:
-    """The proposal with the bytes it moves and the time it should take."""
-    bytes_moved = proposal.reads * problem.read_bytes + problem.write_bytes
-    per_us = device.bandwidth * 1e3
-    quality = 1.0
-    if device.kind == "cuda":
-        quality = proposal.traffic.quality * _fill(proposal, problem, device)
-        # The quality of PyTorch's kernels includes what narrow loads cost them.
-        quality *= 1.0 if proposal.backend == "eager" else _width(proposal, problem)
-    floor = (problem.read_bytes + problem.write_bytes) / per_us
-    from_memory = bytes_moved - _served_by_l2(proposal, problem, device)
-    estimate = proposal.launches * LAUNCH_US + from_memory / (per_us * quality)
-    known = {field.name: getattr(proposal, field.name) for field in fields(Proposal)}
-    return Plan(**known, price=Price(device.name, bytes_moved, floor, estimate))
-
-
-def _width(proposal: Proposal, problem: Problem) -> float:
-    """Part of the bandwidth that the width of its loads leaves a proposal."""
-    if proposal.vector > 1:
-        return 1.0
-    if problem.contiguous:
-        return NARROW[problem.aligned_bytes]
-    if proposal.backend == "cuda":
-        # A warp's lanes read one row.
-        return problem.itemsize / SECTOR_BYTES
-    if proposal.strategy == "column":
-        return NARROW[min(16, power_of_two_divisor(problem.access.adjacent) * problem.itemsize)]
-    # Memory comes in sectors of 32 bytes, and of each only the rows in the tile are used.
-    return min(1.0, min(proposal.rows_per_program, problem.access.adjacent) * problem.itemsize / SECTOR_BYTES)
-
-
-def _served_by_l2(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Bytes of the second read that L2 still holds, measured: 0.42 of its size, and never all of them."""
-    again = (proposal.reads - 1) * problem.read_bytes
-    if not again or device.kind != "cuda":
-        return 0.0
-    between = problem.read_bytes
-    if proposal.strategy != "split":
-        # A program reads its rows again while only the resident ones have passed through L2 since.
-        rows = _resident(proposal, device) * device.multiprocessors * proposal.rows_per_program
-        between = min(between, rows * problem.row_bytes)
-    return again * min(0.8, 0.42 * device.l2 / max(between, 1))
-
-
-def _resident(proposal: Proposal, device: Device) -> int:
-    """Programs of a proposal that one multiprocessor holds at a time."""
-    threads = 32 * max(proposal.warps, 1)
-    registers = threads * (24 + proposal.rows_per_program * proposal.block // threads)
-    return max(1, min(32, device.threads // threads, device.registers // registers))
-
-
-def _fill(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Part of the bandwidth that the programs can keep busy: Little's law, bytes in flight over latency."""
-    programs = min(max(proposal.programs, 1), _resident(proposal, device) * device.multiprocessors)
-    in_flight = programs * proposal.rows_per_program * proposal.block * problem.itemsize * problem.inputs
-    return min(1.0, in_flight / (device.bandwidth * 1e3 * LATENCY_US))

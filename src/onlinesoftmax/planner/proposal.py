@@ -7,6 +7,7 @@ from typing import Any
 
 from ..core.device import Device
 from ..core.problem import Problem
+from .variant import ONLY, Variant
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class Proposal:
         backend, strategy: Who runs it, and how rows map to the machine.
         reason: Why these blocks, in one sentence.
         blocks, threads, traffic: The blocks, the threads of CUDA kernels, and the memory traffic.
-        variant: Name of the proposal among those of its strategy.  It does not depend on the length of a row: a
-            measured table refers to the proposal by it (planner/measured.py).
+        variant: Name of the proposal among those of its strategy: a measured table refers to the proposal by it
+            (planner/measured.py).
     """
 
     backend: str
@@ -85,7 +86,7 @@ class Proposal:
     blocks: Blocks
     threads: Threads = Threads()
     traffic: Traffic = Traffic()
-    variant: str = ""
+    variant: Variant = ONLY
 
     @property
     def programs(self) -> int:
@@ -130,7 +131,7 @@ class Proposal:
     def as_dict(self) -> dict[str, Any]:
         """Every attribute by name, without the grouping, for JSON."""
         flat: dict[str, Any] = {}
-        for name, value in asdict(self).items():
+        for name, value in (asdict(self) | {"variant": str(self.variant)}).items():
             flat |= value if isinstance(value, dict) else {name: value}
         return flat
 

@@ -1,1 +1,58 @@
-from ..core.device import from_torch as from_torch
+"""Description of the device that torch sees, for the planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from ..core.device import KNOWN, UNKNOWN_BANDWIDTH, Device, Multiprocessor, model_of
+
+
+@cache
+def from_torch(kind: str, index: int = 0) -> Device:
+    """Return the device behind a torch device of this kind ("cuda", "cpu", ...) and index.
+
+    A kind that our kernels do not run on, such as "mps", is described as a CPU: the backend `eager` runs there.
+    """
+    if kind != "cuda":
+        return KNOWN["cpu"]
+    import torch
+
+    # torch's type stubs lack some of these attributes.
+    properties: Any = torch.cuda.get_device_properties(index)
+    device = Device(
+        name=properties.name,
+        kind="cuda",
+        compute_capability=(properties.major, properties.minor),
+        multiprocessors=properties.multi_processor_count,
+        per_multiprocessor=Multiprocessor(
+            shared_memory=properties.shared_memory_per_block_optin,
+            registers=properties.regs_per_multiprocessor,
+            threads=properties.max_threads_per_multi_processor,
+        ),
+        l2=properties.L2_cache_size,
+        bandwidth=_bus_bandwidth(properties),
+        source="driver",
+    )
+    model = model_of(properties.name)
+    if model is None:
+        return device
+    return replace(device, bandwidth=model.bandwidth, source=f"driver; bandwidth: {model.source}")
+
+
+def here() -> Device:
+    """Return the first GPU of this machine if torch sees one, otherwise its CPU."""
+    if find_spec("torch") is None:
+        return KNOWN["cpu"]
+    import torch
+
+    return from_torch("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _bus_bandwidth(properties: Any) -> float:
+    """Return 0.9 of the bandwidth that clock and bus width give, in GB/s; a small number if torch lacks them."""
+    clock_khz = getattr(properties, "memory_clock_rate", 0)
+    bus_bits = getattr(properties, "memory_bus_width", 0)
+    return 0.9 * 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9 or UNKNOWN_BANDWIDTH

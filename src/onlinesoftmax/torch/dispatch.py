@@ -9,34 +9,49 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..core.call import Call
+from ..core.call import Call, Settings
 from ..core.operations import Operation
 from ..core.task import ITEMSIZE
 from ..kernels import registry
 from ..planner.plan import PlanError
 from . import autograd, eager
 from .check import check_options, check_out_memory, checked_dim, checked_out
-from .prepare import aligned, kind_of, prepare
+from .prepare import kind_of, prepare
 from .prepare import run as run_kernel
+
+
+def run_plain(operation: Operation, x: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
+    """A call that asks for nothing besides its dimension; on small inputs every microsecond of host time shows."""
+    if type(x) is torch.Tensor:
+        if x.is_cpu:
+            return eager.call_plain(operation, x, dim, keepdim)
+        # A tracer other than dynamo brings tensors of another type; asking dynamo takes a quarter of the time.
+        if type(dim) is int and not torch.compiler.is_dynamo_compiling() and _is_bare(x):
+            key = (operation.name, x.shape, x.stride(), x.dtype, x.get_device(), dim, keepdim)
+            known = _LAUNCHES.get(key)
+            if known is None:
+                call = Call(operation, x, Settings(dim, None, keepdim))
+                known = _remember(key, call) if _is_for_kernels(call) else None
+            if known is not None:
+                return known(x, None, _NOTHING)
+    return run(Call(operation, x, Settings(dim, None, keepdim)))
+
+
+def _remember(key: tuple[Any, ...], call: Call) -> Callable[..., torch.Tensor]:
+    if len(_LAUNCHES) >= MOST_LAUNCHES:
+        _LAUNCHES.clear()
+    prepared = _LAUNCHES[key] = prepare(kind_of(call, _NOTHING))
+    return prepared
+
+
+def _is_for_kernels(call: Call) -> bool:
+    return _have_kernels() and _not_for_kernels(call.x, None) is None
 
 
 def run(call: Call) -> torch.Tensor:
     """One call on a torch tensor: what every function in api.py does."""
-    operation, x, settings, _, out, _ = call
-    dim, dtype, keepdim, choice = settings
-    plain = call.plain
-    if plain and type(x) is torch.Tensor and x.is_cpu:
-        # First, and at once to PyTorch: on a CPU a microsecond of ours shows.
-        return eager.call(operation, x, settings, out)
-    usual = plain and out is None and dtype is None and type(dim) is int
-    # A tracer other than dynamo brings tensors of another type; asking dynamo takes a quarter of the time.
-    if usual and not torch.compiler.is_dynamo_compiling() and type(x) is torch.Tensor and _is_bare(x):
-        # A launch that is prepared needs no more questions: for small inputs a microsecond shows on a GPU too.
-        known = _LAUNCHES.get((operation.name, x.shape, x.stride(), x.dtype, x.get_device(), dim, keepdim))
-        if known is not None:
-            return known(x, None, _NOTHING)
-    else:
-        usual = False
+    operation, x, settings, _, _, _ = call
+    dim, dtype, _, choice = settings
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
     check_options(call)
@@ -50,10 +65,10 @@ def run(call: Call) -> torch.Tensor:
         raise PlanError(f"{operation}() with backend={choice.backend!r}, strategy={choice.strategy!r}: {reason}")
     if isinstance(dim, tuple | list):
         return _over_dims(call)
-    return _by_kernel(_with_autocast(call), usual)
+    return _by_kernel(_with_autocast(call))
 
 
-def _by_kernel(call: Call, usual: bool) -> torch.Tensor:
+def _by_kernel(call: Call) -> torch.Tensor:
     """Run a checked call by our kernels, traced, recorded for autograd, or as it is."""
     operation, x, settings, _, out, _ = call
     if _is_traced(x):
@@ -71,16 +86,8 @@ def _by_kernel(call: Call, usual: bool) -> torch.Tensor:
     if settings.choice.batch_invariant:
         y = autograd.forward(call._replace(out=None))
         return y if out is None else _write(operation, y, out)
-    if not usual:
-        found: torch.Tensor = run_kernel(call)
-        return found
-    prepared = prepare(kind_of(call, _NOTHING))
-    if aligned(x):
-        if len(_LAUNCHES) >= MOST_LAUNCHES:
-            _LAUNCHES.clear()
-        key = (operation.name, x.shape, x.stride(), x.dtype, x.get_device(), settings.dim, settings.keepdim)
-        _LAUNCHES[key] = prepared
-    return prepared(x, None, _NOTHING)
+    found: torch.Tensor = run_kernel(call)
+    return found
 
 
 _NOTHING: dict[str, Any] = {}

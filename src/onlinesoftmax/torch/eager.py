@@ -19,6 +19,12 @@ FUNCTIONS = Functions(torch.tanh, lambda condition, x, number: x.masked_fill(~co
 """What the array formula of the scores needs."""
 
 
+def call_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
+    """The operation on a torch tensor by PyTorch itself, where nothing but a dimension is asked for."""
+    function = getattr(torch, operation.name)
+    return function(x, dim, keepdim) if operation.per_row else function(x, dim)
+
+
 def call(operation: Operation, x: Any, settings: Settings, out: Any) -> Any:
     """The operation on a torch tensor by PyTorch itself, with its gradients and its errors."""
     function, (dim, dtype, keepdim, _) = getattr(torch, operation.name), settings

@@ -1,6 +1,6 @@
-"""From CUDA C++ to machine code: NVRTC through cuda.core, and a cache on disk.
+"""Compilation of CUDA C++ to machine code by NVRTC, through cuda.core, with a cache on disk.
 
-A kernel is compiled once for a bucket, an architecture and a version of NVRTC, whatever the process.
+A kernel is compiled once for each source, architecture and version of NVRTC; all processes share the result.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ import hashlib
 import importlib.metadata
 import io
 import re
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from ...core.cache import cache_folder, write_whole
+from ...core.cache import load_entry, store_entry
 from ...core.device import Device
 from ..report import Kernel, cuobjdump, find_cuobjdump, occupancy
 from ..request import Request
@@ -23,20 +22,23 @@ from .source import source as source_of
 STANDARD = "c++17"
 
 compiled = 0
-"""Kernels that this process has compiled, rather than found: a test counts."""
+"""Number of kernels that this process has compiled, without those loaded from the cache. Tests read it."""
 
 
 def cubin(source: str, arch: str) -> bytes:
-    """The machine code of a source for an architecture such as "sm_90", from the cache if it is there."""
-    path = cache_folder() / f"{key(source, arch)}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
+    """Return the machine code of a source for an architecture such as "sm_90".
+
+    The code comes from the cache folder if a valid entry is there; otherwise it is compiled and stored there.
+
+    Raises:
+        RuntimeError: the source does not compile.
+    """
+    name = f"{key(source, arch)}.cubin"
+    code = load_entry(name)
+    if code is None:
         code, _, _ = build(source, arch)
-        # Without a place to write, nothing is kept.
-        with suppress(OSError):
-            write_whole(path, code)
-        return code
+        store_entry(name, code)
+    return code
 
 
 def build(source: str, arch: str) -> tuple[bytes, str, Any]:
@@ -96,14 +98,17 @@ def compile_kernel(request: Request, device: Device) -> Kernel:
 
 
 def key(source: str, arch: str) -> str:
-    """Name of a kernel in the cache: everything that its machine code depends on."""
+    """Return the name of a kernel in the cache: a digest of everything that the machine code depends on."""
     parts = "\0".join((source, arch, STANDARD, nvrtc_version()))
     return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
 
 @cache
 def nvrtc_version() -> str:
-    """The version of NVRTC: of the package that brings it, as loading it takes a tenth of a second."""
+    """Return the version of NVRTC.
+
+    The version of the installed package answers first, because loading the library takes 0.1 s.
+    """
     for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"):
         try:
             return importlib.metadata.version(package)
@@ -115,12 +120,12 @@ def nvrtc_version() -> str:
 
 
 def usage(log: str) -> dict[str, int]:
-    """Registers and bytes of spills of a kernel, as ptxas reports them."""
+    """Return the resources of a kernel that ptxas reports: registers, and bytes of stack, spills and shared memory."""
     registers = re.search(r"Used (\d+) registers", log)
     stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     shared = re.search(r"(\d+) bytes smem", log)
     if registers is None or stack is None:
-        raise ValueError(f"no resource usage in what the compiler said: {log}")
+        raise ValueError(f"the compiler's log reports no resource usage: {log}")
     return {
         "registers": int(registers[1]),
         "stack": int(stack[1]),

@@ -1,12 +1,11 @@
-"""Launches: everything that a shape tells is laid out once; a call fills in its pointers and its stream.
+"""Launches: the layout and the plan are packed once; a call only fills in its pointers, numbers and stream.
 
-A kernel has one parameter, the struct Params of operands.cuh: eight bytes a field, in the order of `_values`.
+A kernel has one parameter, the struct `Params`, which params.py lays out.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,21 +15,19 @@ import torch
 from ...planner.strategies.cuda import slice_chunks
 from ..request import Request
 from . import compile, driver
-from .source import BESIDE, kernel_name, shared_memory, source, vector
-
-POINTERS = ("x", "y", *BESIDE, "scale", "mail")
-"""Fields that a call fills in, by the names of what they are filled with."""
+from .params import FIELD, FIELD_OF_POINTER, MAIL, NUMBERS, PLACES, POINTERS, pack
+from .source import kernel_name, message_words, shared_memory, source, vector
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
 
 class _Call:
-    """The arguments of one launch, in memory that the driver reads; for one thread at a time.
+    """The arguments of one launch, in memory that the driver reads; used by one thread at a time.
 
     Attributes:
         fields: Params.
-        config: The launch, its stream included.
-        arguments: Of cuLaunchKernelEx, in the types that ctypes takes as they are.
+        config: The launch configuration with its stream.
+        arguments: Arguments of cuLaunchKernelEx, already of the types that ctypes passes on unchanged.
     """
 
     def __init__(self, values: bytes, config: tuple[Any, ...], kernel: int) -> None:
@@ -42,17 +39,17 @@ class _Call:
 
 
 def bind(request: Request) -> Run:
-    """The function run(x, y, more) on tensors of the shapes and the dtypes that it was planned for, of one device."""
+    """The function run(x, y, more) for tensors of the shapes and dtypes of a request, all on one device.
+
+    y is the first of the request's outputs; `more` has every other operand and every other output by name.
+    """
     plan, values = request.plan, _values(request)
-    dynamic = shared_memory(request)
-    cluster = plan.splits if plan.strategy == "cluster" else 1
-    team = plan.splits if plan.strategy == "grid" else 1
-    config = (plan.programs // team, team, 32 * plan.warps, dynamic, cluster, plan.strategy == "grid")
-    beside = tuple((POINTERS.index(name), name) for name in POINTERS[2:] if _is_given(request, name))
-    numbers = [("scale", len(POINTERS))] if "scale" in request.task.numbers else []
-    numbers += [("softcap", len(POINTERS) + 1)] if request.has("softcap") else []
+    dynamic, cluster, config = _configuration(request)
+    x_field, y_field, mail_field = (FIELD_OF_POINTER[name] for name in ("x", request.task.outputs[0], MAIL))
+    tensors = tuple((FIELD_OF_POINTER[name], name) for name in _filled_in(request))
+    numbers = tuple((FIELD[name], name) for name in NUMBERS if name in request.task.numbers)
     mail_words = _mail_words(request)
-    more_than_pointers = bool(beside or numbers or mail_words)
+    more_than_two = bool(tensors or numbers or mail_words)
     launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
     spare: list[_Call] = []
 
@@ -60,24 +57,24 @@ def bind(request: Request) -> Run:
         return _Call(values, config, _loaded(source(request), kernel_name(request), index, dynamic, cluster))
 
     def fill_in(fields: Any, more: dict[str, Any], index: int, stream: int) -> None:
-        for field, name in beside:
+        for field, name in tensors:
             fields[field] = more[name].data_ptr()
-        for name, field in numbers:
+        for field, name in numbers:
             fields[field] = more[name] & _MASK
         if mail_words:
-            fields[len(POINTERS) - 1] = _mail(mail_words, index, stream).data_ptr()
+            fields[mail_field] = _mail(mail_words, index, stream).data_ptr()
 
     def run(x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
         index = x.get_device()
         try:
-            # Taking from a list is one step for any thread, so no two fill in the same call.
+            # list.pop is atomic, so no two threads fill in the same call.
             call = spare.pop()
         except IndexError:
             call = new_call(index)
         fields = call.fields
-        fields[0], fields[1] = x.data_ptr(), y.data_ptr()
+        fields[x_field], fields[y_field] = x.data_ptr(), y.data_ptr()
         call.config.stream = stream = stream_of(index)
-        if more_than_pointers:
+        if more_than_two:
             fill_in(fields, more, index, stream)
         status = launch(*call.arguments)
         if status:
@@ -88,8 +85,22 @@ def bind(request: Request) -> Run:
     return run
 
 
+def _configuration(request: Request) -> tuple[int, int, tuple[Any, ...]]:
+    """Bytes of dynamic shared memory, blocks of a cluster, and the arguments of driver.launch_config."""
+    plan, dynamic = request.plan, shared_memory(request)
+    cluster = plan.splits if plan.strategy == "cluster" else 1
+    team = plan.splits if plan.strategy == "grid" else 1
+    return dynamic, cluster, (plan.programs // team, team, 32 * plan.warps, dynamic, cluster, plan.strategy == "grid")
+
+
+def _filled_in(request: Request) -> list[str]:
+    """Names of the tensors that a call passes besides x and the first output."""
+    given = {"x", request.task.outputs[0]}
+    return [name for name in POINTERS if name in request.dtypes and name not in given]
+
+
 def _again(status: int, call: _Call, index: int) -> int:
-    """The status of the same launch with the device's context current, if that was all that it lacked."""
+    """The status of the launch, repeated with the device's context current where a missing context was the error."""
     if status != driver.INVALID_CONTEXT:
         return status
     driver.make_current(index)
@@ -100,30 +111,23 @@ def _again(status: int, call: _Call, index: int) -> int:
 _MASK = (1 << 64) - 1
 
 
-def _is_given(request: Request, name: str) -> bool:
-    return name in request.dtypes
-
-
 def _values(request: Request) -> bytes:
-    """Params, with zeros where a call fills in."""
-    layout = request.layout
-    dims = len(layout.sizes)
-    sides = layout.sides
-    places: list[int] = []
-    for name in ("x", "y", *BESIDE, "query"):
-        strides, col = sides.get(name, ((0,) * dims, 0))
-        places += [*strides, col]
-    chunks = slice_chunks(layout.cols // vector(request), request.plan.splits)
-    numbers = [layout.rows, layout.cols, request.task.diagonal or 0, chunks, request.plan.threads.shared]
-    empty = len(POINTERS) + 2
-    return struct.pack(
-        f"={empty}Q{len(numbers) + dims + len(places)}q", *(0,) * empty, *numbers, *layout.sizes, *places
-    )
+    """Params with zeros for everything that a call fills in."""
+    layout, plan = request.layout, request.plan
+    sizes = {
+        "rows": layout.rows,
+        "cols": layout.cols,
+        "diagonal": request.task.diagonal or 0,
+        "slice": slice_chunks(layout.cols // vector(request), plan.splits),
+        "shared_tiles": plan.threads.shared,
+    }
+    places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in PLACES}
+    return pack(sizes, layout.sizes, places)
 
 
 @cache
 def _loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int:
-    """A kernel, compiled or found, and loaded on a device."""
+    """The handle of a kernel, compiled or from the cache, loaded for a device."""
     major, minor = torch.cuda.get_device_capability(index)
     kernel = driver.load_kernel(compile.cubin(text, f"sm_{major}{minor}"), name)
     if dynamic:
@@ -134,23 +138,17 @@ def _loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int
 
 
 def _mail_words(request: Request) -> int:
-    """Words of the mailboxes of all teams: two slots for every block from every block, of one to three words."""
+    """64-bit words of the mailboxes of all teams: two slots, each with one message from every block to every block."""
     plan = request.plan
     if plan.strategy != "grid" or plan.splits == 1 or not request.operation.reduces:
         return 0
-    return (
-        plan.programs
-        // plan.splits
-        * 2
-        * plan.splits**2
-        * (3 if request.task.accumulator == "float64" else 2 if request.task.exact else 1)
-    )
+    return plan.programs // plan.splits * 2 * plan.splits**2 * message_words(request)
 
 
 def _mail(words: int, index: int, stream: int) -> torch.Tensor:
-    """Empty mailboxes: kernels leave them so, and on one stream only one kernel has them at a time."""
+    """Empty mailboxes.  Kernels leave them empty, and on one stream only one kernel uses them at a time."""
     if torch.cuda.is_current_stream_capturing():
-        # A graph may be replayed beside anything, so it has its own.
+        # A graph may be replayed while other kernels run, so it owns its mailboxes.
         return torch.full((words,), -1, dtype=torch.int64, device=index)
     return _mail_of_stream(words, index, stream)
 

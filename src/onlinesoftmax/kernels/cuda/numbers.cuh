@@ -1,6 +1,6 @@
-// Element types, and how they are moved: up to 16 bytes an instruction, the widest there is before sm_100.
+// Element types, and loads and stores of up to 16 bytes an instruction, the widest before sm_100.
 //
-// No header is included: a user has NVRTC, and need not have a toolkit.
+// No header is included: users have NVRTC, which comes as a Python package, and need no CUDA toolkit.
 
 struct float16 { unsigned short bits; };
 struct bfloat16 { unsigned short bits; };
@@ -15,27 +15,27 @@ __device__ inline float wide(bfloat16 x) { return __uint_as_float(unsigned(x.bit
 __device__ inline float wide(float x) { return x; }
 __device__ inline double wide(double x) { return x; }
 
-// A float64 and what it lacks of a sum: additions are rounded once, however many.  An infinite one lacks nothing.
-struct Twofold {
+// A float64 sum and its rounding error, so that a sum of any length is rounded once.  An infinite sum has no error.
+struct DoubleDouble {
     double high, low;
-    Twofold() = default;
-    __device__ inline Twofold(double x) : high(x), low(0) {}
-    __device__ inline Twofold(double high, double low) : high(high), low(low) {}
+    DoubleDouble() = default;
+    __device__ inline DoubleDouble(double x) : high(x), low(0) {}
+    __device__ inline DoubleDouble(double high, double low) : high(high), low(low) {}
     __device__ inline explicit operator double() const { return high + low; }
 };
-__device__ inline Twofold operator+(Twofold a, Twofold b) {
+__device__ inline DoubleDouble operator+(DoubleDouble a, DoubleDouble b) {
     const double sum = a.high + b.high, part = sum - a.high;
     const double error = (a.high - (sum - part)) + (b.high - part);
     return {sum, fabs(sum) == INF ? 0 : a.low + b.low + error};
 }
-__device__ inline Twofold& operator+=(Twofold& a, Twofold b) { return a = a + b; }
-__device__ inline Twofold operator*(Twofold a, double b) {
+__device__ inline DoubleDouble& operator+=(DoubleDouble& a, DoubleDouble b) { return a = a + b; }
+__device__ inline DoubleDouble operator*(DoubleDouble a, double b) {
     const double product = a.high * b;
     return {product, fabs(product) == INF ? 0 : fma(a.high, b, -product) + a.low * b};
 }
-__device__ inline double operator-(Twofold a, double b) { return a.high - b + a.low; }
+__device__ inline double operator-(DoubleDouble a, double b) { return a.high - b + a.low; }
 
-// A pair in one instruction, rounded to nearest.
+// Converts two numbers to 16 bits in one instruction, rounded to nearest.
 __device__ inline unsigned narrow_pair(float low, float high, float16) {
     unsigned y; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y;
 }
@@ -47,16 +47,16 @@ __device__ inline void narrow(bfloat16& y, float x) { y.bits = narrow_pair(x, 0,
 __device__ inline void narrow(float& y, double x) { y = float(x); }
 __device__ inline void narrow(double& y, double x) { y = x; }
 
-// Nothing, to a maximum, and to a sum.
+// Sets the neutral element: 0 of a sum, or else -inf of a maximum.
 __device__ inline void clear(float16& x, bool zero) { x.bits = zero ? 0 : 0xfc00; }
 __device__ inline void clear(bfloat16& x, bool zero) { x.bits = zero ? 0 : 0xff80; }
 __device__ inline void clear(float& x, bool zero) { x = zero ? 0 : -INF; }
 __device__ inline void clear(double& x, bool zero) { x = zero ? 0 : -INF; }
 
-// N neighbours as they lie in memory.
+// N neighbouring elements as they lie in memory.
 template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Chunk { T at[N]; };
 
-// Element i, by one instruction where two share a register.
+// Element i, widened.  Two bfloat16 share a register, and one instruction widens either.
 template <class T, int N> __device__ inline auto wide(const Chunk<T, N>& from, int i) { return wide(from.at[i]); }
 template <int N> __device__ inline float wide(const Chunk<bfloat16, N>& from, int i) {
     if constexpr (N == 1) return wide(from.at[0]);
@@ -64,8 +64,8 @@ template <int N> __device__ inline float wide(const Chunk<bfloat16, N>& from, in
     return __uint_as_float(i & 1 ? pair & 0xffff0000u : pair << 16);
 }
 
-// The same by another instruction: what is widened twice by the same one, the compiler widens once and keeps, in
-// twice the registers.
+// Element i, widened by a different instruction.  If both uses of an element had the same instruction, the compiler
+// would widen once and keep the result in twice the registers.
 template <class T, int N> __device__ inline auto wide_again(const Chunk<T, N>& from, int i) { return wide(from, i); }
 template <int N> __device__ inline float wide_again(const Chunk<bfloat16, N>& from, int i) {
     if constexpr (N == 1) return wide(from.at[0]);
@@ -77,7 +77,7 @@ template <int N> __device__ inline float wide_again(const Chunk<float16, N>& fro
     return wide(float16{(unsigned short)half});
 }
 
-// The larger of each half of a register, and the larger half; of a number and a NaN, the number.
+// The larger of each half of two registers, and the larger half of one.  Of a number and a NaN the number is larger.
 template <class T> __device__ inline unsigned max_pair(unsigned a, unsigned) { return a; }
 template <> __device__ inline unsigned max_pair<float16>(unsigned a, unsigned b) {
     asm("max.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b)); return a;
@@ -103,7 +103,7 @@ template <class T, int N, class A> __device__ inline Chunk<T, N> narrow(const A 
     return to;
 }
 
-// The unsigned integers that are moved.
+// The unsigned integer that one instruction moves, by its size.
 template <int BYTES> struct Word;
 template <> struct Word<1> { using type = unsigned char; };
 template <> struct Word<2> { using type = unsigned short; };
@@ -111,67 +111,67 @@ template <> struct Word<4> { using type = unsigned; };
 template <> struct Word<8> { using type = uint2; };
 template <> struct Word<16> { using type = uint4; };
 
-// What becomes of a line in L2: nothing is asked, or that it stay until it is read again, or that it leave first.
-enum class Keep { NORMAL, LONG, SHORT };
+// Eviction from L2: LONG keeps a line that will be read again, SHORT evicts a line before others.
+enum class CachePolicy { NORMAL, LONG, SHORT };
 
-template <Keep KEEP> __device__ inline uint64 policy() {
+template <CachePolicy POLICY> __device__ inline uint64 policy_word() {
     uint64 p;
-    if constexpr (KEEP == Keep::LONG) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));
+    if constexpr (POLICY == CachePolicy::LONG) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));
     else asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
     return p;
 }
 
-// volatile: a load is issued where it stands, ahead of the arithmetic on earlier ones, and never twice.
-template <Keep KEEP, class W> __device__ inline W load_word(const W* from) {
+// volatile: the compiler issues a load where it stands, ahead of arithmetic on earlier loads, and never twice.
+template <CachePolicy POLICY, class W> __device__ inline W load_word(const W* from) {
     W w;
     if constexpr (sizeof(W) == 16) {
-        if constexpr (KEEP == Keep::NORMAL)
+        if constexpr (POLICY == CachePolicy::NORMAL)
             asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(from));
         else
             asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                         : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(from), "l"(policy<KEEP>()));
+                         : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(from), "l"(policy_word<POLICY>()));
     } else {
         w = *reinterpret_cast<const volatile W*>(from);
     }
     return w;
 }
-template <Keep KEEP> __device__ inline uint2 load_word(const uint2* from) {
+template <CachePolicy POLICY> __device__ inline uint2 load_word(const uint2* from) {
     uint2 w;
     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "l"(from));
     return w;
 }
 
-template <Keep KEEP, class W> __device__ inline void store_word(W* to, W w) {
+template <CachePolicy POLICY, class W> __device__ inline void store_word(W* to, W w) {
     if constexpr (sizeof(W) == 16) {
-        if constexpr (KEEP == Keep::NORMAL)
+        if constexpr (POLICY == CachePolicy::NORMAL)
             asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
                          :: "l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
         else
             asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;"
-                         :: "l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "l"(policy<KEEP>()) : "memory");
+                         :: "l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "l"(policy_word<POLICY>()) : "memory");
     } else {
         *to = w;
     }
 }
 
-// WIDTH elements an instruction; where WIDTH is 1, elements are `step` apart, and 0 is one for all.
-template <int WIDTH, Keep KEEP, class T, int N>
+// Moves WIDTH elements an instruction.  Where WIDTH is 1, elements are `step` apart; step 0 reads one element N times.
+template <int WIDTH, CachePolicy POLICY, class T, int N>
 __device__ inline void load(Chunk<T, N>& to, const T* from, int64 step) {
     constexpr int W = WIDTH < N ? WIDTH : N;
     using Unit = typename Word<W * sizeof(T)>::type;
 #pragma unroll
     for (int i = 0; i < N; i += W)
         reinterpret_cast<Unit&>(to.at[i]) =
-            load_word<KEEP>(reinterpret_cast<const Unit*>(from + (W == 1 ? i * step : i)));
+            load_word<POLICY>(reinterpret_cast<const Unit*>(from + (W == 1 ? i * step : i)));
 }
 
-template <int WIDTH, Keep KEEP, class T, int N>
+template <int WIDTH, CachePolicy POLICY, class T, int N>
 __device__ inline void store(T* to, const Chunk<T, N>& from, int64 step) {
     constexpr int W = WIDTH < N ? WIDTH : N;
     using Unit = typename Word<W * sizeof(T)>::type;
 #pragma unroll
     for (int i = 0; i < N; i += W)
-        store_word<KEEP>(
+        store_word<POLICY>(
             reinterpret_cast<Unit*>(to + (W == 1 ? i * step : i)), reinterpret_cast<const Unit&>(from.at[i]));
 }

@@ -1,38 +1,52 @@
-// What an operation does with the elements of a row: before they are reduced, as they are, and after.
+// The formulas of the operations: what is summed over a row, and what is written.  The only file that compares OP.
 //
-// A strategy makes a state of each slice (`peak`, `part`), merges states until a row has one, then calls `term`
-// once for the row and `finish` for each element, or `result` where the operation gives one number for a row.
-// A new operation is a branch here and a line in onlinesoftmax/operation.py; no strategy changes.
+// A strategy merges `peak` and `summands` of its elements to one state per row.  Then it computes `row_constants` once
+// for the row and `output` for each element, or `write_rows` for the outputs per row, or both.  A new operation is a
+// branch here and a declaration in core/operations.py; strategies do not change.
 //
-// A gradient needs one sum over its row, and keeps it as the l of a state whose m says something else:
-//     softmax           dx = y · (dy - l)       l = Σ dy · y        m unused
-//     log_softmax       dx = dy - exp(y) · l    l = Σ dy            m = max(-y), 0 only if all y are
-//     logsumexp         dx = l · exp(x - m)     l = dy              m = lse; given, not reduced
+// A gradient keeps one number for its row as the first sum of a state, whose m has another meaning:
+//     softmax           dx = y * (dy - dot)          dot = sum(dy * y)    m is unused
+//     log_softmax       dx = dy - exp(y) * dot       dot = sum(dy)        m = max(-y), 0 only if all y are 0
+//     logsumexp         dx = dy * exp(z - lse)       given: dy, lse       m = lse; no reduction
 
 namespace ops {
 
-// What the row's m is the largest of.
+// The number whose maximum over the row is m.
 __device__ inline ACC peak(ACC a) { return GRADIENT ? (ZERO ? -a : 0) : a; }
 
-// What the row's l is the sum of.  What is subtracted in a gradient may cancel all but its last places, so EXACT
-// multiplies and sums in float64; a memory-bound kernel has time for that even where it is slow.
-__device__ inline auto part(ACC a, ACC b, Shift s) {
-    if constexpr (OP == Op::SOFTMAX_BACKWARD) return SUM(a) * b;
-    else if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD) return SUM(b);
-    else return term(a, s);
+// The type in which summands are added within a chunk.  A gradient's dot product is subtracted from its summands, and
+// an entropy is the difference of two large numbers, so both use the wide type: with EXACT, float64.  A memory-bound
+// kernel has time for that even where float64 is slow.
+template <bool WIDE> struct SummandOf { using type = ACC; };
+template <> struct SummandOf<true> { using type = SUM; };
+using Summand = SummandOf<(GRADIENT || SUMS > 1)>::type;
+
+// The weight of element a in the rescaled sums, exp(a - m); a gradient has none.
+__device__ inline ACC weight(ACC a, Shift s) { return GRADIENT ? 0 : ::term(a, s); }
+
+// The summands of element (a, b), whose weight is e, for every sum of the state.
+__device__ inline Sums<Summand> summands(ACC a, ACC b, ACC e) {
+    Sums<Summand> terms;
+    if constexpr (OP == Op::SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(a) * b);
+    else if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(b));
+    else terms.of[0] = e;
+    // An element at -inf has weight 0, and -inf * 0 would be NaN.
+    if constexpr (SUM_ZL > 0) terms.of[SUM_ZL] = Summand(SUM(e == 0 ? 0 : a) * e);
+    return terms;
 }
 
-// What of `finish` is the same along a row; `low` is what t has rounded away.
-struct Term { Shift shift; ACC t, low; bool zero; };
+// The per-row constants of `output`; `low` is the rounding error of t.
+struct RowConstants { Shift shift; ACC t, low; bool zero; };
 
 __device__ inline float reciprocal(float l) { float t; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(l)); return t; }
 __device__ inline double reciprocal(double l) { return 1 / l; }
 
-// A row of nothing but -inf, or with a +inf in it, has no softmax: PyTorch writes NaN to all of it.  ZERO writes 0
-// to the first kind, where all is masked, and so has its gradient.
-__device__ inline Term term(State state, int64 cols) {
-    const ACC l = ACC(state.l);
-    Term r{::shift(state.m), l, ACC(state.l - l), false};
+// A row of only -inf, or with a +inf, has no softmax: PyTorch writes NaN to all its elements.  With ZERO, a row of only
+// -inf gives zeros, and so does its gradient.
+__device__ inline RowConstants row_constants(State state, int64 cols) {
+    const SUM sum = state.first();
+    const ACC l = ACC(sum);
+    RowConstants r{::shift(state.m), l, ACC(sum - l), false};
     if constexpr (OP == Op::SOFTMAX || OP == Op::LOG_SOFTMAX) {
         r.zero = ZERO && l == 0;
         if constexpr (OP == Op::SOFTMAX) {
@@ -45,26 +59,26 @@ __device__ inline Term term(State state, int64 cols) {
     } else if constexpr (OP == Op::SOFTMAX_BACKWARD) {
         if (fabs(r.t) == INF) r.low = 0;
     } else if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD) {
-        // No two of a row's probabilities are 1: where all logs are 0, they were written, not computed.
+        // At most one probability of a row is 1.  Where all logarithms are 0, ZERO wrote them.
         r.zero = ZERO && cols > 1 && state.m == 0;
     } else {
-        // Not of what was reduced, so relative to the number itself.
+        // lse is given, not reduced, so the shift is lse itself, infinite or not.
         r.shift.m = state.m;
         r.zero = ZERO && state.m == -INF;
     }
     return r;
 }
 
-// The output of softmax for an element whose exp(a - m) is e.
-__device__ inline ACC finish_term(ACC e, Term r) {
+// The output of softmax for an element whose term exp(a - m) is e.
+__device__ inline ACC output_of_term(ACC e, RowConstants r) {
     const ACC y = EXACT ? fma(e, r.t, e * r.low) : e * r.t;
     return ZERO && r.zero ? 0 : y;
 }
 
 // The output for the element (a, b).
-__device__ inline ACC finish(ACC a, ACC b, Term r) {
+__device__ inline ACC output(ACC a, ACC b, RowConstants r) {
     ACC y;
-    if constexpr (OP == Op::SOFTMAX) return finish_term(::term(a, r.shift), r);
+    if constexpr (OP == Op::SOFTMAX) return output_of_term(::term(a, r.shift), r);
     else if constexpr (OP == Op::LOG_SOFTMAX) y = (a - r.shift.m) - r.t;
     else if constexpr (OP == Op::SOFTMAX_BACKWARD) y = a * ((b - r.t) - r.low);
     else if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD) y = fma(-exp_of(a), r.t, b);
@@ -72,24 +86,46 @@ __device__ inline ACC finish(ACC a, ACC b, Term r) {
     return ZERO && r.zero ? 0 : y;
 }
 
-// What finishes terms that are relative to m_own.
-__device__ inline Term relative(Term r, ACC m_own, ACC m) {
+// The row constants for terms that are relative to m_own instead of m.
+__device__ inline RowConstants relative(RowConstants r, ACC m_own, ACC m) {
     const ACC f = factor(m_own, m), t = r.t * f;
     if constexpr (EXACT) r.low = fma(r.t, f, -t) + r.low * f;
     r.t = t;
     return r;
 }
 
-// logsumexp: log(0) = -inf and log(inf) = inf need no case.
-__device__ inline ACC result(State state) {
-    return finite(state.m) + log(ACC(state.l));
+// An output per row, from the state of the row.  log(0) = -inf and log(inf) = inf need no case of their own.  In a row
+// whose l is 0, or whose maximum is +inf, the entropy is NaN.
+template <RowOutput NAME> __device__ inline ACC row_output(State state) {
+    const Shift s = ::shift(state.m);
+    const ACC l = ACC(state.first());
+    if constexpr (NAME == RowOutput::M) return s.m;
+    else if constexpr (NAME == RowOutput::L) return FOLDED ? l * exp_of(folding_error(s)) : l;
+    else if constexpr (NAME == RowOutput::ENTROPY && SUM_ZL > 0) {
+        // lse - zl / l, with m taken out of both before they are rounded.
+        const SUM below = state.sums.of[SUM_ZL] + state.first() * -s.m;
+        return (log(l) + folding_error(s)) - ACC(below) / l;
+    } else {
+        // "lse", and the result of logsumexp.
+        return FOLDED ? s.m + (log(l) + folding_error(s)) : s.m + log(l);
+    }
 }
 
-// What the gradient of logsumexp is given for a row in place of a state: its lse and its dy.
-__device__ inline State given(const Params& p, int64 row) {
+// Writes the outputs per row that the request asks for.  One thread calls this, for a row that exists.
+__device__ inline void write_rows(const Params& p, int64 row, State state) {
+#define WRITE(NAME, name) \
+    if constexpr (ROW_##NAME) \
+        narrow(p.name[row_offset(p, p.name##_place, row)], row_output<RowOutput::NAME>(state));
+    ROW_OUTPUTS(WRITE)
+#undef WRITE
+}
+
+// The numbers that an operation without a reduction is given for a row, in the place of a state: lse and dy of
+// logsumexp.
+__device__ inline State given_state(const Params& p, int64 row) {
     if constexpr (REDUCES) return identity();
     else if (row >= p.rows) return identity();
-    else return {wide(p.lse[row_offset(p, p.lse_place, row)]), SUM(wide(p.dy[row_offset(p, p.dy_place, row)]))};
+    else return {wide(p.lse[row_offset(p, p.lse_place, row)]), {SUM(wide(p.dy[row_offset(p, p.dy_place, row)]))}};
 }
 
 }  // namespace ops

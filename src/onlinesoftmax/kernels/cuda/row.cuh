@@ -1,13 +1,13 @@
 // Strategy `row`: a group of LANES threads holds whole rows in its registers.
 //
-// One block:  GROUPS × DEPTH rows; a group loads all DEPTH of its rows before it reduces the first.
+// One block:  owns GROUPS x DEPTH rows; a group loads all DEPTH of its rows before it reduces the first.
 // Chosen:     whenever the row fits the registers of a block.
 // Bytes:      one read, one write.
-// Limits:     CHUNKS × LANES chunks of 16 bytes a row.
+// Limits:     CHUNKS x LANES chunks of 16 bytes a row.
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const __grid_constant__ Params p) {
     constexpr int GROUPS = THREADS / LANES;
-    __shared__ State room[DEPTH][(THREADS + 31) / 32];
+    __shared__ State exchange[DEPTH][(THREADS + 31) / 32];
     const int lane = threadIdx.x % LANES;
     const int64 first = int64(blockIdx.x) * (GROUPS * DEPTH) + threadIdx.x / LANES;
     const Numbers n = numbers(p);
@@ -23,16 +23,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
     }
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
-        slice[d].settle(at[d], n, row[d].body - lane);
-        slice[d].settle_edges(row[d], n, lane);
-        const State state = REDUCES ? reduce<LANES>(slice[d], room[d]) : ops::given(p, first + d * GROUPS);
-        if constexpr (PER_ROW) {
-            if (lane == 0 && first + d * GROUPS < p.rows)
-                narrow(p.y[row_offset(p, p.y_place, first + d * GROUPS)], ops::result(state));
-        } else {
-            const ops::Term t = slice[d].own(ops::term(state, p.cols), state.m);
-            slice[d].finish(p, at[d], n, t, row[d].body - lane);
-            slice[d].finish_edges(p, row[d], n, t, lane);
+        slice[d].make_scores(at[d], n, row[d].body - lane);
+        slice[d].make_edge_scores(row[d], n, lane);
+        const State state = REDUCES ? reduce<LANES>(slice[d], exchange[d]) : ops::given_state(p, first + d * GROUPS);
+        if constexpr (WRITES_ROWS) {
+            if (lane == 0 && first + d * GROUPS < p.rows) ops::write_rows(p, first + d * GROUPS, state);
+        }
+        if constexpr (WRITES_ELEMENTS) {
+            const ops::RowConstants r = slice[d].own_constants(ops::row_constants(state, p.cols), state.m);
+            slice[d].write(p, at[d], n, r, row[d].body - lane);
+            slice[d].write_edges(p, row[d], n, r, lane);
         }
     }
 }

@@ -1,22 +1,24 @@
-// A slice of a row, shared out among the lanes that hold it: load, reduce, write.
+// A slice of a row, divided among the lanes that hold it: load, reduce, write.
 
-// CHUNKS chunks a lane, of every STEP-th from the cursor on, so that a warp's instruction moves 512 neighbouring
-// bytes; and with EDGES, the elements of the row's edges, one a lane, or a few where lanes are few.
+// Each lane owns CHUNKS chunks, every STEP-th from the cursor on, so that one instruction of a warp moves 512 adjacent
+// bytes.  With EDGES the lanes also own the edges of the row: one element a lane, or a few where lanes are few.
 //
-// With TERMS, the softmax of a slice keeps the terms of its sum, and writes their multiples: one exp an element
-// instead of two, for twice the registers where elements have 16 bits.
-template <int CHUNKS, int STEP, bool EDGES, bool TERMS, Keep READ = Keep::NORMAL, Keep WRITE = Keep::NORMAL>
+// With TERMS, a slice of softmax keeps the terms of its sum and writes multiples of them.  That takes one exp an
+// element instead of two, and twice the registers where elements have 16 bits.
+template <
+    int CHUNKS, int STEP, bool EDGES, bool TERMS,
+    CachePolicy READ = CachePolicy::NORMAL, CachePolicy WRITE = CachePolicy::NORMAL>
 struct Slice {
-    static constexpr bool KEEPS_TERMS = TERMS && OP == Op::SOFTMAX;
     static constexpr int EDGE = EDGES ? (2 * VECTOR + STEP - 1) / STEP : 0;
-    Held<VECTOR> body[CHUNKS ? CHUNKS : 1];
-    Held<1> edge[EDGE ? EDGE : 1];
-    ACC m_own;   // what terms are relative to
+    RegisterChunk<VECTOR> body[CHUNKS ? CHUNKS : 1];
+    RegisterChunk<1> edge[EDGE ? EDGE : 1];
+    ACC m_own;   // the maximum that kept terms are relative to
 
-    // Of the `left` chunks from the lane's first one on, as many as can be among its own.
+    // `left` counts the chunks of the slice from the lane's first one on.  A lane's chunk i exists if i * STEP is less
+    // than this bound.
     static __device__ inline int within(int64 left) { return left < CHUNKS * STEP ? int(left) : CHUNKS * STEP; }
 
-    // `at` is where the lane's first chunk is; of its CHUNKS those are there that lie in the `left` chunks from it on.
+    // `at` is the place of the lane's first chunk.
     __device__ inline void load(const Params& p, const Cursor& at, int64 left) {
         const int end = within(left);
 #pragma unroll
@@ -27,8 +29,8 @@ struct Slice {
         for (int i = 0; i < EDGE; ++i)
             edge[i].template load<READ>(p, r.begin, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
     }
-    // The same of chunks whose x and dy are on chip, as far apart as the lane's are; what lies beside them is read.
-    __device__ inline void recall(
+    // Loads x and dy from shared memory, where the lane's chunks also lie STEP apart; bias and mask from global memory.
+    __device__ inline void load_from_shared(
         const Params& p, const Cursor& at, const Chunk<X, VECTOR>* x, const Chunk<DY, VECTOR>* dy, int64 left) {
         const int end = within(left);
 #pragma unroll
@@ -38,26 +40,26 @@ struct Slice {
                 body[i].x = x[i * STEP];
                 if constexpr (HAS_DY) body[i].dy = dy[i * STEP];
             }
-            body[i].load_beside(p, at, i * STEP * VECTOR, i * STEP < end);
+            body[i].load_options(p, at, i * STEP * VECTOR, i * STEP < end);
         }
     }
 
-    __device__ inline void settle(const Cursor& at, Numbers n, int64 left) {
+    __device__ inline void make_scores(const Cursor& at, Numbers n, int64 left) {
         const int end = within(left);
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) body[i].settle(at, n, i * STEP * VECTOR, i * STEP < end);
+        for (int i = 0; i < CHUNKS; ++i) body[i].make_scores(at, n, i * STEP * VECTOR, i * STEP < end);
     }
-    __device__ inline void settle_edges(const Row& r, Numbers n, int lane) {
+    __device__ inline void make_edge_scores(const Row& r, Numbers n, int lane) {
 #pragma unroll
         for (int i = 0; i < EDGE; ++i)
-            edge[i].settle(r.begin, n, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
+            edge[i].make_scores(r.begin, n, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
     }
 
-    // The largest of what is held, and m.
+    // The largest of m and the elements that the lane holds.
     __device__ inline ACC peak(ACC m = -INF) const {
-        if constexpr (GRADIENT && !ZERO) return m;
+        if constexpr (!USES_MAXIMUM) return m;
         if constexpr (sizeof(X) == 2 && !FUSED && !GRADIENT && CHUNKS) {
-            // Two 16-bit numbers an instruction.
+            // One instruction compares two pairs of 16-bit numbers.
             unsigned pairs = reinterpret_cast<const unsigned&>(body[0].x.at[0]);
 #pragma unroll
             for (int i = 0; i < CHUNKS; ++i)
@@ -76,23 +78,24 @@ struct Slice {
         return m;
     }
 
-    // What the row's l is the sum of: of a chunk as a tree, and where EXACT, of chunks in float64.
-    __device__ inline SUM sum(ACC m) {
+    // The sums of the lane's elements, relative to m: within a chunk as a tree, over chunks in the type of a sum.
+    __device__ inline Sums<SUM> sum(ACC m) {
         const Shift s = shift(m);
         m_own = m;
-        SUM l = 0;
+        Sums<SUM> sums{};
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) l += sum(body[i], s);
+        for (int i = 0; i < CHUNKS; ++i) sums += sum(body[i], s);
 #pragma unroll
-        for (int i = 0; i < EDGE; ++i) l += sum(edge[i], s);
-        return l;
+        for (int i = 0; i < EDGE; ++i) sums += sum(edge[i], s);
+        return sums;
     }
-    template <int N> static __device__ inline auto sum(Held<N>& held, Shift s) {
-        decltype(ops::part(ACC(), ACC(), s)) parts[N];
+    template <int N> static __device__ inline Sums<ops::Summand> sum(RegisterChunk<N>& chunk, Shift s) {
+        Sums<ops::Summand> parts[N];
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-            parts[j] = ops::part(held.template a<false>(j), held.template b<false>(j), s);
-            if constexpr (KEEPS_TERMS) held.scores[j] = parts[j];
+            const ACC a = chunk.template a<false>(j), e = ops::weight(a, s);
+            parts[j] = ops::summands(a, chunk.template b<false>(j), e);
+            if constexpr (TERMS) chunk.scores[j] = e;
         }
 #pragma unroll
         for (int n = N / 2; n; n /= 2)
@@ -101,40 +104,43 @@ struct Slice {
         return parts[0];
     }
 
-    // What is the same along the row, for this slice.
-    __device__ inline ops::Term own(ops::Term t, ACC m) const {
-        if constexpr (KEEPS_TERMS) return ops::relative(t, m_own, m);
-        else return t;
+    // The row constants for this slice, whose kept terms are relative to its own maximum.
+    __device__ inline ops::RowConstants own_constants(ops::RowConstants r, ACC m) const {
+        if constexpr (TERMS) return ops::relative(r, m_own, m);
+        else return r;
     }
 
-    __device__ inline void finish(const Params& p, const Cursor& at, Numbers n, ops::Term t, int64 left) {
+    __device__ inline void write(const Params& p, const Cursor& at, Numbers n, ops::RowConstants r, int64 left) {
         const int end = within(left);
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)
-            if (i * STEP < end) write(p, at, n, t, body[i], i * STEP * VECTOR);
+            if (i * STEP < end) write(p, at, n, r, body[i], i * STEP * VECTOR);
     }
-    __device__ inline void finish_edges(const Params& p, const Row& r, Numbers n, ops::Term t, int lane) const {
+    __device__ inline void write_edges(const Params& p, const Row& row, Numbers n, ops::RowConstants r, int lane) const {
 #pragma unroll
         for (int i = 0; i < EDGE; ++i)
-            if (r.has_edge(lane + i * STEP)) write(p, r.begin, n, t, edge[i], r.edge(lane + i * STEP));
+            if (row.has_edge(lane + i * STEP)) write(p, row.begin, n, r, edge[i], row.edge(lane + i * STEP));
     }
 
     template <int N> static __device__ inline void write(
-        const Params& p, const Cursor& at, Numbers n, ops::Term t, const Held<N>& held, int64 offset) {
+        const Params& p, const Cursor& at, Numbers n, ops::RowConstants r, const RegisterChunk<N>& chunk,
+        int64 offset) {
         ACC y[N];
 #pragma unroll
         for (int i = 0; i < N; ++i)
-            y[i] = KEEPS_TERMS ? ops::finish_term(held.scores[i], t)
-                               : ops::finish(held.template a<true>(i), held.template b<true>(i), t);
-        if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD && (HAS_MASK || CAUSAL)) {
+            y[i] = TERMS ? ops::output_of_term(chunk.scores[i], r)
+                         : ops::output(chunk.template a<true>(i), chunk.template b<true>(i), r);
+        if constexpr (GRADIENT && (HAS_MASK || CAUSAL)) {
+            // A saved output shows no mask, so excluded elements get their zero gradient here.
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] = held.counts(at, offset, i) ? y[i] : 0;
+            for (int i = 0; i < N; ++i) y[i] = chunk.counts(at, offset, i) ? y[i] : 0;
         }
-        if constexpr ((GRADIENT || !REDUCES) && (SCALE != Scale::NONE || SOFTCAP)) {
+        if constexpr (BACKWARD && (SCALE != Scale::NONE || SOFTCAP)) {
             Chunk<LOGITS, N> x;
-            if constexpr (HAS_LOGITS) load_columns<LOGITS_WIDTH, Keep::NORMAL>(x, at.logits, offset, p.logits_place);
+            if constexpr (HAS_LOGITS)
+                load_columns<LOGITS_WIDTH, CachePolicy::NORMAL>(x, at.logits, offset, p.logits_place);
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] *= slope(HAS_LOGITS ? ACC(wide(x, i)) : 0, n);
+            for (int i = 0; i < N; ++i) y[i] *= score_slope(HAS_LOGITS ? ACC(wide(x, i)) : 0, n);
         }
         store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
     }

@@ -1,6 +1,7 @@
-"""The CUDA C++ of a plan: constants that make the kernel, ahead of the files that hold it.
+"""The CUDA C++ of a request: the constants that specialise a kernel, followed by the files that hold it.
 
-The constants are the kernel's bucket.  N is not among them: a kernel takes any row that fits its blocks.
+Requests with equal constants share one compiled kernel.  The number of columns is an argument of the kernel, not a
+constant, so a kernel takes every row that fits its blocks.
 """
 
 from __future__ import annotations
@@ -12,44 +13,65 @@ from ...core.operations import OPERATIONS
 from ...core.task import ITEMSIZE
 from ...planner.strategies.cuda import slice_tiles
 from ..request import Request
+from .params import ELEMENT_TENSORS, LOGITS, ROW_OUTPUTS, TENSORS, struct_text
 
-BESIDE = ("dy", "bias", "mask", "logits", "lse")
-"""Tensors that may be read beside x, in the order of the kernel's parameters."""
+FILES = ("state", "operands", "ops", "levels", "slice")
+"""Files that every kernel needs, in the order of inclusion."""
+
+STRATEGY_FILES = {"row": (), "cluster": ("peers",), "grid": ("async_copy", "team"), "looped": ()}
+"""Files that a strategy needs besides its own."""
+
+CPP_TYPES = {
+    "float32": "float", "float64": "double", "bool": "unsigned char",
+    "int64": "long long", "int32": "int", "int16": "short", "int8": "signed char", "uint8": "unsigned char",
+}  # fmt: skip
+"""C++ types of dtypes; float16 and bfloat16 are declared in numbers.cuh under these names."""
 
 
 @cache
 def text(name: str) -> str:
-    """One of the .cuh files, its lines counted in the compiler's messages under its own name."""
+    """One of the .cuh files; the compiler's messages give its name and its own line numbers."""
     return f'#line 1 "{name}"\n' + resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def source(request: Request) -> str:
-    """All of a kernel, self-contained."""
-    lines = [f"{kind} {name} = {value};" for kind, name, value in constants(request)]
+    """The whole source of a request's kernel; it includes no header."""
+    strategy = request.plan.strategy
+    names = (*FILES, *STRATEGY_FILES[strategy], strategy)
+    return text("numbers.cuh") + prologue(request) + "".join(text(f"{name}.cuh") for name in names)
+
+
+def prologue(request: Request) -> str:
+    """Enumerations, types, constants and parameters of a request's kernel."""
+    enums = [
+        "enum class Scale { NONE, NUMBER, TENSOR };",
+        f"enum class Op {{ {', '.join(OPERATIONS).upper()} }};",
+        f"enum class RowOutput {{ {', '.join(ROW_OUTPUTS).upper()} }};",
+    ]
     types = [f"using {name} = {kind};" for name, kind in types_of(request).items()]
-    enums = ["enum class Scale { NONE, NUMBER, TENSOR };", f"enum class Op {{ {', '.join(OPERATIONS).upper()} }};"]
-    prologue = '#line 1 "constants"\n' + "\n".join([*enums, *types, *("constexpr " + line for line in lines)]) + "\n"
-    strategy = [*(["team.cuh"] if request.plan.strategy == "grid" else []), f"{request.plan.strategy}.cuh"]
-    files = ["state.cuh", "operands.cuh", "ops.cuh", "levels.cuh", "slice.cuh", *strategy]
-    return text("numbers.cuh") + prologue + "".join(text(name) for name in files)
+    lines = [f"constexpr {kind} {name} = {value};" for kind, name, value in constants(request)]
+    return '#line 1 "constants"\n' + "\n".join([*enums, *types, *lines]) + "\n" + struct_text()
 
 
 def types_of(request: Request) -> dict[str, str]:
-    """Names of C++ types: of the elements of each tensor, of m, and of l."""
-    names = {"float32": "float", "float64": "double"}
-    kinds = {name: names.get(kind, kind) for name, kind in request.dtypes.items()}
-    accumulator = names[request.task.accumulator]
-    x = kinds["x"]
-    return {
-        "X": x, "Y": kinds["y"], "DY": kinds.get("dy", x), "BIAS": kinds.get("bias", x),
-        "LOGITS": kinds.get("logits", x), "LSE": kinds.get("lse", x), "SCALE_TENSOR": kinds.get("scale", x),
-        "ACC": accumulator,
-        "SUM": "Twofold" if accumulator == "double" else "double" if request.task.exact else "float",
-    }  # fmt: skip
+    """C++ types by name: of the elements of each tensor, of the maximum m (ACC) and of a sum (SUM)."""
+    kinds = {name: CPP_TYPES.get(kind, kind) for name, kind in request.dtypes.items()}
+    elements = {tensor.type: kinds.get(tensor.name, kinds["x"]) for tensor in TENSORS}
+    # A mask's element is a byte, and no tensor's type may depend on whether the tensor is given.
+    elements["MASK"] = "unsigned char"
+    accumulator = CPP_TYPES[request.task.accumulator]
+    return elements | {"ACC": accumulator, "SUM": _sum_type(request)}
+
+
+def _sum_type(request: Request) -> str:
+    """C++ type of a sum: wider than its summands where an output has 24 bits or more."""
+    if request.task.accumulator == "float64":
+        return "DoubleDouble"
+    return "double" if request.task.exact else "float"
 
 
 def vector(request: Request) -> int:
-    """Elements of a chunk: 16 bytes of x."""
+    """Number of elements in a chunk: 16 bytes of x."""
     return 16 // ITEMSIZE[request.dtypes["x"]]
 
 
@@ -59,19 +81,50 @@ def kernel_name(request: Request) -> str:
 
 
 def shared_memory(request: Request) -> int:
-    """Bytes of a block's dynamic shared memory: for the chunks of every input that its threads keep there."""
+    """Bytes of a block's dynamic shared memory: 16 for each chunk of each input that its threads keep there."""
     plan = request.plan
     return plan.threads.shared * 16 * 32 * plan.warps * request.operation.inputs
 
 
+def sums(request: Request) -> int:
+    """Number of sums that a state keeps; a state that is given instead of reduced keeps one number, too."""
+    return max(1, len(request.sums))
+
+
+def message_words(request: Request) -> int:
+    """64-bit words of the message by which one block of a team tells another its state.
+
+    m and the sums are packed two a word where all are float32; else m takes one word, and a sum one for each float64.
+    """
+    kind = _sum_type(request)
+    if kind == "float":
+        return (1 + sums(request) + 1) // 2
+    return 1 + sums(request) * (2 if kind == "DoubleDouble" else 1)
+
+
+def element_tensors(request: Request) -> set[str]:
+    """Names of the tensors that this kernel reads or writes element by element."""
+    task, operation = request.task, request.operation
+    names = {*operation.element_operands, "bias", "mask", LOGITS.name} & task.layout.sides.keys()
+    return names | {output.name for output in task.written if output.kind == "element"}
+
+
 def constants(request: Request) -> list[tuple[str, str, object]]:
-    """(type, name, value) of what is compiled into a kernel."""
-    plan, layout, operation = request.plan, request.layout, request.operation
-    beside, threads = request.task.beside, plan.threads
-    # A gradient that reads dy element by element, and sums over its row.
-    gradient = operation.inputs > 1
+    """(type, name, value) of everything that is compiled into a kernel."""
+    scale = "TENSOR" if "scale" in request.dtypes else "NUMBER" if request.has("scale") else "NONE"
+    return [
+        ("Op", "OP", f"Op::{request.operation.name.upper()}"),
+        ("Scale", "SCALE", f"Scale::{scale}"),
+        *(("bool", name, str(value).lower()) for name, value in _flags(request).items()),
+        *(("int", name, value) for name, value in _numbers(request).items()),
+    ]
+
+
+def _numbers(request: Request) -> dict[str, int]:
+    """Integer constants."""
+    plan, threads = request.plan, request.plan.threads
     numbers = {
-        "DIMS": len(layout.sizes),
+        "DIMS": len(request.layout.sizes),
         "VECTOR": vector(request),
         **{f"{name.upper()}_WIDTH": width for name, width in widths(request).items()},
         "THREADS": 32 * plan.warps,
@@ -79,53 +132,63 @@ def constants(request: Request) -> list[tuple[str, str, object]]:
         "LANES": threads.lanes,
         "CHUNKS": plan.block // (threads.lanes * vector(request)),
         "DEPTH": plan.blocks.depth,
+        "SUMS": sums(request),
+        "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),
+        "WORDS": message_words(request),
     }
+    # Position of each accumulator among the sums of a state; -1 where the state does not keep it.
+    kept = [one.name for one in request.sums]
+    for name in dict.fromkeys(one.name for operation in OPERATIONS.values() for one in operation.accumulators):
+        numbers[f"SUM_{name.upper()}"] = kept.index(name) if name in kept else -1
     if plan.strategy == "cluster":
         numbers["CLUSTER"] = plan.splits
-    flags: dict[str, bool] = {}
-    if plan.strategy == "grid":
-        tiles = slice_tiles(layout.cols // vector(request), plan.splits, threads.lanes)
-        flags = {"SHARED": threads.shared > 0, "STREAMED": tiles > numbers["CHUNKS"] + threads.shared}
-    flags |= {
-        "PER_ROW": not request.task.writes_elements,
-        "TERMS": threads.terms,
+    return numbers
+
+
+def _flags(request: Request) -> dict[str, bool]:
+    """Constants that are true or false."""
+    plan, task, operation = request.plan, request.task, request.operation
+    columns, moved = request.layout.cols, element_tensors(request)
+    flags = {
+        "WRITES_ELEMENTS": task.writes_elements,
+        "WRITES_ROWS": bool(task.row_outputs),
         "REDUCES": operation.reduces,
-        "GRADIENT": gradient,
-        "EXACT": request.task.exact,
+        # x is a saved output, dy lies beside it element by element, and no scores are made.
+        "GRADIENT": not operation.scores,
+        "BACKWARD": operation.backward,
+        "MULTIPLE_OF_TERM": operation.keeps_terms,
+        "TERMS": plan.threads.terms and operation.keeps_terms,
+        "EXACT": task.exact,
         "PEEL": plan.vector > 1,
-        "EDGES": plan.vector > 1 or layout.cols % vector(request) != 0,
-        "HAS_DY": gradient,
-        "HAS_BIAS": "bias" in beside,
-        "HAS_MASK": "mask" in beside,
-        "HAS_LOGITS": "logits" in beside,
-        "CAUSAL": request.task.diagonal is not None,
+        "EDGES": plan.vector > 1 or columns % vector(request) != 0,
+        "CAUSAL": task.diagonal is not None,
         "SOFTCAP": request.has("softcap"),
-        "ZERO": request.task.zero,
+        "ZERO": task.zero,
+        "FUSED": task.fused,
     }
-    scale = "TENSOR" if "scale" in request.dtypes else "NUMBER" if request.has("scale") else "NONE"
-    flags["FUSED"] = bool({"bias", "mask"} & beside) or flags["CAUSAL"] or flags["SOFTCAP"] or scale != "NONE"
-    return [
-        ("Op", "OP", f"Op::{request.operation.name.upper()}"),
-        ("Scale", "SCALE", f"Scale::{scale}"),
-        *(("bool", name, str(value).lower()) for name, value in flags.items()),
-        *(("int", name, value) for name, value in numbers.items()),
-    ]
+    flags |= {f"HAS_{name.upper()}": name in moved for name in ELEMENT_TENSORS}
+    flags |= {f"ROW_{name.upper()}": name in task.row_outputs for name in ROW_OUTPUTS}
+    if plan.strategy == "grid":
+        tiles = slice_tiles(columns // vector(request), plan.splits, plan.threads.lanes)
+        in_registers = plan.block // (plan.threads.lanes * vector(request))
+        shared = plan.threads.shared
+        flags |= {"SHARED": shared > 0, "STREAMED": tiles > in_registers + shared}
+    return flags
 
 
 def widths(request: Request) -> dict[str, int]:
     """Elements of each tensor that one instruction may move; 1 where they are not neighbours."""
-    layout, peel = request.layout, request.plan.vector > 1
-    sides = layout.sides
-    found = dict.fromkeys(("x", "y", "dy", "bias", "mask", "logits"), 1)
-    for name in found.keys() & sides.keys():
+    sides, peel = request.layout.sides, request.plan.vector > 1
+    found = dict.fromkeys(ELEMENT_TENSORS, 1)
+    for name in element_tensors(request):
         side = sides[name]
         size = 1 if name == "mask" else ITEMSIZE[request.dtypes[name]]
         if side.col != 1 or (name not in request.task.aligned and not (peel and name == "x")):
             continue
         widest = min(vector(request), 16 // size)
         if peel:
-            # Where the body begins on 16 bytes in x, it does here if rows begin alike.
-            found[name] = widest if side.congruent(layout.x) else 1
+            # Rows that begin alike in x and here have their bodies on 16 bytes in both.
+            found[name] = widest if side.congruent(request.layout.x) else 1
         else:
             found[name] = min(widest, side.unit)
     return found

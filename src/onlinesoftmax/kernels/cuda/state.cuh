@@ -1,37 +1,57 @@
-// The state (m, l) in CUDA: the recurrence, written once for this language.
+// The state of a slice of a row, and the recurrence that merges states: written once for CUDA.
 //
-// m = max(x), l = sum(exp(x - m)) of any slice of a row.  Lanes, warps, the blocks of a cluster and the blocks of
-// a grid all reduce with `rescale`, which is `merge` for any number of states, and nothing else.  The laws are the
-// table in tests/laws.py, shared with NumPy, torch, JAX and Triton.
+// A state is m = max(z) and one or more sums over the slice.  l = sum(exp(z - m)) and zl = sum(z * exp(z - m)) are
+// rescaled sums: a merge multiplies both by the same factor.  The dot product of a gradient is a plain sum: a merge
+// adds it.  Lanes, warps, blocks of a cluster and blocks of a grid all reduce with `rescale`, which is the part of
+// `merge` that works for any number of states.  tests/laws.py has the laws, for every language.
 //
-// EXACT is set where the output has 24 bits or more.  FOLDED, for a softmax of 16 bits: exp(x - m) is
-// 2^(x · log2(e) - s) with s = m · log2(e) rounded, in two instructions.  Its l is relative to that very s, so that
-// nothing is lost when states with other m merge, however large m is; its log would be.
+// EXACT is set where an output has 24 bits or more.  FOLDED, for 16-bit outputs that are multiples of a term:
+// exp(z - m) is 2^(z * log2(e) - s), where s is m * log2(e) rounded, in two instructions.  The sums are relative to
+// that rounded s, so merging states with different m loses nothing, however large m is.  `folding_error` gives the
+// difference, which a logarithm of l needs and a multiple of a term does not.
 
-constexpr bool FOLDED = !EXACT && OP == Op::SOFTMAX && sizeof(ACC) == sizeof(float);
+constexpr bool FOLDED = !EXACT && MULTIPLE_OF_TERM && sizeof(ACC) == sizeof(float);
+// Only gradients whose masked rows give zeros use m.
+constexpr bool USES_MAXIMUM = !GRADIENT || ZERO;
 
 constexpr float LOG2E = 1.4426950216293335f;        // the float32 nearest to log2(e)
-constexpr float LOG2E_LOW = 1.9259629911783e-08f;   // what it lacks
+constexpr float LOG2E_LOW = 1.9259629911783e-08f;   // log2(e) - LOG2E
 constexpr float LN2 = 0.6931471805599453f;
-constexpr float LN2_LOW = -1.9046543e-9f;            // what it lacks
+constexpr float LN2_LOW = -1.9046543e-9f;           // ln(2) - LN2
 
-struct State { ACC m; SUM l; };
+// The sums of a state; SUM_L, SUM_ZL and SUM_DOT are positions, -1 where a state does not keep that sum.
+template <class T> struct Sums { T of[SUMS]; };
 
-__device__ inline State identity() { return {-INF, 0}; }
+template <class T, class U> __device__ inline Sums<T>& operator+=(Sums<T>& a, const Sums<U>& b) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) a.of[i] += b.of[i];
+    return a;
+}
+template <class T> __device__ inline Sums<T> operator+(Sums<T> a, const Sums<T>& b) { return a += b; }
 
-// The bare instruction: results under 2^-126 are 0, which spares three more instructions an element.
+struct State {
+    ACC m;
+    Sums<SUM> sums;
+    // The first sum: l, or the dot product of a gradient, or the number that is given instead of a reduced state.
+    __device__ inline SUM first() const { return sums.of[0]; }
+};
+
+__device__ inline State identity() { return {-INF, {}}; }
+
+// The bare instruction: results under 2^-126 are 0, which saves three instructions an element.
 __device__ inline float exp2_approx(float x) {
     float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
 }
 
-// 2^±184 overflows and underflows as exp does, and the rest beside an infinite product would be NaN.  NaN stays.
+// Limits t to [-128, 128]: exp over- and underflows there as it should, and an infinite product has no NaN as its
+// rounding error.  NaN stays NaN.
 __device__ inline float clamp(float t) {
     asm("max.NaN.f32 %0, %0, 0fC3000000;\n\tmin.NaN.f32 %0, %0, 0f43000000;" : "+f"(t));
     return t;
 }
 
-// Exp of t, a difference of two scores: at most 0, or +inf, or NaN.  The argument p = t · log2(e), rounded, is off by up
-// to |t| / 2^24; EXACT returns that error as a factor of the result: exp(t) is 2^p · exp(rest), and rest is small.
+// exp(t) of a difference t of two scores: t <= 0, or +inf, or NaN.  The argument p = t * log2(e) is rounded, with an
+// error of up to |t| / 2^24.  EXACT multiplies the result by that error: exp(t) = 2^p * exp(rest), where rest is small.
 __device__ inline double exp_of(double t) { return exp(t); }
 __device__ inline float exp_of(float t) {
     if constexpr (!EXACT) return exp2_approx(t * LOG2E);
@@ -42,13 +62,13 @@ __device__ inline float exp_of(float t) {
     return __fmaf_rn(y, rest, y);
 }
 
-// The same where it scales the l of a whole slice, and its error would be in every term.  The hardware's exp2 is off
-// by -0.8 · 2^-24 on average; this keeps it for powers of two, where it has no error, and leaves the rest to a
-// polynomial, minimax in relative error, that is right to 1.4 · 2^-24.
+// exp(t) where it scales the sums of a whole slice, so that its error is in every term.  The hardware's exp2 has a mean
+// error of -0.8 * 2^-24, except for powers of two, where it has none.  This function uses exp2 for powers of two and a
+// polynomial for the rest: minimax in relative error, at most 1.4 * 2^-24.
 __device__ inline double scale_of(double t) { return exp(t); }
 __device__ inline float scale_of(float t) {
     t = clamp(t);
-    // Adding 1.5 · 2^23 rounds to an integer; f is what is left of t · log2(e), at most a half.
+    // Adding 1.5 * 2^23 rounds to an integer n; f = t * log2(e) - n is at most a half.
     const float n = __fadd_rn(__fmaf_rn(t, LOG2E, 12582912.0f), -12582912.0f);
     const float f = __fmaf_rn(t, LOG2E_LOW, __fmaf_rn(t, LOG2E, -n));
     float p = __fmaf_rn(f, 0.00015326471475418657f, 0.0013390807434916496f);
@@ -59,37 +79,43 @@ __device__ inline float scale_of(float t) {
     return __fmaf_rn(f, p, 1.0f) * exp2_approx(n);
 }
 
-// What is subtracted before exp: the finite number nearest to m.  An infinite m would give m - m = NaN; so shifted, a
-// slice of nothing but -inf has l = 0, and one with +inf has l = inf, which is what their logsumexp needs.
+// The finite number nearest to m.  An infinite m would give m - m = NaN.  With a finite one, a slice of only -inf has
+// l = 0 and a slice with +inf has l = inf; both give the right logsumexp.
 __device__ inline float finite(float m) { return fminf(fmaxf(m, -3.4028234663852886e38f), 3.4028234663852886e38f); }
 __device__ inline double finite(double m) {
     return fmin(fmax(m, -1.7976931348623157e308), 1.7976931348623157e308);
 }
 
-// A shift by m: exp(x - m) is `term(x, shift(m))`.
+// The shift of scores by m: `term(z, shift(m))` is exp(z - m).
 struct Shift {
     ACC m;        // finite
-    ACC factor;   // of x, where FOLDED
-    ACC amount;   // factor · m, rounded
+    ACC factor;   // FOLDED: multiplies z and m
+    ACC amount;   // FOLDED: factor * m, rounded
 };
 
 __device__ inline Shift shift(ACC m) {
     Shift s{finite(m), 1, 0};
     if constexpr (FOLDED) {
-        // m · log2(e) may overflow.  Numbers that large lie so far apart that all terms are 0 or 1, whatever the base.
+        // m * log2(e) may overflow.  Numbers that large lie so far apart that every term is 0 or 1 in any base.
         s.factor = fabs(s.m) < 2.3e38f ? LOG2E : 0x1p-64f;
-        // Rounded: the compiler would make one operation of it and the difference of two amounts.
+        // Rounded here: the compiler would contract the product and a difference of two amounts to one instruction.
         s.amount = __fmul_rn(s.m, s.factor);
     }
     return s;
 }
 
-__device__ inline ACC term(ACC x, Shift s) {
-    if constexpr (FOLDED) return exp2_approx(fmaf(x, s.factor, -s.amount));
-    else return exp_of(x - s.m);
+// Natural logarithm of the factor by which FOLDED sums are off, because the amount is rounded.
+__device__ inline ACC folding_error(Shift s) {
+    if constexpr (FOLDED) return fmaf(-s.m, s.factor, s.amount) * LN2;
+    else return 0;
 }
 
-// What turns an l relative to m_own into one relative to m, which is at least that.
+__device__ inline ACC term(ACC z, Shift s) {
+    if constexpr (FOLDED) return exp2_approx(fmaf(z, s.factor, -s.amount));
+    else return exp_of(z - s.m);
+}
+
+// The factor that turns sums relative to m_own into sums relative to m, where m >= m_own.
 __device__ inline ACC factor(ACC m_own, ACC m) {
     const Shift from = shift(m_own), to = shift(m);
     if constexpr (FOLDED) return exp2_approx(from.factor == to.factor ? from.amount - to.amount : m_own - to.m);
@@ -97,13 +123,18 @@ __device__ inline ACC factor(ACC m_own, ACC m) {
     else return exp_of(m_own - to.m);
 }
 
-// The l of a gradient is a plain sum, whatever its m says.
-__device__ inline SUM rescale(State a, ACC m) {
-    if constexpr (GRADIENT) return a.l;
-    else return a.l * factor(a.m, m);
+// The sums of a state relative to m, which is at least its own; plain sums stay as they are.
+__device__ inline Sums<SUM> rescale(State a, ACC m) {
+    if constexpr (RESCALED != 0) {
+        const ACC f = factor(a.m, m);
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i)
+            if (RESCALED >> i & 1) a.sums.of[i] = a.sums.of[i] * f;
+    }
+    return a.sums;
 }
 
-// The state of two slices laid end to end.
+// The state of two slices together.
 __device__ inline State merge(State a, State b) {
     const ACC m = fmax(a.m, b.m);
     return {m, rescale(a, m) + rescale(b, m)};

@@ -1,32 +1,54 @@
-// What the blocks of a team, which are resident together and hold a row, tell each other.
+// Messages between the blocks of a team, which are resident together and hold a row; for strategy `grid`.
 //
-// Every block has a mailbox with a message for every block of its team, EMPTY until that has written its state
-// there.  A state is its own message: no flag, no counter and no fence stands between write and read.  Who reads
-// a message empties it, so that all are empty when the kernel ends.  Rows take two slots in turn: a block writes to a
-// slot again when it has heard of the row between from everyone, and so all have read the row before.
+// Every block has a mailbox with a message for each block of its team, EMPTY until that block has written its state
+// there.  The state itself is the message: no flag, counter or fence stands between write and read.  The reader empties
+// a message, so all are empty when the kernel ends.  Rows use two slots in turn.  A block writes to a slot again only
+// after it has heard from every block about the row between, so by then every block has read the row before.
 
 constexpr uint64 EMPTY = ~uint64(0);
-// A float and its sum are one word; anything wider takes one for m, and one for each float64 of l.
-constexpr int WORDS = (sizeof(ACC) + sizeof(SUM)) / 8 + (sizeof(ACC) + sizeof(SUM)) % 8 / 4;
-struct Message { uint64 words[3]; };   // of which WORDS are sent
+// m and the sums are packed two a word where all are float32; else each float64, and m, takes a word.
+constexpr bool PACKED = sizeof(ACC) == 4 && sizeof(SUM) == 4;
+static_assert(WORDS == (PACKED ? (1 + SUMS + 1) / 2 : 1 + SUMS * int(sizeof(SUM) / 8)), "message_words in source.py");
+struct Message { uint64 words[WORDS]; };
 
-// Bits of a number, none of which are EMPTY: that is a NaN of no arithmetic's, but a caller's may be it.
+// Bits of a number, never EMPTY: those are a NaN that no arithmetic gives, but a caller's element may be that NaN.
 __device__ inline uint64 bits(float x) { return __float_as_uint(x != x ? NOT_A_NUMBER : x); }
 __device__ inline uint64 bits(double x) { return __double_as_longlong(x != x ? NOT_A_NUMBER : x); }
 
-__device__ inline Message message(float m, float l) { return {bits(m) | bits(l) << 32}; }
-__device__ inline Message message(float m, double l) { return {bits(m), bits(l)}; }
-__device__ inline Message message(double m, Twofold l) { return {bits(m), bits(l.high), bits(l.low)}; }
+__device__ inline void from_bits(uint64 word, float& x) { x = __uint_as_float(unsigned(word)); }
+__device__ inline void from_bits(uint64 word, double& x) { x = __longlong_as_double(word); }
 
-__device__ inline void read(Message from, float& m, float& l) {
-    m = __uint_as_float(unsigned(from.words[0])), l = __uint_as_float(unsigned(from.words[0] >> 32));
+__device__ inline void put_sum(Message& to, int i, float x) { to.words[(1 + i) / 2] |= bits(x) << ((1 + i) % 2 * 32); }
+__device__ inline void put_sum(Message& to, int i, double x) { to.words[1 + i] = bits(x); }
+__device__ inline void put_sum(Message& to, int i, DoubleDouble x) {
+    to.words[1 + 2 * i] = bits(x.high), to.words[2 + 2 * i] = bits(x.low);
 }
-__device__ inline void read(Message from, float& m, double& l) {
-    m = __uint_as_float(unsigned(from.words[0])), l = __longlong_as_double(from.words[1]);
+__device__ inline void get_sum(const Message& from, int i, float& x) {
+    from_bits(from.words[(1 + i) / 2] >> ((1 + i) % 2 * 32), x);
 }
-__device__ inline void read(Message from, double& m, Twofold& l) {
-    m = __longlong_as_double(from.words[0]);
-    l = {__longlong_as_double(from.words[1]), __longlong_as_double(from.words[2])};
+__device__ inline void get_sum(const Message& from, int i, double& x) { from_bits(from.words[1 + i], x); }
+__device__ inline void get_sum(const Message& from, int i, DoubleDouble& x) {
+    from_bits(from.words[1 + 2 * i], x.high), from_bits(from.words[2 + 2 * i], x.low);
+}
+
+__device__ inline Message message(const State& state) {
+    Message to{{bits(state.m)}};
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) put_sum(to, i, state.sums.of[i]);
+    return to;
+}
+__device__ inline State read(const Message& from) {
+    State state;
+    from_bits(from.words[0], state.m);
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) get_sum(from, i, state.sums.of[i]);
+    return state;
+}
+__device__ inline Message empty_message() {
+    Message message;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) message.words[i] = EMPTY;
+    return message;
 }
 
 __device__ inline void put(uint64* box, Message message) {
@@ -48,14 +70,14 @@ __device__ inline bool has_come(Message message) {
     return come;
 }
 
-// The team blockIdx.x, of gridDim.x, takes every gridDim.x-th row from there on.
+// Team blockIdx.x, of gridDim.x teams, owns every gridDim.x-th row from its own number on.
 struct Team {
     int size, rank;
     uint64* boxes;   // of two slots, of all its blocks
 
     __device__ inline Team(const Params& p) : size(gridDim.y), rank(blockIdx.y) {
         boxes = p.mail + int64(blockIdx.x) * (2 * size * size * WORDS);
-        // Between two launches they may leave L2.
+        // Between two launches the mailboxes may leave L2.
         for (int slot = 0; REDUCES && size > 1 && slot < 2; ++slot)
             for (int from = threadIdx.x; from < size; from += THREADS)
                 asm volatile("prefetch.global.L2 [%0];" :: "l"(box(slot, rank, from)));
@@ -65,23 +87,21 @@ struct Team {
         return boxes + ((slot * size + to) * size + from) * WORDS;
     }
 
-    // The state of all blocks' states, from that of each.
-    __device__ inline State merge(State a, int slot, State* room) const {
-        for (int to = threadIdx.x; to < size; to += THREADS) put(box(slot, to, rank), message(a.m, a.l));
+    // Sends this block's state to every block of the team, and merges the states of all of them.
+    __device__ inline State merge(State a, int slot, State* exchange) const {
+        for (int to = threadIdx.x; to < size; to += THREADS) put(box(slot, to, rank), message(a));
         a = identity();
         for (int from = threadIdx.x; from < size; from += THREADS) {
             uint64* const mine = box(slot, rank, from);
             Message found;
             do found = look(mine); while (!has_come(found));
-            put(mine, {{EMPTY, EMPTY, EMPTY}});
-            State b;
-            read(found, b.m, b.l);
-            a = ::merge(a, b);
+            put(mine, empty_message());
+            a = ::merge(a, read(found));
         }
-        return merge_warps<THREADS / 32>(merge_lanes<32>(a), room);
+        return merge_warps<THREADS / 32>(merge_lanes<32>(a), exchange);
     }
 
-    // Before anyone hears of the next row, what was emptied must be empty.
+    // Emptied messages must be visible as empty before another block hears of the next row.
     __device__ inline void finish_row() const {
         if (threadIdx.x < size) __threadfence();
     }

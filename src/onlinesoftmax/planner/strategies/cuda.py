@@ -14,6 +14,8 @@ from typing import Any
 from ...core.device import Device
 from ...core.problem import Problem
 from ..proposal import Blocks, Proposal, Threads, Traffic, no_gpu, reads, unaligned
+from ..quality import quality
+from ..variant import Variant
 
 HELD_REGISTERS = 64
 """Registers of a thread for what it holds of a row, at most."""
@@ -88,10 +90,10 @@ def _resident(problem: Problem, threads: int, chunks: int, terms: bool, device: 
 _THREADS = {field.name for field in fields(Threads)}
 
 
-def _proposal(problem: Problem, strategy: str, reason: str, variant: str, **blocks: Any) -> Proposal:
+def _proposal(problem: Problem, strategy: str, reason: str, variant: Variant, **blocks: Any) -> Proposal:
     """A proposal of these blocks and threads, by the names of their attributes; `reads` may be among them."""
     peeled = peels(problem)
-    traffic = Traffic(blocks.pop("reads", 1), quality=0.97)
+    traffic = Traffic(blocks.pop("reads", 1), quality=quality("cuda", strategy))
     threads = Threads(**{name: blocks.pop(name) for name in _THREADS & blocks.keys()})
     kept = Blocks(**blocks, vector=problem.vector if peeled else 1)
     return Proposal("cuda", strategy, reason + unaligned(peeled), kept, threads, traffic, variant)
@@ -122,7 +124,7 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
                 problem, "row", reason, programs=-(-problem.rows // rows), block=held * lanes * problem.vector,
                 rows_per_program=rows, depth=depth, warps=threads // 32, lanes=lanes, terms=terms,
                 resident=_resident(problem, threads, held * depth, terms, device),
-                variant=f"{lanes} of {threads}, depth {depth}{', terms' if terms else ''}",
+                variant=Variant(threads=threads, lanes=lanes, depth=depth, terms=terms),
             )
         )  # fmt: skip
     found = [proposal for proposal in found if proposal.programs <= MOST_BLOCKS]
@@ -170,7 +172,7 @@ def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
             _proposal(
                 problem, "cluster", reason, programs=problem.rows * blocks, block=held * threads * problem.vector,
                 warps=threads // 32, lanes=threads, splits=blocks, terms=terms, resident=resident,
-                variant=f"{blocks} x {threads}{', terms' if terms else ''}",
+                variant=Variant(threads=threads, blocks=blocks, terms=terms),
             )
         )  # fmt: skip
     # The same, and two to four chunks a thread.
@@ -247,7 +249,7 @@ def _teams(
                 problem, "grid", reason, programs=min(problem.rows, blocks // team) * team,
                 block=min(held, tiles) * threads * problem.vector, warps=threads // 32, lanes=threads, splits=team,
                 shared=shared, resident=resident, depth=min(held, 4), terms=_terms(problem)[-1],
-                variant=f"{threads} x {held}{' and shared' if with_shared else ''}, {word}",
+                variant=Variant(threads=threads, chunks=held, shared=with_shared, team=word),
                 reads=reads(problem) if streamed else 1,
             )
         )  # fmt: skip
@@ -274,7 +276,7 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
             _proposal(
                 problem, "looped", reason, programs=problem.rows, block=held * threads * problem.vector,
                 warps=threads // 32, lanes=threads, resident=resident, reads=reads(problem),
-                variant=f"{threads} x {held}",
+                variant=Variant(threads=threads, chunks=held),
             )
         )  # fmt: skip
     return list(dict.fromkeys(found))

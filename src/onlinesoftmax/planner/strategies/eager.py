@@ -1,27 +1,28 @@
-"""What the framework's own operations propose."""
+"""Proposals of the framework's own operations."""
 
 from __future__ import annotations
 
 from ...core.device import Device
 from ...core.problem import Problem
 from ..proposal import Blocks, Proposal, Traffic
+from ..quality import quality
 
 LONGEST_IN_FLIGHT = 8192
 """Elements of a row that PyTorch's kernel for long rows keeps in flight, about."""
 
 
-def pytorch(problem: Problem, device: Device) -> Proposal | str:
-    """PyTorch's own operations: on a GPU they have one kernel for a forward operation on logits, and none else."""
+def pytorch(problem: Problem, device: Device) -> list[Proposal] | str:
+    """PyTorch's own operations: on a GPU, one kernel for a forward operation on plain logits with one output."""
     forward_alone = not problem.declaration.backward and not problem.extra.fused and len(problem.written) == 1
     if device.kind == "cuda" and not forward_alone:
-        return "PyTorch's own operations have no kernel for this"
+        return "PyTorch's own operations have no kernel for a gradient, a score option, or several outputs"
     return framework(problem, device)
 
 
-def framework(problem: Problem, device: Device) -> Proposal:
+def framework(problem: Problem, device: Device) -> list[Proposal]:
     """The framework's own operations."""
     reason = "the framework's own operations run everywhere"
     if device.kind != "cuda":
         reason += f", and {device.name} has no kernels of ours"
     blocks = Blocks(problem.rows, max(1, min(problem.cols, LONGEST_IN_FLIGHT)))
-    return Proposal("eager", "row", reason, blocks, traffic=Traffic(quality=0.45))
+    return [Proposal("eager", "row", reason, blocks, traffic=Traffic(quality=quality("eager", "row")))]

@@ -1,212 +1,251 @@
-"""What the Pallas strategies propose: tiles whose sides are powers of two, masked where rows end before."""
+"""Proposals of the Pallas strategies: for a problem, all blocks that are worth measuring, likeliest first.
+
+The sides of a tile that goes through Triton are powers of two, masked where rows end before; blocks of `cluster`,
+which go through Mosaic, hold slices of any whole number of 16 bytes.
+"""
 
 from __future__ import annotations
+
+import itertools
 
 from ...core.device import Device
 from ...core.problem import Problem
 from ..proposal import Blocks, Proposal, Traffic, clamp, no_gpu, power_of_two, reads, unaligned, words_of
+from ..quality import quality
+from ..variant import Variant
 
 REGISTER_ELEMENTS = 32
 """Elements of a row that a thread of `row` holds, as a rule."""
 
 SHORT = 512
-"""Columns of rows that share a program of `row`, at most, and the elements of all of them there, as a rule."""
+"""Columns of rows that share a program of `row`, at most: 16 for each thread of a warp."""
 
-PADDED = {8: 0, 4: 96, 2: SHORT}
-"""Columns from which on a short row is best padded to a power of two, by the bytes of an element of all inputs.
-
-Below it is padded less, to a sum of two, each of which has a reduction of its own.  Where memory is waited for, columns
-that are not there cost little; where instructions are, as much as others.
-"""
-
-WARP_ELEMENTS, WARP_BYTES = 3072, 24 << 10
-"""What one warp holds of a row, and of all inputs: more of it leaves the registers."""
+WARP_ELEMENTS, WARP_REGISTERS = 96, 192
+"""Elements of a row and 32-bit registers of all inputs that a thread holds at most, of 255 registers that it has."""
 
 TILE_BYTES = 16 << 10
-"""Bytes of a tile that is streamed, of one input, at most."""
+"""Bytes of a tile that is streamed, of one input, as a rule: four 16-byte loads for each of 256 threads."""
 
 THREAD_BYTES = 64
-"""Bytes of it that a thread holds."""
+"""Bytes of a tile that a thread holds: four 16-byte loads in flight."""
 
 CLUSTER_THREADS = 128
 """Threads of a block of `cluster`: a warpgroup."""
 
 ROW_BYTES = 24 << 10
-"""Most bytes of an input that one block of `cluster` holds, where several could."""
+"""Most bytes of an input that one block of `cluster` holds where several could: seven blocks share a multiprocessor."""
 
 SLICE_BYTES = 50 << 10
 """Bytes of all inputs that one of several blocks holds, if it can be: four such blocks share a multiprocessor."""
 
 OTHER_BYTES = 7 << 10
-"""Shared memory of a block beside its slices: states, barriers, and what reductions take."""
+"""Shared memory of a block beside its slices: states, barriers, and the scratch memory of reductions."""
+
+MEET_BYTES = 1 << 10
+"""Bytes that a block's share of the bandwidth moves in the eighth of a microsecond in which the blocks of a cluster
+exchange their states: a device of 4000 GB/s with four blocks on each of 132 multiprocessors."""
 
 MOST_SPLITS = 2048
 """Programs that share a row of `split`: each of them merges the states of all."""
 
-LARGEST = (1 << 31) - MOST_SPLITS * TILE_BYTES // 2
-"""What the 32-bit indices of a kernel count, with what it rounds up to: rows, columns, all elements of ragged rows."""
-
-
-def _warps(elements: int) -> int:
-    """Warps for so many elements: 32 a thread, which were the fastest on an H200."""
-    return clamp(elements // (32 * REGISTER_ELEMENTS), 1, 32)
+LARGEST = (1 << 31) - MOST_SPLITS * TILE_BYTES
+"""The largest number that the 32-bit indices of a kernel may stand for, with room for the last tile to end beyond:
+rows, columns, and all elements of unaligned rows."""
 
 
 def _plain(problem: Problem) -> bool:
-    """Whether logits are taken as they are, and not of 64 bits."""
+    """True where logits are taken as they are, and have 32 bits at most."""
     return problem.itemsize < 8 and not problem.extra.fused
 
 
 def _bound(problem: Problem) -> bool:
-    """Whether instructions are waited for, not memory: exponentials of 16 bits."""
+    """True where instructions, not memory, limit the speed: exponentials of 16-bit elements."""
     return problem.itemsize == 2 and problem.inputs == 1
 
 
 def _body(problem: Problem) -> tuple[int, int]:
-    """(elements of 16 bytes, columns in them) if rows begin anywhere, so that Triton cuts them there, else (1, all)."""
+    """(elements of 16 bytes, columns in whole 16 bytes) where Triton splits unaligned rows, else (1, all columns)."""
     long = problem.peels and problem.cols >= SHORT
     vector = problem.vector if long and problem.rows * problem.cols <= LARGEST else 1
     return vector, problem.cols // vector * vector
 
 
-def _padded(cols: int) -> int:
-    """The least sum of at most two powers of two that holds the columns: those are the sides of Triton's tiles."""
+def _two_powers(cols: int) -> int:
+    """The least sum of at most two powers of two that holds the columns: each is the side of one tile."""
     whole, large = power_of_two(cols), power_of_two(cols + 1) // 2
     return whole if whole == large else min(whole, large + power_of_two(cols - large))
 
 
-def _short(problem: Problem) -> tuple[int, int]:
-    """(columns, rows) of a program for short rows, as they were the fastest on an H200."""
-    cols = problem.cols
-    whole = _plain(problem) and cols > PADDED[problem.itemsize * problem.inputs]
-    block = power_of_two(cols) if whole else _padded(cols)
-    # Where they are moved one by one, a thread holds less.
-    elements = SHORT if cols % problem.vector else max(SHORT, 32 * THREAD_BYTES // problem.itemsize)
-    if block == power_of_two(block):
-        rows = max(2, elements // block)
-    else:
-        # The smaller part of a row may be one column: 32 rows of it for 32 threads.
-        rows = power_of_two(-(-elements * 17 // (16 * block)))
-    return block, min(rows, power_of_two(max(problem.rows, 1)))
-
-
-def row(problem: Problem, device: Device) -> Proposal | str:
-    """Whole rows in registers."""
+def row(problem: Problem, device: Device) -> list[Proposal] | str:
+    """Whole rows in the registers of a program."""
     if refusal := no_gpu("Pallas", device):
         return refusal
-    (vector, body), words = _body(problem), words_of(problem)
-    block, rows = _short(problem) if problem.cols <= SHORT else (_padded(body), 1)
+    (_, body), words, short = _body(problem), words_of(problem), problem.cols <= SHORT
     most = 1024 * REGISTER_ELEMENTS // words
-    if block > most:
+    if _two_powers(body) > most:
         return (
-            f"a row of {problem.cols} columns, padded to {block}, does not fit the registers of one program: "
-            f"{most} {problem.dtype} elements do"
+            f"a row of {problem.cols} columns, padded to {_two_powers(body)}, does not fit the registers of one "
+            f"program: {most} {problem.dtype} elements do"
         )
+    # Where memory limits the speed, columns that are not there cost little, and one tile has one reduction.
+    padded = short and _plain(problem) and not _bound(problem)
+    # Elements that do not lie on 16 bytes are moved one by one, so a thread holds fewer of them.
+    tile = SHORT if problem.cols % problem.vector else max(SHORT, 32 * THREAD_BYTES // problem.itemsize)
+    tiles = sorted((SHORT, 2 * SHORT, 4 * SHORT), key=lambda n: abs(n - tile)) if short else [0]
+    pads = (padded, not padded) if short and power_of_two(body) != _two_powers(body) else (padded,)
+    # A warp alone waits for no other.
+    one_warp = _plain(problem) and _two_powers(body) <= 32 * WARP_ELEMENTS
+    one_warp = one_warp and _two_powers(body) * words <= 32 * WARP_REGISTERS
+    held = (WARP_ELEMENTS, REGISTER_ELEMENTS) if one_warp else (REGISTER_ELEMENTS, REGISTER_ELEMENTS // 2)
+    return [
+        _row(problem, tile, elements, pad)
+        for elements, pad, tile in itertools.product(held, pads, tiles)
+        if pad == pads[0] or elements == held[0]
+    ]
+
+
+def _row(problem: Problem, tile: int, elements: int, padded: bool) -> Proposal:
+    """Rows in tiles of at least `tile` elements, `elements` of them for each thread."""
+    vector, body = _body(problem)
+    block = power_of_two(body) if padded else _two_powers(body)
+    # A tile of one row would not share the instructions of its reduction.
+    rows = max(2, tile // block) if tile else 1
+    if tile and block != power_of_two(block):
+        # The smaller power of two of a row may be one column, with a whole warp for it: so rather more rows.
+        rows = power_of_two(-(-17 * tile // (16 * block)))
+    rows = min(rows, power_of_two(max(problem.rows, 1)))
+    # Every warp more adds the instructions of a reduction, so where they limit the speed, its number is rounded down.
+    held = rows * block if _bound(problem) else power_of_two(rows * block)
+    warps = power_of_two(clamp(held // (32 * elements), 1, 32) + 1) // 2
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
     reason += f"; {rows} rows share a program" if rows > 1 else unaligned(vector > 1)
-    # Every warp more adds the instructions of a reduction.
-    bound = _bound(problem)
-    if _plain(problem) and block <= WARP_ELEMENTS and block * problem.itemsize * problem.inputs <= WARP_BYTES:
-        # It waits for no other.
-        warps, quality = 1, 0.95
-    else:
-        warps = power_of_two(_warps(rows * block if bound else power_of_two(rows * block)) + 1) // 2
-        quality = (0.83 if bound else 0.88) if vector > 1 else (0.89 if bound else 0.94)
+    case = "one warp" if warps == 1 and _plain(problem) else "unaligned" if vector > 1 else ""
     return Proposal(
         "pallas", "row", reason, Blocks(-(-problem.rows // rows), block, rows, warps=warps, vector=vector),
-        traffic=Traffic(quality=quality),
+        traffic=Traffic(quality=quality("pallas", "row", case)),
+        variant=Variant(elements=elements, tile=tile, padded=padded),
     )  # fmt: skip
 
 
-def _tile(problem: Problem, columns: int) -> tuple[int, int]:
-    """(columns, warps) of a tile that is streamed, as they were the fastest on an H200."""
-    block = min(TILE_BYTES // problem.itemsize, power_of_two(columns))
-    return block, clamp(block * problem.itemsize // (32 * THREAD_BYTES), 1, 32)
+def _tiles(problem: Problem) -> list[tuple[int, int, Variant]]:
+    """(columns, warps, variant) of the tiles that `looped` and `split` may stream."""
+    found = []
+    for nbytes in (TILE_BYTES, TILE_BYTES // 2, 2 * TILE_BYTES):
+        tile = nbytes // problem.itemsize
+        block = min(tile, power_of_two(_body(problem)[1]))
+        warps = clamp(block * problem.itemsize // (32 * THREAD_BYTES), 1, 32)
+        found.append((block, warps, Variant(tile=tile)))
+    return found
 
 
-def looped(problem: Problem, device: Device) -> Proposal | str:
+def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     """One program streams one row."""
     if refusal := no_gpu("Pallas", device):
         return refusal
-    vector, body = _body(problem)
-    block, warps = _tile(problem, body)
+    vector, _ = _body(problem)
     reason = (
         f"one program streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
         f"{problem.rows} programs share the device{unaligned(vector > 1)}"
     )
-    return Proposal(
-        "pallas", "looped", reason, Blocks(problem.rows, block, warps=warps, vector=vector),
-        traffic=Traffic(reads(problem), quality=0.72),
-    )  # fmt: skip
+    traffic = Traffic(reads(problem), quality=quality("pallas", "looped"))
+    return [
+        Proposal(
+            "pallas", "looped", reason, Blocks(problem.rows, block, warps=warps, vector=vector), traffic=traffic,
+            variant=variant,
+        )
+        for block, warps, variant in _tiles(problem)
+    ]  # fmt: skip
 
 
-def _quality_of_slices(held: int, size: int, inputs: int, most: int) -> float:
-    """Measured on an H200, by the bytes that a block holds, of most.
-
-    Blocks that hold little spend their time meeting, or beginning; one that is alone on its multiprocessor, waiting.
-    """
-    if held > most // 2:
-        return 0.7 if inputs > 1 else 0.38
-    if held > 64 << 10:
-        return 0.8
-    if size > 1:
-        return min(0.95, 0.4 + 0.036 * held / 1024)
-    return 0.95 if held >= 4 << 10 else 0.78
-
-
-def cluster(problem: Problem, device: Device) -> Proposal | str:
+def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
     """Rows in the shared memory of several blocks that read each other's states."""
-    if refusal := no_gpu("Pallas", device):
+    if refusal := no_gpu("Pallas", device) or _not_for_mosaic(problem, device):
         return refusal
+    vector, ragged = problem.vector, problem.cols % problem.vector != 0
+    tile, most = CLUSTER_THREADS * vector, device.shared_memory - OTHER_BYTES
+    span = (problem.cols + 2 * vector - 2) // vector * vector if ragged else problem.cols
+    found, first = [], None
+    for size in (1, 2, 4, 8, 16):
+        length = -(-span // (size * vector)) * vector
+        held = length * problem.inputs * problem.itemsize
+        if length < tile or held > most:
+            continue
+        found.append(_cluster(problem, device, size, length))
+        wanted = ROW_BYTES * problem.inputs if size == 1 else SLICE_BYTES
+        if first is None and (held <= wanted + (32 * problem.inputs if ragged else 0) or size == 16):
+            first = size
+    if not found:
+        if span < tile:
+            return f"a row of {problem.cols} columns is shorter than a tile of {tile}"
+        return f"a row of {problem.cols} columns takes more than the shared memory of 16 blocks, {most} bytes each"
+    # Beside the first, the nearest sizes.
+    found.sort(key=lambda c: abs(c.splits.bit_length() - (first or found[-1].splits).bit_length()))
+    return found[:3]
+
+
+def _not_for_mosaic(problem: Problem, device: Device) -> str | None:
+    """Why Mosaic kernels cannot run a problem; None where they can."""
     if device.compute_capability < (9, 0):
         return f"clusters of blocks need compute capability 9.0, and {device.name} has {device.arch}"
     if not _plain(problem):
         return "Mosaic kernels take logits as they are, of 16 and 32 bits"
-    vector, ragged = problem.vector, problem.cols % problem.vector != 0
     elements = problem.rows * problem.cols
-    if ragged and (elements % vector or elements > LARGEST):
-        beside = f"are {elements} in all" if elements > LARGEST else f"neither are all {problem.rows} of them"
-        return f"rows of {problem.cols} {problem.dtype} elements are not whole 16 bytes, and {beside}"
-    tile = CLUSTER_THREADS * vector
-    span = (problem.cols + 2 * vector - 2) // vector * vector if ragged else problem.cols
-    for size in (1, 2, 4, 8, 16):
-        length = -(-span // (size * vector)) * vector
-        held = length * problem.inputs * problem.itemsize
-        wanted = ROW_BYTES * problem.inputs if size == 1 else SLICE_BYTES
-        if held <= wanted + (32 * problem.inputs if ragged else 0):
-            break
-    if length < tile:
-        return f"a row of {problem.cols} columns is shorter than a tile of {tile}"
-    most = device.shared_memory - OTHER_BYTES
-    if held > most:
-        return f"a row of {problem.cols} columns takes more than the shared memory of 16 blocks, {most} bytes each"
+    if problem.cols % problem.vector and elements > LARGEST:
+        return f"rows of {problem.cols} {problem.dtype} elements are not whole 16 bytes, and are {elements} in all"
+    if problem.cols % problem.vector and elements % problem.vector:
+        return (
+            f"rows of {problem.cols} {problem.dtype} elements are not whole 16 bytes, and neither are all "
+            f"{problem.rows} of them"
+        )
+    return None
+
+
+def _cluster(problem: Problem, device: Device, size: int, length: int) -> Proposal:
+    """Rows in slices of `length` columns, one for each of `size` blocks."""
+    ragged = problem.cols % problem.vector != 0
     reason = f"{size} blocks hold" if size > 1 else "one block holds"
     reason += f" a row of {problem.cols} columns in shared memory, so it is read once{unaligned(ragged)}"
-    quality = _quality_of_slices(held, size, problem.inputs, most)
-    if ragged and size == 1 and _bound(problem):
-        # Its last tile takes as long as others, however little it adds to them.
-        quality = min(quality, problem.cols / (-(-length // tile) * tile))
     return Proposal(
         "pallas", "cluster", reason,
         Blocks(
-            problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size, vector=vector if ragged else 1
+            problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size,
+            vector=problem.vector if ragged else 1,
         ),
-        traffic=Traffic(quality=quality),
+        traffic=Traffic(quality=_quality_of_slices(problem, device, size, length)), variant=Variant(blocks=size),
     )  # fmt: skip
 
 
-def split(problem: Problem, device: Device) -> Proposal | str:
-    """Several programs a row, whose states a second launch merges."""
+def _quality_of_slices(problem: Problem, device: Device, size: int, length: int) -> float:
+    """Part of the bandwidth that slices of this length leave: blocks lose time while they meet, or last tiles end."""
+    held = length * problem.inputs * problem.itemsize
+    if held > (device.shared_memory - OTHER_BYTES) // 2:
+        return quality("pallas", "cluster", "alone, gradient" if problem.inputs > 1 else "alone")
+    part = quality("pallas", "cluster")
+    if size > 1:
+        return part * held / (held + MEET_BYTES)
+    if problem.cols % problem.vector and _bound(problem):
+        # The last tile takes as long as the others, however few new columns it has.
+        tile = CLUSTER_THREADS * problem.vector
+        part = min(part, problem.cols / (-(-length // tile) * tile))
+    return part * held / (held + MEET_BYTES // 4)
+
+
+def split(problem: Problem, device: Device) -> list[Proposal] | str:
+    """Several programs share a row, and a second launch merges their states."""
     if refusal := no_gpu("Pallas", device):
         return refusal
     vector, body = _body(problem)
-    block, warps = _tile(problem, body)
-    tiles = -(-body // block)
-    splits = clamp(-(-16 * device.multiprocessors // max(problem.rows, 1)), 1, min(tiles, MOST_SPLITS))
-    launches = int(problem.reduces) + 1
-    return Proposal(
-        "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a second launch merges "
-        f"their states{unaligned(vector > 1)}",
-        Blocks(problem.rows * splits, block, warps=warps, splits=splits, vector=vector),
-        traffic=Traffic(reads(problem), launches, 0.72),
-    )  # fmt: skip
+    found = []
+    for block, warps, variant in _tiles(problem):
+        # 16 programs a multiprocessor are its 2048 threads at 128 threads each.
+        wanted = -(-16 * device.multiprocessors // max(problem.rows, 1))
+        splits = clamp(wanted, 1, min(-(-body // block), MOST_SPLITS))
+        found.append(
+            Proposal(
+                "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a second launch "
+                f"merges their states{unaligned(vector > 1)}",
+                Blocks(problem.rows * splits, block, warps=warps, splits=splits, vector=vector),
+                traffic=Traffic(reads(problem), int(problem.reduces) + 1, quality("pallas", "split")), variant=variant,
+            )
+        )  # fmt: skip
+    return found

@@ -1,27 +1,52 @@
-"""What the Triton strategies propose.
+"""Proposals of the Triton strategies: for a problem, all blocks that are worth measuring, likeliest first.
 
-Every number here was chosen by a sweep on an H200 and is explained where it stands.
+The sides of a Triton tile are powers of two.  The first proposal follows from the registers that a program needs and
+the bytes that it keeps in flight; `onlinesoftmax tune` measures which proposal is the fastest.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
 from ...core.device import Device
 from ...core.problem import Problem
 from ..proposal import Blocks, Proposal, Traffic, clamp, no_gpu, power_of_two, reads, unaligned, words_of
+from ..quality import quality
+from ..variant import Variant
 
 REGISTER_ELEMENTS = 64
-"""32-bit elements of a row that one thread keeps in registers beside what it works with."""
+"""32-bit words of a row that one thread keeps in registers, at most, beside its other values."""
+
+WHOLE = 32768
+"""32-bit words of a tile that fill the registers of a multiprocessor, which has 65536 for all values."""
+
+STAGES = 3
+"""Rows in flight in a persistent program: one is reduced, one is loaded, and one waits."""
+
+LANE_ELEMENTS = 8
+"""Neighbouring elements of a thread in a streamed tile: one 16-byte load of 16-bit elements."""
 
 MERGE_FAN = 4096
-"""States that one program of `split` merges: 32 a thread."""
+"""States that one program of `split` merges: 32 for each of its 128 threads."""
 
 
-def triton_row(problem: Problem, device: Device) -> Proposal | str:
-    """Whole rows in registers."""
+def _nearest(found: Iterable[tuple[int, ...]], first: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Choices of numbers without repetition, those nearest to the first ahead, numbers compared by their logarithms."""
+
+    def distance(choice: tuple[int, ...]) -> float:
+        return sum(abs(math.log2((a or 1) / (b or 1))) for a, b in zip(choice, first, strict=True))
+
+    return sorted(dict.fromkeys([first, *found]), key=distance)
+
+
+def row(problem: Problem, device: Device) -> list[Proposal] | str:
+    """Whole rows in the registers of a program."""
     if refusal := no_gpu("Triton", device):
         return refusal
-    peeled = problem.peels
-    block = power_of_two(problem.cols // problem.vector * problem.vector if peeled else problem.cols)
+    block = power_of_two(problem.cols // problem.vector * problem.vector if problem.peels else problem.cols)
     words = words_of(problem)
     most = 1024 * REGISTER_ELEMENTS // words
     if block > most:
@@ -29,128 +54,157 @@ def triton_row(problem: Problem, device: Device) -> Proposal | str:
             f"a row of {problem.cols} columns, padded to {block}, does not fit the registers of one program: "
             f"{most} {problem.dtype} elements do"
         )
-    rows, warps = _tile_of_rows(problem, block, peeled)
-    programs, stages, quality = -(-problem.rows // rows), 0, 0.97
-    full = rows * block * words >= 32768
-    if full:
-        warps, stages, quality = _whole_multiprocessor(problem, device, block, peeled)
-        programs = device.multiprocessors if stages else programs
+    if block * words >= WHOLE:
+        return _whole_multiprocessor(problem, device, block)
+    # A program that writes one number per row has only loads to wait for, so it takes twice the elements.
+    light = not problem.writes_elements and problem.itemsize == 2
+    # 16 elements of 16 bits a thread are two 16-byte loads in flight.  Short rows of wider elements, long unaligned
+    # rows, and rows that give one number wait for reductions across threads, so fewer threads take 32 elements each.
+    busy = block * problem.itemsize > 512 if problem.peels else problem.itemsize > 2 and block <= 2048
+    first = (64 if light else 32 if busy or not problem.writes_elements else 16, 2048 if light else 1024)
+    if block * words >= WHOLE // 2 and (problem.peels or problem.itemsize == 2):
+        # Two programs of 8 warps fit the registers, each thread with 64 elements.
+        first = (64, first[1])
+    choices = _nearest(itertools.product((16, 32, 64), (512, 1024, 2048)), first)
+    return [_row(problem, block, elements, tile) for elements, tile in choices]
+
+
+def _row(problem: Problem, block: int, elements: int, tile: int) -> Proposal:
+    """Rows of `block` columns in tiles of at least `tile` elements, `elements` of them for each thread."""
+    rows = max(1, tile // block)
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
     if rows > 1:
         reason += f"; {rows} rows share a program"
-    if stages:
-        reason += f"; {stages} rows are in flight on each multiprocessor"
-    elif full:
-        reason += ", but it fills the registers of a multiprocessor, so that no other row loads meanwhile"
+    warps = clamp(rows * block * words_of(problem) // (32 * elements), 1, 16)
     return Proposal(
-        "triton", "row", reason + unaligned(peeled),
-        Blocks(programs, block, rows, warps=warps, stages=stages, vector=problem.vector if peeled else 1),
-        traffic=Traffic(quality=quality),
+        "triton", "row", reason + unaligned(problem.peels),
+        Blocks(-(-problem.rows // rows), block, rows, warps=warps, vector=problem.vector if problem.peels else 1),
+        traffic=Traffic(quality=quality("triton", "row")), variant=Variant(elements=elements, tile=tile),
     )  # fmt: skip
 
 
-def _tile_of_rows(problem: Problem, block: int, peeled: bool) -> tuple[int, int]:
-    """(rows, warps) of a program of `row` that leaves its multiprocessor room for others."""
-    # A smaller tile would spend its time in being scheduled; where nothing but a number is written, more so.
-    light = not problem.writes_elements and problem.itemsize == 2
-    tile = 2048 if light else 1024
-    # 16-bit elements: 16 a thread, two 16-byte loads in flight and registers for full occupancy.
-    # Exact float32, and long cut rows, want fewer and busier threads: 32 elements each, or 64.
-    long = block * problem.itemsize > 512
-    busy = (long if peeled else problem.itemsize > 2 and block < 4096) or not problem.writes_elements
-    if not peeled and block > problem.cols and 64 < block <= 256 and problem.writes_elements:
-        # Lanes past the row's end load nothing, so a tile needs more of them, or more tiles a multiprocessor.
-        busy, tile = True, 2048 if block == 128 else 512 if problem.itemsize > 2 else 1024
-    rows = max(1, tile // block)
-    elements = rows * block * words_of(problem)
-    if elements == 16384 and (peeled or problem.itemsize == 2):
-        # Fewer, busier threads: more blocks stay resident.
-        return rows, 8
-    if (problem.extra.bias_bytes or problem.extra.masked) and problem.itemsize == 4 and elements in (4096, 16384):
-        # What is loaded beside the row waits in registers: of more threads, or of fewer that have more.
-        return rows, 16 if elements == 4096 else 8
-    return rows, clamp(elements // (2048 if light else 1024 if busy else 512), 1, 16)
+def _whole_multiprocessor(problem: Problem, device: Device, block: int) -> list[Proposal]:
+    """Rows that fill the registers of a multiprocessor: no other row loads meanwhile, but its own next ones may."""
+    words = block * words_of(problem)
+    in_flight = STAGES * block * (problem.itemsize * problem.inputs + problem.extra.bias_bytes)
+    # Loads ahead go through shared memory, which takes no unaligned or strided rows.
+    ahead = in_flight <= device.shared_memory and not problem.peels and problem.contiguous
+    ahead = ahead and problem.rows > device.multiprocessors
+    # With 1024 threads a thread has 64 registers in all; a gradient's two tensors, and a head and a tail, need more.
+    first = (words // (512 if problem.inputs > 1 or problem.peels else 1024), STAGES if ahead else 0)
+    choices = _nearest(itertools.product((32, 64, 128), (STAGES, 0) if ahead else (0,)), first)
+    reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
+    found = []
+    for elements, stages in choices:
+        if stages:
+            more = f"; {stages} rows are in flight on each multiprocessor"
+        else:
+            more = ", but it fills the registers of a multiprocessor, so no other row loads meanwhile"
+        case = _alone(problem, words, stages)
+        found.append(
+            Proposal(
+                "triton", "row", reason + more + unaligned(problem.peels),
+                Blocks(
+                    device.multiprocessors if stages else problem.rows, block, 1, stages=stages,
+                    warps=clamp(words // (32 * elements), 8, 32), vector=problem.vector if problem.peels else 1,
+                ),
+                traffic=Traffic(quality=quality("triton", "row", case)),
+                variant=Variant(elements=elements, stages=stages),
+            )
+        )  # fmt: skip
+    return found
 
 
-def _whole_multiprocessor(problem: Problem, device: Device, block: int, peeled: bool) -> tuple[int, int, float]:
-    """(warps, stages, quality) of a program of `row` whose row fills the registers of a multiprocessor."""
-    two_byte, gradient = problem.itemsize == 2, problem.inputs > 1
-    elements = block * words_of(problem)
-    # Of a gradient, 16 warps leave each thread the registers for both tensors; 8, those for a bias.
-    warps = 16 if (peeled and elements == 32768) or gradient else 32
-    warps = 8 if problem.extra.bias_bytes and problem.itemsize == 4 else warps
-    quality = 0.5 if elements > 32768 else 0.65 if not problem.writes_elements else 0.88
-    quality = 0.95 if gradient and two_byte else quality
-    quality = min(quality, 0.7) if peeled and two_byte else quality
-    # Nothing else loads while it reduces: let it prefetch its own next rows, where three of them fit shared memory.
-    fits = 3 * block * (problem.itemsize * problem.inputs + problem.extra.bias_bytes) <= device.shared_memory
-    stages = 3 if fits and not peeled and problem.contiguous and problem.rows > device.multiprocessors else 0
-    return warps, stages, quality
+def _alone(problem: Problem, words: int, stages: int) -> str:
+    """The case of `quality` for a program that is alone on its multiprocessor."""
+    if not problem.writes_elements:
+        return "alone, row results"
+    if stages:
+        return ""
+    if problem.peels and problem.itemsize == 2:
+        return "alone, unaligned"
+    if problem.inputs > 1 and problem.itemsize == 2:
+        return "alone, gradient"
+    return "spilled" if words > WHOLE else "alone"
 
 
-def triton_looped(problem: Problem, device: Device) -> Proposal | str:
+def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     """One program streams one row."""
     if refusal := no_gpu("Triton", device):
         return refusal
-    peeled, wide = problem.peels, problem.itemsize > 2
-    # 8 elements of a lane side by side are one 16-byte load of 16-bit data.
-    depth, lanes, warps = 4, 4096, 16
-    if problem.inputs > 1:
-        # A gradient's sums need no rescaling to share.  With twice the bytes of a row to come back to, one
-        # program a multiprocessor keeps the most of them in L2.
-        depth, lanes, warps = (2, 8192, 16) if wide else (1 if problem.cols <= 32768 else 2, 8192, 32)
-    elif peeled:
-        lanes, warps = 2048, 16 if wide else 8
-    elif problem.cols > 65536 and problem.writes_elements:
-        lanes, warps = 8192, 32
-    if problem.extra.masked:
-        # Triton moves a mask of several rows of lanes through shared memory, and takes five times as long.
-        depth, lanes, warps = 1, 8192, 32 if wide else 16
-    lanes = clamp(power_of_two(problem.cols) // depth, 32, lanes // 2 if problem.itemsize == 8 else lanes)
-    warps = clamp(lanes // 128, 1, warps)
-    return Proposal(
-        "triton", "looped",
+    # Columns of a lane share one rescaling of its sum.  A gradient holds two tensors, so half of them.
+    # Triton moves a mask of several columns of a lane through shared memory, which takes five times as long.
+    depth = 1 if problem.extra.masked else 4 // problem.inputs
+    # Large programs leave few rows in flight, so that L2 still holds a row when it is read again.  An unaligned row has
+    # a head and a tail to wait for, so there more and smaller programs take turns.
+    again = problem.writes_elements and (problem.cols > 65536 or problem.inputs > 1)
+    lanes = 2048 if problem.peels and problem.inputs == 1 else 8192 if again or problem.extra.masked else 4096
+    # Neighbouring elements of a thread: one 16-byte load of 16-bit elements.  With 1024 threads a thread has 64
+    # registers, too few for two tensors of 32 bits; unaligned rows wait for loads, so more threads issue them.
+    wide = problem.itemsize > 2
+    elements = 16 if wide and problem.inputs > 1 else 4 if wide and problem.peels else LANE_ELEMENTS
+    choices = _nearest(itertools.product((depth,), (2048, 4096, 8192), (4, 8, 16)), (depth, lanes, elements))[:6]
+    widest = power_of_two(problem.cols) // depth
+    reason = (
         f"one program streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
-        f"{problem.rows} rows share the device" + unaligned(peeled),
-        Blocks(problem.rows, depth * lanes, depth=depth, warps=warps, vector=problem.vector if peeled else 1),
-        traffic=Traffic(reads(problem), quality=0.93 if problem.writes_elements else 0.69),
+        f"{problem.rows} rows share the device"
+    )
+    found = []
+    for _, wanted, elements in choices:
+        width = clamp(widest, 32, wanted // 2 if problem.itemsize == 8 else wanted)
+        warps = clamp(width // (32 * elements), 1, 32)
+        found.append(_streamed(problem, "looped", reason, Blocks(problem.rows, depth * width, depth=depth, warps=warps),
+            Variant(depth=depth, tile=depth * wanted, elements=elements), Traffic(reads(problem))))  # fmt: skip
+    return found
+
+
+def _streamed(
+    problem: Problem, strategy: str, reason: str, blocks: Blocks, variant: Variant, traffic: Traffic
+) -> Proposal:
+    """A proposal of tiles that are streamed."""
+    vector = problem.vector if problem.peels else 1
+    return Proposal(
+        "triton", strategy, reason + unaligned(problem.peels), replace(blocks, vector=vector),
+        traffic=replace(traffic, quality=quality("triton", strategy, "" if problem.writes_elements else "row results")),
+        variant=variant,
     )  # fmt: skip
 
 
-def triton_split(problem: Problem, device: Device) -> Proposal | str:
+def split(problem: Problem, device: Device) -> list[Proposal] | str:
     """Many programs share a row."""
     if refusal := no_gpu("Triton", device):
         return refusal
-    lanes, warps = 1024, 4
     # Small rows make small tiles, so that there is one for every multiprocessor.
-    depth = 4 if problem.itemsize == 8 or problem.cols < 16 * lanes * device.multiprocessors else 8
-    depth //= problem.inputs
+    small = problem.itemsize == 8 or problem.cols < 16384 * device.multiprocessors
+    first = ((4 if small else 8) // problem.inputs, 1024)
     if problem.extra.masked:
         # As in `looped`.
-        depth, lanes, warps = 1, 4096 // (problem.itemsize // 4 or 1), 8
-    tile = depth * lanes
+        first = (1, 4096 // (problem.itemsize // 4 or 1))
+    deep = (first[0],) if problem.extra.masked else (2, 4, 8)
+    choices = _nearest(itertools.product(deep, (first[1], 2 * first[1])), first)
+    return [_split(problem, device, depth, lanes) for depth, lanes in choices]
+
+
+def _split(problem: Problem, device: Device, depth: int, lanes: int) -> Proposal:
+    """Slices of a row in tiles of `depth` columns for each of `lanes` lanes."""
     # 32 programs a multiprocessor: enough to even out their ends, few enough to merge in one launch.
     wanted = max(1, 32 * device.multiprocessors // max(problem.rows, 1))
-    tiles = max(1, -(-problem.cols // tile))
+    tiles = max(1, -(-problem.cols // (depth * lanes)))
     splits = -(-tiles // -(-tiles // wanted))
     merges, count = 1, -(-splits // MERGE_FAN)
     while count > 1:
         merges, count = merges + 1, -(-count // MERGE_FAN)
-    return Proposal(
-        "triton", "split",
-        f"{splits} programs share each row; their states merge in {merges} launch{'es' if merges > 1 else ''}"
-        + unaligned(problem.peels)
-        if splits > 1
-        else "a row is no more than one program's slice, so that splitting it only adds launches",
-        Blocks(
-            problem.rows * splits, tile, depth=depth, warps=warps, splits=splits,
-            vector=problem.vector if problem.peels else 1,
-        ),
-        traffic=Traffic(reads(problem), (1 + merges) * problem.reduces + problem.writes_elements, 0.92),
-    )  # fmt: skip
+    reason = f"{splits} programs share each row; their states merge in {merges} launch{'es' if merges > 1 else ''}"
+    if splits == 1:
+        reason = "a row is no more than one program's slice, so that splitting it only adds launches"
+    launches = (1 + merges) * problem.reduces + problem.writes_elements
+    warps = lanes // (32 * LANE_ELEMENTS)
+    blocks = Blocks(problem.rows * splits, depth * lanes, depth=depth, warps=warps, splits=splits)
+    variant = Variant(depth=depth, tile=depth * lanes)
+    return _streamed(problem, "split", reason, blocks, variant, Traffic(reads(problem), launches))
 
 
-def triton_column(problem: Problem, device: Device) -> Proposal | str:
+def column(problem: Problem, device: Device) -> list[Proposal] | str:
     """Adjacent rows as they lie."""
     if refusal := no_gpu("Triton", device):
         return refusal
@@ -162,16 +216,23 @@ def triton_column(problem: Problem, device: Device) -> Proposal | str:
     block, neighbours = power_of_two(problem.cols), power_of_two(problem.access.adjacent)
     # 32 neighbours are whole sectors of any dtype; more where the columns alone are no work.
     rows = clamp(max(32, 4096 // words // block), 8, neighbours)
-    whole = rows * block * words <= 32768
-    if not whole:
-        block = max(1, (32768 if problem.itemsize == 2 else 8192) // words // rows)
-    return Proposal(
-        "triton", "column",
-        f"the softmax dimension is strided and {problem.access.adjacent} rows lie side by side: a program reads {rows} "
-        f"of them as they lie" + ("" if whole else f", {block} columns at a time"),
-        Blocks(
-            problem.rows // problem.access.adjacent * -(-problem.access.adjacent // rows), block, rows,
-            warps=clamp(rows * block * problem.itemsize // 4096, 1, 16),
-        ),
-        traffic=Traffic(1 if whole else reads(problem), quality=0.7),
-    )  # fmt: skip
+    whole = rows * block * words <= WHOLE
+    # A register holds two elements of 16 bits until they are used, so that their tiles can be the larger.
+    tiles = [WHOLE] if whole else sorted((WHOLE, WHOLE // 4), reverse=problem.itemsize == 2)
+    found = []
+    for tile in tiles:
+        columns = block if whole else max(1, tile // words // rows)
+        found.append(
+            Proposal(
+                "triton", "column",
+                f"the softmax dimension is strided and {problem.access.adjacent} rows lie side by side: a program "
+                f"reads {rows} of them as they lie" + ("" if whole else f", {columns} columns at a time"),
+                Blocks(
+                    problem.rows // problem.access.adjacent * -(-problem.access.adjacent // rows), columns, rows,
+                    warps=clamp(rows * columns * problem.itemsize // 4096, 1, 16),
+                ),
+                traffic=Traffic(1 if whole else reads(problem), quality=quality("triton", "column")),
+                variant=Variant(tile=tile),
+            )
+        )  # fmt: skip
+    return found

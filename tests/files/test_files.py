@@ -1,4 +1,4 @@
-"""Files and chunk iterators: every format, axis and chunk size against float64, and every way to fail."""
+"""Softmax over files and over chunks: every format, axis and chunk size against a float64 reference."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import onlinesoftmax
-from onlinesoftmax.files.apply import STREAMED, Report, apply_file, softmax_chunks, state_of_chunks
-from onlinesoftmax.files.formats import FileError
+from onlinesoftmax.files.apply import Report, apply_file
+from onlinesoftmax.files.chunks import STREAMED, softmax_chunks, state_of_chunks
+from onlinesoftmax.files.disk import FileError
 from onlinesoftmax.files.tiles import bands, reads, tile_shape
 
 torch = pytest.importorskip("torch", reason="torch's own error is the tolerance")
@@ -28,11 +29,11 @@ DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | 
     "bfloat16": np.dtype(ml_dtypes.bfloat16)
 }
 CHUNKS = (1, 100, 1000, 1 << 20)
-"""Bytes: one element at a time, a few, some rows, everything at once."""
+"""Values of chunk_bytes: a chunk of one element, of a few elements, of some rows, of the whole tensor."""
 
 
 def outliers(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> np.ndarray:
-    """Normal numbers, a few of them large enough to decide their row."""
+    """Normal numbers with 2 % outliers that dominate their row."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * 3
     return np.asarray(np.where(rng.random(shape) < 0.02, x * 10, x)).astype(DTYPES[dtype])
@@ -50,7 +51,7 @@ def by_torch(operation: str, x: Any, axis: int) -> Any:
 
 
 def exactly(operation: str, x: np.ndarray, axis: int) -> np.ndarray:
-    """By the definition, in long double: more digits than float64 on x86."""
+    """Result by the definition, in long double, which has more digits than float64 on x86."""
     x = x.astype(np.longdouble)
     with np.errstate(all="ignore"):
         m = np.max(x, axis=axis, keepdims=True, initial=-np.inf)
@@ -63,10 +64,10 @@ def exactly(operation: str, x: np.ndarray, axis: int) -> np.ndarray:
 
 
 def check(y: np.ndarray, x: np.ndarray, axis: int, operation: str, pieces: int = 1) -> None:
-    """Error at most torch's own for the dtype plus one unit in the last place.
+    """Check that the error is at most torch's own error for the dtype plus one unit in the last place.
 
-    A row cut into `pieces` may lose one unit more at each level of the tree that merges them; a
-    logarithm is as precise as the largest number in its row, from which it is a difference.
+    A row in `pieces` may lose one more unit at each level of the merge tree. For a logarithm, the unit is that
+    of the largest number in the row, because the logarithm is a difference from that number.
     """
     exact = exactly(operation, x, axis)
     theirs = by_torch(operation, to_torch(x), axis).to(torch.float64).numpy().astype(np.longdouble)
@@ -116,7 +117,7 @@ def test_chunks_of_another_dim_and_of_torch() -> None:
 
 
 def test_chunks_round_as_a_tree() -> None:
-    """Merged in a line, 100000 states would lose four digits."""
+    """A merge of 20001 states one after the other would lose four digits."""
     lse = state_of_chunks(np.full(1, 0.1, np.float32) for _ in range(20_001)).logsumexp()
     assert abs(float(lse) - (np.float64(np.float32(0.1)) + np.log(20_001))) < 2e-6
 
@@ -332,7 +333,7 @@ def test_progress_and_report(tmp_path: Path, axis: int, chunk_bytes: int, operat
 
 
 def in_a_process_of_its_own(code: str, *arguments: str) -> str:
-    """What the code prints, with the package found where this process found it."""
+    """Run the code in a new process with the same package; return its output."""
     environment = os.environ | {"PYTHONPATH": str(Path(onlinesoftmax.__file__).parents[1])}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
@@ -340,7 +341,7 @@ def in_a_process_of_its_own(code: str, *arguments: str) -> str:
 
 _MEASURE = """
 import resource, sys, torch
-from onlinesoftmax.stream import apply_file
+from onlinesoftmax.files.apply import apply_file
 torch.set_num_threads(1)
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 source, target, warm, axis = sys.argv[1:]
@@ -352,11 +353,11 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
-@pytest.mark.parametrize(("shape", "axis"), [((1 << 14, 1 << 12), -1), ((1 << 26,), -1), ((1 << 9, 1 << 17), 0)])
+@pytest.mark.parametrize(("shape", "axis"), [((1 << 13, 1 << 12), -1), ((1 << 25,), -1), ((1 << 8, 1 << 17), 0)])
 def test_memory_is_bounded(tmp_path: Path, shape: tuple[int, ...], axis: int) -> None:
-    """256 MB through 8 MB of working memory; the process may grow by a few chunks, and by no more."""
+    """A file of 128 MB with 8 MB of working memory: the process may grow by a few chunks only."""
     np.save(tmp_path / "warm.npy", np.zeros((8, 8), np.float32))
-    np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, shape)  # a hole: nothing is written to disk
+    np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, shape)  # sparse file: no data is written to disk
     files = [tmp_path / "x.npy", tmp_path / "y.npy", tmp_path / "warm.npy"]
     grown = int(in_a_process_of_its_own(_MEASURE, *map(str, files), str(axis)))
     (tmp_path / "y.npy").unlink()
@@ -364,5 +365,7 @@ def test_memory_is_bounded(tmp_path: Path, shape: tuple[int, ...], axis: int) ->
 
 
 def test_import_needs_numpy_alone() -> None:
-    code = "import sys, onlinesoftmax.stream; print([m for m in ('torch', 'jax', 'safetensors') if m in sys.modules])"
+    code = (
+        "import sys, onlinesoftmax.files.apply; print([m for m in ('torch', 'jax', 'safetensors') if m in sys.modules])"
+    )
     assert in_a_process_of_its_own(code).strip() == "[]"

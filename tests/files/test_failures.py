@@ -1,4 +1,4 @@
-"""Every way in which a file can fail: one sentence that names it, and nothing left behind."""
+"""Failures of apply_file: each gives one sentence that names the file, and no file is left behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from onlinesoftmax.files.apply import apply_file
-from onlinesoftmax.files.formats import FileError
+from onlinesoftmax.files.disk import FileError
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="makes the .safetensors inputs")
 

@@ -1,0 +1,133 @@
+"""Transfer of one tensor from the source file to the target file, one tile at a time."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..core.arrays import Array
+from ..core.operations import OPERATIONS
+from .chunks import softmax_chunks, state_of_chunks
+from .convert import Converter, storage
+from .disk import read_into, write_from
+from .formats import ITEM_BYTES, Stored
+from .tiles import Band, Sizes, Tile, bands, reads
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The two open files and their paths; the paths are for error messages."""
+
+    reader: io.FileIO
+    writer: io.FileIO
+    source: Path
+    target: Path
+
+
+@dataclass(frozen=True)
+class Job:
+    """One tensor to process.
+
+    Attributes:
+        source: Place of the input tensor in the source file.
+        target: Place of the output tensor in the target file.
+        split: Sizes (outer, axis, inner) of the input, in file order.
+        operation: Name in `chunks.STREAMED`.
+        chunk_bytes: Working memory in bytes.
+    """
+
+    source: Stored
+    target: Stored
+    split: Sizes
+    operation: str
+    chunk_bytes: int
+
+    @property
+    def per_row(self) -> bool:
+        """True when the operation returns one number for each row."""
+        return OPERATIONS[self.operation].per_row
+
+    @property
+    def wide(self) -> str:
+        """Dtype of the arithmetic."""
+        return "float64" if "float64" in (self.source.dtype, self.target.dtype) else "float32"
+
+    @property
+    def limit(self) -> int:
+        """Largest number of elements in a tile: memory holds its input, its output and four arrays of `State`."""
+        per_element = ITEM_BYTES[self.source.dtype] + ITEM_BYTES[self.target.dtype] + 4 * ITEM_BYTES[self.wide]
+        return max(1, self.chunk_bytes // per_element)
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Bytes of elements that the job reads; a row that is read twice counts twice."""
+        return self.source.nbytes * (1 if self.per_row else reads(self.split, self.limit))
+
+
+class Transfer:
+    """A job that runs.
+
+    Args:
+        job: The job.
+        ends: The files to read and to write.
+        arrays: Conversion between file elements and arrays.
+        count: Function called with the number of bytes after each tile is read.
+    """
+
+    def __init__(self, job: Job, ends: Ends, arrays: Converter, count: Callable[[int], None]) -> None:
+        self.job, self.ends, self.arrays, self.count = job, ends, arrays, count
+        # Every tile is read into the same memory. State has finished with a tile before the next one is read.
+        self.raw = np.empty(min(job.limit, job.source.elements), storage(job.source.dtype))
+
+    def run(self) -> None:
+        """Read, compute and write the whole tensor."""
+        for band in bands(self.job.split, self.job.limit):
+            if self.job.per_row:
+                self._reduce(band)
+            else:
+                self._normalise(band)
+
+    def _reduce(self, band: Band) -> None:
+        state = state_of_chunks(map(self._load, band), dim=1)
+        outer, _, inner = self.job.split
+        self._store(Tile(band.outer, (0, 1), band.inner), (outer, 1, inner), getattr(state, self.job.operation)())
+
+    def _normalise(self, band: Band) -> None:
+        whole = [self._load(tile) for tile in band] if band.step >= band.length else None
+        results = softmax_chunks(lambda: whole or map(self._load, band), dim=1, operation=self.job.operation)
+        for tile, result in zip(band, results, strict=True):
+            self._store(tile, self.job.split, result)
+
+    def _load(self, tile: Tile) -> Array:
+        outer, axis, inner = tile.shape
+        chunk = self.raw[: outer * axis * inner]
+        itemsize, view, start = chunk.itemsize, _bytes_of(chunk), 0
+        for first, elements in tile.runs(self.job.split):
+            stop = start + elements * itemsize
+            offset = self.job.source.offset + first * itemsize
+            read_into(self.ends.reader, offset, view[start:stop], self.ends.source)
+            start = stop
+        if self.job.source.swapped:
+            chunk.byteswap(inplace=True)
+        self.count(chunk.nbytes)
+        return self.arrays.widen(chunk, self.job.source.dtype, self.job.wide).reshape(tile.shape)
+
+    def _store(self, tile: Tile, split: Sizes, result: Array) -> None:
+        chunk = self.arrays.narrow(result, self.job.target.dtype)
+        if self.job.target.swapped:
+            chunk = chunk.byteswap()
+        itemsize, view, start = chunk.itemsize, _bytes_of(chunk), 0
+        for first, elements in tile.runs(split):
+            stop = start + elements * itemsize
+            offset = self.job.target.offset + first * itemsize
+            write_from(self.ends.writer, offset, view[start:stop], self.ends.target)
+            start = stop
+
+
+def _bytes_of(chunk: np.ndarray) -> memoryview:
+    # NumPy makes the view, because memoryview.cast refuses an array without elements.
+    return chunk.reshape(-1).view(np.uint8).data

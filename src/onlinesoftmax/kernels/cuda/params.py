@@ -1,0 +1,145 @@
+"""The kernel's one parameter, the struct `Params`: its C++ text and its packing, both from one list of fields.
+
+The list follows from the declarations (core/operations.py, core/options.py): every tensor and every number that some
+operation reads or writes has a field, so a new operand or output needs no change here.  A field takes eight bytes.
+A kernel never reads the fields of tensors that its request lacks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ...core.operations import OPERATIONS, Operand, Output
+from ...core.options import SCORE_OPTIONS
+
+LOGITS = Operand("logits", "element")
+"""The logits beside a saved output: a gradient reads them for the slope of a score option such as softcap."""
+
+
+class Tensor(NamedTuple):
+    """A tensor that some operation reads or writes.
+
+    Attributes:
+        name: Its name in requests.
+        element: True where it has one value per element in some operation.
+        row: True where it has one value per row in some operation.
+        written: True where it is an output of some operation.
+    """
+
+    name: str
+    element: bool
+    row: bool
+    written: bool
+
+    @property
+    def pointer(self) -> str:
+        """Name of its pointer in Params; an operand per call may also be a number, which has the plain name."""
+        return self.name if self.element or self.row else f"{self.name}_tensor"
+
+    @property
+    def type(self) -> str:
+        """Name of the C++ type of its elements."""
+        return self.pointer.upper()
+
+
+def _tensors() -> tuple[Tensor, ...]:
+    """Every tensor, the input and the main output first."""
+    used: list[Operand | Output] = []
+    for operation in OPERATIONS.values():
+        used += [*operation.operands, *operation.outputs]
+    kinds: dict[str, set[str]] = {"x": set(), "y": set()}
+    for one in [*used, LOGITS]:
+        kinds.setdefault(one.name, set()).add(one.kind)
+    for option in SCORE_OPTIONS.values():
+        if option.tensor:
+            kinds.setdefault(option.name, set()).add(option.kind)
+    written = {one.name for one in used if isinstance(one, Output)}
+    return tuple(Tensor(name, "element" in kind, "row" in kind, name in written) for name, kind in kinds.items())
+
+
+TENSORS = _tensors()
+"""Every tensor that a kernel may be given."""
+
+ELEMENT_TENSORS = tuple(tensor.name for tensor in TENSORS if tensor.element)
+"""Names of the tensors that may have one value per element."""
+
+ROW_OUTPUTS = tuple(tensor.name for tensor in TENSORS if tensor.row and tensor.written)
+"""Names of the outputs that may have one value per row."""
+
+MAIL = "mail"
+"""Field of the mailboxes of teams."""
+
+POINTERS = (*(tensor.name for tensor in TENSORS), MAIL)
+"""Pointers, by the names of the tensors that a call fills in."""
+
+NUMBERS = tuple(
+    dict.fromkeys(
+        [option.name for option in SCORE_OPTIONS.values() if option.kind == "call"]
+        + [one.name for operation in OPERATIONS.values() for one in operation.operands if one.kind == "call"]
+    )
+)
+"""Operands that may be one number for the call, packed as the bits of a float64."""
+
+SIZES = {
+    "rows": "",
+    "cols": "",
+    "diagonal": "column q + diagonal - 1 is the last that query q attends to",
+    "slice": "chunks of a row that each block of a team or of a cluster owns",
+    "shared_tiles": "chunks that a thread keeps in shared memory",
+}
+"""Integers that follow from the layout and the plan, each with its comment."""
+
+PLACES = (*(tensor.name for tensor in TENSORS if tensor.element or tensor.row), "query")
+"""Tensors whose rows have a place: strides of the outer dimensions and of a column."""
+
+FIELD = {name: i for i, name in enumerate((*POINTERS, *NUMBERS, *SIZES))}
+"""Index of every field before `sizes`; a number that may also be a tensor has the index of the number."""
+FIELD_OF_POINTER = {name: i for i, name in enumerate(POINTERS)}
+"""Index of every pointer."""
+
+
+def struct_text() -> str:
+    """C++ text of Params, and the lists of tensors as macros that take what to do with each."""
+    pointers = [f"    {'' if t.written else 'const '}{t.type}* {t.pointer};" for t in TENSORS]
+    sizes = [f"    int64 {name};{f'   // {comment}' if comment else ''}" for name, comment in SIZES.items()]
+    elements = " ".join(f"DO({name.upper()}, {name})" for name in ELEMENT_TENSORS)
+    row_outputs = " ".join(f"DO({name.upper()}, {name})" for name in ROW_OUTPUTS)
+    return "\n".join(
+        [
+            '#line 1 "params"',
+            "// Strides in elements: of the outer dimensions, the fastest first, and of a column.",
+            "struct Place { int64 strides[DIMS]; int64 col; };",
+            "struct Params {",
+            *pointers,
+            "    uint64* mail;   // mailboxes of teams",
+            f"    double {', '.join(NUMBERS)};",
+            *sizes,
+            "    int64 sizes[DIMS];   // of the outer dimensions",
+            f"    Place {', '.join(f'{name}_place' for name in PLACES)};",
+            "};",
+            "// DO(NAME, name) for every tensor that may have one value per element, and for every output per row.",
+            f"#define ELEMENT_TENSORS(DO) {elements}",
+            f"#define ROW_OUTPUTS(DO) {row_outputs}",
+            "",
+        ]
+    )
+
+
+def pack(sizes: Mapping[str, int], outer: tuple[int, ...], places: Mapping[str, tuple[tuple[int, ...], int]]) -> bytes:
+    """Params as bytes, with zeros for pointers and numbers, which a call fills in.
+
+    Args:
+        sizes: Value of every name in SIZES.
+        outer: Sizes of the outer dimensions.
+        places: (strides of the outer dimensions, stride of a column) of the tensors that the request has.
+    """
+    nothing = ((0,) * len(outer), 0)
+    strides: list[int] = []
+    for name in PLACES:
+        of_rows, of_columns = places.get(name, nothing)
+        strides += [*of_rows, of_columns]
+    values = [*(sizes[name] for name in SIZES), *outer, *strides]
+    empty = len(POINTERS) + len(NUMBERS)
+    return struct.pack(f"={empty}Q{len(values)}q", *(0,) * empty, *values)

@@ -1,0 +1,174 @@
+"""The house rules that a program can check: operation names, widths of signatures, lengths, the way of a call."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import onlinesoftmax
+from onlinesoftmax.core.operations import OPERATIONS
+
+ROOT = Path(onlinesoftmax.__file__).parent
+PYTHON = sorted(ROOT.rglob("*.py"))
+CUDA = sorted(ROOT.rglob("*.cuh"))
+
+MOST_PARAMETERS = 8
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def may_name_operations(path: Path) -> bool:
+    """True for the declaration, the reference, and the `ops` file of a language: they hold what an operation means."""
+    return path.stem == "ops" or name(path) in ("core/operations.py", "core/reference.py")
+
+
+def is_kernel(node: ast.FunctionDef) -> bool:
+    """True for a function in the Triton language, and for a Pallas kernel, which takes references to its arrays."""
+    return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list) or node.name.endswith("_kernel")
+
+
+def is_public(path: Path, node: ast.FunctionDef, names: set[str]) -> bool:
+    """True for a public function, a command, and the module of a public function."""
+    where = name(path)
+    public = where in ("api.py", "nn.py", "explanation.py", "files/apply.py", "jax/functions.py")
+    return (public and (node.name in names or node.name == "__init__")) or where.startswith("cli/")
+
+
+def compared_names(source: str) -> Iterator[tuple[int, str]]:
+    """(line, name) of every comparison with the name of an operation."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            constants = [part for side in (node.left, *node.comparators) for part in ast.walk(side)]
+        elif isinstance(node, ast.match_case):
+            constants = list(ast.walk(node.pattern))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            # x.startswith("softmax") is a comparison too.
+            constants = list(node.args) if node.func.attr in ("startswith", "endswith", "removesuffix") else []
+        else:
+            continue
+        for part in constants:
+            if isinstance(part, ast.Constant) and (part.value in OPERATIONS or part.value == "_backward"):
+                yield node.lineno if hasattr(node, "lineno") else 0, part.value
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name)
+def test_no_code_compares_with_the_name_of_an_operation(path: Path) -> None:
+    if may_name_operations(path):
+        return
+    found = [f"{name(path)}:{line} compares with {value!r}" for line, value in compared_names(path.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("path", CUDA, ids=name)
+def test_no_cuda_file_but_ops_asks_which_operation_it_serves(path: Path) -> None:
+    if path.stem != "ops":
+        assert not re.findall(r"\bOp::\w+|\bOP\b", path.read_text())
+
+
+def test_the_search_finds_every_form_of_comparison() -> None:
+    source = (
+        'a = op == "softmax"\n'
+        'b = op in ("x", "logsumexp")\n'
+        'match op:\n    case "log_softmax": pass\n'
+        'c = op.endswith("_backward")\n'
+        'd = TABLE["softmax"]\n'
+    )
+    assert {value for _, value in compared_names(source)} == {"softmax", "logsumexp", "log_softmax", "_backward"}
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name)
+def test_signatures_are_narrow(path: Path) -> None:
+    public = {*onlinesoftmax.__all__, *OPERATIONS, "apply_file", "explain"}
+    wide = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_kernel(node):
+            continue
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        count = len([argument for argument in arguments if argument.arg not in ("self", "cls", "ctx")])
+        if count > MOST_PARAMETERS and not is_public(path, node, public):
+            wide.append(f"{name(path)}:{node.lineno} {node.name} takes {count} parameters")
+    assert not wide, "\n".join(wide)
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name)
+def test_records_are_narrow(path: Path) -> None:
+    """A record with more fields is several records."""
+    wide = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef) and _is_record(node):
+            count = sum(isinstance(child, ast.AnnAssign) for child in node.body)
+            if count > MOST_PARAMETERS and not name(path).startswith(("bench/", "verify/", "kernels/")):
+                wide.append(f"{name(path)}:{node.lineno} {node.name} has {count} fields")
+    assert not wide, "\n".join(wide)
+
+
+def _is_record(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(d) for d in node.decorator_list) or any(
+        "NamedTuple" in ast.unparse(base) for base in node.bases
+    )
+
+
+@pytest.mark.parametrize("path", [*PYTHON, *CUDA], ids=name)
+def test_files_are_short(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= LONGEST_FILE, f"{name(path)} has {lines} lines: where is the seam?"
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name)
+def test_functions_are_short(path: Path) -> None:
+    long = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            begin = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno
+            length = (node.end_lineno or 0) - (begin or 0)
+            if length > LONGEST_FUNCTION:
+                long.append(f"{name(path)}:{node.lineno} {node.name} has {length} lines")
+    assert not long, "\n".join(long)
+
+
+def test_half_of_the_files_have_at_most_150_lines() -> None:
+    lengths = sorted(len(path.read_text().splitlines()) for path in PYTHON if path.name != "__init__.py")
+    assert lengths[len(lengths) // 2] <= 150
+
+
+def rooms_of(call: Callable[[], object]) -> set[str]:
+    """The folders and modules at the top of the package whose functions a call enters."""
+    found = set()
+
+    def profile(frame: object, event: str, _: object) -> None:
+        module = frame.f_globals.get("__name__", "")  # type: ignore[attr-defined]  # a frame
+        if event == "call" and module.partition(".")[0] == "onlinesoftmax":
+            found.add(module.removeprefix("onlinesoftmax").lstrip(".").partition(".")[0] or "__init__")
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_call_passes_through_few_rooms(gradient: bool) -> None:
+    torch = pytest.importorskip("torch", reason="a call on a tensor needs torch")
+    pytest.importorskip("triton", reason="the call runs a Triton kernel")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, bias = torch.randn(4, 7, 131, device=device, requires_grad=gradient), torch.randn(7, 131, device=device)
+
+    def call() -> None:
+        y = onlinesoftmax.softmax(x, -1, bias=bias, causal=True, backend="triton")
+        if gradient:
+            y.sum().backward()
+
+    onlinesoftmax.softmax(torch.randn(3, 7, 131, device=device), backend="triton")
+    first, again = rooms_of(call), rooms_of(call)
+    assert first - {"core"} <= {"__init__", "api", "torch", "planner", "kernels"}
+    assert again - {"core"} <= {"__init__", "api", "torch", "kernels"}
