@@ -1,4 +1,4 @@
-"""The benchmark: what it measures, what it refuses, and that a wrong answer never gets a time."""
+"""The benchmark: its cases, its refusals, its clocks, its record; a wrong result never gets a time."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ import typer
 from typer.testing import CliRunner
 
 from onlinesoftmax.bench import analysis, peers, report
-from onlinesoftmax.bench.cases import SUITES, Case, cases, parse_shape
+from onlinesoftmax.bench.cases import Case, parse_shape
 from onlinesoftmax.bench.check import Reference
 from onlinesoftmax.bench.inputs import make_input
 from onlinesoftmax.bench.peers import Ours, Peer, Torch
-from onlinesoftmax.bench.run import CaseResult, run
+from onlinesoftmax.bench.result import CaseResult
+from onlinesoftmax.bench.run import run
+from onlinesoftmax.bench.suites import SUITES, cases
 from onlinesoftmax.bench.timing import Against, CpuClock, CudaClock, Times
 from onlinesoftmax.cli.bench import bench
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.problem import Problem
-from onlinesoftmax.planner.plan import plan
+from onlinesoftmax.core.problem import Access, Problem
+from onlinesoftmax.core.task import Choice
+from onlinesoftmax.planner.plan import Plan, plan
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--shape", "4x8", "--dtype", "float32", "--repeat", "1"]
@@ -180,7 +183,25 @@ def test_times_are_complete(measured: CaseResult) -> None:
     assert ours.plan is not None
     assert ours.plan.backend == "eager"
     assert ours.against_torch is not None
-    assert measured.within_cpu_bound in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ratio", "added_us", "within"),
+    [
+        ((4, 8), 9.0, 4.9, True),
+        ((4, 8), 1.0, 5.1, False),
+        ((1024, 1024), 1.029, 99.0, True),
+        ((1024, 1024), 1.031, 0.1, False),
+    ],
+)
+def test_our_layer_is_bounded_by_time_for_few_elements_and_by_ratio_for_many(
+    shape: tuple[int, ...], ratio: float, added_us: float, within: bool, measured: CaseResult
+) -> None:
+    ours = replace(measured.results[0], against_torch=Against(ratio, added_us))
+    found = CaseResult(Case("softmax", shape, 1, "float32"), results=[ours])
+    assert found.within_cpu_bound is within
+    assert replace(found, framework="jax").within_cpu_bound is None
+    assert replace(found, results=[]).within_cpu_bound is None
 
 
 def test_a_case_beyond_memory_is_skipped_and_the_next_measured() -> None:
@@ -213,17 +234,29 @@ def test_peers_say_what_they_lack() -> None:
     liger, quack = peers.peers(["liger", "quack"], "cpu")
     assert liger.why_absent()
     assert liger.supports(Case("logsumexp", (2, 3), 1, "float32")) == "has no logsumexp"
-    assert liger.supports(Case("softmax", (2, 3), 0, "float32")) == "takes the last dimension only"
-    assert quack.supports(Case("softmax", (2, 3, 4), 2, "float32")) == "takes two dimensions only"
+    assert liger.supports(Case("softmax", (2, 3), 0, "float32")) == "takes only the last dimension"
+    assert quack.supports(Case("softmax", (2, 3, 4), 2, "float32")) == "takes only two dimensions"
     assert quack.supports(Case("softmax", (2, 3), 1, "float32")) is None
 
 
 def _word(of_copy: float, problem: Problem, time_us: float = 500.0, **changes: Any) -> str:
     device = known("h200")
-    return analysis.word(of_copy, time_us, 4.0, replace(plan(problem, device, "triton"), **changes), problem, device)
+    changed = _changed(plan(problem, device, Choice("triton")), changes)
+    return analysis.word(of_copy, time_us, 4.0, changed, problem, device)
+
+
+def _changed(found: Plan, changes: dict[str, Any]) -> Plan:
+    """The plan with some values changed, in whichever of its parts they are."""
+    for part in ("blocks", "threads", "traffic"):
+        record = getattr(found, part)
+        inside = {name: value for name, value in changes.items() if hasattr(record, name)}
+        found = replace(found, **{part: replace(record, **inside)})
+        changes = {name: value for name, value in changes.items() if name not in inside}
+    return replace(found, **changes)
 
 
 ROW = Problem("softmax", 65536, 1024, "bfloat16")
+UNALIGNED = replace(ROW, cols=1023, access=Access(peelable=False))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +268,8 @@ ROW = Problem("softmax", 65536, 1024, "bfloat16")
         ("reads twice", _word(0.6, ROW, reads=2)),
         ("3 launches", _word(0.6, ROW, launches=3)),
         ("reads twice, 3 launches", _word(0.6, ROW, reads=2, launches=3)),
-        ("narrow loads (2 bytes)", _word(0.4, replace(ROW, cols=1023, peelable=False))),
-        ("unexplained by the plan", _word(0.4, replace(ROW, cols=1023, peelable=False), vector=8)),
+        ("narrow loads (2 bytes)", _word(0.4, UNALIGNED)),
+        ("unexplained by the plan", _word(0.4, UNALIGNED, vector=8)),
         ("8 programs on 132 multiprocessors", _word(0.4, ROW, programs=8)),
         ("the framework's own kernel", _word(0.4, ROW, backend="eager")),
         ("unexplained by the plan", _word(0.4, ROW)),
@@ -370,7 +403,7 @@ def test_a_wrong_peer_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None
         (["--quick", "--suite", "full"], "contradict"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--op", "softmin"], "unknown operation 'softmin'"),
-        (["--fused", "scale,dropout"], "unknown thing to fuse 'dropout'"),
+        (["--fused", "scale,dropout"], "unknown score option 'dropout'"),
         (["--peers", "torch,apex"], "unknown peer 'apex'; there are: torch, compile, liger, quack"),
         (["--backend", "cudnn"], "unknown backend 'cudnn'"),
         (["--strategy", "magic"], "unknown strategy 'magic'"),

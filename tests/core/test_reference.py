@@ -1,4 +1,4 @@
-"""The executable specification: its three softmaxes agree, its gradients are derivatives, its edges are PyTorch's."""
+"""The executable specification: three softmaxes that agree, gradients that are derivatives, edge cases of PyTorch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from laws import outliers
 from onlinesoftmax.core import reference as ref
+from onlinesoftmax.core.arrays import namespace
+from onlinesoftmax.core.operations import FORWARD, OPERATIONS
 
 INF, NAN = np.inf, np.nan
 EPS = np.finfo(np.float64).eps
@@ -167,6 +169,80 @@ def test_every_dtype_is_widened(dtype: str) -> None:
     for f in (ref.naive, ref.two_pass, ref.online, ref.log_softmax, ref.logsumexp):
         assert f(x).dtype == np.float64
         np.testing.assert_array_equal(f(x), f(x.astype(np.float64)))
+
+
+def test_every_declaration_has_its_formula() -> None:
+    assert set(ref.FORMULAS) == set(OPERATIONS)
+    for name, formula in ref.FORMULAS.items():
+        assert set(formula.sums) == {accumulator.name for accumulator in OPERATIONS[name].accumulators}
+        assert set(formula.outputs) == {output.name for output in OPERATIONS[name].outputs}
+
+
+def operands(name: str, dtype: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Operands of an operation on rows of 5 elements, those of a gradient at the results of its forward operation."""
+    x, dy = normal((3, 5)).astype(dtype), normal((3, 5), 1.0).astype(dtype)
+    forward, declaration = OPERATIONS[name].forward, OPERATIONS[name]
+    if not declaration.backward:
+        return {"x": x}
+    saved = {output: ref.evaluate(forward.name, namespace(x), {"x": x}, 1, output) for output in ("y", "lse")}
+    values = {"x": x if declaration.scores else saved["y"], "dy": dy, "lse": saved["lse"]}
+    values["dy"] = dy[:, :1] if "dy" in declaration.row_operands else dy
+    return {operand.name: values[operand.name] for operand in declaration.operands}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("library", ["long double", "torch", "jax"])
+def test_the_formulas_serve_every_array_library(name: str, library: str) -> None:
+    dtype = np.longdouble if library == "long double" else np.float64
+    values = operands(name, dtype)
+    for output in OPERATIONS[name].outputs:
+        want = ref.evaluate(name, namespace(values["x"]), values, 1, output.name)
+        assert want.shape == ((3, 5) if output.kind == "element" else (3, 1))
+        assert want.dtype == dtype
+        if library != "long double":
+            lib = pytest.importorskip(library, reason=f"{library} is not installed")
+            # JAX computes in float32 here.
+            make, eps = (lib.tensor, EPS) if library == "torch" else (lib.numpy.asarray, np.finfo(np.float32).eps)
+            given = {
+                key: make(value if library == "torch" else value.astype(np.float32)) for key, value in values.items()
+            }
+            got = np.asarray(ref.evaluate(name, namespace(given["x"]), given, 1, output.name))
+            np.testing.assert_allclose(got, want, rtol=64 * eps, atol=64 * eps)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_the_statistics_of_a_row_are_those_of_its_softmax(name: str) -> None:
+    x = np.array([[1.0, -INF, 3.0], [2.0, 2.0, 2.0], [1000.0, 999.0, -INF]])
+    found = {output: ref.evaluate(name, namespace(x), {"x": x}, 1, output) for output in ("m", "l", "lse", "entropy")}
+    p = ref.two_pass(x)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.sum(np.where(p > 0, p * np.log(p), 0.0), 1, keepdims=True)
+    np.testing.assert_array_equal(found["m"], x.max(1, keepdims=True))
+    np.testing.assert_allclose(found["m"] + np.log(found["l"]), found["lse"], rtol=EPS)
+    np.testing.assert_allclose(found["lse"][:, 0], ref.logsumexp(x), rtol=EPS)
+    # lse and the mean score are numbers up to 1000, and their difference keeps their rounding errors.
+    np.testing.assert_allclose(found["entropy"], entropy, rtol=0, atol=4 * 1000 * EPS)
+
+
+def test_the_maximum_among_the_statistics_is_finite() -> None:
+    with np.errstate(all="ignore"):
+        m = [
+            float(ref.evaluate("softmax", namespace(x), {"x": x}, 0, "m")[0])
+            for x in (np.array([INF]), np.array([-INF]))
+        ]
+    assert m == [np.finfo(np.float64).max, np.finfo(np.float64).min]
+
+
+@pytest.mark.parametrize("name", [name for name, formula in ref.FORMULAS.items() if formula.terms])
+def test_the_terms_of_a_gradient_are_those_of_its_difference(name: str) -> None:
+    values = operands(name, np.float64)
+    xp = namespace(values["x"])
+    found = ref.with_sums(name, xp, values, 1)
+    terms = ref.FORMULAS[name].terms
+    assert terms is not None
+    a, b = terms(xp, **found)
+    np.testing.assert_allclose(a - b, ref.evaluate(name, xp, values, 1), rtol=0, atol=4 * EPS * np.abs([a, b]).max())
+    np.testing.assert_array_equal(ref.size_of_terms(name, xp, found), np.maximum(np.abs(a), np.abs(b)))
 
 
 def test_axis_out_of_range() -> None:

@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not here: what NVRTC makes of the plans of `cuda`, and what is missing."""
+"""CUDA kernels compiled by NVRTC for GPUs that are not here, and errors where a compiler is missing."""
 
 from __future__ import annotations
 
@@ -61,9 +61,12 @@ def test_every_operation_compiles(operation: str) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("operation", ["softmax", "softmax_backward"])
 def test_dynamic_shared_memory_counts(operation: str) -> None:
-    """A thread that keeps three chunks of 16 bytes of every input in shared memory, and four in registers."""
+    """Each thread keeps three chunks of 16 bytes of every input in shared memory, and four in registers."""
     explanation = explained("grid", operation=operation)
-    plan = replace(explanation.plan, warps=32, lanes=1024, block=4 * 4096, depth=4, resident=1, shared=3)
+    found = explanation.plan
+    blocks = replace(found.blocks, block=4 * 4096, warps=32, depth=4)
+    threads = replace(found.threads, lanes=1024, resident=1, shared=3)
+    plan = replace(found, blocks=blocks, threads=threads)
     kernel = only(replace(explanation, plan=plan))
     dynamic = 3 * 16 * 1024 * OPERATIONS[operation].inputs
     assert dynamic < kernel.shared_memory < dynamic + 4096

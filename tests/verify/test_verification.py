@@ -1,4 +1,4 @@
-"""The check of gradients: it covers what it says, and what is wrong fails it."""
+"""The check of gradients: it covers every operation, and a wrong gradient fails."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def test_a_quick_check_covers_every_operation() -> None:
     assert set(verification.QUICK_GRADIENTS) <= {case.name for case in verification.CASES}
     cells = verification.verify(backends=["eager"], quick=True)
     assert {cell.operation for cell in cells} == set(operation.OPERATIONS)
+    assert {cell.result for cell in cells} == {"pass"}
     assert {cell.dtype for cell in cells if cell.operation == "softmax_backward"} == {"bfloat16", "float32"}
     assert check("softmax", dtypes=["float64"]).dtype == "float64"
 
@@ -38,12 +39,12 @@ def test_a_quick_check_covers_every_operation() -> None:
 def test_every_input_has_a_gradient(name: str) -> None:
     cell = check(name, quick=False)
     assert (cell.result, cell.cases) == ("pass", len(verification.CASES))
-    # On eager ours is PyTorch's.
+    # The eager backend runs PyTorch's own function.
     assert 0 < cell.error == cell.pytorch_error
 
 
 def wrong(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The function with a gradient that is off, as a wrong backward kernel's would be."""
+    """The function with a wrong gradient, like that of a wrong backward kernel."""
 
     def changed(x: torch.Tensor, dim: int, **how: Any) -> torch.Tensor:
         x = x.view_as(x)
@@ -77,6 +78,28 @@ def test_a_gradient_that_autograd_cannot_take_fails(monkeypatch: pytest.MonkeyPa
     right = api.softmax
     monkeypatch.setattr(api, "softmax", lambda x, dim, **how: right(x.detach(), dim, **how))
     assert "does not require grad" in check("softmax").failures[0]
+
+
+def test_a_gradient_is_judged_by_the_logsumexp_that_was_kept() -> None:
+    """Ours keeps it in float32; PyTorch keeps its result of 16 bits, and `eager` runs PyTorch's function."""
+    case = next(case for case in verification.CASES if case.name == "3 x 33")
+    exact = verification.Exact.of(case, "logsumexp_backward", "bfloat16", "cpu")
+
+    def keeps_float32(x: torch.Tensor, dim: int, **_: Any) -> torch.Tensor:
+        return torch.logsumexp(x.float(), dim).to(x.dtype)
+
+    def keeps_result(x: torch.Tensor, dim: int, **_: Any) -> torch.Tensor:
+        return torch.logsumexp(x, dim)
+
+    def units(function: Callable[..., Any], backend: str) -> float:
+        found = exact.outcome(function, backend=backend)
+        result = np.asarray(found.result.double(), np.longdouble)
+        return float(np.max(np.abs(result - found.exact) / found.unit))
+
+    for backend in ("cuda", "triton", "pallas"):
+        assert units(keeps_float32, backend) <= 1
+        assert units(keeps_result, backend) > 4
+    np.testing.assert_array_equal(exact.outcome(keeps_result, backend="eager").exact, exact.theirs.exact)
 
 
 @pytest.mark.parametrize("name", FORWARD)

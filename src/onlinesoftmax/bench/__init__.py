@@ -1,4 +1,4 @@
-"""Benchmarks: cases, a clock, peers, a check against float64, a record.  Only the command line imports this.
+"""Benchmarks: cases, inputs, the other libraries, a check against float64, clocks and the record of a run.
 
-Read run.py first: it measures one case, and every other file answers one of its questions.
+Only the command line imports this folder.  Read run.py first: it measures one case with the other files.
 """

@@ -1,4 +1,4 @@
-"""A word for every time: where it stands against the floor and, when it is far, what the plan has to say."""
+"""A short analysis of every time: how close it is to the floor, and the reasons in the plan where it is far."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from ..core.problem import Problem
 from ..planner.plan import Plan
 
 FLOOR, CLOSE = 0.95, 0.85
-"""Parts of a copy's bandwidth from which a time is called at the floor, or close."""
+"""Fractions of a copy's bandwidth from which a time is called at the floor, or close."""
 
 LAUNCHES = 3
-"""A time below this many empty launches is the launch's, not the memory's."""
+"""A time below this many empty launches shows the cost of a launch, not of memory."""
 
 SHORT_CUT = 256
-"""Columns below which the head and the tail of a cut row cost more than its body."""
+"""Row length below which the head and the tail of an unaligned row cost more than its body."""
 
 
 def word(
@@ -24,13 +24,13 @@ def word(
     problem: Problem | None = None,
     device: Device | None = None,
 ) -> str:
-    """Why a time is what it is, as far as it can be told.
+    """The reason for a time, as far as it is known.
 
     Args:
-        of_copy: Bandwidth over that of a copy of the same size in the same run.
+        of_copy: Bandwidth over the bandwidth of a copy of the same size in the same run.
         time_us: The time, in microseconds.
-        overhead_us: Time of a call without work on the same clock.
-        plan, problem, device: Of our own results; nothing is known of others' plans.
+        overhead_us: Microseconds of a call without work on the same clock.
+        plan, problem, device: Our plan, with what it was made for; None for other libraries.
 
     Example:
         >>> word(0.97, 100.0, 4.0), word(0.4, 9.0, 4.0), word(0.4, 100.0, 4.0)
@@ -55,18 +55,18 @@ def _reasons(plan: Plan, problem: Problem, device: Device) -> list[str]:
         found.append("reads twice" if plan.reads == 2 else f"reads {plan.reads} times")
     if plan.launches > 1:
         found.append(f"{plan.launches} launches")
-    # Rows that begin anywhere but are cut to boundaries (plan.vector) load 16 bytes like the others.
+    # Unaligned rows that are split into head, body and tail (plan.vector) load 16 bytes as aligned rows do.
     if problem.contiguous and plan.vector == 1 and problem.aligned_bytes < 16:
         found.append(f"narrow loads ({problem.aligned_bytes} bytes)")
     if 0 < plan.programs < device.multiprocessors:
         found.append(f"{plan.programs} programs on {device.multiprocessors} multiprocessors")
-    # A block is padded to a power of two: lanes that load nothing.
     if plan.vector > 1 and problem.cols < SHORT_CUT:
-        found.append("short rows, cut at both ends")
+        found.append("short unaligned rows: head and tail cost more than the body")
     if plan.strategy == "column":
-        found.append("one tile in flight a program")
+        found.append("each program has one tile in flight")
     if plan.strategy == "row" and not problem.writes_elements:
-        found.append("no writes to hide the reduction behind")
+        found.append("no writes that hide the reduction")
+    # A block is padded to a power of two; the lanes beyond the row load nothing.
     if plan.strategy == "row" and plan.block >= 1.3 * problem.cols:
         found.append(f"{100 * (1 - problem.cols / plan.block):.0f}% of each block is padding")
     if plan.strategy == "row" and not plan.blocks.stages and plan.warps >= 32:

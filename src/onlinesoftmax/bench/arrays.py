@@ -1,34 +1,37 @@
-"""Who is compared in JAX: ours and `jax.nn`, on the tensors of the harness."""
+"""The peers in JAX: our functions and `jax.nn`, called with the torch tensors of the benchmark."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+from ..core.arrays import namespace
+from ..core.options import Functions, scores
+from ..core.reference import evaluate
 from ..jax import bridge
 from .cases import Case
 from .formulas import Function
-from .inputs import SCALE, SOFTCAP
-from .peers import Ours, Peer, option_values
+from .options import option_values, score_options
+from .peers import Ours, Peer
 
 
 class _Arrays(Peer):
-    """Someone whose functions take JAX arrays."""
+    """A library whose functions take JAX arrays."""
 
-    # JAX's host code, and the change of hands, take longer than one flush of L2.
+    # JAX's host code and the conversion of tensors take longer than one flush of L2.
     flushes = 16
 
     def why_absent(self) -> str | None:
-        """JAX is missing, or does not know the GPU."""
+        """JAX is missing, or has no support for the GPU."""
         return bridge.unavailable(self.device_type)
 
     def supports(self, case: Case) -> str | None:
-        """Everything but causality, which `jax.nn` does not know either."""
+        """Everything but causal masks, which `jax.nn` does not have either."""
         return "has no causal mask" if "causal" in case.fused else None
 
 
 class OursInJax(_Arrays, Ours):
-    """Our library for JAX, planned or forced: its public functions, and its gradients without autodiff."""
+    """Our library for JAX: its public functions, and its gradients without autodiff."""
 
     framework = "jax"
 
@@ -39,17 +42,18 @@ class OursInJax(_Arrays, Ours):
         copy = bridge.on_tensors(jnp.copy)
         return lambda: copy(x)
 
+    def own(self, case: Case) -> Function:
+        """The same as the yardstick: other libraries are judged with more slack, so one function serves both."""
+        return self.yardstick(case)
+
     def yardstick(self, case: Case) -> Function:
-        """`jax.nn` in 32 bits at least: what it rounds to 16 on its way would hide any error of ours."""
+        """`jax.nn` in float32 at least: rounding every step to 16 bits would hide any error of ours."""
         import jax.numpy as jnp
 
-        from ..core.arrays import accumulator
-
-        theirs = _of_jax_nn(case)
+        theirs, wide = _of_jax_nn(case), case.accumulator
 
         def widened(*arrays: Any) -> Any:
-            wide = (a if a.dtype == jnp.bool_ else a.astype(accumulator(a)) for a in arrays)
-            return theirs(*wide).astype(jnp.dtype(case.dtype))
+            return theirs(*(a if a.dtype == jnp.bool_ else a.astype(wide) for a in arrays)).astype(case.dtype)
 
         return bridge.on_tensors(widened)
 
@@ -61,9 +65,8 @@ class OursInJax(_Arrays, Ours):
 
         forced = {"backend": self.backend, "strategy": self.strategy}
         function = partial(getattr(ours, case.operation), axis=case.dim, **forced)
-        options = option_values(case)
-        names = {"bias": "bias", "mask": "where"}
-        beside = [names[name] for name in case.fused if name in names]
+        options, names = option_values(case), {"mask": "where"}
+        beside = [names.get(name, name) for name in case.option_tensors]
         return bridge.on_tensors(lambda x, *more: function(x, **options, **dict(zip(beside, more, strict=True))))
 
 
@@ -73,7 +76,7 @@ class JaxNN(_Arrays):
     name, distribution = "jax.nn", "jax"
 
     def prepare(self, case: Case) -> Function:
-        """Its function, with the scores written out before it; of a gradient, what its own rule computes."""
+        """Its function, after the scores in elementary operations; for a gradient, the formula of its own rule."""
         return bridge.on_tensors(_of_jax_nn(case))
 
 
@@ -83,14 +86,12 @@ def _of_jax_nn(case: Case) -> Function:
 
     if case.backward:
         return partial(_its_gradient, case)
-    forward = getattr(jax.nn, case.operation)
+    functions, forward = Functions(jnp.tanh, jnp.where), getattr(jax.nn, case.operation)
 
     def written_out(x: Any, *more: Any) -> Any:
-        beside = dict(zip([name for name in case.fused if name in ("bias", "mask")], more, strict=True))
-        x = x * SCALE if "scale" in case.fused else x
-        x = SOFTCAP * jnp.tanh(x / SOFTCAP) if "softcap" in case.fused else x
-        x = x + beside["bias"] if "bias" in beside else x
-        return forward(x, case.dim, where=beside.get("mask"))
+        options = score_options(case, dict(zip(case.option_tensors, more, strict=True)))
+        # jax.nn takes the mask itself.
+        return forward(scores(functions, x, options._replace(mask=None)), case.dim, where=options.mask)
 
     return written_out
 
@@ -103,11 +104,11 @@ def _gradient(case: Case, who: tuple[str | None, str | None], *arrays: Any) -> A
     from ..core.task import Choice
     from ..jax import primitives
 
-    *saved, dy = arrays
-    x, choice = jnp.moveaxis(saved[0], case.dim, -1), Choice(*who)
-    if case.forward == "logsumexp":
-        lse = saved[1].astype(accumulator(x))
-        # The state of a row whose logsumexp is this.
+    values = dict(zip(case.tensors, arrays, strict=True))
+    x, dy, choice = jnp.moveaxis(values["x"], case.dim, -1), values["dy"], Choice(*who)
+    if "lse" in values:
+        lse = values["lse"].astype(accumulator(x))
+        # (lse, 1) is a state of rows with this logsumexp.
         state = jnp.stack([lse, jnp.ones_like(lse)], -1)
         dx = primitives.bind(case.operation, x, state, dy, choice=choice, options=PLAIN)
     else:
@@ -118,11 +119,6 @@ def _gradient(case: Case, who: tuple[str | None, str | None], *arrays: Any) -> A
 def _its_gradient(case: Case, *arrays: Any) -> Any:
     import jax.numpy as jnp
 
-    *saved, dy = arrays
-    if case.forward == "logsumexp":
-        x, lse = saved
-        return jnp.expand_dims(dy, case.dim) * jnp.exp(x - jnp.expand_dims(lse, case.dim))
-    [y] = saved
-    if case.forward == "softmax":
-        return y * (dy - jnp.sum(y * dy, case.dim, keepdims=True))
-    return dy - jnp.exp(y) * jnp.sum(dy, case.dim, keepdims=True)
+    values = dict(zip(case.tensors, arrays, strict=True))
+    values |= {name: jnp.expand_dims(values[name], case.dim) for name in case.declaration.row_operands}
+    return evaluate(case.operation, namespace(values["x"]), values, case.dim)

@@ -1,20 +1,21 @@
-"""What is measured: operation × shape × softmax dimension × dtype × what is fused, and the named lists of them."""
+"""A benchmark case: an operation, a shape, the softmax dimension, a dtype and score options."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..core.operations import OPERATIONS
+from ..core.operations import OPERATIONS, Operation
+from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
 
 Shape = tuple[int, ...]
 
-FUSED = ("scale", "softcap", "bias", "mask", "causal")
-"""What a softmax can be measured with, in the order in which it is applied."""
+FUSED = tuple(SCORE_OPTIONS)
+"""Names of the score options, in the order in which they are applied."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,12 @@ class Case:
         operation: Name in OPERATIONS.
         shape: Sizes of the contiguous input.
         dim: The softmax dimension, counted from 0.
-        dtype: Dtype of input and output.
-        fused: Names in FUSED, in its order: what is fused at load.
+        dtype: Dtype of the input and of the result.
+        fused: Names of the score options, in the order of FUSED.
 
     Raises:
-        ValueError: `fused` is unknown, not for this operation, or causal leaves a query without a key.
+        ValueError: a score option is unknown or the operation is not measured with it, or causal leaves a query
+            without a key.
 
     Example:
         >>> case = Case("logsumexp", (4, 1024), 1, "float32")
@@ -46,11 +48,11 @@ class Case:
     fused: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _known("thing to fuse", self.fused, FUSED)
-        if self.fused and self.operation != "softmax":
-            raise ValueError(f"{self.operation} with {', '.join(self.fused)}: only softmax is measured with these")
+        known("score option", self.fused, FUSED)
+        if self.fused and self.backward:
+            raise ValueError(f"{self.operation} with {', '.join(self.fused)}: gradients have no score options here")
         if "causal" in self.fused and (self.dim == 0 or self.shape[self.dim - 1] > self.shape[self.dim]):
-            # The first queries of more queries than keys would see none: NaN, which no speed is about.
+            # With more queries than keys the first queries see no key, and their rows are NaN.
             raise ValueError(f"{self}: causal needs a dimension of queries before dim, no longer than dim")
 
     def __str__(self) -> str:
@@ -59,135 +61,118 @@ class Case:
         return f"{sizes} {'+'.join(self.fused)}" if self.fused else sizes
 
     @property
+    def declaration(self) -> Operation:
+        """The declaration of the operation."""
+        return OPERATIONS[self.operation]
+
+    @property
     def backward(self) -> bool:
-        """Whether it is a gradient."""
-        return OPERATIONS[self.operation].backward
+        """True for a gradient."""
+        return self.declaration.backward
 
     @property
     def forward(self) -> str:
-        """The public function, whose gradient it may be."""
-        return OPERATIONS[self.operation].forward.name
+        """Name of the public function: the operation itself, or the one that it is the gradient of."""
+        return self.declaration.forward.name
 
     @property
     def elements(self) -> int:
-        """Elements of the input."""
+        """Number of elements of the input."""
         return prod(self.shape)
 
     @property
     def rows(self) -> int:
-        """Softmaxes."""
+        """Number of rows."""
         return self.elements // self.shape[self.dim]
 
     @property
+    def row_shape(self) -> Shape:
+        """Shape of a tensor with one value per row."""
+        return (*self.shape[: self.dim], *self.shape[self.dim + 1 :])
+
+    @property
+    def result_shape(self) -> Shape:
+        """Shape of the result."""
+        return self.row_shape if self.declaration.per_row else self.shape
+
+    @property
+    def accumulator(self) -> str:
+        """Name of the dtype in which states are kept."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def option_tensors(self) -> tuple[str, ...]:
+        """Names of the score options that are tensors here, in the order in which a function takes them."""
+        return tuple(name for name in self.fused if SCORE_OPTIONS[name].kind == "element")
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of all tensors that a function takes: the operands in the order of the declaration, then options."""
+        operands = (operand.name for operand in self.declaration.operands if operand.kind != "call")
+        return (*operands, *self.option_tensors)
+
+    def dtype_of(self, name: str) -> str:
+        """Name of the dtype of an operand or a score option.
+
+        A per-row output that the forward operation keeps for its gradient stays in the accumulator's dtype.
+        """
+        kinds = {operand.name: operand.dtype for operand in self.declaration.operands}
+        kinds |= {option.name: option.dtype for option in SCORE_OPTIONS.values()}
+        if kinds[name] != "floating":
+            return {"integer": "int64", "boolean": "bool"}[kinds[name]]
+        wide = {output.name for output in self.declaration.forward.outputs if output.dtype == "accumulator"}
+        return self.accumulator if self.backward and name in wide else self.dtype
+
+    def shape_of(self, name: str) -> Shape:
+        """Shape of an operand or a score option.  A bias has one value per column; a mask has one per element."""
+        if name in self.option_tensors:
+            column = (self.shape[self.dim], *[1] * (len(self.shape) - 1 - self.dim))
+            return column if SCORE_OPTIONS[name].dtype == "floating" else self.shape
+        return self.row_shape if name in self.declaration.row_operands else self.shape
+
+    @property
     def tensor_bytes(self) -> int:
-        """Bytes of one tensor of the shape: what the copy beside a case reads, and writes."""
+        """Bytes of one tensor of the shape: the copy beside a case reads them once and writes them once."""
         return self.elements * ITEMSIZE[self.dtype]
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of everything that is read, each element once; a mask has a byte for each."""
-        operation, itemsize = OPERATIONS[self.operation], ITEMSIZE[self.dtype]
-        bias = self.shape[self.dim] * itemsize if "bias" in self.fused else 0
-        mask = self.elements if "mask" in self.fused else 0
-        # The gradient of logsumexp reads its output and that one's gradient.
-        per_row = 0 if operation.reduces else 2 * self.rows * itemsize
-        return operation.inputs * self.tensor_bytes + bias + mask + per_row
+        """Bytes of every tensor that is read, each element once."""
+        sizes = {**ITEMSIZE, "int64": 8, "bool": 1}
+        return sum(prod(self.shape_of(name)) * sizes[self.dtype_of(name)] for name in self.tensors)
 
     @property
     def write_bytes(self) -> int:
-        """Bytes of the output."""
-        return self.rows * ITEMSIZE[self.dtype] if OPERATIONS[self.operation].per_row else self.tensor_bytes
+        """Bytes of the result."""
+        return prod(self.result_shape) * ITEMSIZE[self.dtype]
 
     @property
     def bytes(self) -> int:
-        """The fewest bytes that any method moves: inputs read once, the output written once."""
+        """The fewest bytes that any method moves: every input is read once, and the result is written once."""
         return self.read_bytes + self.write_bytes
+
+    @property
+    def passes(self) -> int:
+        """Number of tensors of the input's shape that are read or written."""
+        return self.declaration.inputs + (not self.declaration.per_row)
 
     def as_dict(self) -> dict[str, Any]:
         """Attributes and bytes, for JSON."""
         return {**asdict(self), "shape": list(self.shape), "fused": list(self.fused), "bytes": self.bytes}
 
 
-class Entry(NamedTuple):
-    """A case of a suite, but for its dtype."""
-
-    shape: Shape
-    dim: int
-    operation: str = "softmax"
-    fused: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Suite:
-    """A named list of entries, and the dtypes they are measured in."""
-
-    what: str
-    entries: tuple[Entry, ...]
-    dtypes: tuple[str, ...]
-    repeat_ms: int = 100
-
-
-def _rows(*shapes: Shape, operation: str = "softmax", fused: tuple[str, ...] = ()) -> tuple[Entry, ...]:
-    return tuple(Entry(shape, len(shape) - 1, operation, fused) for shape in shapes)
-
-
-FIELD = _rows(
-    (1048576, 64), (524288, 128), (262144, 256), (131072, 512), (65536, 1000), (65536, 1024), (32768, 2048),
-    (16384, 4096), (8192, 8192), (4096, 16384), (4096, 32768), (4096, 50256), (4096, 50257), (2048, 65536),
-    (2048, 128256), (1024, 262144), (256, 1 << 20), (16, 1 << 22),
-    (1, 1 << 20), (1, 1 << 22), (1, 1 << 24), (1, 1 << 26), (1, 1 << 28),
-)  # fmt: skip
-"""The shapes that the field publishes: batches of equal size, vocabularies, one enormous row."""
-
-ROWS_1024 = _rows(*((1024, 1 << k) for k in range(9, 16)))
-"""Too few bytes to hide a launch: what a small batch costs."""
-
-ODD = _rows((131072, 1023), (65536, 1025), (16384, 8191))
-"""Rows that do not begin on 16 bytes."""
-
-COLUMN = (Entry((32, 512, 4096), 1),)
-"""A softmax dimension that is not the innermost."""
-
-GRADIENTS = _rows(*((1 << 27 - k, 1 << k) for k in range(8, 16)), (2048, 128256), (1024, 262144),
-                  operation="softmax_backward")  # fmt: skip
-"""As many elements in rows of every length, and vocabularies."""
-
-SCORES = tuple(
-    entry
-    for fused in ((), ("scale",), ("mask",), ("bias",), ("scale", "mask"))
-    for entry in _rows((16384, 4096), (65536, 1024), (4096, 32768), fused=fused)
-) + _rows((64, 1024, 1024), fused=("causal",))
-"""What a model does to its logits before the softmax, and the same shapes without it."""
-
-SUITES: dict[str, Suite] = {
-    "quick": Suite(
-        "a few small shapes, seconds even on a CPU",
-        _rows((64, 512), (1024, 1024), (256, 16384)), ("bfloat16", "float32"), repeat_ms=50,
-    ),
-    "default": Suite(
-        "one shape for each strategy and difficulty",
-        _rows((524288, 128), (65536, 1000), (65536, 1024), (8192, 8192), (4096, 32768), (4096, 50257),
-              (2048, 128256), (1, 1 << 24), (1024, 4096), (65536, 1025)) + COLUMN,
-        ("bfloat16", "float32"),
-    ),
-    "full": Suite("the table of the field, small batches, odd rows, columns", FIELD + ROWS_1024 + ODD + COLUMN,
-                  ("bfloat16", "float32")),
-    "gradients": Suite("softmax's gradient: y and dy in, dx out", GRADIENTS, ("bfloat16", "float32")),
-    "fused": Suite("what is fused at load, beside plain softmax", SCORES, ("bfloat16", "float32")),
-    "cpu": Suite(
-        "what our layer adds to torch on a CPU, with repetitions enough to tell",
-        _rows((64, 512), (1024, 64), (256, 256), (1024, 1024), (4096, 1024), (1024, 16384)),
-        ("float32", "bfloat16"), repeat_ms=1000,
-    ),
-}  # fmt: skip
-"""The lists by name."""
+def known(what: str, names: Iterable[str], table: Iterable[str]) -> None:
+    """Raise a ValueError that lists the table for the first name that is not in it."""
+    for name in names:
+        if name not in table:
+            raise ValueError(f"unknown {what} {name!r}; there are: {', '.join(table)}")
 
 
 def parse_shape(text: str) -> Shape:
-    """A shape as one types it: sizes with x, X, × or * between; a size may be a power, as in 2^20.
+    """The shape that a text describes: sizes with x, X, × or * between them; a size may be a power, as in 2^20.
 
     Raises:
-        ValueError: it is not one, in a sentence that quotes it.
+        ValueError: the text describes no shape; the message quotes it.
 
     Example:
         >>> parse_shape("4096x50257"), parse_shape("1*2^20")
@@ -197,72 +182,10 @@ def parse_shape(text: str) -> Shape:
     for part in re.split(r"[xX×*]", text.strip()):
         match = re.fullmatch(r"\s*(\d{1,19})(?:\^(\d{1,2}))?\s*", part)
         if not match:
-            raise ValueError(f"shape {text!r}: expected sizes with x between, as in 4096x50257")
+            raise ValueError(f"shape {text!r}: expected sizes with x between them, as in 4096x50257")
         sizes.append(int(match[1]) ** int(match[2] or 1))
     if min(sizes) < 1:
         raise ValueError(f"shape {text!r}: every size must be at least 1")
     if prod(sizes) >= 1 << 62:
         raise ValueError(f"shape {text!r}: more elements than any memory holds")
     return tuple(sizes)
-
-
-def cases(
-    suite: str,
-    operations: Sequence[str] = (),
-    shapes: Sequence[Shape] = (),
-    dim: int | None = None,
-    dtypes: Sequence[str] = (),
-    fused: Sequence[str] = (),
-) -> list[Case]:
-    """The cases of a suite, or of shapes instead of the suite's, in order.
-
-    Args:
-        suite: Name in SUITES.
-        operations: Names in OPERATIONS that replace those of the suite.
-        shapes: Shapes that replace those of the suite.
-        dim: The softmax dimension of these shapes, the last by default.
-        dtypes: Dtypes that replace those of the suite.
-        fused: Names in FUSED that replace what the suite fuses.
-
-    Raises:
-        ValueError: a name is unknown, or dim is out of range, or dim comes without shapes, or a case makes no sense.
-
-    Example:
-        >>> [str(case) for case in cases("quick", shapes=[(4, 8)], dtypes=["float32"], fused=["mask", "scale"])]
-        ['4x8 scale+mask']
-    """
-    _known("suite", [suite], SUITES)
-    _known("operation", operations, OPERATIONS)
-    _known("dtype", dtypes, ITEMSIZE)
-    _known("thing to fuse", fused, FUSED)
-    if dim is not None and not shapes:
-        raise ValueError("a dim needs a shape: each shape of a suite has its own")
-    chosen: Iterable[Entry] = SUITES[suite].entries
-    if shapes:
-        places = [(shape, _axis(-1 if dim is None else dim, shape)) for shape in shapes]
-        kinds = dict.fromkeys((entry.operation, entry.fused) for entry in chosen)
-        chosen = [Entry(*place, *kind) for kind in kinds for place in places]
-    if fused:
-        in_order = tuple(name for name in FUSED if name in fused)
-        chosen = [entry._replace(fused=in_order) for entry in chosen]
-    found = [
-        Case(operation or entry.operation, entry.shape, entry.dim, dtype, entry.fused)
-        for operation in operations or [""]
-        for dtype in dtypes or SUITES[suite].dtypes
-        for entry in chosen
-    ]
-    # A suite may differ only in what was replaced.
-    return list(dict.fromkeys(found))
-
-
-def _known(what: str, names: Iterable[str], table: Iterable[str]) -> None:
-    for name in names:
-        if name not in table:
-            raise ValueError(f"unknown {what} {name!r}; there are: {', '.join(table)}")
-
-
-def _axis(dim: int, shape: Shape) -> int:
-    if not -len(shape) <= dim < len(shape):
-        sizes = "x".join(map(str, shape))
-        raise ValueError(f"dim {dim} is out of range for {sizes}: from {-len(shape)} to {len(shape) - 1}")
-    return dim % len(shape)

@@ -1,4 +1,4 @@
-"""A case's result in float64, made again piece by piece: a row of 2^28 would take 2 GB at once."""
+"""The float64 result of a case, computed piece by piece: a row of 2^28 elements would take 2 GB at once."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any
 
+from ..core.arrays import namespace
+from ..core.options import Functions, scores
+from ..core.reference import FORMULAS, size_of_terms
 from .cases import Case
-from .inputs import SCALE, SOFTCAP, Inputs
+from .options import score_options
 
 PIECE = 1 << 23
 """Elements that are computed at once: 64 MB in float64."""
 
+Inputs = tuple[Any, ...]
+"""Torch tensors, in the order of `Case.tensors`."""
+
 Place = tuple[slice, ...]
-"""Where a piece lies in the input."""
+"""The slices of the input that make a piece."""
 
 Exact = Callable[[Place], tuple[Any, Any]]
-"""At a piece, the exact result, and the size of what was subtracted to get it; None where nothing was."""
+"""From a piece to the exact output there, and the size of the terms whose difference it is (None where there are none).
+
+A per-row output has size 1 along the softmax dimension.
+"""
 
 
 def pieces(case: Case) -> Iterator[Place]:
-    """Slices of the input: some of the first outer dimension, and of a row where even one is too long."""
+    """Pieces that cover the input: slices of the first outer dimension, and of a row where one row is too long."""
     shape, dim = case.shape, case.dim
     outer = next((i for i in range(len(shape)) if i != dim), None)
     rows = shape[outer] if outer is not None else 1
@@ -35,58 +44,72 @@ def pieces(case: Case) -> Iterator[Place]:
             yield tuple(place)
 
 
-def of_row(case: Case, place: Place) -> Place:
-    """The same piece of what has one number for each row, its dimension kept with size 1."""
+def rows_of(case: Case, place: Place) -> Place:
+    """The rows of a piece, in a tensor with one value per row and size 1 along the softmax dimension."""
     return (*place[: case.dim], slice(None), *place[case.dim + 1 :])
 
 
-def exact(case: Case, inputs: Inputs) -> Exact:
-    """What every row needs as a whole is computed now, the pieces when they are asked for."""
-    return _gradient(case, inputs) if case.backward else _forward(case, inputs)
+def exact(case: Case, inputs: Inputs, output: str | None = None) -> Exact:
+    """The function from a piece to the exact output.  Row maxima and sums are computed now, outputs when asked for.
 
+    Args:
+        case: The case.
+        inputs: Its tensors.
+        output: Name of the output; the result by default.
+    """
+    operation, formula = case.declaration, FORMULAS[case.operation]
+    name = output or operation.result.name
+    xp, elements = namespace(inputs[0]), _elements(case, inputs)
+    tensors = dict(zip(case.tensors, inputs, strict=True))
+    rows = {name: tensors[name].unsqueeze(case.dim) for name in operation.row_operands}
 
-def _forward(case: Case, inputs: Inputs) -> Exact:
-    import torch
+    def values(place: Place) -> dict[str, Any]:
+        there = rows_of(case, place)
+        return elements(place) | {name: _wide(t[there]) for name, t in rows.items()}
 
-    dim, scores = case.dim, _scores(case, inputs)
-    m = _per_row(case, inputs[0], -inf)
-    for place in pieces(case):
-        there = of_row(case, place)
-        m[there] = torch.maximum(m[there], scores(place).amax(dim, keepdim=True))
-    l = _per_row(case, inputs[0])
-    for place in pieces(case):
-        there = of_row(case, place)
-        l[there] += (scores(place) - m[there]).exp().sum(dim, keepdim=True)
+    sums = operation.summed((name,))
+    if any(accumulator.rescaled for accumulator in sums):
+        m = _per_row(case, inputs[0], -inf)
+        for place in pieces(case):
+            there = rows_of(case, place)
+            m[there] = xp.maximum(m[there], xp.max(elements(place)["x"], case.dim))
+        rows["m"] = m
+    totals = {accumulator.name: _per_row(case, inputs[0], 0.0) for accumulator in sums}
+    for place in pieces(case) if totals else ():
+        found = values(place)
+        for sum_name, total in totals.items():
+            total[rows_of(case, place)] += xp.sum(formula.sums[sum_name](xp, **found), case.dim)
+    rows |= totals
 
     def at(place: Place) -> tuple[Any, Any]:
-        there = of_row(case, place)
-        if case.operation == "logsumexp":
-            return m[there] + l[there].log(), None
-        shifted = scores(place) - m[there]
-        return (shifted.exp() / l[there] if case.operation == "softmax" else shifted - l[there].log()), None
+        found = values(place)
+        return formula.outputs[name](xp, **found), size_of_terms(case.operation, xp, found)
 
     return at
 
 
-def _scores(case: Case, inputs: Inputs) -> Callable[[Place], Any]:
-    x, *beside = (t.expand(case.shape) for t in inputs)
+def _elements(case: Case, inputs: Inputs) -> Callable[[Place], dict[str, Any]]:
+    """The function from a piece to the element operands there: x is the score where the operation takes logits."""
+    import torch
 
-    def at(place: Place) -> Any:
-        z, more = x[place].double(), iter(beside)
-        if "scale" in case.fused:
-            z = z * SCALE
-        if "softcap" in case.fused:
-            z = SOFTCAP * (z / SOFTCAP).tanh()
-        if "bias" in case.fused:
-            z = z + next(more)[place]
-        if "mask" in case.fused:
-            z = z.masked_fill(~next(more)[place], -inf)
-        if "causal" in case.fused:
-            query, key = (_index(case, axis, place, x.device) for axis in (case.dim - 1, case.dim))
-            z = z.masked_fill(key > query + case.shape[case.dim] - case.shape[case.dim - 1], -inf)
-        return z
+    functions = Functions(torch.tanh, torch.where)
+    tensors = dict(zip(case.tensors, inputs, strict=True))
+    element = {name: tensors[name].expand(case.shape) for name in case.declaration.element_operands}
+    beside = {name: tensors[name].expand(case.shape) for name in case.option_tensors}
+
+    def at(place: Place) -> dict[str, Any]:
+        found = {name: _wide(t[place]) for name, t in element.items()}
+        options = score_options(case, {name: _wide(t[place]) for name, t in beside.items()})
+        seen = _seen(case, place, inputs[0].device) if options.causal else None
+        return found | {"x": scores(functions, found["x"], options, seen)}
 
     return at
+
+
+def _seen(case: Case, place: Place, device: Any) -> Any:
+    """The causal mask of a piece: True where a query may see a key."""
+    query, key = (_index(case, axis, place, device) for axis in (case.dim - 1, case.dim))
+    return key <= query + case.shape[case.dim] - case.shape[case.dim - 1]
 
 
 def _index(case: Case, axis: int, place: Place, device: Any) -> Any:
@@ -97,34 +120,11 @@ def _index(case: Case, axis: int, place: Place, device: Any) -> Any:
     return numbers.view([-1 if i == axis else 1 for i in range(len(case.shape))])
 
 
-def _gradient(case: Case, inputs: Inputs) -> Exact:
-    dim = case.dim
-    if case.forward == "logsumexp":
-        x, lse, dlse = inputs[0], inputs[1].unsqueeze(dim), inputs[2].unsqueeze(dim)
-
-        def of_logsumexp(place: Place) -> tuple[Any, Any]:
-            there = of_row(case, place)
-            return dlse[there].double() * (x[place].double() - lse[there].double()).exp(), None
-
-        return of_logsumexp
-
-    y, dy = inputs
-    softmax = case.forward == "softmax"
-    total = _per_row(case, y)
-    for place in pieces(case):
-        part = dy[place].double()
-        total[of_row(case, place)] += (part * y[place] if softmax else part).sum(dim, keepdim=True)
-
-    def at(place: Place) -> tuple[Any, Any]:
-        there = of_row(case, place)
-        wide, part = y[place].double(), dy[place].double()
-        part, whole = (wide * part, wide * total[there]) if softmax else (part, wide.exp() * total[there])
-        return part - whole, part.abs().maximum(whole.abs())
-
-    return at
+def _wide(t: Any) -> Any:
+    return t.double() if t.is_floating_point() else t
 
 
-def _per_row(case: Case, like: Any, value: float = 0.0) -> Any:
+def _per_row(case: Case, like: Any, value: float) -> Any:
     import torch
 
     shape = [1 if i == case.dim else n for i, n in enumerate(case.shape)]

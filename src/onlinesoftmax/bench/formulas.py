@@ -1,25 +1,26 @@
-"""PyTorch's side: its own gradients, and everything written out in its operations, to be compiled or run as it is."""
+"""PyTorch's side: its own functions, and cases written out in its elementary operations, compiled or not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
+from ..core.arrays import namespace
+from ..core.options import Functions, causal_mask, scores
+from ..core.reference import evaluate
 from .cases import Case
-from .inputs import SCALE, SOFTCAP
+from .options import score_options
 
 Function = Callable[..., Any]
-"""From the tensors of a case, in the order of `make_inputs`, to the output."""
+"""From the tensors of a case, in the order of `Case.tensors`, to the result."""
 
 
 def own(case: Case) -> Function:
-    """What PyTorch itself runs for the case, without autograd."""
+    """The function that PyTorch itself runs for the case, without autograd."""
     import torch
 
     dim, dtype = case.dim, getattr(torch, case.dtype)
-    if case.fused or case.operation == "logsumexp_backward":
-        # Its autograd writes out the gradient of logsumexp too.
+    if is_written_out(case):
         return written_out(case)
     if not case.backward:
         forward = getattr(torch, case.operation)
@@ -28,59 +29,51 @@ def own(case: Case) -> Function:
     return lambda y, dy: data(dy, y, dim, dtype)
 
 
+def is_written_out(case: Case) -> bool:
+    """True where PyTorch has no function for the case and runs elementary operations, which round every step."""
+    import torch
+
+    return bool(case.fused) or (case.backward and not hasattr(torch.ops.aten, f"_{case.operation}_data"))
+
+
 def written_out(case: Case, wide: bool = False) -> Function:
     """The case in elementary operations, for eager or torch.compile.
 
     Args:
-        case: A gradient, or a softmax with or without something fused.
-        wide: Compute a softmax's scores in float32 at least, and round once.
+        case: A gradient, or a forward operation with or without score options.
+        wide: Compute every step in float32 at least, and round once.
     """
+    return _gradient(case, wide) if case.backward else _forward(case, wide)
+
+
+def _forward(case: Case, wide: bool) -> Function:
     import torch
 
-    if case.backward:
-        return _gradient(case)
     dtype = getattr(torch, case.dtype)
     up = torch.promote_types(dtype, torch.float32) if wide else dtype
-    forward = getattr(torch, case.operation)
-    return lambda x, *beside: forward(_scores(case, x.to(up), beside), case.dim).to(dtype)
+    # masked_fill takes the inverse of the mask, which would be one operation more.
+    functions, forward = Functions(torch.tanh, torch.where), getattr(torch, case.operation)
+
+    def function(x: Any, *beside: Any) -> Any:
+        options = score_options(case, dict(zip(case.option_tensors, beside, strict=True)))
+        # The causal mask is made in the call: a small part of the time, and torch.compile makes nothing of it.
+        seen = causal_mask(torch.arange, case.shape, case.dim, device=x.device) if options.causal else None
+        return forward(scores(functions, x.to(up), options, seen), case.dim).to(dtype)
+
+    return function
 
 
-def _gradient(case: Case) -> Function:
+def _gradient(case: Case, wide: bool) -> Function:
     import torch
 
-    dim, dtype = case.dim, getattr(torch, case.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    if case.forward == "logsumexp":
-        return lambda x, lse, dlse: dlse.unsqueeze(dim) * (x - lse.unsqueeze(dim)).exp()
+    dtype, row_operands = getattr(torch, case.dtype), case.declaration.row_operands
+    # PyTorch sums in float32; where nothing is summed it computes in the dtype of the input.
+    up = torch.promote_types(dtype, torch.float32) if wide or case.declaration.reduces else dtype
+    xp = namespace(torch.empty(0))
 
-    def softmax(y: Any, dy: Any) -> Any:
-        y, dy = y.to(wide), dy.to(wide)
-        return (y * (dy - (dy * y).sum(dim, keepdim=True))).to(dtype)
+    def function(*tensors: Any) -> Any:
+        values = {name: t.to(up) for name, t in zip(case.tensors, tensors, strict=True)}
+        values |= {name: values[name].unsqueeze(case.dim) for name in row_operands}
+        return evaluate(case.operation, xp, values, case.dim).to(dtype)
 
-    def log_softmax(y: Any, dy: Any) -> Any:
-        y, dy = y.to(wide), dy.to(wide)
-        return (dy - y.exp() * dy.sum(dim, keepdim=True)).to(dtype)
-
-    return softmax if case.forward == "softmax" else log_softmax
-
-
-def _scores(case: Case, x: Any, beside: tuple[Any, ...]) -> Any:
-    import torch
-
-    more = iter(beside)
-    if "scale" in case.fused:
-        x = x * SCALE
-    if "softcap" in case.fused:
-        x = SOFTCAP * torch.tanh(x / SOFTCAP)
-    if "bias" in case.fused:
-        x = x + next(more)
-    if "mask" in case.fused:
-        # masked_fill with the mask as it is: it would have to be inverted first.
-        x = torch.where(next(more), x, -inf)
-    if "causal" in case.fused:
-        queries, keys = case.shape[case.dim - 1 : case.dim + 1]
-        # Made in the call: a small part of the time, and torch.compile makes nothing of it.
-        last = torch.arange(keys - queries, keys, device=x.device).unsqueeze(1)
-        seen = torch.arange(keys, device=x.device) <= last
-        x = torch.where(seen.view(queries, keys, *[1] * (len(case.shape) - 1 - case.dim)), x, -inf)
-    return x
+    return function

@@ -1,4 +1,4 @@
-"""Host time: what one eager call costs the CPU, apart from what the device does."""
+"""Host time: microseconds of the CPU for one eager call, without the device's own time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ ROWS, COLS = 64, 512
 
 
 def host_times(device: Any, clock: Clock, repeat_ms: float) -> dict[str, Any]:
-    """Microseconds of a softmax of 64 × 512: ours, torch's, both into `out=` and both recorded, our launch alone.
+    """Host time of a softmax of 64 × 512: our function, PyTorch's, and our launch alone.
 
-    "with grad" is the forward call on a tensor that requires a gradient: what recording it costs.
+    "out=" is a call that writes to a given tensor.  "with grad" is the forward call on a tensor that requires a
+    gradient, which autograd records.
 
     Returns:
-        The case, and by name the times; "bare launch" is missing where the call is no launch of ours.
+        The case, and the times by name; without "bare launch" where no kernel of ours runs.
     """
     import torch
 
@@ -43,7 +44,7 @@ def host_times(device: Any, clock: Clock, repeat_ms: float) -> dict[str, Any]:
 
 
 def _bare_launch(x: Any, y: Any) -> Callable[[], Any]:
-    """The compiled kernel alone, as our layers launch it: what their own host time is measured against."""
+    """The launch of the compiled kernel alone: the least host time that our layers could reach."""
     from ..explanation import explain
     from ..kernels import registry
     from ..kernels.request import Request

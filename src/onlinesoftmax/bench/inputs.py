@@ -1,46 +1,46 @@
-"""The tensors of a case, the same every time: logits with outliers, gradients, masks, biases."""
+"""The tensors of a case, the same in every run: logits with outliers, saved outputs, gradients, masks, biases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from .cases import Case
-
-SCALE, SOFTCAP = 0.125, 30.0
-"""1 / sqrt(64), as attention has it, and a bound that the outliers reach."""
+from .exact import Inputs, exact, pieces, rows_of
 
 KEPT = 0.75
-"""Part of a mask that is True."""
-
-Inputs = tuple[Any, ...]
-"""Torch tensors, the first of the case's shape.
-
-Forward: x, then the bias and the mask where they are fused.  Of softmax's and log_softmax's gradient: y, dy.
-Of logsumexp's: x, lse, dlse.
-"""
+"""Fraction of a mask that is True."""
 
 
 def make_inputs(case: Case, device: Any) -> Inputs:
-    """What the functions compared take, on a torch device."""
+    """The tensors that a function takes, on a torch device, in the order of `Case.tensors`.
+
+    A gradient reads what a forward call keeps: operands of the forward call, and its outputs, rounded once.
+    """
+    operation, made = case.declaration, {}
+    if case.backward:
+        forward = replace(case, operation=case.forward)
+        made = _kept(case, forward, make_inputs(forward, device))
+    for seed, name in enumerate(case.tensors, case.elements):
+        if name not in made:
+            is_logits = name == operation.operands[0].name
+            made[name] = make_input(case, device) if is_logits else _tensor(case, name, device, seed)
+    return tuple(made[name] for name in case.tensors)
+
+
+def rounded(case: Case, inputs: Inputs) -> Inputs:
+    """The tensors with every wider one rounded to the dtype of the case: PyTorch keeps its results as rounded."""
     import torch
 
-    x = make_input(case, device)
-    if not case.backward:
-        return (x, *_beside(case, device))
-    # What a forward pass saves: rounded once, from float32.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if case.forward == "logsumexp":
-        lse = torch.logsumexp(x.to(wide), case.dim).to(x.dtype)
-        return x, lse, _filled(lse.shape, x.dtype, device, case.elements + 1, torch.randn)
-    y = getattr(torch, case.forward)(x, case.dim, dtype=wide).to(x.dtype)
-    return y, _filled(case.shape, x.dtype, device, case.elements + 1, torch.randn)
+    dtype = getattr(torch, case.dtype)
+    return tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
 
 
 def make_input(case: Case, device: Any) -> Any:
     """The logits: normal numbers, one in a hundred of them times 20.
 
-    With normal numbers alone every output would be small and an error in the maximum would not show.
+    With normal numbers alone every output would be small, and an error in the maximum would not show.
     """
     import torch
 
@@ -51,28 +51,54 @@ def make_input(case: Case, device: Any) -> Any:
     return _filled(case.shape, getattr(torch, case.dtype), device, case.elements, with_outliers)
 
 
-def _beside(case: Case, device: Any) -> Inputs:
+def _kept(case: Case, forward: Case, inputs: Inputs) -> dict[str, Any]:
+    """The operands of a gradient that the forward call had or wrote, by name."""
+    operation, outputs = case.declaration, {output.name for output in forward.declaration.outputs}
+    found = {}
+    for name in case.tensors:
+        # Where a gradient reads no logits, its first operand is the saved result.
+        output = forward.declaration.result.name if name == "x" and not operation.scores else name
+        if output in outputs:
+            found[name] = _output(case, name, exact(forward, inputs, output))
+        elif name in forward.tensors:
+            found[name] = inputs[forward.tensors.index(name)]
+    return {name: t.to(inputs[0].device) for name, t in found.items()}
+
+
+def _output(case: Case, name: str, at: Any) -> Any:
+    """An output of the forward call, as the operand of this name."""
     import torch
 
-    found = []
-    if "bias" in case.fused:
-        # One number for each column, of a shape that broadcasts to the case's.
-        shape = (case.shape[case.dim], *[1] * (len(case.shape) - 1 - case.dim))
-        found.append(_filled(shape, getattr(torch, case.dtype), device, case.elements + 2, torch.randn))
-    if "mask" in case.fused:
-        mask = _filled(case.shape, torch.bool, device, case.elements + 3, lambda n, **where: _kept(torch, n, **where))
-        # No row without a score: its NaN would hide every error.  Causality leaves the first key too.
-        mask.select(case.dim, 0).fill_(True)
-        found.append(mask)
-    return tuple(found)
+    per_row = name in case.declaration.row_operands
+    shape = [1 if per_row and i == case.dim else n for i, n in enumerate(case.shape)]
+    found = None
+    for place in pieces(case):
+        value, _ = at(place)
+        if found is None:
+            found = torch.empty(shape, dtype=getattr(torch, case.dtype_of(name)), device=value.device)
+        found[rows_of(case, place) if per_row else place] = value.to(found.dtype)
+    assert found is not None
+    return found.squeeze(case.dim) if per_row else found
 
 
-def _kept(torch: Any, count: int, **where: Any) -> Any:
-    return torch.rand(count, **where) < KEPT
+def _tensor(case: Case, name: str, device: Any, seed: int) -> Any:
+    """A random operand or score option."""
+    import torch
+
+    shape, dtype = case.shape_of(name), getattr(torch, case.dtype_of(name))
+    if dtype == torch.int64:
+        columns = case.shape[case.dim]
+        return _filled(shape, dtype, device, seed, lambda n, **where: torch.randint(columns, (n,), **where))
+    if dtype != torch.bool:
+        return _filled(shape, dtype, device, seed, torch.randn)
+    mask = _filled(shape, dtype, device, seed, lambda n, **where: torch.rand(n, **where) < KEPT)
+    # Every row keeps a score: the NaN of a fully masked row would hide every error.  A causal mask keeps key 0 too.
+    mask.select(case.dim, 0).fill_(True)
+    return mask
 
 
 def _filled(shape: Any, dtype: Any, device: Any, seed: int, make: Callable[..., Any]) -> Any:
-    """A tensor filled by pieces, so that the float32 scratch stays small beside a row of 2^28."""
+    """A tensor filled in pieces, so that the float32 scratch stays small beside a row of 2^28 elements."""
     import torch
 
     t = torch.empty(shape, dtype=dtype, device=device)

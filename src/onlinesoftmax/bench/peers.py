@@ -1,4 +1,4 @@
-"""Who is compared: ours, and others who offer the same operation."""
+"""The peers: our library, and other libraries that offer the same operations."""
 
 from __future__ import annotations
 
@@ -7,46 +7,50 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.operations import OPERATIONS
 from . import formulas
 from .cases import Case
+from .exact import Inputs
 from .formulas import Function
-from .inputs import SCALE, SOFTCAP
+from .inputs import rounded
+from .options import option_values
 
 
 class Peer:
-    """Someone to compare.  `device_type` is where the comparison runs: "cuda" or "cpu"."""
+    """A library to compare.
+
+    Attributes:
+        name: Its name in tables and on the command line.
+        distribution: Package to install, whose version is recorded.
+        flushes: Number of flushes of the L2 cache that take longer than the host needs to queue one call.
+        device_type: "cuda" or "cpu", where the comparison runs.
+    """
 
     name: str
     distribution: str | None = None
-    """What to install, and whose version is recorded."""
     flushes = 1
-    """Flushes of L2 that take longer than the host needs to queue a call."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
 
     def why_absent(self) -> str | None:
-        """Why it cannot take part at all on this machine; None when it can."""
+        """The reason why the library cannot take part on this machine; None when it can."""
         return None
 
     def supports(self, case: Case) -> str | None:
-        """Why it is not asked this case; None when it is.  What it refuses itself, it says by raising."""
+        """The reason why the case is not given to the library; None when it is.  The library may still raise."""
         return None
 
+    def takes(self, case: Case, inputs: Inputs) -> Inputs:
+        """The tensors as the library takes them.  PyTorch, and others like it, keep results as they rounded them."""
+        return rounded(case, inputs)
+
     def prepare(self, case: Case) -> Function:
-        """Its function for the case."""
+        """The library's function for the case."""
         raise NotImplementedError
 
 
-def option_values(case: Case) -> dict[str, Any]:
-    """What a case fuses that is no tensor, by the name of our functions' argument."""
-    values: dict[str, Any] = {"scale": SCALE, "softcap": SOFTCAP, "causal": True}
-    return {name: values[name] for name in case.fused if name in values}
-
-
 class Ours(Peer):
-    """Our library, planned or forced: its public functions, and its gradients without autograd."""
+    """Our library: its public functions, and its gradients without autograd."""
 
     name, framework = "ours", "torch"
 
@@ -55,19 +59,31 @@ class Ours(Peer):
         self.backend, self.strategy = backend, strategy
 
     def supports(self, case: Case) -> str | None:
-        """Everything; but for the CPU, forced kernels aside, there is nothing of ours in a gradient."""
+        """Everything but gradients on a CPU, where PyTorch's own backward runs unless the interpreter is forced."""
         if case.backward and self.device_type == "cpu" and self.backend != "triton":
             return "on a CPU PyTorch's own backward runs"
         return None
 
+    def takes(self, case: Case, inputs: Inputs) -> Inputs:
+        """The tensors as they are: ours keeps per-row outputs in the accumulator's dtype."""
+        return inputs
+
     def copy(self, x: Any) -> Function:
-        """A call that copies a tensor, as the framework does it."""
+        """A call of the framework that copies a tensor."""
         target = x.new_empty(x.shape)
         return lambda: target.copy_(x)
 
-    def yardstick(self, case: Case) -> Function:
-        """What ours must be as exact as: the framework's own function."""
+    def own(self, case: Case) -> Function:
+        """The framework's own function."""
         return formulas.own(case)
+
+    def yardstick(self, case: Case) -> Function:
+        """A function of the framework whose error ours may not exceed.
+
+        Elementary operations in 16 bits round every step; their error would hide any error of ours, so they are
+        computed in float32.
+        """
+        return formulas.written_out(case, wide=True) if formulas.is_written_out(case) else self.own(case)
 
     def prepare(self, case: Case) -> Function:
         """The function with the forced backend and strategy."""
@@ -78,7 +94,7 @@ class Ours(Peer):
         from .. import api
 
         function, dim, backend, strategy = getattr(api, case.operation), case.dim, self.backend, self.strategy
-        # As a user calls it: arguments that are not forced would cost time to pass.
+        # As a user calls it: passing arguments that are not forced would take time.
         if backend is None and strategy is None:
             return lambda x: function(x, dim)
         return lambda x: function(x, dim, backend=backend, strategy=strategy)
@@ -90,11 +106,11 @@ class Ours(Peer):
         from ..core.task import Choice
         from ..torch.gradients import Kept, backward
 
-        dtype = getattr(torch, case.dtype)
-        forward = OPERATIONS[case.operation].forward
+        dtype, gradient = getattr(torch, case.dtype), case.declaration
+        forward = gradient.forward
         asked = Call(forward, None, Settings(case.dim, choice=Choice(self.backend, self.strategy)))
-        if "lse" in forward.saved:
-            return lambda x, lse, dlse: backward(asked, Kept(None, x, lse), dlse, dtype)
+        if "lse" in gradient.row_operands:
+            return lambda x, dy, lse: backward(asked, Kept(None, x, lse), dy, dtype)
         return lambda y, dy: backward(asked, Kept(y), dy, dtype)
 
     def _fused(self, case: Case) -> Function:
@@ -103,8 +119,7 @@ class Ours(Peer):
         options = option_values(case)
         forced = {"backend": self.backend, "strategy": self.strategy}
         options |= {name: value for name, value in forced.items() if value is not None}
-        beside = [name for name in case.fused if name in ("bias", "mask")]
-        function, dim = api.softmax, case.dim
+        beside, function, dim = case.option_tensors, getattr(api, case.operation), case.dim
         return lambda x, *more: function(x, dim, **options, **dict(zip(beside, more, strict=True)))
 
 
@@ -115,33 +130,39 @@ class Torch(Peer):
     distribution = "torch"
 
     def prepare(self, case: Case) -> Function:
-        """`torch.softmax` and its sisters, its gradients, or the scores written out before it."""
+        """`torch.softmax` and the like, their gradients, or elementary operations for the scores and then these."""
         return formulas.own(case)
 
 
 class Compiled(Torch):
-    """torch.compile of PyTorch's function, for exactly this shape."""
+    """PyTorch's function under torch.compile, for exactly this shape."""
 
     name = "compile"
 
     def prepare(self, case: Case) -> Function:
-        """A fresh compilation: after eight shapes of one function dynamo would fall back to eager."""
+        """A fresh compilation: after eight shapes of one function dynamo falls back to eager."""
         import torch
 
         torch._dynamo.reset()
-        # Its own gradients are calls that no compiler looks into.
+        # PyTorch's own gradients are calls that its compiler does not look into.
         function = formulas.written_out(case) if case.backward else super().prepare(case)
         compiled: Function = torch.compile(function, dynamic=False)
         return compiled
 
 
 class _GpuSoftmax(Peer):
-    """A library with a softmax over the last dimension for NVIDIA GPUs."""
+    """A library with a softmax over the last dimension for NVIDIA GPUs.
+
+    Attributes:
+        module: Module with its functions.
+        operations: Names of the operations that it offers.
+    """
 
     module: str
+    operations = ("softmax", "softmax_backward")
 
     def why_absent(self) -> str | None:
-        """Not installed, or broken, or no GPU."""
+        """The library is not installed or cannot be imported, or there is no GPU."""
         if importlib.util.find_spec(self.module.partition(".")[0]) is None:
             return f"not installed: pip install {self.distribution}"
         if self.device_type != "cuda":
@@ -153,12 +174,12 @@ class _GpuSoftmax(Peer):
         return None
 
     def supports(self, case: Case) -> str | None:
-        """Plain softmax over the last dimension and its gradient alone."""
-        if case.forward != "softmax":
+        """Only softmax over the last dimension without score options, and its gradient."""
+        if case.operation not in self.operations:
             return f"has no {case.operation}"
         if case.fused:
-            return f"fuses no {' or '.join(case.fused)}"
-        return None if case.dim == len(case.shape) - 1 else "takes the last dimension only"
+            return f"has no {' or '.join(case.fused)}"
+        return None if case.dim == len(case.shape) - 1 else "takes only the last dimension"
 
 
 class Liger(_GpuSoftmax):
@@ -167,12 +188,12 @@ class Liger(_GpuSoftmax):
     name, module, distribution = "liger", "liger_kernel.ops.softmax", "liger-kernel"
 
     def prepare(self, case: Case) -> Function:
-        """Its autograd function, which is all it offers; the gradient is what that calls."""
+        """Its autograd function, the only one that it offers; for the gradient, the function that backward calls."""
         module = importlib.import_module(self.module)
         if not case.backward:
             function: Function = module.LigerSoftmaxFunction.apply
             return function
-        # As its forward pass sets it.  It writes to a tensor of its own and leaves dy alone.
+        # The same settings as in its forward pass.  The gradient goes to a new tensor; dy is not changed.
         block, warps = module.calculate_settings(case.shape[-1])
         backward = module._softmax_backward
         return lambda y, dy: backward(dy, y, block, warps, False)
@@ -184,11 +205,11 @@ class Quack(_GpuSoftmax):
     name, module, distribution = "quack", "quack.softmax", "quack-kernels"
 
     def supports(self, case: Case) -> str | None:
-        """Two dimensions."""
-        return super().supports(case) or (None if len(case.shape) == 2 else "takes two dimensions only")
+        """Only two dimensions."""
+        return super().supports(case) or (None if len(case.shape) == 2 else "takes only two dimensions")
 
     def prepare(self, case: Case) -> Function:
-        """Its public function, or what that one's autograd calls."""
+        """Its public function, or the gradient that its autograd calls."""
         module = importlib.import_module(self.module)
         if case.backward:
             backward = module.softmax_bwd
@@ -198,11 +219,11 @@ class Quack(_GpuSoftmax):
 
 
 PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Torch, Compiled, Liger, Quack)}
-"""The others for tensors, by the name they have on the command line."""
+"""The other libraries for torch tensors, by their names on the command line."""
 
 
 def peers(names: Sequence[str], device_type: str, known: Mapping[str, type[Peer]] = PEERS) -> list[Peer]:
-    """The others by name.
+    """The other libraries by name.
 
     Raises:
         ValueError: there is no such peer.
@@ -218,7 +239,7 @@ def peers(names: Sequence[str], device_type: str, known: Mapping[str, type[Peer]
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, short enough for a table; its type where it has none.
+    """The first line of an error's message, short enough for a table; the error's type where there is no message.
 
     >>> first_line(AssertionError()), first_line(ValueError("no"))
     ('AssertionError', 'no')

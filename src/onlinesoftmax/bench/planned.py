@@ -1,4 +1,4 @@
-"""Our plan for a case: what runs, and what the analysis of its time is based on."""
+"""Our plan for a case, as `explain` tells it: the plan that runs, and that the analysis of its time reads."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ from typing import Any
 
 from ..explanation import Explanation, explain
 from .cases import Case
-from .inputs import Inputs
-from .peers import Ours, option_values
+from .exact import Inputs
+from .options import option_values
+from .peers import Ours
 
 
 def planned(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
-    """The plan that our library will run, as `explain` tells it.
+    """The plan that our library will run.
 
     Raises:
         PlanError: what was forced cannot run.
     """
-    beside: dict[str, Any] = dict(
-        zip([name for name in case.fused if name in ("bias", "mask")], inputs[1:], strict=False)
-    )
-    forced: dict[str, Any] = {"backend": ours.backend, "strategy": ours.strategy}
-    if ours.framework == "jax":
-        shapes: dict[str, Any] = {name: tuple(t.shape) for name, t in beside.items()}
-        device = "cpu" if ours.device_type == "cpu" else None
-        return explain(
-            case.shape, case.dim, operation=case.operation, dtype=case.dtype, device=device, framework="jax",
-            **option_values(case), **shapes, **forced,
-        )  # fmt: skip
-    return explain(inputs[0], case.dim, operation=case.operation, **option_values(case), **beside, **forced)
+    tensors = dict(zip(case.tensors, inputs, strict=True))
+    options: dict[str, Any] = option_values(case) | {name: tensors[name] for name in case.option_tensors}
+    forced: dict[str, Any] = {"operation": case.operation, "backend": ours.backend, "strategy": ours.strategy}
+    if ours.framework == "torch":
+        return explain(inputs[0], case.dim, **forced, **options)
+    # JAX makes arrays of these tensors, so only their shapes count.
+    options |= {name: tuple(tensors[name].shape) for name in case.option_tensors}
+    device = "cpu" if ours.device_type == "cpu" else None
+    return explain(case.shape, case.dim, dtype=case.dtype, device=device, framework="jax", **forced, **options)

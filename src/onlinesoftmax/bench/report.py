@@ -1,4 +1,4 @@
-"""The record of a run, complete enough to be believed later, and the table that is read now."""
+"""The record of a run for later readers, and the table for the terminal."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .. import __version__
 from ..core.cache import write_whole
 from ..torch.device import from_torch
 from .peers import PEERS
-from .run import CPU_ADDED_US, CPU_RATIO, LARGE, CaseResult, Result
+from .result import CPU_ADDED_US, CPU_RATIO, LARGE, CaseResult, Result
 
 BUSY = 0.3
-"""Load for each processor from which another's work shows in the times."""
+"""Load per processor above which other work on the machine shows in the times."""
 
 FORMAT = 1
-"""Of the record; raised when a key changes its meaning."""
+"""Version of the record's format; it is raised when a key changes its meaning."""
 
 HEADER = ("operation", "shape", "dtype", "who", "time us", "GB/s", "of copy", "vs torch", "analysis")
-"""Columns; the first is left out where it would say the same in every line."""
+"""Columns of the table; the first is left out where every line would have the same operation."""
 
 NUMBERS = ("time us", "GB/s", "of copy", "vs torch")
 """Columns that are aligned to the right."""
@@ -35,13 +35,13 @@ NUMBERS = ("time us", "GB/s", "of copy", "vs torch")
 def record(
     device: Any, options: Mapping[str, Any], absent: Mapping[str, str], commit: str | None = None
 ) -> dict[str, Any]:
-    """Everything about a run that JSON can hold, before its first case.
+    """The record of a run before its first case, ready for JSON.
 
     Args:
         device: The torch device.
-        options: As given on the command line.
-        absent: Peers that were asked for and are not here, with the reason.
-        commit: What to record where the sources were copied without their history.
+        options: The options of the command line.
+        absent: Libraries that were asked for and cannot take part, with the reason.
+        commit: The commit to record where the sources were copied without their history.
 
     Returns:
         A dictionary with an empty list "cases", for `CaseResult.as_dict()`, and "host", for `host_times`.
@@ -60,25 +60,25 @@ def record(
 
 
 def git_state(commit: str | None = None) -> dict[str, Any]:
-    """The commit that is given; or that of this package's own checkout, and whether its sources differ from it."""
+    """The commit that is given; otherwise the commit of this checkout, and "dirty" where the sources differ from it."""
     if commit is not None:
         return {"commit": commit, "dirty": None}
     here = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> str | None:
-        # No lock is taken: somebody may be committing.
+        # Without a lock, so that a commit at the same time does not fail.
         command = ["git", "--no-optional-locks", "-C", str(here), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else None
 
-    # Installed in a virtual environment inside another project, the package is not that project's commit.
+    # A package in a virtual environment inside another project does not belong to that project's commits.
     if shutil.which("git") is None or git("ls-files", "--error-unmatch", "__init__.py") is None:
         return {"commit": "unknown", "dirty": None}
     return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and every package that matters; None for one that is not installed."""
+    """Versions of Python and of every package that matters; None for a package that is not installed."""
     names = ["torch", "triton", "numpy", "cuda-core", "jax", "jaxlib"]
     names += [peer.distribution for peer in PEERS.values() if peer.distribution]
     found: dict[str, str | None] = {"python": platform.python_version(), "onlinesoftmax": __version__}
@@ -91,7 +91,7 @@ def versions() -> dict[str, str | None]:
 
 
 def device_facts(device: Any) -> dict[str, Any]:
-    """What the planner knows of the device, and the driver or the processor."""
+    """The device as the planner knows it, with its driver or its processor."""
     import torch
 
     facts: dict[str, Any] = {"torch_device": str(device), **from_torch(device.type, device.index or 0).as_dict()}
@@ -118,17 +118,17 @@ def _processor() -> str:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON so that the file is the old one or the new one whole, whatever happens meanwhile.
+    """Write JSON so that the file is always complete: the old one or the new one.
 
     Raises:
         OSError: it cannot be written.
     """
-    # Neither NaN nor Infinity: every parser must take it.
+    # Without NaN and Infinity, which many parsers refuse.
     write_whole(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def table(results: Sequence[CaseResult], absent: Mapping[str, str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows: a row for each result, skipped case and absent peer."""
+    """The header and the rows: one row per result, skipped case and absent library."""
     rows: list[tuple[str, ...]] = []
     for case_result in results:
         case = case_result.case
@@ -160,7 +160,7 @@ def _figures(case_result: CaseResult, result: Result) -> tuple[str, ...]:
 
 
 def _against(case_result: CaseResult, result: Result) -> str:
-    """How many times as fast; what our layer adds to torch, where torch's kernel is what runs."""
+    """The speed relative to PyTorch; where PyTorch's own kernel runs, the time that our layer adds to it."""
     if result.against_torch is None:
         return ""
     if case_result.within_cpu_bound is None or result.who != "ours":
@@ -171,7 +171,7 @@ def _against(case_result: CaseResult, result: Result) -> str:
 
 
 def above(content: Mapping[str, Any]) -> list[str]:
-    """The lines over the table: where and when, and what to doubt."""
+    """The lines above the table: operations, device, versions, date, and a warning where the machine is busy."""
     device, git, version = content["device"], content["git"], content["versions"]
     commit = git["commit"][:12] + (" with changes" if git["dirty"] else "")
     name = device.get("processor") or device["name"]
@@ -179,23 +179,20 @@ def above(content: Mapping[str, Any]) -> list[str]:
     lines = [f"{what} on {name}, torch {version['torch']}, commit {commit}, {content['date']}"]
     load = device.get("load")
     if load is not None and load > BUSY * (os.cpu_count() or 1):
-        lines.append(f"The machine is busy (load {load:.1f}): the times are those of a shared processor.")
+        lines.append(f"The machine is busy (load {load:.1f}): other work slows these times.")
     return lines
 
 
 def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
-    """The lines under the table: what a gradient's GB/s count, what our layer adds on a CPU, a call's host time."""
+    """The lines below the table: the tensors that a gradient's GB/s count, our layer on a CPU, host times."""
     lines = []
-    if any(result.case.backward for result in results):
-        lines.append(
-            "GB/s of a gradient count three passes, y and dy in, dx out; of logsumexp's two, x in and dx out.  "
-            "The copy's count two."
-        )
+    for operation, passes in {r.case.operation: r.case.passes for r in results if r.case.backward}.items():
+        lines.append(f"GB/s of {operation} count {passes} tensors, read or written once; those of the copy count 2.")
     bounds = [result.within_cpu_bound for result in results if result.within_cpu_bound is not None]
     if bounds:
         lines.append(
-            f"Our layer adds to torch no more than it may in {sum(bounds)} of {len(bounds)} cases: "
-            f"{100 * (CPU_RATIO - 1):.0f}% from 2^20 elements up, {CPU_ADDED_US:.0f} us a call below."
+            f"Our layer stays within its limit in {sum(bounds)} of {len(bounds)} cases.  It may add "
+            f"{100 * (CPU_RATIO - 1):.0f}% to PyTorch from 2^20 elements up, {CPU_ADDED_US:.0f} us per call below."
         )
     if host := content["host"]:
         each = ", ".join(f"{name} {times['median_us']:.1f} us" for name, times in host["times"].items())

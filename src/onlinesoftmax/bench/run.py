@@ -1,109 +1,47 @@
-"""One case, measured: everybody checked against float64, then timed beside a copy of the same size."""
+"""The measurement of one case: every library is checked against float64, then timed beside a copy of the same size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isfinite
 from typing import Any
 
-from ..core.operations import OPERATIONS
 from ..explanation import Explanation
 from ..planner.plan import Plan, PlanError
-from . import analysis, formulas
+from . import analysis
 from .cases import Case
-from .check import Reference, Verdict, poison
+from .check import Reference, poison
+from .exact import Inputs
 from .formulas import Function
-from .inputs import Inputs, make_inputs
+from .inputs import make_inputs
+from .memory import lacks_memory, out_of_memory
 from .peers import Ours, Peer, first_line
 from .planned import planned
+from .result import CaseResult, Result
 from .timing import Against, Clock, Samples, Times, clock_for
 
-LARGE = 1 << 20
-"""Elements from which a CPU's time is the arithmetic's, and ours is held to a ratio."""
-
-CPU_RATIO, CPU_ADDED_US = 1.03, 5.0
-"""What our layer may add to torch on a CPU: from LARGE elements up, and below."""
+__all__ = ["CaseResult", "Result", "clock_of", "run"]
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one of those compared did with one case.
+@dataclass
+class Checked:
+    """The results before any time, and the calls to time.
 
     Attributes:
-        who: Name of the peer, or "ours".
-        status: "ok"; "wrong" or "failed", which fail the run; "refused" (cannot run the case).
-        reason: Why, unless ok.
-        error: Largest absolute error against float64.
-        allowed: The error that the framework's own function makes on the same input.
-        plan: Of ours.
-        times, gbps, of_copy: Times; 10^9 bytes a second, of the fewest bytes; over those of the copy.
-        against_torch: Time over torch's, and the difference.
-        analysis: Where the time stands.
+        results: One result per library.
+        calls: A call without arguments for each library whose result is right, by name.
+        ours: Our plan and its task; None where ours has none.
     """
 
-    who: str
-    status: str
-    reason: str | None = None
-    error: float | None = None
-    allowed: float | None = None
-    plan: Plan | None = None
-    times: Times | None = None
-    gbps: float | None = None
-    of_copy: float | None = None
-    against_torch: Against | None = None
-    analysis: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """Whether the run must report failure."""
-        return self.status in ("wrong", "failed")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Every attribute, for JSON: an infinite error becomes null."""
-        error = self.error if self.error is not None and isfinite(self.error) else None
-        return {**asdict(self), "error": error}
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """One case: the copy beside it and everybody's result; or why it was skipped."""
-
-    case: Case
-    skipped: str | None = None
-    copy: Times | None = None
-    copy_gbps: float | None = None
     results: list[Result] = field(default_factory=list)
-    framework: str = "torch"
-
-    @property
-    def within_cpu_bound(self) -> bool | None:
-        """Whether our layer adds to torch on a CPU no more than it may; None where that is not asked."""
-        ours = next((r for r in self.results if r.who == "ours"), None)
-        if self.case.fused or self.framework != "torch":
-            # What torch is compared with is written out in other operations, or is no layer of ours over it.
-            return None
-        if ours is None or ours.against_torch is None or ours.plan is None or ours.plan.backend != "eager":
-            return None
-        if self.case.elements >= LARGE:
-            return ours.against_torch.ratio <= CPU_RATIO
-        return ours.against_torch.added_us <= CPU_ADDED_US
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return {
-            **self.case.as_dict(),
-            "skipped": self.skipped,
-            "copy": asdict(self.copy) if self.copy else None,
-            "copy_gbps": self.copy_gbps,
-            "within_cpu_bound": self.within_cpu_bound,
-            "results": [result.as_dict() for result in self.results],
-        }
+    calls: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    ours: Explanation | None = None
 
 
 def clock_of(everybody: Sequence[Peer], device: Any) -> Clock:
-    """The clock of a torch device that hides what the slowest of these costs the host."""
+    """The clock of a torch device that hides the host time of the slowest of these libraries."""
     return clock_for(device, max(peer.flushes for peer in everybody))
 
 
@@ -113,22 +51,22 @@ def run(
     """Measure the cases, one at a time.
 
     Args:
-        cases: What to measure.
-        everybody: `Ours` and others, none of them absent.
+        cases: The cases.
+        everybody: `Ours` and other libraries, all of them present.
         device: A torch device.
-        repeat_ms: Budget of each measurement, in milliseconds.
-        clock: `clock_of` them by default.
+        repeat_ms: Milliseconds for each measurement.
+        clock: The clock; by default `clock_of` these libraries.
     """
     clock = clock or clock_of(everybody, device)
     overhead_us = clock.overhead_us()
     for case in cases:
-        if lacking := _lacks_memory(case, device):
+        if lacking := lacks_memory(case, device):
             yield CaseResult(case, skipped=lacking)
             continue
         try:
             yield _measure(case, everybody, device, repeat_ms, clock, overhead_us)
         except (RuntimeError, MemoryError) as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             yield CaseResult(case, skipped=f"out of memory: {first_line(error)}")
         if device.type == "cuda":
@@ -141,14 +79,13 @@ def _measure(
     case: Case, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock, overhead_us: float
 ) -> CaseResult:
     inputs = make_inputs(case, device)
-    results, functions, found = _check(case, inputs, everybody)
-    calls: dict[str, Callable[[], Any]] = {name: partial(function, *inputs) for name, function in functions.items()}
-    # Of one tensor, whatever else the case reads; as the framework of ours does it.
-    ours = _ours_of(everybody, inputs)
-    samples = clock.measure({**calls, "copy": ours.copy(inputs[0])}, repeat_ms)
+    checked = _check(case, inputs, everybody)
+    ours = _ours_of(everybody, device)
+    # The copy is of one tensor, whatever else the case reads, by the framework of our functions.
+    samples = clock.measure({**checked.calls, "copy": ours.copy(inputs[0])}, repeat_ms)
     copy = Times.of(samples["copy"])
     copy_gbps = 2 * case.tensor_bytes / copy.median_us / 1e3
-    why = (found.problem, found.device) if found else (None, None)
+    why = (checked.ours.problem, checked.ours.device) if checked.ours else (None, None)
 
     def timed(result: Result) -> Result:
         if result.who not in samples:
@@ -160,61 +97,57 @@ def _measure(
             analysis=analysis.word(gbps / copy_gbps, times.median_us, overhead_us, result.plan, *why),
         )  # fmt: skip
 
-    return CaseResult(case, None, copy, copy_gbps, [timed(result) for result in results], ours.framework)
+    return CaseResult(case, None, copy, copy_gbps, [timed(result) for result in checked.results], ours.framework)
 
 
-def _check(
-    case: Case, inputs: Inputs, everybody: Sequence[Peer]
-) -> tuple[list[Result], dict[str, Function], Explanation | None]:
-    """Everybody's result before any time, the functions of those who are right, and our plan."""
-    reference, device = Reference(case, *inputs), inputs[0].device
-    for_ours, for_others = _allowed(case, inputs, reference, _ours_of(everybody, inputs))
-    results: list[Result] = []
-    functions: dict[str, Function] = {}
-    found = None
+def _check(case: Case, inputs: Inputs, everybody: Sequence[Peer]) -> Checked:
+    """Check every library before any time is taken."""
+    checked, device = Checked(), inputs[0].device
+    ours = _ours_of(everybody, device)
+    for_ours = _Judge(Reference(case, *inputs), inputs, ours.yardstick(case), True)
+    # Others take saved outputs as PyTorch rounds them, and are judged by the exact result of these.
+    theirs = Peer.takes(ours, case, inputs)
+    same = all(a is b for a, b in zip(inputs, theirs, strict=True))
+    reference = for_ours.reference if same else Reference(case, *theirs)
+    for_others = _Judge(reference, theirs, ours.own(case), False)
     for peer in everybody:
         if reason := peer.supports(case):
-            results.append(Result(peer.name, "refused", reason))
+            checked.results.append(Result(peer.name, "refused", reason))
             continue
-        plan = None
-        allowed = for_ours if isinstance(peer, Ours) else for_others
+        plan, judge = None, for_ours if isinstance(peer, Ours) else for_others
         try:
             if isinstance(peer, Ours):
-                found = planned(case, inputs, peer)
-                plan = found.plan
-            function = peer.prepare(case)
+                checked.ours = planned(case, inputs, peer)
+                plan = checked.ours.plan
+            call = partial(peer.prepare(case), *judge.inputs)
             poison(case, device)
-            verdict = reference.judge(function(*inputs), allowed, isinstance(peer, Ours))
+            result = judge.result(peer.name, call(), plan)
         except Exception as error:  # whatever another library raises is its refusal, not our crash
-            results.append(_refusal(peer, plan, error))
+            checked.results.append(_refusal(peer, plan, error))
             continue
-        results.append(_checked(peer, plan, verdict, allowed))
-        if verdict.wrong is None:
-            functions[peer.name] = function
-    return results, functions, found
+        checked.results.append(result)
+        if not result.failed:
+            checked.calls[peer.name] = call
+    return checked
 
 
-def _ours_of(everybody: Sequence[Peer], inputs: Inputs) -> Ours:
-    return next((peer for peer in everybody if isinstance(peer, Ours)), Ours(inputs[0].device.type))
+class _Judge:
+    """The exact result for these inputs, and the error that is allowed: that of the framework's own function."""
+
+    def __init__(self, reference: Reference, inputs: Inputs, yardstick: Function, ours: bool) -> None:
+        self.reference, self.inputs, self.ours = reference, inputs, ours
+        error = self.reference.judge(yardstick(*inputs), inf, ours=False).error
+        self.allowed = error if isfinite(error) else 0.0
+
+    def result(self, who: str, y: Any, plan: Plan | None) -> Result:
+        """The result of a library, without times."""
+        verdict = self.reference.judge(y, self.allowed, self.ours)
+        status = "ok" if verdict.wrong is None else "wrong"
+        return Result(who, status, verdict.wrong, verdict.error, self.allowed, plan)
 
 
-def _allowed(case: Case, inputs: Inputs, reference: Reference, ours: Ours) -> tuple[float, float]:
-    """The framework's own error, for ours and for others.
-
-    Written out, scores are rounded to 16 bits on their way to the softmax: an error that would hide any of ours.
-    """
-
-    def error(function: Function) -> float:
-        found = reference.judge(function(*inputs), inf, ours=False).error
-        return found if isfinite(found) else 0.0
-
-    theirs = error(ours.yardstick(case))
-    return error(formulas.written_out(case, wide=True)) if case.fused else theirs, theirs
-
-
-def _checked(peer: Peer, plan: Plan | None, verdict: Verdict, allowed: float) -> Result:
-    status = "ok" if verdict.wrong is None else "wrong"
-    return Result(peer.name, status, verdict.wrong, verdict.error, allowed, plan)
+def _ours_of(everybody: Sequence[Peer], device: Any) -> Ours:
+    return next((peer for peer in everybody if isinstance(peer, Ours)), Ours(device.type))
 
 
 def _refusal(peer: Peer, plan: Plan | None, error: Exception) -> Result:
@@ -222,7 +155,7 @@ def _refusal(peer: Peer, plan: Plan | None, error: Exception) -> Result:
         # The first line repeats the case; the reasons follow.
         reasons = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
         return Result(peer.name, "refused", "; ".join(reasons))
-    if _out_of_memory(error):
+    if out_of_memory(error):
         if isinstance(peer, Ours):
             raise error
         return Result(peer.name, "refused", "out of memory")
@@ -233,35 +166,3 @@ def _against_torch(who: str, samples: Samples) -> Against | None:
     if who == "torch" or "torch" not in samples:
         return None
     return Against.of(samples[who], samples["torch"])
-
-
-def _lacks_memory(case: Case, device: Any) -> str | None:
-    """Why not even to try: inputs, copy, two outputs and float64 pieces are needed at once."""
-    # Written out in float32, three tensors more of twice the bytes.
-    needed = (OPERATIONS[case.operation].inputs + 3 + 6 * bool(case.fused)) * case.tensor_bytes
-    needed += case.elements * ("mask" in case.fused) + 6 * 8 * min(case.elements, 1 << 24)
-    free = _free_bytes(device)
-    if free is None or needed <= free:
-        return None
-    return f"needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
-
-
-def _free_bytes(device: Any) -> int | None:
-    if device.type == "cuda":
-        import torch
-
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0] + cached)
-    try:
-        # Linux would not refuse the allocation; it would kill the process later.
-        with open("/proc/meminfo") as lines:  # noqa: PTH123  a file of the kernel, not a path to work with
-            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return None
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    import torch
-
-    text = str(error).lower()
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text

@@ -1,4 +1,4 @@
-"""The clocks: medians of single calls, the calls interleaved so that drift meets all of them alike."""
+"""The clocks: medians of single calls, interleaved so that drift of the machine affects all calls alike."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 Call = Callable[[], Any]
 Samples = dict[str, list[float]]
-"""Microseconds of every repetition, by the name of the call, in the order of the rounds."""
+"""Microseconds of every repetition in the order of the rounds, by the name of the call."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """What the samples of one call say: microseconds, and how many there were."""
+    """Median, 20th and 80th percentile of the samples of one call, in microseconds, and their number."""
 
     median_us: float
     p20_us: float
@@ -37,17 +37,17 @@ class Times:
 
 @dataclass(frozen=True)
 class Against:
-    """One call's time against another's in the same run."""
+    """The time of one call relative to another's in the same run: their ratio, and their difference in microseconds."""
 
     ratio: float
     added_us: float
 
     @classmethod
     def of(cls, samples: list[float], others: list[float]) -> Against:
-        """Round by round where both ran in every round, by medians otherwise.
+        """Compare round by round where both calls ran in every round; compare medians otherwise.
 
-        Neighbours in time share what else the machine does, so their differences are steadier than
-        the difference of two medians.
+        Calls that follow each other meet the same load of the machine, so their differences vary less than the
+        difference of two medians.
 
         >>> Against.of([2.0, 4.0, 40.0], [1.0, 2.0, 20.0])
         Against(ratio=2.0, added_us=2.0)
@@ -59,12 +59,12 @@ class Against:
 
 
 class CpuClock:
-    """perf_counter around single calls, all of them once a round in random order."""
+    """The clock of a CPU: perf_counter around single calls, every call once per round in random order."""
 
     kind = "cpu"
 
     def measure(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
-        """Samples of every call, equally many; about `budget_ms` for each on average."""
+        """Samples of every call, the same number for each; about `budget_ms` milliseconds per call on average."""
         names = list(calls)
         shuffle = random.Random(0).shuffle
         samples: Samples = {name: [] for name in names}
@@ -73,7 +73,7 @@ class CpuClock:
             for i in range(20000):
                 if i >= least and perf_counter_ns() > until_ns:
                     return
-                # What ran before a call sets its caches, so no order may be favoured.
+                # The call before leaves its data in the caches, so the order is random.
                 shuffle(names)
                 for name in names:
                     call = calls[name]
@@ -90,11 +90,11 @@ class CpuClock:
         return samples
 
     def host_us(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
-        """A call is over when it returns, so it is timed as it is."""
+        """Samples of every call; on a CPU a call is over when it returns."""
         return self.measure(calls, budget_ms)
 
     def overhead_us(self) -> float:
-        """What a call costs without work: a softmax of one number."""
+        """Microseconds of a call without work: a softmax of one number."""
         import torch
 
         x = torch.zeros(1)
@@ -102,7 +102,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """CUDA events around single calls, the L2 cache flushed before each."""
+    """The clock of a GPU: CUDA events around single calls, with the L2 cache flushed before each."""
 
     kind = "cuda"
 
@@ -111,12 +111,12 @@ class CudaClock:
 
         self._cuda, self._device, self._flushes = torch.cuda, device, flushes
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
-        # Twice the cache, or nothing is sure to be evicted.  Zeroing 256 MB also takes longer than
-        # the host needs to queue a call, so no host time shows between the events.
+        # Twice the size of the cache, so that all of it is evicted.  Zeroing 256 MB also takes longer than the
+        # host needs to queue a call, so no host time shows between the events.
         self._flush = torch.empty(max(256 << 20, 2 * l2), dtype=torch.int8, device=device)
 
     def measure(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
-        """Samples of every call, as many as fit `budget_ms` for each: a slow peer must not starve a fast one."""
+        """Samples of every call, as many as fit into `budget_ms` milliseconds for each call."""
         for call in calls.values():
             call()
         trial = self._rounds(calls, dict.fromkeys(calls, 5), flushed_too=True)
@@ -138,15 +138,15 @@ class CudaClock:
         return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
     def on_end(self, calls: Sequence[Call], rounds: int) -> list[float]:
-        """Medians of `rounds` samples of every call, each call several times on end.
+        """Medians of `rounds` samples of every call, each call repeated without others between.
 
-        The first of them does not count: it would show how long the machine code of a kernel takes to come from
-        memory, which for small shapes is longer than the kernel.
+        The first call does not count: its machine code comes from memory, which takes longer than the kernel itself
+        for small shapes.
         """
         events: list[list[tuple[Any, Any]]] = [[] for _ in calls]
         half = (rounds + 1) // 2
         with _quiet():
-            # Twice through the list, so that drift meets all alike.
+            # Twice through the list, so that drift affects all calls alike.
             for count in filter(None, (half, rounds - half)):
                 for call, found in zip(calls, events, strict=True):
                     call()
@@ -156,7 +156,7 @@ class CudaClock:
         return [statistics.median(1e3 * start.elapsed_time(end) for start, end in found) for found in events]
 
     def _timed(self, call: Call, flushed_too: bool = False) -> tuple[Any, Any]:
-        """Events around a call that is queued behind a flush of L2, or around both."""
+        """Events around a call that is queued behind a flush of the L2 cache, or around flush and call."""
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
         if flushed_too:
             start.record()
@@ -169,7 +169,7 @@ class CudaClock:
         return start, end
 
     def host_us(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
-        """Host microseconds a call: runs of 100 without waiting, shorter than the launch queue is deep."""
+        """Host microseconds per call, in runs of 100 calls without waiting, which the launch queue can hold."""
         samples: Samples = {name: [] for name in calls}
         start = perf_counter_ns()
         with _quiet():
@@ -181,11 +181,11 @@ class CudaClock:
                         call()
                     samples[name].append((perf_counter_ns() - began) / 1e5)
             self._cuda.synchronize(self._device)
-        # The first run of each warms up.
+        # The first run of each call is the warm-up.
         return {name: found[1:] for name, found in samples.items()}
 
     def overhead_us(self) -> float:
-        """What these events show for a launch without work: one byte set to zero."""
+        """Microseconds between the events of a launch without work: one byte is set to zero."""
         one = self._flush[:1]
         return Times.of(self.measure({"": one.zero_}, 10)[""]).median_us
 
@@ -194,12 +194,12 @@ Clock = CpuClock | CudaClock
 
 
 def clock_for(device: Any, flushes: int) -> Clock:
-    """The clock of a torch device; more flushes of L2 hide more host time."""
+    """The clock of a torch device; more flushes of the L2 cache hide more host time."""
     return CudaClock(device, flushes) if device.type == "cuda" else CpuClock()
 
 
 class _quiet:  # noqa: N801  a context manager reads as a word
-    """No garbage collection inside: it would land in one call's sample."""
+    """Without garbage collection, which would add to one call's sample."""
 
     def __enter__(self) -> None:
         self._was_on = gc.isenabled()

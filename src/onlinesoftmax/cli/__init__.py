@@ -1,7 +1,7 @@
 """The command line: `onlinesoftmax doctor | verify | bench | explain | tune | apply`.
 
-One file a command; output.py is all that knows of terminals, tables and JSON.  Nothing here imports a
-framework before a command needs it, so `--help` is quick.
+Each command has one file; output.py prints tables for terminals, text for pipes, and JSON.  No framework is imported
+before a command needs it, so `--help` is quick.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def build() -> typer.Typer:
     from .verify import verify
 
     app = typer.Typer(
-        # Plain help reads as well in a pipe as in a terminal, and needs no import of rich.
+        # Plain help reads well in a pipe and in a terminal, and needs no import of rich.
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         add_completion=False,
@@ -49,19 +49,19 @@ def build() -> typer.Typer:
             False, "--version", help="Print the version and exit.", callback=_version, is_eager=True
         ),
     ) -> None:
-        """Softmax and its family at the speed of memory: see, check and measure what runs here, and run it on files.
+        """The softmax family at the speed of memory: inspect, verify and measure the kernels, and run them on files.
 
-        Every command takes --json (one JSON document on stdout) and exits with 0 when all is well, 1 when a
-        check failed, 2 when the input was wrong.
+        Every command has --json, which prints one JSON document on stdout.  The exit code is 0 for success, 1 for a
+        failed check, and 2 for wrong input.
         """
 
     for command, summary in (
-        (doctor, "What can run here, and on what hardware."),
-        (verify, "Check every kernel against float64."),
-        (bench, "Measure against a copy, and against others."),
-        (explain, "The plan for a shape, and why."),
+        (doctor, "Show the backends, versions and devices of this machine."),
+        (verify, "Check every kernel against the exact result."),
+        (bench, "Measure beside a copy and other libraries."),
+        (explain, "Show the plan for a shape, and the reasons."),
         (tune, "Measure which plans are fastest on this GPU."),
-        (apply, "Softmax of a file of any size."),
+        (apply, "Apply softmax to a file of any size."),
     ):
         app.command(short_help=summary)(command)
     return app

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..core.operations import FORWARD
+from ..core.task import ITEMSIZE
 from . import output
 
 if TYPE_CHECKING:
@@ -20,24 +22,22 @@ def apply(
     source: str = typer.Argument(metavar="IN", help="A .npy or .safetensors file, of any size."),
     target: str = typer.Argument(metavar="OUT", help="The file to write, with the same suffix; it may be IN itself."),
     axis: int = typer.Option(-1, help="Dimension to normalise or reduce; negative counts from the end."),
-    op: str = typer.Option("softmax", help="softmax, log_softmax or logsumexp."),
-    dtype: str | None = typer.Option(
-        None, help="Dtype of OUT: float16, bfloat16, float32 or float64; that of IN by default."
-    ),
+    op: str = typer.Option("softmax", help=f"The operation: {', '.join(FORWARD)}."),
+    dtype: str | None = typer.Option(None, help=f"Dtype of OUT: {', '.join(ITEMSIZE)}; by default the dtype of IN."),
     chunk_mb: float = typer.Option(16.0, help="Working memory, in MiB."),
     tensor: list[str] | None = typer.Option(
-        None, help="Tensor of a .safetensors file to process; repeat for more. All by default."
+        None, help="A tensor of a .safetensors file to process; repeat for more.  By default all tensors."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
-    """Softmax, log_softmax or logsumexp of a file of any size, in bounded memory.
+    """Apply an operation to a file of any size, in bounded memory.
 
-    OUT appears complete or not at all: an error, or Ctrl-C, leaves no file and changes none.
+    OUT is written completely or not at all: after an error or Ctrl-C no file is new or changed.
 
     \b
     Example:
       onlinesoftmax apply logits.npy probabilities.npy --axis -1 --chunk-mb 64
-    """  # noqa: D301  \b is typer's mark for lines that stay as they are
+    """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     if not math.isfinite(chunk_mb):
         output.fail(f"--chunk-mb must be a number of MiB, got {chunk_mb}")
     request = {

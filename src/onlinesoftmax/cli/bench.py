@@ -1,4 +1,4 @@
-"""`onlinesoftmax bench`: everybody checked, everybody timed, and where the times stand against a copy."""
+"""`onlinesoftmax bench`: check and time our functions and other libraries, beside a copy of the same size."""
 
 from __future__ import annotations
 
@@ -8,49 +8,53 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..core.operations import OPERATIONS
+from ..core.options import SCORE_OPTIONS
+from ..core.task import ITEMSIZE
 from . import output
 
 if TYPE_CHECKING:
-    from ..bench.run import CaseResult
+    from ..bench.result import CaseResult
 
 
 def bench(
     suite: str | None = typer.Option(
-        None, help="quick, default, full, gradients, fused or cpu.  Without it: default on a GPU, cpu on a CPU."
+        None, help="quick, default, full, gradients, fused or cpu.  By default: default on a GPU, cpu on a CPU."
     ),
     quick: bool = typer.Option(False, "--quick", help="The same as --suite quick."),
-    shape: list[str] | None = typer.Option(None, help="A shape instead, as 4096x50257 or 1x2^24; repeat for more."),
-    dim: int | None = typer.Option(None, help="The softmax dimension of --shape; the last by default."),
-    dtype: list[str] | None = typer.Option(None, help="float16, bfloat16, float32 or float64; repeat for more."),
+    shape: list[str] | None = typer.Option(
+        None, help="A shape instead of the suite's, as 4096x50257 or 1x2^24; repeat for more."
+    ),
+    dim: int | None = typer.Option(None, help="The softmax dimension of --shape; by default the last."),
+    dtype: list[str] | None = typer.Option(None, help=f"{', '.join(ITEMSIZE)}; repeat for more."),
     op: list[str] | None = typer.Option(
         None,
-        help="softmax, log_softmax, logsumexp, or one of these with _backward: its gradient.  Repeat for more.  "
-        "By default what the suite says, mostly softmax.",
+        help=f"{', '.join(OPERATIONS)}; repeat for more.  By default the suite's operations, mostly softmax.",
     ),
-    fused: str = typer.Option("", help="What softmax fuses: scale, softcap, bias, mask, causal, with commas between."),
-    framework: str = typer.Option("torch", help="torch or jax: whose functions of ours are measured."),
-    backend: str | None = typer.Option(None, help="Force our backend."),
-    strategy: str | None = typer.Option(None, help="Force our strategy."),
+    fused: str = typer.Option("", help=f"Score options, with commas between them: {', '.join(SCORE_OPTIONS)}."),
+    framework: str = typer.Option("torch", help="Measure our functions for torch or for jax."),
+    backend: str | None = typer.Option(None, help="Force a backend of ours."),
+    strategy: str | None = typer.Option(None, help="Force a strategy of ours."),
     peers: str | None = typer.Option(
         None,
-        help="Who is compared: torch, compile, liger, quack, with commas between; of JAX, jax.nn and torch.  "
-        "torch or jax.nn by default.",
+        help="Libraries to compare, with commas between them: torch, compile, liger, quack; with --framework jax, "
+        "jax.nn and torch.  By default torch, or jax.nn.",
     ),
-    device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; the GPU where there is one."),
-    repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; set by the suite."),
-    host: bool = typer.Option(False, "--host", help="Also what one small call costs the host."),
+    device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; by default the GPU where there is one."),
+    repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; by default the suite's."),
+    host: bool = typer.Option(False, "--host", help="Also measure the host time of one small call."),
     out: Path | None = typer.Option(None, help="Write the record to this JSON file."),
     commit: str | None = typer.Option(
         None, help="The commit to record, where the sources were copied without their history."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the record as one JSON document."),
 ) -> None:
-    """Measure softmax beside a copy of the same size, and beside others.
+    """Measure our functions beside a copy of the same size and beside other libraries.
 
-    Every output is checked against float64 first; who is wrong gets no time, and the exit code is 1.
-    A speed never sets the exit code.  GB/s counts all that must be read and written, once: input and output;
-    of softmax's gradient y, dy and dx; a mask and a bias too.  "of copy" is that bandwidth over the copy's in
-    the same run, so 100% is the floor.
+    Every result is checked against float64 first.  A wrong result gets no time, and the exit code is 1; a slow one
+    does not change the exit code.  GB/s counts every tensor that must be read or written once: input and result, for
+    the gradient of softmax y, dy and dx, and a mask and a bias too.  "of copy" is that bandwidth over the bandwidth
+    of the copy in the same run, so 100% is the floor.
 
     Example: onlinesoftmax bench --shape 4096x50257 --dtype bfloat16 --peers torch,compile
     """
@@ -58,7 +62,8 @@ def bench(
     if importlib.util.find_spec("torch") is None:
         output.fail("bench needs torch, which is not installed: pip install 'onlinesoftmax[torch]'")
     from ..bench import peers as others
-    from ..bench.cases import SUITES, cases, parse_shape
+    from ..bench.cases import parse_shape
+    from ..bench.suites import SUITES, cases
 
     if host and framework != "torch":
         output.fail(f"--host measures calls of PyTorch; leave it out, or --framework {framework}")
@@ -90,13 +95,13 @@ def bench(
     else:
         _show(results, record)
     if results and all(_ours_refused(found) for found in results):
-        who = "what was forced" if backend or strategy else "onlinesoftmax"
+        who = "the forced plan" if backend or strategy else "onlinesoftmax"
         output.fail(f"{who} can run none of these cases: {results[0].results[0].reason}")
     raise typer.Exit(int(any(result.failed for found in results for result in found.results)))
 
 
 def _sides(framework: str) -> tuple[type[Any], dict[str, Any]]:
-    """Ours, and the others by name, of a framework."""
+    """Our library for a framework, and the other libraries by name."""
     from ..bench import peers as others
 
     if framework == "torch":
@@ -120,7 +125,7 @@ def _measure(
     from ..bench.run import clock_of, run
 
     results: list[CaseResult] = []
-    # Where the record lies is nobody's business but this machine's.
+    # The record does not tell the folders of this machine.
     told = options | {"out": options["out"] and Path(options["out"]).name}
     record = report.record(device, told, absent, options["commit"])
     clock = clock_of(everybody, device)
@@ -129,7 +134,7 @@ def _measure(
         for found in run(todo, everybody, device, options["repeat"], clock):
             results.append(found)
             record["cases"].append(found.as_dict())
-            # After every case, so that a long run that dies leaves what it had.
+            # Written after every case, so that a run that is killed leaves its results.
             _write(options["out"], record)
             if bar and task is not None:
                 bar.advance(task)
@@ -154,6 +159,7 @@ def _ours_refused(found: CaseResult) -> bool:
 
 
 def torch_device(name: str | None) -> Any:
+    """The torch device of this name; by default the GPU where there is one."""
     import torch
 
     if name is None:
@@ -181,9 +187,9 @@ def _check_names(backend: str | None, strategy: str | None, framework: str) -> N
     from ..planner.plan import alternatives
     from ..planner.strategies import FOR_JAX, TABLE
 
-    # Any problem will do: unknown names are refused whatever it is.
+    # Unknown names are refused for every problem, so any problem serves.
     strategies = FOR_JAX if framework == "jax" else TABLE
-    alternatives(Problem("softmax", 1, 1), KNOWN["cpu"], Choice(backend, strategy), strategies=strategies)
+    alternatives(Problem(next(iter(OPERATIONS)), 1, 1), KNOWN["cpu"], Choice(backend, strategy), strategies=strategies)
 
 
 def _write(out: str | None, record: dict[str, Any]) -> None:

@@ -1,11 +1,14 @@
-"""`onlinesoftmax explain`: the plan for a shape, why it won, and what the compiler makes of it."""
+"""`onlinesoftmax explain`: the plan for a shape, why it was chosen, and what the compiler makes of its kernels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..core.operations import OPERATIONS
+from ..core.options import SCORE_OPTIONS
+from ..core.task import ITEMSIZE
 from . import output
 
 if TYPE_CHECKING:
@@ -15,45 +18,65 @@ if TYPE_CHECKING:
 
 
 def explain(
-    shape: str = typer.Argument(metavar="SHAPE", help="Sizes joined by x, as in 4096x50257 or 1x2^24."),
-    dtype: str = typer.Option("float32", help="float16, bfloat16, float32 or float64."),
-    device: str | None = typer.Option(None, help="A known device, as h200 or rtx4090; this machine by default."),
-    framework: str = typer.Option("torch", help="torch or jax: whose array it is."),
-    backend: str | None = typer.Option(None, help="Force a backend: cuda, triton or eager; of JAX, pallas or eager."),
+    shape: str = typer.Argument(metavar="SHAPE", help="Sizes with x between them, as in 4096x50257 or 1x2^24."),
+    dtype: str = typer.Option("float32", help=f"Dtype of the input: {', '.join(ITEMSIZE)}."),
+    op: str = typer.Option("softmax", help=f"The operation: {', '.join(OPERATIONS)}."),
+    dim: int = typer.Option(-1, help="The softmax dimension; negative counts from the end."),
+    scale: float = typer.Option(1.0, help="Scale of the logits."),
+    softcap: float | None = typer.Option(None, help="Softcap of the logits, a positive number."),
+    bias: str | None = typer.Option(
+        None, help="A bias of this shape, which broadcasts to SHAPE: 50257, say, or 4096x50257."
+    ),
+    mask: str | None = typer.Option(None, help="A boolean mask of this shape, which broadcasts to SHAPE."),
+    causal: bool = typer.Option(False, "--causal", help="A causal mask; the dimension before --dim counts queries."),
+    fully_masked: str = typer.Option("nan", help="Result of a fully masked row: nan or zero."),
+    batch_invariant: bool = typer.Option(
+        False, "--batch-invariant", help="Only plans that give a row the same bits beside any number of other rows."
+    ),
+    device: str | None = typer.Option(None, help="A known device, as h200 or rtx4090; by default this machine's."),
+    framework: str = typer.Option("torch", help="The framework of the input: torch or jax."),
+    backend: str | None = typer.Option(None, help="Force a backend: cuda, triton or eager; with jax, pallas or eager."),
     strategy: str | None = typer.Option(
         None,
-        help="Force a strategy: row, looped, cluster or grid (cuda), split or column (triton); of JAX row, cluster, "
-        "looped or split.",
+        help="Force a strategy: row, looped, cluster or grid (cuda); row, looped, split or column (triton); "
+        "row, looped, cluster or split (pallas).",
     ),
-    op: str = typer.Option("softmax", help="softmax, log_softmax or logsumexp."),
-    dim: int = typer.Option(-1, help="The softmax dimension; negative counts from the end."),
-    cuda: bool = typer.Option(False, "--cuda", help="Also print the CUDA C++ of a cuda plan."),
+    cuda: bool = typer.Option(False, "--cuda", help="Also print the CUDA C++ source of a cuda plan."),
     ttir: bool = typer.Option(False, "--ttir", help="Also print the intermediate code of a triton plan."),
     ptx: bool = typer.Option(False, "--ptx", help="Also print the PTX."),
     sass: bool = typer.Option(False, "--sass", help="Also print the machine code."),
     compiled: bool = typer.Option(
-        True, "--compile/--no-compile", help="Compile the kernels, for registers and occupancy."
+        True, "--compile/--no-compile", help="Compile the kernels, to report registers and occupancy."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
-    """The plan for a shape: its numbers, its time against the floor, why it won, and its compiled kernels.
+    """The plan for a shape: its numbers, its time against the floor, why it was chosen, and its compiled kernels.
 
-    The GPU need not be here: kernels are compiled for the device that --device names.
+    The GPU need not be present: kernels are compiled for the device that --device names.
 
     \b
-    Example:
+    Examples:
       onlinesoftmax explain 4096x50257 --dtype bfloat16 --device h200
-    """  # noqa: D301  \b is typer's mark for lines that stay as they are
+      onlinesoftmax explain 64x1024x1024 --causal --scale 0.125 --bias 1024x1024 --device h200
+      onlinesoftmax explain 4096x50257 --op softmax_backward --batch-invariant --device h200
+    """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     asked = {"cuda": cuda, "ttir": ttir, "ptx": ptx, "sass": sass}
     listings = [name for name, wanted in asked.items() if wanted]
     if listings and not compiled:
         output.fail(f"--{listings[0]} needs the compiled kernels; leave out --no-compile")
-    explanation = _explain(shape, dim, op, dtype, device, backend, strategy, framework)
+    if causal and framework == "jax":
+        output.fail("--causal: our functions for JAX have no causal mask; leave out --framework jax")
+    options = {"scale": scale, "softcap": softcap, "bias": bias, "mask": mask, "causal": causal}
+    explanation = _explain(
+        shape, options, dim=dim, operation=op, dtype=dtype, fully_masked=fully_masked, device=device,
+        batch_invariant=batch_invariant, framework=framework, backend=backend, strategy=strategy,
+    )  # fmt: skip
     kernels, problem = _compile(explanation) if compiled else ([], "not asked for (--no-compile)")
     _check_listings(listings, kernels)
     if as_json:
         described = [{**k.as_dict(), "listings": {name: k.listings[name] for name in listings}} for k in kernels]
-        output.print_json({**explanation.as_dict(), "kernels": described, "not_compiled": problem})
+        document = {**explanation.as_dict(), "score_options": score_options(explanation)}
+        output.print_json({**document, "kernels": described, "not_compiled": problem})
         return
     _print_plan(explanation)
     _print_others(explanation)
@@ -65,41 +88,46 @@ def explain(
             print(kernel.listings[name].rstrip())
 
 
-def _explain(
-    shape: str, dim: int, op: str, dtype: str, device: str | None, backend: str | None, strategy: str | None,
-    framework: str,
-) -> Explanation:  # fmt: skip
+def _explain(shape: str, options: dict[str, Any], **asked: Any) -> Explanation:
     from ..bench.cases import parse_shape
     from ..explanation import explain as explain_shape
     from ..kernels.registry import missing
     from ..planner.plan import PlanError
 
     try:
-        return explain_shape(
-            parse_shape(shape), dim, operation=op, dtype=dtype, device=device, backend=backend, strategy=strategy,
-            framework=framework,
-        )  # fmt: skip
+        sizes = parse_shape(shape)
+        for name in ("bias", "mask"):
+            options[name] = options[name] and parse_shape(options[name])
+        return explain_shape(sizes, **options, **asked)
     except PlanError as error:
+        backend, device = asked["backend"], asked["device"]
         if device is None and backend is not None and (reason := dict(missing()).get(backend)):
             output.fail(f"{reason}; name a GPU, as in --device h200, to plan for one that is not here")
         output.fail(error)
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, TypeError) as error:
         output.fail(error)
 
 
+def score_options(explanation: Explanation) -> list[str]:
+    """Names of the score options that the kernels of a plan apply."""
+    task = explanation.task
+    given = {*task.numbers, *task.layout.sides, *(("causal",) if task.diagonal is not None else ())}
+    return [name for name in SCORE_OPTIONS if name in given]
+
+
 def _compile(explanation: Explanation) -> tuple[list[Kernel], str | None]:
-    """The compiled kernels, or why there are none."""
+    """The compiled kernels, or the reason why there are none."""
     if explanation.plan.backend == "eager":
         return [], "the eager backend has no kernels of ours"
     try:
         return explanation.compile(), None
-    except Exception as error:  # a compiler fails in many ways, and the plan is right all the same
+    except Exception as error:  # a compiler fails in many ways, and the plan is right without it
         lines = str(error).strip().splitlines()
         return [], lines[0] if lines else type(error).__name__
 
 
 def _check_listings(listings: list[str], kernels: list[Kernel]) -> None:
-    """Fail where a listing was asked for that the kernels do not have."""
+    """Exit with an error where the kernels do not have a listing that was asked for."""
     from ..kernels.report import NO_CUOBJDUMP
 
     for kernel in kernels:
@@ -111,10 +139,10 @@ def _check_listings(listings: list[str], kernels: list[Kernel]) -> None:
 
 def _print_plan(explanation: Explanation) -> None:
     plan, problem = explanation.plan, explanation.problem
-    output.heading(
-        f"{problem.operation} of {problem.rows} x {problem.cols} {problem.dtype} on {explanation.device.name}",
-        first=True,
-    )
+    options = score_options(explanation)
+    with_options = f" with {', '.join(options)}" if options else ""
+    shape = f"{problem.rows} x {problem.cols} {problem.dtype}{with_options}"
+    output.heading(f"{problem.operation} of {shape} on {explanation.device.name}", first=True)
     output.facts([("plan", f"{plan.backend}/{plan.strategy}"), ("why", plan.reason)])
     output.heading("Plan")
     output.facts(plan_facts(explanation))
@@ -124,30 +152,17 @@ def plan_facts(explanation: Explanation) -> list[tuple[str, str]]:
     """The plan's numbers with their units, in reading order."""
     plan, problem, device = explanation.plan, explanation.problem, explanation.device
     found = [
-        ("rows lie", _layout(explanation)),
+        ("layout of rows", _layout(explanation)),
         ("programs", f"{plan.programs:,} in the largest launch"),
         ("block", _block(plan)),
-    ]
-    if plan.warps:
-        found.append(("warps", f"{plan.warps} a program"))
-    if plan.threads.lanes:
-        found.append(("lanes", f"{plan.threads.lanes} threads of a program share a row"))
-    if plan.threads.shared:
-        found.append(("shared memory", f"{plan.threads.shared} chunks of 16 bytes a thread, beside those in registers"))
-    if plan.threads.terms:
-        found.append(("terms", "kept in registers, for one exp an element instead of two"))
-    if plan.blocks.stages:
-        found.append(("stages", f"{plan.blocks.stages} tiles in flight in a program"))
-    if plan.vector > 1:
-        found.append(("vector", f"{plan.vector} elements: rows are cut to 16-byte boundaries"))
-    found += [
-        ("splits", f"{plan.splits} programs share a row" if plan.splits > 1 else "1: no row is shared"),
+        *_threads(plan),
+        ("splits", f"{plan.splits} programs share a row" if plan.splits > 1 else "1: no two programs share a row"),
         ("launches", str(plan.launches)),
         ("input is read", {1: "once", 2: "twice"}.get(plan.reads, f"{plan.reads} times")),
         (
             "bytes moved",
             f"{output.size(plan.bytes_moved)}; at least {output.size(problem.read_bytes + problem.write_bytes)}: "
-            f"{output.size(problem.read_bytes)} in, {output.size(problem.write_bytes)} out",
+            f"{output.size(problem.read_bytes)} read, {output.size(problem.write_bytes)} written",
         ),
         ("floor", f"{output.duration(plan.floor_us)} at {device.bandwidth:.0f} GB/s"),
         ("estimate", f"{output.duration(plan.estimate_us)}, {_floors(plan.estimate_us, plan.floor_us)}"),
@@ -157,16 +172,34 @@ def plan_facts(explanation: Explanation) -> list[tuple[str, str]]:
     return found
 
 
+def _threads(plan: Plan) -> list[tuple[str, str]]:
+    """How the threads of a program work, as far as the plan says."""
+    found = []
+    if plan.warps:
+        found.append(("warps", f"{plan.warps} per program"))
+    if plan.threads.lanes:
+        found.append(("lanes", f"{plan.threads.lanes} threads of a program share a row"))
+    if plan.threads.shared:
+        found.append(("shared memory", f"{plan.threads.shared} chunks of 16 bytes per thread, besides the registers"))
+    if plan.threads.terms:
+        found.append(("terms", "kept in registers: one exp per element instead of two"))
+    if plan.blocks.stages:
+        found.append(("stages", f"{plan.blocks.stages} tiles in flight per program"))
+    if plan.vector > 1:
+        found.append(("vector", f"{plan.vector} elements: unaligned rows are split at 16-byte boundaries"))
+    return found
+
+
 def _layout(explanation: Explanation) -> str:
     problem = explanation.problem
     if problem.contiguous:
-        return "one after another, the elements of a row side by side"
-    return f"{problem.access.adjacent} side by side, the elements of a row apart"
+        return "contiguous: the elements of a row are neighbours"
+    return f"strided: {problem.access.adjacent} rows lie side by side, the elements of a row lie apart"
 
 
 def _block(plan: Plan) -> str:
     rows = f"{plan.rows_per_program} rows x " if plan.rows_per_program > 1 else ""
-    depth = f", {plan.blocks.depth} to a lane" if plan.blocks.depth > 1 and plan.backend == "triton" else ""
+    depth = f", {plan.blocks.depth} per lane" if plan.blocks.depth > 1 and plan.backend == "triton" else ""
     return f"{rows}{plan.block} columns at a time{depth}"
 
 
@@ -177,7 +210,7 @@ def _floors(estimate: float, floor: float) -> str:
 def _print_others(explanation: Explanation) -> None:
     from ..planner.plan import Plan
 
-    # A backend that is missing as a whole gives its reason once.
+    # The strategies of a backend that is missing have one reason, and share one line.
     rows: dict[tuple[str, str], tuple[str, str]] = {}
     for other in explanation.others:
         why = explanation.why_not(other)

@@ -1,6 +1,6 @@
-"""What the commands print: tables for a terminal, aligned text for a pipe, JSON for a program, errors in a sentence.
+"""The output of the commands: tables for a terminal, aligned text for a pipe, JSON for a program, errors as sentences.
 
-Only what was computed goes to stdout; errors and progress go to stderr.
+Results go to stdout; errors and progress go to stderr.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STYLES = {
     "interpreter only": "yellow",
     "skipped": "yellow",
 }
-"""Colour of a cell by its text."""
+"""Colour of a cell, by its text."""
 
 
 def fail(sentence: object, code: int = 2) -> NoReturn:
@@ -36,7 +36,7 @@ def fail(sentence: object, code: int = 2) -> NoReturn:
 
 
 def heading(text: str, first: bool = False) -> None:
-    """A title, after an empty line unless it comes first."""
+    """Print a title, after an empty line unless it comes first."""
     if not first:
         print()
     if sys.stdout.isatty():
@@ -46,7 +46,7 @@ def heading(text: str, first: bool = False) -> None:
 
 
 def note(text: str) -> None:
-    """A line of text beside the tables, wrapped in a terminal."""
+    """Print a line of text, wrapped in a terminal."""
     if sys.stdout.isatty():
         _console().print(text, markup=False)
     else:
@@ -54,7 +54,7 @@ def note(text: str) -> None:
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> None:
-    """Names and values, aligned."""
+    """Print names and values, aligned."""
     if not sys.stdout.isatty():
         _print_aligned([[f"  {name}", value] for name, value in pairs], right=())
         return
@@ -70,7 +70,7 @@ def facts(pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> None:
-    """A table; the columns named in `right` are aligned to the right."""
+    """Print a table; the columns named in `right` are aligned to the right."""
     if not sys.stdout.isatty():
         places = [i for i, header in enumerate(headers) if header in right]
         lines = [list(headers), *map(list, rows)]
@@ -82,7 +82,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Collecti
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for i, header in enumerate(headers):
-        # Only the last column, which holds the reasons, may break its lines; it must not vanish either.
+        # Only the last column, which holds the reasons, may wrap its lines; a minimum width keeps it visible.
         last = i + 1 == len(headers)
         drawn.add_column(
             Text(header),
@@ -106,7 +106,7 @@ def _print_aligned(lines: Sequence[Sequence[str]], right: Collection[int]) -> No
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout; what JSON has no number for (inf, NaN) is null."""
+    """Print one JSON document on stdout; inf and NaN, which JSON does not have, become null."""
     print(json.dumps(_plain(document), indent=2, allow_nan=False))
 
 
@@ -124,7 +124,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress_bar(*, nbytes: bool = False) -> Iterator[Progress | None]:
-    """A bar on stderr with rate and time left, gone at the end; None where stderr is no terminal.
+    """A progress bar on stderr with rate and remaining time, removed at the end; None where stderr is no terminal.
 
     Args:
         nbytes: Show the amount as bytes and the rate as bytes per second.
@@ -142,7 +142,7 @@ def progress_bar(*, nbytes: bool = False) -> Iterator[Progress | None]:
 
 
 def size(nbytes: float) -> str:
-    """Bytes in the decimal unit that leaves one to three digits before the point.
+    """Bytes in the decimal unit that gives one to three digits before the point.
 
     >>> size(512), size(411_705_344)
     ('512 B', '411.7 MB')
@@ -155,7 +155,7 @@ def size(nbytes: float) -> str:
 
 
 def duration(microseconds: float) -> str:
-    """Microseconds in the unit that leaves one to three digits before the point.
+    """Microseconds in the unit that gives one to three digits before the point.
 
     >>> duration(3.14159), duration(12_345.6)
     ('3.1 us', '12.3 ms')

@@ -1,4 +1,4 @@
-"""`onlinesoftmax verify`: is every kernel right on this machine?"""
+"""`onlinesoftmax verify`: check every kernel on this machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ..core.operations import OPERATIONS
+from ..core.task import ITEMSIZE
 from . import output
 
 if TYPE_CHECKING:
@@ -16,26 +18,26 @@ if TYPE_CHECKING:
 
 
 def verify(
-    quick: bool = typer.Option(False, "--quick", help="A few inputs instead of all, gradients in two dtypes."),
+    quick: bool = typer.Option(False, "--quick", help="Check few inputs instead of all, and gradients in two dtypes."),
     backend: list[str] | None = typer.Option(None, help="Only this backend; repeat for more."),
     strategy: list[str] | None = typer.Option(None, help="Only this strategy; repeat for more."),
-    op: list[str] | None = typer.Option(None, help="Only this operation, as softmax_backward; repeat for more."),
-    dtype: list[str] | None = typer.Option(None, help="Only this dtype; repeat for more."),
-    device: str | None = typer.Option(None, help="cpu or cuda; the GPU where there is one."),
+    op: list[str] | None = typer.Option(None, help=f"Only this operation: {', '.join(OPERATIONS)}; repeat for more."),
+    dtype: list[str] | None = typer.Option(None, help=f"Only this dtype: {', '.join(ITEMSIZE)}; repeat for more."),
+    device: str | None = typer.Option(None, help="cpu or cuda; by default the GPU where there is one."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
-    """Check every backend, strategy, operation, gradient and dtype against float64, beside PyTorch's own error.
+    """Check every backend, strategy, operation and dtype against the exact result, and compare with PyTorch's error.
 
-    A result passes when it is no further off than PyTorch's on the same inputs plus one unit in the last
-    place (ulp), and its infinities and NaNs are PyTorch's.  A gradient is taken by autograd, and judged by
-    the output that was saved for it; a unit of the terms it is the difference of is allowed too.
-    Without a GPU the Triton kernels run in Triton's interpreter, on fewer and smaller inputs.  The exit code
-    is 1 when anything fails.
+    A result passes when its error is at most PyTorch's largest error on the same input plus one unit in the last
+    place (ulp), and when its infinities and NaNs are PyTorch's.  A gradient is computed by autograd and compared with
+    the exact gradient at the output that was saved; it is a difference of two terms, and one unit of the larger term
+    is allowed too.  Without a GPU the Triton kernels run in Triton's interpreter, on fewer and smaller inputs.
+    The exit code is 1 when anything fails.
 
     \b
     Example:
       onlinesoftmax verify --quick --backend triton --dtype bfloat16
-    """  # noqa: D301  \b is typer's mark for lines that stay as they are
+    """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     where, interpreted = _prepare(device)
     cells, absent = _run(backend or [], strategy or [], op or [], dtype or [], where, quick)
     failed = [cell for cell in cells if cell.result == "fail"]
@@ -50,7 +52,7 @@ def verify(
 
 
 def _prepare(device: str | None) -> tuple[str, bool]:
-    """The device, and whether Triton's interpreter runs the kernels: told to it before it is imported."""
+    """(device, interpreted): interpreted is True where Triton's interpreter runs the kernels."""
     if device not in (None, "cpu", "cuda"):
         output.fail(f"unknown device {device!r}; there are: cpu, cuda")
     if importlib.util.find_spec("torch") is None:
@@ -62,7 +64,7 @@ def _prepare(device: str | None) -> tuple[str, bool]:
         output.fail("--device cuda: torch sees no NVIDIA GPU here")
     where = device or ("cuda" if has_gpu else "cpu")
     if where == "cpu" and "triton" not in sys.modules:
-        # Triton reads it when it is imported.
+        # Triton reads the variable when it is imported.
         os.environ["TRITON_INTERPRET"] = "1"
     from ..kernels import registry
 
@@ -111,17 +113,17 @@ def _print(cells: list[Cell], absent: dict[str, str], device: str) -> None:
     from ..verify import INTERPRETER_ULPS
 
     output.note(
-        f"Against float64 on {_device_name(device)}; allowed is PyTorch's largest error on the same input and 1 ulp; "
-        "a gradient may be off by one more, in float32 or wider, of the larger term that it subtracts."
+        f"Checked against the exact result on {_device_name(device)}.  Allowed is PyTorch's largest error on the same "
+        "input plus 1 ulp; for a gradient also 1 ulp of the larger of its two terms, in float32 or wider."
     )
     for name, whose in (("triton", "Triton's"), ("pallas", "JAX's")):
         if any(cell.backend == name and cell.slack > 1 for cell in cells):
             output.note(
-                f"{name.capitalize()} kernels run in {whose} interpreter, slowly; it rounds otherwise, so it is "
-                f"allowed {INTERPRETER_ULPS[name]} ulps."
+                f"{name.capitalize()} kernels run in {whose} interpreter, which is slow and rounds differently; they "
+                f"are allowed {INTERPRETER_ULPS[name]} ulps."
             )
     for name, reason in absent.items():
-        output.note(f"Backend {name} is left out: {reason}")
+        output.note(f"Backend {name} is not checked: {reason}")
     print()
     output.table(
         ("strategy", "operation", "dtype", "inputs", "error", "PyTorch", "ulps", "PyTorch", "of allowed", "result"),

@@ -1,32 +1,169 @@
 """The executable specification: the softmax family in NumPy float64, as short as the maths.
 
-Softmax three ways, `naive`, `two_pass` and `online`; the rest of the family; every gradient.
-Nothing here is fast.  It is what every kernel is measured against, and the place to read first.
+Softmax is written in three ways, `naive`, `two_pass` and `online`.  The formula of every operation stands once, in
+the table FORMULAS, and serves every array library: the functions of the family here apply it to NumPy's float64, the
+verification to long double, and the benchmark to torch's float64, a piece of a row at a time.
 
-Every input is widened to float64 and every result is float64.  A 0-d input is treated as shape (1,)
-and comes back 0-d.  The edges are PyTorch's: a row with NaN gives NaN; an all -inf row, or one with
-+inf, has no softmax (NaN) but has a logsumexp (-inf, +inf); an empty row has the logsumexp -inf.
-No function warns of inf or NaN, which are values here, except `naive`, whose overflow is the lesson.
+Nothing here is fast.  Every kernel is tested against these functions; read them first.
+
+The public functions widen every input to float64, and every result is float64.  A 0-d input is treated as an array of
+shape (1,), and its result is 0-d.  The edge cases are those of PyTorch: a row with NaN gives NaN; a row of -inf alone
+and a row with +inf have no softmax (NaN) but have a logsumexp (-inf and +inf); an empty row has the logsumexp -inf.
+No function warns of inf or NaN except `naive`, whose overflow is the lesson.
 An axis out of range raises numpy.exceptions.AxisError.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .arrays import Array, namespace
+from .operations import OPERATIONS
+
 Float64 = NDArray[np.float64]
+
+Part = Callable[..., Array]
+"""A part of a formula, called as part(xp, **values).
+
+`xp` holds the functions of the array library (`namespace` in core/arrays.py).  `values` are arrays that broadcast
+to one another, by name: every operand; "m", the maximum of each row; every sum.  A per-row array has size 1 along the
+softmax dimension.  The input "x" is the score where the operation takes score options, not the logit.
+"""
 
 _quiet = np.errstate(all="ignore")
 
 
-def naive(x: ArrayLike, axis: int = -1) -> Float64:
-    """Softmax as the textbook writes it, exp(x) / sum(exp(x)); any shape, same shape out.
+@dataclass(frozen=True)
+class Formula:
+    """The formula of one operation, in two phases: the sums over each row, then the outputs.
 
-    Right for small numbers only: exp overflows past 709 (float64) and inf / inf is NaN; it
-    underflows below -745 and 0 / 0 is NaN.  NumPy's RuntimeWarning of that is let through.
+    Attributes:
+        sums: The number that each accumulator sums over a row, by the name of the accumulator.
+        outputs: Every output, by name.
+        terms: The two numbers whose difference is the main output.  A difference is no more exact than its two terms,
+            so a tolerance must allow for their rounding errors.  None where the main output is no such difference.
+    """
+
+    sums: Mapping[str, Part]
+    outputs: Mapping[str, Part]
+    terms: Callable[..., tuple[Array, Array]] | None = None
+
+
+def _shift(xp: Any, m: Array) -> Array:
+    """The finite number nearest to the maximum: subtracting it from infinite scores never gives inf - inf."""
+    return xp.clip(m)
+
+
+def _exponential(xp: Any, x: Array, m: Array, **_: Array) -> Array:
+    return xp.exp(x - _shift(xp, m))
+
+
+def _weighted_score(xp: Any, x: Array, m: Array, **_: Array) -> Array:
+    e = _exponential(xp, x, m)
+    # A score of -inf has no weight; its product with 0 would be NaN.
+    return xp.where(e == 0, 0.0, x) * e
+
+
+def _softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
+    return xp.where(xp.isinf(m), np.nan, _exponential(xp, x, m) / l)
+
+
+def _log_softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
+    return xp.where(xp.isinf(m), np.nan, x - m - xp.log(l))
+
+
+def _logsumexp(xp: Any, m: Array, l: Array, **_: Array) -> Array:
+    return _shift(xp, m) + xp.log(l)
+
+
+def _entropy(xp: Any, m: Array, l: Array, zl: Array, **_: Array) -> Array:
+    # The arithmetic gives NaN where l is 0 or the maximum is infinite.
+    return _logsumexp(xp, m, l) - zl / l
+
+
+_STATE: dict[str, Part] = {"l": _exponential, "zl": _weighted_score}
+
+_STATISTICS: dict[str, Part] = {
+    "lse": _logsumexp,
+    "m": lambda xp, m, **_: _shift(xp, m),
+    "l": lambda xp, l, **_: l,
+    "entropy": _entropy,
+}
+
+FORMULAS: dict[str, Formula] = {
+    "softmax": Formula(_STATE, {"y": _softmax, **_STATISTICS}),
+    "log_softmax": Formula(_STATE, {"y": _log_softmax, **_STATISTICS}),
+    "logsumexp": Formula(_STATE, {"y": _logsumexp, **_STATISTICS}),
+    # In the first two gradients x is the saved output.
+    "softmax_backward": Formula(
+        {"dot": lambda xp, x, dy, **_: x * dy},
+        {"y": lambda xp, x, dy, dot, **_: x * (dy - dot)},
+        lambda xp, x, dy, dot, **_: (x * dy, x * dot),
+    ),
+    "log_softmax_backward": Formula(
+        {"dot": lambda xp, dy, **_: dy},
+        {"y": lambda xp, x, dy, dot, **_: dy - xp.exp(x) * dot},
+        lambda xp, x, dy, dot, **_: (dy, xp.exp(x) * dot),
+    ),
+    "logsumexp_backward": Formula({}, {"y": lambda xp, x, dy, lse, **_: dy * xp.exp(x - lse)}),
+}
+"""The formula of every operation, by name."""
+
+
+def with_sums(operation: str, xp: Any, values: Mapping[str, Array], axis: int, output: str = "y") -> dict[str, Array]:
+    """The values, with the maximum and the sums of each row that an output needs.
+
+    Args:
+        operation: Name in FORMULAS.
+        xp: Functions of the array library.
+        values: Every operand by name, as a `Part` takes them.  "m" is computed where it is not given.
+        axis: The softmax dimension.
+        output: Name of the output.
+    """
+    found, declaration = dict(values), OPERATIONS[operation]
+    sums = declaration.summed((output,))
+    if "m" not in found and any(accumulator.rescaled for accumulator in sums):
+        found["m"] = xp.max(found["x"], axis)
+    for accumulator in sums:
+        found[accumulator.name] = xp.sum(FORMULAS[operation].sums[accumulator.name](xp, **found), axis)
+    return found
+
+
+def evaluate(operation: str, xp: Any, values: Mapping[str, Array], axis: int, output: str = "y") -> Array:
+    """One output of an operation; a per-row output has size 1 along the axis.  Arguments are those of `with_sums`.
+
+    >>> dy, y = np.array([1.0, 0.0]), np.array([0.5, 0.5])
+    >>> evaluate("softmax_backward", namespace(y), {"x": y, "dy": dy}, 0)
+    array([ 0.25, -0.25])
+    """
+    return FORMULAS[operation].outputs[output](xp, **with_sums(operation, xp, values, axis, output))
+
+
+def size_of_terms(operation: str, xp: Any, values: Mapping[str, Array]) -> Array | None:
+    """The size of the larger of the two terms whose difference is the main output; None where there are none.
+
+    Args:
+        operation: Name in FORMULAS.
+        xp: Functions of the array library.
+        values: What `with_sums` gives.
+    """
+    terms = FORMULAS[operation].terms
+    if terms is None:
+        return None
+    minuend, subtrahend = terms(xp, **values)
+    return xp.maximum(abs(minuend), abs(subtrahend))
+
+
+def naive(x: ArrayLike, axis: int = -1) -> Float64:
+    """Softmax as textbooks write it, exp(x) / sum(exp(x)); any shape, same shape out.
+
+    It is right for small numbers only.  In float64 exp overflows above 709, and inf / inf is NaN; it underflows
+    below -745, and 0 / 0 is NaN.  NumPy's RuntimeWarning is not suppressed.
 
     >>> naive([0.0, 0.0]), two_pass([1000.0, 1000.0])
     (array([0.5, 0.5]), array([0.5, 0.5]))
@@ -42,7 +179,7 @@ def naive(x: ArrayLike, axis: int = -1) -> Float64:
 def two_pass(x: ArrayLike, axis: int = -1) -> Float64:
     """Softmax with the maximum subtracted, so that no exponent is above 0; any shape, same shape out.
 
-    One pass for m, one for l, and one more to normalise: three reads and one write of the row.
+    The first pass finds m, the second finds l, and a third normalises: three reads and one write of the row.
 
     >>> two_pass([1000.0, 1000.0, -np.inf])
     array([0.5, 0.5, 0. ])
@@ -56,13 +193,13 @@ def two_pass(x: ArrayLike, axis: int = -1) -> Float64:
 def online(x: ArrayLike, axis: int = -1, block: int = 1) -> Float64:
     """Softmax with m and l found together in one pass over blocks of the row; any shape, same shape out.
 
-    When the maximum rises from m to m_new, the old sum is corrected by exp(m - m_new).  One pass for
-    the state, one to normalise: two reads and one write of the row.
+    When the maximum rises from m to m_new, the old sum is corrected by exp(m - m_new).  The first pass finds the
+    state, the second normalises: two reads and one write of the row.
 
     Args:
         x: Numbers of any shape.
-        axis: The axis that each softmax runs along.
-        block: How many elements along `axis` are taken in at a time; 1 is the paper's algorithm 3.
+        axis: The softmax dimension.
+        block: Number of elements along `axis` that are read at a time; 1 gives the paper's algorithm 3.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
 
@@ -74,7 +211,7 @@ def online(x: ArrayLike, axis: int = -1, block: int = 1) -> Float64:
     l = np.zeros_like(m)
     for part in np.split(wide, range(block, wide.shape[axis], block), axis):
         m_new = np.maximum(m, _max(part, axis))
-        # While all is -inf there is nothing to scale, and -inf - -inf would be NaN.
+        # While every element so far is -inf there is no sum to correct, and -inf - -inf would be NaN.
         shift = np.where(m_new == -np.inf, 0.0, m_new)
         l = l * np.exp(m - shift) + np.sum(np.exp(part - shift), axis, keepdims=True)
         m = m_new
@@ -83,14 +220,13 @@ def online(x: ArrayLike, axis: int = -1, block: int = 1) -> Float64:
 
 @_quiet
 def log_softmax(x: ArrayLike, axis: int = -1) -> Float64:
-    """The log of softmax, x - m - log(l), right where softmax itself underflows; any shape, same shape out.
+    """The logarithm of softmax, x - m - log(l), exact even where softmax underflows; any shape, same shape out.
 
     >>> log_softmax([1000.0, 0.0])
     array([    0., -1000.])
     """
     wide, shape = _widen(x)
-    centred = wide - _max(wide, axis)
-    return (centred - np.log(np.sum(np.exp(centred), axis, keepdims=True))).reshape(shape)
+    return _evaluate("log_softmax", axis, x=wide, m=_max(wide, axis)).reshape(shape)
 
 
 @_quiet
@@ -101,10 +237,7 @@ def logsumexp(x: ArrayLike, axis: int = -1) -> Float64:
     array([1000.693,     -inf])
     """
     wide, _ = _widen(x)
-    m = _max(wide, axis)
-    shift = np.where(np.isinf(m), 0.0, m)
-    lse = np.asarray(shift + np.log(np.sum(np.exp(wide - shift), axis, keepdims=True)))
-    return lse.squeeze(axis)
+    return _evaluate("logsumexp", axis, x=wide, m=_max(wide, axis)).squeeze(axis)
 
 
 @_quiet
@@ -115,7 +248,7 @@ def softmax_backward(dy: ArrayLike, y: ArrayLike, axis: int = -1) -> Float64:
     array([ 0.25, -0.25])
     """
     (dy, shape), (y, _) = _widen(dy), _widen(y)
-    return (y * (dy - np.sum(dy * y, axis, keepdims=True))).reshape(shape)
+    return _evaluate("softmax_backward", axis, x=y, dy=dy).reshape(shape)
 
 
 @_quiet
@@ -126,12 +259,12 @@ def log_softmax_backward(dy: ArrayLike, y: ArrayLike, axis: int = -1) -> Float64
     array([ 0.5, -0.5])
     """
     (dy, shape), (y, _) = _widen(dy), _widen(y)
-    return (dy - np.exp(y) * np.sum(dy, axis, keepdims=True)).reshape(shape)
+    return _evaluate("log_softmax_backward", axis, x=y, dy=dy).reshape(shape)
 
 
 @_quiet
 def logsumexp_backward(dlse: ArrayLike, x: ArrayLike, lse: ArrayLike, axis: int = -1) -> Float64:
-    """The gradient in x of lse = logsumexp(x): dx = dlse * exp(x - lse), the softmax scaled.
+    """The gradient in x of lse = logsumexp(x): dx = dlse * exp(x - lse), the softmax times dlse.
 
     dlse and lse have the shape of x without `axis`; dx has the shape of x.
 
@@ -140,16 +273,20 @@ def logsumexp_backward(dlse: ArrayLike, x: ArrayLike, lse: ArrayLike, axis: int 
     """
     wide, shape = _widen(x)
     dlse, lse = (np.expand_dims(np.asarray(a).astype(np.float64), axis) for a in (dlse, lse))
-    return (dlse * np.exp(wide - lse)).reshape(shape)
+    return _evaluate("logsumexp_backward", axis, x=wide, dy=dlse, lse=lse).reshape(shape)
+
+
+def _evaluate(operation: str, axis: int, **values: Float64) -> Float64:
+    return np.asarray(evaluate(operation, namespace(values["x"]), values, axis))
 
 
 def _widen(x: ArrayLike) -> tuple[Float64, tuple[int, ...]]:
-    """Return x as float64 with at least one dimension, and the shape to give back."""
-    # astype, not dtype=: it also knows ml_dtypes' bfloat16 and float8.
+    """Widen x to float64 with at least one dimension; return it with the shape of the result."""
+    # Unlike dtype=, astype also converts the bfloat16 and float8 of ml_dtypes.
     wide: Any = np.asarray(x).astype(np.float64)
     return np.atleast_1d(wide), wide.shape
 
 
 def _max(x: Float64, axis: int) -> Float64:
-    """The maximum along `axis`, kept with size 1; -inf where there is nothing."""
+    """The maximum along `axis`, which stays with size 1; -inf for an empty row."""
     return np.asarray(np.max(x, axis, keepdims=True, initial=-np.inf))

@@ -1,4 +1,4 @@
-"""What a compiler made of a kernel: registers, spills, occupancy, listings."""
+"""A compiled kernel as the compiler reports it: registers, spills, occupancy, listings."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Kernel:
 
     Attributes:
         name: Name of the kernel.
-        registers: 32-bit registers of a thread.
-        spills: Bytes of a thread's stack: what did not fit its registers goes to slow local memory.
-        shared_memory: Bytes of shared memory of a block, static and dynamic.
-        warps: Warps of a block.
-        occupancy: Part of the device's resident threads that these blocks can be, 0 to 1.
-        listings: Text by name: "ttir" of Triton's kernels, "cuda" of CUDA's; "ptx"; and "sass" where
-            there is cuobjdump.
+        registers: 32-bit registers per thread.
+        spills: Bytes of stack per thread: values that do not fit the registers go to slow local memory.
+        shared_memory: Bytes of shared memory per block, static and dynamic.
+        warps: Warps per block.
+        occupancy: Resident threads over the most that a multiprocessor can hold, from 0 to 1.
+        listings: Texts by name: "ttir" for a Triton kernel, "cuda" for a CUDA kernel; "ptx"; and "sass" where
+            cuobjdump is found.
     """
 
     name: str
@@ -43,22 +43,23 @@ class Kernel:
 
 
 RESERVED = 1024
-"""Bytes of shared memory that a block takes for itself, beside all that it may ask for."""
+"""Bytes of shared memory that the system reserves in every block, besides those that the block asks for."""
 
 
 def occupancy(device: Device, warps: int, registers: int, shared_memory: int) -> float:
-    """Resident threads over the most there can be, as in the CUDA occupancy calculator.
+    """Resident threads over the most that a multiprocessor can hold, as in the CUDA occupancy calculator.
 
     Args:
-        warps: Warps of a block.
-        registers: Registers of a thread; a warp is given them in lots of 256.
+        device: The device.
+        warps: Warps per block.
+        registers: Registers per thread; a warp gets them in units of 256.
         shared_memory: Bytes that a block asks for.
     """
     per_warp = -(-registers * 32 // 256) * 256
     blocks = min(
         device.threads // (32 * warps),
         device.registers // (per_warp * warps),
-        # What a single block may ask for leaves out what it takes for itself.
+        # The most that one block may ask for does not include the reserved bytes.
         (device.shared_memory + RESERVED) // (shared_memory + RESERVED),
         32,
     )
@@ -66,13 +67,13 @@ def occupancy(device: Device, warps: int, registers: int, shared_memory: int) ->
 
 
 NO_CUOBJDUMP = (
-    "machine code is listed by cuobjdump and nvdisasm: triton brings them (pip install 'onlinesoftmax[triton]'), "
+    "listing machine code needs cuobjdump and nvdisasm: triton contains them (pip install 'onlinesoftmax[triton]'), "
     "or put those of a CUDA toolkit on PATH"
 )
 
 
 def find_cuobjdump() -> str | None:
-    """Path of cuobjdump, the one that Triton brings or one on PATH; None without it or nvdisasm, which it calls."""
+    """Path of cuobjdump, in Triton or on PATH; None where cuobjdump or nvdisasm, which it calls, is missing."""
     spec = importlib.util.find_spec("triton")
     roots = (spec.submodule_search_locations or []) if spec else []
     folders = [str(Path(root, "backends", "nvidia", "bin")) for root in roots]
@@ -81,7 +82,7 @@ def find_cuobjdump() -> str | None:
 
 
 def cuobjdump(option: str, cubin: bytes) -> str:
-    """What cuobjdump says of machine code: "-sass" is the disassembly, "-res-usage" what it needs.
+    """The output of cuobjdump for machine code: its disassembly with "-sass", its resources with "-res-usage".
 
     Raises:
         RuntimeError: there is no cuobjdump, or it cannot read this machine code.

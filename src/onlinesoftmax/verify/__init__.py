@@ -1,10 +1,10 @@
 """The contract, checked on this machine: every backend × strategy × operation × dtype against float64.
 
-A result is right when no element is further from the exact result than PyTorch's worst on the same
-input, plus one unit in the last place (ulp) of the output dtype; and when infinities and NaNs are
-PyTorch's.  float64 is itself on trial, so the exact result is computed in NumPy's long double.
-A gradient is that of the public function through autograd, for a fixed random gradient of its output;
-it is held against the exact gradient at the output that was saved, for ours and for PyTorch's alike.
+A result is right when no element is further from the exact result than PyTorch's largest error on the same input
+plus one unit in the last place (ulp) of the output dtype, and when its infinities and NaNs are those of PyTorch.
+float64 is tested too, so the exact result is computed in NumPy's long double.
+A gradient is computed by autograd from the public function, for a fixed random gradient of its result.  It is compared
+with the exact gradient at the output that the forward call saved, for ours and for PyTorch alike.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ __all__ = [
 Progress = Callable[[int, int], None]
 
 INTERPRETER_ULPS = {"triton": 4, "pallas": 8}
-"""Units that the contract adds in a backend's interpreter instead of 1.  Triton's multiply-add rounds twice, so the
-kernels' corrections by fma are lost there, and its conversion to bfloat16 cuts off instead of rounding.  What JAX
-interprets XLA computes, whose softmax of float64 on a CPU is itself off by six."""
+"""Units that the contract adds in a backend's interpreter, instead of 1.
+
+Triton's interpreter rounds a multiply-add twice, so the corrections by fma in the kernels have no effect, and its
+conversion to bfloat16 truncates.  JAX's interpreter runs XLA, whose softmax of float64 on a CPU is off by six units.
+"""
 
 
 def pairs(backends: Sequence[str] = (), strategies: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """(backend, strategy) of the planner's tables that match; all where nothing is named.
+    """The (backend, strategy) pairs of the planner's tables that match; all pairs where nothing is named.
 
     Raises:
         ValueError: a name is unknown, or no pair is left.
@@ -56,7 +58,7 @@ def pairs(backends: Sequence[str] = (), strategies: Sequence[str] = ()) -> list[
 
 
 def unavailable(backend: str, device: str) -> str | None:
-    """Why a backend cannot be checked on this machine's "cpu" or "cuda", in one sentence; None when it can."""
+    """One sentence that says why a backend cannot be checked on this machine's "cpu" or "cuda"; None when it can."""
     return bridge.unavailable(device) if backend == "pallas" else registry.unavailable(backend)
 
 
@@ -77,15 +79,15 @@ def verify(
     quick: bool = False,
     progress: Progress | None = None,
 ) -> list[Cell]:
-    """Check what is named, or everything: a cell for each backend, strategy, operation and dtype.
+    """Check every backend, strategy, operation and dtype, or those that are named; each combination is a cell.
 
-    A backend that cannot be used here has no cells.  Triton without a GPU needs TRITON_INTERPRET=1 in
-    the environment before Triton is imported.  What is interpreted leaves out the inputs that are too large for it.
+    A backend that cannot be used here has no cells.  Without a GPU, Triton needs TRITON_INTERPRET=1 in the
+    environment before it is imported.  Backends that run in an interpreter do not get the largest inputs.
 
     Args:
         backends, strategies, operations, dtypes: Names; empty for all.
         device: "cpu" or "cuda": where the tensors are.
-        quick: A few inputs instead of all; gradients of fewer still, in two dtypes unless some are named.
+        quick: A few inputs instead of all; even fewer for gradients, in two dtypes unless dtypes are named.
         progress: Called as progress(done, total) after each input.
 
     Raises:
@@ -125,14 +127,14 @@ def verify(
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """The interpreter computes in NumPy, which warns of the infinities and NaNs that are meant here."""
+    """Without NumPy's warnings of infinities and NaNs: the interpreter computes in NumPy, and inputs contain them."""
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
         yield
 
 
 def _steps(table: Sequence[Cell], quick: bool, slow: Sequence[str]) -> Iterator[tuple[Case, list[Cell]]]:
-    """Every input with the cells that take it: those of one operation and dtype share its exact result."""
+    """Every input with the cells that take it.  Cells of one operation and dtype share the exact result."""
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in table:
         groups.setdefault((cell.operation, cell.dtype), []).append(cell)

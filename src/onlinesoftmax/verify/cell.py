@@ -1,4 +1,4 @@
-"""One cell of the table: a backend, a strategy, an operation and a dtype, and the worst that was found."""
+"""A cell of the check: one backend, strategy, operation and dtype, with the largest errors over all inputs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from .inputs import Case
 
 @dataclass
 class Cell:
-    """One backend, strategy, operation and dtype: what was run, and the worst of it.
+    """The check of one backend, strategy, operation and dtype: what was run, and the largest errors.
 
     Attributes:
-        backend, strategy, operation, dtype: What was checked.
-        cases: Inputs run.
-        refused: Inputs that the planner refused, which is no failure.
-        error, pytorch_error: Largest absolute error of a finite output; ours, and PyTorch's on the same inputs.
-        ulps, pytorch_ulps: The same in units of the contract, ulps of the output dtype, at the element with each
-            input's largest error.
-        of_allowed: Largest error over what the contract allows there; right up to 1.
-        slack: Units that the contract adds to PyTorch's largest error.
-        failures: What went wrong, one sentence an input.
-        reason: Why nothing was run; None when something was.
+        backend, strategy, operation, dtype: The combination that is checked.
+        cases: Number of inputs that were run.
+        refused: Number of inputs that the planner refused, which is no failure.
+        error, pytorch_error: Largest absolute error of a finite output, ours and PyTorch's, on the same inputs.
+        ulps, pytorch_ulps: The same errors in ulps of the output dtype, at the element with the largest error.
+        of_allowed: Largest ratio of an error to the error that the contract allows; a result is right up to 1.
+        slack: Number of units that the contract adds to PyTorch's largest error.
+        failures: One sentence for each input that failed.
+        reason: The reason why nothing was run; None when something was.
     """
 
     backend: str
@@ -51,13 +50,13 @@ class Cell:
 
     @property
     def result(self) -> str:
-        """One of "pass", "fail", and "skipped" where nothing was run."""
+        """Either "pass" or "fail"; "skipped" where nothing was run."""
         if self.failures:
             return "fail"
         return "pass" if self.cases else "skipped"
 
     def add(self, case: Case, oracle: Exact) -> None:
-        """Run one input and keep what is worst."""
+        """Run one input and keep the largest errors."""
         try:
             function = _function(self.backend, OPERATIONS[self.operation].forward.name)
             ours = oracle.outcome(function, backend=self.backend, strategy=self.strategy)
@@ -65,7 +64,7 @@ class Cell:
             self.refused += 1
             self.reason = self.reason if self.cases else _last_line(error)
             return
-        except Exception as error:  # whatever a kernel raises is a failure to report, not the end of the check
+        except Exception as error:  # an error in a kernel is a failure to report, not the end of the check
             self.cases, self.reason = self.cases + 1, None
             self.failures.append(f"{case.name}: {type(error).__name__}: {_last_line(error)}")
             return
@@ -92,7 +91,7 @@ class Cell:
         error = self._keep_worst("error", "ulps", ours_wide, outcome, finite)
         part = float(np.max(error / (oracle.allowed + self.slack * outcome.unit[finite]), initial=0))
         self.of_allowed = max(self.of_allowed, part)
-        # Not `part > 1`: a NaN is no number that is right.
+        # Unlike `part > 1`, this is also true for NaN.
         if not part <= 1:
             return f"error {float(np.max(error)):.2e}; PyTorch's own {oracle.allowed:.2e}"
         return None
@@ -100,7 +99,7 @@ class Cell:
     def _keep_worst(
         self, name: str, ulps_name: str, result: np.ndarray, outcome: Outcome, finite: np.ndarray
     ) -> np.ndarray:
-        """Errors where there are numbers, the worst of them kept under these names."""
+        """The errors of finite elements; the largest is kept under these names."""
         error: np.ndarray = np.abs(result - outcome.exact)[finite]
         if error.size:
             worst = int(np.argmax(error))
@@ -110,12 +109,12 @@ class Cell:
         return error
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """All attributes and the result, for JSON."""
         return {**vars(self), "result": self.result}
 
 
 def _function(backend: str, name: str) -> Callable[..., Any]:
-    """The public function that has this backend."""
+    """The public function through which this backend is called."""
     if backend == "pallas":
         return bridge.forward(name)
     function: Callable[..., Any] = getattr(api, name)
@@ -123,7 +122,7 @@ def _function(backend: str, name: str) -> Callable[..., Any]:
 
 
 def _last_line(error: Exception) -> str:
-    """The planner's reason for the one strategy that was asked for, or an error's own last words."""
+    """The planner's reason for the strategy that was asked for, or the last line of another error."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    # The planner's lines begin with the strategy, which is known here.
+    # Each line of the planner begins with the strategy, which the reader knows.
     return re.sub(r"^\s*\w+/\w+: ", "", lines[-1]).strip()

@@ -1,4 +1,4 @@
-"""The exact result of an input in long double, beside PyTorch's: what every strategy is held against."""
+"""The exact result of an input in NumPy's long double, and PyTorch's result: every strategy is compared with both."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.arrays import namespace
 from ..core.operations import OPERATIONS
+from ..core.reference import evaluate, size_of_terms, with_sums
 from .inputs import Case
+
+KEEPS_STATES = ("pallas",)
+"""Backends that keep the state (m, l) of each row for a gradient, of which no digit is rounded away."""
 
 
 class Outcome(NamedTuple):
-    """A result, what it should be, and the unit that the contract counts in, for each element."""
+    """A result, and for each of its elements the exact value and the unit that the contract counts in."""
 
     result: Any
     exact: np.ndarray
@@ -26,11 +31,12 @@ class Exact:
 
     Attributes:
         operation: Name in OPERATIONS.
-        x, before: The input, and a copy of it: nobody may change it.
+        x, before: The input, and a copy of it, which shows whether somebody changed the input.
         dim: The softmax dimension.
-        dy: The gradient of the forward operation's output; None where that is the result itself.
+        dy: The gradient of the forward operation's result; None for a forward operation.
         theirs, theirs_wide: PyTorch's outcome, and its result in long double.
-        finite: Where there are numbers to compare; elsewhere there must be what PyTorch has.
+        finite: True for each element that is finite in the exact result and in PyTorch's; the other elements must be
+            the same as PyTorch's.
     """
 
     operation: str
@@ -44,7 +50,7 @@ class Exact:
 
     @classmethod
     def of(cls, case: Case, operation: str, dtype: str, device: str) -> Exact:
-        """Compute them."""
+        """Compute PyTorch's result and the exact one."""
         import torch
 
         x, dy = case.tensor(getattr(torch, dtype), device), None
@@ -63,7 +69,7 @@ class Exact:
         return float(np.max(np.abs(self.theirs_wide - self.theirs.exact)[self.finite], initial=0))
 
     def outcome(self, function: Callable[..., Any], **how: Any) -> Outcome:
-        """That of another's forward function, or of its gradient."""
+        """The outcome of another forward function, or of its gradient; `how` names its backend and strategy."""
         return _outcome(self.operation, function, self.x, self.dim, self.dy, **how)
 
 
@@ -75,15 +81,31 @@ def _outcome(operation: str, function: Callable[..., Any], x: Any, dim: int, dy:
         return Outcome(result, exact, ulp(exact, x.dtype))
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        saved = function(leaf, dim, **how)
-        (result,) = torch.autograd.grad(saved, leaf, dy)
-    kept = wide(saved.detach())
-    if operation == "logsumexp_backward" and how:
-        # Ours keeps the logsumexp of each row in float32 or wider, or its state; PyTorch keeps what it returns.
-        kept = exact_result("logsumexp", wide(x), dim)
-    exact, terms = exact_gradient(operation, wide(x), kept, wide(dy), dim)
-    # A difference is no more exact than its terms were as they were accumulated.
-    return Outcome(result, exact, ulp(exact, x.dtype) + ulp(terms, torch.promote_types(x.dtype, torch.float32)))
+        y = function(leaf, dim, **how)
+        (result,) = torch.autograd.grad(y, leaf, dy)
+    saved = _saved(operation, x, y.detach(), dim, how.get("backend"))
+    exact, size = exact_gradient(operation, wide(x), saved, wide(dy), dim)
+    # A difference is no more exact than its two terms were as they were accumulated.
+    return Outcome(result, exact, ulp(exact, x.dtype) + ulp(size, torch.promote_types(x.dtype, torch.float32)))
+
+
+def _saved(operation: str, x: Any, y: Any, dim: int, backend: str | None) -> np.ndarray:
+    """The output that a forward call kept for its gradient, in long double.
+
+    Args:
+        operation: Name of the gradient.
+        x, y: Input and result of the forward call.
+        dim: The softmax dimension.
+        backend: Our backend; None for PyTorch's own function, which `eager` calls too.
+    """
+    forward = OPERATIONS[operation].forward
+    kept = [output for output in forward.written(forward.saved) if output.dtype == "accumulator"]
+    # PyTorch keeps its rounded result.  Ours keeps a per-row output in float32 or wider: the result itself where it
+    # is as wide, else a number whose rounding error is far below a unit of the 16-bit gradient.
+    rounded = backend in (None, "eager") or (y.element_size() >= 4 and backend not in KEEPS_STATES)
+    if not kept or rounded:
+        return wide(y)
+    return np.squeeze(_evaluate(forward.name, {"x": wide(x)}, dim, kept[0].name), dim)
 
 
 def wide(x: Any) -> np.ndarray:
@@ -92,33 +114,40 @@ def wide(x: Any) -> np.ndarray:
 
 
 def exact_result(operation: str, x: np.ndarray, dim: int) -> np.ndarray:
-    """The operation in NumPy's long double: float64 itself is on trial too."""
-    m = np.max(x, dim, keepdims=True)
-    e = np.exp(x - m)
-    l = np.sum(e, dim, keepdims=True)
-    if operation == "softmax":
-        return np.asarray(e / l)
-    if operation == "log_softmax":
-        return np.asarray(x - m - np.log(l))
-    return np.squeeze(np.where(np.isinf(m), m, m + np.log(l)), dim)
+    """The result of a forward operation in NumPy's long double, because float64 is tested too."""
+    declaration = OPERATIONS[operation]
+    y = _evaluate(operation, {"x": x}, dim, declaration.result.name)
+    return np.squeeze(y, dim) if declaration.per_row else y
 
 
 def exact_gradient(
     operation: str, x: np.ndarray, saved: np.ndarray, dy: np.ndarray, dim: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The gradient in x, in long double, and the size of what is subtracted to get it.
+    """The gradient in x, in long double, and the size of the terms whose difference it is.
 
-    It is taken from the forward output as it was rounded and saved: dy - dot cancels, so that the last place
-    of an output decides over every digit of some gradients, and the output is judged by itself.
+    The gradient is computed from the forward output as it was rounded and saved.  The difference of its terms cancels,
+    so the last digit of a saved output decides over every digit of some gradients; the forward output has its own
+    check.
+
+    Args:
+        operation: Name of the gradient.
+        x: Input of the forward call.
+        saved: The output that the forward call kept.
+        dy: Gradient of the forward result.
+        dim: The softmax dimension.
     """
-    if operation == "softmax_backward":
-        terms = saved * dy, saved * np.sum(saved * dy, dim, keepdims=True)
-    elif operation == "log_softmax_backward":
-        terms = dy, np.exp(saved) * np.sum(dy, dim, keepdims=True)
-    else:
-        saved, dy = np.expand_dims(saved, dim), np.expand_dims(dy, dim)
-        terms = dy * np.exp(x - saved), np.zeros_like(x)
-    return terms[0] - terms[1], np.maximum(np.abs(terms[0]), np.abs(terms[1]))
+    declaration = OPERATIONS[operation]
+    given = {"x": x if declaration.scores else saved, "dy": dy}
+    values = {name: given.get(name, saved) for name in (operand.name for operand in declaration.operands)}
+    values |= {name: np.expand_dims(values[name], dim) for name in declaration.row_operands}
+    exact, xp = _evaluate(operation, values, dim, declaration.result.name), namespace(x)
+    size = size_of_terms(operation, xp, with_sums(operation, xp, values, dim))
+    # A gradient without two terms has an exponent that is a difference; its own size stands for the terms.
+    return exact, np.abs(exact) if size is None else np.asarray(size)
+
+
+def _evaluate(operation: str, values: dict[str, np.ndarray], dim: int, output: str) -> np.ndarray:
+    return np.asarray(evaluate(operation, namespace(values["x"]), values, dim, output))
 
 
 def ulp(value: np.ndarray, dtype: Any) -> np.ndarray:

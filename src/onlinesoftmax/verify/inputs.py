@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """One input: `make` gives it in float32 on the CPU, and the softmax runs over `dim`.
+    """One input of the check.
 
     Attributes:
-        name: What is hard about it.
-        make: The tensor, from a torch module.
+        name: The difficulty that it tests.
+        make: Makes the tensor in float32 on the CPU; the argument is the module torch.
         dim: The softmax dimension.
-        view: What to do to the tensor once it is on its device with its dtype: strides, slices.
-        quick: Whether a quick check includes it.
-        heavy: Whether it is too large for Triton's interpreter.
+        view: Makes the view that is tested, with its strides, from the tensor on its device in its dtype.
+        quick: True where a quick check includes the input.
+        heavy: True where the input is too large for Triton's interpreter.
     """
 
     name: str
@@ -28,21 +28,21 @@ class Case:
     heavy: bool = False
 
     def tensor(self, dtype: Any, device: str) -> Any:
-        """The input."""
+        """The input in this dtype on this device."""
         import torch
 
         return self.view(self.make(torch).to(dtype).to(device))
 
 
 def outliers(torch: Any, *shape: int) -> Any:
-    """Normal numbers, one in a hundred of them times 20: some outputs matter, most underflow."""
+    """Normal numbers, one in a hundred of them times 20: some outputs are large, most underflow."""
     generator = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(*shape, generator=generator)
     return torch.where(torch.rand(*shape, generator=generator) < 0.01, 20 * x, x)
 
 
 def specials(torch: Any, cols: int) -> Any:
-    """One row for each way that infinities and NaN meet, one without any, one of -inf alone."""
+    """One row for each combination of infinities and NaN, one row without them, and one of -inf alone."""
     inf, nan = torch.inf, torch.nan
     mixtures = ((-inf,), (inf,), (nan,), (inf, nan), (inf, -inf), (-inf, nan))
     x = outliers(torch, len(mixtures) + 2, cols)
@@ -68,7 +68,7 @@ def _view(
 
 
 def _masked_head(torch: Any) -> Any:
-    """Rows whose first many blocks hold nothing but -inf."""
+    """Rows that begin with many blocks of -inf."""
     x = outliers(torch, 2, 40003)
     x[:, :36000] = -torch.inf
     return x
@@ -104,10 +104,10 @@ CASES: tuple[Case, ...] = (
     ),
     Case("-inf first", _masked_head),
 )
-"""Odd sizes, every kind of strides, and every special number."""
+"""The inputs of a full check."""
 
 QUICK_GRADIENTS = ("3 x 1023", "middle dimension", "tall columns", "infinities and NaN")
-"""What a quick check takes gradients of: each runs a forward pass too, so they are fewer and smaller."""
+"""Names of the inputs of gradients in a quick check: fewer and smaller, because each runs a forward call too."""
 
 QUICK_GRADIENT_DTYPES = ("bfloat16", "float32")
-"""And in these dtypes, where none is named."""
+"""Dtypes of gradients in a quick check, where none is named."""

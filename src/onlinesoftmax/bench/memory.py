@@ -1,0 +1,40 @@
+"""The memory that a case needs, and how much is free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .cases import Case
+
+
+def lacks_memory(case: Case, device: Any) -> str | None:
+    """The reason why a case does not fit in memory: inputs, copy, two results and float64 pieces are held at once."""
+    # Scores in elementary float32 operations take three more tensors of twice the bytes.
+    needed = (case.declaration.inputs + 3 + 6 * bool(case.fused)) * case.tensor_bytes
+    needed += case.elements * ("mask" in case.fused) + 6 * 8 * min(case.elements, 1 << 24)
+    free = _free_bytes(device)
+    if free is None or needed <= free:
+        return None
+    return f"needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+
+
+def _free_bytes(device: Any) -> int | None:
+    if device.type == "cuda":
+        import torch
+
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + cached)
+    try:
+        # Linux does not refuse the allocation; it kills the process later.
+        with open("/proc/meminfo") as lines:  # noqa: PTH123  a file of the operating system
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """True for an error that says that memory is exhausted."""
+    import torch
+
+    text = str(error).lower()
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text

@@ -1,0 +1,102 @@
+"""The results of one case: every library's error, times and bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any
+
+from ..planner.plan import Plan
+from .cases import Case
+from .timing import Against, Times
+
+LARGE = 1 << 20
+"""Number of elements from which a CPU spends its time on arithmetic, so that ours is held to a ratio."""
+
+CPU_RATIO, CPU_ADDED_US = 1.03, 5.0
+"""The most that our layer may add to PyTorch on a CPU: a ratio from LARGE elements up, microseconds below."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one library for one case.
+
+    Attributes:
+        who: Name of the library; "ours" for our own.
+        status: "ok"; "wrong" or "failed", which fail the run; "refused" where the library cannot run the case.
+        reason: The reason for a status other than "ok".
+        error: Largest absolute error against float64.
+        allowed: Error of the framework's own function on the same input.
+        plan: Our plan; None for other libraries.
+        times: Times of the call.
+        gbps: Bandwidth in 10^9 bytes per second, counting the fewest bytes.
+        of_copy: That bandwidth over the bandwidth of the copy.
+        against_torch: Ratio to PyTorch's time, and difference from it.
+        analysis: The reason why the time is what it is.
+    """
+
+    who: str
+    status: str
+    reason: str | None = None
+    error: float | None = None
+    allowed: float | None = None
+    plan: Plan | None = None
+    times: Times | None = None
+    gbps: float | None = None
+    of_copy: float | None = None
+    against_torch: Against | None = None
+    analysis: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """True where the run must report failure."""
+        return self.status in ("wrong", "failed")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every attribute, for JSON; an infinite error becomes null."""
+        error = self.error if self.error is not None and isfinite(self.error) else None
+        return {**asdict(self), "error": error}
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """The results of one case, and the copy beside it.
+
+    Attributes:
+        case: The case.
+        skipped: The reason why nothing was run; None where something was.
+        copy, copy_gbps: Times and bandwidth of the copy.
+        results: One result per library.
+        framework: "torch" or "jax": the framework whose functions of ours were measured.
+    """
+
+    case: Case
+    skipped: str | None = None
+    copy: Times | None = None
+    copy_gbps: float | None = None
+    results: list[Result] = field(default_factory=list)
+    framework: str = "torch"
+
+    @property
+    def within_cpu_bound(self) -> bool | None:
+        """True where our layer adds to PyTorch on a CPU no more than it may; None where the bound does not apply."""
+        ours = next((r for r in self.results if r.who == "ours"), None)
+        if self.case.fused or self.framework != "torch":
+            # PyTorch runs other operations, or our function is no layer over PyTorch.
+            return None
+        if ours is None or ours.against_torch is None or ours.plan is None or ours.plan.backend != "eager":
+            return None
+        if self.case.elements >= LARGE:
+            return ours.against_torch.ratio <= CPU_RATIO
+        return ours.against_torch.added_us <= CPU_ADDED_US
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            **self.case.as_dict(),
+            "skipped": self.skipped,
+            "copy": asdict(self.copy) if self.copy else None,
+            "copy_gbps": self.copy_gbps,
+            "within_cpu_bound": self.within_cpu_bound,
+            "results": [result.as_dict() for result in self.results],
+        }

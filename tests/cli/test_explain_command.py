@@ -1,0 +1,124 @@
+"""The command `explain`: options, plans, compiled kernels and listings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from commands import NOT_PLAIN, needs_nvrtc, needs_triton, run, run_apart, run_json
+
+import onlinesoftmax
+
+
+@pytest.mark.parametrize("device", ["h200", "h100", "a100", "l4", "RTX 4090", "b200"])
+def test_explain_as_json(device: str) -> None:
+    found = run_json("explain", "4096x50257", "--dtype", "bfloat16", "--device", device, "--no-compile")
+    assert found["problem"]["rows"] == 4096
+    assert found["plan"]["estimate_us"] >= found["plan"]["floor_us"] > 0
+    assert found["plan"]["reason"]
+    assert {other["why_not"][:6] for other in found["others"]}
+    assert found["kernels"] == []
+
+
+def test_explain_as_text() -> None:
+    result = run("explain", "32x512x4096", "--dim", "1", "--device", "h200", "--op", "logsumexp", "--no-compile")
+    assert result.exit_code == 0, result.output
+    assert not NOT_PLAIN & set(result.stdout)
+    for words in ("logsumexp of 131072 x 512 float32 on NVIDIA H200", "triton/column", "floor", "Why not another?"):
+        assert words in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "read"),
+    [
+        ("--mask 4096x1024", ["mask"], (2 + 1) * 4096 * 1024),
+        ("--bias 1024 --scale 0.5 --softcap 30", ["scale", "softcap", "bias"], 2 * 4096 * 1024 + 2 * 1024),
+        ("--causal --fully-masked zero", ["causal"], 2 * 4096 * 1024),
+        ("--op softmax_backward --scale 2", ["scale"], 2 * 2 * 4096 * 1024),
+        ("--op log_softmax --batch-invariant", [], 2 * 4096 * 1024),
+    ],
+)
+def test_explain_knows_what_a_call_can_ask_for(arguments: str, options: list[str], read: int) -> None:
+    command = ("explain", "4096x1024", "--dtype", "bfloat16", "--device", "h200", "--no-compile", *arguments.split())
+    found = run_json(*command)
+    assert found["score_options"] == options
+    assert found["plan"]["bytes_moved"] == read + 2 * 4096 * 1024
+    heading = run(*command).stdout.splitlines()[0]
+    assert (f" with {', '.join(options)} on " in heading) == bool(options)
+
+
+def test_explain_is_the_function_of_that_name() -> None:
+    found = run_json("explain", "64x32x32", "--causal", "--bias", "32", "--batch-invariant", "--device", "h200",
+                     "--no-compile")  # fmt: skip
+    right = onlinesoftmax.explain((64, 32, 32), causal=True, bias=(32,), batch_invariant=True, device="h200")
+    assert found["plan"] == json.loads(json.dumps(right.plan.as_dict()))
+
+
+COMPILE = """
+import json, sys
+from typer.testing import CliRunner
+from onlinesoftmax.cli import build
+results = [CliRunner().invoke(build(), command.split()) for command in sys.argv[1:]]
+print(json.dumps([(result.exit_code, result.stdout, result.stderr) for result in results]))
+"""
+
+
+@needs_triton
+def test_explain_compiles_triton_kernels_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+    """One process compiles for all: Triton's compiler is there only where its interpreter is off from the start."""
+    archs = {"h200": "sm_90", "rtx4090": "sm_89", "b200": "sm_100"}
+    commands = [
+        f"explain 256x1024 --device {device} --backend triton --strategy row --ptx --sass --json" for device in archs
+    ]
+    commands += ["explain 256x1024 --device a100 --backend triton --ttir"]
+    result = run_apart(*commands, code=COMPILE, TRITON_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    *as_json, (code, text, stderr) = json.loads(result.stdout)
+    for arch, (json_code, document, _) in zip(archs.values(), as_json, strict=True):
+        assert json_code == 0, document
+        found = json.loads(document)
+        assert found["not_compiled"] is None
+        [kernel] = found["kernels"]
+        assert kernel["registers"] > 0
+        assert 0 < kernel["occupancy"] <= 1
+        assert f".target {arch}" in kernel["listings"]["ptx"]
+        assert "EXIT" in kernel["listings"]["sass"]
+        assert "ttir" not in kernel["listings"]
+    assert (code, stderr) == (0, "")
+    summary, _, listing = text.partition(": TTIR\n")
+    assert "registers" in summary
+    assert "tt.func" in listing
+
+
+@needs_triton
+def test_explain_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    result = run("explain", "256x1024", "--device", "h200", "--backend", "triton")
+    assert result.exit_code == 0, result.output
+    assert "not compiled: TRITON_INTERPRET=1 is set" in result.stdout
+
+
+CUDA_ROW = ("explain", "256x1024", "--device", "h200", "--backend", "cuda", "--strategy", "row")
+
+
+@needs_nvrtc
+def test_explain_shows_what_nvrtc_makes_of_a_cuda_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    [kernel] = run_json(*CUDA_ROW, "--ptx")["kernels"]
+    assert set(kernel["listings"]) == {"ptx"}
+    result = run(*CUDA_ROW, "--cuda", "--ptx")
+    summary, _, listings = result.stdout.partition("row_kernel: CUDA\n")
+    source, _, ptx = listings.partition("row_kernel: PTX\n")
+    for words, text in (("occupancy", summary), ("row_kernel(", source), (".target sm_90", ptx)):
+        assert words in text
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    for option, words in (("--ttir", "row_kernel has none; it has cuda, ptx"), ("--sass", "nvdisasm: triton contains")):
+        result = run(*CUDA_ROW, option)
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+        assert f"Error: {option}: " in result.stderr
+        assert words in result.stderr
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    assert "not compiled: cuda.core is not installed: pip" in run(*CUDA_ROW).stdout
