@@ -218,7 +218,7 @@ def test_a_gpu_without_a_table_borrows_one_and_a_cpu_does_not() -> None:
             here, there = (plan(problem, device, table=table_for(device)) for device in (H200, gpu))
             if (here.strategy, here.variant) == (there.strategy, there.variant):
                 assert (there.estimate_us - LAUNCH_US) * gpu.bandwidth == pytest.approx(
-                    (here.estimate_us - LAUNCH_US) * H200.bandwidth, rel=0.01
+                    (here.estimate_us - LAUNCH_US) * H200.bandwidth, rel=0.02
                 )
     long = softmax(4096, 50257)
     assert plan(long, H200, table=table_for(H200)).strategy == "cluster"
