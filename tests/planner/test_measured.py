@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
 from onlinesoftmax.core.device import KNOWN, known
 from onlinesoftmax.core.problem import Access, Problem
 from onlinesoftmax.core.task import Choice
+from onlinesoftmax.planner import measured
 from onlinesoftmax.planner.measured import KEPT, Cell, Key, Table, Timing, key_of, slug, table_for
 from onlinesoftmax.planner.plan import Plan, alternatives, plan
 from onlinesoftmax.planner.price import LAUNCH_US
@@ -216,7 +218,7 @@ def test_a_gpu_without_a_table_borrows_one_and_a_cpu_does_not() -> None:
             here, there = (plan(problem, device, table=table_for(device)) for device in (H200, gpu))
             if (here.strategy, here.variant) == (there.strategy, there.variant):
                 assert (there.estimate_us - LAUNCH_US) * gpu.bandwidth == pytest.approx(
-                    (here.estimate_us - LAUNCH_US) * H200.bandwidth, rel=0.01
+                    (here.estimate_us - LAUNCH_US) * H200.bandwidth, rel=0.02
                 )
     long = softmax(4096, 50257)
     assert plan(long, H200, table=table_for(H200)).strategy == "cluster"
@@ -238,3 +240,24 @@ def test_a_variant_has_one_text() -> None:
     for text in ("512 x 2", "warps=4", "terms=1", "threads"):
         with pytest.raises(ValueError, match="no field of a variant"):
             Variant.parse(text)
+
+
+def test_a_gpu_has_the_table_of_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A driver adds memory or socket to the name of a model."""
+    of_h100 = Table("NVIDIA H100 80GB HBM3", "a test", 3000.0, {})
+    shipped_tables = tmp_path / "tables"
+    shipped_tables.mkdir()
+    for table in (of_h100, Table("NVIDIA H200", "a test", 4270.0, {})):
+        (shipped_tables / f"{slug(table.device)}.json").write_text(json.dumps(table.as_json()), encoding="utf-8")
+    (shipped_tables / "quality.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(measured.resources, "files", lambda package: tmp_path)
+    monkeypatch.setenv("ONLINESOFTMAX_CACHE", str(tmp_path))
+    table_for.cache_clear()
+    try:
+        assert table_for(known("h100")) == of_h100
+        for name in ("h200", "a100", "rtx4090"):
+            found = table_for(known(name))
+            assert found is not None
+            assert found.device == "NVIDIA H200"
+    finally:
+        table_for.cache_clear()

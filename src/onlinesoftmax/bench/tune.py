@@ -195,7 +195,8 @@ class Tuner:
         import torch
 
         self._torch = torch
-        self._clocks = {"cuda": CudaClock(device), "triton": CudaClock(device)}
+        clock = CudaClock(device)
+        self._clocks = {"cuda": clock, "triton": clock}
         self._device = device
         self._x = torch.randn(largest, device=device)
         self._y = torch.empty_like(self._x)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..core.device import Device
 from ..core.problem import Problem
-from .measured import KEPT, UNSEEN, Anchor, Cell, Table
+from .measured import KEPT, LATENCY_US, UNSEEN, Anchor, Cell, Table
 from .price import LAUNCH_US, Plan, busy, estimated_us, price
 from .proposal import Proposal
 from .variant import Variant
@@ -24,7 +24,7 @@ class Forecast:
         problem: The problem.
         device: The device to plan for.
         anchors: The measured shapes, with the times of those backends alone that can be used.
-        slower: Bandwidth of the device that was measured over that of the device to plan for.
+        slower: Factor of the device to plan for to the device that was measured, for the time without launches.
         every_variant: As in Table.
     """
 
@@ -40,7 +40,10 @@ class Forecast:
         anchors = table.anchors(problem, backends)
         if not anchors:
             return None
-        return cls(problem, device, tuple(anchors), table.bandwidth / device.bandwidth, table.every_variant)
+        # A slower memory takes longer for the bytes, not for the latency of the first of them.
+        moved, latency = problem.read_bytes + problem.write_bytes, table.bandwidth * 1e3 * LATENCY_US
+        slower = (latency + moved * table.bandwidth / device.bandwidth) / (latency + moved)
+        return cls(problem, device, tuple(anchors), slower, table.every_variant)
 
     def best(self, options: list[Proposal], propose: Propose) -> Plan:
         """The plan of the variant with the least time among those that a strategy proposes for the problem.

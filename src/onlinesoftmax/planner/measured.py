@@ -255,19 +255,31 @@ def slug(name: str) -> str:
     return "-".join(name.lower().split())
 
 
+def model_of(name: str) -> str:
+    """The model in a device's name or in that of its table: the first word with a digit, or "" where there is none.
+
+    >>> model_of("nvidia-h100-80gb-hbm3.json"), model_of("nvidia-geforce-rtx-4090.json"), model_of("quality.json")
+    ('h100', '4090', '')
+    """
+    words = name.removesuffix(".json").split("-")
+    return next((word for word in words if any(letter.isdigit() for letter in word)), "")
+
+
 ELSEWHERE = "nvidia-h200.json"
 """The table that a GPU without one borrows: its times are scaled by bandwidth, and their order is likely the same."""
 
 
 @cache
 def table_for(device: Device) -> Table | None:
-    """The table of this GPU, made here or shipped, or else ELSEWHERE; None for a CPU."""
+    """The table of this GPU, made here or shipped, or that of its model, or else ELSEWHERE; None for a CPU."""
     if device.kind != "cuda":
         return None
     file_name = f"{slug(device.name)}.json"
     own = cache_folder() / file_name
     shipped = resources.files(__package__).joinpath("tables")
-    for place in (own, shipped.joinpath(file_name), shipped.joinpath(ELSEWHERE)):
+    # The driver's names of one model differ by memory and socket.
+    of_model = sorted(place.name for place in shipped.iterdir() if model_of(place.name) == model_of(file_name))
+    for place in (own, *(shipped.joinpath(name) for name in (file_name, *of_model, ELSEWHERE))):
         if place.is_file() and (table := _read(place)):
             return table
     return None
