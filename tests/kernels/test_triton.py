@@ -1,4 +1,4 @@
-"""What the contract does not reach: the merge tree, many dimensions, and the machine code itself."""
+"""The Triton kernels beyond the contract: the merge tree, the elements that a program owns, and the machine code."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ import torch
 
 import onlinesoftmax as osm
 from contract import OPERATIONS, assert_as_good_as_pytorch, outliers
+from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.torch import prepare as prepared
 
-pytest.importorskip("triton", reason="triton is not installed")
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+import triton.language as tl  # noqa: E402  only where triton is installed
+
+from onlinesoftmax.kernels.triton import tiles  # noqa: E402  as above
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -30,7 +35,7 @@ def test_merge_tree(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared.prepare.cache_clear()
 
 
-def test_seven_dimensions_that_no_stride_joins() -> None:
+def test_seven_dimensions_that_do_not_merge() -> None:
     x = outliers(3, 4, 3, 4, 3, 4, 10, dtype=torch.float32, device=DEVICE)[::2, ::2, ::2, ::2, ::2, ::2, 1:]
     assert_as_good_as_pytorch(osm.softmax(x, backend="triton", strategy="row"), "softmax", x, -1)
 
@@ -61,7 +66,7 @@ json.dump(found, sys.stdout)
 
 
 def test_kernels_compile_for_gpus_that_are_not_here() -> None:
-    """No spills and 16-byte loads for sm_80, sm_90 and sm_100: in a process where Triton compiles."""
+    """No spills and 16-byte loads for sm_80, sm_90 and sm_100, in a process without the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, ["src", environment.get("PYTHONPATH")]))
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
@@ -72,6 +77,91 @@ def test_kernels_compile_for_gpus_that_are_not_here() -> None:
         assert kernel["spills"] == 0, kernel
         assert kernel["occupancy"] > 0, kernel
         assert kernel["wide"] or kernel["name"] == "split_merge_kernel", kernel
+
+
+VECTORS = (1, 2, 4, 8)
+"""Elements in 16 bytes where rows are unaligned; 1 where a whole row is body."""
+
+
+def lengths(vector: int) -> range:
+    """Row lengths of every residue; a plan splits only rows of two vectors or more."""
+    shortest = 2 * vector if vector > 1 else 0
+    return range(shortest, shortest + 18)
+
+
+def test_rows_shorter_than_two_vectors_are_not_split() -> None:
+    for dtype, vector in (("bfloat16", 8), ("float32", 4), ("float64", 2)):
+        assert not any(Problem("softmax", 5, cols, dtype).peels for cols in range(2 * vector))
+    assert Problem("softmax", 5, 17, "bfloat16").peels
+
+
+@triton.jit
+def _owned_columns(counts_ptr, offset, cols, slices, VECTOR: tl.constexpr, SLICE: tl.constexpr, MOST: tl.constexpr):
+    """Count, for every column, the slices of the body and the edges that own it, as split_state_kernel does."""
+    head, length = tiles.body(offset, cols, VECTOR)
+    i = tl.arange(0, SLICE)
+    for k in range(slices):
+        start, count = tiles.slice_bounds(k, SLICE, length)
+        # The body of a row begins on 16 bytes.
+        col = tl.where(i < count, head + start + i, MOST)
+        tl.store(counts_ptr + col, tl.load(counts_ptr + col) + 1)
+    if VECTOR > 1:
+        col, inside = tiles.edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
+        col = tl.where(inside, col, MOST)
+        tl.store(counts_ptr + col, tl.load(counts_ptr + col) + 1)
+
+
+@pytest.mark.parametrize("vector", VECTORS)
+def test_every_column_belongs_to_one_program(vector: int) -> None:
+    """Head, slices of the body and tail, for rows that begin anywhere and end anywhere."""
+    most, size = 128, 16
+    for offset in range(vector):
+        for cols in lengths(vector):
+            counts = torch.zeros(most + 1, dtype=torch.int32, device=DEVICE)
+            _owned_columns[(1,)](counts, offset, cols, -(-cols // size), VECTOR=vector, SLICE=size, MOST=most)
+            # Lanes that own nothing count at the last position.
+            assert (counts[:cols] == 1).all(), (offset, cols)
+            assert (counts[cols:most] == 0).all(), (offset, cols)
+
+
+@triton.jit
+def _bounds(heads_ptr, lengths_ptr, cols, VECTOR: tl.constexpr):
+    offset = tl.arange(0, VECTOR)
+    head, length = tiles.body(offset, cols, VECTOR)
+    tl.store(heads_ptr + offset, head)
+    tl.store(lengths_ptr + offset, length)
+
+
+@pytest.mark.parametrize("vector", VECTORS)
+def test_a_body_lies_on_16_bytes(vector: int) -> None:
+    heads, bodies = torch.zeros(2, vector, dtype=torch.int32, device=DEVICE)
+    for cols in lengths(vector):
+        _bounds[(1,)](heads, bodies, cols, VECTOR=vector)
+        offset = torch.arange(vector, device=DEVICE)
+        assert ((offset + heads) % vector == 0).all()
+        assert (bodies % vector == 0).all()
+        # The tail is shorter than a vector.
+        assert (heads + bodies <= cols).all()
+        assert (heads + bodies + vector > cols).all()
+        assert (heads < vector).all()
+
+
+@triton.jit
+def _owned_rows(counts_ptr, adjacent, ROWS: tl.constexpr):
+    pid = tl.program_id(0)
+    outer, near, row_mask = tiles.strip(pid, adjacent, ROWS)
+    at = counts_ptr + outer * adjacent + near
+    tl.store(at, tl.load(at, mask=row_mask) + 1, mask=row_mask)
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+def test_every_row_belongs_to_one_strip(rows: int) -> None:
+    """Three groups of adjacent rows, of every length around a multiple of a strip."""
+    for adjacent in range(1, 2 * rows + 2):
+        counts = torch.zeros(4 * adjacent + rows, dtype=torch.int32, device=DEVICE)
+        _owned_rows[(3 * -(-adjacent // rows),)](counts, adjacent, ROWS=rows)
+        assert (counts[: 3 * adjacent] == 1).all(), adjacent
+        assert (counts[3 * adjacent :] == 0).all(), adjacent
 
 
 HUGE = [(2**16 + 1, 2**15 + 8), (2**15 + 8, 2**16 + 1), (1, 2**31 + 4097), (2**31 + 4097, 1)]
@@ -87,7 +177,7 @@ def test_more_elements_than_an_int32_counts(shape: tuple[int, int]) -> None:
     (dx,) = torch.autograd.grad(y, x, dy)
     for rows in {0, shape[0] // 2, shape[0] - 1}:
         x_row, y_row, dy_row, dx_row = (t.detach()[rows] for t in (x, y, dy, dx))
-        # Not torch.softmax: of one row of 2^31 float64 PyTorch 2.11 asks to have a bug reported.
+        # PyTorch 2.11 fails for torch.softmax of one row of 2^31 float64 elements and asks for a bug report.
         l = sum(float(part.double().exp().sum()) for part in x_row.split(1 << 27))
         pairs = zip(y_row.split(1 << 27), dy_row.split(1 << 27), strict=True)
         dot = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
@@ -96,7 +186,7 @@ def test_more_elements_than_an_int32_counts(shape: tuple[int, int]) -> None:
             exact = x_row[part].double().exp() / l
             assert ((wide_y - exact).abs() <= exact * 2**-8 + 2**-133).all()
             exact = wide_y * (wide_dy - dot)
-            # A unit of the gradient, and of what a float32 sum of so many terms leaves.
+            # One unit of the gradient, and the error of a float32 sum of so many terms.
             assert ((dx_row[part].double() - exact).abs() <= exact.abs() * 2**-8 + wide_y * 2**-18 + 2**-133).all()
 
 

@@ -1,6 +1,6 @@
 """The `triton` backend: the strategies `row`, `looped`, `split` and `column` as Triton kernels.
 
-Read state.py, then ops.py, operands.py and tiles.py; then any strategy is a page.
+Read state.py, then ops.py, operands.py and tiles.py.  After them each strategy is one page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..request import Request
 
 
 def unavailable() -> str | None:
-    """Why these kernels cannot run on this machine's GPU; None when they can."""
+    """The reason why these kernels cannot run on this machine; None where they can."""
     if reason := _not_installed():
         return reason
     import torch
@@ -26,7 +26,7 @@ def unavailable() -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on any device and slowly."""
+    """True where Triton's interpreter runs the kernels: on any device, and slowly."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
@@ -38,7 +38,7 @@ def prepare(request: Request) -> Callable[[Any, Any, dict[str, Any]], None]:
 
 
 def compile_request(request: Request, device: Device) -> list[Kernel]:
-    """The kernels of a request in launch order, compiled for a device that need not be here.
+    """The kernels of a request in launch order, compiled for a device that need not be present.
 
     Raises:
         RuntimeError: PyTorch or Triton is missing, or Triton's interpreter is on.
@@ -51,7 +51,7 @@ def compile_request(request: Request, device: Device) -> list[Kernel]:
 
 
 PLANNED_FOR = KNOWN["h200"]
-"""The GPU that plans are made for where the interpreter runs them: it has no numbers of its own."""
+"""The GPU that plans are made for in the interpreter, which is no device of its own."""
 
 
 def _not_installed() -> str | None:
@@ -59,7 +59,7 @@ def _not_installed() -> str | None:
 
 
 def program(request: Request) -> Any:
-    """The launches of a request, unbound."""
+    """The launches of a request."""
     from . import column, looped, row, split
     from .launch import TritonRequest
 

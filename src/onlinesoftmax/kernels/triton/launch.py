@@ -107,11 +107,12 @@ class TritonRequest(Request):
 
     @property
     def cols_in_units(self) -> int:
+        """The row length as a multiple of its unit."""
         return self.layout.cols // self.layout.cols_unit
 
 
 def in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
-    """Strides as multiples of the unit that divides them."""
+    """Strides as multiples of a unit that divides them."""
     return tuple(stride // unit for stride in strides)
 
 
@@ -146,7 +147,7 @@ class Program:
 
 
 class _Step:
-    """One launch that remembers its compiled kernel."""
+    """One launch, and its compiled kernel after the first run."""
 
     def __init__(self, launch: Launch, first: str) -> None:
         self.launch, self.first = launch, first

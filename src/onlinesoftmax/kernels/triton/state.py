@@ -10,7 +10,7 @@ the loops over sums run in the compiler.
 Every strategy in this folder reduces with `of`, `merge` and `merge_all`, and nothing else.  These functions obey the
 table of laws in tests/laws.py, which NumPy, torch and JAX share.
 
-EXACT is set where an output has 24 bits or more; a 16-bit output does not show the difference.
+EXACT, or OP.exact, is True where an output has 24 bits or more; a 16-bit output does not show the difference.
 """
 
 import triton
@@ -116,7 +116,7 @@ def identity(BLOCK: tl.constexpr, OP: tl.constexpr):
     """BLOCK states of nothing: merging one with any state gives that state."""
     sums = ()
     for i in tl.static_range(len(OP.rescaled)):
-        # Weighted and plain sums may cancel, so EXACT keeps them in float64.
+        # Weighted and plain sums may cancel, so OP.exact keeps them in float64.
         if OP.exact and (i > 0 or not OP.rescaled[i]):
             sums += (tl.zeros([BLOCK], tl.float64),)
         else:
@@ -195,7 +195,7 @@ def merge(m_a, sums_a, m_b, sums_b, OP: tl.constexpr):
 def merge_all(m, sums, axis: tl.constexpr, OP: tl.constexpr):
     """The state of all the slices along `axis`.
 
-    EXACT returns the sums in float64, so a row's sum is rounded once, however many times slices merge.
+    OP.exact returns the sums in float64, so a row's sum is rounded once, however many times slices merge.
     """
     m_all = tl.max(m, axis)
     factor = scale(m - tl.expand_dims(shift(m_all), axis), OP.exact)
