@@ -1,4 +1,4 @@
-"""The algebra of backends/cuda/state.cuh: each function in a kernel of one warp, for tests/laws.py.
+"""The algebra of kernels/cuda/state.cuh: each function in a kernel of one warp, for tests/laws.py.
 
 Compiling needs no GPU; running does, and only then is torch imported.
 """
@@ -6,36 +6,48 @@ Compiling needs no GPU; running does, and only then is torch imported.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from laws import Float64
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.layout import rows_of
+from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.problem import Problem
+from onlinesoftmax.core.task import TensorSpec, contiguous_spec, row_spec, task_of
 from onlinesoftmax.kernels.cuda import compile, driver, source
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import price
 from onlinesoftmax.planner.strategies import cuda
 
-FORMS = ("softmax", "log_softmax")
-"""Operations whose states differ where a softmax of 16 bits is FOLDED; the second one's is a plain (m, l)."""
 
-CudaState = tuple[Any, Any]
-"""The state of one slice for each of FORMS: its bytes, in a torch tensor."""
+class Form(NamedTuple):
+    """An operation and the outputs it is asked for; both decide what a state keeps."""
+
+    operation: str
+    outputs: tuple[str, ...]
+
+
+FORMS = (Form("softmax", ("y",)), Form("log_softmax", ("y",)), Form("log_softmax", ("y", "entropy")))
+"""A state that is FOLDED where outputs have 16 bits, a state that never is, and a state that also keeps zl."""
+
+FOLDED, PLAIN, WEIGHTED = range(len(FORMS))
+"""Their indices."""
+
+CudaState = tuple[Any, ...]
+"""The state of one slice in each of FORMS: its bytes, in a torch tensor."""
 
 KERNELS = """
 #line 1 "cuda_algebra"
 extern "C" __global__ void algebra_of(const X* x, int64 n, State* to) {
     ACC m = -INF;
     for (int64 i = threadIdx.x; i < n; i += 32) m = fmax(m, ACC(wide(x[i])));
-    SUM l = 0;
-    for (int64 i = threadIdx.x; i < n; i += 32) l += term(wide(x[i]), shift(m));
-    const State a = merge_lanes<32>({m, l});
+    const Shift s = shift(m);
+    Sums<SUM> sums{};
+    for (int64 i = threadIdx.x; i < n; i += 32) sums += ops::summands(wide(x[i]), 0, ops::weight(wide(x[i]), s));
+    const State a = merge_lanes<32>({m, sums});
     if (threadIdx.x == 0) *to = a;
 }
 extern "C" __global__ void algebra_identity(State* to) {
@@ -50,12 +62,16 @@ extern "C" __global__ void algebra_merge_all(const State* from, int64 n, State* 
     a = merge_lanes<32>(a);
     if (threadIdx.x == 0) *to = a;
 }
-extern "C" __global__ void algebra_finish(const State* from, const X* x, int64 n, Y* y) {
-    const ops::Term t = ops::term(*from, n);
-    for (int64 i = threadIdx.x; i < n; i += 32) narrow(y[i], ops::finish(wide(x[i]), 0, t));
+extern "C" __global__ void algebra_output(const State* from, const X* x, int64 n, Y* y) {
+    const ops::RowConstants r = ops::row_constants(*from, n);
+    for (int64 i = threadIdx.x; i < n; i += 32) narrow(y[i], ops::output(wide(x[i]), 0, r));
 }
 extern "C" __global__ void algebra_parts(const State* from, double* to) {
-    if (threadIdx.x == 0) to[0] = from->m, to[1] = double(from->l), to[2] = ops::result(*from);
+    if (threadIdx.x) return;
+    to[0] = from->m;
+    to[1] = FOLDED ? double(ops::row_output<RowOutput::L>(*from)) : double(from->first());
+    to[2] = ops::row_output<RowOutput::LSE>(*from);
+    to[3] = double(from->sums.of[SUM_ZL > 0 ? SUM_ZL : 0]);
 }
 """
 
@@ -67,26 +83,30 @@ PAIRS = (
 
 
 @cache
-def algebra_source(form: str, dtype: str, out: str) -> str:
-    """The kernels above behind everything that a softmax of these dtypes is compiled from."""
-    problem, device = Problem(form, 64, 1000, dtype, out), known("h200")
+def algebra_source(form: Form, dtype: str, out: str) -> str:
+    """The kernels above behind everything that a form with these dtypes is compiled from."""
+    operation, shape, device = OPERATIONS[form.operation], (64, 1000), known("h200")
+    tensors: dict[str, TensorSpec] = {"x": contiguous_spec(shape, dtype), "y": contiguous_spec(shape, out)}
+    wide = "float64" if "float64" in (dtype, out) else "float32"
+    tensors |= {name: row_spec(shape, 1, wide) for name in form.outputs[1:]}
+    problem = Problem.of(task := task_of(operation, form.outputs, shape, 1, tensors))
     blocks = cuda.row(problem, device)
     assert not isinstance(blocks, str), blocks
-    layout = rows_of((64, 1000), 1, (1000, 1), (1000, 1))
-    request = Request(form, price(blocks[0], problem, device), layout, {"x": dtype, "y": out}, frozenset(("x", "y")))
-    check = f"static_assert(sizeof(State) == {state_bytes(dtype, out)});\n"
-    return source.source(request) + KERNELS + check
+    check = f"static_assert(sizeof(State) == {state_bytes(form, dtype, out)});\n"
+    return source.source(Request(task, price(blocks[0], problem, device))) + KERNELS + check
 
 
-def state_bytes(dtype: str, out: str) -> int:
-    """Bytes of a State: m, and an l of float32, float64, or two float64."""
+def state_bytes(form: Form, dtype: str, out: str) -> int:
+    """Bytes of a State: m, and for each sum a float32, a float64 or two float64."""
+    sums = 2 if "entropy" in form.outputs else 1
     if "float64" in (dtype, out):
-        return 24
-    return 16 if out == "float32" else 8
+        return 8 + 16 * sums
+    # A per-row output of 32 bits makes a state EXACT, as an output element of 32 bits does.
+    return 8 + 8 * sums if out == "float32" or len(form.outputs) > 1 else 4 + 4 * sums
 
 
 @cache
-def _kernel(form: str, dtype: str, out: str, name: str) -> int:
+def _kernel(form: Form, dtype: str, out: str, name: str) -> int:
     import torch
 
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
@@ -94,15 +114,18 @@ def _kernel(form: str, dtype: str, out: str, name: str) -> int:
 
 
 class CudaAlgebra:
-    """Slices are 1-d tensors of `dtype` whose elements `out` holds exactly."""
+    """Slices are 1-d tensors of `dtype` whose elements `out` holds exactly; observables come from states of one form.
+
+    The laws compare l of a FOLDED state after its folding error is taken out, as `row_output` does.
+    """
 
     examples = 25
     device = "cuda"
 
-    def __init__(self, dtype: str, out: str) -> None:
-        self.name = f"cuda, {dtype} to {out}"
+    def __init__(self, dtype: str, out: str, form: int = PLAIN) -> None:
+        self.name = f"cuda, {dtype} to {out}{', folded' if form == FOLDED else ''}"
         self.dtypes: Sequence[str] = (out,)
-        self.dtype, self.out = dtype, out
+        self.dtype, self.out, self.form = dtype, out, form
 
     def array(self, values: Float64, dtype: str) -> Any:
         import torch
@@ -128,43 +151,47 @@ class CudaAlgebra:
         return self._new("merge_all", lambda form: (together[form], len(states)))
 
     def parts(self, state: CudaState) -> tuple[float, float]:
-        m, l, _ = self._parts(state, 1)
+        m, l, _, _ = self._parts(state, self.form)
         return m, l
 
+    def weighted(self, state: CudaState) -> float:
+        return self._parts(state, WEIGHTED)[3]
+
     def logsumexp(self, state: CudaState) -> float:
-        return self._parts(state, 1)[2]
+        return self._parts(state, self.form)[2]
 
     def softmax(self, state: CudaState, x: Any) -> Float64:
-        return self._finish(state, 0, x)
+        return self._output(state, FOLDED, x)
 
     def log_softmax(self, state: CudaState, x: Any) -> Float64:
-        return self._finish(state, 1, x)
+        return self._output(state, PLAIN, x)
 
-    def _finish(self, state: CudaState, form: int, x: Any) -> Float64:
+    def _output(self, state: CudaState, form: int, x: Any) -> Float64:
         import torch
 
         y = torch.full_like(x, 12345.0, dtype=getattr(torch, self.out))
-        self._launch(form, "finish", state[form], x, x.numel(), y)
+        self._launch(form, "output", state[form], x, x.numel(), y)
         return self.numpy(y)
 
-    def _parts(self, state: CudaState, form: int) -> tuple[float, float, float]:
-        """M, l and what the kernel calls their logsumexp."""
+    def _parts(self, state: CudaState, form: int) -> list[float]:
+        """[m, l, lse, zl], as the kernel computes them; the last only of the form that keeps zl."""
         import torch
 
-        found = torch.full((3,), torch.nan, dtype=torch.float64, device=self.device)
+        found = torch.full((4,), torch.nan, dtype=torch.float64, device=self.device)
         self._launch(form, "parts", state[form], found)
-        m, l, lse = found.tolist()
-        return m, l, lse
+        parts: list[float] = found.tolist()
+        return parts
 
     def _new(self, kernel: str, arguments: Any) -> CudaState:
-        """What a kernel makes in each form, in poisoned bytes; its arguments come from the index of the form."""
+        """The states that a kernel computes in each form, in poisoned bytes; `arguments(form)` are its arguments."""
         import torch
 
-        size = state_bytes(self.dtype, self.out)
-        first, second = (torch.full((size,), 255, dtype=torch.uint8, device=self.device) for _ in FORMS)
-        self._launch(0, kernel, *arguments(0), first)
-        self._launch(1, kernel, *arguments(1), second)
-        return first, second
+        states = []
+        for i, form in enumerate(FORMS):
+            size = state_bytes(form, self.dtype, self.out)
+            states.append(torch.full((size,), 255, dtype=torch.uint8, device=self.device))
+            self._launch(i, kernel, *arguments(i), states[-1])
+        return tuple(states)
 
     def _launch(self, form: int, name: str, *values: Any) -> None:
         import torch
@@ -181,28 +208,6 @@ class CudaAlgebra:
         driver.check(status, f"launching algebra_{name}")
 
 
-class FoldedAlgebra(CudaAlgebra):
-    """The same, with (m, l) and the logsumexp of a softmax of 16 bits, whose l is relative to 2^(m · log2(e)), rounded.
-
-    States of one m have the same base, and so the laws compare their l as it is.
-    """
-
-    def __init__(self, dtype: str, out: str) -> None:
-        super().__init__(dtype, out)
-        self.name += ", folded"
-
-    def parts(self, state: CudaState) -> tuple[float, float]:
-        m, l, _ = self._parts(state, 0)
-        return m, l
-
-    def logsumexp(self, state: CudaState) -> float:
-        m, l = self.parts(state)
-        if math.isnan(l) or l in (0, math.inf):
-            return math.nan if math.isnan(l) else math.inf if l else -math.inf
-        log2e = np.float32(1.4426950216293335)
-        return (float(np.float32(m) * log2e) + math.log2(l)) / float(log2e)
-
-
 ALGEBRAS = [CudaAlgebra(*pair) for pair in PAIRS]
 # Folding is arithmetic in float32.
-ALGEBRAS += [FoldedAlgebra(x, y) for x, y in PAIRS if x != "float64" and y in ("float16", "bfloat16")]
+ALGEBRAS += [CudaAlgebra(x, y, FOLDED) for x, y in PAIRS if x != "float64" and y in ("float16", "bfloat16")]

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from onlinesoftmax.bench import tune
 from onlinesoftmax.cli import build
+from onlinesoftmax.cli.tune import as_text
 from onlinesoftmax.core.device import known
+from onlinesoftmax.core.problem import Problem
+from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels import registry
-from onlinesoftmax.planner.measured import Cell, Table, Timing, key_of
+from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.planner.measured import KEPT, Cell, Table, Timing, key_of
+from onlinesoftmax.planner.variant import Variant
 
 H200 = known("h200")
+
+
+def key_of_shape(shape: tune.Shape) -> Any:
+    return key_of(Problem.of(tune.task(shape)))
 
 
 def test_the_grid_has_every_kind_of_shape_once() -> None:
     shapes = tune.shapes()
     assert len(set(shapes)) == len(shapes)
     assert {(1, 1 << 28), (1, 1 << 20), (1024, 1024), (1 << 20, 64)} <= {(s.rows, s.cols) for s in shapes}
-    # What the planner looks a table up by: rows that begin on 16 bytes, and rows that begin anywhere.
-    kinds = Counter(key_of(tune.case(shape)[0]) for shape in shapes)
-    assert {(kind.operation, kind.itemsize, kind.cut) for kind in kinds} == {
+    # The planner looks a table up by aligned and unaligned rows.
+    kinds = {key_of_shape(shape) for shape in shapes}
+    assert {(kind.operation, kind.itemsize, kind.unaligned) for kind in kinds} == {
         *((operation, size, False) for operation in ("softmax", "logsumexp", "softmax_backward") for size in (2, 4)),
         ("softmax", 2, True),
         ("softmax", 4, True),
@@ -32,18 +45,27 @@ def test_the_grid_has_every_kind_of_shape_once() -> None:
     assert set(tune.shapes(quick=True)).isdisjoint({s for s in shapes if s.rows == 1})
 
 
-@pytest.mark.parametrize("shape", tune.shapes()[::23], ids=str)
-def test_proposals_are_told_apart_by_their_words(shape: tune.Shape) -> None:
-    found = tune.proposals(shape, H200)
+def test_a_table_that_is_broken_off_has_the_full_inputs_first() -> None:
+    shapes = tune.shapes()
+    nbytes = [s.rows * s.cols * ITEMSIZE[s.dtype] for s in shapes]
+    few = [i for i, count in enumerate(nbytes) if count <= tune.FULL_BYTES // 4]
+    assert few == list(range(few[0], len(shapes)))
+    assert {s.cols for s in shapes[: 2 * len(tune.VOCABULARIES)]} == set(tune.VOCABULARIES)
+
+
+@pytest.mark.parametrize("backend", tune.BACKENDS)
+@pytest.mark.parametrize("shape", tune.shapes()[::61], ids=str)
+def test_proposals_are_told_apart_by_their_variants(shape: tune.Shape, backend: str) -> None:
+    found = tune.proposals(shape, H200, backend)
     assert found
-    names = Counter((proposal.plan.strategy, proposal.plan.variant) for proposal in found)
+    names = Counter((request.plan.strategy, request.plan.variant) for request in found)
     assert max(names.values()) == 1, names.most_common(3)
-    assert {proposal.plan.backend for proposal in found} == {"cuda"}
-    for proposal in found:
-        assert proposal.request.plan is proposal.plan
-        threads = 32 * proposal.plan.warps
-        assert threads % proposal.plan.lanes == 0
-        assert threads * proposal.plan.resident <= H200.threads
+    assert {request.plan.backend for request in found} == {backend}
+    for request in found:
+        threads = 32 * request.plan.warps
+        assert threads * request.plan.threads.resident <= H200.threads
+        if backend == "cuda":
+            assert threads % request.plan.threads.lanes == 0
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -51,20 +73,105 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     result = CliRunner().invoke(build(), ["tune", "--out", str(tmp_path / "table.json")])
     assert result.exit_code == 2
     assert result.stderr == "Error: tune needs the cuda backend: no NVIDIA GPU\n"
+    unknown = CliRunner().invoke(build(), ["tune", "--backend", "eager", "--out", str(tmp_path / "table.json")])
+    assert unknown.exit_code == 2
+    assert "cuda, triton, pallas" in unknown.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_measured_is_not_measured_again() -> None:
-    shape = tune.Shape("softmax", "bfloat16", 1024, 256)
-    cell = Cell(1024, 256, (Timing("cuda", "row", "32 of 128, depth 1, terms", 4.5),))
-    begun = Table(H200.name, "commit 0", 4270.0, {key_of(tune.case(shape)[0]): [cell]})
-    assert not list(tune.tune(None, H200, [shape], begun))
+class _Clock:
+    """A clock for which every call takes as long as its place in the list."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def on_end(self, calls: Sequence[Any], rounds: int) -> list[float]:
+        return [10.0 + i for i, _ in enumerate(calls)]
+
+
+class _Compiler:
+    def __init__(self, arch: str) -> None:
+        pass
+
+    def compile(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tune without a device: nothing is compiled, and nothing is launched."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.setattr(tune, "CudaClock", _Clock)
+    monkeypatch.setattr(tune, "Compiler", _Compiler)
+    monkeypatch.setattr(registry, "load", lambda name: SimpleNamespace(prepare=lambda request: lambda x, y, more: None))
+
+
+SMALL = [tune.Shape("softmax", "bfloat16", 64, 256), tune.Shape("softmax_backward", "float32", 16, 1024)]
+
+
+def measured(table: Table, backends: tuple[str, ...], minutes: float | None = None) -> Table:
+    import torch
+
+    for step in tune.tune(torch.device("cpu"), H200, SMALL, table, backends, minutes):
+        table = step.table
+    return table
+
+
+def test_every_variant_that_is_fast_is_kept(no_gpu: None) -> None:
+    table = measured(tune.begin(H200, "a test", None), ("cuda", "triton"))
+    assert table.every_variant
+    for shape in SMALL:
+        [cell] = table.cells[key_of_shape(shape)]
+        times = [timing.us for timing in cell.timings]
+        assert times == sorted(times)
+        for backend in ("cuda", "triton"):
+            of_backend = [timing for timing in cell.timings if timing.backend == backend]
+            assert len(of_backend) > 1
+            assert max(timing.us for timing in of_backend) <= KEPT * min(timing.us for timing in of_backend)
+    again = Table.from_json(json.loads(as_text(table.as_json())))
+    assert again.cells == {
+        key: [Cell(c.rows, c.cols, c.timings, c.backends) for c in cells] for key, cells in table.cells.items()
+    }
+
+
+def test_what_is_measured_is_not_measured_again(no_gpu: None) -> None:
+    table = measured(tune.begin(H200, "a test", None), ("cuda",))
+    assert not tune.left_of(table, SMALL, ("cuda",))
+    assert [names for _, names in tune.left_of(table, SMALL, ("cuda", "triton"))] == [["triton"]] * len(SMALL)
+    both = measured(table, ("cuda", "triton"))
+    assert not tune.left_of(both, SMALL, ("cuda", "triton"))
+    for key, [cell] in both.cells.items():
+        assert [t for t in cell.timings if t.backend == "cuda"] == list(table.cells[key][0].timings)
+
+
+def test_no_shape_is_begun_when_the_time_is_over(no_gpu: None) -> None:
+    assert not measured(tune.begin(H200, "a test", None), ("cuda",), minutes=0).cells
+
+
+def test_a_table_of_one_variant_a_strategy_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onlinesoftmax.cli.tune import _begun
+
+    path = tmp_path / "table.json"
+    cell = Cell(1024, 256, (Timing("cuda", "row", Variant(threads=128, lanes=32, depth=1), 4.5),))
+    whole = Table(H200.name, "commit 0", 4270.0, {key_of(Problem("softmax", 1024, 256, "bfloat16")): [cell]})
+    path.write_text(as_text(whole.as_json()), encoding="utf-8")
+    assert _begun(path, H200.name) == whole
+    path.write_text(as_text({**whole.as_json(), "every_variant": False}), encoding="utf-8")
+    with pytest.raises(typer.Exit, match="2"):
+        _begun(path, H200.name)
 
 
 @pytest.mark.gpu
-def test_a_small_table_from_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", tune.BACKENDS)
+def test_a_small_table_from_end_to_end(backend: str, tmp_path: Path) -> None:
+    if reason := tune.unavailable(backend):
+        pytest.skip(reason)
     path = tmp_path / "table.json"
-    result = CliRunner().invoke(build(), ["tune", "--quick", "--out", str(path), "--json"])
+    asked = ["tune", "--quick", "--backend", backend, "--out", str(path)]
+    result = CliRunner().invoke(build(), [*asked, "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["shapes"] == 6
     table = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
@@ -73,13 +180,14 @@ def test_a_small_table_from_end_to_end(tmp_path: Path) -> None:
     for cell in cells:
         assert [timing.us for timing in cell.timings] == sorted(timing.us for timing in cell.timings)
         assert all(timing.us > 0 for timing in cell.timings)
+        assert {timing.backend for timing in cell.timings} == {backend}
 
-    again = CliRunner().invoke(build(), ["tune", "--quick", "--out", str(path), "--resume"])
+    again = CliRunner().invoke(build(), [*asked, "--resume"])
     assert again.exit_code == 0, again.output
     assert Table.from_json(json.loads(path.read_text(encoding="utf-8"))).cells == table.cells
     for content in ("{}", "not JSON", json.dumps({**table.as_json(), "device": "another"})):
         path.write_text(content, encoding="utf-8")
-        refused = CliRunner().invoke(build(), ["tune", "--quick", "--out", str(path), "--resume"])
+        refused = CliRunner().invoke(build(), [*asked, "--resume"])
         assert refused.exit_code == 2
         assert "--resume" in refused.stderr
         assert path.read_text(encoding="utf-8") == content

@@ -1,4 +1,4 @@
-"""The calls into the CUDA driver, with a driver that only says what it was asked."""
+"""The calls into the CUDA driver, tested with a stand-in that records the calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onlinesoftmax.kernels.cuda import driver
 
 
 class Driver:
-    """Answers launches with `statuses` in turn, and keeps the names of what was called."""
+    """A stand-in that answers launches with `statuses` in turn, and records the names of the calls."""
 
     def __init__(self, *statuses: int) -> None:
         self.statuses, self.called = list(statuses), list[str]()
@@ -38,10 +38,10 @@ class Driver:
 @pytest.mark.parametrize(
     ("status", "then", "called"),
     [
-        # A thread that has not used the device yet: its context is made current, and the launch repeated.
+        # A thread that has not used the device yet: the context is made current, and the launch repeated.
         (driver.INVALID_CONTEXT, 0, ["retain 3", "current 1234", "launch"]),
         (driver.INVALID_CONTEXT, driver.INVALID_CONTEXT, ["retain 3", "current 1234", "launch"]),
-        # Anything else is what it is.
+        # Any other status is returned as it is.
         (700, 700, []),
     ],
 )

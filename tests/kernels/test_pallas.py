@@ -1,10 +1,15 @@
-"""The Pallas kernels: each strategy in its interpreter, and lowered for a GPU that is not there."""
+"""The Pallas kernels: each strategy in its interpreter, and lowered for a GPU that is not there.
+
+On a machine without a GPU a covering array takes the place of the product of all cases: every strategy meets every
+case, and dtypes and operations take turns so that each pair of values of two parameters meets.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,17 +25,33 @@ import onlinesoftmax.jax as osj
 from laws import Float64
 from onlinesoftmax import PlanError
 from onlinesoftmax import verify as verification
+from onlinesoftmax.core import reference
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.scores import PLAIN, Scores
-from onlinesoftmax.jax import ops as xla
+from onlinesoftmax.core.operations import OPERATIONS
+from onlinesoftmax.core.options import ARRAY, ScoreOptions
+from onlinesoftmax.core.task import Choice
+from onlinesoftmax.jax import ops as formulas
 from onlinesoftmax.jax import primitives
-from onlinesoftmax.kernels.pallas.cut import PIECE_BYTES, Cut, pieces_of
-from onlinesoftmax.kernels.pallas.operands import Tile, tanh
+from onlinesoftmax.kernels import pallas
+from onlinesoftmax.kernels.pallas.operands import tanh
 
 STRATEGIES = ("row", "looped", "split")
 FORWARD = ("softmax", "log_softmax", "logsumexp")
 DTYPES = ("bfloat16", "float16", "float32")
 ON_GPU = jax.default_backend() == "gpu"
+
+
+def covering(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Every pair of values of the first two parameters, the others taking turns; all combinations on a GPU.
+
+    With three values each, any two of four parameters meet in every pair of values.
+    """
+    if ON_GPU:
+        return list(itertools.product(first, second, *others))
+    return [
+        (a, b, *(values[(i + k * j) % len(values)] for k, values in enumerate(others, 1)))
+        for (i, a), (j, b) in itertools.product(enumerate(first), enumerate(second))
+    ]
 
 
 def outliers(rows: int, cols: int, dtype: str) -> Any:
@@ -69,25 +90,63 @@ def gradient_of_output(name: str, y: Any, dtype: str) -> Any:
     return outliers(*y.shape, 1, dtype)[..., 0] if name == "logsumexp" else outliers(*y.shape, dtype)
 
 
-@pytest.mark.parametrize("shape", [(7, 33), (5, 577), (2, 5001)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORWARD)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_forward_is_as_good_as_jax(strategy: str, name: str, dtype: str, shape: tuple[int, int]) -> None:
+SHAPES = [(7, 33), (5, 577), (2, 5001)]
+
+
+@pytest.mark.parametrize(("strategy", "shape", "name", "dtype"), covering(STRATEGIES, SHAPES, FORWARD, DTYPES))
+def test_forward_is_as_good_as_jax(strategy: str, shape: tuple[int, int], name: str, dtype: str) -> None:
     x = outliers(*shape, dtype)
     ours = getattr(osj, name)(x, axis=-1, backend="pallas", strategy=strategy)
     assert_as_good_as_jax(ours, getattr(jax.nn, name)(x, axis=-1), exact_forward(name, x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORWARD)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "name", "dtype"), covering(STRATEGIES, FORWARD, DTYPES))
 def test_gradients_are_as_good_as_jax(strategy: str, name: str, dtype: str) -> None:
     x = outliers(5, 1025, dtype)
     y, vjp = jax.vjp(lambda x: getattr(osj, name)(x, axis=-1, backend="pallas", strategy=strategy), x)
     dy = gradient_of_output(name, y, dtype)
     (theirs,) = jax.vjp(lambda x: getattr(jax.nn, name)(x, axis=-1), x)[1](dy)
     assert_as_good_as_jax(vjp(dy)[0], theirs, exact_gradient(name, x, dy), dy)
+
+
+OUTPUTS = {"softmax": ("y", "lse", "entropy"), "log_softmax": ("entropy", "y"), "logsumexp": ("y", "l", "entropy", "m")}
+
+
+@pytest.mark.parametrize(("strategy", "name", "dtype"), covering(STRATEGIES, FORWARD, DTYPES))
+def test_several_outputs(strategy: str, name: str, dtype: str) -> None:
+    """One launch writes an output per element and outputs per row, also where a mask leaves a row one element."""
+    x, where = outliers(5, 1025, dtype), np.random.default_rng(1).random((5, 1025)) < 0.5
+    where[2], where[2, 7] = False, True
+    options = ScoreOptions(mask=ARRAY)
+    operands = x, jnp.asarray(where)
+    plan = primitives.plan_for(name, operands, known("h200"), Choice("pallas", strategy), options)
+    asked = OUTPUTS[name]
+    found = dict(
+        zip(asked, pallas.run(name, operands, plan, not ON_GPU, options, outputs=asked), strict=True)
+    )  # fmt: skip
+    z = np.where(where, np.asarray(x, np.float64), -np.inf)
+    lse, p = reference.logsumexp(z), reference.two_pass(z)
+    log_p = np.where(where, z - lse[:, None], 0)
+    exact = {"lse": lse, "m": z.max(-1), "l": np.exp(lse - z.max(-1)), "entropy": -(p * log_p).sum(-1)}
+    exact["y"] = {"softmax": p, "log_softmax": z - lse[:, None], "logsumexp": lse}[name]
+    for output, y in found.items():
+        assert y.dtype == (dtype if output == "y" else "float32")
+        tolerance = float(jnp.finfo(y.dtype).eps) * 2
+        # The entropy is a difference of numbers as large as the largest score.
+        largest = np.abs(exact["m"]).max() if output == "entropy" else 0
+        np.testing.assert_allclose(
+            np.asarray(y, np.float64), exact[output], rtol=max(tolerance, 2e-6), atol=max(2e-6 * largest, 1e-7)
+        )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_outputs_of_special_rows(strategy: str) -> None:
+    x = jnp.asarray([[-np.inf] * 3, [1, np.inf, 0], [-np.inf, 5, -np.inf]], jnp.float32)
+    plan = primitives.plan_for("softmax", (x,), known("h200"), Choice("pallas", strategy))
+    lse, entropy, m = pallas.run("softmax", (x,), plan, not ON_GPU, outputs=("lse", "entropy", "m"))
+    np.testing.assert_array_equal(lse, [-np.inf, np.inf, 5])
+    np.testing.assert_array_equal(entropy, [np.nan, np.nan, 0])
+    assert np.isfinite(m).all()
 
 
 BESIDE = {
@@ -98,29 +157,40 @@ BESIDE = {
     "of all": (2, 3, 6, 0),
     "of heads": (1, 3, 1, 1),
 }
-"""Shapes of what is read beside x; 0 stands for all of its columns."""
+"""Shapes of arrays beside an x of (2, 3, 6, cols); 0 stands for cols."""
+
+PLACES = [*((name, 70) for name in BESIDE), *((name, 519) for name in ("of a query", "of all"))]
 
 
-@pytest.mark.parametrize(
-    ("beside", "cols"), [*((name, 70) for name in BESIDE), *((name, 519) for name in ("of a query", "of all"))]
-)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_masks_and_biases_are_read_where_they_lie(strategy: str, beside: str, cols: int) -> None:
+def with_options(name: str, backend: str, strategy: str | None) -> Callable[..., Any]:
+    """A function of x, where and bias: the result, and the gradient in x where its kernel reads the options."""
+    forced = {"backend": backend, "strategy": strategy, "scale": jnp.float32(0.3), "softcap": 4.0}
+
+    def result(x: Any, where: Any, bias: Any) -> Any:
+        y = getattr(osj, name)(x, axis=-1, where=where, bias=bias, **forced)
+        return jnp.sum(jnp.where(jnp.isfinite(y), y, 0) ** 2), y
+
+    reads_options = OPERATIONS[f"{name}_backward"].scores
+    return jax.jit(jax.value_and_grad(result, has_aux=True) if reads_options else result)
+
+
+@cache
+def by_xla(name: str) -> Callable[..., Any]:
+    """The eager function, which is compiled once for each shape."""
+    return with_options(name, "eager", None)
+
+
+@pytest.mark.parametrize(("strategy", "place", "name"), covering(STRATEGIES, PLACES, FORWARD), ids=str)
+def test_masks_and_biases_are_read_where_they_lie(strategy: str, place: tuple[str, int], name: str) -> None:
+    beside, cols = place
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(2, 3, 6, cols)) * 3, jnp.float32)
     *outer, last = BESIDE[beside]
     where = jnp.asarray(rng.random((*outer, last or cols)) < 0.7)
     bias = jnp.asarray(rng.normal(size=(*outer, last or cols)), jnp.bfloat16)
-    arguments: dict[str, Any] = {"where": where, "bias": bias, "scale": jnp.float32(0.3), "softcap": 4.0}
-    for name in FORWARD:
-        call = getattr(osj, name)
-        ours = call(x, axis=-1, backend="pallas", strategy=strategy, **arguments)
-        np.testing.assert_allclose(ours, call(x, axis=-1, backend="eager", **arguments), rtol=1e-5, atol=1e-6)
-    ours, theirs = (
-        jax.grad(lambda x, b=b, s=s: jnp.sum(osj.logsumexp(x, -1, backend=b, strategy=s, **arguments) ** 2))(x)
-        for b, s in (("pallas", strategy), ("eager", None))
-    )
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    found, expected = (f(x, where, bias) for f in (with_options(name, "pallas", strategy), by_xla(name)))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4 if ours.ndim == 0 else 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -131,29 +201,26 @@ def test_special_rows(strategy: str) -> None:
         np.testing.assert_allclose(ours, getattr(jax.nn, name)(x, axis=-1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("special", [-np.inf, np.inf, np.nan])
+@pytest.mark.parametrize("name", FORWARD)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_special_in_a_ragged_row_stays_there(strategy: str, special: float) -> None:
-    """Its first and last elements lie in 16 bytes that hold a neighbour's too."""
-    x = np.random.default_rng(4).normal(size=(9, 519)).astype(np.float32)
-    x[1], x[3, 0], x[5, -1] = special, special, special
-    for name in FORWARD:
-        ours = getattr(osj, name)(jnp.asarray(x), axis=-1, backend="pallas", strategy=strategy)
-        np.testing.assert_allclose(ours, getattr(jax.nn, name)(x, axis=-1), rtol=2e-5)
+def test_special_values_of_an_unaligned_row_stay_there(strategy: str, name: str) -> None:
+    """The first and the last elements of a row lie in 16 bytes that hold a neighbour's elements too."""
+    x = np.random.default_rng(4).normal(size=(19, 519)).astype(np.float32)
+    for i, special in enumerate((-np.inf, np.inf, np.nan)):
+        x[6 * i + 1], x[6 * i + 3, 0], x[6 * i + 5, -1] = special, special, special
+    ours = getattr(osj, name)(jnp.asarray(x), axis=-1, backend="pallas", strategy=strategy)
+    np.testing.assert_allclose(ours, getattr(jax.nn, name)(x, axis=-1), rtol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_infinite_gradient_of_the_output(strategy: str, dtype: str) -> None:
-    cols = 1025 if strategy == "row" else 20000
-    x = jnp.zeros((1, cols), dtype)
-    dy = x.at[0, 3].set(jnp.inf)
-    for name in ("softmax", "log_softmax"):
-        ours, theirs = (
-            jax.vjp(lambda x, name=name, more=more: getattr(osj, name)(x, axis=-1, **more), x)[1](dy)[0]
-            for more in ({"backend": "pallas", "strategy": strategy}, {"backend": "eager"})
-        )
-        np.testing.assert_array_equal(ours.astype("float32"), theirs.astype("float32"))
+@pytest.mark.parametrize(
+    ("strategy", "name", "dtype"), covering(STRATEGIES, ("softmax", "log_softmax"), ("bfloat16", "float32"))
+)
+def test_an_infinite_gradient_of_the_output(strategy: str, name: str, dtype: str) -> None:
+    y = getattr(jax.nn, name)(jnp.zeros((1, 1025 if strategy == "row" else 20000), dtype))
+    dy = jnp.zeros_like(y).at[0, 3].set(jnp.inf)
+    ours = primitives.bind(f"{name}_backward", y, dy, choice=Choice("pallas", strategy))
+    theirs = formulas.FORMULAS[f"{name}_backward"](y, dy)
+    np.testing.assert_array_equal(ours.astype("float32"), theirs.astype("float32"))
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -207,7 +274,7 @@ def shapes(*sizes: int, dtype: str = "bfloat16") -> Any:
     ],
 )
 def test_plans_for_an_h200(rows: int, cols: int, strategy: str) -> None:
-    plan = primitives.plan_for("softmax", (shapes(rows, cols),), known("h200"), spec=PLAIN)
+    plan = primitives.plan_for("softmax", (shapes(rows, cols),), known("h200"))
     assert (plan.backend, plan.strategy) == ("pallas", strategy)
 
 
@@ -217,7 +284,7 @@ def test_what_no_kernel_takes_goes_to_xla_or_is_refused() -> None:
     assert primitives.plan_for("softmax", wide, h200).backend == "eager"
     assert primitives.plan_for("softmax", (shapes(4, 4, dtype="float8_e5m2"),), h200).backend == "eager"
     with pytest.raises(PlanError, match="a kernel's indices end at"):
-        primitives.plan_for("softmax", wide, h200, ("pallas", None))
+        primitives.plan_for("softmax", wide, h200, Choice("pallas"))
     with pytest.raises(PlanError, match="does not fit the registers"):
         osj.softmax(jnp.zeros((1, 1 << 17)), backend="pallas", strategy="row")
 
@@ -232,101 +299,49 @@ NEEDS_A_GPU = jax.__version_info__ >= (0, 11) and not ON_GPU
 
 
 @pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 lowers Triton kernels only where there is a GPU")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_operation_lowers_for_cuda(strategy: str, dtype: str) -> None:
+@pytest.mark.parametrize(("strategy", "name", "dtype"), covering(STRATEGIES, FORWARD, DTYPES))
+def test_every_operation_lowers_for_cuda(strategy: str, name: str, dtype: str) -> None:
     x, where = shapes(64, 6, 4096, dtype=dtype), jax.ShapeDtypeStruct((64, 1, 4096), jnp.bool_)
-    for name in FORWARD:
-        call = getattr(osj, name)
-        plain = lowered(lambda x, call=call: call(x, -1, backend="pallas", strategy=strategy), x)
-        fused = lowered(
-            lambda x, w, call=call: call(x, -1, where=w, softcap=3.0, backend="pallas", strategy=strategy), x, where
-        )
-        gradient = lowered(
-            jax.grad(lambda x, call=call: jnp.sum(call(x, -1, backend="pallas", strategy=strategy) ** 2)), x
-        )
-        for program in (plain, fused, gradient):
-            assert re.search(f"triton.*onlinesoftmax_{strategy}|onlinesoftmax_{strategy}.*triton", program, re.DOTALL)
+    call = partial(getattr(osj, name), axis=-1, backend="pallas", strategy=strategy)
+    fused = lowered(lambda x, w: call(x, where=w, softcap=3.0), x, where)
+    # This program has the kernels of both directions.
+    gradient = lowered(jax.grad(lambda x: jnp.sum(call(x) ** 2)), x)
+    for program in (fused, gradient):
+        assert re.search(f"triton.*onlinesoftmax_{strategy}|onlinesoftmax_{strategy}.*triton", program, re.DOTALL)
 
 
 @pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
 @pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
-@pytest.mark.parametrize("cols", [8192, 17408, 50257, 128256])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORWARD)
-def test_clusters_lower_for_cuda(name: str, dtype: str, cols: int) -> None:
+@pytest.mark.parametrize(("name", "cols", "dtype"), covering(FORWARD, (8192, 17408, 50257, 128256), DTYPES))
+def test_clusters_lower_for_cuda(name: str, cols: int, dtype: str) -> None:
     x = shapes(64, cols, dtype=dtype)
     call = partial(getattr(osj, name), axis=-1, backend="pallas", strategy="cluster")
-    for function in (call, jax.grad(lambda x: jnp.sum(call(x) ** 2))):
-        assert re.search("mosaic_gpu.*onlinesoftmax_cluster", lowered(function, x), re.DOTALL)
+    # This program has the kernels of both directions.
+    program = lowered(jax.grad(lambda x: jnp.sum(call(x) ** 2)), x)
+    assert len(re.findall("custom_call @mosaic_gpu", program)) == 2
+
+
+@pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
+@pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
+@pytest.mark.parametrize(("name", "cols", "dtype"), covering(FORWARD, (50257,), DTYPES))
+def test_several_outputs_lower_for_cuda(name: str, cols: int, dtype: str) -> None:
+    x = shapes(64, cols, dtype=dtype)
+    plan = primitives.plan_for(name, (x,), known("h200"), Choice("pallas", "cluster"))
+    program = lowered(lambda x: pallas.run(name, (x,), plan, False, outputs=OUTPUTS[name]), x)
+    assert re.search("mosaic_gpu.*onlinesoftmax_cluster", program, re.DOTALL)
 
 
 def test_what_a_cluster_refuses() -> None:
-    def refused(device: str, *asked: Any, **spec: Any) -> str:
+    def refused(device: str, *asked: Any, **more: Any) -> str:
         with pytest.raises(PlanError) as error:
-            primitives.plan_for("softmax", asked, known(device), ("pallas", "cluster"), **spec)
+            primitives.plan_for("softmax", asked, known(device), Choice("pallas", "cluster"), **more)
         return str(error.value)
 
     assert "50257 bfloat16 elements are not whole 16 bytes" in refused("h200", shapes(7, 50257))
-    assert "needs compute capability 9.0" in refused("a100", shapes(8, 8192)).replace("need ", "needs ")
-    assert "take logits as they are" in refused("h200", shapes(8, 8192), spec=Scores(softcap=2.0))
+    assert "clusters of blocks need compute capability 9.0" in refused("a100", shapes(8, 8192))
+    assert "take logits as they are" in refused("h200", shapes(8, 8192), options=ScoreOptions(softcap=2.0))
     assert "shorter than a tile of 1024" in refused("h200", shapes(8, 512))
     assert "more than the shared memory of 16 blocks" in refused("h200", shapes(8, 1 << 23))
-
-
-@pytest.mark.parametrize("vector", [4, 8])
-@pytest.mark.parametrize("cols", [16, 17, 31, 519, 1023, 1025])
-def test_tiles_of_ragged_rows_hold_each_element_once(cols: int, vector: int) -> None:
-    rows, block = 2 * vector, 128
-    held = np.zeros(rows * cols, int)
-    for row in range(rows):
-        tiles = [Tile.of_body(jnp.int32(row), jnp.int32(at), block, cols, vector) for at in range(0, cols, block)]
-        for at, inside in ((np.asarray(tile.at), np.asarray(tile.inside)) for tile in tiles):
-            # Triton has to see one mask for 16 bytes that begin on 16 bytes.
-            assert (at[:, ::vector] % vector == 0).all()
-            assert (inside.reshape(-1, vector).all(1) == inside.reshape(-1, vector).any(1)).all()
-        for tile in (*tiles, Tile.of_edges(jnp.int32(row), cols, vector)):
-            at = np.asarray(tile.at)[np.asarray(tile.inside)]
-            np.testing.assert_array_equal(at // cols, row)
-            np.testing.assert_array_equal(at % cols, np.asarray(tile.column)[np.asarray(tile.inside)])
-            held[at] += 1
-    assert (held == 1).all()
-
-
-@pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 4096])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("cols", [1024, 4095, 5001, 8191, 8192, 17408, 17409, 50255, 50256, 50257])
-def test_slices_count_each_element_once_and_lie_in_the_array(
-    cols: int, dtype: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("onlinesoftmax.kernels.pallas.cut.PIECE_BYTES", piece_bytes)
-    rows = 16
-    plan = primitives.plan_for("softmax", (shapes(rows, cols, dtype=dtype),), known("h200"), ("pallas", "cluster"))
-    vector, (length, size) = 16 // jnp.dtype(dtype).itemsize, (plan.block, plan.splits)
-    tile = 128 * vector
-    pieces = pieces_of(length, tile, jnp.dtype(dtype).itemsize)
-    assert (len(pieces) > 1) == (length * jnp.dtype(dtype).itemsize >= 2 * piece_bytes)
-    counted, written = np.zeros(rows * cols, int), np.zeros(rows * cols, int)
-    for row, rank in itertools.product(range(rows), range(size)):
-        cut = Cut.of(row, rank, rows, cols, length, vector)
-        first = int(cut.first) + (0 if cut.ragged else row * cols)
-        assert first % vector == 0
-        assert 0 <= first <= rows * cols - length
-        for start, stop in pieces:
-            edges, inner = cut.tiles(start, stop, tile, size * length > cols)
-            for at in edges:
-                begin, end = (int(column) for column in cut.counted(at, tile))
-                assert start <= at <= stop - tile
-                assert begin >= 0
-                counted[first + at + begin : first + at + min(end, tile)] += 1
-            counted[first + inner.start * tile : first + inner.stop * tile] += 1
-        at, count = cut.whole
-        for begin, end in ((at, at + count), *((int(at), int(at) + 128) for at in cut.edges(128))):
-            assert 0 <= begin <= end <= length
-            assert row * cols <= first + begin < first + end <= row * cols + cols
-            written[first + begin : first + end] += 1
-    assert (counted == 1).all()
-    assert (written >= 1).all()
 
 
 @pytest.mark.gpu
@@ -345,15 +360,29 @@ def test_clusters_are_as_good_as_jax(name: str, dtype: str, cols: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cols", [8192, 17409, 50257])
+@pytest.mark.parametrize("name", FORWARD)
+def test_several_outputs_of_clusters(name: str, cols: int) -> None:
+    x = outliers(64, cols, "float32")
+    plan = primitives.plan_for(name, (x,), known("h200"), Choice("pallas", "cluster"))
+    asked = OUTPUTS[name]
+    found = dict(zip(asked, pallas.run(name, (x,), plan, False, outputs=asked), strict=True))
+    z = np.asarray(x, np.float64)
+    p = reference.two_pass(z)
+    np.testing.assert_allclose(found["entropy"], -(p * reference.log_softmax(z)).sum(-1), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(found["y"], exact_forward(name, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("cols", [8192, 16384, 32768])
 def test_many_clusters_at_a_time(cols: int) -> None:
     """Blocks that share a multiprocessor do not keep step: a state that is read too early shows here alone."""
     y, dy = (outliers(4096, cols, "float32") for _ in range(2))
     y = jax.nn.softmax(y)
-    ours = primitives.bind("softmax_backward", y, dy, who=("pallas", "cluster"))
-    theirs = xla.softmax_backward(y, dy)
+    ours = primitives.bind("softmax_backward", y, dy, choice=Choice("pallas", "cluster"))
+    theirs = formulas.softmax_backward(y, dy)
     with jax.enable_x64(True):
-        exact = xla.softmax_backward(y.astype("float64"), dy.astype("float64"))
+        exact = formulas.softmax_backward(y.astype("float64"), dy.astype("float64"))
         largest, allowed = (float(jnp.abs(dx.astype("float64") - exact).max()) for dx in (ours, theirs))
         unit = np.spacing(np.float32(jnp.abs(exact).max()))
     assert largest <= allowed + unit
@@ -383,7 +412,8 @@ def test_a_batch_of_scales(strategy: str) -> None:
         np.testing.assert_allclose(y, jax.nn.softmax(scale * x), rtol=2e-5, atol=1e-7)
 
 
-def test_scores_name_their_arrays() -> None:
-    spec = Scores(scale="array", mask=True)
-    assert spec.arrays == 2
-    assert spec.named((1, 2)) == (1, None, 2)
+def test_options_name_their_arrays() -> None:
+    options = ScoreOptions(scale=ARRAY, softcap=2.0, mask=ARRAY)
+    assert options.arrays == ("scale", "mask")
+    assert options.filled([1, 2]) == ScoreOptions(1, 2.0, None, 2)
+    assert hash(options) == hash(ScoreOptions(scale=ARRAY, softcap=2.0, mask=ARRAY))

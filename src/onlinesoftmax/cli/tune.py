@@ -86,7 +86,9 @@ def _begun(path: Path, device: str) -> Table | None:
         return None
     try:
         table = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+        # Cells are made when they are looked up: a damaged one is to be found here.
+        list(table.cells.values())
+    except (OSError, ValueError, LookupError, TypeError):
         output.fail(f"--resume: {path} is no table of tune; name another file with --out, or leave --resume out")
     if table.device != device:
         output.fail(f"--resume: {path} is of {table.device}, and this is {device}; name another file with --out")

@@ -41,6 +41,11 @@ def array_kind(x: Array) -> str | None:
     return None
 
 
+def accumulator(x: Array) -> str:
+    """Name of the dtype in which an operation on x computes: float32, or float64 for float64."""
+    return "float64" if x.dtype.name == "float64" else "float32"
+
+
 @cache
 def _numpy() -> SimpleNamespace:
     return SimpleNamespace(

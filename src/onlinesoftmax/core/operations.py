@@ -166,6 +166,12 @@ class Operation:
         """Names of the outputs that every call writes."""
         return tuple(output.name for output in self.outputs if not output.on_request)
 
+    @cached_property
+    def kept_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that a call with a gradient writes: the result and what the gradient reads."""
+        named = {output.name for output in self.outputs}
+        return tuple(dict.fromkeys((self.result.name, *(name for name in self.saved if name in named))))
+
     def output(self, name: str) -> Output:
         """The output of this name."""
         return next(output for output in self.outputs if output.name == name)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from enum import Enum
+from typing import Any, Final, Literal, NamedTuple
 
 from .arrays import Array
 
@@ -55,6 +56,16 @@ SCORE_OPTIONS: dict[str, ScoreOption] = {
 """By name, in the order in which the formula applies them."""
 
 
+class Placeholder(Enum):
+    """Stands for an array in options without data."""
+
+    ARRAY = "array"
+
+
+ARRAY: Final = Placeholder.ARRAY
+"""A program that JAX compiles has its arrays beside its options: in the options, ARRAY marks their places."""
+
+
 class ScoreOptions(NamedTuple):
     """The values of one call, checked as far as that needs no framework.
 
@@ -76,7 +87,9 @@ class ScoreOptions(NamedTuple):
     @property
     def plain(self) -> bool:
         """True where nothing is asked for.  No tensor is read."""
-        return not self.given and not self.zero
+        scale, softcap, bias, mask, causal, zero = self
+        given = softcap is not None or bias is not None or mask is not None or causal or zero
+        return not given and isinstance(scale, float) and scale == 1
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -86,10 +99,18 @@ class ScoreOptions(NamedTuple):
         present = (scaled, softcap is not None, bias is not None, mask is not None, causal)
         return tuple(name for name, is_given in zip(SCORE_OPTIONS, present, strict=True) if is_given)
 
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names of the options that are ARRAY, in the order of SCORE_OPTIONS."""
+        return tuple(name for name in SCORE_OPTIONS if getattr(self, name) is ARRAY)
+
+    def filled(self, arrays: Iterable[Array]) -> ScoreOptions:
+        """The same with these arrays, one for each name in `self.arrays`, in place of ARRAY."""
+        return self._replace(**dict(zip(self.arrays, arrays, strict=True)))
+
     def of(self, names: tuple[str, ...]) -> ScoreOptions:
         """The same with only these options; the others are at their defaults."""
-        kept = {name: getattr(self, name) for name in names}
-        return ScoreOptions(**kept, zero=self.zero)
+        return ScoreOptions(**{name: getattr(self, name) for name in names}, zero=self.zero)
 
 
 PLAIN = ScoreOptions()

@@ -1,6 +1,7 @@
-"""JAX's functions on PyTorch's tensors, where those lie: so what measures and checks tensors does it to arrays too.
+"""JAX functions on PyTorch tensors, for the benchmark and the verification, which hold tensors.
 
-Memory goes over by DLPack, and on a GPU the streams of both wait for each other on the device, not on the host.
+An array and a tensor share their memory through DLPack.  On a GPU the streams of both frameworks wait for each other on
+the device, not on the host.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def unavailable(device_type: str) -> str | None:
 
 
 def on_tensors(function: Function) -> Function:
-    """A function of arrays, compiled, as one of tensors."""
+    """A function of arrays, compiled by JAX, as a function of tensors."""
     compiled = _jax().jit(function)
 
     def call(*tensors: Any) -> Any:
@@ -35,38 +36,45 @@ def on_tensors(function: Function) -> Function:
 
 
 def forward(name: str) -> Function:
-    """`softmax`, `log_softmax` or `logsumexp` of onlinesoftmax.jax, as a function of a tensor that autograd knows."""
+    """The function onlinesoftmax.jax.`name` as a function of a tensor that PyTorch's autograd can differentiate.
+
+    Args:
+        name: "softmax", "log_softmax" or "logsumexp".
+
+    Returns:
+        A function of a tensor, the softmax dimension `dim`, and the keyword arguments of the JAX function.
+    """
     import torch
 
-    class OfTensor(torch.autograd.Function):
+    class OnTensor(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any, function: Function) -> Any:
-            ctx.of = x
+            ctx.x = x
             with _precision(x):
                 y, ctx.vjp = _jax().vjp(function, _array(x))
                 return _tensor(y)
 
         @staticmethod
         def backward(ctx: Any, *dy: Any) -> Any:
-            with _precision(ctx.of):
+            with _precision(ctx.x):
                 return _tensor(ctx.vjp(_array(dy[0]))[0]), None
 
-    def call(x: Any, dim: int, **how: Any) -> Any:
-        return OfTensor.apply(x, _compiled(name, dim, tuple(how.items())))
+    def call(x: Any, dim: int, **arguments: Any) -> Any:
+        return OnTensor.apply(x, _compiled(name, dim, tuple(arguments.items())))
 
     return call
 
 
 @cache
-def _compiled(name: str, dim: int, how: tuple[tuple[str, Any], ...]) -> Function:
+def _compiled(name: str, dim: int, arguments: tuple[tuple[str, Any], ...]) -> Function:
     from . import functions
 
-    compiled: Function = _jax().jit(partial(getattr(functions, name), axis=dim, **dict(how)))
+    compiled: Function = _jax().jit(partial(getattr(functions, name), axis=dim, **dict(arguments)))
     return compiled
 
 
 def _jax() -> Any:
-    # PyTorch has its tensors on the same GPU.
+    # PyTorch needs memory on the same GPU, so JAX must not reserve most of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
@@ -74,6 +82,7 @@ def _jax() -> Any:
 
 
 def _precision(*tensors: Any) -> Any:
+    """A context in which JAX has 64-bit types if any tensor has."""
     import torch
 
     return _jax().enable_x64(any(t.dtype == torch.float64 for t in tensors))

@@ -1,139 +1,233 @@
-"""The `eager` backend for JAX: XLA's own operations, on every device that JAX knows.
+"""The formulas of the operations in JAX's own array functions, and the tables that name their derivatives.
 
-Each function is one operation on the last axis, and the specification of a Pallas kernel: what the kernels fuse
-is written out here, one operation after another.  Arrays of 16 bits are computed in float32 and rounded once.
+XLA runs these functions as the backend `eager`, on every device that JAX knows.  They are also the specification of
+the Pallas kernels.  Each function works on the last axis; 16-bit arrays are computed in float32 and rounded once.
 
-A tangent and the gradient of its name are each other's transpose; the softmax's is its own.
+The operands of a function are x, the arrays of the score options in the order of `options.arrays`, and what a
+gradient needs besides.  `options` has ARRAY in the place of each array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 
-from ..core.arrays import Array
-from ..core.scores import PLAIN, Scores, accumulator
+from ..core.arrays import Array, accumulator
+from ..core.operations import OPERATIONS
+from ..core.options import PLAIN, Functions, ScoreOptions, softcap_slope
+from ..core.options import scores as scores_of
+
+FUNCTIONS = Functions(jnp.tanh, jnp.where)
+"""The functions with which XLA computes the score formula of core/options.py."""
 
 
-def scores(x: Array, arrays: tuple[Array, ...], spec: Scores) -> Array:
-    """What softmax is taken of: softcap · tanh(scale · x / softcap) + bias, and -inf where the mask is False."""
-    _, bias, mask = spec.named(arrays)
-    z = _scaled(x, arrays, spec)
-    if spec.softcap is not None:
-        z = spec.softcap * jnp.tanh(z / spec.softcap)
-    if bias is not None:
-        z = z + bias.astype(z.dtype)
-    return z if mask is None else jnp.where(mask, z, -jnp.inf)
+def scores(x: Array, arrays: tuple[Array, ...], options: ScoreOptions) -> Array:
+    """The scores of logits x, in float32 or float64."""
+    return scores_of(FUNCTIONS, x.astype(accumulator(x)), _filled(x, arrays, options))
 
 
-def softmax(x: Array, *arrays: Array, spec: Scores = PLAIN) -> Array:
-    """Exp(z) over its sum; NaN in a row whose maximum is infinite, 0 where the mask is False."""
-    z = scores(x, arrays, spec)
-    # An infinite maximum gives NaN of itself.  To say so in more operations would cost XLA its fusion.
-    e = jnp.exp(z - _peak(x, z, spec))
-    return _masked(e / jnp.sum(e, axis=-1, keepdims=True), arrays, spec, 0).astype(x.dtype)
+def _filled(x: Array, arrays: tuple[Array, ...], options: ScoreOptions) -> ScoreOptions:
+    """The options with arrays in place of ARRAY, in the dtype of the computation."""
+    wide = accumulator(x)
+    return options.filled(t if t.dtype == jnp.bool_ else t.astype(wide) for t in arrays)
 
 
-def log_softmax(x: Array, *arrays: Array, spec: Scores = PLAIN) -> Array:
-    """The score minus the logsumexp; NaN in a row whose maximum is infinite, -inf where the mask is False."""
-    z = scores(x, arrays, spec)
-    z = z - _peak(x, z, spec)
+def softmax(x: Array, *arrays: Array, options: ScoreOptions = PLAIN) -> Array:
+    """The softmax exp(z) / sum(exp(z)); NaN in a row whose maximum is infinite, 0 where the mask is False."""
+    z = scores(x, arrays, options)
+    # An infinite maximum gives NaN by itself.  A test for it would cost XLA its fusion.
+    e = jnp.exp(z - _peak(x, z, options))
+    return _masked(e / jnp.sum(e, axis=-1, keepdims=True), arrays, options, MASKED["softmax"]).astype(x.dtype)
+
+
+def log_softmax(x: Array, *arrays: Array, options: ScoreOptions = PLAIN) -> Array:
+    """The log-softmax z - log(sum(exp(z))); NaN in a row whose maximum is infinite, -inf where the mask is False."""
+    z = scores(x, arrays, options)
+    z = z - _peak(x, z, options)
     y = z - jnp.log(jnp.sum(jnp.exp(z), axis=-1, keepdims=True))
-    return _masked(y, arrays, spec, -jnp.inf).astype(x.dtype)
+    return _masked(y, arrays, options, MASKED["log_softmax"]).astype(x.dtype)
 
 
-def logsumexp(x: Array, *arrays: Array, spec: Scores = PLAIN) -> Array:
-    """The state of each row in two parts along a new last axis: m, made finite, and l = Σ exp(z - m).
+def logsumexp(x: Array, *arrays: Array, options: ScoreOptions = PLAIN) -> Array:
+    """The state of each row along a new last axis of size 2: m, made finite, and l = sum(exp(z - m)).
 
-    The log of the sum of exp(z) is m + log(l).  Rounded to that it would lose what a gradient shows.
+    `result` makes log(sum(exp(z))) = m + log(l) of it.  The gradient needs more bits than that number has.
     """
-    z = scores(x, arrays, spec)
-    s = _shift(_peak(x, z, spec))
+    z = scores(x, arrays, options)
+    s = _shift(_peak(x, z, options))
     return jnp.stack([s[..., 0], jnp.sum(jnp.exp(z - s), axis=-1)], axis=-1)
 
 
 def softmax_backward(y: Array, t: Array, *, factor: float = 1.0) -> Array:
-    """Y · (t - Σ y t): both what a change t of the scores does to y, and what a gradient t of y is for them."""
+    """Gradient in the scores from the gradient t in y: factor * y * (t - sum(y t)).
+
+    It is also the change of y from a change t of the scores: the Jacobian of softmax is symmetric.
+    """
     wide, t_wide = y.astype(accumulator(y)), t.astype(accumulator(y))
     return (factor * wide * (t_wide - jnp.sum(wide * t_wide, axis=-1, keepdims=True))).astype(t.dtype)
 
 
 def log_softmax_backward(y: Array, t: Array, *, factor: float = 1.0) -> Array:
-    """T - exp(y) · Σ t: the gradient of the scores where that of y is t."""
+    """Gradient in the scores from the gradient t in y: factor * (t - exp(y) * sum(t))."""
     wide, t_wide = y.astype(accumulator(y)), t.astype(accumulator(y))
     return (factor * (t_wide - jnp.exp(wide) * jnp.sum(t_wide, axis=-1, keepdims=True))).astype(t.dtype)
 
 
 def log_softmax_tangent(y: Array, t: Array, *, factor: float = 1.0) -> Array:
-    """T - Σ exp(y) t: what a change t of the scores does to y."""
+    """Change of y from a change t of the scores: factor * (t - sum(exp(y) t))."""
     wide, t_wide = y.astype(accumulator(y)), t.astype(accumulator(y))
     return (factor * (t_wide - jnp.sum(jnp.exp(wide) * t_wide, axis=-1, keepdims=True))).astype(t.dtype)
 
 
-def logsumexp_backward(x: Array, *rest: Array, spec: Scores = PLAIN, factor: float = 1.0) -> Array:
-    """Exp(z - lse) · t: the gradient of the scores where that of lse is t; rest ends with the state and t."""
+def logsumexp_backward(x: Array, *rest: Array, options: ScoreOptions = PLAIN, factor: float = 1.0) -> Array:
+    """Gradient in the scores from the gradient t in lse: factor * t * exp(z - lse); rest ends with the state and t."""
     *arrays, state, t = rest
-    p = _probabilities(x, tuple(arrays), spec, state)
-    return _masked(factor * p * t.astype(p.dtype)[..., None], tuple(arrays), spec, 0).astype(x.dtype)
+    p = _probabilities(x, tuple(arrays), options, state)
+    return _masked(factor * p * t.astype(p.dtype)[..., None], tuple(arrays), options, 0).astype(x.dtype)
 
 
-def logsumexp_tangent(x: Array, *rest: Array, spec: Scores = PLAIN, factor: float = 1.0) -> Array:
-    """Σ exp(z - lse) t: what a change t of the scores does to lse; rest ends with the state and t."""
+def logsumexp_tangent(x: Array, *rest: Array, options: ScoreOptions = PLAIN, factor: float = 1.0) -> Array:
+    """Change of lse from a change t of the scores: factor * sum(exp(z - lse) t); rest ends with the state and t."""
     *arrays, state, t = rest
-    p = _probabilities(x, tuple(arrays), spec, state)
+    p = _probabilities(x, tuple(arrays), options, state)
     return factor * jnp.sum(p * t.astype(p.dtype), axis=-1)
 
 
-OPERATIONS: dict[str, Callable[..., Array]] = {
+FORMULAS: dict[str, Callable[..., Array]] = {
     function.__name__: function
     for function in (
         softmax, log_softmax, logsumexp, softmax_backward, log_softmax_backward, log_softmax_tangent,
         logsumexp_backward, logsumexp_tangent,
     )
 }  # fmt: skip
+"""The function of each primitive: the operations, and the tangents, which have no kernels."""
+
+TRANSPOSES = {
+    "softmax_backward": "softmax_backward",
+    "log_softmax_tangent": "log_softmax_backward",
+    "log_softmax_backward": "log_softmax_tangent",
+    "logsumexp_tangent": "logsumexp_backward",
+    "logsumexp_backward": "logsumexp_tangent",
+}
+"""The transpose of each primitive that is linear in its last operand."""
+
+TANGENTS = {
+    "softmax": "softmax_backward",
+    "log_softmax": "log_softmax_tangent",
+    "logsumexp": "logsumexp_tangent",
+}
+"""The primitive that computes the change of an operation's result from a change of its scores."""
+
+MASKED = {"softmax": 0.0, "log_softmax": -jnp.inf}
+"""The output per element where the mask is False."""
+
+OUTPUTS = {"logsumexp": ("m", "l")}
+"""Outputs that a kernel writes for a primitive, stacked along a new last axis; no entry for the declared ones."""
 
 
-def slope(x: Array, arrays: tuple[Array, ...], spec: Scores) -> Array | float:
-    """The derivative of a score in its logit, wherever it is not masked."""
-    return _scale(x, arrays, spec) * scale_slope(x, arrays, spec)
+def outputs(name: str) -> tuple[str, ...]:
+    """Names of the outputs that a kernel writes for a primitive."""
+    return OUTPUTS.get(name, OPERATIONS[name].always)
 
 
-def scale_slope(x: Array, arrays: tuple[Array, ...], spec: Scores) -> Array | float:
-    """The derivative of a score in scale · x: that of the softcap."""
-    if spec.softcap is None:
-        return 1.0
-    return 1 - jnp.tanh(_scaled(x, arrays, spec) / spec.softcap) ** 2
+def stacked(arrays: tuple[Array, ...]) -> Array:
+    """The result of a primitive, from the outputs of its kernel."""
+    return arrays[0] if len(arrays) == 1 else jnp.stack(arrays, axis=-1)
 
 
-def _scale(x: Array, arrays: tuple[Array, ...], spec: Scores) -> Array | float:
-    scale, _, _ = spec.named(arrays)
-    return scale if isinstance(scale, float) else scale.astype(accumulator(x))
+def result(name: str, y: Array) -> Array:
+    """The result of a public function, from the result of its primitive."""
+    return _logsumexp_of(y) if name in OUTPUTS else y
 
 
-def _scaled(x: Array, arrays: tuple[Array, ...], spec: Scores) -> Array:
-    wide, scale = x.astype(accumulator(x)), _scale(x, arrays, spec)
-    return wide if isinstance(scale, float) and scale == 1 else wide * scale
+def _logsumexp_of(state: Array) -> Array:
+    """The logsumexp m + log(l); log(l) where l is 0 or infinite, because log has no finite derivative there."""
+    m, l = state[..., 0], state[..., 1]
+    is_number = (l > 0) & (l < jnp.inf)
+    return jnp.where(is_number, m + jnp.log(jnp.where(is_number, l, 1)), jnp.log(l))
 
 
-def _peak(x: Array, z: Array, spec: Scores) -> Array:
-    """The largest score of each row: found in narrow logits as they lie, as exact and several times as fast."""
-    if spec == PLAIN:
+def of_empty_rows(name: str, x: Array) -> Array:
+    """The result of a public function for an array without elements."""
+    return jnp.full(x.shape[:-1], -jnp.inf, x.dtype) if OPERATIONS[name].per_row else x
+
+
+def tangent(
+    name: str, bind: Callable[..., Array], primals: tuple[Array, ...], y: Array, change: Array, factor: float,
+    options: ScoreOptions,
+) -> Array:  # fmt: skip
+    """The change of a primitive's result y.
+
+    Args:
+        name: Name of a forward operation.
+        bind: Applies a primitive.
+        primals: The operands of the operation.
+        y: Its result.
+        change, factor: Their product is the change of the scores.
+        options: The score options.
+    """
+    if name in OUTPUTS:
+        whole = bind(TANGENTS[name], *primals, y, change, options=options, factor=factor)
+        # The change of lse is a change of l alone in the state (m, l).  An infinite l does not change.
+        l = jnp.where(jnp.isfinite(y[..., 1]), y[..., 1], 0)
+        return jnp.stack([jnp.zeros_like(whole), whole * l], axis=-1)
+    out = bind(TANGENTS[name], y, change, factor=factor)
+    mask = options.filled(primals[1:]).mask
+    # A masked output is constant.  Where it is 0, it has made its change 0 as a factor.
+    return out if mask is None or MASKED[name] == 0 else jnp.where(mask, out, 0)
+
+
+def score_tangent(
+    x: Array, arrays: tuple[Array, ...], options: ScoreOptions, changes: Mapping[str, Array | None]
+) -> tuple[Array | None, float]:
+    """The change of the scores from changes of x ("x") and of the arrays, by name.
+
+    Returns:
+        (change, factor), whose product is the change of the scores; (None, 1.0) where nothing changes.
+    """
+    filled, t_x = _filled(x, arrays, options), changes["x"]
+    linear = options.softcap is None and options.bias is None and isinstance(options.scale, float)
+    if linear and t_x is not None:
+        # The kernel multiplies by the scale.
+        return _where(filled.mask, t_x), float(options.scale)
+    wide = accumulator(x)
+    t_scale, t_bias = (changes.get(name) for name in ("scale", "bias"))
+    parts = []
+    if t_x is not None:
+        parts.append(filled.scale * softcap_slope(FUNCTIONS, x.astype(wide), filled) * t_x.astype(wide))
+    if t_scale is not None:
+        slope = softcap_slope(FUNCTIONS, x.astype(wide), filled)
+        parts.append(slope * x.astype(wide) * t_scale.astype(wide))
+    if t_bias is not None:
+        parts.append(t_bias.astype(wide))
+    if not parts:
+        return None, 1.0
+    return _where(filled.mask, jnp.broadcast_to(sum(parts[1:], parts[0]), x.shape).astype(x.dtype)), 1.0
+
+
+def _where(mask: Array | None, t: Array) -> Array:
+    return t if mask is None else jnp.where(mask, t, 0)
+
+
+def _peak(x: Array, z: Array, options: ScoreOptions) -> Array:
+    """The maximum score of each row.  The maximum of 16-bit logits is exact, and several times as fast as of scores."""
+    if options.plain:
         return jnp.max(x, axis=-1, keepdims=True).astype(z.dtype)
     return jnp.max(z, axis=-1, keepdims=True)
 
 
 def _shift(m: Array) -> Array:
-    """What is subtracted before exp: the finite number nearest to m."""
+    """The finite number nearest to m, which is subtracted before exp."""
     return jnp.clip(m, jnp.finfo(m.dtype).min, jnp.finfo(m.dtype).max)
 
 
-def _masked(y: Array, arrays: tuple[Array, ...], spec: Scores, fill: float) -> Array:
-    _, _, mask = spec.named(arrays)
+def _masked(y: Array, arrays: tuple[Array, ...], options: ScoreOptions, fill: float) -> Array:
+    mask = options.filled(arrays).mask
     return y if mask is None else jnp.where(mask, y, fill)
 
 
-def _probabilities(x: Array, arrays: tuple[Array, ...], spec: Scores, state: Array) -> Array:
-    z = scores(x, arrays, spec)
-    # Of a masked element, not even NaN counts.
-    return _masked(jnp.exp(z - state[..., :1]) / state[..., 1:], arrays, spec, 0)
+def _probabilities(x: Array, arrays: tuple[Array, ...], options: ScoreOptions, state: Array) -> Array:
+    z = scores(x, arrays, options)
+    # A NaN counts for nothing where the mask is False.
+    return _masked(jnp.exp(z - state[..., :1]) / state[..., 1:], arrays, options, 0)

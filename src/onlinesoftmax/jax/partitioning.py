@@ -1,6 +1,6 @@
-"""Kernels under jit on several devices: each computes the rows that lie there.
+"""Kernels under jit on several devices: each device computes the rows that it holds.
 
-XLA cuts its own operations by itself; of a kernel it knows nothing, and would bring all rows to every device.
+XLA partitions its own operations by itself.  It knows nothing of a kernel, and would bring all rows to every device.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..core.arrays import Array
 
 _LOWERED_WITH_DEVICES: set[Any] | None = getattr(dispatch, "prim_requires_devices_during_lowering", None)
-"""JAX has no public name for this."""
+"""Primitives whose lowering needs the devices; JAX has no public name for the set."""
 
 
 def register(primitive: Any) -> None:
-    """Tell JAX that a primitive uses `by_rows` where it is lowered."""
+    """Tell JAX that the lowering of a primitive uses `by_rows`."""
     if _LOWERED_WITH_DEVICES is not None:
         _LOWERED_WITH_DEVICES.add(primitive)
 
 
 def by_rows(function: Callable[..., Array], result: jax.ShapeDtypeStruct, *operands: Array) -> Array:
-    """A function that takes the rows of arrays one by one, computed where they lie.
+    """Apply a function of rows on the devices that hold the rows.
 
     Args:
-        function: Of the arrays, or of what one device has of them; it is called for both.
-        result: What it gives for all.
-        operands: x, whose last axis is a row, and others with its axes; an axis of theirs may be missing at the end,
-            or have one element for all of x's.
+        function: Function of the arrays, or of the parts of them that one device holds; it is called for both.
+        result: Shape and dtype of the result for whole arrays.
+        operands: x, whose last axis is a row, and arrays beside it.  Their axes are those of x; the last ones may be
+            missing, and an axis may have size 1.
 
     Returns:
-        The function's result, cut over the devices as x is.  What is cut along its rows is brought together.
+        The result of the function, partitioned over the devices as x is.  An array that is partitioned along its rows
+        is gathered first.
     """
-    # Under shard_map this is one device's part already.
+    # Under shard_map the arrays are the part of one device already.
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if manual or not getattr(jax.config, "jax_use_shardy_partitioner", False) or _LOWERED_WITH_DEVICES is None:
         return function(*operands)
     rows = operands[0].shape[:-1]
 
-    def uncut(shape: tuple[int, ...], sharding: Any) -> NamedSharding:
-        """Without a cut of what every device needs whole: rows, and what is one for all."""
+    def whole_rows(shape: tuple[int, ...], sharding: Any) -> NamedSharding:
+        """The sharding without the axes that every device needs whole: the row, and axes of size 1."""
         spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
         along = [part if axis < len(rows) and shape[axis] > 1 else None for axis, part in enumerate(spec)]
         return NamedSharding(sharding.mesh, PartitionSpec(*along))
 
     def partition(mesh: Any, arguments: Any, given: Any) -> Any:
-        *cut, to = (uncut(t.shape, t.sharding) for t in (*arguments, given))
-        return mesh, function, to, tuple(cut)
+        *shardings, to = (whole_rows(t.shape, t.sharding) for t in (*arguments, given))
+        return mesh, function, to, tuple(shardings)
 
     partitioned = custom_partitioning(function)
     sides = [_factors(i, t.shape, rows) for i, t in enumerate((*operands, result))]
@@ -63,6 +64,6 @@ def by_rows(function: Callable[..., Array], result: jax.ShapeDtypeStruct, *opera
 
 
 def _factors(i: int, shape: tuple[int, ...], rows: tuple[int, ...]) -> list[str]:
-    """The name of each axis of an array in Shardy's rule: those of rows are one for all arrays, others its own."""
+    """The name of each axis of an array in Shardy's rule: the outer axes of x share a name, others have their own."""
     together = [axis < len(rows) and size == rows[axis] for axis, size in enumerate(shape)]
     return [f"axis{axis}" if along else f"own{i}_{axis}" for axis, along in enumerate(together)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..core.device import Device
 from ..core.problem import Problem
 from .measured import KEPT, UNSEEN, Anchor, Cell, Table
-from .price import LAUNCH_US, Plan, busy, price
+from .price import LAUNCH_US, Plan, busy, estimated_us, price
 from .proposal import Proposal
 from .variant import Variant
 
@@ -47,13 +47,17 @@ class Forecast:
 
         Only these can hold a row of the problem; a variant that was the fastest for a shorter row may not be one.
         """
-        busy_there = {cols: self._busy(propose, cols) for cols in {cell.cols for cell, _ in self.anchors}}
+        strategy = (options[0].backend, options[0].strategy)
+        named = {cell.cols for cell, _ in self.anchors if any(timing[:2] == strategy for timing in cell.timings)}
+        busy_there = {cols: self._busy(propose, cols) for cols in named}
         times = [self._us(option, busy_there) for option in options]
         us = min(times)
         return price(options[times.index(us)], self.problem, self.device, us)
 
     def _busy(self, propose: Propose, cols: int) -> dict[Variant, float]:
         """Part of the bandwidth that each variant can keep busy for rows of another length."""
+        if cols == self.problem.cols:
+            return {}
         problem = replace(self.problem, cols=cols)
         options = propose(problem, self.device)
         if isinstance(options, str):
@@ -78,7 +82,7 @@ class Forecast:
         us = launches + self.slower * transfer
         if not seen:
             # An estimate leaves out what a measurement has met, so alone it is never a reason to be preferred.
-            us = max(us, price(option, self.problem, self.device).price.rank_us)
+            us = max(us, estimated_us(option, self.problem, self.device))
         return us
 
     def _time_in(self, cell: Cell, option: Proposal) -> tuple[float, bool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import resources
@@ -119,7 +119,7 @@ class Table:
     device: str
     source: str
     bandwidth: float
-    cells: dict[Key, list[Cell]] = field(repr=False, hash=False, compare=False)
+    cells: Mapping[Key, list[Cell]] = field(repr=False, hash=False, compare=False)
     every_variant: bool = True
 
     def anchors(self, problem: Problem, backends: Collection[str]) -> list[Anchor]:
@@ -148,7 +148,9 @@ class Table:
             pairs = _between(problem.rows, cells, float)
             for rows, part in pairs:
                 beyond = (latency + _bytes(like)) / (latency + _bytes(replace(like, rows=rows)))
-                anchors.append(Anchor(cells[rows], weight * part * (beyond if len(pairs) == 1 else 1.0)))
+                usable = tuple(timing for timing in cells[rows].timings if timing.backend in backends)
+                weight_here = weight * part * (beyond if len(pairs) == 1 else 1.0)
+                anchors.append(Anchor(replace(cells[rows], timings=usable), weight_here))
         return anchors
 
     def _lengths(self, problem: Problem, backends: Collection[str]) -> tuple[Key, dict[int, list[Cell]]]:
@@ -158,9 +160,8 @@ class Table:
         for like in (key, key._replace(unaligned=False)):
             lengths: dict[int, list[Cell]] = {}
             for cell in self.cells.get(like, []):
-                usable = tuple(timing for timing in cell.timings if timing.backend in backends)
-                if usable:
-                    lengths.setdefault(cell.cols, []).append(replace(cell, timings=usable))
+                if any(timing.backend in backends for timing in cell.timings):
+                    lengths.setdefault(cell.cols, []).append(cell)
             if lengths:
                 break
         return key, lengths
@@ -199,13 +200,34 @@ class Table:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Table:
         """The table of a document; ValueError, KeyError or TypeError where it is none."""
-        cells: dict[Key, list[Cell]] = {}
+        lines: dict[Key, list[list[Any]]] = {}
         plans = [(backend, strategy, Variant.parse(text)) for backend, strategy, text in document["plans"]]
-        for operation, itemsize, unaligned, rows, cols, timings, *backends in document["cells"]:
-            found = tuple(Timing._make((*plans[i], us)) for i, us in timings)
-            cell = Cell(rows, cols, found, tuple(backends))
-            cells.setdefault(Key(operation, itemsize, unaligned), []).append(cell)
+        for operation, itemsize, unaligned, *line in document["cells"]:
+            lines.setdefault(Key(operation, itemsize, unaligned), []).append(line)
+        cells = _Cells(lines, plans)
         return cls(document["device"], document["source"], document["bandwidth"], cells, document["every_variant"])
+
+
+class _Cells(Mapping[Key, list[Cell]]):
+    """The cells of a document, made when they are looked up: a process plans for few of a table's operations."""
+
+    def __init__(self, lines: dict[Key, list[list[Any]]], plans: list[tuple[str, str, Variant]]) -> None:
+        self._lines, self._plans = lines, plans
+        self._made: dict[Key, list[Cell]] = {}
+
+    def __getitem__(self, key: Key) -> list[Cell]:
+        if key not in self._made:
+            self._made[key] = [self._cell(*line) for line in self._lines[key]]
+        return self._made[key]
+
+    def _cell(self, rows: int, cols: int, timings: list[tuple[int, float]], *backends: str) -> Cell:
+        return Cell(rows, cols, tuple(Timing._make((*self._plans[i], us)) for i, us in timings), backends)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._lines)
+
+    def __len__(self) -> int:
+        return len(self._lines)
 
 
 def _between(value: int, measured: Collection[int], scale: Callable[[float], float]) -> list[tuple[int, float]]:

@@ -79,14 +79,15 @@ def price(proposal: Proposal, problem: Problem, device: Device, measured_us: flo
     """The proposal with the bytes it moves and the time it should take: as measured, or else as estimated."""
     bytes_moved = proposal.reads * problem.read_bytes + problem.write_bytes
     floor = (problem.read_bytes + problem.write_bytes) / (device.bandwidth * 1e3)
-    us = _estimate(proposal, problem, device, bytes_moved) if measured_us is None else measured_us
+    us = estimated_us(proposal, problem, device) if measured_us is None else measured_us
     known = {field.name: getattr(proposal, field.name) for field in fields(Proposal)}
     estimate = max(us, floor, proposal.launches * LAUNCH_US)
     return Plan(**known, price=Price(device.name, bytes_moved, floor, estimate, us))
 
 
-def _estimate(proposal: Proposal, problem: Problem, device: Device, bytes_moved: int) -> float:
+def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
     """Microseconds by bytes, bandwidth and launches."""
+    bytes_moved = proposal.reads * problem.read_bytes + problem.write_bytes
     quality = 1.0
     if device.kind == "cuda":
         quality = proposal.traffic.quality * _fill(proposal, problem, device)
@@ -134,7 +135,9 @@ def _resident(proposal: Proposal, device: Device) -> int:
 def _fill(proposal: Proposal, problem: Problem, device: Device) -> float:
     """Part of the bandwidth that the programs can keep busy: Little's law, bytes in flight over latency."""
     programs = min(max(proposal.programs, 1), _resident(proposal, device) * device.multiprocessors)
-    in_flight = programs * proposal.rows_per_program * proposal.block * problem.itemsize * problem.inputs
+    # A block of `grid` can hold its whole slice in shared memory, and no column in registers.
+    columns = max(proposal.block, 1)
+    in_flight = programs * proposal.rows_per_program * columns * problem.itemsize * problem.inputs
     return min(1.0, in_flight / (device.bandwidth * 1e3 * LATENCY_US))
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..core.call import Call
-from ..core.operations import OPERATIONS
+from ..core.call import Call, Settings
+from ..core.operations import OPERATIONS, Operation
 from . import ops
 from .gradients import (
     Kept,
@@ -36,7 +36,7 @@ def apply(call: Call) -> Tensor:
     transformed = torch._C._are_functorch_transforms_active() or forward_mode()
     if call.options is None and not transformed:
         # PyTorch's own `apply` looks for transforms once more, which takes as long as all the rest.
-        result: Tensor = _record(call.x, call._replace(x=None))
+        result: Tensor = _record(call.x, call.operation, call.settings)
         return result
     bare, tensors = without_tensors(call)
     return (_Transformed if transformed else _Recorded).apply(bare, *tensors)
@@ -68,10 +68,10 @@ class _Plain(torch.autograd.Function):
     """A call without score options in eager mode: forward and context in one, in a third of the host time."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bare: Call) -> Tensor:
-        y, lse = forward_to_keep(bare._replace(x=x))
-        ctx.bare, ctx.dtype = bare, x.dtype
-        if "x" in bare.operation.saved:
+    def forward(ctx: Any, x: Tensor, operation: Operation, settings: Settings) -> Tensor:
+        y, lse = forward_to_keep(Call(operation, x, settings))
+        ctx.operation, ctx.settings, ctx.dtype = operation, settings, x.dtype
+        if "x" in operation.saved:
             ctx.save_for_backward(x, lse)
         else:
             ctx.save_for_backward(y)
@@ -79,11 +79,12 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        call = ctx.bare
+        call = Call(ctx.operation, None, ctx.settings)
         kept = Kept(None, *ctx.saved_tensors) if "x" in call.operation.saved else Kept(*ctx.saved_tensors)
-        wanted = Wanted(True, False, False, ctx.dtype)
         # Where the gradient is to be differentiated, PyTorch's operations compute it.
-        return gradients(call, kept, dy, wanted, None if torch.is_grad_enabled() else backward)[0], None
+        kernel = None if torch.is_grad_enabled() else backward
+        wanted = Wanted(True, False, False, ctx.dtype)
+        return gradients(call, kept, dy, wanted, kernel)[0], None, None
 
 
 _record = super(torch.autograd.Function, _Plain).apply

@@ -80,7 +80,8 @@ def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
 
 def check_out_memory(call: Call) -> None:
     """Check that `out` may be written while the operands are read."""
-    name, x, out, options = call.operation.name, call.x, call.out, call.scores
+    operation, x, _, options, out, _ = call
+    name = operation.name
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"{name}(): argument 'out' must be Tensor, not {type(out).__name__}")
     if out.requires_grad and torch.is_grad_enabled():
@@ -90,8 +91,7 @@ def check_out_memory(call: Call) -> None:
     )
     if not same and out.device == x.device and _overlap(x, out):
         raise RuntimeError(f"{name}(): out overlaps input in memory without being the same tensor; clone() one of them")
-    for operand in ("bias", "mask"):
-        t = getattr(options, operand)
+    for operand, t in (("bias", options.bias), ("mask", options.mask)) if options is not None else ():
         if t is not None and _overlap(t, out):
             raise RuntimeError(f"{name}(): out overlaps {operand} in memory; clone() one of them")
 

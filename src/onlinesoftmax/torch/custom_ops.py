@@ -16,7 +16,7 @@ from ..core.options import SCORE_OPTIONS, ScoreOptions
 from ..core.task import Choice
 from . import gradients
 from .autograd import keep, kept_by
-from .gradients import Kept, Wanted, accumulator_of, saved_outputs
+from .gradients import Kept, Wanted, accumulator_of
 from .prepare import result_shape, run, shape_of_rows
 
 Tensor = torch.Tensor
@@ -64,7 +64,7 @@ def schema(operation: Operation) -> str:
 
 
 def _outputs_of(operation: Operation) -> tuple[str, ...]:
-    return operation.always if operation.backward else saved_outputs(operation)
+    return operation.always if operation.backward else operation.kept_outputs
 
 
 def _flat(call: Call) -> tuple[Any, ...]:

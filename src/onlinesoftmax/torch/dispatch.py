@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from ..core.call import Call, Settings
 from ..core.operations import Operation
+from ..core.options import ScoreOptions
 from ..core.task import ITEMSIZE
 from ..kernels import registry
 from ..planner.plan import PlanError
@@ -50,19 +51,20 @@ def _is_for_kernels(call: Call) -> bool:
 
 def run(call: Call) -> torch.Tensor:
     """One call on a torch tensor: what every function in api.py does."""
-    operation, x, settings, _, _, _ = call
-    dim, dtype, _, choice = settings
+    operation, x, settings, options, _, _ = call
+    dim, dtype, _, (backend, strategy, _) = settings
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
-    check_options(call)
+    if options is not None:
+        check_options(call)
     # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
-    by_default = choice.backend is None and (not x.is_cuda or not _have_kernels())
-    if (by_default or choice.backend == "eager") and choice.strategy in (None, "row"):
+    by_default = backend is None and (not x.is_cuda or not _have_kernels())
+    if (by_default or backend == "eager") and strategy in (None, "row"):
         return _by_pytorch(call)
     if reason := _not_for_kernels(x, dtype):
-        if choice.backend is None and choice.strategy is None:
+        if backend is None and strategy is None:
             return _by_pytorch(call)
-        raise PlanError(f"{operation}() with backend={choice.backend!r}, strategy={choice.strategy!r}: {reason}")
+        raise PlanError(f"{operation}() with backend={backend!r}, strategy={strategy!r}: {reason}")
     if isinstance(dim, tuple | list):
         return _over_dims(call)
     return _by_kernel(_with_autocast(call))
@@ -70,14 +72,14 @@ def run(call: Call) -> torch.Tensor:
 
 def _by_kernel(call: Call) -> torch.Tensor:
     """Run a checked call by our kernels, traced, recorded for autograd, or as it is."""
-    operation, x, settings, _, out, _ = call
+    operation, x, settings, options, out, _ = call
     if _is_traced(x):
         from . import custom_ops
 
         dim = checked_dim(operation.name, settings.dim, x.dim())
         y = custom_ops.forward(call._replace(settings=settings._replace(dim=dim), out=None))
         return y if out is None else _write(operation, y, out)
-    if _wants_derivatives(call):
+    if _wants_derivatives(x, options):
         if out is not None:
             raise RuntimeError(f"{operation}(): functions with out=... do not support gradients, and one is needed")
         return autograd.apply(call)
@@ -133,10 +135,9 @@ def _is_traced(x: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in PLAIN_TYPES
 
 
-def _wants_derivatives(call: Call) -> bool:
+def _wants_derivatives(x: torch.Tensor, options: ScoreOptions | None) -> bool:
     if torch.is_grad_enabled():
-        options = call.options
-        if call.x.requires_grad:
+        if x.requires_grad:
             return True
         if options is not None and any(
             isinstance(t, torch.Tensor) and t.requires_grad for t in (options.scale, options.bias)

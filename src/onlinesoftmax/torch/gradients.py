@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.call import Call
-from ..core.operations import OPERATIONS, Operation
+from ..core.call import Call, Settings
+from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions, causal_mask, softcap_slope
 from . import eager, ops
 from .prepare import aligned, run
@@ -43,15 +43,9 @@ class Kept(NamedTuple):
     lse: Tensor | None = None
 
 
-def saved_outputs(operation: Operation) -> tuple[str, ...]:
-    """The outputs that a call writes where a gradient is wanted: its result, and what else the gradient reads."""
-    named = {output.name for output in operation.outputs}
-    return tuple(dict.fromkeys((operation.result.name, *(name for name in operation.saved if name in named))))
-
-
 def forward_to_keep(call: Call) -> tuple[Tensor, Tensor | None]:
     """(result, lse): lse is None where the gradient does not read it."""
-    outputs = saved_outputs(call.operation)
+    outputs = call.operation.kept_outputs
     if len(outputs) == 1:
         return forward(call), None
     x, dtype = call.x, call.settings.dtype or call.x.dtype
@@ -100,20 +94,23 @@ def gradient_call(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, throug
     if operation.per_row and x.dim():
         dim = settings.dim
         beside = {name: t if name == "dy" and settings.keepdim else t.unsqueeze(dim) for name, t in beside.items()}
-    options = call.scores.of(gradient.options)
-    if not through and not gradient.scores:
-        options = options._replace(scale=1.0, softcap=None)
-    if options.softcap is not None and through:
-        assert kept.x is not None
-        beside["logits"] = kept.x
-    settings = settings._replace(dtype=dtype, keepdim=False)
+    options = call.options
+    if options is not None:
+        options = options.of(gradient.options)
+        if not through and not gradient.scores:
+            options = options._replace(scale=1.0, softcap=None)
+        if options.softcap is not None and through:
+            assert kept.x is not None
+            beside["logits"] = kept.x
+        options = None if options.plain else options
+    settings = Settings(settings.dim, dtype, False, settings.choice)
     if settings.choice.batch_invariant:
         beside = {
             name: _canonical(t, settings.dim) if t.shape == x.shape and name not in gradient.row_operands else t
             for name, t in beside.items()
         }
         x = _canonical(x, settings.dim)
-    return Call(gradient, x, settings, None if options.plain else options, None, beside)
+    return Call(gradient, x, settings, options, None, beside)
 
 
 def _canonical(x: Tensor, dim: int) -> Tensor:

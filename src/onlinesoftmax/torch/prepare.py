@@ -6,8 +6,7 @@ Later calls find the prepared function under a key of shapes, strides, dtypes an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +43,7 @@ class Place(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The kind of a call: calls of one kind share a prepared function.
+    """The kind of a call: calls of one kind share a prepared function (`key_of`).
 
     Attributes:
         operation, outputs, settings: As in Call and Task.
@@ -66,15 +65,54 @@ def run(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
         The output "y"; a tuple where several outputs are asked for.
     """
     operands = operands_of(call)
-    return prepare(kind_of(call, operands, outputs))(call.x, call.out, operands)
+    key = key_of(call, operands, outputs)
+    prepared = _PREPARED.get(key)
+    if prepared is None:
+        if len(_PREPARED) >= MOST_PREPARED:
+            _PREPARED.clear()
+        prepared = _PREPARED[key] = prepare(kind_of(call, operands, outputs))
+    return prepared(call.x, call.out, operands)
 
 
-def operands_of(call: Call) -> dict[str, Any]:
+_PREPARED: dict[tuple[Any, ...], Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]] = {}
+"""Prepared functions by `key_of`."""
+
+MOST_PREPARED = 4096
+
+
+def key_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...]) -> tuple[Any, ...]:
+    """What tells kinds of calls apart, as a flat tuple: to make a `Kind` would take several microseconds of each call.
+
+    An operand that is a number adds its name alone, so that a new number prepares nothing.
+    """
+    operation, x, settings, options, out, _ = call
+    key: tuple[Any, ...] = (
+        operation.name, outputs, settings, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0,
+    )  # fmt: skip
+    for name, t in operands.items() if operands else ():
+        if isinstance(t, torch.Tensor):
+            key += (name, t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0)
+        else:
+            key += (name,)
+    if options is not None:
+        key += (options.causal, options.zero)
+    if out is not None:
+        key += (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % 16 == 0)
+    return key
+
+
+def forget() -> None:
+    """Forget every prepared function: a test changes what is planned."""
+    _PREPARED.clear()
+
+
+def operands_of(call: Call) -> Mapping[str, Any]:
     """The operands besides the input, by the names that kernels have for them; a number is given as its bits."""
-    operands = dict(call.beside)
     options = call.options
     if options is None:
-        return operands
+        # A launch reads the operands and changes nothing, so no copy is needed.
+        return call.beside
+    operands = dict(call.beside)
     scale, softcap, bias, mask, _, _ = options
     if bias is not None:
         operands["bias"] = bias
@@ -89,7 +127,7 @@ def operands_of(call: Call) -> dict[str, Any]:
     return operands
 
 
-def kind_of(call: Call, operands: dict[str, Any], outputs: tuple[str, ...] = ("y",)) -> Kind:
+def kind_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...] = ("y",)) -> Kind:
     """The kind of a call with these operands."""
     operation, x, settings, options, out, _ = call
     places = [place_of("x", x, x.shape)]
@@ -116,7 +154,7 @@ def place_of(name: str, t: torch.Tensor, shape: torch.Size, row_axis: Any = Fals
     return Place(name, t.shape, strides, t.dtype, aligned(t), t.device)
 
 
-def _flags(options: ScoreOptions, operands: dict[str, Any]) -> Flags:
+def _flags(options: ScoreOptions, operands: Mapping[str, Any]) -> Flags:
     numbers = frozenset(name for name in NUMBERS if isinstance(operands.get(name), int))
     return Flags(numbers, options.causal, options.zero)
 
@@ -129,8 +167,7 @@ def aligned(t: torch.Tensor) -> bool:
     return t.data_ptr() % 16 == 0
 
 
-@lru_cache(maxsize=4096)
-def prepare(kind: Kind) -> Callable[[torch.Tensor, torch.Tensor | None, dict[str, Any]], Any]:
+def prepare(kind: Kind) -> Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]:
     """The function run(x, out, operands) for calls of a kind."""
     operation, settings = kind.operation, kind.settings
     x, out = kind.places[0], kind.places[-1] if kind.places[-1].name == "out" else None
@@ -152,26 +189,27 @@ def prepare(kind: Kind) -> Callable[[torch.Tensor, torch.Tensor | None, dict[str
 
 def _bound(
     launch: Callable[..., None], kind: Kind, task: Task, shape: torch.Size, dtype: torch.dtype
-) -> Callable[[torch.Tensor, torch.Tensor | None, dict[str, Any]], Any]:
+) -> Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]:
     """The function run(x, out, operands) that allocates what is not given, and launches."""
     x = kind.places[0]
     device, on_gpu, index = x.device, x.device.type == "cuda", x.device.index
+    resize = kind.places[-1].name == "out" and kind.places[-1].shape != shape
     like_input = (shape, dtype) == (x.shape, x.dtype) and x.strides == contiguous_strides(shape)
     # The first output is the result; the others have one value per row.
     more_outputs = kind.outputs[1:]
     row_shape = shape_of_rows(x.shape, kind.settings.dim)
     dtypes = {name: getattr(torch, task.dtypes[name]) for name in more_outputs}
 
-    def run(x: torch.Tensor, out: torch.Tensor | None, operands: dict[str, Any]) -> Any:
+    def run(x: torch.Tensor, out: torch.Tensor | None, operands: Mapping[str, Any]) -> Any:
         if out is None:
             # empty_like takes half the host time of empty.
             out = torch.empty_like(x) if like_input else torch.empty(shape, dtype=dtype, device=device)
-        elif out.shape != shape:
+        elif resize:
             out.resize_(shape)
         if more_outputs:
-            operands = operands | {
-                name: torch.empty(row_shape, dtype=dtypes[name], device=device) for name in more_outputs
-            }
+            operands = {
+                **operands, **{name: torch.empty(row_shape, dtype=dtypes[name], device=device) for name in more_outputs}
+            }  # fmt: skip
         if on_gpu and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(device):
                 launch(x, out, operands)

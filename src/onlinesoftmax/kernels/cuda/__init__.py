@@ -1,6 +1,9 @@
 """The `cuda` backend: the strategies `row`, `cluster`, `grid` and `looped` in CUDA C++.
 
-Read numbers.cuh and state.cuh, then operands.cuh, ops.cuh, levels.cuh and slice.cuh; then any strategy is a page.
+Reading order: numbers.cuh (element types, loads and stores), state.cuh (the recurrence), operands.cuh (operands and
+scores), ops.cuh (the formulas of the operations), levels.cuh (merges), slice.cuh (the part of a row that a group of
+threads holds), then any strategy, which is a page.  source.py and params.py generate the constants and the parameters
+of a kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ COMPILER = "cuda.core"
 
 
 def unavailable() -> str | None:
-    """Why these kernels cannot run on this machine; None when they can."""
+    """The reason why these kernels cannot run on this machine; None when they can."""
     if reason := module_missing("torch", "cuda") or module_missing(COMPILER, "cuda"):
         return reason
     import torch
@@ -28,13 +31,13 @@ def unavailable() -> str | None:
 
 
 def _why_not_compiled() -> str | None:
-    """Why NVRTC's machine code cannot be had, or not be loaded; None when it can."""
+    """The reason why NVRTC cannot compile, or the driver cannot load the machine code; None when both can."""
     from . import driver
     from .compile import nvrtc_version
 
     try:
         version = nvrtc_version()
-    except Exception as error:  # cuda.bindings has its own kinds for a library that is not there
+    except Exception as error:  # cuda.bindings raises its own types for a missing library
         return f"NVRTC cannot be loaded ({error}): pip install 'onlinesoftmax[cuda]'"
     major, supported = int(version.partition(".")[0]), driver.version()
     if major > supported[0]:
@@ -51,7 +54,7 @@ def prepare(request: Request) -> Callable[[Any, Any, dict[str, Any]], None]:
 
 
 def compile_request(request: Request, device: Device) -> list[Kernel]:
-    """The kernel of a request, compiled for a device that need not be here.
+    """The kernel of a request, compiled for a device that this machine need not have.
 
     Raises:
         RuntimeError: cuda.core, which finds NVRTC, is missing.

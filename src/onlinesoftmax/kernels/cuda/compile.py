@@ -42,48 +42,51 @@ def cubin(source: str, arch: str) -> bytes:
 
 
 def build(source: str, arch: str) -> tuple[bytes, str, Any]:
-    """(machine code, what the compiler says of registers and spills, the program): compiled now, no GPU needed.
+    """Compile a source; no GPU is needed.
+
+    Returns:
+        (machine code, the compiler's log with registers and spills, the program).
 
     Raises:
-        RuntimeError: it does not compile; NVRTC's messages name file and line.
+        RuntimeError: the source does not compile; NVRTC's messages name file and line.
     """
     from cuda.core import Program, ProgramOptions
 
     global compiled
     compiled += 1
     log = io.StringIO()
-    # NVRTC's own cache would return without a word on registers.
+    # With a hit in NVRTC's own cache, the log would lack registers and spills.
     program = Program(source, "c++", ProgramOptions(arch=arch, std=STANDARD, ptxas_options=["-v"], no_cache=True))
     try:
         code = bytes(program.compile("cubin", logs=log).code)
-    except Exception as error:  # cuda.core's own kinds are not public
+    except Exception as error:  # cuda.core's exception types are not public
         raise RuntimeError(str(error)) from error
     return code, log.getvalue(), program
 
 
 def _ptx(program: Any) -> bytes:
-    """The PTX that NVRTC made the machine code of a program from.
+    """The PTX of a compiled program.
 
-    Asked for it, cuda.core asks the driver whether it could load that, and fails where there is none.
+    cuda.core's own function asks the driver whether it could load the PTX, and fails without a driver.
     """
     from cuda.bindings import nvrtc
 
     status, size = nvrtc.nvrtcGetPTXSize(program.handle)
     code = bytes(size)
     if status or nvrtc.nvrtcGetPTX(program.handle, code)[0]:
-        raise RuntimeError("NVRTC gives no PTX of what it compiled")
-    # It ends with a zero.
+        raise RuntimeError("NVRTC returned no PTX of the compiled program")
+    # The text ends with a zero byte.
     return code[:-1]
 
 
 def compile_kernel(request: Request, device: Device) -> Kernel:
-    """The kernel of a request, compiled for a device that need not be here."""
+    """The kernel of a request, compiled for a device that this machine need not have."""
     text, warps = source_of(request), request.plan.warps
     code, log, program = build(text, device.arch)
     used = usage(log)
     shared = used["shared_memory"] + shared_memory(request)
     listings = {"cuda": text, "ptx": _ptx(program).decode()}
-    # Not needed for the numbers, which NVRTC tells.
+    # The numbers come from NVRTC, so the disassembler may be missing.
     if find_cuobjdump():
         listings["sass"] = cuobjdump("-sass", code)
     return Kernel(

@@ -1,7 +1,7 @@
-"""The few calls into the CUDA driver that a launch needs, by ctypes.
+"""The few calls into the CUDA driver that a launch needs, through ctypes.
 
-cuda.core compiles our kernels, but takes 0.3 s to import and some microseconds a launch; a kernel that is
-compiled already needs neither.
+cuda.core compiles kernels, but its import takes 0.3 s and its launch some microseconds.  A kernel from the cache needs
+neither.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 
 class DriverError(RuntimeError):
-    """A call that the CUDA driver refused, with its reason."""
+    """A call that the CUDA driver refused; the message has the driver's reason."""
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id, padded to 8 bytes, and a union of 64."""
+    """CUlaunchAttribute: an id, padded to 8 bytes, and a union of 64 bytes."""
 
     _fields_ = (("id", c_int), ("pad", c_int), ("value", c_uint * 16))
 
@@ -38,12 +38,12 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES, NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
 """CUfunction_attribute."""
 
 PORTABLE_CLUSTER = 8
-"""Blocks of a cluster that every device with clusters takes."""
+"""Largest number of blocks of a cluster that every device with clusters supports."""
 
 
 @cache
 def library() -> Any:
-    """The driver's library, with the types of what is called.
+    """The driver's library, with the argument types of the functions that are called.
 
     Raises:
         OSError: there is no driver.
@@ -69,7 +69,7 @@ def version() -> tuple[int, int]:
 
 
 def check(status: int, doing: str) -> None:
-    """Raise what the driver says, unless it says nothing.
+    """Raise an error unless a call succeeded.
 
     Raises:
         DriverError: the call failed.
@@ -81,18 +81,18 @@ def check(status: int, doing: str) -> None:
 
 
 INVALID_CONTEXT = 201
-"""What a launch says in a thread that has not used the device yet, as those are in which PyTorch runs gradients."""
+"""Status of a launch in a thread that has not used the device yet, such as the threads of PyTorch's autograd."""
 
 
 def make_current(device: int) -> None:
-    """Use a device's primary context, that of PyTorch, in this thread."""
+    """Use a device's primary context, which PyTorch uses too, in this thread."""
     context = c_void_p()
     check(library().cuDevicePrimaryCtxRetain(byref(context), device), "finding the device's context")
     check(library().cuCtxSetCurrent(context), "making the device's context current")
 
 
 def load_kernel(cubin: bytes, name: str) -> int:
-    """The handle of a kernel in a cubin, for every device of its architecture; it stays loaded."""
+    """The handle of a kernel in a cubin, for every device of its architecture; the cubin stays loaded."""
     loaded, kernel = c_void_p(), c_void_p()
     check(library().cuLibraryLoadData(byref(loaded), cubin, None, None, 0, None, None, 0), f"loading {name}")
     check(library().cuLibraryGetKernel(byref(kernel), loaded, name.encode()), f"finding {name}")
@@ -101,14 +101,14 @@ def load_kernel(cubin: bytes, name: str) -> int:
 
 
 def set_attribute(kernel: int, attribute: int, value: int, device: int) -> None:
-    """Allow a kernel more than every device gives."""
+    """Allow a kernel more of a resource than the portable limit."""
     check(library().cuKernelSetAttribute(attribute, value, kernel, device), "setting a kernel's attribute")
 
 
 def launch_config(
     teams: int, team: int, threads: int, shared_memory: int, cluster: int, cooperative: bool
 ) -> LaunchConfig:
-    """A launch of teams × team blocks, but for its stream."""
+    """The configuration of a launch of teams × team blocks, still without a stream."""
     attributes = []
     if cooperative:
         attributes.append(_Attribute(COOPERATIVE, 0, (c_uint * 16)(1)))

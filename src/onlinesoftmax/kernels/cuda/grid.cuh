@@ -6,6 +6,35 @@
 // Bytes:      one read, one write; the streamed part is read twice.  States travel through L2.
 // Limits:     all blocks must be resident at once, so the launch is cooperative.
 
+// A thread's chunks of x and dy in shared memory, THREADS chunks apart.  A thread reads only chunks that it copied
+// itself, so no barrier is needed.
+struct SharedChunks { Chunk<X, VECTOR>* x; Chunk<DY, VECTOR>* dy; };
+
+// This thread's part of a block's dynamic shared memory for `chunks` chunks a thread.
+__device__ inline SharedChunks shared_chunks(Chunk<X, VECTOR>* memory, int64 chunks) {
+    return {memory + threadIdx.x, reinterpret_cast<Chunk<DY, VECTOR>*>(memory + chunks * THREADS) + threadIdx.x};
+}
+
+// Copies a chunk; without a register where it has 16 bytes and is aligned to them in both memories.
+template <int WIDTH, class T> __device__ inline void fetch(Chunk<T, VECTOR>* to, const T* from, int64 step) {
+    if constexpr (WIDTH * sizeof(T) == 16 && sizeof(Chunk<T, VECTOR>) == 16) {
+        copy_async(to, from);
+    } else {
+        Chunk<T, VECTOR> chunk;
+        load<WIDTH, CachePolicy::NORMAL>(chunk, from, step);
+        *to = chunk;
+    }
+}
+
+__device__ inline void fetch(const Params& p, const SharedChunks& shared, int i, const Cursor& at, int64 offset) {
+    const int64 x_step = step<X_WIDTH>(p.x_place);
+    fetch<X_WIDTH>(shared.x + i * THREADS, at.x + offset * x_step, x_step);
+    if constexpr (HAS_DY) {
+        const int64 dy_step = step<DY_WIDTH>(p.dy_place);
+        fetch<DY_WIDTH>(shared.dy + i * THREADS, at.dy + offset * dy_step, dy_step);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(const __grid_constant__ Params p) {
     // Groups of tiles that are waited for one by one: the first are reduced while the last still travel.
     constexpr int GROUPS = 8;

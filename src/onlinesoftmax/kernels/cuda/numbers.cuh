@@ -175,3 +175,26 @@ __device__ inline void store(T* to, const Chunk<T, N>& from, int64 step) {
         store_word<POLICY>(
             reinterpret_cast<Unit*>(to + (W == 1 ? i * step : i)), reinterpret_cast<const Unit&>(from.at[i]));
 }
+
+// Copies 16 bytes from global to shared memory without a register, asynchronously.
+__device__ inline void copy_async(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+}
+
+// Ends a group of copies.
+__device__ inline void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `pending` groups, up to 7, are under way; the instruction takes a constant.
+__device__ inline void wait_groups(int pending) {
+    switch (pending) {
+        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+        case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
+        case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
+        default: asm volatile("cp.async.wait_group 7;" ::: "memory");
+    }
+}

@@ -18,7 +18,7 @@ from .params import ELEMENT_TENSORS, LOGITS, ROW_OUTPUTS, TENSORS, struct_text
 FILES = ("state", "operands", "ops", "levels", "slice")
 """Files that every kernel needs, in the order of inclusion."""
 
-STRATEGY_FILES = {"row": (), "cluster": ("peers",), "grid": ("async_copy", "team"), "looped": ()}
+STRATEGY_FILES = {"row": (), "cluster": ("peers",), "grid": ("team",), "looped": ()}
 """Files that a strategy needs besides its own."""
 
 CPP_TYPES = {

@@ -96,8 +96,9 @@ struct Shift {
 __device__ inline Shift shift(ACC m) {
     Shift s{finite(m), 1, 0};
     if constexpr (FOLDED) {
-        // m * log2(e) may overflow.  Numbers that large lie so far apart that every term is 0 or 1 in any base.
-        s.factor = fabs(s.m) < 2.3e38f ? LOG2E : 0x1p-64f;
+        // The rounding error of m * log2(e) grows with m, and past 2^31 two to its power over- or underflows.  There
+        // the 16-bit numbers lie so far apart that every term is 0 or 1 in any base, and base 2 has no rounding error.
+        s.factor = fabs(s.m) < 0x1p30f ? LOG2E : 1;
         // Rounded here: the compiler would contract the product and a difference of two amounts to one instruction.
         s.amount = __fmul_rn(s.m, s.factor);
     }

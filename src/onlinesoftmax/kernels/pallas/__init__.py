@@ -1,40 +1,43 @@
-"""The `pallas` backend: kernels for JAX, one file a strategy, over one state and one table of operations."""
+"""The backend `pallas`: kernels for JAX, one file per strategy, over one state and one table of formulas."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
-import jax
-import jax.numpy as jnp
-
 from ...core.arrays import Array
-from ...core.scores import PLAIN, Scores
+from ...core.options import PLAIN, ScoreOptions
 from ...planner.plan import Plan
 from .operands import Operands
+from .ops import Op
 
 
 def run(
-    name: str, operands: tuple[Array, ...], plan: Plan, interpret: bool, spec: Scores = PLAIN, factor: float = 1.0
-) -> Array:
-    """An operation of backends/xla.py on the same arrays, as planned.
+    name: str, operands: tuple[Array, ...], plan: Plan, interpret: bool, options: ScoreOptions = PLAIN,
+    factor: float = 1.0, outputs: tuple[str, ...] = (),
+) -> tuple[Array, ...]:  # fmt: skip
+    """Run an operation along the last axis as planned.
 
     Args:
-        name: In operation.OPERATIONS.
-        operands: x and what is read beside it, as in backends/xla.py.
-        plan: Who runs it, with which blocks.
+        name: Name in OPERATIONS.
+        operands: x and the other operands, as for the function of this name in jax/ops.py.
+        plan: Strategy and blocks.
         interpret: Run the kernels' bodies as JAX operations, on any device.
-        spec, factor: As in backends/xla.py.
+        options: Score options; ARRAY stands for an array among the operands.
+        factor: Number that a gradient is multiplied by.
+        outputs: Names of the outputs, of which at most one is per element; empty for those that every call writes.
+
+    Returns:
+        One array per output in the order of `outputs`: of x's shape, or without the last axis.
     """
-    # Mosaic is imported by whom it runs for.
+    # Mosaic GPU is imported only for the strategy that uses it.
     strategy = import_module(f".{plan.strategy}", __name__)
-    x, described = operands[0], Operands.of(name, operands, spec, factor, plan.vector)
-    matrices = described.matrices(operands)
-    if described.op.per_row:
-        part = jax.ShapeDtypeStruct((described.rows,), described.accumulator)
-        parts = strategy.run(described, matrices, [part, part], plan, interpret)
-        return jnp.stack(parts, axis=-1).reshape(*x.shape[:-1], 2)
-    # A gradient is as wide as what it is the gradient of: t's dtype, or of lse, which is wider, x's.
-    dtype = operands[-1].dtype if described.op.sums else x.dtype
-    out = jax.ShapeDtypeStruct(described.shape, dtype)
-    [y] = strategy.run(described, matrices, [out], plan, interpret)
-    return y.reshape(x.shape)
+    x = operands[0]
+    op = Op(name, outputs, factor, exact=operands[-1].dtype.itemsize > 2)
+    described = Operands.of(op, operands, options, plan.vector)
+    # A gradient has the dtype of dy where dy is read per element.
+    written = described.outputs(operands[op.inputs - 1].dtype)
+    arrays = strategy.run(described, described.matrices(operands), written, plan, interpret)
+    per_element = [name for name in op.written if name not in op.row_names]
+    by_name = dict(zip((*per_element, *op.row_names), arrays, strict=True))
+    shapes = {name: x.shape[:-1] if name in op.row_names else x.shape for name in op.written}
+    return tuple(by_name[name].reshape(shapes[name]) for name in op.written)

@@ -1,4 +1,4 @@
-"""One launch of a Pallas kernel over whole arrays, through the Triton lowering, or interpreted."""
+"""One launch of a Pallas kernel on whole arrays: compiled through Triton, or interpreted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...planner.plan import Plan
 def call(
     kernel: Callable[..., None], programs: int, arrays: Sequence[Array], out: Sequence[Any], plan: Plan, interpret: bool
 ) -> list[Array]:
-    """What a kernel writes, run by so many programs of the plan's warps."""
+    """The arrays that a kernel writes, in `programs` programs of as many warps as the plan says."""
     # Inside shard_map an output varies over the mesh as the first input does.
     manual = getattr(jax.typeof(arrays[0]), "manual_axis_type", None)
     more = {} if manual is None else {"manual_axis_type": manual}

@@ -1,4 +1,4 @@
-"""Strategy `looped`: a program streams one row, once for its state and once more to write."""
+"""Strategy `looped`: a program streams one row, once for its state and once more to write elements."""
 
 from __future__ import annotations
 
@@ -14,24 +14,34 @@ from ...core.arrays import Array
 from ...planner.plan import Plan
 from .call import call
 from .operands import Operands, Tile
-from .ops import Term
+from .ops import RowConstants
 from .state import State
 
 Loaded = tuple[Array, Array, Array]
-"""(a, b, kept) of a tile."""
+"""(a, b, kept) of a tile, as `Operands.load` returns them."""
+
+
+def tiles_of(operands: Operands, block: int) -> int:
+    """Number of tiles of a row."""
+    return pl.cdiv(operands.body, block)
+
+
+def tile_of(operands: Operands, row: Any, number: Any, block: int) -> Tile:
+    """One tile of a row, by its number."""
+    return operands.tile(row, number * block, (1, block))
 
 
 def state_of(
     operands: Operands, reads: tuple[Any, ...], row: Any, first: Any, tiles: int, block: int, edges: Any = True
 ) -> State:
-    """The state of neighbouring tiles of a row, merged with that of one after another, and of its edges.
+    """The state of `tiles` adjacent tiles of a row, and of its head and tail where `edges` is True.
 
-    Each is loaded before the one before is reduced, so that memory does not wait for arithmetic.
+    A tile is loaded before the tile before it is reduced, so that memory does not wait for arithmetic.
     """
     op = operands.op
 
     def tile(i: Any) -> Loaded:
-        return operands.load(reads, operands.tile(row, (first + i) * block, (1, block)))
+        return operands.load(reads, tile_of(operands, row, first + i, block))
 
     def with_tile(state: State, loaded: Loaded) -> State:
         return op.merge(state, op.of(loaded[:2]))
@@ -50,23 +60,24 @@ def state_of(
 
 def write_tiles(
     operands: Operands, reads: tuple[Any, ...], ref: Any, row: Any, first: Any, tiles: int, block: int,
-    term: Callable[[], Term], edges: Any = True,
+    make_constants: Callable[[], RowConstants], edges: Any = True,
 ) -> None:  # fmt: skip
-    """Write neighbouring tiles of a row, newest first, which L2 still holds, and its edges.
+    """Write `tiles` adjacent tiles of a row, and its head and tail where `edges` is True.
 
-    The newest is on its way while the term is made.
+    The last tile is written first: it was read last, and L2 still holds it.  It is on its way from memory while
+    `make_constants` runs.
     """
 
     def tile(i: Any) -> Tile:
-        return operands.tile(row, (first + tiles - 1 - i) * block, (1, block))
+        return tile_of(operands, row, first + tiles - 1 - i, block)
 
     newest = tile(0)
     loaded = operands.load(reads, newest)
-    made = term()
-    operands.store(ref, newest, loaded, made)
+    constants = make_constants()
+    operands.store(ref, newest, loaded, constants)
 
     def write(tile: Tile) -> None:
-        operands.store(ref, tile, operands.load(reads, tile), made)
+        operands.store(ref, tile, operands.load(reads, tile), constants)
 
     def step(i: Any, carry: Any) -> Any:
         write(tile(i))
@@ -78,25 +89,26 @@ def write_tiles(
 
 
 def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:
-    """One program: one row, read in tiles.
+    """One program owns one row and reads it in tiles.
 
-    Chosen: the row does not fit registers and there are rows enough to fill the device.
-    Bytes: two reads, one write; the second read hits L2 for what the resident rows still have there.
+    Chosen: the row does not fit registers, and there are enough rows to fill the device.
+    Bytes: two reads, one write; the second read hits L2 where L2 still holds the row.
     Limits: none on columns.
     """
-    reads, writes = operands.sides(refs)
-    op, row, tiles = operands.op, pl.program_id(0), pl.cdiv(operands.body, block)
-    if not op.reduces:
-        write_tiles(operands, reads, writes[0], row, 0, tiles, block, lambda: operands.given(reads, row, 1))
-        return
-    state = state_of(operands, reads, row, 0, tiles, block)
-    if op.per_row:
-        operands.store_parts(writes, row, state)
-    else:
-        write_tiles(operands, reads, writes[0], row, 0, tiles, block, lambda: operands.term(state))
+    reads, elements, rows = operands.sides(refs)
+    op, row, tiles = operands.op, pl.program_id(0), tiles_of(operands, block)
+    if op.reduces:
+        state = state_of(operands, reads, row, 0, tiles, block)
+        operands.store_rows(rows, row, state)
+
+    def constants() -> RowConstants:
+        return operands.row_constants(state) if op.reduces else operands.given_state(reads, row, 1)
+
+    for y_ref in elements:
+        write_tiles(operands, reads, y_ref, row, 0, tiles, block, constants)
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
-    """The operation on matrices."""
+    """Run the operation on matrices."""
     kernel = partial(looped_kernel, operands=operands, block=plan.block)
     return call(kernel, plan.programs, arrays, out, plan, interpret)

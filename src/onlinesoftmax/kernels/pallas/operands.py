@@ -1,13 +1,12 @@
-"""What a kernel reads: the arrays, which of their rows belongs to which, and the elements as an operation wants them.
+"""The arrays of a kernel: where the elements of a tile lie in each of them, and how scores are made and outputs stored.
 
-Kernels see matrices.  An array that is broadcast along some of x's outer axes keeps its own rows, and a kernel
-counts which of them goes with a row of x; so a mask of all heads is never written out for each.
+Kernels see matrices.  An array that is broadcast along some of x's outer axes keeps its own rows, and the kernel
+computes which of them belongs to a row of x; so a mask that all heads share is never written out for each head.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,26 +14,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ...core.arrays import Array
-from ...core.scores import Scores, accumulator
-from .ops import Op, Term
+from ...core.arrays import Array, accumulator
+from ...core.options import Functions, ScoreOptions, scores
+from .ops import Op, RowConstants
 from .state import State, in_two
 
 
-class Beside(NamedTuple):
-    """Where an array lies beside x.
+class RowMap(NamedTuple):
+    """The rows of an array that is broadcast to x.
 
     Attributes:
-        cols: Its columns: as many as x has, or 1.
-        steps: For every outer axis of x, (rows of x from one index to the next, its size, rows of this array so).
+        cols: Number of columns: as many as x has, or 1.
+        steps: For every outer axis of x along which the array is not broadcast: (rows of x from one index to the next,
+            size of the axis, rows of the array from one index to the next).
     """
 
     cols: int
     steps: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], outer: tuple[int, ...]) -> Beside:
-        """That of an array of this shape beside outer axes of x."""
+    def of(cls, shape: tuple[int, ...], outer: tuple[int, ...]) -> RowMap:
+        """The map for an array of this shape and an x with these outer axes."""
         steps, mine, its = [], 1, 1
         for size, own in zip(outer[::-1], shape[-2::-1], strict=True):
             if own > 1:
@@ -43,7 +43,7 @@ class Beside(NamedTuple):
         return cls(shape[-1], tuple(steps))
 
     def rows(self, row: Array) -> Array:
-        """Which of its rows go with these rows of x."""
+        """The array's rows for these rows of x."""
         index = jnp.zeros_like(row)
         for step, size, own in self.steps:
             index = index + jax.lax.rem(jax.lax.div(row, jnp.int32(step)), jnp.int32(size)) * jnp.int32(own)
@@ -51,12 +51,12 @@ class Beside(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Where the elements of a tile lie: in matrices, or in long vectors in which rows begin anywhere.
+    """The elements of a tile, in a matrix; unaligned rows lie in one long vector.
 
     Attributes:
-        at: Their places.
-        inside: Which of them there are.
-        row, column: Which rows and columns they are of.
+        at: Index of the elements.
+        inside: True for the elements that exist and belong to this tile.
+        row, column: Row and column of each element.
     """
 
     at: Any
@@ -66,16 +66,16 @@ class Tile(NamedTuple):
 
     @classmethod
     def of_matrix(cls, first: Array, col: Array, shape: tuple[int, int], rows: int, cols: int) -> Tile:
-        """Neighbouring columns of neighbouring rows."""
+        """A rectangle of a matrix: `shape` elements from row `first` and column `col` on."""
         row, column = first + _lanes(shape, 0), col + _lanes(shape, 1)
         at = (pl.ds(first, shape[0]), pl.ds(col, shape[1]))
         return cls(at, (row < rows) & (column < cols), row, column)
 
     @classmethod
     def of_body(cls, row: Array, col: Array, block: int, cols: int, vector: int) -> Tile:
-        """Neighbouring columns of a ragged row, from its first whole 16 bytes on, as far as they are whole.
+        """`block` elements of the aligned body of an unaligned row, from the body's column `col` on.
 
-        Triton moves 16 bytes at once where it sees that they begin on 16 bytes, and that one mask holds for them.
+        Triton moves 16 bytes at once where it can prove that they begin on 16 bytes and share one mask value.
         """
         begin, body, end = cls._bounds(row, cols, vector)
         at = body + col + _lanes((1, block), 1)
@@ -83,7 +83,7 @@ class Tile(NamedTuple):
 
     @classmethod
     def of_edges(cls, row: Array, cols: int, vector: int) -> Tile:
-        """What lies before the body of a ragged row, and behind it."""
+        """The head and the tail of an unaligned row: the elements before and after its aligned body."""
         begin, body, end = cls._bounds(row, cols, vector)
         lane = _lanes((1, 2 * vector), 1)
         at = jnp.where(lane < vector, begin + lane, end - vector + lane)
@@ -91,153 +91,158 @@ class Tile(NamedTuple):
 
     @staticmethod
     def _bounds(row: Array, cols: int, vector: int) -> tuple[Array, Array, Array]:
-        """Where a ragged row begins, and where what of it is whole 16 bytes begins and ends."""
+        """Beginning of an unaligned row, and beginning and end of its aligned body, in the long vector."""
         begin, width = row * cols, jnp.int32(vector)
         body, end = (jax.lax.div(at, width) * width for at in (begin + (vector - 1), begin + cols))
         return begin, body, end
 
 
 def _lanes(shape: tuple[int, int], axis: int) -> Array:
-    """0, 1, ... along an axis of a tile, of 32 bits where JAX has 64 too."""
+    """0, 1, ... along an axis of a tile, as 32-bit integers also where JAX's default is 64."""
     lanes = jnp.arange(shape[axis], dtype=jnp.int32)
     return lanes[:, None] if axis == 0 else lanes[None, :]
 
 
 class Operands(NamedTuple):
-    """The arrays of an operation, without the arrays.
+    """The operands and outputs of one launch, without their data.
 
     Attributes:
         op: The operation.
-        spec: What its scores are made of.
-        rows, cols: Of x.
-        beside: Where an array of scales, bias and mask lie, in that order, as far as they are given.
-        accumulator: The dtype that is computed in.
-        vector: Elements of 16 bytes where rows begin anywhere in long vectors, and are cut there; else 1.
+        options: The score options; ARRAY stands for an array.
+        rows, cols: Size of x as a matrix.
+        maps: Rows of each array of the options, in the order of `options.arrays`.
+        accumulator: Dtype of the computation.
+        vector: Elements of 16 bytes where unaligned rows are split into head, body and tail; else 1.
     """
 
     op: Op
-    spec: Scores
+    options: ScoreOptions
     rows: int
     cols: int
-    beside: tuple[Beside, ...]
+    maps: tuple[RowMap, ...]
     accumulator: Any
     vector: int
 
     @classmethod
-    def of(cls, name: str, operands: tuple[Array, ...], spec: Scores, factor: float, vector: int) -> Operands:
-        """That of these arrays."""
+    def of(cls, op: Op, operands: tuple[Array, ...], options: ScoreOptions, vector: int) -> Operands:
+        """The description of these arrays: the inputs, the arrays of the options, and a given state."""
         x = operands[0]
         outer = x.shape[:-1]
-        beside = tuple(Beside.of(t.shape, outer) for t in operands[1 : 1 + spec.arrays])
-        exact = operands[-1].dtype.itemsize > 2
-        return cls(Op(name, factor, exact), spec, math.prod(outer), x.shape[-1], beside, accumulator(x), vector)
+        maps = tuple(RowMap.of(t.shape, outer) for t in operands[op.inputs : op.inputs + len(options.arrays)])
+        return cls(op, options, math.prod(outer), x.shape[-1], maps, accumulator(x), vector)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of arrays that lie as x does."""
+        """Shape in which a kernel sees arrays of x's shape."""
         return (self.rows, self.cols) if self.vector == 1 else (self.rows * self.cols,)
 
     @property
     def body(self) -> int:
-        """Columns of a row, at most, that its tiles have to cover beside its edges."""
+        """Columns that the tiles of a row must cover; the head and the tail of an unaligned row are not among them."""
         return self.cols // self.vector * self.vector
 
     def matrices(self, operands: tuple[Array, ...]) -> list[Array]:
-        """The same arrays as matrices; as vectors those of ragged rows, and what has one number a row or for all."""
-        found = []
-        for i, t in enumerate(operands):
-            if self.op.reduces or i <= self.spec.arrays:
-                like_x = i == 0 or self.op.sums
-                found.append(t.reshape(self.shape) if like_x else t.reshape(-1, t.shape[-1]))
+        """The operands as a kernel takes them: matrices, and vectors for unaligned rows and per-row values."""
+        inputs = self.op.inputs
+        found = [t.reshape(self.shape) for t in operands[:inputs]]
+        found += [t.reshape(-1, t.shape[-1]) for t in operands[inputs : inputs + len(self.maps)]]
         if not self.op.reduces:
-            # m of each row's state, and t over its l in two parts, the second being what the first has rounded away.
+            # The given m of each row, and t / l with its rounding error.
             state, t = operands[-2:]
             m, l = state.reshape(-1, 2).T
             with jax.enable_x64(True):
                 found += [m, *in_two(t.reshape(-1).astype(jnp.float64) / l.astype(jnp.float64), m.dtype)]
         return found
 
-    def sides(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What a kernel reads and what it writes: one array, or the two parts of a number a row."""
-        written = 2 if self.op.per_row else 1
-        return refs[:-written], refs[-written:]
+    def outputs(self, dtype: Any) -> list[jax.ShapeDtypeStruct]:
+        """The arrays that a kernel writes, for a main output of this dtype: per element first, then per row."""
+        kinds = {output.name: output.dtype for output in self.op.operation.outputs}
+        found = [jax.ShapeDtypeStruct(self.shape, dtype)] if self.op.writes_elements else []
+        return found + [
+            jax.ShapeDtypeStruct((self.rows,), dtype if kinds[name] == "result" else self.accumulator)
+            for name in self.op.row_names
+        ]
+
+    def sides(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """The references of a kernel: operands, output per element (one or none), outputs per row."""
+        per_row = len(refs) - len(self.op.row_names)
+        per_element = per_row - int(self.op.writes_elements)
+        return refs[:per_element], refs[per_element:per_row], refs[per_row:]
 
     def tile(self, first: Any, col: Any, shape: tuple[int, int]) -> Tile:
-        """Neighbouring columns of neighbouring rows; of ragged rows counted from where their bodies begin."""
-        # With 64 bits on, Python's numbers would be of 64 beside those of 32.
+        """`shape` elements from a row and a column on; in an unaligned row, from a column of its body on."""
+        # With 64-bit types on, Python's integers would become 64-bit beside 32-bit ones.
         first, col = jnp.int32(first), jnp.int32(col)
         if self.vector > 1:
             return Tile.of_body(first, col, shape[1], self.cols, self.vector)
         return Tile.of_matrix(first, col, shape, self.rows, self.cols)
 
     def edges(self, row: Any, here: Any = True) -> list[Tile]:
-        """What tiles leave of a ragged row, if it is wanted here."""
+        """The tile of the head and the tail of an unaligned row; it has no element where `here` is False."""
         if self.vector == 1:
             return []
         tile = Tile.of_edges(jnp.int32(row), self.cols, self.vector)
         return [tile._replace(inside=tile.inside & here)]
 
     def load(self, refs: tuple[Any, ...], tile: Tile) -> tuple[Array, Array, Array]:
-        """(a, b, kept) of a tile: the elements, and whether they are there and no mask forbids them."""
-        x = pltriton.load(refs[0].at[tile.at], mask=tile.inside, other=0).astype(self.accumulator)
-        if self.op.sums:
-            b = pltriton.load(refs[1].at[tile.at], mask=tile.inside, other=0).astype(self.accumulator)
-            return x, b, tile.inside
-        beside = iter(zip(refs[1 : 1 + self.spec.arrays], self.beside, strict=True))
-        there = partial(self._beside, tile=tile)
-        if self.spec.scale == "array":
-            x = x * there(*next(beside)).astype(x.dtype)
-        elif self.spec.scale != 1:
-            x = x * float(self.spec.scale)
-        if self.spec.softcap is not None:
-            x = self.spec.softcap * tanh(x / self.spec.softcap)
-        if self.spec.bias:
-            x = x + there(*next(beside)).astype(x.dtype)
-        kept = tile.inside
-        if self.spec.mask:
-            kept = kept & (there(*next(beside)) != 0)
-        return jnp.where(kept, x, -jnp.inf), x, kept
+        """(a, b, kept) of a tile: the pairs of elements, and True where an element exists and no mask forbids it."""
+        x, *more = (
+            pltriton.load(ref.at[tile.at], mask=tile.inside, other=0).astype(self.accumulator)
+            for ref in refs[: self.op.inputs]
+        )
+        if not self.op.operation.scores:
+            return x, more[0], tile.inside
+        z, kept = self.make_scores(x, refs, tile)
+        return z, x, kept
 
-    def term(self, state: State) -> Term:
-        """What finishes each row, from its state."""
-        m, l = (part.astype(self.accumulator) for part in state)
-        return self.op.term((m, l))
+    def make_scores(self, x: Array, refs: tuple[Any, ...], tile: Tile) -> tuple[Array, Array]:
+        """The scores of logits, -inf where there is no element or a mask forbids it; and False there."""
+        inputs, options = self.op.inputs, self.options
+        arrays = [self._beside(ref, rows, tile) for ref, rows in zip(refs[inputs:], self.maps, strict=False)]
+        options = options.filled(arrays)
+        kept = tile.inside if options.mask is None else tile.inside & (options.mask != 0)
+        scale, bias = (t.astype(x.dtype) if hasattr(t, "dtype") else t for t in (options.scale, options.bias))
+        return scores(FUNCTIONS, x, options._replace(scale=scale, bias=bias, mask=kept)), kept
 
-    def given(self, refs: tuple[Any, ...], first: Any, rows: int) -> Term:
-        """What finishes each row, where none is reduced."""
-        inside = self._rows(first, rows)
-        return self.op.given(
+    def row_constants(self, state: State) -> RowConstants:
+        """Values for the element output of each row, from its state."""
+        return self.op.row_constants(tuple(part.astype(self.accumulator) for part in state))
+
+    def given_state(self, refs: tuple[Any, ...], first: Any, rows: int) -> RowConstants:
+        """The same where the state of each row is given."""
+        inside, at = self._rows(first, rows), self.op.inputs + len(self.maps)
+        return self.op.given_state(
             *(
                 pltriton.load(ref.at[pl.ds(first, rows)], mask=inside, other=0).astype(self.accumulator)[:, None]
-                for ref in refs[1 + self.spec.arrays : 4 + self.spec.arrays]
+                for ref in refs[at : at + 3]
             )
         )
 
-    def store(self, ref: Any, tile: Tile, loaded: tuple[Array, Array, Array], term: Term) -> None:
-        """Write a tile of the output."""
+    def store(self, ref: Any, tile: Tile, loaded: tuple[Array, Array, Array], constants: RowConstants) -> None:
+        """Write a tile of the element output."""
         a, b, kept = loaded
-        y = self.op.finish(a, b, term)
-        if self.spec.mask and not self.op.sums:
+        y = self.op.output(a, b, constants)
+        if self.options.mask is not None:
             y = jnp.where(kept, y, self.op.masked)
         pltriton.store(ref.at[tile.at], y.astype(ref.dtype), mask=tile.inside)
 
-    def store_parts(self, refs: tuple[Any, ...], first: Any, state: State) -> None:
-        """Write the two parts of one number a row."""
-        for ref, part in zip(refs, self.op.parts(state), strict=True):
-            count = part.size
-            values = part.astype(ref.dtype).reshape(count)
-            pltriton.store(ref.at[pl.ds(first, count)], values, mask=self._rows(first, count))
+    def store_rows(self, refs: tuple[Any, ...], first: Any, state: State, here: Any = True) -> None:
+        """Write the outputs per row from row `first` on, if any; nothing where `here` is False."""
+        for ref, values in zip(refs, self.op.row_outputs(state) if refs else (), strict=True):
+            count = values.size
+            inside = self._rows(first, count) if here is True else self._rows(first, count) & here
+            pltriton.store(ref.at[pl.ds(first, count)], values.astype(ref.dtype).reshape(count), mask=inside)
 
     def _rows(self, first: Any, count: int) -> Array:
-        """Whether rows from the first on are there."""
+        """True for the rows from `first` on that exist."""
         return jnp.int32(first) + jnp.arange(count, dtype=jnp.int32) < self.rows
 
-    def _beside(self, ref: Any, place: Beside, tile: Tile) -> Array:
-        """What lies beside a tile: a tile, or a column of one element a row."""
-        rows = place.rows(tile.row)
-        if place.cols == 1:
-            return pltriton.load(ref.at[rows, jnp.zeros_like(rows)], mask=tile.row < self.rows, other=0)
-        at = (jnp.broadcast_to(t, tile.inside.shape) for t in (rows, tile.column))
+    def _beside(self, ref: Any, rows: RowMap, tile: Tile) -> Array:
+        """The elements of a broadcast array for a tile: a tile, or one element per row."""
+        row = rows.rows(tile.row)
+        if rows.cols == 1:
+            return pltriton.load(ref.at[row, jnp.zeros_like(row)], mask=tile.row < self.rows, other=0)
+        at = (jnp.broadcast_to(t, tile.inside.shape) for t in (row, tile.column))
         return pltriton.load(ref.at[tuple(at)], mask=tile.inside, other=0)
 
 
@@ -256,3 +261,7 @@ def _polynomial(z: Array) -> Array:
     p = z * p - 5.37397155531e-2
     p = z * p + 1.33314422036e-1
     return z * p - 3.33332819422e-1
+
+
+FUNCTIONS = Functions(tanh, jnp.where)
+"""The functions with which a kernel computes the score formula of core/options.py."""

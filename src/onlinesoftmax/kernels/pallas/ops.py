@@ -1,13 +1,16 @@
-"""What an operation does with the elements of a row: before they are reduced, as they are, and after.
+"""The formulas of the operations in Pallas: terms of the sums, element outputs and per-row outputs.
 
-A strategy makes a state of each tile (`of`, `of_tiles`), merges until a row has one, then calls `term` once for the
-row and `finish` for each element, or `parts` where the operation gives one number a row.
-Elements come in pairs (a, b): a score and nothing, or for a gradient the saved output and that of it.
+A strategy makes a state of each tile (`of`, `of_tiles`) and merges until a row has one state.  It then calls
+`row_constants` once per row and `output` for each element, `row_outputs` once per row, or both.
+Elements come in pairs (a, b): a score and nothing; in a gradient, the saved output y and its gradient dy.
 
-A gradient needs one sum over its row, and keeps it as the l of a state whose m nobody asks for:
-    softmax           factor · y (t - l)        l = Σ y t
-    log_softmax       factor · (t - exp(y) l)   l = Σ t
-    logsumexp         factor · l exp(z - m)     m and l = t / Σ exp(z - m): given, not reduced
+A gradient needs one plain sum over its row, the dot:
+    softmax           factor * y (dy - dot)        dot = sum(y dy)
+    log_softmax       factor * (dy - exp(y) dot)   dot = sum(dy)
+    logsumexp         factor * t exp(z - m)        t = dy / l; the state (m, l) is given, not reduced
+
+The state of an operation is the maximum m with the rescaled sums, followed by the plain sums.  An operation without
+rescaled sums has no m in its state.
 """
 
 from __future__ import annotations
@@ -19,149 +22,205 @@ import jax
 import jax.numpy as jnp
 
 from ...core.arrays import Array
-from ...core.operations import OPERATIONS
+from ...core.operations import OPERATIONS, Operation
 from . import state
 from .state import State, Tiles
 
 
-class Term(NamedTuple):
-    """What finishes a row.
+class RowConstants(NamedTuple):
+    """Values that `output` needs and that are the same along a row.
 
     Attributes:
-        shift: What is subtracted before exp.
-        t: What the operation makes of the row's l.
-        low: What t has rounded away, where the output would show it.
+        t: Factor or summand, made from the row's state.
+        shift: Number that is subtracted before exp; None in a gradient that has no exp of scores.
+        low: Rounding error of t, where the output would show it; else None.
     """
 
-    shift: Array
     t: Array
+    shift: Array | None = None
     low: Array | None = None
 
 
 class Op(NamedTuple):
-    """An operation and its number.
+    """One operation, as one call needs it.
 
     Attributes:
-        name: In OPERATIONS.
-        factor: What a gradient is multiplied by.
-        exact: Whether the output has 24 bits, which 16 would not show.
+        name: Name in OPERATIONS.
+        outputs: Names of the outputs that are written; empty for those that every call writes.
+        factor: Number that a gradient is multiplied by.
+        exact: True where the output has 24 bits or more, so that an error below 16 bits shows.
     """
 
     name: str
+    outputs: tuple[str, ...] = ()
     factor: float = 1.0
     exact: bool = False
 
     @property
-    def sums(self) -> bool:
-        """Whether its state holds a plain sum."""
-        return OPERATIONS[self.name].inputs > 1
+    def operation(self) -> Operation:
+        """The operation's declaration."""
+        return OPERATIONS[self.name]
+
+    @property
+    def inputs(self) -> int:
+        """Number of arrays that are read element by element."""
+        return self.operation.inputs
 
     @property
     def reduces(self) -> bool:
-        """Whether a row's state is made from its elements."""
-        return OPERATIONS[self.name].reduces
+        """True where a row is reduced to a state."""
+        return self.operation.reduces
 
     @property
-    def per_row(self) -> bool:
-        """Whether a row gives one number."""
-        return OPERATIONS[self.name].per_row
+    def written(self) -> tuple[str, ...]:
+        """Names of the outputs: the output per element, if there is one, and the outputs per row."""
+        return self.outputs or self.operation.always
 
-    def _part(self, a: Array, b: Array) -> Array:
-        return a * b if self.name == "softmax_backward" else b
+    @property
+    def writes_elements(self) -> bool:
+        """True where one output has a value for each element."""
+        return any(output.kind == "element" for output in self.operation.written(self.written))
 
-    def identity(self, shape: tuple[int, ...], dtype: Any) -> State:
-        """The states of nothing."""
-        if self.sums:
-            with jax.enable_x64(self.exact):
-                l = jnp.zeros(shape, self.sum_dtype(dtype))
-            return l, l
-        return state.identity(shape, dtype)
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        """Names of the outputs with one value per row."""
+        return tuple(output.name for output in self.operation.written(self.written) if output.kind == "row")
+
+    @property
+    def rescaled(self) -> tuple[str, ...]:
+        """Names of the sums that merge with the factors of l."""
+        return tuple(total.name for total in self.operation.summed(self.written) if total.rescaled)
+
+    @property
+    def plain(self) -> tuple[str, ...]:
+        """Names of the sums that merge by addition."""
+        return tuple(total.name for total in self.operation.summed(self.written) if not total.rescaled)
+
+    @property
+    def scaled_parts(self) -> int:
+        """Number of parts of a state that merge with the factors of l: m and the rescaled sums."""
+        return len(self.rescaled) + 1 if self.rescaled else 0
+
+    @property
+    def packed_parts(self) -> int:
+        """Number of parts of a packed state."""
+        return self.scaled_parts + 2 * len(self.plain)
+
+    @property
+    def neutral(self) -> float:
+        """Element that adds nothing to the state."""
+        return -jnp.inf if self.rescaled else 0.0
+
+    def terms(self, z: Array, e: Array) -> tuple[Array, ...]:
+        """Terms of the rescaled sums of scores z, with e = exp(z - m)."""
+        # A score of -inf has the term 0, not -inf * 0.
+        return tuple(e if name == "l" else jnp.where(e == 0, 0, z * e) for name in self.rescaled)
+
+    def summands(self, a: Array, b: Array) -> tuple[Array, ...]:
+        """Terms of the plain sums."""
+        return tuple(a * b if self.name == "softmax_backward" else b for _ in self.plain)
 
     def sum_dtype(self, dtype: Any) -> Any:
-        """What a plain sum is kept in: a gradient subtracts it, which may cancel all but its last places."""
+        """Dtype of a plain sum: a gradient subtracts the sum, which may cancel all but the last bits."""
         return jnp.float64 if self.exact else dtype
 
-    def of(self, *pairs: tuple[Array, Array]) -> State:
-        """The states of rows in tiles of pairs, or of the only row as numbers.
+    def slice_dtypes(self, dtype: Any) -> tuple[Any, ...]:
+        """Dtypes of the parts of a state that `of_tiles` makes.
 
-        As an array of one element it would have a layout, which Triton may give to all that it is made of.
+        An operation that writes elements holds its scores while states merge, and has no registers for wider sums.
+        """
+        wide = self.sum_dtype(dtype)
+        rescaled = dtype if self.writes_elements else wide
+        first = (dtype,) if self.rescaled else ()
+        return *first, *(rescaled for _ in self.rescaled), *(wide for _ in self.plain)
+
+    def identity(self, shape: tuple[int, ...], dtype: Any) -> State:
+        """The states of empty slices."""
+        found = state.identity(shape, dtype, len(self.rescaled)) if self.rescaled else ()
+        with jax.enable_x64(self.exact):
+            return *found, *(jnp.zeros(shape, self.sum_dtype(dtype)) for _ in self.plain)
+
+    def of(self, *pairs: tuple[Array, Array]) -> State:
+        """The states of rows in tiles of pairs; a single row has a state of numbers.
+
+        An array of one element would have a layout, which Triton may then give to every array it is made from.
         """
         axis = None if pairs[0][0].shape[0] == 1 else -1
-        if self.sums:
-            with jax.enable_x64(self.exact):
-                l = state.total(*(self._part(a, b).astype(self.sum_dtype(a.dtype)) for a, b in pairs), axis=axis)
-            return l, l
-        return state.of(*(a for a, _ in pairs), axis=axis, exact=self.exact)
+        found: State = ()
+        if self.rescaled:
+            found = state.of(*(a for a, _ in pairs), axis=axis, exact=self.exact, terms=self.terms)
+        if not self.plain:
+            return found
+        with jax.enable_x64(self.exact):
+            wide = self.sum_dtype(pairs[0][0].dtype)
+            kinds = zip(*(self.summands(a, b) for a, b in pairs), strict=True)
+            return *found, *(state.total(*(x.astype(wide) for x in parts), axis=axis) for parts in kinds)
 
     def of_tiles(self, tiles: Tiles, dtype: Any) -> State:
-        """The state of a slice in tiles of pairs, as numbers: m of a dtype, l of `sum_dtype`."""
-        if self.sums:
-            lanes = tiles.fold(jnp.add, lambda pair: self._part(*(t.astype(dtype) for t in pair)))
-            m = jnp.asarray(0, dtype)
-        else:
-            m, lanes = state.of_tiles(tiles, dtype, lambda pair: pair[0])
-        return m, jnp.sum(lanes.astype(self.sum_dtype(dtype)))
-
-    def slice_dtype(self, dtype: Any) -> Any:
-        """What the l of a slice in tiles is kept in.
-
-        Softmax and log_softmax hold their elements while they merge, and have no registers for more.
-        """
-        return dtype if self.name in ("softmax", "log_softmax") else self.sum_dtype(dtype)
+        """The state of a slice in tiles of pairs, as numbers: m in a dtype, the sums in `sum_dtype`."""
+        found: State = ()
+        if self.rescaled:
+            found = state.of_tiles(tiles, dtype, lambda pair: pair[0], self.terms)
+        sums = found[1:]
+        if self.plain:
+            sums += tiles.fold(state.added, lambda pair: self.summands(*(t.astype(dtype) for t in pair)))
+        return *found[:1], *(jnp.sum(x.astype(self.sum_dtype(dtype))) for x in sums)
 
     def merge(self, one: State, other: State) -> State:
-        """The states of two slices laid end to end."""
-        if self.sums:
-            with jax.enable_x64(self.exact):
-                l = one[1] + other[1]
-            return l, l
-        return state.merge(one, other)
+        """The state of two slices together."""
+        n = self.scaled_parts
+        found = state.merge(one[:n], other[:n]) if n else ()
+        with jax.enable_x64(self.exact and bool(self.plain)):
+            return *found, *state.added(one[n:], other[n:])
 
     def merge_slices(self, slices: Sequence[State]) -> State:
-        """The states of slices laid end to end, of which there are a power of two."""
-        if self.sums:
-            return slices[0][0], state.by_twos([l for _, l in slices])
-        return state.merge_slices(slices)
+        """The state of slices together; their number is a power of two."""
+        n = self.scaled_parts
+        found = state.merge_slices([a[:n] for a in slices]) if n else ()
+        return *found, *(state.by_twos(parts) for parts in zip(*(a[n:] for a in slices), strict=True))
 
     def merge_all(self, a: State, axis: int | None = -1) -> State:
-        """The states of all slices along an axis, or of all of them as numbers."""
-        if self.sums:
-            with jax.enable_x64(self.exact):
-                l = state.total(a[1], axis=axis)
-            return l, l
-        return state.merge_all(a, axis)
+        """The state of all slices along an axis, kept with size 1; with axis None of all slices, as numbers."""
+        n = self.scaled_parts
+        found = state.merge_all(a[:n], axis) if n else ()
+        if not self.plain:
+            return found
+        with jax.enable_x64(self.exact):
+            return *found, *(state.total(x, axis=axis) for x in a[n:])
 
     def packed(self, a: State, dtype: Any) -> State:
-        """A state in two numbers of a dtype: a sum, of whose m nobody asks, in what it is rounded to and the rest."""
-        if not self.sums:
+        """A state in numbers of one dtype: a plain sum becomes a rounded sum and its rounding error."""
+        if not self.plain:
             return a
+        n = self.scaled_parts
         with jax.enable_x64(self.exact):
-            return state.in_two(a[1], dtype)
+            return *a[:n], *(part for x in a[n:] for part in state.in_two(x, dtype))
 
     def unpacked(self, a: State) -> State:
-        """The state again."""
-        if not self.sums:
+        """The state that `packed` was given."""
+        if not self.plain:
             return a
+        n = self.scaled_parts
         with jax.enable_x64(self.exact):
-            wide = self.sum_dtype(a[0].dtype)
-            l = a[0].astype(wide) + a[1].astype(wide)
-        return l, l
+            wide = self.sum_dtype(a[n].dtype)
+            pairs = zip(a[n::2], a[n + 1 :: 2], strict=True)
+            return *a[:n], *(high.astype(wide) + low.astype(wide) for high, low in pairs)
 
-    def term(self, a: State) -> Term:
-        """What of `finish` is the same along a row; NaN where the maximum is infinite, as in jax.nn."""
-        m, l = a
-        if self.name not in ("softmax", "log_softmax"):
-            return Term(m, l)
+    def row_constants(self, a: State) -> RowConstants:
+        """Values for `output`, from the state of the row; NaN where the maximum is infinite, as in jax.nn."""
+        if not self.rescaled:
+            return RowConstants(a[0])
+        m, l = a[:2]
         t, low = state.reciprocal(l) if self.name == "softmax" else (jnp.log(l), None)
-        return Term(state.shift(m), jnp.where(jnp.abs(m) == jnp.inf, jnp.nan, t), low if self.exact else None)
+        return RowConstants(jnp.where(jnp.abs(m) == jnp.inf, jnp.nan, t), state.shift(m), low if self.exact else None)
 
-    def given(self, m: Array, t: Array, low: Array) -> Term:
-        """That of a row whose state is given, not reduced."""
-        return Term(m, t, low if self.exact else None)
+    def given_state(self, m: Array, t: Array, low: Array) -> RowConstants:
+        """Values for `output` of a row whose state is given, not reduced."""
+        return RowConstants(t, m, low if self.exact else None)
 
-    def finish(self, a: Array, b: Array, term: Term) -> Array:
+    def output(self, a: Array, b: Array, constants: RowConstants) -> Array:
         """The output for the elements (a, b)."""
-        s, t, low = term
+        t, s, low = constants
         if self.name in ("softmax", "logsumexp_backward"):
             e = jnp.exp(a - s)
             y = e * t if low is None else e * t + e * low
@@ -172,13 +231,26 @@ class Op(NamedTuple):
             return self.factor * (a * (b - t))
         if self.name == "log_softmax_backward":
             return self.factor * (b - jnp.exp(a) * t)
-        raise ValueError(f"{self.name} writes no element")
+        raise ValueError(f"{self.name} has no output per element")
 
-    def parts(self, a: State) -> State:
-        """What is kept of a state: m made finite, so that logsumexp is m + log(l) in every case."""
-        return state.shift(a[0]), a[1]
+    def row_outputs(self, a: State) -> tuple[Array, ...]:
+        """The outputs per row, in the order of `row_names`."""
+        return tuple(self.row_output(name, a) for name in self.row_names)
+
+    def row_output(self, name: str, a: State) -> Array:
+        """One output per row, from the state.
+
+        The entropy is NaN where l is 0 or the maximum is infinite: such a row has no softmax.
+        """
+        parts = dict(zip(("m", *self.rescaled), a, strict=False))
+        # With a finite m, m + log(l) is the logsumexp in every case.
+        m, l = state.shift(parts["m"]), parts["l"]
+        if name in ("m", "l"):
+            return m if name == "m" else l
+        lse = m + jnp.log(l)
+        return lse - parts["zl"] / l if name == "entropy" else lse
 
     @property
     def masked(self) -> float:
-        """The output where a mask forbids the element."""
+        """The output where the mask is False."""
         return -jnp.inf if self.name == "log_softmax" else 0.0

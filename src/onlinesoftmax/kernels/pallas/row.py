@@ -1,4 +1,4 @@
-"""Strategy `row`: a program holds whole rows on chip."""
+"""Strategy `row`: a program holds whole rows in registers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from jax.experimental import pallas as pl
 from ...core.arrays import Array
 from ...planner.plan import Plan
 from .call import call
-from .operands import Operands
+from .operands import Operands, Tile
 
 
-def _powers_of_two(n: int) -> list[tuple[int, int]]:
-    """The powers of two that n is the sum of, largest first, each after where it begins."""
+def powers_of_two(n: int) -> list[tuple[int, int]]:
+    """The powers of two that add up to n, largest first, as (sum of the powers before, power)."""
     found, at = [], 0
     while at < n:
         width = 1 << (n - at).bit_length() - 1
@@ -23,29 +23,33 @@ def _powers_of_two(n: int) -> list[tuple[int, int]]:
     return found
 
 
-def row_kernel(*refs: Any, operands: Operands, shape: tuple[int, int]) -> None:
-    """One program: a few rows, all of their columns in registers.
+def tiles_of(operands: Operands, first: Any, shape: tuple[int, int]) -> list[Tile]:
+    """The tiles of the rows from `first` on."""
+    tiles = [operands.tile(first, col, (shape[0], width)) for col, width in powers_of_two(shape[1])]
+    return tiles + operands.edges(first)
 
-    Chosen: whenever the row fits registers.
+
+def row_kernel(*refs: Any, operands: Operands, shape: tuple[int, int]) -> None:
+    """One program owns a few rows, with all of their columns in registers.
+
+    Chosen: whenever a row fits the registers of one program.
     Bytes: one read, one write.
-    Limits: a tile's sides are powers of two, so that columns are padded to a sum of these.
+    Limits: the sides of a tile are powers of two, so a row is padded to a sum of powers of two.
     """
-    reads, writes = operands.sides(refs)
+    reads, elements, rows = operands.sides(refs)
     op, first = operands.op, pl.program_id(0) * shape[0]
-    tiles = [operands.tile(first, col, (shape[0], width)) for col, width in _powers_of_two(shape[1])]
-    tiles += operands.edges(first)
+    tiles = tiles_of(operands, first, shape)
     loaded = [operands.load(reads, tile) for tile in tiles]
     if op.reduces:
         state = op.of(*((a, b) for a, b, _ in loaded))
-    if op.per_row:
-        operands.store_parts(writes, first, state)
-        return
-    term = operands.term(state) if op.reduces else operands.given(reads, first, shape[0])
-    for tile, values in zip(tiles, loaded, strict=True):
-        operands.store(writes[0], tile, values, term)
+        operands.store_rows(rows, first, state)
+    for y_ref in elements:
+        constants = operands.row_constants(state) if op.reduces else operands.given_state(reads, first, shape[0])
+        for tile, values in zip(tiles, loaded, strict=True):
+            operands.store(y_ref, tile, values, constants)
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
-    """The operation on matrices."""
+    """Run the operation on matrices."""
     kernel = partial(row_kernel, operands=operands, shape=(plan.rows_per_program, plan.block))
     return call(kernel, plan.programs, arrays, out, plan, interpret)

@@ -1,4 +1,4 @@
-"""Strategy `split`: a program has a slice of a row; a second launch merges their states and writes."""
+"""Strategy `split`: several programs share a row; a second launch merges their states and writes."""
 
 from __future__ import annotations
 
@@ -13,72 +13,82 @@ from jax.experimental.pallas import triton as pltriton
 from ...core.arrays import Array
 from ...planner.plan import Plan
 from .call import call
-from .looped import state_of, write_tiles
+from .looped import state_of, tiles_of, write_tiles
 from .operands import Operands
-from .ops import Term
+from .ops import Op, RowConstants
 from .state import State
 
 
 def _place(splits: int, last: int | None = None) -> tuple[Any, Any, Any]:
-    """(program, row, slice) of a program, counted from the last one on if that is given."""
+    """(program, row, slice) of this program; programs are counted down from `last` where `last` is given."""
     program = pl.program_id(0) if last is None else last - pl.program_id(0)
     return program, jax.lax.div(program, jnp.int32(splits)), jax.lax.rem(program, jnp.int32(splits))
 
 
-def state_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth: int) -> None:
-    """One program: the state of a slice of `depth` tiles."""
-    *reads, m_ref, l_ref = refs
+def depth_of(operands: Operands, block: int, splits: int) -> int:
+    """Number of tiles of a slice; the last slices of a row may have tiles that lie behind the row."""
+    return pl.cdiv(tiles_of(operands, block), splits)
+
+
+def state_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth: int, reads: int) -> None:
+    """One program owns a slice of a row, `depth` tiles, and writes its state.
+
+    Chosen: few rows, each too long for one program to stream alone.
+    Bytes: one read.
+    Limits: rows × splits states.
+    """
     program, row, part = _place(splits)
-    state = state_of(operands, tuple(reads), row, part * depth, depth, block, part == 0)
-    for ref, value in zip((m_ref, l_ref), operands.op.packed(state, operands.accumulator), strict=True):
+    state = state_of(operands, refs[:reads], row, part * depth, depth, block, part == 0)
+    for ref, value in zip(refs[reads:], operands.op.packed(state, operands.accumulator), strict=True):
         pltriton.store(ref.at[pl.ds(program, 1)], value.reshape(1))
 
 
-def write_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth: int) -> None:
-    """One program: a slice of the output, from the states of its row's slices.
+def write_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth: int, reads: int) -> None:
+    """One program owns a slice of the output; it merges the states of all slices of its row.
 
-    Bytes: a second read, which L2 serves where it still holds the row; so newest first.
+    Chosen: after `state_kernel`, where elements are written.
+    Bytes: a second read, which hits L2 where L2 still holds the row, so the last slice is written first; one write.
+    Limits: every program of a row merges all of its states.
     """
-    *reads, m_ref, l_ref, y_ref = refs
-    op = operands.op
+    beside, [y_ref], rows = operands.sides(refs)
+    op, operand_refs = operands.op, beside[:reads]
     _, row, part = _place(splits, operands.rows * splits - 1)
 
-    def term() -> Term:
+    def constants() -> RowConstants:
         if not op.reduces:
-            return operands.given(tuple(reads), row, 1)
-        return operands.term(_whole((m_ref, l_ref), row, splits, op))
+            return operands.given_state(operand_refs, row, 1)
+        state = _whole(beside[reads:], row, splits, op)
+        operands.store_rows(rows, row, state, part == 0)
+        return operands.row_constants(state)
 
-    write_tiles(operands, tuple(reads), y_ref, row, part * depth, depth, block, term, part == 0)
+    write_tiles(operands, operand_refs, y_ref, row, part * depth, depth, block, constants, part == 0)
 
 
-def _whole(refs: tuple[Any, Any], row: Any, splits: int, op: Any) -> State:
-    """The state of a row as numbers, from those of its slices.
+def _whole(refs: tuple[Any, ...], row: Any, splits: int, op: Op) -> State:
+    """The state of a row as numbers, from the states of its slices.
 
-    As an array of one element it would have a layout, which Triton may give to all that it is made of.
+    An array of one element would have a layout, which Triton may then give to every array it is made from.
     """
     lanes = pl.next_power_of_2(splits)
     there = jnp.arange(lanes, dtype=jnp.int32) < splits
-    nothing = op.packed(op.identity((lanes,), refs[0].dtype), refs[0].dtype)
-    m, l = (pltriton.load(ref.at[pl.ds(row * splits, lanes)], mask=there, other=0) for ref in refs)
-    return op.merge_all(op.unpacked((jnp.where(there, m, nothing[0]), jnp.where(there, l, nothing[1]))), None)
+    neutral = op.packed(op.identity((lanes,), refs[0].dtype), refs[0].dtype)
+    parts = [pltriton.load(ref.at[pl.ds(row * splits, lanes)], mask=there, other=0) for ref in refs]
+    found = tuple(jnp.where(there, part, empty) for part, empty in zip(parts, neutral, strict=True))
+    return op.merge_all(op.unpacked(found), None)
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
-    """The operation on matrices: few long rows.
-
-    Bytes: two reads, one write.
-    Limits: rows × splits states.
-    """
+    """Run the operation on matrices: few long rows."""
     op, splits, rows = operands.op, plan.splits, operands.rows
-    depth = pl.cdiv(pl.cdiv(operands.body, plan.block), splits)
-    blocks: dict[str, Any] = {"operands": operands, "block": plan.block, "splits": splits, "depth": depth}
+    depth = depth_of(operands, plan.block, splits)
+    blocks: dict[str, Any] = {
+        "operands": operands, "block": plan.block, "splits": splits, "depth": depth, "reads": len(arrays),
+    }  # fmt: skip
     states: list[Array] = []
     if op.reduces:
-        parts = [jax.ShapeDtypeStruct((rows * splits,), operands.accumulator)] * 2
-        states = call(partial(state_kernel, **blocks), rows * splits, arrays, parts, plan, interpret)
-    if op.per_row:
-        m, l = (part.reshape(rows, splits) for part in states)
-        return [part[:, 0] for part in op.parts(op.merge_all((m, l)))]
-    # What is given in place of a state lies among the arrays.
-    beside = states or arrays[-2:]
-    return call(partial(write_kernel, **blocks), rows * splits, [*arrays, *beside], out, plan, interpret)
+        one = jax.ShapeDtypeStruct((rows * splits,), operands.accumulator)
+        states = call(partial(state_kernel, **blocks), rows * splits, arrays, [one] * op.packed_parts, plan, interpret)
+    if op.writes_elements:
+        return call(partial(write_kernel, **blocks), rows * splits, [*arrays, *states], out, plan, interpret)
+    merged = op.merge_all(op.unpacked(tuple(part.reshape(rows, splits) for part in states)))
+    return [values[:, 0].astype(like.dtype) for values, like in zip(op.row_outputs(merged), out, strict=True)]

@@ -1,7 +1,8 @@
-"""The state (m, l) in Pallas: the recurrence, written once for this language.
+"""The state in Pallas: the recurrence, written once for this language.
 
-Every strategy in this folder reduces with `of`, `of_tiles`, `merge` and `merge_all`, and nothing else.  The laws these
-functions obey are the table in tests/laws.py, shared with NumPy, torch, JAX, Triton and CUDA.
+A state is the maximum m of a slice of a row and one or more sums of w * exp(z - m) over its scores z.  The first sum
+is l, whose weight w is 1.  All sums merge with the same factors.  The laws these functions obey are the table in
+tests/laws.py, shared with NumPy, torch, JAX, Triton and CUDA.
 """
 
 from __future__ import annotations
@@ -15,36 +16,44 @@ import jax.numpy as jnp
 
 from ...core.arrays import Array
 
-State = tuple[Array, Array]
-"""(m, l), of one slice or of many."""
+State = tuple[Array, ...]
+"""(m, l) or (m, l, further sums), of one slice or of many."""
+
+Terms = Callable[[Array, Array], tuple[Array, ...]]
+"""Makes the terms of the sums from scores z and from exp(z - m)."""
 
 STEP = 4
-"""Tiles that a step of a loop over tiles takes."""
+"""Tiles that one step of a loop over tiles reads."""
 
 
-def identity(shape: tuple[int, ...], dtype: Any) -> State:
-    """The states of nothing."""
-    return jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype)
+def only_l(z: Array, e: Array) -> tuple[Array, ...]:
+    """The term of l alone."""
+    return (e,)
+
+
+def identity(shape: tuple[int, ...], dtype: Any, sums: int = 1) -> State:
+    """The states of empty slices."""
+    return jnp.full(shape, -jnp.inf, dtype), *(jnp.zeros(shape, dtype) for _ in range(sums))
 
 
 def shift(m: Array) -> Array:
-    """What is subtracted before exp: the finite number nearest to m.
+    """The finite number nearest to m, which is subtracted before exp.
 
-    An infinite m would give m - m = NaN; so shifted, a slice of nothing but -inf has l = 0, and one with +inf has
-    l = inf, which is what their logsumexp needs.
+    An infinite m would give m - m = NaN.  With the finite shift, a slice of -inf alone has l = 0, and a slice with
+    +inf has l = inf, which is what their logsumexp needs.
     """
     return jnp.clip(m, jnp.finfo(m.dtype).min, jnp.finfo(m.dtype).max)
 
 
 def total(*parts: Array, axis: int | None = -1) -> Array:
-    """The sum of parts along an axis, which it keeps with size 1, or of all of them as a number."""
+    """The sum of parts along an axis, kept with size 1; with axis None the sum of all elements as a number."""
     return reduce(jnp.add, (jnp.sum(v, axis=axis, keepdims=axis is not None) for v in parts))
 
 
 def reciprocal(l: Array) -> tuple[Array, Array]:
-    """1 / l in two parts, the second being what the first leaves over: GPUs divide to two units in the last place.
+    """1 / l as a number and its rounding error: a GPU's division is wrong by up to two units in the last place.
 
-    It is computed exactly, after Dekker (1971): halves of 12 bits multiply without rounding.
+    The error is computed exactly, after Dekker (1971): halves of 12 bits multiply without rounding.
     """
     t = 1 / l
     (l_high, l_low), (t_high, t_low) = _halves(l), _halves(t)
@@ -54,14 +63,14 @@ def reciprocal(l: Array) -> tuple[Array, Array]:
 
 
 def in_two(x: Array, dtype: Any) -> tuple[Array, Array]:
-    """A wider number in two of a dtype: what it is rounded to, and the rest."""
+    """A number as two numbers of a narrower dtype: the rounded number and the rounding error."""
     high = x.astype(dtype)
-    # Infinity is whole.
+    # Infinity has no rounding error, and inf - inf would be NaN.
     return high, jnp.where(jnp.abs(high) < jnp.inf, x - high.astype(x.dtype), 0).astype(dtype)
 
 
 def _coarse(x: Array) -> Array:
-    """What of numbers of float64 up to 1 is whole 2**-32, so that their sum is exact."""
+    """Float64 numbers rounded down to multiples of 2**-32: numbers up to 1 then add up without rounding."""
     return jnp.floor(x * 2.0**32) * 2.0**-32
 
 
@@ -71,31 +80,42 @@ def _halves(x: Array) -> tuple[Array, Array]:
     return high, x - high
 
 
-def of(*parts: Array, axis: int | None = -1, exact: bool = False) -> State:
-    """The states of rows in parts, along an axis, which they keep with size 1, or of all of them as numbers.
+def of(*parts: Array, axis: int | None = -1, exact: bool = False, terms: Terms = only_l) -> State:
+    """The states of rows of scores.
 
-    Exact adds terms in float64, and those of float64 in two parts: a thread adds all of its own one after another.
+    Args:
+        parts: The scores of the same rows, in tiles that may differ in width.
+        axis: The axis of the row, kept with size 1; None for one row, whose state is made of numbers.
+        exact: Add float32 terms in float64.
+        terms: Makes the terms of the sums.
     """
     m = reduce(jnp.maximum, (jnp.max(x, axis=axis, keepdims=axis is not None) for x in parts))
     s = shift(m)
-    terms = [jnp.exp(x - s) for x in parts]
-    if m.dtype == jnp.float64:
+    found = [terms(x, jnp.exp(x - s)) for x in parts]
+    return m, *(_sum(of_one, axis, exact) for of_one in zip(*found, strict=True))
+
+
+def _sum(terms: Sequence[Array], axis: int | None, exact: bool) -> Array:
+    """The sum of one kind of terms, in their dtype."""
+    dtype = terms[0].dtype
+    if dtype == jnp.float64:
+        # A thread adds its terms one after another, so float64 terms are added in two parts.
         coarse = [_coarse(term) for term in terms]
         rest = (jnp.where(term < jnp.inf, term - high, 0) for term, high in zip(terms, coarse, strict=True))
-        return m, total(*coarse, axis=axis) + total(*rest, axis=axis)
+        return total(*coarse, axis=axis) + total(*rest, axis=axis)
     with jax.enable_x64(exact):
-        wide = jnp.float64 if exact else m.dtype
-        return m, total(*(term.astype(wide) for term in terms), axis=axis).astype(m.dtype)
+        wide = jnp.float64 if exact else dtype
+        return total(*(term.astype(wide) for term in terms), axis=axis).astype(dtype)
 
 
 class Tiles(NamedTuple):
-    """A slice in tiles of one shape, each of which is made where it is used rather than held.
+    """A slice as tiles of one shape.  A tile is made when it is used, so that few tiles are in registers.
 
     Attributes:
-        edges: Makes those that are like no other.
-        inner: Makes the others, from their number.
-        start: The first of these.
-        stop: The number after the last.
+        edges: Functions that make the tiles at the ends of the slice.
+        inner: Makes any other tile from its number.
+        start: Number of the first inner tile.
+        stop: Number after the last inner tile.
     """
 
     edges: Sequence[Callable[[], Any]]
@@ -103,10 +123,10 @@ class Tiles(NamedTuple):
     start: int
     stop: int
 
-    def fold(self, combine: Callable[[Array, Array], Array], of: Callable[[Any], Array]) -> Array:
-        """What is made of each tile, combined: in a loop, so that few are in registers at a time.
+    def fold(self, combine: Callable[[Any, Any], Any], of: Callable[[Any], Any]) -> Any:
+        """Apply `of` to each tile and combine the results.
 
-        Those of a step are combined first: of the roundings of a sum, few are then of all that came before.
+        The tiles of one step are combined with each other first: fewer roundings then involve the whole sum.
         """
         alone = self.start + (self.stop - self.start) % STEP
         if not self.edges and alone == self.start:
@@ -116,44 +136,57 @@ class Tiles(NamedTuple):
         if not steps:
             return found
 
-        def step(i: Array, found: Array) -> Array:
+        def step(i: Array, found: Any) -> Any:
             return combine(found, reduce(combine, (of(self.inner(alone + i * STEP + k)) for k in range(STEP))))
 
-        folded: Array = jax.lax.fori_loop(jnp.int32(0), jnp.int32(steps), step, found)
-        return folded
+        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(steps), step, found)
 
 
-def of_tiles(tiles: Tiles, dtype: Any, score: Callable[[Any], Array]) -> State:
-    """The state of the scores of a slice: m as a number of a dtype, l as what each place in a tile adds to it."""
-    # A maximum of 16 bits is as exact as of 32.
+def added(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, ...]:
+    """Plain sums of two slices, merged."""
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def of_tiles(tiles: Tiles, dtype: Any, score: Callable[[Any], Array], terms: Terms = only_l) -> State:
+    """The state of a slice in tiles: m as a number; of each sum, a tile whose elements add up to the sum."""
+    # The maximum of 16-bit scores is exact in 16 bits.
     m = jnp.max(tiles.fold(jnp.maximum, score).astype(dtype))
     s = shift(m)
-    return m, tiles.fold(jnp.add, lambda tile: jnp.exp(score(tile).astype(dtype) - s))
+
+    def of_tile(tile: Any) -> tuple[Array, ...]:
+        z = score(tile).astype(dtype)
+        return terms(z, jnp.exp(z - s))
+
+    return m, *tiles.fold(added, of_tile)
 
 
 def merge(a: State, b: State) -> State:
-    """The states of two slices laid end to end."""
+    """The state of two slices together."""
     m = jnp.maximum(a[0], b[0])
     s = shift(m)
-    return m, a[1] * jnp.exp(a[0] - s) + b[1] * jnp.exp(b[0] - s)
+    of_a, of_b = jnp.exp(a[0] - s), jnp.exp(b[0] - s)
+    return m, *(x * of_a + y * of_b for x, y in zip(a[1:], b[1:], strict=True))
 
 
 def merge_slices(slices: Sequence[State]) -> State:
-    """The states of slices laid end to end, of which there are a power of two."""
-    m = reduce(jnp.maximum, [m for m, _ in slices])
+    """The state of slices together; their number is a power of two."""
+    m = reduce(jnp.maximum, [m for m, *_ in slices])
     s = shift(m)
-    return m, by_twos([l * jnp.exp(m - s) for m, l in slices])
+    factors = [jnp.exp(m - s) for m, *_ in slices]
+    sums = zip(*(sums for _, *sums in slices), strict=True)
+    return m, *(by_twos([x * factor for x, factor in zip(parts, factors, strict=True)]) for parts in sums)
 
 
 def by_twos(terms: Sequence[Array]) -> Array:
-    """The sum of a power of two of terms, each of which is rounded as few times as can be."""
+    """The sum of terms whose number is a power of two, as a tree: each term is rounded as few times as possible."""
     while len(terms) > 1:
         terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
     return terms[0]
 
 
 def merge_all(a: State, axis: int | None = -1) -> State:
-    """The states of all the slices along an axis, which they keep with size 1, or of all of them as numbers."""
+    """The state of all slices along an axis, kept with size 1; with axis None of all slices, as numbers."""
     keep = axis is not None
     m = jnp.max(a[0], axis=axis, keepdims=keep)
-    return m, jnp.sum(a[1] * jnp.exp(a[0] - shift(m)), axis=axis, keepdims=keep)
+    factors = jnp.exp(a[0] - shift(m))
+    return m, *(jnp.sum(x * factors, axis=axis, keepdims=keep) for x in a[1:])

@@ -34,7 +34,7 @@ def interpreted() -> bool:
 
 def prepare(request: Request) -> Callable[[Any, Any, dict[str, Any]], None]:
     """The function run(x, y, more) that runs a request on torch tensors."""
-    return program(request).bind()
+    return program(request).bind(request.task.outputs[0])
 
 
 def compile_request(request: Request, device: Device) -> list[Kernel]:

@@ -1,71 +1,66 @@
-"""Strategy `column`: a program holds adjacent rows whose own elements lie far apart."""
+"""Strategy `column`: a program holds adjacent rows; the elements of one row lie far apart."""
 
 import triton
 import triton.language as tl
 
-from . import operands, ops
+from . import operands, ops, state
 from .launch import Launch, Program, TritonRequest
 from .operands import row_offset
+from .tiles import strip
 
 
 @triton.jit(do_not_specialize=("cols", "adjacent"))
 def column_kernel(
-    p, y_ptr, places, cols, adjacent,
-    OP: tl.constexpr, PER_ROW: tl.constexpr, REDUCES: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr,
-    ZERO: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr,
+    p, places, cols, adjacent,
+    OP: tl.constexpr, UNITS: tl.constexpr, NEAR_UNIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    # One program: ROWS rows that are neighbours in memory, COLS columns at a time: each load is a
-    #   run of neighbours, and no transposed copy is made.
-    # Chosen: the softmax dimension is strided and the rows beside it are dense.
-    # Bytes: one read, one write when WHOLE (the columns fit one tile); else two reads.
+    # One program: ROWS rows that are adjacent in memory, COLS columns at a time.  Each load reads adjacent elements,
+    #   and no transposed copy is made.
+    # Chosen: the softmax dimension is strided, and rows are dense beside each other.
+    # Bytes: one read, one write where WHOLE (all columns fit one tile); else two reads, one write.
     # Limits: none on columns or rows.
-    adjacent = adjacent * UNITS[2]
-    strips = tl.cdiv(adjacent, ROWS)
-    pid = tl.program_id(0).to(tl.int64)
-    near = pid % strips * ROWS + tl.arange(0, ROWS)
-    row_mask = near < adjacent
-    at = operands.first_elements(p, places, pid // strips, UNITS)
-    at = operands.beside(p, places, at, near[None, :])
-    y_row = y_ptr + row_offset(pid // strips, places.sizes, places.y, UNITS[1]) + near * places.y.near
+    outer, near, row_mask = strip(tl.program_id(0).to(tl.int64), adjacent * NEAR_UNIT, ROWS)
+    at = operands.first_elements(p, places, outer, UNITS)
+    at = operands.skip_rows(p, places, at, near[None, :])
+    if OP.writes_elements:
+        y_row = p.y + row_offset(outer, places.sizes, places.y, UNITS.y) + near * places.y.near
     col = tl.arange(0, COLS)
     tiles = tl.cdiv(cols, COLS)
-    # 64-bit before the first product that can pass 2^31.
+    # 64 bits before the first product that can exceed 2^31.
     step = tl.full([], COLS, tl.int64)
 
     inside = (col < cols)[:, None] & row_mask[None, :]
-    a, b, counts = operands.load(p, places, at, col[:, None], inside, OP, ACC, "")
-    if REDUCES:
-        m, l = ops.reduce(a, b, 0, OP, EXACT, ZERO)
+    element = operands.load(p, places, at, col[:, None], inside, OP, "")
+    if len(OP.sums) > 0:
+        m, sums = ops.reduce(element[0], element[1], 0, OP)
         if not WHOLE:
             for i in range(1, tiles):
                 first = step * i
-                inside = (col < cols - first)[:, None] & row_mask[None, :]
-                a, b, counts = operands.load(
-                    p, places, operands.skip(p, places, at, first), col[:, None], inside, OP, ACC, ""
-                )
-                m_tile, l_tile = ops.reduce(a, b, 0, OP, EXACT, ZERO)
-                m, l = ops.merge(m, l, m_tile, l_tile, OP, EXACT)
+                tile_inside = (col < cols - first)[:, None] & row_mask[None, :]
+                tile_at = operands.skip(p, places, at, first)
+                a, b, _ = operands.load(p, places, tile_at, col[:, None], tile_inside, OP, "")
+                m_tile, sums_tile = ops.reduce(a, b, 0, OP)
+                m, sums = state.merge(m, sums, m_tile, sums_tile, OP)
     else:
-        m, l = operands.given(p, places, pid // strips, near, row_mask, ACC)
+        m, sums = operands.given_state(p, places, outer, near, row_mask, OP)
 
-    if PER_ROW:
-        tl.store(y_row, ops.result(m, l).to(y_ptr.dtype.element_ty), mask=row_mask)
-    else:
-        s, l, t = ops.term(m, l, cols, OP, ZERO)
-        s, l, t = s[None, :], l[None, :], t[None, :]
+    operands.store_row_outputs(p, places, outer, near, m, sums, row_mask, OP, UNITS)
+    if OP.writes_elements:
+        constants = operands.expand(ops.row_constants(m, sums, cols, OP), 0)
         y_at = y_row[None, :] + (col.to(tl.int64) * places.y.col)[:, None]
         if WHOLE:
-            y = operands.finish(p, places, at, col[:, None], a, b, counts, s, l, t, OP, ACC, EXACT, ZERO)
-            tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
+            y = operands.finish(p, places, at, col[:, None], element, constants, OP)
+            tl.store(y_at, y.to(p.y.dtype.element_ty), mask=inside)
         else:
             for i in range(tiles):
-                # Newest first: L2 still holds those.
+                # The newest tile first: L2 still holds it.
                 first = step * (tiles - 1 - i)
-                inside = (col < cols - first)[:, None] & row_mask[None, :]
+                tile_inside = (col < cols - first)[:, None] & row_mask[None, :]
                 tile_at = operands.skip(p, places, at, first)
-                a, b, counts = operands.load(p, places, tile_at, col[:, None], inside, OP, ACC, "")
-                y = operands.finish(p, places, tile_at, col[:, None], a, b, counts, s, l, t, OP, ACC, EXACT, ZERO)
-                tl.store(y_at + first * places.y.col, y.to(y_ptr.dtype.element_ty), mask=inside)
+                tile = operands.load(p, places, tile_at, col[:, None], tile_inside, OP, "")
+                y = operands.finish(p, places, tile_at, col[:, None], tile, constants, OP)
+                tl.store(y_at + first * places.y.col, y.to(p.y.dtype.element_ty), mask=tile_inside)
 
 
 def program(request: TritonRequest) -> Program:
@@ -74,10 +69,10 @@ def program(request: TritonRequest) -> Program:
     launch = Launch(
         column_kernel,
         plan.programs,
-        (request.pointers, "y"),
-        (request.places(beside=True), layout.cols, layout.adjacent // request.column_units[2]),
+        (request.pointers,),
+        (request.places(adjacent=True), layout.cols, layout.adjacent // request.near_unit),
         (
-            *request.op_constants, request.column_units,
+            request.op_constants, request.column_units, request.near_unit,
             plan.rows_per_program, plan.block, plan.block >= layout.cols,
         ),
         plan.warps,

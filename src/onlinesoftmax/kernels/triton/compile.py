@@ -1,4 +1,4 @@
-"""Compile a plan's kernels for a GPU that need not be here, and read what the compiler made of them."""
+"""Compile the kernels of a plan for a GPU that need not be present, and read registers, spills and listings."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from triton.compiler import ASTSource
 from ...core.device import Device
 from ..report import Kernel, cuobjdump, occupancy
 from .launch import Launch, Program
-from .operands import Pointers
 
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "i1"}
 
 
 def compile_program(program: Program, dtypes: Mapping[str, str], device: Device) -> list[Kernel]:
-    """The kernels of a program for a device, in launch order, each once.
+    """The kernels of a program for a device, in launch order.
 
     Args:
-        program: Launches, their tensors named as in Pointers.
-        dtypes: Dtype of each of those tensors, and of "y", the output.
+        program: Launches whose tensors have the names of Pointers or of the program's scratch memory.
+        dtypes: Dtype of each of the tensors, operands and outputs.
         device: The device, present or not.
 
     Raises:
-        RuntimeError: Triton's interpreter is on, which compiles nothing.
+        RuntimeError: Triton's interpreter is on, and it compiles nothing.
     """
     if triton.knobs.runtime.interpret:
         raise RuntimeError(
@@ -70,17 +69,18 @@ def _compile(launch: Launch, types: dict[str, str], device: Device) -> Kernel:
     )
 
 
-def _types(name: Any, types: dict[str, str]) -> Any:
-    """The type of a tensor, or of each of the Pointers; the numbers among those are 64 bits."""
-    if isinstance(name, Pointers):
-        return Pointers(*(None if pointer is None else types.get(pointer, "i64") for pointer in name))
-    return types[name]
+def _types(names: Any, types: dict[str, str]) -> Any:
+    """The types of the tensors of a tuple; a number is 64 bits."""
+    if names is None:
+        return None
+    found = [None if name is None else types.get(name, "i64") for name in names]
+    return type(names)(*found) if hasattr(names, "_fields") else tuple(found)
 
 
 def _specialise(value: Any, at: tuple[int, ...], plain: bool, constants: dict[Any, Any], hints: dict[Any, Any]) -> Any:
-    """The type Triton gives an argument at launch, with what it makes a constant or knows the divisor of."""
+    """The type that Triton gives an argument at launch; adds to `constants` and `hints` as the launch would."""
     if isinstance(value, tuple):
-        # Triton specialises the numbers of a tuple whatever do_not_specialize says.
+        # Triton specialises the numbers of a tuple, even where do_not_specialize names the argument.
         items = [_specialise(item, (*at, i), False, constants, hints) for i, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if value is None:

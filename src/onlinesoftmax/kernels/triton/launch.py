@@ -1,7 +1,7 @@
-"""Launches: planned once for a shape, then run with the least the host can do.
+"""Launches: prepared once for a request, then run with little host time.
 
-Triton's own launch binds and specialises the arguments anew each time, some twenty microseconds.
-The first run of a `Launch` goes that way and compiles; every later one calls what it returned.
+Triton's own launch binds and specialises the arguments each time, which takes about twenty microseconds.  Only the
+first run of a `Launch` does that, and compiles; every later run calls the compiled kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import triton.language as tl
 
 from ...core.layout import power_of_two_divisor
 from ..request import Request
-from .operands import Place, Places, Pointers
+from .operands import TENSORS, Place, Places, Pointers, Units
+from .ops import OpConstants
 
 TL_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32, "float64": tl.float64}
 TORCH_DTYPES = {name: getattr(torch, name) for name in TL_DTYPES}
@@ -24,20 +25,20 @@ TORCH_DTYPES = {name: getattr(torch, name) for name in TL_DTYPES}
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch, its tensors named and its other arguments bound.
+    """One kernel launch: tensors by name, and every other argument.
 
     Attributes:
         kernel: The @triton.jit function.
         programs: Size of its one-dimensional grid.
-        tensors: Names of its tensors, which come first, some of them gathered in Pointers.
-        numbers: Its integers and tuples of them, which follow.
+        tensors: Names of its tensors, which come first: Pointers, tuples of names, or None where a kernel takes none.
+        numbers: Its integers and tuples of integers, which follow.
         constants: Its constexpr arguments, which come last.
         warps: Warps of a program.
     """
 
     kernel: Any
     programs: int
-    tensors: tuple[str | Pointers, ...]
+    tensors: tuple[tuple[str | None, ...] | None, ...]
     numbers: tuple[Any, ...]
     constants: tuple[Any, ...]
     warps: int
@@ -48,48 +49,61 @@ class TritonRequest(Request):
     """A request in the terms of these kernels."""
 
     @property
-    def op_constants(self) -> tuple[Any, ...]:
-        """OP, PER_ROW, REDUCES, ACC, EXACT and ZERO, in the order that every kernel takes them."""
-        operation, acc = self.operation, TL_DTYPES[self.task.accumulator]
-        return operation.name, not self.task.writes_elements, operation.reduces, acc, self.task.exact, self.task.zero
+    def op_constants(self) -> OpConstants:
+        """OP of every kernel."""
+        operation, task = self.operation, self.task
+        row_outputs, sums = task.row_outputs, self.sums
+        return OpConstants(
+            operation.name,
+            operation.scores,
+            operation.backward,
+            task.writes_elements,
+            row_outputs,
+            tuple(TENSORS.index(name) for name in row_outputs),
+            tuple(accumulator.name for accumulator in sums),
+            tuple(accumulator.rescaled for accumulator in sums),
+            # A gradient needs m only to find the rows whose gradient it must set to zero because of a mask.
+            operation.scores or (task.zero and "mask" in operation.options),
+            TL_DTYPES[task.accumulator],
+            task.exact,
+            task.zero,
+        )
 
     @property
-    def pointers(self) -> Pointers:
-        """The names of what a kernel reads."""
+    def pointers(self) -> Any:
+        """Names of the tensors and numbers that a kernel reads or writes."""
         return Pointers(*(name if self.has(name) else None for name in Pointers._fields))
 
     @property
-    def units(self) -> tuple[int, ...]:
-        """What divides the row strides of x, those of y and the columns, then those of dy, bias, mask and logits."""
-        layout = self.layout
-        units = {name: side.unit for name, side in layout.sides.items()}
-        rest = (units.get(name, 1) for name in ("dy", "bias", "mask", "logits"))
-        return (layout.x.unit, units["y"], layout.cols_unit, *rest)
+    def units(self) -> Any:
+        """The `Units` of all tensors."""
+        units = {name: side.unit for name, side in self.layout.sides.items() if name in TENSORS}
+        return Units(**units, cols=self.layout.cols_unit)
 
     @property
-    def column_units(self) -> tuple[int, ...]:
-        """The same where rows lie side by side: the third divides the number of those."""
-        layout = self.layout
-        adjacent = power_of_two_divisor(layout.adjacent)
-        return (layout.column_unit("x"), layout.column_unit("y"), adjacent, 1, 1, 1, 1)
+    def column_units(self) -> Any:
+        """The `Units` where rows lie side by side: those of the input and of the outputs."""
+        return Units(**{name: self.layout.column_unit(name) for name in ("x", *self.task.outputs)})
 
-    def places(self, beside: bool = False) -> Places:
-        """Where rows lie; with the fastest dimension apart where a program takes rows that lie side by side."""
+    @property
+    def near_unit(self) -> int:
+        """The power of two that divides the number of rows side by side."""
+        return power_of_two_divisor(self.layout.adjacent)
+
+    def places(self, adjacent: bool = False) -> Any:
+        """The `Places` of all tensors; `adjacent` is True where a program owns rows that lie side by side."""
         layout = self.layout
-        units = self.column_units if beside else self.units
-        unit = dict(zip(("x", "y", "cols", "dy", "bias", "mask", "logits"), units, strict=True))
+        units = self.column_units if adjacent else self.units
 
         def place(name: str, strides: tuple[int, ...], col: int) -> Place:
-            if not beside:
-                return Place(in_units(strides, unit.get(name, 1)), col)
-            return Place(in_units(strides[1:] or (0,), unit.get(name, 1)), col, strides[0])
+            unit = getattr(units, name, 1)
+            if not adjacent:
+                return Place(in_units(strides, unit), col)
+            return Place(in_units(strides[1:] or (0,), unit), col, strides[0])
 
-        sizes = (layout.sizes[1:] or (1,)) if beside else layout.sizes
-        return Places(
-            sizes[:-1],
-            diagonal=self.task.diagonal,
-            **dict[str, Any]({name: place(name, *side) for name, side in layout.sides.items()}),
-        )
+        sizes = (layout.sizes[1:] or (1,)) if adjacent else layout.sizes
+        sides = {name: place(name, *side) for name, side in layout.sides.items()}
+        return Places(**sides, sizes=sizes[:-1], diagonal=self.task.diagonal)
 
     @property
     def cols_in_units(self) -> int:
@@ -103,7 +117,7 @@ def in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
 
 @dataclass
 class Program:
-    """The launches of a plan and the scratch memory they share.
+    """The launches of a plan and their scratch memory.
 
     Attributes:
         launches: In stream order.
@@ -113,9 +127,12 @@ class Program:
     launches: list[Launch]
     scratch: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def bind(self) -> Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]:
-        """The function run(x, y, more) on tensors of the shapes and the dtypes that it was planned for."""
-        steps = [_Step(launch) for launch in self.launches]
+    def bind(self, first: str) -> Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]:
+        """The function run(x, y, more) for tensors of the planned shapes and dtypes.
+
+        y is the output named `first`; `more` has every other operand and output by name.
+        """
+        steps = [_Step(launch, first) for launch in self.launches]
         if len(steps) == 1 and not self.scratch:
             return steps[0].run
         scratch = {name: (size, TORCH_DTYPES[dtype]) for name, (size, dtype) in self.scratch.items()}
@@ -131,15 +148,15 @@ class Program:
 class _Step:
     """One launch that remembers its compiled kernel."""
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
+    def __init__(self, launch: Launch, first: str) -> None:
+        self.launch, self.first = launch, first
         self.arguments = (*launch.numbers, *launch.constants)
-        # x alone, written to y: what most calls are, and for them every microsecond counts.
-        self.plain = launch.tensors == (Pointers("x"), "y")
+        # Most calls read x and write y only, and for them every microsecond counts.
+        self.plain = launch.tensors == (Pointers("x", "y"),)
         self.compiled: Callable[..., None] | None = None
 
     def run(self, x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
-        tensors = (Pointers(x), y) if self.plain else self._named({"x": x, "y": y, **more})
+        tensors = (Pointers(x, y),) if self.plain else self._named({**more, "x": x, self.first: y})
         if self.compiled is not None:
             self.compiled(*tensors, *self.arguments)
             return
@@ -150,9 +167,12 @@ class _Step:
             self.compiled = kernel[grid]
 
     def _named(self, given: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(
-            given[name]
-            if isinstance(name, str)
-            else Pointers(*[None if pointer is None else given[pointer] for pointer in name])
-            for name in self.launch.tensors
-        )
+        return tuple(_tensors(names, given) for names in self.launch.tensors)
+
+
+def _tensors(names: Any, given: dict[str, Any]) -> Any:
+    """The tensors of these names, in a tuple of the same type."""
+    if names is None:
+        return None
+    tensors = [None if name is None else given[name] for name in names]
+    return type(names)(*tensors) if hasattr(names, "_fields") else tuple(tensors)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import operands, ops
+from . import operands, ops, state
 from .launch import Launch, Program, TritonRequest
 from .operands import row_offset
 from .tiles import body, finish_edges, finish_tile, load_edges, reduce_slice
@@ -11,41 +11,40 @@ from .tiles import body, finish_edges, finish_tile, load_edges, reduce_slice
 
 @triton.jit(do_not_specialize=("cols",))
 def looped_kernel(
-    p, y_ptr, places, cols,
-    OP: tl.constexpr, PER_ROW: tl.constexpr, REDUCES: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr,
-    ZERO: tl.constexpr, UNITS: tl.constexpr, VECTOR: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    p, places, cols,
+    OP: tl.constexpr, UNITS: tl.constexpr, VECTOR: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One program: one row, read in tiles of DEPTH × BLOCK columns.
-    # Chosen: the row does not fit registers and there are rows enough to fill the device.
-    # Bytes: two reads, one write; the second read hits L2 for what the resident rows still have there.
+    # Chosen: the row does not fit registers, and there are enough rows to fill the device.
+    # Bytes: two reads, one write; the second read hits L2 for the part of the resident rows that is still there.
     # Limits: none on columns.
     TILE: tl.constexpr = DEPTH * BLOCK
     row = tl.program_id(0).to(tl.int64)
     row_at = operands.first_elements(p, places, row, UNITS)
-    y_row = row_offset(row, places.sizes, places.y, UNITS[1])
-    cols = cols.to(tl.int64) * UNITS[2]
+    if OP.writes_elements:
+        y_row = row_offset(row, places.sizes, places.y, UNITS.y)
+    cols = cols.to(tl.int64) * UNITS.cols
     head, length = body(row_at[0], cols, VECTOR)
     at = operands.skip_head(p, places, row_at, head, VECTOR)
     if VECTOR > 1:
-        edge = load_edges(p, places, row_at, head, length, cols, OP, ACC, VECTOR)
-    if REDUCES:
-        m, l = reduce_slice(p, places, at, length, OP, ACC, EXACT, ZERO, DEPTH, BLOCK)
+        edge = load_edges(p, places, row_at, head, length, cols, OP, VECTOR)
+    if len(OP.sums) > 0:
+        m, sums = reduce_slice(p, places, at, length, OP, DEPTH, BLOCK)
         if VECTOR > 1:
-            m_edge, l_edge = ops.reduce(edge[0], edge[1], 0, OP, EXACT, ZERO)
-            m, l = ops.merge(m, l, m_edge, l_edge, OP, EXACT)
+            m_edge, sums_edge = ops.reduce(edge[0], edge[1], 0, OP)
+            m, sums = state.merge(m, sums, m_edge, sums_edge, OP)
     else:
-        m, l = operands.given(p, places, row, 0, None, ACC)
-    if PER_ROW:
-        tl.store(y_ptr + y_row, ops.result(m, l.to(m.dtype)).to(y_ptr.dtype.element_ty))
-    else:
+        m, sums = operands.given_state(p, places, row, 0, None, OP)
+    operands.store_row_outputs(p, places, row, 0, m, sums, None, OP, UNITS)
+    if OP.writes_elements:
         if VECTOR > 1:
-            finish_edges(p, places, row_at, y_ptr + y_row, edge, head, length, cols, m, l, OP, ACC, EXACT, ZERO, VECTOR)
-        y_body = y_ptr + (y_row + head) // VECTOR * VECTOR
+            finish_edges(p, places, row_at, p.y + y_row, edge, head, length, cols, m, sums, OP, VECTOR)
+        y_body = p.y + (y_row + head) // VECTOR * VECTOR
         tiles = tl.cdiv(length, TILE)
         for i in range(tiles):
-            # Newest first: L2 still holds those.
+            # The newest tile first: L2 still holds it.
             first = (tiles - 1 - i) * TILE
-            finish_tile(p, places, at, y_body, first, length, cols, m, l, OP, ACC, EXACT, ZERO, TILE)
+            finish_tile(p, places, at, y_body, first, length, cols, m, sums, OP, TILE)
 
 
 def program(request: TritonRequest) -> Program:
@@ -54,9 +53,9 @@ def program(request: TritonRequest) -> Program:
     launch = Launch(
         looped_kernel,
         plan.programs,
-        (request.pointers, "y"),
+        (request.pointers,),
         (request.places(), request.cols_in_units),
-        (*request.op_constants, request.units, plan.vector, plan.blocks.depth, plan.block // plan.blocks.depth),
+        (request.op_constants, request.units, plan.vector, plan.blocks.depth, plan.block // plan.blocks.depth),
         plan.warps,
     )
     return Program([launch])

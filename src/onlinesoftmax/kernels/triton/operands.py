@@ -1,48 +1,73 @@
-"""What a kernel reads: the tensors, where their rows lie, and the elements as an operation wants them.
+"""The tensors of a launch: where their rows lie, how they are loaded, and how elements and per-row outputs are stored.
 
-An operation is given two numbers for a column, (a, b): the score of a logit and nothing beside it, or
-for a gradient the saved output and dy.  Scale, softcap, bias and masks happen here, at load; so no
-strategy knows of them, and what is not asked for is None and costs nothing.
+An operation reads two numbers per column, (a, b): a is the score of a logit, or the saved output of a gradient; b is dy
+where that is a tensor of elements, else a.  Scale, softcap, bias and masks are applied while loading, so strategies do
+not know them.  An absent operand or output is None and costs nothing.
 """
 
+from collections import namedtuple
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from ...core.operations import OPERATIONS
+from ...core.options import SCORE_OPTIONS
 from . import ops
 
+NUMBERS = tuple(name for name, option in SCORE_OPTIONS.items() if option.kind == "call")
+"""Score options that are one number per call."""
 
-class Pointers(NamedTuple):
-    """Tensors and numbers, or None.
+TENSORS = tuple(
+    dict.fromkeys(
+        (
+            "x",
+            "y",
+            *(operand.name for operation in OPERATIONS.values() for operand in operation.operands),
+            *(name for name, option in SCORE_OPTIONS.items() if option.kind == "element"),
+            # The logits of a gradient, at which the slope of the softcap is taken.
+            "logits",
+            *(output.name for operation in OPERATIONS.values() for output in operation.outputs),
+        )
+    )
+)
+"""Names of the tensors that have rows, operands and outputs of all operations; x and y first."""
 
-    Attributes:
-        x: Logits; for a gradient, the saved output of softmax or log_softmax.
-        dy: Gradient of the output; one number a row for logsumexp.
-        bias, mask: Added to the scores; False where a score does not count.
-        logits: The logits again, where a gradient goes through a softcap.
-        lse: The saved output of logsumexp.
-        scale, softcap: Bits of a float64, so that every dtype gets the whole number; or, for the
-            scale, a tensor of one element.
-    """
+# Type checkers read only the fields of a namedtuple that are written out.
+_tuple_of: Callable[..., Any] = namedtuple
 
-    x: Any
-    dy: Any = None
-    bias: Any = None
-    mask: Any = None
-    logits: Any = None
-    lse: Any = None
-    scale: Any = None
-    softcap: Any = None
+Pointers: Any = _tuple_of("Pointers", (*TENSORS, *NUMBERS), defaults=(None,) * len(TENSORS + NUMBERS))
+"""The tensors and numbers of a launch, each None where absent.
+
+A number is the bits of a float64, so that every dtype gets its full precision; a scale may be a tensor of one element.
+"""
+
+Units: Any = _tuple_of("Units", (*TENSORS, "cols"), defaults=(1,) * len((*TENSORS, "cols")))
+"""For each tensor, the power of two that divides its row strides; `cols` divides the row length.
+
+Strides are passed as multiples of a unit.  The product with the unit, a constant, tells the compiler how wide it may
+load.
+"""
+
+# Triton 3.6 forgets the constants of nested tuples at the next loop, unless a constant of the outer tuple follows them.
+Places: Any = _tuple_of(
+    "Places", (*TENSORS, "query", "sizes", "diagonal", "last"), defaults=(None,) * (len(TENSORS) + 4)
+)
+"""The `Place` of each tensor, in the order of Pointers; that of the query's position; and two numbers.
+
+sizes: Sizes of the outer dimensions, without the slowest.
+diagonal: Column q + diagonal - 1 is the last that query q sees; None without a causal mask.
+"""
 
 
 class Place(NamedTuple):
     """Where a tensor's rows lie.
 
     Attributes:
-        strides: Of the outer dimensions, the fastest first, in units; of all but the fastest for `column`.
-        col: From an element of a row to the next.
-        near: For `column`, from a row to the next; else 0, as Triton cannot look at a tuple with a None in it.
+        strides: Strides of the outer dimensions, the fastest first, in units; without the fastest for `column`.
+        col: Distance from an element of a row to the next; 0 where a row has one value.
+        near: Distance from a row to the next for `column`; else 0, as Triton cannot read a tuple with a None in it.
     """
 
     strides: tuple[int, ...]
@@ -50,34 +75,11 @@ class Place(NamedTuple):
     near: int = 0
 
 
-class Places(NamedTuple):
-    """The `Place` of each of the Pointers, of the output y, and of the query's position for causal masks.
-
-    Attributes:
-        sizes: Of the outer dimensions, without the slowest.
-        diagonal: Column q + diagonal - 1 is the last that query q attends to; None where causality is not asked for.
-    """
-
-    sizes: tuple[int, ...]
-    x: Any
-    y: Any
-    dy: Any = None
-    bias: Any = None
-    mask: Any = None
-    logits: Any = None
-    lse: Any = None
-    query: Any = None
-    diagonal: Any = None
-    # Triton 3.6 forgets the constants of nested tuples at the next loop, unless one of this tuple follows them.
-    last: None = None
-
-
 @triton.jit
 def row_offset(row, sizes, place, UNIT: tl.constexpr):
     """Offset of the first element of each `row` (int64), counted through the outer dimensions.
 
-    So no copy is made to bring a permuted, sliced or expanded tensor into rows.  Strides arrive in
-    units: a product with UNIT tells the compiler how wide it may load.
+    So a permuted, sliced or expanded tensor is read in place, without a copy.
     """
     offset = row * 0
     for i in tl.static_range(len(sizes)):
@@ -88,37 +90,37 @@ def row_offset(row, sizes, place, UNIT: tl.constexpr):
 
 @triton.jit
 def first_elements(p, places, row, UNITS: tl.constexpr):
-    """Offsets of the first element of each `row` in x, dy, bias, mask, logits; and how many columns causality keeps."""
-    x = row_offset(row, places.sizes, places.x, UNITS[0])
-    # What is absent is given what is there already: nothing will read it.
-    dy, bias, mask, logits, kept = x, x, x, x, x
+    """Offsets of each row's first element in x, dy, bias, mask and logits; and the number of columns its query sees."""
+    x = row_offset(row, places.sizes, places.x, UNITS.x)
+    # An absent tensor gets the offset of x, which is never used.
+    dy, bias, mask, logits, seen = x, x, x, x, x
     if p.dy is not None:
-        dy = row_offset(row, places.sizes, places.dy, UNITS[3])
+        dy = row_offset(row, places.sizes, places.dy, UNITS.dy)
     if p.bias is not None:
-        bias = row_offset(row, places.sizes, places.bias, UNITS[4])
+        bias = row_offset(row, places.sizes, places.bias, UNITS.bias)
     if p.mask is not None:
-        mask = row_offset(row, places.sizes, places.mask, UNITS[5])
+        mask = row_offset(row, places.sizes, places.mask, UNITS.mask)
     if p.logits is not None:
-        logits = row_offset(row, places.sizes, places.logits, UNITS[6])
+        logits = row_offset(row, places.sizes, places.logits, UNITS.logits)
     if places.diagonal is not None:
-        kept = row_offset(row, places.sizes, places.query, 1) + places.diagonal
-    return x, dy, bias, mask, logits, kept
+        seen = row_offset(row, places.sizes, places.query, 1) + places.diagonal
+    return x, dy, bias, mask, logits, seen
 
 
 @triton.jit
 def skip_head(p, places, at, head, VECTOR: tl.constexpr):
-    """The same places, `head` columns on: x and dy are there on 16-byte boundaries, and the compiler may know."""
-    x, dy, bias, mask, logits, kept = skip(p, places, at, head)
+    """The offsets `at` moved to the body, `head` columns on, where x and dy lie on 16 bytes, as the compiler learns."""
+    x, dy, bias, mask, logits, seen = skip(p, places, at, head)
     if VECTOR > 1:
         x = x // VECTOR * VECTOR
         dy = dy // VECTOR * VECTOR
-    return x, dy, bias, mask, logits, kept
+    return x, dy, bias, mask, logits, seen
 
 
 @triton.jit
 def skip(p, places, at, cols):
-    """The same places, `cols` columns on."""
-    x, dy, bias, mask, logits, kept = at
+    """The offsets `at` moved by `cols` columns."""
+    x, dy, bias, mask, logits, seen = at
     x += cols * places.x.col
     if p.dy is not None:
         dy += cols * places.dy.col
@@ -128,13 +130,13 @@ def skip(p, places, at, cols):
         mask += cols * places.mask.col
     if p.logits is not None:
         logits += cols * places.logits.col
-    return x, dy, bias, mask, logits, kept - cols
+    return x, dy, bias, mask, logits, seen - cols
 
 
 @triton.jit
-def beside(p, places, at, rows):
-    """The same places, `rows` rows on, where rows lie side by side."""
-    x, dy, bias, mask, logits, kept = at
+def skip_rows(p, places, at, rows):
+    """The offsets `at` moved by `rows` rows, for rows that lie side by side."""
+    x, dy, bias, mask, logits, seen = at
     x += rows * places.x.near
     if p.dy is not None:
         dy += rows * places.dy.near
@@ -145,58 +147,76 @@ def beside(p, places, at, rows):
     if p.logits is not None:
         logits += rows * places.logits.near
     if places.diagonal is not None:
-        kept += rows * places.query.near
-    return x, dy, bias, mask, logits, kept
+        seen += rows * places.query.near
+    return x, dy, bias, mask, logits, seen
 
 
 @triton.jit
-def load(p, places, at, col, inside, OP: tl.constexpr, ACC: tl.constexpr, POLICY: tl.constexpr):
-    """(a, b, counts) of the columns `col`, int32, from the places `at` on: of those that are `inside`."""
-    x_at, dy_at, bias_at, mask_at, _, kept = at
+def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
+    """(a, b, counted) of the columns `col` (int32) that are `inside`, counted from the offsets `at`.
+
+    `counted` is False for columns outside and for masked columns.
+    """
+    x_at, dy_at, bias_at, mask_at, _, seen = at
     wide = col.to(tl.int64)
-    counts = inside
+    counted = inside
     if places.diagonal is not None:
-        counts = counts & (col < kept)
-    if OP == "softmax_backward" or OP == "log_softmax_backward":
-        a = tl.load(p.x + x_at + wide * places.x.col, mask=inside, other=0.0, eviction_policy=POLICY).to(ACC)
-        b = tl.load(p.dy + dy_at + wide * places.dy.col, mask=inside, other=0.0, eviction_policy=POLICY).to(ACC)
-        if p.mask is not None:
-            counts = counts & tl.load(p.mask + mask_at + wide * places.mask.col, mask=counts, other=0).to(tl.int1)
-    else:
-        a = tl.load(p.x + x_at + wide * places.x.col, mask=counts, other=-float("inf"), eviction_policy=POLICY).to(ACC)
-        a = ops.score(a, p.scale, p.softcap, ACC)
+        counted = counted & (col < seen)
+    if OP.scores:
+        a = tl.load(p.x + x_at + wide * places.x.col, mask=counted, other=-float("inf"), eviction_policy=POLICY)
+        a = ops.score(a.to(OP.acc), p.scale, p.softcap, OP.acc)
         if p.bias is not None:
-            a += tl.load(p.bias + bias_at + wide * places.bias.col, mask=counts, other=0.0).to(ACC)
-        if p.mask is not None:
-            counts = counts & tl.load(p.mask + mask_at + wide * places.mask.col, mask=counts, other=0).to(tl.int1)
-        if p.scale is not None or p.softcap is not None or p.mask is not None:
-            # -inf does not survive a softcap or a negative scale.
-            a = tl.where(counts, a, -float("inf"))
+            a += tl.load(p.bias + bias_at + wide * places.bias.col, mask=counted, other=0.0).to(OP.acc)
         b = a
-    return a, b, counts
+    else:
+        a = tl.load(p.x + x_at + wide * places.x.col, mask=inside, other=0.0, eviction_policy=POLICY).to(OP.acc)
+        b = tl.load(p.dy + dy_at + wide * places.dy.col, mask=inside, other=0.0, eviction_policy=POLICY).to(OP.acc)
+    if p.mask is not None:
+        counted = counted & tl.load(p.mask + mask_at + wide * places.mask.col, mask=counted, other=0).to(tl.int1)
+    if OP.scores and (p.scale is not None or p.softcap is not None or p.mask is not None):
+        # A softcap or a negative scale turns -inf into another value.
+        a = tl.where(counted, a, -float("inf"))
+        b = a
+    return a, b, counted
 
 
 @triton.jit
-def finish(
-    p, places, at, col, a, b, counts, s, l, t, OP: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr,
-    ZERO: tl.constexpr,
-):  # fmt: skip
-    """The output for (a, b), given the row's s, l and t as ops.term describes them."""
-    y = ops.finish(a, b, s, l, t, OP, EXACT, ZERO)
-    if OP == "log_softmax_backward" and (p.mask is not None or places.diagonal is not None):
-        y = tl.where(counts, y, 0.0)
-    if OP == "softmax_backward" or OP == "log_softmax_backward" or OP == "logsumexp_backward":
+def finish(p, places, at, col, element, constants, OP: tl.constexpr):
+    """The output for an element = (a, b, counted) of `load`, given the per-row constants of ops.row_constants."""
+    a, b, counted = element
+    y = ops.output(a, b, constants, OP)
+    if not OP.scores and (p.mask is not None or places.diagonal is not None):
+        y = tl.where(counted, y, 0.0)
+    if OP.gradient:
         if p.softcap is not None:
-            x = tl.load(p.logits + at[4] + col.to(tl.int64) * places.logits.col, mask=counts, other=0.0).to(ACC)
-            y *= ops.softcap_slope(x, p.scale, p.softcap, ACC)
+            x = tl.load(p.logits + at[4] + col.to(tl.int64) * places.logits.col, mask=counted, other=0.0).to(OP.acc)
+            y *= ops.score_slope(x, p.scale, p.softcap, OP.acc)
         if p.scale is not None:
-            y *= ops.number(p.scale, ACC)
+            y *= ops.number(p.scale, OP.acc)
     return y
 
 
 @triton.jit
-def given(p, places, row, near, mask, ACC: tl.constexpr):
-    """What the gradient of logsumexp is given for a row in place of (m, l): its lse and its dy."""
+def given_state(p, places, row, near, mask, OP: tl.constexpr):
+    """The state of an operation that reduces nothing: its per-row operands lse and dy."""
     lse_at = row_offset(row, places.sizes, places.lse, 1) + near * places.lse.near
     dy_at = row_offset(row, places.sizes, places.dy, 1) + near * places.dy.near
-    return tl.load(p.lse + lse_at, mask=mask).to(ACC), tl.load(p.dy + dy_at, mask=mask).to(ACC)
+    return tl.load(p.lse + lse_at, mask=mask).to(OP.acc), (tl.load(p.dy + dy_at, mask=mask).to(OP.acc),)
+
+
+@triton.jit
+def store_row_outputs(p, places, row, near, m, sums, mask, OP: tl.constexpr, UNITS: tl.constexpr):
+    """Write every per-row output of the operation, from the rows' states."""
+    for i in tl.static_range(len(OP.row_outputs)):
+        place = places[OP.row_fields[i]]
+        pointer = p[OP.row_fields[i]]
+        offset = row_offset(row, places.sizes, place, UNITS[OP.row_fields[i]]) + near * place.near
+        value = ops.row_output(m, sums, i, OP)
+        tl.store(pointer + offset, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def expand(constants, axis: tl.constexpr):
+    """Per-row constants with a dimension of size 1 at `axis`, for the columns."""
+    s, l, t = constants
+    return tl.expand_dims(s, axis), tl.expand_dims(l, axis), tl.expand_dims(t, axis)

@@ -1,14 +1,16 @@
-"""What an operation does with the elements of a row: before they are reduced, as they are, and after.
+"""The formulas of the operations: what is summed along a row, and what is written per element and per row.
 
-A strategy calls `reduce`, `merge` and `merge_all` until a row has one state; then `term` once for the row
-and `finish` for each element, or `result` where the operation gives one number for a row.  A new
-operation is a branch here and a line in onlinesoftmax/operation.py; no strategy changes.
+A strategy calls `reduce`, `state.merge` and `state.merge_all` until a row has one state.  From the state it writes
+elements, with `row_constants` once per row and `output` for each element; or per-row outputs, with `row_output`; or
+both.  A new operation is a declaration in core/operations.py and branches here; no strategy changes.
 
-A gradient needs one sum over its row, and keeps it as the l of a state whose m says something else:
-    softmax           dx = y · (dy - l)       l = Σ dy · y        m = 0
-    log_softmax       dx = dy - exp(y) · l    l = Σ dy            m = max(-y), 0 only if all y are
-    logsumexp         dx = l · exp(x - m)     l = dy              m = lse; given, not reduced
+The state of a gradient has one plain sum, and its m has another meaning:
+    softmax           dx = y · (dy - dot)       dot = sum(dy · y)   m = 0
+    log_softmax       dx = dy - exp(y) · dot    dot = sum(dy)       m = max(-y), which is 0 only if every y is 0
+    logsumexp         dx = dy · exp(z - lse)    none: given_state in operands.py is m = lse and the sum dy
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,9 +18,41 @@ import triton.language as tl
 from . import state
 
 
+class OpConstants(NamedTuple):
+    """The operation of a launch: compile-time constants that every kernel takes as OP.
+
+    Attributes:
+        name: Name of the operation.  Only this file compares with it.
+        scores: True where x is a logit, from which scores are made.
+        gradient: True where the output is multiplied by the derivative of the score.
+        writes_elements: True where y has a value for each element.
+        row_outputs: Names of the outputs with one value per row.
+        row_fields: For each of the row outputs, its position in Pointers and Places.
+        sums: Names of the accumulators; empty where a row is not reduced.
+        rescaled: For each sum, True where it merges with the same factor as l.
+        maximum: True where m is needed, and not only the sums.
+        acc: Type of the computation.
+        exact: True where an output has 24 bits or more.
+        zero: True where a row whose scores are all -inf gives zeros.
+    """
+
+    name: str
+    scores: bool
+    gradient: bool
+    writes_elements: bool
+    row_outputs: tuple[str, ...]
+    row_fields: tuple[int, ...]
+    sums: tuple[str, ...]
+    rescaled: tuple[bool, ...]
+    maximum: bool
+    acc: Any
+    exact: bool
+    zero: bool
+
+
 @triton.jit
 def number(value, ACC: tl.constexpr):
-    """A number for a kernel: the bits of a float64, or a pointer to the one element of a tensor."""
+    """The value of a number operand: the bits of a float64, or a pointer to the one element of a tensor."""
     if value.dtype.is_ptr():  # noqa: SIM108  Triton's ternary compiles both
         result = tl.load(value).to(ACC)
     else:
@@ -28,7 +62,7 @@ def number(value, ACC: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Tanh to a few units in the last place of x's dtype: a rational function near 0, exp farther out.
+    """Tanh with an error of a few units in the last place of x's dtype: a rational function near 0, else exp.
 
     Source: Cephes, tanhf.c and tanh.c.
     """
@@ -49,7 +83,7 @@ def tanh(x):
 
 @triton.jit
 def score(x, scale, softcap, ACC: tl.constexpr):
-    """What softmax is taken of: softcap · tanh(x · scale / softcap), as far as those are given."""
+    """The score of a logit without its bias: softcap · tanh(scale · x / softcap), where scale and softcap are given."""
     if scale is not None:
         x = x * number(scale, ACC)
     if softcap is not None:
@@ -59,8 +93,8 @@ def score(x, scale, softcap, ACC: tl.constexpr):
 
 
 @triton.jit
-def softcap_slope(x, scale, softcap, ACC: tl.constexpr):
-    """The derivative of a softcap where the logit is x."""
+def score_slope(x, scale, softcap, ACC: tl.constexpr):
+    """The derivative of softcap · tanh(s / softcap) in s = scale · x; the caller multiplies by the scale."""
     if scale is not None:
         x = x * number(scale, ACC)
     y = tanh(x / number(softcap, ACC))
@@ -68,111 +102,122 @@ def softcap_slope(x, scale, softcap, ACC: tl.constexpr):
 
 
 @triton.jit
-def reduce(a, b, axis: tl.constexpr, OP: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr):
-    """The states of slices along `axis`.
+def peak(a, OP: tl.constexpr):
+    """Value whose row maximum is m."""
+    return a if OP.scores else -a
 
-    What is subtracted in a gradient may cancel all but its last places, so EXACT sums in float64; a
-    memory-bound kernel has time for that even where float64 is slow.
+
+@triton.jit
+def summand(a, b, i: tl.constexpr, OP: tl.constexpr):
+    """Value for accumulator i: the weight of exp(z - m), or the summand of a plain sum.
+
+    The sum that a gradient subtracts may cancel all but the last places, so OP.exact sums in float64; a memory-bound
+    kernel has time for it even where float64 is slow.
     """
-    if OP == "softmax_backward" or OP == "log_softmax_backward":
+    if OP.sums[i] == "dot":
         wide_a, wide_b = a, b
-        if EXACT:
+        if OP.exact:
             wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
-        l = tl.sum(wide_a * wide_b if OP == "softmax_backward" else wide_b, axis)
-        m = tl.max(-a, axis) if OP == "log_softmax_backward" and ZERO else (l * 0.0).to(a.dtype)
+        value = wide_a * wide_b if OP.name == "softmax_backward" else wide_b
     else:
-        m, l = state.of(a, axis, EXACT)
-    return m, l
+        # The weight of zl is the score; that of l is 1 and is not read.
+        value = a
+    return value
 
 
 @triton.jit
-def reduce_both(
-    a, b, axis: tl.constexpr, a_more, b_more, axis_more: tl.constexpr,
-    OP: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
+def summands(a, b, OP: tl.constexpr):
+    """The value for each accumulator."""
+    values = ()
+    for i in tl.static_range(len(OP.sums)):
+        values += (summand(a, b, i, OP),)
+    return values
+
+
+@triton.jit
+def reduce(a, b, axis: tl.constexpr, OP: tl.constexpr):
+    """The states of slices along `axis`."""
+    return state.of(peak(a, OP), summands(a, b, OP), axis, OP)
+
+
+@triton.jit
+def reduce_both(a, b, axis: tl.constexpr, a_more, b_more, axis_more: tl.constexpr, OP: tl.constexpr):
     """The states of slices that lie in two tiles."""
-    if OP == "softmax_backward" or OP == "log_softmax_backward":
-        m, l = reduce(a, b, axis, OP, EXACT, ZERO)
-        m_more, l_more = reduce(a_more, b_more, axis_more, OP, EXACT, ZERO)
-        m, l = tl.maximum(m, m_more), l + l_more
-    else:
-        m, l = state.of_both(a, axis, a_more, axis_more, EXACT)
-    return m, l
+    return state.of_both(
+        peak(a, OP), summands(a, b, OP), axis, peak(a_more, OP), summands(a_more, b_more, OP), axis_more, OP
+    )
 
 
 @triton.jit
-def merge(m_a, l_a, m_b, l_b, OP: tl.constexpr, EXACT: tl.constexpr):
-    """The states of two slices laid end to end; those of a gradient hold a plain sum."""
-    if OP == "softmax_backward" or OP == "log_softmax_backward":
-        m, l = tl.maximum(m_a, m_b), l_a + l_b
-    else:
-        m, l = state.merge(m_a, l_a, m_b, l_b, EXACT)
-    return m, l
+def row_constants(m, sums, cols, OP: tl.constexpr):
+    """Per-row constants (s, l, t) for `output`.
 
-
-@triton.jit
-def merge_all(m, l, axis: tl.constexpr, OP: tl.constexpr, EXACT: tl.constexpr):
-    """The state of all the slices along `axis`."""
-    if OP == "softmax_backward" or OP == "log_softmax_backward":
-        m_all, l_all = tl.max(m, axis), tl.sum(l, axis)
-    else:
-        m_all, l_all = state.merge_all(m, l, axis, EXACT)
-    return m_all, l_all
-
-
-@triton.jit
-def term(m, l, cols, OP: tl.constexpr, ZERO: tl.constexpr):
-    """(s, l, t): what of `finish` is the same along a row; l may have been wider.
-
-    A row of nothing but -inf, or with a +inf in it, has no softmax: PyTorch writes NaN to all of it.
-    ZERO writes 0 to the first kind, where all is masked, and so has its gradient.
+    Softmax of a row of only -inf, or of a row with +inf, is undefined: PyTorch writes NaN to the whole row.  OP.zero
+    writes 0 to a row of only -inf, in which everything is masked, and to its gradient.
     """
+    l = sums[0]
     narrow = l.to(m.dtype)
     s, t = state.shift(m), narrow
-    if OP == "softmax" or OP == "log_softmax":
-        t = 1.0 / narrow if OP == "softmax" else tl.log(narrow)
-        none = m == float("inf") if ZERO else tl.abs(m) == float("inf")
-        t = tl.where(none, float("nan"), t)
-    elif OP == "softmax_backward":
-        # What t has rounded away, unless that is infinite.
+    if OP.name == "softmax" or OP.name == "log_softmax":
+        t = 1.0 / narrow if OP.name == "softmax" else tl.log(narrow)
+        undefined = m == float("inf") if OP.zero else tl.abs(m) == float("inf")
+        t = tl.where(undefined, float("nan"), t)
+    elif OP.name == "softmax_backward":
+        # The rounding error of t; none where t is infinite.
         s = tl.where(tl.abs(t) == float("inf"), 0.0, (l - t).to(m.dtype))
-    elif OP == "log_softmax_backward" and ZERO:
-        # No two of a row's probabilities are 1: where all logs are 0, they were written, not computed.
+    elif OP.name == "log_softmax_backward" and OP.zero:
+        # At most one probability of a row is 1: where every logarithm is 0, the forward pass wrote zeros.
         s = tl.where(cols > 1, m, 1.0)
-    elif OP == "logsumexp_backward":
+    elif OP.name == "logsumexp_backward":
         s = m
     return s, narrow, t
 
 
 @triton.jit
-def finish(a, b, s, l, t, OP: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr):
-    """The output for the element (a, b), where (s, l, t) = term(m, l, …)."""
-    if OP == "softmax":
-        e = state.exp(a - s, EXACT)
-        if ZERO:
+def output(a, b, constants, OP: tl.constexpr):
+    """The output for the element (a, b), given the per-row constants."""
+    s, l, t = constants
+    if OP.name == "softmax":
+        e = state.exp(a - s, OP.exact)
+        if OP.zero:
             t = tl.where(l == 0, 0.0, t)
         y = e * t
-        if EXACT:
-            # One Newton step makes the product with 1 / l as good as the division by l.
+        if OP.exact:
+            # One Newton step makes the product with 1 / l as accurate as the division by l.
             y = tl.fma(tl.fma(-y, l, e), t, y)
-    elif OP == "log_softmax":
+    elif OP.name == "log_softmax":
         y = (a - s) - t
-        if ZERO:
+        if OP.zero:
             y = tl.where(l == 0, 0.0, y)
-    elif OP == "softmax_backward":
+    elif OP.name == "softmax_backward":
         y = a * ((b - t) - s)
-    elif OP == "log_softmax_backward":
-        y = tl.fma(-state.exp(a, EXACT), t, b)
-        if ZERO:
+    elif OP.name == "log_softmax_backward":
+        y = tl.fma(-state.exp(a, OP.exact), t, b)
+        if OP.zero:
             y = tl.where(s == 0, 0.0, y)
     else:
-        y = t * state.exp(a - s, EXACT)
-        if ZERO:
+        y = t * state.exp(a - s, OP.exact)
+        if OP.zero:
             y = tl.where(s == -float("inf"), 0.0, y)
     return y
 
 
 @triton.jit
-def result(m, l):
-    """logsumexp: log(0) = -inf and log(inf) = inf need no case."""
-    return state.shift(m) + tl.log(l)
+def row_output(m, sums, i: tl.constexpr, OP: tl.constexpr):
+    """Per-row output i, from a row's state.
+
+    log(0) = -inf and log(inf) = inf are the right logsumexp.  Entropy is NaN where l is 0 or m is infinite.
+    """
+    l = sums[0].to(m.dtype)
+    if OP.row_outputs[i] == "m":
+        value = state.shift(m)
+    elif OP.row_outputs[i] == "l":
+        value = l
+    else:
+        # "lse", and "y" of logsumexp.
+        value = state.shift(m) + tl.log(l)
+        if OP.row_outputs[i] == "entropy":
+            for k in tl.static_range(len(OP.sums)):
+                if OP.sums[k] == "zl":
+                    value = (value - sums[k] / sums[0]).to(m.dtype)
+    return value

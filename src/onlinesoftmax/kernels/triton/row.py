@@ -11,83 +11,72 @@ from .tiles import body, edges
 
 @triton.jit(do_not_specialize=("rows", "cols"))
 def row_kernel(
-    p, y_ptr, places, rows, cols,
-    OP: tl.constexpr, PER_ROW: tl.constexpr, REDUCES: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr,
-    ZERO: tl.constexpr, UNITS: tl.constexpr,
-    VECTOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    p, places, rows, cols,
+    OP: tl.constexpr, UNITS: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # One program: a tile of ROWS rows, all of their columns in registers; with STAGES, one tile after another.
+    # One program: a tile of ROWS rows, with all of their columns in registers; with STAGES, one tile after another.
     # Chosen: whenever the row fits registers.
     # Bytes: one read, one write.
     # Limits: COLS is a power of two; ROWS × COLS elements must fit the registers of one block.
     if STAGES == 0:
-        one_tile(
-            p, y_ptr, places, tl.program_id(0), rows, cols,
-            OP, PER_ROW, REDUCES, ACC, EXACT, ZERO, UNITS, VECTOR, ROWS, COLS, EVEN,
-        )  # fmt: skip
+        one_tile(p, places, tl.program_id(0), rows, cols, OP, UNITS, VECTOR, ROWS, COLS, EVEN)
     else:
-        # One block fills the multiprocessor: the next tiles must travel while this one is reduced.
+        # One block fills the multiprocessor, so the next tiles must be loaded while this one is reduced.
         for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-            one_tile(
-                p, y_ptr, places, tile, rows, cols,
-                OP, PER_ROW, REDUCES, ACC, EXACT, ZERO, UNITS, VECTOR, ROWS, COLS, EVEN,
-            )  # fmt: skip
+            one_tile(p, places, tile, rows, cols, OP, UNITS, VECTOR, ROWS, COLS, EVEN)
 
 
 @triton.jit
 def one_tile(
-    p, y_ptr, places, tile, rows, cols,
-    OP: tl.constexpr, PER_ROW: tl.constexpr, REDUCES: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr,
-    ZERO: tl.constexpr, UNITS: tl.constexpr,
-    VECTOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr,
+    p, places, tile, rows, cols,
+    OP: tl.constexpr, UNITS: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
+    """Read, reduce and write one tile of rows."""
     row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < rows
     at = operands.first_elements(p, places, row[:, None], UNITS)
-    y_row = row_offset(row, places.sizes, places.y, UNITS[1])
-    y_body = y_row
-    cols = cols * UNITS[2]
+    y_row = row
+    if OP.writes_elements:
+        y_row = row_offset(row, places.sizes, places.y, UNITS.y)
+    cols = cols * UNITS.cols
     col = tl.arange(0, COLS)
     inside = row_mask[:, None]
+    y_body = y_row
     if VECTOR > 1:
-        # Rows begin anywhere: each has its own head, and a body where all rows load alike.
-        head, length = body(row_offset(row, places.sizes, places.x, UNITS[0]), cols, VECTOR)
+        # Rows are unaligned: each has its own head, and a body in which the loads of all rows are alike.
+        head, length = body(row_offset(row, places.sizes, places.x, UNITS.x), cols, VECTOR)
         at = operands.skip_head(p, places, at, head[:, None], VECTOR)
         y_body = (y_row + head) // VECTOR * VECTOR
         inside = inside & (col[None, :] < length.to(tl.int32)[:, None])
-        # The edges' tile stands on end: lying like x's it would be given x's layout, which is made for
-        # long rows, and every element of it to many threads at once.
+        # The edges have rows along the second axis.  Along the first they would get the layout of x, which is made
+        # for long rows and gives every element of the edges to many threads at once.
         i = tl.arange(0, 2 * VECTOR)[:, None]
-        edge, edge_inside = edges(i, head[None, :], length[None, :], cols, VECTOR)
+        edge_col, edge_inside = edges(i, head[None, :], length[None, :], cols, VECTOR)
         edge_inside = edge_inside & row_mask[None, :]
         edge_at = operands.first_elements(p, places, row[None, :], UNITS)
-        a_edge, b_edge, counts_edge = operands.load(p, places, edge_at, edge, edge_inside, OP, ACC, "")
+        edge = operands.load(p, places, edge_at, edge_col, edge_inside, OP, "")
     elif not EVEN:
         inside = inside & (col < cols)[None, :]
 
-    a, b, counts = operands.load(p, places, at, col[None, :], inside, OP, ACC, "")
-    if not REDUCES:
-        m, l = operands.given(p, places, row, 0, row_mask, ACC)
+    element = operands.load(p, places, at, col[None, :], inside, OP, "")
+    if len(OP.sums) == 0:
+        m, sums = operands.given_state(p, places, row, 0, row_mask, OP)
     elif VECTOR > 1:
-        m, l = ops.reduce_both(a, b, 1, a_edge, b_edge, 0, OP, EXACT, ZERO)
+        m, sums = ops.reduce_both(element[0], element[1], 1, edge[0], edge[1], 0, OP)
     else:
-        m, l = ops.reduce(a, b, 1, OP, EXACT, ZERO)
+        m, sums = ops.reduce(element[0], element[1], 1, OP)
 
-    if PER_ROW:
-        tl.store(y_ptr + y_row, ops.result(m, l).to(y_ptr.dtype.element_ty), mask=row_mask)
-    else:
-        s, l, t = ops.term(m, l, cols, OP, ZERO)
-        y = operands.finish(
-            p, places, at, col[None, :], a, b, counts, s[:, None], l[:, None], t[:, None], OP, ACC, EXACT, ZERO
-        )
-        y_at = y_ptr + y_body[:, None] + (col.to(tl.int64) * places.y.col)[None, :]
-        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    operands.store_row_outputs(p, places, row, 0, m, sums, row_mask, OP, UNITS)
+    if OP.writes_elements:
+        constants = ops.row_constants(m, sums, cols, OP)
+        y = operands.finish(p, places, at, col[None, :], element, operands.expand(constants, 1), OP)
+        y_at = p.y + y_body[:, None] + (col.to(tl.int64) * places.y.col)[None, :]
+        tl.store(y_at, y.to(p.y.dtype.element_ty), mask=inside)
         if VECTOR > 1:
-            y = operands.finish(
-                p, places, edge_at, edge, a_edge, b_edge, counts_edge, s[None, :], l[None, :], t[None, :],
-                OP, ACC, EXACT, ZERO,
-            )  # fmt: skip
-            tl.store(y_ptr + y_row[None, :] + edge, y.to(y_ptr.dtype.element_ty), mask=edge_inside)
+            y = operands.finish(p, places, edge_at, edge_col, edge, operands.expand(constants, 0), OP)
+            tl.store(p.y + y_row[None, :] + edge_col, y.to(p.y.dtype.element_ty), mask=edge_inside)
 
 
 def program(request: TritonRequest) -> Program:
@@ -96,11 +85,11 @@ def program(request: TritonRequest) -> Program:
     launch = Launch(
         row_kernel,
         plan.programs,
-        (request.pointers, "y"),
+        (request.pointers,),
         (request.places(), layout.rows, request.cols_in_units),
         (
-            *request.op_constants, request.units,
-            plan.vector, plan.rows_per_program, plan.block, plan.block == layout.cols, plan.blocks.stages,
+            request.op_constants, request.units, plan.vector, plan.rows_per_program, plan.block,
+            plan.block == layout.cols, plan.blocks.stages,
         ),
         plan.warps,
     )  # fmt: skip

@@ -1,16 +1,23 @@
-"""The state (m, l) in Triton: the recurrence, written once for this language.
+"""The state (m, sums) in Triton: the recurrence, written once for this language.
 
-Every strategy in this folder reduces with `of`, `merge` and `merge_all`, and nothing else.  The
-laws these functions obey are the table in tests/laws.py, shared with NumPy, torch and JAX.
+A state is the maximum m of a slice and a tuple of sums, one for each accumulator of the operation:
+    the exponent sum  l = sum(exp(z - m)): the first sum, where an operation has scores
+    a weighted sum    sum(w * exp(z - m)): merges with the same factor as l
+    a plain sum       sum(w): merges by addition
+`OP.rescaled[i]` is True for the first two kinds (ops.OpConstants).  A tuple of one sum costs no more than a number:
+the loops over sums run in the compiler.
 
-EXACT is set where the output has 24 bits or more; 16-bit outputs would not show the difference.
+Every strategy in this folder reduces with `of`, `merge` and `merge_all`, and nothing else.  These functions obey the
+table of laws in tests/laws.py, which NumPy, torch and JAX share.
+
+EXACT is set where an output has 24 bits or more; a 16-bit output does not show the difference.
 """
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950216293335)  # the float32 nearest to log2(e)
-LOG2E_LOW = tl.constexpr(1.9259629911783e-08)  # what it lacks
+LOG2E_LOW = tl.constexpr(1.9259629911783e-08)  # the rounding error of LOG2E
 LN2 = tl.constexpr(0.6931471805599453)
 LARGEST32 = tl.constexpr(3.4028234663852886e38)  # the largest finite float32
 LARGEST64 = tl.constexpr(1.7976931348623157e308)
@@ -18,10 +25,10 @@ LARGEST64 = tl.constexpr(1.7976931348623157e308)
 
 @triton.jit
 def shift(m):
-    """What is subtracted before exp: the finite number nearest to m.
+    """The number subtracted before exp: the finite number nearest to m.
 
-    An infinite m would give m - m = NaN; so shifted, a slice of nothing but -inf has l = 0, and one
-    with +inf has l = inf, which is what their logsumexp needs.
+    An infinite m would give m - m = NaN.  With a finite shift a slice of only -inf has l = 0 and a slice with +inf has
+    l = inf, as their logsumexp needs.
     """
     if m.dtype == tl.float64:
         s = tl.minimum(tl.maximum(m, -LARGEST64), LARGEST64)
@@ -32,11 +39,11 @@ def shift(m):
 
 @triton.jit
 def exp(t, EXACT: tl.constexpr):
-    """Exp of t = x - shift(m): at most 0, or +inf, or NaN.
+    """Exponential of t = z - shift(m), which is at most 0, or +inf, or NaN.
 
-    The hardware has exp2, and tl.exp2 leaves it bare (results under 2^-126 are 0) where tl.exp spends
-    three more instructions on those.  The argument t · log2(e), rounded, is off by up to |t| / 2^24;
-    EXACT returns that error as a factor of the result.
+    The hardware has exp2.  tl.exp2 is that one instruction, which gives 0 for results under 2^-126; tl.exp spends three
+    more instructions on them.  The rounded argument t · log2(e) has an error of up to |t| / 2^24; EXACT multiplies the
+    result by a factor that undoes the error.
     """
     if t.dtype == tl.float64:
         y = tl.exp(t)
@@ -55,15 +62,15 @@ def exp(t, EXACT: tl.constexpr):
 
 @triton.jit
 def scale(t, EXACT: tl.constexpr):
-    """Exp of the same t where it scales the l of a whole slice, and its error would be in every term.
+    """Factor exp(t) that rescales the sums of a whole slice, so its error is an error of every term.
 
-    The hardware's exp2 is off by up to 3.4 · 2^-24, and on average by -0.8.  EXACT keeps it for powers
-    of two, where it has no error, and leaves the rest to a polynomial that is right to 1.4 · 2^-24.
+    The hardware's exp2 has an error of up to 3.4 · 2^-24, and a mean error of -0.8 · 2^-24.  EXACT uses it only for
+    powers of two, where it has no error; a polynomial with an error of 1.4 · 2^-24 computes the rest.
     """
     if EXACT and t.dtype == tl.float32:
         t = tl.maximum(t, -128.0, propagate_nan=tl.PropagateNan.ALL)
         t = tl.minimum(t, 128.0, propagate_nan=tl.PropagateNan.ALL)
-        # Adding 1.5 · 2^23 rounds to an integer; f is what is left of t · log2(e), at most a half.
+        # Adding 1.5 · 2^23 rounds to an integer n; f = t · log2(e) - n is at most a half.
         n = tl.fma(t, LOG2E, 12582912.0) - 12582912.0
         f = tl.fma(t, LOG2E_LOW, tl.fma(t, LOG2E, -n))
         # 2^f, minimax in relative error.
@@ -80,23 +87,23 @@ def scale(t, EXACT: tl.constexpr):
 
 @triton.jit
 def split_sum(v, sigma, axis: tl.constexpr):
-    """(high, low), whose sum is that of v ≥ 0 along `axis`, where sigma, a finite number, is no less if it is finite.
+    """The sum of v ≥ 0 along `axis` as two numbers (high, low).
 
-    v + sigma - sigma is v rounded to a multiple of sigma's last place, such multiples add up without
-    error whatever the order, and what was rounded away is summed apart (Rump, Ogita and Oishi,
-    "Accurate floating-point summation", 2008).
+    sigma is finite, and at least the sum where the sum is finite.  v + sigma - sigma rounds v to a multiple of sigma's
+    last place.  The multiples add up without error in any order; the rounding errors are summed separately (Rump, Ogita
+    and Oishi, "Accurate floating-point summation", 2008).
     """
     high = (v + sigma) - sigma
     high_sum = tl.sum(high, axis)
-    # An infinite sum has nothing below its last place but inf - inf.
+    # Where the sum is infinite, v - high is inf - inf = NaN.
     return high_sum, tl.where(high_sum == float("inf"), 0.0, tl.sum(v - high, axis))
 
 
 @triton.jit
 def total(v, axis: tl.constexpr, EXACT: tl.constexpr):
-    """The sum along `axis` of terms from 0 to 1; EXACT rounds it once."""
+    """The sum along `axis` of terms from 0 to 1; EXACT rounds the sum once."""
     if EXACT:
-        # No term passes 1, so that their number bounds their sum.
+        # No term exceeds 1, so the number of terms bounds the sum.
         high, low = split_sum(v, 1.0 * v.shape[axis], axis)
         result = high + low
     else:
@@ -105,42 +112,104 @@ def total(v, axis: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def of(x, axis: tl.constexpr, EXACT: tl.constexpr):
-    """The states of the slices of x along `axis`."""
-    m = tl.max(x, axis)
-    return m, total(exp(x - tl.expand_dims(shift(m), axis), EXACT), axis, EXACT)
+def identity(BLOCK: tl.constexpr, OP: tl.constexpr):
+    """BLOCK states of nothing: merging one with any state gives that state."""
+    sums = ()
+    for i in tl.static_range(len(OP.rescaled)):
+        # Weighted and plain sums may cancel, so EXACT keeps them in float64.
+        if OP.exact and (i > 0 or not OP.rescaled[i]):
+            sums += (tl.zeros([BLOCK], tl.float64),)
+        else:
+            sums += (tl.zeros([BLOCK], OP.acc),)
+    return tl.full([BLOCK], -float("inf"), OP.acc), sums
 
 
 @triton.jit
-def of_both(x, axis: tl.constexpr, x_more, axis_more: tl.constexpr, EXACT: tl.constexpr):
-    """The states of slices that lie in two tiles, as `of` each and `merge`, with one shift for both."""
-    m = tl.maximum(tl.max(x, axis), tl.max(x_more, axis_more))
-    s = shift(m)
-    e, e_more = exp(x - tl.expand_dims(s, axis), EXACT), exp(x_more - tl.expand_dims(s, axis_more), EXACT)
-    return m, total(e, axis, EXACT) + total(e_more, axis_more, EXACT)
+def sums_of(z, weights, m, axis: tl.constexpr, OP: tl.constexpr):
+    """The sums of slices along `axis`, relative to m; the weight of l is 1, and its place in `weights` is not read."""
+    if OP.rescaled[0]:
+        e = exp(z - tl.expand_dims(shift(m), axis), OP.exact)
+        sums = (total(e, axis, OP.exact),)
+    else:
+        sums = (tl.sum(weights[0], axis),)
+    for i in tl.static_range(1, len(OP.rescaled)):
+        if OP.rescaled[i]:
+            # An infinite weight times a term of 0 would be NaN.
+            if OP.exact:
+                term = tl.where(e == 0, 0.0, weights[i].to(tl.float64) * e.to(tl.float64))
+            else:
+                term = tl.where(e == 0, 0.0, weights[i] * e)
+        else:
+            term = weights[i]
+        sums += (tl.sum(term, axis),)
+    return sums
 
 
 @triton.jit
-def merge(m_a, l_a, m_b, l_b, EXACT: tl.constexpr):
+def of(z, weights, axis: tl.constexpr, OP: tl.constexpr):
+    """The states of the slices of z along `axis`.
+
+    z is the value whose maximum is m, and `weights` has one value per sum: w of a weighted sum, or the summand of a
+    plain sum.
+    """
+    if OP.maximum:
+        m = tl.max(z, axis)
+        sums = sums_of(z, weights, m, axis, OP)
+    else:
+        sums = sums_of(z, weights, z, axis, OP)
+        m = (sums[0] * 0.0).to(z.dtype)
+    return m, sums
+
+
+@triton.jit
+def of_both(z, weights, axis: tl.constexpr, z_more, weights_more, axis_more: tl.constexpr, OP: tl.constexpr):
+    """The states of slices that lie in two tiles: as `of` each and `merge`, with one shift for both."""
+    if OP.maximum:
+        m = tl.maximum(tl.max(z, axis), tl.max(z_more, axis_more))
+        sums_a, sums_b = sums_of(z, weights, m, axis, OP), sums_of(z_more, weights_more, m, axis_more, OP)
+    else:
+        sums_a, sums_b = sums_of(z, weights, z, axis, OP), sums_of(z_more, weights_more, z, axis_more, OP)
+        m = (sums_a[0] * 0.0).to(z.dtype)
+    sums = ()
+    for i in tl.static_range(len(OP.rescaled)):
+        sums += (sums_a[i] + sums_b[i],)
+    return m, sums
+
+
+@triton.jit
+def merge(m_a, sums_a, m_b, sums_b, OP: tl.constexpr):
     """The states of two slices laid end to end."""
     m = tl.maximum(m_a, m_b)
     s = shift(m)
-    return m, l_a * scale(m_a - s, EXACT) + l_b * scale(m_b - s, EXACT)
+    factor_a, factor_b = scale(m_a - s, OP.exact), scale(m_b - s, OP.exact)
+    sums = ()
+    for i in tl.static_range(len(OP.rescaled)):
+        if OP.rescaled[i]:
+            sums += (sums_a[i] * factor_a + sums_b[i] * factor_b,)
+        else:
+            sums += (sums_a[i] + sums_b[i],)
+    return m, sums
 
 
 @triton.jit
-def merge_all(m, l, axis: tl.constexpr, EXACT: tl.constexpr):
+def merge_all(m, sums, axis: tl.constexpr, OP: tl.constexpr):
     """The state of all the slices along `axis`.
 
-    EXACT gives l in float64, so that it is rounded once for a row, however many times slices merge.
+    EXACT returns the sums in float64, so a row's sum is rounded once, however many times slices merge.
     """
     m_all = tl.max(m, axis)
-    v = l * scale(m - tl.expand_dims(shift(m_all), axis), EXACT)
-    if EXACT and l.dtype == m.dtype:
-        # Twice a rough sum bounds the sum; finite, as split_sum needs it to be.
-        sigma = shift(2.0 * tl.expand_dims(tl.sum(v, axis), axis))
-        high, low = split_sum(v, sigma, axis)
-        l_all = high.to(tl.float64) + low.to(tl.float64)
-    else:
-        l_all = tl.sum(v, axis)
-    return m_all, l_all
+    factor = scale(m - tl.expand_dims(shift(m_all), axis), OP.exact)
+    merged = ()
+    for i in tl.static_range(len(OP.rescaled)):
+        v = sums[i]
+        if OP.rescaled[i]:
+            v = v * factor
+        # Only the terms of l are positive, as split_sum needs them; other sums arrive in float64.
+        if OP.exact and OP.rescaled[i] and i == 0 and v.dtype == m.dtype:
+            # Twice a rough sum bounds the sum; sigma must be finite.
+            sigma = shift(2.0 * tl.expand_dims(tl.sum(v, axis), axis))
+            high, low = split_sum(v, sigma, axis)
+            merged += (high.to(tl.float64) + low.to(tl.float64),)
+        else:
+            merged += (tl.sum(v, axis),)
+    return m_all, merged

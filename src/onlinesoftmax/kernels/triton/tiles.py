@@ -1,21 +1,20 @@
-"""How a long slice of a row is visited tile by tile, and what is done with rows that begin anywhere in memory.
+"""The columns and rows that a program owns, and how a long slice is read and written tile by tile.
 
-Those are cut into head, body and tail: the body begins and ends on 16-byte boundaries and is moved
-with the widest loads and stores, the edges element by element.  Their states merge as those of any
-other slices.
+An unaligned row has a head, a body and a tail.  The body begins and ends on 16-byte boundaries and moves with the
+widest loads and stores; head and tail, the edges, move element by element.  Their states merge like any others.
 """
 
 import triton
 import triton.language as tl
 
-from . import operands, ops
+from . import operands, ops, state
 
 
 @triton.jit
 def body(offset, cols, VECTOR: tl.constexpr):
-    """(head, length) of a row at `offset`: where its body begins, and how long it is.
+    """(head, length) of the row at `offset`: the column where its body begins, and the columns of the body.
 
-    VECTOR is the elements of 16 bytes where rows begin anywhere, and 1 where all of a row is body.
+    VECTOR is the number of elements in 16 bytes where rows are unaligned, and 1 where a whole row is body.
     """
     head = (VECTOR - offset % VECTOR) % VECTOR
     return head, (cols - head) // VECTOR * VECTOR
@@ -23,69 +22,74 @@ def body(offset, cols, VECTOR: tl.constexpr):
 
 @triton.jit
 def edges(i, head, length, cols, VECTOR: tl.constexpr):
-    """Columns of the head and the tail, for i from 0 to 2 · VECTOR, and which of them there are."""
+    """Columns of head and tail for i from 0 to 2 · VECTOR - 1, and a mask of those that exist."""
     col = tl.where(i < VECTOR, i + head * 0, head + length + i - VECTOR)
     return col, tl.where(i < VECTOR, i < head, col < cols)
 
 
 @triton.jit
-def load_edges(p, places, at, head, length, cols, OP: tl.constexpr, ACC: tl.constexpr, VECTOR: tl.constexpr):
-    """(a, b, counts) of the head and the tail of a row that begins at `at`."""
+def slice_bounds(i, slice_cols, length):
+    """SliceBounds (start, count) of slice i of a body: its first column in the body, and its number of columns."""
+    start = i * slice_cols
+    return start, tl.maximum(tl.minimum(length - start, slice_cols), 0)
+
+
+@triton.jit
+def strip(pid, adjacent, ROWS: tl.constexpr):
+    """(outer, near, row_mask): the strip of up to ROWS of the `adjacent` rows side by side that program `pid` owns.
+
+    `outer` counts the groups of adjacent rows, `near` the rows in their group.
+    """
+    strips = tl.cdiv(adjacent, ROWS)
+    near = pid % strips * ROWS + tl.arange(0, ROWS)
+    return pid // strips, near, near < adjacent
+
+
+@triton.jit
+def load_edges(p, places, at, head, length, cols, OP: tl.constexpr, VECTOR: tl.constexpr):
+    """(a, b, counted) of the head and the tail of the row at the offsets `at`."""
     col, inside = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
-    return operands.load(p, places, at, col, inside, OP, ACC, "")
+    return operands.load(p, places, at, col, inside, OP, "")
 
 
 @triton.jit
 def finish_edges(
-    p, places, at, y_row, edge, head, length, cols, m, l,
-    OP: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr, VECTOR: tl.constexpr,
+    p, places, at, y_row, edge, head, length, cols, m, sums, OP: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Write the operation's output for the head and the tail, `edge` as `load_edges` gave it."""
-    a, b, counts = edge
+    """Write the output of the head and the tail; `edge` is the result of `load_edges`."""
     col, inside = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
-    s, l, t = ops.term(m, l, cols, OP, ZERO)
-    y = operands.finish(p, places, at, col, a, b, counts, s, l, t, OP, ACC, EXACT, ZERO)
+    constants = ops.row_constants(m, sums, cols, OP)
+    y = operands.finish(p, places, at, col, edge, constants, OP)
     tl.store(y_row + col, y.to(y_row.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def reduce_slice(
-    p, places, at, length, OP: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The state of `length` elements from the places `at` on.
+def reduce_slice(p, places, at, length, OP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The state of `length` elements from the offsets `at` on.
 
-    Each lane keeps a state of its own over the tiles, so the loop has no barrier; DEPTH elements
-    of a lane share one rescaling of l, which makes exp, the scarce instruction, 1 + 2/DEPTH an
-    element instead of 3.
+    Each lane keeps its own state over the tiles, so the loop has no barrier.  DEPTH elements of a lane share one
+    rescaling of l, so an element takes 1 + 2/DEPTH exp, the scarcest instruction, instead of 3.
     """
-    m = tl.full([BLOCK], -float("inf"), ACC)
-    if EXACT and (OP == "softmax_backward" or OP == "log_softmax_backward"):
-        l = tl.zeros([BLOCK], tl.float64)
-    else:
-        l = tl.zeros([BLOCK], ACC)
+    m, sums = state.identity(BLOCK, OP)
     col = (tl.arange(0, DEPTH) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
     for first in range(0, length, DEPTH * BLOCK):
-        # The tile will be read once more: ask L2 to keep it.
+        # The tile may be read again, so L2 is asked to keep it.
         a, b, _ = operands.load(
-            p, places, operands.skip(p, places, at, first), col, col < length - first, OP, ACC, "evict_last"
+            p, places, operands.skip(p, places, at, first), col, col < length - first, OP, "evict_last"
         )
-        m_tile, l_tile = ops.reduce(a, b, 0, OP, EXACT, ZERO)
-        m, l = ops.merge(m, l, m_tile, l_tile, OP, EXACT)
-    return ops.merge_all(m, l, 0, OP, EXACT)
+        m_tile, sums_tile = ops.reduce(a, b, 0, OP)
+        m, sums = state.merge(m, sums, m_tile, sums_tile, OP)
+    return state.merge_all(m, sums, 0, OP)
 
 
 @triton.jit
-def finish_tile(
-    p, places, at, y_body, first, length, cols, m, l,
-    OP: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Write the operation's output for TILE of `length` elements, from the `first` after the places `at` on."""
+def finish_tile(p, places, at, y_body, first, length, cols, m, sums, OP: tl.constexpr, TILE: tl.constexpr):
+    """Write the output for TILE columns of a body of `length`, from the column `first` on; `at` is its beginning."""
     col = tl.arange(0, TILE)
     inside = col < length - first
     tile_at = operands.skip(p, places, at, first)
-    a, b, counts = operands.load(p, places, tile_at, col, inside, OP, ACC, "evict_first")
-    s, l, t = ops.term(m, l, cols, OP, ZERO)
-    y = operands.finish(p, places, tile_at, col, a, b, counts, s, l, t, OP, ACC, EXACT, ZERO)
+    element = operands.load(p, places, tile_at, col, inside, OP, "evict_first")
+    constants = ops.row_constants(m, sums, cols, OP)
+    y = operands.finish(p, places, tile_at, col, element, constants, OP)
     y_at = y_body + first * places.y.col + col.to(tl.int64) * places.y.col
     tl.store(y_at, y.to(y_body.dtype.element_ty), mask=inside, eviction_policy="evict_first")

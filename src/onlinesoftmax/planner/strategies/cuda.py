@@ -1,8 +1,8 @@
-"""What the CUDA strategies propose: for a problem, all blocks that are worth measuring, likeliest first.
+"""Proposals of the CUDA strategies: for a problem, all blocks that are worth measuring, likeliest first.
 
-A row is divided in chunks of 16 bytes.  Threads × chunks a thread is its length, so no row is padded to a
-power of two; what remains to choose is how few threads share a row, and how many rows and blocks are in
-flight.  `onlinesoftmax tune` measures that; without its table, the first proposal is taken.
+A row is divided into chunks of 16 bytes, and each thread holds the same number of chunks, so no row is padded to a
+power of two.  The choices that remain are the number of threads that share a row, and the numbers of rows and blocks
+in flight.  `onlinesoftmax tune` measures them; without its table, the first proposal is taken.
 """
 
 from __future__ import annotations
@@ -18,71 +18,71 @@ from ..quality import quality
 from ..variant import Variant
 
 HELD_REGISTERS = 64
-"""Registers of a thread for what it holds of a row, at most."""
+"""Most registers of a thread for its chunks of a row."""
 
 SCORE_REGISTERS = 32
-"""The same of scores, if it can be: where more are made, the compiler makes the first before the last is loaded."""
+"""Preferred limit when a thread holds scores; above it the compiler starts computing before all loads are issued."""
 
 OTHER_REGISTERS = 32
-"""Registers of a thread for all else."""
+"""Registers of a thread for everything but its chunks of a row."""
 
 MOST_BLOCKS = (1 << 31) - 1
-"""Blocks of one launch."""
+"""Most blocks of one launch."""
 
 
 def _chunks(problem: Problem) -> int:
-    """Whole chunks of a row, at most."""
+    """Most whole chunks that a row can have; an unaligned row also has a head and a tail."""
     return max(1, problem.cols // problem.vector)
 
 
 def peels(problem: Problem) -> bool:
-    """Whether rows that begin anywhere are cut so that it does not matter; narrower loads are never as good here."""
+    """True where unaligned rows are split into head, body and tail: narrower loads are never as fast here."""
     return (
         problem.contiguous and problem.access.peelable and problem.aligned_bytes < 16 and problem.cols >= problem.vector
     )
 
 
 def _words(problem: Problem, terms: bool = False) -> int:
-    """Registers for a chunk: all that lies in memory for it, or the terms or scores that are made of that."""
+    """Registers for a chunk: for everything that is loaded for it, or for the terms or scores that are made of it."""
     loaded = 4 * problem.inputs + -(-problem.vector * (problem.extra.bias_bytes + problem.extra.masked) // 4)
     made = problem.vector * (2 if problem.itemsize == 8 else 1)
     return max(loaded, made) if terms or _makes_scores(problem) else loaded
 
 
 def _makes_scores(problem: Problem) -> bool:
-    """Whether a thread holds scores, not what lies in memory."""
+    """True where a thread holds scores instead of logits."""
     return problem.extra.fused and problem.inputs == 1
 
 
 def _light(found: list[Proposal], problem: Problem) -> list[Proposal]:
-    """Those whose scores are made when all is loaded; all of them, where there is none."""
+    """The proposals within SCORE_REGISTERS; all of them where none is, or where no scores are made."""
     if not _makes_scores(problem):
         return found
     return [c for c in found if _held(c, problem) * _words(problem, c.threads.terms) <= SCORE_REGISTERS] or found
 
 
 def _most(problem: Problem, threads: int, device: Device, terms: bool = False) -> int:
-    """Chunks that each of a multiprocessor's threads may hold."""
+    """Most chunks that each thread may hold where a multiprocessor has so many threads."""
     free = device.registers // threads - _other(problem, device)
     return max(0, min(HELD_REGISTERS, free)) // _words(problem, terms)
 
 
 def _terms(problem: Problem) -> tuple[bool, ...]:
-    """Whether to keep the terms of the sum: always where they take no more than the elements; else either may win."""
+    """Choices of keeping terms: always where they take no more registers than the elements; else either may win."""
     if not problem.declaration.keeps_terms:
         return (False,)
     return (True,) if _words(problem, True) == _words(problem, False) else (True, False)
 
 
 def _other(problem: Problem, device: Device) -> int:
-    """Registers of a thread for all but what it holds; arithmetic in float64 takes more."""
-    # The sums of a float32 gradient are of 64 bits; for Hopper the compiler needs no more registers for them.
+    """Registers of a thread for everything but its chunks; arithmetic in float64 takes more."""
+    # The sums of a float32 gradient have 64 bits; on Hopper the compiler needs no more registers for them.
     sums_wide = problem.inputs > 1 and problem.itemsize == 4 and device.compute_capability >= (10, 0)
     return OTHER_REGISTERS + (56 if problem.itemsize == 8 or sums_wide else 0)
 
 
 def _resident(problem: Problem, threads: int, chunks: int, terms: bool, device: Device) -> int:
-    """Blocks of a multiprocessor that leave each thread the registers it needs."""
+    """Blocks that a multiprocessor can hold with the registers that each thread needs."""
     blocks = device.registers // (threads * (_other(problem, device) + chunks * _words(problem, terms)))
     return max(1, min(blocks, device.threads // threads, 32))
 
@@ -91,7 +91,7 @@ _THREADS = {field.name for field in fields(Threads)}
 
 
 def _proposal(problem: Problem, strategy: str, reason: str, variant: Variant, **blocks: Any) -> Proposal:
-    """A proposal of these blocks and threads, by the names of their attributes; `reads` may be among them."""
+    """A proposal; `blocks` are attributes of Blocks and Threads by name, and `reads` where it is not 1."""
     peeled = peels(problem)
     traffic = Traffic(blocks.pop("reads", 1), quality=quality("cuda", strategy))
     threads = Threads(**{name: blocks.pop(name) for name in _THREADS & blocks.keys()})
@@ -104,11 +104,10 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
     if refusal := no_gpu("CUDA", device):
         return refusal
     chunks, found = _chunks(problem), []
-    for lanes, threads, depth, terms in itertools.product(
-        (1 << i for i in range(2, 11)), (128, 256, 512, 1024), (1, 2), _terms(problem)
-    ):
-        held = -(-chunks // lanes)
-        most = _most(problem, threads, device, terms)
+    blocks = list(itertools.product((128, 256, 512, 1024), (1, 2), _terms(problem)))
+    most_of = {(threads, terms): _most(problem, threads, device, terms) for threads, _, terms in blocks}
+    for lanes, (threads, depth, terms) in itertools.product((1 << i for i in range(2, 11)), blocks):
+        held, most = -(-chunks // lanes), most_of[threads, terms]
         if held > most or (lanes > 4 and held * lanes >= 2 * max(chunks, 4)):
             continue
         if threads < lanes or (threads > 256 and lanes < threads):
@@ -128,7 +127,8 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
             )
         )  # fmt: skip
     found = [proposal for proposal in found if proposal.programs <= MOST_BLOCKS]
-    # Not one block alone, which would not load while it computes; two chunks a thread, terms kept, in small blocks.
+    # One block alone would not load while it computes, so two are resident.  Two chunks a thread are two loads in
+    # flight; kept terms save an exponential; small blocks wait less for each other.
     found.sort(
         key=lambda c: (c.threads.resident < 2, abs(_held(c, problem) - 2), not c.threads.terms, c.blocks.depth, c.warps)
     )
@@ -139,7 +139,7 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
 
 
 def _in_block(problem: Problem, device: Device) -> int:
-    """Elements that the registers of one block hold."""
+    """Most elements that the registers of one block hold."""
     return max(threads * _most(problem, threads, device) for threads in (512, 1024)) * problem.vector
 
 
@@ -159,7 +159,7 @@ def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
     chunks = _chunks(problem)
     found: list[Proposal] = []
     for threads, blocks, terms in itertools.product((128, 256, 512, 1024), (2, 4, 8, 16), _terms(problem)):
-        # Slices begin on 128 bytes.
+        # Slices start on 128 bytes, a cache line, so that no two blocks load the same one.
         length = -(-chunks // blocks // 8) * 8
         held = -(-length // threads)
         if (length < 64 and blocks > 2) or (threads == 1024 and found) or problem.rows * blocks > MOST_BLOCKS:
@@ -175,7 +175,7 @@ def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
                 variant=Variant(threads=threads, blocks=blocks, terms=terms),
             )
         )  # fmt: skip
-    # The same, and two to four chunks a thread.
+    # As in `row`, but with three chunks a thread: a block also waits for the states of the others.
     found.sort(
         key=lambda c: (c.threads.resident < 2, abs(_held(c, problem) - 3), not c.threads.terms, c.splits, c.warps)
     )
@@ -187,7 +187,7 @@ def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
 
 
 def grid(problem: Problem, device: Device) -> list[Proposal] | str:
-    """Rows in the registers and shared memory of the whole device, or of a part of it each."""
+    """Rows in the registers and shared memory of a team of blocks: all of the device, or a part of it for each row."""
     if refusal := no_gpu("CUDA", device):
         return refusal
     found = [
@@ -197,7 +197,7 @@ def grid(problem: Problem, device: Device) -> list[Proposal] | str:
         for proposal in _teams(problem, device, threads, held, _resident(problem, threads, held, False, device), False)
     ]
     if not problem.extra.fused:
-        # Shared memory holds logits; what is fused would be read again beside them.
+        # Shared memory holds logits; a bias or a mask would be read again beside them.
         for threads, resident, held in (
             (1024, 1, 2), (1024, 1, 4), (512, 2, 4), (512, 1, 8), (512, 1, 16), (256, 4, 4), (256, 2, 8),
         ):  # fmt: skip
@@ -208,7 +208,7 @@ def grid(problem: Problem, device: Device) -> list[Proposal] | str:
 
 
 def slice_chunks(chunks: int, team: int) -> int:
-    """Chunks of a block's slice of a row; slices begin on 128 bytes."""
+    """Chunks of a block's slice of a row; slices start on 128 bytes."""
     return -(-chunks // (8 * team)) * 8
 
 
@@ -224,13 +224,13 @@ def _teams(
     chunks, blocks = _chunks(problem), resident * device.multiprocessors
     room = (device.shared_memory // resident - 2048) // (threads * 16 * problem.inputs) if with_shared else 0
     smallest = min(blocks, -(-chunks // (threads * (held + room))))
-    # As many teams as fit, or fewer that have as many rows each, and none a block less than another; or one team of
-    # all blocks that have work.
+    # "teams": as many teams of equal size as fit, but no more than needed for the same number of rounds.
+    # "all": one team of all blocks that have a tile.
     rounds = max(1, -(-problem.rows // max(1, blocks // smallest)))
     teams = {"teams": blocks // max(1, -(-problem.rows // rounds)), "all": min(blocks, -(-chunks // threads))}
     found = []
     for word, team in teams.items():
-        # A block hears of every other of its team; of thousands, that takes longer than a row.
+        # A block reads the state of every other block of its team; for thousands this takes longer than a row.
         if team > 2 * max(threads, device.multiprocessors):
             continue
         if word == "teams" and (problem.rows == 1 or team == teams["all"]):

@@ -1,0 +1,240 @@
+"""Measured tables: what they hold, and the plans that follow from them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from importlib import resources
+
+import pytest
+
+from onlinesoftmax.core.device import KNOWN, known
+from onlinesoftmax.core.problem import Access, Problem
+from onlinesoftmax.core.task import Choice
+from onlinesoftmax.planner.measured import KEPT, Cell, Key, Table, Timing, key_of, slug, table_for
+from onlinesoftmax.planner.plan import Plan, alternatives, plan
+from onlinesoftmax.planner.price import LAUNCH_US
+from onlinesoftmax.planner.strategies import FOR_JAX, TABLE
+from onlinesoftmax.planner.variant import Variant
+
+H200 = known("h200")
+SHIPPED = sorted(
+    path.name
+    for path in resources.files("onlinesoftmax.planner").joinpath("tables").iterdir()
+    if path.name.startswith("nvidia-")
+)
+VOCABULARIES = (129280, 151936, 201088, 32001, 49153)
+FAST, SLOW = Variant(threads=512, chunks=2), Variant(threads=1024, chunks=2)
+ROW = Variant(threads=128, lanes=32, depth=1, terms=True)
+
+
+def shipped(name: str) -> Table:
+    text = resources.files("onlinesoftmax.planner").joinpath("tables").joinpath(name).read_text(encoding="utf-8")
+    return Table.from_json(json.loads(text))
+
+
+def table_of(*cells: Cell, every_variant: bool = True, unaligned: bool = False) -> Table:
+    """A table of bfloat16 softmax, as if measured on an H200."""
+    return Table("made up", "a test", H200.bandwidth, {Key("softmax", 2, unaligned): list(cells)}, every_variant)
+
+
+def looped(us: float, variant: Variant = FAST) -> Timing:
+    return Timing("cuda", "looped", variant, us)
+
+
+def softmax(rows: int, cols: int) -> Problem:
+    return Problem("softmax", rows, cols, "bfloat16")
+
+
+@pytest.mark.parametrize("operation", ["softmax", "logsumexp", "softmax_backward", "log_softmax"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_measured_times_are_above_the_floor_and_a_launch(operation: str, dtype: str) -> None:
+    """Tiny shapes, shapes in, between and beyond the cells, with the table of the H200."""
+    table = table_for(H200)
+    assert table is not None
+    rows = (1, 2, 7, 16, 300, 4096, 1 << 20)
+    for cols in (1, 7, 64, 65, 100, 3000, 4096, 50257, 201088, 262144, 300000, 3000001, 1 << 28, (1 << 30) + 1):
+        for some in rows:
+            if some * cols > 1 << 31:
+                continue
+            problem = Problem(operation, some, cols, dtype)
+            for option in alternatives(problem, H200, table=table):
+                if isinstance(option, Plan):
+                    least = max(option.floor_us, option.launches * LAUNCH_US)
+                    assert option.estimate_us >= least, (some, cols, option)
+
+
+@pytest.mark.parametrize("cols", [7, 100, 1000, 50257, 1 << 20])
+def test_measured_times_grow_with_the_rows(cols: int) -> None:
+    table = table_for(H200)
+    times = [plan(softmax(rows, cols), H200, table=table).estimate_us for rows in (1, 3, 64, 1000, 8192, 1 << 17)]
+    # A measurement is a few percent off, so neighbours may trade places by that.
+    assert all(later > 0.9 * earlier for earlier, later in itertools.pairwise(times)), times
+    assert times[-1] > times[0]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_table_is_small_and_is_what_its_json_says(name: str) -> None:
+    path = resources.files("onlinesoftmax.planner").joinpath("tables").joinpath(name)
+    assert len(path.read_bytes()) < 1 << 20
+    table = shipped(name)
+    assert name == f"{slug(table.device)}.json"
+    again = Table.from_json(json.loads(json.dumps(table.as_json())))
+    assert again.cells == table.cells
+    assert (again.device, again.source, again.bandwidth) == (table.device, table.source, table.bandwidth)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_variants_of_a_shipped_table_are_still_proposed(name: str) -> None:
+    """A variant that is proposed no more for the shape that was measured is a stale row of the table."""
+    table = shipped(name)
+    pairs = {(backend, strategy): propose for backend, strategy, propose in (*FOR_JAX, *TABLE)}
+    stale = []
+    for key, cells in table.cells.items():
+        for cell in cells[:: max(1, len(cells) // 20)]:
+            problem = Problem(key.operation, cell.rows, cell.cols, {2: "bfloat16", 4: "float32"}[key.itemsize])
+            for timing in cell.timings:
+                options = pairs[timing.backend, timing.strategy](problem, H200)
+                if isinstance(options, str) or timing.variant not in {option.variant for option in options}:
+                    stale.append((key, cell.rows, cell.cols, timing))
+    assert not stale, stale[:3]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("cols", VOCABULARIES)
+def test_a_length_between_cells_is_planned_as_well_as_its_neighbours(cols: int, dtype: str) -> None:
+    """The chosen plan reads a row once, and is expected to be within a tenth of the cells on both sides."""
+    table = table_for(H200)
+    assert table is not None
+    problem = Problem("softmax", 4096, cols, dtype)
+    chosen = plan(problem, H200, table=table)
+    assert chosen.reads == 1
+    beside = []
+    for cell, _ in table.anchors(problem, ["cuda"]):
+        there = Problem("softmax", cell.rows, cell.cols, dtype)
+        beside.append(cell.timings[0].us * H200.bandwidth * 1e3 / (there.read_bytes + there.write_bytes))
+    assert chosen.estimate_us / chosen.floor_us < 1.1 * max(beside)
+
+
+def test_a_time_is_launches_plus_bytes() -> None:
+    table = table_of(Cell(1024, 4096, (looped(10.0),)))
+    chosen = plan(softmax(8192, 4096), H200, Choice("cuda", "looped"), table=table)
+    assert (chosen.strategy, chosen.variant) == ("looped", FAST)
+    # Eight times the bytes take less than eight times as long, by launch and latency; a bit of a row takes a launch.
+    assert 4 * 10.0 < chosen.estimate_us < LAUNCH_US + 8 * (10.0 - LAUNCH_US)
+    tiny = plan(softmax(1, 64), H200, Choice("cuda", "looped"), table=table)
+    assert LAUNCH_US < tiny.estimate_us < 10.0
+
+
+def test_times_between_cells_lie_between_theirs() -> None:
+    times = {(rows, cols): rows * cols / 50000 for rows in (512, 1024) for cols in (4096, 8192)}
+    table = table_of(*(Cell(*shape, (looped(us),)) for shape, us in times.items()))
+    for shape, us in times.items():
+        assert plan(softmax(*shape), H200, Choice("cuda", "looped"), table=table).estimate_us == pytest.approx(us)
+    middle = plan(softmax(700, 6000), H200, Choice("cuda", "looped"), table=table).estimate_us
+    assert times[512, 4096] < middle < times[1024, 8192]
+
+
+def test_both_sides_choose_the_variant() -> None:
+    """The variant that is the fastest of the nearest cell is not taken where it is slow on the other side."""
+    below = Cell(1024, 32768, (looped(30.0), looped(30.5, SLOW)))
+    above = Cell(1024, 49152, (looped(45.0, SLOW), looped(60.0)))
+    forced = Choice("cuda", "looped")
+    assert plan(softmax(1024, 32768), H200, forced, table=table_of(below, above)).variant == FAST
+    assert plan(softmax(1024, 36000), H200, forced, table=table_of(below, above)).variant == SLOW
+    assert plan(softmax(1024, 36000), H200, forced, table=table_of(below)).variant == FAST
+
+
+def test_a_variant_that_cannot_hold_the_row_is_not_taken() -> None:
+    short = Variant(threads=128, lanes=128, depth=1)
+    below = Cell(1024, 8192, (Timing("cuda", "row", short, 8.0), looped(12.0)))
+    chosen = plan(softmax(1024, 50000), H200, Choice("cuda"), table=table_of(below))
+    assert chosen.variant != short
+    assert "row" not in {o.strategy for o in alternatives(softmax(1024, 1 << 18), H200, table=table_of(below))
+                         if isinstance(o, Plan) and o.variant == short}  # fmt: skip
+
+
+def test_fewer_blocks_on_chip_than_measured_count_against_a_variant() -> None:
+    """One more chunk a thread takes registers, so that fewer blocks are resident."""
+    cell, few, many = 196608, Variant(threads=256, blocks=16, terms=True), Variant(threads=128, blocks=16)
+    timings = (Timing("cuda", "cluster", few, 69.0), Timing("cuda", "cluster", many, 69.5))
+    table = table_of(Cell(341, cell, timings))
+    assert plan(softmax(341, cell), H200, table=table).variant == few
+    assert plan(softmax(341, cell + 4480), H200, table=table).variant == many
+
+
+def test_what_a_cell_does_not_name_counts_as_slow() -> None:
+    table = table_of(Cell(1024, 4096, (looped(10.0),)))
+    found = {(o.backend, o.strategy): o for o in alternatives(softmax(1024, 4096), H200, table=table)}
+    for option in found.values():
+        if isinstance(option, Plan) and option.strategy != "looped":
+            assert option.estimate_us >= KEPT * 10.0 - 1e-9
+    # Backends that were not measured are compared among themselves by their estimates.
+    assert plan(softmax(1024, 4096), H200, Choice("triton"), table=table) == plan(
+        softmax(1024, 4096), H200, Choice("triton")
+    )
+    assert plan(softmax(1024, 4096), H200, unavailable=(("cuda", "absent"),), table=table).backend == "triton"
+
+
+def test_operations_without_terms_use_the_blocks_of_those_with_them() -> None:
+    table = table_of(Cell(100, 1024, (Timing("cuda", "row", ROW, 5.0),)))
+    chosen = plan(Problem("log_softmax", 100, 1024, "bfloat16"), H200, table=table)
+    assert (chosen.strategy, chosen.threads.lanes, chosen.threads.terms) == ("row", 32, False)
+    assert chosen.estimate_us == pytest.approx(5.0)
+
+
+def test_a_table_says_nothing_of_other_layouts_and_dtypes() -> None:
+    table = table_of(Cell(100, 1024, (looped(10.0),)))
+    strided = Problem("softmax", 200, 1000, "bfloat16", access=Access(contiguous=False, adjacent=100))
+    for problem in (strided, Problem("softmax", 200, 1000, "float32")):
+        assert plan(problem, H200, table=table) == plan(problem, H200)
+    # The times of aligned rows stand for those of unaligned ones where no others were measured.
+    assert key_of(softmax(200, 1001)).unaligned
+    assert plan(softmax(200, 1001), H200, table=table).strategy == "looped"
+
+
+def test_jax_is_planned_by_the_rows_of_pallas() -> None:
+    cuda_alone = table_of(Cell(1024, 4096, (looped(1.0),)))
+    problem = softmax(1024, 4096)
+    untuned = plan(problem, H200, strategies=FOR_JAX)
+    assert plan(problem, H200, table=cuda_alone, strategies=FOR_JAX) == untuned
+    variant = Variant(tile=8192)
+    cell = Cell(1024, 4096, (looped(1.0), Timing("pallas", "looped", variant, 9.0)), ("cuda", "pallas"))
+    chosen = plan(problem, H200, table=table_of(cell), strategies=FOR_JAX)
+    assert (chosen.backend, chosen.strategy, chosen.variant) == ("pallas", "looped", variant)
+    assert chosen.estimate_us == pytest.approx(9.0)
+
+
+def test_a_gpu_without_a_table_borrows_one_and_a_cpu_does_not() -> None:
+    assert table_for(known("a100")) == table_for(H200)
+    assert table_for(known("cpu")) is None
+    # The part of a time that is not a launch is scaled by bandwidth, and every GPU plans with what it can run.
+    for name in KNOWN:
+        gpu = known(name)
+        if name != "cpu" and table_for(gpu) == table_for(H200):
+            problem = softmax(65536, 1024)
+            here, there = (plan(problem, device, table=table_for(device)) for device in (H200, gpu))
+            if (here.strategy, here.variant) == (there.strategy, there.variant):
+                assert (there.estimate_us - LAUNCH_US) * gpu.bandwidth == pytest.approx(
+                    (here.estimate_us - LAUNCH_US) * H200.bandwidth, rel=0.01
+                )
+    long = softmax(4096, 50257)
+    assert plan(long, H200, table=table_for(H200)).strategy == "cluster"
+    assert plan(long, known("a100"), table=table_for(known("a100"))).strategy in ("row", "looped")
+
+
+def test_cells_of_one_shape_merge() -> None:
+    first = Cell(8, 64, (looped(4.0), Timing("triton", "row", Variant(tile=512), 5.0)), ("cuda", "triton"))
+    again = Cell(8, 64, (looped(3.0, SLOW),), ("cuda",))
+    table = table_of(first).with_cell(Key("softmax", 2, False), again)
+    [cell] = table.cells[Key("softmax", 2, False)]
+    assert [timing.us for timing in cell.timings] == [3.0, 5.0]
+    assert cell.backends == ("cuda", "triton")
+
+
+def test_a_variant_has_one_text() -> None:
+    for variant in (FAST, ROW, Variant(), Variant(team="all", shared=True, chunks=4)):
+        assert Variant.parse(str(variant)) == variant
+    for text in ("512 x 2", "warps=4", "terms=1", "threads"):
+        with pytest.raises(ValueError, match="no field of a variant"):
+            Variant.parse(text)
