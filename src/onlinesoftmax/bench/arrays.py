@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from ..core.arrays import namespace
-from ..core.options import Functions, scores
+from ..core.options import PLAIN, Functions, scores
 from ..core.reference import evaluate
+from ..core.task import Choice
 from ..jax import bridge
 from .cases import Case
 from .formulas import Function
@@ -60,7 +61,7 @@ class OursInJax(_Arrays, Ours):
     def prepare(self, case: Case) -> Function:
         """The function with the forced backend and strategy."""
         if case.backward:
-            return bridge.on_tensors(partial(_gradient, case, (self.backend, self.strategy)))
+            return bridge.on_tensors(partial(_gradient, case, Choice(self.backend, self.strategy)))
         from ..jax import functions as ours
 
         forced = {"backend": self.backend, "strategy": self.strategy}
@@ -96,20 +97,16 @@ def _of_jax_nn(case: Case) -> Function:
     return written_out
 
 
-def _gradient(case: Case, who: tuple[str | None, str | None], *arrays: Any) -> Any:
+def _gradient(case: Case, choice: Choice, *arrays: Any) -> Any:
     import jax.numpy as jnp
 
-    from ..core.arrays import accumulator
-    from ..core.options import PLAIN
-    from ..core.task import Choice
     from ..jax import primitives
 
     values = dict(zip(case.tensors, arrays, strict=True))
-    x, dy, choice = jnp.moveaxis(values["x"], case.dim, -1), values["dy"], Choice(*who)
+    x, dy = jnp.moveaxis(values["x"], case.dim, -1), values["dy"]
     if "lse" in values:
-        lse = values["lse"].astype(accumulator(x))
         # (lse, 1) is a state of rows with this logsumexp.
-        state = jnp.stack([lse, jnp.ones_like(lse)], -1)
+        state = jnp.stack([values["lse"], jnp.ones_like(values["lse"])], -1)
         dx = primitives.bind(case.operation, x, state, dy, choice=choice, options=PLAIN)
     else:
         dx = primitives.bind(case.operation, x, jnp.moveaxis(dy, case.dim, -1), choice=choice)
