@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -39,6 +39,15 @@ STRATEGIES = ("row", "looped", "split")
 FORWARD = ("softmax", "log_softmax", "logsumexp")
 DTYPES = ("bfloat16", "float16", "float32")
 ON_GPU = jax.default_backend() == "gpu"
+
+
+@pytest.fixture(autouse=not ON_GPU)
+def few_optimizations() -> Iterator[None]:
+    """Interpreted kernels are large programs for XLA, which takes longer to optimize them than to run them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def covering(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
