@@ -1,8 +1,9 @@
-"""The recurrence in Pallas, and what an operation makes of it: plain JAX, under the table of laws."""
+"""The recurrence in Pallas and the formulas of the operations: plain JAX, under the table of laws."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,13 @@ from onlinesoftmax.kernels.pallas import ops, state
 
 
 class PallasAlgebra:
-    """The functions of backends/pallas/state.py and ops.py: bodies are plain JAX, in a kernel or not."""
+    """The functions of kernels/pallas/state.py and ops.py: plain JAX, in a kernel or not.
+
+    States have every sum that an operation can ask for: l, and zl for the entropy.
+    """
 
     name, dtypes, examples = "pallas", ("float16", "bfloat16", "float32"), 12
+    op = ops.Op("softmax", ("y", "entropy"))
 
     def array(self, values: Float64, dtype: str) -> Any:
         return jnp.asarray(values, dtype)
@@ -30,34 +35,36 @@ class PallasAlgebra:
         return np.asarray(x).astype(np.float64).reshape(-1)
 
     def of(self, x: Any) -> state.State:
-        return state.of(x.astype(jnp.float32)[None]) if x.size else self.identity(x)
+        return state.of(x.astype(jnp.float32)[None], terms=self.op.terms) if x.size else self.identity(x)
 
     def identity(self, like: Any) -> state.State:
-        return state.identity((1, 1), jnp.float32)
+        return self.op.identity((1, 1), jnp.float32)
 
     def merge(self, a: state.State, b: state.State) -> state.State:
-        return state.merge(a, b)
+        return self.op.merge(a, b)
 
     def merge_all(self, states: Sequence[state.State]) -> state.State:
-        m, l = (jnp.concatenate([s[i] for s in states], axis=1) for i in (0, 1))
-        return state.merge_all((m, l))
+        return self.op.merge_all(tuple(jnp.concatenate(parts, axis=1) for parts in zip(*states, strict=True)))
 
     def parts(self, a: state.State) -> tuple[float, float]:
         return float(a[0][0, 0]), float(a[1][0, 0])
 
     def logsumexp(self, a: state.State) -> float:
-        m, l = ops.Op("logsumexp").parts(a)
-        return float((m + jnp.log(l))[0, 0])
+        return float(self.op.row_output("lse", a)[0, 0])
+
+    def weighted(self, a: state.State) -> float:
+        """The sum zl of x * exp(x - m)."""
+        return float(a[2][0, 0])
 
     def softmax(self, a: state.State, x: Any) -> Float64:
-        return self._finish("softmax", a, x)
+        return self._output("softmax", a, x)
 
     def log_softmax(self, a: state.State, x: Any) -> Float64:
-        return self._finish("log_softmax", a, x)
+        return self._output("log_softmax", a, x)
 
-    def _finish(self, name: str, a: state.State, x: Any) -> Float64:
+    def _output(self, name: str, a: state.State, x: Any) -> Float64:
         op, wide = ops.Op(name), x.astype(jnp.float32)[None]
-        return self.numpy(op.finish(wide, wide, op.term(a)).astype(x.dtype))
+        return self.numpy(op.output(wide, wide, op.row_constants(a)).astype(x.dtype))
 
 
 class OfSlices(PallasAlgebra):
@@ -67,7 +74,19 @@ class OfSlices(PallasAlgebra):
 
     def merge_all(self, states: Sequence[state.State]) -> state.State:
         nothing = [self.identity(None)] * ((1 << (len(states) - 1).bit_length()) - len(states))
-        return ops.Op("softmax").merge_slices([*states, *nothing])
+        return self.op.merge_slices([*states, *nothing])
+
+
+def test_the_weighted_sum_merges_as_l_does() -> None:
+    x = np.random.default_rng(9).normal(size=300) * 5
+    x[7] = -np.inf
+    kept = x[np.isfinite(x)]
+    exact = (kept * np.exp(kept - kept.max())).sum()
+    for algebra in (PallasAlgebra(), OfSlices()):
+        parts = [algebra.of(algebra.array(part, "float32")) for part in np.split(x, [0, 7, 8, 150])]
+        one_by_one = reduce(algebra.merge, parts)
+        for merged in (one_by_one, algebra.merge_all(parts)):
+            np.testing.assert_allclose(algebra.weighted(merged), exact, rtol=1e-5)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
@@ -106,9 +125,9 @@ def test_tiles_of_a_slice_make_its_state(name: str, exact: bool, tiles: int, edg
             state.Tiles(made, lambda i: (a[i], b[i]), int(0 in edges), tiles - (-1 in edges)), jnp.float32
         )
     expected = op.of((a.reshape(1, -1), b.reshape(1, -1)))
-    # Nobody asks for the m of a sum.
-    for i in range(op.sums, 2):
-        np.testing.assert_allclose(found[i], expected[i], rtol=1e-5, atol=1e-5)
+    assert len(found) == len(expected) == (2 if op.rescaled else 1)
+    for of_tiles, of_row in zip(found, expected, strict=True):
+        np.testing.assert_allclose(of_tiles, of_row, rtol=1e-5, atol=1e-5)
 
 
 def test_a_sum_of_float64_is_rounded_once() -> None:

@@ -1,0 +1,121 @@
+"""Pallas plans for an H200, and the programs that JAX lowers for a GPU that is not there."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jax", reason="jax is not installed")
+
+import jax
+import jax.numpy as jnp
+from test_pallas import DTYPES, FORWARD, ON_GPU, OUTPUTS, STRATEGIES, covering
+
+import onlinesoftmax.jax as osj
+from onlinesoftmax import PlanError
+from onlinesoftmax.core.device import known
+from onlinesoftmax.core.options import ScoreOptions
+from onlinesoftmax.core.task import Choice
+from onlinesoftmax.jax import primitives
+from onlinesoftmax.kernels import pallas
+
+
+def shapes(*sizes: int, dtype: str = "bfloat16") -> Any:
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "strategy"),
+    [
+        (65536, 64, "row"),
+        (65536, 1024, "row"),
+        (16384, 2049, "row"),
+        (16384, 4095, "row"),
+        (16384, 5001, "cluster"),
+        (16384, 4096, "cluster"),
+        (4096, 16384, "cluster"),
+        (2048, 128256, "cluster"),
+        (4096, 50257, "cluster"),
+        (1, 1 << 24, "split"),
+    ],
+)
+def test_plans_for_an_h200(rows: int, cols: int, strategy: str) -> None:
+    plan = primitives.plan_for("softmax", (shapes(rows, cols),), known("h200"))
+    assert (plan.backend, plan.strategy) == ("pallas", strategy)
+
+
+def test_what_no_kernel_takes_goes_to_xla_or_is_refused() -> None:
+    h200 = known("h200")
+    wide = (shapes(1, (1 << 31) + 1),)
+    assert primitives.plan_for("softmax", wide, h200).backend == "eager"
+    assert primitives.plan_for("softmax", (shapes(4, 4, dtype="float8_e5m2"),), h200).backend == "eager"
+    with pytest.raises(PlanError, match="a kernel's indices end at"):
+        primitives.plan_for("softmax", wide, h200, Choice("pallas"))
+    with pytest.raises(PlanError, match="does not fit the registers"):
+        osj.softmax(jnp.zeros((1, 1 << 17)), backend="pallas", strategy="row")
+
+
+def lowered(function: Any, *arguments: Any) -> str:
+    """The program for CUDA, on a machine that need not have it."""
+    program: str = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return program
+
+
+NEEDS_A_GPU = jax.__version_info__ >= (0, 11) and not ON_GPU
+
+
+@pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 lowers Triton kernels only where there is a GPU")
+@pytest.mark.parametrize(("strategy", "name", "dtype"), covering(STRATEGIES, FORWARD, DTYPES))
+def test_every_operation_lowers_for_cuda(strategy: str, name: str, dtype: str) -> None:
+    x, where = shapes(64, 6, 4096, dtype=dtype), jax.ShapeDtypeStruct((64, 1, 4096), jnp.bool_)
+    call = partial(getattr(osj, name), axis=-1, backend="pallas", strategy=strategy)
+    fused = lowered(lambda x, w: call(x, where=w, softcap=3.0), x, where)
+    # This program has the kernels of both directions.
+    gradient = lowered(jax.grad(lambda x: jnp.sum(call(x) ** 2)), x)
+    for program in (fused, gradient):
+        assert re.search(f"triton.*onlinesoftmax_{strategy}|onlinesoftmax_{strategy}.*triton", program, re.DOTALL)
+
+
+@pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
+@pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
+@pytest.mark.parametrize(("name", "cols", "dtype"), covering(FORWARD, (8192, 17408, 50257, 128256), DTYPES))
+def test_clusters_lower_for_cuda(name: str, cols: int, dtype: str) -> None:
+    x = shapes(64, cols, dtype=dtype)
+    call = partial(getattr(osj, name), axis=-1, backend="pallas", strategy="cluster")
+    # This program has the kernels of both directions.
+    program = lowered(jax.grad(lambda x: jnp.sum(call(x) ** 2)), x)
+    assert len(re.findall("custom_call @mosaic_gpu", program)) == 2
+
+
+@pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
+@pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
+@pytest.mark.parametrize(("name", "cols", "dtype"), covering(FORWARD, (50257,), DTYPES))
+def test_several_outputs_lower_for_cuda(name: str, cols: int, dtype: str) -> None:
+    x = shapes(64, cols, dtype=dtype)
+    plan = primitives.plan_for(name, (x,), known("h200"), Choice("pallas", "cluster"))
+    program = lowered(lambda x: pallas.run(name, (x,), plan, False, outputs=OUTPUTS[name]), x)
+    assert re.search("mosaic_gpu.*onlinesoftmax_cluster", program, re.DOTALL)
+
+
+def test_what_a_cluster_refuses() -> None:
+    def refused(device: str, *asked: Any, **more: Any) -> str:
+        with pytest.raises(PlanError) as error:
+            primitives.plan_for("softmax", asked, known(device), Choice("pallas", "cluster"), **more)
+        return str(error.value)
+
+    assert "50257 bfloat16 elements are not whole 16 bytes" in refused("h200", shapes(7, 50257))
+    assert "clusters of blocks need compute capability 9.0" in refused("a100", shapes(8, 8192))
+    assert "take logits as they are" in refused("h200", shapes(8, 8192), options=ScoreOptions(softcap=2.0))
+    assert "shorter than a tile of 1024" in refused("h200", shapes(8, 512))
+    assert "more than the shared memory of 16 blocks" in refused("h200", shapes(8, 1 << 23))
+
+
+@pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 lowers Triton kernels only where there is a GPU")
+def test_one_program_for_two_platforms() -> None:
+    traced = jax.jit(osj.softmax).trace(shapes(4096, 1024))
+    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" not in traced.lower(lowering_platforms=("cpu",)).as_text()
