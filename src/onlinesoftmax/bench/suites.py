@@ -25,7 +25,7 @@ class Suite:
     """A list of entries, with the dtypes that they are measured in.
 
     Attributes:
-        description: What the suite is for.
+        description: The purpose of the suite.
         entries: The cases, without their dtypes.
         dtypes: Every entry is measured in each of these dtypes.
         repeat_ms: Milliseconds for each measurement.

@@ -150,7 +150,7 @@ def size_of_terms(operation: str, xp: Any, values: Mapping[str, Array]) -> Array
     Args:
         operation: Name in FORMULAS.
         xp: Functions of the array library.
-        values: What `with_sums` gives.
+        values: The result of `with_sums`.
     """
     terms = FORMULAS[operation].terms
     if terms is None:
