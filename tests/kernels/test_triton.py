@@ -28,11 +28,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def test_merge_tree(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of ten partials, two to a program: five, three, two, one."""
     monkeypatch.setattr("onlinesoftmax.planner.strategies.triton.MERGE_FAN", 2)
-    prepared.prepare.cache_clear()
+    prepared.forget()
     x = outliers(2, 40001, dtype=torch.float32, device=DEVICE)
     assert osm.explain(x, operation=operation, device="h200", strategy="split").plan.launches >= 5
     assert_as_good_as_pytorch(OPERATIONS[operation](x, backend="triton", strategy="split"), operation, x, -1)
-    prepared.prepare.cache_clear()
+    prepared.forget()
 
 
 def test_seven_dimensions_that_do_not_merge() -> None:
@@ -191,11 +191,14 @@ def test_more_elements_than_an_int32_counts(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.gpu
-def test_a_merge_tree_at_the_size_that_needs_one() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(4224 * 8192, device="cuda")
+def test_a_merge_tree_of_large_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thousand states, a thousand to a program, so that a second launch merges what is left."""
+    monkeypatch.setattr("onlinesoftmax.planner.strategies.triton.MERGE_FAN", 1024)
+    prepared.forget()
+    x = torch.randn(4224 * 8192, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     assert osm.explain(x, strategy="split").plan.launches == 4
     assert_as_good_as_pytorch(osm.softmax(x, 0, backend="triton", strategy="split"), "softmax", x, 0)
+    prepared.forget()
 
 
 @pytest.mark.gpu

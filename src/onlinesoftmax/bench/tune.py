@@ -209,8 +209,9 @@ class Tuner:
         backends = tuple(dict.fromkeys(option.plan.backend for option in options))
         for backend in backends:
             calls = self._calls([option for option in options if option.plan.backend == backend], x, y)
-            if calls:
-                timings += self._timings(backend, calls)
+            if not calls:
+                raise RuntimeError(f"{backend} refused every proposal for {shape}: {self.refused}")
+            timings += self._timings(backend, calls)
         timings.sort(key=lambda timing: timing.us)
         return key_of(Problem.of(task(shape))), Cell(shape.rows, shape.cols, tuple(timings), backends)
 
@@ -284,11 +285,13 @@ class Tuner:
 
 def _in_jax(option: Request, tensors: list[Any]) -> Callable[[], Any]:
     """The call that runs a plan of Pallas on torch tensors."""
-    from ..jax import bridge
+    from ..jax import bridge, ops
     from ..kernels import pallas
 
+    name = option.operation.name
+
     def run(*arrays: Any) -> Any:
-        return pallas.run(option.operation.name, arrays, option.plan, False)
+        return ops.stacked(pallas.run(name, arrays, option.plan, False, outputs=ops.outputs(name)))
 
     on_tensors = bridge.on_tensors(run)
     return lambda: on_tensors(*tensors)

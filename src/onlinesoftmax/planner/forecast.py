@@ -94,7 +94,7 @@ class Forecast:
         names = [option.variant]
         if not self.problem.declaration.keeps_terms:
             # The table's operation may keep terms where the problem's cannot: the same blocks with terms.
-            names.append(replace(option.variant, terms=True))
+            names.append(option.variant.with_terms())
         found = [cell.us[backend, strategy, name] for name in names if (backend, strategy, name) in cell.us]
         if found:
             return min(found), True

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+FIELDS: dict[str, type] = {
+    "threads": int,
+    "lanes": int,
+    "blocks": int,
+    "chunks": int,
+    "depth": int,
+    "tile": int,
+    "elements": int,
+    "stages": int,
+    "team": str,
+    "shared": bool,
+    "terms": bool,
+    "padded": bool,
+}
+"""The type of each number or word of a variant, in the order of its text.
+
+threads: threads of a block.  lanes: threads that share a row.  blocks: blocks of a cluster.  chunks: 16-byte chunks of
+a row that a thread keeps in registers.  depth, stages: as in Blocks.  tile: elements of a program's tile, at least for
+rows that are kept whole, at most for rows that are streamed.  elements: elements of the tile that one thread holds.
+team: "all" where one team of blocks takes one row after another, "teams" where several teams share the device.
+shared: shared memory holds a part of a row.  terms: as in Threads.  padded: a row is padded to one power of two.
+"""
 
 
-@dataclass(frozen=True)
 class Variant:
     """One choice of blocks among those of a strategy, in numbers that do not depend on the length of a row.
 
-    A strategy sets the fields that tell its proposals apart and leaves the others at their defaults.  A table of one
-    shape can so name the blocks for another shape: the same variant there.
+    A strategy sets the fields that tell its proposals apart and leaves the others out.  So a table of one shape can
+    name the blocks for another shape: those of the same variant.
 
-    Attributes:
-        threads: Threads of a block.
-        lanes: Threads that share a row.
-        blocks: Blocks of a cluster.
-        chunks: 16-byte chunks of a row that a thread keeps in registers.
-        depth: As in Blocks.
-        tile: Elements of a program's tile, at least for rows that are kept whole, at most for rows that are streamed.
-        elements: Elements of the tile that one thread holds.
-        stages: As in Blocks.
-        team: "all" where one team of blocks takes a row after the other, "teams" where several share the device.
-        shared: True where shared memory holds a part of a row.
-        terms: As in Threads.
-        padded: True where a row is padded to one power of two.
+    Args:
+        **values: Fields by name, as FIELDS describes them; 0, "" and False are the same as no field.
+
+    Raises:
+        ValueError: a field is not in FIELDS, or has another type.
 
     Example:
         >>> print(Variant(threads=512, chunks=4, team="all"))
@@ -34,26 +45,31 @@ class Variant:
         True
     """
 
-    threads: int = 0
-    lanes: int = 0
-    blocks: int = 0
-    chunks: int = 0
-    depth: int = 0
-    tile: int = 0
-    elements: int = 0
-    stages: int = 0
-    team: str = ""
-    shared: bool = False
-    terms: bool = False
-    padded: bool = False
+    __slots__ = ("_text",)
+
+    def __init__(self, **values: int | str) -> None:
+        for name, value in values.items():
+            if type(value) is not FIELDS.get(name):
+                raise ValueError(f"{name}={value!r} is no field of a variant; fields: {', '.join(FIELDS)}")
+        given = [(name, values[name]) for name in FIELDS if values.get(name)]
+        self._text = " ".join(name if value is True else f"{name}={value}" for name, value in given)
 
     def __str__(self) -> str:
-        words = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value:
-                words.append(field.name if value is True else f"{field.name}={value}")
-        return " ".join(words)
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"Variant({self._text!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Variant) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def with_terms(self) -> Variant:
+        """The same blocks, whose threads hold the terms of a row."""
+        words = [*self._text.split(), "terms"]
+        return Variant.parse(" ".join(dict.fromkeys(words)))
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -62,13 +78,13 @@ class Variant:
         Raises:
             ValueError: the text names a field that a variant does not have.
         """
-        kinds: dict[str, type] = {field.name: type(field.default) for field in fields(cls)}
-        values: dict[str, Any] = {}
+        values: dict[str, int | str] = {}
         for word in text.split():
             name, _, value = word.partition("=")
-            if name not in kinds or bool(value) == (kinds[name] is bool):
-                raise ValueError(f"{word!r} is no field of a variant; fields: {', '.join(kinds)}")
-            values[name] = True if kinds[name] is bool else kinds[name](value)
+            kind = FIELDS.get(name)
+            if kind is None or bool(value) == (kind is bool):
+                raise ValueError(f"{word!r} is no field of a variant; fields: {', '.join(FIELDS)}")
+            values[name] = True if kind is bool else kind(value)
         return cls(**values)
 
 

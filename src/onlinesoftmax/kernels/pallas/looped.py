@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +31,30 @@ def tile_of(operands: Operands, row: Any, number: Any, block: int) -> Tile:
     return operands.tile(row, number * block, (1, block))
 
 
-def state_of(
-    operands: Operands, reads: tuple[Any, ...], row: Any, first: Any, tiles: int, block: int, edges: Any = True
-) -> State:
-    """The state of `tiles` adjacent tiles of a row, and of its head and tail where `edges` is True.
+class Place(NamedTuple):
+    """Adjacent tiles of a row.
+
+    Attributes:
+        row: The row.
+        first: Number of the first tile.
+        tiles: Number of tiles.
+        block: Columns of a tile.
+        edges: True where the row's head and tail belong to the place.
+    """
+
+    row: Any
+    first: Any
+    tiles: int
+    block: int
+    edges: Any = True
+
+
+def state_of(operands: Operands, reads: tuple[Any, ...], place: Place) -> State:
+    """The state of the tiles of a place, and of the head and tail of its row where `place.edges` is True.
 
     A tile is loaded before the tile before it is reduced, so that memory does not wait for arithmetic.
     """
-    op = operands.op
+    op, (row, first, tiles, block, edges) = operands.op, place
 
     def tile(i: Any) -> Loaded:
         return operands.load(reads, tile_of(operands, row, first + i, block))
@@ -59,14 +75,14 @@ def state_of(
 
 
 def write_tiles(
-    operands: Operands, reads: tuple[Any, ...], ref: Any, row: Any, first: Any, tiles: int, block: int,
-    make_constants: Callable[[], RowConstants], edges: Any = True,
-) -> None:  # fmt: skip
-    """Write `tiles` adjacent tiles of a row, and its head and tail where `edges` is True.
+    operands: Operands, reads: tuple[Any, ...], ref: Any, place: Place, make_constants: Callable[[], RowConstants]
+) -> None:
+    """Write the tiles of a place, and the head and tail of its row where `place.edges` is True.
 
     The last tile is written first: it was read last, and L2 still holds it.  It is on its way from memory while
     `make_constants` runs.
     """
+    row, first, tiles, block, edges = place
 
     def tile(i: Any) -> Tile:
         return tile_of(operands, row, first + tiles - 1 - i, block)
@@ -96,16 +112,17 @@ def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:
     Limits: none on columns.
     """
     reads, elements, rows = operands.sides(refs)
-    op, row, tiles = operands.op, pl.program_id(0), tiles_of(operands, block)
+    op, row = operands.op, pl.program_id(0)
+    place = Place(row, 0, tiles_of(operands, block), block)
     if op.reduces:
-        state = state_of(operands, reads, row, 0, tiles, block)
+        state = state_of(operands, reads, place)
         operands.store_rows(rows, row, state)
 
     def constants() -> RowConstants:
         return operands.row_constants(state) if op.reduces else operands.given_state(reads, row, 1)
 
     for y_ref in elements:
-        write_tiles(operands, reads, y_ref, row, 0, tiles, block, constants)
+        write_tiles(operands, reads, y_ref, place, constants)
 
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:

@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as pltriton
 from ...core.arrays import Array
 from ...planner.plan import Plan
 from .call import call
-from .looped import state_of, tiles_of, write_tiles
+from .looped import Place, state_of, tiles_of, write_tiles
 from .operands import Operands
 from .ops import Op, RowConstants
 from .state import State
@@ -38,7 +38,7 @@ def state_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth:
     Limits: rows × splits states.
     """
     program, row, part = _place(splits)
-    state = state_of(operands, refs[:reads], row, part * depth, depth, block, part == 0)
+    state = state_of(operands, refs[:reads], Place(row, part * depth, depth, block, part == 0))
     for ref, value in zip(refs[reads:], operands.op.packed(state, operands.accumulator), strict=True):
         pltriton.store(ref.at[pl.ds(program, 1)], value.reshape(1))
 
@@ -61,7 +61,7 @@ def write_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth:
         operands.store_rows(rows, row, state, part == 0)
         return operands.row_constants(state)
 
-    write_tiles(operands, operand_refs, y_ref, row, part * depth, depth, block, constants, part == 0)
+    write_tiles(operands, operand_refs, y_ref, Place(row, part * depth, depth, block, part == 0), constants)
 
 
 def _whole(refs: tuple[Any, ...], row: Any, splits: int, op: Op) -> State:
