@@ -55,7 +55,7 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         """Every attribute, for JSON; an infinite error becomes null."""
         error = self.error if self.error is not None and isfinite(self.error) else None
-        return {**asdict(self), "error": error}
+        return {**asdict(self), "error": error, "plan": self.plan.as_dict() if self.plan else None}
 
 
 @dataclass(frozen=True)
