@@ -1,16 +1,17 @@
-"""Qualities: the part of copy bandwidth that each strategy was measured to reach, from tables/quality.json."""
+"""Numbers that were measured once, on an H200, for first proposals: tables/quality.json."""
 
 from __future__ import annotations
 
 import json
 from functools import cache
 from importlib import resources
+from typing import Any
 
 
 @cache
-def _table() -> dict[str, dict[str, float]]:
+def _table(name: str) -> dict[str, Any]:
     text = resources.files(__package__).joinpath("tables").joinpath("quality.json").read_text(encoding="utf-8")
-    found: dict[str, dict[str, float]] = json.loads(text)["quality"]
+    found: dict[str, Any] = json.loads(text)[name]
     return found
 
 
@@ -25,5 +26,15 @@ def quality(backend: str, strategy: str, case: str = "") -> float:
     >>> quality("triton", "row") > quality("triton", "row", "alone")
     True
     """
-    of_backend = _table()[backend]
+    of_backend: dict[str, float] = _table("quality")[backend]
     return of_backend.get(f"{strategy} {case}", of_backend[strategy])
+
+
+def padded_from(column_bytes: int) -> int:
+    """Fewest columns from which a short row of Pallas' `row` is better padded to one power of two than to a sum of two.
+
+    Args:
+        column_bytes: Bytes of a column of all inputs.
+    """
+    found: dict[str, int] = _table("padded_from")
+    return found.get(str(column_bytes), 1)

@@ -103,10 +103,10 @@ MOST_LAUNCHES = 4096
 def _is_bare(x: torch.Tensor) -> bool:
     """True for an aligned GPU tensor without derivatives, transforms, autocast or a lazy negation."""
     return (
-        x.is_cuda
+        not (x.requires_grad and torch.is_grad_enabled())
+        and x.is_cuda
         and x.layout is torch.strided
         and x.data_ptr() % 16 == 0
-        and not (x.requires_grad and torch.is_grad_enabled())
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled()
@@ -115,7 +115,7 @@ def _is_bare(x: torch.Tensor) -> bool:
 
 
 def _have_kernels() -> bool:
-    return any(registry.unavailable(name) is None for name in ("cuda", "triton"))
+    return registry.unavailable("cuda") is None or registry.unavailable("triton") is None
 
 
 # All that torch.compiler.assume_constant_result does, after it has imported the compiler for a second or three.

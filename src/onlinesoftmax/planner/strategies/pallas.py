@@ -11,7 +11,7 @@ import itertools
 from ...core.device import Device
 from ...core.problem import Problem
 from ..proposal import Blocks, Proposal, Traffic, clamp, no_gpu, power_of_two, reads, unaligned, words_of
-from ..quality import quality
+from ..quality import padded_from, quality
 from ..variant import Variant
 
 REGISTER_ELEMENTS = 32
@@ -87,8 +87,8 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
             f"a row of {problem.cols} columns, padded to {_two_powers(body)}, does not fit the registers of one "
             f"program: {most} {problem.dtype} elements do"
         )
-    # Where memory limits the speed, columns that are not there cost little, and one tile has one reduction.
-    padded = short and _plain(problem) and not _bound(problem)
+    # One tile has one reduction; where instructions limit the speed, columns that are not there cost more than that.
+    padded = short and _plain(problem) and problem.cols >= padded_from(problem.itemsize * problem.inputs)
     # Elements that do not lie on 16 bytes are moved one by one, so a thread holds fewer of them.
     tile = SHORT if problem.cols % problem.vector else max(SHORT, 32 * THREAD_BYTES // problem.itemsize)
     tiles = sorted((SHORT, 2 * SHORT, 4 * SHORT), key=lambda n: abs(n - tile)) if short else [0]
