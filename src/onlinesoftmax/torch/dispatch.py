@@ -57,6 +57,8 @@ def run(call: Call) -> torch.Tensor:
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
     if options is not None:
         check_options(call)
+    elif x.is_cpu and call.plain and type(x) is torch.Tensor:
+        return _by_pytorch(call)
     # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
     by_default = backend is None and (not x.is_cuda or not _have_kernels())
     if (by_default or backend == "eager") and strategy in (None, "row"):
