@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ SLOWER = 1.05
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="the other processes of xdist use the GPU meanwhile")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("cols", LENGTHS)
 def test_the_chosen_plan_is_as_fast_as_the_best_that_is_forced(cols: int, dtype: str, device_memory: None) -> None:
