@@ -17,7 +17,7 @@ demo: $(READY) ## Run an end-to-end demo on real data and check its results, in 
 	@$(BIN)/python examples/demo.py
 
 test: $(READY) ## Run all tests; without a GPU, the kernels run in interpreters
-	@$(BIN)/python -m pytest -n auto -q
+	@$(BIN)/python -m pytest -n auto --dist worksteal -q
 
 lint: $(READY) ## Check style and types with ruff and mypy
 	@$(BIN)/ruff check

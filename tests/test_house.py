@@ -161,14 +161,14 @@ def test_a_call_passes_through_few_rooms(gradient: bool) -> None:
     torch = pytest.importorskip("torch", reason="a call on a tensor needs torch")
     pytest.importorskip("triton", reason="the call runs a Triton kernel")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    x, bias = torch.randn(4, 7, 131, device=device, requires_grad=gradient), torch.randn(7, 131, device=device)
+    x, bias = torch.randn(1, 2, 33, device=device, requires_grad=gradient), torch.randn(2, 33, device=device)
 
     def call() -> None:
         y = onlinesoftmax.softmax(x, -1, bias=bias, causal=True, backend="triton")
         if gradient:
             y.sum().backward()
 
-    onlinesoftmax.softmax(torch.randn(3, 7, 131, device=device), backend="triton")
+    onlinesoftmax.softmax(torch.randn(3, 2, 33, device=device), backend="triton")
     first, again = rooms_of(call), rooms_of(call)
     assert first - {"core"} <= {"__init__", "api", "torch", "planner", "kernels"}
     assert again - {"core"} <= {"__init__", "api", "torch", "kernels"}
