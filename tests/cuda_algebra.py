@@ -19,7 +19,7 @@ from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import TensorSpec, contiguous_spec, row_spec, task_of
 from onlinesoftmax.kernels.cuda import compile, driver, source
 from onlinesoftmax.kernels.request import Request
-from onlinesoftmax.planner.plan import price
+from onlinesoftmax.planner.plan import priced
 from onlinesoftmax.planner.strategies import cuda
 
 
@@ -93,7 +93,7 @@ def algebra_source(form: Form, dtype: str, out: str) -> str:
     blocks = cuda.row(problem, device)
     assert not isinstance(blocks, str), blocks
     check = f"static_assert(sizeof(State) == {state_bytes(form, dtype, out)});\n"
-    return source.source(Request(task, price(blocks[0], problem, device))) + KERNELS + check
+    return source.source(Request(task, priced(blocks[0], problem, device))) + KERNELS + check
 
 
 def state_bytes(form: Form, dtype: str, out: str) -> int:

@@ -27,7 +27,7 @@ from onlinesoftmax.kernels import cuda
 from onlinesoftmax.kernels.cuda import compile, params, source
 from onlinesoftmax.kernels.report import occupancy
 from onlinesoftmax.kernels.request import Request
-from onlinesoftmax.planner.plan import Plan, price
+from onlinesoftmax.planner.plan import Plan, priced
 from onlinesoftmax.planner.strategies import TABLE
 from onlinesoftmax.torch import prepare as prepared
 
@@ -61,7 +61,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
         def first(problem: Problem, *_: Any) -> Plan:
             proposals = PROPOSALS[strategy](problem, device)
             assert not isinstance(proposals, str), proposals
-            return price(proposals[0], problem, device)
+            return priced(proposals[0], problem, device)
 
         monkeypatch.setattr(prepared, "plan", first)
         prepared.forget()

@@ -17,7 +17,7 @@ from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE, Task, TensorSpec, row_spec, task_of
 from onlinesoftmax.kernels.request import Request
-from onlinesoftmax.planner.plan import Plan, price
+from onlinesoftmax.planner.plan import Plan, priced
 from onlinesoftmax.planner.proposal import Blocks, Threads
 from onlinesoftmax.planner.strategies import TABLE
 
@@ -112,4 +112,4 @@ def test_plans_own_every_element_once(strategy: str, rows: int, cols: int, folde
     proposals = PROPOSALS[strategy](problem, device)
     assert not isinstance(proposals, str), proposals
     for proposal in (proposals[0], proposals[-1]):
-        check_ownership(Request(task, price(proposal, problem, device)), folder)
+        check_ownership(Request(task, priced(proposal, problem, device)), folder)

@@ -19,7 +19,7 @@ from ..kernels import registry
 from ..kernels.request import Request
 from ..planner import strategies
 from ..planner.measured import KEPT, Cell, Key, Table, Timing, key_of, stand_in
-from ..planner.plan import Plan, price
+from ..planner.plan import Plan, priced
 from .timing import CudaClock
 
 BACKENDS = ("cuda", "triton", "pallas")
@@ -103,7 +103,7 @@ def proposals(shape: Shape, device: Device, backend: str = "cuda") -> list[Reque
         options = propose(problem, device) if its_backend == backend else ""
         if isinstance(options, str) or (strategy == "cluster" and backend == "pallas" and find_spec("absl") is None):
             continue
-        found += [price(option, problem, device) for option in options]
+        found += [priced(option, problem, device) for option in options]
     least = min((plan.estimate_us for plan in found), default=0.0)
     return [Request(wanted, plan) for plan in found if backend == "cuda" or plan.estimate_us <= HOPELESS * least]
 

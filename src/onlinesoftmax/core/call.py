@@ -1,7 +1,8 @@
-"""The call: one record that a public function makes and every layer below reads.
+"""The call: one call of an operation with its tensors, for the Python layers.
 
-A public function checks what needs no framework, makes a `Call`, and passes it on: to torch/dispatch.py for torch
-tensors, to numpy.py for NumPy arrays.  Where a layer needs the call without its data, it makes a task (task.py).
+A public function checks the arguments that need no framework and makes a `Call`.  torch/dispatch.py takes the calls on
+torch tensors, numpy.py those on NumPy arrays.  The planner and the kernels read a task instead (task.py), which has no
+tensors.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ NOTHING: Mapping[str, Array] = MappingProxyType({})
 
 
 class Settings(NamedTuple):
-    """What a call asks for besides tensors and score options; hashable.
+    """Arguments of a call that are neither tensors nor score options; hashable.
 
     Attributes:
         dim: The softmax dimension; some operations take several.
         dtype: Dtype of the result; None for the dtype of the input.
         keepdim: True where a result per row keeps the softmax dimension with size 1.
-        choice: What is forced of the plan.
+        choice: The parts of the plan that the caller forces.
     """
 
     dim: Any
@@ -41,9 +42,9 @@ class Call(NamedTuple):
     Attributes:
         operation: Its declaration.
         x: The input.
-        settings: Dimension, dtype, and what is forced of the plan.
+        settings: Dimension, dtype, keepdim, and the parts of the plan that the caller forces.
         options: The score options; None where every one is at its default.
-        out: Where to write the result; None for a new array.
+        out: Tensor or array that receives the result; None for a new one.
         beside: Operands besides the input and the score options, by name: dy, lse, logits.
     """
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 LARGEST_UNIT = 16
-"""The largest power of two that is told of strides: 16 elements of one byte are the widest load."""
+"""Limit of the powers of two that describe strides: the widest load has 16 bytes, which are at most 16 elements."""
 
 
 class Side(NamedTuple):
@@ -24,11 +24,11 @@ class Side(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """The largest power of two up to LARGEST_UNIT that divides the row strides; 1 where columns lie apart."""
+        """The largest power of two up to LARGEST_UNIT that divides the row strides; 1 if columns are not neighbours."""
         return power_of_two_divisor(*self.strides) if self.col == 1 else 1
 
     def congruent(self, other: Side) -> bool:
-        """True where each row begins at the same offset modulo LARGEST_UNIT as the row of the other tensor."""
+        """True where the row strides of both tensors are equal modulo LARGEST_UNIT."""
         return all((a - b) % LARGEST_UNIT == 0 for a, b in zip(self.strides, other.strides, strict=True))
 
     @property
@@ -43,7 +43,7 @@ class Layout:
 
     Attributes:
         cols: Elements of a row.
-        sizes: Sizes of the outer dimensions, the one with the closest neighbours in x first.
+        sizes: Sizes of the outer dimensions, by their stride in x, smallest first; broadcast dimensions are last.
         sides: Strides of every tensor, by its name.  "query" is the position of a row's query, for causal masks.
     """
 
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def adjacent(self) -> int:
-        """Number of rows that lie side by side in x, element by element; 1 where the elements of a row do."""
+        """Number of rows that lie side by side in x; 1 where the elements of a row are neighbours."""
         return self.sizes[0] if self.x.col != 1 and self.x.strides[0] == 1 else 1
 
     @cached_property
@@ -74,7 +74,10 @@ class Layout:
         return power_of_two_divisor(self.cols)
 
     def column_unit(self, name: str) -> int:
-        """The unit of a tensor where rows lie side by side: a divisor of all its strides but that from row to row."""
+        """The largest power of two up to LARGEST_UNIT that divides all strides of a tensor except the first row stride.
+
+        The first row stride must be 1, so that adjacent rows are neighbours; otherwise the result is 1.
+        """
         side = self.sides[name]
         return power_of_two_divisor(side.col, *side.strides[1:]) if side.strides[0] == 1 else 1
 

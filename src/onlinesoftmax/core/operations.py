@@ -1,8 +1,8 @@
 """The operations, each declared once: what it reads, what it sums, and what it writes.
 
-Everything that can follow from a declaration does: shapes and dtypes of outputs, custom-operator schemas, kernel
-parameters, bytes moved, benchmark cases and verification cases.  The formulas stand once per language, in the file
-named `ops` of each kernel folder and of each framework.  Strategies never ask which operation they serve; they ask
+A declaration determines shapes and dtypes of outputs, custom-operator schemas, kernel parameters, bytes moved,
+benchmark cases and verification cases.  Each language has the formulas once, in the file named `ops` of its kernel
+folder or of its framework.  Strategies never ask which operation they serve; they ask
 whether it writes elements, per-row results, or both.
 
 To declare an operation is step one of six: CONTRIBUTING.md, "To add an operation".
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-Kind = Literal["element", "row", "call"]
-"""How many values an operand or an output has: one for each element of the input, one for each row, or one per call."""
+Extent = Literal["element", "row", "call"]
+"""Number of values of an operand or an output: one per element of the input, one per row, or one per call."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Operand:
     """
 
     name: str
-    kind: Kind
+    kind: Extent
     dtype: Literal["floating", "integer", "boolean"] = "floating"
 
 
@@ -55,12 +55,12 @@ class Output:
         name: Its name in kernels and in `Task.outputs`.
         kind: "element" or "row".  An operation has at most one output per element, and any number per row.
         dtype: "result" for the dtype that the caller asks for, "accumulator" for float32 (float64 in float64).
-        needs: Accumulators that it is computed from.
+        needs: Names of the accumulators from which the output is computed.
         on_request: True where the output is written only if the caller asks for it.
     """
 
     name: str
-    kind: Kind
+    kind: Extent
     dtype: Literal["result", "accumulator"] = "result"
     needs: tuple[str, ...] = ("l",)
     on_request: bool = False
@@ -71,8 +71,8 @@ class Gradient:
     """How an operation is differentiated.
 
     Attributes:
-        operation: Name of the operation that computes the gradient in the input.
-        saved: What a forward call keeps for it: names of operands and outputs.
+        operation: Name of the operation that computes the gradient with respect to the input.
+        saved: Names of the operands and outputs that a forward call keeps for the gradient.
     """
 
     operation: str
@@ -85,13 +85,13 @@ class Operation:
 
     Attributes:
         name: Name of the public function; with "_backward" for its gradient.
-        operands: What it reads, the input first.
-        accumulators: Sums over a row that its outputs can need; none where a row needs no reduction.
-        outputs: What it can write, the main output first.
+        operands: Tensors and numbers that it reads, the input first.
+        accumulators: Sums over a row that its outputs can need; empty if rows are not reduced.
+        outputs: Tensors that it can write, the main output first.
         options: Names of the score options that its kernels apply (core/options.py).
-        differentiated: How it is differentiated; None for a gradient.
+        differentiated: How its gradient is computed; None for an operation that is itself a gradient.
         scores: True where the input is a logit, which the score options turn into a score.
-        keeps_terms: True where the main output is a multiple of the term that was summed, so that a kernel may hold
+        may_keep_terms: True where the main output is a multiple of the term that was summed, so that a kernel may hold
             the terms instead of the input.
     """
 
@@ -102,7 +102,7 @@ class Operation:
     options: tuple[str, ...]
     differentiated: Gradient | None = None
     scores: bool = True
-    keeps_terms: bool = False
+    may_keep_terms: bool = False
 
     def __reduce__(self) -> tuple[object, ...]:
         # An operation is compared by identity, so a pickle refers to the declaration.
@@ -158,7 +158,7 @@ class Operation:
 
     @cached_property
     def forward(self) -> Operation:
-        """The operation that this one is the gradient of; itself for a forward operation."""
+        """The forward operation of a gradient; the operation itself if it is a forward operation."""
         return next((other for other in OPERATIONS.values() if other.gradient == self.name), self)
 
     @cached_property
@@ -203,26 +203,28 @@ STATISTICS = (
     Output("l", "row", "accumulator", on_request=True),
     Output("entropy", "row", "accumulator", needs=("l", "zl"), on_request=True),
 )
-"""What any forward operation can also write per row.  lse is m + log(l); m is finite; entropy is lse - zl / l."""
+"""More outputs of every forward operation, on request: lse is m + log(l); m is finite; entropy is lse - zl / l."""
 
-SCORE_OPTIONS = ("scale", "softcap", "bias", "mask", "causal")
+ALL_OPTIONS = ("scale", "softcap", "bias", "mask", "causal")
+"""Names of all score options; core/options.py declares them."""
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
         Operation(
-            "softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), SCORE_OPTIONS,
-            Gradient("softmax_backward", ("y",)), keeps_terms=True,
+            "softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), ALL_OPTIONS,
+            Gradient("softmax_backward", ("y",)), may_keep_terms=True,
         ),
         Operation(
-            "log_softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), SCORE_OPTIONS,
+            "log_softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), ALL_OPTIONS,
             Gradient("log_softmax_backward", ("y",)),
         ),
         Operation(
-            "logsumexp", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "row"), *STATISTICS), SCORE_OPTIONS,
+            "logsumexp", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "row"), *STATISTICS), ALL_OPTIONS,
             Gradient("logsumexp_backward", ("x", "lse")),
         ),
-        # The saved output and its gradient stand for x and dy; the score options act on what is written.
+        # In these two operations the operand x is the saved output and dy is its gradient.  The scale, the softcap and
+        # the masks change the gradient that is written.
         Operation(
             "softmax_backward", (X, DY), (Accumulator("dot", rescaled=False),),
             (Output("y", "element", needs=("dot",)),), ("scale", "softcap"), scores=False,
@@ -233,7 +235,7 @@ OPERATIONS: dict[str, Operation] = {
         ),
         Operation(
             "logsumexp_backward", (X, Operand("dy", "row"), Operand("lse", "row")), (),
-            (Output("y", "element", needs=()),), SCORE_OPTIONS,
+            (Output("y", "element", needs=()),), ALL_OPTIONS,
         ),
     )
 }  # fmt: skip

@@ -2,9 +2,9 @@
 
     z = softcap * tanh(scale * x / softcap) + bias,  and -inf where the mask is False or causality forbids the key
 
-Softmax is taken of the scores z.  Kernels make them while they read the logits x, so they cost no pass of their own;
-the formula stands once more in each kernel language (`score` in `operands`).  The array formula below serves NumPy,
-torch and JAX: the eager backend, XLA, the benchmark's reference and the verification.
+Softmax is applied to the scores z.  Kernels compute the scores while they read the logits x, so the scores need no
+pass of their own.  Each kernel language has its own version of the formula (`score` in `operands`).  The array
+formula below serves NumPy, torch and JAX: the eager backend, XLA, the benchmark's reference and the verification.
 
 To declare an option: CONTRIBUTING.md, "To add a score option".
 """
@@ -31,8 +31,8 @@ class ScoreOption:
             "flag" for True or False.
         dtype: "floating" or "boolean".
         tensor: True where the option may be a tensor.
-        default: The value that asks for nothing.
-        chain: True where the gradient in a logit is the gradient in its score times a factor of this option.
+        default: The value that changes nothing.
+        chain: True where the option adds a factor to the derivative of a score with respect to its logit.
     """
 
     name: str
@@ -63,11 +63,11 @@ class Placeholder(Enum):
 
 
 ARRAY: Final = Placeholder.ARRAY
-"""A program that JAX compiles has its arrays beside its options: in the options, ARRAY marks their places."""
+"""Marks an option whose array is passed separately: JAX passes the arrays of a compiled program as its operands."""
 
 
 class ScoreOptions(NamedTuple):
-    """The values of one call, checked as far as that needs no framework.
+    """The score options of one call, after the checks that need no framework.
 
     Attributes:
         scale: A number, or a tensor with one element.
@@ -86,7 +86,7 @@ class ScoreOptions(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True where nothing is asked for.  No tensor is read."""
+        """True where every option is at its default.  Does not read a tensor's values, so no GPU synchronization."""
         scale, softcap, bias, mask, causal, zero = self
         given = softcap is not None or bias is not None or mask is not None or causal or zero
         return not given and isinstance(scale, float) and scale == 1
@@ -105,11 +105,11 @@ class ScoreOptions(NamedTuple):
         return tuple(name for name in SCORE_OPTIONS if getattr(self, name) is ARRAY)
 
     def filled(self, arrays: Iterable[Array]) -> ScoreOptions:
-        """The same with these arrays, one for each name in `self.arrays`, in place of ARRAY."""
+        """The options with ARRAY replaced by these arrays, one for each name in `self.arrays`."""
         return self._replace(**dict(zip(self.arrays, arrays, strict=True)))
 
     def of(self, names: tuple[str, ...]) -> ScoreOptions:
-        """The same with only these options; the others are at their defaults."""
+        """Only the options of these names; the others are at their defaults.  `zero` is kept."""
         return ScoreOptions(**{name: getattr(self, name) for name in names}, zero=self.zero)
 
 
@@ -126,7 +126,7 @@ def checked_options(
         TypeError: an argument has the wrong type.
         ValueError: softcap is not positive and finite, or fully_masked is neither "nan" nor "zero".
     """
-    # Most calls ask for nothing; the host time of this test is part of theirs.
+    # Most calls give no option.  This test comes first so that they spend little host time here.
     nothing = mask is None and bias is None and softcap is None and causal is False and fully_masked == "nan"
     if nothing and scale.__class__ is float and scale == 1.0:
         return None
@@ -190,7 +190,7 @@ def scaled(x: Array, options: ScoreOptions) -> Array:
 
 
 def softcap_slope(xp: Functions, x: Array, options: ScoreOptions) -> Array | float:
-    """The derivative of the softcap at scale * x; its product with the scale is the derivative of a score in x."""
+    """Derivative of the softcap at scale * x; times the scale, this is the derivative of a score with respect to x."""
     if options.softcap is None:
         return 1.0
     return 1 - xp.tanh(scaled(x, options) / options.softcap) ** 2
@@ -226,7 +226,7 @@ def query_axis(operation: str, axis: int, ndim: int) -> int:
 def bits(value: float) -> int:
     """The bits of a float64 as a 64-bit integer, which is how a number travels to a kernel.
 
-    A small integer would be passed to a kernel as 32 bits, so 0 and numbers under 1e-310 become -0.
+    A small integer would be passed to a kernel as 32 bits, so 0 and positive numbers below 5.4e-312 become -0.
 
     >>> hex(bits(1.0)), bits(0.0) == bits(-0.0)
     ('0x3ff0000000000000', True)

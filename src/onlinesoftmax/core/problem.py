@@ -1,4 +1,4 @@
-"""The problem: the part of a task that the choice of a plan depends on."""
+"""The problem: the properties of a task on which the choice of a plan depends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class Access:
 
     Attributes:
         contiguous: True where the elements of a row are neighbours.
-        adjacent: Number of rows that lie side by side, element by element, where they are not.
-        unit: Power of two, in elements, that divides every row's length and beginning; None to take it from cols.
-        peelable: True where x and all that is moved with it begin alike, so that an unaligned row can be split into
-            head, body and tail with an aligned body in every tensor.
+        adjacent: Where a row's elements are not neighbours: number of rows that lie side by side.  Else 1.
+        unit: Power of two, in elements, that divides the row length and the offset of every row; None to take it from
+            cols.
+        peelable: True where each row has the same alignment in x, dy and the element output, so that an unaligned row
+            can be split into head, body and tail with an aligned body in every tensor.
     """
 
     contiguous: bool = True
@@ -29,13 +30,13 @@ class Access:
 
 @dataclass(frozen=True)
 class Extra:
-    """What is read besides the tensors that every call of the operation reads.
+    """Cost of the score options: the tensors that they read, and the scores.
 
     Attributes:
-        nbytes: Bytes of all of it, a bias or a mask, each element once.
-        bias_bytes: Bytes of one element of a bias, which a kernel holds on chip with the input's.
+        nbytes: Bytes of the bias and the mask, each element counted once.
+        bias_bytes: Bytes of one element of the bias, which a kernel holds on chip beside the input; 0 without a bias.
         masked: True where a boolean mask is read.
-        fused: True where scores are made from the logits while they are read.
+        fused: True where any score option is given (`Task.fused`).
     """
 
     nbytes: int = 0
@@ -46,7 +47,7 @@ class Extra:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be computed, as far as a plan depends on it.
+    """The properties of a task on which a plan depends.
 
     Attributes:
         operation: Name in OPERATIONS.
@@ -55,7 +56,7 @@ class Problem:
         dtype: Dtype of the input.
         out_dtype: Dtype of the main output; None for the dtype of the input.
         access: How rows lie in memory.
-        extra: What score options read.
+        extra: Cost of the score options.
         outputs: Names of the outputs that are written; empty for those that every call writes.
     """
 
@@ -86,7 +87,7 @@ class Problem:
             batch_invariant: True where a row's bits must not depend on the rows beside it.  An unaligned row is then
                 not split: the order of its sum would depend on where it begins.
         """
-        layout, aligned = task.layout, task.rows_aligned
+        layout, aligned = task.layout, task.tensors_aligned
         access = Access(
             layout.x.col == 1, layout.adjacent, task.unit if aligned else 1,
             aligned and task.congruent and not batch_invariant,
@@ -129,7 +130,7 @@ class Problem:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of all these tensors."""
+        """Bytes of one row of all element inputs."""
         return self.cols * self.itemsize * self.inputs
 
     @property
@@ -159,7 +160,7 @@ class Problem:
 
     @property
     def aligned_bytes(self) -> int:
-        """Bytes, at most 16, that divide every contiguous row's length and beginning."""
+        """Bytes, at most 16, that divide the length and the address of every contiguous row."""
         unit = power_of_two_divisor(self.cols) if self.access.unit is None else self.access.unit
         return min(16, unit * self.itemsize)
 
@@ -177,7 +178,7 @@ class Problem:
 
 
 def _elements(task: Task, name: str) -> int:
-    """Number of different elements of a tensor that is broadcast to the input's shape."""
+    """Number of elements in memory of a tensor that is broadcast to the input's shape."""
     layout, side = task.layout, task.layout.sides[name]
     count = layout.cols if side.col else 1
     for size, stride in zip(layout.sizes, side.strides, strict=True):

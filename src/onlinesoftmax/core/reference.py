@@ -45,8 +45,8 @@ class Formula:
     Attributes:
         sums: The number that each accumulator sums over a row, by the name of the accumulator.
         outputs: Every output, by name.
-        terms: The two numbers whose difference is the main output.  A difference is no more exact than its two terms,
-            so a tolerance must allow for their rounding errors.  None where the main output is no such difference.
+        terms: The two numbers whose difference is the main output; None where the main output is no difference.  A
+            difference is no more exact than its two terms, so a tolerance must allow for their rounding errors.
     """
 
     sums: Mapping[str, Part]
@@ -242,7 +242,7 @@ def logsumexp(x: ArrayLike, axis: int = -1) -> Float64:
 
 @_quiet
 def softmax_backward(dy: ArrayLike, y: ArrayLike, axis: int = -1) -> Float64:
-    """The gradient in x of y = softmax(x): dx = y * (dy - sum(dy * y)).  dy, y and dx share one shape.
+    """The gradient with respect to x of y = softmax(x): dx = y * (dy - sum(dy * y)).  dy, y and dx share one shape.
 
     >>> softmax_backward([1.0, 0.0], [0.5, 0.5])
     array([ 0.25, -0.25])
@@ -253,7 +253,7 @@ def softmax_backward(dy: ArrayLike, y: ArrayLike, axis: int = -1) -> Float64:
 
 @_quiet
 def log_softmax_backward(dy: ArrayLike, y: ArrayLike, axis: int = -1) -> Float64:
-    """The gradient in x of y = log_softmax(x): dx = dy - exp(y) * sum(dy).  dy, y and dx share one shape.
+    """The gradient with respect to x of y = log_softmax(x): dx = dy - exp(y) * sum(dy).  dy, y and dx share one shape.
 
     >>> log_softmax_backward([1.0, 0.0], np.log([0.5, 0.5])).round(15)
     array([ 0.5, -0.5])
@@ -264,7 +264,7 @@ def log_softmax_backward(dy: ArrayLike, y: ArrayLike, axis: int = -1) -> Float64
 
 @_quiet
 def logsumexp_backward(dlse: ArrayLike, x: ArrayLike, lse: ArrayLike, axis: int = -1) -> Float64:
-    """The gradient in x of lse = logsumexp(x): dx = dlse * exp(x - lse), the softmax times dlse.
+    """The gradient with respect to x of lse = logsumexp(x): dx = dlse * exp(x - lse), the softmax times dlse.
 
     dlse and lse have the shape of x without `axis`; dx has the shape of x.
 

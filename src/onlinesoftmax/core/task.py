@@ -1,8 +1,8 @@
-"""The task: one call without its data.  The record that every layer below the public functions passes on.
+"""The task: one call without its tensors, for the planner and the kernels.
 
-A framework describes its tensors (`TensorSpec`) and `task_of` makes a task of them: no framework is needed for it, so
-`explain` makes the same task for a shape as a call makes for a tensor.  The planner adds a plan (planner/plan.py), and
-task and plan together are the request that a backend runs (kernels/request.py).
+A framework describes its tensors (`TensorSpec`), and `task_of` makes a task from the descriptions.  `task_of` needs no
+framework, so `explain` makes the same task for a shape as a call makes for a tensor.  The planner adds a plan
+(planner/plan.py); task and plan together are the request that a backend runs (kernels/request.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 class Choice(NamedTuple):
-    """What the caller forces of the plan.
+    """The parts of the plan that the caller forces.
 
     Attributes:
         backend, strategy: Name of the backend and of the strategy; None where the planner chooses.
@@ -40,10 +40,10 @@ class TensorSpec(NamedTuple):
     """One tensor without its data.
 
     Attributes:
-        strides: Strides for the shape of the input, in elements: 0 where the tensor is broadcast, and at the softmax
-            dimension where it has one value per row.
+        strides: Strides for the shape of the input, in elements.  A stride is 0 where the tensor is broadcast, and at
+            the softmax dimension if the tensor has one value per row.
         dtype: Name of its dtype.
-        aligned: True where its first element lies on 16 bytes.
+        aligned: True where the address of its first element is a multiple of 16 bytes.
     """
 
     strides: tuple[int, ...]
@@ -60,7 +60,7 @@ class Task:
         outputs: Names of the outputs that are written, in the order of the declaration.
         layout: Rows of every tensor.
         dtypes: Name of the dtype of every tensor, operands and outputs, and of a scale that is a tensor.
-        aligned: Names of the tensors whose first element lies on 16 bytes.
+        aligned: Names of the tensors whose first element has an address that is a multiple of 16 bytes.
         numbers: Names of the operands that are one number for the call, not a tensor.
         diagonal: Column q + diagonal - 1 is the last that query q sees; None without a causal mask.
         zero: True where a row whose scores are all -inf gives zeros.
@@ -97,50 +97,65 @@ class Task:
 
     @property
     def exact(self) -> bool:
-        """True where an output has 24 bits or more, so that an error below 16 bits shows."""
+        """True where an output is float32 or float64: sums and exp must be more accurate than a 16-bit output needs."""
         return any(self.dtypes[name] in ("float32", "float64") for name in self.outputs)
 
     @property
     def beside(self) -> frozenset[str]:
-        """Names of the tensors that are read besides the input."""
+        """Names of the tensors that are read besides the input, except a scale, which has no strides."""
         return frozenset(self.layout.sides) - {"x", "query", *self.outputs}
 
     @property
     def fused(self) -> bool:
-        """True where a kernel makes scores from the logits: any score option is given."""
+        """True where a scale, a softcap, a bias, a mask or causality is given.
+
+        A kernel that reads logits then makes scores from them.  A gradient kernel multiplies by the derivative of the
+        scores or applies the mask.
+        """
         given = self.numbers | self.beside | frozenset(self.dtypes)
         return self.diagonal is not None or bool(given & {"scale", "softcap", "bias", "mask"})
 
     @property
     def moved_with_x(self) -> list[Side]:
-        """Strides of the tensors that are moved together with x, in the same instructions: inputs and output."""
+        """Strides of the other tensors that a kernel reads or writes in chunks of the same columns as x.
+
+        These are dy, if it has one value per element, and the element output.
+        """
         names = [name for name in self.operation.element_operands if name != "x"]
         names += [output.name for output in self.written if output.kind == "element"]
         return [self.layout.sides[name] for name in names]
 
     @property
     def unit(self) -> int:
-        """The largest power of two, in elements, that divides every row stride and the row length."""
+        """The largest power of two, up to 16, that divides the row length and the row strides, in elements.
+
+        The row strides are those of x, dy and the element output; dy and the output count only if their columns are
+        neighbours.  The result is 1 if the columns of x are not neighbours.
+        """
         layout = self.layout
         sides = [side for side in self.moved_with_x if side.col == 1]
         return min(layout.x.unit, layout.cols_unit, *(side.unit for side in sides))
 
     @property
     def congruent(self) -> bool:
-        """True where each row begins at the same offset from 16 bytes in x and in all that is moved with it."""
-        # One value for a whole tensor lies everywhere.
+        """True where the row strides of x, dy and the element output differ by multiples of 16 elements.
+
+        The columns of each of these tensors must be neighbours.  With `tensors_aligned`, a row then begins in every
+        tensor the same number of elements after a multiple of 16 elements.
+        """
+        # A dy with one value for the whole tensor fits every alignment.
         sides = [side for side in self.moved_with_x if not side.one_value]
         return self.layout.x.col == 1 and all(side.col == 1 and side.congruent(self.layout.x) for side in sides)
 
     @property
-    def rows_aligned(self) -> bool:
-        """True where x, and all that is moved with it, begins on 16 bytes."""
+    def tensors_aligned(self) -> bool:
+        """True where the first element of every element operand and every output lies on 16 bytes."""
         names = {*self.operation.element_operands, *self.outputs}
         return names <= self.aligned
 
 
 class Flags(NamedTuple):
-    """What a call asks for that is neither a tensor nor a plan.
+    """Properties of a call that are neither a tensor nor a part of the plan.
 
     Attributes:
         numbers: Names of the operands that are one number for the call.
@@ -166,7 +181,7 @@ def task_of(
         axis: The softmax dimension, counted from 0.
         tensors: The input "x", the outputs, and every other tensor operand, by name.  A scale that is a tensor is
             among them.
-        flags: The rest.
+        flags: Numbers, causality, and zeros for fully masked rows.
 
     Raises:
         ValueError: causality is asked for, and no dimension lies before the softmax dimension.
@@ -196,10 +211,10 @@ def task_of(
 
 
 def one_row_as_many(task: Task) -> Task:
-    """The same task with a row stride for a single row, which has none.
+    """The task with the row strides that a single row would have among many contiguous rows.
 
-    Without a stride a single row could be read with wider loads than one of many rows, and so summed in another
-    order; a batch-invariant call must not do that.
+    A single row has no row stride, so it could be read with wider loads than a row among many, and summed in another
+    order.  A batch-invariant call must not do so.
     """
     layout = task.layout
     if layout.rows != 1:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from ..core.device import Device
 from ..core.problem import Problem
 from .measured import KEPT, LATENCY_US, UNSEEN, Anchor, Cell, Table
-from .price import LAUNCH_US, Plan, busy, estimated_us, price
+from .price import LAUNCH_US, Plan, busy, estimated_us, priced
 from .proposal import Proposal
 from .variant import Variant
 
 Propose = Callable[[Problem, Device], list[Proposal] | str]
-"""What a strategy proposes, likeliest first, or why it cannot."""
+"""Function that returns the proposals of a strategy for a problem, likeliest first, or the reason why it has none."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Forecast:
     Attributes:
         problem: The problem.
         device: The device to plan for.
-        anchors: The measured shapes, with the times of those backends alone that can be used.
-        slower: Factor of the device to plan for to the device that was measured, for the time without launches.
+        anchors: The measured shapes, with the times of the backends that can be used.
+        slower: Time on the planned device divided by time on the measured device, launches excluded.
         every_variant: As in Table.
     """
 
@@ -36,11 +36,11 @@ class Forecast:
 
     @classmethod
     def of(cls, table: Table, problem: Problem, device: Device, backends: Collection[str]) -> Forecast | None:
-        """The forecast by a table for these backends; None where the table says nothing of them."""
+        """The forecast by a table for these backends; None where the table has no times of them for similar shapes."""
         anchors = table.anchors(problem, backends)
         if not anchors:
             return None
-        # A slower memory takes longer for the bytes, not for the latency of the first of them.
+        # With a slower memory the transfer of the bytes takes longer; the latency of the first byte stays.
         moved, latency = problem.read_bytes + problem.write_bytes, table.bandwidth * 1e3 * LATENCY_US
         slower = (latency + moved * table.bandwidth / device.bandwidth) / (latency + moved)
         return cls(problem, device, tuple(anchors), slower, table.every_variant)
@@ -48,17 +48,17 @@ class Forecast:
     def best(self, options: list[Proposal], propose: Propose) -> Plan:
         """The plan of the variant with the least time among those that a strategy proposes for the problem.
 
-        Only these can hold a row of the problem; a variant that was the fastest for a shorter row may not be one.
+        A variant that was the fastest for a shorter row may not be among them: its blocks may be too small for the row.
         """
         strategy = (options[0].backend, options[0].strategy)
         named = {cell.cols for cell, _ in self.anchors if any(timing[:2] == strategy for timing in cell.timings)}
         busy_there = {cols: self._busy(propose, cols) for cols in named}
         times = [self._us(option, busy_there) for option in options]
         us = min(times)
-        return price(options[times.index(us)], self.problem, self.device, us)
+        return priced(options[times.index(us)], self.problem, self.device, us)
 
     def _busy(self, propose: Propose, cols: int) -> dict[Variant, float]:
-        """Part of the bandwidth that each variant can keep busy for rows of another length."""
+        """Part of the bandwidth that each variant uses for rows of another length (`price.busy`)."""
         if cols == self.problem.cols:
             return {}
         problem = replace(self.problem, cols=cols)
@@ -68,7 +68,7 @@ class Forecast:
         return {option.variant: busy(option, problem, self.device) for option in options}
 
     def _us(self, option: Proposal, busy_there: dict[int, dict[Variant, float]]) -> float:
-        """Microseconds of a proposal, by the cells that name its variant and, in the others, by what is known there."""
+        """Microseconds of a proposal: its launches plus the weighted times of its variant in all cells (`_time_in`)."""
         launches = option.launches * LAUNCH_US
         busy_here = busy(option, self.problem, self.device)
         transfer, seen = 0.0, False
@@ -84,7 +84,8 @@ class Forecast:
             transfer += weight
         us = launches + self.slower * transfer
         if not seen:
-            # An estimate leaves out what a measurement has met, so alone it is never a reason to be preferred.
+            # No measured shape near the problem names this variant.  Take the larger of forecast and estimate, so that
+            # an optimistic guess does not win.
             us = max(us, estimated_us(option, self.problem, self.device))
         return us
 
@@ -92,7 +93,7 @@ class Forecast:
         """(microseconds of a proposal's variant in a cell, True where the cell names it)."""
         backend, strategy = option.backend, option.strategy
         names = [option.variant]
-        if not self.problem.declaration.keeps_terms:
+        if not self.problem.declaration.may_keep_terms:
             # The table's operation may keep terms where the problem's cannot: the same blocks with terms.
             names.append(option.variant.with_terms())
         found = [cell.us[backend, strategy, name] for name in names if (backend, strategy, name) in cell.us]

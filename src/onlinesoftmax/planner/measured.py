@@ -21,13 +21,19 @@ from ..core.problem import Problem
 from .variant import Variant
 
 KEPT = 1.5
-"""A cell keeps what took at most this many times the fastest of its backend; what it does not name is that slow."""
+"""A cell keeps the variants that took at most KEPT times as long as the fastest variant of their backend.
+
+A variant that a cell does not name is forecast to take KEPT times as long as the fastest.
+"""
 
 LATENCY_US = 0.9
 """Microseconds from a load to its data on a busy device."""
 
 UNSEEN = 1.05
-"""Factor for a variant that a table does not name beside the fastest of its strategy, where it keeps no others."""
+"""Forecast time of a variant without a measured time, divided by the time of the fastest variant of its strategy.
+
+Used for tables that keep only the fastest variant of each strategy.
+"""
 
 
 def stand_in(problem: Problem) -> str:
@@ -70,7 +76,7 @@ class Cell:
 
     Attributes:
         rows, cols: The shape.
-        timings: What was measured and took at most KEPT times the fastest of its backend, the fastest first.
+        timings: The variants that took at most KEPT times as long as the fastest of their backend, the fastest first.
         backends: Backends that were measured.
     """
 
@@ -80,7 +86,7 @@ class Cell:
     backends: tuple[str, ...] = ("cuda",)
 
     def merged(self, other: Cell) -> Cell:
-        """The timings of both, of the same shape; where a backend was measured twice, those of the other."""
+        """The timings of two cells of the same shape; the other cell's timings replace those of the same backend."""
         own = [timing for timing in self.timings if timing.backend not in other.backends]
         timings = sorted([*own, *other.timings], key=lambda timing: timing.us)
         return Cell(self.rows, self.cols, tuple(timings), tuple(sorted({*self.backends, *other.backends})))
@@ -123,7 +129,7 @@ class Table:
     every_variant: bool = True
 
     def anchors(self, problem: Problem, backends: Collection[str]) -> list[Anchor]:
-        """The measured shapes between which a problem lies, of these backends; empty where none is like it.
+        """The measured shapes between which a problem lies, of these backends; empty where no shape is similar.
 
         Columns are between the nearest measured lengths on both sides, by their logarithms: the time of a byte
         changes slowly with them.  Rows are between the nearest numbers on both sides: the time of a launch grows
@@ -135,7 +141,7 @@ class Table:
         key, lengths = self._lengths(problem, backends)
         if not lengths:
             return []
-        # A length that was measured for full inputs alone says nothing of a few rows.
+        # A length that was measured only with many rows says nothing about few rows.
         told = {cols for cols, cells in lengths.items() if min(cell.rows for cell in cells) <= 2 * problem.rows}
         # The first load of a kernel takes as long as the device needs for this many bytes: below them, time hardly
         # depends on the shape.
@@ -156,7 +162,7 @@ class Table:
     def _lengths(self, problem: Problem, backends: Collection[str]) -> tuple[Key, dict[int, list[Cell]]]:
         """The cells of these backends that are like a problem, by their columns, and the key under which they are."""
         key = key_of(problem)
-        # An operation of which no unaligned rows were measured has the times of aligned ones.
+        # If no unaligned rows of an operation were measured, the times of aligned rows are used.
         for like in (key, key._replace(unaligned=False)):
             lengths: dict[int, list[Cell]] = {}
             for cell in self.cells.get(like, []):
@@ -199,7 +205,7 @@ class Table:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Table:
-        """The table of a document; ValueError, KeyError or TypeError where it is none."""
+        """The table of a document; ValueError, KeyError or TypeError if the document is not a table."""
         lines: dict[Key, list[list[Any]]] = {}
         plans = [(backend, strategy, Variant.parse(text)) for backend, strategy, text in document["plans"]]
         for operation, itemsize, unaligned, *line in document["cells"]:

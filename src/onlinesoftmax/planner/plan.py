@@ -1,8 +1,9 @@
 """The planner: which backend and strategy runs a problem, with which blocks, and why.
 
-It asks no hardware: a problem, a device's numbers and a table of measured times are all it needs.  Every strategy
-proposes blocks; the proposal with the least expected time wins.  That is the time by the measured table where there is
-one (forecast.py), else an estimate from bytes, bandwidth and launches (price.py).
+The planner reads a problem, a description of a device and a table of measured times; it does not query the hardware.
+Each strategy lists proposals, likeliest first.  With measured times of similar shapes, the planner forecasts the times
+of all proposals (forecast.py).  Otherwise it estimates the time of the first proposal of each strategy from bytes,
+bandwidth and launches (price.py).  The proposal with the least time wins.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from ..core.problem import Problem
 from ..core.task import ANY, Choice
 from .forecast import Forecast, Propose
 from .measured import Table
-from .price import Plan, Price, price
+from .price import Plan, Price, priced
 from .proposal import Proposal
 from .strategies import TABLE
 
-__all__ = ["INVARIANT_ROWS", "Plan", "PlanError", "Price", "Refusal", "Strategies", "alternatives", "plan", "price"]
+__all__ = ["INVARIANT_ROWS", "Plan", "PlanError", "Price", "Refusal", "Strategies", "alternatives", "plan", "priced"]
 
 Strategies = Sequence[tuple[str, str, Propose]]
 """Rows of strategies.TABLE."""
@@ -53,11 +54,11 @@ def plan(
         device: Where to run it: this machine's, or `device.known` for one that is not here.
         choice: What the caller forces.  A batch-invariant plan is made for INVARIANT_ROWS rows, however many there are.
         unavailable: Backends that cannot be used here, or backend/strategy, each with the reason.
-        table: Times that were measured on the device, or on one like it.
+        table: Times that were measured on the device, or on a similar device.
         strategies: The strategies there are: strategies.TABLE, or strategies.FOR_JAX.
 
     Raises:
-        PlanError: nothing that was asked for can run; the message lists every reason.
+        PlanError: no strategy that the choice allows can run; the message lists every reason.
 
     Example:
         >>> from onlinesoftmax.core.device import known
@@ -114,7 +115,7 @@ def alternatives(
         if isinstance(options, str):
             found.append(Refusal(its_backend, its_strategy, options))
         elif forecast is None:
-            found.append(price(options[0], problem, device))
+            found.append(priced(options[0], problem, device))
         else:
             found.append(forecast.best(options, propose))
     return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
@@ -125,10 +126,10 @@ INVARIANT_ROWS = 4096
 
 
 def _for_rows(best: Plan, problem: Problem, device: Device) -> Plan:
-    """The same blocks for a problem's own number of rows."""
+    """The plan for INVARIANT_ROWS rows with the same blocks, for the number of rows of a problem."""
     proposal = Proposal(**{field.name: getattr(best, field.name) for field in fields(Proposal)})
     # A persistent launch keeps its number of programs; each takes one row after another.
     if not proposal.blocks.stages and proposal.strategy != "grid":
         programs = -(-problem.rows // proposal.rows_per_program) * proposal.splits
         proposal = replace(proposal, blocks=replace(proposal.blocks, programs=programs))
-    return price(proposal, problem, device)
+    return priced(proposal, problem, device)

@@ -16,15 +16,16 @@ from .proposal import Proposal
 
 @dataclass(frozen=True)
 class Price:
-    """What a plan costs.
+    """The bytes and the time of a plan.
 
     Attributes:
         device: Name of the device it was made for.
         bytes_moved: Bytes through device memory.
         floor_us: Least microseconds that the device allows: each byte once, at its copy bandwidth.
-        estimate_us: Microseconds that the plan is expected to take: no less than the floor, nor than its launches.
-        rank_us: The estimate before it is raised to the floor.  Plans are compared by it: times of small inputs whose
-            output stays in L2 are measured under the floor, where the estimates of several plans would be equal.
+        estimate_us: Microseconds that the plan is expected to take, at least floor_us and at least the launch time.
+        rank_us: The forecast or estimate in microseconds, before it is raised to the floor and to the launch time.
+            Plans are compared by rank_us: several plans for a small input can have the same estimate_us, because
+            measured times are below the floor if the output stays in L2.
     """
 
     device: str = ""
@@ -39,7 +40,7 @@ class Plan(Proposal):
     """A proposal with its price: `explain` prints it, a backend runs it, `bench` records it.
 
     Attributes:
-        price: What it costs; its main parts are also attributes of the plan.
+        price: Its bytes and time, which are also attributes of the plan.
     """
 
     price: Price = Price()
@@ -66,20 +67,20 @@ class Plan(Proposal):
 
 
 NARROW = {16: 1.0, 8: 1.0, 4: 0.95, 2: 0.65}
-"""Part of the bandwidth left when a load is narrower than 16 bytes, by its bytes; measured on an H200."""
+"""Part of the bandwidth that loads of 16, 8, 4 and 2 bytes reach; measured on an H200."""
 
 SECTOR_BYTES = 32
-"""Least that device memory delivers."""
+"""Bytes of the smallest transfer from device memory."""
 
 LAUNCH_US = 2.5
-"""Microseconds of one launch behind another on a stream."""
+"""Microseconds that one more launch on a stream takes."""
 
 
-def price(proposal: Proposal, problem: Problem, device: Device, measured_us: float | None = None) -> Plan:
-    """The proposal with the bytes it moves and the time it should take: as measured, or else as estimated."""
+def priced(proposal: Proposal, problem: Problem, device: Device, forecast_us: float | None = None) -> Plan:
+    """The proposal with its price; its time is as forecast from a table, or else as estimated."""
     bytes_moved = proposal.reads * problem.read_bytes + problem.write_bytes
     floor = (problem.read_bytes + problem.write_bytes) / (device.bandwidth * 1e3)
-    us = estimated_us(proposal, problem, device) if measured_us is None else measured_us
+    us = estimated_us(proposal, problem, device) if forecast_us is None else forecast_us
     known = {field.name: getattr(proposal, field.name) for field in fields(Proposal)}
     estimate = max(us, floor, proposal.launches * LAUNCH_US)
     return Plan(**known, price=Price(device.name, bytes_moved, floor, estimate, us))
@@ -98,7 +99,7 @@ def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
 
 
 def _width(proposal: Proposal, problem: Problem) -> float:
-    """Part of the bandwidth that the width of its loads leaves a proposal."""
+    """Part of the bandwidth that a proposal reaches with loads of its width."""
     if proposal.vector > 1:
         return 1.0
     if problem.contiguous:
@@ -108,44 +109,52 @@ def _width(proposal: Proposal, problem: Problem) -> float:
         return problem.itemsize / SECTOR_BYTES
     if proposal.strategy == "column":
         return NARROW[min(16, power_of_two_divisor(problem.access.adjacent) * problem.itemsize)]
-    # Memory comes in sectors of 32 bytes, and of each only the rows in the tile are used.
+    # Memory is read in sectors of 32 bytes, and a tile uses only the part of a sector that belongs to its rows.
     return min(1.0, min(proposal.rows_per_program, problem.access.adjacent) * problem.itemsize / SECTOR_BYTES)
 
 
 def _served_by_l2(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Bytes of the second read that L2 still holds, measured: 0.42 of its size, and never all of them."""
+    """Bytes of repeated reads that L2 serves.
+
+    The part that L2 serves was measured as 0.42 * L2 size / bytes read in between, at most 0.8.
+    """
     again = (proposal.reads - 1) * problem.read_bytes
     if not again or device.kind != "cuda":
         return 0.0
     between = problem.read_bytes
     if proposal.strategy != "split":
-        # A program reads its rows again while only the resident ones have passed through L2 since.
+        # Between the two reads of a row, only the rows of the resident programs pass through L2.
         rows = _resident(proposal, device) * device.multiprocessors * proposal.rows_per_program
         between = min(between, rows * problem.row_bytes)
     return again * min(0.8, 0.42 * device.l2 / max(between, 1))
 
 
 def _resident(proposal: Proposal, device: Device) -> int:
-    """Programs of a proposal that one multiprocessor holds at a time, about."""
+    """Approximate number of programs of a proposal that one multiprocessor holds at a time."""
     threads = 32 * max(proposal.warps, 1)
     registers = threads * (24 + proposal.rows_per_program * proposal.block // threads)
     return max(1, min(32, device.threads // threads, device.registers // registers))
 
 
 def _fill(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Part of the bandwidth that the programs can keep busy: Little's law, bytes in flight over latency."""
+    """Part of the bandwidth that the programs use, for `estimated_us`: Little's law, bytes in flight over latency.
+
+    Unlike `busy`, this counts whole blocks with their padding, takes all their bytes as in flight, and approximates the
+    number of resident programs from the registers.
+    """
     programs = min(max(proposal.programs, 1), _resident(proposal, device) * device.multiprocessors)
-    # A block of `grid` can hold its whole slice in shared memory, and no column in registers.
+    # A block of `grid` can hold its whole slice in shared memory and no column in registers; its block size is then 0.
     columns = max(proposal.block, 1)
     in_flight = programs * proposal.rows_per_program * columns * problem.itemsize * problem.inputs
     return min(1.0, in_flight / (device.bandwidth * 1e3 * LATENCY_US))
 
 
 def busy(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Part of the bandwidth that the rows on chip can keep busy, without the padding of a row to whole blocks.
+    """Part of the bandwidth that the rows on chip use, for forecasts between rows of different lengths.
 
-    About half of the time in which a block is resident it reduces and stores, so that by Little's law twice the bytes
-    of bandwidth times latency must be on chip for loads to be always in flight.
+    Unlike `_fill`, this leaves out the padding of rows to whole blocks, and takes the number of resident blocks from
+    the proposal where it is known.  A block reduces and stores for about half of the time in which it is resident.  By
+    Little's law, twice the bytes of bandwidth times latency must then be on chip for loads to be always in flight.
     """
     resident = proposal.threads.resident if proposal.threads.lanes else _resident(proposal, device)
     programs = min(max(proposal.programs, 1), resident * device.multiprocessors)

@@ -23,7 +23,7 @@ class Blocks:
         warps: Warps of a program.
         stages: Tiles in flight in a persistent program; 0 where each program has one tile.
         splits: Programs that share a row.
-        vector: Elements of 16 bytes where unaligned rows are split into head, body and tail; else 1.
+        vector: Number of elements in 16 bytes if unaligned rows are split into head, body and tail; else 1.
     """
 
     programs: int
@@ -38,11 +38,11 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Threads:
-    """What a CUDA kernel is told of its threads; kernels in other languages are not written for threads.
+    """Threads of a CUDA kernel; kernels in other languages use the default values.
 
     Attributes:
         lanes: Threads that share a row.
-        resident: Blocks that a multiprocessor should hold; their registers are rationed for it.
+        resident: Number of blocks that a multiprocessor should hold; it limits the registers of each thread.
         shared: 16-byte chunks of a row that a thread keeps in shared memory.
         terms: True where a thread holds the terms of a softmax's sum instead of its elements.
     """
@@ -55,7 +55,7 @@ class Threads:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the estimate of the time is made from.
+    """Memory traffic and launches, from which the time is estimated.
 
     Attributes:
         reads: Times the input is read.
@@ -73,7 +73,7 @@ class Proposal:
     """One strategy's blocks for one problem.
 
     Attributes:
-        backend, strategy: Who runs it, and how rows map to the machine.
+        backend, strategy: Names of the backend that runs it, and of the mapping of rows to programs.
         reason: Why these blocks, in one sentence.
         blocks, threads, traffic: The blocks, the threads of CUDA kernels, and the memory traffic.
         variant: Name of the proposal among those of its strategy: a measured table refers to the proposal by it
@@ -115,7 +115,7 @@ class Proposal:
 
     @property
     def vector(self) -> int:
-        """Elements of 16 bytes where unaligned rows are split into head, body and tail; else 1."""
+        """Number of elements in 16 bytes if unaligned rows are split into head, body and tail; else 1."""
         return self.blocks.vector
 
     @property
@@ -156,7 +156,7 @@ def words_of(problem: Problem) -> int:
 
 
 def reads(problem: Problem) -> int:
-    """Times a row is read that is not held on chip: once to reduce it, once to write elements."""
+    """Number of times that a row is read if it is not held on chip: once to reduce it, once to write elements."""
     return 2 if problem.writes_elements and problem.reduces else 1
 
 

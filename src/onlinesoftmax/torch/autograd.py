@@ -1,6 +1,7 @@
 """Derivatives of a call for autograd: backward, double backward, forward mode, and torch.func.
 
-Autograd passes tensors one by one, so each `apply` takes the call without its tensors, and the tensors after it.
+Autograd finds tensors only among the arguments of `apply`, so `apply` takes the call without its tensors, then the
+tensors one by one.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from .gradients import (
     Wanted,
     accumulator_of,
     backward,
-    counted,
     forward,
     forward_to_keep,
     gradients,
     keeps_x,
     saved_of,
     slope_of,
+    unmasked,
 )
 
 __all__ = ["apply", "forward"]
@@ -32,11 +33,11 @@ Tensor = torch.Tensor
 
 
 def apply(call: Call) -> Tensor:
-    """The result by our kernels, with derivatives in the input, the bias and a scale that is a tensor."""
+    """The result by our kernels, with derivatives with respect to input, bias and a scale that is a tensor."""
     transformed = torch._C._are_functorch_transforms_active() or forward_mode()
     if call.options is None and not transformed:
-        # PyTorch's own `apply` looks for transforms once more, which takes as long as all the rest.
-        result: Tensor = _record(call.x, call.operation, call.settings)
+        # Function.apply would check for transforms once more, which costs host time.
+        result: Tensor = _apply_plain(call.x, call.operation, call.settings)
         return result
     bare, tensors = without_tensors(call)
     return (_Transformed if transformed else _Recorded).apply(bare, *tensors)
@@ -65,7 +66,7 @@ def forward_mode() -> bool:
 
 
 class _Plain(torch.autograd.Function):
-    """A call without score options in eager mode: forward and context in one, in a third of the host time."""
+    """A call without score options in eager mode; it saves the host time that `_Recorded` spends on options."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, operation: Operation, settings: Settings) -> Tensor:
@@ -81,17 +82,18 @@ class _Plain(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         call = Call(ctx.operation, None, ctx.settings)
         kept = Kept(None, *ctx.saved_tensors) if "x" in call.operation.saved else Kept(*ctx.saved_tensors)
-        # Where the gradient is to be differentiated, PyTorch's operations compute it.
+        # PyTorch's operations compute a gradient that is itself to be differentiated.
         kernel = None if torch.is_grad_enabled() else backward
         wanted = Wanted(True, False, False, ctx.dtype)
         return gradients(call, kept, dy, wanted, kernel)[0], None, None
 
 
-_record = super(torch.autograd.Function, _Plain).apply
+_apply_plain = super(torch.autograd.Function, _Plain).apply
+"""`_Plain.apply` of the base class in C++, without the check for transforms in torch.autograd.Function."""
 
 
 def keep(ctx: Any, call: Call, y: Tensor, lse: Tensor | None, wants_scale: bool) -> None:
-    """Keep in a context what the gradient reads, and no more."""
+    """Save in a context the tensors that the gradient reads, and no others."""
     options = call.scores
     bare, _ = without_tensors(call)
     ctx.bare, ctx.dtype = bare, call.x.dtype
@@ -152,7 +154,7 @@ class _Transformed(torch.autograd.Function):
         bare, *tensors = inputs
         keep(ctx, with_tensors(bare, tuple(tensors)), output, None, ctx.needs_input_grad[3])
         if forward_mode():
-            # It runs at once, and keeps nothing alive for longer.
+            # jvp runs right after forward, so saving these tensors does not prolong their lives.
             ctx.save_for_forward(output, *tensors)
 
     @staticmethod
@@ -160,7 +162,7 @@ class _Transformed(torch.autograd.Function):
         call, kept = kept_by(ctx)
         kernel = None if torch.is_grad_enabled() else backward
         if kernel is not None and "lse" in call.operation.saved:
-            # A context of torch.func keeps inputs and results alone, so lse is computed once more.
+            # setup_context sees only the inputs and the result, so forward could not save lse; compute it here.
             assert kept.x is not None
             wide = call.settings._replace(dtype=accumulator_of(kept.x.dtype, kept.x.dtype), keepdim=False)
             kept = kept._replace(lse=forward(call._replace(x=kept.x, settings=wide)))
@@ -181,7 +183,7 @@ class _Transformed(torch.autograd.Function):
         if dbias is not None:
             dz = dz + dbias
         dz = dz.expand(x.shape)
-        mask = counted(options, x, dim)
+        mask = unmasked(options, x, dim)
         if mask is not None:
             dz = dz.masked_fill(~mask, 0.0)
         kept = Kept(None if "x" in call.operation.saved else y, x)
@@ -194,7 +196,7 @@ class _Transformed(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], bare: Call, *tensors: Any) -> Any:
         (x, bias, scale, mask), (_, x_dim, bias_dim, scale_dim, mask_dim) = tensors, in_dims
         x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-        # A sample that is a number is a row of one element.
+        # A 0-d sample becomes a row of one element.
         lone = x.dim() == 1
         x = x.unsqueeze(1) if lone else x
         if scale_dim is not None:

@@ -11,7 +11,7 @@ from ..core.options import SCORE_OPTIONS, query_axis
 
 
 def checked_dim(operation: str, dim: Any, ndim: int) -> int:
-    """`dim` counted from 0.
+    """`dim` as a number from 0 to ndim - 1.
 
     Raises:
         TypeError: dim is not an int.
@@ -31,7 +31,7 @@ def checked_out(operation: str, out: Any, shape: torch.Size, dtype: torch.dtype,
     Args:
         operation: Name of the public function.
         out: Description of the tensor (`Place`), or the tensor itself.
-        shape, dtype, device: Those of the result.
+        shape, dtype, device: Properties of the result.
     """
     strides = out.stride() if isinstance(out, torch.Tensor) else out.strides
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, strides, strict=True)):

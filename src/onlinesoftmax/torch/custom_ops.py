@@ -1,7 +1,7 @@
 """The operations as custom operators of PyTorch: opaque to torch.compile and torch.export, with fake implementations.
 
 One operator for each declared operation; its schema and its fake implementation follow from the declaration.  Only
-tracers come this way: an eager call does not pay for the dispatcher.
+traced calls use these operators: an eager call saves the host time of PyTorch's C++ dispatcher.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _tensors_of(operation: Operation) -> tuple[str, ...]:
     """Names of an operator's tensors: the operands, then what the score options may add."""
     optional = [name for name in operation.options if SCORE_OPTIONS[name].tensor]
     if operation.backward and "softcap" in operation.options:
-        # The slope of the softcap is taken at the logits.
+        # The derivative of the softcap is computed from the logits.
         optional.append("logits")
     return (*(operand.name for operand in operation.operands), *optional)
 
@@ -136,9 +136,9 @@ def _define(operation: Operation) -> None:
     operator.register_autograd(differentiate, setup_context=setup_context)
 
 
-def _backward(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, through: bool) -> Tensor:
+def _backward(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, to_logits: bool) -> Tensor:
     """`gradients.backward` as an operator."""
-    of_gradient = gradients.gradient_call(call, kept, dy, dtype, through)
+    of_gradient = gradients.gradient_call(call, kept, dy, dtype, to_logits)
     found: Tensor = _operator(of_gradient.operation)(*_flat(of_gradient))
     return found
 

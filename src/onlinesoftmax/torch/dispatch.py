@@ -1,4 +1,4 @@
-"""Who runs a call on a torch tensor: PyTorch's own operation, our kernel, or our kernel with derivatives."""
+"""Choice of what runs a call on torch tensors: PyTorch's operation, our kernel, or our kernel with derivatives."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from .prepare import run as run_kernel
 
 
 def run_plain(operation: Operation, x: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
-    """A call that asks for nothing besides its dimension; on small inputs every microsecond of host time shows."""
+    """Run a call that gives only dim and keepdim, with little host time, which dominates on small inputs."""
     if type(x) is torch.Tensor:
         if x.is_cpu:
             return eager.call_plain(operation, x, dim, keepdim)
-        # A tracer other than dynamo brings tensors of another type; asking dynamo takes a quarter of the time.
+        # Tracers other than dynamo pass tensors of another type, so is_dynamo_compiling suffices; is_compiling takes
+        # three times as long.
         if type(dim) is int and not torch.compiler.is_dynamo_compiling() and _is_bare(x):
             key = (operation.name, x.shape, x.stride(), x.dtype, x.get_device(), dim, keepdim)
             known = _LAUNCHES.get(key)
@@ -46,11 +47,11 @@ def _remember(key: tuple[Any, ...], call: Call) -> Callable[..., torch.Tensor]:
 
 
 def _is_for_kernels(call: Call) -> bool:
-    return _have_kernels() and _not_for_kernels(call.x, None) is None
+    return _have_kernels() and _why_not_kernels(call.x, None) is None
 
 
 def run(call: Call) -> torch.Tensor:
-    """One call on a torch tensor: what every function in api.py does."""
+    """Run one call on a torch tensor, for every function in api.py."""
     operation, x, settings, options, _, _ = call
     dim, dtype, _, (backend, strategy, _) = settings
     if not isinstance(x, torch.Tensor):
@@ -63,7 +64,7 @@ def run(call: Call) -> torch.Tensor:
     by_default = backend is None and (not x.is_cuda or not _have_kernels())
     if (by_default or backend == "eager") and strategy in (None, "row"):
         return _by_pytorch(call)
-    if reason := _not_for_kernels(x, dtype):
+    if reason := _why_not_kernels(x, dtype):
         if backend is None and strategy is None:
             return _by_pytorch(call)
         raise PlanError(f"{operation}() with backend={backend!r}, strategy={strategy!r}: {reason}")
@@ -73,7 +74,7 @@ def run(call: Call) -> torch.Tensor:
 
 
 def _by_kernel(call: Call) -> torch.Tensor:
-    """Run a checked call by our kernels, traced, recorded for autograd, or as it is."""
+    """Run a checked call by our kernels: as a custom operator in a trace, with autograd, or directly."""
     operation, x, settings, options, out, _ = call
     if _is_traced(x):
         from . import custom_ops
@@ -97,7 +98,7 @@ def _by_kernel(call: Call) -> torch.Tensor:
 _NOTHING: dict[str, Any] = {}
 
 _LAUNCHES: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
-"""Prepared launches of usual calls: aligned tensors on a GPU, no options, no derivatives, nothing forced."""
+"""Prepared launches of usual calls: aligned tensors on a GPU, without options, derivatives or a forced plan."""
 
 MOST_LAUNCHES = 4096
 
@@ -120,7 +121,8 @@ def _have_kernels() -> bool:
     return registry.unavailable("cuda") is None or registry.unavailable("triton") is None
 
 
-# All that torch.compiler.assume_constant_result does, after it has imported the compiler for a second or three.
+# This attribute is all that torch.compiler.assume_constant_result sets.  Calling it would import the compiler, which
+# takes several seconds.
 _have_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute
 
 
@@ -130,7 +132,7 @@ DTYPES = tuple(getattr(torch, name) for name in ITEMSIZE)
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
-"""Tensors without data that stand for others while a program is traced."""
+"""Types of the tensors that replace real tensors while a program is traced."""
 
 
 def _is_traced(x: torch.Tensor) -> bool:
@@ -173,13 +175,13 @@ def _with_autocast(call: Call) -> Call:
 
 
 def _autocast_dtype(operation: Operation, dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """The dtype that PyTorch's autocast lists give this operation's result: PyTorch is asked."""
+    """The dtype of this operation's result under autocast, found by running PyTorch's operation on one element."""
     result: torch.dtype = getattr(torch, operation.name)(torch.zeros(1, dtype=dtype, device=device_type), 0).dtype
     return result
 
 
 def _known_autocast_dtype(operation: Operation, dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """The same, asked once for each dtype of autocast."""
+    """`_autocast_dtype`, cached for each dtype of autocast."""
     return _autocast_once(operation, dtype, device_type, torch.get_autocast_dtype(device_type))
 
 
@@ -188,7 +190,7 @@ def _autocast_once(operation: Operation, dtype: torch.dtype, device_type: str, _
     return _autocast_dtype(operation, dtype, device_type)
 
 
-def _not_for_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
+def _why_not_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
     """Why only PyTorch's own operations can take this tensor; None where our kernels can."""
     if x.dtype not in DTYPES or (dtype is not None and dtype not in DTYPES):
         return f"dtype must be one of {', '.join(ITEMSIZE)}, got {x.dtype if dtype is None else dtype}"
@@ -200,7 +202,7 @@ def _not_for_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
 
 
 def _over_dims(call: Call) -> torch.Tensor:
-    """A result per row over several dimensions: they are flattened into one, a view where the strides allow it."""
+    """Run a per-row operation over several dimensions, flattened into one; a view where the strides allow it."""
     operation, x, settings, options, out, _ = call
     dims = tuple(settings.dim)
     if not operation.per_row:

@@ -1,7 +1,7 @@
-"""The `eager` backend: PyTorch's own operations, for a CPU and for every device without kernels of ours.
+"""The `eager` backend: PyTorch's own operations, for a CPU and for every device that our kernels do not support.
 
-The score options are written out here, one operation after another.  The kernels are tested against it, and its
-derivatives of every order are PyTorch's.
+The score options are computed by separate PyTorch operations, so PyTorch provides derivatives of every order.  The
+kernels are tested against this backend.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..core.options import Functions, ScoreOptions, causal_mask, scores
 from . import ops
 
 FUNCTIONS = Functions(torch.tanh, lambda condition, x, number: x.masked_fill(~condition, number))
-"""What the array formula of the scores needs."""
+"""torch functions for the array formula of the scores (`core.options.scores`)."""
 
 
 def call_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
-    """The operation on a torch tensor by PyTorch itself, where nothing but a dimension is asked for."""
+    """The operation on a torch tensor by PyTorch itself, if only a dimension and keepdim are given."""
     function = getattr(torch, operation.name)
     return function(x, dim, keepdim) if operation.per_row else function(x, dim)
 
@@ -49,7 +49,10 @@ def call_on_scores(call: Call) -> Any:
 
 
 def scores_of(x: Any, dim: Any, options: ScoreOptions, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The scores, and the rows whose scores are all -inf where zeros are asked for; their scores become 0."""
+    """(scores, dead): dead is True for rows whose scores are all -inf, and None unless such rows give zeros.
+
+    The scores of dead rows are replaced by 0.
+    """
     wide = x.to(torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32))
     seen = causal_mask(torch.arange, x.shape, dim, device=x.device) if options.causal else None
     z = scores(FUNCTIONS, wide, options, seen)
@@ -62,7 +65,7 @@ def scores_of(x: Any, dim: Any, options: ScoreOptions, dtype: torch.dtype) -> tu
 def _invariant_logsumexp(z: Any, dim: int, keepdim: bool) -> Any:
     """Logsumexp whose bits do not depend on the number of rows.
 
-    The order of PyTorch's sum over a row depends on the number of rows; that of its log_softmax does not, and the
+    The summation order of torch.logsumexp depends on the number of rows; the order of torch.log_softmax does not.  The
     largest log_softmax of a row is -log(l).
     """
     m = z.amax(dim, keepdim)

@@ -1,8 +1,9 @@
-"""Forward and backward of a call by our kernels, and the gradients in its input, bias and scale.
+"""Forward and backward of a call by our kernels, and the gradients with respect to its input, bias and scale.
 
-A gradient is taken in two steps: in the scores, by the operation's gradient, then from the scores to the logits, the
-bias and the scale.  One kernel does both where no gradient in the bias or the scale is wanted.  Where the gradient
-itself is to be differentiated, the formulas of ops.py run as PyTorch operations.
+There are two steps.  The operation's gradient gives the gradient with respect to the scores; the chain rule then gives
+the gradients with respect to the logits, the bias and the scale.  One kernel does both steps if neither the bias nor
+the scale needs a gradient.  If the gradient itself is to be differentiated, PyTorch operations compute the formulas of
+ops.py.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ Tensor = torch.Tensor
 def forward(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
     """The outputs of a forward call by our kernels; the call has been checked."""
     if call.settings.choice.batch_invariant:
-        # From memory that lies the same for any number of rows: contiguous rows that begin on 16 bytes.
+        # The strides and the alignment of the input must not depend on the number of rows.
         call = call._replace(x=_canonical(call.x, call.settings.dim))
     return run(call, outputs)
 
 
 class Kept(NamedTuple):
-    """What a forward call keeps for its gradient.
+    """Tensors that a forward call keeps for its gradient; None for those that the gradient does not read.
 
     Attributes:
-        y: Its result, where the gradient reads it.
-        x: Its input, where the gradient, a softcap or the gradient of a scale reads it.
-        lse: Logsumexp of every row in float32 or float64, where the gradient reads it.
+        y: Its result.
+        x: Its input, which a softcap and the gradient with respect to a scale also read.
+        lse: Logsumexp of every row in float32 or float64.
     """
 
     y: Tensor | None
@@ -50,7 +51,7 @@ def forward_to_keep(call: Call) -> tuple[Tensor, Tensor | None]:
         return forward(call), None
     x, dtype = call.x, call.settings.dtype or call.x.dtype
     if dtype == accumulator_of(x.dtype, dtype):
-        # The result is the logsumexp already, with every digit of it.
+        # The result is the logsumexp in the dtype of lse, so a second output is not needed.
         y = forward(call)
         return y, (y.squeeze(call.settings.dim) if call.settings.keepdim and x.dim() else y)
     y, lse = forward(call, outputs)
@@ -63,25 +64,26 @@ def accumulator_of(dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
 
 
 def keeps_x(call: Call, wants_scale: bool) -> bool:
-    """True where the gradient reads the input of the forward call."""
+    """True where the derivatives of the call read its input."""
     return "x" in call.operation.saved or call.scores.softcap is not None or wants_scale
 
 
-def backward(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, through: bool = True) -> Tensor:
-    """The gradient in the input, by a kernel.
+def backward(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, to_logits: bool = True) -> Tensor:
+    """The gradient with respect to the logits or the scores, by a kernel.
 
     Args:
         call: The forward call; of its tensors only those of the score options are read.
-        kept: What it kept.
-        dy: Gradient of its result.
+        kept: The tensors that the forward call kept.
+        dy: Gradient with respect to its result.
         dtype: Dtype of the gradient.
-        through: True for the gradient in the logits; False for that in the scores.
+        to_logits: True for the gradient with respect to the logits, False for the gradient with respect to the scores.
+            False is allowed only where logsumexp has no scale or softcap: its gradient kernel always applies them.
     """
-    found: Tensor = run(gradient_call(call, kept, dy, dtype, through))
+    found: Tensor = run(gradient_call(call, kept, dy, dtype, to_logits))
     return found
 
 
-def gradient_call(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, through: bool = True) -> Call:
+def gradient_call(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, to_logits: bool = True) -> Call:
     """The call of the gradient operation.  Arguments as for `backward`."""
     operation, settings = call.operation, call.settings
     gradient = OPERATIONS[operation.gradient]
@@ -97,9 +99,9 @@ def gradient_call(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, throug
     options = call.options
     if options is not None:
         options = options.of(gradient.options)
-        if not through and not gradient.scores:
+        if not to_logits and not gradient.scores:
             options = options._replace(scale=1.0, softcap=None)
-        if options.softcap is not None and through:
+        if options.softcap is not None and to_logits:
             assert kept.x is not None
             beside["logits"] = kept.x
         options = None if options.plain else options
@@ -114,7 +116,7 @@ def gradient_call(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, throug
 
 
 def _canonical(x: Tensor, dim: int) -> Tensor:
-    """X with contiguous rows that begin on 16 bytes; x itself where they are."""
+    """A copy of x with contiguous rows and its first element on 16 bytes; x itself if both already hold."""
     if not x.dim():
         return x
     last = x.movedim(dim, -1)
@@ -124,10 +126,10 @@ def _canonical(x: Tensor, dim: int) -> Tensor:
 
 
 class Wanted(NamedTuple):
-    """The gradients that are asked for.
+    """The gradients that the caller wants.
 
     Attributes:
-        x, bias, scale: True where the gradient in this tensor is wanted.
+        x, bias, scale: True where the gradient with respect to this tensor is wanted.
         dtype: Dtype of the input.
         bias_like: Shape and dtype of the bias; None without one.
     """
@@ -146,14 +148,14 @@ Kernel = Callable[[Call, Kept, Tensor, torch.dtype, bool], Tensor]
 def gradients(
     call: Call, kept: Kept, dy: Tensor, wanted: Wanted, kernel: Kernel | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients in the input, the bias and the scale; None for those that are not wanted.
+    """Gradients with respect to the input, the bias and the scale; None for those that are not wanted.
 
     Args:
         call: The forward call; of its tensors only those of the score options are read.
-        kept: What it kept.
-        dy: Gradient of its result.
-        wanted: What is asked for.
-        kernel: Computes the gradient in the input; None to use PyTorch operations, which have derivatives.
+        kept: The tensors that the forward call kept.
+        dy: Gradient with respect to its result.
+        wanted: The gradients to compute.
+        kernel: Function like `backward`; None to use PyTorch operations, which have derivatives.
     """
     if not (wanted.x or wanted.bias or wanted.scale):
         return None, None, None
@@ -164,7 +166,7 @@ def gradients(
     if kernel is None or (call.operation.per_row and scaled):
         dz = score_gradient(call, kept, dy)
     else:
-        # The gradient in the scores; what is asked for is made from it.
+        # The gradient with respect to the scores; the wanted gradients are computed from it.
         dz = kernel(call, kept, dy, wanted.dtype, False)
     slope = slope_of(options, kept.x)
     dx = (dz * (options.scale * slope)).to(wanted.dtype) if wanted.x else None
@@ -179,15 +181,15 @@ def gradients(
 
 
 def slope_of(options: ScoreOptions, x: Tensor | None) -> Any:
-    """The derivative of a score in scale * x."""
+    """The derivative of the scores with respect to scale * x."""
     if options.softcap is None:
         return 1.0
     assert x is not None
     return softcap_slope(eager.FUNCTIONS, x.to(torch.promote_types(x.dtype, torch.float32)), options)
 
 
-def counted(options: ScoreOptions, x: Tensor, dim: int) -> Tensor | None:
-    """The elements that count, of a shape that broadcasts to x; None where all do."""
+def unmasked(options: ScoreOptions, x: Tensor, dim: int) -> Tensor | None:
+    """True for the elements that are not masked, in a shape that broadcasts to x; None without a mask."""
     mask = options.mask
     if options.causal:
         seen = causal_mask(torch.arange, x.shape, dim, device=x.device)
@@ -196,7 +198,7 @@ def counted(options: ScoreOptions, x: Tensor, dim: int) -> Tensor | None:
 
 
 def score_gradient(call: Call, kept: Kept, dy: Tensor) -> Tensor:
-    """The gradient in the scores by PyTorch operations; what was kept is part of their graph."""
+    """The gradient with respect to the scores by PyTorch operations, whose autograd graph includes the kept tensors."""
     operation, (dim, _, keepdim, _) = call.operation, call.settings
     like = kept.x if kept.y is None else kept.y
     assert like is not None
@@ -208,7 +210,7 @@ def score_gradient(call: Call, kept: Kept, dy: Tensor) -> Tensor:
 
 
 def saved_of(call: Call, kept: Kept, dtype: torch.dtype) -> ops.Saved:
-    """What the formulas of ops.py read."""
+    """The tensors and settings that the formulas of ops.py read."""
     operation, dim, options = call.operation, call.settings.dim, call.scores
     z = dead = None
     if "x" in operation.saved:
@@ -216,5 +218,5 @@ def saved_of(call: Call, kept: Kept, dtype: torch.dtype) -> ops.Saved:
         z, dead = eager.scores_of(kept.x, dim, options, dtype)
     y = kept.y if z is None else z
     assert y is not None
-    mask = counted(options, y, dim)
+    mask = unmasked(options, y, dim)
     return ops.Saved(y.to(dtype), z, mask, dead, options.zero, dim)

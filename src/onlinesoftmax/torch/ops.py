@@ -1,6 +1,7 @@
 """The formulas of the operations in PyTorch's own operations, which have derivatives of every order.
 
-The eager backend and the derivatives of derivatives use them.  A new operation adds its entries to the tables here.
+The eager backend, forward mode and derivatives of derivatives use these formulas.  A new operation adds its entries to
+the tables in this file.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ def masked_result(name: str) -> float:
 
 
 class Saved(NamedTuple):
-    """What the derivatives of one call are computed from, all in float32 or float64.
+    """Tensors and settings from which the derivatives of one call are computed; y and z are float32 or float64.
 
     Attributes:
-        y: The result; the scores, where the operation keeps its input.
-        z: The scores, where the operation keeps its input; else None.
-        counted: True where an element counts, of a shape that broadcasts; None where all do.
-        dead: True for a row whose scores are all -inf, where zeros are asked for and z is there; else None.
-        zero: True where zeros are asked for.
+        y: The result; the scores if the operation keeps its input.
+        z: The scores if the operation keeps its input; else None.
+        unmasked: True for the elements that are not masked, in a shape that broadcasts to y; None without a mask.
+        dead: True for the rows whose scores are all -inf; None unless `zero` is True and z is given.
+        zero: True where a row whose scores are all -inf gives zeros.
         dim: The softmax dimension.
     """
 
     y: Tensor
     z: Tensor | None
-    counted: Tensor | None
+    unmasked: Tensor | None
     dead: Tensor | None
     zero: bool
     dim: int
@@ -54,9 +55,9 @@ def _log_softmax_gradient(saved: Saved, dy: Tensor) -> Tensor:
     y, dim = saved.y, saved.dim
     dz = dy - y.exp() * dy.sum(dim, keepdim=True)
     if saved.zero and y.dim() and y.shape[dim] > 1:
-        # No two of a row's probabilities are 1: where all logarithms are 0, the row was masked.
+        # At most one probability of a row is 1.  If all logarithms are 0, the row was fully masked.
         dz = dz.masked_fill((y == 0).all(dim, keepdim=True), 0.0)
-    return dz if saved.counted is None else dz.masked_fill(~saved.counted, 0.0)
+    return dz if saved.unmasked is None else dz.masked_fill(~saved.unmasked, 0.0)
 
 
 def _logsumexp_gradient(saved: Saved, dy: Tensor) -> Tensor:
@@ -71,7 +72,10 @@ GRADIENTS: dict[str, Callable[[Saved, Tensor], Tensor]] = {
     "log_softmax": _log_softmax_gradient,
     "logsumexp": _logsumexp_gradient,
 }
-"""The gradient in the scores, from that of the result; per-row tensors keep the softmax dimension with size 1."""
+"""Gradient with respect to the scores from the gradient dy of the result.
+
+The dy of a per-row operation keeps the softmax dimension with size 1.
+"""
 
 
 def _softmax_tangent(saved: Saved, dz: Tensor) -> Tensor:
@@ -92,7 +96,7 @@ TANGENTS: dict[str, Callable[[Saved, Tensor], Tensor]] = {
     "log_softmax": _log_softmax_tangent,
     "logsumexp": _logsumexp_tangent,
 }
-"""The change of the result where the scores change by dz: forward mode."""
+"""Tangent of the result from the tangent dz of the scores, for forward-mode differentiation."""
 
 
 def of_empty_rows(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

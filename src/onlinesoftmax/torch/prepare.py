@@ -1,4 +1,4 @@
-"""From a call on torch tensors to a launch: task, plan and kernels, all found once for each kind of call.
+"""Preparation of calls on torch tensors: task, plan and kernel are found once for each kind of call.
 
 The first call of a kind describes its tensors, makes the task, has it planned and has the backend prepare the request.
 Later calls find the prepared function under a key of shapes, strides, dtypes and settings, and run it.
@@ -32,7 +32,7 @@ NUMBERS = ("scale", "softcap")
 
 
 class Place(NamedTuple):
-    """A torch tensor without its data: what a plan can depend on."""
+    """The torch properties of one tensor that form part of a Kind."""
 
     name: str
     shape: torch.Size
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
     Attributes:
         operation, outputs, settings: As in Call and Task.
         places: The input, the other tensors that are read, and `out` where it is given.
-        flags: Options that are numbers, causality, and zeros for masked rows.
+        flags: Names of the options that are numbers, causality, and zeros for fully masked rows.
     """
 
     operation: Operation
@@ -81,9 +81,9 @@ MOST_PREPARED = 4096
 
 
 def key_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...]) -> tuple[Any, ...]:
-    """What tells kinds of calls apart, as a flat tuple: to make a `Kind` would take several microseconds of each call.
+    """A flat tuple that identifies the Kind; it is faster to build than a Kind.
 
-    An operand that is a number adds its name alone, so that a new number prepares nothing.
+    An operand that is a number adds only its name, so a call with another number has the same key.
     """
     operation, x, settings, options, out, _ = call
     key: tuple[Any, ...] = (
@@ -102,7 +102,7 @@ def key_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...]) ->
 
 
 def forget() -> None:
-    """Forget every prepared function: a test changes what is planned."""
+    """Forget every prepared function; for tests that change the plan."""
     _PREPARED.clear()
 
 
@@ -144,7 +144,7 @@ def kind_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...] = 
 
 
 def place_of(name: str, t: torch.Tensor, shape: torch.Size, row_axis: Any = False) -> Place:
-    """A tensor as it is read beside an input of this shape; its stride along `row_axis` is 0 where that is given."""
+    """The Place of a tensor with its strides for `shape`; the stride along row_axis is 0 if row_axis is given."""
     strides = t.stride()
     if t.shape != shape and name != "scale":
         strides = t.expand(shape).stride()
@@ -181,8 +181,8 @@ def prepare(kind: Kind) -> Callable[[torch.Tensor, torch.Tensor | None, Mapping[
     task = _task(kind, axis, out if not resize else None)
     the_plan = plan_of(task, x.device, settings.choice)
     if the_plan.backend == "eager":
-        by_pytorch = settings._replace(dim=axis, dtype=dtype)
-        return lambda x, out, _: eager.call(operation, x, by_pytorch, out)
+        eager_settings = settings._replace(dim=axis, dtype=dtype)
+        return lambda x, out, _: eager.call(operation, x, eager_settings, out)
     launch = registry.load(the_plan.backend).prepare(Request(task, the_plan))
     return _bound(launch, kind, task, shape, dtype)
 
@@ -190,7 +190,7 @@ def prepare(kind: Kind) -> Callable[[torch.Tensor, torch.Tensor | None, Mapping[
 def _bound(
     launch: Callable[..., None], kind: Kind, task: Task, shape: torch.Size, dtype: torch.dtype
 ) -> Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]:
-    """The function run(x, out, operands) that allocates what is not given, and launches."""
+    """The function run(x, out, operands) that allocates the outputs that are not given, and launches the kernel."""
     x = kind.places[0]
     device, on_gpu, index = x.device, x.device.type == "cuda", x.device.index
     resize = kind.places[-1].name == "out" and kind.places[-1].shape != shape
@@ -221,7 +221,7 @@ def _bound(
 
 
 def _task(kind: Kind, axis: int, out: Place | None) -> Task:
-    """The task of a kind whose result is new, or lies where `out` says."""
+    """The task of a kind whose result is `out`, or a new contiguous tensor if `out` is None."""
     x, *beside = (place for place in kind.places if place.name != "out")
     operation, (_, dtype, keepdim, choice) = kind.operation, kind.settings
     result = dtype or x.dtype

@@ -156,8 +156,8 @@ def _flags(request: Request) -> dict[str, bool]:
         # x is a saved output, dy lies beside it element by element, and no scores are made.
         "GRADIENT": not operation.scores,
         "BACKWARD": operation.backward,
-        "MULTIPLE_OF_TERM": operation.keeps_terms,
-        "TERMS": plan.threads.terms and operation.keeps_terms,
+        "MULTIPLE_OF_TERM": operation.may_keep_terms,
+        "TERMS": plan.threads.terms and operation.may_keep_terms,
         "EXACT": task.exact,
         "PEEL": plan.vector > 1,
         "EDGES": plan.vector > 1 or columns % vector(request) != 0,

@@ -69,7 +69,7 @@ def _most(problem: Problem, threads: int, device: Device, terms: bool = False) -
 
 def _terms(problem: Problem) -> tuple[bool, ...]:
     """Choices of keeping terms: always where they take no more registers than the elements; else either may win."""
-    if not problem.declaration.keeps_terms:
+    if not problem.declaration.may_keep_terms:
         return (False,)
     return (True,) if _words(problem, True) == _words(problem, False) else (True, False)
 
