@@ -23,7 +23,7 @@ from .torch.device import from_torch, here
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; `str()` of it is meant to be read.
+    """The result of `explain`; `str()` of it is a text to read.
 
     Attributes:
         task: What was asked: a call without its data.
@@ -197,8 +197,10 @@ def _task(operation: str, shape: tuple[int, ...], axis: int, like: TensorSpec, o
     tensors = {"x": like}
     for output in declaration.written(declaration.always):
         tensors[output.name] = contiguous if output.kind == "element" else row_spec(shape, axis, like.dtype)
+    wide = "float64" if like.dtype == "float64" else "float32"
     for operand in declaration.operands[1:]:
-        tensors[operand.name] = contiguous if operand.kind == "element" else row_spec(shape, axis, like.dtype)
+        dtype = wide if declaration.has_accumulator_dtype(operand.name) else like.dtype
+        tensors[operand.name] = contiguous if operand.kind == "element" else row_spec(shape, axis, dtype)
     tensors |= _option_specs(options, shape, like.dtype)
     if options.softcap is not None and declaration.backward:
         # The slope of the softcap is taken at the logits.

@@ -33,8 +33,8 @@ from .core.options import checked_options
 __all__ = ["LogSoftmax", "LogSumExp", "Replaced", "Softmax", "Softmax2d", "replace"]
 
 
-class _Fused(torch.nn.Module):
-    """What is fused into the read, held by a module.
+class _WithOptions(torch.nn.Module):
+    """A module that holds score options.
 
     The defaults belong to the class: a module that `replace` made, or that an older pickle holds, has none of its own.
     """
@@ -71,8 +71,8 @@ class _Fused(torch.nn.Module):
         return ", ".join([super().extra_repr(), *changed])
 
 
-class _OverDim(_Fused):
-    """What Softmax and LogSoftmax share: PyTorch's `dim`, and a result of the input's shape."""
+class _OverDim(_WithOptions):
+    """Common part of Softmax and LogSoftmax: PyTorch's `dim`, and a result of the input's shape."""
 
     operation: str
     dim: int | None
@@ -146,7 +146,7 @@ class LogSoftmax(_OverDim, torch.nn.LogSoftmax):
     operation = "log_softmax"
 
 
-class LogSumExp(_Fused):
+class LogSumExp(_WithOptions):
     """`onlinesoftmax.logsumexp` as a module, which PyTorch does not have.
 
     Args:
@@ -215,7 +215,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 @dataclass(frozen=True)
 class Replaced(Generic[Model]):
-    """What `replace` did.
+    """The result of `replace`.
 
     Attributes:
         model: The model itself, changed in place.

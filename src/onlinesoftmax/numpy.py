@@ -12,7 +12,7 @@ from .core.options import Functions, causal_mask, scores
 from .core.state import State
 
 FUNCTIONS = Functions(np.tanh, lambda condition, x, number: np.where(condition, x, number).astype(x.dtype))
-"""What the array formula of the scores needs."""
+"""NumPy's functions for the array formula of the scores."""
 
 _RESULTS = {"softmax": State.softmax, "log_softmax": State.log_softmax}
 

@@ -98,7 +98,7 @@ def _begun(path: Path, device: str) -> Table | None:
 
 
 class _Run:
-    """What is measured, where, and for how long."""
+    """The shapes to measure, the device, and the time limit."""
 
     def __init__(self, where: Any, machine: Any, backends: tuple[str, ...], minutes: float | None, quick: bool) -> None:
         self.where, self.machine, self.backends, self.minutes, self.quick = where, machine, backends, minutes, quick

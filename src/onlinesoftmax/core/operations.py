@@ -172,6 +172,10 @@ class Operation:
         named = {output.name for output in self.outputs}
         return tuple(dict.fromkeys((self.result.name, *(name for name in self.saved if name in named))))
 
+    def has_accumulator_dtype(self, operand: str) -> bool:
+        """True where an operand is an output of the forward operation that is kept in the accumulator's dtype."""
+        return any(output.name == operand and output.dtype == "accumulator" for output in self.forward.outputs)
+
     def output(self, name: str) -> Output:
         """The output of this name."""
         return next(output for output in self.outputs if output.name == name)

@@ -136,7 +136,8 @@ class Problem:
     @property
     def read_bytes(self) -> int:
         """Bytes of everything that is read, once."""
-        return self.rows * self.row_bytes + self.extra.nbytes
+        per_row = len(self.declaration.row_operands) * self.itemsize
+        return self.rows * (self.row_bytes + per_row) + self.extra.nbytes
 
     @property
     def write_bytes(self) -> int:
