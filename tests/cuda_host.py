@@ -117,7 +117,7 @@ namespace ops {
 using Summand = SUM;
 struct RowConstants {};
 inline ACC peak(ACC a) { return a; }
-inline ACC weight(ACC a, Shift) { return a; }
+inline ACC term(ACC a, Shift) { return a; }
 inline Sums<Summand> summands(ACC a, ACC, ACC) {
     if (a > 0 && a <= elements) ++reduced[int64(a) - 1];
     return {};

@@ -145,12 +145,12 @@ def check_slices(cols: int, itemsize: int, plan: Plan, piece_bytes: int) -> None
         edges, inner = bounds.tiles(start, stop, tile, size * length > cols)
         for at in edges:
             assert start <= at <= stop - tile
-            begin, end = (np.broadcast_to(np.asarray(column), first.shape) for column in bounds.counted(at, tile))
+            begin, end = (np.broadcast_to(np.asarray(column), first.shape) for column in bounds.owned(at, tile))
             assert (begin >= 0).all()
             mark(counted, first + at + begin, first + at + np.maximum(np.minimum(end, tile), begin))
         mark(counted, first + inner.start * tile, first + inner.stop * tile)
     at, count = bounds.whole
-    for begin, end in ((at, at + count), *((np.asarray(e), np.asarray(e) + 128) for e in bounds.edges(128))):
+    for begin, end in ((at, at + count), *((np.asarray(e), np.asarray(e) + 128) for e in bounds.ends(128))):
         assert (np.asarray(begin) >= 0).all()
         assert (np.asarray(end) <= length).all()
         assert ((rows * cols <= first + begin) & (first + begin < first + end)).all()

@@ -49,5 +49,5 @@ class Request:
         return self.plan.vector > 1
 
     def has(self, name: str) -> bool:
-        """True where an operand is given: a tensor or a number."""
+        """True where the request has this tensor (operand or output) or this number."""
         return name in self.task.dtypes or name in self.task.numbers

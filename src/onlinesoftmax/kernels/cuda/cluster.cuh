@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     // All slices have one length, so that no block waits for a longer one; the first block owns the edges.
     const int64 left = min(p.slice, r.body - rank * p.slice) - lane;
     const Cursor at = r.chunk(p, rank * p.slice + lane);
-    const int edge_lane = rank ? 2 * VECTOR : lane;
+    const int edge_lane = rank ? NO_EDGE : lane;
     Slice<CHUNKS, THREADS, EDGES, TERMS> slice;
     slice.load(p, at, left);
     slice.load_edges(p, r, edge_lane);

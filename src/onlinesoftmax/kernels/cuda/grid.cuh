@@ -37,7 +37,7 @@ __device__ inline void fetch(const Params& p, const SharedChunks& shared, int i,
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(const __grid_constant__ Params p) {
     // Groups of tiles that are waited for one by one: the first are reduced while the last still travel.
-    constexpr int GROUPS = 8;
+    constexpr int TILE_GROUPS = 8;
     // Rows use these in turn: one row may begin before all threads have read the states of the row before.
     __shared__ State exchange[2][2][THREADS / 32];
     extern __shared__ Chunk<X, VECTOR> memory[];
@@ -45,11 +45,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     const int lane = threadIdx.x;
     const Team team(p);
     const Numbers n = numbers(p);
-    const int edge_lane = team.rank ? 2 * VECTOR : lane;
+    const int edge_lane = team.rank ? NO_EDGE : lane;
     int slot = 0;
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, slot ^= 1) {
-        // Slices begin on 128 bytes after the first.  A lane's chunks lie THREADS apart: first CHUNKS in registers,
-        // then p.shared_tiles in shared memory, then the streamed ones.
+        // Each slice begins a multiple of 128 bytes of x after the beginning of the body.  A lane's chunks lie THREADS
+        // apart: first CHUNKS in registers, then p.shared_tiles in shared memory, then the streamed ones.
         const Row r = row_at(p, row);
         const Cursor at = r.chunk(p, team.rank * p.slice + lane);
         const int64 left = min(p.slice, r.body - team.rank * p.slice) - lane;
@@ -57,13 +57,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
         const int64 left_streamed = left_shared - p.shared_tiles * THREADS;
         const int64 streams = left_streamed > 0 ? (left_streamed - 1) / (int64(DEPTH) * THREADS) + 1 : 0;
         const int tiles = int(min(p.shared_tiles, left_shared > 0 ? (left_shared - 1) / THREADS + 1 : 0));
-        const int group = (int(p.shared_tiles) + GROUPS * DEPTH - 1) / (GROUPS * DEPTH) * DEPTH;
+        const int group = (int(p.shared_tiles) + TILE_GROUPS * DEPTH - 1) / (TILE_GROUPS * DEPTH) * DEPTH;
 
         Slice<CHUNKS, THREADS, EDGES, TERMS> held;
         held.load(p, at, left);
         held.load_edges(p, r, edge_lane);
         const Cursor at_shared = skip(p, at, int64(CHUNKS) * THREADS * VECTOR);
-        for (int g = 0, i = 0; SHARED && g < GROUPS; ++g) {
+        for (int g = 0, i = 0; SHARED && g < TILE_GROUPS; ++g) {
             for (; i < (g + 1) * group && i < tiles; ++i) fetch(p, shared, i, at_shared, int64(i) * THREADS * VECTOR);
             commit();
         }
@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
         State state = identity();
         if constexpr (REDUCES) {
             state = extend(state, held);
-            for (int g = 0, i = 0; SHARED && g < GROUPS && i < tiles; ++g) {
-                wait_groups(GROUPS - 1 - g);
+            for (int g = 0, i = 0; SHARED && g < TILE_GROUPS && i < tiles; ++g) {
+                wait_groups(TILE_GROUPS - 1 - g);
                 for (; i < (g + 1) * group && i < tiles; i += DEPTH) {
                     Slice<DEPTH, THREADS, false, false> tile;
                     const Cursor from = skip(p, at_shared, int64(i) * THREADS * VECTOR);

@@ -1,8 +1,8 @@
 // The operands of a kernel: where their rows lie, and the elements as an operation wants them.
 //
-// An operation receives two numbers for a column, (a, b): a score and nothing, or for a gradient the saved output and
-// dy.  Scale, softcap, bias, mask and causality turn a logit into a score here, at load, so strategies do not know
-// them.  `if constexpr` removes every option that a request lacks.
+// An operation receives two numbers for a column, (a, b): (score, unused), or (saved output, dy) with
+// READS_SAVED_OUTPUT.  Scale, softcap, bias, mask and causality turn a logit into a score here, after the load, so
+// strategies do not know them.  `if constexpr` removes every option that a request lacks.
 //
 // A row has a body, whole chunks of VECTOR neighbours, which is moved in instructions as wide as the row's alignment
 // allows; and edges, at most VECTOR - 1 elements before and after the body, which the lanes take one by one.  With PEEL
@@ -13,7 +13,7 @@
 // Elements from one column to the next; 1 where accesses are wider than one element.
 template <int WIDTH> __device__ inline int64 step(const Place& place) { return WIDTH > 1 ? 1 : place.col; }
 
-// Loads and stores N columns, from `offset` columns past a place in a row on.
+// Loads and stores N columns, beginning `offset` columns after the position `at` in a row.
 template <int WIDTH, CachePolicy POLICY, class T, int N>
 __device__ inline void load_columns(Chunk<T, N>& to, const T* at, int64 offset, const Place& place) {
     load<WIDTH, POLICY>(to, at + offset * step<WIDTH>(place), step<WIDTH>(place));
@@ -23,8 +23,8 @@ __device__ inline void store_columns(T* at, const Chunk<T, N>& from, int64 offse
     store<WIDTH, POLICY>(at + offset * step<WIDTH>(place), from, step<WIDTH>(place));
 }
 
-// Offset of the first element of a row, counted through the outer dimensions.  A permuted, sliced or expanded tensor
-// therefore needs no copy.
+// Offset of the first element of a row, computed from its index in each outer dimension.  A permuted, sliced or
+// expanded tensor therefore needs no copy.
 __device__ inline int64 row_offset(const Params& p, const Place& place, int64 row) {
     int64 offset = 0;
 #pragma unroll
@@ -49,7 +49,7 @@ __device__ inline Numbers numbers(const Params& p) {
     return n;
 }
 
-// A place in a row: a pointer into each tensor, and the number of columns from there on that causality lets count.
+// A position in a row: a pointer into each tensor, and the number of columns from there on that causality allows.
 struct Cursor {
 #define FIELD(TYPE, name) decltype(Params::name) name;
     ELEMENT_TENSORS(FIELD)
@@ -57,7 +57,7 @@ struct Cursor {
     int64 causal_left;
 };
 
-// The place `columns` further on.
+// The position `columns` further on.
 __device__ inline Cursor skip(const Params& p, Cursor at, int64 columns) {
 #define ADVANCE(NAME, name) if constexpr (HAS_##NAME) at.name += columns * step<NAME##_WIDTH>(p.name##_place);
     ELEMENT_TENSORS(ADVANCE)
@@ -66,7 +66,10 @@ __device__ inline Cursor skip(const Params& p, Cursor at, int64 columns) {
     return at;
 }
 
-// One row: its first place, and its division into head, body and tail.
+// Number of a lane that owns no edge: `has_edge` is false from this number on.
+constexpr int NO_EDGE = 2 * VECTOR;
+
+// One row: its first position, and its division into head, body and tail.
 struct Row {
     Cursor begin;
     int64 cols;
@@ -75,8 +78,8 @@ struct Row {
 
     // Column of edge j: column j of the head for j < VECTOR, column j - VECTOR of the tail for larger j.
     __device__ inline int64 edge(int j) const { return j < VECTOR ? j : head + body * VECTOR + j - VECTOR; }
-    __device__ inline bool has_edge(int j) const { return j < VECTOR ? j < head : j < 2 * VECTOR && edge(j) < cols; }
-    // First place of chunk i of the body.
+    __device__ inline bool has_edge(int j) const { return j < VECTOR ? j < head : j < NO_EDGE && edge(j) < cols; }
+    // The position of the first column of chunk i of the body.
     __device__ inline Cursor chunk(const Params& p, int64 i) const {
         Cursor at = skip(p, begin, head + i * VECTOR);
         // Keeps the addresses in registers, so that loads and stores add constants; the compiler would compute each.
@@ -128,7 +131,7 @@ __device__ inline ACC score_slope(ACC x, Numbers n) {
 // N neighbouring elements of a row, in registers from load to store: as they lie in memory, which takes the fewest
 // registers; or as scores, where computing the scores twice would take more.
 template <int N> struct RegisterChunk {
-    static constexpr bool SCORES = FUSED && !GRADIENT;
+    static constexpr bool SCORES = FUSED && !READS_SAVED_OUTPUT;
     Chunk<X, N> x;
     Chunk<DY, N> dy;
     Chunk<MASK, N> mask;
@@ -153,7 +156,7 @@ template <int N> struct RegisterChunk {
     __device__ inline void clear() {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            ::clear(x.at[i], GRADIENT);
+            ::clear(x.at[i], READS_SAVED_OUTPUT);
             if constexpr (HAS_DY) ::clear(dy.at[i], true);
         }
     }
@@ -177,7 +180,7 @@ template <int N> struct RegisterChunk {
         return (!CAUSAL || offset + i < at.causal_left) && (!HAS_MASK || mask.at[i]);
     }
 
-    // Computes the scores, once, after all loads of the slice are issued.
+    // Computes the scores, after all loads of the slice are issued.
     __device__ inline void make_scores(const Cursor& at, Numbers n, int64 offset, bool present) {
         if constexpr (SCORES) {
 #pragma unroll

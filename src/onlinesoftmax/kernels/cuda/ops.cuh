@@ -6,36 +6,41 @@
 //
 // A gradient keeps one number for its row as the first sum of a state, whose m has another meaning:
 //     softmax           dx = y * (dy - dot)          dot = sum(dy * y)    m is unused
-//     log_softmax       dx = dy - exp(y) * dot       dot = sum(dy)        m = max(-y), 0 only if all y are 0
+//     log_softmax       dx = dy - exp(y) * dot       dot = sum(dy)        m = max(-y) with ZERO, else unused
 //     logsumexp         dx = dy * exp(z - lse)       given: dy, lse       m = lse; no reduction
 
 namespace ops {
 
 // The number whose maximum over the row is m.
-__device__ inline ACC peak(ACC a) { return GRADIENT ? (ZERO ? -a : 0) : a; }
+__device__ inline ACC peak(ACC a) { return READS_SAVED_OUTPUT ? (ZERO ? -a : 0) : a; }
 
 // The type in which summands are added within a chunk.  A gradient's dot product is subtracted from its summands, and
 // an entropy is the difference of two large numbers, so both use the wide type: with EXACT, float64.  A memory-bound
 // kernel has time for that even where float64 is slow.
 template <bool WIDE> struct SummandOf { using type = ACC; };
 template <> struct SummandOf<true> { using type = SUM; };
-using Summand = SummandOf<(GRADIENT || SUMS > 1)>::type;
+using Summand = SummandOf<(READS_SAVED_OUTPUT || SUMS > 1)>::type;
 
-// The weight of element a in the rescaled sums, exp(a - m); a gradient has none.
-__device__ inline ACC weight(ACC a, Shift s) { return GRADIENT ? 0 : ::term(a, s); }
+// The term exp(a - m) of element a; 0 where a is a saved output, which needs no term.
+__device__ inline ACC term(ACC a, Shift s) { return READS_SAVED_OUTPUT ? 0 : ::term(a, s); }
 
-// The summands of element (a, b), whose weight is e, for every sum of the state.
+// The summands of element (a, b), whose term is e, for every sum of the state.
 __device__ inline Sums<Summand> summands(ACC a, ACC b, ACC e) {
     Sums<Summand> terms;
     if constexpr (OP == Op::SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(a) * b);
     else if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(b));
     else terms.of[0] = e;
-    // An element at -inf has weight 0, and -inf * 0 would be NaN.
+    // An element at -inf has the term 0, and -inf * 0 would be NaN.
     if constexpr (SUM_ZL > 0) terms.of[SUM_ZL] = Summand(SUM(e == 0 ? 0 : a) * e);
     return terms;
 }
 
-// The per-row constants of `output`; `low` is the rounding error of t.
+// The per-row constants of `output`; with `zero` the row gives zeros.
+//     softmax                shift by m      t = 1 / l      low = rounding error of t
+//     log_softmax            shift by m      t = log(l)
+//     softmax_backward                       t = dot        low = rounding error of t
+//     log_softmax_backward                   t = dot
+//     logsumexp_backward     shift.m = lse   t = dy
 struct RowConstants { Shift shift; ACC t, low; bool zero; };
 
 __device__ inline float reciprocal(float l) { float t; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(l)); return t; }
@@ -59,7 +64,8 @@ __device__ inline RowConstants row_constants(State state, int64 cols) {
     } else if constexpr (OP == Op::SOFTMAX_BACKWARD) {
         if (fabs(r.t) == INF) r.low = 0;
     } else if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD) {
-        // At most one probability of a row is 1.  Where all logarithms are 0, ZERO wrote them.
+        // m = max(-y) is 0 only if all y are 0.  At most one probability of a row is 1, so in a row of several
+        // columns these zeros were written because of ZERO.
         r.zero = ZERO && cols > 1 && state.m == 0;
     } else {
         // lse is given, not reduced, so the shift is lse itself, infinite or not.

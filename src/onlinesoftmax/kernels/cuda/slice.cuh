@@ -18,7 +18,7 @@ struct Slice {
     // than this bound.
     static __device__ inline int within(int64 left) { return left < CHUNKS * STEP ? int(left) : CHUNKS * STEP; }
 
-    // `at` is the place of the lane's first chunk.
+    // `at` is the position of the lane's first chunk.
     __device__ inline void load(const Params& p, const Cursor& at, int64 left) {
         const int end = within(left);
 #pragma unroll
@@ -58,7 +58,7 @@ struct Slice {
     // The largest of m and the elements that the lane holds.
     __device__ inline ACC peak(ACC m = -INF) const {
         if constexpr (!USES_MAXIMUM) return m;
-        if constexpr (sizeof(X) == 2 && !FUSED && !GRADIENT && CHUNKS) {
+        if constexpr (sizeof(X) == 2 && !FUSED && !READS_SAVED_OUTPUT && CHUNKS) {
             // One instruction compares two pairs of 16-bit numbers.
             unsigned pairs = reinterpret_cast<const unsigned&>(body[0].x.at[0]);
 #pragma unroll
@@ -93,7 +93,7 @@ struct Slice {
         Sums<ops::Summand> parts[N];
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-            const ACC a = chunk.template a<false>(j), e = ops::weight(a, s);
+            const ACC a = chunk.template a<false>(j), e = ops::term(a, s);
             parts[j] = ops::summands(a, chunk.template b<false>(j), e);
             if constexpr (TERMS) chunk.scores[j] = e;
         }
@@ -130,7 +130,7 @@ struct Slice {
         for (int i = 0; i < N; ++i)
             y[i] = TERMS ? ops::output_of_term(chunk.scores[i], r)
                          : ops::output(chunk.template a<true>(i), chunk.template b<true>(i), r);
-        if constexpr (GRADIENT && (HAS_MASK || CAUSAL)) {
+        if constexpr (READS_SAVED_OUTPUT && (HAS_MASK || CAUSAL)) {
             // A saved output shows no mask, so excluded elements get their zero gradient here.
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] = chunk.counts(at, offset, i) ? y[i] : 0;

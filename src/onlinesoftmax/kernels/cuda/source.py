@@ -64,7 +64,7 @@ def types_of(request: Request) -> dict[str, str]:
 
 
 def _sum_type(request: Request) -> str:
-    """C++ type of a sum: wider than its summands where an output has 24 bits or more."""
+    """C++ type of a sum: wider than its summands where an output is float32 or float64."""
     if request.task.accumulator == "float64":
         return "DoubleDouble"
     return "double" if request.task.exact else "float"
@@ -153,8 +153,8 @@ def _flags(request: Request) -> dict[str, bool]:
         "WRITES_ELEMENTS": task.writes_elements,
         "WRITES_ROWS": bool(task.row_outputs),
         "REDUCES": operation.reduces,
-        # x is a saved output, dy lies beside it element by element, and no scores are made.
-        "GRADIENT": not operation.scores,
+        # True where x is the saved output of the forward pass and dy has a value for each element; no scores are made.
+        "READS_SAVED_OUTPUT": not operation.scores,
         "BACKWARD": operation.backward,
         "MULTIPLE_OF_TERM": operation.may_keep_terms,
         "TERMS": plan.threads.terms and operation.may_keep_terms,

@@ -5,14 +5,15 @@
 // adds it.  Lanes, warps, blocks of a cluster and blocks of a grid all reduce with `rescale`, which is the part of
 // `merge` that works for any number of states.  tests/laws.py has the laws, for every language.
 //
-// EXACT is set where an output has 24 bits or more.  FOLDED, for 16-bit outputs that are multiples of a term:
-// exp(z - m) is 2^(z * log2(e) - s), where s is m * log2(e) rounded, in two instructions.  The sums are relative to
-// that rounded s, so merging states with different m loses nothing, however large m is.  `folding_error` gives the
-// difference, which a logarithm of l needs and a multiple of a term does not.
+// EXACT is true where an output is float32 or float64, so that sums and exp must be more accurate than a 16-bit output
+// needs.  FOLDED is for 16-bit outputs that are multiples of a term: exp(z - m) is 2^(z * log2(e) - s), where s is
+// m * log2(e) rounded, in two instructions.  The sums are relative to the rounded s, so merging states with different m
+// loses nothing, however large m is.  `folding_error` gives the rounding error of s times ln(2), which only
+// per-row outputs need.  A FOLDED kernel writes none, because those of softmax are float32; the tests of the laws do.
 
 constexpr bool FOLDED = !EXACT && MULTIPLE_OF_TERM && sizeof(ACC) == sizeof(float);
-// Only gradients whose masked rows give zeros use m.
-constexpr bool USES_MAXIMUM = !GRADIENT || ZERO;
+// A kernel that reads a saved output uses m only to find the masked rows that give zeros.
+constexpr bool USES_MAXIMUM = !READS_SAVED_OUTPUT || ZERO;
 
 constexpr float LOG2E = 1.4426950216293335f;        // the float32 nearest to log2(e)
 constexpr float LOG2E_LOW = 1.9259629911783e-08f;   // log2(e) - LOG2E
@@ -43,15 +44,15 @@ __device__ inline float exp2_approx(float x) {
     float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
 }
 
-// Limits t to [-128, 128]: exp over- and underflows there as it should, and an infinite product has no NaN as its
-// rounding error.  NaN stays NaN.
+// Limits t to [-128, 128], where exp overflows and underflows as it should.  Without the limit, an infinite t would
+// make p infinite and `rest` NaN.  NaN stays NaN.
 __device__ inline float clamp(float t) {
     asm("max.NaN.f32 %0, %0, 0fC3000000;\n\tmin.NaN.f32 %0, %0, 0f43000000;" : "+f"(t));
     return t;
 }
 
 // exp(t) of a difference t of two scores: t <= 0, or +inf, or NaN.  The argument p = t * log2(e) is rounded, with an
-// error of up to |t| / 2^24.  EXACT multiplies the result by that error: exp(t) = 2^p * exp(rest), where rest is small.
+// error of up to |t| / 2^24: exp(t) = 2^p * exp(rest).  EXACT multiplies the result by 1 + rest, about exp(rest).
 __device__ inline double exp_of(double t) { return exp(t); }
 __device__ inline float exp_of(float t) {
     if constexpr (!EXACT) return exp2_approx(t * LOG2E);
@@ -96,8 +97,9 @@ struct Shift {
 __device__ inline Shift shift(ACC m) {
     Shift s{finite(m), 1, 0};
     if constexpr (FOLDED) {
-        // The rounding error of m * log2(e) grows with m, and past 2^31 two to its power over- or underflows.  There
-        // the 16-bit numbers lie so far apart that every term is 0 or 1 in any base, and base 2 has no rounding error.
+        // The rounding error of m * log2(e) grows with m, and two to its power would overflow or underflow.  From 2^30
+        // on, neighbouring float32 numbers are at least 64 apart.  Terms are then 1 or at most 2^-64 in both bases,
+        // so base 2 is used, which has no rounding error.
         s.factor = fabs(s.m) < 0x1p30f ? LOG2E : 1;
         // Rounded here: the compiler would contract the product and a difference of two amounts to one instruction.
         s.amount = __fmul_rn(s.m, s.factor);

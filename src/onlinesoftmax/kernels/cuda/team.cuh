@@ -11,7 +11,7 @@ constexpr bool PACKED = sizeof(ACC) == 4 && sizeof(SUM) == 4;
 static_assert(WORDS == (PACKED ? (1 + SUMS + 1) / 2 : 1 + SUMS * int(sizeof(SUM) / 8)), "message_words in source.py");
 struct Message { uint64 words[WORDS]; };
 
-// Bits of a number, never EMPTY: those are a NaN that no arithmetic gives, but a caller's element may be that NaN.
+// The bits of x; every NaN becomes the standard NaN, because a caller's NaN could have the bits of EMPTY.
 __device__ inline uint64 bits(float x) { return __float_as_uint(x != x ? NOT_A_NUMBER : x); }
 __device__ inline uint64 bits(double x) { return __double_as_longlong(x != x ? NOT_A_NUMBER : x); }
 

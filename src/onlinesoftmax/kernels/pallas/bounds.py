@@ -1,6 +1,6 @@
 """The slices of `cluster`: how a row is divided into slices of whole 16 bytes, and a slice into pieces and tiles.
 
-Rows may begin anywhere.  Nothing here needs a GPU, so the tests check on every machine that each element is counted
+Rows may begin anywhere.  Nothing here needs a GPU, so the tests check on every machine that each element is reduced
 once and written.
 """
 
@@ -25,16 +25,16 @@ class SliceBounds(NamedTuple):
     """The place of one block's slice of a row.
 
     All slices have one length, so the last slice of a row begins earlier and overlaps the slice before it.  Aligned
-    rows lie in a matrix, and positions count from the row's beginning.  Unaligned rows lie in one long vector, and
-    positions count from the vector's beginning; the first and the last slice of a row then hold a few elements of the
-    neighbouring rows.
+    rows lie in a matrix, and positions are measured from the row's beginning.  Unaligned rows lie in one long vector,
+    and positions are measured from the vector's beginning; the first and the last slice of a row then hold a few
+    elements of the neighbouring rows.
 
     Attributes:
         unaligned: True where rows do not begin on 16 bytes.
         row: Index of the row.
         row_begin, row_end: Positions where the row begins and ends.
         first: Position where the slice begins.
-        own_begin, own_end: This block counts the slice columns [own_begin, own_end).
+        own_begin, own_end: This block reduces the slice columns [own_begin, own_end).
         length: Elements of a slice.
         vector: Elements of 16 bytes.
     """
@@ -79,7 +79,7 @@ class SliceBounds(NamedTuple):
         return array.at[place] if self.unaligned else array.at[self.row, place]
 
     def tiles(self, start: int, stop: int, tile: int, overlap: bool) -> tuple[list[int], range]:
-        """The first columns of the edge tiles, and the numbers of the inner tiles, which count in full.
+        """The first columns of the edge tiles, and the numbers of the inner tiles, which are reduced whole.
 
         Args:
             start, stop: Slice columns of a piece.  The first tile, and every tile but the last, begins at a multiple
@@ -92,15 +92,15 @@ class SliceBounds(NamedTuple):
             edges.add(start)
         if stop > whole:
             edges.add(stop - tile)
-        # Behind an unaligned row the slice holds less than one vector up to the next 16 bytes, and one vector more
-        # where it holds the whole row.
+        # The last slice of an unaligned row can end with fewer than `vector` foreign elements; a slice that holds the
+        # whole row, with fewer than 2 * `vector`.
         if self.unaligned and stop == self.length and stop - whole < 2 * self.vector:
             edges.add(whole - tile)
         begin, end = start // tile + int(start in edges), whole // tile - int(whole - tile in edges)
         return sorted(edges), range(begin, max(begin, end))
 
-    def counted(self, at: int, tile: int) -> tuple[Array, Array]:
-        """The tile that begins at slice column `at` counts its columns [begin, end), so that no column counts twice."""
+    def owned(self, at: int, tile: int) -> tuple[Array, Array]:
+        """Columns [begin, end) that the tile at slice column `at` reduces, so that no column is reduced twice."""
         return jnp.maximum(self.own_begin - at, -at % tile), self.own_end - at
 
     @property
@@ -108,8 +108,12 @@ class SliceBounds(NamedTuple):
         """(first, number) of slice columns that are whole 16 bytes of the row, for every row."""
         return (2 * self.vector, self.length - 4 * self.vector) if self.unaligned else (0, self.length)
 
-    def edges(self, columns: int) -> tuple[Array, ...]:
-        """First slice columns of two runs of `columns` columns of the row that hold every column outside `whole`."""
+    def ends(self, columns: int) -> tuple[Array, ...]:
+        """First slice columns of two ranges of `columns` columns, at the row's beginning and end in this slice.
+
+        Together the ranges contain every column of the row in this slice that is not in `whole`.  Aligned rows have no
+        such columns.
+        """
         if not self.unaligned:
             return ()
         first, end = jnp.maximum(self.row_begin - self.first, 0), jnp.minimum(self.row_end - self.first, self.length)

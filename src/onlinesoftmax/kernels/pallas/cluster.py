@@ -63,10 +63,10 @@ class Slice(NamedTuple):
         a, *b = (mosaic.layout_cast(ref[pl.ds(at, columns)], self._layout(columns)) for ref in self.refs)
         return a, b[0] if b else a
 
-    def load_counted(self, at: int) -> tuple[Array, Array]:
-        """(a, b) of the tile at column `at`; columns that another block or tile counts become neutral elements."""
+    def load_owned(self, at: int) -> tuple[Array, Array]:
+        """(a, b) of the tile at column `at`; columns that another block or tile reduces become neutral elements."""
         column = mosaic.broadcasted_iota(jnp.int32, (self.tile,), 0, layout=self._layout(self.tile))
-        first, end = self.bounds.counted(at, self.tile)
+        first, end = self.bounds.owned(at, self.tile)
         here = column >= first
         if self.bounds.unaligned:
             here &= column < end
@@ -78,7 +78,7 @@ class Slice(NamedTuple):
         """The tiles of a piece; `overlap` is True where the slice may overlap the slice before it."""
         edges, inner = self.bounds.tiles(*self.pieces[piece], self.tile, overlap)
         return Tiles(
-            [partial(self.load_counted, at) for at in edges],
+            [partial(self.load_owned, at) for at in edges],
             lambda i: self.load_from_shared(i * self.tile, self.tile), inner.start, inner.stop,
         )  # fmt: skip
 
@@ -115,10 +115,10 @@ class Slice(NamedTuple):
             there = self.bounds.place(array, begin, end - begin)
             mosaic.copy_smem_to_gmem(self.refs[0].at[pl.ds(begin, end - begin)], there)
         layout = mosaic.Layout.WG_STRIDED((CLUSTER_THREADS,), vec_size=1)
-        for edge in self.bounds.edges(CLUSTER_THREADS):
+        for end in self.bounds.ends(CLUSTER_THREADS):
             # One element per thread.
-            y = mosaic.layout_cast(self.refs[0][pl.ds(edge, CLUSTER_THREADS)], layout)
-            self.bounds.place(array, edge, CLUSTER_THREADS)[...] = y
+            y = mosaic.layout_cast(self.refs[0][pl.ds(end, CLUSTER_THREADS)], layout)
+            self.bounds.place(array, end, CLUSTER_THREADS)[...] = y
 
     def _compute(self, start: int, stop: int, constants: RowConstants) -> None:
         """Compute the output of a piece in place of the first input."""
@@ -194,8 +194,9 @@ def _merge_cluster(state: State, op: Op, refs: tuple[Any, ...], arrived: Any, si
         )
         for rank in range(size)
     ]  # fmt: skip
+    # All elements of a part are equal, so max makes one number of them.  The reduction also waits for all threads
+    # of the block, so all of them have read the states.
     state = tuple(jnp.max(part) for part in op.merge_slices(found))
-    # These reductions are also a barrier of the block, so all threads have read the states.
     mosaic.barrier_arrive(arrived)
     return state
 
@@ -218,7 +219,8 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
             mosaic.ClusterBarrier(collective_axes=("rank",)),
         ],
         compiler_params=mosaic.CompilerParams(
-            # The approximate exp is wrong by a few units of float32, which does not show in 16 bits.
+            # The approximate exp is wrong by a few units of float32.  It is used for every 16-bit input, also where a
+            # per-row output is float32.
             approx_math=itemsize == 2, lowering_semantics=mosaic.LoweringSemantics.Warpgroup,
         ),
         kernel_name="onlinesoftmax_cluster",

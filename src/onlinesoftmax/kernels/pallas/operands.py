@@ -147,11 +147,11 @@ class Operands(NamedTuple):
         found = [t.reshape(self.shape) for t in operands[:inputs]]
         found += [t.reshape(-1, t.shape[-1]) for t in operands[inputs : inputs + len(self.maps)]]
         if not self.op.reduces:
-            # The given m of each row, and t / l with its rounding error.
-            state, t = operands[-2:]
+            # The given m of each row, and dy / l with its rounding error.
+            state, dy = operands[-2:]
             m, l = state.reshape(-1, 2).T
             with jax.enable_x64(True):
-                found += [m, *in_two(t.reshape(-1).astype(jnp.float64) / l.astype(jnp.float64), m.dtype)]
+                found += [m, *in_two(dy.reshape(-1).astype(jnp.float64) / l.astype(jnp.float64), m.dtype)]
         return found
 
     def outputs(self, dtype: Any) -> list[jax.ShapeDtypeStruct]:
@@ -185,7 +185,7 @@ class Operands(NamedTuple):
         return [tile._replace(inside=tile.inside & here)]
 
     def load(self, refs: tuple[Any, ...], tile: Tile) -> tuple[Array, Array, Array]:
-        """(a, b, kept) of a tile: the pairs of elements, and True where an element exists and no mask forbids it."""
+        """(a, b, kept) of a tile: the pairs of ops.py, and True where an element exists and no mask forbids it."""
         x, *more = (
             pltriton.load(ref.at[tile.at], mask=tile.inside, other=0).astype(self.accumulator)
             for ref in refs[: self.op.inputs]

@@ -2,7 +2,7 @@
 
 A strategy makes a state of each tile (`of`, `of_tiles`) and merges until a row has one state.  It then calls
 `row_constants` once per row and `output` for each element, `row_outputs` once per row, or both.
-Elements come in pairs (a, b): a score and nothing; in a gradient, the saved output y and its gradient dy.
+Elements come in pairs (a, b): (score, unused), or (saved output, dy) in the gradients of softmax and log_softmax.
 
 A gradient needs one plain sum over its row, the dot:
     softmax           factor * y (dy - dot)        dot = sum(y dy)
@@ -31,7 +31,7 @@ class RowConstants(NamedTuple):
     """Values that `output` needs and that are the same along a row.
 
     Attributes:
-        t: Factor or summand, made from the row's state.
+        t: 1 / l for softmax, log(l) for log_softmax, dot for their gradients, dy / l for the gradient of logsumexp.
         shift: Number that is subtracted before exp; None in a gradient that has no exp of scores.
         low: Rounding error of t, where the output would show it; else None.
     """
@@ -48,7 +48,8 @@ class Op(NamedTuple):
         name: Name in OPERATIONS.
         outputs: Names of the outputs that are written; empty for those that every call writes.
         factor: Number that a gradient is multiplied by.
-        exact: True where the output has 24 bits or more, so that an error below 16 bits shows.
+        exact: True where the last operand of the call has more than 16 bits.  The last operand is x or dy, or the last
+            array of the score options if it follows them; so a masked float32 softmax gives False.
     """
 
     name: str
@@ -121,13 +122,16 @@ class Op(NamedTuple):
         return tuple(a * b if self.name == "softmax_backward" else b for _ in self.plain)
 
     def sum_dtype(self, dtype: Any) -> Any:
-        """Dtype of a plain sum: a gradient subtracts the sum, which may cancel all but the last bits."""
+        """Dtype of plain sums and of all sums that `of_tiles` returns: float64 where `exact`, else `dtype`.
+
+        A gradient subtracts its plain sum, which may cancel all but the last bits.
+        """
         return jnp.float64 if self.exact else dtype
 
     def slice_dtypes(self, dtype: Any) -> tuple[Any, ...]:
-        """Dtypes of the parts of a state that `of_tiles` makes.
+        """Dtypes to which a block converts the state of its slice before the blocks exchange states.
 
-        An operation that writes elements holds its scores while states merge, and has no registers for wider sums.
+        Plain sums, and the rescaled sums of an operation that writes no elements, stay in `sum_dtype`.
         """
         wide = self.sum_dtype(dtype)
         rescaled = dtype if self.writes_elements else wide

@@ -50,7 +50,7 @@ def column_kernel(
         constants = operands.expand(ops.row_constants(m, sums, cols, OP), 0)
         y_at = y_row[None, :] + (col.to(tl.int64) * places.y.col)[:, None]
         if WHOLE:
-            y = operands.finish(p, places, at, col[:, None], element, constants, OP)
+            y = operands.compute_output(p, places, at, col[:, None], element, constants, OP)
             tl.store(y_at, y.to(p.y.dtype.element_ty), mask=inside)
         else:
             for i in range(tiles):
@@ -59,7 +59,7 @@ def column_kernel(
                 tile_inside = (col < cols - first)[:, None] & row_mask[None, :]
                 tile_at = operands.skip(p, places, at, first)
                 tile = operands.load(p, places, tile_at, col[:, None], tile_inside, OP, "")
-                y = operands.finish(p, places, tile_at, col[:, None], tile, constants, OP)
+                y = operands.compute_output(p, places, tile_at, col[:, None], tile, constants, OP)
                 tl.store(y_at + first * places.y.col, y.to(p.y.dtype.element_ty), mask=tile_inside)
 
 

@@ -1,8 +1,8 @@
 """The tensors of a launch: where their rows lie, how they are loaded, and how elements and per-row outputs are stored.
 
-An operation reads two numbers per column, (a, b): a is the score of a logit, or the saved output of a gradient; b is dy
-where that is a tensor of elements, else a.  Scale, softcap, bias and masks are applied while loading, so strategies do
-not know them.  An absent operand or output is None and costs nothing.
+An operation reads two numbers per column, (a, b): (score, unused), or (saved output, dy) where OP.scores is False.
+Scale, softcap, bias and masks are applied while loading, so strategies do not know them.  An absent operand or
+output is None and costs nothing.
 """
 
 from collections import namedtuple
@@ -54,7 +54,8 @@ load.
 Places: Any = _tuple_of(
     "Places", (*TENSORS, "query", "sizes", "diagonal", "last"), defaults=(None,) * (len(TENSORS) + 4)
 )
-"""The `Place` of each tensor, in the order of Pointers; that of the query's position; and two numbers.
+"""The `Place` of each tensor, in the order of Pointers, and of the query's position; the outer sizes, the diagonal, and
+`last`, a constant that works around a Triton 3.6 bug.
 
 sizes: Sizes of the outer dimensions, without the slowest.
 diagonal: Column q + diagonal - 1 is the last that query q sees; None without a causal mask.
@@ -77,9 +78,9 @@ class Place(NamedTuple):
 
 @triton.jit
 def row_offset(row, sizes, place, UNIT: tl.constexpr):
-    """Offset of the first element of each `row` (int64), counted through the outer dimensions.
+    """Offset of the first element of each `row` (int64), computed from its index in each outer dimension.
 
-    So a permuted, sliced or expanded tensor is read in place, without a copy.
+    A permuted, sliced or expanded tensor is therefore read in place, without a copy.
     """
     offset = row * 0
     for i in tl.static_range(len(sizes)):
@@ -109,7 +110,10 @@ def first_elements(p, places, row, UNITS: tl.constexpr):
 
 @triton.jit
 def skip_head(p, places, at, head, VECTOR: tl.constexpr):
-    """The offsets `at` moved to the body, `head` columns on, where x and dy lie on 16 bytes, as the compiler learns."""
+    """The offsets `at` moved by `head` columns to the body, where x and dy lie on 16 bytes if VECTOR > 1.
+
+    `x // VECTOR * VECTOR` changes no value; it tells the compiler that x is a multiple of VECTOR.
+    """
     x, dy, bias, mask, logits, seen = skip(p, places, at, head)
     if VECTOR > 1:
         x = x // VECTOR * VECTOR
@@ -153,44 +157,44 @@ def skip_rows(p, places, at, rows):
 
 @triton.jit
 def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
-    """(a, b, counted) of the columns `col` (int32) that are `inside`, counted from the offsets `at`.
+    """(a, b, kept) of the columns `col` (int32) that are `inside`; `col` is measured from the offsets `at`.
 
-    `counted` is False for columns outside and for masked columns.
+    `kept` is False for columns outside and for masked columns.
     """
     x_at, dy_at, bias_at, mask_at, _, seen = at
     wide = col.to(tl.int64)
-    counted = inside
+    kept = inside
     if places.diagonal is not None:
-        counted = counted & (col < seen)
+        kept = kept & (col < seen)
     if OP.scores:
-        a = tl.load(p.x + x_at + wide * places.x.col, mask=counted, other=-float("inf"), eviction_policy=POLICY)
+        a = tl.load(p.x + x_at + wide * places.x.col, mask=kept, other=-float("inf"), eviction_policy=POLICY)
         a = ops.score(a.to(OP.acc), p.scale, p.softcap, OP.acc)
         if p.bias is not None:
-            a += tl.load(p.bias + bias_at + wide * places.bias.col, mask=counted, other=0.0).to(OP.acc)
+            a += tl.load(p.bias + bias_at + wide * places.bias.col, mask=kept, other=0.0).to(OP.acc)
         b = a
     else:
         a = tl.load(p.x + x_at + wide * places.x.col, mask=inside, other=0.0, eviction_policy=POLICY).to(OP.acc)
         b = tl.load(p.dy + dy_at + wide * places.dy.col, mask=inside, other=0.0, eviction_policy=POLICY).to(OP.acc)
     if p.mask is not None:
-        counted = counted & tl.load(p.mask + mask_at + wide * places.mask.col, mask=counted, other=0).to(tl.int1)
+        kept = kept & tl.load(p.mask + mask_at + wide * places.mask.col, mask=kept, other=0).to(tl.int1)
     if OP.scores and (p.scale is not None or p.softcap is not None or p.mask is not None):
         # A softcap or a negative scale turns -inf into another value.
-        a = tl.where(counted, a, -float("inf"))
+        a = tl.where(kept, a, -float("inf"))
         b = a
-    return a, b, counted
+    return a, b, kept
 
 
 @triton.jit
-def finish(p, places, at, col, element, constants, OP: tl.constexpr):
-    """The output for an element = (a, b, counted) of `load`, given the per-row constants of ops.row_constants."""
-    a, b, counted = element
+def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
+    """The output for an element = (a, b, kept) of `load`, given the per-row constants of ops.row_constants."""
+    a, b, kept = element
     y = ops.output(a, b, constants, OP)
     if not OP.scores and (p.mask is not None or places.diagonal is not None):
-        y = tl.where(counted, y, 0.0)
+        y = tl.where(kept, y, 0.0)
     if OP.gradient:
         if p.softcap is not None:
-            x = tl.load(p.logits + at[4] + col.to(tl.int64) * places.logits.col, mask=counted, other=0.0).to(OP.acc)
-            y *= ops.score_slope(x, p.scale, p.softcap, OP.acc)
+            x = tl.load(p.logits + at[4] + col.to(tl.int64) * places.logits.col, mask=kept, other=0.0).to(OP.acc)
+            y *= ops.softcap_slope(x, p.scale, p.softcap, OP.acc)
         if p.scale is not None:
             y *= ops.number(p.scale, OP.acc)
     return y

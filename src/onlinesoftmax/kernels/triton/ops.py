@@ -1,12 +1,12 @@
 """The formulas of the operations: what is summed along a row, and what is written per element and per row.
 
-A strategy calls `reduce`, `state.merge` and `state.merge_all` until a row has one state.  From the state it writes
-elements, with `row_constants` once per row and `output` for each element; or per-row outputs, with `row_output`; or
-both.  A new operation is a declaration in core/operations.py and branches here; no strategy changes.
+A strategy calls `reduce` or `reduce_both`, `state.merge` and `state.merge_all` until a row has one state.  From the
+state it writes elements, with `row_constants` once per row and `output` for each element; or per-row outputs, with
+`row_output`; or both.  A new operation is a declaration in core/operations.py and branches here; no strategy changes.
 
 The state of a gradient has one plain sum, and its m has another meaning:
-    softmax           dx = y · (dy - dot)       dot = sum(dy · y)   m = 0
-    log_softmax       dx = dy - exp(y) · dot    dot = sum(dy)       m = max(-y), which is 0 only if every y is 0
+    softmax           dx = y · (dy - dot)       dot = sum(dy · y)   m is unused
+    log_softmax       dx = dy - exp(y) · dot    dot = sum(dy)       m = max(-y) with OP.maximum, else unused
     logsumexp         dx = dy · exp(z - lse)    none: given_state in operands.py is m = lse and the sum dy
 """
 
@@ -32,7 +32,8 @@ class OpConstants(NamedTuple):
         rescaled: For each sum, True where it merges with the same factor as l.
         maximum: True where m is needed, and not only the sums.
         acc: Type of the computation.
-        exact: True where an output has 24 bits or more.
+        exact: True where an output is float32 or float64, so that sums and exp must be more accurate than a 16-bit
+            output needs.
         zero: True where a row whose scores are all -inf gives zeros.
     """
 
@@ -93,8 +94,8 @@ def score(x, scale, softcap, ACC: tl.constexpr):
 
 
 @triton.jit
-def score_slope(x, scale, softcap, ACC: tl.constexpr):
-    """The derivative of softcap · tanh(s / softcap) in s = scale · x; the caller multiplies by the scale."""
+def softcap_slope(x, scale, softcap, ACC: tl.constexpr):
+    """Derivative of softcap · tanh(s / softcap) with respect to s = scale · x; the caller multiplies by the scale."""
     if scale is not None:
         x = x * number(scale, ACC)
     y = tanh(x / number(softcap, ACC))
@@ -150,7 +151,13 @@ def reduce_both(a, b, axis: tl.constexpr, a_more, b_more, axis_more: tl.constexp
 
 @triton.jit
 def row_constants(m, sums, cols, OP: tl.constexpr):
-    """Per-row constants (s, l, t) for `output`.
+    """Per-row constants (s, l, t) for `output`; l is the first sum, rounded.
+
+        softmax                 s = shift(m)               t = 1 / l
+        log_softmax             s = shift(m)               t = log(l)
+        softmax_backward        s = rounding error of t    t = dot
+        log_softmax_backward    s = m with OP.zero         t = dot
+        logsumexp_backward      s = lse                    t = dy
 
     Softmax of a row of only -inf, or of a row with +inf, is undefined: PyTorch writes NaN to the whole row.  OP.zero
     writes 0 to a row of only -inf, in which everything is masked, and to its gradient.
@@ -166,7 +173,8 @@ def row_constants(m, sums, cols, OP: tl.constexpr):
         # The rounding error of t; none where t is infinite.
         s = tl.where(tl.abs(t) == float("inf"), 0.0, (l - t).to(m.dtype))
     elif OP.name == "log_softmax_backward" and OP.zero:
-        # At most one probability of a row is 1: where every logarithm is 0, the forward pass wrote zeros.
+        # m = max(-y) is 0 only if every y is 0.  At most one probability of a row is 1, so in a row of several
+        # columns these zeros were written because of OP.zero.
         s = tl.where(cols > 1, m, 1.0)
     elif OP.name == "logsumexp_backward":
         s = m

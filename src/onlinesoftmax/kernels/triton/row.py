@@ -71,11 +71,11 @@ def one_tile(
     operands.store_row_outputs(p, places, row, 0, m, sums, row_mask, OP, UNITS)
     if OP.writes_elements:
         constants = ops.row_constants(m, sums, cols, OP)
-        y = operands.finish(p, places, at, col[None, :], element, operands.expand(constants, 1), OP)
+        y = operands.compute_output(p, places, at, col[None, :], element, operands.expand(constants, 1), OP)
         y_at = p.y + y_body[:, None] + (col.to(tl.int64) * places.y.col)[None, :]
         tl.store(y_at, y.to(p.y.dtype.element_ty), mask=inside)
         if VECTOR > 1:
-            y = operands.finish(p, places, edge_at, edge_col, edge, operands.expand(constants, 0), OP)
+            y = operands.compute_output(p, places, edge_at, edge_col, edge, operands.expand(constants, 0), OP)
             tl.store(p.y + y_row[None, :] + edge_col, y.to(p.y.dtype.element_ty), mask=edge_inside)
 
 

@@ -20,7 +20,7 @@ def split_state_kernel(
     OP: tl.constexpr, UNITS: tl.constexpr, VECTOR: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One program: the state of slice_tiles × DEPTH × BLOCK columns of a row; the first program also owns the edges.
-    # Chosen: there are few rows, and they are too long or too few for one program each.
+    # Chosen: few rows: one program per row would not fill the GPU, or a row does not fit one program.
     # Bytes: one read; a slice writes its state, eight bytes for softmax in 16 bits.
     # Limits: none on columns.
     pid = tl.program_id(0).to(tl.int64)
@@ -108,7 +108,8 @@ def split_finish_kernel(
 
 
 FINISH_TILE = 2048
-"""Columns of a program of split_finish_kernel.  It only loads, scales and stores, and small blocks end evenly."""
+"""Columns of a program of split_finish_kernel.  It reduces nothing.  Small programs finish at about the
+same time."""
 
 
 def program(request: TritonRequest) -> Program:

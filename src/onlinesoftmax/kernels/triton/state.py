@@ -7,10 +7,11 @@ A state is the maximum m of a slice and a tuple of sums, one for each accumulato
 `OP.rescaled[i]` is True for the first two kinds (ops.OpConstants).  A tuple of one sum costs no more than a number:
 the loops over sums run in the compiler.
 
-Every strategy in this folder reduces with `of`, `merge` and `merge_all`, and nothing else.  These functions obey the
-table of laws in tests/laws.py, which NumPy, torch and JAX share.
+Every strategy in this folder reduces with `identity`, `of`, `of_both`, `merge` and `merge_all`, and nothing else.
+These functions obey the table of laws in tests/laws.py, which NumPy, torch and JAX share.
 
-EXACT, or OP.exact, is True where an output has 24 bits or more; a 16-bit output does not show the difference.
+EXACT, or OP.exact, is True where an output is float32 or float64, so that sums and exp must be more accurate than a
+16-bit output needs.
 """
 
 import triton
@@ -61,7 +62,7 @@ def exp(t, EXACT: tl.constexpr):
 
 
 @triton.jit
-def scale(t, EXACT: tl.constexpr):
+def rescale_factor(t, EXACT: tl.constexpr):
     """Factor exp(t) that rescales the sums of a whole slice, so its error is an error of every term.
 
     The hardware's exp2 has an error of up to 3.4 · 2^-24, and a mean error of -0.8 · 2^-24.  EXACT uses it only for
@@ -163,7 +164,10 @@ def of(z, weights, axis: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def of_both(z, weights, axis: tl.constexpr, z_more, weights_more, axis_more: tl.constexpr, OP: tl.constexpr):
-    """The states of slices that lie in two tiles: as `of` each and `merge`, with one shift for both."""
+    """The states of slices that lie in two tiles.
+
+    The result is that of `of` on both tiles and `merge`, but exp uses the common maximum at once.
+    """
     if OP.maximum:
         m = tl.maximum(tl.max(z, axis), tl.max(z_more, axis_more))
         sums_a, sums_b = sums_of(z, weights, m, axis, OP), sums_of(z_more, weights_more, m, axis_more, OP)
@@ -181,7 +185,7 @@ def merge(m_a, sums_a, m_b, sums_b, OP: tl.constexpr):
     """The states of two slices laid end to end."""
     m = tl.maximum(m_a, m_b)
     s = shift(m)
-    factor_a, factor_b = scale(m_a - s, OP.exact), scale(m_b - s, OP.exact)
+    factor_a, factor_b = rescale_factor(m_a - s, OP.exact), rescale_factor(m_b - s, OP.exact)
     sums = ()
     for i in tl.static_range(len(OP.rescaled)):
         if OP.rescaled[i]:
@@ -198,7 +202,7 @@ def merge_all(m, sums, axis: tl.constexpr, OP: tl.constexpr):
     OP.exact returns the sums in float64, so a row's sum is rounded once, however many times slices merge.
     """
     m_all = tl.max(m, axis)
-    factor = scale(m - tl.expand_dims(shift(m_all), axis), OP.exact)
+    factor = rescale_factor(m - tl.expand_dims(shift(m_all), axis), OP.exact)
     merged = ()
     for i in tl.static_range(len(OP.rescaled)):
         v = sums[i]

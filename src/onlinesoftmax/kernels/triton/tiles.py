@@ -48,7 +48,7 @@ def strip(pid, adjacent, ROWS: tl.constexpr):
 
 @triton.jit
 def load_edges(p, places, at, head, length, cols, OP: tl.constexpr, VECTOR: tl.constexpr):
-    """(a, b, counted) of the head and the tail of the row at the offsets `at`."""
+    """(a, b, kept) of the head and the tail of the row at the offsets `at`."""
     col, inside = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
     return operands.load(p, places, at, col, inside, OP, "")
 
@@ -60,7 +60,7 @@ def finish_edges(
     """Write the output of the head and the tail; `edge` is the result of `load_edges`."""
     col, inside = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
     constants = ops.row_constants(m, sums, cols, OP)
-    y = operands.finish(p, places, at, col, edge, constants, OP)
+    y = operands.compute_output(p, places, at, col, edge, constants, OP)
     tl.store(y_row + col, y.to(y_row.dtype.element_ty), mask=inside)
 
 
@@ -91,6 +91,6 @@ def finish_tile(p, places, at, y_body, first, length, cols, m, sums, OP: tl.cons
     tile_at = operands.skip(p, places, at, first)
     element = operands.load(p, places, tile_at, col, inside, OP, "evict_first")
     constants = ops.row_constants(m, sums, cols, OP)
-    y = operands.finish(p, places, tile_at, col, element, constants, OP)
+    y = operands.compute_output(p, places, tile_at, col, element, constants, OP)
     y_at = y_body + first * places.y.col + col.to(tl.int64) * places.y.col
     tl.store(y_at, y.to(y_body.dtype.element_ty), mask=inside, eviction_policy="evict_first")
