@@ -56,7 +56,7 @@ def _kept(case: Case, forward: Case, inputs: Inputs) -> dict[str, Any]:
     operation, outputs = case.declaration, {output.name for output in forward.declaration.outputs}
     found = {}
     for name in case.tensors:
-        # Where a gradient reads no logits, its first operand is the saved result.
+        # A gradient that reads no logits has the saved result as its first operand, x.
         output = forward.declaration.result.name if name == "x" and not operation.scores else name
         if output in outputs:
             found[name] = _output(case, name, exact(forward, inputs, output))

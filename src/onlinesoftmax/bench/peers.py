@@ -94,7 +94,7 @@ class Ours(Peer):
         from .. import api
 
         function, dim, backend, strategy = getattr(api, case.operation), case.dim, self.backend, self.strategy
-        # As a user calls it: passing arguments that are not forced would take time.
+        # Users leave `backend` and `strategy` out; passing None would add to the measured host time.
         if backend is None and strategy is None:
             return lambda x: function(x, dim)
         return lambda x: function(x, dim, backend=backend, strategy=strategy)

@@ -79,15 +79,16 @@ def _weak(value: Any, other: Any) -> Any:
 def _torch() -> SimpleNamespace:
     import torch
 
+    def accumulator(x: Array) -> Any:
+        return torch.float64 if x.dtype == torch.float64 else torch.float32
+
     return SimpleNamespace(
         is_floating=lambda x: x.is_floating_point(),
-        accumulator=lambda x: torch.float64 if x.dtype == torch.float64 else torch.float32,
+        accumulator=accumulator,
         astype=lambda x, dtype: x.to(dtype),
         max=lambda x, dim: torch.amax(x, dim, keepdim=True),
         sum=lambda x, dim: torch.sum(x, dim, keepdim=True),
-        full=lambda like, shape, value: torch.full(
-            shape, value, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
-        ),
+        full=lambda like, shape, value: torch.full(shape, value, dtype=accumulator(like), device=like.device),
         exp=torch.exp,
         log=torch.log,
         where=torch.where,
@@ -101,15 +102,16 @@ def _torch() -> SimpleNamespace:
 def _jax() -> SimpleNamespace:
     import jax.numpy as jnp
 
+    def accumulator(x: Array) -> Any:
+        return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
     return SimpleNamespace(
         is_floating=lambda x: jnp.issubdtype(x.dtype, jnp.floating),
-        accumulator=lambda x: jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32),
+        accumulator=accumulator,
         astype=lambda x, dtype: x.astype(dtype),
         max=lambda x, dim: jnp.max(x, axis=dim, keepdims=True),
         sum=lambda x, dim: jnp.sum(x, axis=dim, keepdims=True),
-        full=lambda like, shape, value: jnp.full(
-            shape, value, jnp.float64 if like.dtype == jnp.float64 else jnp.float32
-        ),
+        full=lambda like, shape, value: jnp.full(shape, value, accumulator(like)),
         exp=jnp.exp,
         log=jnp.log,
         where=jnp.where,

@@ -168,10 +168,8 @@ class State:
             x: Slice to normalise: an input of `of`, or any part of one along `dim`.
         """
         xp = namespace(x)
-        wide = xp.astype(x, self.m.dtype)
-        return xp.astype(xp.exp(wide - _shift(xp, self.m)) * _only_finite(xp, self.m, 1 / self.l), x.dtype).reshape(
-            x.shape
-        )
+        y = xp.exp(self._shifted(xp, x)) * _only_finite(xp, self.m, 1 / self.l)
+        return xp.astype(y, x.dtype).reshape(x.shape)
 
     @_quiet
     def log_softmax(self, x: Array) -> Array:
@@ -181,8 +179,12 @@ class State:
             x: Slice to normalise: an input of `of`, or any part of one along `dim`.
         """
         xp = namespace(x)
-        wide = xp.astype(x, self.m.dtype)
-        return xp.astype(wide - _shift(xp, self.m) - _only_finite(xp, self.m, xp.log(self.l)), x.dtype).reshape(x.shape)
+        y = self._shifted(xp, x) - _only_finite(xp, self.m, xp.log(self.l))
+        return xp.astype(y, x.dtype).reshape(x.shape)
+
+    def _shifted(self, xp: Any, x: Array) -> Array:
+        """Return x less the finite number nearest to m, in the dtype of m."""
+        return xp.astype(x, self.m.dtype) - _shift(xp, self.m)
 
 
 def _shift(xp: Any, m: Array) -> Array:

@@ -66,11 +66,7 @@ def softmax(
         >>> print(softmax(jnp.zeros(4), where=jnp.arange(4) < 2))
         [0.5 0.5 0.  0. ]
     """
-    options = _options(scale, softcap, bias, where)
-    if _is_complex(x) and _is_plain(options) and backend in (None, "eager"):
-        return jax.nn.softmax(x, axis, where)
-    rows = _rows("softmax", x, axis, options)
-    return rows.back(rows.run("softmax", Choice(backend, strategy)))
+    return _elementwise("softmax", x, axis, _options(scale, softcap, bias, where), Choice(backend, strategy))
 
 
 def log_softmax(
@@ -93,11 +89,7 @@ def log_softmax(
         >>> print(log_softmax(jnp.zeros(3)))
         [-1.0986123 -1.0986123 -1.0986123]
     """
-    options = _options(scale, softcap, bias, where)
-    if _is_complex(x) and _is_plain(options) and backend in (None, "eager"):
-        return jax.nn.log_softmax(x, axis, where)
-    rows = _rows("log_softmax", x, axis, options)
-    return rows.back(rows.run("log_softmax", Choice(backend, strategy)))
+    return _elementwise("log_softmax", x, axis, _options(scale, softcap, bias, where), Choice(backend, strategy))
 
 
 def logsumexp(
@@ -145,6 +137,15 @@ def logsumexp(
     rows = _rows("logsumexp", a, axis, options)
     y = rows.run("logsumexp", Choice(backend, strategy))
     return jnp.expand_dims(y, rows.axes) if keepdims else y
+
+
+def _elementwise(name: str, x: Array, axis: Axis, options: ScoreOptions, choice: Choice) -> Array:
+    """The result of an operation with a value per element, in the shape of x."""
+    if _is_complex(x) and _is_plain(options) and choice.backend in (None, "eager"):
+        found: Array = getattr(jax.nn, name)(x, axis, options.mask)
+        return found
+    rows = _rows(name, x, axis, options)
+    return rows.back(rows.run(name, choice))
 
 
 class _Rows(NamedTuple):

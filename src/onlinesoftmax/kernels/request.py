@@ -13,7 +13,7 @@ from ..planner.plan import Plan
 
 @dataclass(frozen=True)
 class Request:
-    """What a backend is asked to prepare: everything that is known before there is data.
+    """A task and its plan: all that a backend must know to prepare a launch, before there is data.
 
     Attributes:
         task: What to compute, on which tensors.

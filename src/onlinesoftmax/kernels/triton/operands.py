@@ -63,7 +63,7 @@ diagonal: Column q + diagonal - 1 is the last that query q sees; None without a 
 
 
 class Place(NamedTuple):
-    """Where a tensor's rows lie.
+    """The strides of one tensor, from which the offset of each row and element is computed.
 
     Attributes:
         strides: Strides of the outer dimensions, the fastest first, in units; without the fastest for `column`.

@@ -96,7 +96,7 @@ def split_sum(v, sigma, axis: tl.constexpr):
     """
     high = (v + sigma) - sigma
     high_sum = tl.sum(high, axis)
-    # Where the sum is infinite, v - high is inf - inf = NaN.
+    # An infinite sum makes v - high = inf - inf = NaN; its low part is therefore set to 0.
     return high_sum, tl.where(high_sum == float("inf"), 0.0, tl.sum(v - high, axis))
 
 

@@ -175,7 +175,8 @@ def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
                 variant=Variant(threads=threads, blocks=blocks, terms=terms),
             )
         )  # fmt: skip
-    # As in `row`, but with three chunks a thread: a block also waits for the states of the others.
+    # Variants are ranked as in `row`, but three chunks a thread are best, because a block also waits for the states of
+    # the other blocks.
     found.sort(
         key=lambda c: (c.threads.resident < 2, abs(_held(c, problem) - 3), not c.threads.terms, c.splits, c.warps)
     )

@@ -178,7 +178,7 @@ def split(problem: Problem, device: Device) -> list[Proposal] | str:
     small = problem.itemsize == 8 or problem.cols < 16384 * device.multiprocessors
     first = ((4 if small else 8) // problem.inputs, 1024)
     if problem.extra.masked:
-        # As in `looped`.
+        # A mask of several columns of a lane is slow (see `looped`).
         first = (1, 4096 // (problem.itemsize // 4 or 1))
     deep = (first[0],) if problem.extra.masked else (2, 4, 8)
     choices = _nearest(itertools.product(deep, (first[1], 2 * first[1])), first)
