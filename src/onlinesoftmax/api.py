@@ -12,7 +12,7 @@ from .core.arrays import Array
 from .core.call import Call, Settings
 from .core.operations import OPERATIONS, Operation
 from .core.options import ScoreOptions, checked_options
-from .core.task import ANY, Choice
+from .core.task import Choice
 
 _SOFTMAX, _LOG_SOFTMAX, _LOGSUMEXP = (OPERATIONS[name] for name in ("softmax", "log_softmax", "logsumexp"))
 
@@ -154,12 +154,11 @@ def _run(
     operation: Operation, input: Array, options: ScoreOptions | None, dim: Any, dtype: Any, keepdim: bool, out: Any,
     choice: tuple[str | None, str | None, bool],
 ) -> Any:  # fmt: skip
-    """Make the record of a call and pass it on; a call that asks for nothing is passed on as it is, to save time."""
+    """Make the record of a call and pass it on; a usual call is passed on without a record, to save host time."""
     runner = numpy if isinstance(input, np.ndarray) else _torch_runner or _import_torch_runner()
-    if options is None and dtype is None and out is None and choice == ANY:
-        return runner.run_plain(operation, input, dim, keepdim)
-    forced = ANY if choice == ANY else Choice(*choice)
-    return runner.run(Call(operation, input, Settings(dim, dtype, keepdim, forced), options, out))
+    if options is None and dtype is None and not choice[2]:
+        return runner.run_plain(operation, input, dim, keepdim, out, choice)
+    return runner.run(Call(operation, input, Settings(dim, dtype, keepdim, Choice(*choice)), options, out))
 
 
 def _import_torch_runner() -> ModuleType:

@@ -10,6 +10,7 @@ from .core.call import Call, Settings
 from .core.operations import Operation
 from .core.options import Functions, causal_mask, scores
 from .core.state import State
+from .core.task import Choice
 
 FUNCTIONS = Functions(np.tanh, lambda condition, x, number: np.where(condition, x, number).astype(x.dtype))
 """NumPy's functions for the array formula of the scores."""
@@ -17,9 +18,9 @@ FUNCTIONS = Functions(np.tanh, lambda condition, x, number: np.where(condition, 
 _RESULTS = {"softmax": State.softmax, "log_softmax": State.log_softmax}
 
 
-def run_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
-    """A call that asks for nothing besides its dimension."""
-    return run(Call(operation, x, Settings(dim, None, keepdim)))
+def run_plain(operation: Operation, x: Any, dim: Any, keepdim: bool, out: Any, choice: tuple[Any, ...]) -> Any:
+    """A call without score options, dtype and batch invariance."""
+    return run(Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out))
 
 
 def run(call: Call) -> Any:

@@ -63,4 +63,4 @@ class Call(NamedTuple):
     @property
     def plain(self) -> bool:
         """True where the call gives no score option and forces nothing of the plan."""
-        return self.options is None and self.settings.choice is ANY
+        return self.options is None and self.settings.choice == ANY

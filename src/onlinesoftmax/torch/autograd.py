@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..core.call import Call, Settings
+from ..core.call import NOTHING, Call, Settings
 from ..core.operations import OPERATIONS, Operation
 from . import ops
 from .gradients import (
@@ -26,6 +26,7 @@ from .gradients import (
     slope_of,
     unmasked,
 )
+from .launches import Launch
 
 __all__ = ["apply", "forward"]
 
@@ -37,7 +38,7 @@ def apply(call: Call) -> Tensor:
     transformed = torch._C._are_functorch_transforms_active() or forward_mode()
     if call.options is None and not transformed:
         # Function.apply would check for transforms once more, which costs host time.
-        result: Tensor = _apply_plain(call.x, call.operation, call.settings)
+        result: Tensor = _apply_plain(call.x, call.operation, call.settings, None)
         return result
     bare, tensors = without_tensors(call)
     return (_Transformed if transformed else _Recorded).apply(bare, *tensors)
@@ -69,9 +70,13 @@ class _Plain(torch.autograd.Function):
     """A call without score options in eager mode; it saves the host time that `_Recorded` spends on options."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, operation: Operation, settings: Settings) -> Tensor:
-        y, lse = forward_to_keep(Call(operation, x, settings))
+    def forward(ctx: Any, x: Tensor, operation: Operation, settings: Settings, launch: Launch | None) -> Tensor:
         ctx.operation, ctx.settings, ctx.dtype = operation, settings, x.dtype
+        if launch is not None:
+            y = launch.run(x, None, NOTHING)
+            ctx.save_for_backward(y)
+            return y
+        y, lse = forward_to_keep(Call(operation, x, settings))
         if "x" in operation.saved:
             ctx.save_for_backward(x, lse)
         else:
@@ -85,11 +90,17 @@ class _Plain(torch.autograd.Function):
         # PyTorch's operations compute a gradient that is itself to be differentiated.
         kernel = None if torch.is_grad_enabled() else backward
         wanted = Wanted(True, False, False, ctx.dtype)
-        return gradients(call, kept, dy, wanted, kernel)[0], None, None
+        return gradients(call, kept, dy, wanted, kernel)[0], None, None, None
 
 
 _apply_plain = super(torch.autograd.Function, _Plain).apply
 """`_Plain.apply` of the base class in C++, without the check for transforms in torch.autograd.Function."""
+
+
+def record(x: Tensor, operation: Operation, launch: Launch) -> Tensor:
+    """The result of a usual call, recorded by autograd; the gradient reads no other output than the result."""
+    y: Tensor = _apply_plain(x, operation, launch.settings, launch)
+    return y
 
 
 def keep(ctx: Any, call: Call, y: Tensor, lse: Tensor | None, wants_scale: bool) -> None:

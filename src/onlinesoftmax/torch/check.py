@@ -98,10 +98,10 @@ def check_out_memory(call: Call) -> None:
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     begin_a, begin_b = a.data_ptr(), b.data_ptr()
-    return begin_a < begin_b + _extent(b) and begin_b < begin_a + _extent(a)
+    return begin_a < begin_b + extent(b) and begin_b < begin_a + extent(a)
 
 
-def _extent(t: torch.Tensor) -> int:
+def extent(t: torch.Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last."""
     if t.is_contiguous():
         return t.numel() * t.itemsize

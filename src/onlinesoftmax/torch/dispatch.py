@@ -2,52 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from ..core.call import Call, Settings
+from ..core.call import NOTHING, Call, Settings
 from ..core.operations import Operation
 from ..core.options import ScoreOptions
-from ..core.task import ITEMSIZE
+from ..core.task import ANY, ITEMSIZE, Choice
 from ..kernels import registry
 from ..planner.plan import PlanError
-from . import autograd, eager
+from . import autograd, eager, launches
 from .check import check_options, check_out_memory, checked_dim, checked_out
-from .prepare import kind_of, prepare
+from .launches import LAUNCHES, is_usual, key_of
 from .prepare import run as run_kernel
 
 
-def run_plain(operation: Operation, x: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
-    """Run a call that gives only dim and keepdim, with little host time, which dominates on small inputs."""
+def run_plain(
+    operation: Operation, x: torch.Tensor, dim: Any, keepdim: bool, out: Any, choice: tuple[Any, ...]
+) -> torch.Tensor:
+    """Run a call without score options, dtype and batch invariance, with little host time."""
     if type(x) is torch.Tensor:
-        if x.is_cpu:
+        if x.is_cpu and out is None and choice == ANY:
             return eager.call_plain(operation, x, dim, keepdim)
         # Tracers other than dynamo pass tensors of another type, so is_dynamo_compiling suffices; is_compiling takes
         # three times as long.
-        if type(dim) is int and not torch.compiler.is_dynamo_compiling() and _is_bare(x):
-            key = (operation.name, x.shape, x.stride(), x.dtype, x.get_device(), dim, keepdim)
-            known = _LAUNCHES.get(key)
-            if known is None:
-                call = Call(operation, x, Settings(dim, None, keepdim))
-                known = _remember(key, call) if _is_for_kernels(call) else None
-            if known is not None:
-                return known(x, None, _NOTHING)
-    return run(Call(operation, x, Settings(dim, None, keepdim)))
-
-
-def _remember(key: tuple[Any, ...], call: Call) -> Callable[..., torch.Tensor]:
-    if len(_LAUNCHES) >= MOST_LAUNCHES:
-        _LAUNCHES.clear()
-    prepared = _LAUNCHES[key] = prepare(kind_of(call, _NOTHING))
-    return prepared
+        if type(dim) is int and not torch.compiler.is_dynamo_compiling() and is_usual(x):
+            key = key_of(operation, x, dim, keepdim, out, choice)
+            launch = LAUNCHES.get(key)
+            if launch is None and key:
+                call = Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out)
+                launch = launches.add(key, call) if _is_for_kernels(call) else None
+            if launch is not None:
+                if not (x.requires_grad and torch.is_grad_enabled()):
+                    return launch[0](x, out, NOTHING)
+                if out is None and len(operation.kept_outputs) == 1:
+                    return autograd.record(x, operation, launch)
+    return run(Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out))
 
 
 def _is_for_kernels(call: Call) -> bool:
-    return _have_kernels() and _why_not_kernels(call.x, None) is None
+    backend = call.settings.choice.backend
+    may_run = _have_kernels() if backend is None else backend != "eager"
+    return may_run and _why_not_kernels(call.x, None) is None
 
 
 def run(call: Call) -> torch.Tensor:
@@ -93,28 +92,6 @@ def _by_kernel(call: Call) -> torch.Tensor:
         return y if out is None else _write(operation, y, out)
     found: torch.Tensor = run_kernel(call)
     return found
-
-
-_NOTHING: dict[str, Any] = {}
-
-_LAUNCHES: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
-"""Prepared launches of usual calls: aligned tensors on a GPU, without options, derivatives or a forced plan."""
-
-MOST_LAUNCHES = 4096
-
-
-def _is_bare(x: torch.Tensor) -> bool:
-    """True for an aligned GPU tensor without derivatives, transforms, autocast or a lazy negation."""
-    return (
-        not (x.requires_grad and torch.is_grad_enabled())
-        and x.is_cuda
-        and x.layout is torch.strided
-        and x.data_ptr() % 16 == 0
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled()
-        and not x.is_neg()
-    )
 
 
 def _have_kernels() -> bool:

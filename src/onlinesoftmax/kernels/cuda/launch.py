@@ -78,9 +78,8 @@ def bind(request: Request) -> Run:
             fill_in(fields, more, index, stream)
         status = launch(*call.arguments)
         if status:
-            status = _again(status, call, index)
+            driver.check(_again(status, call, index), f"launching {plan.backend}/{plan.strategy}")
         spare.append(call)
-        driver.check(status, f"launching {plan.backend}/{plan.strategy}")
 
     return run
 

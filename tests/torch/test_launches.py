@@ -1,0 +1,94 @@
+"""Repeated usual calls, whose launch is found under a short key, do what first calls do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import onlinesoftmax as osm
+from contract import OPERATIONS, outliers
+from onlinesoftmax.torch import dispatch, launches
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+HOW: dict[str, Any] = {} if GPU else {"backend": "triton"}
+
+
+@pytest.fixture(autouse=True)
+def _usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not GPU:
+        # Without a GPU, Triton's interpreter takes the calls on CPU tensors.
+        monkeypatch.setattr(dispatch, "is_usual", lambda x: not x.is_neg())
+    launches.LAUNCHES.clear()
+    yield
+    launches.LAUNCHES.clear()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("start", [0, 1])
+def test_same_bits_as_the_general_path(operation: str, start: int) -> None:
+    # A start of 1 puts the first element beside a 16-byte boundary, which is another kernel.
+    x = outliers(4 * 33 + 1, dtype=torch.float32, device=DEVICE)[start:][: 4 * 33].view(4, 33)
+    call = OPERATIONS[operation]
+    general = call(x, 1, dtype=torch.float32, **HOW)
+    assert not launches.LAUNCHES
+    for _ in range(2):
+        assert torch.equal(call(x, 1, **HOW), general)
+    out = torch.empty_like(general)
+    for _ in range(2):
+        assert call(x, 1, out=out.fill_(torch.nan), **HOW) is out
+        assert torch.equal(out, general)
+    assert len(launches.LAUNCHES) == 2
+
+
+def test_settings_are_part_of_the_key() -> None:
+    x = torch.randn(6, 6, device=DEVICE)
+    for dim in (0, 1):
+        assert torch.equal(osm.softmax(x, dim, **HOW), osm.softmax(x, dim, dtype=x.dtype, **HOW))
+        assert osm.logsumexp(x, dim, **HOW).shape == (6,)
+        assert osm.logsumexp(x, dim, keepdim=True, **HOW).dim() == 2
+
+
+def test_out_is_checked_in_every_call() -> None:
+    base = torch.randn(64, device=DEVICE)
+    x, apart, shifted = base[:16], base[32:48], base[8:24]
+    expected = osm.softmax(x.clone(), **HOW)
+    osm.softmax(x, out=apart, **HOW)
+    assert torch.equal(apart, expected)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out overlaps input"):
+            osm.softmax(x, out=shifted, **HOW)
+    with pytest.raises(RuntimeError, match="out requires a gradient"):
+        osm.softmax(x, out=apart.clone().requires_grad_(), **HOW)
+    with pytest.raises(RuntimeError, match="out has shape"):
+        osm.softmax(x, out=base[32:40], **HOW)
+    assert osm.softmax(x, out=x, **HOW) is x
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_gradients_of_a_repeated_call(operation: str) -> None:
+    x = outliers(3, 20, dtype=torch.float64, device=DEVICE).requires_grad_()
+    call = OPERATIONS[operation]
+    theirs = getattr(torch, operation)(x, 1)
+    weights = torch.randn_like(theirs)
+    expected = torch.autograd.grad((theirs * weights).sum(), x)
+    for _ in range(2):
+        y = call(x, 1, **HOW)
+        torch.testing.assert_close(torch.autograd.grad((y * weights).sum(), x), expected)
+    with pytest.raises(RuntimeError, match="out=... do not support gradients"):
+        call(x, 1, out=torch.empty_like(theirs), **HOW)
+    with torch.no_grad():
+        assert not call(x, 1, **HOW).requires_grad
+
+
+def test_a_lazy_negation_is_left_to_pytorch_or_refused() -> None:
+    x = torch.randn(3, 4, dtype=torch.complex64, device=DEVICE).conj().imag
+    assert x.is_neg()
+    for _ in range(2):
+        torch.testing.assert_close(osm.softmax(x), torch.softmax(x, -1))
+        with pytest.raises(osm.PlanError, match="lazily negated"):
+            osm.softmax(x, backend="triton")
