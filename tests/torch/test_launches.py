@@ -79,7 +79,7 @@ def test_gradients_of_a_repeated_call(operation: str) -> None:
     for _ in range(2):
         y = call(x, 1, **HOW)
         torch.testing.assert_close(torch.autograd.grad((y * weights).sum(), x), expected)
-    with pytest.raises(RuntimeError, match="out=... do not support gradients"):
+    with pytest.raises(RuntimeError, match="do not support gradients"):
         call(x, 1, out=torch.empty_like(theirs), **HOW)
     with torch.no_grad():
         assert not call(x, 1, **HOW).requires_grad
