@@ -3,7 +3,8 @@
 The planner reads a problem, a description of a device and a table of measured times; it does not query the hardware.
 Each strategy lists proposals, likeliest first.  With measured times of similar shapes, the planner forecasts the times
 of all proposals (forecast.py).  Otherwise it estimates the time of the first proposal of each strategy from bytes,
-bandwidth and launches (price.py).  The proposal with the least time wins.
+bandwidth and launches (price.py).  The proposal with the least time wins; where two backends are equally fast, the
+backend with less host time wins.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def plan(
     options = alternatives(for_plan, device, choice, unavailable, table, strategies)
     plans = [option for option in options if isinstance(option, Plan)]
     if plans:
-        best = min(plans, key=lambda option: option.price.rank_us)
+        best = _best(plans)
         return _for_rows(best, problem, device) if choice.batch_invariant else best
     asked = "".join(f" {key}={value!r}" for key, value in zip(("backend", "strategy"), choice, strict=False) if value)
     reasons = "".join(f"\n  {o.backend}/{o.strategy}: {o.reason}" for o in options if isinstance(o, Refusal))
@@ -119,6 +120,21 @@ def alternatives(
         else:
             found.append(forecast.best(options, propose))
     return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
+
+
+SAME = 1.03
+"""Ratio of times up to which two backends count as equally fast: measured times of one kernel differ by 1 to 2 percent.
+"""
+
+
+def _best(plans: list[Plan]) -> Plan:
+    """The fastest plan of the first backend that has a plan about as fast as the fastest of all.
+
+    Backends are in the order of `strategies`: the kernels of an earlier backend compile and launch in less host time.
+    """
+    limit = SAME * min(plan.price.rank_us for plan in plans)
+    backend = next(plan.backend for plan in plans if plan.price.rank_us <= limit)
+    return min((plan for plan in plans if plan.backend == backend), key=lambda plan: plan.price.rank_us)
 
 
 INVARIANT_ROWS = 4096
