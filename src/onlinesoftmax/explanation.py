@@ -193,20 +193,24 @@ def _input(x: Any, dtype: str | None, in_jax: bool) -> tuple[tuple[int, ...], Te
 def _task(operation: str, shape: tuple[int, ...], axis: int, like: TensorSpec, options: ScoreOptions) -> Task:
     """The task of an operation on an input; all that is read and written besides it is contiguous, but the options."""
     declaration = OPERATIONS[operation]
-    contiguous = contiguous_spec(shape, like.dtype)
+    contiguous, wide = contiguous_spec(shape, like.dtype), "float64" if like.dtype == "float64" else "float32"
     tensors = {"x": like}
     for output in declaration.written(declaration.always):
-        tensors[output.name] = contiguous if output.kind == "element" else row_spec(shape, axis, like.dtype)
-    wide = "float64" if like.dtype == "float64" else "float32"
+        dtype = wide if output.dtype == "accumulator" else like.dtype
+        tensors[output.name] = contiguous if output.kind == "element" else row_spec(shape, axis, dtype)
     for operand in declaration.operands[1:]:
+        if operand.optional:
+            continue
         dtype = wide if declaration.has_accumulator_dtype(operand.name) else like.dtype
+        dtype = "int64" if operand.dtype == "integer" else dtype
         tensors[operand.name] = contiguous if operand.kind == "element" else row_spec(shape, axis, dtype)
     tensors |= _option_specs(options, shape, like.dtype)
     if options.softcap is not None and declaration.backward:
         # The slope of the softcap is taken at the logits.
         tensors["logits"] = contiguous
     numbers = frozenset(name for name in options.given if name in ("scale", "softcap")) - tensors.keys()
-    return task_of(declaration, declaration.always, shape, axis, tensors, Flags(numbers, options.causal, options.zero))
+    flags = Flags(numbers, options.causal, options.zero, like.dtype in ("float32", "float64"))
+    return task_of(declaration, declaration.always, shape, axis, tensors, flags)
 
 
 def _option_specs(options: ScoreOptions, shape: tuple[int, ...], dtype: str) -> Mapping[str, TensorSpec]:

@@ -182,12 +182,24 @@ def operands(name: str, dtype: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Operands of an operation on rows of 5 elements, those of a gradient at the results of its forward operation."""
     x, dy = normal((3, 5)).astype(dtype), normal((3, 5), 1.0).astype(dtype)
     forward, declaration = OPERATIONS[name].forward, OPERATIONS[name]
-    if not declaration.backward:
-        return {"x": x}
-    saved = {output: ref.evaluate(forward.name, namespace(x), {"x": x}, 1, output) for output in ("y", "lse")}
-    values = {"x": x if declaration.scores else saved["y"], "dy": dy, "lse": saved["lse"]}
-    values["dy"] = dy[:, :1] if "dy" in declaration.row_operands else dy
+    # The second row has an ignored target.
+    values: dict[str, Any] = {
+        "x": x, "target": np.array([[4], [1], [0]]), "ignore_index": 1, "smoothing": 0.25, "z_loss": 0.5,
+        "weight": normal((1, 5), 1.0).astype(dtype) ** 2, "dy": dy[:, :1] if "dy" in declaration.row_operands else dy,
+        "dlse": dy[:, 1:2], "dentropy": dy[:, 2:3],
+    }  # fmt: skip
+    values["weight_sum"] = values["weight"].sum()
+    given = {operand.name: values[operand.name] for operand in forward.operands}
+    for output in forward.outputs:
+        if output.kind == "row" or not declaration.scores:
+            values[output.name] = ref.evaluate(forward.name, namespace(x), given, 1, output.name)
+    if not declaration.scores:
+        values["x"] = values["y"]
     return {operand.name: values[operand.name] for operand in declaration.operands}
+
+
+def _narrow(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return value.astype(np.float32 if value.dtype.kind == "f" else np.int32)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -204,7 +216,8 @@ def test_the_formulas_serve_every_array_library(name: str, library: str) -> None
             # JAX computes in float32 here.
             make, eps = (lib.tensor, EPS) if library == "torch" else (lib.numpy.asarray, np.finfo(np.float32).eps)
             given = {
-                key: make(value if library == "torch" else value.astype(np.float32)) for key, value in values.items()
+                key: value if np.ndim(value) == 0 else make(value if library == "torch" else _narrow(value))
+                for key, value in values.items()
             }
             got = np.asarray(ref.evaluate(name, namespace(given["x"]), given, 1, output.name))
             np.testing.assert_allclose(got, want, rtol=64 * eps, atol=64 * eps)
@@ -213,7 +226,8 @@ def test_the_formulas_serve_every_array_library(name: str, library: str) -> None
 @pytest.mark.parametrize("name", FORWARD)
 def test_the_statistics_of_a_row_are_those_of_its_softmax(name: str) -> None:
     x = np.array([[1.0, -INF, 3.0], [2.0, 2.0, 2.0], [1000.0, 999.0, -INF]])
-    found = {output: ref.evaluate(name, namespace(x), {"x": x}, 1, output) for output in ("m", "l", "lse", "entropy")}
+    values = {"x": x, "target": np.array([[0], [1], [2]])}
+    found = {output: ref.evaluate(name, namespace(x), values, 1, output) for output in ("m", "l", "lse", "entropy")}
     p = ref.two_pass(x)
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = -np.sum(np.where(p > 0, p * np.log(p), 0.0), 1, keepdims=True)

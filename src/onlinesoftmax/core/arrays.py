@@ -56,6 +56,7 @@ def _numpy() -> SimpleNamespace:
         max=lambda x, dim: np.max(x, axis=dim, keepdims=True),
         sum=lambda x, dim: np.sum(x, axis=dim, keepdims=True),
         full=lambda like, shape, value: np.full(shape, value, _numpy_accumulator(like.dtype)),
+        arange=lambda x, dim: np.arange(x.shape[dim]).reshape(_along(x, dim)),
         exp=np.exp,
         log=np.log,
         where=lambda condition, a, b: np.where(condition, _weak(a, b), _weak(b, a)),
@@ -63,6 +64,11 @@ def _numpy() -> SimpleNamespace:
         isinf=np.isinf,
         maximum=np.maximum,
     )
+
+
+def _along(x: Array, dim: int) -> tuple[int, ...]:
+    """Shape of a vector along `dim` that broadcasts to x."""
+    return tuple(-1 if i == dim % x.ndim else 1 for i in range(x.ndim))
 
 
 def _numpy_accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -89,6 +95,7 @@ def _torch() -> SimpleNamespace:
         max=lambda x, dim: torch.amax(x, dim, keepdim=True),
         sum=lambda x, dim: torch.sum(x, dim, keepdim=True),
         full=lambda like, shape, value: torch.full(shape, value, dtype=accumulator(like), device=like.device),
+        arange=lambda x, dim: torch.arange(x.shape[dim], device=x.device).reshape(_along(x, dim)),
         exp=torch.exp,
         log=torch.log,
         where=torch.where,
@@ -112,6 +119,7 @@ def _jax() -> SimpleNamespace:
         max=lambda x, dim: jnp.max(x, axis=dim, keepdims=True),
         sum=lambda x, dim: jnp.sum(x, axis=dim, keepdims=True),
         full=lambda like, shape, value: jnp.full(shape, value, accumulator(like)),
+        arange=lambda x, dim: jnp.arange(x.shape[dim]).reshape(_along(x, dim)),
         exp=jnp.exp,
         log=jnp.log,
         where=jnp.where,

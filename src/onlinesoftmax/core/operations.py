@@ -10,7 +10,8 @@ To declare an operation is step one of six: CONTRIBUTING.md, "To add an operatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -26,11 +27,15 @@ class Operand:
         name: Its name in kernels, in custom operators and in `Task.operands`.
         kind: "element", "row" or "call".
         dtype: "floating", "integer" or "boolean".
+        optional: True where a call may leave the operand out.
+        number: True where it is a number of the call, not a tensor.
     """
 
     name: str
     kind: Extent
     dtype: Literal["floating", "integer", "boolean"] = "floating"
+    optional: bool = False
+    number: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,12 @@ class Accumulator:
         name: Its name.  The exponent sum of softmax is "l": its weight w is 1.
         rescaled: True for `sum(w * exp(z - m))`, which two states merge with the same factors as l.
             False for a plain sum, which two states merge by addition.
+        only_with: Name of the optional operand without which the sum is not needed; empty where there is none.
     """
 
     name: str
     rescaled: bool = True
+    only_with: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,16 +61,20 @@ class Output:
     Attributes:
         name: Its name in kernels and in `Task.outputs`.
         kind: "element" or "row".  An operation has at most one output per element, and any number per row.
-        dtype: "result" for the dtype that the caller asks for, "accumulator" for float32 (float64 in float64).
+        dtype: "result" for the dtype that the caller asks for, "input" for the dtype of the input, "accumulator" for
+            float32 (float64 in float64).
+        exact: True where a float32 value must be as accurate as a float32 result.  False where it is kept in float32
+            only on its way to the caller's result, which may have 16 bits.
         needs: Names of the accumulators from which the output is computed.
         on_request: True where the output is written only if the caller asks for it.
     """
 
     name: str
     kind: Extent
-    dtype: Literal["result", "accumulator"] = "result"
+    dtype: Literal["result", "input", "accumulator"] = "result"
     needs: tuple[str, ...] = ("l",)
     on_request: bool = False
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -91,8 +102,8 @@ class Operation:
         options: Names of the score options that its kernels apply (core/options.py).
         differentiated: How its gradient is computed; None for an operation that is itself a gradient.
         scores: True where the input is a logit, which the score options turn into a score.
-        may_keep_terms: True where the main output is a multiple of the term that was summed, so that a kernel may hold
-            the terms instead of the input.
+        may_keep_terms: True where the element output is a multiple of the term that was summed, apart from what does
+            not depend on the input, so that a kernel may hold the terms instead of the input.
     """
 
     name: str
@@ -113,17 +124,37 @@ class Operation:
 
     @cached_property
     def element_operands(self) -> tuple[str, ...]:
-        """Names of the tensors that are read element by element, the input first."""
-        return tuple(operand.name for operand in self.operands if operand.kind == "element")
+        """Names of the tensors that every call reads element by element, the input first."""
+        return tuple(operand.name for operand in self.operands if operand.kind == "element" and not operand.optional)
+
+    @cached_property
+    def optional_operands(self) -> tuple[str, ...]:
+        """Names of the operands that a call may leave out."""
+        return tuple(operand.name for operand in self.operands if operand.optional)
 
     @cached_property
     def row_operands(self) -> tuple[str, ...]:
         """Names of the tensors that have one value per row."""
         return tuple(operand.name for operand in self.operands if operand.kind == "row")
 
+    @cached_property
+    def call_operands(self) -> tuple[str, ...]:
+        """Names of the operands that have one value per call."""
+        return tuple(operand.name for operand in self.operands if operand.kind == "call")
+
+    @cached_property
+    def numbers(self) -> tuple[str, ...]:
+        """Names of the operands that are numbers, not tensors."""
+        return tuple(operand.name for operand in self.operands if operand.number)
+
+    @property
+    def has_target(self) -> bool:
+        """True where each row has a target column."""
+        return TARGET.name in self.row_operands
+
     @property
     def inputs(self) -> int:
-        """Number of tensors that are read element by element."""
+        """Number of tensors that every call reads element by element."""
         return len(self.element_operands)
 
     @property
@@ -184,10 +215,18 @@ class Operation:
         """The declarations of these outputs, in the order of the declaration."""
         return tuple(output for output in self.outputs if output.name in outputs)
 
-    def summed(self, outputs: tuple[str, ...]) -> tuple[Accumulator, ...]:
-        """The accumulators that these outputs need, in the order of the declaration."""
+    def summed(self, outputs: tuple[str, ...], given: Collection[str] = ()) -> tuple[Accumulator, ...]:
+        """The accumulators that these outputs need, in the order of the declaration.
+
+        Args:
+            outputs: Names of the outputs that are written.
+            given: Names of the operands that the call has.
+        """
         needed = {name for output in self.written(outputs) for name in output.needs}
-        return tuple(sum_ for sum_ in self.accumulators if sum_.name in needed)
+        return tuple(
+            sum_ for sum_ in self.accumulators
+            if sum_.name in needed and (not sum_.only_with or sum_.only_with in given)
+        )  # fmt: skip
 
 
 def _by_name(name: str) -> Operation:
@@ -196,18 +235,39 @@ def _by_name(name: str) -> Operation:
 
 X = Operand("x", "element")
 DY = Operand("dy", "element")
+TARGET = Operand("target", "row", "integer")
+"""Column of each row: the true class, or the chosen token.  A column out of range selects nothing."""
 
 EXPONENT_SUM = Accumulator("l")
 MEAN_SUM = Accumulator("zl")
 """`sum(z * exp(z - m))`: over l, the mean score of a row under its softmax."""
 
-STATISTICS = (
+STATISTICS: tuple[Output, ...] = (
     Output("lse", "row", "accumulator", on_request=True),
     Output("m", "row", "accumulator", on_request=True),
     Output("l", "row", "accumulator", on_request=True),
     Output("entropy", "row", "accumulator", needs=("l", "zl"), on_request=True),
 )
 """More outputs of every forward operation, on request: lse is m + log(l); m is finite; entropy is lse - zl / l."""
+
+STATE = (Operand("m", "row"), Operand("l", "row"))
+"""The state of each row, which a gradient reads.  The rounding error of lse would be an error of every probability."""
+
+CLASSES = (
+    Operand("weight", "element", optional=True),
+    Operand("weight_sum", "call", optional=True),
+    Operand("smoothing", "call", optional=True, number=True),
+    Operand("z_loss", "call", optional=True, number=True),
+    Operand("ignore_index", "call", "integer", optional=True, number=True),
+)
+"""Optional operands of cross-entropy.
+
+weight: A factor for each class, broadcast over the rows.
+weight_sum: Sum of the weights, given where `smoothing` is given, and the number of classes without weights.
+smoothing: Part of the target that is spread over all classes.
+z_loss: Factor of lse², which is added to the loss.
+ignore_index: Target of the rows that count for nothing.
+"""
 
 ALL_OPTIONS = ("scale", "softcap", "bias", "mask", "causal")
 """Names of all score options; core/options.py declares them."""
@@ -240,6 +300,36 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             "logsumexp_backward", (X, Operand("dy", "row"), Operand("lse", "row")), (),
             (Output("y", "element", needs=()),), ALL_OPTIONS,
+        ),
+        # The loss of every row.  With dy, the gradient of the row's loss, a call also writes the gradient with respect
+        # to the input, while the row is on chip.
+        Operation(
+            "cross_entropy", (X, TARGET, Operand("dy", "row", optional=True), *CLASSES),
+            (EXPONENT_SUM, MEAN_SUM, Accumulator("wz", rescaled=False, only_with="smoothing")),
+            (
+                Output("loss", "row", "accumulator", needs=("l", "wz"), exact=False),
+                Output("y", "element", "input", on_request=True),
+                *(replace(output, exact=False) for output in STATISTICS),
+            ),
+            ("scale", "softcap"), Gradient("cross_entropy_backward", ("x", "target", "m", "l")), may_keep_terms=True,
+        ),
+        Operation(
+            "cross_entropy_backward", (X, TARGET, Operand("dy", "row"), *STATE, *CLASSES), (),
+            (Output("y", "element", needs=()),), ("scale", "softcap"),
+        ),
+        # The logarithm of the probability of one column of every row.
+        Operation(
+            "token_logprobs", (X, TARGET), (EXPONENT_SUM, MEAN_SUM), (Output("y", "row", "accumulator"), *STATISTICS),
+            ALL_OPTIONS, Gradient("token_logprobs_backward", ("x", "target", "m", "l", "entropy")),
+        ),
+        # dy, dlse and dentropy are the gradients of the logarithm, of lse and of the entropy of every row.
+        Operation(
+            "token_logprobs_backward",
+            (
+                X, TARGET, Operand("dy", "row"), *STATE, Operand("dlse", "row", optional=True),
+                Operand("entropy", "row", optional=True), Operand("dentropy", "row", optional=True),
+            ),
+            (), (Output("y", "element", needs=()),), ALL_OPTIONS,
         ),
     )
 }  # fmt: skip

@@ -142,11 +142,10 @@ class Problem:
     @property
     def write_bytes(self) -> int:
         """Bytes of the outputs, written once."""
-        result = ITEMSIZE[self.out_dtype or self.dtype]
         wide = 8 if "float64" in (self.dtype, self.out_dtype) else 4
+        sizes = {"result": ITEMSIZE[self.out_dtype or self.dtype], "input": self.itemsize, "accumulator": wide}
         return sum(
-            self.rows * (self.cols if output.kind == "element" else 1) * (result if output.dtype == "result" else wide)
-            for output in self.written
+            self.rows * (self.cols if output.kind == "element" else 1) * sizes[output.dtype] for output in self.written
         )
 
     @property

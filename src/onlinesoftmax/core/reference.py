@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from . import targets
 from .arrays import Array, namespace
 from .operations import OPERATIONS
 
@@ -31,8 +32,9 @@ Part = Callable[..., Array]
 """A part of a formula, called as part(xp, **values).
 
 `xp` holds the functions of the array library (`namespace` in core/arrays.py).  `values` are arrays that broadcast
-to one another, by name: every operand; "m", the maximum of each row; every sum.  A per-row array has size 1 along the
-softmax dimension.  The input "x" is the score where the operation takes score options, not the logit.
+to one another, by name: every operand; "m", the maximum of each row; every sum; "columns", the number of each column;
+the number of columns, "cols"; and the results of `targets.picked`.  A per-row array has size 1 along the softmax
+dimension.  The input "x" is the score where the operation takes score options, not the logit.
 """
 
 _quiet = np.errstate(all="ignore")
@@ -111,6 +113,13 @@ FORMULAS: dict[str, Formula] = {
         lambda xp, x, dy, dot, **_: (dy, xp.exp(x) * dot),
     ),
     "logsumexp_backward": Formula({}, {"y": lambda xp, x, dy, lse, **_: dy * xp.exp(x - lse)}),
+    "cross_entropy": Formula(
+        {**_STATE, "wz": targets.weighted_scores},
+        {"loss": targets.loss, "y": targets.loss_gradient, **_STATISTICS},
+    ),
+    "cross_entropy_backward": Formula({}, {"y": targets.loss_gradient}, targets.loss_terms),
+    "token_logprobs": Formula(_STATE, {"y": targets.log_probability, **_STATISTICS}),
+    "token_logprobs_backward": Formula({}, {"y": targets.log_probability_gradient}, targets.log_probability_terms),
 }
 """The formula of every operation, by name."""
 
@@ -126,7 +135,10 @@ def with_sums(operation: str, xp: Any, values: Mapping[str, Array], axis: int, o
         output: Name of the output.
     """
     found, declaration = dict(values), OPERATIONS[operation]
-    sums = declaration.summed((output,))
+    sums = declaration.summed((output,), values.keys())
+    cols = found["x"].shape[axis]
+    found |= {"cols": cols, "columns": xp.arange(found["x"], axis)}
+    found |= targets.picked(xp, found, found["columns"], lambda t: xp.sum(t, axis))
     if "m" not in found and any(accumulator.rescaled for accumulator in sums):
         found["m"] = xp.max(found["x"], axis)
     for accumulator in sums:

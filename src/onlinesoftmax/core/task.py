@@ -8,7 +8,7 @@ framework, so `explain` makes the same task for a shape as a call makes for a te
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .layout import Layout, Side, contiguous_strides, rows_of
@@ -51,6 +51,25 @@ class TensorSpec(NamedTuple):
     aligned: bool = True
 
 
+class Flags(NamedTuple):
+    """Properties of a call that are neither a tensor nor a part of the plan.
+
+    Attributes:
+        numbers: Names of the operands that are one number for the call.
+        causal: True with a causal mask.
+        zero: True where a row whose scores are all -inf gives zeros.
+        wide: True where the caller's result is float32 or float64.
+    """
+
+    numbers: frozenset[str] = frozenset()
+    causal: bool = False
+    zero: bool = False
+    wide: bool = False
+
+
+NO_FLAGS = Flags()
+
+
 @dataclass(frozen=True)
 class Task:
     """One call without its data.
@@ -61,9 +80,8 @@ class Task:
         layout: Rows of every tensor.
         dtypes: Name of the dtype of every tensor, operands and outputs, and of a scale that is a tensor.
         aligned: Names of the tensors whose first element has an address that is a multiple of 16 bytes.
-        numbers: Names of the operands that are one number for the call, not a tensor.
+        flags: Properties of the call that are not those of a tensor.
         diagonal: Column q + diagonal - 1 is the last that query q sees; None without a causal mask.
-        zero: True where a row whose scores are all -inf gives zeros.
     """
 
     operation: Operation
@@ -71,9 +89,18 @@ class Task:
     layout: Layout
     dtypes: Mapping[str, str]
     aligned: frozenset[str]
-    numbers: frozenset[str] = field(default_factory=frozenset)
+    flags: Flags = NO_FLAGS
     diagonal: int | None = None
-    zero: bool = False
+
+    @property
+    def numbers(self) -> frozenset[str]:
+        """Names of the operands that are one number for the call, not a tensor."""
+        return self.flags.numbers
+
+    @property
+    def zero(self) -> bool:
+        """True where a row whose scores are all -inf gives zeros."""
+        return self.flags.zero
 
     @property
     def written(self) -> tuple[Output, ...]:
@@ -97,8 +124,11 @@ class Task:
 
     @property
     def exact(self) -> bool:
-        """True where an output is float32 or float64: sums and exp must be more accurate than a 16-bit output needs."""
-        return any(self.dtypes[name] in ("float32", "float64") for name in self.outputs)
+        """True where a result is float32 or float64: sums and exp must be more accurate than a 16-bit result needs."""
+        return any(
+            self.dtypes[output.name] in ("float32", "float64") if output.exact else self.flags.wide
+            for output in self.written
+        )
 
     @property
     def beside(self) -> frozenset[str]:
@@ -154,23 +184,9 @@ class Task:
         return names <= self.aligned
 
 
-class Flags(NamedTuple):
-    """Properties of a call that are neither a tensor nor a part of the plan.
-
-    Attributes:
-        numbers: Names of the operands that are one number for the call.
-        causal: True with a causal mask.
-        zero: True where a row whose scores are all -inf gives zeros.
-    """
-
-    numbers: frozenset[str] = frozenset()
-    causal: bool = False
-    zero: bool = False
-
-
 def task_of(
     operation: Operation, outputs: tuple[str, ...], shape: tuple[int, ...], axis: int,
-    tensors: Mapping[str, TensorSpec], flags: Flags = Flags(),  # noqa: B008  immutable
+    tensors: Mapping[str, TensorSpec], flags: Flags = NO_FLAGS,
 ) -> Task:  # fmt: skip
     """The task of a call on tensors of a shape.
 
@@ -193,9 +209,11 @@ def task_of(
         >>> task.layout.rows, task.writes_elements, task.row_outputs
         (64, True, ())
     """
-    # The main output follows x: the order of the outer dimensions depends on both (layout.py).
-    names = dict.fromkeys(("x", outputs[0], *tensors))
-    strides = {name: tensors[name].strides for name in names if name != "scale"}
+    # An output per element, or else the main output, follows x: the order of the outer dimensions depends on both
+    # (layout.py).
+    second = next((output.name for output in operation.written(outputs) if output.kind == "element"), outputs[0])
+    names = dict.fromkeys(("x", second, *tensors))
+    strides = {name: tensors[name].strides for name in names if name not in ("scale", *operation.call_operands)}
     if flags.causal:
         queries = query_axis(operation.name, axis, len(shape))
         strides["query"] = tuple(int(i == queries) for i in range(len(shape)))
@@ -206,7 +224,7 @@ def task_of(
     diagonal = shape[axis] - shape[axis - 1] + 1 if flags.causal else None
     return Task(
         operation, outputs, rows_of(tuple(shape), axis, strides), {name: tensors[name].dtype for name in tensors},
-        frozenset(name for name, tensor in tensors.items() if tensor.aligned), flags.numbers, diagonal, flags.zero,
+        frozenset(name for name, tensor in tensors.items() if tensor.aligned), flags, diagonal,
     )  # fmt: skip
 
 

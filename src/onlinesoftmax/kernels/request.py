@@ -41,7 +41,7 @@ class Request:
     @property
     def sums(self) -> tuple[Accumulator, ...]:
         """The sums that a state keeps for the outputs that are written."""
-        return self.task.operation.summed(self.task.outputs)
+        return self.task.operation.summed(self.task.outputs, {*self.task.dtypes, *self.task.numbers})
 
     @property
     def peeled(self) -> bool:

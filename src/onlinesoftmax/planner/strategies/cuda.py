@@ -69,16 +69,20 @@ def _most(problem: Problem, threads: int, device: Device, terms: bool = False) -
 
 def _terms(problem: Problem) -> tuple[bool, ...]:
     """Choices of keeping terms: always where they take no more registers than the elements; else either may win."""
-    if not problem.declaration.may_keep_terms:
+    if not problem.declaration.may_keep_terms or not problem.writes_elements:
         return (False,)
     return (True,) if _words(problem, True) == _words(problem, False) else (True, False)
 
 
 def _other(problem: Problem, device: Device) -> int:
-    """Registers of a thread for everything but its chunks; arithmetic in float64 takes more."""
+    """Registers of a thread for everything but its chunks; arithmetic in float64 takes more, and so does a target."""
     # The sums of a float32 gradient have 64 bits; on Hopper the compiler needs no more registers for them.
     sums_wide = problem.inputs > 1 and problem.itemsize == 4 and device.compute_capability >= (10, 0)
-    return OTHER_REGISTERS + (56 if problem.itemsize == 8 or sums_wide else 0)
+    target = 0
+    if problem.declaration.has_target:
+        # The target's column, score and factors; with score options, the numbers of its slope too.
+        target = 16 if problem.extra.fused else 8
+    return OTHER_REGISTERS + target + (56 if problem.itemsize == 8 or sums_wide else 0)
 
 
 def _resident(problem: Problem, threads: int, chunks: int, terms: bool, device: Device) -> int:

@@ -13,9 +13,10 @@ LONGEST_IN_FLIGHT = 8192
 
 def pytorch(problem: Problem, device: Device) -> list[Proposal] | str:
     """PyTorch's own operations: on a GPU, one kernel for a forward operation on plain logits with one output."""
-    forward_alone = not problem.declaration.backward and not problem.extra.fused and len(problem.written) == 1
-    if device.kind == "cuda" and not forward_alone:
-        return "PyTorch's own operations have no kernel for a gradient, a score option, or several outputs"
+    operation = problem.declaration
+    plain = not operation.backward and not operation.row_operands and not problem.extra.fused
+    if device.kind == "cuda" and not (plain and len(problem.written) == 1):
+        return "PyTorch's own operations have no kernel for a gradient, a score option, a target, or several outputs"
     return framework(problem, device)
 
 
