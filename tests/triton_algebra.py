@@ -163,6 +163,6 @@ def _constants(x: torch.Tensor, name: str = "softmax") -> OpConstants:
     """The constants of an operation with scores and the sums l and zl."""
     acc = tl.float64 if x.dtype == torch.float64 else tl.float32
     return OpConstants(
-        name, scores=True, gradient=False, writes_elements=True, row_outputs=("lse",), row_fields=(0,),
+        name, scores=True, target=False, gradient=False, writes_elements=True, row_outputs=("lse",), row_fields=(0,),
         sums=("l", "zl"), rescaled=(True, True), maximum=True, acc=acc, exact=True, zero=False,
     )  # fmt: skip

@@ -37,6 +37,13 @@ def prepare(request: Request) -> Callable[[Any, Any, dict[str, Any]], None]:
     return program(request).bind(request.task.outputs[0])
 
 
+def multiply_in_place(x: Any, factor: Any) -> None:
+    """Multiply a contiguous tensor in place by a tensor of one element; nothing is moved where that is 1."""
+    from .multiply import multiply
+
+    multiply(x, factor)
+
+
 def compile_request(request: Request, device: Device) -> list[Kernel]:
     """The kernels of a request in launch order, compiled for a device that need not be present.
 

@@ -21,8 +21,13 @@ def column_kernel(
     # Bytes: one read, one write where WHOLE (all columns fit one tile); else two reads, one write.
     # Limits: none on columns or rows.
     outer, near, row_mask = strip(tl.program_id(0).to(tl.int64), adjacent * NEAR_UNIT, ROWS)
-    at = operands.first_elements(p, places, outer, UNITS)
-    at = operands.skip_rows(p, places, at, near[None, :])
+    first_at = operands.first_elements(p, places, outer, UNITS)
+    at = operands.skip_rows(p, places, first_at, near[None, :])
+    given = ()
+    if OP.target:
+        row_at = operands.skip_rows(p, places, first_at, near)
+        given = operands.row_operands(p, places, row_at, outer, near, row_mask, cols, OP)
+        at = operands.aim(at, given[0][None, :])
     if OP.writes_elements:
         y_row = p.y + row_offset(outer, places.sizes, places.y, UNITS.y) + near * places.y.near
     col = tl.arange(0, COLS)
@@ -45,9 +50,9 @@ def column_kernel(
     else:
         m, sums = operands.given_state(p, places, outer, near, row_mask, OP)
 
-    operands.store_row_outputs(p, places, outer, near, m, sums, row_mask, OP, UNITS)
+    operands.store_row_outputs(p, places, outer, near, m, sums, given, cols, row_mask, OP, UNITS)
     if OP.writes_elements:
-        constants = operands.expand(ops.row_constants(m, sums, cols, OP), 0)
+        constants = operands.expand(ops.row_constants(m, sums, given, cols, OP), 0)
         y_at = y_row[None, :] + (col.to(tl.int64) * places.y.col)[:, None]
         if WHOLE:
             y = operands.compute_output(p, places, at, col[:, None], element, constants, OP)

@@ -14,7 +14,11 @@ from ...core.device import Device
 from ..report import Kernel, cuobjdump, occupancy
 from .launch import Launch, Program
 
-SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "i1"}
+SHORT = {
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "i1",
+    "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8",
+}  # fmt: skip
+"""Triton's names of dtypes."""
 
 
 def compile_program(program: Program, dtypes: Mapping[str, str], device: Device) -> list[Kernel]:

@@ -56,7 +56,8 @@ class TritonRequest(Request):
         return OpConstants(
             operation.name,
             operation.scores,
-            operation.backward,
+            operation.has_target,
+            operation.backward or (task.writes_elements and "dy" in task.dtypes),
             task.writes_elements,
             row_outputs,
             tuple(TENSORS.index(name) for name in row_outputs),

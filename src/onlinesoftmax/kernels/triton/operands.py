@@ -1,6 +1,7 @@
 """The tensors of a launch: where their rows lie, how they are loaded, and how elements and per-row outputs are stored.
 
-An operation reads two numbers per column, (a, b): (score, unused), or (saved output, dy) where OP.scores is False.
+An operation reads two numbers per column, (a, b): (score, class weight), or (saved output, dy) where OP.scores is
+False.  It may also read numbers per row, which `row_operands` loads.
 Scale, softcap, bias and masks are applied while loading, so strategies do not know them.  An absent operand or
 output is None and costs nothing.
 """
@@ -16,15 +17,24 @@ from ...core.operations import OPERATIONS
 from ...core.options import SCORE_OPTIONS
 from . import ops
 
-NUMBERS = tuple(name for name, option in SCORE_OPTIONS.items() if option.kind == "call")
-"""Score options that are one number per call."""
+OPERANDS = tuple(operand for operation in OPERATIONS.values() for operand in operation.operands)
+
+NUMBERS = tuple(
+    dict.fromkeys(
+        (
+            *(name for name, option in SCORE_OPTIONS.items() if option.kind == "call"),
+            *(operand.name for operand in OPERANDS if operand.kind == "call"),
+        )
+    )
+)
+"""Score options and operands that are one number per call."""
 
 TENSORS = tuple(
     dict.fromkeys(
         (
             "x",
             "y",
-            *(operand.name for operation in OPERATIONS.values() for operand in operation.operands),
+            *(operand.name for operand in OPERANDS if operand.kind != "call"),
             *(name for name, option in SCORE_OPTIONS.items() if option.kind == "element"),
             # The logits of a gradient, at which the slope of the softcap is taken.
             "logits",
@@ -91,10 +101,12 @@ def row_offset(row, sizes, place, UNIT: tl.constexpr):
 
 @triton.jit
 def first_elements(p, places, row, UNITS: tl.constexpr):
-    """Offsets of each row's first element in x, dy, bias, mask and logits; and the number of columns its query sees."""
+    """Offsets of each row's first element in x, dy, bias, mask, logits and weight; the number of columns that its query
+    sees; and its target column, which `aim` sets.
+    """
     x = row_offset(row, places.sizes, places.x, UNITS.x)
     # An absent tensor gets the offset of x, which is never used.
-    dy, bias, mask, logits, seen = x, x, x, x, x
+    dy, bias, mask, logits, weight, seen, target = x, x, x, x, x, x, x
     if p.dy is not None:
         dy = row_offset(row, places.sizes, places.dy, UNITS.dy)
     if p.bias is not None:
@@ -103,9 +115,18 @@ def first_elements(p, places, row, UNITS: tl.constexpr):
         mask = row_offset(row, places.sizes, places.mask, UNITS.mask)
     if p.logits is not None:
         logits = row_offset(row, places.sizes, places.logits, UNITS.logits)
+    if p.weight is not None:
+        weight = row_offset(row, places.sizes, places.weight, UNITS.weight)
     if places.diagonal is not None:
         seen = row_offset(row, places.sizes, places.query, 1) + places.diagonal
-    return x, dy, bias, mask, logits, seen
+    return x, dy, bias, mask, logits, weight, seen, target
+
+
+@triton.jit
+def aim(at, target):
+    """The offsets `at` of the first elements of rows, with the target columns of these rows."""
+    x, dy, bias, mask, logits, weight, seen, _ = at
+    return x, dy, bias, mask, logits, weight, seen, target
 
 
 @triton.jit
@@ -114,17 +135,17 @@ def skip_head(p, places, at, head, VECTOR: tl.constexpr):
 
     `x // VECTOR * VECTOR` changes no value; it tells the compiler that x is a multiple of VECTOR.
     """
-    x, dy, bias, mask, logits, seen = skip(p, places, at, head)
+    x, dy, bias, mask, logits, weight, seen, target = skip(p, places, at, head)
     if VECTOR > 1:
         x = x // VECTOR * VECTOR
         dy = dy // VECTOR * VECTOR
-    return x, dy, bias, mask, logits, seen
+    return x, dy, bias, mask, logits, weight, seen, target
 
 
 @triton.jit
 def skip(p, places, at, cols):
     """The offsets `at` moved by `cols` columns."""
-    x, dy, bias, mask, logits, seen = at
+    x, dy, bias, mask, logits, weight, seen, target = at
     x += cols * places.x.col
     if p.dy is not None:
         dy += cols * places.dy.col
@@ -134,13 +155,15 @@ def skip(p, places, at, cols):
         mask += cols * places.mask.col
     if p.logits is not None:
         logits += cols * places.logits.col
-    return x, dy, bias, mask, logits, seen - cols
+    if p.weight is not None:
+        weight += cols * places.weight.col
+    return x, dy, bias, mask, logits, weight, seen - cols, target - cols
 
 
 @triton.jit
 def skip_rows(p, places, at, rows):
     """The offsets `at` moved by `rows` rows, for rows that lie side by side."""
-    x, dy, bias, mask, logits, seen = at
+    x, dy, bias, mask, logits, weight, seen, target = at
     x += rows * places.x.near
     if p.dy is not None:
         dy += rows * places.dy.near
@@ -150,9 +173,11 @@ def skip_rows(p, places, at, rows):
         mask += rows * places.mask.near
     if p.logits is not None:
         logits += rows * places.logits.near
+    if p.weight is not None:
+        weight += rows * places.weight.near
     if places.diagonal is not None:
         seen += rows * places.query.near
-    return x, dy, bias, mask, logits, seen
+    return x, dy, bias, mask, logits, weight, seen, target
 
 
 @triton.jit
@@ -161,7 +186,7 @@ def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
 
     `kept` is False for columns outside and for masked columns.
     """
-    x_at, dy_at, bias_at, mask_at, _, seen = at
+    x_at, dy_at, bias_at, mask_at, _, weight_at, seen, _ = at
     wide = col.to(tl.int64)
     kept = inside
     if places.diagonal is not None:
@@ -171,7 +196,6 @@ def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
         a = ops.score(a.to(OP.acc), p.scale, p.softcap, OP.acc)
         if p.bias is not None:
             a += tl.load(p.bias + bias_at + wide * places.bias.col, mask=kept, other=0.0).to(OP.acc)
-        b = a
     else:
         a = tl.load(p.x + x_at + wide * places.x.col, mask=inside, other=0.0, eviction_policy=POLICY).to(OP.acc)
         b = tl.load(p.dy + dy_at + wide * places.dy.col, mask=inside, other=0.0, eviction_policy=POLICY).to(OP.acc)
@@ -180,7 +204,11 @@ def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
     if OP.scores and (p.scale is not None or p.softcap is not None or p.mask is not None):
         # A softcap or a negative scale turns -inf into another value.
         a = tl.where(kept, a, -float("inf"))
-        b = a
+    if p.weight is not None:
+        b = tl.load(p.weight + weight_at + wide * places.weight.col, mask=inside, other=0.0).to(OP.acc)
+    elif OP.scores:
+        # The weight of a column of the row is 1, that of a column outside is 0.
+        b = tl.where(inside, 1.0, 0.0).to(OP.acc)
     return a, b, kept
 
 
@@ -188,12 +216,15 @@ def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
 def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
     """The output for an element = (a, b, kept) of `load`, given the per-row constants of ops.row_constants."""
     a, b, kept = element
-    y = ops.output(a, b, constants, OP)
+    y = ops.output(a, b, col == at[7], constants, OP)
     if not OP.scores and (p.mask is not None or places.diagonal is not None):
         y = tl.where(kept, y, 0.0)
     if OP.gradient:
         if p.softcap is not None:
-            x = tl.load(p.logits + at[4] + col.to(tl.int64) * places.logits.col, mask=kept, other=0.0).to(OP.acc)
+            if OP.scores:
+                x = tl.load(p.x + at[0] + col.to(tl.int64) * places.x.col, mask=kept, other=0.0).to(OP.acc)
+            else:
+                x = tl.load(p.logits + at[4] + col.to(tl.int64) * places.logits.col, mask=kept, other=0.0).to(OP.acc)
             y *= ops.softcap_slope(x, p.scale, p.softcap, OP.acc)
         if p.scale is not None:
             y *= ops.number(p.scale, OP.acc)
@@ -201,26 +232,84 @@ def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
 
 
 @triton.jit
-def given_state(p, places, row, near, mask, OP: tl.constexpr):
-    """The state of an operation that reduces nothing: its per-row operands lse and dy."""
-    lse_at = row_offset(row, places.sizes, places.lse, 1) + near * places.lse.near
-    dy_at = row_offset(row, places.sizes, places.dy, 1) + near * places.dy.near
-    return tl.load(p.lse + lse_at, mask=mask).to(OP.acc), (tl.load(p.dy + dy_at, mask=mask).to(OP.acc),)
+def row_value(pointer, places, place, row, near, mask, ACC: tl.constexpr):
+    """The value of a per-row operand; 0 where `mask` is False."""
+    offset = row_offset(row, places.sizes, place, 1) + near * place.near
+    if mask is None:  # noqa: SIM108  Triton's ternary compiles both
+        value = tl.load(pointer + offset)
+    else:
+        value = tl.load(pointer + offset, mask=mask, other=0)
+    return value.to(ACC)
 
 
 @triton.jit
-def store_row_outputs(p, places, row, near, m, sums, mask, OP: tl.constexpr, UNITS: tl.constexpr):
-    """Write every per-row output of the operation, from the rows' states."""
+def given_state(p, places, row, near, mask, OP: tl.constexpr):
+    """The state of an operation that reduces nothing: the saved state; or m = lse, and dy as the only sum."""
+    if OP.target:
+        m = row_value(p.m, places, places.m, row, near, mask, OP.acc)
+        sums = (row_value(p.l, places, places.l, row, near, mask, OP.acc),)
+    else:
+        m = row_value(p.lse, places, places.lse, row, near, mask, OP.acc)
+        sums = (row_value(p.dy, places, places.dy, row, near, mask, OP.acc),)
+    return m, sums
+
+
+@triton.jit
+def row_operands(p, places, at, row, near, mask, cols, OP: tl.constexpr):
+    """The per-row operands of an operation with a target column; an absent one is 0.
+
+        target      the target column, -1 for a row that does not exist
+        valid       True where the target is a column
+        ignored     True where the target is ignore_index
+        z, w        score and weight of the target column
+        dy, dlse, entropy, dentropy
+        smoothing, total, z_loss: numbers of the call; total is the sum of all weights
+
+    `at` has the offsets of the first elements, of the same shape as `row`.  Nothing is written before this call: the
+    gradient may overwrite the logits.
+    """
+    zero = tl.zeros([], OP.acc)
+    smoothing, total, z_loss = zero, zero + cols.to(OP.acc), zero
+    target = row_value(p.target, places, places.target, row, near, mask, tl.int64)
+    if mask is not None:
+        target = tl.where(mask, target, -1)
+    valid = (target >= 0) & (target < cols)
+    ignored = target < target
+    if p.ignore_index is not None:
+        ignored = target == ops.number(p.ignore_index, tl.float64).to(tl.int64)
+    z, w, _ = load(p, places, at, tl.where(valid, target, 0), valid, OP, "")
+    dy, dlse, entropy, dentropy = zero, zero, zero, zero
+    if p.dy is not None:
+        dy = row_value(p.dy, places, places.dy, row, near, mask, OP.acc)
+    if p.dlse is not None:
+        dlse = row_value(p.dlse, places, places.dlse, row, near, mask, OP.acc)
+    if p.dentropy is not None:
+        entropy = row_value(p.entropy, places, places.entropy, row, near, mask, OP.acc)
+        dentropy = row_value(p.dentropy, places, places.dentropy, row, near, mask, OP.acc)
+    if p.smoothing is not None:
+        smoothing = ops.number(p.smoothing, OP.acc)
+    if p.weight_sum is not None:
+        total = ops.number(p.weight_sum, OP.acc)
+    if p.z_loss is not None:
+        z_loss = ops.number(p.z_loss, OP.acc)
+    return target, valid, ignored, z, w, dy, dlse, entropy, dentropy, smoothing, total, z_loss
+
+
+@triton.jit
+def store_row_outputs(p, places, row, near, m, sums, given, cols, mask, OP: tl.constexpr, UNITS: tl.constexpr):
+    """Write every per-row output of the operation, from the rows' states and per-row operands."""
     for i in tl.static_range(len(OP.row_outputs)):
         place = places[OP.row_fields[i]]
         pointer = p[OP.row_fields[i]]
         offset = row_offset(row, places.sizes, place, UNITS[OP.row_fields[i]]) + near * place.near
-        value = ops.row_output(m, sums, i, OP)
+        value = ops.row_output(m, sums, given, cols, i, OP)
         tl.store(pointer + offset, value.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def expand(constants, axis: tl.constexpr):
     """Per-row constants with a dimension of size 1 at `axis`, for the columns."""
-    s, l, t = constants
-    return tl.expand_dims(s, axis), tl.expand_dims(l, axis), tl.expand_dims(t, axis)
+    expanded = ()
+    for i in tl.static_range(len(constants)):
+        expanded += (tl.expand_dims(constants[i], axis),)
+    return expanded

@@ -8,6 +8,9 @@ The state of a gradient has one plain sum, and its m has another meaning:
     softmax           dx = y · (dy - dot)       dot = sum(dy · y)   m is unused
     log_softmax       dx = dy - exp(y) · dot    dot = sum(dy)       m = max(-y) with OP.maximum, else unused
     logsumexp         dx = dy · exp(z - lse)    none: given_state in operands.py is m = lse and the sum dy
+
+An operation with a target column per row reads `given`, the result of operands.row_operands; for all others `given` is
+the empty tuple.  core/targets.py has the formulas of these operations.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +27,8 @@ class OpConstants(NamedTuple):
     Attributes:
         name: Name of the operation.  Only this file compares with it.
         scores: True where x is a logit, from which scores are made.
-        gradient: True where the output is multiplied by the derivative of the score.
+        target: True where each row has a target column.
+        gradient: True where the element output is a gradient, and is multiplied by the derivative of the score.
         writes_elements: True where y has a value for each element.
         row_outputs: Names of the outputs with one value per row.
         row_fields: For each of the row outputs, its position in Pointers and Places.
@@ -39,6 +43,7 @@ class OpConstants(NamedTuple):
 
     name: str
     scores: bool
+    target: bool
     gradient: bool
     writes_elements: bool
     row_outputs: tuple[str, ...]
@@ -120,6 +125,12 @@ def summand(a, b, i: tl.constexpr, OP: tl.constexpr):
         if OP.exact:
             wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
         value = wide_a * wide_b if OP.name == "softmax_backward" else wide_b
+    elif OP.sums[i] == "wz":
+        # A column of weight 0 counts for nothing, even where its score is infinite.
+        product = b * a
+        if OP.exact:
+            product = b.to(tl.float64) * a.to(tl.float64)
+        value = tl.where(b == 0, 0.0, product)
     else:
         # The weight of zl is the score; that of l is 1 and is not read.
         value = a
@@ -150,14 +161,15 @@ def reduce_both(a, b, axis: tl.constexpr, a_more, b_more, axis_more: tl.constexp
 
 
 @triton.jit
-def row_constants(m, sums, cols, OP: tl.constexpr):
-    """Per-row constants (s, l, t) for `output`; l is the first sum, rounded.
+def row_constants(m, sums, given, cols, OP: tl.constexpr):
+    """Per-row constants (s, l, t) for `output`, and more where rows have a target; l is the first sum, rounded.
 
         softmax                 s = shift(m)               t = 1 / l
         log_softmax             s = shift(m)               t = log(l)
         softmax_backward        s = rounding error of t    t = dot
         log_softmax_backward    s = m with OP.zero         t = dot
         logsumexp_backward      s = lse                    t = dy
+        with a target           s = shift(m)               t = 1 / l
 
     Softmax of a row of only -inf, or of a row with +inf, is undefined: PyTorch writes NaN to the whole row.  OP.zero
     writes 0 to a row of only -inf, in which everything is masked, and to its gradient.
@@ -176,14 +188,70 @@ def row_constants(m, sums, cols, OP: tl.constexpr):
         # m = max(-y) is 0 only if every y is 0.  At most one probability of a row is 1, so in a row of several
         # columns these zeros were written because of OP.zero.
         s = tl.where(cols > 1, m, 1.0)
-    elif OP.name == "logsumexp_backward":
+    elif OP.target:
+        # A row of only -inf has l = 0, a row with +inf an infinite l; neither has a softmax.
+        t = tl.where((narrow == 0) | (narrow == float("inf")), float("nan"), 1.0 / narrow)
+    else:
         s = m
-    return s, narrow, t
+    constants = (s, narrow, t)
+    if OP.target:
+        constants += target_constants(s, narrow, given, cols, OP)
+    return constants
 
 
 @triton.jit
-def output(a, b, constants, OP: tl.constexpr):
-    """The output for the element (a, b), given the per-row constants."""
+def target_constants(s, l, given, cols, OP: tl.constexpr):
+    """Further constants of a row with a target.
+
+    cross_entropy   counts, factor, spike, flat:   dx = factor · p - flat · weight - spike at the target
+    token_logprobs  valid, factor, spike, slope, entropy, log(l):
+                    dx = spike at the target - p · (factor + slope · (log p + entropy))
+    """
+    _, valid, ignored, _, w, dy, dlse, entropy, dentropy, smoothing, total, z_loss = given
+    if OP.name == "cross_entropy" or OP.name == "cross_entropy_backward":
+        own, spread = (1.0 - smoothing) * w, smoothing / cols
+        factor = dy * (own + spread * total + 2.0 * z_loss * (s + tl.log(l)))
+        result = (valid & ~ignored, factor, dy * own, dy * spread + 0.0 * factor)
+    else:
+        spike = tl.where(valid, dy, 0.0)
+        result = (valid, spike - dlse, spike, dentropy + 0.0 * spike, entropy + 0.0 * spike, tl.log(l))
+    return result
+
+
+@triton.jit
+def target_output(a, b, hit, constants, OP: tl.constexpr):
+    """The output for an element of a row with a target; `hit` is True at the target column."""
+    s, l, t = constants[0], constants[1], constants[2]
+    e = state.exp(a - s, OP.exact)
+    p = e * t
+    if OP.exact:
+        # One Newton step makes the product with 1 / l as accurate as the division by l.
+        p = tl.fma(tl.fma(-p, l, e), t, p)
+    if OP.name == "token_logprobs_backward":
+        _, _, _, _, factor, spike, slope, entropy, log_l = constants
+        log_p = tl.where(e == 0, 0.0, (a - s) - log_l)
+        y = tl.where(hit, spike, 0.0) - p * (factor + slope * (log_p + entropy))
+    else:
+        _, _, _, counts, factor, spike, flat = constants
+        y = factor * p - tl.where(hit, spike, 0.0) - flat * b
+        # The gradient of a row that does not count is 0, even where the row holds NaN.
+        y = tl.where(counts, y, 0.0)
+    return y
+
+
+@triton.jit
+def output(a, b, hit, constants, OP: tl.constexpr):
+    """The output for the element (a, b), given the per-row constants; `hit` is True at the row's target column."""
+    if OP.target:  # noqa: SIM108  Triton's ternary compiles both
+        y = target_output(a, b, hit, constants, OP)
+    else:
+        y = plain_output(a, b, constants, OP)
+    return y
+
+
+@triton.jit
+def plain_output(a, b, constants, OP: tl.constexpr):
+    """The output for an element of a row without a target."""
     s, l, t = constants
     if OP.name == "softmax":
         e = state.exp(a - s, OP.exact)
@@ -211,8 +279,8 @@ def output(a, b, constants, OP: tl.constexpr):
 
 
 @triton.jit
-def row_output(m, sums, i: tl.constexpr, OP: tl.constexpr):
-    """Per-row output i, from a row's state.
+def row_output(m, sums, given, cols, i: tl.constexpr, OP: tl.constexpr):
+    """Per-row output i, from a row's state and its per-row operands.
 
     log(0) = -inf and log(inf) = inf are the right logsumexp.  Entropy is NaN where l is 0 or m is infinite.
     """
@@ -221,6 +289,11 @@ def row_output(m, sums, i: tl.constexpr, OP: tl.constexpr):
         value = state.shift(m)
     elif OP.row_outputs[i] == "l":
         value = l
+    elif OP.row_outputs[i] == "loss":
+        value = loss(m, sums, given, cols, OP)
+    elif OP.row_outputs[i] == "y" and OP.target:
+        defined = given[1] & (tl.abs(m) != float("inf"))
+        value = tl.where(defined, (given[3] - state.shift(m)) - tl.log(l), float("nan"))
     else:
         # "lse", and "y" of logsumexp.
         value = state.shift(m) + tl.log(l)
@@ -229,3 +302,20 @@ def row_output(m, sums, i: tl.constexpr, OP: tl.constexpr):
                 if OP.sums[k] == "zl":
                     value = (value - sums[k] / sums[0]).to(m.dtype)
     return value
+
+
+@triton.jit
+def loss(m, sums, given, cols, OP: tl.constexpr):
+    """The cross-entropy of a row: 0 where the target is ignored, NaN where it is no column or softmax is NaN."""
+    _, valid, ignored, z, w, _, _, _, _, smoothing, total, z_loss = given
+    s, log_l = state.shift(m), tl.log(sums[0].to(m.dtype))
+    lse = s + log_l
+    value = (1.0 - smoothing) * w * ((s - z) + log_l)
+    for k in tl.static_range(len(OP.sums)):
+        if OP.sums[k] == "wz":
+            # Both terms of the difference are large where all scores are.
+            spread = total.to(sums[k].dtype) * lse.to(sums[k].dtype) - sums[k]
+            value += smoothing / cols * spread.to(m.dtype)
+    value += z_loss * lse * lse
+    defined = valid & (tl.abs(m) != float("inf"))
+    return tl.where(ignored, 0.0, tl.where(defined, value, float("nan")))

@@ -57,9 +57,9 @@ def load_sums(states, i, mask, OP: tl.constexpr):
     return sums
 
 
-@triton.jit(do_not_specialize=("count", "groups"))
+@triton.jit(do_not_specialize=("count", "groups", "cols"))
 def split_merge_kernel(
-    p, states, merged, places, count, groups,
+    p, states, merged, places, count, groups, cols,
     OP: tl.constexpr, UNITS: tl.constexpr, LAST: tl.constexpr, FAN: tl.constexpr,
 ):  # fmt: skip
     # One program: up to FAN of the `count` states of a row become one of its `groups` states.
@@ -73,7 +73,12 @@ def split_merge_kernel(
     sums = load_sums(states, row * count + i, i < count, OP)
     m, sums = state.merge_all(m, sums, 0, OP)
     if LAST:
-        operands.store_row_outputs(p, places, row, 0, m, sums, None, OP, UNITS)
+        cols = cols.to(tl.int64) * UNITS.cols
+        given = ()
+        if OP.target:
+            row_at = operands.first_elements(p, places, row, UNITS)
+            given = operands.row_operands(p, places, row_at, row, 0, None, cols, OP)
+        operands.store_row_outputs(p, places, row, 0, m, sums, given, cols, None, OP, UNITS)
     # The last state is kept only for the elements.
     if OP.writes_elements or not LAST:
         store_state(merged, pid, m, sums, OP)
@@ -93,6 +98,10 @@ def split_finish_kernel(
     row_at = operands.first_elements(p, places, row, UNITS)
     y_row = row_offset(row, places.sizes, places.y, UNITS.y)
     cols = cols.to(tl.int64) * UNITS.cols
+    given = ()
+    if OP.target:
+        given = operands.row_operands(p, places, row_at, row, 0, None, cols, OP)
+        row_at = operands.aim(row_at, given[0])
     head, length = body(row_at[0], cols, VECTOR)
     start = pid % tiles * TILE
     if len(OP.sums) > 0:
@@ -101,10 +110,10 @@ def split_finish_kernel(
         m, sums = operands.given_state(p, places, row, 0, None, OP)
     at = operands.skip_head(p, places, row_at, head, VECTOR)
     y_body = p.y + (y_row + head) // VECTOR * VECTOR
-    finish_tile(p, places, at, y_body, start, length, cols, m, sums, OP, TILE)
+    finish_tile(p, places, at, y_body, start, length, cols, m, sums, given, OP, TILE)
     if VECTOR > 1 and start == 0:
         edge = load_edges(p, places, row_at, head, length, cols, OP, VECTOR)
-        finish_edges(p, places, row_at, p.y + y_row, edge, head, length, cols, m, sums, OP, VECTOR)
+        finish_edges(p, places, row_at, p.y + y_row, edge, head, length, cols, m, sums, given, OP, VECTOR)
 
 
 FINISH_TILE = 2048
@@ -170,7 +179,7 @@ def _reduction(request: TritonRequest) -> tuple[list[Launch], dict[str, tuple[in
                 split_merge_kernel,
                 layout.rows * groups,
                 (request.pointers, _names(request, level), _names(request, level + 1)),
-                (places, count, groups),
+                (places, count, groups, request.cols_in_units),
                 (op, request.units, groups == 1, fan),
                 max(1, min(8, fan // 128)),
             )
