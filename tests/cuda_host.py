@@ -42,6 +42,7 @@ using uint64 = unsigned long long;
 struct Dim { unsigned x, y; };
 static Dim threadIdx, blockIdx, gridDim;
 static void __syncthreads() {}
+using std::fma;
 struct float16 { unsigned short bits; };
 struct bfloat16 { unsigned short bits; };
 using DoubleDouble = double;
@@ -94,6 +95,7 @@ template <int WIDTH, CachePolicy POLICY, class T, int N> void store(T* to, const
         for (int j = 0; j < W; ++j) ++written[at + j - reinterpret_cast<const T*>(y_begin)];
     }
 }
+template <class T> T load_one(const T* from) { return *from; }
 inline void copy_async(void* to, const void* from) {
     if (allowed<16>(static_cast<const char*>(from), x_begin, x_end)) memcpy(to, from, 16);
     else memset(to, 0, 16);
@@ -115,19 +117,23 @@ inline Shift shift(ACC) { return {}; }
 OPS = """
 namespace ops {
 using Summand = SUM;
-struct RowConstants {};
+constexpr bool READS_WEIGHTS = false;
+struct RowConstants { bool zero; ACC target; };
+inline ACC weighted_score(ACC, ACC) { return 0; }
 inline ACC peak(ACC a) { return a; }
 inline ACC term(ACC a, Shift) { return a; }
-inline Sums<Summand> summands(ACC a, ACC, ACC) {
+inline Sums<SUM> whole(Sums<Summand> chunk, Shift) { return chunk; }
+inline Sums<Summand> summands(ACC a, ACC, ACC, Shift) {
     if (a > 0 && a <= elements) ++reduced[int64(a) - 1];
     return {};
 }
-inline RowConstants row_constants(State, int64) { return {}; }
-inline ACC output_of_term(ACC e, RowConstants) { return e; }
+inline RowConstants row_constants(const Params&, const Row&, const RowOperands&, Numbers, State) { return {}; }
+inline ACC output_of_term(ACC e, ACC, RowConstants) { return e; }
 inline ACC output(ACC a, ACC, RowConstants) { return a; }
 inline RowConstants relative(RowConstants r, ACC, ACC) { return r; }
-inline void write_rows(const Params& p, int64 row, State) { p.lse[row_offset(p, p.lse_place, row)] += 1; }
-inline State given_state(const Params&, int64) { return {}; }
+inline void write_rows(const Params& p, const Row&, int64 row, const RowOperands&, Numbers, State) {
+    p.lse[row_offset(p, p.lse_place, row)] += 1;
+}
 }  // namespace ops
 """
 

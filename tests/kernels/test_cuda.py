@@ -38,6 +38,9 @@ PROPOSALS = {strategy: propose for backend, strategy, propose in TABLE if backen
 COLS = {"row": 1024, "cluster": 1 << 16, "grid": 1 << 22, "looped": 128256}
 ROWS = {"row": 65536, "cluster": 256, "grid": 1, "looped": 2048}
 
+ALL = tuple(name for name, operation in OPERATIONS.items() if operation.forward.name in FORWARD)
+"""The operations without a target; test_cuda_targets.py compiles the others."""
+
 Ask = Callable[..., Request]
 
 
@@ -94,9 +97,9 @@ def constants(request: Request) -> dict[str, Any]:
 
 def _cells() -> list[tuple[str, str, str, torch.dtype]]:
     """The whole product for one GPU; for the others every strategy meets every operation, and the dtypes take turns."""
-    cells = [("h200", *cell) for cell in itertools.product(PROPOSALS, OPERATIONS, DTYPES)]
+    cells = [("h200", *cell) for cell in itertools.product(PROPOSALS, ALL, DTYPES)]
     for i, gpu in enumerate(("a100", "b200")):
-        for (j, strategy), (k, operation) in itertools.product(enumerate(PROPOSALS), enumerate(OPERATIONS)):
+        for (j, strategy), (k, operation) in itertools.product(enumerate(PROPOSALS), enumerate(ALL)):
             if (gpu, strategy) != ("a100", "cluster"):
                 cells.append((gpu, strategy, operation, DTYPES[(i + j + k) % len(DTYPES)]))
     return cells
@@ -122,7 +125,6 @@ def test_every_kernel_compiles_and_what_is_on_chip_stays_there(
         assert request.plan.programs * threads <= resident * known(gpu).multiprocessors
 
 
-ALL = tuple(OPERATIONS)
 WITH_BIAS = (*FORWARD, "logsumexp_backward")
 WITH_MASK = (*FORWARD, "log_softmax_backward", "logsumexp_backward")
 
@@ -233,11 +235,13 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
 
 
 def test_params_have_every_tensor_and_number_that_is_declared() -> None:
-    tensors = {one.name for operation in OPERATIONS.values() for one in operation.operands}
+    operands = [one for operation in OPERATIONS.values() for one in operation.operands]
+    tensors = {one.name for one in operands if not one.number}
     tensors |= {one.name for operation in OPERATIONS.values() for one in operation.outputs}
     tensors |= {option.name for option in SCORE_OPTIONS.values() if option.tensor}
     assert {tensor.name for tensor in params.TENSORS} == tensors | {"logits"}
-    assert set(params.NUMBERS) == {option.name for option in SCORE_OPTIONS.values() if option.kind == "call"}
+    numbers = {option.name for option in SCORE_OPTIONS.values() if option.kind == "call"}
+    assert set(params.NUMBERS) == numbers | {one.name for one in operands if one.number}
     # A field that a call fills in is one pointer or one number, and no two share an index.
     indices = [*params.FIELD_OF_POINTER.values(), *(params.FIELD[name] for name in params.NUMBERS)]
     assert sorted(indices) == list(range(len(params.POINTERS) + len(params.NUMBERS)))
@@ -285,3 +289,15 @@ def test_mailboxes_have_the_words_that_the_kernel_counts(
     check = f"static_assert({request.plan.programs // team} * 2 * {team} * {team} * WORDS == {words});"
     check += f"static_assert(sizeof(Message) == 8 * WORDS && {1 + ('entropy' in outputs)} == SUMS);"
     compile.build(source.source(request) + check, "sm_90")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_the_multiplication_of_a_gradient_compiles_without_spills(dtype: str, arch: str) -> None:
+    from onlinesoftmax.kernels.cuda.compile import build, usage
+    from onlinesoftmax.kernels.cuda.multiply import source
+
+    _, log, _ = build(source(dtype), arch)
+    found = usage(log)
+    assert found["registers"] <= 40
+    assert not found.get("spills")

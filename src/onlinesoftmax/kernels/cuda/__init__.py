@@ -53,6 +53,13 @@ def prepare(request: Request) -> Callable[[Any, Any, dict[str, Any]], None]:
     return bind(request)
 
 
+def multiply_in_place(x: Any, factor: Any) -> None:
+    """Multiply a contiguous tensor in place by a tensor of one element; nothing is moved where that is 1."""
+    from .multiply import multiply
+
+    multiply(x, factor)
+
+
 def compile_request(request: Request, device: Device) -> list[Kernel]:
     """The kernel of a request, compiled for a device that this machine need not have.
 

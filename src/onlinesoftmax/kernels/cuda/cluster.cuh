@@ -14,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     if constexpr (REDUCES) announce_beginning();
     const int64 row = blockIdx.x / CLUSTER;
     const Row r = row_at(p, row);
+    RowOperands given = row_operands(p, row);
     const Numbers n = numbers(p);
     // All slices have one length, so that no block waits for a longer one; the first block owns the edges.
     const int64 left = min(p.slice, r.body - rank * p.slice) - lane;
@@ -22,9 +23,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     Slice<CHUNKS, THREADS, EDGES, TERMS> slice;
     slice.load(p, at, left);
     slice.load_edges(p, r, edge_lane);
+    given.load_target(p, r);
     slice.make_scores(at, n, left);
     slice.make_edge_scores(r, n, edge_lane);
-    State state = ops::given_state(p, row);
+    slice.weigh(p, at, left);
+    slice.weigh_edges(p, r, edge_lane);
+    State state = identity();
     if constexpr (REDUCES) {
         state = reduce<THREADS>(slice, exchange);
         wait_for_beginnings();
@@ -33,10 +37,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
         state = merge_lanes<CLUSTER>(states[lane % CLUSTER]);
     }
     if constexpr (WRITES_ROWS) {
-        if (rank == 0 && lane == 0) ops::write_rows(p, row, state);
+        if (rank == 0 && lane == 0) ops::write_rows(p, r, row, given, n, state);
     }
     if constexpr (WRITES_ELEMENTS) {
-        const ops::RowConstants constants = slice.own_constants(ops::row_constants(state, p.cols), state.m);
+        const ops::RowConstants whole = ops::row_constants(p, r, given, n, state);
+        const ops::RowConstants constants = slice.own_constants(whole, state.m);
         slice.write(p, at, n, constants, left);
         slice.write_edges(p, r, n, constants, edge_lane);
     }

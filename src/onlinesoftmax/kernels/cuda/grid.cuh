@@ -51,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
         // Each slice begins a multiple of 128 bytes of x after the beginning of the body.  A lane's chunks lie THREADS
         // apart: first CHUNKS in registers, then p.shared_tiles in shared memory, then the streamed ones.
         const Row r = row_at(p, row);
+        RowOperands given = row_operands(p, row);
         const Cursor at = r.chunk(p, team.rank * p.slice + lane);
         const int64 left = min(p.slice, r.body - team.rank * p.slice) - lane;
         const int64 left_shared = left - int64(CHUNKS) * THREADS;
@@ -67,8 +68,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             for (; i < (g + 1) * group && i < tiles; ++i) fetch(p, shared, i, at_shared, int64(i) * THREADS * VECTOR);
             commit();
         }
+        given.load_target(p, r);
         held.make_scores(at, n, left);
         held.make_edge_scores(r, n, edge_lane);
+        held.weigh(p, at, left);
+        held.weigh_edges(p, r, edge_lane);
 
         State state = identity();
         if constexpr (REDUCES) {
@@ -81,6 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                     const int64 present = min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS;
                     tile.load_from_shared(p, from, shared.x + i * THREADS, shared.dy + i * THREADS, present);
                     tile.make_scores(from, n, present);
+                    tile.weigh(p, from, present);
                     state = extend(state, tile);
                 }
             }
@@ -91,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 Slice<DEPTH, THREADS, false, false, CachePolicy::LONG> tile;
                 tile.load(p, from, left_streamed - past);
                 tile.make_scores(from, n, left_streamed - past);
+                tile.weigh(p, from, left_streamed - past);
                 state = extend(state, tile);
             }
             state = merge_warps<THREADS / 32>(merge_lanes<32>(state), exchange[slot][0]);
@@ -98,16 +104,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 state = team.merge(state, slot, exchange[slot][1]);
                 if (row + gridDim.x < p.rows) team.finish_row();
             }
-        } else {
-            state = ops::given_state(p, row);
-            if constexpr (SHARED) wait_groups(0);
+        } else if constexpr (SHARED) {
+            wait_groups(0);
         }
 
         if constexpr (WRITES_ROWS) {
-            if (team.rank == 0 && lane == 0) ops::write_rows(p, row, state);
+            if (team.rank == 0 && lane == 0) ops::write_rows(p, r, row, given, n, state);
         }
         if constexpr (WRITES_ELEMENTS) {
-            const ops::RowConstants constants = ops::row_constants(state, p.cols);
+            const ops::RowConstants constants = ops::row_constants(p, r, given, n, state);
             const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * THREADS * VECTOR);
             // Newest first: L2 still holds those tiles.
             for (int64 i = streams - 1; STREAMED && i >= 0; --i) {

@@ -54,7 +54,7 @@ def bind(request: Request) -> Run:
     spare: list[_Call] = []
 
     def new_call(index: int) -> _Call:
-        return _Call(values, config, _loaded(source(request), kernel_name(request), index, dynamic, cluster))
+        return _Call(values, config, loaded(source(request), kernel_name(request), index, dynamic, cluster))
 
     def fill_in(fields: Any, more: dict[str, Any], index: int, stream: int) -> None:
         for field, name in tensors:
@@ -125,7 +125,7 @@ def _values(request: Request) -> bytes:
 
 
 @cache
-def _loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int:
+def loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int:
     """The handle of a kernel, compiled or from the cache, loaded for a device."""
     major, minor = torch.cuda.get_device_capability(index)
     kernel = driver.load_kernel(compile.cubin(text, f"sm_{major}{minor}"), name)

@@ -9,34 +9,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     constexpr int64 TILE = int64(CHUNKS) * THREADS;
     __shared__ State exchange[THREADS / 32];
     const Row r = row_at(p, blockIdx.x);
+    RowOperands given = row_operands(p, blockIdx.x);
     const Numbers n = numbers(p);
     const int lane = threadIdx.x;
     const int64 tiles = (r.body + TILE - 1) / TILE;
     // The edges are one small slice, which stays in registers.
     Slice<0, THREADS, EDGES, false> edges;
     edges.load_edges(p, r, lane);
+    given.load_target(p, r);
     edges.make_edge_scores(r, n, lane);
-    State state;
+    edges.weigh_edges(p, r, lane);
+    State state = identity();
     if constexpr (REDUCES) {
-        state = extend(identity(), edges);
+        state = extend(state, edges);
         for (int64 i = 0; i < tiles; ++i) {
             Slice<CHUNKS, THREADS, false, false, CachePolicy::LONG> tile;
             const Cursor at = r.chunk(p, i * TILE + lane);
             const int64 left = r.body - i * TILE - lane;
             tile.load(p, at, left);
             tile.make_scores(at, n, left);
+            tile.weigh(p, at, left);
             // Each lane keeps a state of its own, so that the loop has no barrier.
             state = extend(state, tile);
         }
         state = merge_warps<THREADS / 32>(merge_lanes<32>(state), exchange);
-    } else {
-        state = ops::given_state(p, blockIdx.x);
     }
     if constexpr (WRITES_ROWS) {
-        if (lane == 0) ops::write_rows(p, blockIdx.x, state);
+        if (lane == 0) ops::write_rows(p, r, blockIdx.x, given, n, state);
     }
     if constexpr (WRITES_ELEMENTS) {
-        const ops::RowConstants constants = ops::row_constants(state, p.cols);
+        const ops::RowConstants constants = ops::row_constants(p, r, given, n, state);
         edges.write_edges(p, r, n, constants, lane);
         // Newest first: L2 still holds those tiles.
         for (int64 i = tiles - 1; i >= 0; --i) {

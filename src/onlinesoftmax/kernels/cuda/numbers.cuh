@@ -142,6 +142,18 @@ template <CachePolicy POLICY> __device__ inline uint2 load_word(const uint2* fro
     return w;
 }
 
+// One element.  relaxed: the assembler, too, issues the load where it stands, and not after the first use of others.
+template <class T> __device__ inline T load_one(const T* from) {
+    using W = typename Word<sizeof(T)>::type;
+    W w;
+    if constexpr (sizeof(T) == 8)
+        asm volatile("ld.relaxed.cta.global.v2.u32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "l"(from));
+    else if constexpr (sizeof(T) == 4) asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(w) : "l"(from));
+    else if constexpr (sizeof(T) == 2) asm volatile("ld.relaxed.cta.global.u16 %0, [%1];" : "=h"(w) : "l"(from));
+    else w = *reinterpret_cast<const volatile W*>(from);
+    return reinterpret_cast<const T&>(w);
+}
+
 template <CachePolicy POLICY, class W> __device__ inline void store_word(W* to, W w) {
     if constexpr (sizeof(W) == 16) {
         if constexpr (POLICY == CachePolicy::NORMAL)

@@ -4,44 +4,76 @@
 // for the row and `output` for each element, or `write_rows` for the outputs per row, or both.  A new operation is a
 // branch here and a declaration in core/operations.py; strategies do not change.
 //
-// A gradient keeps one number for its row as the first sum of a state, whose m has another meaning:
+// Two gradients keep one number for their row as the first sum of a state, whose m has another meaning:
 //     softmax           dx = y * (dy - dot)          dot = sum(dy * y)    m is unused
 //     log_softmax       dx = dy - exp(y) * dot       dot = sum(dy)        m = max(-y) with ZERO, else unused
-//     logsumexp         dx = dy * exp(z - lse)       given: dy, lse       m = lse; no reduction
+// The others reduce nothing, because lse or the state (m, l) is given.  p is exp(z - lse), or exp(z - m) / l; [c == t]
+// is 1 in the target column and 0 in the others.
+//     logsumexp         dx = dy * p
+//     cross_entropy     dx = dy * (factor * p - own * [c == t] - spread * weight)
+//         own = (1 - smoothing) * weight[t]    spread = smoothing / cols
+//         factor = own + spread * weight_sum + 2 * z_loss * lse
+//     token_logprobs    dx = dy * [c == t] - p * (dy - dlse + dentropy * (log(p) + entropy))
+// The thread that owns the target column writes that element a second time, from the operands of the row, so no
+// element pays for a comparison with the target.
 
 namespace ops {
 
 // The number whose maximum over the row is m.
 __device__ inline ACC peak(ACC a) { return READS_SAVED_OUTPUT ? (ZERO ? -a : 0) : a; }
 
-// The type in which summands are added within a chunk.  A gradient's dot product is subtracted from its summands, and
-// an entropy is the difference of two large numbers, so both use the wide type: with EXACT, float64.  A memory-bound
-// kernel has time for that even where float64 is slow.
+// The type in which summands are added within a chunk.  A gradient's dot product is subtracted from its summands, so it
+// uses the wide type: with EXACT, float64.  A memory-bound kernel has time for that even where float64 is slow.
 template <bool WIDE> struct SummandOf { using type = ACC; };
 template <> struct SummandOf<true> { using type = SUM; };
-using Summand = SummandOf<(READS_SAVED_OUTPUT || SUMS > 1)>::type;
+// float64 has no faster type, so its summands of zl are wide, too.
+constexpr bool ZL_RELATIVE = SUM_ZL > 0 && sizeof(ACC) == sizeof(float);
+using Summand = SummandOf<(READS_SAVED_OUTPUT || (SUM_ZL > 0 && !ZL_RELATIVE))>::type;
 
 // The term exp(a - m) of element a; 0 where a is a saved output, which needs no term.
 __device__ inline ACC term(ACC a, Shift s) { return READS_SAVED_OUTPUT ? 0 : ::term(a, s); }
 
-// The summands of element (a, b), whose term is e, for every sum of the state.
-__device__ inline Sums<Summand> summands(ACC a, ACC b, ACC e) {
+// The summands of element (a, b), whose term is e, for every sum of the state.  With ZL_RELATIVE, the summand of zl is
+// (a - m) * e, and `whole` adds the rest.
+__device__ inline Sums<Summand> summands(ACC a, ACC b, ACC e, Shift s) {
     Sums<Summand> terms;
     if constexpr (OP == Op::SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(a) * b);
     else if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(b));
     else terms.of[0] = e;
-    // An element at -inf has the term 0, and -inf * 0 would be NaN.
-    if constexpr (SUM_ZL > 0) terms.of[SUM_ZL] = Summand(SUM(e == 0 ? 0 : a) * e);
+    // An element at -inf has the term 0, and -inf * 0 would be NaN.  So has one that is 1000 below m.
+    if constexpr (ZL_RELATIVE) terms.of[SUM_ZL] = Summand(fmax(a - s.m, ACC(-1000)) * e);
+    else if constexpr (SUM_ZL > 0) terms.of[SUM_ZL] = Summand(SUM(e == 0 ? 0 : a) * e);
     return terms;
 }
 
+// The sums of a chunk: sum(z * e) is sum((z - m) * e) + m * sum(e).  The entropy is the difference of two large
+// numbers, so with EXACT they are float64, but computed once for a chunk.
+__device__ inline Sums<SUM> whole(Sums<Summand> chunk, Shift s) {
+    Sums<SUM> sums;
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums.of[i] = SUM(chunk.of[i]);
+    if constexpr (ZL_RELATIVE) sums.of[SUM_ZL] += sums.of[0] * s.m;
+    return sums;
+}
+
+// True where each element reads the weight of its class.
+constexpr bool READS_WEIGHTS = HAS_WEIGHT && HAS_SMOOTHING;
+
+// What element (score a, weight b) adds to the plain sum wz.
+__device__ inline ACC weighted_score(ACC a, ACC b) { return READS_WEIGHTS ? (b == 0 ? 0 : a * b) : a; }
+
 // The per-row constants of `output`; with `zero` the row gives zeros.
-//     softmax                shift by m      t = 1 / l      low = rounding error of t
-//     log_softmax            shift by m      t = log(l)
-//     softmax_backward                       t = dot        low = rounding error of t
-//     log_softmax_backward                   t = dot
-//     logsumexp_backward     shift.m = lse   t = dy
-struct RowConstants { Shift shift; ACC t, low; bool zero; };
+//     softmax                  shift by m      t = 1 / l           low = rounding error of t
+//     log_softmax              shift by m      t = log(l)
+//     softmax_backward                         t = dot             low = rounding error of t
+//     log_softmax_backward                     t = dot
+//     logsumexp_backward       shift.m = lse   t = dy
+//     cross_entropy, and its gradient:
+//                              shift by m      t = dy * factor / l   low = rounding error of t   flat = dy * spread
+//     token_logprobs_backward  shift by m      t = (dlse - dy + dentropy * (log(l) - entropy)) / l
+//                                              low = -dentropy / l
+// `target` is the gradient in the target column.
+struct RowConstants { Shift shift; ACC t, low; bool zero; ACC flat, target; };
 
 __device__ inline float reciprocal(float l) { float t; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(l)); return t; }
 __device__ inline double reciprocal(double l) { return 1 / l; }
@@ -67,29 +99,37 @@ __device__ inline RowConstants row_constants(State state, int64 cols) {
         // m = max(-y) is 0 only if all y are 0.  At most one probability of a row is 1, so in a row of several
         // columns these zeros were written because of ZERO.
         r.zero = ZERO && cols > 1 && state.m == 0;
-    } else {
-        // lse is given, not reduced, so the shift is lse itself, infinite or not.
-        r.shift.m = state.m;
-        r.zero = ZERO && state.m == -INF;
     }
     return r;
 }
 
-// The output of softmax for an element whose term exp(a - m) is e.
-__device__ inline ACC output_of_term(ACC e, RowConstants r) {
-    const ACC y = EXACT ? fma(e, r.t, e * r.low) : e * r.t;
-    return ZERO && r.zero ? 0 : y;
+// True for cross-entropy and its gradient, which differ in the origin of the state alone.
+constexpr bool OF_LOSS = OP == Op::CROSS_ENTROPY || OP == Op::CROSS_ENTROPY_BACKWARD;
+
+// A row of only -inf has l = 0, and a row with +inf an infinite l; neither has a softmax.
+__device__ inline bool has_softmax(ACC l) { return l > 0 && l < INF; }
+
+// The output for an element whose term exp(a - m) is e, and whose second operand is b.
+__device__ inline ACC output_of_term(ACC e, ACC b, RowConstants r) {
+    ACC y = EXACT ? fma(e, r.t, e * r.low) : e * r.t;
+    if constexpr (HAS_TARGET && HAS_SMOOTHING) y -= READS_WEIGHTS ? r.flat * b : r.flat;
+    return ZERO && !HAS_TARGET && r.zero ? 0 : y;
 }
 
-// The output for the element (a, b).
+// The output for the element (a, b); without the part of the target column.
 __device__ inline ACC output(ACC a, ACC b, RowConstants r) {
     ACC y;
-    if constexpr (OP == Op::SOFTMAX) return output_of_term(::term(a, r.shift), r);
+    if constexpr (OP == Op::SOFTMAX || OF_LOSS) return output_of_term(::term(a, r.shift), b, r);
     else if constexpr (OP == Op::LOG_SOFTMAX) y = (a - r.shift.m) - r.t;
     else if constexpr (OP == Op::SOFTMAX_BACKWARD) y = a * ((b - r.t) - r.low);
     else if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD) y = fma(-exp_of(a), r.t, b);
-    else y = r.t * exp_of(a - r.shift.m);
-    return ZERO && r.zero ? 0 : y;
+    else {
+        const ACC below = a - r.shift.m, e = exp_of(below);
+        y = r.t * e;
+        // Where p is 0, p * log(p) is 0, and 0 * -inf would be NaN.
+        if constexpr (GIVEN_DENTROPY) y = e * fma(e == 0 ? 0 : below, r.low, r.t);
+    }
+    return ZERO && !HAS_TARGET && r.zero ? 0 : y;
 }
 
 // The row constants for terms that are relative to m_own instead of m.
@@ -98,6 +138,14 @@ __device__ inline RowConstants relative(RowConstants r, ACC m_own, ACC m) {
     if constexpr (EXACT) r.low = fma(r.t, f, -t) + r.low * f;
     r.t = t;
     return r;
+}
+
+// log(l).  FOLDED: a sum of terms is at least 1, but its rounded logarithm may be below 0.
+__device__ inline ACC log_sum(State state, Shift s) {
+    const ACC l = ACC(state.first());
+    if constexpr (!FOLDED) return log(l);
+    const ACC y = log(l) + folding_error(s);
+    return y < 0 && l > 0 ? 0 : y;
 }
 
 // An output per row, from the state of the row.  log(0) = -inf and log(inf) = inf need no case of their own.  In a row
@@ -110,28 +158,115 @@ template <RowOutput NAME> __device__ inline ACC row_output(State state) {
     else if constexpr (NAME == RowOutput::ENTROPY && SUM_ZL > 0) {
         // lse - zl / l, with m taken out of both before they are rounded.
         const SUM below = state.sums.of[SUM_ZL] + state.first() * -s.m;
-        return (log(l) + folding_error(s)) - ACC(below) / l;
+        return log_sum(state, s) - ACC(below) / l;
     } else {
         // "lse", and the result of logsumexp.
-        return FOLDED ? s.m + (log(l) + folding_error(s)) : s.m + log(l);
+        return s.m + log_sum(state, s);
     }
 }
 
-// Writes the outputs per row that the request asks for.  One thread calls this, for a row that exists.
-__device__ inline void write_rows(const Params& p, int64 row, State state) {
-#define WRITE(NAME, name) \
-    if constexpr (ROW_##NAME) \
-        narrow(p.name[row_offset(p, p.name##_place, row)], row_output<RowOutput::NAME>(state));
-    ROW_OUTPUTS(WRITE)
-#undef WRITE
+// True where the row is not to count, whatever it holds.
+__device__ inline bool ignored(const Params& p, const Row& row) {
+    if constexpr (HAS_IGNORE_INDEX) return row.target() == int64(p.ignore_index);
+    else return false;
 }
 
-// The numbers that an operation without a reduction is given for a row, in the place of a state: lse and dy of
-// logsumexp.
-__device__ inline State given_state(const Params& p, int64 row) {
-    if constexpr (REDUCES) return identity();
-    else if (row >= p.rows) return identity();
-    else return {wide(p.lse[row_offset(p, p.lse_place, row)]), {SUM(wide(p.dy[row_offset(p, p.dy_place, row)]))}};
+// The factors of a row's loss, as in the formula above.
+struct LossFactors { ACC own, spread, whole; };
+__device__ inline LossFactors loss_factors(
+    const Params& p, const Row& row, const RowOperands& given, Numbers n, ACC lse) {
+    LossFactors f{given.chosen_weight, 0, 0};
+    if constexpr (HAS_SMOOTHING) f.own *= ACC(1 - p.smoothing), f.spread = ACC(p.smoothing) / ACC(row.cols);
+    f.whole = HAS_SMOOTHING ? fma(f.spread, n.weight_sum, f.own) : f.own;
+    if constexpr (HAS_Z_LOSS) f.whole = fma(2 * ACC(p.z_loss), lse, f.whole);
+    return f;
+}
+
+// The row constants of the gradient of a loss: those of softmax, in r, times its factors.
+__device__ inline RowConstants loss_constants(
+    const Params& p, const Row& row, const RowOperands& given, Numbers n, RowConstants r, ACC lse) {
+    const LossFactors f = loss_factors(p, row, given, n, lse);
+    const ACC dy = SCALE != Scale::NONE ? given.dy * n.scale : given.dy, t = dy * f.whole * r.t;
+    if constexpr (EXACT) r.low = fma(dy * f.whole, r.t, -t) + dy * f.whole * r.low;
+    r.t = t;
+    r.flat = dy * f.spread;
+    r.zero = !row.has_target() || ignored(p, row);
+    r.target = output(given.score(row, n), given.chosen_weight, r) - dy * f.own;
+    return r;
+}
+
+// The row constants of an operation that has operands with one value per row.
+__device__ inline RowConstants row_constants(
+    const Params& p, const Row& row, const RowOperands& given, Numbers n, State state) {
+    RowConstants r{};
+    if constexpr (OF_LOSS || OP == Op::TOKEN_LOGPROBS_BACKWARD) {
+        if constexpr (!REDUCES) state = {given.m, {SUM(given.l)}};
+        const SUM sum = state.first();
+        const ACC l = ACC(sum);
+        r.shift = ::shift(state.m);
+        if constexpr (OF_LOSS) {
+            r.t = has_softmax(l) ? reciprocal(l) : NOT_A_NUMBER;
+            if constexpr (EXACT) r.low = r.t * (fma(-r.t, l, ACC(1)) - r.t * ACC(sum - l));
+            r = loss_constants(p, row, given, n, r, r.shift.m + log_sum(state, r.shift));
+        } else {
+            const ACC scale = SCALE != Scale::NONE ? n.scale : 1, dy = row.has_target() ? scale * given.dy : 0;
+            r.t = (GIVEN_DLSE ? scale * given.dlse : 0) - dy;
+            if constexpr (GIVEN_DENTROPY) {
+                r.low = -(scale * given.dentropy);
+                r.t = fma(r.low, given.entropy - log(l), r.t);
+                r.low /= l;
+            }
+            r.t = has_softmax(l) ? r.t / l : NOT_A_NUMBER;
+            r.target = output(given.score(row, n), 1, r);
+            // An excluded column has no gradient.
+            if (given.chosen.counts(row.begin, row.target(), 0)) r.target += dy;
+        }
+    } else if constexpr (!REDUCES) {
+        // lse is given, not reduced, so the shift is lse itself, infinite or not.
+        r.shift = ::shift(given.lse);
+        r.shift.m = given.lse;
+        r.zero = ZERO && given.lse == -INF;
+        r.t = given.dy;
+    } else {
+        return row_constants(state, row.cols);
+    }
+    if constexpr (HAS_TARGET && SOFTCAP) r.target *= given.slope(row, n);
+    return r;
+}
+
+// The loss of a row, or the logarithm of the probability of its target.
+__device__ inline ACC target_output(
+    const Params& p, const Row& row, const RowOperands& given, Numbers n, State state) {
+    if (ignored(p, row)) return 0;
+    if (!row.has_target()) return NOT_A_NUMBER;
+    const Shift s = ::shift(state.m);
+    const ACC log_l = log_sum(state, s), below = s.m - given.score(row, n);
+    if (!has_softmax(ACC(state.first()))) return ZERO && ACC(state.first()) == 0 ? 0 : NOT_A_NUMBER;
+    if constexpr (OP == Op::TOKEN_LOGPROBS) return -below - log_l;
+    const LossFactors f = loss_factors(p, row, given, n, 0);
+    ACC y = f.own * (below + log_l);
+    if constexpr (HAS_SMOOTHING) {
+        // weight_sum * lse - wz, with m taken out of both before they are rounded.
+        const SUM above = state.sums.of[SUM_WZ > 0 ? SUM_WZ : 0] + SUM(n.weight_sum) * -s.m;
+        y += f.spread * (n.weight_sum * log_l - ACC(above));
+    }
+    if constexpr (HAS_Z_LOSS) y += ACC(p.z_loss) * ((s.m + log_l) * (s.m + log_l));
+    return y;
+}
+
+// True for the outputs that `target_output` computes.
+template <RowOutput NAME> constexpr bool OF_TARGET =
+    NAME == RowOutput::LOSS || (NAME == RowOutput::Y && OP == Op::TOKEN_LOGPROBS);
+
+// Writes the outputs per row that the request asks for.  One thread calls this, for a row that exists.
+__device__ inline void write_rows(
+    const Params& p, const Row& r, int64 row, const RowOperands& given, Numbers n, State state) {
+#define WRITE(NAME, name) \
+    if constexpr (ROW_##NAME) \
+        narrow(p.name[row_offset(p, p.name##_place, row)], OF_TARGET<RowOutput::NAME> \
+            ? target_output(p, r, given, n, state) : row_output<RowOutput::NAME>(state));
+    ROW_OUTPUTS(WRITE)
+#undef WRITE
 }
 
 }  // namespace ops

@@ -2,7 +2,7 @@
 
 The list follows from the declarations (core/operations.py, core/options.py): every tensor and every number that some
 operation reads or writes has a field, so a new operand or output needs no change here.  A field takes eight bytes.
-A kernel never reads the fields of tensors that its request lacks.
+A kernel never reads the fields of tensors and numbers that its request lacks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ class Tensor(NamedTuple):
         name: Its name in requests.
         element: True where it has one value per element in some operation.
         row: True where it has one value per row in some operation.
+        read: True where it is an operand with one value per row in some operation.
         written: True where it is an output of some operation.
+        integer: True where its elements are integers.
     """
 
     name: str
     element: bool
     row: bool
+    read: bool
     written: bool
+    integer: bool
 
     @property
     def pointer(self) -> str:
-        """Name of its pointer in Params; an operand per call may also be a number, which has the plain name."""
-        return self.name if self.element or self.row else f"{self.name}_tensor"
+        """Name of its pointer in Params; an option that may also be a number gives the number the plain name."""
+        return f"{self.name}_tensor" if self.name in SCORE_OPTIONS and not self.element else self.name
 
     @property
     def type(self) -> str:
@@ -46,17 +50,22 @@ class Tensor(NamedTuple):
 
 def _tensors() -> tuple[Tensor, ...]:
     """Every tensor, the input and the main output first."""
-    used: list[Operand | Output] = []
-    for operation in OPERATIONS.values():
-        used += [*operation.operands, *operation.outputs]
+    operands = [one for operation in OPERATIONS.values() for one in operation.operands if not one.number]
+    outputs = [one for operation in OPERATIONS.values() for one in operation.outputs]
+    used: list[Operand | Output] = [*operands, *outputs, LOGITS]
     kinds: dict[str, set[str]] = {"x": set(), "y": set()}
-    for one in [*used, LOGITS]:
+    for one in used:
         kinds.setdefault(one.name, set()).add(one.kind)
     for option in SCORE_OPTIONS.values():
         if option.tensor:
             kinds.setdefault(option.name, set()).add(option.kind)
-    written = {one.name for one in used if isinstance(one, Output)}
-    return tuple(Tensor(name, "element" in kind, "row" in kind, name in written) for name, kind in kinds.items())
+    read = {one.name for one in operands if one.kind == "row"}
+    written = {one.name for one in outputs}
+    integer = {one.name for one in operands if one.dtype == "integer"}
+    return tuple(
+        Tensor(name, "element" in kind, "row" in kind, name in read, name in written, name in integer)
+        for name, kind in kinds.items()
+    )
 
 
 TENSORS = _tensors()
@@ -68,19 +77,25 @@ ELEMENT_TENSORS = tuple(tensor.name for tensor in TENSORS if tensor.element)
 ROW_OUTPUTS = tuple(tensor.name for tensor in TENSORS if tensor.row and tensor.written)
 """Names of the outputs that may have one value per row."""
 
+CALL_TENSORS = tuple(t.name for t in TENSORS if not (t.element or t.row or t.name in SCORE_OPTIONS))
+"""Names of the operands that are a tensor with one value for the call."""
+
+ROW_OPERANDS = tuple(tensor.name for tensor in TENSORS if tensor.read and not tensor.integer)
+"""Names of the floating operands that may have one value per row."""
+
 MAIL = "mail"
 """Field of the mailboxes of teams."""
 
 POINTERS = (*(tensor.name for tensor in TENSORS), MAIL)
 """Pointers, by the names of the tensors that a call fills in."""
 
-NUMBERS = tuple(
-    dict.fromkeys(
-        [option.name for option in SCORE_OPTIONS.values() if option.kind == "call"]
-        + [one.name for operation in OPERATIONS.values() for one in operation.operands if one.kind == "call"]
-    )
+OPERAND_NUMBERS = tuple(
+    dict.fromkeys(one.name for operation in OPERATIONS.values() for one in operation.operands if one.number)
 )
-"""Operands that may be one number for the call, packed as the bits of a float64."""
+"""Operands that are one number for the call."""
+
+NUMBERS = (*(option.name for option in SCORE_OPTIONS.values() if option.kind == "call"), *OPERAND_NUMBERS)
+"""Options and operands that may be one number for the call, packed as the bits of a float64."""
 
 SIZES = {
     "rows": "",
@@ -105,6 +120,7 @@ def struct_text() -> str:
     pointers = [f"    {'' if t.written else 'const '}{t.type}* {t.pointer};" for t in TENSORS]
     sizes = [f"    int64 {name};{f'   // {comment}' if comment else ''}" for name, comment in SIZES.items()]
     elements = " ".join(f"DO({name.upper()}, {name})" for name in ELEMENT_TENSORS)
+    row_operands = " ".join(f"DO({name.upper()}, {name})" for name in ROW_OPERANDS)
     row_outputs = " ".join(f"DO({name.upper()}, {name})" for name in ROW_OUTPUTS)
     return "\n".join(
         [
@@ -119,8 +135,10 @@ def struct_text() -> str:
             "    int64 sizes[DIMS];   // of the outer dimensions",
             f"    Place {', '.join(f'{name}_place' for name in PLACES)};",
             "};",
-            "// DO(NAME, name) for every tensor that may have one value per element, and for every output per row.",
+            "// DO(NAME, name) for every tensor that may have one value per element, for every floating operand with",
+            "// one value per row, and for every output per row.",
             f"#define ELEMENT_TENSORS(DO) {elements}",
+            f"#define ROW_OPERANDS(DO) {row_operands}",
             f"#define ROW_OUTPUTS(DO) {row_outputs}",
             "",
         ]

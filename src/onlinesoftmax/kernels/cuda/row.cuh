@@ -13,24 +13,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
     const Numbers n = numbers(p);
     Row row[DEPTH];
     Cursor at[DEPTH];
+    RowOperands given[DEPTH];
     Slice<CHUNKS, LANES, EDGES, TERMS> slice[DEPTH];
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
         row[d] = row_at(p, first + d * GROUPS);
+        given[d] = row_operands(p, first + d * GROUPS);
         at[d] = row[d].chunk(p, lane);
         slice[d].load(p, at[d], row[d].body - lane);
         slice[d].load_edges(p, row[d], lane);
     }
 #pragma unroll
+    for (int d = 0; d < DEPTH; ++d) given[d].load_target(p, row[d]);
+#pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
         slice[d].make_scores(at[d], n, row[d].body - lane);
         slice[d].make_edge_scores(row[d], n, lane);
-        const State state = REDUCES ? reduce<LANES>(slice[d], exchange[d]) : ops::given_state(p, first + d * GROUPS);
+        slice[d].weigh(p, at[d], row[d].body - lane);
+        slice[d].weigh_edges(p, row[d], lane);
+        const State state = REDUCES ? reduce<LANES>(slice[d], exchange[d]) : identity();
         if constexpr (WRITES_ROWS) {
-            if (lane == 0 && first + d * GROUPS < p.rows) ops::write_rows(p, first + d * GROUPS, state);
+            const int64 index = first + d * GROUPS;
+            if (lane == 0 && index < p.rows) ops::write_rows(p, row[d], index, given[d], n, state);
         }
         if constexpr (WRITES_ELEMENTS) {
-            const ops::RowConstants r = slice[d].own_constants(ops::row_constants(state, p.cols), state.m);
+            const ops::RowConstants whole = ops::row_constants(p, row[d], given[d], n, state);
+            const ops::RowConstants r = slice[d].own_constants(whole, state.m);
             slice[d].write(p, at[d], n, r, row[d].body - lane);
             slice[d].write_edges(p, row[d], n, r, lane);
         }

@@ -13,6 +13,7 @@ struct Slice {
     RegisterChunk<VECTOR> body[CHUNKS ? CHUNKS : 1];
     RegisterChunk<1> edge[EDGE ? EDGE : 1];
     ACC m_own;   // the maximum that kept terms are relative to
+    SUM wz{};    // the plain sum of the weighted scores
 
     // `left` counts the chunks of the slice from the lane's first one on.  A lane's chunk i exists if i * STEP is less
     // than this bound.
@@ -55,6 +56,43 @@ struct Slice {
             edge[i].make_scores(r.begin, n, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
     }
 
+    // Adds up the weighted scores of the columns that exist: the scores of others are -inf.  Strategies call this where
+    // they reduce a slice.
+    __device__ inline void weigh(const Params& p, const Cursor& at, int64 left) {
+        const int end = within(left);
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i)
+            if (SUM_WZ > 0 && i * STEP < end) wz += SUM(weighted(p, at, i * STEP * VECTOR, body[i]));
+    }
+    __device__ inline void weigh_edges(const Params& p, const Row& r, int lane) {
+#pragma unroll
+        for (int i = 0; i < EDGE; ++i)
+            if (SUM_WZ > 0 && r.has_edge(lane + i * STEP))
+                wz += SUM(weighted(p, r.begin, r.edge(lane + i * STEP), edge[i]));
+    }
+    template <int N>
+    static __device__ inline ACC weighted(
+        const Params& p, const Cursor& at, int64 offset, const RegisterChunk<N>& chunk) {
+        const Chunk<WEIGHT, N> weights = load_weights<N>(p, at, offset);
+        ACC parts[N];
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+            parts[j] = ops::weighted_score(chunk.template a<false>(j), ops::READS_WEIGHTS ? wide(weights, j) : 1);
+#pragma unroll
+        for (int n = N / 2; n; n /= 2)
+#pragma unroll
+            for (int j = 0; j < n; ++j) parts[j] += parts[j + n];
+        return parts[0];
+    }
+    // The weights of N classes.  They are read again where they are used: L2 has them, because all rows have the same.
+    template <int N>
+    static __device__ inline Chunk<WEIGHT, N> load_weights(const Params& p, const Cursor& at, int64 offset) {
+        Chunk<WEIGHT, N> weights;
+        if constexpr (ops::READS_WEIGHTS)
+            load_columns<WEIGHT_WIDTH, CachePolicy::NORMAL>(weights, at.weight, offset, p.weight_place);
+        return weights;
+    }
+
     // The largest of m and the elements that the lane holds.
     __device__ inline ACC peak(ACC m = -INF) const {
         if constexpr (!USES_MAXIMUM) return m;
@@ -84,9 +122,10 @@ struct Slice {
         m_own = m;
         Sums<SUM> sums{};
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) sums += sum(body[i], s);
+        for (int i = 0; i < CHUNKS; ++i) sums += ops::whole(sum(body[i], s), s);
 #pragma unroll
-        for (int i = 0; i < EDGE; ++i) sums += sum(edge[i], s);
+        for (int i = 0; i < EDGE; ++i) sums += ops::whole(sum(edge[i], s), s);
+        if constexpr (SUM_WZ > 0) sums.of[SUM_WZ] += wz;
         return sums;
     }
     template <int N> static __device__ inline Sums<ops::Summand> sum(RegisterChunk<N>& chunk, Shift s) {
@@ -94,7 +133,7 @@ struct Slice {
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             const ACC a = chunk.template a<false>(j), e = ops::term(a, s);
-            parts[j] = ops::summands(a, chunk.template b<false>(j), e);
+            parts[j] = ops::summands(a, chunk.template b<false>(j), e, s);
             if constexpr (TERMS) chunk.scores[j] = e;
         }
 #pragma unroll
@@ -112,36 +151,78 @@ struct Slice {
 
     __device__ inline void write(const Params& p, const Cursor& at, Numbers n, ops::RowConstants r, int64 left) {
         const int end = within(left);
+        if (HAS_TARGET && r.zero) {
+            // One branch for the row costs less than a selection for each element.
+#pragma unroll
+            for (int i = 0; i < CHUNKS; ++i)
+                if (i * STEP < end) write_zeros<VECTOR>(p, at, i * STEP * VECTOR);
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)
             if (i * STEP < end) write(p, at, n, r, body[i], i * STEP * VECTOR);
+        // The first column of chunk i of this lane is i * STEP * VECTOR columns after the cursor.
+        const int64 target = HAS_TARGET ? at.target_left : -1;
+        if (target >= 0 && target < int64(end) * VECTOR && int(target) % (STEP * VECTOR) < VECTOR)
+            write_target(p, at, r, target);
     }
-    __device__ inline void write_edges(const Params& p, const Row& row, Numbers n, ops::RowConstants r, int lane) const {
+    __device__ inline void write_edges(
+        const Params& p, const Row& row, Numbers n, ops::RowConstants r, int lane) const {
 #pragma unroll
-        for (int i = 0; i < EDGE; ++i)
-            if (row.has_edge(lane + i * STEP)) write(p, row.begin, n, r, edge[i], row.edge(lane + i * STEP));
+        for (int i = 0; i < EDGE; ++i) {
+            if (!row.has_edge(lane + i * STEP)) continue;
+            if (HAS_TARGET && r.zero) {
+                write_zeros<1>(p, row.begin, row.edge(lane + i * STEP));
+            } else {
+                write(p, row.begin, n, r, edge[i], row.edge(lane + i * STEP));
+                if (HAS_TARGET && row.edge(lane + i * STEP) == row.target())
+                    write_target(p, row.begin, r, row.target());
+            }
+        }
+    }
+    template <int N> static __device__ inline void write_zeros(const Params& p, const Cursor& at, int64 offset) {
+        const ACC y[N] = {};
+        store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
+    }
+
+    // Writes the target column after the chunk that has it: a thread's stores to one address keep their order.
+    static __device__ inline void write_target(const Params& p, const Cursor& at, ops::RowConstants r, int64 offset) {
+        const ACC y[1] = {r.target};
+        store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
     }
 
     template <int N> static __device__ inline void write(
         const Params& p, const Cursor& at, Numbers n, ops::RowConstants r, const RegisterChunk<N>& chunk,
         int64 offset) {
         ACC y[N];
+        const Chunk<WEIGHT, N> weights = load_weights<N>(p, at, offset);
 #pragma unroll
-        for (int i = 0; i < N; ++i)
-            y[i] = TERMS ? ops::output_of_term(chunk.scores[i], r)
-                         : ops::output(chunk.template a<true>(i), chunk.template b<true>(i), r);
+        for (int i = 0; i < N; ++i) {
+            const ACC b = ops::READS_WEIGHTS ? ACC(wide(weights, i)) : chunk.template b<true>(i);
+            y[i] = TERMS ? ops::output_of_term(chunk.scores[i], b, r) : ops::output(chunk.template a<true>(i), b, r);
+        }
         if constexpr (READS_SAVED_OUTPUT && (HAS_MASK || CAUSAL)) {
             // A saved output shows no mask, so excluded elements get their zero gradient here.
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] = chunk.counts(at, offset, i) ? y[i] : 0;
         }
-        if constexpr (BACKWARD && (SCALE != Scale::NONE || SOFTCAP)) {
+        if constexpr (WRITES_GRADIENT && (SCALE != Scale::NONE || SOFTCAP)) slope(p, at, n, y, chunk, offset);
+        store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
+    }
+
+    // Multiplies gradients by the derivatives of the scores with respect to the logits.
+    template <int N> static __device__ inline void slope(
+        const Params& p, const Cursor& at, Numbers n, ACC (&y)[N], const RegisterChunk<N>& chunk, int64 offset) {
+        if constexpr (HAS_TARGET) {
+            // The row constants contain the scale.
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] *= SOFTCAP ? chunk.slope_of_score(i, n) : 1;
+        } else {
             Chunk<LOGITS, N> x;
             if constexpr (HAS_LOGITS)
                 load_columns<LOGITS_WIDTH, CachePolicy::NORMAL>(x, at.logits, offset, p.logits_place);
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] *= score_slope(HAS_LOGITS ? ACC(wide(x, i)) : 0, n);
         }
-        store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
     }
 };

@@ -13,7 +13,16 @@ from ...core.operations import OPERATIONS
 from ...core.task import ITEMSIZE
 from ...planner.strategies.cuda import slice_tiles
 from ..request import Request
-from .params import ELEMENT_TENSORS, LOGITS, ROW_OUTPUTS, TENSORS, struct_text
+from .params import (
+    CALL_TENSORS,
+    ELEMENT_TENSORS,
+    LOGITS,
+    OPERAND_NUMBERS,
+    ROW_OPERANDS,
+    ROW_OUTPUTS,
+    TENSORS,
+    struct_text,
+)
 
 FILES = ("state", "operands", "ops", "levels", "slice")
 """Files that every kernel needs, in the order of inclusion."""
@@ -56,7 +65,7 @@ def prologue(request: Request) -> str:
 def types_of(request: Request) -> dict[str, str]:
     """C++ types by name: of the elements of each tensor, of the maximum m (ACC) and of a sum (SUM)."""
     kinds = {name: CPP_TYPES.get(kind, kind) for name, kind in request.dtypes.items()}
-    elements = {tensor.type: kinds.get(tensor.name, kinds["x"]) for tensor in TENSORS}
+    elements = {tensor.type: kinds.get(tensor.name, "int64" if tensor.integer else kinds["x"]) for tensor in TENSORS}
     # A mask's element is a byte, and no tensor's type may depend on whether the tensor is given.
     elements["MASK"] = "unsigned char"
     accumulator = CPP_TYPES[request.task.accumulator]
@@ -105,7 +114,8 @@ def message_words(request: Request) -> int:
 def element_tensors(request: Request) -> set[str]:
     """Names of the tensors that this kernel reads or writes element by element."""
     task, operation = request.task, request.operation
-    names = {*operation.element_operands, "bias", "mask", LOGITS.name} & task.layout.sides.keys()
+    operands = (one.name for one in operation.operands if one.kind == "element")
+    names = {*operands, "bias", "mask", LOGITS.name} & task.layout.sides.keys()
     return names | {output.name for output in task.written if output.kind == "element"}
 
 
@@ -149,15 +159,19 @@ def _flags(request: Request) -> dict[str, bool]:
     """Constants that are true or false."""
     plan, task, operation = request.plan, request.task, request.operation
     columns, moved = request.layout.cols, element_tensors(request)
+    given = {*operation.row_operands, *operation.call_operands} & {*request.dtypes, *task.numbers}
+    gradient = task.writes_elements and (operation.backward or operation.per_row)
     flags = {
         "WRITES_ELEMENTS": task.writes_elements,
         "WRITES_ROWS": bool(task.row_outputs),
         "REDUCES": operation.reduces,
         # True where x is the saved output of the forward pass and dy has a value for each element; no scores are made.
         "READS_SAVED_OUTPUT": not operation.scores,
-        "BACKWARD": operation.backward,
+        # True where the element output is a gradient with respect to the logits: it takes the slope of the scores.
+        "WRITES_GRADIENT": gradient,
         "MULTIPLE_OF_TERM": operation.may_keep_terms,
-        "TERMS": plan.threads.terms and operation.may_keep_terms,
+        # The slope of a softcap is computed from the score, which a thread with terms no longer holds.
+        "TERMS": plan.threads.terms and operation.may_keep_terms and not (gradient and request.has("softcap")),
         "EXACT": task.exact,
         "PEEL": plan.vector > 1,
         "EDGES": plan.vector > 1 or columns % vector(request) != 0,
@@ -167,6 +181,9 @@ def _flags(request: Request) -> dict[str, bool]:
         "FUSED": task.fused,
     }
     flags |= {f"HAS_{name.upper()}": name in moved for name in ELEMENT_TENSORS}
+    # A name with GIVEN_ is an operand with one value per row: dy may also have one value per element.
+    flags |= {f"GIVEN_{name.upper()}": name in given for name in ROW_OPERANDS}
+    flags |= {f"HAS_{name.upper()}": name in given for name in ("target", *CALL_TENSORS, *OPERAND_NUMBERS)}
     flags |= {f"ROW_{name.upper()}": name in task.row_outputs for name in ROW_OUTPUTS}
     if plan.strategy == "grid":
         tiles = slice_tiles(columns // vector(request), plan.splits, plan.threads.lanes)

@@ -89,6 +89,8 @@ struct Team {
 
     // Sends this block's state to every block of the team, and merges the states of all of them.
     __device__ inline State merge(State a, int slot, State* exchange) const {
+        // The output may overwrite x, and another block may own the target column: this block must have read it before.
+        if (HAS_TARGET && WRITES_ELEMENTS) __threadfence();
         for (int to = threadIdx.x; to < size; to += THREADS) put(box(slot, to, rank), message(a));
         a = identity();
         for (int from = threadIdx.x; from < size; from += THREADS) {

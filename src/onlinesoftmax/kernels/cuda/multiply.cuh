@@ -1,0 +1,22 @@
+// Multiplies a gradient in place by one number on the device.
+//
+// One block:  owns THREADS chunks of 16 bytes, then those that lie a whole grid further on.
+// Chosen:     in the backward pass of a loss whose gradient the forward pass has written.
+// Bytes:      none where the number is 1, as in `loss.backward()`; else one read, one write.
+// Limits:     the elements are neighbours, and the first lies on 16 bytes.
+
+extern "C" __global__ void __launch_bounds__(THREADS) multiply_kernel(T* x, const ACC* factor, int64 count) {
+    const ACC f = *factor;
+    if (f == 1) return;
+    const int64 chunks = count / VECTOR, first = int64(blockIdx.x) * THREADS + threadIdx.x;
+    for (int64 i = first; i < chunks; i += int64(gridDim.x) * THREADS) {
+        Chunk<T, VECTOR> chunk;
+        load<VECTOR, CachePolicy::NORMAL>(chunk, x + i * VECTOR, 1);
+        ACC y[VECTOR];
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) y[j] = f * wide(chunk, j);
+        store<VECTOR, CachePolicy::NORMAL>(x + i * VECTOR, narrow<T>(y), 1);
+    }
+    const int64 last = chunks * VECTOR + first;
+    if (last < count) narrow(x[last], f * wide(x[last]));
+}

@@ -1,0 +1,288 @@
+"""CUDA kernels on the host with their arithmetic: every file of a kernel, compiled by g++, on simulated threads.
+
+tests/cuda_host.py counts accesses and has no numbers; this file computes them.  A thread of a block is a fiber, which
+runs until it waits for others: at __syncthreads, at a shuffle, or for a message of another block.  A block is a thread
+of the host, so its shared variables are thread-local.  The blocks of a cluster, and all blocks of strategy `grid`, run
+at the same time.  Functions with inline assembly are replaced; everything else is compiled as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onlinesoftmax.kernels.cuda import params, source
+from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.planner.strategies.cuda import slice_chunks
+
+COMPILER = shutil.which("g++")
+
+MACHINE = """
+#include <math.h>
+#include <string.h>
+#include <sched.h>
+#include <ucontext.h>
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+#define __device__
+#define __global__
+#define __shared__ static thread_local
+#define __grid_constant__
+#define __launch_bounds__(...)
+// math.h has functions of these names.
+#define finite finite_number
+#define yield yield_to_others
+using std::min;
+using std::max;
+struct Dim { unsigned x, y; };
+static thread_local Dim threadIdx, blockIdx;
+static Dim gridDim;
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+template <class A, class B> A bits_as(B b) { A a; memcpy(&a, &b, sizeof(a)); return a; }
+inline float __int_as_float(int i) { return bits_as<float>(i); }
+inline float __uint_as_float(unsigned i) { return bits_as<float>(i); }
+inline int __float_as_int(float x) { return bits_as<int>(x); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = (unsigned long long)b << 32 | a;
+    unsigned y = 0;
+    for (int i = 0; i < 4; ++i) y |= unsigned(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return y;
+}
+
+// The fibers of one block.  `yield` lets the others run until they wait, too.
+struct Fiber { ucontext_t context; std::unique_ptr<char[]> stack; bool done; };
+static thread_local std::vector<Fiber> fibers;
+static thread_local ucontext_t scheduler;
+inline void yield() { swapcontext(&fibers[threadIdx.x].context, &scheduler); }
+struct Barrier {
+    int arrived, round;
+    void wait(int threads) {
+        const int now = round;
+        if (++arrived == threads) arrived = 0, ++round;
+        while (round == now) yield();
+    }
+};
+static thread_local Barrier of_block, of_warp[32];
+#define __syncthreads() of_block.wait(THREADS)
+static thread_local char lanes[32][32][16];
+template <class T> T exchange_lanes(T x, int lane) {
+    const int warp = threadIdx.x / 32;
+    memcpy(lanes[warp][threadIdx.x % 32], &x, sizeof(x));
+    of_warp[warp].wait(32);
+    memcpy(&x, lanes[warp][lane], sizeof(x));
+    of_warp[warp].wait(32);
+    return x;
+}
+template <class T> T __shfl_sync(unsigned, T x, int lane) { return exchange_lanes(x, lane); }
+template <class T> T __shfl_xor_sync(unsigned, T x, int step) { return exchange_lanes(x, threadIdx.x % 32 ^ step); }
+"""
+
+REPLACED = {
+    "numbers": {
+        "inline float wide(float16 x)": "{ return bits_as<_Float16>(x.bits); }",
+        "inline unsigned narrow_pair(float low, float high, float16)": (
+            "{ return bits_as<unsigned short>(_Float16(low)) | bits_as<unsigned short>(_Float16(high)) << 16; }"
+        ),
+        "inline unsigned narrow_pair(float low, float high, bfloat16)": """{
+            const auto half = [](float x) {
+                const unsigned i = bits_as<unsigned>(x);
+                return x != x ? 0x7fffu : (i + 0x7fff + (i >> 16 & 1)) >> 16;
+            };
+            return half(low) | half(high) << 16;
+        }""",
+        "inline unsigned max_pair<float16>(unsigned a, unsigned b)": "{ return max_halves<float16>(a, b); }",
+        "inline unsigned max_pair<bfloat16>(unsigned a, unsigned b)": "{ return max_halves<bfloat16>(a, b); }",
+        "inline uint64 policy_word()": "{ return 0; }",
+        "inline W load_word(const W* from)": "{ return *from; }",
+        "inline uint2 load_word(const uint2* from)": "{ return *from; }",
+        "inline T load_one(const T* from)": "{ return *from; }",
+        "inline void store_word(W* to, W w)": "{ *to = w; }",
+        "inline void copy_async(void* to, const void* from)": "{ memcpy(to, from, 16); }",
+        "inline void commit()": "{}",
+        "inline void wait_groups(int pending)": "{}",
+    },
+    "state": {
+        "inline float exp2_approx(float x)": (
+            "{ const float y = exp2f(x); return fabsf(y) < 1.17549435e-38f ? 0 : y; }"
+        ),
+        "inline float clamp(float t)": "{ return t < -128 ? -128 : t > 128 ? 128 : t; }",
+    },
+    "ops": {"inline float reciprocal(float l)": "{ return 1 / l; }"},
+    "levels": {
+        "inline float warp_max(float m)": (
+            "{ for (int step = 16; step; step /= 2) m = fmaxf(m, across(m, step)); return m; }"
+        ),
+    },
+}
+"""Functions with inline assembly, by file: the text before the body, and the body that replaces it."""
+
+MAX_HALVES = """
+template <class T> unsigned max_halves(unsigned a, unsigned b) {
+    unsigned y = 0;
+    for (int i = 0; i < 2; ++i) {
+        const T x{(unsigned short)(a >> 16 * i)}, z{(unsigned short)(b >> 16 * i)};
+        y |= unsigned(fmaxf(wide(x), wide(z)) == wide(x) ? x.bits : z.bits) << 16 * i;
+    }
+    return y;
+}
+"""
+
+PEERS = """
+static std::atomic<uint64*> beginnings[16];
+inline std::atomic<uint64>& counter(uint64* arrived) { return *reinterpret_cast<std::atomic<uint64>*>(arrived); }
+inline void expect_states(uint64* arrived) { counter(arrived) = 0; beginnings[blockIdx.x % CLUSTER] = arrived; }
+inline void announce_beginning() {}
+inline void wait_for_beginnings() {
+    for (int i = 0; i < CLUSTER; ++i) while (!beginnings[i]) sched_yield(), yield();
+}
+inline void send(State* to, State state, uint64* arrived, int block) {
+    // Thread-local variables of one function are equally far apart in every thread.
+    uint64* const there = beginnings[block];
+    memcpy(reinterpret_cast<char*>(there) + (reinterpret_cast<char*>(to) - reinterpret_cast<char*>(arrived)), &state,
+           sizeof(State));
+    ++counter(there);
+}
+inline void wait(uint64* arrived) { while (counter(arrived) < CLUSTER) sched_yield(), yield(); }
+"""
+
+TEAM = """
+// One message for each row of a team, block of a team, and team.
+static State mail[64][16][16];
+static std::atomic<int> posted[64][16];
+struct Team {
+    int size, rank;
+    mutable int round = 0;
+    Team(const Params&) : size(gridDim.y), rank(blockIdx.y) {}
+    State merge(State a, int, State*) const {
+        std::atomic<int>& count = posted[round][blockIdx.x];
+        if (threadIdx.x == 0) mail[round][blockIdx.x][rank] = a, ++count;
+        while (count < size) sched_yield(), yield();
+        a = identity();
+        for (int i = 0; i < size; ++i) a = ::merge(a, mail[round][blockIdx.x][i]);
+        ++round;
+        return a;
+    }
+    void finish_row() const {}
+};
+"""
+
+DRIVER = """
+static const Params* parameters;
+static void enter() { KERNEL(*parameters); fibers[threadIdx.x].done = true; yield(); }
+static void run_block(unsigned x, unsigned y) {
+    fibers = std::vector<Fiber>(THREADS);
+    of_block = {}, memset(of_warp, 0, sizeof(of_warp));
+    blockIdx = {x, y};
+    for (Fiber& fiber : fibers) {
+        fiber.stack.reset(new char[1 << 18]);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.get();
+        fiber.context.uc_stack.ss_size = 1 << 18;
+        makecontext(&fiber.context, enter, 0);
+    }
+    for (bool busy = true; busy;) {
+        busy = false;
+        for (unsigned i = 0; i < THREADS; ++i)
+            if (!fibers[i].done) threadIdx.x = i, busy = true, swapcontext(&scheduler, &fibers[i].context);
+    }
+    fibers.clear();
+}
+extern "C" void run(const Params* p, unsigned programs, unsigned team, unsigned together) {
+    parameters = p, gridDim = {programs, team};
+    BEGIN
+    for (unsigned first = 0; first < programs * team; first += together) {
+        std::vector<std::thread> blocks;
+        for (unsigned i = first; i < first + together; ++i) blocks.emplace_back(run_block, i / team, i % team);
+        for (std::thread& block : blocks) block.join();
+        AGAIN
+    }
+}
+"""
+
+BEGIN = {"grid": "memset(posted, 0, sizeof(posted));"}
+AGAIN = {"cluster": "for (auto& beginning : beginnings) beginning = nullptr;"}
+
+
+def simulated_source(request: Request) -> str:
+    """The kernel of a request as C++ for the host."""
+    strategy = request.plan.strategy
+    numbers = _replaced("numbers").replace("// The larger of each half", MAX_HALVES + "// The larger of each half", 1)
+    parts = [MACHINE, numbers, source.prologue(request)]
+    parts += [_replaced(name) for name in source.FILES]
+    parts += {"cluster": [PEERS], "grid": [TEAM]}.get(strategy, [])
+    shared = "extern __shared__ Chunk<X, VECTOR> memory[];"
+    parts.append(_replaced(strategy).replace(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];"))
+    driver = DRIVER.replace("BEGIN", BEGIN.get(strategy, "")).replace("AGAIN", AGAIN.get(strategy, ""))
+    return "\n".join([*parts, driver.replace("KERNEL", source.kernel_name(request))])
+
+
+def _replaced(name: str) -> str:
+    """A file with the functions of REPLACED; no inline assembly may be left but what pins addresses."""
+    text = source.text(f"{name}.cuh")
+    for before, body in REPLACED.get(name, {}).items():
+        begin = text.index(before) + len(before)
+        # A body ends on its line, or with the next brace at the beginning of a line.
+        line = text.index("\n", begin)
+        end = line if text[begin:line].rstrip().endswith("}") else text.index("\n}", begin) + 2
+        text = f"{text[:begin]} {body}{text[end:]}"
+    text = re.sub(r'asm volatile\("" : "\+l"\([\w.]+\)\);', ";", text)
+    assert not re.search(r"\basm\b", text), f"{name}.cuh has inline assembly that REPLACED does not know"
+    return text
+
+
+@cache
+def _library(text: str, folder: Path) -> Any:
+    name = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert COMPILER is not None
+    options = ["-std=c++17", "-w", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-shared", "-fPIC"]
+    command = [COMPILER, *options, "-x", "c++", "-", "-o", f"{name}.so"]
+    done = subprocess.run(command, input=text, text=True, capture_output=True)
+    assert not done.returncode, done.stderr[:4000]
+    return ctypes.CDLL(f"{name}.so")
+
+
+def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path) -> None:
+    """Run a request's kernel on the host.
+
+    Args:
+        request: The request.
+        arrays: Memory of every tensor of the request by name, operands and outputs; bfloat16 as uint16.
+        numbers: Every number of the request, by name.
+        folder: Where to put the shared libraries.
+    """
+    layout, plan = request.layout, request.plan
+    assert arrays.keys() == request.dtypes.keys()
+    assert numbers.keys() == request.task.numbers
+    sizes = {
+        "rows": layout.rows, "cols": layout.cols, "diagonal": request.task.diagonal or 0,
+        "shared_tiles": plan.threads.shared,
+        "slice": slice_chunks(layout.cols // source.vector(request), plan.splits),
+    }  # fmt: skip
+    places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in params.PLACES}
+    fields = np.frombuffer(bytearray(params.pack(sizes, layout.sizes, places)), np.uint64)
+    for name, array in arrays.items():
+        fields[params.FIELD_OF_POINTER[name]] = array.ctypes.data
+    for name, number in numbers.items():
+        fields[params.FIELD[name]] = struct.unpack("Q", struct.pack("d", number))[0]
+    team = plan.splits if plan.strategy == "grid" else 1
+    together = {"grid": plan.programs, "cluster": plan.splits}.get(plan.strategy, 1)
+    library = _library(simulated_source(request), folder)
+    library.run(ctypes.c_void_p(fields.ctypes.data), plan.programs // team, team, together)
