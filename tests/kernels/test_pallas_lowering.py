@@ -32,9 +32,9 @@ def shapes(*sizes: int, dtype: str = "bfloat16") -> Any:
     ("rows", "cols", "strategy"),
     [
         (65536, 64, "row"),
-        (65536, 1024, "row"),
+        (65536, 1024, "looped"),
         (16384, 2049, "row"),
-        (16384, 4095, "row"),
+        (16384, 4095, "cluster"),
         (16384, 5001, "cluster"),
         (16384, 4096, "cluster"),
         (4096, 16384, "cluster"),
@@ -91,6 +91,31 @@ def test_clusters_lower_for_cuda(name: str, cols: int, dtype: str) -> None:
     assert len(re.findall("custom_call @mosaic_gpu", program)) == 2
 
 
+def loss(x: Any, target: Any, **forced: Any) -> Any:
+    return jnp.sum(osj.cross_entropy(x, target, label_smoothing=0.1, z_loss=0.1, **forced))
+
+
+def results(x: Any, target: Any, **forced: Any) -> Any:
+    return sum(jnp.sum(part) for part in osj.token_logprobs(x, target, **forced))
+
+
+@pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 lowers Triton kernels only where there is a GPU")
+@pytest.mark.parametrize(("strategy", "function", "dtype"), covering(STRATEGIES, (loss, results), DTYPES))
+def test_operations_with_a_target_lower_for_cuda(strategy: str, function: Any, dtype: str) -> None:
+    x, target = shapes(16, 4096, dtype=dtype), shapes(16, dtype="int32")
+    program = lowered(jax.grad(partial(function, backend="pallas", strategy=strategy)), x, target)
+    assert re.search(f"triton.*onlinesoftmax_{strategy}|onlinesoftmax_{strategy}.*triton", program, re.DOTALL)
+
+
+@pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
+@pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
+@pytest.mark.parametrize(("function", "cols", "dtype"), covering((loss, results), (8192, 50257), DTYPES))
+def test_clusters_of_operations_with_a_target_lower_for_cuda(function: Any, cols: int, dtype: str) -> None:
+    x, target = shapes(64, cols, dtype=dtype), shapes(64, dtype="int32")
+    program = lowered(jax.grad(partial(function, backend="pallas", strategy="cluster")), x, target)
+    assert len(re.findall("custom_call @mosaic_gpu", program)) == 2
+
+
 @pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
 @pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
 @pytest.mark.parametrize(("name", "cols", "dtype"), covering(FORWARD, (50257,), DTYPES))
@@ -117,5 +142,5 @@ def test_what_a_cluster_refuses() -> None:
 @pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 lowers Triton kernels only where there is a GPU")
 def test_one_program_for_two_platforms() -> None:
     traced = jax.jit(osj.softmax).trace(shapes(4096, 1024))
-    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "triton" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert re.search("triton|mosaic_gpu", traced.lower(lowering_platforms=("cuda",)).as_text())
+    assert not re.search("triton|mosaic_gpu", traced.lower(lowering_platforms=("cpu",)).as_text())

@@ -1,4 +1,4 @@
-"""The softmax family for JAX, in the conventions of `jax.nn`.
+"""The softmax family for JAX, in the conventions of `jax.nn` and, for the losses, of optax.
 
 Importing this package does not import JAX; using one of its functions does.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .functions import log_softmax, logsumexp, softmax
+    from .functions import TokenLogprobs, cross_entropy, log_softmax, logsumexp, softmax, token_logprobs
 
-__all__ = ["log_softmax", "logsumexp", "softmax"]
+__all__ = ["TokenLogprobs", "cross_entropy", "log_softmax", "logsumexp", "softmax", "token_logprobs"]
 
 
 def __getattr__(name: str) -> Any:

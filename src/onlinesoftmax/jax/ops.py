@@ -11,42 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
 
 from ..core.arrays import Array, accumulator
 from ..core.operations import OPERATIONS
-from ..core.options import PLAIN, Functions, ScoreOptions, softcap_slope
-from ..core.options import scores as scores_of
-
-FUNCTIONS = Functions(jnp.tanh, jnp.where)
-"""The functions with which XLA computes the score formula of core/options.py."""
-
-
-def scores(x: Array, arrays: tuple[Array, ...], options: ScoreOptions) -> Array:
-    """The scores of logits x, in float32 or float64."""
-    return scores_of(FUNCTIONS, x.astype(accumulator(x)), _filled(x, arrays, options))
-
-
-def _filled(x: Array, arrays: tuple[Array, ...], options: ScoreOptions) -> ScoreOptions:
-    """The options with arrays in place of ARRAY, in the dtype of the computation."""
-    wide = accumulator(x)
-    return options.filled(t if t.dtype == jnp.bool_ else t.astype(wide) for t in arrays)
+from ..core.options import PLAIN, ScoreOptions, softcap_slope
+from . import targets
+from .scores import FUNCTIONS, filled, masked, peak, scores, shift
+from .targets import PLAIN_TARGET, TargetOptions
 
 
 def softmax(x: Array, *arrays: Array, options: ScoreOptions = PLAIN) -> Array:
     """The softmax exp(z) / sum(exp(z)); NaN in a row whose maximum is infinite, 0 where the mask is False."""
     z = scores(x, arrays, options)
     # An infinite maximum gives NaN by itself.  A test for it would cost XLA its fusion.
-    e = jnp.exp(z - _peak(x, z, options))
-    return _masked(e / jnp.sum(e, axis=-1, keepdims=True), arrays, options, MASKED["softmax"]).astype(x.dtype)
+    e = jnp.exp(z - peak(x, z, options))
+    return masked(e / jnp.sum(e, axis=-1, keepdims=True), arrays, options, MASKED["softmax"]).astype(x.dtype)
 
 
 def log_softmax(x: Array, *arrays: Array, options: ScoreOptions = PLAIN) -> Array:
     """The log-softmax z - log(sum(exp(z))); NaN in a row whose maximum is infinite, -inf where the mask is False."""
     z = scores(x, arrays, options)
-    z = z - _peak(x, z, options)
+    z = z - peak(x, z, options)
     y = z - jnp.log(jnp.sum(jnp.exp(z), axis=-1, keepdims=True))
-    return _masked(y, arrays, options, MASKED["log_softmax"]).astype(x.dtype)
+    return masked(y, arrays, options, MASKED["log_softmax"]).astype(x.dtype)
 
 
 def logsumexp(x: Array, *arrays: Array, options: ScoreOptions = PLAIN) -> Array:
@@ -55,7 +44,7 @@ def logsumexp(x: Array, *arrays: Array, options: ScoreOptions = PLAIN) -> Array:
     `result` makes log(sum(exp(z))) = m + log(l) of it.  The gradient needs more bits than that number has.
     """
     z = scores(x, arrays, options)
-    s = _shift(_peak(x, z, options))
+    s = shift(peak(x, z, options))
     return jnp.stack([s[..., 0], jnp.sum(jnp.exp(z - s), axis=-1)], axis=-1)
 
 
@@ -84,7 +73,7 @@ def logsumexp_backward(x: Array, *rest: Array, options: ScoreOptions = PLAIN, fa
     """Gradient in the scores from the gradient t in lse: factor * t * exp(z - lse); rest ends with the state and t."""
     *arrays, state, t = rest
     p = _probabilities(x, tuple(arrays), options, state)
-    return _masked(factor * p * t.astype(p.dtype)[..., None], tuple(arrays), options, 0).astype(x.dtype)
+    return masked(factor * p * t.astype(p.dtype)[..., None], tuple(arrays), options, 0).astype(x.dtype)
 
 
 def logsumexp_tangent(x: Array, *rest: Array, options: ScoreOptions = PLAIN, factor: float = 1.0) -> Array:
@@ -98,7 +87,9 @@ FORMULAS: dict[str, Callable[..., Array]] = {
     function.__name__: function
     for function in (
         softmax, log_softmax, logsumexp, softmax_backward, log_softmax_backward, log_softmax_tangent,
-        logsumexp_backward, logsumexp_tangent,
+        logsumexp_backward, logsumexp_tangent, targets.cross_entropy, targets.cross_entropy_backward,
+        targets.cross_entropy_tangent, targets.token_logprobs, targets.token_logprobs_backward,
+        targets.token_logprobs_tangent,
     )
 }  # fmt: skip
 """The function of each primitive: the operations, and the tangents, which have no kernels."""
@@ -109,6 +100,10 @@ TRANSPOSES = {
     "log_softmax_backward": "log_softmax_tangent",
     "logsumexp_tangent": "logsumexp_backward",
     "logsumexp_backward": "logsumexp_tangent",
+    "cross_entropy_tangent": "cross_entropy_backward",
+    "cross_entropy_backward": "cross_entropy_tangent",
+    "token_logprobs_tangent": "token_logprobs_backward",
+    "token_logprobs_backward": "token_logprobs_tangent",
 }
 """The transpose of each primitive that is linear in its last operand."""
 
@@ -116,19 +111,31 @@ TANGENTS = {
     "softmax": "softmax_backward",
     "log_softmax": "log_softmax_tangent",
     "logsumexp": "logsumexp_tangent",
+    "cross_entropy": "cross_entropy_tangent",
+    "token_logprobs": "token_logprobs_tangent",
 }
 """The primitive that computes the change of an operation's result from a change of its scores."""
 
 MASKED = {"softmax": 0.0, "log_softmax": -jnp.inf}
 """The output per element where the mask is False."""
 
-OUTPUTS = {"logsumexp": ("m", "l")}
+OUTPUTS = {"logsumexp": ("m", "l"), "cross_entropy": ("loss", "m", "l"), "token_logprobs": ("y", "m", "l")}
 """Outputs that a kernel writes for a primitive, stacked along a new last axis; no entry for the declared ones."""
 
+NUMBERS = ("smoothing", "z_loss")
+"""Operands that are numbers, of the operations that have them."""
 
-def outputs(name: str) -> tuple[str, ...]:
-    """Names of the outputs that a kernel writes for a primitive."""
-    return OUTPUTS.get(name, OPERATIONS[name].always)
+
+def outputs(name: str, target_options: TargetOptions = PLAIN_TARGET) -> tuple[str, ...]:
+    """Names of the outputs that a kernel writes for a primitive, in the order of the declaration."""
+    more = ("entropy",) if target_options.entropy and not OPERATIONS[name].backward else ()
+    return OUTPUTS.get(name, OPERATIONS[name].always) + more
+
+
+def numbers(name: str, target_options: TargetOptions) -> tuple[tuple[str, float], ...]:
+    """Name and value of the operands that are numbers and are not 0."""
+    given = ((number, getattr(target_options, number)) for number in NUMBERS if number in OPERATIONS[name].numbers)
+    return tuple((number, value) for number, value in given if value)
 
 
 def stacked(arrays: tuple[Array, ...]) -> Array:
@@ -138,10 +145,10 @@ def stacked(arrays: tuple[Array, ...]) -> Array:
 
 def result(name: str, y: Array) -> Array:
     """The result of a public function, from the result of its primitive."""
-    return _logsumexp_of(y) if name in OUTPUTS else y
+    return logsumexp_of(y) if name in OUTPUTS else y
 
 
-def _logsumexp_of(state: Array) -> Array:
+def logsumexp_of(state: Array) -> Array:
     """The logsumexp m + log(l); log(l) where l is 0 or infinite, because log has no finite derivative there."""
     m, l = state[..., 0], state[..., 1]
     is_number = (l > 0) & (l < jnp.inf)
@@ -154,8 +161,8 @@ def of_empty_rows(name: str, x: Array) -> Array:
 
 
 def tangent(
-    name: str, bind: Callable[..., Array], primals: tuple[Array, ...], y: Array, change: Array, factor: float,
-    options: ScoreOptions,
+    name: str, bind: Callable[..., Array], primals: tuple[Array, ...], y: Array, change: tuple[Array, float],
+    options: ScoreOptions, **more: TargetOptions,
 ) -> Array:  # fmt: skip
     """The change of a primitive's result y.
 
@@ -164,18 +171,30 @@ def tangent(
         bind: Applies a primitive.
         primals: The operands of the operation.
         y: Its result.
-        change, factor: Their product is the change of the scores.
+        change: (change, factor), whose product is the change of the scores.
         options: The score options.
+        more: `target_options` where the operation has a target.
     """
+    t, factor = change
     if name in OUTPUTS:
-        whole = bind(TANGENTS[name], *primals, y, change, options=options, factor=factor)
-        # The change of lse is a change of l alone in the state (m, l).  An infinite l does not change.
-        l = jnp.where(jnp.isfinite(y[..., 1]), y[..., 1], 0)
-        return jnp.stack([jnp.zeros_like(whole), whole * l], axis=-1)
-    out = bind(TANGENTS[name], y, change, factor=factor)
+        whole = bind(TANGENTS[name], *primals, y, t, options=options, factor=factor, **more)
+        return _tangent_of_outputs(whole, y) if more else _tangent_of_state(whole, y)
+    out = bind(TANGENTS[name], y, t, factor=factor)
     mask = options.filled(primals[1:]).mask
     # A masked output is constant.  Where it is 0, it has made its change 0 as a factor.
     return out if mask is None or MASKED[name] == 0 else jnp.where(mask, out, 0)
+
+
+def _tangent_of_state(dlse: Array, state: Array) -> Array:
+    """The change of the state (m, l) from the change of lse: l alone changes.  An infinite l does not."""
+    l = jnp.where(jnp.isfinite(state[..., 1]), state[..., 1], 0)
+    return jnp.stack([jnp.zeros_like(dlse), dlse * l], axis=-1)
+
+
+def _tangent_of_outputs(whole: Array, y: Array) -> Array:
+    """The change of (result, m, l, ...) from the changes of the result, of lse, and of what follows l."""
+    state = _tangent_of_state(whole[..., 1], y[..., 1:3])
+    return jnp.concatenate([whole[..., :1], state, whole[..., 2:]], axis=-1)
 
 
 def score_tangent(
@@ -186,48 +205,36 @@ def score_tangent(
     Returns:
         (change, factor), whose product is the change of the scores; (None, 1.0) where nothing changes.
     """
-    filled, t_x = _filled(x, arrays, options), changes["x"]
+    given, t_x = filled(x, arrays, options), changes["x"]
     linear = options.softcap is None and options.bias is None and isinstance(options.scale, float)
     if linear and t_x is not None:
         # The kernel multiplies by the scale.
-        return _where(filled.mask, t_x), float(options.scale)
+        return _where(given.mask, t_x), float(options.scale)
     wide = accumulator(x)
     t_scale, t_bias = (changes.get(name) for name in ("scale", "bias"))
+
+    def through_softcap(x: Array, t: Array) -> Array:
+        return softcap_slope(FUNCTIONS, x.astype(wide), given) * t.astype(wide)
+
+    # The slope is computed again for the gradient, so that no float32 array of the size of x is kept.
+    through_softcap = through_softcap if options.softcap is None else jax.checkpoint(through_softcap)
     parts = []
     if t_x is not None:
-        parts.append(filled.scale * softcap_slope(FUNCTIONS, x.astype(wide), filled) * t_x.astype(wide))
+        parts.append(given.scale * through_softcap(x, t_x))
     if t_scale is not None:
-        slope = softcap_slope(FUNCTIONS, x.astype(wide), filled)
-        parts.append(slope * x.astype(wide) * t_scale.astype(wide))
+        parts.append(through_softcap(x, x.astype(wide) * t_scale.astype(wide)))
     if t_bias is not None:
         parts.append(t_bias.astype(wide))
     if not parts:
         return None, 1.0
-    return _where(filled.mask, jnp.broadcast_to(sum(parts[1:], parts[0]), x.shape).astype(x.dtype)), 1.0
+    return _where(given.mask, jnp.broadcast_to(sum(parts[1:], parts[0]), x.shape).astype(x.dtype)), 1.0
 
 
 def _where(mask: Array | None, t: Array) -> Array:
     return t if mask is None else jnp.where(mask, t, 0)
 
 
-def _peak(x: Array, z: Array, options: ScoreOptions) -> Array:
-    """The maximum score of each row.  The maximum of 16-bit logits is exact, and several times as fast as of scores."""
-    if options.plain:
-        return jnp.max(x, axis=-1, keepdims=True).astype(z.dtype)
-    return jnp.max(z, axis=-1, keepdims=True)
-
-
-def _shift(m: Array) -> Array:
-    """The finite number nearest to m, which is subtracted before exp."""
-    return jnp.clip(m, jnp.finfo(m.dtype).min, jnp.finfo(m.dtype).max)
-
-
-def _masked(y: Array, arrays: tuple[Array, ...], options: ScoreOptions, fill: float) -> Array:
-    mask = options.filled(arrays).mask
-    return y if mask is None else jnp.where(mask, y, fill)
-
-
 def _probabilities(x: Array, arrays: tuple[Array, ...], options: ScoreOptions, state: Array) -> Array:
     z = scores(x, arrays, options)
     # A NaN counts for nothing where the mask is False.
-    return _masked(jnp.exp(z - state[..., :1]) / state[..., 1:], arrays, options, 0)
+    return masked(jnp.exp(z - state[..., :1]) / state[..., 1:], arrays, options, 0)

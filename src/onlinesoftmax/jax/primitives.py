@@ -37,10 +37,11 @@ from ..planner.strategies import FOR_JAX
 from ..planner.strategies.pallas import LARGEST
 from . import ops, partitioning
 from .device import to_lower_for
+from .targets import PLAIN_TARGET, TargetOptions
 
 
 def bind(name: str, *operands: Array, choice: Choice = ANY, **params: Any) -> Array:
-    """Apply a primitive to arrays; `params` are `options` and `factor`, as in jax/ops.py."""
+    """Apply a primitive to arrays; `params` are `options`, `factor` and `target_options`, as in jax/ops.py."""
     result: Array = PRIMITIVES[name].bind(*operands, choice=choice, **params)
     return result
 
@@ -63,7 +64,7 @@ def check(name: str, choice: Choice) -> None:
 
 def plan_for(
     name: str, operands: tuple[Any, ...], device: Device, choice: Choice = ANY, options: ScoreOptions = PLAIN,
-    factor: float = 1.0, interpret: bool = False,
+    factor: float = 1.0, interpret: bool = False, target_options: TargetOptions = PLAIN_TARGET,
 ) -> Plan:  # fmt: skip
     """The plan for an operation on arrays of these shapes and dtypes.
 
@@ -75,6 +76,7 @@ def plan_for(
         options: The score options.
         factor: Number that a gradient is multiplied by; the plan does not depend on it.
         interpret: True where the interpreter runs the kernels.
+        target_options: Options of an operation with a target.
 
     Raises:
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
@@ -90,17 +92,23 @@ def plan_for(
         missing.append(("pallas/cluster", "Mosaic is not interpreted"))
     elif find_spec("absl") is None:
         missing.append(("pallas/cluster", "JAX's Mosaic needs absl-py: pip install absl-py"))
-    problem = Problem.of(task_for(name, operands, options))
+    problem = Problem.of(task_for(name, operands, options, target_options))
     return plan(problem, device, choice, missing, table_for(device), FOR_JAX)
 
 
-def task_for(name: str, operands: tuple[Any, ...], options: ScoreOptions = PLAIN) -> Task:
+def task_for(
+    name: str, operands: tuple[Any, ...], options: ScoreOptions = PLAIN, target_options: TargetOptions = PLAIN_TARGET
+) -> Task:
     """The task of an operation on arrays of these shapes and dtypes, which XLA lays out contiguously."""
     operation, x = OPERATIONS[name], operands[0]
-    shape, axis, outputs = x.shape, len(x.shape) - 1, ops.outputs(name)
+    shape, axis, outputs = x.shape, len(x.shape) - 1, ops.outputs(name, target_options)
     # Any dtype serves for an x that no kernel takes: the plan is XLA's.
     dtype, wide = x.dtype.name if x.dtype.name in ITEMSIZE else "float32", accumulator(x)
-    kinds = {operand.name: (operand.kind, dtype) for operand in operation.operands}
+    kinds = {
+        operand.name: (operand.kind, "int32" if operand.dtype == "integer" else dtype)
+        for operand in operation.operands
+        if not operand.optional
+    }
     for output in operation.written(outputs):
         kinds[output.name] = output.kind, wide if output.dtype == "accumulator" else dtype
     tensors = {
@@ -112,7 +120,8 @@ def task_for(name: str, operands: tuple[Any, ...], options: ScoreOptions = PLAIN
         steps = tuple(0 if size == 1 else step for size, step in strides)
         tensors[option] = TensorSpec(steps, array.dtype.name)
     numbers = frozenset(options.given) & {"scale", "softcap"} - set(options.arrays)
-    return task_of(operation, outputs, shape, axis, tensors, Flags(numbers))
+    numbers |= {number for number, _ in ops.numbers(name, target_options)}
+    return task_of(operation, outputs, shape, axis, tensors, Flags(numbers, wide=x.dtype.itemsize > 2))
 
 
 def _lowered(name: str, platform: str, *operands: Array, choice: Choice, **params: Any) -> Array:
@@ -125,6 +134,11 @@ def _lowered(name: str, platform: str, *operands: Array, choice: Choice, **param
     # The interpreter runs only where it is forced, and needs some GPU's numbers to plan with.
     device = to_lower_for() if on_gpu else known("h200" if choice.backend == "pallas" else "cpu")
 
+    target_options = params.get("target_options", PLAIN_TARGET)
+    arguments = {key: value for key, value in params.items() if key != "target_options"} | {
+        "outputs": ops.outputs(name, target_options), "numbers": ops.numbers(name, target_options),
+    }  # fmt: skip
+
     def planned(operands: tuple[Array, ...]) -> Plan:
         return plan_for(name, operands, device, choice, **params, interpret=not on_gpu)
 
@@ -132,8 +146,7 @@ def _lowered(name: str, platform: str, *operands: Array, choice: Choice, **param
         # The plan is made again for the rows of one device: XLA may be the fastest for fewer rows.
         chosen = planned(operands)
         if chosen.backend == "pallas":
-            written = pallas.run(name, operands, chosen, not on_gpu, **params, outputs=ops.outputs(name))
-            return ops.stacked(written)
+            return ops.stacked(pallas.run(name, operands, chosen, not on_gpu, **arguments))
         return eager(*operands)
 
     if planned(operands).backend == "eager":
@@ -189,17 +202,20 @@ def _batch(name: str, operands: tuple[Array, ...], axes: tuple[int | None, ...],
 
 
 def _jvp(
-    name: str, primals: tuple[Array, ...], tangents: tuple[Any, ...], *, options: ScoreOptions, choice: Choice
-) -> tuple[Array, Any]:
+    name: str, primals: tuple[Array, ...], tangents: tuple[Any, ...], *, options: ScoreOptions, choice: Choice,
+    **more: TargetOptions,
+) -> tuple[Array, Any]:  # fmt: skip
     """The result of an operation and its change."""
-    x, *arrays = primals
-    y = bind(name, *primals, options=options, choice=choice)
+    y = bind(name, *primals, options=options, choice=choice, **more)
+    names = ("x", *options.arrays)
+    x, *arrays = primals[: len(names)]
     changes = (None if type(t) is ad.Zero else t for t in tangents)
-    named = dict(zip(("x", *options.arrays), changes, strict=True))
+    # A target, which follows the arrays, is an integer and does not change.
+    named = dict(zip(names, changes, strict=False))
     change, factor = ops.score_tangent(x, tuple(arrays), options, named)
     if change is None:
         return y, _nothing(y)
-    return y, ops.tangent(name, partial(bind, choice=choice), primals, y, change, factor, options)
+    return y, ops.tangent(name, partial(bind, choice=choice), primals, y, (change, factor), options, **more)
 
 
 def _nothing(y: Array) -> Any:
@@ -217,10 +233,14 @@ def _linear_jvp(
     result = bind(name, *primals, choice=choice, **params)
     *fixed, last = tangents
     parts = [] if type(last) is ad.Zero else [bind(name, *primals[:-1], last, choice=choice, **params)]
-    if any(type(t) is not ad.Zero for t in fixed):
-        function = lambda *operands: ops.FORMULAS[name](*operands, primals[-1], **params)  # noqa: E731  one use
-        changes = tuple(map(ad.instantiate_zeros, fixed))
-        parts.append(jax.jvp(function, primals[:-1], changes)[1])
+    changed = [i for i, t in enumerate(fixed) if type(t) is not ad.Zero]
+    if changed:
+
+        def function(*operands: Array) -> Array:
+            given = dict(zip(changed, operands, strict=True))
+            return ops.FORMULAS[name](*(given.get(i, primal) for i, primal in enumerate(primals)), **params)
+
+        parts.append(jax.jvp(function, [primals[i] for i in changed], [fixed[i] for i in changed])[1])
     return result, sum(parts[1:], parts[0]) if parts else _nothing(result)
 
 

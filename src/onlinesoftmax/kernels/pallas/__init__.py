@@ -13,7 +13,7 @@ from .ops import Op
 
 def run(
     name: str, operands: tuple[Array, ...], plan: Plan, interpret: bool, options: ScoreOptions = PLAIN,
-    factor: float = 1.0, outputs: tuple[str, ...] = (),
+    factor: float = 1.0, outputs: tuple[str, ...] = (), numbers: tuple[tuple[str, float], ...] = (),
 ) -> tuple[Array, ...]:  # fmt: skip
     """Run an operation along the last axis as planned.
 
@@ -25,6 +25,7 @@ def run(
         options: Score options; ARRAY stands for an array among the operands.
         factor: Number that a gradient is multiplied by.
         outputs: Names of the outputs, of which at most one is per element; empty for those that every call writes.
+        numbers: Name and value of every operand that is a number.
 
     Returns:
         One array per output in the order of `outputs`: of x's shape, or without the last axis.
@@ -32,7 +33,7 @@ def run(
     # Mosaic GPU is imported only for the strategy that uses it.
     strategy = import_module(f".{plan.strategy}", __name__)
     x = operands[0]
-    op = Op(name, outputs, factor, exact=operands[-1].dtype.itemsize > 2)
+    op = Op.for_call(name, operands, outputs, factor, numbers)
     described = Operands.of(op, operands, options, plan.vector)
     # A gradient has the dtype of dy where dy is read per element.
     written = described.outputs(operands[op.inputs - 1].dtype)

@@ -71,7 +71,8 @@ class Slice(NamedTuple):
         if self.bounds.unaligned:
             here &= column < end
         pair = self.load_from_shared(at, self.tile)
-        a, b = (jnp.where(here, t, jnp.asarray(self.op.neutral, t.dtype)) for t in pair)
+        # Plain sums of scores leave out the score -inf of a finite logit.
+        a, b = (jnp.where(here, t, jnp.asarray(n, t.dtype)) for t, n in zip(pair, (self.op.neutral, 0.0), strict=True))
         return a, b
 
     def tiles(self, piece: int, overlap: bool) -> Tiles:
@@ -134,7 +135,11 @@ class Slice(NamedTuple):
 
     def _overwrite(self, at: int, pair: tuple[Array, Array], constants: RowConstants) -> None:
         a, b = (t.astype(self.accumulator) for t in pair)
-        self.refs[0][pl.ds(at, a.size)] = self.op.output(a, b, constants).astype(self.refs[0].dtype)
+        column = None
+        if constants.target is not None:
+            # The target is given as a column of the slice, and `at` is the first column here.
+            column = at + mosaic.broadcasted_iota(jnp.int32, (a.size,), 0, layout=self._layout(a.size))
+        self.refs[0][pl.ds(at, a.size)] = self.op.output(a, b, constants, column).astype(self.refs[0].dtype)
 
 
 def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int, pieces: Sequence[tuple[int, int]]) -> None:
@@ -154,6 +159,12 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int, piece
     bounds = SliceBounds.of(row, rank, operands.rows, operands.cols, length, 16 // held[0].dtype.itemsize)
     slice_ = Slice(op, held, bounds, operands.accumulator, pieces, loaded)
     slice_.start_loads(reads[:inputs])
+    given = [ref[row] for ref in operands.given_refs(reads)]
+    if op.reduces and given:
+        column = jnp.clip(given[0], 0, operands.cols - 1)
+        score = reads[0][row * operands.cols + column] if bounds.unaligned else reads[0][row, column]
+        op = op.at_target(given[0], score.astype(operands.accumulator), operands.cols)
+        slice_ = slice_._replace(op=op)
     if op.reduces:
         state = slice_.state(size * length > operands.cols)
         with jax.enable_x64(op.exact):
@@ -168,12 +179,18 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int, piece
                 ref[row] = value.astype(ref.dtype)
 
     for y_ref in elements:
-        given = (ref[row] for ref in reads[inputs:])
-        slice_.store(op.row_constants(state) if op.reduces else op.given_state(*given), y_ref)
+        slice_.store(op.row_constants(state) if op.reduces else _in_slice(op.given_constants(given), bounds), y_ref)
     if op.reduces and size > 1:
         # No block leaves while another may still read its state.
         mosaic.barrier_wait(arrived)
     mosaic.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _in_slice(constants: RowConstants, bounds: SliceBounds) -> RowConstants:
+    """The constants, with the target as a column of the slice."""
+    if constants.target is None:
+        return constants
+    return constants._replace(target=constants.target + (bounds.row_begin - bounds.first))
 
 
 def _merge_cluster(state: State, op: Op, refs: tuple[Any, ...], arrived: Any, size: int) -> State:
@@ -219,9 +236,9 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
             mosaic.ClusterBarrier(collective_axes=("rank",)),
         ],
         compiler_params=mosaic.CompilerParams(
-            # The approximate exp is wrong by a few units of float32.  It is used for every 16-bit input, also where a
-            # per-row output is float32.
-            approx_math=itemsize == 2, lowering_semantics=mosaic.LoweringSemantics.Warpgroup,
+            # The approximate exp is wrong by a few units of float32.
+            approx_math=itemsize == 2 and not (op.exact and op.reduces),
+            lowering_semantics=mosaic.LoweringSemantics.Warpgroup,
         ),
         kernel_name="onlinesoftmax_cluster",
     )  # fmt: skip

@@ -112,7 +112,9 @@ def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:
     Limits: none on columns.
     """
     reads, elements, rows = operands.sides(refs)
-    op, row = operands.op, pl.program_id(0)
+    row = pl.program_id(0)
+    operands = operands.at_targets(reads, row, 1)
+    op = operands.op
     place = Place(row, 0, tiles_of(operands, block), block)
     if op.reduces:
         state = state_of(operands, reads, place)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from ...core.arrays import Array, accumulator
 from ...core.options import Functions, ScoreOptions, scores
 from .ops import Op, RowConstants
-from .state import State, in_two
+from .state import State
 
 
 class RowMap(NamedTuple):
@@ -146,13 +146,8 @@ class Operands(NamedTuple):
         inputs = self.op.inputs
         found = [t.reshape(self.shape) for t in operands[:inputs]]
         found += [t.reshape(-1, t.shape[-1]) for t in operands[inputs : inputs + len(self.maps)]]
-        if not self.op.reduces:
-            # The given m of each row, and dy / l with its rounding error.
-            state, dy = operands[-2:]
-            m, l = state.reshape(-1, 2).T
-            with jax.enable_x64(True):
-                found += [m, *in_two(dy.reshape(-1).astype(jnp.float64) / l.astype(jnp.float64), m.dtype)]
-        return found
+        per_row = self.op.row_operands(*operands)
+        return found + [per_row[name] for name in self.op.given]
 
     def outputs(self, dtype: Any) -> list[jax.ShapeDtypeStruct]:
         """The arrays that a kernel writes, for a main output of this dtype: per element first, then per row."""
@@ -210,18 +205,37 @@ class Operands(NamedTuple):
 
     def given_state(self, refs: tuple[Any, ...], first: Any, rows: int) -> RowConstants:
         """The same where the state of each row is given."""
-        inside, at = self._rows(first, rows), self.op.inputs + len(self.maps)
-        return self.op.given_state(
-            *(
-                pltriton.load(ref.at[pl.ds(first, rows)], mask=inside, other=0).astype(self.accumulator)[:, None]
-                for ref in refs[at : at + 3]
-            )
-        )
+        inside = self._rows(first, rows)
+        loaded = [
+            pltriton.load(ref.at[pl.ds(first, rows)], mask=inside, other=0)[:, None] for ref in self.given_refs(refs)
+        ]
+        floating = [value if value.dtype == jnp.int32 else value.astype(self.accumulator) for value in loaded]
+        return self.op.given_constants(floating)
+
+    def given_refs(self, refs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The references of the operands per row."""
+        at = self.op.inputs + len(self.maps)
+        return refs[at : at + len(self.op.given)]
+
+    def at_targets(self, refs: tuple[Any, ...], first: Any, rows: int) -> Operands:
+        """The operands, with the targets of the rows from `first` on where the operation reduces rows with targets.
+
+        The targets of several rows are columns of a tile; that of a single row is a number, as its state is.
+        """
+        if not (self.op.reduces and self.op.given):
+            return self
+        row = jnp.int32(first) + _lanes((rows, 1), 0) if rows > 1 else jnp.int32(first)
+        inside = row < self.rows
+        column = pltriton.load(self.given_refs(refs)[0].at[row], mask=inside, other=0)
+        there = jnp.clip(column, 0, self.cols - 1)
+        at = (row, there) if self.vector == 1 else row * self.cols + there
+        score, _, _ = self.load(refs, Tile(at, inside, row, there))
+        return self._replace(op=self.op.at_target(column, score, self.cols))
 
     def store(self, ref: Any, tile: Tile, loaded: tuple[Array, Array, Array], constants: RowConstants) -> None:
         """Write a tile of the element output."""
         a, b, kept = loaded
-        y = self.op.output(a, b, constants)
+        y = self.op.output(a, b, constants, tile.column)
         if self.options.mask is not None:
             y = jnp.where(kept, y, self.op.masked)
         pltriton.store(ref.at[tile.at], y.astype(ref.dtype), mask=tile.inside)

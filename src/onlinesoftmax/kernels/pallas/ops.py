@@ -4,10 +4,12 @@ A strategy makes a state of each tile (`of`, `of_tiles`) and merges until a row 
 `row_constants` once per row and `output` for each element, `row_outputs` once per row, or both.
 Elements come in pairs (a, b): (score, unused), or (saved output, dy) in the gradients of softmax and log_softmax.
 
-A gradient needs one plain sum over its row, the dot:
+The gradients of softmax and log_softmax need one plain sum over their row, the dot:
     softmax           factor * y (dy - dot)        dot = sum(y dy)
     log_softmax       factor * (dy - exp(y) dot)   dot = sum(dy)
-    logsumexp         factor * t exp(z - m)        t = dy / l; the state (m, l) is given, not reduced
+The other gradients are given the state (m, l) and do not reduce:
+    logsumexp         factor * t exp(z - m)        t = dy / l
+    with a target     the formula is in targets.py
 
 The state of an operation is the maximum m with the rescaled sums, followed by the plain sums.  An operation without
 rescaled sums has no m in its state.
@@ -15,30 +17,38 @@ rescaled sums has no m in its state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ...core.arrays import Array
-from ...core.operations import OPERATIONS, Operation
+from ...core.operations import OPERATIONS, Accumulator, Operation
 from . import state
 from .state import State, Tiles
+from .targets import Given, Target
 
 
 class RowConstants(NamedTuple):
     """Values that `output` needs and that are the same along a row.
 
     Attributes:
-        t: 1 / l for softmax, log(l) for log_softmax, dot for their gradients, dy / l for the gradient of logsumexp.
+        t: 1 / l for softmax, log(l) for log_softmax, dot for their gradients, a factor of exp(z - m) for the others.
         shift: Number that is subtracted before exp; None in a gradient that has no exp of scores.
         low: Rounding error of t, where the output would show it; else None.
+        target: Column of the target; None, as the next three, in an operation without a target.
+        own, spread, slope: Constants of the gradients in targets.py; None for a spread or a slope of 0.
     """
 
     t: Array
     shift: Array | None = None
     low: Array | None = None
+    target: Array | None = None
+    own: Array | None = None
+    spread: Array | None = None
+    slope: Array | None = None
 
 
 class Op(NamedTuple):
@@ -48,14 +58,34 @@ class Op(NamedTuple):
         name: Name in OPERATIONS.
         outputs: Names of the outputs that are written; empty for those that every call writes.
         factor: Number that a gradient is multiplied by.
-        exact: True where the last operand of the call has more than 16 bits.  The last operand is x or dy, or the last
-            array of the score options if it follows them; so a masked float32 softmax gives False.
+        exact: True where sums need float64.  Without a target: where the last operand has more than 16 bits.  The last
+            operand is x or dy, or the last array of the score options if it follows them; so a masked float32 softmax
+            gives False.  With a target: where x has more than 16 bits, or a result is float32 to the last bit.
+        numbers: Name and value of every operand that is a number.
+        given: Names of the operands per row, as the kernel reads them.
+        target: The targets of the rows that a program reduces; None outside of such a program.
     """
 
     name: str
     outputs: tuple[str, ...] = ()
     factor: float = 1.0
     exact: bool = False
+    numbers: tuple[tuple[str, float], ...] = ()
+    given: tuple[str, ...] = ()
+    target: Target | None = None
+
+    @classmethod
+    def for_call(
+        cls, name: str, operands: tuple[Array, ...], outputs: tuple[str, ...] = (), factor: float = 1.0,
+        numbers: tuple[tuple[str, float], ...] = (),
+    ) -> Op:  # fmt: skip
+        """The operation of a call on these operands."""
+        op = cls(name, outputs, factor, numbers=numbers)
+        given = tuple(jax.eval_shape(op.row_operands, *operands))
+        if "target" not in given:
+            return op._replace(given=given, exact=operands[-1].dtype.itemsize > 2)
+        to_the_last_bit = op.reduces and any(output.exact for output in op.operation.written(op.written))
+        return op._replace(given=given, exact=to_the_last_bit or operands[0].dtype.itemsize > 2)
 
     @property
     def operation(self) -> Operation:
@@ -90,12 +120,16 @@ class Op(NamedTuple):
     @property
     def rescaled(self) -> tuple[str, ...]:
         """Names of the sums that merge with the factors of l."""
-        return tuple(total.name for total in self.operation.summed(self.written) if total.rescaled)
+        return tuple(total.name for total in self._sums if total.rescaled)
 
     @property
     def plain(self) -> tuple[str, ...]:
         """Names of the sums that merge by addition."""
-        return tuple(total.name for total in self.operation.summed(self.written) if not total.rescaled)
+        return tuple(total.name for total in self._sums if not total.rescaled)
+
+    @property
+    def _sums(self) -> tuple[Accumulator, ...]:
+        return self.operation.summed(self.written, [name for name, _ in self.numbers])
 
     @property
     def scaled_parts(self) -> int:
@@ -112,13 +146,32 @@ class Op(NamedTuple):
         """Element that adds nothing to the state."""
         return -jnp.inf if self.rescaled else 0.0
 
-    def terms(self, z: Array, e: Array) -> tuple[Array, ...]:
-        """Terms of the rescaled sums of scores z, with e = exp(z - m)."""
+    def terms(self, z: Array, w: Array, e: Array) -> tuple[Array, ...]:
+        """Terms of the rescaled sums of scores z, with w = z - m and e = exp(w)."""
+        counted = z if self.target is None else w
         # A score of -inf has the term 0, not -inf * 0.
-        return tuple(e if name == "l" else jnp.where(e == 0, 0, z * e) for name in self.rescaled)
+        return tuple(e if name == "l" else jnp.where(e == 0, 0, counted * e) for name in self.rescaled)
+
+    def _recentred(self, slices: Sequence[State], m: Array) -> list[State]:
+        """The scaled parts of slices, with zl counted from m, the maximum of all slices, not from each slice's own.
+
+        Only operations with a target count scores from the maximum in zl: log(l) and zl / l then do not cancel.
+        """
+        if self.target is None or "zl" not in self.rescaled:
+            return list(slices)
+        found, to = [], state.shift(m)
+        for its_m, l, zl in slices:
+            moved = (state.shift(its_m) - to).astype(l.dtype) * l
+            # An empty slice has no terms to move; its distance from m may be infinite.
+            found.append((its_m, l, zl + jnp.where(l == 0, jnp.zeros_like(moved), moved)))
+        return found
 
     def summands(self, a: Array, b: Array) -> tuple[Array, ...]:
         """Terms of the plain sums."""
+        if self.target is not None:
+            # An element that is not there has the score -inf and a finite logit.
+            there = (a > -jnp.inf) | (jnp.abs(b) == jnp.inf)
+            return tuple(jnp.where(there, a - self.target.centre, jnp.zeros_like(a)) for _ in self.plain)
         return tuple(a * b if self.name == "softmax_backward" else b for _ in self.plain)
 
     def sum_dtype(self, dtype: Any) -> Any:
@@ -173,20 +226,28 @@ class Op(NamedTuple):
     def merge(self, one: State, other: State) -> State:
         """The state of two slices together."""
         n = self.scaled_parts
-        found = state.merge(one[:n], other[:n]) if n else ()
+        found: State = ()
+        if n:
+            found = state.merge(*self._recentred((one[:n], other[:n]), jnp.maximum(one[0], other[0])))
         with jax.enable_x64(self.exact and bool(self.plain)):
             return *found, *state.added(one[n:], other[n:])
 
     def merge_slices(self, slices: Sequence[State]) -> State:
         """The state of slices together; their number is a power of two."""
         n = self.scaled_parts
-        found = state.merge_slices([a[:n] for a in slices]) if n else ()
+        found: State = ()
+        if n:
+            whole = reduce(jnp.maximum, [a[0] for a in slices])
+            found = state.merge_slices(self._recentred([a[:n] for a in slices], whole))
         return *found, *(state.by_twos(parts) for parts in zip(*(a[n:] for a in slices), strict=True))
 
     def merge_all(self, a: State, axis: int | None = -1) -> State:
         """The state of all slices along an axis, kept with size 1; with axis None of all slices, as numbers."""
         n = self.scaled_parts
-        found = state.merge_all(a[:n], axis) if n else ()
+        found: State = ()
+        if n:
+            [parts] = self._recentred([a[:n]], jnp.max(a[0], axis=axis, keepdims=axis is not None))
+            found = state.merge_all(parts, axis)
         if not self.plain:
             return found
         with jax.enable_x64(self.exact):
@@ -218,13 +279,53 @@ class Op(NamedTuple):
         t, low = state.reciprocal(l) if self.name == "softmax" else (jnp.log(l), None)
         return RowConstants(jnp.where(jnp.abs(m) == jnp.inf, jnp.nan, t), state.shift(m), low if self.exact else None)
 
-    def given_state(self, m: Array, t: Array, low: Array) -> RowConstants:
-        """Values for `output` of a row whose state is given, not reduced."""
-        return RowConstants(t, m, low if self.exact else None)
+    def row_operands(self, *operands: Array) -> dict[str, Array]:
+        """The operands per row as a kernel reads them: vectors, by their names in `RowConstants`."""
+        if self.operation.has_target:
+            return self._with_target(operands)
+        if self.reduces:
+            return {}
+        *_, residual, dy = operands
+        m, l = residual.reshape(-1, 2).T
+        with jax.enable_x64(True):
+            t = dy.reshape(-1).astype(jnp.float64) / l.astype(jnp.float64)
+        return {"shift": m, **self._in_two(t, m.dtype)}
 
-    def output(self, a: Array, b: Array, constants: RowConstants) -> Array:
-        """The output for the elements (a, b)."""
-        t, s, low = constants
+    def _with_target(self, operands: tuple[Array, ...]) -> dict[str, Array]:
+        if self.reduces:
+            return {"target": operands[-1].reshape(-1)}
+        *_, target, residual, cotangents = operands
+        cols, dtype = operands[0].shape[-1], residual.dtype
+        given = Given.of(target, residual, cotangents, cols, self.factor)
+        is_loss = self.name == "cross_entropy_backward"
+        found = given.of_loss(cols, **self._weights()) if is_loss else given.of_log_probability()
+        with jax.enable_x64(True):
+            narrow = {name: value.astype(dtype) for name, value in found.items() if name != "t"}
+            m = given.m.astype(dtype)
+        return {"target": target.reshape(-1), "shift": m, **self._in_two(found["t"], dtype), **narrow}
+
+    def _in_two(self, t: Array, dtype: Any) -> dict[str, Array]:
+        with jax.enable_x64(True):
+            return dict(zip(("t", "low"), state.in_two(t, dtype), strict=True))
+
+    def _weights(self) -> dict[str, float]:
+        """The numbers of the loss, with 0 for those that are not given."""
+        return {"smoothing": 0.0, "z_loss": 0.0} | dict(self.numbers)
+
+    def given_constants(self, values: Sequence[Array]) -> RowConstants:
+        """Values for `output` of a row whose state is given, not reduced: one value for each name in `given`."""
+        constants = RowConstants(**dict(zip(self.given, values, strict=True)))
+        return constants if self.exact else constants._replace(low=None)
+
+    def at_target(self, column: Array, score: Array, cols: int) -> Op:
+        """The operation for rows with these targets."""
+        return self._replace(target=Target(column, score, cols))
+
+    def output(self, a: Array, b: Array, constants: RowConstants, column: Array | None = None) -> Array:
+        """The output for the elements (a, b); an operation with a target needs their columns."""
+        t, s, low, *_ = constants
+        if constants.target is not None:
+            return self._gradient_with_target(a, constants, column == constants.target)
         if self.name in ("softmax", "logsumexp_backward"):
             e = jnp.exp(a - s)
             y = e * t if low is None else e * t + e * low
@@ -237,8 +338,25 @@ class Op(NamedTuple):
             return self.factor * (b - jnp.exp(a) * t)
         raise ValueError(f"{self.name} has no output per element")
 
+    def _gradient_with_target(self, z: Array, constants: RowConstants, hit: Any) -> Array:
+        """The gradient in the scores z; `hit` is True at the target."""
+        own: Any
+        t, s, low, _, own, spread, slope = constants
+        w = z - s
+        e = jnp.exp(w)
+        y = e * t if low is None else e * t + e * low
+        # Where the gradients of a row's results are 0, even a NaN counts for nothing.  Mosaic selects by arrays alone.
+        y = jnp.where(jnp.broadcast_to(t, y.shape) == 0, jnp.zeros_like(y), y)
+        if slope is not None:
+            y = y - jnp.where(e == 0, jnp.zeros_like(w), w) * e * slope
+        y = y - jnp.where(hit, jnp.broadcast_to(own, y.shape), jnp.zeros_like(y))
+        return y if spread is None else y - spread
+
     def row_outputs(self, a: State) -> tuple[Array, ...]:
         """The outputs per row, in the order of `row_names`."""
+        if self.target is not None:
+            # The plain sums are wider than m.
+            a = tuple(part.astype(a[0].dtype) for part in a)
         return tuple(self.row_output(name, a) for name in self.row_names)
 
     def row_output(self, name: str, a: State) -> Array:
@@ -246,13 +364,24 @@ class Op(NamedTuple):
 
         The entropy is NaN where l is 0 or the maximum is infinite: such a row has no softmax.
         """
-        parts = dict(zip(("m", *self.rescaled), a, strict=False))
+        parts = dict(zip(("m", *self.rescaled, *self.plain), a, strict=True))
         # With a finite m, m + log(l) is the logsumexp in every case.
         m, l = state.shift(parts["m"]), parts["l"]
         if name in ("m", "l"):
             return m if name == "m" else l
+        if self.target is not None:
+            return self._row_output_with_target(self.target, name, parts | {"m": m})
         lse = m + jnp.log(l)
         return lse - parts["zl"] / l if name == "entropy" else lse
+
+    def _row_output_with_target(self, target: Target, name: str, parts: Mapping[str, Array]) -> Array:
+        m, l = parts["m"], parts["l"]
+        if name == "entropy":
+            return jnp.log(l) - parts["zl"] / l
+        if name == self.operation.result.name:
+            is_loss = self.name == "cross_entropy"
+            return target.loss(m, l, parts.get("wz"), **self._weights()) if is_loss else target.log_probability(m, l)
+        return m + jnp.log(l)
 
     @property
     def masked(self) -> float:

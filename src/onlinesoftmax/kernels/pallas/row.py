@@ -37,7 +37,9 @@ def row_kernel(*refs: Any, operands: Operands, shape: tuple[int, int]) -> None:
     Limits: the sides of a tile are powers of two, so a row is padded to a sum of powers of two.
     """
     reads, elements, rows = operands.sides(refs)
-    op, first = operands.op, pl.program_id(0) * shape[0]
+    first = pl.program_id(0) * shape[0]
+    operands = operands.at_targets(reads, first, shape[0])
+    op = operands.op
     tiles = tiles_of(operands, first, shape)
     loaded = [operands.load(reads, tile) for tile in tiles]
     if op.reduces:

@@ -35,11 +35,15 @@ def state_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth:
 
     Chosen: few rows, each too long for one program to stream alone.
     Bytes: one read.
-    Limits: rows × splits states.
+    Limits: rows × splits states; every program reads the row's target.
     """
     program, row, part = _place(splits)
+    operands = operands.at_targets(refs[:reads], row, 1)
+    op = operands.op
     state = state_of(operands, refs[:reads], Place(row, part * depth, depth, block, part == 0))
-    for ref, value in zip(refs[reads:], operands.op.packed(state, operands.accumulator), strict=True):
+    # Every program of a row writes the score of the row's target, if there is one, beside its state.
+    target = () if op.target is None else (op.target.score,)
+    for ref, value in zip(refs[reads:], (*op.packed(state, operands.accumulator), *target), strict=True):
         pltriton.store(ref.at[pl.ds(program, 1)], value.reshape(1))
 
 
@@ -87,8 +91,14 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     states: list[Array] = []
     if op.reduces:
         one = jax.ShapeDtypeStruct((rows * splits,), operands.accumulator)
-        states = call(partial(state_kernel, **blocks), rows * splits, arrays, [one] * op.packed_parts, plan, interpret)
+        parts = [one] * (op.packed_parts + len(op.given))
+        states = call(partial(state_kernel, **blocks), rows * splits, arrays, parts, plan, interpret)
     if op.writes_elements:
         return call(partial(write_kernel, **blocks), rows * splits, [*arrays, *states], out, plan, interpret)
-    merged = op.merge_all(op.unpacked(tuple(part.reshape(rows, splits) for part in states)))
+    tables = [part.reshape(rows, splits) for part in states]
+    if op.given:
+        *tables, scores = tables
+        [targets] = operands.given_refs(tuple(arrays))
+        op = op.at_target(targets[:, None], scores[:, :1], operands.cols)
+    merged = op.merge_all(op.unpacked(tuple(tables)))
     return [values[:, 0].astype(like.dtype) for values, like in zip(op.row_outputs(merged), out, strict=True)]

@@ -19,14 +19,14 @@ from ...core.arrays import Array
 State = tuple[Array, ...]
 """(m, l) or (m, l, further sums), of one slice or of many."""
 
-Terms = Callable[[Array, Array], tuple[Array, ...]]
-"""Makes the terms of the sums from scores z and from exp(z - m)."""
+Terms = Callable[[Array, Array, Array], tuple[Array, ...]]
+"""Makes the terms of the sums from scores z, from w = z - m and from e = exp(w)."""
 
 STEP = 4
 """Tiles that one step of a loop over tiles reads."""
 
 
-def only_l(z: Array, e: Array) -> tuple[Array, ...]:
+def only_l(z: Array, w: Array, e: Array) -> tuple[Array, ...]:
     """The term of l alone."""
     return (e,)
 
@@ -91,7 +91,7 @@ def of(*parts: Array, axis: int | None = -1, exact: bool = False, terms: Terms =
     """
     m = reduce(jnp.maximum, (jnp.max(x, axis=axis, keepdims=axis is not None) for x in parts))
     s = shift(m)
-    found = [terms(x, jnp.exp(x - s)) for x in parts]
+    found = [terms(x, x - s, jnp.exp(x - s)) for x in parts]
     return m, *(_sum(of_one, axis, exact) for of_one in zip(*found, strict=True))
 
 
@@ -155,7 +155,7 @@ def of_tiles(tiles: Tiles, dtype: Any, score: Callable[[Any], Array], terms: Ter
 
     def of_tile(tile: Any) -> tuple[Array, ...]:
         z = score(tile).astype(dtype)
-        return terms(z, jnp.exp(z - s))
+        return terms(z, z - s, jnp.exp(z - s))
 
     return m, *tiles.fold(added, of_tile)
 

@@ -1,0 +1,196 @@
+"""Cross-entropy and token log-probabilities of rows: their checks, their labels, and the primitives that they call."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.arrays import Array, accumulator
+from ..core.options import ScoreOptions
+from ..core.task import Choice
+from ..planner.plan import PlanError
+from . import ops, primitives
+from .rows import Axis, Rows, axes_of, rows_of
+from .scores import filled, scores
+from .targets import TargetOptions
+
+CROSS_ENTROPY, TOKEN_LOGPROBS = "cross_entropy", "token_logprobs"
+"""Names of the operations."""
+
+EAGER = Choice("eager", "row")
+"""The choice of XLA's operations."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Results of `token_logprobs`, one value per row.
+
+    Attributes:
+        logprob: Logarithm of the probability of the chosen element.
+        entropy: Entropy of the row's softmax in nats; None where it was not asked for.
+        lse: Logarithm of the sum of exp(z).
+    """
+
+    logprob: Array
+    entropy: Array | None
+    lse: Array
+
+
+def cross_entropy(
+    logits: Any, labels: Any, axis: Axis, options: ScoreOptions, numbers: TargetOptions, choice: Choice
+) -> Array:
+    """The loss of every row; the arguments are those of the public function, not checked."""
+    primitives.check(CROSS_ENTROPY, choice)
+    x, labels = _floating(CROSS_ENTROPY, logits), _labels(CROSS_ENTROPY, "labels", labels)
+    numbers = TargetOptions(_number("label_smoothing", numbers.smoothing, 1.0), _number("z_loss", numbers.z_loss))
+    rows = rows_of(CROSS_ENTROPY, x, axis, options._replace(mask=_where(x, axis, options.mask)))
+    with_integers = jnp.issubdtype(labels.dtype, jnp.integer)
+    target = _target(CROSS_ENTROPY, "labels", labels, rows) if with_integers else None
+    weights = None if with_integers else _weights(labels, x, rows)
+    if rows.x.size == 0:
+        return jnp.full(rows.x.shape[:-1], jnp.nan, rows.dtype)
+    of_kept = numbers.smoothing > 0 and rows.options.mask is not None
+    if target is not None and not of_kept:
+        return _of_targets(rows, target, numbers, choice).astype(rows.dtype)
+    if choice.backend not in (None, EAGER.backend) or choice.strategy not in (None, EAGER.strategy):
+        given = "labels with a weight per class have" if target is None else "label_smoothing with where has"
+        raise PlanError(f"{CROSS_ENTROPY}: {given} no kernel: leave backend and strategy out")
+    if weights is not None:
+        return _of_weights(rows, weights, numbers).astype(rows.dtype)
+    # The part of the target and the part that is spread over the classes that are kept.
+    own = _of_targets(rows, target, numbers._replace(smoothing=0.0), EAGER)
+    spread = _of_weights(rows, jnp.zeros((), rows.x.dtype), numbers._replace(smoothing=1.0))
+    return ((1 - numbers.smoothing) * own + numbers.smoothing * spread).astype(rows.dtype)
+
+
+def token_logprobs(
+    logits: Any, index: Any, axis: Axis, options: ScoreOptions, entropy: bool, choice: Choice
+) -> TokenLogprobs:
+    """The results of every row; the arguments are those of the public function, not checked."""
+    primitives.check(TOKEN_LOGPROBS, choice)
+    if not isinstance(entropy, bool):
+        raise TypeError(f"{TOKEN_LOGPROBS}: entropy must be a bool, not {type(entropy).__name__}")
+    x, index = _floating(TOKEN_LOGPROBS, logits), _labels(TOKEN_LOGPROBS, "index", index)
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        raise TypeError(f"{TOKEN_LOGPROBS}: index must be integers, got {index.dtype}")
+    rows = rows_of(TOKEN_LOGPROBS, x, axis, options)
+    target = _target(TOKEN_LOGPROBS, "index", index, rows)
+    if rows.x.size == 0:
+        nothing = jnp.full(rows.x.shape[:-1], jnp.nan, accumulator(rows.x))
+        return TokenLogprobs(nothing, nothing if entropy else None, jnp.full_like(nothing, -jnp.inf))
+    y = primitives.bind(
+        TOKEN_LOGPROBS, rows.x, *rows.arrays, target, options=rows.options,
+        target_options=TargetOptions(entropy=entropy), choice=choice,
+    )  # fmt: skip
+    return TokenLogprobs(y[..., 0], y[..., 3] if entropy else None, ops.logsumexp_of(y[..., 1:3]))
+
+
+def _of_targets(rows: Rows, target: Array, numbers: TargetOptions, choice: Choice) -> Array:
+    """The losses of rows with one true class each."""
+    y = primitives.bind(
+        CROSS_ENTROPY, rows.x, *rows.arrays, target, options=rows.options, target_options=numbers, choice=choice
+    )
+    return _without_empty(rows, y[..., 0], y[..., 2])
+
+
+def _of_weights(rows: Rows, weights: Array, numbers: TargetOptions) -> Array:
+    """The losses of rows with a weight for each class.
+
+    The loss is sum(q) * log(l) - sum(q * (z - m)): scores that are all large do not cancel.  The state (m, l) changes
+    in l alone, so m counts as a constant.
+    """
+    state = primitives.bind("logsumexp", rows.x, *rows.arrays, options=rows.options, choice=EAGER)
+    m, l = state[..., 0], state[..., 1]
+    log_l = ops.logsumexp_of(state.at[..., 0].set(0))
+    if rows.options.mask is not None:
+        log_l = jnp.where(l == 0, 0, log_l)
+    # The sums are computed again for the gradient, so that no array of the size of the logits is kept.
+    sums = jax.checkpoint(partial(_weighted_sums, options=rows.options, smoothing=numbers.smoothing))
+    total, of_scores = sums(rows.x, rows.arrays, weights, m)
+    y = total * log_l - of_scores
+    if numbers.z_loss:
+        y = y + numbers.z_loss * (m + log_l) ** 2
+    return _without_empty(rows, y, l)
+
+
+def _weighted_sums(
+    x: Array, arrays: tuple[Array, ...], weights: Array, m: Array, *, options: ScoreOptions, smoothing: float
+) -> tuple[Array, Array]:
+    """The sum of the weights q, and of q * (z - m), after smoothing."""
+    wide, mask = accumulator(x), filled(x, arrays, options).mask
+    w = scores(x, arrays, options) - m[..., None]
+    q = jnp.broadcast_to(weights.astype(wide), x.shape)
+    kept = jnp.ones((), bool) if mask is None else mask
+    if smoothing:
+        classes = jnp.sum(jnp.broadcast_to(kept, x.shape), axis=-1, keepdims=True, dtype=wide)
+        q = (1 - smoothing) * q + smoothing / jnp.maximum(classes, 1)
+    q = jnp.where(kept, q, 0)
+    # A class of probability 0 and weight 0 counts for nothing.
+    w = jnp.where((q == 0) & (w == -jnp.inf), 0, w)
+    return jnp.sum(q, axis=-1), jnp.sum(q * w, axis=-1)
+
+
+def _without_empty(rows: Rows, y: Array, l: Array) -> Array:
+    """The losses, 0 in a row of which `where` leaves no class."""
+    return y if rows.options.mask is None else jnp.where(l == 0, 0, y)
+
+
+def _floating(name: str, logits: Any) -> Array:
+    if isinstance(logits, list | tuple | str) or logits is None:
+        raise TypeError(f"{name}: logits must be an array, not {type(logits).__name__}")
+    x = jnp.asarray(logits)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}: logits must be floating point, got {x.dtype}")
+    return x
+
+
+def _labels(name: str, argument: str, labels: Any) -> Array:
+    if isinstance(labels, list | tuple | str) or labels is None:
+        raise TypeError(f"{name}: {argument} must be an array, not {type(labels).__name__}")
+    found = jnp.asarray(labels)
+    if jnp.issubdtype(found.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: {argument} must not be complex, got {found.dtype}")
+    return found
+
+
+def _number(argument: str, value: Any, largest: float = math.inf) -> float:
+    """A number of the call, checked."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{CROSS_ENTROPY}: {argument} must be a number, not {type(value).__name__}")
+    if not (0 <= value <= largest and value < math.inf):
+        bounds = "not be negative" if largest == math.inf else f"lie between 0 and {largest:g}"
+        raise ValueError(f"{CROSS_ENTROPY}: {argument} must {bounds}, got {value}")
+    return float(value)
+
+
+def _where(x: Array, axis: Axis, where: Any) -> Array | None:
+    """The mask with as many axes as x: as in optax, a mask of rows lacks the reduced axes."""
+    if where is None:
+        return None
+    where, axes = jnp.asarray(where), axes_of(CROSS_ENTROPY, axis, x.ndim)
+    return jnp.expand_dims(where, axes) if where.ndim == x.ndim - len(axes) else where
+
+
+def _target(name: str, argument: str, index: Array, rows: Rows) -> Array:
+    """The column of each row as a 32-bit integer; -1 where it is out of range."""
+    outer, cols = rows.x.shape[:-1], rows.x.shape[-1]
+    if index.shape != outer:
+        raise ValueError(
+            f"{name}: integer {argument} must have the shape {outer} of the logits without axis, got {index.shape}"
+        )
+    return jnp.where((index >= 0) & (index < cols), index, -1).astype(jnp.int32)
+
+
+def _weights(labels: Array, x: Array, rows: Rows) -> Array:
+    """The weights of the classes in the layout of the rows."""
+    try:
+        whole = jnp.broadcast_to(labels, x.shape)
+    except ValueError:
+        raise ValueError(
+            f"{CROSS_ENTROPY}: labels of shape {labels.shape} do not broadcast to logits of shape {x.shape}"
+        ) from None
+    return rows.last(whole)

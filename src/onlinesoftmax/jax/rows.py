@@ -1,0 +1,172 @@
+"""The rows of a public call: its arrays, checked, with the reduced axes last and joined, as primitives take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.arrays import Array
+from ..core.operations import OPERATIONS
+from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_softcap
+from ..core.task import Choice
+from . import ops, primitives
+
+Axis = int | Sequence[int] | None
+
+
+class Rows(NamedTuple):
+    """An array with its reduced axes last and joined, and the arrays of its score options in the same layout.
+
+    Attributes:
+        x: Shape (outer axes, cols).
+        arrays: Arrays of the score options, in the order of `options.arrays`.
+        options: Score options; ARRAY stands for an array.
+        axes: The reduced axes of the caller's array.
+        shape: Shape of the caller's array.
+        dtype: Dtype of the result; x may be wider.
+    """
+
+    x: Array
+    arrays: tuple[Array, ...]
+    options: ScoreOptions
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def run(self, name: str, choice: Choice) -> Array:
+        """The result of an operation on these rows."""
+        primitives.check(name, choice)
+        if self.x.size == 0:
+            return ops.of_empty_rows(name, self.x).astype(self.dtype)
+        y = primitives.bind(name, self.x, *self.arrays, options=self.options, choice=choice)
+        return ops.result(name, y).astype(self.dtype)
+
+    def last(self, t: Array) -> Array:
+        """An array of the caller's shape, in the layout of x."""
+        return _last(t, self.axes)
+
+    def back(self, y: Array) -> Array:
+        """A result per element, in the shape of the caller's array."""
+        outer = y.shape[:-1]
+        y = y.reshape((*outer, *(self.shape[axis] for axis in self.axes)))
+        return jnp.moveaxis(y, range(len(outer), y.ndim), self.axes)
+
+
+def options_of(scale: Any, softcap: Any, bias: Any, where: Any) -> ScoreOptions:
+    """The score options, not checked; the mask is called `where` in jax.nn."""
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    return ScoreOptions(float(scale) if is_number else scale, softcap, bias, where)
+
+
+def is_plain(options: ScoreOptions) -> bool:
+    """True where jax.nn knows all the options that are given."""
+    return set(options.given) <= {"mask"}
+
+
+def is_complex(x: Array) -> bool:
+    """True for complex numbers, for which only jax.nn has functions."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def rows_of(name: str, x: Any, axis: Axis, options: ScoreOptions) -> Rows:
+    """The rows of an array for an operation; every argument is checked."""
+    x = _checked(name, x)
+    axes = axes_of(name, axis, x.ndim)
+    # A target is an index into the row, so there the order of the axes is the caller's.
+    axes = axes if has_target(name) else tuple(sorted(axes))
+    options, arrays = _checked_options(name, x, axes, options)
+    narrow = x.dtype
+    if not jnp.issubdtype(narrow, jnp.floating):
+        narrow = jnp.result_type(float)
+        x = x.astype(narrow)
+    elif jnp.finfo(narrow).bits < 16:
+        x = x.astype(jnp.float32)
+    return Rows(_last(x, axes), arrays, options, axes, x.shape, narrow)
+
+
+def _checked(name: str, x: Any) -> Array:
+    if isinstance(x, list | tuple | str) or x is None:
+        raise TypeError(f"{name}: x must be an array, not {type(x).__name__}")
+    x = jnp.asarray(x)
+    # jax.nn.logsumexp takes booleans, and the functions with a result per element do not.
+    if x.dtype == jnp.bool_ and not OPERATIONS[name].per_row:
+        raise TypeError(f"{name}: x must be a number array, not bool")
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: scale, softcap and bias are for real x, not {x.dtype}")
+    return x
+
+
+def has_target(name: str) -> bool:
+    """True for an operation with a target column per row."""
+    return OPERATIONS[name].has_target
+
+
+def axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
+    """The axes counted from 0, in the order in which they are given."""
+    if axis is None:
+        return tuple(range(ndim))
+    given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    for one in given:
+        if isinstance(one, bool) or not isinstance(one, int | np.integer):
+            raise TypeError(f"{name}: axis must be an int, ints or None, not {one!r}")
+        if not -ndim <= one < ndim:
+            raise ValueError(f"{name}: axis {one} is out of range for an array with {ndim} axes")
+    found = tuple(int(one) % ndim for one in given)
+    if len(set(found)) < len(found):
+        raise ValueError(f"{name}: axis {given} names an axis twice")
+    return found
+
+
+def _checked_options(
+    name: str, x: Array, axes: tuple[int, ...], options: ScoreOptions
+) -> tuple[ScoreOptions, tuple[Array, ...]]:
+    """The options with ARRAY in the place of each array, and the arrays with x's layout."""
+    scale = options.scale
+    if not isinstance(scale, float):
+        is_array = hasattr(scale, "dtype") and math.prod(scale.shape) == 1
+        if not is_array or not jnp.issubdtype(scale.dtype, jnp.floating):
+            raise TypeError(f"{name}: scale must be a number or a floating-point array of one element, got {scale!r}")
+        scale = scale.reshape((1,) * (x.ndim - len(axes) + 1))
+    check_softcap(name, options.softcap)
+    found = {"scale": scale} if not isinstance(scale, float) else {}
+    for option in SCORE_OPTIONS.values():
+        value = getattr(options, option.name)
+        if option.kind == "element" and value is not None:
+            found[option.name] = _last(_broadcast(_checked_array(name, x, option.name, value), x, axes), axes)
+    marked: dict[str, Any] = dict.fromkeys(found, ARRAY)
+    return options._replace(**marked), tuple(found.values())
+
+
+def _checked_array(name: str, x: Array, option: str, value: Any) -> Array:
+    """An array of the score options, with as many axes as x."""
+    t, argument = jnp.asarray(value), ARGUMENTS.get(option, option)
+    if SCORE_OPTIONS[option].dtype == "boolean" and t.dtype != jnp.bool_:
+        raise ValueError(f"{name}: {argument} must be boolean, got {t.dtype}")
+    if SCORE_OPTIONS[option].dtype == "floating" and not jnp.issubdtype(t.dtype, jnp.floating):
+        raise TypeError(f"{name}: {argument} must be floating point, got {t.dtype}")
+    if t.ndim > x.ndim or any(n not in (1, m) for n, m in zip(t.shape[::-1], x.shape[::-1], strict=False)):
+        of_input = "logits of" if has_target(name) else "x's"
+        raise ValueError(f"{name}: {argument} of shape {t.shape} does not broadcast to {of_input} {x.shape}")
+    return t.reshape((1,) * (x.ndim - t.ndim) + t.shape)
+
+
+ARGUMENTS = {"mask": "where"}
+"""Names of arguments that jax.nn calls otherwise than core/options.py."""
+
+
+def _broadcast(t: Array, x: Array, axes: tuple[int, ...]) -> Array:
+    """An array as long as x along axes that are joined; along a single axis it may have size 1."""
+    if len(axes) < 2:
+        return t
+    return jnp.broadcast_to(t, [x.shape[i] if i in axes else n for i, n in enumerate(t.shape)])
+
+
+def _last(t: Array, axes: tuple[int, ...]) -> Array:
+    """The array with its reduced axes last and joined."""
+    moved = jnp.moveaxis(t, axes, range(t.ndim - len(axes), t.ndim))
+    outer = moved.shape[: t.ndim - len(axes)]
+    return moved.reshape((*outer, math.prod(moved.shape[len(outer) :])))
