@@ -175,7 +175,7 @@ def test_replace_finds_the_nested_and_keeps_the_shared() -> None:
     before, names, weights = model(x), [name for name, _ in model.named_modules()], copy.deepcopy(model.state_dict())
     done = osm.nn.replace(model)
     assert done == osm.nn.Replaced(model, softmax=3, log_softmax=1)
-    assert repr(done) == "Replaced(softmax=3, log_softmax=1, softmax2d=0)"
+    assert repr(done) == "Replaced(softmax=3, log_softmax=1, softmax2d=0, cross_entropy=0)"
     assert int(done) == 4
     assert done.model is model
     assert type(model.shared) is osm.nn.Softmax

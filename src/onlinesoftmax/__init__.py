@@ -15,11 +15,12 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import log_softmax, logsumexp, softmax
+    from .api import cross_entropy, log_softmax, logsumexp, softmax, token_logprobs
     from .core.problem import Problem
     from .core.state import State
     from .explanation import explain
     from .files.apply import apply_file
+    from .overrides import override
     from .planner.plan import Plan, PlanError
 
 __version__ = "0.1.0"
@@ -31,17 +32,23 @@ __all__ = [
     "State",
     "__version__",
     "apply_file",
+    "cross_entropy",
     "explain",
     "log_softmax",
     "logsumexp",
+    "override",
     "softmax",
+    "token_logprobs",
 ]
 
 _HOME = {
     "softmax": "api",
     "log_softmax": "api",
     "logsumexp": "api",
+    "cross_entropy": "api",
+    "token_logprobs": "api",
     "nn": "nn",
+    "override": "overrides",
     "jax": "jax",
     "explain": "explanation",
     "Plan": "planner.plan",

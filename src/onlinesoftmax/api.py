@@ -146,6 +146,131 @@ def logsumexp(
     return _run(_LOGSUMEXP, input, options, dim, dtype, keepdim, out, (backend, strategy, batch_invariant))
 
 
+def cross_entropy(
+    input: Array,
+    target: Array,
+    weight: Array | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    return_stats: bool = False,
+    inplace_backward: bool = False,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+    strategy: str | None = None,
+) -> Any:
+    """`torch.nn.functional.cross_entropy` in one pass over the logits, exact, with nothing overwritten.
+
+        z = softcap * tanh(scale * input / softcap)
+        loss = -weight[target] * log_softmax(z)[target] + z_loss * logsumexp(z)**2
+
+    If the losses are reduced to a scalar and a gradient is wanted, one kernel reads the logits once and writes the
+    gradient; the logits are not kept.  Otherwise backward computes the gradient from the logits.
+
+    Args:
+        input: Logits of shape (C), (N, C) or (N, C, d1, ...), a torch tensor with any strides; never copied.
+        target: Class of each row, integers of shape (), (N) or (N, d1, ...); or the probability of each class, in
+            the shape of `input`, which PyTorch's operations compute.
+        weight: A factor for each class, of shape (C).
+        ignore_index: Target of the rows that count for nothing: no loss, no gradient, no part in a mean.
+        reduction: "mean" (over the weights of the targets that count), "sum" or "none".
+        label_smoothing: Part of the target that is spread over all classes, from 0 to 1.
+        z_loss: Factor of logsumexp(z)**2, which is added to the loss of each row that counts before the reduction.
+        scale: Factor of the input, an inverse temperature.
+        softcap: Bound on |scale * input|, softly: a positive number.
+        return_stats: Return (loss, statistics): lse, z_loss, entropy, the largest class and whether it is the target,
+            for each row, detached.
+        inplace_backward: Allow the gradient to overwrite `input`, which saves its memory.  Autograd raises an error if
+            another operation needs the old values.
+        batch_invariant: Give a row the same bits however many rows are beside it, for some speed.
+        backend, strategy: As for `softmax`.
+
+    Returns:
+        The loss: a scalar, or with "none" the shape of the rows.  Its dtype is that of `input`, or float32 under
+        autocast.  On a GPU a row whose target is out of range has the loss NaN and no gradient.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        RuntimeError: the dtype of `input`, the shape of `weight` or `label_smoothing` is wrong.
+        ValueError: the shape of `target`, `reduction` or `softcap` is wrong.
+        IndexError: on a CPU, a target is out of range.
+        PlanError: what was forced cannot run; the message lists every reason.
+
+    Example:
+        >>> import torch
+        >>> cross_entropy(torch.tensor([[0.0, 0.0], [3.0, 0.0]]), torch.tensor([0, -100]))
+        tensor(0.6931)
+    """
+    scores = checked_options("cross_entropy", scale, softcap, None, None, False, "nan")
+    if scores is not None and not isinstance(scores.scale, float):
+        raise TypeError(f"cross_entropy(): scale must be a number, not {type(scale).__name__}")
+    losses = _losses("cross_entropy")
+    settings = Settings(1, None, False, Choice(backend, strategy, batch_invariant))
+    loss = losses.Loss(settings, ignore_index, reduction, label_smoothing, z_loss, scores, inplace_backward)
+    return losses.cross_entropy(input, target, weight, loss, return_stats)
+
+
+def token_logprobs(
+    logits: Array,
+    index: Array,
+    dim: int = -1,
+    *,
+    scale: Any = 1.0,
+    softcap: float | None = None,
+    mask: Array | None = None,
+    entropy: bool = True,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+    strategy: str | None = None,
+) -> Any:
+    """Log-probability of the chosen token, entropy and logsumexp of each row, in one pass over the logits.
+
+    Each is differentiable in the logits, and one kernel computes the gradient of all three.
+
+    Args:
+        logits: Floating-point torch tensor with any strides; never copied.
+        index: The chosen token of each row: integers in the shape of `logits` without `dim`.
+        dim: The dimension of the tokens, also counted from the end.
+        scale: Factor of the logits, the inverse temperature: a number, or a 0-d tensor on their device.
+        softcap: Bound on |scale * logits|, softly: a positive number.
+        mask: Boolean, broadcasts to the shape of `logits`: True keeps a token, as sampling has kept it.
+        entropy: Compute the entropy too.
+        batch_invariant, backend, strategy: As for `softmax`.
+
+    Returns:
+        The named tuple (logprob, entropy, lse), each in the shape of `index`, in float32 (float64 for float64 logits).
+        The logprob is NaN where the index is no token, and -inf where the mask excludes the token.
+
+    Raises:
+        As `cross_entropy`.
+
+    Example:
+        >>> import torch
+        >>> found = token_logprobs(torch.zeros(2, 4), torch.tensor([0, 3]))
+        >>> found.logprob, found.entropy
+        (tensor([-1.3863, -1.3863]), tensor([1.3863, 1.3863]))
+    """
+    options = checked_options("token_logprobs", scale, softcap, None, mask, False, "nan")
+    losses = _losses("token_logprobs")
+    return losses.token_logprobs(logits, index, dim, options, entropy, Choice(backend, strategy, batch_invariant))
+
+
+def _losses(function: str) -> ModuleType:
+    """torch/losses.py, for a function that has no version for NumPy arrays."""
+    try:
+        from .torch import losses
+    except ImportError as error:
+        raise TypeError(
+            f"{function}() needs a torch tensor, and torch cannot be imported here ({error}): "
+            "pip install 'onlinesoftmax[torch]'"
+        ) from None
+    return losses
+
+
 _torch_runner: ModuleType | None = None
 """torch/dispatch.py, once a torch tensor has been seen."""
 

@@ -4,7 +4,7 @@
 >>> import onlinesoftmax as osm
 >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Softmax(dim=-1))
 >>> osm.nn.replace(model)
-Replaced(softmax=1, log_softmax=0, softmax2d=0)
+Replaced(softmax=1, log_softmax=0, softmax2d=0, cross_entropy=0)
 >>> model
 Sequential(
   (0): Linear(in_features=8, out_features=4, bias=True)
@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 from . import api
 from .core.options import checked_options
 
-__all__ = ["LogSoftmax", "LogSumExp", "Replaced", "Softmax", "Softmax2d", "replace"]
+__all__ = ["CrossEntropyLoss", "LogSoftmax", "LogSumExp", "Replaced", "Softmax", "Softmax2d", "replace"]
 
 
 class _WithOptions(torch.nn.Module):
@@ -210,6 +210,72 @@ def _over_channels(input: torch.Tensor) -> Any:
     return api.softmax(input, -3)
 
 
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """`torch.nn.CrossEntropyLoss`, by `onlinesoftmax.cross_entropy`.  Its state is PyTorch's: the weight, if given.
+
+    Args:
+        weight: A factor for each class, of shape (C).
+        ignore_index: Target of the rows that count for nothing.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: Part of the target that is spread over all classes, from 0 to 1.
+        z_loss: Factor of logsumexp(input)**2, which is added to the loss of each row.
+        scale: Factor of the input: a number.
+        softcap: Bound on |scale * input|, softly: a positive number.
+        inplace_backward: Allow the gradient to overwrite the input.
+        batch_invariant: Give a row the same bits however many rows are beside it, for some speed.
+
+    Shape:
+        input (C), (N, C) or (N, C, d1, ...); target without C, or with class probabilities the shape of the input.
+
+    Raises:
+        TypeError, ValueError: scale or softcap is of the wrong type, or makes no sense: when the module is made.
+            A call raises what `onlinesoftmax.cross_entropy` raises.
+
+    Example:
+        >>> CrossEntropyLoss(reduction="sum")(torch.zeros(2, 2), torch.tensor([0, 1]))
+        tensor(1.3863)
+        >>> CrossEntropyLoss(z_loss=1e-4)
+        CrossEntropyLoss(z_loss=0.0001)
+    """
+
+    # The defaults belong to the class: a module that `replace` made has none of its own.
+    z_loss: float = 0.0
+    scale: float = 1.0
+    softcap: float | None = None
+    inplace_backward: bool = False
+    batch_invariant: bool = False
+
+    def __init__(
+        self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: float = 0.0, *, z_loss: float = 0.0, scale: float = 1.0, softcap: float | None = None,
+        inplace_backward: bool = False, batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        if isinstance(scale, torch.Tensor):
+            raise TypeError("CrossEntropyLoss(): scale must be a number")
+        checked_options("CrossEntropyLoss", scale, softcap, None, None, False, "nan")
+        self.z_loss, self.scale, self.softcap = z_loss, scale, softcap
+        self.inplace_backward, self.batch_invariant = inplace_backward, batch_invariant
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The loss of `input`."""
+        return _cross_entropy(
+            input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, z_loss=self.z_loss,
+            scale=self.scale, softcap=self.softcap, inplace_backward=self.inplace_backward,
+            batch_invariant=self.batch_invariant,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """The options of ours that are not at their defaults."""
+        names = ("z_loss", "scale", "softcap", "inplace_backward", "batch_invariant")
+        return ", ".join(f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != getattr(type(self), n))
+
+
+@torch.fx.wrap
+def _cross_entropy(*args: Any, **options: Any) -> Any:
+    return api.cross_entropy(*args, **options)
+
+
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
@@ -219,33 +285,36 @@ class Replaced(Generic[Model]):
 
     Attributes:
         model: The model itself, changed in place.
-        softmax, log_softmax, softmax2d: How many modules of each kind were replaced; a shared one counts once.
+        softmax, log_softmax, softmax2d, cross_entropy: How many modules of each kind were replaced; a shared one
+            counts once.
     """
 
     model: Model = field(repr=False)
     softmax: int = 0
     log_softmax: int = 0
     softmax2d: int = 0
+    cross_entropy: int = 0
 
     def __int__(self) -> int:
         """How many modules were replaced."""
-        return self.softmax + self.log_softmax + self.softmax2d
+        return self.softmax + self.log_softmax + self.softmax2d + self.cross_entropy
 
 
 _OURS: dict[type[torch.nn.Module], tuple[str, type[torch.nn.Module]]] = {
     torch.nn.Softmax: ("softmax", Softmax),
     torch.nn.LogSoftmax: ("log_softmax", LogSoftmax),
     torch.nn.Softmax2d: ("softmax2d", Softmax2d),
+    torch.nn.CrossEntropyLoss: ("cross_entropy", CrossEntropyLoss),
 }
 
 
 def replace(model: Model) -> Replaced[Model]:
-    """Make every `torch.nn.Softmax`, `LogSoftmax` and `Softmax2d` in a model one of ours, in place.
+    """Make every `torch.nn.Softmax`, `LogSoftmax`, `Softmax2d` and `CrossEntropyLoss` in a model ours, in place.
 
     A module is given our class and remains the object that it was.  So its `dim`, hooks and their handles, its
     training flag and its names stay; where it is shared it stays shared; and `model` may be such a module itself.
-    Subclasses are left alone, as they may do something else, and so is what is called as a function:
-    `torch.softmax`, or the attention inside `torch.nn.MultiheadAttention`.
+    Subclasses are left alone, as they may do something else.  Functions that the model calls, such as `torch.softmax`,
+    are left alone too: `onlinesoftmax.override` replaces them.
 
     Args:
         model: Any module.
@@ -259,7 +328,7 @@ def replace(model: Model) -> Replaced[Model]:
     Example:
         >>> done = replace(torch.nn.Sequential(torch.nn.LogSoftmax(1), torch.nn.ReLU()))
         >>> done
-        Replaced(softmax=0, log_softmax=1, softmax2d=0)
+        Replaced(softmax=0, log_softmax=1, softmax2d=0, cross_entropy=0)
         >>> type(done.model[0])
         <class 'onlinesoftmax.nn.LogSoftmax'>
     """

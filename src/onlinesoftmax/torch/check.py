@@ -9,6 +9,9 @@ import torch
 from ..core.call import Call
 from ..core.options import SCORE_OPTIONS, query_axis
 
+TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
+"""Types of the tensors that replace real tensors while a program is traced."""
+
 
 def checked_dim(operation: str, dim: Any, ndim: int) -> int:
     """`dim` as a number from 0 to ndim - 1.

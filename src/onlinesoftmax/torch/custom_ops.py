@@ -31,6 +31,13 @@ def forward(call: Call) -> Tensor:
     return found
 
 
+def outputs(call: Call, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """The outputs of a call of an operation with a target, as an operator without derivatives."""
+    numbers = (call.beside.get(name) for name in call.operation.numbers)
+    found: list[Tensor] = _operator(call.operation)(*_flat(call), *numbers, ",".join(names))
+    return tuple(found)
+
+
 def _operator(operation: Operation) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), operation.name)
 
@@ -38,10 +45,10 @@ def _operator(operation: Operation) -> Any:
 def _tensors_of(operation: Operation) -> tuple[str, ...]:
     """Names of an operator's tensors: the operands, then what the score options may add."""
     optional = [name for name in operation.options if SCORE_OPTIONS[name].tensor]
-    if operation.backward and "softcap" in operation.options:
+    if operation.backward and "softcap" in operation.options and not operation.has_target:
         # The derivative of the softcap is computed from the logits.
         optional.append("logits")
-    return (*(operand.name for operand in operation.operands), *optional)
+    return (*(operand.name for operand in operation.operands if not operand.number), *optional)
 
 
 SETTINGS = (
@@ -57,8 +64,12 @@ def schema(operation: Operation) -> str:
     >>> schema(OPERATIONS["softmax"]).partition(", int dim")[0]
     '(Tensor x, Tensor? scale, Tensor? bias, Tensor? mask'
     """
-    required = {operand.name for operand in operation.operands}
+    required = {operand.name for operand in operation.operands if not operand.optional}
     tensors = [f"Tensor{'' if name in required else '?'} {name}" for name in _tensors_of(operation)]
+    if operation.has_target:
+        # A number is given as its bits.
+        numbers = "".join(f"int? {name}, " for name in operation.numbers)
+        return f"({', '.join(tensors)}, {SETTINGS}, {numbers}str outputs) -> Tensor[]"
     results = ", ".join("Tensor" for _ in _outputs_of(operation))
     return f"({', '.join(tensors)}, {SETTINGS}) -> {results if ',' not in results else f'({results})'}"
 
@@ -93,6 +104,38 @@ def _call(operation: Operation, arguments: tuple[Any, ...]) -> Call:
     x = given.pop("x")
     beside = {name: t for name, t in given.items() if t is not None}
     return Call(operation, x, settings, None if options.plain else options, None, beside)
+
+
+def _define_outputs(operation: Operation) -> None:
+    """The operator of an operation with a target: any of its outputs; torch/targets.py adds derivatives."""
+    count = len(operation.numbers) + 1
+
+    def call_of(arguments: tuple[Any, ...]) -> tuple[Call, tuple[str, ...]]:
+        call = _call(operation, arguments[:-count])
+        *numbers, names = arguments[-count:]
+        given = {name: value for name, value in zip(operation.numbers, numbers, strict=True) if value is not None}
+        return call._replace(beside={**call.beside, **given}), tuple(names.split(","))
+
+    def kernel(*arguments: Any) -> list[Tensor]:
+        call, names = call_of(arguments)
+        found = run(call, names)
+        return list(found) if isinstance(found, tuple) else [found]
+
+    def fake(*arguments: Any) -> list[Tensor]:
+        call, names = call_of(arguments)
+        x, dim = call.x, call.settings.dim
+        dtypes = {"input": x.dtype, "result": call.settings.dtype or x.dtype}
+        wide = accumulator_of(x.dtype, x.dtype)
+        return [
+            x.new_empty(x.shape, dtype=dtypes[output.dtype])
+            if output.kind == "element"
+            else x.new_empty(shape_of_rows(x.shape, dim), dtype=dtypes.get(output.dtype, wide))
+            for output in operation.written(names)
+        ]
+
+    name = f"{NAMESPACE}::{operation.name}"
+    operator = torch.library.custom_op(name, kernel, mutates_args=(), schema=schema(operation))
+    operator.register_fake(fake)
 
 
 def _define(operation: Operation) -> None:
@@ -144,4 +187,4 @@ def _backward(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, to_logits:
 
 
 for _operation in OPERATIONS.values():
-    _define(_operation)
+    (_define_outputs if _operation.has_target else _define)(_operation)

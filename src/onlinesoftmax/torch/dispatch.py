@@ -9,13 +9,13 @@ import torch
 from torch.autograd import forward_ad
 
 from ..core.call import NOTHING, Call, Settings
-from ..core.operations import Operation
+from ..core.operations import OPERATIONS, Operation
 from ..core.options import ScoreOptions
 from ..core.task import ANY, ITEMSIZE, Choice
 from ..kernels import registry
 from ..planner.plan import PlanError
-from . import autograd, eager, launches
-from .check import check_options, check_out_memory, checked_dim, checked_out
+from . import autograd, eager, launches, ops
+from .check import TRACED_TYPES, check_options, check_out_memory, checked_dim, checked_out
 from .launches import LAUNCHES, is_usual, key_of
 from .prepare import run as run_kernel
 
@@ -60,7 +60,7 @@ def run(call: Call) -> torch.Tensor:
     elif x.is_cpu and call.plain and type(x) is torch.Tensor:
         return _by_pytorch(call)
     # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
-    by_default = backend is None and (not x.is_cuda or not _have_kernels())
+    by_default = backend is None and _why_not_by_default(x) is not None
     if (by_default or backend == "eager") and strategy in (None, "row"):
         return _by_pytorch(call)
     if reason := _why_not_kernels(x, dtype):
@@ -102,18 +102,16 @@ def _have_kernels() -> bool:
 # takes several seconds.
 _have_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute
 
+for _operation in OPERATIONS.values():
+    # The first read of a cached property takes a lock in Python 3.11, and torch.compile cannot trace a lock.
+    _ = _operation.per_row
 
 DTYPES = tuple(getattr(torch, name) for name in ITEMSIZE)
 """The dtypes that kernels take."""
 
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
-"""Types of the tensors that replace real tensors while a program is traced."""
-
 
 def _is_traced(x: torch.Tensor) -> bool:
-    return torch.compiler.is_compiling() or type(x) not in PLAIN_TYPES
+    return torch.compiler.is_compiling() or type(x) not in ops.PLAIN_TYPES
 
 
 def _wants_derivatives(x: torch.Tensor, options: ScoreOptions | None) -> bool:
@@ -153,7 +151,8 @@ def _with_autocast(call: Call) -> Call:
 
 def _autocast_dtype(operation: Operation, dtype: torch.dtype, device_type: str) -> torch.dtype:
     """The dtype of this operation's result under autocast, found by running PyTorch's operation on one element."""
-    result: torch.dtype = getattr(torch, operation.name)(torch.zeros(1, dtype=dtype, device=device_type), 0).dtype
+    element = torch.zeros(1, dtype=dtype, device=device_type)
+    result: torch.dtype = ops.by_pytorch(operation.name, element, 0).dtype
     return result
 
 
@@ -167,11 +166,24 @@ def _autocast_once(operation: Operation, dtype: torch.dtype, device_type: str, _
     return _autocast_dtype(operation, dtype, device_type)
 
 
+def why_pytorch(x: torch.Tensor, dtype: torch.dtype | None, backend: str | None) -> str | None:
+    """Why PyTorch's own operation runs a call on this tensor; None if a kernel may run it, or the forced backend."""
+    return (_why_not_by_default(x) if backend is None else None) or _why_not_kernels(x, dtype)
+
+
+def _why_not_by_default(x: torch.Tensor) -> str | None:
+    """Why a call that forces no backend runs PyTorch's own operation, on any tensor of this device."""
+    if not x.is_cuda:
+        return f"input is on {'the CPU' if x.is_cpu else x.device.type}, where PyTorch's own operation runs"
+    return None if _have_kernels() else "neither the CUDA nor the Triton kernels can run here"
+
+
 def _why_not_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
     """Why only PyTorch's own operations can take this tensor; None where our kernels can."""
-    if x.dtype not in DTYPES or (dtype is not None and dtype not in DTYPES):
-        return f"dtype must be one of {', '.join(ITEMSIZE)}, got {x.dtype if dtype is None else dtype}"
-    if (type(x) not in PLAIN_TYPES and type(x).__name__ not in TRACED_TYPES) or x.layout != torch.strided:
+    for given in (x.dtype, dtype or x.dtype):
+        if given not in DTYPES:
+            return f"dtype must be one of {', '.join(ITEMSIZE)}, got {given}"
+    if (type(x) not in ops.PLAIN_TYPES and type(x).__name__ not in TRACED_TYPES) or x.layout != torch.strided:
         return f"input is a {type(x).__name__} of layout {x.layout}, not a plain strided tensor"
     if not torch.compiler.is_compiling() and x.is_neg():
         return "input is a lazily negated view; call resolve_neg() first"

@@ -22,15 +22,19 @@ FUNCTIONS = Functions(torch.tanh, lambda condition, x, number: x.masked_fill(~co
 def call_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
     """The operation on a torch tensor by PyTorch itself, if only a dimension and keepdim are given."""
     function = getattr(torch, operation.name)
+    if torch._C._len_torch_function_stack():
+        return ops.result(operation.name, x, dim, keepdim)
     return function(x, dim, keepdim) if operation.per_row else function(x, dim)
 
 
 def call(operation: Operation, x: Any, settings: Settings, out: Any) -> Any:
     """The operation on a torch tensor by PyTorch itself, with its gradients and its errors."""
-    function, (dim, dtype, keepdim, _) = getattr(torch, operation.name), settings
+    name, (dim, dtype, keepdim, _) = operation.name, settings
     if operation.per_row:
-        return function(x if dtype is None else x.to(dtype), dim, keepdim, out=out)
-    return function(x, dim, dtype) if out is None else function(x, dim, dtype=dtype, out=out)
+        return ops.by_pytorch(name, x if dtype is None else x.to(dtype), dim, keepdim, out=out)
+    if out is None:
+        return ops.by_pytorch(name, x, dim, dtype)
+    return ops.by_pytorch(name, x, dim, dtype=dtype, out=out)
 
 
 def call_on_scores(call: Call) -> Any:
@@ -69,4 +73,4 @@ def _invariant_logsumexp(z: Any, dim: int, keepdim: bool) -> Any:
     largest log_softmax of a row is -log(l).
     """
     m = z.amax(dim, keepdim)
-    return torch.where(m.isinf(), m, m - torch.log_softmax(z, dim).amax(dim, keepdim))
+    return torch.where(m.isinf(), m, m - ops.by_pytorch("log_softmax", z, dim).amax(dim, keepdim))

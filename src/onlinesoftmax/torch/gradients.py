@@ -26,7 +26,7 @@ def forward(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
     """The outputs of a forward call by our kernels; the call has been checked."""
     if call.settings.choice.batch_invariant:
         # The strides and the alignment of the input must not depend on the number of rows.
-        call = call._replace(x=_canonical(call.x, call.settings.dim))
+        call = call._replace(x=canonical(call.x, call.settings.dim))
     return run(call, outputs)
 
 
@@ -108,14 +108,14 @@ def gradient_call(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, to_log
     settings = Settings(settings.dim, dtype, False, settings.choice)
     if settings.choice.batch_invariant:
         beside = {
-            name: _canonical(t, settings.dim) if t.shape == x.shape and name not in gradient.row_operands else t
+            name: canonical(t, settings.dim) if t.shape == x.shape and name not in gradient.row_operands else t
             for name, t in beside.items()
         }
-        x = _canonical(x, settings.dim)
+        x = canonical(x, settings.dim)
     return Call(gradient, x, settings, options, None, beside)
 
 
-def _canonical(x: Tensor, dim: int) -> Tensor:
+def canonical(x: Tensor, dim: int) -> Tensor:
     """A copy of x with contiguous rows and its first element on 16 bytes; x itself if both already hold."""
     if not x.dim():
         return x

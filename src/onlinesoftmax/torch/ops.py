@@ -14,10 +14,26 @@ import torch
 Tensor = torch.Tensor
 
 
+def by_pytorch(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of PyTorch's function of this name; no mode such as `onlinesoftmax.override` replaces it here."""
+    return call_pytorch(getattr(torch, name), x, *args, **kwargs)
+
+
+def call_pytorch(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of a function of PyTorch; no mode such as `onlinesoftmax.override` replaces it here."""
+    if torch._C._len_torch_function_stack() and type(x) in PLAIN_TYPES:
+        with torch._C.DisableTorchFunction():
+            return function(x, *args, **kwargs)
+    return function(x, *args, **kwargs)
+
+
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Types of the tensors whose functions are PyTorch's own; a subclass may bring its own."""
+
+
 def result(name: str, z: Tensor, dim: Any, keepdim: bool) -> Tensor:
     """The result of a forward operation for scores z, by PyTorch's function."""
-    function = getattr(torch, name)
-    y: Tensor = function(z, dim, keepdim) if name == "logsumexp" else function(z, dim)
+    y: Tensor = by_pytorch(name, z, dim, keepdim) if name == "logsumexp" else by_pytorch(name, z, dim)
     return y
 
 
@@ -88,7 +104,7 @@ def _log_softmax_tangent(saved: Saved, dz: Tensor) -> Tensor:
 
 def _logsumexp_tangent(saved: Saved, dz: Tensor) -> Tensor:
     assert saved.z is not None
-    return (dz * torch.softmax(saved.z, saved.dim)).sum(saved.dim, keepdim=True)
+    return (dz * result("softmax", saved.z, saved.dim, False)).sum(saved.dim, keepdim=True)
 
 
 TANGENTS: dict[str, Callable[[Saved, Tensor], Tensor]] = {

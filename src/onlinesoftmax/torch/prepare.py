@@ -14,7 +14,7 @@ import torch
 from ..core.call import Call, Settings
 from ..core.layout import contiguous_strides, strides_of_rows
 from ..core.operations import Operation
-from ..core.options import ScoreOptions, bits
+from ..core.options import bits
 from ..core.problem import Problem
 from ..core.task import ITEMSIZE, Flags, Task, TensorSpec, one_row_as_many, task_of
 from ..kernels import registry
@@ -25,10 +25,10 @@ from . import eager, ops
 from .check import checked_dim, checked_out
 from .device import from_torch
 
-DTYPE_NAMES = {getattr(torch, name): name for name in ITEMSIZE} | {torch.bool: "bool"}
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+"""Names of the integer dtypes that an operand may have."""
 
-NUMBERS = ("scale", "softcap")
-"""Operands that may be one number for the call."""
+DTYPE_NAMES = {getattr(torch, name): name for name in (*ITEMSIZE, "bool", *INTEGERS)}
 
 
 class Place(NamedTuple):
@@ -133,20 +133,29 @@ def kind_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...] = 
     places = [place_of("x", x, x.shape)]
     if operands:
         places += [
-            place_of(name, t, x.shape, name in operation.row_operands and settings.dim)
+            _call_place(name, t)
+            if name == "scale" or name in operation.call_operands
+            else place_of(name, t, x.shape, name in operation.row_operands and settings.dim)
             for name, t in operands.items()
             if isinstance(t, torch.Tensor)
         ]
     if out is not None:
         places.append(Place("out", out.shape, out.stride(), out.dtype, aligned(out), out.device))
-    flags = NO_FLAGS if options is None else _flags(options, operands)
+    wide = (settings.dtype or x.dtype) in WIDE
+    numbers = frozenset(name for name, value in operands.items() if isinstance(value, int)) if operands else NO_NUMBERS
+    flags = Flags(numbers, wide=wide) if options is None else Flags(numbers, options.causal, options.zero, wide)
     return Kind(operation, outputs, settings, tuple(places), flags)
+
+
+def _call_place(name: str, t: torch.Tensor) -> Place:
+    """The Place of a tensor of one element."""
+    return Place(name, t.shape, t.stride(), t.dtype, aligned(t), t.device)
 
 
 def place_of(name: str, t: torch.Tensor, shape: torch.Size, row_axis: Any = False) -> Place:
     """The Place of a tensor with its strides for `shape`; the stride along row_axis is 0 if row_axis is given."""
     strides = t.stride()
-    if t.shape != shape and name != "scale":
+    if t.shape != shape:
         strides = t.expand(shape).stride()
     if row_axis is not False and shape:
         axis = row_axis % len(shape)
@@ -154,12 +163,8 @@ def place_of(name: str, t: torch.Tensor, shape: torch.Size, row_axis: Any = Fals
     return Place(name, t.shape, strides, t.dtype, aligned(t), t.device)
 
 
-def _flags(options: ScoreOptions, operands: Mapping[str, Any]) -> Flags:
-    numbers = frozenset(name for name in NUMBERS if isinstance(operands.get(name), int))
-    return Flags(numbers, options.causal, options.zero)
-
-
-NO_FLAGS = Flags()
+WIDE = (torch.float32, torch.float64)
+NO_NUMBERS: frozenset[str] = frozenset()
 
 
 def aligned(t: torch.Tensor) -> bool:
@@ -184,7 +189,7 @@ def prepare(kind: Kind) -> Callable[[torch.Tensor, torch.Tensor | None, Mapping[
         eager_settings = settings._replace(dim=axis, dtype=dtype)
         return lambda x, out, _: eager.call(operation, x, eager_settings, out)
     launch = registry.load(the_plan.backend).prepare(Request(task, the_plan))
-    return _bound(launch, kind, task, shape, dtype)
+    return _bound(launch, kind, task, shape, getattr(torch, task.dtypes[kind.outputs[0]]))
 
 
 def _bound(
@@ -195,10 +200,13 @@ def _bound(
     device, on_gpu, index = x.device, x.device.type == "cuda", x.device.index
     resize = kind.places[-1].name == "out" and kind.places[-1].shape != shape
     like_input = (shape, dtype) == (x.shape, x.dtype) and x.strides == contiguous_strides(shape)
-    # The first output is the result; the others have one value per row.
-    more_outputs = kind.outputs[1:]
+    # The first output is the result.
     row_shape = shape_of_rows(x.shape, kind.settings.dim)
-    dtypes = {name: getattr(torch, task.dtypes[name]) for name in more_outputs}
+    more_outputs = {
+        output.name: (row_shape if output.kind == "row" else x.shape, getattr(torch, task.dtypes[output.name]))
+        for output in kind.operation.written(kind.outputs)
+        if output.name != kind.outputs[0]
+    }
 
     def run(x: torch.Tensor, out: torch.Tensor | None, operands: Mapping[str, Any]) -> Any:
         if out is None:
@@ -207,9 +215,13 @@ def _bound(
         elif resize:
             out.resize_(shape)
         if more_outputs:
-            operands = {
-                **operands, **{name: torch.empty(row_shape, dtype=dtypes[name], device=device) for name in more_outputs}
-            }  # fmt: skip
+            # An output that is given is among the operands: a gradient that overwrites the logits.
+            new = {
+                name: torch.empty(size, dtype=kept, device=device)
+                for name, (size, kept) in more_outputs.items()
+                if name not in operands
+            }
+            operands = {**operands, **new}
         if on_gpu and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(device):
                 launch(x, out, operands)
@@ -224,18 +236,22 @@ def _task(kind: Kind, axis: int, out: Place | None) -> Task:
     """The task of a kind whose result is `out`, or a new contiguous tensor if `out` is None."""
     x, *beside = (place for place in kind.places if place.name != "out")
     operation, (_, dtype, keepdim, choice) = kind.operation, kind.settings
+    given = {place.name for place in beside}
     result = dtype or x.dtype
     wide = torch.promote_types(torch.promote_types(x.dtype, result), torch.float32)
     tensors = {"x": _spec(x)}
     for output in operation.written(kind.outputs):
         is_result = output is operation.result
-        shape = result_shape(operation, x.shape, axis, keepdim) if is_result else shape_of_rows(x.shape, axis)
+        if output.name in given:
+            continue
+        shape = shape_of_rows(x.shape, axis) if output.kind == "row" else x.shape
+        shape = result_shape(operation, x.shape, axis, keepdim) if is_result else shape
         strides, is_aligned = contiguous_strides(shape), True
         if is_result and out is not None:
             strides, is_aligned = out.strides, out.aligned
         if output.kind == "row" and x.shape:
             strides = strides_of_rows(strides, axis, keepdim and is_result)
-        kept = result if output.dtype == "result" else wide
+        kept = {"result": result, "input": x.dtype, "accumulator": wide}[output.dtype]
         tensors[output.name] = TensorSpec(strides, DTYPE_NAMES[kept], is_aligned)
     tensors |= {place.name: _spec(place) for place in beside}
     task = task_of(operation, kind.outputs, tuple(x.shape), axis, tensors, kind.flags)

@@ -1,0 +1,83 @@
+"""`override`: PyTorch's softmax functions run ours inside a block, and the code of the model does not change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .report import Report
+
+if TYPE_CHECKING:
+    from .mode import Override
+
+__all__ = ["Report", "override"]
+
+
+def override(*, strict: bool = False, backend: str | None = None) -> Override:
+    """Context manager and decorator: PyTorch's softmax, log_softmax, logsumexp and cross_entropy run ours.
+
+    The block replaces every spelling of these functions: those in `torch`, in `torch.special` and in
+    `torch.nn.functional`, the methods of a tensor, and the modules that call them.  It changes no other function.
+
+    Our function takes a call if a kernel can run the call.  PyTorch runs the others: inputs on a CPU (unless `backend`
+    is given), integers, sparse tensors and tensor subclasses, `dim=None`, an `out` that PyTorch must resize, and a
+    cross-entropy with class probabilities or with the deprecated arguments `size_average` and `reduce`.
+
+    The block does not reach these calls:
+
+    - calls inside other functions of PyTorch, such as `softmin`, `gumbel_softmax`,
+      `scaled_dot_product_attention` and `multi_head_attention_forward`, and calls inside TorchScript;
+    - calls on other threads: PyTorch keeps its modes per thread, so each thread must enter the block;
+    - calls during backward, where PyTorch turns its modes off.  Activation checkpointing repeats the forward there; to
+      replace these calls too, decorate the function that is checkpointed.
+
+    Inside a block, a call of any PyTorch function takes the host about one microsecond longer, and a call that the
+    block takes or leaves about five.  `torch.compile` avoids this: it replaces the calls by our custom operators when
+    it traces the model, and the block around the compiled model counts them at that time.  A block inside the compiled
+    function works too, but counts nothing.
+
+    Of two nested blocks, the inner one decides first.  A call that the inner block leaves goes on to the outer block,
+    as with all modes of PyTorch.  If a block is already open on a thread, entering it again has no effect.
+
+    Args:
+        strict: Raise an error where PyTorch would run the call.
+        backend: Force "cuda", "triton" or "eager" for every call that our functions take, on a CPU too.
+
+    Returns:
+        An object whose method `report()` gives the number of calls that were taken and left, as a `Report`.  A
+        decorated function has the method too.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed.
+        TypeError: strict is not a bool, or the decorated object is a class, a coroutine or a generator.
+        ValueError: there is no such backend.
+        RuntimeError: with strict=True, inside the block: PyTorch would run the call; the message says why.
+        PlanError: inside the block: the forced backend cannot run the call; the message lists every reason.
+
+    Source:
+        `torch.overrides.TorchFunctionMode`, https://pytorch.org/docs/stable/torch.overrides.html.
+
+    Example:
+        >>> import torch
+        >>> with override() as mode:
+        ...     y = torch.softmax(torch.zeros(2), dim=0)
+        >>> print(mode.report())
+        softmax: PyTorch ran 1 call: input is on the CPU, where PyTorch's own operation runs.
+
+        >>> @override(backend="eager")
+        ... def probabilities(logits):
+        ...     return torch.nn.functional.softmax(logits, dim=-1)
+        >>> probabilities(torch.zeros(2))
+        tensor([0.5000, 0.5000])
+        >>> print(probabilities.report())
+        softmax: our function took 1 call.
+    """
+    try:
+        from .mode import Override
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            "onlinesoftmax.override needs torch, which is not installed: pip install 'onlinesoftmax[torch]'",
+            name="torch",
+        ) from None
+    return Override(strict, backend)

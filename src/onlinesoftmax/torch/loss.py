@@ -1,0 +1,48 @@
+"""The arguments of one cross-entropy on torch tensors besides the tensors, and the divisor of its mean."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..core.call import Settings
+from ..core.options import ScoreOptions
+
+
+class Loss(NamedTuple):
+    """The arguments of a cross-entropy besides its tensors.
+
+    Attributes:
+        settings: The dimension of the classes, the dtype of the result, and what the caller forces of the plan.
+        ignore_index: Target of the rows that count for nothing.
+        reduction: "mean", "sum" or "none".
+        smoothing: Part of the target that is spread over all classes.
+        z_loss: Factor of lse², which is added to the loss of each row.
+        options: Scale and softcap; None where both are at their default.
+        inplace: True where the gradient may overwrite the logits.
+    """
+
+    settings: Settings
+    ignore_index: int = -100
+    reduction: str = "mean"
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    options: ScoreOptions | None = None
+    inplace: bool = False
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the classes."""
+        dim: int = self.settings.dim
+        return dim
+
+
+def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtype: torch.dtype) -> torch.Tensor:
+    """Divisor of a mean, on the device: the number of rows that count, or the sum of their weights."""
+    counts = target != loss.ignore_index
+    if weight is None:
+        return counts.sum().to(dtype)
+    # A target out of range makes its row NaN, and must not make this sum an error.
+    inside = counts & (target >= 0) & (target < weight.numel())
+    return weight.to(dtype)[target.where(inside, 0).long()].where(inside, 0).sum()

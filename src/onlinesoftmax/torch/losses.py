@@ -1,0 +1,217 @@
+"""Checks and choices of cross_entropy and token_logprobs on torch tensors: our kernels, or PyTorch's operations."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from ..core.call import Call, Settings
+from ..core.operations import OPERATIONS
+from ..core.options import ScoreOptions
+from ..core.task import Choice
+from ..planner.plan import PlanError
+from . import ops, targets_eager
+from .check import check_options, checked_dim
+from .dispatch import DTYPES, why_pytorch
+from .loss import Loss
+from .targets import LogProbabilities, PerRow, Reduced
+
+Tensor = torch.Tensor
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class LossStatistics(NamedTuple):
+    """Numbers of each row beside its loss; detached, float32 (float64 for float64 logits) where they are floating.
+
+    Attributes:
+        lse: Logsumexp of the scores.
+        z_loss: The part of the loss that z_loss adds.
+        entropy: Entropy of the softmax of the scores.
+        largest: The class with the largest logit.
+        correct: True where that class is the target.
+    """
+
+    lse: Tensor
+    z_loss: Tensor
+    entropy: Tensor
+    largest: Tensor
+    correct: Tensor
+
+
+class TokenLogprobs(NamedTuple):
+    """Numbers of each row of logits, float32 (float64 for float64 logits), each differentiable in the logits.
+
+    Attributes:
+        logprob: Logarithm of the probability of the chosen token.
+        entropy: Entropy of the distribution; None where it was not asked for.
+        lse: Logsumexp of the scores.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+
+
+def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bool) -> Any:
+    """The loss, or (loss, LossStatistics): the implementation of `onlinesoftmax.cross_entropy` on torch tensors."""
+    _check_loss(x, target, weight, loss)
+    settings = loss.settings._replace(dim=1 if x.dim() > 1 else 0, dtype=_result_dtype(x))
+    loss = loss._replace(settings=settings)
+    reason = why_not_kernels(x, target, weight, settings.choice)
+    _check_forced("cross_entropy", settings.choice, reason)
+    if reason is None:
+        with_gradient = torch.is_grad_enabled() and x.requires_grad
+        if loss.inplace and with_gradient:
+            _check_inplace(x)
+        function = PerRow if loss.reduction == "none" else Reduced
+        y, lse, entropy = function.apply(x, target, weight, loss, return_stats)
+    elif not return_stats and loss.options is None and not loss.z_loss:
+        found: Tensor = ops.call_pytorch(
+            functional.cross_entropy,
+            x,
+            target if target.is_floating_point() else target.long(),
+            weight,
+            ignore_index=loss.ignore_index,
+            reduction=loss.reduction,
+            label_smoothing=loss.smoothing,
+        )
+        return found
+    else:
+        y = targets_eager.reduced(targets_eager.losses(x, target, weight, loss), target, weight, loss)
+        lse, entropy = targets_eager.statistics(x, loss) if return_stats else (None, None)
+    y = y.to(settings.dtype)
+    return (y, _statistics(x, target, loss, lse, entropy)) if return_stats else y
+
+
+def _statistics(x: Tensor, target: Tensor, loss: Loss, lse: Any, entropy: Any) -> LossStatistics:
+    with torch.no_grad():
+        counts = torch.ones_like(lse, dtype=torch.bool)
+        classes = target
+        if target.is_floating_point():
+            classes = target.argmax(loss.dim)
+        else:
+            counts = target != loss.ignore_index
+        penalty = (loss.z_loss * lse * lse).where(counts, 0.0)
+        largest = x.argmax(loss.dim)
+        return LossStatistics(lse, penalty, entropy, largest, (largest == classes) & counts)
+
+
+def token_logprobs(
+    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any
+) -> TokenLogprobs:
+    """The implementation of `onlinesoftmax.token_logprobs` on torch tensors."""
+    _check_tokens(x, index, dim)
+    dim = checked_dim("token_logprobs", dim, x.dim())
+    operation = OPERATIONS["token_logprobs"]
+    beside = {"target": index.unsqueeze(dim)}
+    call = Call(operation, x, Settings(dim, None, False, choice), options, None, beside)
+    check_options(call)
+    reason = why_not_kernels(x, index, None, choice)
+    _check_forced("token_logprobs", choice, reason)
+    scores = call.scores
+    if reason is None and isinstance(scores.scale, Tensor) and scores.scale.requires_grad:
+        raise RuntimeError("token_logprobs(): scale requires a gradient, which this function does not compute")
+    if reason is not None:
+        return TokenLogprobs(*targets_eager.log_probabilities(call, entropy))
+    bare = call._replace(x=None, options=scores._replace(mask=None), beside={})
+    return TokenLogprobs(*LogProbabilities.apply(bare, x, scores.mask, index, entropy))
+
+
+def why_not_kernels(x: Tensor, target: Tensor, weight: Tensor | None, choice: Choice) -> str | None:
+    """Why PyTorch's operations compute this call; None where our kernels can."""
+    if choice.backend == "eager":
+        return "backend='eager' is forced"
+    if target.is_floating_point():
+        return "the targets are class probabilities, for which there is no kernel"
+    if not x.numel():
+        return "input has no elements"
+    if weight is not None and weight.dtype not in DTYPES:
+        return f"weight has the dtype {weight.dtype}"
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return "torch.func and forward mode need operations with derivatives of their own"
+    return why_pytorch(x, None, choice.backend)
+
+
+def _check_forced(name: str, choice: Choice, reason: str | None) -> None:
+    backend, strategy, _ = choice
+    forced = backend not in (None, "eager") or strategy not in (None, "row")
+    if reason is not None and forced:
+        raise PlanError(f"{name}() with backend={backend!r}, strategy={strategy!r}: {reason}")
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the loss: that of the logits; float32 under autocast, as PyTorch has it."""
+    if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
+        return torch.float32
+    return x.dtype
+
+
+def _check_inplace(x: Tensor) -> None:
+    if x.is_leaf:
+        raise RuntimeError("cross_entropy(): inplace_backward=True would overwrite input, a leaf that requires grad")
+    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise RuntimeError("cross_entropy(): inplace_backward=True, and input has several elements at one location")
+
+
+def _check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
+    """PyTorch's error types, with the name of the argument."""
+    name = "cross_entropy()"
+    for argument, value in (("input", x), ("target", target)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: argument '{argument}' must be Tensor, not {type(value).__name__}")
+    if not x.is_floating_point():
+        raise RuntimeError(f"{name}: input must be floating point, got {x.dtype}")
+    if loss.reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{loss.reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
+    if not 0.0 <= loss.smoothing <= 1.0:
+        raise RuntimeError(f"{name}: label_smoothing must be between 0.0 and 1.0, got {loss.smoothing}")
+    if x.dim() == 0:
+        raise ValueError(f"{name}: input needs a dimension of classes, got shape ()")
+    dim = 1 if x.dim() > 1 else 0
+    rows = (*x.shape[:dim], *x.shape[dim + 1 :])
+    if target.is_floating_point():
+        if target.shape != x.shape:
+            raise RuntimeError(
+                f"{name}: target with class probabilities has shape {tuple(target.shape)}, and input {tuple(x.shape)}"
+            )
+    else:
+        _check_index(name, "target", x, target, rows)
+    _check_weight(name, weight, x, x.shape[dim])
+
+
+def _check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[int, ...]) -> None:
+    if index.dtype not in INTEGERS:
+        raise RuntimeError(f"{name}: {argument} must have an integer dtype, got {index.dtype}")
+    if tuple(index.shape) != rows:
+        raise ValueError(f"{name}: {argument} has shape {tuple(index.shape)}, and the rows of input {rows}")
+    if index.device != x.device:
+        raise RuntimeError(f"{name}: {argument} is on {index.device}, and input on {x.device}")
+
+
+def _check_weight(name: str, weight: Any, x: Tensor, classes: int) -> None:
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name}: argument 'weight' must be Tensor, not {type(weight).__name__}")
+    if weight.dim() != 1 or weight.numel() != classes:
+        raise RuntimeError(
+            f"{name}: weight must have shape ({classes},), one value per class, got {tuple(weight.shape)}"
+        )
+    if weight.device != x.device:
+        raise RuntimeError(f"{name}: weight is on {weight.device}, and input on {x.device}")
+
+
+def _check_tokens(x: Any, index: Any, dim: Any) -> None:
+    name = "token_logprobs()"
+    for argument, value in (("logits", x), ("index", index)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: argument '{argument}' must be Tensor, not {type(value).__name__}")
+    if not x.is_floating_point():
+        raise RuntimeError(f"{name}: logits must be floating point, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError(f"{name}: logits need a dimension of tokens, got shape ()")
+    axis = checked_dim("token_logprobs", dim, x.dim())
+    _check_index(name, "index", x, index, (*x.shape[:axis], *x.shape[axis + 1 :]))

@@ -1,0 +1,244 @@
+"""Calls of the operations with a target column per row on torch tensors: cross-entropy and token log-probabilities.
+
+    reduced to a scalar, gradient wanted    one kernel reads the logits once and writes losses and gradient
+    otherwise                               forward keeps the states, and backward reads the logits again
+
+Where our kernels cannot run, PyTorch's operations compute the same results (`by_pytorch`).
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.call import Call
+from ..core.operations import OPERATIONS, Operation
+from ..core.options import bits
+from ..kernels import registry
+from . import targets_eager
+from .check import TRACED_TYPES
+from .gradients import accumulator_of, canonical
+from .loss import Loss, count_of
+from .prepare import aligned, run
+
+Tensor = torch.Tensor
+
+_LOSS, _LOGPROBS = OPERATIONS["cross_entropy"], OPERATIONS["token_logprobs"]
+
+
+class Rows(NamedTuple):
+    """What one kernel gives for the rows of a cross-entropy; None where it was not asked for.
+
+    Attributes:
+        loss: Loss of each row in float32 (float64 in float64).
+        gradient: Gradient with respect to the logits.
+        lse, m, l, entropy: Statistics of each row in float32 (float64 in float64).
+    """
+
+    loss: Tensor
+    gradient: Tensor | None = None
+    lse: Tensor | None = None
+    m: Tensor | None = None
+    l: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+def loss_rows(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs: tuple[str, ...], dy: Tensor | None = None
+) -> Rows:
+    """The losses of all rows, and what else is asked for, by one kernel.
+
+    Args:
+        x: Logits.
+        target: Target of each row: the shape of x without `loss.dim`.
+        weight: Factor of each class, or None.
+        loss: The other arguments.
+        outputs: Names of the outputs besides "loss", in the order of the declaration: "y", "lse", "m", "l", "entropy".
+        dy: Gradient of the loss of each row, of a shape that broadcasts to the rows; given where "y" is asked for.
+    """
+    beside = _beside(x, target, weight, loss)
+    if dy is not None:
+        beside["dy"] = dy if dy.dim() == 0 else dy.unsqueeze(loss.dim)
+    if loss.inplace and "y" in outputs and not _traced(x):
+        beside["y"] = x
+    found = _launch(_LOSS, x, loss, beside, ("loss", *outputs))
+    named = dict(zip(("loss", *outputs), found, strict=True))
+    return Rows(named["loss"], named.get("y"), *(named.get(name) for name in ("lse", "m", "l", "entropy")))
+
+
+def loss_gradient(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, state: tuple[Tensor, Tensor], dy: Tensor
+) -> Tensor:
+    """The gradient with respect to the logits, from the state (m, l) and the gradient dy of the loss of each row."""
+    beside = _beside(x, target, weight, loss)
+    beside |= {name: t.unsqueeze(loss.dim) for name, t in zip(("dy", "m", "l"), (dy, *state), strict=True)}
+    (dx,) = _launch(OPERATIONS[_LOSS.gradient], x, loss, beside, ("y",))
+    return dx
+
+
+def _beside(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> dict[str, Any]:
+    """The operands that forward and backward of a cross-entropy share; a number is given as its bits."""
+    dim = loss.dim
+    beside: dict[str, Any] = {"target": target.unsqueeze(dim), "ignore_index": bits(float(loss.ignore_index))}
+    if weight is not None:
+        beside["weight"] = weight.reshape(-1, *[1] * (x.dim() - 1 - dim))
+        if loss.smoothing:
+            beside["weight_sum"] = weight.sum(dtype=accumulator_of(weight.dtype, weight.dtype))
+    if loss.smoothing:
+        beside["smoothing"] = bits(loss.smoothing)
+    if loss.z_loss:
+        beside["z_loss"] = bits(loss.z_loss)
+    return beside
+
+
+def _launch(
+    operation: Operation, x: Tensor, loss: Loss, beside: dict[str, Any], outputs: tuple[str, ...]
+) -> tuple[Tensor, ...]:
+    """The outputs of one kernel, or of its custom operator in a trace."""
+    if loss.settings.choice.batch_invariant:
+        x = canonical(x, loss.dim)
+    settings = loss.settings._replace(dtype=None) if operation.backward else loss.settings
+    return launch(Call(operation, x, settings, loss.options, None, beside), outputs)
+
+
+def launch(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """The outputs of a call without derivatives, by a kernel, or by its custom operator in a trace."""
+    if _traced(call.x):
+        from . import custom_ops
+
+        return custom_ops.outputs(call, outputs)
+    found = run(call, outputs)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _traced(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or type(x).__name__ in TRACED_TYPES
+
+
+class Reduced(torch.autograd.Function):
+    """A cross-entropy reduced to a scalar; forward also computes the gradient, and the logits are not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> Any:
+        wants = ctx.needs_input_grad[0]
+        dtype = accumulator_of(x.dtype, x.dtype)
+        divisor = count_of(target, weight, loss, dtype) if loss.reduction == "mean" else None
+        dy = None
+        if wants:
+            dy = torch.ones((), dtype=dtype, device=x.device) if divisor is None else divisor.reciprocal()
+        outputs = (*(("y",) if wants else ()), *(("lse", "entropy") if stats else ()))
+        rows = loss_rows(x, target, weight, loss, outputs, dy)
+        total = rows.loss.sum()
+        total = total if divisor is None else total / divisor
+        if wants and loss.inplace and not _traced(x):
+            # Autograd then raises if another operation needs the logits for its gradient.
+            torch.autograd.graph.increment_version(x)
+        ctx.gradient = rows.gradient
+        ctx.set_materialize_grads(False)
+        found = total, rows.lse, rows.entropy
+        ctx.mark_non_differentiable(*(t for t in found[1:] if t is not None))
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
+        gradient, ctx.gradient = ctx.gradient, None
+        if dy is None:
+            return None, None, None, None, None
+        if gradient is None:
+            raise RuntimeError(
+                "cross_entropy(): backward ran a second time, and the gradient of the first time is not kept; "
+                "use reduction='none' and reduce the losses yourself"
+            )
+        return _times(gradient, dy), None, None, None, None
+
+
+def _times(gradient: Tensor, factor: Tensor) -> Tensor:
+    """The gradient times one number on its device, in place; where that number is 1, no kernel moves the gradient."""
+    if _traced(factor):
+        return gradient * factor
+    backend = next((name for name in ("cuda", "triton") if registry.unavailable(name) is None), None)
+    if backend is None or not gradient.is_contiguous() or not aligned(gradient):
+        return gradient.mul_(factor)
+    with torch.cuda.device(gradient.device) if gradient.is_cuda else nullcontext():
+        registry.load(backend).multiply_in_place(gradient, factor)
+    return gradient
+
+
+class PerRow(torch.autograd.Function):
+    """The losses of all rows; backward computes the gradient from the logits and the states."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> Any:
+        rows = loss_rows(x, target, weight, loss, ("lse", "m", "l", "entropy") if stats else ("m", "l"))
+        ctx.save_for_backward(x, target, weight, rows.m, rows.l)
+        ctx.loss = loss
+        ctx.set_materialize_grads(False)
+        found = rows.loss, rows.lse, rows.entropy
+        ctx.mark_non_differentiable(*(t for t in found[1:] if t is not None))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
+        if dy is None:
+            return None, None, None, None, None
+        x, target, weight, *state = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # The gradient is itself to be differentiated, so PyTorch's operations compute it.
+            with torch.enable_grad():
+                total = targets_eager.losses(x, target, weight, ctx.loss)
+                (dx,) = torch.autograd.grad(total, x, dy.to(total.dtype), create_graph=True)
+            return dx, None, None, None, None
+        return loss_gradient(x, target, weight, ctx.loss, tuple(state), dy), None, None, None, None
+
+
+class LogProbabilities(torch.autograd.Function):
+    """(logprob, entropy, lse) of all rows; backward computes the gradient of all three from the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, x: Tensor, mask: Tensor | None, target: Tensor, entropy: bool) -> Any:
+        call = with_mask(call, x, mask, target)
+        y, lse, m, l, *rest = launch(call, ("y", "lse", "m", "l", *(("entropy",) if entropy else ())))
+        found = rest[0] if rest else None
+        ctx.call = without_tensors(call)
+        ctx.save_for_backward(x, mask, target, m, l, found)
+        ctx.set_materialize_grads(False)
+        return y, found, lse
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None) -> Any:
+        nothing = (None, None, None, None, None)
+        if dy is None and dentropy is None and dlse is None:
+            return nothing
+        x, mask, target, m, l, entropy = ctx.saved_tensors
+        call = with_mask(ctx.call, x, mask, target)
+        if torch.is_grad_enabled():
+            with torch.enable_grad():
+                found = targets_eager.log_probabilities(call, entropy is not None)
+                pairs = [(y, g) for y, g in zip(found, (dy, dentropy, dlse), strict=True) if g is not None]
+                (dx,) = torch.autograd.grad([y for y, _ in pairs], x, [g for _, g in pairs], create_graph=True)
+            return (None, dx, *nothing[2:])
+        given = {"dy": torch.zeros_like(m) if dy is None else dy, "m": m, "l": l, "dlse": dlse}
+        if dentropy is not None:
+            given |= {"entropy": entropy, "dentropy": dentropy}
+        dim = call.settings.dim
+        beside = dict(call.beside) | {name: t.unsqueeze(dim) for name, t in given.items() if t is not None}
+        options = call.options and call.options.of(OPERATIONS[_LOGPROBS.gradient].options)
+        gradient = call._replace(operation=OPERATIONS[_LOGPROBS.gradient], options=options, beside=beside)
+        settings = call.settings._replace(dtype=x.dtype)
+        (dx,) = launch(gradient._replace(settings=settings), ("y",))
+        return (None, dx, *nothing[2:])
+
+
+def with_mask(bare: Call, x: Tensor, mask: Tensor | None, target: Tensor) -> Call:
+    """A call with its tensors: autograd finds tensors only among the arguments of `apply`."""
+    options = bare.scores._replace(mask=mask)
+    beside = {"target": target.unsqueeze(bare.settings.dim)}
+    return bare._replace(x=x, options=None if options.plain else options, beside=beside)
+
+
+def without_tensors(call: Call) -> Call:
+    """A call without its tensors."""
+    return call._replace(x=None, options=call.scores._replace(mask=None), beside={})

@@ -1,0 +1,74 @@
+"""Cross-entropy and token log-probabilities by PyTorch's own operations.
+
+They serve CPU tensors, dtypes without kernels, class probabilities as targets, and derivatives of derivatives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ..core.call import Call
+from ..core.options import PLAIN
+from . import eager, ops
+from .gradients import accumulator_of
+from .loss import Loss, count_of
+
+Tensor = torch.Tensor
+
+
+def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
+    """The loss of each row, in float32 (float64 in float64)."""
+    z = _scores(x, loss)
+    weight = None if weight is None else weight.to(z.dtype)
+    y: Tensor = ops.call_pytorch(
+        functional.cross_entropy, z, target if target.is_floating_point() else target.long(), weight,
+        ignore_index=loss.ignore_index, reduction="none", label_smoothing=loss.smoothing,
+    )  # fmt: skip
+    if not loss.z_loss:
+        return y
+    penalty = loss.z_loss * z.logsumexp(loss.dim) ** 2
+    return y + (penalty if target.is_floating_point() else penalty.where(target != loss.ignore_index, 0.0))
+
+
+def reduced(rows: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
+    """The losses of all rows, reduced as asked for."""
+    if loss.reduction == "none":
+        return rows
+    if loss.reduction == "sum":
+        return rows.sum()
+    if target.is_floating_point():
+        # PyTorch divides by the number of rows.
+        return rows.sum() / rows.numel()
+    return rows.sum() / count_of(target, weight, loss, rows.dtype)
+
+
+def statistics(x: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """(lse, entropy) of each row, in float32 (float64 in float64)."""
+    with torch.no_grad():
+        z = _scores(x, loss)
+        return z.logsumexp(loss.dim), _entropy(z.log_softmax(loss.dim), loss.dim)
+
+
+def _scores(x: Tensor, loss: Loss) -> Tensor:
+    wide = accumulator_of(x.dtype, x.dtype)
+    z: Tensor = eager.scores_of(x, loss.dim, loss.options or PLAIN, wide)[0]
+    return z
+
+
+def _entropy(log_p: Tensor, dim: int) -> Tensor:
+    # The product -inf * 0 would be NaN, and so would its gradient.
+    return -(log_p.masked_fill(log_p == -torch.inf, 0.0) * log_p.exp()).sum(dim)
+
+
+def log_probabilities(call: Call, entropy: bool) -> tuple[Tensor, Any, Tensor]:
+    """(logprob, entropy, lse) of each row; entropy is None unless asked for."""
+    x, dim = call.x, call.settings.dim
+    target = call.beside["target"].long()
+    z = eager.scores_of(x, dim, call.scores, accumulator_of(x.dtype, x.dtype))[0]
+    lse, log_p = z.logsumexp(dim), z.log_softmax(dim)
+    inside = (target >= 0) & (target < x.shape[dim])
+    logprob = log_p.gather(dim, target.where(inside, 0)).where(inside, torch.nan).squeeze(dim)
+    return logprob, _entropy(log_p, dim) if entropy else None, lse
