@@ -14,6 +14,9 @@ from ..core.task import ITEMSIZE
 
 Shape = tuple[int, ...]
 
+MEASURED = tuple(name for name, operation in OPERATIONS.items() if not operation.has_target)
+"""Names of the operations that the benchmark measures: those without a target column per row."""
+
 FUSED = tuple(SCORE_OPTIONS)
 """Names of the score options, in the order in which they are applied."""
 
@@ -23,7 +26,7 @@ class Case:
     """One thing to measure.
 
     Attributes:
-        operation: Name in OPERATIONS.
+        operation: Name in MEASURED.
         shape: Sizes of the contiguous input.
         dim: The softmax dimension, counted from 0.
         dtype: Dtype of the input and of the result.
@@ -108,7 +111,9 @@ class Case:
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of all tensors that a function takes: the operands in the order of the declaration, then options."""
-        operands = (operand.name for operand in self.declaration.operands if operand.kind != "call")
+        operands = (
+            operand.name for operand in self.declaration.operands if operand.kind != "call" and not operand.optional
+        )
         return (*operands, *self.option_tensors)
 
     def dtype_of(self, name: str) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..core.operations import OPERATIONS
 from ..core.task import ITEMSIZE
-from .cases import FUSED, Case, Shape, known
+from .cases import FUSED, MEASURED, Case, Shape, known
 
 
 class Entry(NamedTuple):
@@ -105,7 +104,7 @@ def cases(
 
     Args:
         suite: Name in SUITES.
-        operations: Names in OPERATIONS.
+        operations: Names in MEASURED.
         shapes: Shapes of the input.
         dim: The softmax dimension of these shapes; the last by default.
         dtypes: Names of dtypes.
@@ -119,7 +118,7 @@ def cases(
         ['4x8 scale+mask']
     """
     known("suite", [suite], SUITES)
-    known("operation", operations, OPERATIONS)
+    known("operation", operations, MEASURED)
     known("dtype", dtypes, ITEMSIZE)
     known("score option", fused, FUSED)
     if dim is not None and not shapes:

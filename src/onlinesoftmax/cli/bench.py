@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..bench.cases import MEASURED
 from ..core.operations import OPERATIONS
 from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
@@ -29,7 +30,7 @@ def bench(
     dtype: list[str] | None = typer.Option(None, help=f"{', '.join(ITEMSIZE)}; repeat for more."),
     op: list[str] | None = typer.Option(
         None,
-        help=f"{', '.join(OPERATIONS)}; repeat for more.  By default the suite's operations, mostly softmax.",
+        help=f"{', '.join(MEASURED)}; repeat for more.  By default the suite's operations, mostly softmax.",
     ),
     fused: str = typer.Option("", help=f"Score options, with commas between them: {', '.join(SCORE_OPTIONS)}."),
     framework: str = typer.Option("torch", help="Measure our functions for torch or for jax."),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .. import api
 from ..core.operations import OPERATIONS
-from ..jax import bridge
 from ..planner.plan import PlanError
+from . import functions
 from .exact import Exact, Outcome, wide
 from .inputs import Case
 
@@ -58,7 +56,7 @@ class Cell:
     def add(self, case: Case, oracle: Exact) -> None:
         """Run one input and keep the largest errors."""
         try:
-            function = _function(self.backend, OPERATIONS[self.operation].forward.name)
+            function = functions.ours(self.backend, OPERATIONS[self.operation].forward)
             ours = oracle.outcome(function, backend=self.backend, strategy=self.strategy)
         except PlanError as error:
             self.refused += 1
@@ -111,14 +109,6 @@ class Cell:
     def as_dict(self) -> dict[str, Any]:
         """All attributes and the result, for JSON."""
         return {**vars(self), "result": self.result}
-
-
-def _function(backend: str, name: str) -> Callable[..., Any]:
-    """The public function through which this backend is called."""
-    if backend == "pallas":
-        return bridge.forward(name)
-    function: Callable[..., Any] = getattr(api, name)
-    return function
 
 
 def _last_line(error: Exception) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from ..core.arrays import namespace
 from ..core.operations import OPERATIONS
 from ..core.reference import evaluate, size_of_terms, with_sums
+from . import functions
 from .inputs import Case
 
 KEEPS_STATES = ("pallas",)
@@ -54,7 +55,7 @@ class Exact:
         import torch
 
         x, dy = case.tensor(getattr(torch, dtype), device), None
-        function = getattr(torch, OPERATIONS[operation].forward.name)
+        function = functions.pytorch(OPERATIONS[operation].forward)
         if OPERATIONS[operation].backward:
             like = function(x, case.dim)
             dy = torch.randn(like.shape, generator=torch.Generator().manual_seed(x.numel())).to(like)
@@ -77,14 +78,14 @@ def _outcome(operation: str, function: Callable[..., Any], x: Any, dim: int, dy:
     import torch
 
     if dy is None:
-        result, exact = function(x, dim, **how), exact_result(operation, wide(x), dim)
+        result, exact = function(x, dim, **how), exact_result(operation, wide(x), dim, _target(operation, x, dim))
         return Outcome(result, exact, ulp(exact, x.dtype))
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         y = function(leaf, dim, **how)
         (result,) = torch.autograd.grad(y, leaf, dy)
     saved = _saved(operation, x, y.detach(), dim, how.get("backend"))
-    exact, size = exact_gradient(operation, wide(x), saved, wide(dy), dim)
+    exact, size = exact_gradient(operation, wide(x), saved, wide(dy), dim, _target(operation, x, dim))
     # A difference is no more exact than its two terms were as they were accumulated.
     return Outcome(result, exact, ulp(exact, x.dtype) + ulp(size, torch.promote_types(x.dtype, torch.float32)))
 
@@ -103,9 +104,17 @@ def _saved(operation: str, x: Any, y: Any, dim: int, backend: str | None) -> np.
     # PyTorch keeps its rounded result.  Ours keeps a per-row output in float32 or wider: the result itself where it
     # is as wide, else a number whose rounding error is far below a unit of the 16-bit gradient.
     rounded = backend in (None, "eager") or (y.element_size() >= 4 and backend not in KEEPS_STATES)
-    if not kept or rounded:
+    # An operation with a target keeps states, which `exact_gradient` computes.
+    if functions.takes_target(operation) or not kept or rounded:
         return wide(y)
     return np.squeeze(_evaluate(forward.name, {"x": wide(x)}, dim, kept[0].name), dim)
+
+
+def _target(operation: str, x: Any, dim: int) -> np.ndarray | None:
+    """The target of each row of an input, with size 1 along `dim`; None for an operation without targets."""
+    if not functions.takes_target(operation):
+        return None
+    return np.expand_dims(functions.target_of(x, dim).cpu().numpy(), dim)
 
 
 def wide(x: Any) -> np.ndarray:
@@ -113,15 +122,18 @@ def wide(x: Any) -> np.ndarray:
     return np.asarray(x.double().cpu().numpy(), np.longdouble)
 
 
-def exact_result(operation: str, x: np.ndarray, dim: int) -> np.ndarray:
-    """The result of a forward operation in NumPy's long double, because float64 is tested too."""
+def exact_result(operation: str, x: np.ndarray, dim: int, target: np.ndarray | None = None) -> np.ndarray:
+    """The result of a forward operation in NumPy's long double, because float64 is tested too.
+
+    `target` has the targets of the rows, with size 1 along `dim`; None for an operation without targets.
+    """
     declaration = OPERATIONS[operation]
-    y = _evaluate(operation, {"x": x}, dim, declaration.result.name)
+    y = _evaluate(operation, {"x": x, "target": target}, dim, declaration.result.name)
     return np.squeeze(y, dim) if declaration.per_row else y
 
 
 def exact_gradient(
-    operation: str, x: np.ndarray, saved: np.ndarray, dy: np.ndarray, dim: int
+    operation: str, x: np.ndarray, saved: np.ndarray, dy: np.ndarray, dim: int, target: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """The gradient in x, in long double, and the size of the terms whose difference it is.
 
@@ -135,19 +147,31 @@ def exact_gradient(
         saved: The output that the forward call kept.
         dy: Gradient of the forward result.
         dim: The softmax dimension.
+        target: As for `exact_result`.
     """
     declaration = OPERATIONS[operation]
-    given = {"x": x if declaration.scores else saved, "dy": dy}
-    values = {name: given.get(name, saved) for name in (operand.name for operand in declaration.operands)}
-    values |= {name: np.expand_dims(values[name], dim) for name in declaration.row_operands}
-    exact, xp = _evaluate(operation, values, dim, declaration.result.name), namespace(x)
-    size = size_of_terms(operation, xp, with_sums(operation, xp, values, dim))
+    known: dict[str, Any] = {"x": x if declaration.scores else saved, "dy": dy}
+    forward = declaration.forward
+    if target is not None:
+        kept = {output.name for output in forward.outputs} & set(declaration.row_operands)
+        exact = {name: _evaluate(forward.name, {"x": x, "target": target}, dim, name) for name in kept}
+        known |= {name: np.squeeze(value, dim) for name, value in exact.items()}
+    names = [operand.name for operand in declaration.operands if not operand.optional and operand.name != "target"]
+    values: dict[str, Any] = {name: known.get(name, saved) for name in names}
+    values |= {name: np.expand_dims(values[name], dim) for name in names if name in declaration.row_operands}
+    values["target"] = target
+    result, xp = _evaluate(operation, values, dim, declaration.result.name), namespace(x)
+    size = size_of_terms(operation, xp, with_sums(operation, xp, _given(values), dim))
     # A gradient without two terms has an exponent that is a difference; its own size stands for the terms.
-    return exact, np.abs(exact) if size is None else np.asarray(size)
+    return result, np.abs(result) if size is None else np.asarray(size)
 
 
-def _evaluate(operation: str, values: dict[str, np.ndarray], dim: int, output: str) -> np.ndarray:
-    return np.asarray(evaluate(operation, namespace(values["x"]), values, dim, output))
+def _evaluate(operation: str, values: dict[str, Any], dim: int, output: str) -> np.ndarray:
+    return np.asarray(evaluate(operation, namespace(values["x"]), _given(values), dim, output))
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def ulp(value: np.ndarray, dtype: Any) -> np.ndarray:
