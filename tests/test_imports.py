@@ -111,6 +111,7 @@ WORKS = {
 FAILS = {
     "nn": lambda: osm.nn,
     "import onlinesoftmax.nn": lambda: exec("import onlinesoftmax.nn"),
+    "override": lambda: osm.override(),
     **{f"jax.{name}": lambda name=name: getattr(osm.jax, name) for name in FUNCTIONS},
     "from onlinesoftmax.jax import": lambda: exec("from onlinesoftmax.jax import softmax"),
     **{f"{name}(list)": lambda name=name: getattr(osm, name)([1.0, 2.0]) for name in FUNCTIONS},
@@ -151,7 +152,8 @@ def without_extras() -> tuple[dict[str, list[str] | None], dict[str, list[str] |
 
 
 EXTRAS = {
-    "nn": "torch", "import onlinesoftmax.nn": "torch", "jax.softmax": "jax", "jax.log_softmax": "jax",
+    "nn": "torch", "import onlinesoftmax.nn": "torch", "override": "torch",
+    "jax.softmax": "jax", "jax.log_softmax": "jax",
     "jax.logsumexp": "jax", "from onlinesoftmax.jax import": "jax", "softmax(list)": "torch",
     "log_softmax(list)": "torch", "logsumexp(list)": "torch", "compile cuda": "cuda", "compile triton": "triton",
     "explain triton": "triton", "apply_file of bfloat16": "cli", "apply_file of safetensors": "cli",

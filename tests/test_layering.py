@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("torch", "jax"),
     ("numpy", "explanation"),
     ("api",),
-    ("nn",),
+    ("nn", "overrides"),
     ("",),
     ("verify",),
     ("bench",),
@@ -35,8 +35,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 FRAMEWORKS: dict[str, set[str]] = {
     "torch.*": {"torch"},
     "nn": {"torch"},
+    "overrides.mode": {"torch"},
+    "overrides.table": {"torch"},
     "jax": {"jax"},
     "jax.functions": {"jax"},
+    "jax.losses": {"jax"},
+    "jax.rows": {"jax"},
+    "jax.scores": {"jax"},
+    "jax.targets": {"jax"},
     "jax.primitives": {"jax"},
     "jax.partitioning": {"jax"},
     "jax.ops": {"jax"},
@@ -44,6 +50,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "kernels.pallas.*": {"jax"},
     "kernels.triton.*": {"torch", "triton"},
     "kernels.cuda.launch": {"torch"},
+    "kernels.cuda.multiply": {"torch"},
     "cli.*": {"typer", "rich"},
 }
 """What modules import when they are imported themselves, beside NumPy; nothing where there is no entry."""
