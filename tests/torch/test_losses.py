@@ -458,3 +458,9 @@ def test_a_gradient_is_multiplied_in_place(dtype: torch.dtype, factor: float) ->
             registry.load(backend).multiply_in_place(y[:count], number)
             torch.testing.assert_close(y[:count], want)
             assert torch.equal(y[count:], before[count:])
+
+
+def test_the_largest_class_is_that_of_the_scores() -> None:
+    x, target = torch.tensor([[1.0, 3.0, 2.0]], device=DEVICE), torch.tensor([0], device=DEVICE)
+    _, stats = osm.cross_entropy(x, target, scale=-1.0, return_stats=True, **HOW)
+    assert (stats.largest.tolist(), stats.correct.tolist()) == ([0], [True])

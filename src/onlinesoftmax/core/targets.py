@@ -1,7 +1,8 @@
 """The formulas of the operations with a target column per row: cross-entropy and token log-probabilities.
 
-They are parts of core/reference.py, in any array library.  Besides the operands, the maximum and the sums of a row,
-they read what `picked` adds: the score and the weight of the target column.
+core/reference.py uses these formulas; they work with any array library, passed as `xp`.  They read the operands, the
+maximum m of each row, the sums of each row, and the values that `picked` returns.  z is the score, `x` in the code;
+weight_sum is the sum of the class weights, or the number of classes without weights.
 
     lse = log(sum(exp(z)))
     logprob = z[target] - lse
@@ -20,14 +21,14 @@ from .arrays import Array
 
 
 def picked(xp: Any, values: Mapping[str, Array], columns: Array, total: Callable[[Array], Array]) -> dict[str, Array]:
-    """Score and weight of the target column of each row: "z_target" and "w_target"; nothing without a target.
+    """Score and weight of the target column of each row, "z_target" and "w_target"; an empty dict without a target.
 
-    A target that is no column gives 0.
+    Both are 0 where the target is no column.
 
     Args:
         xp: Functions of the array library.
         values: The operands by name.
-        columns: The number of each column, in a shape that broadcasts to x.
+        columns: The index of each column, in a shape that broadcasts to x.
         total: The sum along the softmax dimension, which stays with size 1.
     """
     if "target" not in values:
@@ -35,26 +36,27 @@ def picked(xp: Any, values: Mapping[str, Array], columns: Array, total: Callable
     hit = columns == values["target"]
     found = {"z_target": total(xp.where(hit, values["x"], 0.0))}
     if "weight" in values:
-        found["w_target"] = total(xp.where(hit, values["weight"] + 0 * values["x"], 0.0))
+        found["w_target"] = total(xp.where(hit, values["weight"], 0.0))
     return found
 
 
 def _finite(xp: Any, m: Array) -> Array:
+    """M with the largest finite numbers in place of infinities, so that x - m is not NaN."""
     return xp.clip(m)
 
 
 def weighted_scores(xp: Any, x: Array, weight: Any = 1.0, **_: Array) -> Array:
-    """The summand of `wz`."""
-    return weight * x
+    """Weight * x, whose sum over a row is `wz`; 0 where the weight is 0, even if the score is infinite."""
+    return x if isinstance(weight, float) else xp.where(weight == 0, 0.0, weight * x)
 
 
 def _probabilities(xp: Any, x: Array, m: Array, l: Array) -> Array:
-    """Softmax of the scores: NaN where the maximum of the row is infinite."""
+    """Softmax of the scores; NaN in the rows that have none (`_is_defined`)."""
     return xp.where(_is_defined(xp, l), xp.exp(x - _finite(xp, m)) / l, np.nan)
 
 
 def _is_defined(xp: Any, l: Array) -> Array:
-    """True for the rows that have a softmax: l is 0 in a row of -inf, and infinite in a row with +inf."""
+    """True for the rows that have a softmax: l is 0 if all scores are -inf, infinite if one is +inf, NaN if one is."""
     return (l > 0) & ~xp.isinf(l)
 
 
@@ -65,7 +67,7 @@ def _is_column(row: Mapping[str, Array]) -> Array:
 
 def _is_ignored(row: Mapping[str, Array]) -> Array:
     """True for the rows whose target is `ignore_index`."""
-    # A target never equals None.
+    # Without ignore_index no row is ignored: `target != target` is False everywhere, in the shape of the target.
     return row["target"] != row["target"] if row.get("ignore_index") is None else row["target"] == row["ignore_index"]
 
 

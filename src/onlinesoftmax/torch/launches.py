@@ -1,7 +1,8 @@
 """Launches of usual calls, found with little host time, which dominates on small inputs.
 
-A usual call has a plain GPU tensor, one dimension, and no score option, dtype or batch invariance.  Its shapes,
-strides and dtypes form a short key, under which the prepared kernel (prepare.py) is kept.
+A call is usual if its input is a plain GPU tensor, the operation runs along one dimension, and the caller passes no
+score option, no `dtype` and no batch invariance.  The prepared kernel (prepare.py) is kept under a short key: shapes,
+strides, dtypes and alignment of the tensors, and the other arguments.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MOST_LAUNCHES = 4096
 
 
 def is_usual(x: torch.Tensor) -> bool:
-    """True for a GPU tensor without functorch transforms, forward-mode derivatives, autocast or a lazy negation."""
+    """True for a strided, not lazily negated GPU tensor, with no functorch transform, forward mode or autocast."""
     return (
         x.is_cuda
         and x.layout is torch.strided
@@ -53,7 +54,7 @@ def is_usual(x: torch.Tensor) -> bool:
 def key_of(
     operation: Operation, x: torch.Tensor, dim: int, keepdim: bool, out: Any, choice: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The key of a usual call in LAUNCHES."""
+    """The key of a usual call in LAUNCHES; () where `out` is no plain tensor, or requires a gradient."""
     key = (operation, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16, dim, keepdim, choice)
     if out is None:
         return key
@@ -73,12 +74,12 @@ def add(key: tuple[Any, ...], call: Call) -> Launch:
 
 def _checked(run: Run, call: Call) -> Run:
     """The function `run`, which first checks that writing `out` does not change elements that are still to be read."""
-    before, after = extent(call.out), extent(call.x)
+    out_bytes, x_bytes = extent(call.out), extent(call.x)
 
     def checked(x: torch.Tensor, out: torch.Tensor | None, operands: Mapping[str, Any]) -> torch.Tensor:
         assert out is not None
-        # `out` is apart from x if it begins at or after the end of x, or ends at or before its beginning.
-        if -before < out.data_ptr() - x.data_ptr() < after:
+        # The memory of `out` and of x overlaps: only some overlaps are allowed.
+        if -out_bytes < out.data_ptr() - x.data_ptr() < x_bytes:
             check_out_memory(call._replace(x=x, out=out))
         return run(x, out, operands)
 

@@ -24,14 +24,15 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class LossStatistics(NamedTuple):
-    """Numbers of each row beside its loss; detached, float32 (float64 for float64 logits) where they are floating.
+    """Statistics of each row, returned with the loss and detached; floating ones are float32 (float64 in float64).
 
     Attributes:
         lse: Logsumexp of the scores.
-        z_loss: The part of the loss that z_loss adds.
+        z_loss: z_loss * lse**2, which the loss contains; 0 for an ignored row.
         entropy: Entropy of the softmax of the scores.
-        largest: The class with the largest logit.
-        correct: True where that class is the target.
+        largest: The class with the largest score.
+        correct: True where that class is the target, or the most probable class of the target; False for an ignored
+            row.
     """
 
     lse: Tensor
@@ -95,7 +96,9 @@ def _statistics(x: Tensor, target: Tensor, loss: Loss, lse: Any, entropy: Any) -
         else:
             counts = target != loss.ignore_index
         penalty = (loss.z_loss * lse * lse).where(counts, 0.0)
-        largest = x.argmax(loss.dim)
+        # The softcap keeps the order of the scores; a negative scale reverses it.
+        negative = loss.options is not None and loss.options.scale < 0
+        largest = x.argmin(loss.dim) if negative else x.argmax(loss.dim)
         return LossStatistics(lse, penalty, entropy, largest, (largest == classes) & counts)
 
 
@@ -157,7 +160,7 @@ def _check_inplace(x: Tensor) -> None:
 
 
 def _check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
-    """PyTorch's error types, with the name of the argument."""
+    """Check the arguments; raise the exception types that PyTorch raises, and name the argument."""
     name = "cross_entropy()"
     for argument, value in (("input", x), ("target", target)):
         if not isinstance(value, Tensor):

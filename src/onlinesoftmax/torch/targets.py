@@ -1,9 +1,11 @@
 """Calls of the operations with a target column per row on torch tensors: cross-entropy and token log-probabilities.
 
-    reduced to a scalar, gradient wanted    one kernel reads the logits once and writes losses and gradient
-    otherwise                               forward keeps the states, and backward reads the logits again
+    reduced loss with a gradient     one kernel reads the logits once, and writes the losses and their gradient
+    reduced loss without a gradient  one kernel reads the logits once, and writes the losses
+    losses or log-probabilities of   forward saves the state (m, l) of each row: the maximum of the scores, and the sum
+    each row                         of exp(score - m); backward reads the logits again
 
-Where our kernels cannot run, PyTorch's operations compute the same results (`by_pytorch`).
+losses.py calls this module where our kernels can run, and targets_eager.py elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Rows(NamedTuple):
 
     Attributes:
         loss: Loss of each row in float32 (float64 in float64).
-        gradient: Gradient with respect to the logits.
+        gradient: dy times the derivative of the loss of each row with respect to the logits.
         lse, m, l, entropy: Statistics of each row in float32 (float64 in float64).
     """
 
@@ -55,8 +57,10 @@ def loss_rows(
         target: Target of each row: the shape of x without `loss.dim`.
         weight: Factor of each class, or None.
         loss: The other arguments.
-        outputs: Names of the outputs besides "loss", in the order of the declaration: "y", "lse", "m", "l", "entropy".
-        dy: Gradient of the loss of each row, of a shape that broadcasts to the rows; given where "y" is asked for.
+        outputs: Names of the outputs besides "loss", in the order in which the operation declares them: "y", "lse",
+            "m", "l", "entropy".
+        dy: Derivative of the final scalar with respect to the loss of each row, of a shape that broadcasts to the
+            rows; given where "y" is asked for.
     """
     beside = _beside(x, target, weight, loss)
     if dy is not None:
@@ -71,7 +75,7 @@ def loss_rows(
 def loss_gradient(
     x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, state: tuple[Tensor, Tensor], dy: Tensor
 ) -> Tensor:
-    """The gradient with respect to the logits, from the state (m, l) and the gradient dy of the loss of each row."""
+    """The gradient with respect to the logits, from the state (m, l) and the incoming gradient dy of each row."""
     beside = _beside(x, target, weight, loss)
     beside |= {name: t.unsqueeze(loss.dim) for name, t in zip(("dy", "m", "l"), (dy, *state), strict=True)}
     (dx,) = _launch(OPERATIONS[_LOSS.gradient], x, loss, beside, ("y",))
@@ -79,7 +83,7 @@ def loss_gradient(
 
 
 def _beside(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> dict[str, Any]:
-    """The operands that forward and backward of a cross-entropy share; a number is given as its bits."""
+    """The operands that forward and backward of a cross-entropy share; a number is the integer with the same bits."""
     dim = loss.dim
     beside: dict[str, Any] = {"target": target.unsqueeze(dim), "ignore_index": bits(float(loss.ignore_index))}
     if weight is not None:
@@ -104,7 +108,7 @@ def _launch(
 
 
 def launch(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """The outputs of a call without derivatives, by a kernel, or by its custom operator in a trace."""
+    """Run a call and return its outputs; autograd does not record it.  In a trace, a custom operator replaces it."""
     if _traced(call.x):
         from . import custom_ops
 
@@ -118,7 +122,11 @@ def _traced(x: Tensor) -> bool:
 
 
 class Reduced(torch.autograd.Function):
-    """A cross-entropy reduced to a scalar; forward also computes the gradient, and the logits are not kept."""
+    """A cross-entropy reduced to a scalar.
+
+    If the logits need a gradient, forward computes it and keeps it instead of the logits; with `inplace`, in their
+    memory.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> Any:
@@ -156,7 +164,10 @@ class Reduced(torch.autograd.Function):
 
 
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:
-    """The gradient times one number on its device, in place; where that number is 1, no kernel moves the gradient."""
+    """Multiply the gradient by a tensor of one element, in place except in a trace.
+
+    Our kernel reads and writes nothing where the factor is 1; PyTorch's `mul_` always does.
+    """
     if _traced(factor):
         return gradient * factor
     backend = next((name for name in ("cuda", "triton") if registry.unavailable(name) is None), None)
@@ -188,8 +199,8 @@ class PerRow(torch.autograd.Function):
         if torch.is_grad_enabled():
             # The gradient is itself to be differentiated, so PyTorch's operations compute it.
             with torch.enable_grad():
-                total = targets_eager.losses(x, target, weight, ctx.loss)
-                (dx,) = torch.autograd.grad(total, x, dy.to(total.dtype), create_graph=True)
+                rows = targets_eager.losses(x, target, weight, ctx.loss)
+                (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype), create_graph=True)
             return dx, None, None, None, None
         return loss_gradient(x, target, weight, ctx.loss, tuple(state), dy), None, None, None, None
 
@@ -233,12 +244,12 @@ class LogProbabilities(torch.autograd.Function):
 
 
 def with_mask(bare: Call, x: Tensor, mask: Tensor | None, target: Tensor) -> Call:
-    """A call with its tensors: autograd finds tensors only among the arguments of `apply`."""
+    """Put x, mask and target into a call.  They travel apart from it: autograd tracks only arguments of `apply`."""
     options = bare.scores._replace(mask=mask)
     beside = {"target": target.unsqueeze(bare.settings.dim)}
     return bare._replace(x=x, options=None if options.plain else options, beside=beside)
 
 
 def without_tensors(call: Call) -> Call:
-    """A call without its tensors."""
+    """A call without x, mask and target; a scale that is a tensor stays."""
     return call._replace(x=None, options=call.scores._replace(mask=None), beside={})
