@@ -1,0 +1,129 @@
+"""The language model has the curve of PyTorch's loss, with our kernels too, and its script prints, plots and checks."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import socket
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from scripts import load
+
+import onlinesoftmax as osm
+
+for name in ("transformers", "typer", "rich", "matplotlib"):
+    # importorskip would import transformers before the example sets HF_HUB_OFFLINE.
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"the example needs {name}", allow_module_level=True)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TINY = ("--quick", "--steps", "4", "--batch", "1", "--length", "8", "--vocabulary", "48")
+NAMES = ["PyTorch", "override()", "cross_entropy()"]
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    """The module examples/language_model.py, which is not part of the package."""
+    return load(Path(__file__).parents[2] / "examples" / "language_model.py")
+
+
+def run(example: ModuleType, *arguments: str) -> Any:
+    """Run the command line in this process."""
+    from typer.testing import CliRunner
+
+    return CliRunner().invoke(example.app, list(arguments))
+
+
+def test_the_script_trains_on_the_cpu_without_a_network(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("the example opened a connection"))
+    plot = tmp_path / "curves.png"
+    done = run(example, *TINY, "--device", "cpu", "--attention", "eager", "--plot", str(plot))
+    assert done.exit_code == 0, done.output
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+    table = re.findall(r"^(\S+) +([\d.]+) +([\d,]+) +not measured +([\d.]+) *(\S*) *$", done.output, re.MULTILINE)
+    assert [row[0] for row in table] == NAMES
+    assert [row[4] for row in table] == ["", "0.0e+00", "0.0e+00"]
+    for _, milliseconds, speed, loss, _ in table:
+        assert float(speed.replace(",", "")) == pytest.approx(8e3 / float(milliseconds), rel=0.01)
+        assert loss == table[0][3]
+    assert "softmax: PyTorch ran 4 calls: input is on the CPU" in done.output
+    assert "cross_entropy: PyTorch ran 4 calls: input is on the CPU" in done.output
+    assert "All three trainings ran PyTorch's operations" in done.output
+    assert done.output.endswith("The curves are equal bit for bit.\n")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_give_the_same_curve(example: ModuleType, dtype: torch.dtype) -> None:
+    """Forces the Triton kernels.  Without a GPU, they run in Triton's interpreter."""
+
+    def kernels(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        logits = model(tokens).logits.flatten(0, 1)
+        return osm.cross_entropy(logits, targets.flatten(), inplace_backward=True, backend="triton")
+
+    mode = osm.override(backend="triton", strict=True)
+    transformers = example.loss_of_transformers
+    ways = [example.Way(*way) for way in zip(NAMES, (transformers, transformers, kernels), strict=True)]
+    ways[1] = ways[1]._replace(block=mode)
+    size = example.Size(layers=1, width=16, vocabulary=48, batch=1, length=8, steps=3)
+    results, allowed = example.compare(ways, example.Settings(size, DEVICE, dtype, "eager", 0))
+    for name in NAMES:
+        assert example.mean_difference(results[name].losses, results["PyTorch"].losses) <= allowed, name
+    assert mode.report().taken == {"softmax": 3, "cross_entropy": 3}
+
+
+def test_a_wrong_loss_fails_after_the_plot_is_saved(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def smoothed(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        return osm.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten(), label_smoothing=0.01)
+
+    monkeypatch.setattr(example, "our_loss", smoothed)
+    done = run(example, *TINY, "--device", "cpu", "--plot", str(tmp_path / "curves.png"))
+    assert done.exit_code == 1
+    assert "Error: the curves differ by " in done.output
+    assert "training with PyTorch, float64, to measure the effect of rounding" in done.output
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_rare_words_share_a_class_and_targets_follow_their_tokens(example: ModuleType) -> None:
+    few, occurring = example.corpus(48)
+    assert occurring == 48
+    assert 0 < (few == 0).double().mean() < 0.7
+    size = example.Size(layers=1, width=16, vocabulary=48, batch=3, length=8, steps=5)
+    tokens, targets = example.batches(example.Settings(size, "cpu", torch.float32, "sdpa", 0))
+    assert tokens.shape == targets.shape == (5, 3, 8)
+    assert torch.equal(targets[..., :-1], tokens[..., 1:])
+    assert (targets[..., -1] == example.IGNORED).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--steps", "1"], "Invalid value for '--steps': "),
+        (["--vocabulary", "1"], "Invalid value for '--vocabulary': "),
+        (["--dtype", "int8"], "Invalid value for '--dtype': "),
+        (["--plot", "nowhere/curves.png"], "Invalid value for '--plot': The folder 'nowhere' does not exist or "),
+        (["--plot", "curves.svg"], "Invalid value for '--plot': 'curves.svg' does not end in .png."),
+        pytest.param(
+            ["--device", "cuda"],
+            "Invalid value for '--device': PyTorch finds no CUDA device here.",
+            marks=pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU"),
+        ),
+    ],
+)
+def test_wrong_arguments_are_named_before_anything_is_trained(
+    example: ModuleType, arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(example, "train", lambda *_: pytest.fail("trained"))
+    done = run(example, *arguments)
+    assert done.exit_code == 2
+    assert sentence in done.output
+    assert list(tmp_path.iterdir()) == []
