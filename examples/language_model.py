@@ -368,6 +368,7 @@ def main(
     if on == "cpu":
         print("All three trainings ran PyTorch's operations, as always on a CPU, where memory is not measured.")
         print("The times differ by noise, and by the host time that override() adds to each call.")
+        print("If other programs use the cores, OMP_NUM_THREADS=1 gives shorter and steadier times.")
     save_plot(plot, results, f"Training a language model with {size.vocabulary} classes on {where}")
     print(f"plot of the loss curves: {plot}\n")
 
