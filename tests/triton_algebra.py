@@ -69,14 +69,14 @@ def _merge_all(ms_ptr, ls_ptr, zls_ptr, m_ptr, l_ptr, zl_ptr, n, BLOCK: tl.const
 def _output(x_ptr, y_ptr, m_ptr, l_ptr, zl_ptr, n, BLOCK: tl.constexpr, OP: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, mask=offs < n, other=-float("inf")).to(OP.acc)
-    constants = ops.row_constants(tl.load(m_ptr), (tl.load(l_ptr), tl.load(zl_ptr)), n, OP)
-    y = ops.output(x, x, constants, OP)
+    constants = ops.row_constants(tl.load(m_ptr), (tl.load(l_ptr), tl.load(zl_ptr)), (), n, OP)
+    y = ops.output(x, x, x == x, constants, OP)
     tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=offs < n)
 
 
 @triton.jit
 def _logsumexp(y_ptr, m_ptr, l_ptr, zl_ptr, OP: tl.constexpr):
-    tl.store(y_ptr, ops.row_output(tl.load(m_ptr), (tl.load(l_ptr), tl.load(zl_ptr)), 0, OP))
+    tl.store(y_ptr, ops.row_output(tl.load(m_ptr), (tl.load(l_ptr), tl.load(zl_ptr)), (), 1, 0, OP))
 
 
 class TritonAlgebra:

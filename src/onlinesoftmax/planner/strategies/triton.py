@@ -143,7 +143,10 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     # registers, too few for two tensors of 32 bits; unaligned rows wait for loads, so more threads issue them.
     wide = problem.itemsize > 2
     elements = 16 if wide and problem.inputs > 1 else 4 if wide and problem.peels else LANE_ELEMENTS
-    choices = _nearest(itertools.product((depth,), (2048, 4096, 8192), (4, 8, 16)), (depth, lanes, elements))[:6]
+    # From compute capability 10 on, larger tiles of unaligned rows of 32 bits spill registers.
+    small = wide and problem.peels and device.compute_capability >= (10, 0)
+    sizes = (2048,) if small else (2048, 4096, 8192)
+    choices = _nearest(itertools.product((depth,), sizes, (4, 8, 16)), (depth, lanes, elements))[:6]
     widest = power_of_two(problem.cols) // depth
     reason = (
         f"one program streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
