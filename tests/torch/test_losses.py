@@ -170,6 +170,27 @@ def test_dimensions_and_strides(shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(gradient(ours, x, dy), gradient(theirs, x, dy))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pytorchs_own_samples(dtype: torch.dtype) -> None:
+    """The inputs with which PyTorch tests its function."""
+    pytest.importorskip("expecttest", reason="PyTorch's samples need expecttest, which is not installed")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    operator = next(one for one in op_db if one.name == "nn.functional.cross_entropy")
+    taken = 0
+    for sample in operator.sample_inputs(DEVICE, dtype, requires_grad=True):
+        x, target = sample.input, sample.args[0]
+        want = operator(x, *sample.args, **sample.kwargs)
+        how = HOW if not target.is_floating_point() and x.numel() else {}
+        taken += bool(how) or GPU
+        ours = osm.cross_entropy(x, *sample.args, **sample.kwargs, **how)
+        torch.testing.assert_close(ours, want, equal_nan=True)
+        if want.requires_grad and want.isfinite().all():
+            ones = torch.ones_like(want)
+            torch.testing.assert_close(gradient(ours, x, ones), gradient(want, x, ones))
+    assert taken >= 10
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
 def test_integer_targets_of_every_dtype(dtype: torch.dtype) -> None:
     x, target = torch.randn(4, 9, device=DEVICE), torch.tensor([0, 8, 4, 1], device=DEVICE)
