@@ -79,7 +79,9 @@ def assert_as_good(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor
     assert ours.shape == theirs.shape
     found, other, want = wide(ours.detach()), wide(theirs.detach()), wide(exact.detach())
     error, allowed = abs(found - want), abs(other - want).max(initial=0)
-    unit = UNITS * ulp(want, ours.dtype) + size * torch.finfo(torch.promote_types(ours.dtype, torch.float32)).eps
+    unit = ulp(want, ours.dtype) + size * torch.finfo(torch.promote_types(ours.dtype, torch.float32)).eps
+    # The exact values are float64, so beside float64 results they have rounding errors of the same size.
+    unit = UNITS * unit * (2 if ours.dtype == torch.float64 else 1)
     assert (error <= allowed + unit).all(), f"error {error.max():.3e}, PyTorch's own {allowed:.3e}"
 
 
@@ -89,7 +91,8 @@ def test_losses_and_gradients(plan: str, dtype: torch.dtype) -> None:
     strategy = plan.partition("/")[2]
     shape = {"column": (2, 37, 16), "split": (2, 5003), "looped": (2, 3001), "grid": (2, 70001)}.get(strategy, (5, 259))
     seed = DTYPES.index(dtype) + 4 * PLANS.index(plan)
-    target = torch.randint(shape[1], (shape[0], *shape[2:]), generator=torch.Generator().manual_seed(seed))
+    torch.manual_seed(seed)
+    target = torch.randint(shape[1], (shape[0], *shape[2:]))
     target.view(-1)[1] = -100
     target = target.to(DEVICE)
     for options in combinations(LOSS_OPTIONS, seed):
