@@ -75,12 +75,14 @@ def add(key: tuple[Any, ...], call: Call) -> Launch:
 def _checked(run: Run, call: Call) -> Run:
     """The function `run`, which first checks that writing `out` does not change elements that are still to be read."""
     out_bytes, x_bytes = extent(call.out), extent(call.x)
+    # The function lives as long as the cache, and must not keep the tensors of the first call alive.
+    bare = call._replace(x=None, out=None)
 
     def checked(x: torch.Tensor, out: torch.Tensor | None, operands: Mapping[str, Any]) -> torch.Tensor:
         assert out is not None
         # The memory of `out` and of x overlaps: only some overlaps are allowed.
         if -out_bytes < out.data_ptr() - x.data_ptr() < x_bytes:
-            check_out_memory(call._replace(x=x, out=out))
+            check_out_memory(bare._replace(x=x, out=out))
         return run(x, out, operands)
 
     return checked
