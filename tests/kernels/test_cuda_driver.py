@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,11 +47,9 @@ class Driver:
 def test_a_launch_without_a_context_is_made_again_with_one(
     status: int, then: int, called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from onlinesoftmax.kernels.cuda import launch
-
     fake = Driver(then)
     monkeypatch.setattr(driver, "library", lambda: fake)
-    assert launch._again(status, SimpleNamespace(arguments=()), 3) == then
+    assert driver.again(status, (), 3) == then
     assert fake.called == called
 
 

@@ -488,3 +488,13 @@ def test_the_largest_class_is_that_of_the_scores() -> None:
     x, target = torch.tensor([[1.0, 3.0, 2.0]], device=DEVICE), torch.tensor([0], device=DEVICE)
     _, stats = osm.cross_entropy(x, target, scale=-1.0, return_stats=True, **HOW)
     assert (stats.largest.tolist(), stats.correct.tolist()) == ([0], [True])
+
+
+def test_batch_invariant_log_probabilities_ignore_strides_and_alignment() -> None:
+    x, index = torch.randn(1001, device=DEVICE)[1:].view(1, 1000), torch.tensor([7], device=DEVICE)
+    options: dict[str, Any] = {"batch_invariant": True, **HOW}
+    for same in (x.clone(), x.t().contiguous().t(), x.expand(1, 1000)):
+        for ours, want in zip(
+            osm.token_logprobs(same, index, **options), osm.token_logprobs(x, index, **options), strict=True
+        ):
+            assert torch.equal(ours, want)

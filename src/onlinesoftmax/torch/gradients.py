@@ -30,6 +30,12 @@ def forward(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
     return run(call, outputs)
 
 
+def outputs_of(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """The same, always as a tuple."""
+    found = forward(call, outputs)
+    return found if isinstance(found, tuple) else (found,)
+
+
 class Kept(NamedTuple):
     """Tensors that a forward call keeps for its gradient; None for those that the gradient does not read.
 

@@ -16,11 +16,12 @@ from . import ops, targets_eager
 from .check import check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
 from .loss import Loss
-from .targets import LogProbabilities, PerRow, Reduced
+from .prepare import INTEGERS
+from .targets import LogProbabilities, PerRow, Reduced, without_tensors
 
 Tensor = torch.Tensor
 
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+TARGET_DTYPES = tuple(getattr(torch, name) for name in INTEGERS)
 
 
 class LossStatistics(NamedTuple):
@@ -119,8 +120,7 @@ def token_logprobs(
         raise RuntimeError("token_logprobs(): scale requires a gradient, which this function does not compute")
     if reason is not None:
         return TokenLogprobs(*targets_eager.log_probabilities(call, entropy))
-    bare = call._replace(x=None, options=scores._replace(mask=None), beside={})
-    return TokenLogprobs(*LogProbabilities.apply(bare, x, scores.mask, index, entropy))
+    return TokenLogprobs(*LogProbabilities.apply(without_tensors(call), x, scores.mask, index, entropy))
 
 
 def why_not_kernels(x: Tensor, target: Tensor, weight: Tensor | None, choice: Choice) -> str | None:
@@ -186,7 +186,7 @@ def _check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
 
 
 def _check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[int, ...]) -> None:
-    if index.dtype not in INTEGERS:
+    if index.dtype not in TARGET_DTYPES:
         raise RuntimeError(f"{name}: {argument} must have an integer dtype, got {index.dtype}")
     if tuple(index.shape) != rows:
         raise ValueError(f"{name}: {argument} has shape {tuple(index.shape)}, and the rows of input {rows}")

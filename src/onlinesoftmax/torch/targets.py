@@ -21,9 +21,9 @@ from ..core.options import bits
 from ..kernels import registry
 from . import targets_eager
 from .check import TRACED_TYPES
-from .gradients import accumulator_of, canonical
+from .gradients import accumulator_of, outputs_of
 from .loss import Loss, count_of
-from .prepare import aligned, run
+from .prepare import aligned
 
 Tensor = torch.Tensor
 
@@ -31,7 +31,7 @@ _LOSS, _LOGPROBS = OPERATIONS["cross_entropy"], OPERATIONS["token_logprobs"]
 
 
 class Rows(NamedTuple):
-    """What one kernel gives for the rows of a cross-entropy; None where it was not asked for.
+    """Results of one kernel for the rows of a cross-entropy; None where a result was not asked for.
 
     Attributes:
         loss: Loss of each row in float32 (float64 in float64).
@@ -65,9 +65,13 @@ def loss_rows(
     beside = _beside(x, target, weight, loss)
     if dy is not None:
         beside["dy"] = dy if dy.dim() == 0 else dy.unsqueeze(loss.dim)
-    if loss.inplace and "y" in outputs and not _traced(x):
+    overwrites = loss.inplace and "y" in outputs and not _traced(x)
+    if overwrites:
         beside["y"] = x
     found = _launch(_LOSS, x, loss, beside, ("loss", *outputs))
+    if overwrites:
+        # Autograd then raises if another operation needs the logits for its gradient.
+        torch.autograd.graph.increment_version(x)
     named = dict(zip(("loss", *outputs), found, strict=True))
     return Rows(named["loss"], named.get("y"), *(named.get(name) for name in ("lse", "m", "l", "entropy")))
 
@@ -101,8 +105,6 @@ def _launch(
     operation: Operation, x: Tensor, loss: Loss, beside: dict[str, Any], outputs: tuple[str, ...]
 ) -> tuple[Tensor, ...]:
     """The outputs of one kernel, or of its custom operator in a trace."""
-    if loss.settings.choice.batch_invariant:
-        x = canonical(x, loss.dim)
     settings = loss.settings._replace(dtype=None) if operation.backward else loss.settings
     return launch(Call(operation, x, settings, loss.options, None, beside), outputs)
 
@@ -113,8 +115,7 @@ def launch(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
         from . import custom_ops
 
         return custom_ops.outputs(call, outputs)
-    found = run(call, outputs)
-    return found if isinstance(found, tuple) else (found,)
+    return outputs_of(call, outputs)
 
 
 def _traced(x: Tensor) -> bool:
@@ -140,9 +141,6 @@ class Reduced(torch.autograd.Function):
         rows = loss_rows(x, target, weight, loss, outputs, dy)
         total = rows.loss.sum()
         total = total if divisor is None else total / divisor
-        if wants and loss.inplace and not _traced(x):
-            # Autograd then raises if another operation needs the logits for its gradient.
-            torch.autograd.graph.increment_version(x)
         ctx.gradient = rows.gradient
         ctx.set_materialize_grads(False)
         found = total, rows.lse, rows.entropy
@@ -198,9 +196,8 @@ class PerRow(torch.autograd.Function):
         x, target, weight, *state = ctx.saved_tensors
         if torch.is_grad_enabled():
             # The gradient is itself to be differentiated, so PyTorch's operations compute it.
-            with torch.enable_grad():
-                rows = targets_eager.losses(x, target, weight, ctx.loss)
-                (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype), create_graph=True)
+            rows = targets_eager.losses(x, target, weight, ctx.loss)
+            (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype), create_graph=True)
             return dx, None, None, None, None
         return loss_gradient(x, target, weight, ctx.loss, tuple(state), dy), None, None, None, None
 
@@ -209,11 +206,11 @@ class LogProbabilities(torch.autograd.Function):
     """(logprob, entropy, lse) of all rows; backward computes the gradient of all three from the logits."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, mask: Tensor | None, target: Tensor, entropy: bool) -> Any:
-        call = with_mask(call, x, mask, target)
+    def forward(ctx: Any, bare: Call, x: Tensor, mask: Tensor | None, target: Tensor, entropy: bool) -> Any:
+        call = with_mask(bare, x, mask, target)
         y, lse, m, l, *rest = launch(call, ("y", "lse", "m", "l", *(("entropy",) if entropy else ())))
         found = rest[0] if rest else None
-        ctx.call = without_tensors(call)
+        ctx.bare = bare
         ctx.save_for_backward(x, mask, target, m, l, found)
         ctx.set_materialize_grads(False)
         return y, found, lse
@@ -224,12 +221,11 @@ class LogProbabilities(torch.autograd.Function):
         if dy is None and dentropy is None and dlse is None:
             return nothing
         x, mask, target, m, l, entropy = ctx.saved_tensors
-        call = with_mask(ctx.call, x, mask, target)
+        call = with_mask(ctx.bare, x, mask, target)
         if torch.is_grad_enabled():
-            with torch.enable_grad():
-                found = targets_eager.log_probabilities(call, entropy is not None)
-                pairs = [(y, g) for y, g in zip(found, (dy, dentropy, dlse), strict=True) if g is not None]
-                (dx,) = torch.autograd.grad([y for y, _ in pairs], x, [g for _, g in pairs], create_graph=True)
+            found = targets_eager.log_probabilities(call, entropy is not None)
+            pairs = [(y, g) for y, g in zip(found, (dy, dentropy, dlse), strict=True) if g is not None]
+            (dx,) = torch.autograd.grad([y for y, _ in pairs], x, [g for _, g in pairs], create_graph=True)
             return (None, dx, *nothing[2:])
         given = {"dy": torch.zeros_like(m) if dy is None else dy, "m": m, "l": l, "dlse": dlse}
         if dentropy is not None:

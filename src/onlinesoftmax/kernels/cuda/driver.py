@@ -91,6 +91,21 @@ def make_current(device: int) -> None:
     check(library().cuCtxSetCurrent(context), "making the device's context current")
 
 
+def again(status: int, arguments: tuple[Any, ...], index: int) -> int:
+    """The status of a launch, repeated with the context of a device current where a missing context was the error.
+
+    Args:
+        status: Status of the first launch.
+        arguments: Arguments of cuLaunchKernelEx.
+        index: Number of the device.
+    """
+    if status != INVALID_CONTEXT:
+        return status
+    make_current(index)
+    repeated: int = library().cuLaunchKernelEx(*arguments)
+    return repeated
+
+
 def load_kernel(cubin: bytes, name: str) -> int:
     """The handle of a kernel in a cubin, for every device of its architecture; the cubin stays loaded."""
     loaded, kernel = c_void_p(), c_void_p()

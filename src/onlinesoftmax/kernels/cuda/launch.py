@@ -78,7 +78,8 @@ def bind(request: Request) -> Run:
             fill_in(fields, more, index, stream)
         status = launch(*call.arguments)
         if status:
-            driver.check(_again(status, call, index), f"launching {plan.backend}/{plan.strategy}")
+            status = driver.again(status, call.arguments, index)
+            driver.check(status, f"launching {plan.backend}/{plan.strategy}")
         spare.append(call)
 
     return run
@@ -96,15 +97,6 @@ def _filled_in(request: Request) -> list[str]:
     """Names of the tensors that a call passes besides x and the first output."""
     given = {"x", request.task.outputs[0]}
     return [name for name in POINTERS if name in request.dtypes and name not in given]
-
-
-def _again(status: int, call: _Call, index: int) -> int:
-    """The status of the launch, repeated with the device's context current where a missing context was the error."""
-    if status != driver.INVALID_CONTEXT:
-        return status
-    driver.make_current(index)
-    again: int = driver.library().cuLaunchKernelEx(*call.arguments)
-    return again
 
 
 _MASK = (1 << 64) - 1

@@ -34,10 +34,7 @@ def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
     parameters = (ctypes.c_void_p * 3)(*map(ctypes.addressof, values))
     arguments = (ctypes.addressof(config), kernel, ctypes.addressof(parameters), None)
     status = driver.library().cuLaunchKernelEx(*arguments)
-    if status == driver.INVALID_CONTEXT:
-        driver.make_current(index)
-        status = driver.library().cuLaunchKernelEx(*arguments)
-    driver.check(status, "launching multiply_kernel")
+    driver.check(driver.again(status, arguments, index), "launching multiply_kernel")
 
 
 @cache

@@ -59,7 +59,7 @@ __device__ inline Sums<SUM> whole(Sums<Summand> chunk, Shift s) {
 // True where each element reads the weight of its class.
 constexpr bool READS_WEIGHTS = HAS_WEIGHT && HAS_SMOOTHING;
 
-// What element (score a, weight b) adds to the plain sum wz.
+// The summand of wz for an element with score a and weight b.
 __device__ inline ACC weighted_score(ACC a, ACC b) { return READS_WEIGHTS ? (b == 0 ? 0 : a * b) : a; }
 
 // The per-row constants of `output`; with `zero` the row gives zeros.
@@ -126,7 +126,7 @@ __device__ inline ACC output(ACC a, ACC b, RowConstants r) {
     else {
         const ACC below = a - r.shift.m, e = exp_of(below);
         y = r.t * e;
-        // Where p is 0, p * log(p) is 0, and 0 * -inf would be NaN.
+        // p * log(p) is 0 where p is 0; the product 0 * -inf would be NaN.
         if constexpr (GIVEN_DENTROPY) y = e * fma(e == 0 ? 0 : below, r.low, r.t);
     }
     return ZERO && !HAS_TARGET && r.zero ? 0 : y;

@@ -345,7 +345,7 @@ class Op(NamedTuple):
         w = z - s
         e = jnp.exp(w)
         y = e * t if low is None else e * t + e * low
-        # Where the gradients of a row's results are 0, even a NaN counts for nothing.  Mosaic selects by arrays alone.
+        # A row whose incoming gradients are 0 gives 0, even if it holds NaN.  Mosaic selects by arrays alone.
         y = jnp.where(jnp.broadcast_to(t, y.shape) == 0, jnp.zeros_like(y), y)
         if slope is not None:
             y = y - jnp.where(e == 0, jnp.zeros_like(w), w) * e * slope
