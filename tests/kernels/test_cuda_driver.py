@@ -53,6 +53,23 @@ def test_a_launch_without_a_context_is_made_again_with_one(
     assert fake.called == called
 
 
+def test_addresses_reach_the_driver_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without argument types, ctypes passes the lower 32 bits of a plain integer.
+    passed: list[Any] = []
+
+    class Recorder(Driver):
+        def cuLaunchKernelEx(self, *arguments: Any) -> int:  # noqa: N802  the driver's own name
+            passed.extend(arguments)
+            return super().cuLaunchKernelEx()
+
+    monkeypatch.setattr(driver, "library", lambda: Recorder(0))
+    kernel = 0x7F69_74FF_96C0
+    arguments = driver.Arguments(bytes(16), driver.launch_config(1, 1, 32, 0, 1, False), kernel)
+    driver.launch(arguments, 0, "launching a kernel")
+    assert all(type(argument) is ctypes.c_void_p for argument in passed)
+    assert [argument.value for argument in passed[:2]] == [ctypes.addressof(arguments.config), kernel]
+
+
 def test_a_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "library", Driver)
     driver.check(0, "launching cuda/row")

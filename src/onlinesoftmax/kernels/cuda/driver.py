@@ -31,6 +31,29 @@ class LaunchConfig(ctypes.Structure):
     )  # fmt: skip
 
 
+class Arguments:
+    """The arguments of one launch, in memory that the driver reads; used by one thread at a time.
+
+    Args:
+        values: The kernel's only parameter, a struct of 64-bit fields.
+        config: The launch configuration, still without a stream.
+        kernel: Handle of the kernel.
+
+    Attributes:
+        fields: The kernel's parameter as 64-bit fields.
+        config: The launch configuration.
+        addresses: Arguments of cuLaunchKernelEx, already of the types that ctypes passes on unchanged.
+    """
+
+    def __init__(self, values: bytes, config: LaunchConfig, kernel: int) -> None:
+        self.fields = (ctypes.c_uint64 * (len(values) // 8)).from_buffer_copy(values)
+        self.config = config
+        self._parameters = (c_void_p * 1)(ctypes.addressof(self.fields))
+        of_launch = (ctypes.addressof(config), kernel, ctypes.addressof(self._parameters), None)
+        # A plain integer would be passed as a C int, which cuts off the upper half of an address.
+        self.addresses = tuple(c_void_p(address) for address in of_launch)
+
+
 COOPERATIVE, CLUSTER_DIMENSION = 2, 4
 """CUlaunchAttributeID."""
 
@@ -89,6 +112,16 @@ def make_current(device: int) -> None:
     context = c_void_p()
     check(library().cuDevicePrimaryCtxRetain(byref(context), device), "finding the device's context")
     check(library().cuCtxSetCurrent(context), "making the device's context current")
+
+
+def launch(arguments: Arguments, index: int, doing: str) -> None:
+    """Launch a kernel on a device.
+
+    Raises:
+        DriverError: the driver refused the launch.
+    """
+    status = library().cuLaunchKernelEx(*arguments.addresses)
+    check(again(status, arguments.addresses, index), doing)
 
 
 def again(status: int, arguments: tuple[Any, ...], index: int) -> int:

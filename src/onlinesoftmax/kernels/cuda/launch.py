@@ -5,7 +5,6 @@ A kernel has one parameter, the struct `Params`, which params.py lays out.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,23 +20,6 @@ from .source import kernel_name, message_words, shared_memory, source, vector
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
 
-class _Call:
-    """The arguments of one launch, in memory that the driver reads; used by one thread at a time.
-
-    Attributes:
-        fields: Params.
-        config: The launch configuration with its stream.
-        arguments: Arguments of cuLaunchKernelEx, already of the types that ctypes passes on unchanged.
-    """
-
-    def __init__(self, values: bytes, config: tuple[Any, ...], kernel: int) -> None:
-        self.fields = (ctypes.c_uint64 * (len(values) // 8)).from_buffer_copy(values)
-        self.config = driver.launch_config(*config)
-        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.fields))
-        addresses = (ctypes.addressof(self.config), kernel, ctypes.addressof(self._parameters), None)
-        self.arguments = tuple(ctypes.c_void_p(address) for address in addresses)
-
-
 def bind(request: Request) -> Run:
     """The function run(x, y, more) for tensors of the shapes and dtypes of a request, all on one device.
 
@@ -51,10 +33,11 @@ def bind(request: Request) -> Run:
     mail_words = _mail_words(request)
     more_than_two = bool(tensors or numbers or mail_words)
     launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
-    spare: list[_Call] = []
+    spare: list[driver.Arguments] = []
 
-    def new_call(index: int) -> _Call:
-        return _Call(values, config, loaded(source(request), kernel_name(request), index, dynamic, cluster))
+    def new_call(index: int) -> driver.Arguments:
+        kernel = loaded(source(request), kernel_name(request), index, dynamic, cluster)
+        return driver.Arguments(values, driver.launch_config(*config), kernel)
 
     def fill_in(fields: Any, more: dict[str, Any], index: int, stream: int) -> None:
         for field, name in tensors:
@@ -76,9 +59,9 @@ def bind(request: Request) -> Run:
         call.config.stream = stream = stream_of(index)
         if more_than_two:
             fill_in(fields, more, index, stream)
-        status = launch(*call.arguments)
+        status = launch(*call.addresses)
         if status:
-            status = driver.again(status, call.arguments, index)
+            status = driver.again(status, call.addresses, index)
             driver.check(status, f"launching {plan.backend}/{plan.strategy}")
         spare.append(call)
 

@@ -5,9 +5,13 @@
 // Bytes:      none where the number is 1, as in `loss.backward()`; else one read, one write.
 // Limits:     the elements are neighbours, and the first lies on 16 bytes.
 
-extern "C" __global__ void __launch_bounds__(THREADS) multiply_kernel(T* x, const ACC* factor, int64 count) {
-    const ACC f = *factor;
+struct Product { T* x; const ACC* factor; int64 count; };
+
+extern "C" __global__ void __launch_bounds__(THREADS) multiply_kernel(const __grid_constant__ Product p) {
+    const ACC f = *p.factor;
     if (f == 1) return;
+    T* const x = p.x;
+    const int64 count = p.count;
     const int64 chunks = count / VECTOR, first = int64(blockIdx.x) * THREADS + threadIdx.x;
     for (int64 i = first; i < chunks; i += int64(gridDim.x) * THREADS) {
         Chunk<T, VECTOR> chunk;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 
 import torch
@@ -16,6 +15,8 @@ THREADS = 256
 BLOCKS_PER_MULTIPROCESSOR = 8
 """Blocks of THREADS threads that fill a multiprocessor."""
 
+NAME = "multiply_kernel"
+
 
 def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply x in place.
@@ -25,16 +26,20 @@ def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
         factor: Tensor of one element in float32, or in float64 for an x in float64, on the same GPU.
     """
     index = x.get_device()
-    kernel = loaded(source(str(x.dtype).removeprefix("torch.")), "multiply_kernel", index, 0, 1)
-    most = BLOCKS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(index).multi_processor_count
+    most, kernel = _kernel(x.dtype, index)
     blocks = max(1, min(most, x.numel() * x.element_size() // (16 * THREADS)))
-    config = driver.launch_config(blocks, 1, THREADS, 0, 1, False)
-    config.stream = torch._C._cuda_getCurrentRawStream(index)
-    values = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(factor.data_ptr()), ctypes.c_longlong(x.numel()))
-    parameters = (ctypes.c_void_p * 3)(*map(ctypes.addressof, values))
-    arguments = (ctypes.addressof(config), kernel, ctypes.addressof(parameters), None)
-    status = driver.library().cuLaunchKernelEx(*arguments)
-    driver.check(driver.again(status, arguments, index), "launching multiply_kernel")
+    arguments = driver.Arguments(bytes(24), driver.launch_config(blocks, 1, THREADS, 0, 1, False), kernel)
+    arguments.fields[0], arguments.fields[1], arguments.fields[2] = x.data_ptr(), factor.data_ptr(), x.numel()
+    arguments.config.stream = torch._C._cuda_getCurrentRawStream(index)
+    driver.launch(arguments, index, f"launching {NAME}")
+
+
+@cache
+def _kernel(dtype: torch.dtype, index: int) -> tuple[int, int]:
+    """(blocks that fill the device, handle of the kernel)."""
+    multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+    text_of_kernel = source(str(dtype).removeprefix("torch."))
+    return BLOCKS_PER_MULTIPROCESSOR * multiprocessors, loaded(text_of_kernel, NAME, index, 0, 1)
 
 
 @cache
