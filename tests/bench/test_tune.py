@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from onlinesoftmax.bench import tune
+from onlinesoftmax.bench import grid, tune
 from onlinesoftmax.cli import build
 from onlinesoftmax.cli.tune import as_text
 from onlinesoftmax.core.device import known
@@ -27,36 +27,62 @@ from onlinesoftmax.planner.variant import Variant
 H200 = known("h200")
 
 
-def key_of_shape(shape: tune.Shape) -> Any:
-    return key_of(Problem.of(tune.task(shape)))
+def key_of_shape(shape: grid.Shape) -> Any:
+    return key_of(Problem.of(grid.task(shape)))
+
+
+TARGET_FORMS = [
+    # Operation, outputs, optional operands, and whether a value per element is written.
+    ("cross_entropy", (("loss", "m", "l"), (), False)),
+    ("cross_entropy", (("loss", "y"), ("dy",), True)),
+    ("cross_entropy_backward", (("y",), ("dy", "m", "l"), True)),
+    ("token_logprobs", (("y", "m", "l", "entropy"), (), False)),
+    ("token_logprobs_backward", (("y",), ("dy", "m", "l", "dlse", "entropy", "dentropy"), True)),
+]
+
+
+def test_losses_are_measured_in_the_forms_that_a_call_runs() -> None:
+    found = {}
+    for shape in grid.shapes():
+        task = grid.task(shape)
+        if task.operation.has_target:
+            given = task.dtypes.keys() - {"x", "target", *task.outputs}
+            found[shape.operation, task.outputs] = (given, task.writes_elements)
+            assert task.dtypes["target"] == "int64"
+            assert {task.dtypes[name] for name in (*given, *task.row_outputs)} <= {"float32"}
+    assert found == {(name, outputs): (set(given), writes) for name, (outputs, given, writes) in TARGET_FORMS}
 
 
 def test_the_grid_has_every_kind_of_shape_once() -> None:
-    shapes = tune.shapes()
+    shapes = grid.shapes()
     assert len(set(shapes)) == len(shapes)
     assert {(1, 1 << 28), (1, 1 << 20), (1024, 1024), (1 << 20, 64)} <= {(s.rows, s.cols) for s in shapes}
     # The planner looks a table up by aligned and unaligned rows.
     kinds = {key_of_shape(shape) for shape in shapes}
-    assert {(kind.operation, kind.itemsize, kind.unaligned) for kind in kinds} == {
-        *((operation, size, False) for operation in ("softmax", "logsumexp", "softmax_backward") for size in (2, 4)),
-        ("softmax", 2, True),
-        ("softmax", 4, True),
+    plain = {(operation, operation != "logsumexp") for operation in ("softmax", "logsumexp", "softmax_backward")}
+    targets = {(name, writes) for name, (*_, writes) in TARGET_FORMS}
+    assert {(kind.operation, kind.elements, kind.itemsize, kind.unaligned) for kind in kinds} == {
+        *((*form, size, False) for form in plain | targets for size in (2, 4)),
+        *((*form, size, True) for form in {("softmax", True)} | targets for size in (2, 4)),
     }
-    assert set(tune.shapes(quick=True)).isdisjoint({s for s in shapes if s.rows == 1})
+    assert set(grid.shapes(quick=True)).isdisjoint({s for s in shapes if s.rows == 1})
 
 
 def test_a_table_that_is_broken_off_has_the_full_inputs_first() -> None:
-    shapes = tune.shapes()
+    shapes = grid.shapes()
     nbytes = [s.rows * s.cols * ITEMSIZE[s.dtype] for s in shapes]
-    few = [i for i, count in enumerate(nbytes) if count <= tune.FULL_BYTES // 4]
+    few = [i for i, count in enumerate(nbytes) if count <= grid.FULL_BYTES // 4]
     assert few == list(range(few[0], len(shapes)))
-    assert {s.cols for s in shapes[: 2 * len(tune.VOCABULARIES)]} == set(tune.VOCABULARIES)
+    assert {s.cols for s in shapes[: 2 * len(grid.VOCABULARIES)]} == set(grid.VOCABULARIES)
 
 
-@pytest.mark.parametrize("backend", tune.BACKENDS)
-@pytest.mark.parametrize("shape", tune.shapes()[::61], ids=str)
-def test_proposals_are_told_apart_by_their_variants(shape: tune.Shape, backend: str) -> None:
-    found = tune.proposals(shape, H200, backend)
+@pytest.mark.parametrize(
+    ("shape", "backend"),
+    [(s, backend) for s in grid.shapes()[::61] for backend in tune.BACKENDS if grid.can_measure(backend, s)],
+    ids=str,
+)
+def test_proposals_are_told_apart_by_their_variants(shape: grid.Shape, backend: str) -> None:
+    found = grid.proposals(shape, H200, backend)
     assert found
     names = Counter((request.plan.strategy, request.plan.variant) for request in found)
     assert max(names.values()) == 1, names.most_common(3)
@@ -109,7 +135,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "load", lambda name: SimpleNamespace(prepare=lambda request: lambda x, y, more: None))
 
 
-SMALL = [tune.Shape("softmax", "bfloat16", 64, 256), tune.Shape("softmax_backward", "float32", 16, 1024)]
+SMALL = [
+    grid.Shape("softmax", "bfloat16", 64, 256),
+    grid.Shape("softmax_backward", "float32", 16, 1024),
+    grid.Shape("cross_entropy", "bfloat16", 16, 512, ("loss", "y")),
+]
 
 
 def measured(table: Table, backends: tuple[str, ...], minutes: float | None = None) -> Table:

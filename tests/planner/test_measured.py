@@ -37,7 +37,7 @@ def shipped(name: str) -> Table:
 
 def table_of(*cells: Cell, every_variant: bool = True, unaligned: bool = False) -> Table:
     """A table of bfloat16 softmax, as if measured on an H200."""
-    return Table("made up", "a test", H200.bandwidth, {Key("softmax", 2, unaligned): list(cells)}, every_variant)
+    return Table("made up", "a test", H200.bandwidth, {Key("softmax", True, 2, unaligned): list(cells)}, every_variant)
 
 
 def looped(us: float, variant: Variant = FAST) -> Timing:
@@ -237,11 +237,40 @@ def test_a_gpu_without_a_table_borrows_one_and_a_cpu_does_not() -> None:
     assert plan(long, known("a100"), table=table_for(known("a100"))).strategy in ("row", "looped")
 
 
+def test_times_of_the_own_operation_come_before_those_of_its_stand_in() -> None:
+    outputs = {True: ("loss", "y"), False: ("loss",)}
+    other = Variant(threads=512, chunks=2)
+    cells = {
+        Key("softmax", True, 2, False): [Cell(1024, 32768, (looped(100.0),))],
+        Key("cross_entropy", True, 2, False): [Cell(1024, 32768, (looped(90.0, other),))],
+        Key("logsumexp", False, 2, False): [Cell(1024, 32768, (looped(50.0),))],
+    }
+    table = Table("made up", "a test", H200.bandwidth, cells)
+
+    def timings(operation: str, writes_elements: bool) -> list[float]:
+        written = outputs[writes_elements] if operation == "cross_entropy" else ()
+        [anchor] = table.anchors(Problem(operation, 1024, 32768, "bfloat16", outputs=written), ("cuda",))
+        return [timing.us for timing in anchor.cell.timings]
+
+    assert timings("cross_entropy", True) == [90.0]
+    assert timings("cross_entropy", False) == [50.0]
+    assert timings("log_softmax", True) == timings("cross_entropy_backward", True) == [100.0]
+
+
+def test_a_table_of_another_form_is_refused() -> None:
+    document = table_of(Cell(1024, 256, (looped(5.0),))).as_json()
+    assert Table.from_json(document).cells[Key("softmax", True, 2, False)]
+    with pytest.raises(ValueError, match="format 1, not 2"):
+        Table.from_json({**document, "format": 1})
+    with pytest.raises(KeyError):
+        Table.from_json({name: value for name, value in document.items() if name != "format"})
+
+
 def test_cells_of_one_shape_merge() -> None:
     first = Cell(8, 64, (looped(4.0), Timing("triton", "row", Variant(tile=512), 5.0)), ("cuda", "triton"))
     again = Cell(8, 64, (looped(3.0, SLOW),), ("cuda",))
-    table = table_of(first).with_cell(Key("softmax", 2, False), again)
-    [cell] = table.cells[Key("softmax", 2, False)]
+    table = table_of(first).with_cell(Key("softmax", True, 2, False), again)
+    [cell] = table.cells[Key("softmax", True, 2, False)]
     assert [timing.us for timing in cell.timings] == [3.0, 5.0]
     assert cell.backends == ("cuda", "triton")
 

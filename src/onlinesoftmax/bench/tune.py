@@ -7,105 +7,26 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from importlib.util import find_spec
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from ..core.device import Device
-from ..core.operations import OPERATIONS
 from ..core.problem import Problem
-from ..core.task import ITEMSIZE, Task, contiguous_spec, row_spec, task_of
 from ..kernels import registry
 from ..kernels.request import Request
-from ..planner import strategies
-from ..planner.measured import KEPT, Cell, Key, Table, Timing, key_of, stand_in
-from ..planner.plan import Plan, priced
+from ..planner.measured import KEPT, Cell, Key, Table, Timing, key_of
+from ..planner.plan import Plan
+from .grid import Shape, can_measure, proposals, task
 from .timing import CudaClock
 
 BACKENDS = ("cuda", "triton", "pallas")
 """Backends whose strategies have more than one proposal."""
 
-FULL_BYTES = 1 << 27
-"""Bytes of an input that is as large as the measurement needs: several times any L2."""
-
-SHORT = 1 << 18
-"""Columns up to which steps are of 1.5 and 1.33; longer rows are fewer, in steps of 2 and 4."""
-
-FEW_ROWS = (1, 16, 128, 1024, 8192)
-"""Numbers of rows that are measured besides those of a full input, where columns are a power of two."""
-
-VOCABULARIES = (32000, 50256, 128256, 151936, 201088, 256000)
-"""Columns of language models' logits; GPT-2's 50257 is among them with its unaligned rows."""
-
 CLOSE = 1.05
 """A proposal that is slower than the fastest of its strategy by less than this factor may be the faster one."""
 
-HOPELESS = 2.5
-"""Triton's and XLA's compilers are slow: a proposal that is estimated at this many times the least is not measured."""
-
 BATCH = 16
 """Shapes that are compiled together, by all cores, before they are measured."""
-
-
-class Shape(NamedTuple):
-    """A shape to measure."""
-
-    operation: str
-    dtype: str
-    rows: int
-    cols: int
-
-
-def shapes(quick: bool = False) -> list[Shape]:
-    """The grid, the shapes that matter most first, so that a table that is broken off is of use.
-
-    These are full inputs, softmax and its gradient ahead, and among them the lengths of vocabularies.  `quick` gives a
-    few shapes that show whether all works.
-    """
-    if quick:
-        return [Shape("softmax", dtype, 1024, cols) for dtype in ("bfloat16", "float32") for cols in (256, 4096, 65536)]
-    powers, between = [64 << i for i in range(13)], [*(96 << i for i in range(12)), *VOCABULARIES]
-    long = [1 << i for i in (19, 20, 21, 22, 23, 24, 26, 28)]
-    # An operation that writes one number per row has little to choose.
-    measured = list(dict.fromkeys(stand_in(Problem(name, 1, 1)) for name in OPERATIONS))
-    measured.sort(key=lambda name: OPERATIONS[name].per_row)
-    full, unaligned, few = [], [], []
-    for operation in measured:
-        per_row, plain = OPERATIONS[operation].per_row, OPERATIONS[operation].inputs == 1
-        lengths = [*(() if per_row else VOCABULARIES), *(powers[::-1]), *(() if per_row else between[:12]), *long]
-        for cols in lengths:
-            for dtype in ("bfloat16", "float32"):
-                rows = max(FULL_BYTES // (cols * ITEMSIZE[dtype]), 1)
-                full.append(Shape(operation, dtype, rows, cols))
-                if cols <= SHORT and plain and not per_row:
-                    unaligned.append(Shape(operation, dtype, rows, cols + 1))
-                if cols not in between:
-                    few += [Shape(operation, dtype, some, cols) for some in FEW_ROWS if 4 * some <= rows]
-    return [*full, *unaligned, *few]
-
-
-def task(shape: Shape) -> Task:
-    """The task of a shape, all of its tensors contiguous."""
-    operation, sizes = OPERATIONS[shape.operation], (shape.rows, shape.cols)
-    whole, per_row = contiguous_spec(sizes, shape.dtype), row_spec(sizes, 1, shape.dtype)
-    written = operation.written(operation.always)
-    kinds = {t.name: t.kind for t in operation.operands} | {t.name: t.kind for t in written}
-    tensors = {name: whole if kind == "element" else per_row for name, kind in kinds.items()}
-    return task_of(operation, operation.always, sizes, 1, tensors)
-
-
-def proposals(shape: Shape, device: Device, backend: str = "cuda") -> list[Request]:
-    """The proposals of a backend's strategies for a shape that are to be measured."""
-    wanted = task(shape)
-    problem = Problem.of(wanted)
-    found: list[Plan] = []
-    for its_backend, strategy, propose in (*strategies.TABLE, *strategies.FOR_JAX):
-        options = propose(problem, device) if its_backend == backend else ""
-        if isinstance(options, str) or (strategy == "cluster" and backend == "pallas" and find_spec("absl") is None):
-            continue
-        found += [priced(option, problem, device) for option in options]
-    least = min((plan.estimate_us for plan in found), default=0.0)
-    return [Request(wanted, plan) for plan in found if backend == "cuda" or plan.estimate_us <= HOPELESS * least]
 
 
 def unavailable(backend: str) -> str | None:
@@ -129,16 +50,32 @@ def _compile(request: Request, arch: str) -> None:
 
     sizes = (request.layout.rows, request.layout.cols)
     x = torch.empty(sizes, dtype=getattr(torch, request.dtypes["x"]), device="cuda")
-    y = x if request.task.writes_elements else x[:, 0].contiguous()
+    first, more = _tensors(request, x, x)
     try:
-        registry.load(request.plan.backend).prepare(request)(x, y, _more(request, x))
+        registry.load(request.plan.backend).prepare(request)(x, first, more)
     except Exception:  # the process that measures meets the same and says so
         return
 
 
-def _more(request: Request, x: Any) -> dict[str, Any]:
-    """The operands besides x: those of the measured operations are read element by element."""
-    return {name: x for name in request.operation.element_operands if name != "x"}
+def _tensors(request: Request, x: Any, y: Any) -> tuple[Any, dict[str, Any]]:
+    """(the first output, every other operand and output by name): x and y stand for those with a value per element."""
+    import torch
+
+    found: dict[str, Any] = {}
+    for operand in request.operation.operands[1:]:
+        if not request.has(operand.name):
+            continue
+        if operand.kind == "element":
+            found[operand.name] = x
+        elif operand.dtype == "integer":
+            found[operand.name] = torch.randint(x.shape[1], (x.shape[0], 1), device=x.device)
+        else:
+            dtype = getattr(torch, request.dtypes[operand.name])
+            found[operand.name] = torch.ones(x.shape[0], 1, dtype=dtype, device=x.device)
+    for output in request.task.written:
+        dtype = getattr(torch, request.dtypes[output.name])
+        found[output.name] = y if output.kind == "element" else torch.empty(x.shape[0], dtype=dtype, device=x.device)
+    return found.pop(request.task.outputs[0]), found
 
 
 class Compiler:
@@ -267,17 +204,17 @@ class Tuner:
         if dtype != self._x.dtype:
             # Bits of float32 numbers would be large and small in turns.
             x.copy_(self._torch.randn_like(x))
-        return x, y[:, 0] if OPERATIONS[shape.operation].per_row else y
+        return x, y
 
     def _call(self, option: Request, x: Any, y: Any) -> Callable[[], Any]:
-        more = _more(option, x)
+        first, more = _tensors(option, x, y)
         if option.plan.backend == "pallas":
-            call = _in_jax(option, [x, *more.values()])
+            call = _in_jax(option, [x, *(more[name] for name in option.operation.element_operands[1:])])
         else:
             run = registry.load(option.plan.backend).prepare(option)
 
             def call() -> None:
-                run(x, y, more)
+                run(x, first, more)
 
         call()
         return call
@@ -360,7 +297,7 @@ def _unmeasured(table: Table, shape: Shape, backends: Sequence[str]) -> list[str
     """The backends that a table does not have for a shape."""
     cells = table.cells.get(key_of(Problem.of(task(shape))), [])
     done = {name for cell in cells if (cell.rows, cell.cols) == (shape.rows, shape.cols) for name in cell.backends}
-    return [name for name in backends if name not in done]
+    return [name for name in backends if name not in done and can_measure(name, shape)]
 
 
 def begin(device: Device, source: str, begun: Table | None) -> Table:

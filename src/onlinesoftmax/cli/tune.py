@@ -109,7 +109,8 @@ def _measure(
 ) -> tuple[Table, int, dict[tuple[str, str, str], str]]:
     """(table, number of shapes that are left, reasons of refused proposals); the table is written as it grows."""
     from ..bench import report
-    from ..bench.tune import begin, left_of, shapes, tune
+    from ..bench.grid import shapes
+    from ..bench.tune import begin, left_of, tune
 
     record = report.record(run.where, {}, {}, commit)
     table = begin(run.machine, f"commit {record['git']['commit']}, made {record['date']}", begun)

@@ -319,7 +319,8 @@ OPERATIONS: dict[str, Operation] = {
         ),
         # The logarithm of the probability of one column of every row.
         Operation(
-            "token_logprobs", (X, TARGET), (EXPONENT_SUM, MEAN_SUM), (Output("y", "row", "accumulator"), *STATISTICS),
+            "token_logprobs", (X, TARGET), (EXPONENT_SUM, MEAN_SUM),
+            (Output("y", "row", "accumulator", exact=False), *(replace(output, exact=False) for output in STATISTICS)),
             ALL_OPTIONS, Gradient("token_logprobs_backward", ("x", "target", "m", "l", "entropy")),
         ),
         # dy, dlse and dentropy are the gradients of the logarithm, of lse and of the entropy of every row.

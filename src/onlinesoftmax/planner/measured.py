@@ -26,6 +26,9 @@ KEPT = 1.5
 A variant that a cell does not name is forecast to take KEPT times as long as the fastest.
 """
 
+FORMAT = 2
+"""Version of a table's document; it is raised when the form changes."""
+
 LATENCY_US = 0.9
 """Microseconds from a load to its data on a busy device."""
 
@@ -37,12 +40,14 @@ Used for tables that keep only the fastest variant of each strategy.
 
 
 def stand_in(problem: Problem) -> str:
-    """The operation whose measured times stand for a problem's: one that reduces rows and moves the same tensors.
+    """The operation whose measured times stand for a problem's where a table has none of its own operation.
+
+    It reduces rows, has no target, and moves the same tensors.
 
     >>> stand_in(Problem("log_softmax", 1, 1)), stand_in(Problem("logsumexp_backward", 1, 1))
     ('softmax', 'softmax')
     """
-    reducing = [operation for operation in OPERATIONS.values() if operation.reduces]
+    reducing = [operation for operation in OPERATIONS.values() if operation.reduces and not operation.has_target]
     # An operation that writes elements and per-row results costs as one that writes elements.
     return min(reducing, key=lambda o: (o.per_row == problem.writes_elements, abs(o.inputs - problem.inputs))).name
 
@@ -51,14 +56,22 @@ class Key(NamedTuple):
     """The properties of a problem that measurements of another problem cannot stand for.
 
     Attributes:
-        operation: Name of the operation that was measured (`stand_in`).
+        operation: Name of the operation that was measured.
+        elements: True where one of the outputs had a value for each element.
         itemsize: Bytes of an element: 2 or 4.
         unaligned: True where rows do not all start on 16 bytes.
     """
 
     operation: str
+    elements: bool
     itemsize: int
     unaligned: bool
+
+    def problem(self, rows: int, cols: int, dtype: str) -> Problem:
+        """A problem of this operation that writes the same kinds of outputs."""
+        operation = OPERATIONS[self.operation]
+        outputs = tuple(o.name for o in operation.outputs if self.elements and o.kind == "element")
+        return Problem(self.operation, rows, cols, dtype, outputs=tuple(dict.fromkeys((*operation.always, *outputs))))
 
 
 class Timing(NamedTuple):
@@ -148,7 +161,7 @@ class Table:
         latency = self.bandwidth * 1e3 * LATENCY_US
         anchors = []
         for cols, weight in _between(problem.cols, told or lengths, math.log2):
-            like = Problem(key.operation, problem.rows, cols, problem.dtype)
+            like = key.problem(problem.rows, cols, problem.dtype)
             weight *= (latency + _bytes(problem)) / (latency + _bytes(like))
             cells = {cell.rows: cell for cell in lengths[cols]}
             pairs = _between(problem.rows, cells, float)
@@ -161,16 +174,17 @@ class Table:
 
     def _lengths(self, problem: Problem, backends: Collection[str]) -> tuple[Key, dict[int, list[Cell]]]:
         """The cells of these backends that are like a problem, by their columns, and the key under which they are."""
-        key = key_of(problem)
-        # If no unaligned rows of an operation were measured, the times of aligned rows are used.
-        for like in (key, key._replace(unaligned=False)):
+        own = key_of(problem)
+        other = own._replace(operation=stand_in(problem))
+        # If no unaligned rows were measured, the times of aligned rows are used.
+        for key in (own, other, own._replace(unaligned=False), other._replace(unaligned=False)):
             lengths: dict[int, list[Cell]] = {}
-            for cell in self.cells.get(like, []):
+            for cell in self.cells.get(key, []):
                 if any(timing.backend in backends for timing in cell.timings):
                     lengths.setdefault(cell.cols, []).append(cell)
             if lengths:
-                break
-        return key, lengths
+                return key, lengths
+        return own, {}
 
     def with_cell(self, key: Key, cell: Cell) -> Table:
         """The table with one more cell, merged into the cell of the same shape where there is one."""
@@ -191,6 +205,7 @@ class Table:
         )
         index = {name: i for i, name in enumerate(names)}
         return {
+            "format": FORMAT,
             "device": self.device,
             "source": self.source,
             "bandwidth": self.bandwidth,
@@ -206,10 +221,12 @@ class Table:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Table:
         """The table of a document; ValueError, KeyError or TypeError if the document is not a table."""
+        if document["format"] != FORMAT:
+            raise ValueError(f"a table of format {document['format']}, not {FORMAT}")
         lines: dict[Key, list[list[Any]]] = {}
         plans = [(backend, strategy, Variant.parse(text)) for backend, strategy, text in document["plans"]]
-        for operation, itemsize, unaligned, *line in document["cells"]:
-            lines.setdefault(Key(operation, itemsize, unaligned), []).append(line)
+        for operation, elements, itemsize, unaligned, *line in document["cells"]:
+            lines.setdefault(Key(operation, elements, itemsize, unaligned), []).append(line)
         cells = _Cells(lines, plans)
         return cls(document["device"], document["source"], document["bandwidth"], cells, document["every_variant"])
 
@@ -252,8 +269,8 @@ def _bytes(problem: Problem) -> int:
 
 
 def key_of(problem: Problem) -> Key:
-    """The key of the cells that are like a problem."""
-    return Key(stand_in(problem), min(problem.itemsize, 4), problem.aligned_bytes < 16)
+    """The key of the cells of a problem's own operation."""
+    return Key(problem.operation, problem.writes_elements, min(problem.itemsize, 4), problem.aligned_bytes < 16)
 
 
 def slug(name: str) -> str:

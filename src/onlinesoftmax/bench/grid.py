@@ -1,0 +1,157 @@
+"""The grid of `tune`: the operations and the shapes that it measures, and the proposals for each."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from ..core.device import Device
+from ..core.operations import OPERATIONS, Operand, Operation
+from ..core.problem import Problem
+from ..core.task import ITEMSIZE, Task, TensorSpec, contiguous_spec, row_spec, task_of
+from ..kernels.request import Request
+from ..planner import strategies
+from ..planner.measured import stand_in
+from ..planner.plan import Plan, priced
+
+FULL_BYTES = 1 << 27
+"""Bytes of an input that is as large as the measurement needs: several times any L2."""
+
+SHORT = 1 << 18
+"""Columns up to which steps are of 1.5 and 1.33; longer rows are fewer, in steps of 2 and 4."""
+
+FEW_ROWS = (1, 16, 128, 1024, 8192)
+"""Numbers of rows that are measured besides those of a full input, where columns are a power of two."""
+
+VOCABULARIES = (32000, 50256, 128256, 151936, 201088, 256000)
+"""Columns of language models' logits; GPT-2's 50257 is among them with its unaligned rows."""
+
+SHORTEST_OF_TARGETS = 256
+"""Fewest columns that are measured of operations with a target: a vocabulary is rarely shorter."""
+
+HOPELESS = 2.5
+"""Triton's and XLA's compilers are slow: a proposal that is estimated at this many times the least is not measured."""
+
+
+class Shape(NamedTuple):
+    """A shape to measure.
+
+    Attributes:
+        operation: Name of the operation.
+        dtype: Dtype of the input.
+        rows, cols: Number of rows, and elements of a row.
+        outputs: Names of the outputs that are written; empty for those that every call writes.
+    """
+
+    operation: str
+    dtype: str
+    rows: int
+    cols: int
+    outputs: tuple[str, ...] = ()
+
+
+def shapes(quick: bool = False) -> list[Shape]:
+    """The grid, the shapes that matter most first, so that a table that is broken off is of use.
+
+    These are full inputs, softmax and its gradient ahead, and among them the lengths of vocabularies.  `quick` gives a
+    few shapes that show whether all works.
+    """
+    if quick:
+        return [Shape("softmax", dtype, 1024, cols) for dtype in ("bfloat16", "float32") for cols in (256, 4096, 65536)]
+    powers, between = [64 << i for i in range(13)], [*(96 << i for i in range(12)), *VOCABULARIES]
+    long = [1 << i for i in (19, 20, 21, 22, 23, 24, 26, 28)]
+    # An operation that writes one number per row has little to choose.
+    measured = list(dict.fromkeys(stand_in(Problem(name, 1, 1)) for name in OPERATIONS))
+    measured.sort(key=lambda name: OPERATIONS[name].per_row)
+    full, unaligned, few = [], [], []
+    for operation in measured:
+        per_row, plain = OPERATIONS[operation].per_row, OPERATIONS[operation].inputs == 1
+        lengths = [*VOCABULARIES, *(powers[::-1]), *(() if per_row else between[:12]), *long]
+        for cols in lengths:
+            for dtype in ("bfloat16", "float32"):
+                rows = max(FULL_BYTES // (cols * ITEMSIZE[dtype]), 1)
+                full.append(Shape(operation, dtype, rows, cols))
+                if cols <= SHORT and plain and not per_row:
+                    unaligned.append(Shape(operation, dtype, rows, cols + 1))
+                if cols not in between:
+                    few += [Shape(operation, dtype, some, cols) for some in FEW_ROWS if 4 * some <= rows]
+    parts = zip((full, unaligned, few), _with_targets(), strict=True)
+    return [shape for both in parts for part in both for shape in part]
+
+
+def _with_targets() -> tuple[list[Shape], list[Shape], list[Shape]]:
+    """Full inputs, unaligned ones and few rows of the operations with a target column, in every form of a call."""
+    forms = [
+        (operation.name, outputs)
+        for operation in OPERATIONS.values()
+        if operation.has_target
+        for outputs in _forms(operation)
+    ]
+    lengths = [*VOCABULARIES, *(SHORTEST_OF_TARGETS << i for i in range(11))]
+    full, unaligned, few = [], [], []
+    for name, outputs in forms:
+        for cols in lengths:
+            for dtype in ("bfloat16", "float32"):
+                rows = FULL_BYTES // (cols * ITEMSIZE[dtype])
+                full.append(Shape(name, dtype, rows, cols, outputs))
+                if cols in VOCABULARIES:
+                    unaligned.append(Shape(name, dtype, rows, cols + 1, outputs))
+                else:
+                    few += [Shape(name, dtype, some, cols, outputs) for some in FEW_ROWS[1:] if 4 * some <= rows]
+    return full, unaligned, few
+
+
+def _forms(operation: Operation) -> list[tuple[str, ...]]:
+    """The outputs of a call that keeps the state for its gradient, and of one that writes the gradient itself."""
+    kept = () if operation.backward else operation.kept_outputs
+    elements = tuple(output.name for output in operation.outputs if output.kind == "element")
+    return [kept, *([(*operation.always, *elements)] if operation.per_row and elements else [])]
+
+
+def task(shape: Shape) -> Task:
+    """The task of a shape, all of its tensors contiguous."""
+    operation, sizes = OPERATIONS[shape.operation], (shape.rows, shape.cols)
+    outputs = shape.outputs or operation.always
+    whole = contiguous_spec(sizes, shape.dtype)
+    written = operation.written(outputs)
+    tensors = {t.name: whole for t in written if t.kind == "element"}
+    wide = "float32" if operation.has_target else shape.dtype
+    tensors |= {t.name: row_spec(sizes, 1, wide) for t in written if t.kind == "row"}
+    for operand in operation.operands:
+        if _given(operand, bool(tensors.keys() & {t.name for t in written if t.kind == "element"})):
+            tensors[operand.name] = _spec(operand, sizes, whole, wide)
+    return task_of(operation, outputs, sizes, 1, tensors)
+
+
+def _given(operand: Operand, writes_elements: bool) -> bool:
+    """True for the operands that are measured: all that a call must have, and those per row that a gradient reads."""
+    return not operand.optional or (operand.kind == "row" and writes_elements)
+
+
+def _spec(operand: Operand, sizes: tuple[int, int], whole: TensorSpec, wide: str) -> TensorSpec:
+    if operand.kind == "element":
+        return whole
+    return row_spec(sizes, 1, "int64" if operand.dtype == "integer" else wide)
+
+
+def can_measure(backend: str, shape: Shape) -> bool:
+    """True where a backend is measured for a shape.
+
+    The functions of Pallas take the numbers of a row stacked in one array, which the clock does not make.  The times
+    of softmax and logsumexp stand for the operations with a target there.
+    """
+    return backend != "pallas" or not OPERATIONS[shape.operation].has_target
+
+
+def proposals(shape: Shape, device: Device, backend: str = "cuda") -> list[Request]:
+    """The proposals of a backend's strategies for a shape that are to be measured."""
+    wanted = task(shape)
+    problem = Problem.of(wanted)
+    found: list[Plan] = []
+    for its_backend, strategy, propose in (*strategies.TABLE, *strategies.FOR_JAX):
+        options = propose(problem, device) if its_backend == backend else ""
+        if isinstance(options, str) or (strategy == "cluster" and backend == "pallas" and find_spec("absl") is None):
+            continue
+        found += [priced(option, problem, device) for option in options]
+    least = min((plan.estimate_us for plan in found), default=0.0)
+    return [Request(wanted, plan) for plan in found if backend == "cuda" or plan.estimate_us <= HOPELESS * least]
