@@ -47,7 +47,7 @@ extern "C" __global__ void algebra_of(const X* x, int64 n, State* to) {
     const Shift s = shift(m);
     Sums<SUM> sums{};
     for (int64 i = threadIdx.x; i < n; i += 32)
-        sums += ops::whole(ops::summands(wide(x[i]), 0, ops::term(wide(x[i]), s), s), s);
+        sums += ops::whole(ops::summands(wide(x[i]), 0, ops::term(wide(x[i]), s), s));
     const State a = merge_lanes<32>({m, sums});
     if (threadIdx.x == 0) *to = a;
 }
@@ -72,7 +72,8 @@ extern "C" __global__ void algebra_parts(const State* from, double* to) {
     to[0] = from->m;
     to[1] = FOLDED ? double(ops::row_output<RowOutput::L>(*from)) : double(from->first());
     to[2] = ops::row_output<RowOutput::LSE>(*from);
-    to[3] = double(from->sums.of[SUM_ZL > 0 ? SUM_ZL : 0]);
+    // The kernel keeps zl - m * l.
+    to[3] = double(from->sums.of[SUM_ZL > 0 ? SUM_ZL : 0]) + double(from->first()) * finite(from->m);
 }
 """
 

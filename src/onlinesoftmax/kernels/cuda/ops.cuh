@@ -26,33 +26,27 @@ __device__ inline ACC peak(ACC a) { return READS_SAVED_OUTPUT ? (ZERO ? -a : 0) 
 // uses the wide type: with EXACT, float64.  A memory-bound kernel has time for that even where float64 is slow.
 template <bool WIDE> struct SummandOf { using type = ACC; };
 template <> struct SummandOf<true> { using type = SUM; };
-// float64 has no faster type, so its summands of zl are wide, too.
-constexpr bool ZL_RELATIVE = SUM_ZL > 0 && sizeof(ACC) == sizeof(float);
-using Summand = SummandOf<(READS_SAVED_OUTPUT || (SUM_ZL > 0 && !ZL_RELATIVE))>::type;
+using Summand = SummandOf<READS_SAVED_OUTPUT>::type;
 
 // The term exp(a - m) of element a; 0 where a is a saved output, which needs no term.
 __device__ inline ACC term(ACC a, Shift s) { return READS_SAVED_OUTPUT ? 0 : ::term(a, s); }
 
-// The summands of element (a, b), whose term is e, for every sum of the state.  With ZL_RELATIVE, the summand of zl is
-// (a - m) * e, and `whole` adds the rest.
+// The summands of element (a, b), whose term is e, for every sum of the state.
 __device__ inline Sums<Summand> summands(ACC a, ACC b, ACC e, Shift s) {
     Sums<Summand> terms;
     if constexpr (OP == Op::SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(a) * b);
     else if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(b));
     else terms.of[0] = e;
     // An element at -inf has the term 0, and -inf * 0 would be NaN.  So has one that is 1000 below m.
-    if constexpr (ZL_RELATIVE) terms.of[SUM_ZL] = Summand(fmax(a - s.m, ACC(-1000)) * e);
-    else if constexpr (SUM_ZL > 0) terms.of[SUM_ZL] = Summand(SUM(e == 0 ? 0 : a) * e);
+    if constexpr (SUM_ZL > 0) terms.of[SUM_ZL] = Summand(fmax(exponent(a, s), ACC(-1000)) * e);
     return terms;
 }
 
-// The sums of a chunk: sum(z * e) is sum((z - m) * e) + m * sum(e).  The entropy is the difference of two large
-// numbers, so with EXACT they are float64, but computed once for a chunk.
-__device__ inline Sums<SUM> whole(Sums<Summand> chunk, Shift s) {
+// The sums of a chunk in the type of a state's sums.
+__device__ inline Sums<SUM> whole(Sums<Summand> chunk) {
     Sums<SUM> sums;
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) sums.of[i] = SUM(chunk.of[i]);
-    if constexpr (ZL_RELATIVE) sums.of[SUM_ZL] += sums.of[0] * s.m;
     return sums;
 }
 
@@ -156,9 +150,8 @@ template <RowOutput NAME> __device__ inline ACC row_output(State state) {
     if constexpr (NAME == RowOutput::M) return s.m;
     else if constexpr (NAME == RowOutput::L) return FOLDED ? l * exp_of(folding_error(s)) : l;
     else if constexpr (NAME == RowOutput::ENTROPY && SUM_ZL > 0) {
-        // lse - zl / l, with m taken out of both before they are rounded.
-        const SUM below = state.sums.of[SUM_ZL] + state.first() * -s.m;
-        return log_sum(state, s) - ACC(below) / l;
+        // A FOLDED l and its exponents are off by the same factor and amount, which cancel here.
+        return log(l) - ACC(state.sums.of[SUM_ZL]) / l * (FOLDED && s.factor != 1 ? ACC(LN2) : 1);
     } else {
         // "lse", and the result of logsumexp.
         return s.m + log_sum(state, s);

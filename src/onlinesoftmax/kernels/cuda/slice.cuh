@@ -122,9 +122,9 @@ struct Slice {
         m_own = m;
         Sums<SUM> sums{};
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) sums += ops::whole(sum(body[i], s), s);
+        for (int i = 0; i < CHUNKS; ++i) sums += ops::whole(sum(body[i], s));
 #pragma unroll
-        for (int i = 0; i < EDGE; ++i) sums += ops::whole(sum(edge[i], s), s);
+        for (int i = 0; i < EDGE; ++i) sums += ops::whole(sum(edge[i], s));
         if constexpr (SUM_WZ > 0) sums.of[SUM_WZ] += wz;
         return sums;
     }

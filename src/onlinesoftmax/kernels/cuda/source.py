@@ -169,7 +169,8 @@ def _flags(request: Request) -> dict[str, bool]:
         "READS_SAVED_OUTPUT": not operation.scores,
         # True where the element output is a gradient with respect to the logits: it takes the slope of the scores.
         "WRITES_GRADIENT": gradient,
-        "MULTIPLE_OF_TERM": operation.may_keep_terms,
+        # True where the outputs depend on an element only through its term.
+        "ONLY_TERMS": operation.may_keep_terms or not task.writes_elements,
         # The slope of a softcap is computed from the score, which a thread with terms no longer holds.
         "TERMS": plan.threads.terms and operation.may_keep_terms and not (gradient and request.has("softcap")),
         "EXACT": task.exact,

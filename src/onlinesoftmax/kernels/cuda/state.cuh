@@ -1,17 +1,18 @@
 // The state of a slice of a row, and the recurrence that merges states: written once for CUDA.
 //
-// A state is m = max(z) and one or more sums over the slice.  l = sum(exp(z - m)) and zl = sum(z * exp(z - m)) are
-// rescaled sums: a merge multiplies both by the same factor.  The dot product of a gradient is a plain sum: a merge
-// adds it.  Lanes, warps, blocks of a cluster and blocks of a grid all reduce with `rescale`, which is the part of
+// A state is m = max(z) and one or more sums over the slice.  l = sum(exp(z - m)) is a rescaled sum: a merge multiplies
+// it by a factor.  So is zl = sum(z * exp(z - m)), which is kept as zl - m * l = sum((z - m) * exp(z - m)): the entropy
+// is the difference of lse and zl / l, and a large m would cost all their digits.  The dot product of a gradient is a
+// plain sum: a merge adds it.  Lanes, warps, blocks of a cluster and blocks of a grid all reduce with `rescale`, which is the part of
 // `merge` that works for any number of states.  tests/laws.py has the laws, for every language.
 //
 // EXACT is true where an output is float32 or float64, so that sums and exp must be more accurate than a 16-bit output
-// needs.  FOLDED is for 16-bit outputs that are multiples of a term: exp(z - m) is 2^(z * log2(e) - s), where s is
-// m * log2(e) rounded, in two instructions.  The sums are relative to the rounded s, so merging states with different m
-// loses nothing, however large m is.  `folding_error` gives the rounding error of s times ln(2), which only
-// per-row outputs need.  A FOLDED kernel writes none, because those of softmax are float32; the tests of the laws do.
+// needs.  FOLDED is for outputs of 16 bits that depend on an element only through its term: exp(z - m) is
+// 2^(z * log2(e) - s), where s is m * log2(e) rounded, in two instructions.  The sums are relative to the rounded s, so
+// merging states with different m loses nothing, however large m is.  `folding_error` gives the rounding error of s
+// times ln(2), which only per-row outputs need.  The exponents of zl are then in base 2.
 
-constexpr bool FOLDED = !EXACT && MULTIPLE_OF_TERM && sizeof(ACC) == sizeof(float);
+constexpr bool FOLDED = !EXACT && ONLY_TERMS && sizeof(ACC) == sizeof(float);
 // A kernel that reads a saved output uses m only to find the masked rows that give zeros.
 constexpr bool USES_MAXIMUM = !READS_SAVED_OUTPUT || ZERO;
 
@@ -113,9 +114,12 @@ __device__ inline ACC folding_error(Shift s) {
     else return 0;
 }
 
+// The exponent of a term: z - m, or its multiple by log2(e) where it is FOLDED.
+__device__ inline ACC exponent(ACC z, Shift s) { return FOLDED ? fma(z, s.factor, -s.amount) : z - s.m; }
+
 __device__ inline ACC term(ACC z, Shift s) {
-    if constexpr (FOLDED) return exp2_approx(fmaf(z, s.factor, -s.amount));
-    else return exp_of(z - s.m);
+    if constexpr (FOLDED) return exp2_approx(exponent(z, s));
+    else return exp_of(exponent(z, s));
 }
 
 // The factor that turns sums relative to m_own into sums relative to m, where m >= m_own.
@@ -126,10 +130,19 @@ __device__ inline ACC factor(ACC m_own, ACC m) {
     else return exp_of(m_own - to.m);
 }
 
+// The type of a sum without its rounding error.
+template <class T> struct PlainOf { using type = T; };
+template <> struct PlainOf<DoubleDouble> { using type = double; };
+
 // The sums of a state relative to m, which is at least its own; plain sums stay as they are.
 __device__ inline Sums<SUM> rescale(State a, ACC m) {
     if constexpr (RESCALED != 0) {
         const ACC f = factor(a.m, m);
+        if constexpr (SUM_ZL > 0) {
+            // The exponents become relative to the new m.  Below -1000 the factor is 0, and -inf * 0 would be NaN.
+            const ACC lower = fmax(FOLDED ? shift(a.m).amount - shift(m).amount : a.m - m, ACC(-1000));
+            if (a.m < m) a.sums.of[SUM_ZL] += PlainOf<SUM>::type(a.sums.of[0]) * lower;
+        }
 #pragma unroll
         for (int i = 0; i < SUMS; ++i)
             if (RESCALED >> i & 1) a.sums.of[i] = a.sums.of[i] * f;
