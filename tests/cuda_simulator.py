@@ -253,6 +253,8 @@ def _library(text: str, folder: Path) -> Any:
     name = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
     assert COMPILER is not None
     options = ["-std=c++17", "-w", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-shared", "-fPIC"]
+    # A variable that is read before it is written must not happen to be zero, as memory of the host often is.
+    options.append("-ftrivial-auto-var-init=pattern")
     command = [COMPILER, *options, "-x", "c++", "-", "-o", f"{name}.so"]
     done = subprocess.run(command, input=text, text=True, capture_output=True)
     assert not done.returncode, done.stderr[:4000]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -375,7 +376,8 @@ def test_autocast_gives_float32() -> None:
     with torch.autocast(DEVICE, torch.bfloat16):
         ours, theirs = osm.cross_entropy(x, target, **HOW), functional.cross_entropy(x, target)
     assert ours.dtype == theirs.dtype == torch.float32
-    torch.testing.assert_close(ours, theirs)
+    # On a GPU PyTorch rounds the logarithms of the probabilities to bfloat16.
+    torch.testing.assert_close(ours, functional.cross_entropy(x.float(), target))
 
 
 def test_batch_invariant_rows_have_the_same_bits() -> None:
@@ -424,8 +426,11 @@ def test_nothing_waits_for_the_gpu() -> None:
 
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            # The mode warns that it is a prototype.
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -33,7 +33,7 @@ __device__ inline ACC term(ACC a, Shift s) { return READS_SAVED_OUTPUT ? 0 : ::t
 
 // The summands of element (a, b), whose term is e, for every sum of the state.
 __device__ inline Sums<Summand> summands(ACC a, ACC b, ACC e, Shift s) {
-    Sums<Summand> terms;
+    Sums<Summand> terms{};
     if constexpr (OP == Op::SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(a) * b);
     else if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(b));
     else terms.of[0] = e;

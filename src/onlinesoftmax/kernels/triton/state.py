@@ -117,8 +117,8 @@ def identity(BLOCK: tl.constexpr, OP: tl.constexpr):
     """BLOCK states of nothing: merging one with any state gives that state."""
     sums = ()
     for i in tl.static_range(len(OP.rescaled)):
-        # Weighted and plain sums may cancel, so they are float64: weighted sums always, plain sums where OP.exact.
-        if (OP.rescaled[i] and i > 0) or (OP.exact and not OP.rescaled[i]):
+        # Weighted and plain sums may cancel, so OP.exact keeps them in float64.
+        if OP.exact and (i > 0 or not OP.rescaled[i]):
             sums += (tl.zeros([BLOCK], tl.float64),)
         else:
             sums += (tl.zeros([BLOCK], OP.acc),)
@@ -136,7 +136,10 @@ def sums_of(z, weights, m, axis: tl.constexpr, OP: tl.constexpr):
     for i in tl.static_range(1, len(OP.rescaled)):
         if OP.rescaled[i]:
             # An infinite weight times a term of 0 would be NaN.
-            term = tl.where(e == 0, 0.0, weights[i].to(tl.float64) * e.to(tl.float64))
+            if OP.exact:
+                term = tl.where(e == 0, 0.0, weights[i].to(tl.float64) * e.to(tl.float64))
+            else:
+                term = tl.where(e == 0, 0.0, weights[i] * e)
         else:
             term = weights[i]
         sums += (tl.sum(term, axis),)
