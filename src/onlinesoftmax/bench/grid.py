@@ -26,6 +26,15 @@ FEW_ROWS = (1, 16, 128, 1024, 8192)
 VOCABULARIES = (32000, 50256, 128256, 151936, 201088, 256000)
 """Columns of language models' logits; GPT-2's 50257 is among them with its unaligned rows."""
 
+LARGE_BYTES = 1 << 30
+"""Bytes of a large input of long rows, for operations that write numbers per row alone.
+
+Of these, one block for each row is best only where rows are many; with few, a row needs several blocks.
+"""
+
+LONG = 32000
+"""Columns from which large inputs are measured: those of vocabularies."""
+
 SHORTEST_OF_TARGETS = 256
 """Fewest columns that are measured of operations with a target: a vocabulary is rarely shorter."""
 
@@ -75,8 +84,18 @@ def shapes(quick: bool = False) -> list[Shape]:
                     unaligned.append(Shape(operation, dtype, rows, cols + 1))
                 if cols not in between:
                     few += [Shape(operation, dtype, some, cols) for some in FEW_ROWS if 4 * some <= rows]
-    parts = zip((full, unaligned, few), _with_targets(), strict=True)
-    return [shape for both in parts for part in both for shape in part]
+    more_full, more_unaligned, more_few = _with_targets()
+    full += more_full
+    return [*full, *_large(full), *unaligned, *more_unaligned, *few, *more_few]
+
+
+def _large(full: list[Shape]) -> list[Shape]:
+    """The large inputs of long rows, for operations that write no elements."""
+    return [
+        shape._replace(rows=shape.rows * (LARGE_BYTES // FULL_BYTES))
+        for shape in full
+        if LONG <= shape.cols <= SHORT and not task(shape).writes_elements
+    ]
 
 
 def _with_targets() -> tuple[list[Shape], list[Shape], list[Shape]]:
