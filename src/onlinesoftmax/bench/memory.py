@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.task import ITEMSIZE
 from .cases import Case
 
 
@@ -12,6 +13,9 @@ def lacks_memory(case: Case, device: Any) -> str | None:
     # Scores in elementary float32 operations take three more tensors of twice the bytes.
     needed = (case.declaration.inputs + 3 + 6 * bool(case.fused)) * case.tensor_bytes
     needed += case.elements * ("mask" in case.fused) + 6 * 8 * min(case.elements, 1 << 24)
+    # Log-probabilities in elementary operations keep tensors of the accumulator's dtype, more with autograd.
+    wide = 6 * case.with_gradient or 4 * case.declaration.has_target
+    needed += wide * case.elements * ITEMSIZE[case.accumulator]
     free = _free_bytes(device)
     if free is None or needed <= free:
         return None

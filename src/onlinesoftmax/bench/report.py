@@ -16,7 +16,7 @@ from typing import Any
 from .. import __version__
 from ..core.cache import write_whole
 from ..torch.device import from_torch
-from .peers import PEERS
+from .libraries import PEERS
 from .result import CPU_ADDED_US, CPU_RATIO, LARGE, CaseResult, Result
 
 BUSY = 0.3

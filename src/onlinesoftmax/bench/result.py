@@ -81,8 +81,9 @@ class CaseResult:
     def within_cpu_bound(self) -> bool | None:
         """True where our layer adds to PyTorch on a CPU no more than it may; None where the bound does not apply."""
         ours = next((r for r in self.results if r.who == "ours"), None)
-        if self.case.fused or self.framework != "torch":
-            # PyTorch runs other operations, or our function is no layer over PyTorch.
+        several = self.case.fused or self.case.with_gradient or self.case.declaration.has_target
+        if several or self.framework != "torch":
+            # PyTorch runs several operations, or our function is no layer over PyTorch.
             return None
         if ours is None or ours.against_torch is None or ours.plan is None or ours.plan.backend != "eager":
             return None
