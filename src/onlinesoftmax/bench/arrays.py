@@ -20,7 +20,7 @@ class _Arrays(Peer):
     """A library whose functions take JAX arrays."""
 
     # JAX's host code and the conversion of tensors take longer than one flush of L2.
-    flushes = 16
+    flushes, in_torch = 16, False
 
     def why_absent(self) -> str | None:
         """JAX is missing, or has no support for the GPU."""

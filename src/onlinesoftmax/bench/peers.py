@@ -19,13 +19,14 @@ class Peer:
         name: Its name in tables and on the command line.
         distribution: Package to install, whose version is recorded.
         flushes: Number of flushes of the L2 cache that take longer than the host needs to queue one call.
+        in_torch: True where PyTorch's allocator gives the memory of a call.
         overwrites: Names of the operations whose call with a gradient overwrites the input.
         device_type: "cuda" or "cpu", where the comparison runs.
     """
 
     name: str
     distribution: str | None = None
-    flushes = 1
+    flushes, in_torch = 1, True
     overwrites: tuple[str, ...] = ()
 
     def __init__(self, device_type: str) -> None:

@@ -16,13 +16,16 @@ from .check import Reference, poison
 from .exact import Inputs
 from .formulas import Function
 from .inputs import make_inputs
-from .memory import lacks_memory, out_of_memory
+from .memory import extra_bytes, lacks_memory, out_of_memory
 from .peers import Ours, Peer, first_line
 from .planned import planned
 from .result import CaseResult, Result
-from .timing import Against, Clock, Samples, Times, clock_for
+from .timing import Against, Clock, Flush, Samples, Times, clock_for
 
 __all__ = ["CaseResult", "Result", "clock_of", "run"]
+
+FLUSHES_OF_AUTOGRAD = 4
+"""Flushes of the L2 cache that take longer than the host needs for the launches of a forward and a backward pass."""
 
 
 @dataclass
@@ -82,7 +85,8 @@ def _measure(
     checked = _check(case, inputs, everybody)
     ours = _ours_of(everybody, device)
     # The copy is of one tensor, whatever else the case reads, by the framework of our functions.
-    samples = clock.measure({**checked.calls, "copy": ours.copy(inputs[0])}, repeat_ms)
+    flush = _flush(case, checked.calls)
+    samples = clock.measure({**checked.calls, "copy": ours.copy(inputs[0])}, repeat_ms, flush)
     copy = Times.of(samples["copy"])
     copy_gbps = 2 * case.tensor_bytes / copy.median_us / 1e3
     why = (checked.ours.problem, checked.ours.device) if checked.ours else (None, None)
@@ -93,11 +97,19 @@ def _measure(
         times = Times.of(samples[result.who])
         gbps = case.bytes / times.median_us / 1e3
         return replace(
-            result, times=times, gbps=gbps, of_copy=gbps / copy_gbps, against_torch=_against_torch(result.who, samples),
+            result, times=times, gbps=gbps, of_copy=gbps / copy_gbps, copies=times.median_us / copy.median_us,
+            against_torch=_against_torch(result.who, samples),
             analysis=analysis.word(gbps / copy_gbps, times.median_us, overhead_us, result.plan, *why),
         )  # fmt: skip
 
-    return CaseResult(case, None, copy, copy_gbps, [timed(result) for result in checked.results], ours.framework)
+    state = None if clock.kind == "cpu" else "clean" if flush.clean else "dirty"
+    return CaseResult(case, None, copy, copy_gbps, [timed(result) for result in checked.results], ours.framework, state)
+
+
+def _flush(case: Case, calls: Iterable[str]) -> Flush:
+    """The flush before each call of a case; the copy is timed behind the usual one, which its own writes balance."""
+    launches = FLUSHES_OF_AUTOGRAD if case.with_gradient else 1
+    return Flush(() if case.writes_elements else tuple(calls), launches)
 
 
 def _check(case: Case, inputs: Inputs, everybody: Sequence[Peer]) -> Checked:
@@ -116,11 +128,12 @@ def _check(case: Case, inputs: Inputs, everybody: Sequence[Peer]) -> Checked:
                 plan = checked.ours.plan
             # The case itself comes last: its function is the one that is timed.
             found = [judge.of(peer, plan) for judge in judges]
+            extra = extra_bytes(found[-1][1], device) if peer.in_torch else None
         except Exception as error:  # whatever another library raises is its refusal, not our crash
             checked.results.append(_refusal(peer, plan, error))
             continue
         result = next((each for each, _ in found if each.failed), found[-1][0])
-        checked.results.append(result)
+        checked.results.append(replace(result, extra_bytes=extra))
         if not result.failed:
             checked.calls[peer.name] = found[-1][1]
     return checked
