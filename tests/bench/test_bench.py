@@ -315,6 +315,9 @@ def test_the_record_is_complete(tmp_path: Path) -> None:
     assert set(record["host"]["times"]) == {
         "ours", "ours out=", "ours with grad", "torch", "torch out=", "torch with grad"
     }  # fmt: skip
+    assert set(record["host"]["cross_entropy"]["times"]) == {
+        f"{who}{what}" for who in ("ours", "torch") for what in ("", " with grad", " forward+backward")
+    }
     (case,) = record["cases"]
     assert (case["shape"], case["dim"], case["bytes"], case["skipped"]) == ([4, 8], 1, 256, None)
     assert [result["who"] for result in case["results"]] == ["ours", "torch"]

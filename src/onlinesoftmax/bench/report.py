@@ -215,7 +215,9 @@ def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str
             f"Our layer stays within its limit in {sum(bounds)} of {len(bounds)} cases.  It may add "
             f"{100 * (CPU_RATIO - 1):.0f}% to PyTorch from 2^20 elements up, {CPU_ADDED_US:.0f} us per call below."
         )
-    if host := content["host"]:
-        each = ", ".join(f"{name} {times['median_us']:.1f} us" for name, times in host["times"].items())
-        lines.append(f"Host time of one softmax call, {'x'.join(map(str, host['shape']))} {host['dtype']}: {each}.")
+    host = content["host"]
+    for times in (host, host["cross_entropy"]) if host else ():
+        each = ", ".join(f"{name} {found['median_us']:.1f} us" for name, found in times["times"].items())
+        shape = "x".join(map(str, times["shape"]))
+        lines.append(f"Host time of one {times['operation']} call, {shape} {times['dtype']}: {each}.")
     return lines
