@@ -150,6 +150,7 @@ def _index(case: Case, axis: int, place: Place, device: Any) -> Any:
 
 
 def wide(t: Any) -> Any:
+    """A floating tensor in float64; integers and booleans as they are."""
     return t.double() if t.is_floating_point() else t
 
 

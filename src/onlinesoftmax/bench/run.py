@@ -102,7 +102,7 @@ def _measure(
             analysis=analysis.word(gbps / copy_gbps, times.median_us, overhead_us, result.plan, *why),
         )  # fmt: skip
 
-    state = None if clock.kind == "cpu" else "clean" if flush.clean else "dirty"
+    state = None if clock.kind == "cpu" else "dirty" if case.writes_elements else "clean"
     return CaseResult(case, None, copy, copy_gbps, [timed(result) for result in checked.results], ours.framework, state)
 
 

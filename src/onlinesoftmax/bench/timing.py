@@ -120,10 +120,9 @@ class CpuClock:
 class CudaClock:
     """The clock of a GPU: CUDA events around single calls, with the L2 cache flushed before each.
 
-    A flush writes zeros, so the cache holds dirty lines after it, and the call that is timed waits until these are
-    written to memory.  A call that writes as much as it reads leaves as many dirty lines of its own, for whose writing
-    nobody waits; a call that only reads leaves none, so before it the clock reads a clean buffer, which evicts the
-    dirty lines.
+    A flush writes zeros and leaves dirty lines in the cache, up to its size: the timed call pays for writing them to
+    memory, and a call that writes elements, like the copy, leaves as many of its own unpaid.  A call that only reads
+    leaves none, so before it the clock also reads a second buffer of the same size, which evicts the dirty lines.
     """
 
     kind = "cuda"
