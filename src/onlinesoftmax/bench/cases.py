@@ -184,8 +184,8 @@ class Case:
         return (gradient, *outputs) if self.with_gradient else tuple(outputs)
 
     def _returned(self, output: Output) -> Returned:
-        """An output as a caller gets it: one that is not exact is in the accumulator's dtype inside kernels only."""
-        wide = output.dtype == "accumulator" and output.exact
+        """An output as a caller gets it: a loss is in the accumulator's dtype inside kernels only."""
+        wide = output.dtype == "accumulator" and not self.reduction
         dtype = self.accumulator if wide else self.dtype
         if self.reduces_rows:
             return Returned(output.name, "call", (), dtype)
