@@ -26,8 +26,11 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {"cross_entropy": ("mean", "none")}
 STATISTICS: dict[str, dict[str, str]] = {"token_logprobs": {"entropy": "lse"}}
 """Outputs that a call returns beside its main output, by operation, each with the larger term of its difference.
 
-Entropy is lse - zl / l: it is no more exact than lse.
+Entropy is lse - zl / l, and both terms are nearly equal where it is small.
 """
+
+TERMS = 2
+"""Terms of such a difference: each of them may be one unit of the larger term off."""
 
 STATISTIC_WEIGHT = 0.125
 """Incoming gradient of a statistic over that of the main output: a power of two, so that the product is exact."""

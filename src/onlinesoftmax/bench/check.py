@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import frexp, inf, isfinite
 from typing import Any, NamedTuple
 
-from .cases import GRADIENT, STATISTICS, Case, Returned
+from .cases import GRADIENT, STATISTICS, TERMS, Case, Returned
 from .exact import Exact, Inputs, Place, exact, pieces, whole
 from .gradients import exact_gradient
 
@@ -58,8 +58,8 @@ class Reference:
 
         The rule is that of the tests: no element is further off than the framework's largest error in this tensor
         (`allowed`) plus one unit in the last place.  Other libraries have OTHERS_SLACK times that; so has float64,
-        because this reference rounds like it.  A gradient or an entropy is a difference, and no more exact than its two
-        terms were as they were accumulated: one unit of the larger term is allowed too.
+        because this reference rounds like it.  A gradient is a difference, and no more exact than its two terms were
+        as they were accumulated: one unit of the larger term is allowed too, and for an entropy one for each term.
         """
         found = y if isinstance(y, tuple) else (y,)
         count = len(self._parts)
@@ -84,7 +84,7 @@ def _part(case: Case, returned: Returned, inputs: Inputs) -> Part:
     if returned.kind == "element":
         return Part(returned, list(pieces(case)), at)
     rows, term = whole(forward, at), STATISTICS.get(case.operation, {}).get(returned.name)
-    size = whole(forward, exact(forward, operands, term)).abs() if term else None
+    size = whole(forward, exact(forward, operands, term)).abs().mul(TERMS) if term else None
     value = rows.mean() if returned.kind == "call" else rows
     return Part(returned, [()], lambda _: (value, size))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .cases import INCOMING, STATISTIC_WEIGHT, STATISTICS, Case
+from .cases import INCOMING, STATISTIC_WEIGHT, STATISTICS, TERMS, Case
 from .exact import Exact, Inputs, Place, exact, of_operands, rows_of, whole, wide
 
 
@@ -43,7 +43,7 @@ def exact_gradient(case: Case, inputs: Inputs) -> Exact:
 def _with_error_of(case: Case, known: Mapping[str, Any], statistic: tuple[str, Any], found: Exact) -> Exact:
     """A gradient whose terms are at least as large as what a statistic's largest term contributes.
 
-    The gradient of an entropy is p * dentropy * (log(p) + entropy), and the entropy is no more exact than lse.
+    The gradient of an entropy is p * dentropy * (log(p) + entropy), and the entropy is no more exact than its terms.
 
     Args:
         case: The case.
@@ -52,7 +52,7 @@ def _with_error_of(case: Case, known: Mapping[str, Any], statistic: tuple[str, A
         found: The gradient.
     """
     name, lse = statistic[0], statistic[1].unsqueeze(case.dim)
-    factor = wide(known[name]).unsqueeze(case.dim).mul(lse).abs()
+    factor = wide(known[name]).unsqueeze(case.dim).mul(TERMS * lse).abs()
 
     def at(place: Place) -> tuple[Any, Any]:
         value, size = found(place)
