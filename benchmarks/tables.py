@@ -21,8 +21,11 @@ def main() -> None:
         for operation, dtype in dict.fromkeys((case["operation"], case["dtype"]) for case in record["cases"]):
             cases = [case for case in record["cases"] if (case["operation"], case["dtype"]) == (operation, dtype)]
             print(_table(operation, dtype, cases))
-        if record.get("host"):
-            print(_host(record["host"]))
+        if host := record.get("host"):
+            print(_host(host))
+            # Records from before losses were measured have no key "cross_entropy".
+            if "cross_entropy" in host:
+                print(_host(host["cross_entropy"]))
 
 
 def _heading(record: dict[str, Any], path: Path) -> str:
@@ -57,8 +60,10 @@ def _shape(case: dict[str, Any]) -> str:
     shape = " × ".join(str(size) for size in case["shape"])
     if case["dim"] != len(case["shape"]) - 1:
         shape += f", dim {case['dim']}"
-    # Records from before score options existed have no key "fused".
-    return ", ".join([shape, *case.get("fused", ())])
+    # Older records have no keys for score options, reductions and gradients.
+    words = [f"reduction {case['reduction']}"] if case.get("reduction") else []
+    words += ["with gradient"] if case.get("with_gradient") else []
+    return ", ".join([shape, *case.get("fused", ()), *words])
 
 
 def _strategy(plan: dict[str, Any] | None) -> str:

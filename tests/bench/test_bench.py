@@ -16,7 +16,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from onlinesoftmax.bench import analysis, peers, report
+from onlinesoftmax.bench import analysis, libraries, report
 from onlinesoftmax.bench.cases import Case, parse_shape
 from onlinesoftmax.bench.check import Reference
 from onlinesoftmax.bench.inputs import make_input
@@ -229,7 +229,7 @@ def test_our_own_crash_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peers_say_what_they_lack() -> None:
-    liger, quack = peers.peers(["liger", "quack"], "cpu")
+    liger, quack = libraries.peers(["liger", "quack"], "cpu")
     assert liger.why_absent()
     assert liger.supports(Case("logsumexp", (2, 3), 1, "float32")) == "has no logsumexp"
     assert liger.supports(Case("softmax", (2, 3), 0, "float32")) == "takes only the last dimension"
@@ -315,6 +315,9 @@ def test_the_record_is_complete(tmp_path: Path) -> None:
     assert set(record["host"]["times"]) == {
         "ours", "ours out=", "ours with grad", "torch", "torch out=", "torch with grad"
     }  # fmt: skip
+    assert set(record["host"]["cross_entropy"]["times"]) == {
+        f"{who}{what}" for who in ("ours", "torch") for what in ("", " with grad", " forward+backward")
+    }
     (case,) = record["cases"]
     assert (case["shape"], case["dim"], case["bytes"], case["skipped"]) == ([4, 8], 1, 256, None)
     assert [result["who"] for result in case["results"]] == ["ours", "torch"]
@@ -337,7 +340,7 @@ def test_a_pipe_gets_aligned_text() -> None:
 
 
 def test_a_wrong_peer_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers.PEERS, "wrong", Wrong)
+    monkeypatch.setitem(libraries.PEERS, "wrong", Wrong)
     done = call(*SMALL, "--peers", "wrong")
     assert done.exit_code == 1
     assert "WRONG" in done.stdout

@@ -20,7 +20,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from onlinesoftmax.bench import formulas, peers
+from onlinesoftmax.bench import formulas, libraries
 from onlinesoftmax.bench.cases import Case
 from onlinesoftmax.bench.check import Reference
 from onlinesoftmax.bench.inputs import make_inputs, rounded
@@ -284,7 +284,7 @@ def test_the_tables_show_what_was_fused_and_what_was_refused(
 
 
 def test_others_say_what_they_lack() -> None:
-    liger, quack = peers.peers(["liger", "quack"], "cpu")
+    liger, quack = libraries.peers(["liger", "quack"], "cpu")
     for peer in (liger, quack):
         assert peer.supports(Case("softmax_backward", (2, 3), 1, "float32")) is None
         assert peer.supports(Case("log_softmax_backward", (2, 3), 1, "float32")) == "has no log_softmax_backward"
@@ -302,7 +302,7 @@ def test_others_get_their_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     ))  # fmt: skip
     monkeypatch.setitem(sys.modules, "quack", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "quack.softmax", SimpleNamespace(softmax_bwd=lambda *given: asked.append(given)))
-    for peer in peers.peers(["liger", "quack"], "cuda"):
+    for peer in libraries.peers(["liger", "quack"], "cuda"):
         peer.prepare(case)(y, dy)
     assert asked[0][0] is asked[1][0] is dy
     assert asked[0][1] is asked[1][1] is y

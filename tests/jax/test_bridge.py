@@ -60,6 +60,13 @@ def test_why_jax_cannot() -> None:
 CASES = [
     *(Case(f"{name}{suffix}", (6, 5, 33), 1, "float32") for name in FORWARD for suffix in ("", "_backward")),
     Case("softmax", (8, 40), 1, "bfloat16", ("scale", "softcap", "bias", "mask")),
+    *(Case("token_logprobs", (6, 33, 5), 1, "bfloat16", with_gradient=gradient) for gradient in (False, True)),
+    *(
+        Case("cross_entropy", (6, 33), 1, dtype, with_gradient=gradient, reduction=reduction)
+        for dtype, reduction in (("bfloat16", "mean"), ("float32", "none"), ("float64", "mean"))
+        for gradient in (False, True)
+    ),
+    *(Case(name, (6, 33), 1, "bfloat16", with_gradient=True) for name in FORWARD),
 ]
 
 
@@ -83,6 +90,17 @@ def test_what_is_wrong_in_jax_gets_no_time() -> None:
     [found] = run([Case("softmax", (4, 8), 1, "float32")], [Wrong("cpu")], CPU, 1, CpuClock())
     assert isinstance(found, CaseResult)
     assert (found.results[0].status, found.results[0].times) == ("wrong", None)
+
+
+def test_a_wrong_gradient_in_jax_gets_no_time() -> None:
+    class Wrong(OursInJax):
+        def prepare(self, case: Case) -> Any:
+            function = super().prepare(case)
+            return lambda *tensors: (1.001 * function(*tensors)[0], *function(*tensors)[1:])
+
+    [found] = run([Case("cross_entropy", (4, 8), 1, "float32", with_gradient=True)], [Wrong("cpu")], CPU, 1, CpuClock())
+    assert (found.results[0].status, found.results[0].times) == ("wrong", None)
+    assert str(found.results[0].reason).startswith("gradient: error")
 
 
 def test_bench_measures_jax() -> None:

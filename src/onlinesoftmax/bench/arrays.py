@@ -12,6 +12,7 @@ from ..core.task import Choice
 from ..jax import bridge
 from .cases import Case
 from .formulas import Function
+from .losses_in_jax import called, with_target
 from .options import option_values, score_options
 from .peers import Ours, Peer
 
@@ -20,7 +21,7 @@ class _Arrays(Peer):
     """A library whose functions take JAX arrays."""
 
     # JAX's host code and the conversion of tensors take longer than one flush of L2.
-    flushes = 16
+    flushes, in_torch = 16, False
 
     def why_absent(self) -> str | None:
         """JAX is missing, or has no support for the GPU."""
@@ -48,13 +49,22 @@ class OursInJax(_Arrays, Ours):
         return self.yardstick(case)
 
     def yardstick(self, case: Case) -> Function:
-        """`jax.nn` in float32 at least: rounding every step to 16 bits would hide any error of ours."""
+        """`jax.nn` in float32 at least: rounding every step to 16 bits would hide any error of ours.
+
+        A gradient through autodiff that reads the saved output keeps its dtype, because the output is saved rounded.
+        """
         import jax.numpy as jnp
 
+        if case.with_gradient and not case.gradient.declaration.scores:
+            return bridge.on_tensors(_of_jax_nn(case))
         theirs, wide = _of_jax_nn(case), case.accumulator
+        dtypes = [returned.dtype for returned in case.returned]
 
         def widened(*arrays: Any) -> Any:
-            return theirs(*(a if a.dtype == jnp.bool_ else a.astype(wide) for a in arrays)).astype(case.dtype)
+            found = theirs(*(a.astype(wide) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in arrays))
+            if not isinstance(found, tuple):
+                return found.astype(dtypes[0])
+            return tuple(y.astype(dtype) for y, dtype in zip(found, dtypes, strict=True))
 
         return bridge.on_tensors(widened)
 
@@ -66,6 +76,8 @@ class OursInJax(_Arrays, Ours):
 
         forced = {"backend": self.backend, "strategy": self.strategy}
         function = partial(getattr(ours, case.operation), axis=case.dim, **forced)
+        if case.with_gradient or case.declaration.has_target:
+            return bridge.on_tensors(called(case, function))
         options, names = option_values(case), {"mask": "where"}
         beside = [names.get(name, name) for name in case.option_tensors]
         return bridge.on_tensors(lambda x, *more: function(x, **options, **dict(zip(beside, more, strict=True))))
@@ -87,6 +99,10 @@ def _of_jax_nn(case: Case) -> Function:
 
     if case.backward:
         return partial(_its_gradient, case)
+    if case.declaration.has_target:
+        return called(case, with_target(case))
+    if case.with_gradient:
+        return called(case, partial(getattr(jax.nn, case.operation), axis=case.dim))
     functions, forward = Functions(jnp.tanh, jnp.where), getattr(jax.nn, case.operation)
 
     def written_out(x: Any, *more: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from typing import Any
 
 from ..core.arrays import namespace
 from ..core.options import Functions, scores
 from ..core.reference import FORMULAS, size_of_terms
+from ..core.targets import picked
 from .cases import Case
 from .options import score_options
 
@@ -53,32 +54,51 @@ def exact(case: Case, inputs: Inputs, output: str | None = None) -> Exact:
     """The function from a piece to the exact output.  Row maxima and sums are computed now, outputs when asked for.
 
     Args:
-        case: The case.
+        case: The case without a gradient through autograd, for which `exact_gradient` stands in gradients.py.
         inputs: Its tensors.
-        output: Name of the output; the result by default.
+        output: Name of the output; the main output by default.
     """
+    return of_operands(case, dict(zip(case.tensors, inputs, strict=True)), output or case.declaration.result.name)
+
+
+def whole(case: Case, at: Exact) -> Any:
+    """All values of an exact output with one value per row, in float64, of `case.row_shape`."""
+    found = None
+    for place in pieces(case):
+        value, _ = at(place)
+        found = _per_row(case, value, 0.0) if found is None else found
+        found[rows_of(case, place)] = value
+    assert found is not None
+    return found.squeeze(case.dim)
+
+
+def of_operands(case: Case, known: Mapping[str, Any], name: str) -> Exact:
+    """`exact` of one output for operands and score options by name; an element operand may be a function of a piece."""
     operation, formula = case.declaration, FORMULAS[case.operation]
-    name = output or operation.result.name
-    xp, elements = namespace(inputs[0]), _elements(case, inputs)
-    tensors = dict(zip(case.tensors, inputs, strict=True))
-    rows = {name: tensors[name].unsqueeze(case.dim) for name in operation.row_operands}
+    rows = {name: known[name].unsqueeze(case.dim) for name in operation.row_operands if name in known}
+    # The first operand that is a tensor: the logits, or the incoming gradient.
+    like = next(t for t in known.values() if not callable(t))
+    xp, elements = namespace(like), _elements(case, known, like.device)
 
     def values(place: Place) -> dict[str, Any]:
         there = rows_of(case, place)
-        return elements(place) | {name: _wide(t[there]) for name, t in rows.items()}
+        return elements(place) | {name: wide(t[there]) for name, t in rows.items()}
 
     sums = operation.summed((name,))
     if any(accumulator.rescaled for accumulator in sums):
-        m = _per_row(case, inputs[0], -inf)
+        m = _per_row(case, like, -inf)
         for place in pieces(case):
             there = rows_of(case, place)
             m[there] = xp.maximum(m[there], xp.max(elements(place)["x"], case.dim))
         rows["m"] = m
-    totals = {accumulator.name: _per_row(case, inputs[0], 0.0) for accumulator in sums}
+    of_target = operation.has_target and not operation.backward
+    totals = {each: _per_row(case, like, 0.0) for each in (*(a.name for a in sums), *("z_target",) * of_target)}
     for place in pieces(case) if totals else ():
         found = values(place)
-        for sum_name, total in totals.items():
-            total[rows_of(case, place)] += xp.sum(formula.sums[sum_name](xp, **found), case.dim)
+        chosen = picked(xp, found, found["columns"], lambda t: xp.sum(t, case.dim)) if of_target else {}
+        for each, total in totals.items():
+            there = rows_of(case, place)
+            total[there] += chosen[each] if each in chosen else xp.sum(formula.sums[each](xp, **found), case.dim)
     rows |= totals
 
     def at(place: Place) -> tuple[Any, Any]:
@@ -88,20 +108,29 @@ def exact(case: Case, inputs: Inputs, output: str | None = None) -> Exact:
     return at
 
 
-def _elements(case: Case, inputs: Inputs) -> Callable[[Place], dict[str, Any]]:
-    """The function from a piece to the element operands there: x is the score where the operation takes logits."""
+def _elements(case: Case, known: Mapping[str, Any], device: Any) -> Callable[[Place], dict[str, Any]]:
+    """The function from a piece to the element operands there: x is the score where the operation takes logits.
+
+    Where rows have a target, the numbers of the columns and their count are among them.
+    """
     import torch
 
     functions = Functions(torch.tanh, torch.where)
-    tensors = dict(zip(case.tensors, inputs, strict=True))
-    element = {name: tensors[name].expand(case.shape) for name in case.declaration.element_operands}
-    beside = {name: tensors[name].expand(case.shape) for name in case.option_tensors}
+    names = (*case.declaration.element_operands, *case.option_tensors)
+    tensors = {name: known[name] for name in names}
+
+    def value(name: str, place: Place) -> Any:
+        t = tensors[name]
+        return t(place) if callable(t) else wide(t.expand(case.shape)[place])
 
     def at(place: Place) -> dict[str, Any]:
-        found = {name: _wide(t[place]) for name, t in element.items()}
-        options = score_options(case, {name: _wide(t[place]) for name, t in beside.items()})
-        seen = _seen(case, place, inputs[0].device) if options.causal else None
-        return found | {"x": scores(functions, found["x"], options, seen)}
+        found = {name: value(name, place) for name in case.declaration.element_operands}
+        options = score_options(case, {name: value(name, place) for name in case.option_tensors})
+        seen = _seen(case, place, device) if options.causal else None
+        found["x"] = scores(functions, found["x"], options, seen)
+        if case.declaration.has_target:
+            found |= {"columns": _index(case, case.dim, place, device), "cols": case.shape[case.dim]}
+        return found
 
     return at
 
@@ -120,7 +149,8 @@ def _index(case: Case, axis: int, place: Place, device: Any) -> Any:
     return numbers.view([-1 if i == axis else 1 for i in range(len(case.shape))])
 
 
-def _wide(t: Any) -> Any:
+def wide(t: Any) -> Any:
+    """A floating tensor in float64; integers and booleans as they are."""
     return t.double() if t.is_floating_point() else t
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..core.arrays import namespace
 from ..core.options import Functions, causal_mask, scores
 from ..core.reference import evaluate
+from . import losses
 from .cases import Case
+from .losses import Function
 from .options import score_options
 
-Function = Callable[..., Any]
-"""From the tensors of a case, in the order of `Case.tensors`, to the result."""
+__all__ = ["Function", "is_written_out", "own", "written_out"]
 
 
 def own(case: Case) -> Function:
-    """The function that PyTorch itself runs for the case, without autograd."""
+    """The function that PyTorch itself runs for the case; autograd runs only where the case has a gradient."""
     import torch
+
+    if case.with_gradient:
+        return losses.with_gradient(case, own(case.without_gradient))
+    if case.declaration.has_target:
+        return losses.by_pytorch(case)
 
     dim, dtype = case.dim, getattr(torch, case.dtype)
     if is_written_out(case):

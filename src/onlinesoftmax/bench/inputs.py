@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .cases import Case
-from .exact import Inputs, exact, pieces, rows_of
+from .exact import Inputs, exact, pieces, whole
 
 KEPT = 0.75
 """Fraction of a mask that is True."""
@@ -30,9 +30,11 @@ def make_inputs(case: Case, device: Any) -> Inputs:
 
 
 def rounded(case: Case, inputs: Inputs) -> Inputs:
-    """The tensors with every wider one rounded to the dtype of the case: PyTorch keeps its results as rounded."""
+    """The tensors of a gradient with every wider one rounded to the dtype of the case, as PyTorch keeps its results."""
     import torch
 
+    if not case.backward:
+        return inputs
     dtype = getattr(torch, case.dtype)
     return tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
 
@@ -69,16 +71,15 @@ def _output(case: Case, name: str, at: Any) -> Any:
     """An output of the forward call, as the operand of this name."""
     import torch
 
-    per_row = name in case.declaration.row_operands
-    shape = [1 if per_row and i == case.dim else n for i, n in enumerate(case.shape)]
-    found = None
+    dtype, found = getattr(torch, case.dtype_of(name)), None
+    if name in case.declaration.row_operands:
+        return whole(case, at).to(dtype)
     for place in pieces(case):
         value, _ = at(place)
-        if found is None:
-            found = torch.empty(shape, dtype=getattr(torch, case.dtype_of(name)), device=value.device)
-        found[rows_of(case, place) if per_row else place] = value.to(found.dtype)
+        found = torch.empty(case.shape, dtype=dtype, device=value.device) if found is None else found
+        found[place] = value.to(dtype)
     assert found is not None
-    return found.squeeze(case.dim) if per_row else found
+    return found
 
 
 def _tensor(case: Case, name: str, device: Any, seed: int) -> Any:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import formulas
+from . import formulas, losses
 from .cases import Case
 from .exact import Inputs
 from .formulas import Function
@@ -22,12 +19,15 @@ class Peer:
         name: Its name in tables and on the command line.
         distribution: Package to install, whose version is recorded.
         flushes: Number of flushes of the L2 cache that take longer than the host needs to queue one call.
+        in_torch: True where PyTorch's allocator gives the memory of a call.
+        overwrites: Names of the operations whose call with a gradient overwrites the input.
         device_type: "cuda" or "cpu", where the comparison runs.
     """
 
     name: str
     distribution: str | None = None
-    flushes = 1
+    flushes, in_torch = 1, True
+    overwrites: tuple[str, ...] = ()
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -44,13 +44,21 @@ class Peer:
         """The tensors as the library takes them.  PyTorch, and others like it, keep results as they rounded them."""
         return rounded(case, inputs)
 
+    def arguments(self, case: Case, inputs: Inputs) -> Inputs:
+        """The tensors of a call: with a gradient the first requires one, and is a copy where the call overwrites it."""
+        if not case.with_gradient:
+            return inputs
+        x, *more = inputs
+        x = x.clone() if case.operation in self.overwrites else x.detach()
+        return (x.requires_grad_(), *more)
+
     def prepare(self, case: Case) -> Function:
         """The library's function for the case."""
         raise NotImplementedError
 
 
 class Ours(Peer):
-    """Our library: its public functions, and its gradients without autograd."""
+    """Our library: its public functions, and its gradients with or without autograd."""
 
     name, framework = "ours", "torch"
 
@@ -87,8 +95,12 @@ class Ours(Peer):
 
     def prepare(self, case: Case) -> Function:
         """The function with the forced backend and strategy."""
+        if case.with_gradient:
+            return losses.with_gradient(case, self.prepare(case.without_gradient))
         if case.backward:
             return self._gradient(case)
+        if case.declaration.has_target:
+            return losses.by_ours(case, self._forced())
         if case.fused:
             return self._fused(case)
         from .. import api
@@ -116,11 +128,14 @@ class Ours(Peer):
     def _fused(self, case: Case) -> Function:
         from .. import api
 
-        options = option_values(case)
-        forced = {"backend": self.backend, "strategy": self.strategy}
-        options |= {name: value for name, value in forced.items() if value is not None}
+        options = option_values(case) | self._forced()
         beside, function, dim = case.option_tensors, getattr(api, case.operation), case.dim
         return lambda x, *more: function(x, dim, **options, **dict(zip(beside, more, strict=True)))
+
+    def _forced(self) -> dict[str, str]:
+        """The arguments that force a plan; users leave out the others."""
+        forced = {"backend": self.backend, "strategy": self.strategy}
+        return {name: value for name, value in forced.items() if value is not None}
 
 
 class Torch(Peer):
@@ -145,97 +160,10 @@ class Compiled(Torch):
 
         torch._dynamo.reset()
         # PyTorch's own gradients are calls that its compiler does not look into.
-        function = formulas.written_out(case) if case.backward else super().prepare(case)
+        function = formulas.written_out(case) if case.backward else formulas.own(case.without_gradient)
         compiled: Function = torch.compile(function, dynamic=False)
-        return compiled
-
-
-class _GpuSoftmax(Peer):
-    """A library with a softmax over the last dimension for NVIDIA GPUs.
-
-    Attributes:
-        module: Module with its functions.
-        operations: Names of the operations that it offers.
-    """
-
-    module: str
-    operations = ("softmax", "softmax_backward")
-
-    def why_absent(self) -> str | None:
-        """The library is not installed or cannot be imported, or there is no GPU."""
-        if importlib.util.find_spec(self.module.partition(".")[0]) is None:
-            return f"not installed: pip install {self.distribution}"
-        if self.device_type != "cuda":
-            return "needs an NVIDIA GPU"
-        try:
-            importlib.import_module(self.module)
-        except Exception as error:  # a foreign package may fail in any way; the reason is reported
-            return f"cannot be imported: {first_line(error)}"
-        return None
-
-    def supports(self, case: Case) -> str | None:
-        """Only softmax over the last dimension without score options, and its gradient."""
-        if case.operation not in self.operations:
-            return f"has no {case.operation}"
-        if case.fused:
-            return f"has no {' or '.join(case.fused)}"
-        return None if case.dim == len(case.shape) - 1 else "takes only the last dimension"
-
-
-class Liger(_GpuSoftmax):
-    """Liger-Kernel."""
-
-    name, module, distribution = "liger", "liger_kernel.ops.softmax", "liger-kernel"
-
-    def prepare(self, case: Case) -> Function:
-        """Its autograd function, the only one that it offers; for the gradient, the function that backward calls."""
-        module = importlib.import_module(self.module)
-        if not case.backward:
-            function: Function = module.LigerSoftmaxFunction.apply
-            return function
-        # The same settings as in its forward pass.  The gradient goes to a new tensor; dy is not changed.
-        block, warps = module.calculate_settings(case.shape[-1])
-        backward = module._softmax_backward
-        return lambda y, dy: backward(dy, y, block, warps, False)
-
-
-class Quack(_GpuSoftmax):
-    """Dao-AILab's quack."""
-
-    name, module, distribution = "quack", "quack.softmax", "quack-kernels"
-
-    def supports(self, case: Case) -> str | None:
-        """Only two dimensions."""
-        return super().supports(case) or (None if len(case.shape) == 2 else "takes only two dimensions")
-
-    def prepare(self, case: Case) -> Function:
-        """Its public function, or the gradient that its autograd calls."""
-        module = importlib.import_module(self.module)
-        if case.backward:
-            backward = module.softmax_bwd
-            return lambda y, dy: backward(dy, y)
-        function: Function = module.softmax
-        return function
-
-
-PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Torch, Compiled, Liger, Quack)}
-"""The other libraries for torch tensors, by their names on the command line."""
-
-
-def peers(names: Sequence[str], device_type: str, known: Mapping[str, type[Peer]] = PEERS) -> list[Peer]:
-    """The other libraries by name.
-
-    Raises:
-        ValueError: there is no such peer.
-
-    Example:
-        >>> [peer.name for peer in peers(["torch", "compile"], "cpu")]
-        ['torch', 'compile']
-    """
-    for name in names:
-        if name not in known:
-            raise ValueError(f"unknown peer {name!r}; there are: {', '.join(known)}")
-    return [known[name](device_type) for name in dict.fromkeys(names)]
+        # Autograd runs the backward pass that was compiled with the forward pass.
+        return losses.with_gradient(case, compiled) if case.with_gradient else compiled
 
 
 def first_line(error: BaseException) -> str:

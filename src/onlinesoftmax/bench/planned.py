@@ -4,25 +4,76 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.operations import Operation
+from ..core.problem import Problem
+from ..core.task import Choice, Flags, Task, contiguous_spec, row_spec, task_of
 from ..explanation import Explanation, explain
-from .cases import Case
+from .cases import STATISTICS, Case
 from .exact import Inputs
 from .options import option_values
 from .peers import Ours
 
 
 def planned(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
-    """The plan that our library will run.
+    """The plan that our library will run; with a gradient, the plan of the launch that writes the gradient.
 
     Raises:
         PlanError: what was forced cannot run.
     """
+    if case.declaration.has_target and ours.framework == "torch":
+        return _of_target(case, inputs, ours)
+    writer = case.gradient if case.with_gradient else case
     tensors = dict(zip(case.tensors, inputs, strict=True))
     options: dict[str, Any] = option_values(case) | {name: tensors[name] for name in case.option_tensors}
-    forced: dict[str, Any] = {"operation": case.operation, "backend": ours.backend, "strategy": ours.strategy}
+    forced: dict[str, Any] = {"operation": writer.operation, "backend": ours.backend, "strategy": ours.strategy}
     if ours.framework == "torch":
         return explain(inputs[0], case.dim, **forced, **options)
     # JAX makes arrays of these tensors, so only their shapes count.
     options |= {name: tuple(tensors[name].shape) for name in case.option_tensors}
     device = "cpu" if ours.device_type == "cpu" else None
     return explain(case.shape, case.dim, dtype=case.dtype, device=device, framework="jax", **forced, **options)
+
+
+def _of_target(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
+    """The plan of an operation with a target, for the outputs that its public function asks for.
+
+    `explain` plans for the outputs that every call writes.
+    """
+    from ..torch.device import from_torch
+    from ..torch.losses import why_not_kernels
+    from ..torch.prepare import plan_of
+
+    choice, where = Choice(ours.backend, ours.strategy), inputs[0].device
+    if why_not_kernels(inputs[0], inputs[1], None, choice) is not None:
+        # PyTorch's operations run.
+        return explain(inputs[0], case.dim, operation=case.operation, backend=ours.backend, strategy=ours.strategy)
+    operation = case.declaration
+    outputs: tuple[str, ...] = operation.always
+    if case.with_gradient and case.reduces_rows:
+        # One kernel writes the losses and their gradient.
+        outputs = (*outputs, "y")
+    elif case.with_gradient:
+        case = case.gradient
+        operation, outputs = case.declaration, case.declaration.always
+    elif statistics := STATISTICS.get(case.operation):
+        outputs = (*operation.kept_outputs, "lse", *statistics)
+    task = _task(case, operation, outputs)
+    plan = plan_of(task, where, choice)
+    return Explanation(task, Problem.of(task), from_torch(where.type, where.index or 0), plan, ())
+
+
+def _task(case: Case, operation: Operation, outputs: tuple[str, ...]) -> Task:
+    """The task of contiguous tensors; optional operands have a value per row at most, and change no plan."""
+    written = operation.written(outputs)
+    kinds = {operand.name: operand.kind for operand in operation.operands if not operand.optional}
+    dtypes = {name: case.dtype_of(name) for name in kinds}
+    for output in written:
+        kinds[output.name] = output.kind
+        dtypes[output.name] = case.accumulator if output.dtype == "accumulator" else case.dtype
+    tensors = {
+        name: contiguous_spec(case.shape, dtypes[name]) if kind == "element"
+        else row_spec(case.shape, case.dim, dtypes[name])
+        for name, kind in kinds.items()
+    }  # fmt: skip
+    flags = Flags(wide=case.dtype in ("float32", "float64"))
+    return task_of(operation, tuple(output.name for output in written), case.shape, case.dim, tensors, flags)

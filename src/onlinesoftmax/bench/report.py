@@ -16,7 +16,8 @@ from typing import Any
 from .. import __version__
 from ..core.cache import write_whole
 from ..torch.device import from_torch
-from .peers import PEERS
+from .cases import Case
+from .libraries import PEERS
 from .result import CPU_ADDED_US, CPU_RATIO, LARGE, CaseResult, Result
 
 BUSY = 0.3
@@ -25,10 +26,16 @@ BUSY = 0.3
 FORMAT = 1
 """Version of the record's format; it is raised when a key changes its meaning."""
 
-HEADER = ("operation", "shape", "dtype", "who", "time us", "GB/s", "of copy", "vs torch", "analysis")
-"""Columns of the table; the first is left out where every line would have the same operation."""
+MEMORY = "extra MB"
+"""Column of the memory that a call takes beyond its input and its result."""
 
-NUMBERS = ("time us", "GB/s", "of copy", "vs torch")
+HEADER = ("operation", "shape", "dtype", "who", "time us", "GB/s", "of copy", "vs torch", MEMORY, "analysis")
+"""Columns of the table.
+
+The first is left out where every line would have the same operation, the memory where no gradient ran on a GPU.
+"""
+
+NUMBERS = ("time us", "GB/s", "of copy", "vs torch", MEMORY)
 """Columns that are aligned to the right."""
 
 
@@ -134,12 +141,15 @@ def table(results: Sequence[CaseResult], absent: Mapping[str, str]) -> tuple[tup
         case = case_result.case
         start = (case.operation, str(case), case.dtype)
         if case_result.skipped:
-            rows.append((*start, "-", "", "", "", "", f"skipped: {case_result.skipped}"))
+            rows.append((*start, "-", "", "", "", "", "", f"skipped: {case_result.skipped}"))
         for result in case_result.results:
             rows.append((*start, _who(result), *_figures(case_result, result)))
-    rows += [("-", "-", "-", name, "", "", "", "", f"absent: {reason}") for name, reason in absent.items()]
-    first = 0 if len({found.case.operation for found in results}) > 1 else 1
-    return HEADER[first:], [row[first:] for row in rows]
+    rows += [("-", "-", "-", name, "", "", "", "", "", f"absent: {reason}") for name, reason in absent.items()]
+    left_out = set() if len({found.case.operation for found in results}) > 1 else {"operation"}
+    if not any(found.case.with_gradient and r.extra_bytes is not None for found in results for r in found.results):
+        left_out.add(MEMORY)
+    kept = [i for i, column in enumerate(HEADER) if column not in left_out]
+    return tuple(HEADER[i] for i in kept), [tuple(row[i] for i in kept) for row in rows]
 
 
 def _who(result: Result) -> str:
@@ -149,12 +159,13 @@ def _who(result: Result) -> str:
 def _figures(case_result: CaseResult, result: Result) -> tuple[str, ...]:
     if result.times is None or result.gbps is None or result.of_copy is None:
         word = {"wrong": "WRONG", "failed": "FAILED", "refused": "refuses"}[result.status]
-        return "", "", "", "", f"{word}: {result.reason}"
+        return "", "", "", "", "", f"{word}: {result.reason}"
     return (
         f"{result.times.median_us:.{1 if result.times.median_us >= 10 else 2}f}",
         f"{result.gbps:.{0 if result.gbps >= 100 else 1}f}",
         f"{100 * result.of_copy:.0f}%",
         _against(case_result, result),
+        "" if result.extra_bytes is None else f"{result.extra_bytes / 1e6:.1f}",
         result.analysis,
     )
 
@@ -183,18 +194,30 @@ def above(content: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _kind(case: Case) -> str:
+    """The operation, its reduction and its gradient."""
+    words = [case.operation, f"with reduction {case.reduction}" if case.reduction else ""]
+    words.append("with gradient" if case.with_gradient else "")
+    return " ".join(filter(None, words))
+
+
 def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
     """The lines below the table: the tensors that a gradient's GB/s count, our layer on a CPU, host times."""
     lines = []
-    for operation, passes in {r.case.operation: r.case.passes for r in results if r.case.backward}.items():
-        lines.append(f"GB/s of {operation} count {passes} tensors, read or written once; those of the copy count 2.")
+    passes = {_kind(r.case): r.case.passes for r in results if r.case.backward or r.case.with_gradient}
+    for kind, count in passes.items():
+        lines.append(f"GB/s of {kind} count {count} tensors, read or written once; those of the copy count 2.")
+    if any(result.flush == "clean" for result in results):
+        lines.append("Before a call that only reads, the L2 cache is left without dirty lines.")
     bounds = [result.within_cpu_bound for result in results if result.within_cpu_bound is not None]
     if bounds:
         lines.append(
             f"Our layer stays within its limit in {sum(bounds)} of {len(bounds)} cases.  It may add "
             f"{100 * (CPU_RATIO - 1):.0f}% to PyTorch from 2^20 elements up, {CPU_ADDED_US:.0f} us per call below."
         )
-    if host := content["host"]:
-        each = ", ".join(f"{name} {times['median_us']:.1f} us" for name, times in host["times"].items())
-        lines.append(f"Host time of one softmax call, {'x'.join(map(str, host['shape']))} {host['dtype']}: {each}.")
+    host = content["host"]
+    for times in (host, host["cross_entropy"]) if host else ():
+        each = ", ".join(f"{name} {found['median_us']:.1f} us" for name, found in times["times"].items())
+        shape = "x".join(map(str, times["shape"]))
+        lines.append(f"Host time of one {times['operation']} call, {shape} {times['dtype']}: {each}.")
     return lines

@@ -31,6 +31,8 @@ class Result:
         times: Times of the call.
         gbps: Bandwidth in 10^9 bytes per second, counting the fewest bytes.
         of_copy: That bandwidth over the bandwidth of the copy.
+        copies: Time of the call over the time of the copy.
+        extra_bytes: Peak memory of one call beyond its input and its result; None on a CPU and for JAX.
         against_torch: Ratio to PyTorch's time, and difference from it.
         analysis: The reason why the time is what it is.
     """
@@ -44,6 +46,8 @@ class Result:
     times: Times | None = None
     gbps: float | None = None
     of_copy: float | None = None
+    copies: float | None = None
+    extra_bytes: int | None = None
     against_torch: Against | None = None
     analysis: str = ""
 
@@ -68,6 +72,8 @@ class CaseResult:
         copy, copy_gbps: Times and bandwidth of the copy.
         results: One result per library.
         framework: "torch" or "jax": the framework whose functions of ours were measured.
+        flush: State of the L2 cache before each call but the copy: "dirty" after a flush that writes zeros, "clean"
+            after a read of the same size; None on a CPU.  Before the copy it is dirty.
     """
 
     case: Case
@@ -76,13 +82,15 @@ class CaseResult:
     copy_gbps: float | None = None
     results: list[Result] = field(default_factory=list)
     framework: str = "torch"
+    flush: str | None = None
 
     @property
     def within_cpu_bound(self) -> bool | None:
         """True where our layer adds to PyTorch on a CPU no more than it may; None where the bound does not apply."""
         ours = next((r for r in self.results if r.who == "ours"), None)
-        if self.case.fused or self.framework != "torch":
-            # PyTorch runs other operations, or our function is no layer over PyTorch.
+        several = self.case.fused or self.case.with_gradient or self.case.declaration.has_target
+        if several or self.framework != "torch":
+            # PyTorch runs several operations, or our function is no layer over PyTorch.
             return None
         if ours is None or ours.against_torch is None or ours.plan is None or ours.plan.backend != "eager":
             return None
@@ -97,6 +105,7 @@ class CaseResult:
             "skipped": self.skipped,
             "copy": asdict(self.copy) if self.copy else None,
             "copy_gbps": self.copy_gbps,
+            "flush": self.flush,
             "within_cpu_bound": self.within_cpu_bound,
             "results": [result.as_dict() for result in self.results],
         }

@@ -16,13 +16,16 @@ from .check import Reference, poison
 from .exact import Inputs
 from .formulas import Function
 from .inputs import make_inputs
-from .memory import lacks_memory, out_of_memory
+from .memory import extra_bytes, lacks_memory, out_of_memory
 from .peers import Ours, Peer, first_line
 from .planned import planned
 from .result import CaseResult, Result
-from .timing import Against, Clock, Samples, Times, clock_for
+from .timing import Against, Clock, Flush, Samples, Times, clock_for
 
 __all__ = ["CaseResult", "Result", "clock_of", "run"]
+
+FLUSHES_OF_AUTOGRAD = 4
+"""Flushes of the L2 cache that take longer than the host needs for the launches of a forward and a backward pass."""
 
 
 @dataclass
@@ -82,7 +85,8 @@ def _measure(
     checked = _check(case, inputs, everybody)
     ours = _ours_of(everybody, device)
     # The copy is of one tensor, whatever else the case reads, by the framework of our functions.
-    samples = clock.measure({**checked.calls, "copy": ours.copy(inputs[0])}, repeat_ms)
+    flush = _flush(case, checked.calls)
+    samples = clock.measure({**checked.calls, "copy": ours.copy(inputs[0])}, repeat_ms, flush)
     copy = Times.of(samples["copy"])
     copy_gbps = 2 * case.tensor_bytes / copy.median_us / 1e3
     why = (checked.ours.problem, checked.ours.device) if checked.ours else (None, None)
@@ -93,57 +97,77 @@ def _measure(
         times = Times.of(samples[result.who])
         gbps = case.bytes / times.median_us / 1e3
         return replace(
-            result, times=times, gbps=gbps, of_copy=gbps / copy_gbps, against_torch=_against_torch(result.who, samples),
+            result, times=times, gbps=gbps, of_copy=gbps / copy_gbps, copies=times.median_us / copy.median_us,
+            against_torch=_against_torch(result.who, samples),
             analysis=analysis.word(gbps / copy_gbps, times.median_us, overhead_us, result.plan, *why),
         )  # fmt: skip
 
-    return CaseResult(case, None, copy, copy_gbps, [timed(result) for result in checked.results], ours.framework)
+    state = None if clock.kind == "cpu" else "dirty" if case.writes_elements else "clean"
+    return CaseResult(case, None, copy, copy_gbps, [timed(result) for result in checked.results], ours.framework, state)
+
+
+def _flush(case: Case, calls: Iterable[str]) -> Flush:
+    """The flush before each call of a case; the copy is timed behind the usual one, which its own writes balance."""
+    launches = FLUSHES_OF_AUTOGRAD if case.with_gradient else 1
+    return Flush(() if case.writes_elements else tuple(calls), launches)
 
 
 def _check(case: Case, inputs: Inputs, everybody: Sequence[Peer]) -> Checked:
     """Check every library before any time is taken."""
     checked, device = Checked(), inputs[0].device
     ours = _ours_of(everybody, device)
-    for_ours = _Judge(Reference(case, *inputs), inputs, ours.yardstick(case), True)
-    # Others take saved outputs as PyTorch rounds them, and are judged by the exact result of these.
-    theirs = Peer.takes(ours, case, inputs)
-    same = all(a is b for a, b in zip(inputs, theirs, strict=True))
-    reference = for_ours.reference if same else Reference(case, *theirs)
-    for_others = _Judge(reference, theirs, ours.own(case), False)
+    for_ours, for_others = _judges(case, inputs, ours)
     for peer in everybody:
         if reason := peer.supports(case):
             checked.results.append(Result(peer.name, "refused", reason))
             continue
-        plan, judge = None, for_ours if isinstance(peer, Ours) else for_others
+        plan, judges = None, for_ours if isinstance(peer, Ours) else for_others
         try:
             if isinstance(peer, Ours):
                 checked.ours = planned(case, inputs, peer)
                 plan = checked.ours.plan
-            call = partial(peer.prepare(case), *judge.inputs)
-            poison(case, device)
-            result = judge.result(peer.name, call(), plan)
+            # The case itself comes last: its function is the one that is timed.
+            found = [judge.of(peer, plan) for judge in judges]
+            extra = extra_bytes(found[-1][1], device) if peer.in_torch else None
         except Exception as error:  # whatever another library raises is its refusal, not our crash
             checked.results.append(_refusal(peer, plan, error))
             continue
-        checked.results.append(result)
+        result = next((each for each, _ in found if each.failed), found[-1][0])
+        checked.results.append(replace(result, extra_bytes=extra))
         if not result.failed:
-            checked.calls[peer.name] = call
+            checked.calls[peer.name] = found[-1][1]
     return checked
 
 
+def _judges(case: Case, inputs: Inputs, ours: Ours) -> tuple[list[_Judge], list[_Judge]]:
+    """The judges of our results, and those of other libraries' results; the judges of the case itself come last."""
+    for_ours, for_others = [], []
+    # Others take saved outputs as PyTorch rounds them, and are judged by the exact result of these.
+    theirs = Peer.takes(ours, case, inputs)
+    same = all(a is b for a, b in zip(inputs, theirs, strict=True))
+    for each in (*case.also_checked, case):
+        reference = Reference(each, *inputs)
+        for_ours.append(_Judge(each, reference, inputs, ours.yardstick(each), True))
+        reference = reference if same else Reference(each, *theirs)
+        for_others.append(_Judge(each, reference, theirs, ours.own(each), False))
+    return for_ours, for_others
+
+
 class _Judge:
-    """The exact result for these inputs, and the error that is allowed: that of the framework's own function."""
+    """The exact result for these inputs, and the errors that are allowed: those of the framework's own function."""
 
-    def __init__(self, reference: Reference, inputs: Inputs, yardstick: Function, ours: bool) -> None:
-        self.reference, self.inputs, self.ours = reference, inputs, ours
-        error = self.reference.judge(yardstick(*inputs), inf, ours=False).error
-        self.allowed = error if isfinite(error) else 0.0
+    def __init__(self, case: Case, reference: Reference, inputs: Inputs, yardstick: Function, ours: bool) -> None:
+        self._case, self._reference, self._inputs, self._ours = case, reference, inputs, ours
+        errors = reference.judge(yardstick(*Peer("").arguments(case, inputs)), inf, ours=False).errors
+        self._allowed = tuple(error if isfinite(error) else 0.0 for error in errors)
 
-    def result(self, who: str, y: Any, plan: Plan | None) -> Result:
-        """The result of a library, without times."""
-        verdict = self.reference.judge(y, self.allowed, self.ours)
+    def of(self, peer: Peer, plan: Plan | None) -> tuple[Result, Callable[[], Any]]:
+        """The result of a library without times, and its call without arguments."""
+        call = partial(peer.prepare(self._case), *peer.arguments(self._case, self._inputs))
+        poison(self._case, self._inputs[0].device)
+        verdict = self._reference.judge(call(), self._allowed, self._ours)
         status = "ok" if verdict.wrong is None else "wrong"
-        return Result(who, status, verdict.wrong, verdict.error, self.allowed, plan)
+        return Result(peer.name, status, verdict.wrong, verdict.error, self._allowed[0], plan), call
 
 
 def _ours_of(everybody: Sequence[Peer], device: Any) -> Ours:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ..core.task import ITEMSIZE
 from .cases import FUSED, MEASURED, Case, Shape, known
@@ -17,6 +17,16 @@ class Entry(NamedTuple):
     dim: int
     operation: str = "softmax"
     fused: tuple[str, ...] = ()
+    with_gradient: bool = False
+    reduction: str = ""
+
+    def case(self, operation: str, dtype: str) -> Case:
+        """The case in a dtype, of another operation if its name is not empty."""
+        own = operation in ("", self.operation)
+        return Case(
+            operation or self.operation, self.shape, self.dim, dtype, self.fused, self.with_gradient,
+            self.reduction if own else "",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,8 +46,9 @@ class Suite:
     repeat_ms: int = 100
 
 
-def _rows(*shapes: Shape, operation: str = "softmax", fused: tuple[str, ...] = ()) -> tuple[Entry, ...]:
-    return tuple(Entry(shape, len(shape) - 1, operation, fused) for shape in shapes)
+def _rows(*shapes: Shape, **kind: Any) -> tuple[Entry, ...]:
+    """Entries of these shapes over the last dimension; `kind` has the other fields of Entry."""
+    return tuple(Entry(shape, len(shape) - 1, **kind) for shape in shapes)
 
 
 FIELD = _rows(
@@ -68,6 +79,23 @@ SCORES = tuple(
 ) + _rows((64, 1024, 1024), fused=("causal",))
 """The score options that models use, and the same shapes without any."""
 
+LOSSES = _rows(
+    (8192, 128256), (4096, 50257), (8192, 32000), (4096, 262144), (16384, 4096),
+    operation="cross_entropy", with_gradient=True,
+) + _rows((8192, 128256), (8192, 32000), operation="cross_entropy", with_gradient=True, reduction="none")  # fmt: skip
+"""The losses of training: a mean, and losses of rows that the caller weights."""
+
+TOKENS = _rows((8192, 128256), (4096, 151936), (8192, 32000), operation="token_logprobs", with_gradient=True)
+"""Log-probabilities and entropies of chosen tokens, as reinforcement learning differentiates them."""
+
+READ_ONLY = tuple(
+    entry
+    for operation in ("logsumexp", "token_logprobs", "cross_entropy")
+    for entry in _rows((65536, 1024), (8192, 8192), (8192, 32000), (512, 151936), (4096, 151936), (2048, 128256),
+                       operation=operation)
+)  # fmt: skip
+"""Operations that read every element and write none."""
+
 SUITES: dict[str, Suite] = {
     "quick": Suite(
         "a few small shapes, measured in seconds even on a CPU",
@@ -83,6 +111,10 @@ SUITES: dict[str, Suite] = {
                   ("bfloat16", "float32")),
     "gradients": Suite("the gradient of softmax: reads y and dy, writes dx", GRADIENTS, ("bfloat16", "float32")),
     "fused": Suite("softmax with score options, beside plain softmax", SCORES, ("bfloat16", "float32")),
+    "cross-entropy": Suite("cross-entropy with its gradient, for the vocabularies of models", LOSSES,
+                           ("bfloat16", "float32")),
+    "token-logprobs": Suite("log-probabilities and entropies with their gradient", TOKENS, ("bfloat16", "float32")),
+    "read-only": Suite("one read of the input, without a gradient", READ_ONLY, ("bfloat16", "float32")),
     "cpu": Suite(
         "the time that our layer adds to PyTorch on a CPU, with many repetitions",
         _rows((64, 512), (1024, 64), (256, 256), (1024, 1024), (4096, 1024), (1024, 16384)),
@@ -99,6 +131,8 @@ def cases(
     dim: int | None = None,
     dtypes: Sequence[str] = (),
     fused: Sequence[str] = (),
+    with_gradient: bool = False,
+    reduction: str = "",
 ) -> list[Case]:
     """The cases of a suite; what is given replaces what the suite says.
 
@@ -109,6 +143,8 @@ def cases(
         dim: The softmax dimension of these shapes; the last by default.
         dtypes: Names of dtypes.
         fused: Names of score options.
+        with_gradient: True for calls with their gradient through autograd.
+        reduction: "mean" or "none", for operations that have a reduction.
 
     Raises:
         ValueError: a name is unknown, dim is out of range or comes without shapes, or a case makes no sense.
@@ -126,17 +162,21 @@ def cases(
     chosen: Iterable[Entry] = SUITES[suite].entries
     if shapes:
         places = [(shape, _axis(-1 if dim is None else dim, shape)) for shape in shapes]
-        kinds = dict.fromkeys((entry.operation, entry.fused) for entry in chosen)
-        chosen = [Entry(*place, *kind) for kind in kinds for place in places]
+        kinds = dict.fromkeys(entry._replace(shape=(), dim=0) for entry in chosen)
+        chosen = [kind._replace(shape=its_shape, dim=axis) for kind in kinds for its_shape, axis in places]
     if fused:
         in_order = tuple(name for name in FUSED if name in fused)
         chosen = [entry._replace(fused=in_order) for entry in chosen]
+    if with_gradient:
+        chosen = [entry._replace(with_gradient=True) for entry in chosen]
     found = [
-        Case(operation or entry.operation, entry.shape, entry.dim, dtype, entry.fused)
+        entry.case(operation, dtype)
         for operation in operations or [""]
         for dtype in dtypes or SUITES[suite].dtypes
         for entry in chosen
     ]
+    if reduction:
+        found = [replace(case, reduction=reduction) for case in found]
     # Entries that differ only in what was replaced are one case now.
     return list(dict.fromkeys(found))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 Call = Callable[[], Any]
 Samples = dict[str, list[float]]
@@ -58,12 +58,28 @@ class Against:
         return cls(statistics.median(a / b for a, b in pairs), statistics.median(a - b for a, b in pairs))
 
 
+class Flush(NamedTuple):
+    """The flushes of the L2 cache before each call; a CPU has none.
+
+    Attributes:
+        clean: Names of the calls before which the cache is left without dirty lines.
+        least: Least number of flushes, for calls that take the host longer to queue than others.
+    """
+
+    clean: Collection[str] = ()
+    least: int = 1
+
+
+USUAL = Flush()
+"""One flush, which leaves dirty lines."""
+
+
 class CpuClock:
     """The clock of a CPU: perf_counter around single calls, every call once per round in random order."""
 
     kind = "cpu"
 
-    def measure(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
+    def measure(self, calls: Mapping[str, Call], budget_ms: float, flush: Flush = USUAL) -> Samples:
         """Samples of every call, the same number for each; about `budget_ms` milliseconds per call on average."""
         names = list(calls)
         shuffle = random.Random(0).shuffle
@@ -102,7 +118,12 @@ class CpuClock:
 
 
 class CudaClock:
-    """The clock of a GPU: CUDA events around single calls, with the L2 cache flushed before each."""
+    """The clock of a GPU: CUDA events around single calls, with the L2 cache flushed before each.
+
+    A flush writes zeros and leaves dirty lines in the cache, up to its size: the timed call pays for writing them to
+    memory, and a call that writes elements, like the copy, leaves as many of its own unpaid.  A call that only reads
+    leaves none, so before it the clock also reads a second buffer of the same size, which evicts the dirty lines.
+    """
 
     kind = "cuda"
 
@@ -113,18 +134,21 @@ class CudaClock:
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
         # Twice the size of the cache, so that all of it is evicted.  Zeroing 256 MB also takes longer than the
         # host needs to queue a call, so no host time shows between the events.
-        self._flush = torch.empty(max(256 << 20, 2 * l2), dtype=torch.int8, device=device)
+        size = max(256 << 20, 2 * l2)
+        self._flush = torch.empty(size, dtype=torch.int8, device=device)
+        self._clean: Any = None
 
-    def measure(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
+    def measure(self, calls: Mapping[str, Call], budget_ms: float, flush: Flush = USUAL) -> Samples:
         """Samples of every call, as many as fit into `budget_ms` milliseconds for each call."""
         for call in calls.values():
             call()
-        trial = self._rounds(calls, dict.fromkeys(calls, 5), flushed_too=True)
-        return self._rounds(calls, {
-            name: _clamp(1e3 * budget_ms / statistics.median(found), 7, 1000) for name, found in trial.items()
-        })  # fmt: skip
+        trial = self._rounds(calls, dict.fromkeys(calls, 5), flush, flushed_too=True)
+        counts = {name: _clamp(1e3 * budget_ms / statistics.median(found), 7, 1000) for name, found in trial.items()}
+        return self._rounds(calls, counts, flush)
 
-    def _rounds(self, calls: Mapping[str, Call], counts: dict[str, int], flushed_too: bool = False) -> Samples:
+    def _rounds(
+        self, calls: Mapping[str, Call], counts: dict[str, int], flush: Flush = USUAL, flushed_too: bool = False
+    ) -> Samples:
         most = max(counts.values())
         events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
         with _quiet():
@@ -133,7 +157,7 @@ class CudaClock:
                     # `count` of the `most` rounds, evenly spread.
                     if i * counts[name] // most == (i + 1) * counts[name] // most:
                         continue
-                    events[name].append(self._timed(call, flushed_too))
+                    events[name].append(self._timed(call, flush.least, name in flush.clean, flushed_too))
             self._cuda.synchronize(self._device)
         return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
@@ -155,18 +179,30 @@ class CudaClock:
             self._cuda.synchronize(self._device)
         return [statistics.median(1e3 * start.elapsed_time(end) for start, end in found) for found in events]
 
-    def _timed(self, call: Call, flushed_too: bool = False) -> tuple[Any, Any]:
-        """Events around a call that is queued behind a flush of the L2 cache, or around flush and call."""
+    def _timed(self, call: Call, flushes: int = 1, clean: bool = False, flushed_too: bool = False) -> tuple[Any, Any]:
+        """Events around a call that is queued behind flushes of the L2 cache, or around flushes and call."""
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
         if flushed_too:
             start.record()
-        for _ in range(self._flushes):
+        for _ in range(max(self._flushes, flushes)):
             self._flush.zero_()
+        if clean:
+            self._read_clean_buffer()
         if not flushed_too:
             start.record()
         call()
         end.record()
         return start, end
+
+    def _read_clean_buffer(self) -> None:
+        """Read a buffer as large as the flushed one; the maxima of its rows are the few bytes that are written."""
+        import torch
+
+        if self._clean is None:
+            rows = torch.zeros(self._flush.numel() // 4, dtype=torch.float32, device=self._device).view(1024, -1)
+            self._clean = rows, rows[:, 0].clone()
+        rows, maxima = self._clean
+        torch.amax(rows, 1, out=maxima)
 
     def host_us(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
         """Host microseconds per call, in runs of 100 calls without waiting, which the launch queue can hold."""

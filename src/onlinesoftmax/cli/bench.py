@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def bench(
     suite: str | None = typer.Option(
-        None, help="quick, default, full, gradients, fused or cpu.  By default: default on a GPU, cpu on a CPU."
+        None,
+        help="quick, default, full, gradients, fused, cross-entropy, token-logprobs, read-only or cpu.  By default: "
+        "default on a GPU, cpu on a CPU.",
     ),
     quick: bool = typer.Option(False, "--quick", help="The same as --suite quick."),
     shape: list[str] | None = typer.Option(
@@ -33,6 +35,10 @@ def bench(
         help=f"{', '.join(MEASURED)}; repeat for more.  By default the suite's operations, mostly softmax.",
     ),
     fused: str = typer.Option("", help=f"Score options, with commas between them: {', '.join(SCORE_OPTIONS)}."),
+    with_gradient: bool = typer.Option(
+        False, "--with-gradient", help="Measure the forward call and its gradient, through autograd."
+    ),
+    reduction: str = typer.Option("", help="Reduction of a loss: mean or none.  By default the suite's, mostly mean."),
     framework: str = typer.Option("torch", help="Measure our functions for torch or for jax."),
     backend: str | None = typer.Option(None, help="Force a backend of ours."),
     strategy: str | None = typer.Option(None, help="Force a strategy of ours."),
@@ -54,15 +60,16 @@ def bench(
 
     Every result is checked against float64 first.  A wrong result gets no time, and the exit code is 1; a slow one
     does not change the exit code.  GB/s counts every tensor that must be read or written once: input and result, for
-    the gradient of softmax y, dy and dx, and a mask and a bias too.  "of copy" is that bandwidth over the bandwidth
-    of the copy in the same run, so 100% is the floor.
+    the gradient of softmax y, dy and dx, and a mask and a bias too.  A scalar loss with its gradient reads the logits
+    once and writes the gradient once; losses of rows with their gradient read the logits twice.  "of copy" is that
+    bandwidth over the bandwidth of the copy in the same run, so 100% is the floor.
 
     Example: onlinesoftmax bench --shape 4096x50257 --dtype bfloat16 --peers torch,compile
     """
     options = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     if importlib.util.find_spec("torch") is None:
         output.fail("bench needs torch, which is not installed: pip install 'onlinesoftmax[torch]'")
-    from ..bench import peers as others
+    from ..bench import libraries
     from ..bench.cases import parse_shape
     from ..bench.suites import SUITES, cases
 
@@ -75,10 +82,11 @@ def bench(
     where = torch_device(device)
     suite = "quick" if quick else suite or ("default" if where.type == "cuda" else "cpu")
     try:
-        todo = cases(suite, op or [], [parse_shape(text) for text in shape or []], dim, dtype or [], _names(fused))
+        shapes = [parse_shape(text) for text in shape or []]
+        todo = cases(suite, op or [], shapes, dim, dtype or [], _names(fused), with_gradient, reduction)
         ours, known = _sides(framework)
         names = peers if peers is not None else next(iter(known))
-        asked = others.peers(_names(names), where.type, known)
+        asked = libraries.peers(_names(names), where.type, known)
         _check_names(backend, strategy, framework)
     except ValueError as error:
         output.fail(error)
@@ -103,15 +111,16 @@ def bench(
 
 def _sides(framework: str) -> tuple[type[Any], dict[str, Any]]:
     """Our library for a framework, and the other libraries by name."""
-    from ..bench import peers as others
+    from ..bench.libraries import PEERS
+    from ..bench.peers import Ours, Torch
 
     if framework == "torch":
-        return others.Ours, others.PEERS
+        return Ours, PEERS
     if framework != "jax":
         raise ValueError(f"unknown framework {framework!r}; there are: torch, jax")
     from ..bench.arrays import JaxNN, OursInJax
 
-    return OursInJax, {"jax.nn": JaxNN, "torch": others.Torch}
+    return OursInJax, {"jax.nn": JaxNN, "torch": Torch}
 
 
 def _names(text: str) -> list[str]:

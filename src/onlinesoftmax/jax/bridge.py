@@ -25,12 +25,13 @@ def unavailable(device_type: str) -> str | None:
 
 
 def on_tensors(function: Function) -> Function:
-    """A function of arrays, compiled by JAX, as a function of tensors."""
+    """A function of arrays, compiled by JAX, as a function of tensors; it returns an array or a tuple of arrays."""
     compiled = _jax().jit(function)
 
     def call(*tensors: Any) -> Any:
         with _precision(*tensors):
-            return _tensor(compiled(*map(_array, tensors)))
+            found = compiled(*map(_array, tensors))
+            return tuple(map(_tensor, found)) if isinstance(found, tuple) else _tensor(found)
 
     return call
 
