@@ -23,14 +23,8 @@ The gradient of an operation with a target column per row is measured through au
 REDUCTIONS: dict[str, tuple[str, ...]] = {"cross_entropy": ("mean", "none")}
 """Reductions of the losses that are measured, by operation; the first is the default."""
 
-STATISTICS: dict[str, dict[str, str]] = {"token_logprobs": {"entropy": "lse"}}
-"""Outputs that a call returns beside its main output, by operation, each with the larger term of its difference.
-
-Entropy is lse - zl / l, and both terms are nearly equal where it is small.
-"""
-
-TERMS = 2
-"""Terms of such a difference: each of them may be one unit of the larger term off."""
+STATISTICS: dict[str, tuple[str, ...]] = {"token_logprobs": ("entropy",)}
+"""Names of the outputs that a call returns beside its main output, by operation."""
 
 STATISTIC_WEIGHT = 0.125
 """Incoming gradient of a statistic over that of the main output: a power of two, so that the product is exact."""
@@ -181,7 +175,7 @@ class Case:
     def returned(self) -> tuple[Returned, ...]:
         """The tensors that the function of the case returns: the gradient where there is one, then the outputs."""
         declaration = self.declaration
-        names = (declaration.result.name, *STATISTICS.get(self.operation, {}))
+        names = (declaration.result.name, *STATISTICS.get(self.operation, ()))
         outputs = [self._returned(declaration.output(name)) for name in names]
         gradient = Returned(GRADIENT, "element", self.shape, self.dtype)
         return (gradient, *outputs) if self.with_gradient else tuple(outputs)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from .cases import INCOMING, STATISTIC_WEIGHT, STATISTICS, TERMS, Case
-from .exact import Exact, Inputs, Place, exact, of_operands, rows_of, whole, wide
+from .cases import INCOMING, STATISTIC_WEIGHT, STATISTICS, Case
+from .exact import Exact, Inputs, exact, of_operands, whole
 
 
 def exact_gradient(case: Case, inputs: Inputs) -> Exact:
@@ -23,7 +22,7 @@ def exact_gradient(case: Case, inputs: Inputs) -> Exact:
         # The loss is a mean over the rows.
         where = {"dtype": torch.float64, "device": inputs[0].device}
         known[INCOMING] = torch.full(case.row_shape, 1 / case.rows, **where)
-    statistics = STATISTICS.get(case.operation, {})
+    statistics = STATISTICS.get(case.operation, ())
     known |= {f"d{name}": STATISTIC_WEIGHT * known[INCOMING] for name in statistics}
     operands = {operand.name: operand for operand in gradient.declaration.operands}
     for output in forward.declaration.outputs:
@@ -34,29 +33,4 @@ def exact_gradient(case: Case, inputs: Inputs) -> Exact:
         at = exact(forward, before)
         known["x"] = lambda place: at(place)[0]
     used = {name: value for name, value in known.items() if name in operands}
-    found = of_operands(gradient, used, gradient.declaration.result.name)
-    for name, term in statistics.items():
-        found = _with_error_of(case, known, (f"d{name}", whole(forward, exact(forward, before, term))), found)
-    return found
-
-
-def _with_error_of(case: Case, known: Mapping[str, Any], statistic: tuple[str, Any], found: Exact) -> Exact:
-    """A gradient whose terms are at least as large as what a statistic's largest term contributes.
-
-    The gradient of an entropy is p * dentropy * (log(p) + entropy), and the entropy is no more exact than its terms.
-
-    Args:
-        case: The case.
-        known: The operands by name.
-        statistic: Name of the incoming gradient of the statistic, and the largest term of each row: lse.
-        found: The gradient.
-    """
-    name, lse = statistic[0], statistic[1].unsqueeze(case.dim)
-    factor = wide(known[name]).unsqueeze(case.dim).mul(TERMS * lse).abs()
-
-    def at(place: Place) -> tuple[Any, Any]:
-        value, size = found(place)
-        there = rows_of(case, place)
-        return value, size.maximum((wide(known["x"][place]) - lse[there]).exp() * factor[there])
-
-    return at
+    return of_operands(gradient, used, gradient.declaration.result.name)

@@ -300,7 +300,8 @@ def row_output(m, sums, given, cols, i: tl.constexpr, OP: tl.constexpr):
         if OP.row_outputs[i] == "entropy":
             for k in tl.static_range(len(OP.sums)):
                 if OP.sums[k] == "zl":
-                    value = (value - sums[k] / sums[0]).to(m.dtype)
+                    # lse - zl / l, with m taken out of both before they are rounded.
+                    value = tl.log(l) - (sums[k] / sums[0] - state.shift(m)).to(m.dtype)
     return value
 
 
