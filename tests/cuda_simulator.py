@@ -307,7 +307,11 @@ def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], scrat
     fields = np.frombuffer(bytearray(reduction.pack(one)), np.uint64)
     for name, array in {**arrays, "scratch": scratch}.items():
         fields[reduction.POINTERS.index(name)] = array.ctypes.data
+    launch_reduction(one, fields.ctypes.data, reduction.blocks_of(one), folder)
+
+
+def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) -> None:
+    """Run the kernel of a reduction on the host with the parameter at an address."""
     driver = DRIVER.replace("BEGIN", "").replace("AGAIN", "")
     text = _program([reduction.prologue(one), _replaced("reduction")], driver, "Reduction", reduction.NAME)
-    blocks = reduction.blocks_of(one)
-    _library(text, folder).run(ctypes.c_void_p(fields.ctypes.data), blocks, 1, blocks)
+    _library(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)

@@ -14,6 +14,8 @@ from .core.operations import OPERATIONS, Operation
 from .core.options import ScoreOptions, checked_options
 from .core.task import Choice
 
+_LOSS_SETTINGS = Settings(1)
+
 _SOFTMAX, _LOG_SOFTMAX, _LOGSUMEXP = (OPERATIONS[name] for name in ("softmax", "log_softmax", "logsumexp"))
 
 
@@ -209,7 +211,8 @@ def cross_entropy(
     if scores is not None and not isinstance(scores.scale, float):
         raise TypeError(f"cross_entropy(): scale must be a number, not {type(scale).__name__}")
     losses = _torch_losses or _import_losses("cross_entropy")
-    settings = Settings(1, None, False, Choice(backend, strategy, batch_invariant))
+    by_default = backend is None and strategy is None and not batch_invariant
+    settings = _LOSS_SETTINGS if by_default else Settings(1, None, False, Choice(backend, strategy, batch_invariant))
     loss = losses.Loss(settings, ignore_index, reduction, label_smoothing, z_loss, scores, inplace_backward)
     return losses.cross_entropy(input, target, weight, loss, return_stats)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from cuda_simulator import COMPILER, simulate_reduction
+from cuda_simulator import COMPILER, launch_reduction, simulate_reduction
 from onlinesoftmax.kernels import registry
+from onlinesoftmax.kernels.cuda import driver
 from onlinesoftmax.kernels.cuda import reduction as cuda
 from onlinesoftmax.kernels.cuda.compile import build, usage
 from onlinesoftmax.kernels.reduction import Reduction
@@ -137,6 +140,36 @@ def test_cuda(one: Reduction, folder: Path) -> None:
     for _ in range(2):
         assert scratch[0] == 0
         assert torch.equal(by_simulator(one, inputs, scratch, folder), first)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch for a GPU, with a driver that runs the kernel on the host."""
+    scratch = torch.zeros(cuda.SCRATCH_WORDS, dtype=torch.int64)
+    for rows in (33, 40000):
+        one = Reduction(
+            rows, "float32", "bfloat16" if form.adds else None, form.divides, "int32" if form.counts else None,
+            "float16" if form.weighted else None, CLASSES, IGNORED,
+        )  # fmt: skip
+
+        def launch(config: Any, _kernel: Any, parameters: Any, _extra: Any, one: Reduction = one) -> int:
+            blocks = driver.LaunchConfig.from_address(config.value).grid[0]
+            parameter = ctypes.c_void_p.from_address(parameters.value).value
+            assert parameter is not None
+            launch_reduction(one, parameter, blocks, folder)
+            return 0
+
+        monkeypatch.setattr(driver, "library", lambda launch=launch: SimpleNamespace(cuLaunchKernelEx=launch))
+        monkeypatch.setattr(cuda, "_kernel", lambda *_: 1)
+        monkeypatch.setattr(cuda, "_scratch", lambda *_: scratch)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+        run = cuda.bind(one)
+        # The second launch takes the arguments of the first, with other tensors.
+        for seed in (0, 1):
+            inputs, out = inputs_of(one, seed), new_out(one)
+            run(out, inputs)
+            check(one, inputs, out)
 
 
 @pytest.mark.parametrize("one", _cells())

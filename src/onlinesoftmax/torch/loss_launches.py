@@ -91,12 +91,11 @@ class _Reduced(ScalarLoss):
     """A usual loss that is reduced to a scalar, with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, small: Reducer, rows: Any) -> Tensor:
-        assert small.factor is not None
-        factor = small.factor(target, weight)
-        losses, ctx.gradient = rows(x, target, weight, factor)
+    def forward(ctx: Any, x: Tensor, run: Callable[..., tuple[Tensor, Tensor]], others: tuple[Any, ...]) -> Tensor:
+        # The other tensors travel in a tuple, so that autograd need not look at them.
+        total, ctx.gradient = run(x, *others)
         ctx.set_materialize_grads(False)
-        return small.total(losses, target, weight, factor)
+        return total
 
 
 # `apply` of the base class in C++, without the check for transforms in torch.autograd.Function.
@@ -104,11 +103,18 @@ _apply_reduced = super(torch.autograd.Function, _Reduced).apply
 
 
 def _reduced(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, small: Reducer) -> Run:
-    if small.factor is not None:
-        rows, apply = _rows(x, target, weight, loss, ("loss", "y")), _apply_reduced
-        return lambda x, target, weight: apply(x, target, weight, small, rows)
-    rows, total = _rows(x, target, weight, loss, ("loss",)), small.total
-    return lambda x, target, weight: total(rows(x, target, weight, None), target, weight, None)
+    factor_of, total = small
+    if factor_of is None:
+        rows = _rows(x, target, weight, loss, ("loss",))
+        return lambda x, target, weight: total(rows(x, target, weight, None), target, weight, None)
+    rows = _rows(x, target, weight, loss, ("loss", "y"))
+
+    def run(x: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        factor = factor_of(target, weight)
+        losses, gradient = rows(x, target, weight, factor)
+        return total(losses, target, weight, factor), gradient
+
+    return lambda x, target, weight: _apply_reduced(x, run, (target, weight))
 
 
 class _PerRow(PerRow):

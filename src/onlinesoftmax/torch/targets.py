@@ -11,7 +11,6 @@ losses.py calls this module where our kernels can run, and targets_eager.py else
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -186,8 +185,12 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
     backend = backend_for(gradient)
     if backend is None or not gradient.is_contiguous() or not aligned(gradient):
         return gradient.mul_(factor)
-    with torch.cuda.device(gradient.device) if gradient.is_cuda else nullcontext():
-        registry.load(backend).multiply_in_place(gradient, factor)
+    multiply_in_place = registry.load(backend).multiply_in_place
+    if gradient.is_cuda and torch._C._cuda_getDevice() != gradient.get_device():
+        with torch.cuda.device(gradient.device):
+            multiply_in_place(gradient, factor)
+    else:
+        multiply_in_place(gradient, factor)
     return gradient
 
 

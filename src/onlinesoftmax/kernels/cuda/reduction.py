@@ -35,11 +35,11 @@ def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]
     """The function run(out, tensors) for tensors on one device."""
     blocks, values = blocks_of(reduction), pack(reduction)
     inputs = tuple((POINTERS.index(name), name) for name in reduction.inputs)
-    launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
+    stream_of = torch._C._cuda_getCurrentRawStream
     spare: list[driver.Arguments] = []
 
     def new_call(index: int) -> driver.Arguments:
-        kernel = loaded(source(reduction), NAME, index, 0, 1)
+        kernel = _kernel(reduction._replace(rows=0, classes=0, ignore_index=0), index)
         return driver.Arguments(values, driver.launch_config(blocks, 1, THREADS, 0, 1, False), kernel)
 
     def run(out: torch.Tensor, tensors: dict[str, Any]) -> None:
@@ -56,12 +56,16 @@ def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]
         call.config.stream = stream = stream_of(index)
         if blocks > 1:
             fields[_SCRATCH] = _scratch(index, stream).data_ptr()
-        status = launch(*call.addresses)
-        if status:
-            driver.check(driver.again(status, call.addresses, index), f"launching {NAME}")
+        driver.launch(call, index, "launching reduction_kernel")
         spare.append(call)
 
     return run
+
+
+@cache
+def _kernel(reduction: Reduction, index: int) -> int:
+    """The handle of the kernel; the rows, the classes and `ignore_index` are its arguments."""
+    return loaded(source(reduction), NAME, index, 0, 1)
 
 
 def blocks_of(reduction: Reduction) -> int:
