@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onlinesoftmax.kernels.cuda import params, source
+from onlinesoftmax.kernels.cuda import params, reduction, source
+from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.strategies.cuda import slice_chunks
 
@@ -91,6 +92,8 @@ template <class T> T exchange_lanes(T x, int lane) {
     of_warp[warp].wait(32);
     return x;
 }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline unsigned atomicAdd(unsigned* to, unsigned x) { return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }
 template <class T> T __shfl_sync(unsigned, T x, int lane) { return exchange_lanes(x, lane); }
 template <class T> T __shfl_xor_sync(unsigned, T x, int step) { return exchange_lanes(x, threadIdx.x % 32 ^ step); }
 """
@@ -185,7 +188,7 @@ struct Team {
 """
 
 DRIVER = """
-static const Params* parameters;
+static const PARAMETER* parameters;
 static void enter() { KERNEL(*parameters); fibers[threadIdx.x].done = true; yield(); }
 static void run_block(unsigned x, unsigned y) {
     fibers = std::vector<Fiber>(THREADS);
@@ -205,7 +208,7 @@ static void run_block(unsigned x, unsigned y) {
     }
     fibers.clear();
 }
-extern "C" void run(const Params* p, unsigned programs, unsigned team, unsigned together) {
+extern "C" void run(const PARAMETER* p, unsigned programs, unsigned team, unsigned together) {
     parameters = p, gridDim = {programs, team};
     BEGIN
     for (unsigned first = 0; first < programs * team; first += together) {
@@ -224,14 +227,18 @@ AGAIN = {"cluster": "for (auto& beginning : beginnings) beginning = nullptr;"}
 def simulated_source(request: Request) -> str:
     """The kernel of a request as C++ for the host."""
     strategy = request.plan.strategy
-    numbers = _replaced("numbers").replace("// The larger of each half", MAX_HALVES + "// The larger of each half", 1)
-    parts = [MACHINE, numbers, source.prologue(request)]
-    parts += [_replaced(name) for name in source.FILES]
+    parts = [source.prologue(request), *(_replaced(name) for name in source.FILES)]
     parts += {"cluster": [PEERS], "grid": [TEAM]}.get(strategy, [])
     shared = "extern __shared__ Chunk<X, VECTOR> memory[];"
     parts.append(_replaced(strategy).replace(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];"))
     driver = DRIVER.replace("BEGIN", BEGIN.get(strategy, "")).replace("AGAIN", AGAIN.get(strategy, ""))
-    return "\n".join([*parts, driver.replace("KERNEL", source.kernel_name(request))])
+    return _program(parts, driver, "Params", source.kernel_name(request))
+
+
+def _program(parts: list[str], driver: str, parameter: str, kernel: str) -> str:
+    """A kernel of these parts as C++ for the host; `parameter` is the type of its parameter."""
+    numbers = _replaced("numbers").replace("// The larger of each half", MAX_HALVES + "// The larger of each half", 1)
+    return "\n".join([MACHINE, numbers, *parts, driver.replace("PARAMETER", parameter).replace("KERNEL", kernel)])
 
 
 def _replaced(name: str) -> str:
@@ -288,3 +295,25 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
     together = {"grid": plan.programs, "cluster": plan.splits}.get(plan.strategy, 1)
     library = _library(simulated_source(request), folder)
     library.run(ctypes.c_void_p(fields.ctypes.data), plan.programs // team, team, together)
+
+
+def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], scratch: Any, folder: Path) -> None:
+    """Run a reduction on the host; all its blocks run at the same time.
+
+    Args:
+        one: The reduction.
+        arrays: Memory of its inputs and of "out" by name; bfloat16 as uint16.
+        scratch: Memory of SCRATCH_WORDS words; the first is 0.
+        folder: Where to put the shared libraries.
+    """
+    fields = np.frombuffer(bytearray(reduction.pack(one)), np.uint64)
+    for name, array in {**arrays, "scratch": scratch}.items():
+        fields[reduction.POINTERS.index(name)] = array.ctypes.data
+    launch_reduction(one, fields.ctypes.data, reduction.blocks_of(one), folder)
+
+
+def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) -> None:
+    """Run the kernel of a reduction on the host with the parameter at an address."""
+    driver = DRIVER.replace("BEGIN", "").replace("AGAIN", "")
+    text = _program([reduction.prologue(one), _replaced("reduction")], driver, "Reduction", reduction.NAME)
+    _library(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)

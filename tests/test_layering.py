@@ -51,6 +51,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "kernels.triton.*": {"torch", "triton"},
     "kernels.cuda.launch": {"torch"},
     "kernels.cuda.multiply": {"torch"},
+    "kernels.cuda.reduction": {"torch"},
     "cli.*": {"typer", "rich"},
 }
 """What modules import when they are imported themselves, beside NumPy; nothing where there is no entry."""

@@ -14,6 +14,8 @@ from .core.operations import OPERATIONS, Operation
 from .core.options import ScoreOptions, checked_options
 from .core.task import Choice
 
+_LOSS_SETTINGS = Settings(1)
+
 _SOFTMAX, _LOG_SOFTMAX, _LOGSUMEXP = (OPERATIONS[name] for name in ("softmax", "log_softmax", "logsumexp"))
 
 
@@ -208,8 +210,9 @@ def cross_entropy(
     scores = checked_options("cross_entropy", scale, softcap, None, None, False, "nan")
     if scores is not None and not isinstance(scores.scale, float):
         raise TypeError(f"cross_entropy(): scale must be a number, not {type(scale).__name__}")
-    losses = _losses("cross_entropy")
-    settings = Settings(1, None, False, Choice(backend, strategy, batch_invariant))
+    losses = _torch_losses or _import_losses("cross_entropy")
+    by_default = backend is None and strategy is None and not batch_invariant
+    settings = _LOSS_SETTINGS if by_default else Settings(1, None, False, Choice(backend, strategy, batch_invariant))
     loss = losses.Loss(settings, ignore_index, reduction, label_smoothing, z_loss, scores, inplace_backward)
     return losses.cross_entropy(input, target, weight, loss, return_stats)
 
@@ -255,12 +258,17 @@ def token_logprobs(
         (tensor([-1.3863, -1.3863]), tensor([1.3863, 1.3863]))
     """
     options = checked_options("token_logprobs", scale, softcap, None, mask, False, "nan")
-    losses = _losses("token_logprobs")
+    losses = _torch_losses or _import_losses("token_logprobs")
     return losses.token_logprobs(logits, index, dim, options, entropy, Choice(backend, strategy, batch_invariant))
 
 
-def _losses(function: str) -> ModuleType:
+_torch_losses: ModuleType | None = None
+"""torch/losses.py, once a loss has been asked for."""
+
+
+def _import_losses(function: str) -> ModuleType:
     """torch/losses.py, for a function that has no version for NumPy arrays."""
+    global _torch_losses
     try:
         from .torch import losses
     except ImportError as error:
@@ -268,6 +276,7 @@ def _losses(function: str) -> ModuleType:
             f"{function}() needs a torch tensor, and torch cannot be imported here ({error}): "
             "pip install 'onlinesoftmax[torch]'"
         ) from None
+    _torch_losses = losses
     return losses
 
 

@@ -482,10 +482,10 @@ def test_a_gradient_is_multiplied_in_place(dtype: torch.dtype, factor: float) ->
     for count in (1, 15, 4097, 70001):
         x = torch.randn(count + 8, dtype=torch.float64, device=DEVICE).to(dtype)
         want, before = (factor * x[:count].to(wide_dtype)).to(dtype), x.clone()
-        number = torch.tensor(factor, dtype=wide_dtype, device=DEVICE)
-        for backend in ("cuda", "triton") if GPU else ("triton",):
+        backends = ("cuda", "triton") if GPU else ("triton",)
+        for backend, factor_dtype in itertools.product(backends, {wide_dtype, dtype}):
             y = before.clone()
-            registry.load(backend).multiply_in_place(y[:count], number)
+            registry.load(backend).multiply_in_place(y[:count], torch.tensor(factor, dtype=factor_dtype, device=DEVICE))
             torch.testing.assert_close(y[:count], want)
             assert torch.equal(y[count:], before[count:])
 

@@ -38,9 +38,18 @@ class Loss(NamedTuple):
         return dim
 
 
+def counted(target: torch.Tensor, loss: Loss) -> torch.Tensor:
+    """True for the rows that count."""
+    limits = torch.iinfo(target.dtype)
+    if not limits.min <= loss.ignore_index <= limits.max:
+        # PyTorch would compare with ignore_index modulo the range of the dtype.
+        return torch.ones_like(target, dtype=torch.bool)
+    return target != loss.ignore_index
+
+
 def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtype: torch.dtype) -> torch.Tensor:
     """Divisor of a mean, on the device: the number of rows that count, or the sum of their weights."""
-    counts = target != loss.ignore_index
+    counts = counted(target, loss)
     if weight is None:
         return counts.sum().to(dtype)
     # A target out of range makes its row NaN, and must not make this sum an error.

@@ -12,12 +12,12 @@ from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
-from . import ops, targets_eager
+from . import loss_launches, ops, targets_eager
 from .check import check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
-from .loss import Loss
+from .loss import Loss, counted
 from .prepare import INTEGERS
-from .targets import LogProbabilities, PerRow, Reduced, without_tensors
+from .targets import LogProbabilities, PerRow, Reduced, log_probabilities, loss_rows, reduced, without_tensors
 
 Tensor = torch.Tensor
 
@@ -59,6 +59,9 @@ class TokenLogprobs(NamedTuple):
 
 def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bool) -> Any:
     """The loss, or (loss, LossStatistics): the implementation of `onlinesoftmax.cross_entropy` on torch tensors."""
+    key = () if return_stats else loss_launches.key_of(x, target, weight, loss)
+    if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
+        return run(x, target, weight)
     _check_loss(x, target, weight, loss)
     settings = loss.settings._replace(dim=1 if x.dim() > 1 else 0, dtype=_result_dtype(x))
     loss = loss._replace(settings=settings)
@@ -68,8 +71,9 @@ def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bo
         with_gradient = torch.is_grad_enabled() and x.requires_grad
         if loss.inplace and with_gradient:
             _check_inplace(x)
-        function = PerRow if loss.reduction == "none" else Reduced
-        y, lse, entropy = function.apply(x, target, weight, loss, return_stats)
+        if key and (run := loss_launches.add_loss(key, x, target, weight, loss)) is not None:
+            return run(x, target, weight)
+        y, lse, entropy = _by_kernels(x, target, weight, loss, return_stats, with_gradient)
     elif not return_stats and loss.options is None and not loss.z_loss:
         found: Tensor = ops.call_pytorch(
             functional.cross_entropy,
@@ -88,6 +92,21 @@ def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bo
     return (y, _statistics(x, target, loss, lse, entropy)) if return_stats else y
 
 
+def _by_kernels(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool, with_gradient: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(loss, lse, entropy); lse and entropy are None unless `stats` is True."""
+    if with_gradient:
+        function = PerRow if loss.reduction == "none" else Reduced
+        y, lse, entropy = function.apply(x, target, weight, loss, stats)
+        return y, lse, entropy
+    if loss.reduction == "none":
+        rows = loss_rows(x, target, weight, loss, ("lse", "entropy") if stats else ())
+        return rows.loss, rows.lse, rows.entropy
+    total, rows = reduced(x, target, weight, loss, stats, False)
+    return total, rows.lse, rows.entropy
+
+
 def _statistics(x: Tensor, target: Tensor, loss: Loss, lse: Any, entropy: Any) -> LossStatistics:
     with torch.no_grad():
         counts = torch.ones_like(lse, dtype=torch.bool)
@@ -95,7 +114,7 @@ def _statistics(x: Tensor, target: Tensor, loss: Loss, lse: Any, entropy: Any) -
         if target.is_floating_point():
             classes = target.argmax(loss.dim)
         else:
-            counts = target != loss.ignore_index
+            counts = counted(target, loss)
         penalty = (loss.z_loss * lse * lse).where(counts, 0.0)
         # The softcap keeps the order of the scores; a negative scale reverses it.
         negative = loss.options is not None and loss.options.scale < 0
@@ -107,6 +126,9 @@ def token_logprobs(
     x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any
 ) -> TokenLogprobs:
     """The implementation of `onlinesoftmax.token_logprobs` on torch tensors."""
+    key = loss_launches.key_of(x, index, None, dim, options, entropy, choice)
+    if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
+        return TokenLogprobs(*run(x, index, None))
     _check_tokens(x, index, dim)
     dim = checked_dim("token_logprobs", dim, x.dim())
     operation = OPERATIONS["token_logprobs"]
@@ -120,6 +142,10 @@ def token_logprobs(
         raise RuntimeError("token_logprobs(): scale requires a gradient, which this function does not compute")
     if reason is not None:
         return TokenLogprobs(*targets_eager.log_probabilities(call, entropy))
+    if key and (run := loss_launches.add_log_probabilities(key, call, entropy)) is not None:
+        return TokenLogprobs(*run(x, index, None))
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return TokenLogprobs(*log_probabilities(call, entropy))
     return TokenLogprobs(*LogProbabilities.apply(without_tensors(call), x, scores.mask, index, entropy))
 
 
@@ -133,6 +159,8 @@ def why_not_kernels(x: Tensor, target: Tensor, weight: Tensor | None, choice: Ch
         return "input has no elements"
     if weight is not None and weight.dtype not in DTYPES:
         return f"weight has the dtype {weight.dtype}"
+    if weight is not None and not torch.compiler.is_compiling() and weight.is_neg():
+        return "weight is a lazily negated view; call resolve_neg() first"
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return "torch.func and forward mode need operations with derivatives of their own"
     return why_pytorch(x, None, choice.backend)

@@ -64,17 +64,30 @@ def run(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
     Returns:
         The output "y"; a tuple where several outputs are asked for.
     """
+    function, operands = prepared(call, outputs)
+    return function(call.x, call.out, operands)
+
+
+Prepared = Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]
+"""The function (x, out, operands) that runs the calls of a kind.
+
+Where `out` is None, the function makes the first output.  It makes the others unless they are among the operands.
+"""
+
+
+def prepared(call: Call, outputs: tuple[str, ...]) -> tuple[Prepared, Mapping[str, Any]]:
+    """The prepared function of a checked call, and the call's operands."""
     operands = operands_of(call)
     key = key_of(call, operands, outputs)
-    prepared = _PREPARED.get(key)
-    if prepared is None:
+    found = _PREPARED.get(key)
+    if found is None:
         if len(_PREPARED) >= MOST_PREPARED:
             _PREPARED.clear()
-        prepared = _PREPARED[key] = prepare(kind_of(call, operands, outputs))
-    return prepared(call.x, call.out, operands)
+        found = _PREPARED[key] = prepare(kind_of(call, operands, outputs))
+    return found, operands
 
 
-_PREPARED: dict[tuple[Any, ...], Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]] = {}
+_PREPARED: dict[tuple[Any, ...], Prepared] = {}
 """Prepared functions by `key_of`."""
 
 MOST_PREPARED = 4096
@@ -172,7 +185,7 @@ def aligned(t: torch.Tensor) -> bool:
     return t.data_ptr() % 16 == 0
 
 
-def prepare(kind: Kind) -> Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]:
+def prepare(kind: Kind) -> Prepared:
     """The function run(x, out, operands) for calls of a kind."""
     operation, settings = kind.operation, kind.settings
     x, out = kind.places[0], kind.places[-1] if kind.places[-1].name == "out" else None
@@ -207,6 +220,8 @@ def _bound(
         for output in kind.operation.written(kind.outputs)
         if output.name != kind.outputs[0]
     }
+    like_x = x.strides == contiguous_strides(x.shape) and (x.shape, x.dtype)
+    like_first = kind.places[-1].name != "out" and (shape, dtype)
 
     def run(x: torch.Tensor, out: torch.Tensor | None, operands: Mapping[str, Any]) -> Any:
         if out is None:
@@ -216,12 +231,16 @@ def _bound(
             out.resize_(shape)
         if more_outputs:
             # An output that is given is among the operands: a gradient that overwrites the logits.
-            new = {
-                name: torch.empty(size, dtype=kept, device=device)
-                for name, (size, kept) in more_outputs.items()
-                if name not in operands
-            }
-            operands = {**operands, **new}
+            operands = dict(operands)
+            for name, new in more_outputs.items():
+                if name in operands:
+                    continue
+                if new == like_first:
+                    operands[name] = torch.empty_like(out)
+                elif new == like_x:
+                    operands[name] = torch.empty_like(x)
+                else:
+                    operands[name] = torch.empty(new[0], dtype=new[1], device=device)
         if on_gpu and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(device):
                 launch(x, out, operands)

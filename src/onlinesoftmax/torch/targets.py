@@ -2,6 +2,7 @@
 
     reduced loss with a gradient     one kernel reads the logits once, and writes the losses and their gradient
     reduced loss without a gradient  one kernel reads the logits once, and writes the losses
+    scalar of a reduced loss         small kernels beside that kernel (reductions.py)
     losses or log-probabilities of   forward saves the state (m, l) of each row: the maximum of the scores, and the sum
     each row                         of exp(score - m); backward reads the logits again
 
@@ -10,13 +11,12 @@ losses.py calls this module where our kernels can run, and targets_eager.py else
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core.call import Call
-from ..core.operations import OPERATIONS, Operation
+from ..core.operations import OPERATIONS
 from ..core.options import bits
 from ..kernels import registry
 from . import targets_eager
@@ -24,6 +24,7 @@ from .check import TRACED_TYPES
 from .gradients import accumulator_of, outputs_of
 from .loss import Loss, count_of
 from .prepare import aligned
+from .reductions import backend_for, reducer
 
 Tensor = torch.Tensor
 
@@ -62,18 +63,24 @@ def loss_rows(
         dy: Derivative of the final scalar with respect to the loss of each row, of a shape that broadcasts to the
             rows; given where "y" is asked for.
     """
-    beside = _beside(x, target, weight, loss)
-    if dy is not None:
-        beside["dy"] = dy if dy.dim() == 0 else dy.unsqueeze(loss.dim)
+    call = loss_call(x, target, weight, loss, dy)
     overwrites = loss.inplace and "y" in outputs and not _traced(x)
     if overwrites:
-        beside["y"] = x
-    found = _launch(_LOSS, x, loss, beside, ("loss", *outputs))
+        call = call._replace(beside={**call.beside, "y": x})
+    found = launch(call, ("loss", *outputs))
     if overwrites:
         # Autograd then raises if another operation needs the logits for its gradient.
         torch.autograd.graph.increment_version(x)
     named = dict(zip(("loss", *outputs), found, strict=True))
     return Rows(named["loss"], named.get("y"), *(named.get(name) for name in ("lse", "m", "l", "entropy")))
+
+
+def loss_call(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dy: Tensor | None) -> Call:
+    """The call of the operation that computes the loss of each row.  Arguments as for `loss_rows`."""
+    beside = _beside(x, target, weight, loss)
+    if dy is not None:
+        beside["dy"] = dy if dy.dim() == 0 else dy.unsqueeze(loss.dim)
+    return Call(_LOSS, x, loss.settings, loss.options, None, beside)
 
 
 def loss_gradient(
@@ -82,7 +89,8 @@ def loss_gradient(
     """The gradient with respect to the logits, from the state (m, l) and the incoming gradient dy of each row."""
     beside = _beside(x, target, weight, loss)
     beside |= {name: t.unsqueeze(loss.dim) for name, t in zip(("dy", "m", "l"), (dy, *state), strict=True)}
-    (dx,) = _launch(OPERATIONS[_LOSS.gradient], x, loss, beside, ("y",))
+    settings = loss.settings._replace(dtype=None)
+    (dx,) = launch(Call(OPERATIONS[_LOSS.gradient], x, settings, loss.options, None, beside), ("y",))
     return dx
 
 
@@ -101,14 +109,6 @@ def _beside(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> dic
     return beside
 
 
-def _launch(
-    operation: Operation, x: Tensor, loss: Loss, beside: dict[str, Any], outputs: tuple[str, ...]
-) -> tuple[Tensor, ...]:
-    """The outputs of one kernel, or of its custom operator in a trace."""
-    settings = loss.settings._replace(dtype=None) if operation.backward else loss.settings
-    return launch(Call(operation, x, settings, loss.options, None, beside), outputs)
-
-
 def launch(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
     """Run a call and return its outputs; autograd does not record it.  In a trace, a custom operator replaces it."""
     if _traced(call.x):
@@ -122,30 +122,29 @@ def _traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x).__name__ in TRACED_TYPES
 
 
-class Reduced(torch.autograd.Function):
-    """A cross-entropy reduced to a scalar.
+def reduced(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool, with_gradient: bool
+) -> tuple[Tensor, Rows]:
+    """A cross-entropy reduced to a scalar, and the results for its rows; autograd does not record it."""
+    outputs = (*(("y",) if with_gradient else ()), *(("lse", "entropy") if stats else ()))
+    small = None if _traced(x) else reducer(x, target, weight, loss, with_gradient)
+    if small is not None:
+        factor = small.factor and small.factor(target, weight)
+        rows = loss_rows(x, target, weight, loss, outputs, None if factor is None else factor[0])
+        return small.total(rows.loss, target, weight, factor), rows
+    dtype = accumulator_of(x.dtype, x.dtype)
+    divisor = count_of(target, weight, loss, dtype) if loss.reduction == "mean" else None
+    dy = None
+    if with_gradient:
+        dy = torch.ones((), dtype=dtype, device=x.device) if divisor is None else divisor.reciprocal()
+    rows = loss_rows(x, target, weight, loss, outputs, dy)
+    total = rows.loss.sum()
+    total = total if divisor is None else total / divisor
+    return total.to(loss.settings.dtype), rows
 
-    If the logits need a gradient, forward computes it and keeps it instead of the logits; with `inplace`, in their
-    memory.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> Any:
-        wants = ctx.needs_input_grad[0]
-        dtype = accumulator_of(x.dtype, x.dtype)
-        divisor = count_of(target, weight, loss, dtype) if loss.reduction == "mean" else None
-        dy = None
-        if wants:
-            dy = torch.ones((), dtype=dtype, device=x.device) if divisor is None else divisor.reciprocal()
-        outputs = (*(("y",) if wants else ()), *(("lse", "entropy") if stats else ()))
-        rows = loss_rows(x, target, weight, loss, outputs, dy)
-        total = rows.loss.sum()
-        total = total if divisor is None else total / divisor
-        ctx.gradient = rows.gradient
-        ctx.set_materialize_grads(False)
-        found = total, rows.lse, rows.entropy
-        ctx.mark_non_differentiable(*(t for t in found[1:] if t is not None))
-        return found
+class ScalarLoss(torch.autograd.Function):
+    """The backward pass of a cross-entropy that is reduced to a scalar: forward has computed `ctx.gradient`."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -161,6 +160,21 @@ class Reduced(torch.autograd.Function):
         return _times(gradient, dy), None, None, None, None
 
 
+class Reduced(ScalarLoss):
+    """A cross-entropy reduced to a scalar, with a gradient.
+
+    Forward computes the gradient and keeps it instead of the logits; with `inplace`, in their memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> Any:
+        total, rows = reduced(x, target, weight, loss, stats, True)
+        ctx.gradient = rows.gradient
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t in (rows.lse, rows.entropy) if t is not None))
+        return total, rows.lse, rows.entropy
+
+
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:
     """Multiply the gradient by a tensor of one element, in place except in a trace.
 
@@ -168,11 +182,15 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
     """
     if _traced(factor):
         return gradient * factor
-    backend = next((name for name in ("cuda", "triton") if registry.unavailable(name) is None), None)
+    backend = backend_for(gradient)
     if backend is None or not gradient.is_contiguous() or not aligned(gradient):
         return gradient.mul_(factor)
-    with torch.cuda.device(gradient.device) if gradient.is_cuda else nullcontext():
-        registry.load(backend).multiply_in_place(gradient, factor)
+    multiply_in_place = registry.load(backend).multiply_in_place
+    if gradient.is_cuda and torch._C._cuda_getDevice() != gradient.get_device():
+        with torch.cuda.device(gradient.device):
+            multiply_in_place(gradient, factor)
+    else:
+        multiply_in_place(gradient, factor)
     return gradient
 
 
@@ -200,6 +218,12 @@ class PerRow(torch.autograd.Function):
             (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype), create_graph=True)
             return dx, None, None, None, None
         return loss_gradient(x, target, weight, ctx.loss, tuple(state), dy), None, None, None, None
+
+
+def log_probabilities(call: Call, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(logprob, entropy, lse) of all rows; autograd does not record them."""
+    y, lse, *rest = launch(call, ("y", "lse", *(("entropy",) if entropy else ())))
+    return y, rest[0] if rest else None, lse
 
 
 class LogProbabilities(torch.autograd.Function):

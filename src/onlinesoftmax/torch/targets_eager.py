@@ -14,7 +14,7 @@ from ..core.call import Call
 from ..core.options import PLAIN
 from . import eager, ops
 from .gradients import accumulator_of
-from .loss import Loss, count_of
+from .loss import Loss, count_of, counted
 
 Tensor = torch.Tensor
 
@@ -30,7 +30,7 @@ def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tens
     if not loss.z_loss:
         return y
     penalty = loss.z_loss * z.logsumexp(loss.dim) ** 2
-    return y + (penalty if target.is_floating_point() else penalty.where(target != loss.ignore_index, 0.0))
+    return y + (penalty if target.is_floating_point() else penalty.where(counted(target, loss), 0.0))
 
 
 def reduced(rows: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:

@@ -121,7 +121,8 @@ def launch(arguments: Arguments, index: int, doing: str) -> None:
         DriverError: the driver refused the launch.
     """
     status = library().cuLaunchKernelEx(*arguments.addresses)
-    check(again(status, arguments.addresses, index), doing)
+    if status:
+        check(again(status, arguments.addresses, index), doing)
 
 
 def again(status: int, arguments: tuple[Any, ...], index: int) -> int:

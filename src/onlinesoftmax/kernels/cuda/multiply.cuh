@@ -5,10 +5,10 @@
 // Bytes:      none where the number is 1, as in `loss.backward()`; else one read, one write.
 // Limits:     the elements are neighbours, and the first lies on 16 bytes.
 
-struct Product { T* x; const ACC* factor; int64 count; };
+struct Product { T* x; const FACTOR* factor; int64 count; };
 
 extern "C" __global__ void __launch_bounds__(THREADS) multiply_kernel(const __grid_constant__ Product p) {
-    const ACC f = *p.factor;
+    const ACC f = wide(*p.factor);
     if (f == 1) return;
     T* const x = p.x;
     const int64 count = p.count;

@@ -23,32 +23,38 @@ def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
 
     Args:
         x: Contiguous tensor on a GPU whose first element lies on 16 bytes.
-        factor: Tensor of one element in float32, or in float64 for an x in float64, on the same GPU.
+        factor: Floating-point tensor of one element on the same GPU.
     """
     index = x.get_device()
-    most, kernel = _kernel(x.dtype, index)
-    blocks = max(1, min(most, x.numel() * x.element_size() // (16 * THREADS)))
-    arguments = driver.Arguments(bytes(24), driver.launch_config(blocks, 1, THREADS, 0, 1, False), kernel)
-    arguments.fields[0], arguments.fields[1], arguments.fields[2] = x.data_ptr(), factor.data_ptr(), x.numel()
-    arguments.config.stream = torch._C._cuda_getCurrentRawStream(index)
-    driver.launch(arguments, index, f"launching {NAME}")
+    most, kernel, spare = _kernel(x.dtype, factor.dtype, index)
+    try:
+        # list.pop is atomic, so no two threads fill in the same call.
+        call = spare.pop()
+    except IndexError:
+        call = driver.Arguments(bytes(24), driver.launch_config(1, 1, THREADS, 0, 1, False), kernel)
+    call.fields[0], call.fields[1], call.fields[2] = x.data_ptr(), factor.data_ptr(), x.numel()
+    call.config.grid[0] = max(1, min(most, x.numel() * x.element_size() // (16 * THREADS)))
+    call.config.stream = torch._C._cuda_getCurrentRawStream(index)
+    driver.launch(call, index, "launching multiply_kernel")
+    spare.append(call)
 
 
 @cache
-def _kernel(dtype: torch.dtype, index: int) -> tuple[int, int]:
-    """(blocks that fill the device, handle of the kernel)."""
+def _kernel(dtype: torch.dtype, factor: torch.dtype, index: int) -> tuple[int, int, list[driver.Arguments]]:
+    """(blocks that fill the device, handle of the kernel, arguments of earlier launches)."""
     multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
-    text_of_kernel = source(str(dtype).removeprefix("torch."))
-    return BLOCKS_PER_MULTIPROCESSOR * multiprocessors, loaded(text_of_kernel, NAME, index, 0, 1)
+    text_of_kernel = source(*(str(name).removeprefix("torch.") for name in (dtype, factor)))
+    return BLOCKS_PER_MULTIPROCESSOR * multiprocessors, loaded(text_of_kernel, NAME, index, 0, 1), []
 
 
 @cache
-def source(dtype: str) -> str:
-    """The source of the kernel for a dtype."""
+def source(dtype: str, factor: str) -> str:
+    """The source of the kernel for the dtypes of a gradient and its factor."""
     accumulator = "double" if dtype == "float64" else "float"
     constants = [
         f"using T = {CPP_TYPES.get(dtype, dtype)};",
         f"using ACC = {accumulator};",
+        f"using FACTOR = {CPP_TYPES.get(factor, factor)};",
         f"constexpr int THREADS = {THREADS}, VECTOR = {16 // ITEMSIZE[dtype]};",
     ]
     return text("numbers.cuh") + '#line 1 "constants"\n' + "\n".join(constants) + "\n" + text("multiply.cuh")

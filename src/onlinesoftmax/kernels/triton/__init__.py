@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...core.device import KNOWN, Device
+from ..reduction import Reduction
 from ..registry import module_missing
 from ..report import Kernel
 from ..request import Request
@@ -42,6 +43,13 @@ def multiply_in_place(x: Any, factor: Any) -> None:
     from .multiply import multiply
 
     multiply(x, factor)
+
+
+def prepare_reduction(reduction: Reduction) -> Callable[[Any, dict[str, Any]], None]:
+    """The function run(out, tensors) that reduces the rows of a loss on torch tensors of one device."""
+    from .reduction import bind
+
+    return bind(reduction)
 
 
 def compile_request(request: Request, device: Device) -> list[Kernel]:

@@ -11,16 +11,16 @@ BLOCK = 4096
 
 
 @triton.jit
-def multiply_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
+def multiply_kernel(x_ptr, factor_ptr, count, ACC: tl.constexpr, BLOCK: tl.constexpr):
     # One program: BLOCK elements.
     # Chosen: in the backward pass of a loss whose gradient the forward pass has written.
     # Bytes: none where the number is 1, as in `loss.backward()`; else one read, one write.
     # Limits: the elements are neighbours.
-    factor = tl.load(factor_ptr)
+    factor = tl.load(factor_ptr).to(ACC)
     if factor != 1:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at, mask=at < count, other=0.0)
-        tl.store(x_ptr + at, (x.to(factor.dtype) * factor).to(x.dtype), mask=at < count)
+        tl.store(x_ptr + at, (x.to(ACC) * factor).to(x.dtype), mask=at < count)
 
 
 def multiply(x: Any, factor: Any) -> None:
@@ -28,7 +28,8 @@ def multiply(x: Any, factor: Any) -> None:
 
     Args:
         x: Contiguous torch tensor.
-        factor: Tensor of one element in float32, or in float64 for an x in float64, on the same device.
+        factor: Floating-point tensor of one element on the same device.
     """
     if x.numel():
-        multiply_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, factor, x.numel(), BLOCK, num_warps=8)
+        accumulator = tl.float64 if x.dtype.itemsize == 8 else tl.float32
+        multiply_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, factor, x.numel(), accumulator, BLOCK, num_warps=8)

@@ -1,0 +1,115 @@
+// Reduces the losses of all rows to the total, their targets to the divisor of the mean, or both at once.
+//
+// One block:  owns every gridDim.x-th tile of BATCH * THREADS rows; the last block to finish adds the sums of all.
+// Chosen:     before a loss with a gradient for the divisor, after any loss that becomes a scalar for the total.
+// Bytes:      one read of the losses, of the targets, or of both, and of one weight for each target.
+// Limits:     neighbouring elements; one kernel at a time uses `scratch`, whose first word is 0 before and after.
+
+struct Reduction {
+    const ACC* losses; const TARGET* target; const WEIGHT* weight; const ACC* count;
+    RESULT* out;
+    uint64* scratch;   // number of blocks that have finished, an empty word, then the sums of each block
+    int64 rows, classes, ignore_index;
+};
+
+struct RowSums { SUM total, divisor; };
+
+__device__ inline double shuffle(double x, int step) { return __shfl_xor_sync(~0u, x, step); }
+__device__ inline DoubleDouble shuffle(DoubleDouble x, int step) { return {shuffle(x.high, step), shuffle(x.low, step)}; }
+
+// The sums of the 32 lanes of a warp.  Every block adds in the same order on every run.
+__device__ inline RowSums add_lanes(RowSums a) {
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+        if constexpr (ADDS_LOSSES) a.total += shuffle(a.total, step);
+        if constexpr (COUNTS) a.divisor += shuffle(a.divisor, step);
+    }
+    return a;
+}
+
+// The sums of all threads of a block.  No thread may still be reading `exchange`.
+__device__ inline RowSums add_block(RowSums a, RowSums* exchange) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    a = add_lanes(a);
+    if (lane == 0) exchange[warp] = a;
+    __syncthreads();
+    return add_lanes(lane < THREADS / 32 ? exchange[lane] : RowSums{});
+}
+
+// The number that a row adds to the divisor.
+__device__ inline ACC share_of(const Reduction& p, int64 target) {
+    if (target == p.ignore_index) return 0;
+    if constexpr (!WEIGHTED) return 1;
+    // A target out of range makes the loss of its row NaN.
+    else return target >= 0 && target < p.classes ? ACC(wide(p.weight[target])) : 0;
+}
+
+__device__ inline RowSums add_rows(const Reduction& p) {
+    RowSums sums{};
+    constexpr int TILE = BATCH * THREADS;
+    for (int64 tile = blockIdx.x; tile * TILE < p.rows; tile += gridDim.x) {
+        const int64 first = tile * TILE + threadIdx.x;
+        // A batch is loaded before any of it is added, so that all its loads are under way together.
+        ACC losses[BATCH], shares[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int64 row = first + i * THREADS;
+            if constexpr (ADDS_LOSSES) losses[i] = row < p.rows ? p.losses[row] : 0;
+            if constexpr (COUNTS) shares[i] = row < p.rows ? share_of(p, p.target[row]) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            if constexpr (ADDS_LOSSES) sums.total += losses[i];
+            if constexpr (COUNTS) sums.divisor += shares[i];
+        }
+    }
+    return sums;
+}
+
+// Writes the sums of this block.  True in the block that is the last to do so, which then sees the sums of all.
+__device__ inline bool is_last_block(const Reduction& p, RowSums sums, RowSums* all) {
+    __shared__ bool last;
+    unsigned* const finished = reinterpret_cast<unsigned*>(p.scratch);
+    if (threadIdx.x == 0) {
+        all[blockIdx.x] = sums;
+        __threadfence();
+        last = atomicAdd(finished, 1u) == gridDim.x - 1;
+        // The next kernel on this stream finds 0 again.
+        if (last) *finished = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return last;
+}
+
+// volatile: the load does not come from a cache that other multiprocessors do not update.
+__device__ inline RowSums load_sums(const RowSums* from) {
+    RowSums sums;
+    for (int i = 0; i < int(sizeof(RowSums) / sizeof(double)); ++i)
+        reinterpret_cast<double*>(&sums)[i] = reinterpret_cast<const volatile double*>(from)[i];
+    return sums;
+}
+
+__device__ inline void write(const Reduction& p, RowSums sums) {
+    // The divisor is rounded, so that a total is the same whether an earlier kernel or this one has counted.
+    const ACC divisor = ACC(double(sums.divisor));
+    if constexpr (ADDS_LOSSES) {
+        double total = double(sums.total);
+        if constexpr (COUNTS) total /= double(divisor);
+        if constexpr (DIVIDES) total /= double(p.count[1]);
+        narrow(*p.out, ACC(total));
+    } else {
+        narrow(p.out[0], 1 / divisor), narrow(p.out[1], divisor);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) reduction_kernel(const __grid_constant__ Reduction p) {
+    __shared__ RowSums exchange[THREADS / 32];
+    RowSums sums = add_block(add_rows(p), exchange);
+    if (gridDim.x > 1) {
+        RowSums* const all = reinterpret_cast<RowSums*>(p.scratch + 2);
+        if (!is_last_block(p, sums, all)) return;
+        sums = add_block(threadIdx.x < gridDim.x ? load_sums(all + threadIdx.x) : RowSums{}, exchange);
+    }
+    if (threadIdx.x == 0) write(p, sums);
+}

@@ -1,0 +1,120 @@
+"""The launch of reduction.cuh: the total of a loss and the divisor of its mean."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..reduction import Reduction
+from . import driver
+from .launch import loaded
+from .source import CPP_TYPES, text
+
+THREADS, BATCH = 1024, 8
+"""Threads of a block, and rows that a thread loads at once."""
+
+ROWS_PER_BLOCK = 2 * THREADS * BATCH
+"""Rows that one block takes.  A second block costs a fence, an atomic and a load, as long as the reading of a batch."""
+
+MOST_BLOCKS = 128
+"""Largest number of blocks; at most THREADS, because each thread of the last block loads the sums of one block."""
+
+NAME = "reduction_kernel"
+
+POINTERS = ("losses", "target", "weight", "count", "out", "scratch")
+"""Fields of the kernel's parameter, in the order of the struct; then come rows, classes and ignore_index."""
+
+_OUT, _SCRATCH = POINTERS.index("out"), POINTERS.index("scratch")
+
+
+def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]:
+    """The function run(out, tensors) for tensors on one device."""
+    blocks, values = blocks_of(reduction), pack(reduction)
+    inputs = tuple((POINTERS.index(name), name) for name in reduction.inputs)
+    stream_of = torch._C._cuda_getCurrentRawStream
+    spare: list[driver.Arguments] = []
+
+    def new_call(index: int) -> driver.Arguments:
+        kernel = _kernel(reduction._replace(rows=0, classes=0, ignore_index=0), index)
+        return driver.Arguments(values, driver.launch_config(blocks, 1, THREADS, 0, 1, False), kernel)
+
+    def run(out: torch.Tensor, tensors: dict[str, Any]) -> None:
+        index = out.get_device()
+        try:
+            # list.pop is atomic, so no two threads fill in the same call.
+            call = spare.pop()
+        except IndexError:
+            call = new_call(index)
+        fields = call.fields
+        for field, name in inputs:
+            fields[field] = tensors[name].data_ptr()
+        fields[_OUT] = out.data_ptr()
+        call.config.stream = stream = stream_of(index)
+        if blocks > 1:
+            fields[_SCRATCH] = _scratch(index, stream).data_ptr()
+        driver.launch(call, index, "launching reduction_kernel")
+        spare.append(call)
+
+    return run
+
+
+@cache
+def _kernel(reduction: Reduction, index: int) -> int:
+    """The handle of the kernel; the rows, the classes and `ignore_index` are its arguments."""
+    return loaded(source(reduction), NAME, index, 0, 1)
+
+
+def blocks_of(reduction: Reduction) -> int:
+    """Blocks of the launch; they depend on nothing but the rows, so the sum has the same bits on every device."""
+    return min(MOST_BLOCKS, -(-reduction.rows // ROWS_PER_BLOCK))
+
+
+def pack(reduction: Reduction) -> bytes:
+    """The kernel's parameter with zeros for the pointers."""
+    pointers = [0] * len(POINTERS)
+    return struct.pack(f"={len(POINTERS) + 3}q", *pointers, reduction.rows, reduction.classes, reduction.ignore_index)
+
+
+def source(reduction: Reduction) -> str:
+    """The source of the kernel."""
+    return text("numbers.cuh") + prologue(reduction) + text("reduction.cuh")
+
+
+def prologue(reduction: Reduction) -> str:
+    """Types and constants of the kernel."""
+    accumulator = reduction.accumulator
+    types = {"ACC": accumulator, "RESULT": reduction.result or accumulator}
+    # The type of an absent tensor is never used.
+    types |= {"TARGET": reduction.target or "uint8", "WEIGHT": reduction.weight or accumulator}
+    flags = {
+        "ADDS_LOSSES": reduction.result is not None,
+        "COUNTS": reduction.target is not None,
+        "WEIGHTED": reduction.weight is not None,
+        "DIVIDES": reduction.divides,
+    }
+    lines = [f"using {name} = {CPP_TYPES.get(dtype, dtype)};" for name, dtype in types.items()]
+    lines.append(f"using SUM = {'DoubleDouble' if accumulator == 'float64' else 'double'};")
+    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+    lines.append(f"constexpr int THREADS = {THREADS}, BATCH = {BATCH};")
+    return '#line 1 "constants"\n' + "\n".join(lines) + "\n"
+
+
+SCRATCH_WORDS = 2 + 4 * MOST_BLOCKS
+"""64-bit words of the scratch: the counter, and two sums of up to two float64 for each block."""
+
+
+def _scratch(index: int, stream: int) -> torch.Tensor:
+    """Scratch whose counter is 0.  Kernels leave it at 0, and on one stream only one kernel uses it at a time."""
+    if torch.cuda.is_current_stream_capturing():
+        # A graph may be replayed while other kernels run, so it owns its scratch.
+        return torch.zeros(SCRATCH_WORDS, dtype=torch.int64, device=index)
+    return _scratch_of_stream(index, stream)
+
+
+@cache
+def _scratch_of_stream(index: int, stream: int) -> torch.Tensor:
+    return torch.zeros(SCRATCH_WORDS, dtype=torch.int64, device=index)

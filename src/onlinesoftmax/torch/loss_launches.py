@@ -1,0 +1,182 @@
+"""Launches of usual losses and log-probabilities, found with little host time.
+
+A call is usual if its tensors are plain GPU tensors, and no trace, autocast or functorch transform is active.  The
+checks of its arguments, its plan and its launches are made once for a short key: shapes, strides, dtypes and alignment
+of the tensors, and the other arguments.  launches.py does the same for the operations without a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.call import Call
+from .gradients import accumulator_of
+from .launches import is_usual
+from .loss import Loss
+from .prepare import prepared
+from .reductions import Reducer, reducer
+from .targets import LogProbabilities, PerRow, ScalarLoss, loss_call, without_tensors
+
+Tensor = torch.Tensor
+
+Run = Callable[[Tensor, Tensor, Tensor | None], Any]
+
+LAUNCHES: dict[tuple[Any, ...], Run] = {}
+"""The function run(x, target, weight) of a usual call by its key."""
+
+MOST_LAUNCHES = 4096
+
+
+def key_of(x: Any, target: Any, weight: Any, *arguments: Any) -> tuple[Any, ...]:
+    """The key of a usual call in LAUNCHES; () where the call is not usual."""
+    if type(x) is not Tensor or type(target) is not Tensor or torch.compiler.is_dynamo_compiling():
+        return ()
+    if not is_usual(x) or target.layout is not torch.strided:
+        return ()
+    key = (
+        arguments, x.requires_grad and torch.is_grad_enabled(),
+        x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16,
+        target.shape, target.stride(), target.dtype, target.get_device(), target.data_ptr() % 16,
+    )  # fmt: skip
+    if weight is None:
+        return key
+    if type(weight) is not Tensor or weight.layout is not torch.strided or weight.is_neg():
+        return ()
+    return (*key, weight.shape, weight.stride(), weight.dtype, weight.get_device(), weight.data_ptr() % 16)
+
+
+def _keep(key: tuple[Any, ...], run: Run) -> Run:
+    if len(LAUNCHES) >= MOST_LAUNCHES:
+        LAUNCHES.clear()
+    LAUNCHES[key] = run
+    return run
+
+
+def add_loss(key: tuple[Any, ...], x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Run | None:
+    """Prepare a usual, checked loss and keep it under its key; None where it needs the general path."""
+    with_gradient = torch.is_grad_enabled() and x.requires_grad
+    if loss.settings.choice.batch_invariant or (loss.inplace and with_gradient) or not target.is_contiguous():
+        return None
+    if loss.reduction == "none":
+        return _keep(key, _per_row(x, target, weight, loss, with_gradient))
+    small = reducer(x, target, weight, loss, with_gradient)
+    return small and _keep(key, _reduced(x, target, weight, loss, small))
+
+
+def _rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs: tuple[str, ...]) -> Callable[..., Any]:
+    """The function (x, target, weight, dy) that launches the loss kernel and returns its outputs."""
+    wide = accumulator_of(x.dtype, x.dtype)
+    dy = torch.empty((), dtype=wide, device=x.device) if "y" in outputs else None
+    run, operands = prepared(loss_call(x, target, weight, loss, dy), outputs)
+    # A launch reads the address of a tensor and not its shape, so the views that the plan needs are made only here.
+    numbers = {name: value for name, value in operands.items() if isinstance(value, int)}
+    adds_weights = "weight_sum" in operands
+
+    def rows(x: Tensor, target: Tensor, weight: Tensor | None, dy: Tensor | None) -> Any:
+        given: dict[str, Any] = {"target": target, "dy": dy, **numbers}
+        if weight is not None:
+            given["weight"] = weight
+            if adds_weights:
+                given["weight_sum"] = weight.sum(dtype=accumulator_of(weight.dtype, weight.dtype))
+        # empty_like takes half the host time of empty.
+        return run(x, torch.empty_like(target, dtype=wide), given)
+
+    return rows
+
+
+class _Reduced(ScalarLoss):
+    """A usual loss that is reduced to a scalar, with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[..., tuple[Tensor, Tensor]], others: tuple[Any, ...]) -> Tensor:
+        # The other tensors travel in a tuple, so that autograd need not look at them.
+        total, ctx.gradient = run(x, *others)
+        ctx.set_materialize_grads(False)
+        return total
+
+
+# `apply` of the base class in C++, without the check for transforms in torch.autograd.Function.
+_apply_reduced = super(torch.autograd.Function, _Reduced).apply
+
+
+def _reduced(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, small: Reducer) -> Run:
+    factor_of, total = small
+    if factor_of is None:
+        rows = _rows(x, target, weight, loss, ("loss",))
+        return lambda x, target, weight: total(rows(x, target, weight, None), target, weight, None)
+    rows = _rows(x, target, weight, loss, ("loss", "y"))
+
+    def run(x: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        factor = factor_of(target, weight)
+        losses, gradient = rows(x, target, weight, factor)
+        return total(losses, target, weight, factor), gradient
+
+    return lambda x, target, weight: _apply_reduced(x, run, (target, weight))
+
+
+class _PerRow(PerRow):
+    """The usual losses of all rows, with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, rows: Any) -> Any:
+        losses, m, l = rows(x, target, weight, None)
+        ctx.save_for_backward(x, target, weight, m, l)
+        ctx.loss = loss
+        ctx.set_materialize_grads(False)
+        return losses
+
+
+_apply_per_row = super(torch.autograd.Function, _PerRow).apply
+
+
+def _per_row(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> Run:
+    dtype = loss.settings.dtype
+    rows = _rows(x, target, weight, loss, ("loss", "m", "l") if with_gradient else ("loss",))
+    if with_gradient:
+        return lambda x, target, weight: _apply_per_row(x, target, weight, loss, rows).to(dtype)
+    return lambda x, target, weight: rows(x, target, weight, None).to(dtype)
+
+
+class _LogProbabilities(LogProbabilities):
+    """The usual log-probabilities, with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bare: Call, x: Tensor, mask: Tensor | None, target: Tensor, rows: Any) -> Any:
+        y, lse, m, l, *rest = rows(x, target)
+        found = rest[0] if rest else None
+        ctx.bare = bare
+        ctx.save_for_backward(x, mask, target, m, l, found)
+        ctx.set_materialize_grads(False)
+        return y, found, lse
+
+
+_apply_log_probabilities = super(torch.autograd.Function, _LogProbabilities).apply
+
+
+def add_log_probabilities(key: tuple[Any, ...], call: Call, entropy: bool) -> Run | None:
+    """Prepare usual, checked log-probabilities and keep them under their key; None for the general path."""
+    x, target, options = call.x, call.beside["target"].squeeze(call.settings.dim), call.scores
+    with_gradient = torch.is_grad_enabled() and x.requires_grad
+    plain = options.mask is None and isinstance(options.scale, float)
+    if not plain or call.settings.choice.batch_invariant or not target.is_contiguous():
+        return None
+    outputs = ("y", "lse", *(("m", "l") if with_gradient else ()), *(("entropy",) if entropy else ()))
+    run, operands = prepared(call, outputs)
+    wide = accumulator_of(x.dtype, x.dtype)
+    numbers = {name: value for name, value in operands.items() if isinstance(value, int)}
+
+    def rows(x: Tensor, target: Tensor) -> Any:
+        return run(x, torch.empty_like(target, dtype=wide), {"target": target, **numbers})
+
+    if with_gradient:
+        bare = without_tensors(call)
+        return _keep(key, lambda x, target, _: _apply_log_probabilities(bare, x, None, target, rows))
+
+    def found(x: Tensor, target: Tensor, _: Any) -> Any:
+        y, lse, *rest = rows(x, target)
+        return y, rest[0] if rest else None, lse
+
+    return _keep(key, found)

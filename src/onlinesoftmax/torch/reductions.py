@@ -1,0 +1,131 @@
+"""The scalar of a loss by our small kernels: the factor of the gradient before the loss kernel, the total after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels import registry
+from ..kernels.reduction import Reduction
+from .gradients import accumulator_of
+from .loss import Loss
+from .prepare import DTYPE_NAMES, aligned
+
+Tensor = torch.Tensor
+
+Run = Callable[[Tensor, dict[str, Any]], None]
+
+
+class Reducer(NamedTuple):
+    """The launches that a loss of one kind needs beside its own kernel.
+
+    Attributes:
+        factor: The function (target, weight) that returns a tensor of two numbers.  The first is the derivative of the
+            scalar with respect to each loss, and the second its reciprocal.  None without a gradient.
+        total: The function (losses, target, weight, result of `factor`) that returns the scalar in the result's dtype.
+    """
+
+    factor: Callable[[Tensor, Tensor | None], Tensor] | None
+    total: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+def reducer(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> Reducer | None:
+    """The launches for a loss with the reduction "mean" or "sum"; None where PyTorch's operations must do it."""
+    backend, mean, result = backend_for(x), loss.reduction == "mean", loss.settings.dtype
+    if backend is None or (mean and not _may_count(target, weight, loss)):
+        return None
+    wide = accumulator_of(x.dtype, x.dtype)
+    same_alignment = aligned(target) and (weight is None or aligned(weight))
+    adds = Reduction(target.numel(), DTYPE_NAMES[wide], DTYPE_NAMES[result])
+    counts = adds
+    if mean:
+        kind = weight if weight is None else DTYPE_NAMES[weight.dtype]
+        counts = Reduction(
+            adds.rows, adds.accumulator, adds.result, False, DTYPE_NAMES[target.dtype], kind, x.shape[loss.dim],
+            loss.ignore_index,
+        )  # fmt: skip
+    if not with_gradient:
+        return Reducer(None, _total(_prepared(backend, counts, x.device, same_alignment), result, x.device))
+    add = _prepared(backend, adds._replace(divides=mean), x.device, same_alignment)
+    if not mean:
+        return Reducer(lambda _target, _weight: _ones(wide, x.device), _total(add, result, x.device))
+    count = _prepared(backend, counts._replace(result=None), x.device, same_alignment)
+    return Reducer(_factor(count, wide, x.device), _total(add, result, x.device))
+
+
+def backend_for(t: Tensor) -> str | None:
+    """The backend whose small kernels take a tensor; None where there is none."""
+    if not t.is_cuda:
+        return "triton" if registry.unavailable("triton") is None and registry.load("triton").interpreted() else None
+    return next((name for name in ("cuda", "triton") if registry.unavailable(name) is None), None)
+
+
+def _may_count(target: Tensor, weight: Tensor | None, loss: Loss) -> bool:
+    """True where the kernel can read the targets and the weight."""
+    return (
+        target.is_contiguous()
+        and (weight is None or weight.is_contiguous())
+        and type(loss.ignore_index) is int
+        and -(2**63) <= loss.ignore_index < 2**63
+    )
+
+
+def _total(run: Run, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+    template = _template((), dtype, device)
+
+    def total(losses: Tensor, target: Tensor, weight: Tensor | None, factor: Tensor | None) -> Tensor:
+        out = torch.empty_like(template)
+        run(out, {"losses": losses, "target": target, "weight": weight, "count": factor})
+        return out
+
+    return total
+
+
+def _factor(run: Run, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+    template = _template((2,), dtype, device)
+
+    def factor(target: Tensor, weight: Tensor | None) -> Tensor:
+        out = torch.empty_like(template)
+        run(out, {"target": target, "weight": weight})
+        return out
+
+    return factor
+
+
+@lru_cache(maxsize=4096)
+def _prepared(backend: str, reduction: Reduction, device: torch.device, _aligned: bool) -> Run:
+    """The launch of a reduction for tensors on a device, all of them on 16 bytes or not."""
+    run: Run = registry.load(backend).prepare_reduction(reduction)
+    if device.type != "cuda":
+        return run
+
+    def on_device(out: Tensor, tensors: dict[str, Any]) -> None:
+        if torch._C._cuda_getDevice() == device.index:
+            run(out, tensors)
+        else:
+            with torch.cuda.device(device):
+                run(out, tensors)
+
+    return on_device
+
+
+@cache
+def _template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor for empty_like, which takes half the host time of empty."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _ones(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Two ones, filled once for each stream; other streams would not wait for the fill."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        # While a graph is captured nothing is filled, and the memory is the graph's own.
+        return torch.ones(2, dtype=dtype, device=device)
+    return _ones_of_stream(dtype, device, torch._C._cuda_getCurrentRawStream(device.index))
+
+
+@cache
+def _ones_of_stream(dtype: torch.dtype, device: torch.device, _stream: int) -> Tensor:
+    return torch.ones(2, dtype=dtype, device=device)

@@ -1,0 +1,249 @@
+"""The reduction of a loss, in CUDA on simulated threads and in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from cuda_simulator import COMPILER, launch_reduction, simulate_reduction
+from onlinesoftmax.kernels import registry
+from onlinesoftmax.kernels.cuda import driver
+from onlinesoftmax.kernels.cuda import reduction as cuda
+from onlinesoftmax.kernels.cuda.compile import build, usage
+from onlinesoftmax.kernels.reduction import Reduction
+from onlinesoftmax.torch.prepare import INTEGERS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = (1, 2, 31, 33, 1000, 4097, 100001)
+CLASSES, IGNORED = 40, 7
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class Form(NamedTuple):
+    """What a reduction reads: losses, and targets or an earlier divisor; `weighted` concerns the divisor."""
+
+    adds: bool = True
+    counts: bool = False
+    divides: bool = False
+    weighted: bool = False
+
+    def __str__(self) -> str:
+        return "+".join(name for name, value in self._asdict().items() if value)
+
+
+FORMS = [
+    Form(), Form(divides=True), Form(counts=True), Form(counts=True, weighted=True),
+    Form(adds=False, counts=True), Form(adds=False, counts=True, weighted=True),
+]  # fmt: skip
+
+
+def _cells() -> list[Any]:
+    """Every form meets every number of rows; dtypes take turns."""
+    cells = []
+    for (i, form), (j, rows) in itertools.product(enumerate(FORMS), enumerate(SIZES)):
+        accumulator = ("float32", "float64")[(i + j) % 2]
+        result = (*FLOATS[:3], "bfloat16")[(i + j) // 2 % 4] if accumulator == "float32" else "float64"
+        target, weight = INTEGERS[(i + j) % 5], FLOATS[(i + j) % 4]
+        one = Reduction(
+            rows, accumulator, result if form.adds else None, form.divides, target if form.counts else None,
+            weight if form.weighted else None, CLASSES, IGNORED,
+        )  # fmt: skip
+        cells.append(pytest.param(one, id=f"{form}-{rows}-{accumulator}"))
+    return cells
+
+
+def inputs_of(one: Reduction, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Losses with outliers; targets of which some are ignored and some are no class, as far as their dtype has them."""
+    random = torch.Generator().manual_seed(seed)
+    losses = 3 * torch.rand(one.rows, generator=random, dtype=torch.float64)
+    losses[:: one.rows // 3 + 1] *= 1e4
+    target = torch.randint(CLASSES, (one.rows,), generator=random)
+    target[5::11], target[3::17], target[4::19] = IGNORED, CLASSES, -1
+    found = {"losses": losses, "target": target, "weight": torch.rand(CLASSES, generator=random, dtype=torch.float64)}
+    found["count"] = torch.tensor([torch.nan, 3.0], dtype=torch.float64)
+    return {name: found[name].to(getattr(torch, dtype)) for name, dtype in one.inputs.items()}
+
+
+def expected(one: Reduction, inputs: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """(total, divisor) in float64."""
+    total = float(inputs["losses"].double().sum()) if one.result else 0.0
+    divisor = float(inputs["count"][1]) if one.divides else 1.0
+    if one.target:
+        target = inputs["target"].long()
+        counts = target != one.ignore_index
+        divisor = float(counts.sum())
+        if one.weight:
+            counts &= (target >= 0) & (target < one.classes)
+            wide = inputs["weight"].to(getattr(torch, one.accumulator)).double()
+            divisor = float(wide[target[counts]].sum())
+    return total / divisor if divisor else (torch.nan if total == 0 else torch.inf), divisor
+
+
+def check(one: Reduction, inputs: dict[str, torch.Tensor], out: torch.Tensor) -> None:
+    """One unit in the last place for each of the roundings: of the divisor, of the quotient, and of the result."""
+    total, divisor = expected(one, inputs)
+    unit = torch.finfo(getattr(torch, one.accumulator)).eps
+    if one.result:
+        wanted = torch.tensor([total], dtype=torch.float64)
+        tolerance = unit + torch.finfo(out.dtype).eps / 2
+    else:
+        wanted = torch.tensor([1 / divisor if divisor else torch.inf, divisor], dtype=torch.float64)
+        tolerance = unit
+    torch.testing.assert_close(out.double().cpu(), wanted, rtol=tolerance, atol=0, equal_nan=True)
+
+
+def as_array(x: torch.Tensor) -> NDArray[Any]:
+    """The memory of a tensor on the CPU as an array; bfloat16 as uint16."""
+    found: NDArray[Any] = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+    return found
+
+
+def new_out(one: Reduction) -> torch.Tensor:
+    """The output of a reduction, filled with NaN."""
+    dtype = getattr(torch, one.result or one.accumulator)
+    return torch.full((1 if one.result else 2,), torch.nan, dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reduction")
+
+
+def by_simulator(one: Reduction, inputs: dict[str, torch.Tensor], scratch: Any, folder: Path) -> torch.Tensor:
+    out = new_out(one)
+    simulate_reduction(one, {name: as_array(x) for name, x in {**inputs, "out": out}.items()}, scratch, folder)
+    return out
+
+
+def by_triton(one: Reduction, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    out = new_out(one).to(DEVICE)
+    run = registry.load("triton").prepare_reduction(one)
+    run(out, {name: x.to(DEVICE) for name, x in inputs.items()})
+    return out.cpu()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.parametrize("one", _cells())
+def test_cuda(one: Reduction, folder: Path) -> None:
+    inputs, scratch = inputs_of(one), np.zeros(cuda.SCRATCH_WORDS, np.uint64)
+    first = by_simulator(one, inputs, scratch, folder)
+    check(one, inputs, first)
+    # The counter is 0 again, and blocks that finish in another order change no bit.
+    for _ in range(2):
+        assert scratch[0] == 0
+        assert torch.equal(by_simulator(one, inputs, scratch, folder), first)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch for a GPU, with a driver that runs the kernel on the host."""
+    scratch = torch.zeros(cuda.SCRATCH_WORDS, dtype=torch.int64)
+    for rows in (33, 40000):
+        one = Reduction(
+            rows, "float32", "bfloat16" if form.adds else None, form.divides, "int32" if form.counts else None,
+            "float16" if form.weighted else None, CLASSES, IGNORED,
+        )  # fmt: skip
+
+        def launch(config: Any, _kernel: Any, parameters: Any, _extra: Any, one: Reduction = one) -> int:
+            blocks = driver.LaunchConfig.from_address(config.value).grid[0]
+            parameter = ctypes.c_void_p.from_address(parameters.value).value
+            assert parameter is not None
+            launch_reduction(one, parameter, blocks, folder)
+            return 0
+
+        monkeypatch.setattr(driver, "library", lambda launch=launch: SimpleNamespace(cuLaunchKernelEx=launch))
+        monkeypatch.setattr(cuda, "_kernel", lambda *_: 1)
+        monkeypatch.setattr(cuda, "_scratch", lambda *_: scratch)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+        run = cuda.bind(one)
+        # The second launch takes the arguments of the first, with other tensors.
+        for seed in (0, 1):
+            inputs, out = inputs_of(one, seed), new_out(one)
+            run(out, inputs)
+            check(one, inputs, out)
+
+
+@pytest.mark.parametrize("one", _cells())
+def test_triton(one: Reduction) -> None:
+    inputs = inputs_of(one)
+    first = by_triton(one, inputs)
+    check(one, inputs, first)
+    assert torch.equal(by_triton(one, inputs), first)
+
+
+@pytest.mark.parametrize("weight", [None, "float32"])
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("rows", [3, 20000])
+def test_all_rows_are_ignored(rows: int, adds: bool, weight: str | None, folder: Path) -> None:
+    """0 / 0 is NaN, as in PyTorch; the divisor is 0."""
+    one = Reduction(rows, "float32", "float32" if adds else None, False, "int64", weight, CLASSES, -100)
+    inputs = inputs_of(one) | {"target": torch.full((rows,), -100)}
+    if adds:
+        inputs["losses"] = torch.zeros(rows)
+    found = [by_triton(one, inputs)]
+    if COMPILER is not None:
+        found.append(by_simulator(one, inputs, np.zeros(cuda.SCRATCH_WORDS, np.uint64), folder))
+    for out in found:
+        check(one, inputs, out)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("accumulator", ["float32", "float64"])
+def test_a_loss_that_is_not_finite(accumulator: str, value: float, folder: Path) -> None:
+    one = Reduction(40000, accumulator, accumulator)
+    inputs = inputs_of(one)
+    inputs["losses"][39000] = value
+    found = [by_triton(one, inputs)]
+    if COMPILER is not None:
+        found.append(by_simulator(one, inputs, np.zeros(cuda.SCRATCH_WORDS, np.uint64), folder))
+    for out in found:
+        assert torch.equal(out.isnan(), torch.tensor([value != value]))
+        assert value != value or out.item() == value
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_an_ignore_index_that_the_dtype_of_the_targets_does_not_have(dtype: str, folder: Path) -> None:
+    """-100 is no uint8, and not the same as 156; 300 is no int8, and not the same as 44."""
+    for ignored, alias in ((-100, 156), (300, 44)):
+        kind = getattr(torch, dtype)
+        target = torch.tensor([alias if alias <= torch.iinfo(kind).max else 1, 2, 3]).to(kind)
+        one = Reduction(3, "float32", None, False, dtype, None, 1000, ignored)
+        found = [by_triton(one, {"target": target})]
+        if COMPILER is not None:
+            scratch = np.zeros(cuda.SCRATCH_WORDS, np.uint64)
+            found.append(by_simulator(one, {"target": target}, scratch, folder))
+        for out in found:
+            assert out[1] == 3
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_cuda_compiles_without_spills(form: Form, arch: str) -> None:
+    pytest.importorskip("cuda.core", reason="cuda.core is not installed")
+    for i, result in enumerate(FLOATS):
+        accumulator = "float64" if result == "float64" else "float32"
+        target, weight = INTEGERS[(i + FORMS.index(form)) % 5], FLOATS[(i + FORMS.index(form)) % 4]
+        one = Reduction(
+            1, accumulator, result if form.adds else None, form.divides, target if form.counts else None,
+            weight if form.weighted else None,
+        )  # fmt: skip
+        used = usage(build(cuda.source(one), arch)[1])
+        # 64 registers for each of 1024 threads are all that a multiprocessor has.
+        assert used["registers"] <= 64
+        assert not used["spills"]
+        assert not used["stack"]
+
+
+def test_one_block_takes_a_usual_batch() -> None:
+    blocks = [cuda.blocks_of(Reduction(rows, "float32")) for rows in (1, 16384, 16385, 1 << 20, 1 << 31)]
+    assert blocks == [1, 1, 2, 64, cuda.MOST_BLOCKS]
+    assert cuda.MOST_BLOCKS <= cuda.THREADS

@@ -1,0 +1,301 @@
+"""Usual losses, whose launches are found under a short key: the same bits as the general path, streams and graphs."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import onlinesoftmax as osm
+from contract import DTYPES, outliers
+from onlinesoftmax.torch import loss_launches, losses, reductions
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+HOW: dict[str, Any] = {} if GPU else {"backend": "triton"}
+
+
+@pytest.fixture(autouse=True)
+def _usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not GPU:
+        # Without a GPU, Triton's interpreter takes the calls on CPU tensors.
+        monkeypatch.setattr(loss_launches, "is_usual", lambda x: not x.is_neg())
+    loss_launches.LAUNCHES.clear()
+    yield
+    loss_launches.LAUNCHES.clear()
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that runs a call on the general path."""
+
+    def general(call: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(losses.loss_launches, "key_of", lambda *_: ())
+            return call()
+
+    return general
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"weight": True},
+    {"ignore_index": 3},
+    {"weight": True, "label_smoothing": 0.1, "z_loss": 0.01},
+    {"label_smoothing": 0.2, "scale": 0.5, "softcap": 4.0},
+]
+
+
+def loss_of(x: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The loss; weight=True stands for a fixed weight."""
+    if options.pop("weight", False):
+        generator = torch.Generator().manual_seed(3)
+        options["weight"] = torch.rand(x.shape[1], generator=generator).to(x.dtype).to(x.device)
+    # Without the default, -100 is out of range, and its loss is NaN.
+    target = target.clamp(min=0) if "ignore_index" in options else target
+    found: torch.Tensor = osm.cross_entropy(x, target, **options, **HOW)
+    return found
+
+
+def some_targets(*shape: int, classes: int) -> torch.Tensor:
+    target = torch.randint(classes, shape, generator=torch.Generator().manual_seed(1))
+    target.view(-1)[0] = -100
+    return target.to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_have_the_bits_of_the_general_path(general: Any, reduction: str, dtype: torch.dtype) -> None:
+    target = some_targets(5, classes=33)
+    for options, needs_gradient in itertools.product(OPTIONS, (False, True)):
+        x = outliers(5, 33, dtype=dtype, device=DEVICE).requires_grad_(needs_gradient)
+
+        def call(x: torch.Tensor = x, options: dict[str, Any] = options) -> torch.Tensor:
+            return loss_of(x, target, reduction=reduction, **options)
+
+        want, before = general(call), len(loss_launches.LAUNCHES)
+        for _ in range(2):
+            found = call()
+            assert (found.dtype, found.shape) == (want.dtype, want.shape)
+            assert torch.equal(found, want)
+            assert found.requires_grad == needs_gradient
+            if needs_gradient:
+                dy = torch.full_like(want, 1.5)
+                ours, theirs = (torch.autograd.grad(y, x, dy, retain_graph=True)[0] for y in (found, call()))
+                assert torch.equal(ours, theirs)
+                assert torch.equal(ours, torch.autograd.grad(general(call), x, dy)[0])
+        assert len(loss_launches.LAUNCHES) == before + 1
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_log_probabilities_have_the_bits_of_the_general_path(general: Any, needs_gradient: bool, entropy: bool) -> None:
+    x = torch.randn(2, 3, 40, device=DEVICE, requires_grad=needs_gradient)
+    index = some_targets(2, 3, classes=40).clamp(min=0)
+    for options in ({}, {"scale": 0.7, "softcap": 9.0}):
+
+        def call(options: dict[str, Any] = options) -> Any:
+            return osm.token_logprobs(x, index, entropy=entropy, **options, **HOW)
+
+        want = general(call)
+        for _ in range(2):
+            found = call()
+            for ours, theirs in zip(found, want, strict=True):
+                assert ours is theirs is None or torch.equal(ours, theirs)
+            if needs_gradient:
+                grads = [
+                    torch.autograd.grad(sum(t.sum() for t in y if t is not None), x, retain_graph=True)[0]
+                    for y in (found, want)
+                ]
+                assert torch.equal(*grads)
+            else:
+                assert not any(t.requires_grad for t in found if t is not None)
+    assert len(loss_launches.LAUNCHES) == 2
+
+
+def test_a_loss_without_a_gradient_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apply(*_: Any) -> Any:
+        raise AssertionError("autograd is asked to record a call")
+
+    monkeypatch.setattr(torch.autograd.Function, "apply", apply)
+    x, target = torch.randn(4, 9, device=DEVICE, requires_grad=True), some_targets(4, classes=9)
+    for reduction in ("mean", "none"):
+        with torch.no_grad():
+            assert not osm.cross_entropy(x, target, reduction=reduction, **HOW).requires_grad
+        assert not osm.cross_entropy(x.detach(), target, reduction=reduction, return_stats=True, **HOW)[0].requires_grad
+    assert not osm.token_logprobs(x.detach(), target.clamp(min=0), mask=x > -9, **HOW).lse.requires_grad
+
+
+def test_arguments_are_checked_in_every_call() -> None:
+    x, target = torch.randn(4, 9, device=DEVICE), some_targets(4, classes=9)
+    for _ in range(2):
+        osm.cross_entropy(x, target, **HOW)
+        osm.token_logprobs(x, target.clamp(min=0), **HOW)
+        for error, message, arguments, options in (
+            (ValueError, "target has shape", (x, target[:3]), {}),
+            (RuntimeError, "weight must have shape", (x, target, torch.ones(8, device=DEVICE)), {}),
+            (RuntimeError, "label_smoothing must be between", (x, target), {"label_smoothing": 2.0}),
+            (ValueError, "not a valid value for reduction", (x, target), {"reduction": "median"}),
+            (RuntimeError, "target must have an integer dtype", (x, target > 0), {}),
+        ):
+            with pytest.raises(error, match=message):
+                osm.cross_entropy(*arguments, **options, **HOW)
+        with pytest.raises(ValueError, match="index has shape"):
+            osm.token_logprobs(x, target[:3], **HOW)
+
+
+def test_calls_that_need_the_general_path() -> None:
+    """Overwritten logits, batch invariance, statistics, and targets that the small kernel cannot read."""
+    h, target = torch.randn(2, 9, 3, device=DEVICE, requires_grad=True), some_targets(2, 3, classes=9)
+    apart = target.t().contiguous().t()
+    want = functional.cross_entropy(h, target)
+    for call in (
+        lambda: osm.cross_entropy(2 * h / 2, target, inplace_backward=True, **HOW),
+        lambda: osm.cross_entropy(h, target, batch_invariant=True, **HOW),
+        lambda: osm.cross_entropy(h, target, return_stats=True, **HOW)[0],
+        lambda: osm.cross_entropy(h, apart, **HOW),
+        lambda: osm.cross_entropy(h, target, torch.ones(18, device=DEVICE)[::2], **HOW),
+    ):
+        for _ in range(2):
+            torch.testing.assert_close(call(), want)
+    # A weight with gaps is read by the loss kernel; PyTorch's operations then compute the divisor.
+    assert not loss_launches.LAUNCHES
+
+
+def test_no_tensor_of_a_call_is_kept() -> None:
+    x, target, weight = (
+        torch.randn(4, 40, device=DEVICE), some_targets(4, classes=40), torch.rand(40, device=DEVICE),
+    )  # fmt: skip
+    for leaf in (x, x.clone().requires_grad_()):
+        osm.cross_entropy(leaf, target, weight, **HOW)
+        osm.token_logprobs(leaf, target.clamp(min=0), **HOW)
+    kept = [weakref.ref(t) for t in (x, target, weight, leaf)]
+    del x, target, weight, leaf
+    gc.collect()
+    assert [t() for t in kept] == [None] * 4
+
+
+def test_an_ignore_index_that_is_no_target() -> None:
+    """-100 modulo 256 is 156, which is a class; PyTorch's comparison would ignore it."""
+    x = torch.randn(3, 200, device=DEVICE)
+    target = torch.tensor([156, 3, 4], dtype=torch.uint8, device=DEVICE)
+    want = functional.cross_entropy(x, target.long())
+    for how in (HOW, {}):
+        torch.testing.assert_close(osm.cross_entropy(x, target, **how), want)
+    stats = osm.cross_entropy(x, target, z_loss=0.1, return_stats=True, **HOW)[1]
+    assert (stats.z_loss > 0).all()
+
+
+ROWS = 100001
+"""Rows of several blocks of the small kernels."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scalars_of_many_rows(dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the float64 sum of our own losses; the same bits on every run, with and without a gradient."""
+    monkeypatch.setattr(reductions, "backend_for", lambda _: backend)
+    x, target = torch.randn(ROWS, 33, device=DEVICE).to(dtype), some_targets(ROWS, classes=33)
+    weight = torch.rand(33, device=DEVICE).to(dtype)
+    for w, reduction in itertools.product((None, weight), ("mean", "sum")):
+        rows = osm.cross_entropy(x.double(), target, None if w is None else w.double(), reduction="none")
+        counts = target != -100
+        divisor = counts.sum() if w is None else w.double()[target.where(counts, 0)].where(counts, 0.0).sum()
+        want = rows.sum() / (divisor if reduction == "mean" else 1)
+        found = [osm.cross_entropy(x, target, w, reduction=reduction) for _ in range(20)]
+        found += [osm.cross_entropy(x.clone().requires_grad_(), target, w, reduction=reduction) for _ in range(20)]
+        assert all(torch.equal(y, found[0]) for y in found)
+        wide = torch.promote_types(dtype, torch.float32)
+        tolerance = 8 * torch.finfo(wide).eps + torch.finfo(dtype).eps
+        torch.testing.assert_close(found[0].double(), want, rtol=tolerance, atol=0)
+
+
+@pytest.mark.gpu
+def test_scalars_on_two_streams_at_once() -> None:
+    xs = [torch.randn(rows, 33, device=DEVICE, requires_grad=True) for rows in (ROWS, 40000, 64)]
+    targets, streams = [some_targets(len(x), classes=33) for x in xs], [torch.cuda.Stream() for _ in xs]
+    want = [osm.cross_entropy(x, target).detach() for x, target in zip(xs, targets, strict=True)]
+    sums = [osm.cross_entropy(x, target, reduction="sum").detach() for x, target in zip(xs, targets, strict=True)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found.append((osm.cross_entropy(xs[i], targets[i]).detach(), want[i]))
+                found.append((osm.cross_entropy(xs[i], targets[i], reduction="sum").detach(), sums[i]))
+    torch.cuda.synchronize()
+    assert all(torch.equal(ours, theirs) for ours, theirs in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("rows", [64, ROWS])
+def test_a_graph_is_replayed_with_other_targets(rows: int, warm: bool) -> None:
+    x, target = torch.randn(rows, 33, device=DEVICE, requires_grad=True), some_targets(rows, classes=33)
+    other = some_targets(rows, classes=33).flip(0)
+    other[::3] = -100
+
+    def step() -> list[torch.Tensor]:
+        found = []
+        for reduction in ("mean", "sum"):
+            loss = osm.cross_entropy(x, target, reduction=reduction)
+            found += [loss.detach(), torch.autograd.grad(loss, x)[0], osm.cross_entropy(x.detach(), target)]
+        return found
+
+    # Compiles the kernels, which a capture does not allow; `warm` also fills the scratch of the capturing stream.
+    step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    if warm:
+        with torch.cuda.stream(stream):
+            step()
+        stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    first = target.clone()
+    for given in (other, first, other):
+        target.copy_(given)
+        want = step()
+        for _ in range(3):
+            for y in captured:
+                y.fill_(torch.nan)
+            graph.replay()
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, want, strict=True))
+    # What was made during the capture is not used outside of it.
+    del graph, captured
+    target.copy_(first)
+    assert torch.isfinite(step()[0])
+
+
+@pytest.mark.gpu
+def test_another_current_device() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x, target = torch.randn(64, 33, device="cuda:1", requires_grad=True), some_targets(64, classes=33).to("cuda:1")
+    for reduction in ("mean", "sum", "none"):
+        for leaf in (x, x.detach()):
+            found = osm.cross_entropy(leaf, target, reduction=reduction)
+            torch.testing.assert_close(found, functional.cross_entropy(leaf, target, reduction=reduction))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_scalar_takes_few_kernels(reduction: str) -> None:
+    """The loss kernel, one small kernel after it, and with a gradient of a mean one before it."""
+    x, target = torch.randn(64, 512, device=DEVICE), some_targets(64, classes=512)
+    for leaf, wanted in ((x, 2), (x.clone().requires_grad_(), 3 if reduction == "mean" else 2)):
+        osm.cross_entropy(leaf, target, reduction=reduction)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            osm.cross_entropy(leaf, target, reduction=reduction)
+            torch.cuda.synchronize()
+        ran = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        assert len(ran) == wanted, [e.name for e in ran]
