@@ -162,6 +162,7 @@ def cross_entropy(
     return_stats: bool = False,
     inplace_backward: bool = False,
     batch_invariant: bool = False,
+    check: bool = False,
     backend: str | None = None,
     strategy: str | None = None,
 ) -> Any:
@@ -189,6 +190,7 @@ def cross_entropy(
         inplace_backward: Allow the gradient to overwrite `input`, which saves its memory.  Autograd raises an error if
             another operation needs the old values.
         batch_invariant: Give a row the same bits however many rows are beside it, for some speed.
+        check: Raise an error for a target that is out of range.  The call then waits for the GPU.
         backend, strategy: As for `softmax`.
 
     Returns:
@@ -199,7 +201,7 @@ def cross_entropy(
         TypeError: an argument is of the wrong type.
         RuntimeError: the dtype of `input`, the shape of `weight` or `label_smoothing` is wrong.
         ValueError: the shape of `target`, `reduction` or `softcap` is wrong.
-        IndexError: on a CPU, a target is out of range.
+        IndexError: on a CPU or with `check`, a target is out of range.
         PlanError: what was forced cannot run; the message lists every reason.
 
     Example:
@@ -214,6 +216,8 @@ def cross_entropy(
     by_default = backend is None and strategy is None and not batch_invariant
     settings = _LOSS_SETTINGS if by_default else Settings(1, None, False, Choice(backend, strategy, batch_invariant))
     loss = losses.Loss(settings, ignore_index, reduction, label_smoothing, z_loss, scores, inplace_backward)
+    if check:
+        losses.check_targets(input, target, weight, loss)
     return losses.cross_entropy(input, target, weight, loss, return_stats)
 
 
@@ -227,6 +231,7 @@ def token_logprobs(
     mask: Array | None = None,
     entropy: bool = True,
     batch_invariant: bool = False,
+    check: bool = False,
     backend: str | None = None,
     strategy: str | None = None,
 ) -> Any:
@@ -242,6 +247,7 @@ def token_logprobs(
         softcap: Bound on |scale * logits|, softly: a positive number.
         mask: Boolean, broadcasts to the shape of `logits`: True keeps a token, as sampling has kept it.
         entropy: Compute the entropy too.
+        check: Raise an error for an index that is out of range.  The call then waits for the GPU.
         batch_invariant, backend, strategy: As for `softmax`.
 
     Returns:
@@ -259,6 +265,8 @@ def token_logprobs(
     """
     options = checked_options("token_logprobs", scale, softcap, None, mask, False, "nan")
     losses = _torch_losses or _import_losses("token_logprobs")
+    if check:
+        losses.check_tokens(logits, index, dim)
     return losses.token_logprobs(logits, index, dim, options, entropy, Choice(backend, strategy, batch_invariant))
 
 

@@ -223,6 +223,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         softcap: Bound on |scale * input|, softly: a positive number.
         inplace_backward: Allow the gradient to overwrite the input.
         batch_invariant: Give a row the same bits however many rows are beside it, for some speed.
+        check: Raise an error for a target that is out of range.  The call then waits for the GPU.
 
     Shape:
         input (C), (N, C) or (N, C, d1, ...); target without C, or with class probabilities the shape of the input.
@@ -244,30 +245,31 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     softcap: float | None = None
     inplace_backward: bool = False
     batch_invariant: bool = False
+    check: bool = False
 
     def __init__(
         self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
         label_smoothing: float = 0.0, *, z_loss: float = 0.0, scale: float = 1.0, softcap: float | None = None,
-        inplace_backward: bool = False, batch_invariant: bool = False,
+        inplace_backward: bool = False, batch_invariant: bool = False, check: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         if isinstance(scale, torch.Tensor):
             raise TypeError("CrossEntropyLoss(): scale must be a number")
         checked_options("CrossEntropyLoss", scale, softcap, None, None, False, "nan")
         self.z_loss, self.scale, self.softcap = z_loss, scale, softcap
-        self.inplace_backward, self.batch_invariant = inplace_backward, batch_invariant
+        self.inplace_backward, self.batch_invariant, self.check = inplace_backward, batch_invariant, check
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss of `input`."""
         return _cross_entropy(
             input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, z_loss=self.z_loss,
             scale=self.scale, softcap=self.softcap, inplace_backward=self.inplace_backward,
-            batch_invariant=self.batch_invariant,
+            batch_invariant=self.batch_invariant, check=self.check,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         """The options of ours that are not at their defaults."""
-        names = ("z_loss", "scale", "softcap", "inplace_backward", "batch_invariant")
+        names = ("z_loss", "scale", "softcap", "inplace_backward", "batch_invariant", "check")
         return ", ".join(f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != getattr(type(self), n))
 
 

@@ -294,6 +294,23 @@ def test_targets_out_of_range() -> None:
             osm.cross_entropy(x, target)
 
 
+def test_the_range_of_the_targets_is_checked_where_asked_for() -> None:
+    x, target = torch.randn(2, 8, 3, device=DEVICE), torch.tensor([[1, -100, 2], [0, 8, -3]], device=DEVICE)
+    with pytest.raises(IndexError, match=r"target is 8 at position \(1, 1\), which is not in \[0, 8\), and 2 are out"):
+        osm.cross_entropy(x, target, check=True, **HOW)
+    with pytest.raises(IndexError, match=r"target is 8 at position \(1, 1\)"):
+        osm.nn.CrossEntropyLoss(check=True)(x, target)
+    inside = target.clamp(max=7).where(target != -3, 5)
+    want = functional.cross_entropy(x, inside)
+    torch.testing.assert_close(osm.cross_entropy(x, inside, check=True, **HOW), want)
+    with pytest.raises(IndexError, match=r"index is -100 at position \(0, 1\)"):
+        osm.token_logprobs(x, inside, 1, check=True, **HOW)
+    with pytest.raises(IndexError, match=r"index is 9, which is not in \[0, 8\)"):
+        osm.token_logprobs(x[0, :, 0], torch.tensor(9, device=DEVICE), check=True, **HOW)
+    with pytest.raises(ValueError, match="target has shape"):
+        osm.cross_entropy(x, target[:1], check=True)
+
+
 def test_the_logits_are_not_changed_unless_allowed() -> None:
     h = torch.randn(4, 64, device=DEVICE, requires_grad=True)
     target = torch.randint(64, (4,), device=DEVICE)

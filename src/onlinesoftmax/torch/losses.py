@@ -213,6 +213,39 @@ def _check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     _check_weight(name, weight, x, x.shape[dim])
 
 
+def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
+    """Check the arguments, and the range of every target that counts, which waits for the GPU.
+
+    Raises:
+        IndexError: a target is out of range; the message has its position and its value.
+    """
+    _check_loss(x, target, weight, loss)
+    if not target.is_floating_point():
+        classes = x.shape[1 if x.dim() > 1 else 0]
+        _check_range("cross_entropy(): target", target, classes, counted(target, loss))
+
+
+def check_tokens(x: Any, index: Any, dim: Any) -> None:
+    """Check the arguments, and the range of every index, which waits for the GPU.
+
+    Raises:
+        IndexError: an index is out of range; the message has its position and its value.
+    """
+    _check_tokens(x, index, dim)
+    tokens = x.shape[checked_dim("token_logprobs", dim, x.dim())]
+    _check_range("token_logprobs(): index", index, tokens, torch.ones_like(index, dtype=torch.bool))
+
+
+def _check_range(name: str, index: Tensor, classes: int, counts: Tensor) -> None:
+    wrong = ((index < 0) | (index >= classes)) & counts
+    if not wrong.any():
+        return
+    position = wrong.nonzero()[0].tolist()
+    where = f" at position {position[0] if len(position) == 1 else tuple(position)}" if position else ""
+    value, count = index[tuple(position)].item(), int(wrong.sum())
+    raise IndexError(f"{name} is {value}{where}, which is not in [0, {classes}), and {count} are out of range")
+
+
 def _check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[int, ...]) -> None:
     if index.dtype not in TARGET_DTYPES:
         raise RuntimeError(f"{name}: {argument} must have an integer dtype, got {index.dtype}")
