@@ -108,7 +108,9 @@ def test_losses_and_gradients(plan: str, dtype: torch.dtype) -> None:
         # The terms of the smoothed loss are as large as the largest score.
         assert_as_good(ours, theirs, exact, 4 * float(x.detach().abs().max()))
         dy = torch.rand(exact.shape, dtype=torch.float64, device=DEVICE).to(dtype) + 0.5
-        size = float(dy.max()) * (2 + 0.1 * float(x.detach().abs().max()))
+        # In float64 the expected p = exp(z - lse) has a rounding error as large as that of lse.
+        part = 1.0 if dtype == torch.float64 else 0.1
+        size = float(dy.max()) * (2 + part * float(x.detach().abs().max()))
         assert_as_good(gradient(ours, x, dy), gradient(theirs, x, dy), gradient(exact, exact_x, dy.double()), 8 * size)
 
 

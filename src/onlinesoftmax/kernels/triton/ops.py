@@ -211,7 +211,7 @@ def target_constants(s, l, given, cols, OP: tl.constexpr):
     if OP.name == "cross_entropy" or OP.name == "cross_entropy_backward":
         own, spread = (1.0 - smoothing) * w, smoothing / cols
         factor = dy * (own + spread * total + 2.0 * z_loss * (s + tl.log(l)))
-        result = (valid & ~ignored, factor, dy * own, dy * spread + 0.0 * factor)
+        result = (valid & ~ignored, factor, dy * own, dy * spread)
     else:
         spike = tl.where(valid, dy, 0.0)
         result = (valid, spike - dlse, spike, dentropy + 0.0 * spike, entropy + 0.0 * spike, tl.log(l))
