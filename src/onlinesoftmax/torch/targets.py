@@ -144,14 +144,21 @@ def reduced(
 
 
 class ScalarLoss(torch.autograd.Function):
-    """The backward pass of a cross-entropy that is reduced to a scalar: forward has computed `ctx.gradient`."""
+    """The backward pass of a cross-entropy that is reduced to a scalar: forward has computed the gradient.
+
+    Forward keeps the gradient as `ctx.gradient`, so that backward may multiply it in place and free it.  In a trace it
+    is a saved tensor: compilers take an attribute that is a tensor for zero.
+    """
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
-        gradient, ctx.gradient = ctx.gradient, None
         if dy is None:
             return None, None, None, None, None
+        if _traced(dy):
+            (gradient,) = ctx.saved_tensors
+            return gradient * dy, None, None, None, None
+        gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:
             raise RuntimeError(
                 "cross_entropy(): backward ran a second time, and the gradient of the first time is not kept; "
@@ -169,19 +176,20 @@ class Reduced(ScalarLoss):
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> Any:
         total, rows = reduced(x, target, weight, loss, stats, True)
-        ctx.gradient = rows.gradient
+        if _traced(x):
+            ctx.save_for_backward(rows.gradient)
+        else:
+            ctx.gradient = rows.gradient
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in (rows.lse, rows.entropy) if t is not None))
         return total, rows.lse, rows.entropy
 
 
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Multiply the gradient by a tensor of one element, in place except in a trace.
+    """Multiply the gradient in place by a tensor of one element.
 
     Our kernel reads and writes nothing where the factor is 1; PyTorch's `mul_` always does.
     """
-    if _traced(factor):
-        return gradient * factor
     backend = backend_for(gradient)
     if backend is None or not gradient.is_contiguous() or not aligned(gradient):
         return gradient.mul_(factor)
