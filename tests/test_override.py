@@ -226,6 +226,8 @@ def test_a_subclass_still_sees_the_call() -> None:
     assert Subclass.calls == 1
 
 
+# Some versions of PyTorch warn at every sparse tensor.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_other_inputs_are_left() -> None:
     x = sample(2, 3)
     indices = torch.tensor([[0, 1], [1, 2]], device=DEVICE)

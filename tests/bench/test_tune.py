@@ -50,6 +50,7 @@ def test_losses_are_measured_in_the_forms_that_a_call_runs() -> None:
             found[shape.operation, task.outputs] = (given, task.writes_elements)
             assert task.dtypes["target"] == "int64"
             assert {task.dtypes[name] for name in (*given, *task.row_outputs)} <= {"float32"}
+            assert task.exact == (shape.dtype == "float32")
     assert found == {(name, outputs): (set(given), writes) for name, (outputs, given, writes) in TARGET_FORMS}
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..core.device import Device
 from ..core.operations import OPERATIONS, Operand, Operation
 from ..core.problem import Problem
-from ..core.task import ITEMSIZE, Task, TensorSpec, contiguous_spec, row_spec, task_of
+from ..core.task import ITEMSIZE, Flags, Task, TensorSpec, contiguous_spec, row_spec, task_of
 from ..kernels.request import Request
 from ..planner import strategies
 from ..planner.measured import stand_in
@@ -139,7 +139,8 @@ def task(shape: Shape) -> Task:
     for operand in operation.operands:
         if _given(operand, bool(tensors.keys() & {t.name for t in written if t.kind == "element"})):
             tensors[operand.name] = _spec(operand, sizes, whole, wide)
-    return task_of(operation, outputs, sizes, 1, tensors)
+    # The caller's result has the dtype of the input, so that of a float32 input must be exact.
+    return task_of(operation, outputs, sizes, 1, tensors, Flags(wide=shape.dtype == "float32"))
 
 
 def _given(operand: Operand, writes_elements: bool) -> bool:

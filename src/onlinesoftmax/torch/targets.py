@@ -140,25 +140,22 @@ def reduced(
     rows = loss_rows(x, target, weight, loss, outputs, dy)
     total = rows.loss.sum()
     total = total if divisor is None else total / divisor
-    return total.to(loss.settings.dtype), rows
+    if total.dtype != loss.settings.dtype:
+        # Without a change of dtype, `to` returns the tensor itself.  In a trace torch 2.11 takes both names for results
+        # of the autograd function, and loses the gradient of the first.
+        total = total.to(loss.settings.dtype)
+    return total, rows
 
 
 class ScalarLoss(torch.autograd.Function):
-    """The backward pass of a cross-entropy that is reduced to a scalar: forward has computed the gradient.
-
-    Forward keeps the gradient as `ctx.gradient`, so that backward may multiply it in place and free it.  In a trace it
-    is a saved tensor: compilers take an attribute that is a tensor for zero.
-    """
+    """The backward pass of a cross-entropy that is reduced to a scalar: forward has computed `ctx.gradient`."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
+        gradient, ctx.gradient = ctx.gradient, None
         if dy is None:
             return None, None, None, None, None
-        if _traced(dy):
-            (gradient,) = ctx.saved_tensors
-            return gradient * dy, None, None, None, None
-        gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:
             raise RuntimeError(
                 "cross_entropy(): backward ran a second time, and the gradient of the first time is not kept; "
@@ -176,20 +173,19 @@ class Reduced(ScalarLoss):
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> Any:
         total, rows = reduced(x, target, weight, loss, stats, True)
-        if _traced(x):
-            ctx.save_for_backward(rows.gradient)
-        else:
-            ctx.gradient = rows.gradient
+        ctx.gradient = rows.gradient
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in (rows.lse, rows.entropy) if t is not None))
         return total, rows.lse, rows.entropy
 
 
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Multiply the gradient in place by a tensor of one element.
+    """Multiply the gradient by a tensor of one element, in place except in a trace.
 
     Our kernel reads and writes nothing where the factor is 1; PyTorch's `mul_` always does.
     """
+    if _traced(factor):
+        return gradient * factor
     backend = backend_for(gradient)
     if backend is None or not gradient.is_contiguous() or not aligned(gradient):
         return gradient.mul_(factor)

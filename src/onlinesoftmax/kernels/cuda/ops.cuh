@@ -27,6 +27,8 @@ __device__ inline ACC peak(ACC a) { return READS_SAVED_OUTPUT ? (ZERO ? -a : 0) 
 template <bool WIDE> struct SummandOf { using type = ACC; };
 template <> struct SummandOf<true> { using type = SUM; };
 using Summand = SummandOf<READS_SAVED_OUTPUT>::type;
+// The type in which a lane adds the sums of its chunks.
+using LaneSum = SummandOf<READS_SAVED_OUTPUT || EXACT>::type;
 
 // The term exp(a - m) of element a; 0 where a is a saved output, which needs no term.
 __device__ inline ACC term(ACC a, Shift s) { return READS_SAVED_OUTPUT ? 0 : ::term(a, s); }
@@ -40,14 +42,6 @@ __device__ inline Sums<Summand> summands(ACC a, ACC b, ACC e, Shift s) {
     // An element at -inf has the term 0, and -inf * 0 would be NaN.  So has one that is 1000 below m.
     if constexpr (SUM_ZL > 0) terms.of[SUM_ZL] = Summand(fmax(exponent(a, s), ACC(-1000)) * e);
     return terms;
-}
-
-// The sums of a chunk in the type of a state's sums.
-__device__ inline Sums<SUM> whole(Sums<Summand> chunk) {
-    Sums<SUM> sums;
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) sums.of[i] = SUM(chunk.of[i]);
-    return sums;
 }
 
 // True where each element reads the weight of its class.

@@ -116,15 +116,17 @@ struct Slice {
         return m;
     }
 
-    // The sums of the lane's elements, relative to m: within a chunk as a tree, over chunks in the type of a sum.
+    // The sums of the lane's elements, relative to m: within a chunk as a tree, over chunks one after the other.
     __device__ inline Sums<SUM> sum(ACC m) {
         const Shift s = shift(m);
         m_own = m;
+        Sums<ops::LaneSum> parts{};
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) parts += sum(body[i], s);
+#pragma unroll
+        for (int i = 0; i < EDGE; ++i) parts += sum(edge[i], s);
         Sums<SUM> sums{};
-#pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) sums += ops::whole(sum(body[i], s));
-#pragma unroll
-        for (int i = 0; i < EDGE; ++i) sums += ops::whole(sum(edge[i], s));
+        sums += parts;
         if constexpr (SUM_WZ > 0) sums.of[SUM_WZ] += wz;
         return sums;
     }
