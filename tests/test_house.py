@@ -38,7 +38,14 @@ def is_kernel(node: ast.FunctionDef) -> bool:
 def is_public(path: Path, node: ast.FunctionDef, names: set[str]) -> bool:
     """True for a public function, a command, and the module of a public function."""
     where = name(path)
-    public = where in ("api.py", "nn.py", "explanation.py", "files/apply.py", "jax/functions.py")
+    public = where in (
+        "api.py",
+        "nn.py",
+        "explanation.py",
+        "distributed/__init__.py",
+        "files/apply.py",
+        "jax/functions.py",
+    )
     return (public and (node.name in names or node.name == "__init__")) or where.startswith("cli/")
 
 

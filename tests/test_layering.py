@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("torch", "jax"),
     ("numpy", "explanation"),
     ("api",),
-    ("nn", "overrides"),
+    ("nn", "overrides", "distributed"),
     ("",),
     ("verify",),
     ("bench",),
@@ -35,6 +35,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 FRAMEWORKS: dict[str, set[str]] = {
     "torch.*": {"torch"},
     "nn": {"torch"},
+    "distributed": {"torch"},
+    "distributed.*": {"torch"},
     "overrides.mode": {"torch"},
     "overrides.table": {"torch"},
     "jax": {"jax"},

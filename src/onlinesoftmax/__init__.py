@@ -48,6 +48,7 @@ _HOME = {
     "cross_entropy": "api",
     "token_logprobs": "api",
     "nn": "nn",
+    "distributed": "distributed",
     "override": "overrides",
     "jax": "jax",
     "explain": "explanation",
@@ -71,7 +72,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # A star import takes __all__ only, because `nn` imports torch. Tools such as `help` take every name in this
-    # list, so `nn` is left out where torch is not installed.
-    modules = ["jax", "nn"] if importlib.util.find_spec("torch") else ["jax"]
+    # A star import takes __all__ only, because two modules import torch. Tools such as `help` take every name in this
+    # list, so `nn` and `distributed` are left out where torch is not installed.
+    modules = ["jax", "nn", "distributed"] if importlib.util.find_spec("torch") else ["jax"]
     return [*__all__, *modules]

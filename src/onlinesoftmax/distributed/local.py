@@ -1,0 +1,182 @@
+"""The local passes over a shard: the states of its rows, and the gradient from the states of whole rows.
+
+Our kernels run where they can, PyTorch's operations elsewhere.  No pass needs another process.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.call import Call, Settings
+from ..core.operations import OPERATIONS
+from ..core.options import PLAIN, ScoreOptions, softcap_slope
+from ..core.task import ANY
+from ..torch import eager
+from ..torch.dispatch import why_pytorch
+from ..torch.gradients import accumulator_of
+from ..torch.targets import launch
+from .rows import RowStates
+
+Tensor = torch.Tensor
+
+_FORWARD, _BACKWARD = OPERATIONS["token_logprobs"], OPERATIONS["token_logprobs"].gradient
+
+
+class Shard(NamedTuple):
+    """The local part of the rows of one call.
+
+    Attributes:
+        x: Local logits.
+        dim: The sharded dimension.
+        options: Scale, softcap and mask of the scores; PLAIN where there is none.
+        target: Target column of each row, counted from the first local column; None without a target.
+        weight: Weight of each local class, for the sum of weighted scores; None where all weights are 1.
+    """
+
+    x: Tensor
+    dim: int
+    options: ScoreOptions = PLAIN
+    target: Tensor | None = None
+    weight: Tensor | None = None
+
+    @property
+    def owned(self) -> Tensor:
+        """True for the rows whose target is a local column."""
+        assert self.target is not None
+        return (self.target >= 0) & (self.target < self.x.shape[self.dim])
+
+    @property
+    def weights(self) -> Any:
+        """The weights in a shape that broadcasts to x; 1.0 without weights."""
+        return 1.0 if self.weight is None else self.weight.view(-1, *[1] * (self.x.dim() - 1 - self.dim))
+
+
+class Incoming(NamedTuple):
+    """Incoming gradient of each statistic of a row, a tensor with one value per row; None where there is none.
+
+    Attributes:
+        logprob, lse, entropy: Gradients of these statistics.
+        spread: Gradient of `weight_sum * lse - sum(weight * z)`.
+    """
+
+    logprob: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    spread: Tensor | None
+
+
+def _runs_kernels(shard: Shard) -> bool:
+    return bool(shard.x.numel()) and why_pytorch(shard.x, None, None) is None
+
+
+def states(shard: Shard, entropy: bool, weighted: bool) -> RowStates:
+    """The states of the local rows, in float32 (float64 in float64).
+
+    Args:
+        shard: The local part.
+        entropy: Keep the sum from which the entropy is computed.
+        weighted: Keep the sum of the weighted scores.
+    """
+    chosen = None if shard.target is None else _chosen(shard)
+    if not _runs_kernels(shard):
+        return _states_by_pytorch(shard, entropy, weighted)._replace(chosen=chosen)
+    options = None if shard.options.plain else shard.options
+    call = Call(OPERATIONS["softmax"], shard.x, Settings(shard.dim), options)
+    m, l, *rest = launch(call, ("m", "l", *(("entropy",) if entropy else ())))
+    below = l * (l.log() - rest[0]) if rest else None
+    sums = _states_by_pytorch(shard, False, True).weighted if weighted else None
+    return RowStates(m, l, below, sums, chosen)
+
+
+def _states_by_pytorch(shard: Shard, entropy: bool, weighted: bool) -> RowStates:
+    x, dim = shard.x, shard.dim
+    z = _scores(shard)
+    limits = torch.finfo(z.dtype)
+    if not x.shape[dim]:
+        zero = z.sum(dim)
+        nothing = zero + limits.min
+        return RowStates(nothing, zero, zero if entropy else None, zero if weighted else None)
+    m = z.amax(dim, keepdim=True).clamp(limits.min, limits.max)
+    below = (z - m).clamp(min=limits.min)
+    terms = (z - m).exp()
+    return RowStates(
+        m.squeeze(dim), terms.sum(dim),
+        (below * terms).where(terms != 0, 0.0).sum(dim) if entropy else None,
+        (shard.weights * z).where(torch.as_tensor(shard.weights != 0), 0.0).sum(dim) if weighted else None,
+    )  # fmt: skip
+
+
+def _scores(shard: Shard) -> Tensor:
+    wide = accumulator_of(shard.x.dtype, shard.x.dtype)
+    z: Tensor = eager.scores_of(shard.x, shard.dim, shard.options, wide)[0]
+    return z
+
+
+def _chosen(shard: Shard) -> Tensor:
+    """The score of the target of each row; 0 in rows whose target is not here."""
+    x, dim, options, target, _ = shard
+    wide = accumulator_of(x.dtype, x.dtype)
+    assert target is not None
+    if not x.shape[dim]:
+        return x.new_zeros(target.shape, dtype=wide)
+    index = target.where(shard.owned, 0).unsqueeze(dim)
+    if options.mask is not None:
+        options = options._replace(mask=options.mask.expand(x.shape).gather(dim, index))
+    z: Tensor = eager.scores_of(x.gather(dim, index), dim, options, wide)[0]
+    return z.squeeze(dim).where(shard.owned, 0.0)
+
+
+def gradient(shard: Shard, whole: RowStates, entropy: Tensor | None, incoming: Incoming, weight_sum: Any) -> Tensor:
+    """The gradient with respect to the local logits.
+
+    With p = exp(z - m) / l it is, times the derivative of the scores,
+
+        logprob * ([c == t] - p) + lse * p - entropy * p * (log(p) + entropy) + spread * (weight_sum * p - weight)
+
+    Args:
+        shard: The local part.
+        whole: The states of whole rows, m and l.
+        entropy: The entropy of each row, where it has an incoming gradient.
+        incoming: The incoming gradients.
+        weight_sum: Sum of all weights; the number of all classes without weights.
+    """
+    dlse = incoming.lse if incoming.spread is None else incoming.lse + weight_sum * incoming.spread
+    if incoming.spread is not None or not _runs_kernels(shard):
+        return _gradient_by_pytorch(shard, whole, entropy, incoming._replace(lse=dlse))
+    x, dim, options, target, _ = shard
+    assert target is not None
+    # The kernel takes a target that is not here for one that is no column, and leaves out its -logprob * p.
+    dlse = torch.where(shard.owned, dlse, dlse - incoming.logprob)
+    given: dict[str, Tensor | None] = {"target": target, "dy": incoming.logprob, "m": whole.m, "l": whole.l}
+    given |= {"dlse": dlse, "entropy": None if incoming.entropy is None else entropy, "dentropy": incoming.entropy}
+    beside = {name: t.contiguous().unsqueeze(dim) for name, t in given.items() if t is not None}
+    settings = Settings(dim, x.dtype, False, ANY)
+    (dx,) = launch(Call(OPERATIONS[_BACKWARD], x, settings, None if options.plain else options, None, beside), ("y",))
+    return dx
+
+
+def _gradient_by_pytorch(shard: Shard, whole: RowStates, entropy: Tensor | None, incoming: Incoming) -> Tensor:
+    dim = shard.dim
+    z = _scores(shard)
+    m, l, dy, dlse = (t.to(z.dtype).unsqueeze(dim) for t in (whole.m, whole.l, incoming.logprob, incoming.lse))
+    below = z - m
+    p = below.exp() / l
+    dz = (dlse - dy) * p
+    if incoming.entropy is not None and entropy is not None:
+        log_p = (below - l.log()).where(p != 0, 0.0)
+        dz = dz - incoming.entropy.unsqueeze(dim) * p * (log_p + entropy.unsqueeze(dim))
+    if incoming.spread is not None:
+        dz = dz - incoming.spread.unsqueeze(dim) * shard.weights
+    if shard.target is not None and shard.x.shape[dim]:
+        index = shard.target.where(shard.owned, 0).unsqueeze(dim)
+        dz = dz.scatter_add(dim, index, dy.where(shard.owned.unsqueeze(dim), 0.0))
+    # A row without an incoming gradient has none, even if it holds NaN.
+    given = [t for t in incoming if t is not None]
+    none = torch.stack([t == 0 for t in given]).all(0).unsqueeze(dim)
+    slope = softcap_slope(eager.FUNCTIONS, shard.x.to(z.dtype), shard.options) if shard.options.softcap else 1.0
+    dx = (dz * (shard.options.scale * slope)).masked_fill(none, 0.0)
+    if shard.options.mask is not None:
+        dx = dx.masked_fill(~shard.options.mask, 0.0)
+    return dx.to(shard.x.dtype)

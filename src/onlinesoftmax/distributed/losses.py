@@ -1,0 +1,106 @@
+"""Cross-entropy and log-probabilities of sharded rows, from their statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..core.options import PLAIN, ScoreOptions
+from ..torch.check import checked_dim
+from ..torch.loss import Loss, count_of, counted
+from ..torch.losses import TokenLogprobs
+from .local import Shard
+from .shards import Shards, shards_of
+from .statistics import Request, Statistics
+
+Tensor = torch.Tensor
+
+
+def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, group: Any) -> Tensor:
+    """The loss of rows whose classes are sharded; the same on every process."""
+    dim = 1 if x.dim() > 1 else 0
+    shards = shards_of("cross_entropy", x, dim, group)
+    _check_target("cross_entropy(): target", x, target, dim)
+    weight_sum: Any = shards.total
+    if weight is not None:
+        if tuple(weight.shape) != (shards.total,):
+            raise RuntimeError(
+                f"cross_entropy(): weight must have shape ({shards.total},), one value for each class of all "
+                f"processes, got {tuple(weight.shape)}"
+            )
+        weight_sum = weight.sum(dtype=torch.float64)
+    smooth = loss.smoothing != 0
+    local_weight = None if weight is None or not smooth else weight[shards.first : shards.first + shards.cols]
+    request = Request(_shard(x, dim, loss.options), group, shards, False, smooth, weight_sum)
+    logprob, lse, _, spread = Statistics.apply(x, None, target - shards.first, local_weight, request)
+    return _reduced(_rows((logprob, lse, spread), target, weight, loss, shards), target, weight, loss).to(x.dtype)
+
+
+def _rows(
+    statistics: tuple[Tensor, Tensor, Tensor | None], target: Tensor, weight: Tensor | None, loss: Loss, shards: Shards
+) -> Tensor:
+    """The loss of each row: 0 where it is ignored, NaN where its target is no class."""
+    logprob, lse, spread = statistics
+    counts, inside = counted(target, loss), (target >= 0) & (target < shards.total)
+    own: Any = 1 - loss.smoothing
+    if weight is not None:
+        own = own * weight.to(lse.dtype)[target.where(inside, 0).long()]
+    rows = -own * logprob
+    if spread is not None:
+        rows = rows + loss.smoothing / shards.total * spread
+    if loss.z_loss:
+        # The gradient of NaN * NaN would be NaN even where it does not count.
+        lse = lse.where(counts, 0.0)
+        rows = rows + loss.z_loss * lse * lse
+    return rows.where(inside, torch.nan).where(counts, 0.0)
+
+
+def _reduced(rows: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
+    if loss.reduction == "none":
+        return rows
+    total = rows.sum()
+    return total if loss.reduction == "sum" else total / count_of(target, weight, loss, rows.dtype)
+
+
+def token_logprobs(
+    x: Tensor, index: Tensor, dim: Any, options: ScoreOptions | None, entropy: bool, group: Any
+) -> TokenLogprobs:
+    """(logprob, entropy, lse) of rows whose tokens are sharded; the same on every process."""
+    dim = checked_dim("token_logprobs", dim, x.dim())
+    shards = shards_of("token_logprobs", x, dim, group)
+    _check_target("token_logprobs(): index", x, index, dim)
+    mask = None if options is None else options.mask
+    request = Request(_shard(x, dim, options), group, shards, entropy, False, shards.total)
+    logprob, lse, found, _ = Statistics.apply(x, mask, index - shards.first, None, request)
+    return TokenLogprobs(logprob, found, lse)
+
+
+def logsumexp(x: Tensor, dim: Any, keepdim: bool, options: ScoreOptions | None, group: Any) -> Tensor:
+    """The logsumexp of sharded rows; the same on every process."""
+    dim = checked_dim("logsumexp", dim, x.dim())
+    shards = shards_of("logsumexp", x, dim, group)
+    mask = None if options is None else options.mask
+    # A target that is no column anywhere has no gradient.
+    rows = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1 - shards.first, device=x.device)
+    request = Request(_shard(x, dim, options), group, shards, False, False, shards.total)
+    _, lse, _, _ = Statistics.apply(x, mask, rows, None, request)
+    found: Tensor = lse.unsqueeze(dim) if keepdim else lse
+    return found.to(x.dtype)
+
+
+def _shard(x: Tensor, dim: int, options: ScoreOptions | None) -> Shard:
+    """The local part without its tensors."""
+    return Shard(x.detach(), dim, (options or PLAIN)._replace(mask=None))
+
+
+def _check_target(name: str, x: Tensor, target: Any, dim: int) -> None:
+    rows = (*x.shape[:dim], *x.shape[dim + 1 :])
+    if not isinstance(target, Tensor):
+        raise TypeError(f"{name} must be Tensor, not {type(target).__name__}")
+    if target.is_floating_point() or target.dtype == torch.bool:
+        raise RuntimeError(
+            f"{name} must have an integer dtype, got {target.dtype}; class probabilities are not sharded"
+        )
+    if tuple(target.shape) != rows:
+        raise ValueError(f"{name} has shape {tuple(target.shape)}, and the rows of the shard {rows}")

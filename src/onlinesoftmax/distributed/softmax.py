@@ -1,0 +1,81 @@
+"""Softmax and log-softmax of sharded rows: one exchange of states forward, one number per row backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..core.options import PLAIN, ScoreOptions
+from ..torch import eager
+from ..torch.check import checked_dim
+from ..torch.gradients import accumulator_of
+from .local import Shard, states
+from .rows import gathered, merge
+from .shards import shards_of
+
+Tensor = torch.Tensor
+
+PIECE = 1 << 22
+"""Elements that PyTorch's operations compute at once: 16 MB in float32, beside the shard."""
+
+
+class Softmax(torch.autograd.Function):
+    """Softmax or log-softmax of sharded scores; scale, softcap and mask are applied by the caller."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, dim: int, group: Any, logarithm: bool) -> Tensor:
+        whole = merge(states(Shard(z.detach(), dim), False, False), group)
+        log_l = whole.l.log()
+        # A row of only -inf, or with +inf, has no softmax.
+        shift = (whole.m + log_l).where((whole.l > 0) & ~whole.l.isinf(), torch.nan)
+        y = torch.empty_like(z)
+        wide = accumulator_of(z.dtype, z.dtype)
+        for part, out, lse in _pieces(dim, z, y, shift.unsqueeze(dim)):
+            # The exponent is rounded once, from float64 rows.
+            below = (part.double() - lse).to(wide) if wide == torch.float64 else _below(part.to(wide), lse)
+            out.copy_(below if logarithm else below.exp())
+        ctx.save_for_backward(y)
+        ctx.where = dim, group, logarithm
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        dim, group, logarithm = ctx.where
+        wide = accumulator_of(y.dtype, y.dtype)
+        dots = torch.zeros([*y.shape[:dim], 1, *y.shape[dim + 1 :]], dtype=torch.float64, device=y.device)
+        for part, out, dot in _pieces(dim, y, dy, dots):
+            dot.copy_((out if logarithm else part.to(wide) * out).sum(dim, keepdim=True, dtype=torch.float64))
+        total = gathered(dots, group).sum(0).to(wide)
+        dx = torch.empty_like(y)
+        for part, out, dot, found in _pieces(dim, y, dy, total, dx):
+            p = part.to(wide)
+            found.copy_(out - p.exp() * dot if logarithm else p * (out - dot))
+        return dx, None, None, None
+
+
+def _below(z: Tensor, lse: Tensor) -> Tensor:
+    """Z - lse in float32, with the rounding error of lse taken out."""
+    high = lse.to(z.dtype)
+    return (z - high) - (lse - high.double()).to(z.dtype)
+
+
+def _pieces(dim: int, *tensors: Tensor) -> Any:
+    """Matching pieces of tensors along their first dimension that is not `dim`."""
+    x = tensors[0]
+    outer = next((axis for axis in range(x.dim()) if axis != dim), None)
+    if outer is None or not x.numel():
+        return [tensors]
+    step = max(1, PIECE // max(1, x.numel() // x.shape[outer]))
+    return zip(*(t.split(step, outer) for t in tensors), strict=True)
+
+
+def softmax(name: str, x: Tensor, dim: Any, options: ScoreOptions | None, group: Any, *, logarithm: bool) -> Tensor:
+    """Softmax or log-softmax of the local shard of each row."""
+    dim = checked_dim(name, dim, x.dim())
+    shards_of(name, x, dim, group)
+    z = x if options is None else eager.scores_of(x, dim, options or PLAIN, accumulator_of(x.dtype, x.dtype))[0]
+    y: Tensor = Softmax.apply(z, dim, group, logarithm)
+    return y.to(x.dtype)

@@ -1,0 +1,205 @@
+"""Real processes over gloo: the functions that each of them runs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import onlinesoftmax as osm
+from onlinesoftmax.distributed.rows import gathered
+
+sharded = osm.distributed
+
+COLS = 37
+"""Columns of a whole row."""
+
+LOSS_OPTIONS = {
+    "reduction": ("mean", "sum", "none"), "weighted": (False, True), "label_smoothing": (0.0, 0.1),
+    "z_loss": (0.0, 0.01), "scale": (1.0, -0.5), "softcap": (None, 5.0),
+}  # fmt: skip
+
+
+def run(check: Callable[..., None], cuts: tuple[int, ...], folder: Path) -> None:
+    """Run check(first, end) in a process for each slice of the columns between two cuts."""
+    mp.spawn(_one, (check, cuts, str(folder / "store")), nprocs=len(cuts) - 1)
+
+
+def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str) -> None:
+    torch.set_num_threads(1)
+    how = {"init_method": f"file://{store}", "rank": rank, "world_size": len(cuts) - 1}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20), **how)
+    check(cuts[rank], cuts[rank + 1])
+    dist.destroy_process_group()
+
+
+def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logits, targets, weights): one target is ignored, and one row has a large offset."""
+    torch.manual_seed(5)
+    x, target = (3 * torch.randn(6, COLS)).to(dtype), torch.randint(COLS, (6,))
+    x[1] += 50.0
+    target[2] = -100
+    return x, target, torch.rand(COLS).to(dtype)
+
+
+def close(ours: torch.Tensor, whole: torch.Tensor, exact: torch.Tensor, size: float = 1.0) -> None:
+    """At most as far from float64 as one process, and a unit in the last place of it and of a number of this size.
+
+    The size is that of the largest term, as it was accumulated.  The expected values are float64, so beside float64
+    results they have rounding errors of the same size.
+    """
+    assert ours.dtype == whole.dtype
+    assert ours.shape == exact.shape
+    if not ours.numel():
+        return
+    error, theirs = (ours.double() - exact).abs(), (whole.double() - exact).abs().max()
+    eps = torch.finfo(ours.dtype).eps
+    wide = torch.finfo(torch.promote_types(ours.dtype, torch.float32)).eps
+    unit = (eps * exact.abs() + size * wide) * (2 if ours.dtype == torch.float64 else 1)
+    assert (error <= theirs + unit).all(), f"error {error.max():.2e}, one process {theirs:.2e}"
+
+
+def same_everywhere(t: torch.Tensor) -> None:
+    """The same bits on every process."""
+    parts = gathered(t.detach(), dist.group.WORLD)
+    assert all(torch.equal(part, parts[0]) for part in parts)
+
+
+def losses_are_those_of_one_process(first: int, end: int) -> None:
+    """Every combination of the options in float32, and a few in the other dtypes."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        x, target, weights = inputs(dtype)
+        product = [dict(zip(LOSS_OPTIONS, one, strict=True)) for one in itertools.product(*LOSS_OPTIONS.values())]
+        for options in product if dtype == torch.float32 else product[::7]:
+            weight = weights if options.pop("weighted") else None
+            local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
+            wide = x.double().requires_grad_()
+            ours = sharded.cross_entropy(local, target, weight, **options)
+            one = osm.cross_entropy(whole, target, weight, **options)
+            exact = osm.cross_entropy(wide, target, None if weight is None else weight.double(), **options)
+            same_everywhere(ours)
+            close(ours.detach(), one.detach(), exact.detach(), 60.0)
+            dy = torch.rand(exact.shape, generator=torch.Generator().manual_seed(1))
+            found, theirs, want = (
+                torch.autograd.grad(y, leaf, dy.to(y.dtype))[0]
+                for y, leaf in ((ours, local), (one, whole), (exact, wide))
+            )
+            close(found, theirs[:, first:end], want[:, first:end], 8.0)
+
+
+def log_probabilities_are_those_of_one_process(first: int, end: int) -> None:
+    """All three statistics with their gradients, and a mask that keeps the chosen token."""
+    x, target, _ = inputs(torch.float32)
+    index = target.clamp(min=0)
+    mask = (torch.rand(x.shape, generator=torch.Generator().manual_seed(2)) < 0.7).scatter(1, index[:, None], True)
+    for options in ({}, {"mask": mask}, {"scale": 0.5, "softcap": 10.0}):
+        local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
+        wide = x.double().requires_grad_()
+        cut = {**options, "mask": mask[:, first:end]} if "mask" in options else options
+        ours = sharded.token_logprobs(local, index, **cut)
+        one, exact = osm.token_logprobs(whole, index, **options), osm.token_logprobs(wide, index, **options)
+        for y, theirs, want in zip(ours, one, exact, strict=True):
+            same_everywhere(y)
+            close(y.detach(), theirs.detach(), want.detach(), 60.0)
+        found, theirs, want = (
+            torch.autograd.grad([y.logprob.sum(), 0.3 * y.entropy.sum(), 2 * y.lse.sum()], leaf)[0]
+            for y, leaf in ((ours, local), (one, whole), (exact, wide))
+        )
+        close(found, theirs[:, first:end], want[:, first:end], 16.0)
+
+
+def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
+    """Rows along any dimension, with scores, and their gradients."""
+    torch.manual_seed(6)
+    for name, dim, dtype, options in itertools.product(
+        ("softmax", "log_softmax", "logsumexp"), (0, 1, -1), (torch.float32, torch.bfloat16), ({}, {"softcap": 4.0})
+    ):
+        shape = [3, 4, 5]
+        shape[dim] = COLS
+        x = (5 * torch.randn(shape, generator=torch.Generator().manual_seed(3))).to(dtype)
+        cut = [slice(None)] * 3
+        cut[dim] = slice(first, end)
+        local, whole = x[tuple(cut)].clone().requires_grad_(), x.clone().requires_grad_()
+        wide = x.double().requires_grad_()
+        ours = getattr(sharded, name)(local, dim, **options)
+        one, exact = getattr(osm, name)(whole, dim, **options), getattr(osm, name)(wide, dim, **options)
+        part = (lambda t: t) if name == "logsumexp" else (lambda t, cut=tuple(cut): t[cut])
+        close(ours.detach(), part(one.detach()), part(exact.detach()), 20.0)
+        dy = torch.rand(exact.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+        (found,) = torch.autograd.grad(ours, local, part(dy))
+        (theirs,) = torch.autograd.grad(one, whole, dy)
+        (want,) = torch.autograd.grad(exact, wide, dy.double())
+        close(found, theirs[tuple(cut)], want[tuple(cut)], 64.0)
+
+
+def hard_rows_are_those_of_one_process(first: int, end: int) -> None:
+    """Ignored rows with NaN, an infinite score, a row of only -inf, targets out of range, K-dimensional input."""
+    x = torch.randn(7, COLS, generator=torch.Generator().manual_seed(7))
+    x[0], x[1, 30], x[2], x[3, 5] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    target = torch.tensor([-100, 1, 2, 5, COLS, -3, 0])
+    local = x[:, first:end].clone().requires_grad_()
+    rows = sharded.cross_entropy(local, target, reduction="none", z_loss=0.1)
+    whole = x.clone().requires_grad_()
+    want = osm.cross_entropy(whole, target, reduction="none", z_loss=0.1, backend="triton")
+    torch.testing.assert_close(rows, want, equal_nan=True)
+    (found,) = torch.autograd.grad(rows, local, torch.ones(7))
+    (theirs,) = torch.autograd.grad(want, whole, torch.ones(7))
+    theirs = theirs[:, first:end]
+    torch.testing.assert_close(found[[0, 4, 5, 6]], theirs[[0, 4, 5, 6]])
+    assert (found[[0, 4, 5]] == 0).all()
+    images, classes = torch.randn(2, COLS, 3, 2, generator=torch.Generator().manual_seed(8)), torch.full((2, 3, 2), 36)
+    torch.testing.assert_close(
+        sharded.cross_entropy(images[:, first:end], classes), torch.nn.functional.cross_entropy(images, classes)
+    )
+    for _ in range(3):
+        again = sharded.cross_entropy(local, target, reduction="none", z_loss=0.1)
+        assert torch.equal(again.nan_to_num(), rows.nan_to_num())
+
+
+def different_rows_are_an_error(first: int, end: int) -> None:
+    """Every process gets the same error, with the shape of each."""
+    rows = 4 + dist.get_rank() % 2
+    try:
+        sharded.logsumexp(torch.zeros(rows, end - first))
+    except ValueError as error:
+        assert "rank 0: (4, " in str(error)  # noqa: PT017  the check runs outside of pytest
+        assert "rank 1: (5, " in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("no error")
+
+
+def a_process_dies(first: int, end: int) -> None:
+    """The others end with an error before the group's timeout, and do not wait forever."""
+    x = torch.zeros(4, end - first)
+    sharded.logsumexp(x)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        for _ in range(100):
+            sharded.logsumexp(x)
+    except RuntimeError:
+        assert time.monotonic() - start < 30
+        # A group with a dead process cannot be taken down in an orderly way.
+        os._exit(0)
+    raise AssertionError("no error")
+
+
+CHECKS: tuple[Callable[..., Any], ...] = (
+    losses_are_those_of_one_process, log_probabilities_are_those_of_one_process,
+    softmax_and_its_like_are_those_of_one_process, hard_rows_are_those_of_one_process,
+)  # fmt: skip
+
+
+def everything(first: int, end: int) -> None:
+    """All checks, one after the other: starting processes takes longer than each."""
+    for check in (*CHECKS, different_rows_are_an_error):
+        check(first, end)

@@ -1,0 +1,32 @@
+"""Sharded rows in real processes against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import onlinesoftmax as osm
+from distributed import processes
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+
+
+@pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37), (0, 7, 7, 8, 37)], ids=str)
+def test_shards_are_as_good_as_whole_rows(cuts: tuple[int, ...], tmp_path: Path) -> None:
+    """Two, three and four processes; uneven shards, and empty ones."""
+    processes.run(processes.everything, cuts, tmp_path)
+
+
+def test_a_dead_process_ends_the_others(tmp_path: Path) -> None:
+    processes.run(processes.a_process_dies, (0, 20, 30, 37), tmp_path)
+
+
+def test_without_a_group() -> None:
+    with pytest.raises(RuntimeError, match="no process group: call torch"):
+        osm.distributed.softmax(torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="argument 'local' must be Tensor"):
+        osm.distributed.softmax([0.0])
+    with pytest.raises(RuntimeError, match="label_smoothing must be between"):
+        osm.distributed.cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), label_smoothing=2.0)
