@@ -114,6 +114,12 @@ def log_probabilities_are_those_of_one_process(first: int, end: int) -> None:
             for y, leaf in ((ours, local), (one, whole), (exact, wide))
         )
         close(found, theirs[:, first:end], want[:, first:end], 16.0)
+        by_kernels = x[:, first:end].clone().requires_grad_()
+        y = sharded.token_logprobs(by_kernels, index, **cut, backend="triton")
+        for one, other in zip(y, ours, strict=True):
+            torch.testing.assert_close(one, other)
+        (again,) = torch.autograd.grad([y.logprob.sum(), 0.3 * y.entropy.sum(), 2 * y.lse.sum()], by_kernels)
+        torch.testing.assert_close(again, found)
 
 
 def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
@@ -155,6 +161,11 @@ def hard_rows_are_those_of_one_process(first: int, end: int) -> None:
     theirs = theirs[:, first:end]
     torch.testing.assert_close(found[[0, 4, 5, 6]], theirs[[0, 4, 5, 6]])
     assert (found[[0, 4, 5]] == 0).all()
+    # The same by our kernels, in Triton's interpreter.
+    by_kernels = x[:, first:end].clone().requires_grad_()
+    again = sharded.cross_entropy(by_kernels, target, reduction="none", z_loss=0.1, backend="triton")
+    torch.testing.assert_close(again, want, equal_nan=True)
+    torch.testing.assert_close(torch.autograd.grad(again, by_kernels, torch.ones(7))[0], found, equal_nan=True)
     images, classes = torch.randn(2, COLS, 3, 2, generator=torch.Generator().manual_seed(8)), torch.full((2, 3, 2), 36)
     torch.testing.assert_close(
         sharded.cross_entropy(images[:, first:end], classes), torch.nn.functional.cross_entropy(images, classes)

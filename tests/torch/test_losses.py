@@ -271,6 +271,17 @@ def test_ignored_rows_may_hold_nan() -> None:
         assert dx.isfinite().all()
 
 
+def test_rows_without_an_incoming_gradient_may_hold_nan() -> None:
+    x = torch.randn(3, 8, device=DEVICE)
+    x[1] = torch.nan
+    x.requires_grad_()
+    found = osm.token_logprobs(x, torch.tensor([1, 0, 2], device=DEVICE), **HOW)
+    dy = torch.tensor([1.0, 0.0, 2.0], device=DEVICE)
+    (dx,) = torch.autograd.grad(list(found), x, [dy, dy, dy])
+    assert (dx[1] == 0).all()
+    assert dx.isfinite().all()
+
+
 def test_a_batch_that_is_ignored() -> None:
     x, target = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.full((3,), 5, device=DEVICE)
     ours = osm.cross_entropy(x, target, ignore_index=5, **HOW)

@@ -28,10 +28,12 @@ except ModuleNotFoundError as error:
     ) from None
 
 from ..core.call import Settings
-from ..core.options import ScoreOptions, checked_options
+from ..core.options import PLAIN, ScoreOptions, checked_options
+from ..core.task import Choice
 from ..torch.loss import Loss
 from . import losses
 from . import softmax as _softmax
+from .local import Sharded
 
 __all__ = ["cross_entropy", "log_softmax", "logsumexp", "one_process", "softmax", "token_logprobs"]
 
@@ -40,7 +42,7 @@ Tensor = torch.Tensor
 
 def softmax(
     local: Tensor, dim: int = -1, group: Any = None, *, scale: float = 1.0, softcap: float | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None, backend: str | None = None, strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Softmax of rows whose columns are sharded.
 
@@ -51,6 +53,7 @@ def softmax(
         scale: Factor of the logits.
         softcap: Bound on |scale * local|, softly: a positive number.
         mask: Boolean, broadcasts to the shape of `local`: False excludes an element.
+        backend, strategy: Who computes the states and the gradients of the shard, as for `onlinesoftmax.softmax`.
 
     Returns:
         The local part of the softmax, in the shape and the dtype of `local`.
@@ -67,12 +70,12 @@ def softmax(
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     options = _checked("softmax", local, (scale, softcap, mask))
-    return _softmax.softmax("softmax", local, dim, options, _group(group), logarithm=False)
+    return _softmax.softmax("softmax", local, dim, _call(options, group, backend, strategy), logarithm=False)
 
 
 def log_softmax(
     local: Tensor, dim: int = -1, group: Any = None, *, scale: float = 1.0, softcap: float | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None, backend: str | None = None, strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Log-softmax of rows whose columns are sharded.  The arguments are those of `softmax`.
 
@@ -82,12 +85,12 @@ def log_softmax(
         tensor([[-0.6931, -0.6931]])
     """
     options = _checked("log_softmax", local, (scale, softcap, mask))
-    return _softmax.softmax("log_softmax", local, dim, options, _group(group), logarithm=True)
+    return _softmax.softmax("log_softmax", local, dim, _call(options, group, backend, strategy), logarithm=True)
 
 
 def logsumexp(
     local: Tensor, dim: int = -1, keepdim: bool = False, group: Any = None, *, scale: float = 1.0,
-    softcap: float | None = None, mask: Tensor | None = None,
+    softcap: float | None = None, mask: Tensor | None = None, backend: str | None = None, strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Logsumexp of rows whose columns are sharded: the same on every process, in the dtype of `local`.
 
@@ -99,13 +102,13 @@ def logsumexp(
         tensor([1.3863, 1.3863])
     """
     options = _checked("logsumexp", local, (scale, softcap, mask))
-    return losses.logsumexp(local, dim, keepdim, options, _group(group))
+    return losses.logsumexp(local, dim, keepdim, _call(options, group, backend, strategy))
 
 
 def cross_entropy(
     local: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0, group: Any = None, *, z_loss: float = 0.0, scale: float = 1.0,
-    softcap: float | None = None,
+    softcap: float | None = None, backend: str | None = None, strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of logits whose classes are sharded: the same loss on every process.
 
@@ -115,6 +118,7 @@ def cross_entropy(
         weight: A factor for each class of all processes, of shape (C), the same on every process.
         ignore_index, reduction, label_smoothing, z_loss, scale, softcap: As for `onlinesoftmax.cross_entropy`.
         group: Process group; the default group if None.
+        backend, strategy: As for `softmax`.
 
     Returns:
         The loss in the dtype of `local`: a scalar, or with "none" the shape of the rows.  A row whose target is no
@@ -136,12 +140,13 @@ def cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise RuntimeError(f"cross_entropy(): label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
     loss = Loss(Settings(1), ignore_index, reduction, label_smoothing, z_loss, options)
-    return losses.cross_entropy(local, target, weight, loss, _group(group))
+    return losses.cross_entropy(local, target, weight, loss, _call(options, group, backend, strategy))
 
 
 def token_logprobs(
     local: Tensor, index: Tensor, dim: int = -1, group: Any = None, *, scale: float = 1.0,
-    softcap: float | None = None, mask: Tensor | None = None, entropy: bool = True,
+    softcap: float | None = None, mask: Tensor | None = None, entropy: bool = True, backend: str | None = None,
+    strategy: str | None = None,
 ) -> Any:  # fmt: skip
     """Log-probability of the chosen token, entropy and logsumexp of rows whose tokens are sharded.
 
@@ -150,6 +155,7 @@ def token_logprobs(
         index: The chosen token of each row, counted over all processes; the same on every process.
         dim, group, scale, softcap, mask: As for `softmax`; the mask is that of the local tokens.
         entropy: Compute the entropy too.
+        backend, strategy: As for `softmax`.
 
     Returns:
         The named tuple (logprob, entropy, lse) of `onlinesoftmax.token_logprobs`, the same on every process.
@@ -160,7 +166,7 @@ def token_logprobs(
         tensor([-1.3863])
     """
     options = _checked("token_logprobs", local, (scale, softcap, mask))
-    return losses.token_logprobs(local, index, dim, options, entropy, _group(group))
+    return losses.token_logprobs(local, index, dim, entropy, _call(options, group, backend, strategy))
 
 
 def _checked(name: str, local: Any, scores: tuple[Any, ...]) -> ScoreOptions | None:
@@ -174,6 +180,10 @@ def _checked(name: str, local: Any, scores: tuple[Any, ...]) -> ScoreOptions | N
     if isinstance(scale, Tensor):
         raise TypeError(f"{name}(): scale must be a number")
     return checked_options(name, scale, softcap, None, mask, False, "nan")
+
+
+def _call(options: ScoreOptions | None, group: Any, backend: str | None, strategy: str | None) -> Sharded:
+    return Sharded(_group(group), options or PLAIN, Choice(backend, strategy))
 
 
 def _group(group: Any) -> Any:

@@ -12,7 +12,8 @@ import torch
 from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS
 from ..core.options import PLAIN, ScoreOptions, softcap_slope
-from ..core.task import ANY
+from ..core.task import ANY, Choice
+from ..planner.plan import PlanError
 from ..torch import eager
 from ..torch.dispatch import why_pytorch
 from ..torch.gradients import accumulator_of
@@ -21,7 +22,22 @@ from .rows import RowStates
 
 Tensor = torch.Tensor
 
-_FORWARD, _BACKWARD = OPERATIONS["token_logprobs"], OPERATIONS["token_logprobs"].gradient
+_FORWARD, _WITHOUT_TARGET = OPERATIONS["token_logprobs"], OPERATIONS["logsumexp"]
+_BACKWARD = OPERATIONS[_FORWARD.gradient]
+
+
+class Sharded(NamedTuple):
+    """The arguments of a sharded call that are not tensors of rows.
+
+    Attributes:
+        group: Process group.
+        options: Scale, softcap and mask of the scores; PLAIN where there is none.
+        choice: What the caller forces of the local plan.
+    """
+
+    group: Any
+    options: ScoreOptions = PLAIN
+    choice: Choice = ANY
 
 
 class Shard(NamedTuple):
@@ -33,6 +49,7 @@ class Shard(NamedTuple):
         options: Scale, softcap and mask of the scores; PLAIN where there is none.
         target: Target column of each row, counted from the first local column; None without a target.
         weight: Weight of each local class, for the sum of weighted scores; None where all weights are 1.
+        choice: What the caller forces of the local plan.
     """
 
     x: Tensor
@@ -40,6 +57,7 @@ class Shard(NamedTuple):
     options: ScoreOptions = PLAIN
     target: Tensor | None = None
     weight: Tensor | None = None
+    choice: Choice = ANY
 
     @property
     def owned(self) -> Tensor:
@@ -68,7 +86,18 @@ class Incoming(NamedTuple):
 
 
 def _runs_kernels(shard: Shard) -> bool:
-    return bool(shard.x.numel()) and why_pytorch(shard.x, None, None) is None
+    """True where our kernels take the shard.
+
+    Raises:
+        PlanError: kernels are forced, and cannot run.
+    """
+    backend, strategy, _ = shard.choice
+    if backend == "eager" or not shard.x.numel():
+        return False
+    reason = why_pytorch(shard.x, None, backend)
+    if reason is not None and (backend is not None or strategy is not None):
+        raise PlanError(f"backend={backend!r}, strategy={strategy!r}: {reason}")
+    return reason is None
 
 
 def states(shard: Shard, entropy: bool, weighted: bool) -> RowStates:
@@ -82,12 +111,19 @@ def states(shard: Shard, entropy: bool, weighted: bool) -> RowStates:
     chosen = None if shard.target is None else _chosen(shard)
     if not _runs_kernels(shard):
         return _states_by_pytorch(shard, entropy, weighted)._replace(chosen=chosen)
-    options = None if shard.options.plain else shard.options
-    call = Call(OPERATIONS["softmax"], shard.x, Settings(shard.dim), options)
-    m, l, *rest = launch(call, ("m", "l", *(("entropy",) if entropy else ())))
+    m, l, *rest = launch(_forward_call(shard), ("m", "l", *(("entropy",) if entropy else ())))
     below = l * (l.log() - rest[0]) if rest else None
     sums = _states_by_pytorch(shard, False, True).weighted if weighted else None
     return RowStates(m, l, below, sums, chosen)
+
+
+def _forward_call(shard: Shard) -> Call:
+    options = None if shard.options.plain else shard.options
+    call = Call(_WITHOUT_TARGET, shard.x, Settings(shard.dim, choice=shard.choice), options)
+    if shard.target is None:
+        return call
+    # The sums of log-probabilities are as exact as their 16-bit logits need, and those of a logsumexp as float32 needs.
+    return call._replace(operation=_FORWARD, beside={"target": shard.target.unsqueeze(shard.dim)})
 
 
 def _states_by_pytorch(shard: Shard, entropy: bool, weighted: bool) -> RowStates:
@@ -116,7 +152,7 @@ def _scores(shard: Shard) -> Tensor:
 
 def _chosen(shard: Shard) -> Tensor:
     """The score of the target of each row; 0 in rows whose target is not here."""
-    x, dim, options, target, _ = shard
+    x, dim, options, target, *_ = shard
     wide = accumulator_of(x.dtype, x.dtype)
     assert target is not None
     if not x.shape[dim]:
@@ -145,15 +181,15 @@ def gradient(shard: Shard, whole: RowStates, entropy: Tensor | None, incoming: I
     dlse = incoming.lse if incoming.spread is None else incoming.lse + weight_sum * incoming.spread
     if incoming.spread is not None or not _runs_kernels(shard):
         return _gradient_by_pytorch(shard, whole, entropy, incoming._replace(lse=dlse))
-    x, dim, options, target, _ = shard
+    x, dim, options, target, *_ = shard
     assert target is not None
     # The kernel takes a target that is not here for one that is no column, and leaves out its -logprob * p.
     dlse = torch.where(shard.owned, dlse, dlse - incoming.logprob)
     given: dict[str, Tensor | None] = {"target": target, "dy": incoming.logprob, "m": whole.m, "l": whole.l}
     given |= {"dlse": dlse, "entropy": None if incoming.entropy is None else entropy, "dentropy": incoming.entropy}
     beside = {name: t.contiguous().unsqueeze(dim) for name, t in given.items() if t is not None}
-    settings = Settings(dim, x.dtype, False, ANY)
-    (dx,) = launch(Call(OPERATIONS[_BACKWARD], x, settings, None if options.plain else options, None, beside), ("y",))
+    settings = Settings(dim, x.dtype, choice=shard.choice)
+    (dx,) = launch(Call(_BACKWARD, x, settings, None if options.plain else options, None, beside), ("y",))
     return dx
 
 

@@ -6,21 +6,20 @@ from typing import Any
 
 import torch
 
-from ..core.options import PLAIN, ScoreOptions
 from ..torch.check import checked_dim
 from ..torch.loss import Loss, count_of, counted
 from ..torch.losses import TokenLogprobs
-from .local import Shard
+from .local import Shard, Sharded
 from .shards import Shards, shards_of
 from .statistics import Request, Statistics
 
 Tensor = torch.Tensor
 
 
-def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, group: Any) -> Tensor:
+def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: Sharded) -> Tensor:
     """The loss of rows whose classes are sharded; the same on every process."""
     dim = 1 if x.dim() > 1 else 0
-    shards = shards_of("cross_entropy", x, dim, group)
+    shards = shards_of("cross_entropy", x, dim, call.group)
     _check_target("cross_entropy(): target", x, target, dim)
     weight_sum: Any = shards.total
     if weight is not None:
@@ -32,7 +31,7 @@ def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, 
         weight_sum = weight.sum(dtype=torch.float64)
     smooth = loss.smoothing != 0
     local_weight = None if weight is None or not smooth else weight[shards.first : shards.first + shards.cols]
-    request = Request(_shard(x, dim, loss.options), group, shards, False, smooth, weight_sum)
+    request = Request(_shard(x, dim, call), call.group, shards, False, smooth, weight_sum)
     logprob, lse, _, spread = Statistics.apply(x, None, target - shards.first, local_weight, request)
     return _reduced(_rows((logprob, lse, spread), target, weight, loss, shards), target, weight, loss).to(x.dtype)
 
@@ -63,35 +62,31 @@ def _reduced(rows: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) ->
     return total if loss.reduction == "sum" else total / count_of(target, weight, loss, rows.dtype)
 
 
-def token_logprobs(
-    x: Tensor, index: Tensor, dim: Any, options: ScoreOptions | None, entropy: bool, group: Any
-) -> TokenLogprobs:
+def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Sharded) -> TokenLogprobs:
     """(logprob, entropy, lse) of rows whose tokens are sharded; the same on every process."""
     dim = checked_dim("token_logprobs", dim, x.dim())
-    shards = shards_of("token_logprobs", x, dim, group)
+    shards = shards_of("token_logprobs", x, dim, call.group)
     _check_target("token_logprobs(): index", x, index, dim)
-    mask = None if options is None else options.mask
-    request = Request(_shard(x, dim, options), group, shards, entropy, False, shards.total)
-    logprob, lse, found, _ = Statistics.apply(x, mask, index - shards.first, None, request)
+    request = Request(_shard(x, dim, call), call.group, shards, entropy, False, shards.total)
+    logprob, lse, found, _ = Statistics.apply(x, call.options.mask, index - shards.first, None, request)
     return TokenLogprobs(logprob, found, lse)
 
 
-def logsumexp(x: Tensor, dim: Any, keepdim: bool, options: ScoreOptions | None, group: Any) -> Tensor:
+def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     """The logsumexp of sharded rows; the same on every process."""
     dim = checked_dim("logsumexp", dim, x.dim())
-    shards = shards_of("logsumexp", x, dim, group)
-    mask = None if options is None else options.mask
+    shards = shards_of("logsumexp", x, dim, call.group)
     # A target that is no column anywhere has no gradient.
     rows = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1 - shards.first, device=x.device)
-    request = Request(_shard(x, dim, options), group, shards, False, False, shards.total)
-    _, lse, _, _ = Statistics.apply(x, mask, rows, None, request)
+    request = Request(_shard(x, dim, call), call.group, shards, False, False, shards.total)
+    _, lse, _, _ = Statistics.apply(x, call.options.mask, rows, None, request)
     found: Tensor = lse.unsqueeze(dim) if keepdim else lse
     return found.to(x.dtype)
 
 
-def _shard(x: Tensor, dim: int, options: ScoreOptions | None) -> Shard:
-    """The local part without its tensors."""
-    return Shard(x.detach(), dim, (options or PLAIN)._replace(mask=None))
+def _shard(x: Tensor, dim: int, call: Sharded) -> Shard:
+    """The local part without its mask, target and weight."""
+    return Shard(x.detach(), dim, call.options._replace(mask=None), choice=call.choice)
 
 
 def _check_target(name: str, x: Tensor, target: Any, dim: int) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from ..core.options import PLAIN, ScoreOptions
 from ..torch import eager
 from ..torch.check import checked_dim
 from ..torch.gradients import accumulator_of
-from .local import Shard, states
+from .local import Shard, Sharded, states
 from .rows import gathered, merge
 from .shards import shards_of
 
@@ -24,8 +23,8 @@ class Softmax(torch.autograd.Function):
     """Softmax or log-softmax of sharded scores; scale, softcap and mask are applied by the caller."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, dim: int, group: Any, logarithm: bool) -> Tensor:
-        whole = merge(states(Shard(z.detach(), dim), False, False), group)
+    def forward(ctx: Any, z: Tensor, dim: int, call: Sharded, logarithm: bool) -> Tensor:
+        whole = merge(states(Shard(z.detach(), dim, choice=call.choice), False, False), call.group)
         log_l = whole.l.log()
         # A row of only -inf, or with +inf, has no softmax.
         shift = (whole.m + log_l).where((whole.l > 0) & ~whole.l.isinf(), torch.nan)
@@ -36,7 +35,7 @@ class Softmax(torch.autograd.Function):
             below = (part.double() - lse).to(wide) if wide == torch.float64 else _below(part.to(wide), lse)
             out.copy_(below if logarithm else below.exp())
         ctx.save_for_backward(y)
-        ctx.where = dim, group, logarithm
+        ctx.where = dim, call.group, logarithm
         return y
 
     @staticmethod
@@ -72,10 +71,10 @@ def _pieces(dim: int, *tensors: Tensor) -> Any:
     return zip(*(t.split(step, outer) for t in tensors), strict=True)
 
 
-def softmax(name: str, x: Tensor, dim: Any, options: ScoreOptions | None, group: Any, *, logarithm: bool) -> Tensor:
+def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -> Tensor:
     """Softmax or log-softmax of the local shard of each row."""
     dim = checked_dim(name, dim, x.dim())
-    shards_of(name, x, dim, group)
-    z = x if options is None else eager.scores_of(x, dim, options or PLAIN, accumulator_of(x.dtype, x.dtype))[0]
-    y: Tensor = Softmax.apply(z, dim, group, logarithm)
+    shards_of(name, x, dim, call.group)
+    z = x if call.options.plain else eager.scores_of(x, dim, call.options, accumulator_of(x.dtype, x.dtype))[0]
+    y: Tensor = Softmax.apply(z, dim, call, logarithm)
     return y.to(x.dtype)

@@ -204,6 +204,8 @@ __device__ inline RowConstants row_constants(
                 r.low /= l;
             }
             r.t = has_softmax(l) ? r.t / l : NOT_A_NUMBER;
+            // A row without an incoming gradient has none, even if it holds NaN.
+            r.zero = given.dy == 0 && (!GIVEN_DLSE || given.dlse == 0) && (!GIVEN_DENTROPY || given.dentropy == 0);
             r.target = output(given.score(row, n), 1, r);
             // An excluded column has no gradient.
             if (given.chosen.counts(row.begin, row.target(), 0)) r.target += dy;

@@ -204,7 +204,7 @@ def target_constants(s, l, given, cols, OP: tl.constexpr):
     """Further constants of a row with a target.
 
     cross_entropy   counts, factor, spike, flat:   dx = factor · p - flat · weight - spike at the target
-    token_logprobs  valid, factor, spike, slope, entropy, log(l):
+    token_logprobs  counts, factor, spike, slope, entropy, log(l):
                     dx = spike at the target - p · (factor + slope · (log p + entropy))
     """
     _, valid, ignored, _, w, dy, dlse, entropy, dentropy, smoothing, total, z_loss = given
@@ -214,7 +214,8 @@ def target_constants(s, l, given, cols, OP: tl.constexpr):
         result = (valid & ~ignored, factor, dy * own, dy * spread)
     else:
         spike = tl.where(valid, dy, 0.0)
-        result = (valid, spike - dlse, spike, dentropy + 0.0 * spike, entropy + 0.0 * spike, tl.log(l))
+        counts = tl.abs(dy) + tl.abs(dlse) + tl.abs(dentropy) != 0.0
+        result = (counts, spike - dlse, spike, dentropy + 0.0 * spike, entropy + 0.0 * spike, tl.log(l))
     return result
 
 
@@ -228,15 +229,14 @@ def target_output(a, b, hit, constants, OP: tl.constexpr):
         # One Newton step makes the product with 1 / l as accurate as the division by l.
         p = tl.fma(tl.fma(-p, l, e), t, p)
     if OP.name == "token_logprobs_backward":
-        _, _, _, _, factor, spike, slope, entropy, log_l = constants
+        _, _, _, counts, factor, spike, slope, entropy, log_l = constants
         log_p = tl.where(e == 0, 0.0, (a - s) - log_l)
         y = tl.where(hit, spike, 0.0) - p * (factor + slope * (log_p + entropy))
     else:
         _, _, _, counts, factor, spike, flat = constants
         y = factor * p - tl.where(hit, spike, 0.0) - flat * b
-        # The gradient of a row that does not count is 0, even where the row holds NaN.
-        y = tl.where(counts, y, 0.0)
-    return y
+    # The gradient of a row that does not count, or has no incoming gradient, is 0, even where the row holds NaN.
+    return tl.where(counts, y, 0.0)
 
 
 @triton.jit
