@@ -117,12 +117,12 @@ inline Shift shift(ACC) { return {}; }
 OPS = """
 namespace ops {
 using Summand = SUM;
+using LaneSum = SUM;
 constexpr bool READS_WEIGHTS = false;
 struct RowConstants { bool zero; ACC target; };
 inline ACC weighted_score(ACC, ACC) { return 0; }
 inline ACC peak(ACC a) { return a; }
 inline ACC term(ACC a, Shift) { return a; }
-inline Sums<SUM> whole(Sums<Summand> chunk, Shift) { return chunk; }
 inline Sums<Summand> summands(ACC a, ACC, ACC, Shift) {
     if (a > 0 && a <= elements) ++reduced[int64(a) - 1];
     return {};
