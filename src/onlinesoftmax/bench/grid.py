@@ -15,21 +15,22 @@ from ..planner.measured import stand_in
 from ..planner.plan import Plan, priced
 
 FULL_BYTES = 1 << 27
-"""Bytes of an input that is as large as the measurement needs: several times any L2."""
+"""Bytes of a full input: at least twice the L2 of the measured GPUs, so that the data come from memory."""
 
 SHORT = 1 << 18
-"""Columns up to which steps are of 1.5 and 1.33; longer rows are fewer, in steps of 2 and 4."""
+"""Up to this number of columns a measured length is 1.5 or 1.33 times the one before, beyond it 2 or 4 times."""
 
 FEW_ROWS = (1, 16, 128, 1024, 8192)
 """Numbers of rows that are measured besides those of a full input, where columns are a power of two."""
 
 VOCABULARIES = (32000, 50256, 128256, 151936, 201088, 256000)
-"""Columns of language models' logits; GPT-2's 50257 is among them with its unaligned rows."""
+"""Vocabulary sizes of language models.  With one column more, for unaligned rows, 50256 is the vocabulary of GPT-2."""
 
 LARGE_BYTES = 1 << 30
-"""Bytes of a large input of long rows, for operations that write numbers per row alone.
+"""Bytes of a large input of long rows, for operations whose only outputs are numbers per row.
 
-Of these, one block for each row is best only where rows are many; with few, a row needs several blocks.
+For these operations, one block per row is the best plan only if there are many rows; with few rows, several blocks
+share each row.
 """
 
 LONG = 32000
@@ -60,21 +61,22 @@ class Shape(NamedTuple):
 
 
 def shapes(quick: bool = False) -> list[Shape]:
-    """The grid, the shapes that matter most first, so that a table that is broken off is of use.
+    """The shapes to measure, the most important first, so that an interrupted run gives a useful table.
 
-    These are full inputs, softmax and its gradient ahead, and among them the lengths of vocabularies.  `quick` gives a
-    few shapes that show whether all works.
+    Full inputs come first, beginning with softmax and its gradient; within an operation, vocabularies come first.
+    `quick` gives a few shapes that show whether all works.
     """
     if quick:
         return [Shape("softmax", dtype, 1024, cols) for dtype in ("bfloat16", "float32") for cols in (256, 4096, 65536)]
     powers, between = [64 << i for i in range(13)], [*(96 << i for i in range(12)), *VOCABULARIES]
     long = [1 << i for i in (19, 20, 21, 22, 23, 24, 26, 28)]
-    # An operation that writes one number per row has little to choose.
     measured = list(dict.fromkeys(stand_in(Problem(name, 1, 1)) for name in OPERATIONS))
     measured.sort(key=lambda name: OPERATIONS[name].per_row)
     full, unaligned, few = [], [], []
     for operation in measured:
         per_row, plain = OPERATIONS[operation].per_row, OPERATIONS[operation].inputs == 1
+        # Operations that write one number per row have few plans to choose from, so lengths between powers of two are
+        # left out.
         lengths = [*VOCABULARIES, *(powers[::-1]), *(() if per_row else between[:12]), *long]
         for cols in lengths:
             for dtype in ("bfloat16", "float32"):
@@ -139,7 +141,7 @@ def task(shape: Shape) -> Task:
     for operand in operation.operands:
         if _given(operand, bool(tensors.keys() & {t.name for t in written if t.kind == "element"})):
             tensors[operand.name] = _spec(operand, sizes, whole, wide)
-    # The caller's result has the dtype of the input, so that of a float32 input must be exact.
+    # The result has the dtype of the input.  For a float32 input it must have float32 accuracy.
     return task_of(operation, outputs, sizes, 1, tensors, Flags(wide=shape.dtype == "float32"))
 
 
@@ -157,8 +159,8 @@ def _spec(operand: Operand, sizes: tuple[int, int], whole: TensorSpec, wide: str
 def can_measure(backend: str, shape: Shape) -> bool:
     """True where a backend is measured for a shape.
 
-    The functions of Pallas take the numbers of a row stacked in one array, which the clock does not make.  The times
-    of softmax and logsumexp stand for the operations with a target there.
+    The Pallas functions need all operands per row stacked in one array, which the measurement does not build.  So
+    operations with a target are not measured with Pallas, and the times of softmax and logsumexp are used instead.
     """
     return backend != "pallas" or not OPERATIONS[shape.operation].has_target
 

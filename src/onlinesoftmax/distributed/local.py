@@ -72,7 +72,9 @@ class Shard(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Incoming gradient of each statistic of a row, a tensor with one value per row; None where there is none.
+    """Incoming gradients of the statistics, tensors with one value per row.
+
+    An absent gradient of logprob or lse is zeros; that of the others is None.
 
     Attributes:
         logprob, lse, entropy: Gradients of these statistics.
@@ -101,7 +103,7 @@ def _runs_kernels(shard: Shard) -> bool:
 
 
 def states(shard: Shard, entropy: bool, weighted: bool) -> RowStates:
-    """The states of the local rows, in float32 (float64 in float64).
+    """The states of the local rows, in float32, or in float64 if the logits are float64.
 
     Args:
         shard: The local part.
@@ -122,7 +124,8 @@ def _forward_call(shard: Shard) -> Call:
     call = Call(_WITHOUT_TARGET, shard.x, Settings(shard.dim, choice=shard.choice), options)
     if shard.target is None:
         return call
-    # The sums of log-probabilities are as exact as their 16-bit logits need, and those of a logsumexp as float32 needs.
+    # For 16-bit logits, token_logprobs sums only as exactly as they need, and is faster.  logsumexp always sums to
+    # float32 accuracy.
     return call._replace(operation=_FORWARD, beside={"target": shard.target.unsqueeze(shard.dim)})
 
 
@@ -167,23 +170,27 @@ def _chosen(shard: Shard) -> Tensor:
 def gradient(shard: Shard, whole: RowStates, entropy: Tensor | None, incoming: Incoming, weight_sum: Any) -> Tensor:
     """The gradient with respect to the local logits.
 
-    With p = exp(z - m) / l it is, times the derivative of the scores,
+    Let p = exp(z - m) / l, c the column, t the target, H the entropy of the row, and dlogprob, dlse, dentropy and
+    dspread the incoming gradients.  The gradient with respect to the scores is
 
-        logprob * ([c == t] - p) + lse * p - entropy * p * (log(p) + entropy) + spread * (weight_sum * p - weight)
+        dlogprob * ([c == t] - p) + dlse * p - dentropy * p * (log(p) + H) + dspread * (weight_sum * p - weight)
+
+    It is multiplied by the derivative of the scores with respect to the logits.
 
     Args:
         shard: The local part.
         whole: The states of whole rows, m and l.
         entropy: The entropy of each row, where it has an incoming gradient.
         incoming: The incoming gradients.
-        weight_sum: Sum of all weights; the number of all classes without weights.
+        weight_sum: Sum of the weights of all classes; the number of classes if no weights are given.
     """
     dlse = incoming.lse if incoming.spread is None else incoming.lse + weight_sum * incoming.spread
     if incoming.spread is not None or not _runs_kernels(shard):
         return _gradient_by_pytorch(shard, whole, entropy, incoming._replace(lse=dlse))
     x, dim, options, target, *_ = shard
     assert target is not None
-    # The kernel takes a target that is not here for one that is no column, and leaves out its -logprob * p.
+    # If another process owns the target, the kernel treats the target as invalid and omits -dlogprob * p.  Subtracting
+    # dlogprob from dlse adds that term again.
     dlse = torch.where(shard.owned, dlse, dlse - incoming.logprob)
     given: dict[str, Tensor | None] = {"target": target, "dy": incoming.logprob, "m": whole.m, "l": whole.l}
     given |= {"dlse": dlse, "entropy": None if incoming.entropy is None else entropy, "dentropy": incoming.entropy}
@@ -208,7 +215,7 @@ def _gradient_by_pytorch(shard: Shard, whole: RowStates, entropy: Tensor | None,
     if shard.target is not None and shard.x.shape[dim]:
         index = shard.target.where(shard.owned, 0).unsqueeze(dim)
         dz = dz.scatter_add(dim, index, dy.where(shard.owned.unsqueeze(dim), 0.0))
-    # A row without an incoming gradient has none, even if it holds NaN.
+    # If all incoming gradients of a row are 0, its gradient is 0, even if its logits hold NaN.
     given = [t for t in incoming if t is not None]
     none = torch.stack([t == 0 for t in given]).all(0).unsqueeze(dim)
     slope = softcap_slope(eager.FUNCTIONS, shard.x.to(z.dtype), shard.options) if shard.options.softcap else 1.0

@@ -1,7 +1,8 @@
-"""The states of rows that several processes share: each sends its own, and merges those of all.
+"""Merges the states of rows that are split over several processes.
 
-A state is m, l and further sums of the local columns (core/state.py).  All processes merge the same states in the same
-order, so the results have the same bits on every process.
+Every process sends its local states, receives the states of all processes, and merges them.  A state is m, l and
+further sums of the local columns (core/state.py).  All processes merge the same states in the same order, so the
+results have the same bits on every process.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch.distributed as dist
 Tensor = torch.Tensor
 
 FLAT = -1000.0
-"""exp of this number is 0 in every dtype."""
+"""Lower bound of the exponents in `merge`: its exp is 0 in every dtype, and it is finite, so products are not NaN."""
 
 
 class RowStates(NamedTuple):
-    """One state per row, in float32 (float64 in float64); None for a sum that is not needed.
+    """One state per row.  A sum that is not needed is None.
+
+    Local states are float32, or float64 if the logits are float64; merged states are float64.
 
     Attributes:
         m: Maximum of the scores, the smallest finite number where there is none.
@@ -62,11 +65,11 @@ def merge(local: RowStates, group: Any) -> RowStates:
     each, l_each = parts["m"], parts["l"]
     m = each.amax(0)
     lower = (each - m).clamp(min=FLAT)
-    # A slice of -inf has l = 0, whatever its m.
+    # If all local scores of a row are -inf, l is 0, and the factor has no effect.
     factor = lower.exp()
     found = {"m": m, "l": (l_each * factor).sum(0)}
     if "below" in parts:
-        # The exponents become relative to the common maximum.
+        # The exponents become relative to the common maximum.  Where l is 0, `below` may be NaN.
         found["below"] = ((parts["below"] + lower * l_each) * factor).where(l_each != 0, 0.0).sum(0)
     found |= {name: parts[name].sum(0) for name in ("weighted", "chosen") if name in parts}
     return RowStates(**found)

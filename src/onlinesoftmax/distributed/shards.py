@@ -1,4 +1,4 @@
-"""The shards of a row: how many columns of the softmax dimension each process of a group has."""
+"""Where the columns of this process lie in the whole row, and how many columns the whole row has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 
 
 class Shards(NamedTuple):
-    """The part of each row that this process has.
+    """The position of this process's columns in the whole row.
 
     Attributes:
         first: Number of columns on the processes before this one.
@@ -25,13 +25,16 @@ class Shards(NamedTuple):
 
 
 _SHARDS: dict[tuple[Any, ...], Shards] = {}
-"""Shards by group, shape and dimension."""
+"""Shards by group, shape, dimension and type of device."""
 
 MOST_SHARDS = 4096
 
 
 def shards_of(name: str, x: Tensor, dim: int, group: Any) -> Shards:
     """The shards of a tensor.  The first call with a shape exchanges the shapes of all processes, and waits for them.
+
+    Later calls with the same shape here use the same answer.  So tensors that have one shape on this process and
+    different shapes on another process need different groups.
 
     Args:
         name: Name of the public function, for errors.

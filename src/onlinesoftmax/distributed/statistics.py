@@ -23,9 +23,9 @@ class Request(NamedTuple):
     Attributes:
         shard: The local part without its tensors.
         group: Process group.
-        shards: The columns of all processes.
+        shards: Position of the local columns in the whole row.
         entropy, spread: True where these statistics are asked for.
-        weight_sum: Sum of all weights; the number of all classes without weights.
+        weight_sum: Sum of the weights of all classes; the number of classes if no weights are given.
     """
 
     shard: Shard
@@ -41,9 +41,10 @@ class Request(NamedTuple):
 
 
 class Statistics(torch.autograd.Function):
-    """(logprob, lse, entropy, spread) of every row, in the accumulator's dtype; the last two where they are asked for.
+    """Computes (logprob, lse, entropy, spread) of every row, in the accumulator's dtype.
 
-    spread is weight_sum * lse - sum(weight * z), the part of a smoothed loss that belongs to all classes.
+    logprob is None without a target; entropy and spread are None unless they are requested.  spread is
+    weight_sum * lse - sum(weight * z), the part of a smoothed loss that belongs to all classes.
     """
 
     @staticmethod

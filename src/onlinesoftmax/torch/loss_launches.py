@@ -1,8 +1,9 @@
 """Launches of usual losses and log-probabilities, found with little host time.
 
-A call is usual if its tensors are plain GPU tensors, and no trace, autocast or functorch transform is active.  The
-checks of its arguments, its plan and its launches are made once for a short key: shapes, strides, dtypes and alignment
-of the tensors, and the other arguments.  launches.py does the same for the operations without a target.
+A call is usual if its tensors are plain GPU tensors, and no trace, autocast or functorch transform is active.  Its
+arguments are checked, and its plan and its launches prepared, only once for each key.  The key has the shapes, strides,
+dtypes, devices and alignment of the tensors, whether a gradient is needed, and the other arguments.  launches.py does
+the same for the operations without a target.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def _rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs:
     wide = accumulator_of(x.dtype, x.dtype)
     dy = torch.empty((), dtype=wide, device=x.device) if "y" in outputs else None
     run, operands = prepared(loss_call(x, target, weight, loss, dy), outputs)
-    # A launch reads the address of a tensor and not its shape, so the views that the plan needs are made only here.
+    # Planning needs views of the tensors, but a launch needs only their addresses.  So only the numbers are kept, and a
+    # call passes its own tensors without making views.
     numbers = {name: value for name, value in operands.items() if isinstance(value, int)}
     adds_weights = "weight_sum" in operands
 

@@ -1,9 +1,11 @@
 // Reduces the losses of all rows to the total, their targets to the divisor of the mean, or both at once.
 //
 // One block:  owns every gridDim.x-th tile of BATCH * THREADS rows; the last block to finish adds the sums of all.
-// Chosen:     before a loss with a gradient for the divisor, after any loss that becomes a scalar for the total.
+// Chosen:     for the divisor before a loss kernel that also writes the gradient, and for the total after every loss
+//             kernel whose losses are reduced to a scalar.
 // Bytes:      one read of the losses, of the targets, or of both, and of one weight for each target.
-// Limits:     neighbouring elements; one kernel at a time uses `scratch`, whose first word is 0 before and after.
+// Limits:     contiguous losses, targets and weights; at most THREADS blocks; one kernel at a time uses `scratch`, whose
+//             first word must be 0 before the launch and is 0 again after it.
 
 struct Reduction {
     const ACC* losses; const TARGET* target; const WEIGHT* weight; const ACC* count;
@@ -40,7 +42,7 @@ __device__ inline RowSums add_block(RowSums a, RowSums* exchange) {
 __device__ inline ACC share_of(const Reduction& p, int64 target) {
     if (target == p.ignore_index) return 0;
     if constexpr (!WEIGHTED) return 1;
-    // A target out of range makes the loss of its row NaN.
+    // No weight is read for a target out of range.  The 0 has no effect, because the loss of that row is NaN.
     else return target >= 0 && target < p.classes ? ACC(wide(p.weight[target])) : 0;
 }
 
@@ -82,7 +84,7 @@ __device__ inline bool is_last_block(const Reduction& p, RowSums sums, RowSums* 
     return last;
 }
 
-// volatile: the load does not come from a cache that other multiprocessors do not update.
+// volatile: not from the L1 cache, which may hold values that are older than the stores of other multiprocessors.
 __device__ inline RowSums load_sums(const RowSums* from) {
     RowSums sums;
     for (int i = 0; i < int(sizeof(RowSums) / sizeof(double)); ++i)
@@ -91,7 +93,7 @@ __device__ inline RowSums load_sums(const RowSums* from) {
 }
 
 __device__ inline void write(const Reduction& p, RowSums sums) {
-    // The divisor is rounded, so that a total is the same whether an earlier kernel or this one has counted.
+    // Rounded to ACC, as an earlier kernel stores it: the total is the same whichever kernel has computed the divisor.
     const ACC divisor = ACC(double(sums.divisor));
     if constexpr (ADDS_LOSSES) {
         double total = double(sums.total);
