@@ -12,6 +12,7 @@ from ..core.layout import power_of_two_divisor
 from ..core.problem import Problem
 from .measured import LATENCY_US
 from .proposal import Proposal
+from .quality import narrow, served_by_l2
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,6 @@ class Plan(Proposal):
         return self.price.estimate_us
 
 
-NARROW = {16: 1.0, 8: 1.0, 4: 0.95, 2: 0.65}
-"""Part of the bandwidth that loads of 16, 8, 4 and 2 bytes reach; measured on an H200."""
-
 SECTOR_BYTES = 32
 """Bytes of the smallest transfer from device memory."""
 
@@ -103,21 +101,18 @@ def _width(proposal: Proposal, problem: Problem) -> float:
     if proposal.vector > 1:
         return 1.0
     if problem.contiguous:
-        return NARROW[problem.aligned_bytes]
+        return narrow(problem.aligned_bytes)
     if proposal.backend == "cuda":
         # A warp's lanes read one row.
         return problem.itemsize / SECTOR_BYTES
     if proposal.strategy == "column":
-        return NARROW[min(16, power_of_two_divisor(problem.access.adjacent) * problem.itemsize)]
+        return narrow(min(16, power_of_two_divisor(problem.access.adjacent) * problem.itemsize))
     # Memory is read in sectors of 32 bytes, and a tile uses only the part of a sector that belongs to its rows.
     return min(1.0, min(proposal.rows_per_program, problem.access.adjacent) * problem.itemsize / SECTOR_BYTES)
 
 
 def _served_by_l2(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Bytes of repeated reads that L2 serves.
-
-    The part that L2 serves was measured as 0.42 * L2 size / bytes read in between, at most 0.8.
-    """
+    """Bytes of repeated reads that L2 serves."""
     again = (proposal.reads - 1) * problem.read_bytes
     if not again or device.kind != "cuda":
         return 0.0
@@ -126,7 +121,7 @@ def _served_by_l2(proposal: Proposal, problem: Problem, device: Device) -> float
         # Between the two reads of a row, only the rows of the resident programs pass through L2.
         rows = _resident(proposal, device) * device.multiprocessors * proposal.rows_per_program
         between = min(between, rows * problem.row_bytes)
-    return again * min(0.8, 0.42 * device.l2 / max(between, 1))
+    return again * served_by_l2(device.l2, between)
 
 
 def _resident(proposal: Proposal, device: Device) -> int:

@@ -38,3 +38,24 @@ def padded_from(column_bytes: int) -> int:
     """
     found: dict[str, int] = _table("padded_from")
     return found.get(str(column_bytes), 1)
+
+
+def narrow(load_bytes: int) -> float:
+    """Part of the bandwidth that loads of 16, 8, 4 or 2 bytes reach.
+
+    >>> narrow(16) >= narrow(4) > narrow(2)
+    True
+    """
+    found: dict[str, float] = _table("narrow")
+    return found[str(load_bytes)]
+
+
+def served_by_l2(l2: int, between: int) -> float:
+    """Part of repeated reads that L2 serves.
+
+    Args:
+        l2: Bytes of L2.
+        between: Bytes that are read between two reads of the same data.
+    """
+    found: dict[str, float] = _table("l2")
+    return min(found["most"], found["share"] * l2 / max(between, 1))
