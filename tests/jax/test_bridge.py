@@ -136,9 +136,10 @@ def test_what_the_commands_refuse(arguments: tuple[str, ...], message: str) -> N
 
 def test_verify_checks_pallas() -> None:
     asked = {"backends": ["pallas"], "dtypes": ["float32"], "device": "cpu", "quick": True}
-    cells = verification.verify(strategies=["row", "cluster"], operations=["softmax", "logsumexp_backward"], **asked)
+    operations = ["softmax", "logsumexp_backward", "cross_entropy", "token_logprobs_backward"]
+    cells = verification.verify(strategies=["row", "cluster"], operations=operations, **asked)
     found = {(cell.strategy, cell.operation): cell for cell in cells}
-    assert found["row", "softmax"].result == found["row", "logsumexp_backward"].result == "pass"
+    assert [found["row", operation].result for operation in operations] == ["pass"] * len(operations)
     assert found["cluster", "softmax"].reason == "Mosaic is not interpreted"
 
 

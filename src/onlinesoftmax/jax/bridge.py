@@ -40,28 +40,30 @@ def forward(name: str) -> Function:
     """The function onlinesoftmax.jax.`name` as a function of a tensor that PyTorch's autograd can differentiate.
 
     Args:
-        name: "softmax", "log_softmax" or "logsumexp".
+        name: Name of the function.  Of several results, the first is returned.
 
     Returns:
-        A function of a tensor, the softmax dimension `dim`, and the keyword arguments of the JAX function.
+        A function of a tensor, the softmax dimension `dim`, further tensors that have no gradient, and the keyword
+        arguments of the JAX function.
     """
     import torch
 
     class OnTensor(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Any, function: Function) -> Any:
+        def forward(ctx: Any, x: Any, others: tuple[Any, ...], function: Function) -> Any:
             ctx.x = x
             with _precision(x):
-                y, ctx.vjp = _jax().vjp(function, _array(x))
+                arrays = tuple(map(_array, others))
+                y, ctx.vjp = _jax().vjp(lambda a: function(a, *arrays), _array(x))
                 return _tensor(y)
 
         @staticmethod
         def backward(ctx: Any, *dy: Any) -> Any:
             with _precision(ctx.x):
-                return _tensor(ctx.vjp(_array(dy[0]))[0]), None
+                return _tensor(ctx.vjp(_array(dy[0]))[0]), None, None
 
-    def call(x: Any, dim: int, **arguments: Any) -> Any:
-        return OnTensor.apply(x, _compiled(name, dim, tuple(arguments.items())))
+    def call(x: Any, dim: int, *others: Any, **arguments: Any) -> Any:
+        return OnTensor.apply(x, others, _compiled(name, dim, tuple(arguments.items())))
 
     return call
 
@@ -70,7 +72,13 @@ def forward(name: str) -> Function:
 def _compiled(name: str, dim: int, arguments: tuple[tuple[str, Any], ...]) -> Function:
     from . import functions
 
-    compiled: Function = _jax().jit(partial(getattr(functions, name), axis=dim, **dict(arguments)))
+    function = partial(getattr(functions, name), axis=dim, **dict(arguments))
+
+    def first(*arrays: Any) -> Any:
+        found = function(*arrays)
+        return found[0] if isinstance(found, tuple) else found
+
+    compiled: Function = _jax().jit(first)
     return compiled
 
 

@@ -30,7 +30,7 @@ def pytorch(operation: Operation) -> Function:
 def ours(backend: str, operation: Operation) -> Function:
     """Our public function for a forward operation, through a backend."""
     if backend == "pallas":
-        return bridge.forward(operation.name)
+        return _in_jax(operation)
 
     def losses(x: Any, dim: int, **how: Any) -> Any:
         return api.cross_entropy(_classes_second(x, dim), target_of(x, dim), reduction="none", **how)
@@ -41,6 +41,19 @@ def ours(backend: str, operation: Operation) -> Function:
 
     functions = {"cross_entropy": losses, "token_logprobs": log_probabilities}
     return functions.get(operation.name) or getattr(api, operation.name)
+
+
+def _in_jax(operation: Operation) -> Function:
+    """Our public function for JAX, on tensors."""
+    function = bridge.forward(operation.name)
+    if not operation.has_target:
+        return function
+
+    def of_targets(x: Any, dim: int, **how: Any) -> Any:
+        # A logarithm of a probability is in float32, PyTorch's in the dtype of the logits.
+        return function(x, dim, target_of(x, dim), **how).to(x.dtype)
+
+    return of_targets
 
 
 def takes_target(operation: str) -> bool:
