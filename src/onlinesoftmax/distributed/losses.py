@@ -8,8 +8,8 @@ import torch
 
 from ..torch.check import checked_dim
 from ..torch.loss import Loss, count_of, counted
-from ..torch.losses import TokenLogprobs
-from .local import Shard, Sharded
+from ..torch.losses import TokenLogprobs, check_index, check_weight
+from .local import Sharded
 from .shards import Shards, shards_of
 from .statistics import Request, Statistics
 
@@ -20,18 +20,12 @@ def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, 
     """The loss of rows whose classes are sharded; the same on every process."""
     dim = 1 if x.dim() > 1 else 0
     shards = shards_of("cross_entropy", x, dim, call.group)
-    _check_target("cross_entropy(): target", x, target, dim)
-    weight_sum: Any = shards.total
-    if weight is not None:
-        if tuple(weight.shape) != (shards.total,):
-            raise RuntimeError(
-                f"cross_entropy(): weight must have shape ({shards.total},), one value for each class of all "
-                f"processes, got {tuple(weight.shape)}"
-            )
-        weight_sum = weight.sum(dtype=torch.float64)
+    _check_target("cross_entropy()", "target", x, target, dim)
+    check_weight("cross_entropy()", weight, x, shards.total)
+    weight_sum: Any = shards.total if weight is None else weight.sum(dtype=torch.float64)
     smooth = loss.smoothing != 0
     local_weight = None if weight is None or not smooth else weight[shards.first : shards.first + shards.cols]
-    request = Request(_shard(x, dim, call), call.group, shards, False, smooth, weight_sum)
+    request = _request(dim, call, shards, False, smooth, weight_sum)
     logprob, lse, _, spread = Statistics.apply(x, None, target - shards.first, local_weight, request)
     return _reduced(_rows((logprob, lse, spread), target, weight, loss, shards), target, weight, loss).to(x.dtype)
 
@@ -66,8 +60,8 @@ def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Shar
     """(logprob, entropy, lse) of rows whose tokens are sharded; the same on every process."""
     dim = checked_dim("token_logprobs", dim, x.dim())
     shards = shards_of("token_logprobs", x, dim, call.group)
-    _check_target("token_logprobs(): index", x, index, dim)
-    request = Request(_shard(x, dim, call), call.group, shards, entropy, False, shards.total)
+    _check_target("token_logprobs()", "index", x, index, dim)
+    request = _request(dim, call, shards, entropy, False, shards.total)
     logprob, lse, found, _ = Statistics.apply(x, call.options.mask, index - shards.first, None, request)
     return TokenLogprobs(logprob, found, lse)
 
@@ -78,24 +72,18 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     shards = shards_of("logsumexp", x, dim, call.group)
     # A target that is no column anywhere has no gradient.
     rows = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1 - shards.first, device=x.device)
-    request = Request(_shard(x, dim, call), call.group, shards, False, False, shards.total)
+    request = _request(dim, call, shards, False, False, shards.total)
     _, lse, _, _ = Statistics.apply(x, call.options.mask, rows, None, request)
     found: Tensor = lse.unsqueeze(dim) if keepdim else lse
     return found.to(x.dtype)
 
 
-def _shard(x: Tensor, dim: int, call: Sharded) -> Shard:
-    """The local part without its mask, target and weight."""
-    return Shard(x.detach(), dim, call.options._replace(mask=None), choice=call.choice)
+def _request(dim: int, call: Sharded, shards: Shards, entropy: bool, spread: bool, weight_sum: Any) -> Request:
+    bare = call._replace(options=call.options._replace(mask=None))
+    return Request(dim, bare, shards, entropy, spread, weight_sum)
 
 
-def _check_target(name: str, x: Tensor, target: Any, dim: int) -> None:
-    rows = (*x.shape[:dim], *x.shape[dim + 1 :])
+def _check_target(name: str, argument: str, x: Tensor, target: Any, dim: int) -> None:
     if not isinstance(target, Tensor):
-        raise TypeError(f"{name} must be Tensor, not {type(target).__name__}")
-    if target.is_floating_point() or target.dtype == torch.bool:
-        raise RuntimeError(
-            f"{name} must have an integer dtype, got {target.dtype}; class probabilities are not sharded"
-        )
-    if tuple(target.shape) != rows:
-        raise ValueError(f"{name} has shape {tuple(target.shape)}, and the rows of the shard {rows}")
+        raise TypeError(f"{name}: argument '{argument}' must be Tensor, not {type(target).__name__}")
+    check_index(name, argument, x, target, (*x.shape[:dim], *x.shape[dim + 1 :]))

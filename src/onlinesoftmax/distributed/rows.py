@@ -42,6 +42,16 @@ class RowStates(NamedTuple):
         """Bytes of one row's state, as it is sent."""
         return sum(t.element_size() for t in self if t is not None)
 
+    @property
+    def lse(self) -> Tensor:
+        """Logsumexp of the scores."""
+        return self.m + self.l.log()
+
+    @property
+    def has_softmax(self) -> Tensor:
+        """False for a row of only -inf, or with +inf or NaN."""
+        return (self.l > 0) & ~self.l.isinf()
+
     def entropy(self) -> Tensor:
         """The entropy of the softmax of each row."""
         assert self.below is not None

@@ -1,4 +1,4 @@
-"""Where the columns of this process lie in the whole row, and how many columns the whole row has."""
+"""Position of this process's columns in the whole row, found by an exchange of shapes."""
 
 from __future__ import annotations
 

@@ -25,14 +25,11 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, dim: int, call: Sharded, logarithm: bool) -> Tensor:
         whole = merge(states(Shard(z.detach(), dim, choice=call.choice), False, False), call.group)
-        log_l = whole.l.log()
-        # A row of only -inf, or with +inf, has no softmax.
-        shift = (whole.m + log_l).where((whole.l > 0) & ~whole.l.isinf(), torch.nan)
+        shift = whole.lse.where(whole.has_softmax, torch.nan)
         y = torch.empty_like(z)
         wide = accumulator_of(z.dtype, z.dtype)
         for part, out, lse in _pieces(dim, z, y, shift.unsqueeze(dim)):
-            # The exponent is rounded once, from float64 rows.
-            below = (part.double() - lse).to(wide) if wide == torch.float64 else _below(part.to(wide), lse)
+            below = _below(part.to(wide), lse)
             out.copy_(below if logarithm else below.exp())
         ctx.save_for_backward(y)
         ctx.where = dim, call.group, logarithm
@@ -56,7 +53,7 @@ class Softmax(torch.autograd.Function):
 
 
 def _below(z: Tensor, lse: Tensor) -> Tensor:
-    """Z - lse in float32, with the rounding error of lse taken out."""
+    """Difference of z and a float64 lse in the dtype of z, with the rounding error of lse taken out."""
     high = lse.to(z.dtype)
     return (z - high) - (lse - high.double()).to(z.dtype)
 

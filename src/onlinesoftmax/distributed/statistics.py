@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .local import Incoming, Shard, gradient, states
+from .local import Incoming, Shard, Sharded, gradient, states
 from .rows import RowStates, merge
 from .shards import Shards
 
@@ -18,22 +18,27 @@ Tensor = torch.Tensor
 
 
 class Request(NamedTuple):
-    """What to compute of the rows.
+    """The statistics that a call asks for, without the tensors of the call.
 
     Attributes:
-        shard: The local part without its tensors.
-        group: Process group.
+        dim: The sharded dimension.
+        call: The arguments of the call; without its mask.
         shards: Position of the local columns in the whole row.
         entropy, spread: True where these statistics are asked for.
         weight_sum: Sum of the weights of all classes; the number of classes if no weights are given.
     """
 
-    shard: Shard
-    group: Any
+    dim: int
+    call: Sharded
     shards: Shards
     entropy: bool
     spread: bool
     weight_sum: Any
+
+    def shard(self, x: Tensor, mask: Tensor | None, target: Tensor, weight: Tensor | None) -> Shard:
+        """The local part with its tensors."""
+        _, options, choice = self.call
+        return Shard(x, self.dim, options._replace(mask=mask), target, weight, choice)
 
     def is_class(self, target: Tensor) -> Tensor:
         """True for the rows whose target, counted from the first local column, is a column of any process."""
@@ -43,17 +48,16 @@ class Request(NamedTuple):
 class Statistics(torch.autograd.Function):
     """Computes (logprob, lse, entropy, spread) of every row, in the accumulator's dtype.
 
-    logprob is None without a target; entropy and spread are None unless they are requested.  spread is
+    entropy and spread are None unless they are requested.  spread is
     weight_sum * lse - sum(weight * z), the part of a smoothed loss that belongs to all classes.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mask: Tensor | None, target: Tensor | None, weight: Tensor | None, request: Request
+        ctx: Any, x: Tensor, mask: Tensor | None, target: Tensor, weight: Tensor | None, request: Request
     ) -> tuple[Tensor | None, ...]:
-        shard = _filled(request.shard, x, mask, target, weight)
-        local = states(shard, request.entropy, request.spread)
-        whole = merge(local, request.group)
+        local = states(request.shard(x, mask, target, weight), request.entropy, request.spread)
+        whole = merge(local, request.call.group)
         ctx.request = request
         numbers = (whole.m, whole.l, *_statistics(whole, target, request))
         m, l, *found = (None if t is None else t.to(local.m.dtype) for t in numbers)
@@ -68,33 +72,22 @@ class Statistics(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, mask, target, weight, m, l, entropy = ctx.saved_tensors
         zero = torch.zeros_like(m)
-        if dy is not None and target is not None:
+        if dy is not None:
             dy = dy.where(ctx.request.is_class(target), 0.0)
         incoming = Incoming(zero if dy is None else dy, zero if dlse is None else dlse, dentropy, dspread)
-        shard = _filled(ctx.request.shard, x, mask, target, weight)
+        shard = ctx.request.shard(x, mask, target, weight)
         dx = gradient(shard, RowStates(m, l), entropy, incoming, ctx.request.weight_sum)
         return dx, None, None, None, None
 
 
-def _filled(bare: Shard, x: Tensor, mask: Tensor | None, target: Tensor | None, weight: Tensor | None) -> Shard:
-    return bare._replace(x=x, target=target, weight=weight, options=bare.options._replace(mask=mask))
-
-
-def _statistics(whole: RowStates, target: Tensor | None, request: Request) -> tuple[Tensor | None, ...]:
+def _statistics(whole: RowStates, target: Tensor, request: Request) -> tuple[Tensor | None, ...]:
     """(logprob, lse, entropy, spread) from the states of whole rows, in float64."""
-    log_l = whole.l.log()
-    lse = whole.m + log_l
-    logprob = entropy = spread = None
-    if whole.chosen is not None and target is not None:
-        defined = request.is_class(target) & _has_softmax(whole)
-        logprob = (whole.chosen - whole.m - log_l).where(defined, torch.nan)
+    entropy = spread = None
+    assert whole.chosen is not None
+    defined = request.is_class(target) & whole.has_softmax
+    logprob = (whole.chosen - whole.m - whole.l.log()).where(defined, torch.nan)
     if request.entropy:
         entropy = whole.entropy()
     if whole.weighted is not None:
-        spread = request.weight_sum * lse - whole.weighted
-    return logprob, lse, entropy, spread
-
-
-def _has_softmax(whole: RowStates) -> Tensor:
-    """False for a row of only -inf, or with +inf or NaN."""
-    return (whole.l > 0) & ~whole.l.isinf()
+        spread = request.weight_sum * whole.lse - whole.weighted
+    return logprob, whole.lse, entropy, spread

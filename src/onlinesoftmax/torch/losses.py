@@ -209,8 +209,8 @@ def _check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
                 f"{name}: target with class probabilities has shape {tuple(target.shape)}, and input {tuple(x.shape)}"
             )
     else:
-        _check_index(name, "target", x, target, rows)
-    _check_weight(name, weight, x, x.shape[dim])
+        check_index(name, "target", x, target, rows)
+    check_weight(name, weight, x, x.shape[dim])
 
 
 def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
@@ -246,7 +246,8 @@ def _check_range(name: str, index: Tensor, classes: int, counts: Tensor) -> None
     raise IndexError(f"{name} is {value}{where}, which is not in [0, {classes}), and {count} are out of range")
 
 
-def _check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[int, ...]) -> None:
+def check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[int, ...]) -> None:
+    """Check dtype, shape and device of the targets of rows of this shape; an error names the argument."""
     if index.dtype not in TARGET_DTYPES:
         raise RuntimeError(f"{name}: {argument} must have an integer dtype, got {index.dtype}")
     if tuple(index.shape) != rows:
@@ -255,7 +256,8 @@ def _check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple
         raise RuntimeError(f"{name}: {argument} is on {index.device}, and input on {x.device}")
 
 
-def _check_weight(name: str, weight: Any, x: Tensor, classes: int) -> None:
+def check_weight(name: str, weight: Any, x: Tensor, classes: int) -> None:
+    """Check type, shape and device of the weights of so many classes, if there are any."""
     if weight is None:
         return
     if not isinstance(weight, Tensor):
@@ -278,4 +280,4 @@ def _check_tokens(x: Any, index: Any, dim: Any) -> None:
     if x.dim() == 0:
         raise ValueError(f"{name}: logits need a dimension of tokens, got shape ()")
     axis = checked_dim("token_logprobs", dim, x.dim())
-    _check_index(name, "index", x, index, (*x.shape[:axis], *x.shape[axis + 1 :]))
+    check_index(name, "index", x, index, (*x.shape[:axis], *x.shape[axis + 1 :]))
