@@ -28,7 +28,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Form(NamedTuple):
-    """What a reduction reads: losses, and targets or an earlier divisor; `weighted` concerns the divisor."""
+    """Inputs of a reduction: losses, and targets or an earlier divisor; `weighted` concerns the divisor."""
 
     adds: bool = True
     counts: bool = False

@@ -270,7 +270,7 @@ def test_a_graph_is_replayed_with_other_targets(rows: int, warm: bool) -> None:
                 y.fill_(torch.nan)
             graph.replay()
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, want, strict=True))
-    # What was made during the capture is not used outside of it.
+    # Tensors that were made during the capture are not used outside of it.
     del graph, captured
     target.copy_(first)
     assert torch.isfinite(step()[0])

@@ -71,7 +71,7 @@ def run(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
 Prepared = Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]
 """The function (x, out, operands) that runs the calls of a kind.
 
-Where `out` is None, the function makes the first output.  It makes the others unless they are among the operands.
+The function makes the first output if `out` is None, and the others unless they are among the operands.
 """
 
 
