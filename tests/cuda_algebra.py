@@ -47,7 +47,7 @@ extern "C" __global__ void algebra_of(const X* x, int64 n, State* to) {
     const Shift s = shift(m);
     Sums<SUM> sums{};
     for (int64 i = threadIdx.x; i < n; i += 32)
-        sums += ops::summands(wide(x[i]), 0, ops::term(wide(x[i]), s), s);
+        sums += ops::summands<true>(wide(x[i]), 0, ops::term(wide(x[i]), s), s);
     const State a = merge_lanes<32>({m, sums});
     if (threadIdx.x == 0) *to = a;
 }

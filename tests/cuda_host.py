@@ -39,7 +39,7 @@ NUMBERS = """
 using std::min;
 using int64 = long long;
 using uint64 = unsigned long long;
-struct Dim { unsigned x, y; };
+struct Dim { unsigned x, y, z; };
 static Dim threadIdx, blockIdx, gridDim;
 static void __syncthreads() {}
 using std::fma;
@@ -96,6 +96,9 @@ template <int WIDTH, CachePolicy POLICY, class T, int N> void store(T* to, const
     }
 }
 template <class T> T load_one(const T* from) { return *from; }
+inline void let_next_kernel_begin() {}
+inline void wait_for_kernel_before() {}
+inline unsigned multiprocessors() { return 1; }
 inline void copy_async(void* to, const void* from) {
     if (allowed<16>(static_cast<const char*>(from), x_begin, x_end)) memcpy(to, from, 16);
     else memset(to, 0, 16);
@@ -123,7 +126,7 @@ struct RowConstants { bool zero; ACC target; };
 inline ACC weighted_score(ACC, ACC) { return 0; }
 inline ACC peak(ACC a) { return a; }
 inline ACC term(ACC a, Shift) { return a; }
-inline Sums<Summand> summands(ACC a, ACC, ACC, Shift) {
+template <bool CLAMP> Sums<Summand> summands(ACC a, ACC, ACC, Shift) {
     if (a > 0 && a <= elements) ++reduced[int64(a) - 1];
     return {};
 }
@@ -162,7 +165,7 @@ extern "C" void run(const Params* p, const unsigned* grid, unsigned char* of_red
     reduced = of_reduced, written = of_written, elements = count, misaligned = outside = 0;
     x_begin = reinterpret_cast<const char*>(p->x), x_end = x_begin + count * sizeof(X);
     y_begin = reinterpret_cast<const char*>(p->y), y_end = y_begin + count * sizeof(Y);
-    gridDim = {grid[0], grid[1]};
+    gridDim = {grid[0], grid[1], 1};
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
         for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
             for (threadIdx.x = 0; threadIdx.x < unsigned(THREADS); ++threadIdx.x) KERNEL(*p);

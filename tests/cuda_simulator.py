@@ -49,7 +49,7 @@ MACHINE = """
 #define yield yield_to_others
 using std::min;
 using std::max;
-struct Dim { unsigned x, y; };
+struct Dim { unsigned x, y, z; };
 static thread_local Dim threadIdx, blockIdx;
 static Dim gridDim;
 struct uint2 { unsigned x, y; };
@@ -118,6 +118,9 @@ REPLACED = {
         "inline uint2 load_word(const uint2* from)": "{ return *from; }",
         "inline T load_one(const T* from)": "{ return *from; }",
         "inline void store_word(W* to, W w)": "{ *to = w; }",
+        "inline void let_next_kernel_begin()": "{}",
+        "inline void wait_for_kernel_before()": "{}",
+        "inline unsigned multiprocessors()": "{ return 1; }",
         "inline void copy_async(void* to, const void* from)": "{ memcpy(to, from, 16); }",
         "inline void commit()": "{}",
         "inline void wait_groups(int pending)": "{}",
@@ -209,7 +212,7 @@ static void run_block(unsigned x, unsigned y) {
     fibers.clear();
 }
 extern "C" void run(const PARAMETER* p, unsigned programs, unsigned team, unsigned together) {
-    parameters = p, gridDim = {programs, team};
+    parameters = p, gridDim = {programs, team, 1};
     BEGIN
     for (unsigned first = 0; first < programs * team; first += together) {
         std::vector<std::thread> blocks;

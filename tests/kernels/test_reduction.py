@@ -163,6 +163,7 @@ def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeyp
         monkeypatch.setattr(driver, "library", lambda launch=launch: SimpleNamespace(cuLaunchKernelEx=launch))
         monkeypatch.setattr(cuda, "_kernel", lambda *_: 1)
         monkeypatch.setattr(cuda, "_scratch", lambda *_: scratch)
+        monkeypatch.setattr(cuda, "may_begin_early", lambda _: True)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
         run = cuda.bind(one)
         # The second launch takes the arguments of the first, with other tensors.

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 import onlinesoftmax as osm
 from contract import DTYPES, outliers
-from onlinesoftmax.torch import loss_launches, losses, reductions
+from onlinesoftmax.core.task import Overlap
+from onlinesoftmax.torch import loss_launches, losses, reductions, targets
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -233,6 +234,64 @@ def test_scalars_on_two_streams_at_once() -> None:
                 found.append((osm.cross_entropy(xs[i], targets[i], reduction="sum").detach(), sums[i]))
     torch.cuda.synchronize()
     assert all(torch.equal(ours, theirs) for ours, theirs in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "late"),
+    [
+        ({}, {"dy"}),
+        ({"label_smoothing": 0.1}, {"dy"}),
+        # PyTorch adds up the weights between the divisor and the loss kernel, or copies the logits.
+        ({"weight": True, "label_smoothing": 0.1}, set()),
+        ({"batch_invariant": True}, set()),
+        # No kernel comes before the loss kernel.
+        ({"reduction": "sum"}, set()),
+    ],
+    ids=str,
+)
+def test_the_divisor_is_late_only_if_its_kernel_is_the_one_before(
+    options: dict[str, Any], late: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss kernel that begins early may read nothing that another kernel has just written."""
+    found: list[Any] = []
+    bind = reductions.reducer
+
+    def reducer(*arguments: Any) -> Any:
+        found.append(bind(*arguments))
+        return found[-1]
+
+    for module in (loss_launches, targets):
+        monkeypatch.setattr(module, "reducer", reducer)
+    x = torch.randn(4, 33, device=DEVICE, requires_grad=True)
+    loss_of(x, some_targets(4, classes=33), **options)
+    loss_of(x.detach(), some_targets(4, classes=33), **options)
+    assert [one.overlap for one in found] == [Overlap(frozenset(late), True), Overlap(followed=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(64, 512), (2048, 4096), (40000, 1000), (64, 300000)])
+def test_kernels_that_overlap_read_the_numbers_of_their_own_call(rows: int, cols: int) -> None:
+    """Losses one after the other, each with another divisor; then the same calls, each after the end of the last."""
+    x = torch.randn(rows, cols, device=DEVICE, dtype=torch.bfloat16)
+    leaf = x.clone().requires_grad_()
+    target = torch.randint(cols, (rows,), device=DEVICE)
+    ignored = [target.clone() for _ in range(20)]
+    for i, one in enumerate(ignored):
+        one[: rows * i // 20] = -100
+
+    def call(target: torch.Tensor) -> list[torch.Tensor]:
+        loss = osm.cross_entropy(leaf, target)
+        # The sum of the gradient's sizes has the divisor as a factor.
+        (dx,) = torch.autograd.grad(loss, leaf)
+        return [loss.detach(), dx.float().abs().sum(), osm.cross_entropy(x, target)]
+
+    together = [call(one) for one in ignored]
+    torch.cuda.synchronize()
+    for one, found in zip(ignored, together, strict=True):
+        want = call(one)
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+        torch.testing.assert_close(found[0].float(), functional.cross_entropy(x.float(), one), rtol=0.01, atol=0.01)
 
 
 @pytest.mark.gpu

@@ -54,7 +54,7 @@ class Arguments:
         self.addresses = tuple(c_void_p(address) for address in of_launch)
 
 
-COOPERATIVE, CLUSTER_DIMENSION = 2, 4
+COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
 """CUlaunchAttributeID."""
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES, NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
@@ -155,13 +155,18 @@ def set_attribute(kernel: int, attribute: int, value: int, device: int) -> None:
 
 
 def launch_config(
-    teams: int, team: int, threads: int, shared_memory: int, cluster: int, cooperative: bool
+    teams: int, team: int, threads: int, shared_memory: int, cluster: int, cooperative: bool, early: bool = False
 ) -> LaunchConfig:
-    """The configuration of a launch of teams × team blocks, still without a stream."""
+    """The configuration of a launch of teams × team blocks, still without a stream.
+
+    An `early` kernel may begin before the kernel before it on the stream has ended, and waits for that kernel itself.
+    """
     attributes = []
     if cooperative:
         attributes.append(_Attribute(COOPERATIVE, 0, (c_uint * 16)(1)))
     if cluster > 1:
         attributes.append(_Attribute(CLUSTER_DIMENSION, 0, (c_uint * 16)(cluster, 1, 1)))
+    if early:
+        attributes.append(_Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (c_uint * 16)(1)))
     array = (_Attribute * max(1, len(attributes)))(*attributes)
     return LaunchConfig((teams, team, 1), (threads, 1, 1), shared_memory, None, array, len(attributes))

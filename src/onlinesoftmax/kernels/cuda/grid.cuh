@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     // Rows use these in turn: one row may begin before all threads have read the states of the row before.
     __shared__ State exchange[2][2][THREADS / 32];
     extern __shared__ Chunk<X, VECTOR> memory[];
+    if constexpr (FOLLOWED) let_next_kernel_begin();
     const SharedChunks shared = shared_chunks(memory, p.shared_tiles);
     const int lane = threadIdx.x;
     const Team team(p);

@@ -15,7 +15,7 @@ from ...planner.strategies.cuda import slice_chunks
 from ..request import Request
 from . import compile, driver
 from .params import FIELD, FIELD_OF_POINTER, MAIL, NUMBERS, PLACES, POINTERS, pack
-from .source import kernel_name, message_words, shared_memory, source, vector
+from .source import kernel_name, late_operands, message_words, shared_memory, source, vector
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
@@ -26,7 +26,8 @@ def bind(request: Request) -> Run:
     y is the first of the request's outputs; `more` has every other operand and every other output by name.
     """
     plan, values = request.plan, _values(request)
-    dynamic, cluster, config = _configuration(request)
+    dynamic, cluster, shape = _configuration(request)
+    early = bool(late_operands(request))
     x_field, y_field, mail_field = (FIELD_OF_POINTER[name] for name in ("x", request.task.outputs[0], MAIL))
     tensors = tuple((FIELD_OF_POINTER[name], name) for name in _filled_in(request))
     numbers = tuple((FIELD[name], name) for name in NUMBERS if name in request.task.numbers)
@@ -37,7 +38,8 @@ def bind(request: Request) -> Run:
 
     def new_call(index: int) -> driver.Arguments:
         kernel = loaded(source(request), kernel_name(request), index, dynamic, cluster)
-        return driver.Arguments(values, driver.launch_config(*config), kernel)
+        config = driver.launch_config(*shape, early=early and may_begin_early(index))
+        return driver.Arguments(values, config, kernel)
 
     def fill_in(fields: Any, more: dict[str, Any], index: int, stream: int) -> None:
         for field, name in tensors:
@@ -68,12 +70,17 @@ def bind(request: Request) -> Run:
     return run
 
 
-def _configuration(request: Request) -> tuple[int, int, tuple[Any, ...]]:
+def _configuration(request: Request) -> tuple[int, int, tuple[int, int, int, int, int, bool]]:
     """Bytes of dynamic shared memory, blocks of a cluster, and the arguments of driver.launch_config."""
     plan, dynamic = request.plan, shared_memory(request)
     cluster = plan.splits if plan.strategy == "cluster" else 1
     team = plan.splits if plan.strategy == "grid" else 1
     return dynamic, cluster, (plan.programs // team, team, 32 * plan.warps, dynamic, cluster, plan.strategy == "grid")
+
+
+def may_begin_early(index: int) -> bool:
+    """True where a device can begin a kernel before the kernel before it on the stream has ended."""
+    return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 def _filled_in(request: Request) -> list[str]:

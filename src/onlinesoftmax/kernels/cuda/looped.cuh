@@ -8,6 +8,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(const __grid_constant__ Params p) {
     constexpr int64 TILE = int64(CHUNKS) * THREADS;
     __shared__ State exchange[THREADS / 32];
+    if constexpr (FOLLOWED) let_next_kernel_begin();
     const Row r = row_at(p, blockIdx.x);
     RowOperands given = row_operands(p, blockIdx.x);
     const Numbers n = numbers(p);
@@ -34,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
         }
         state = merge_warps<THREADS / 32>(merge_lanes<32>(state), exchange);
     }
+    given.load_late(p, blockIdx.x);
     if constexpr (WRITES_ROWS) {
         if (lane == 0) ops::write_rows(p, r, blockIdx.x, given, n, state);
     }

@@ -8,6 +8,8 @@
 struct Product { T* x; const FACTOR* factor; int64 count; };
 
 extern "C" __global__ void __launch_bounds__(THREADS) multiply_kernel(const __grid_constant__ Product p) {
+    // The kernel before, which may have computed the factor, need not have ended when this one begins.
+    wait_for_kernel_before();
     const ACC f = wide(*p.factor);
     if (f == 1) return;
     T* const x = p.x;

@@ -8,12 +8,13 @@ import torch
 
 from ...core.task import ITEMSIZE
 from . import driver
-from .launch import loaded
+from .launch import loaded, may_begin_early
 from .source import CPP_TYPES, text
 
-THREADS = 256
-BLOCKS_PER_MULTIPROCESSOR = 8
-"""Blocks of THREADS threads that fill a multiprocessor."""
+THREADS = 1024
+BLOCKS_PER_MULTIPROCESSOR = 2
+"""Blocks of THREADS threads that fill a multiprocessor.  A launch of more and smaller blocks takes longer where nothing
+is to be multiplied."""
 
 NAME = "multiply_kernel"
 
@@ -31,7 +32,8 @@ def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
         # list.pop is atomic, so no two threads fill in the same call.
         call = spare.pop()
     except IndexError:
-        call = driver.Arguments(bytes(24), driver.launch_config(1, 1, THREADS, 0, 1, False), kernel)
+        config = driver.launch_config(1, 1, THREADS, 0, 1, False, early=may_begin_early(index))
+        call = driver.Arguments(bytes(24), config, kernel)
     call.fields[0], call.fields[1], call.fields[2] = x.data_ptr(), factor.data_ptr(), x.numel()
     call.config.grid[0] = max(1, min(most, x.numel() * x.element_size() // (16 * THREADS)))
     call.config.stream = torch._C._cuda_getCurrentRawStream(index)

@@ -34,13 +34,15 @@ using LaneSum = SummandOf<READS_SAVED_OUTPUT || EXACT>::type;
 __device__ inline ACC term(ACC a, Shift s) { return READS_SAVED_OUTPUT ? 0 : ::term(a, s); }
 
 // The summands of element (a, b), whose term is e, for every sum of the state.
-__device__ inline Sums<Summand> summands(ACC a, ACC b, ACC e, Shift s) {
+//
+// An element at -inf has the term 0, and -inf * 0 would be NaN in the sum zl.  So has one that is 1000 below m.  CLAMP
+// limits the exponent of each element.  Without CLAMP a caller whose sum is NaN adds up again.
+template <bool CLAMP> __device__ inline Sums<Summand> summands(ACC a, ACC b, ACC e, Shift s) {
     Sums<Summand> terms{};
     if constexpr (OP == Op::SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(a) * b);
     else if constexpr (OP == Op::LOG_SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(b));
     else terms.of[0] = e;
-    // An element at -inf has the term 0, and -inf * 0 would be NaN.  So has one that is 1000 below m.
-    if constexpr (SUM_ZL > 0) terms.of[SUM_ZL] = Summand(fmax(exponent(a, s), ACC(-1000)) * e);
+    if constexpr (SUM_ZL > 0) terms.of[SUM_ZL] = Summand((CLAMP ? fmax(exponent(a, s), ACC(-1000)) : exponent(a, s)) * e);
     return terms;
 }
 
@@ -65,6 +67,13 @@ struct RowConstants { Shift shift; ACC t, low; bool zero; ACC flat, target; };
 
 __device__ inline float reciprocal(float l) { float t; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(l)); return t; }
 __device__ inline double reciprocal(double l) { return 1 / l; }
+
+// a / b for a normal or infinite b, within a unit in the last place; CUDA's own division has a branch for other numbers.
+__device__ inline double quotient(double a, double b) { return a / b; }
+__device__ inline float quotient(float a, float b) {
+    const float r = reciprocal(b), q = a * r;
+    return fma(fma(-q, b, a), r, q);
+}
 
 // A row of only -inf, or with a +inf, has no softmax: PyTorch writes NaN to all its elements.  With ZERO, a row of only
 // -inf gives zeros, and so does its gradient.
@@ -145,7 +154,7 @@ template <RowOutput NAME> __device__ inline ACC row_output(State state) {
     else if constexpr (NAME == RowOutput::L) return FOLDED ? l * exp_of(folding_error(s)) : l;
     else if constexpr (NAME == RowOutput::ENTROPY && SUM_ZL > 0) {
         // A FOLDED l and its exponents are off by the same factor and amount, which cancel here.
-        return log(l) - ACC(state.sums.of[SUM_ZL]) / l * (FOLDED && s.factor != 1 ? ACC(LN2) : 1);
+        return log(l) - quotient(ACC(state.sums.of[SUM_ZL]), l) * (FOLDED && s.factor != 1 ? ACC(LN2) : 1);
     } else {
         // "lse", and the result of logsumexp.
         return s.m + log_sum(state, s);

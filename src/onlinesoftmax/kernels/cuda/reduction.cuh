@@ -46,26 +46,20 @@ __device__ inline ACC share_of(const Reduction& p, int64 target) {
     else return target >= 0 && target < p.classes ? ACC(wide(p.weight[target])) : 0;
 }
 
-__device__ inline RowSums add_rows(const Reduction& p) {
-    RowSums sums{};
+// The sum of number(row) over this thread's rows.
+template <class Number> __device__ inline SUM add_rows(const Reduction& p, Number number) {
+    SUM sum{};
     constexpr int TILE = BATCH * THREADS;
     for (int64 tile = blockIdx.x; tile * TILE < p.rows; tile += gridDim.x) {
         const int64 first = tile * TILE + threadIdx.x;
         // A batch is loaded before any of it is added, so that all its loads are under way together.
-        ACC losses[BATCH], shares[BATCH];
+        ACC numbers[BATCH];
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const int64 row = first + i * THREADS;
-            if constexpr (ADDS_LOSSES) losses[i] = row < p.rows ? p.losses[row] : 0;
-            if constexpr (COUNTS) shares[i] = row < p.rows ? share_of(p, p.target[row]) : 0;
-        }
+        for (int i = 0; i < BATCH; ++i) numbers[i] = first + i * THREADS < p.rows ? number(first + i * THREADS) : 0;
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            if constexpr (ADDS_LOSSES) sums.total += losses[i];
-            if constexpr (COUNTS) sums.divisor += shares[i];
-        }
+        for (int i = 0; i < BATCH; ++i) sum += numbers[i];
     }
-    return sums;
+    return sum;
 }
 
 // Writes the sums of this block.  True in the block that is the last to do so, which then sees the sums of all.
@@ -107,7 +101,16 @@ __device__ inline void write(const Reduction& p, RowSums sums) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) reduction_kernel(const __grid_constant__ Reduction p) {
     __shared__ RowSums exchange[THREADS / 32];
-    RowSums sums = add_block(add_rows(p), exchange);
+    // The kernel that computes the divisor runs before the loss kernel, which may begin meanwhile and reads it late.
+    if constexpr (!ADDS_LOSSES) let_next_kernel_begin();
+    // The kernel that computes the total may begin before the loss kernel has ended.  That one does not write targets.
+    RowSums sums{};
+    if constexpr (COUNTS) sums.divisor = add_rows(p, [&](int64 row) { return share_of(p, p.target[row]); });
+    if constexpr (ADDS_LOSSES) {
+        wait_for_kernel_before();
+        sums.total = add_rows(p, [&](int64 row) { return p.losses[row]; });
+    }
+    sums = add_block(sums, exchange);
     if (gridDim.x > 1) {
         RowSums* const all = reinterpret_cast<RowSums*>(p.scratch + 2);
         if (!is_last_block(p, sums, all)) return;

@@ -11,7 +11,7 @@ import torch
 
 from ..reduction import Reduction
 from . import driver
-from .launch import loaded
+from .launch import loaded, may_begin_early
 from .source import CPP_TYPES, text
 
 THREADS, BATCH = 1024, 8
@@ -40,7 +40,9 @@ def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]
 
     def new_call(index: int) -> driver.Arguments:
         kernel = _kernel(reduction._replace(rows=0, classes=0, ignore_index=0), index)
-        return driver.Arguments(values, driver.launch_config(blocks, 1, THREADS, 0, 1, False), kernel)
+        # The total follows the loss kernel, which lets it begin early, and waits before it reads the losses.
+        early = reduction.result is not None and may_begin_early(index)
+        return driver.Arguments(values, driver.launch_config(blocks, 1, THREADS, 0, 1, False, early), kernel)
 
     def run(out: torch.Tensor, tensors: dict[str, Any]) -> None:
         index = out.get_device()

@@ -8,6 +8,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const __grid_constant__ Params p) {
     constexpr int GROUPS = THREADS / LANES;
     __shared__ State exchange[DEPTH][(THREADS + 31) / 32];
+    if constexpr (FOLLOWED) let_next_kernel_begin();
     const int lane = threadIdx.x % LANES;
     const int64 first = int64(blockIdx.x) * (GROUPS * DEPTH) + threadIdx.x / LANES;
     const Numbers n = numbers(p);
@@ -32,6 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
         slice[d].weigh(p, at[d], row[d].body - lane);
         slice[d].weigh_edges(p, row[d], lane);
         const State state = REDUCES ? reduce<LANES>(slice[d], exchange[d]) : identity();
+        given[d].load_late(p, first + d * GROUPS);
         if constexpr (WRITES_ROWS) {
             const int64 index = first + d * GROUPS;
             if (lane == 0 && index < p.rows) ops::write_rows(p, row[d], index, given[d], n, state);

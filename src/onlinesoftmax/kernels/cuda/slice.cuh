@@ -116,26 +116,45 @@ struct Slice {
         return m;
     }
 
-    // The sums of the lane's elements, relative to m: within a chunk as a tree, over chunks one after the other.
+    // The sums of the lane's elements, relative to m.
     __device__ inline Sums<SUM> sum(ACC m) {
-        const Shift s = shift(m);
+        Shift s = shift(m);
         m_own = m;
-        Sums<ops::LaneSum> parts{};
-#pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) parts += sum(body[i], s);
-#pragma unroll
-        for (int i = 0; i < EDGE; ++i) parts += sum(edge[i], s);
+        Sums<ops::LaneSum> parts = sum_of_elements<false>(s);
+        if constexpr (SUM_ZL > 0 && !CLAMPS) {
+            const auto zl = PlainOf<ops::LaneSum>::type(parts.of[SUM_ZL]);
+            if (zl != zl) {
+                // gridDim.z is 1, but the compiler does not know it, and computes the terms again.  It would otherwise
+                // keep those of the first sum, in registers that it does not have.
+                s.m *= ACC(gridDim.z), s.amount *= ACC(gridDim.z);
+                parts = sum_of_elements<true>(s);
+            }
+        }
         Sums<SUM> sums{};
         sums += parts;
         if constexpr (SUM_WZ > 0) sums.of[SUM_WZ] += wz;
         return sums;
     }
-    template <int N> static __device__ inline Sums<ops::Summand> sum(RegisterChunk<N>& chunk, Shift s) {
+    // Logits of -inf are rare, except where an option excludes elements.  So the first sum does not clamp exponents, and
+    // a lane whose sum is NaN adds up AGAIN.  A clamp of each element would take a tenth of the time in which memory
+    // delivers 16-bit elements; a kernel that also writes elements has that time.
+    static constexpr bool CLAMPS = FUSED || WRITES_ELEMENTS;
+
+    // Within a chunk as a tree, over chunks one after the other.
+    template <bool AGAIN> __device__ inline Sums<ops::LaneSum> sum_of_elements(Shift s) {
+        Sums<ops::LaneSum> parts{};
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) parts += sum<AGAIN>(body[i], s);
+#pragma unroll
+        for (int i = 0; i < EDGE; ++i) parts += sum<AGAIN>(edge[i], s);
+        return parts;
+    }
+    template <bool AGAIN, int N> static __device__ inline Sums<ops::Summand> sum(RegisterChunk<N>& chunk, Shift s) {
         Sums<ops::Summand> parts[N];
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-            const ACC a = chunk.template a<false>(j), e = ops::term(a, s);
-            parts[j] = ops::summands(a, chunk.template b<false>(j), e, s);
+            const ACC a = chunk.template a<AGAIN>(j), e = ops::term(a, s);
+            parts[j] = ops::summands<AGAIN || CLAMPS>(a, chunk.template b<AGAIN>(j), e, s);
             if constexpr (TERMS) chunk.scores[j] = e;
         }
 #pragma unroll
