@@ -113,7 +113,8 @@ template <class T> struct Sums { T of[SUMS]; };
 template <class T, class U> Sums<T>& operator+=(Sums<T>& a, const Sums<U>&) { return a; }
 struct State { ACC m; Sums<SUM> sums; };
 inline State identity() { return {}; }
-struct Shift {};
+template <class T> struct PlainOf { using type = T; };
+struct Shift { ACC m, amount; };
 inline Shift shift(ACC) { return {}; }
 """
 

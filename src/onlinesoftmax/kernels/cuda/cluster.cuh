@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     Slice<CHUNKS, THREADS, EDGES, TERMS> slice;
     slice.load(p, at, left);
     slice.load_edges(p, r, edge_lane);
-    given.load_target(p, r);
+    given.load_rest(p, r, row);
     slice.make_scores(at, n, left);
     slice.make_edge_scores(r, n, edge_lane);
     slice.weigh(p, at, left);

@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             for (; i < (g + 1) * group && i < tiles; ++i) fetch(p, shared, i, at_shared, int64(i) * THREADS * VECTOR);
             commit();
         }
-        given.load_target(p, r);
+        given.load_rest(p, r, row);
         held.make_scores(at, n, left);
         held.make_edge_scores(r, n, edge_lane);
         held.weigh(p, at, left);

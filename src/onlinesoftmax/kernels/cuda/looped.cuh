@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     // The edges are one small slice, which stays in registers.
     Slice<0, THREADS, EDGES, false> edges;
     edges.load_edges(p, r, lane);
-    given.load_target(p, r);
+    given.load_rest(p, r, blockIdx.x);
     edges.make_edge_scores(r, n, lane);
     edges.weigh_edges(p, r, lane);
     State state = identity();

@@ -241,7 +241,7 @@ struct RowOperands {
     RegisterChunk<1> chosen;
     ACC chosen_weight;   // 1 without weights
 
-    // Loads the late operands, which the kernel before this one may still be computing, where `row_operands` has not.
+    // Loads the late operands, which the kernel before this one may still be computing, where `load_rest` has not.
     // Strategies call this when the row is reduced.
     __device__ inline void load_late(const Params& p, int64 row) {
         if (WAITS && in_first_wave()) wait_and_load(p, row);
@@ -253,19 +253,20 @@ struct RowOperands {
         ROW_OPERANDS(LOAD)
 #undef LOAD
     }
-    // True for the blocks that begin with the kernel.  When a later one begins, the kernel before has long ended, and
-    // loading late would only delay what is written.
+    // True for the blocks that begin with the kernel.  When a later one begins, the kernel before has long ended, and a
+    // load after the reduction would only delay what is written.
     static __device__ inline bool in_first_wave() { return blockIdx.x < RESIDENT * multiprocessors(); }
 
-    // Loads the target column.  Strategies call this after they have issued the loads of the row, because this load
-    // waits for the target.
-    __device__ inline void load_target(const Params& p, const Row& r) {
+    // Loads the target column, and the late operands if they are known by now.  Strategies call this after they have
+    // issued the loads of the row, because these loads wait: for the target, and for the kernel before this one.
+    __device__ inline void load_rest(const Params& p, const Row& r, int64 row) {
         if constexpr (HAS_TARGET) {
             chosen.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());
             chosen_weight = 1;
             if constexpr (HAS_WEIGHT)
                 if (r.has_target()) chosen_weight = wide(load_one(r.begin.weight + r.target() * p.weight_place.col));
         }
+        if (WAITS && !in_first_wave()) wait_and_load(p, row);
     }
 
     // The score of the target column; -inf where the target is no column, or is excluded by the mask or by causality.
@@ -290,6 +291,5 @@ __device__ inline RowOperands row_operands(const Params& p, int64 row) {
         given.name = wide(load_one(p.name + row_offset(p, p.name##_place, existing(p, row))));
     ROW_OPERANDS(LOAD)
 #undef LOAD
-    if (WAITS && !given.in_first_wave()) given.wait_and_load(p, row);
     return given;
 }

@@ -14,10 +14,10 @@ from . import driver
 from .launch import loaded, may_begin_early
 from .source import CPP_TYPES, text
 
-THREADS, BATCH = 1024, 8
+THREADS, BATCH = 1024, 16
 """Threads of a block, and rows that a thread loads at once."""
 
-ROWS_PER_BLOCK = 2 * THREADS * BATCH
+ROWS_PER_BLOCK = THREADS * BATCH
 """Rows that one block takes.  A second block costs a fence, an atomic and a load, as long as the reading of a batch."""
 
 MOST_BLOCKS = 128

@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
         slice[d].load_edges(p, row[d], lane);
     }
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) given[d].load_target(p, row[d]);
+    for (int d = 0; d < DEPTH; ++d) given[d].load_rest(p, row[d], first + d * GROUPS);
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
         slice[d].make_scores(at[d], n, row[d].body - lane);

@@ -22,6 +22,12 @@ struct Slice {
     // `at` is the position of the lane's first chunk.
     __device__ inline void load(const Params& p, const Cursor& at, int64 left) {
         const int end = within(left);
+        if (!WRITES_ELEMENTS && end == CHUNKS * STEP) {
+            // A kernel that only reads has no time for a test and an initial value of each chunk.
+#pragma unroll
+            for (int i = 0; i < CHUNKS; ++i) body[i].template load<READ>(p, at, i * STEP * VECTOR, true);
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) body[i].template load<READ>(p, at, i * STEP * VECTOR, i * STEP < end);
     }
