@@ -96,9 +96,6 @@ template <int WIDTH, CachePolicy POLICY, class T, int N> void store(T* to, const
     }
 }
 template <class T> T load_one(const T* from) { return *from; }
-inline void let_next_kernel_begin() {}
-inline void wait_for_kernel_before() {}
-inline unsigned multiprocessors() { return 1; }
 inline void copy_async(void* to, const void* from) {
     if (allowed<16>(static_cast<const char*>(from), x_begin, x_end)) memcpy(to, from, 16);
     else memset(to, 0, 16);

@@ -26,7 +26,7 @@ def run_plain(operation: Operation, x: Any, dim: Any, keepdim: bool, out: Any, c
 def run(call: Call) -> Any:
     """The operation on a NumPy array."""
     _check(call)
-    operation, x, (dim, dtype, keepdim, *_), options, _, _ = call
+    operation, x, (dim, dtype, keepdim, _), options, _, _ = call
     x = x if dtype is None else x.astype(dtype)
     if options is None:
         return _result(operation, x, dim, keepdim)
@@ -52,7 +52,7 @@ def _result(operation: Operation, x: Any, dim: int, keepdim: bool) -> Any:
 
 def _check(call: Call) -> None:
     """Raise for what NumPy arrays do not do."""
-    operation, x, (dim, dtype, _, choice, _), options, out, _ = call
+    operation, x, (dim, dtype, _, choice), options, out, _ = call
     name = operation.name
     if choice.backend not in (None, "eager") or choice.strategy not in (None, "row"):
         raise TypeError(

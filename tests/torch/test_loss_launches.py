@@ -14,8 +14,7 @@ from torch.nn import functional
 
 import onlinesoftmax as osm
 from contract import DTYPES, outliers
-from onlinesoftmax.core.task import Overlap
-from onlinesoftmax.torch import loss_launches, losses, reductions, targets
+from onlinesoftmax.torch import loss_launches, losses, reductions
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -234,38 +233,6 @@ def test_scalars_on_two_streams_at_once() -> None:
                 found.append((osm.cross_entropy(xs[i], targets[i], reduction="sum").detach(), sums[i]))
     torch.cuda.synchronize()
     assert all(torch.equal(ours, theirs) for ours, theirs in found)
-
-
-@pytest.mark.parametrize(
-    ("options", "late"),
-    [
-        ({}, {"dy"}),
-        ({"label_smoothing": 0.1}, {"dy"}),
-        # PyTorch adds up the weights between the divisor and the loss kernel, or copies the logits.
-        ({"weight": True, "label_smoothing": 0.1}, set()),
-        ({"batch_invariant": True}, set()),
-        # No kernel comes before the loss kernel.
-        ({"reduction": "sum"}, set()),
-    ],
-    ids=str,
-)
-def test_the_divisor_is_late_only_if_its_kernel_is_the_one_before(
-    options: dict[str, Any], late: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A loss kernel that begins early may read nothing that another kernel has just written."""
-    found: list[Any] = []
-    bind = reductions.reducer
-
-    def reducer(*arguments: Any) -> Any:
-        found.append(bind(*arguments))
-        return found[-1]
-
-    for module in (loss_launches, targets):
-        monkeypatch.setattr(module, "reducer", reducer)
-    x = torch.randn(4, 33, device=DEVICE, requires_grad=True)
-    loss_of(x, some_targets(4, classes=33), **options)
-    loss_of(x.detach(), some_targets(4, classes=33), **options)
-    assert [one.overlap for one in found] == [Overlap(frozenset(late), True), Overlap(followed=True)]
 
 
 @pytest.mark.gpu

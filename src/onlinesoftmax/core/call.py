@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .arrays import Array
 from .operations import Operation
 from .options import PLAIN, ScoreOptions
-from .task import ALONE, ANY, Choice, Overlap
+from .task import ANY, Choice
 
 NOTHING: Mapping[str, Array] = MappingProxyType({})
 """No operands besides the input."""
@@ -28,14 +28,12 @@ class Settings(NamedTuple):
         dtype: Dtype of the result; None for the dtype of the input.
         keepdim: True where a result per row keeps the softmax dimension with size 1.
         choice: The parts of the plan that the caller forces.
-        overlap: How the kernel may overlap with the other kernels of the same public call.
     """
 
     dim: Any
     dtype: Any = None
     keepdim: bool = False
     choice: Choice = ANY
-    overlap: Overlap = ALONE
 
 
 class Call(NamedTuple):

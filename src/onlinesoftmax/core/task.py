@@ -36,24 +36,6 @@ ANY = Choice()
 """Nothing is forced."""
 
 
-class Overlap(NamedTuple):
-    """How a kernel may run at the same time as its neighbours on the stream; a backend may leave it unused.
-
-    Attributes:
-        late: Names of the operands that the kernel before this one may still be computing.  This kernel may begin
-            early, and waits before it reads them.  Everything else that it reads must have been complete before the
-            kernel before it began.
-        followed: True where the kernel after this one waits for the results itself, so it may be launched early.
-    """
-
-    late: frozenset[str] = frozenset()
-    followed: bool = False
-
-
-ALONE = Overlap()
-"""The kernel begins when the one before has ended, and ends before the next begins."""
-
-
 class TensorSpec(NamedTuple):
     """One tensor without its data.
 
@@ -77,14 +59,12 @@ class Flags(NamedTuple):
         causal: True with a causal mask.
         zero: True where a row whose scores are all -inf gives zeros.
         wide: True where the caller's result is float32 or float64.
-        overlap: How the kernel may overlap with its neighbours.
     """
 
     numbers: frozenset[str] = frozenset()
     causal: bool = False
     zero: bool = False
     wide: bool = False
-    overlap: Overlap = ALONE
 
 
 NO_FLAGS = Flags()

@@ -52,7 +52,7 @@ def _is_for_kernels(call: Call) -> bool:
 def run(call: Call) -> torch.Tensor:
     """Run one call on a torch tensor, for every function in api.py."""
     operation, x, settings, options, _, _ = call
-    dim, dtype, _, (backend, strategy, _), _ = settings
+    dim, dtype, _, (backend, strategy, _) = settings
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
     if options is not None:

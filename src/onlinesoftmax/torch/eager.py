@@ -29,7 +29,7 @@ def call_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
 
 def call(operation: Operation, x: Any, settings: Settings, out: Any) -> Any:
     """The operation on a torch tensor by PyTorch itself, with its gradients and its errors."""
-    name, (dim, dtype, keepdim, *_) = operation.name, settings
+    name, (dim, dtype, keepdim, _) = operation.name, settings
     if operation.per_row:
         return ops.by_pytorch(name, x if dtype is None else x.to(dtype), dim, keepdim, out=out)
     if out is None:
@@ -39,7 +39,7 @@ def call(operation: Operation, x: Any, settings: Settings, out: Any) -> Any:
 
 def call_on_scores(call: Call) -> Any:
     """The operation on the scores of a call, computed in float32 or wider and rounded once."""
-    operation, x, (dim, dtype, keepdim, choice, _), _, _, _ = call
+    operation, x, (dim, dtype, keepdim, choice), _, _, _ = call
     dtype = dtype or x.dtype
     z, dead = scores_of(x, dim, call.scores, dtype)
     if choice.batch_invariant and operation.per_row:

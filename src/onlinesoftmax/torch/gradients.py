@@ -205,7 +205,7 @@ def unmasked(options: ScoreOptions, x: Tensor, dim: int) -> Tensor | None:
 
 def score_gradient(call: Call, kept: Kept, dy: Tensor) -> Tensor:
     """The gradient with respect to the scores by PyTorch operations, whose autograd graph includes the kept tensors."""
-    operation, (dim, _, keepdim, *_) = call.operation, call.settings
+    operation, (dim, _, keepdim, _) = call.operation, call.settings
     like = kept.x if kept.y is None else kept.y
     assert like is not None
     wide = torch.promote_types(torch.promote_types(like.dtype, dy.dtype), torch.float32)

@@ -105,8 +105,7 @@ _apply_reduced = super(torch.autograd.Function, _Reduced).apply
 
 
 def _reduced(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, small: Reducer) -> Run:
-    factor_of, total, _ = small
-    loss = small.overlapping(loss)
+    factor_of, total = small
     if factor_of is None:
         rows = _rows(x, target, weight, loss, ("loss",))
         return lambda x, target, weight: total(rows(x, target, weight, None), target, weight, None)

@@ -156,8 +156,7 @@ def kind_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...] = 
         places.append(Place("out", out.shape, out.stride(), out.dtype, aligned(out), out.device))
     wide = (settings.dtype or x.dtype) in WIDE
     numbers = frozenset(name for name, value in operands.items() if isinstance(value, int)) if operands else NO_NUMBERS
-    causal, zero = (False, False) if options is None else (options.causal, options.zero)
-    flags = Flags(numbers, causal, zero, wide, settings.overlap)
+    flags = Flags(numbers, wide=wide) if options is None else Flags(numbers, options.causal, options.zero, wide)
     return Kind(operation, outputs, settings, tuple(places), flags)
 
 
@@ -255,7 +254,7 @@ def _bound(
 def _task(kind: Kind, axis: int, out: Place | None) -> Task:
     """The task of a kind whose result is `out`, or a new contiguous tensor if `out` is None."""
     x, *beside = (place for place in kind.places if place.name != "out")
-    operation, (_, dtype, keepdim, choice, _) = kind.operation, kind.settings
+    operation, (_, dtype, keepdim, choice) = kind.operation, kind.settings
     given = {place.name for place in beside}
     result = dtype or x.dtype
     wide = torch.promote_types(torch.promote_types(x.dtype, result), torch.float32)

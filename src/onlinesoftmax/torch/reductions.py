@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.task import ALONE, Overlap
 from ..kernels import registry
 from ..kernels.reduction import Reduction
 from .gradients import accumulator_of
@@ -27,16 +26,10 @@ class Reducer(NamedTuple):
         factor: The function (target, weight) that returns a tensor of two numbers.  The first is the derivative of the
             scalar with respect to each loss, and the second its reciprocal.  None without a gradient.
         total: The function (losses, target, weight, result of `factor`) that returns the scalar in the result's dtype.
-        overlap: How the loss kernel, launched between these two, may overlap with their kernels.
     """
 
     factor: Callable[[Tensor, Tensor | None], Tensor] | None
     total: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-    overlap: Overlap = ALONE
-
-    def overlapping(self, loss: Loss) -> Loss:
-        """The loss with the settings of a kernel that is launched between these two."""
-        return loss._replace(settings=loss.settings._replace(overlap=self.overlap))
 
 
 def reducer(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> Reducer | None:
@@ -54,15 +47,13 @@ def reducer(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_g
             adds.rows, adds.accumulator, adds.result, False, DTYPE_NAMES[target.dtype], kind, x.shape[loss.dim],
             loss.ignore_index,
         )  # fmt: skip
-    followed = Overlap(followed=True)
     if not with_gradient:
-        return Reducer(None, _total(_prepared(backend, counts, x.device, same_alignment), result, x.device), followed)
+        return Reducer(None, _total(_prepared(backend, counts, x.device, same_alignment), result, x.device))
     add = _prepared(backend, adds._replace(divides=mean), x.device, same_alignment)
     if not mean:
-        return Reducer(lambda _target, _weight: _ones(wide, x.device), _total(add, result, x.device), followed)
+        return Reducer(lambda _target, _weight: _ones(wide, x.device), _total(add, result, x.device))
     count = _prepared(backend, counts._replace(result=None), x.device, same_alignment)
-    overlap = followed if _has_kernel_between(weight, loss) else Overlap(frozenset({"dy"}), followed=True)
-    return Reducer(_factor(count, wide, x.device), _total(add, result, x.device), overlap)
+    return Reducer(_factor(count, wide, x.device), _total(add, result, x.device))
 
 
 def backend_for(t: Tensor) -> str | None:
@@ -70,14 +61,6 @@ def backend_for(t: Tensor) -> str | None:
     if not t.is_cuda:
         return "triton" if registry.unavailable("triton") is None and registry.load("triton").interpreted() else None
     return next((name for name in ("cuda", "triton") if registry.unavailable(name) is None), None)
-
-
-def _has_kernel_between(weight: Tensor | None, loss: Loss) -> bool:
-    """True where PyTorch computes something between the divisor and the loss kernel, which reads it early.
-
-    These are the sum of the weights, for the smoothing, and a copy of the logits for a batch-invariant call.
-    """
-    return loss.settings.choice.batch_invariant or (weight is not None and loss.smoothing > 0)
 
 
 def _may_count(target: Tensor, weight: Tensor | None, loss: Loss) -> bool:

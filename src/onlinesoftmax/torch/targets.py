@@ -130,8 +130,7 @@ def reduced(
     small = None if _traced(x) else reducer(x, target, weight, loss, with_gradient)
     if small is not None:
         factor = small.factor and small.factor(target, weight)
-        dy = None if factor is None else factor[0]
-        rows = loss_rows(x, target, weight, small.overlapping(loss), outputs, dy)
+        rows = loss_rows(x, target, weight, loss, outputs, None if factor is None else factor[0])
         return small.total(rows.loss, target, weight, factor), rows
     dtype = accumulator_of(x.dtype, x.dtype)
     divisor = count_of(target, weight, loss, dtype) if loss.reduction == "mean" else None

@@ -9,7 +9,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     __shared__ State exchange[THREADS / 32];
     __shared__ State states[CLUSTER];
     __shared__ uint64 arrived;
-    if constexpr (FOLLOWED) let_next_kernel_begin();
     const int rank = blockIdx.x % CLUSTER, lane = threadIdx.x;
     if (REDUCES && lane == 0) expect_states(&arrived);
     if constexpr (REDUCES) announce_beginning();
@@ -24,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     Slice<CHUNKS, THREADS, EDGES, TERMS> slice;
     slice.load(p, at, left);
     slice.load_edges(p, r, edge_lane);
-    given.load_rest(p, r, row);
+    given.load_target(p, r);
     slice.make_scores(at, n, left);
     slice.make_edge_scores(r, n, edge_lane);
     slice.weigh(p, at, left);
@@ -37,7 +36,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
         wait(&arrived);
         state = merge_lanes<CLUSTER>(states[lane % CLUSTER]);
     }
-    given.load_late(p, row);
     if constexpr (WRITES_ROWS) {
         if (rank == 0 && lane == 0) ops::write_rows(p, r, row, given, n, state);
     }

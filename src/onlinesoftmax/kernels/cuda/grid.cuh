@@ -41,7 +41,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     // Rows use these in turn: one row may begin before all threads have read the states of the row before.
     __shared__ State exchange[2][2][THREADS / 32];
     extern __shared__ Chunk<X, VECTOR> memory[];
-    if constexpr (FOLLOWED) let_next_kernel_begin();
     const SharedChunks shared = shared_chunks(memory, p.shared_tiles);
     const int lane = threadIdx.x;
     const Team team(p);
@@ -69,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             for (; i < (g + 1) * group && i < tiles; ++i) fetch(p, shared, i, at_shared, int64(i) * THREADS * VECTOR);
             commit();
         }
-        given.load_rest(p, r, row);
+        given.load_target(p, r);
         held.make_scores(at, n, left);
         held.make_edge_scores(r, n, edge_lane);
         held.weigh(p, at, left);

@@ -15,7 +15,7 @@ from ...planner.strategies.cuda import slice_chunks
 from ..request import Request
 from . import compile, driver
 from .params import FIELD, FIELD_OF_POINTER, MAIL, NUMBERS, PLACES, POINTERS, pack
-from .source import kernel_name, late_operands, message_words, shared_memory, source, vector
+from .source import kernel_name, message_words, shared_memory, source, vector
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
@@ -26,8 +26,7 @@ def bind(request: Request) -> Run:
     y is the first of the request's outputs; `more` has every other operand and every other output by name.
     """
     plan, values = request.plan, _values(request)
-    dynamic, cluster, shape = _configuration(request)
-    early = bool(late_operands(request))
+    dynamic, cluster, config = _configuration(request)
     x_field, y_field, mail_field = (FIELD_OF_POINTER[name] for name in ("x", request.task.outputs[0], MAIL))
     tensors = tuple((FIELD_OF_POINTER[name], name) for name in _filled_in(request))
     numbers = tuple((FIELD[name], name) for name in NUMBERS if name in request.task.numbers)
@@ -38,8 +37,7 @@ def bind(request: Request) -> Run:
 
     def new_call(index: int) -> driver.Arguments:
         kernel = loaded(source(request), kernel_name(request), index, dynamic, cluster)
-        config = driver.launch_config(*shape, early=early and may_begin_early(index))
-        return driver.Arguments(values, config, kernel)
+        return driver.Arguments(values, driver.launch_config(*config), kernel)
 
     def fill_in(fields: Any, more: dict[str, Any], index: int, stream: int) -> None:
         for field, name in tensors:
@@ -70,7 +68,7 @@ def bind(request: Request) -> Run:
     return run
 
 
-def _configuration(request: Request) -> tuple[int, int, tuple[int, int, int, int, int, bool]]:
+def _configuration(request: Request) -> tuple[int, int, tuple[Any, ...]]:
     """Bytes of dynamic shared memory, blocks of a cluster, and the arguments of driver.launch_config."""
     plan, dynamic = request.plan, shared_memory(request)
     cluster = plan.splits if plan.strategy == "cluster" else 1

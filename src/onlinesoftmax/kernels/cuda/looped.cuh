@@ -8,7 +8,6 @@
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(const __grid_constant__ Params p) {
     constexpr int64 TILE = int64(CHUNKS) * THREADS;
     __shared__ State exchange[THREADS / 32];
-    if constexpr (FOLLOWED) let_next_kernel_begin();
     const Row r = row_at(p, blockIdx.x);
     RowOperands given = row_operands(p, blockIdx.x);
     const Numbers n = numbers(p);
@@ -17,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     // The edges are one small slice, which stays in registers.
     Slice<0, THREADS, EDGES, false> edges;
     edges.load_edges(p, r, lane);
-    given.load_rest(p, r, blockIdx.x);
+    given.load_target(p, r);
     edges.make_edge_scores(r, n, lane);
     edges.weigh_edges(p, r, lane);
     State state = identity();
@@ -35,7 +34,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
         }
         state = merge_warps<THREADS / 32>(merge_lanes<32>(state), exchange);
     }
-    given.load_late(p, blockIdx.x);
     if constexpr (WRITES_ROWS) {
         if (lane == 0) ops::write_rows(p, r, blockIdx.x, given, n, state);
     }

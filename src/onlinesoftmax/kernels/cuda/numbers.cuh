@@ -188,25 +188,13 @@ __device__ inline void store(T* to, const Chunk<T, N>& from, int64 step) {
             reinterpret_cast<Unit*>(to + (W == 1 ? i * step : i)), reinterpret_cast<const Unit&>(from.at[i]));
 }
 
-// Programmatic dependent launch, from sm_90 on: the next kernel on the stream may begin while this one runs.  Earlier
-// devices run one kernel after the other, and need no instruction.
-//
-// Lets the next kernel begin once every block of this one has called this or has ended.
-__device__ inline void let_next_kernel_begin() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-// Waits until the kernel before has ended and its stores can be seen.  Returns at once where that kernel had ended
-// before this one began.
+// Waits until the kernel before this one on the stream has ended and its stores can be seen.  From sm_90 on, a kernel may
+// be launched to begin before (programmatic dependent launch), which hides the time of its launch.
 __device__ inline void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-
-// Multiprocessors of the device, or a few more.
-__device__ inline unsigned multiprocessors() { unsigned n; asm("mov.u32 %0, %%nsmid;" : "=r"(n)); return n; }
 
 // Copies 16 bytes from global to shared memory without a register, asynchronously.
 __device__ inline void copy_async(void* to, const void* from) {

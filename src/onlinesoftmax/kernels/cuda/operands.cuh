@@ -241,32 +241,15 @@ struct RowOperands {
     RegisterChunk<1> chosen;
     ACC chosen_weight;   // 1 without weights
 
-    // Loads the late operands, which the kernel before this one may still be computing, where `load_rest` has not.
-    // Strategies call this when the row is reduced.
-    __device__ inline void load_late(const Params& p, int64 row) {
-        if (WAITS && in_first_wave()) wait_and_load(p, row);
-    }
-    __device__ inline void wait_and_load(const Params& p, int64 row) {
-        wait_for_kernel_before();
-#define LOAD(NAME, name) \
-    if constexpr (LATE_##NAME) name = wide(load_one(p.name + row_offset(p, p.name##_place, existing(p, row))));
-        ROW_OPERANDS(LOAD)
-#undef LOAD
-    }
-    // True for the blocks that begin with the kernel.  When a later one begins, the kernel before has long ended, and a
-    // load after the reduction would only delay what is written.
-    static __device__ inline bool in_first_wave() { return blockIdx.x < RESIDENT * multiprocessors(); }
-
-    // Loads the target column, and the late operands if they are known by now.  Strategies call this after they have
-    // issued the loads of the row, because these loads wait: for the target, and for the kernel before this one.
-    __device__ inline void load_rest(const Params& p, const Row& r, int64 row) {
+    // Loads the target column.  Strategies call this after they have issued the loads of the row, because this load
+    // waits for the target.
+    __device__ inline void load_target(const Params& p, const Row& r) {
         if constexpr (HAS_TARGET) {
             chosen.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());
             chosen_weight = 1;
             if constexpr (HAS_WEIGHT)
                 if (r.has_target()) chosen_weight = wide(load_one(r.begin.weight + r.target() * p.weight_place.col));
         }
-        if (WAITS && !in_first_wave()) wait_and_load(p, row);
     }
 
     // The score of the target column; -inf where the target is no column, or is excluded by the mask or by causality.
@@ -283,12 +266,11 @@ struct RowOperands {
     }
 };
 
-// Loads the operands of a row, except those of the target column and those that are late.
+// Loads the operands of a row, except those of the target column.
 __device__ inline RowOperands row_operands(const Params& p, int64 row) {
     RowOperands given;
 #define LOAD(NAME, name) \
-    if constexpr (GIVEN_##NAME && !LATE_##NAME) \
-        given.name = wide(load_one(p.name + row_offset(p, p.name##_place, existing(p, row))));
+    if constexpr (GIVEN_##NAME) given.name = wide(load_one(p.name + row_offset(p, p.name##_place, existing(p, row))));
     ROW_OPERANDS(LOAD)
 #undef LOAD
     return given;

@@ -101,9 +101,7 @@ __device__ inline void write(const Reduction& p, RowSums sums) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) reduction_kernel(const __grid_constant__ Reduction p) {
     __shared__ RowSums exchange[THREADS / 32];
-    // The kernel that computes the divisor runs before the loss kernel, which may begin meanwhile and reads it late.
-    if constexpr (!ADDS_LOSSES) let_next_kernel_begin();
-    // The kernel that computes the total may begin before the loss kernel has ended.  That one does not write targets.
+    // This kernel may begin before the loss kernel has ended, which does not write the targets.
     RowSums sums{};
     if constexpr (COUNTS) sums.divisor = add_rows(p, [&](int64 row) { return share_of(p, p.target[row]); });
     if constexpr (ADDS_LOSSES) {

@@ -40,7 +40,7 @@ def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]
 
     def new_call(index: int) -> driver.Arguments:
         kernel = _kernel(reduction._replace(rows=0, classes=0, ignore_index=0), index)
-        # The total follows the loss kernel, which lets it begin early, and waits before it reads the losses.
+        # The kernel of the total follows the loss kernel, and waits itself before it reads the losses.
         early = reduction.result is not None and may_begin_early(index)
         return driver.Arguments(values, driver.launch_config(blocks, 1, THREADS, 0, 1, False, early), kernel)
 

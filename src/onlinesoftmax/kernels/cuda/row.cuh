@@ -8,7 +8,6 @@
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const __grid_constant__ Params p) {
     constexpr int GROUPS = THREADS / LANES;
     __shared__ State exchange[DEPTH][(THREADS + 31) / 32];
-    if constexpr (FOLLOWED) let_next_kernel_begin();
     const int lane = threadIdx.x % LANES;
     const int64 first = int64(blockIdx.x) * (GROUPS * DEPTH) + threadIdx.x / LANES;
     const Numbers n = numbers(p);
@@ -25,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
         slice[d].load_edges(p, row[d], lane);
     }
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) given[d].load_rest(p, row[d], first + d * GROUPS);
+    for (int d = 0; d < DEPTH; ++d) given[d].load_target(p, row[d]);
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
         slice[d].make_scores(at[d], n, row[d].body - lane);
@@ -33,7 +32,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
         slice[d].weigh(p, at[d], row[d].body - lane);
         slice[d].weigh_edges(p, row[d], lane);
         const State state = REDUCES ? reduce<LANES>(slice[d], exchange[d]) : identity();
-        given[d].load_late(p, first + d * GROUPS);
         if constexpr (WRITES_ROWS) {
             const int64 index = first + d * GROUPS;
             if (lane == 0 && index < p.rows) ops::write_rows(p, row[d], index, given[d], n, state);

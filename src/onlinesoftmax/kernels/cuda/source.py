@@ -188,9 +188,6 @@ def _flags(request: Request) -> dict[str, bool]:
     # A name with GIVEN_ is an operand with one value per row: dy may also have one value per element.
     flags |= {f"GIVEN_{name.upper()}": name in given for name in ROW_OPERANDS}
     flags |= {f"HAS_{name.upper()}": name in given for name in ("target", *CALL_TENSORS, *OPERAND_NUMBERS)}
-    late = late_operands(request)
-    flags |= {f"LATE_{name.upper()}": name in late for name in ROW_OPERANDS}
-    flags |= {"WAITS": bool(late), "FOLLOWED": task.flags.overlap.followed}
     flags |= {f"ROW_{name.upper()}": name in task.row_outputs for name in ROW_OUTPUTS}
     if plan.strategy == "grid":
         tiles = slice_tiles(columns // vector(request), plan.splits, plan.threads.lanes)
@@ -198,14 +195,6 @@ def _flags(request: Request) -> dict[str, bool]:
         shared = plan.threads.shared
         flags |= {"SHARED": shared > 0, "STREAMED": tiles > in_registers + shared}
     return flags
-
-
-def late_operands(request: Request) -> frozenset[str]:
-    """Names of the operands that a kernel waits for, because the kernel before it may still be computing them.
-
-    Strategy `grid` waits for nothing: its launch is cooperative, and begins when the kernel before has ended.
-    """
-    return frozenset() if request.plan.strategy == "grid" else request.task.flags.overlap.late
 
 
 def widths(request: Request) -> dict[str, int]:
