@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import triton_interpreter
+
 
 def _has_gpu() -> bool:
     if importlib.util.find_spec("torch") is None:
@@ -24,6 +26,8 @@ HAS_GPU = _has_gpu()
 if not HAS_GPU:
     # Triton reads it when a kernel is defined, so it must be set before onlinesoftmax is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton"):
+        triton_interpreter.patch_once_per_launch()
 
 # Plans must not depend on tables that were made on this machine.
 os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "onlinesoftmax-tests"))
