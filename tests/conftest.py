@@ -28,6 +28,8 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if importlib.util.find_spec("triton"):
         triton_interpreter.patch_once_per_launch()
+    # The programs are small, or interpreted kernels: XLA takes longer to optimize them than to run them.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # Plans must not depend on tables that were made on this machine.
 os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "onlinesoftmax-tests"))
