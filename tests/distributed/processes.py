@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch.multiprocessing as mp
 
 import onlinesoftmax as osm
 from onlinesoftmax.distributed.rows import gathered
+from triton_interpreter import patch_once_per_launch
 
 sharded = osm.distributed
 
@@ -28,13 +30,28 @@ LOSS_OPTIONS = {
 }  # fmt: skip
 
 
+PRELOADED = [
+    "onlinesoftmax.distributed",
+    "onlinesoftmax.kernels.triton.launch",
+    "torch.fx.experimental.symbolic_shapes",
+]
+"""Modules that the checks import; torch.autograd.grad imports the last one."""
+
+
 def run(check: Callable[..., None], cuts: tuple[int, ...], folder: Path) -> None:
-    """Run check(first, end) in a process for each slice of the columns between two cuts."""
-    mp.spawn(_one, (check, cuts, str(folder / "store")), nprocs=len(cuts) - 1)
+    """Run check(first, end) in a process for each slice of the columns between two cuts.
+
+    The processes are forks of one server, which has imported what they need: imports take longer than most checks.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    arguments = check, cuts, str(folder / "store")
+    mp.start_processes(_one, arguments, nprocs=len(cuts) - 1, start_method="forkserver")
 
 
 def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str) -> None:
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_once_per_launch()
     how = {"init_method": f"file://{store}", "rank": rank, "world_size": len(cuts) - 1}
     dist.init_process_group("gloo", timeout=timedelta(seconds=20), **how)
     check(cuts[rank], cuts[rank + 1])
