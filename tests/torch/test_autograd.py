@@ -354,6 +354,16 @@ def test_batch_invariant_on_pytorch_operations(operation: str) -> None:
         )
 
 
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_batch_invariant_over_several_dims_on_pytorch_operations(keepdim: bool) -> None:
+    x = outliers(4, 6, 50, dtype=torch.float64, device=DEVICE)
+    options = {"keepdim": keepdim, "batch_invariant": True, "backend": "eager"}
+    whole = osm.logsumexp(x, (2, -3), **options)
+    torch.testing.assert_close(whole, torch.logsumexp(x, (0, 2), keepdim))
+    assert torch.equal(osm.logsumexp(x[:, 2:3], (0, 2), **options), whole[:, 2:3] if keepdim else whole[2:3])
+    assert osm.logsumexp(x[0, 0, 0], (0,), **options) == x[0, 0, 0]
+
+
 @pytest.mark.parametrize("plan", ROW_PLANS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_same_gradient_same_bits(operation: str, plan: str) -> None:

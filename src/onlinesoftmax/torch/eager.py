@@ -42,7 +42,8 @@ def call_on_scores(call: Call) -> Any:
     operation, x, (dim, dtype, keepdim, choice), _, _, _ = call
     dtype = dtype or x.dtype
     z, dead = scores_of(x, dim, call.scores, dtype)
-    if choice.batch_invariant and operation.per_row:
+    # A tensor without dimensions, and a call that reduces none, have no rows beside each other.
+    if choice.batch_invariant and operation.per_row and z.dim() and dim not in ((), []):
         y = _invariant_logsumexp(z, dim, keepdim)
     else:
         y = ops.result(operation.name, z, dim, keepdim)
@@ -66,11 +67,15 @@ def scores_of(x: Any, dim: Any, options: ScoreOptions, dtype: torch.dtype) -> tu
     return z.masked_fill(dead, 0.0), dead
 
 
-def _invariant_logsumexp(z: Any, dim: int, keepdim: bool) -> Any:
+def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:
     """Logsumexp whose bits do not depend on the number of rows.
 
     The summation order of torch.logsumexp depends on the number of rows; the order of torch.log_softmax does not.  The
     largest log_softmax of a row is -log(l).
     """
+    if isinstance(dim, tuple | list):
+        last = tuple(range(-len(dim), 0))
+        y = _invariant_logsumexp(z.movedim(tuple(dim), last).flatten(-len(dim)), -1, False)
+        return y.reshape(z.amax(dim, keepdim=True).shape) if keepdim else y
     m = z.amax(dim, keepdim)
     return torch.where(m.isinf(), m, m - ops.by_pytorch("log_softmax", z, dim).amax(dim, keepdim))
