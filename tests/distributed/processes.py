@@ -22,6 +22,9 @@ sharded = osm.distributed
 COLS = 37
 """Columns of a whole row."""
 
+INTERPRETED = not torch.cuda.is_available()
+"""True where Triton's interpreter runs the kernels on CPU tensors: tests/conftest.py turns it off beside a GPU."""
+
 LOSS_OPTIONS = {
     "reduction": ("mean", "sum", "none"), "weighted": (False, True), "label_smoothing": (0.0, 0.1),
     "z_loss": (0.0, 0.01), "scale": (1.0, -0.5), "softcap": (None, 5.0),
@@ -114,6 +117,8 @@ def log_probabilities_are_those_of_one_process(first: int, end: int) -> None:
             for y, leaf in ((ours, local), (one, whole), (exact, wide))
         )
         close(found, theirs[:, first:end], want[:, first:end], 16.0)
+        if not INTERPRETED:
+            continue
         by_kernels = x[:, first:end].clone().requires_grad_()
         y = sharded.token_logprobs(by_kernels, index, **cut, backend="triton")
         for one, other in zip(y, ours, strict=True):
@@ -153,19 +158,19 @@ def hard_rows_are_those_of_one_process(first: int, end: int) -> None:
     target = torch.tensor([-100, 1, 2, 5, COLS, -3, 0])
     local = x[:, first:end].clone().requires_grad_()
     rows = sharded.cross_entropy(local, target, reduction="none", z_loss=0.1)
-    whole = x.clone().requires_grad_()
-    want = osm.cross_entropy(whole, target, reduction="none", z_loss=0.1, backend="triton")
-    torch.testing.assert_close(rows, want, equal_nan=True)
+    whole, inside = x.clone().requires_grad_(), (target >= 0) & (target < COLS)
+    # PyTorch's operations raise an error for a target out of range, so these rows are ignored here.
+    want = osm.cross_entropy(whole, target.where(inside, -100), reduction="none", z_loss=0.1)
+    torch.testing.assert_close(rows, want.where(inside | (target == -100), torch.nan), equal_nan=True)
     (found,) = torch.autograd.grad(rows, local, torch.ones(7))
-    (theirs,) = torch.autograd.grad(want, whole, torch.ones(7))
-    theirs = theirs[:, first:end]
-    torch.testing.assert_close(found[[0, 4, 5, 6]], theirs[[0, 4, 5, 6]])
+    (theirs,) = torch.autograd.grad(want[6], whole)
+    torch.testing.assert_close(found[6], theirs[6, first:end])
     assert (found[[0, 4, 5]] == 0).all()
-    # The same by our kernels, in Triton's interpreter.
-    by_kernels = x[:, first:end].clone().requires_grad_()
-    again = sharded.cross_entropy(by_kernels, target, reduction="none", z_loss=0.1, backend="triton")
-    torch.testing.assert_close(again, want, equal_nan=True)
-    torch.testing.assert_close(torch.autograd.grad(again, by_kernels, torch.ones(7))[0], found, equal_nan=True)
+    if INTERPRETED:
+        by_kernels = x[:, first:end].clone().requires_grad_()
+        again = sharded.cross_entropy(by_kernels, target, reduction="none", z_loss=0.1, backend="triton")
+        torch.testing.assert_close(again, rows, equal_nan=True)
+        torch.testing.assert_close(torch.autograd.grad(again, by_kernels, torch.ones(7))[0], found, equal_nan=True)
     images, classes = torch.randn(2, COLS, 3, 2, generator=torch.Generator().manual_seed(8)), torch.full((2, 3, 2), 36)
     torch.testing.assert_close(
         sharded.cross_entropy(images[:, first:end], classes), torch.nn.functional.cross_entropy(images, classes)
