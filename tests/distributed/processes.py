@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import onlinesoftmax as osm
-from onlinesoftmax.distributed.rows import gathered
+from onlinesoftmax.core.processes import gathered
 
 sharded = osm.distributed
 
@@ -33,7 +34,11 @@ LOSS_OPTIONS = {
 
 def run(check: Callable[..., None], cuts: tuple[int, ...], folder: Path) -> None:
     """Run check(first, end) in a process for each slice of the columns between two cuts."""
-    mp.spawn(_one, (check, cuts, str(folder / "store")), nprocs=len(cuts) - 1)
+    # A server forks the processes from one that has already imported this file.  A process that has used CUDA must not
+    # be forked.
+    multiprocessing.set_forkserver_preload([__name__])
+    how = "spawn" if torch.cuda.is_available() else "forkserver"
+    mp.start_processes(_one, (check, cuts, str(folder / "store")), nprocs=len(cuts) - 1, start_method=how)
 
 
 def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str) -> None:
@@ -180,6 +185,21 @@ def hard_rows_are_those_of_one_process(first: int, end: int) -> None:
         assert torch.equal(again.nan_to_num(), rows.nan_to_num())
 
 
+def one_local_shape_in_two_rows(first: int, end: int) -> None:
+    """Shards of one shape here belong to rows of different lengths: a process sees the length in each call anew."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for more in (0, 3, 0, 5):
+        x = torch.randn(4, COLS + more, generator=torch.Generator().manual_seed(9))
+        local, target = x[:, first : end + more * last], torch.tensor([0, 5, 36, COLS + more - 1])
+        want = torch.nn.functional.cross_entropy(x, target, label_smoothing=0.1)
+        torch.testing.assert_close(sharded.cross_entropy(local, target, label_smoothing=0.1), want)
+        shards = sharded.Shards.of(local)
+        assert shards == sharded.Shards(first, end - first + more * last, COLS + more)
+        known = sharded.cross_entropy(local, target, label_smoothing=0.1, shards=shards)
+        torch.testing.assert_close(known, want)
+        torch.testing.assert_close(sharded.softmax(local, shards=shards), x.softmax(1)[:, first : end + more * last])
+
+
 def different_rows_are_an_error(first: int, end: int) -> None:
     """Every process gets the same error, with the shape of each."""
     rows = 4 + dist.get_rank() % 2
@@ -211,7 +231,7 @@ def a_process_dies(first: int, end: int) -> None:
 
 CHECKS: tuple[Callable[..., Any], ...] = (
     losses_are_those_of_one_process, log_probabilities_are_those_of_one_process,
-    softmax_and_its_like_are_those_of_one_process, hard_rows_are_those_of_one_process,
+    softmax_and_its_like_are_those_of_one_process, hard_rows_are_those_of_one_process, one_local_shape_in_two_rows,
 )  # fmt: skip
 
 

@@ -30,3 +30,13 @@ def test_without_a_group() -> None:
         osm.distributed.softmax([0.0])
     with pytest.raises(RuntimeError, match="label_smoothing must be between"):
         osm.distributed.cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), label_smoothing=2.0)
+
+
+def test_shards_that_do_not_fit() -> None:
+    with osm.distributed.one_process() as group:
+        x = torch.zeros(2, 3)
+        for shards in ((0, 2, 3), (1, 3, 3), (-1, 3, 3)):
+            with pytest.raises(ValueError, match="does not fit a local tensor with 3 columns"):
+                osm.distributed.softmax(x, group=group, shards=osm.distributed.Shards(*shards))
+        with pytest.raises(TypeError, match="argument 'shards' must be Shards, not tuple"):
+            osm.distributed.softmax(x, group=group, shards=(0, 3, 3))

@@ -19,6 +19,7 @@ from ..torch.dispatch import why_pytorch
 from ..torch.gradients import accumulator_of
 from ..torch.targets import launch
 from .rows import RowStates
+from .shards import Shards
 
 Tensor = torch.Tensor
 
@@ -30,14 +31,16 @@ class Sharded(NamedTuple):
     """The arguments of a sharded call that are not tensors of rows.
 
     Attributes:
-        group: Process group.
+        groups: Process groups over which the columns are sharded; several are the axes of a grid of processes.
         options: Scale, softcap and mask of the scores; PLAIN where there is none.
         choice: What the caller forces of the local plan.
+        shards: The local columns as the caller gives them; None where an exchange finds them.
     """
 
-    group: Any
+    groups: tuple[Any, ...]
     options: ScoreOptions = PLAIN
     choice: Choice = ANY
+    shards: Shards | None = None
 
 
 class Shard(NamedTuple):

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: Sharded) -> Tensor:
     """The loss of rows whose classes are sharded; the same on every process."""
     dim = 1 if x.dim() > 1 else 0
-    shards = shards_of("cross_entropy", x, dim, call.group)
+    shards = shards_of("cross_entropy", x, dim, call.groups, call.shards)
     _check_target("cross_entropy()", "target", x, target, dim)
     check_weight("cross_entropy()", weight, x, shards.total)
     weight_sum: Any = shards.total if weight is None else weight.sum(dtype=torch.float64)
@@ -59,7 +59,7 @@ def _reduced(rows: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) ->
 def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Sharded) -> TokenLogprobs:
     """(logprob, entropy, lse) of rows whose tokens are sharded; the same on every process."""
     dim = checked_dim("token_logprobs", dim, x.dim())
-    shards = shards_of("token_logprobs", x, dim, call.group)
+    shards = shards_of("token_logprobs", x, dim, call.groups, call.shards)
     _check_target("token_logprobs()", "index", x, index, dim)
     request = _request(dim, call, shards, entropy, False, shards.total)
     logprob, lse, found, _ = Statistics.apply(x, call.options.mask, index - shards.first, None, request)
@@ -69,7 +69,7 @@ def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Shar
 def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     """The logsumexp of sharded rows; the same on every process."""
     dim = checked_dim("logsumexp", dim, x.dim())
-    shards = shards_of("logsumexp", x, dim, call.group)
+    shards = shards_of("logsumexp", x, dim, call.groups, call.shards)
     # A target that is no column anywhere has no gradient.
     rows = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1 - shards.first, device=x.device)
     request = _request(dim, call, shards, False, False, shards.total)

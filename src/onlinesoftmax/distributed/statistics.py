@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
     def shard(self, x: Tensor, mask: Tensor | None, target: Tensor, weight: Tensor | None) -> Shard:
         """The local part with its tensors."""
-        _, options, choice = self.call
+        _, options, choice, _ = self.call
         return Shard(x, self.dim, options._replace(mask=mask), target, weight, choice)
 
     def is_class(self, target: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Statistics(torch.autograd.Function):
         ctx: Any, x: Tensor, mask: Tensor | None, target: Tensor, weight: Tensor | None, request: Request
     ) -> tuple[Tensor | None, ...]:
         local = states(request.shard(x, mask, target, weight), request.entropy, request.spread)
-        whole = merge(local, request.call.group)
+        whole = merge(local, request.call.groups)
         ctx.request = request
         numbers = (whole.m, whole.l, *_statistics(whole, target, request))
         m, l, *found = (None if t is None else t.to(local.m.dtype) for t in numbers)
