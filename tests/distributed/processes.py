@@ -34,9 +34,9 @@ LOSS_OPTIONS = {
 
 def run(check: Callable[..., None], cuts: tuple[int, ...], folder: Path) -> None:
     """Run check(first, end) in a process for each slice of the columns between two cuts."""
-    # A server forks the processes from one that has already imported this file.  A process that has used CUDA must not
-    # be forked.
-    multiprocessing.set_forkserver_preload([__name__])
+    # A server forks the processes from one that has already imported what takes long.  A process that has used CUDA
+    # must not be forked.
+    multiprocessing.set_forkserver_preload([__name__, "torch.distributed.tensor", "torch._dynamo"])
     how = "spawn" if torch.cuda.is_available() else "forkserver"
     mp.start_processes(_one, (check, cuts, str(folder / "store")), nprocs=len(cuts) - 1, start_method=how)
 

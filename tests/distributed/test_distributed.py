@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from distributed import processes
+from distributed import dtensors, processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -40,3 +40,7 @@ def test_shards_that_do_not_fit() -> None:
                 osm.distributed.softmax(x, group=group, shards=osm.distributed.Shards(*shards))
         with pytest.raises(TypeError, match="argument 'shards' must be Shards, not tuple"):
             osm.distributed.softmax(x, group=group, shards=(0, 3, 3))
+
+
+def test_dtensors_are_as_good_as_whole_tensors(tmp_path: Path) -> None:
+    processes.run(dtensors.everything, (0, 1, 2, 3, 4), tmp_path)
