@@ -200,6 +200,22 @@ def one_local_shape_in_two_rows(first: int, end: int) -> None:
         torch.testing.assert_close(sharded.softmax(local, shards=shards), x.softmax(1)[:, first : end + more * last])
 
 
+def states_merge_over_processes(first: int, end: int) -> None:
+    """States of torch tensors and of NumPy arrays, with an accumulator, and the identity on an empty process."""
+    x = 9 * torch.randn(4, COLS, dtype=torch.float64, generator=torch.Generator().manual_seed(10))
+    for convert in (torch.Tensor.float, torch.Tensor.double, lambda t: t.numpy()):
+        whole, local = convert(x), convert(x[:, first:end])
+        want, found = (osm.State.of(t, 1, weights={"x": t}) for t in (whole, local))
+        found = found.all_reduce()
+        same_everywhere(torch.as_tensor(found.l))
+        for name in ("m", "l", "sums"):
+            mine, theirs = (getattr(state, name) for state in (found, want))
+            if name == "sums":
+                mine, theirs = mine["x"], theirs["x"]
+            assert type(mine) is type(theirs)
+            torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(theirs))
+
+
 def different_rows_are_an_error(first: int, end: int) -> None:
     """Every process gets the same error, with the shape of each."""
     rows = 4 + dist.get_rank() % 2
@@ -232,6 +248,7 @@ def a_process_dies(first: int, end: int) -> None:
 CHECKS: tuple[Callable[..., Any], ...] = (
     losses_are_those_of_one_process, log_probabilities_are_those_of_one_process,
     softmax_and_its_like_are_those_of_one_process, hard_rows_are_those_of_one_process, one_local_shape_in_two_rows,
+    states_merge_over_processes,
 )  # fmt: skip
 
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from .arrays import Array, array_kind
+
 Group = Any
 """A process group of torch.distributed."""
 
@@ -61,6 +65,27 @@ def _along(t: Any, group: Group) -> Any:
             f"or did not make the same call within the group's timeout ({error})"
         ) from error
     return found
+
+
+def gathered_arrays(arrays: list[Array], group: Group) -> list[list[Array]]:
+    """The arrays of every process, in the order of the ranks, by one collective.
+
+    Args:
+        arrays: NumPy arrays or torch tensors of one shape and one dtype, the same on every process.
+        group: A process group; one that exchanges CPU tensors, as gloo does, for NumPy arrays.
+
+    Raises:
+        TypeError: the arrays are of another kind.
+    """
+    import torch
+
+    kind = array_kind(arrays[0])
+    if kind == "torch":
+        return [list(process.unbind(0)) for process in gathered(torch.stack(arrays), group)]
+    if kind != "numpy":
+        raise TypeError(f"all_reduce: torch tensors and NumPy arrays travel between processes, {kind} arrays do not")
+    found = gathered(torch.from_numpy(np.stack(arrays)), group).numpy()
+    return [list(process) for process in found]
 
 
 def device_of_small_exchanges(group: Group, device: Any) -> Any:
