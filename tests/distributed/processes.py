@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,13 +34,40 @@ LOSS_OPTIONS = {
 }  # fmt: skip
 
 
+def team(check: Callable[[Path], None], size: int, folder: Path) -> None:
+    """Run check(folder) in so many processes."""
+    run(functools.partial(_in_folder, check, folder), tuple(range(size + 1)), folder)
+
+
+def _in_folder(check: Callable[[Path], None], folder: Path, *_: int) -> None:
+    check(folder)
+
+
+def as_torchrun(check: Callable[[Path], None], size: int, folder: Path) -> None:
+    """Run check(folder) in so many processes with the variables that torchrun sets; check makes the group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(size)}
+    _start(_with_variables, (check, folder, where), size)
+
+
+def _with_variables(rank: int, check: Callable[[Path], None], folder: Path, where: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(where, RANK=str(rank))
+    check(folder)
+
+
 def run(check: Callable[..., None], cuts: tuple[int, ...], folder: Path) -> None:
     """Run check(first, end) in a process for each slice of the columns between two cuts."""
+    _start(_one, (check, cuts, str(folder / "store")), len(cuts) - 1)
+
+
+def _start(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
     # A server forks the processes from one that has already imported what takes long.  A process that has used CUDA
     # must not be forked.
     multiprocessing.set_forkserver_preload([__name__, "torch.distributed.tensor", "torch._dynamo"])
     how = "spawn" if torch.cuda.is_available() else "forkserver"
-    mp.start_processes(_one, (check, cuts, str(folder / "store")), nprocs=len(cuts) - 1, start_method=how)
+    mp.start_processes(function, arguments, nprocs=size, start_method=how)
 
 
 def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str) -> None:
@@ -228,6 +257,22 @@ def different_rows_are_an_error(first: int, end: int) -> None:
         raise AssertionError("no error")
 
 
+def a_process_is_late(first: int, end: int) -> None:
+    """A process that raises an error of its own and lives on ends the calls of the others within the timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        return
+    start = time.monotonic()
+    try:
+        sharded.logsumexp(torch.zeros(4, end - first), group=group)
+    except RuntimeError as error:
+        assert "did not make the same call within the group's timeout" in str(error)  # noqa: PT017
+        assert time.monotonic() - start < 2
+    else:
+        raise AssertionError("no error")
+
+
 def a_process_dies(first: int, end: int) -> None:
     """The others end with an error before the group's timeout, and do not wait forever."""
     x = torch.zeros(4, end - first)
@@ -238,7 +283,8 @@ def a_process_dies(first: int, end: int) -> None:
     try:
         for _ in range(100):
             sharded.logsumexp(x)
-    except RuntimeError:
+    except RuntimeError as error:
+        assert "another process has ended" in str(error)  # noqa: PT017
         assert time.monotonic() - start < 30
         # A group with a dead process cannot be taken down in an orderly way.
         os._exit(0)

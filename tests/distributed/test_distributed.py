@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import onlinesoftmax as osm
-from distributed import dtensors, processes
+from distributed import dtensors, files, processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -21,6 +22,26 @@ def test_shards_are_as_good_as_whole_rows(cuts: tuple[int, ...], tmp_path: Path)
 
 def test_a_dead_process_ends_the_others(tmp_path: Path) -> None:
     processes.run(processes.a_process_dies, (0, 20, 30, 37), tmp_path)
+
+
+def test_a_late_process_ends_the_calls_of_the_others(tmp_path: Path) -> None:
+    processes.run(processes.a_process_is_late, (0, 20, 37), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        files.files_are_those_of_one_process,
+        files.a_failure_of_one_is_a_failure_of_all,
+        files.a_process_that_dies_leaves_no_file,
+    ],
+)
+def test_processes_share_a_file(check: Callable[[Path], None], tmp_path: Path) -> None:
+    processes.team(check, 3, tmp_path)
+
+
+def test_the_command_line_shares_a_file(tmp_path: Path) -> None:
+    processes.as_torchrun(files.the_command_line, 2, tmp_path)
 
 
 def test_without_a_group() -> None:
