@@ -7,33 +7,41 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 import onlinesoftmax as osm
+from distributed import processes
 
 Placements = tuple[Any, ...]
 
-BY_MESH: dict[tuple[int, ...], tuple[Placements, ...]] = {
-    (4,): ((Shard(1),), (Shard(0),), (Replicate(),)),
-    (2, 2): (
+BY_DIMENSIONS: dict[int, tuple[Placements, ...]] = {
+    1: ((Shard(1),), (Shard(0),), (Replicate(),)),
+    2: (
         (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(1)), (Shard(1), Shard(1)),
         (Shard(0), Replicate()), (Shard(0), Shard(0)),
     ),
 }  # fmt: skip
-"""Placements of an input of shape (rows, columns) on each mesh."""
+"""Placements of an input of shape (rows, columns) on a mesh with so many dimensions."""
 
 ROWS, COLS = 5, 13
 """Neither is divisible by the number of processes."""
 
 
-def meshes() -> dict[tuple[int, ...], DeviceMesh]:
-    return {shape: init_device_mesh("cpu", shape) for shape in BY_MESH}
+def meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    """A mesh with one dimension and a mesh with two, of all processes."""
+    half, kind = dist.get_world_size() // 2, processes.device().type
+    return init_device_mesh(kind, (2 * half,)), init_device_mesh(kind, (2, half))
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return (4 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+    return (4 * processes.random(*shape, seed=seed)).to(dtype)
+
+
+def tensor(values: Any) -> torch.Tensor:
+    return torch.tensor(values, device=processes.device())
 
 
 def cut_tensor(t: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
@@ -67,10 +75,10 @@ def softmax_and_its_like(mesh: DeviceMesh, placements: Placements) -> None:
         ({"mask": mask, "fully_masked": "zero"}, {}),
         ({"bias": bias, "scale": 0.5, "softcap": 5.0}, {"bias": where}),
         ({"causal": True, "dtype": torch.float64}, {}),
-        ({"scale": torch.tensor(2.0), "mask": mask[:1]}, {}),
+        ({"scale": tensor(2.0), "mask": mask[:1]}, {}),
     ]
     # A third of the pairs with each placement: every pair is among those of some placement on each mesh.
-    first = BY_MESH[mesh.shape].index(placements) % 3
+    first = BY_DIMENSIONS[mesh.ndim].index(placements) % 3
     for name, (options, given) in list(itertools.product(("softmax", "log_softmax", "logsumexp"), product))[first::3]:
         function = getattr(osm, name)
         whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
@@ -84,7 +92,7 @@ def softmax_and_its_like(mesh: DeviceMesh, placements: Placements) -> None:
 
 def gradients_of_operands(mesh: DeviceMesh, placements: Placements) -> None:
     """The gradients of a bias and of a scale are whole, whatever the bias is: a plain tensor or a DTensor."""
-    x, bias, scale = random(ROWS, COLS), random(COLS, seed=1).requires_grad_(), torch.tensor(0.5, requires_grad=True)
+    x, bias, scale = random(ROWS, COLS), random(COLS, seed=1).requires_grad_(), tensor(0.5).requires_grad_()
     dy = random(ROWS, COLS, seed=3)
     want = torch.autograd.grad(osm.softmax(x, 1, bias=bias, scale=scale), (bias, scale), dy)
     cut, dcut = cut_tensor(x, mesh, placements), cut_tensor(dy, mesh, placements)
@@ -97,7 +105,7 @@ def gradients_of_operands(mesh: DeviceMesh, placements: Placements) -> None:
 
 def losses(mesh: DeviceMesh, placements: Placements) -> None:
     """Every reduction, with plain targets and with DTensors; the mean is over the rows of all processes."""
-    x, target, weight = random(ROWS, COLS), torch.tensor([0, 12, -100, 7, 3]), random(COLS, seed=1).abs()
+    x, target, weight = random(ROWS, COLS), tensor([0, 12, -100, 7, 3]), random(COLS, seed=1).abs()
     aligned = cut_tensor(target, mesh, rows_of(placements))
     product: tuple[dict[str, Any], ...] = (
         {}, {"weight": weight, "label_smoothing": 0.1}, {"z_loss": 0.01, "scale": 0.5, "softcap": 3.0},
@@ -114,14 +122,14 @@ def losses(mesh: DeviceMesh, placements: Placements) -> None:
 
 
 def log_probabilities(mesh: DeviceMesh, placements: Placements) -> None:
-    x, index = random(ROWS, COLS), torch.tensor([0, 12, 5, 7, 3])
+    x, index = random(ROWS, COLS), tensor([0, 12, 5, 7, 3])
     mask = (random(ROWS, COLS, seed=1) > -4).scatter(1, index[:, None], True)
-    for options in ({}, {"mask": mask, "scale": torch.tensor(0.5)}):
+    for options in ({}, {"mask": mask, "scale": tensor(0.5)}):
         whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
         want, found = osm.token_logprobs(whole, index, **options), osm.token_logprobs(cut, index, **options)
         for mine, theirs in zip(found, want, strict=True):
             near(mine, theirs, rows_of(placements))
-        (dx,) = torch.autograd.grad([y.sum() for y in want], whole, [torch.tensor(w) for w in (1.0, 0.3, 2.0)])
+        (dx,) = torch.autograd.grad([y.sum() for y in want], whole, [tensor(w) for w in (1.0, 0.3, 2.0)])
         total = found.logprob.sum() + 0.3 * found.entropy.sum() + 2 * found.lse.sum()
         near(torch.autograd.grad(total, cut)[0], dx, placements)
     assert osm.token_logprobs(cut_tensor(x, mesh, placements), index, entropy=False).entropy is None
@@ -130,7 +138,7 @@ def log_probabilities(mesh: DeviceMesh, placements: Placements) -> None:
 def other_ranks_of_tensors(mesh: DeviceMesh) -> None:
     """Images whose classes are dimension 1, keepdim, and 16 bits."""
     for placements in ((Shard(2), Shard(1)), (Shard(0), Shard(1)), (Shard(1), Shard(3))):
-        x, target = random(3, 7, 2, 5), torch.randint(7, (3, 2, 5), generator=torch.Generator().manual_seed(1))
+        x, target = random(3, 7, 2, 5), random(3, 2, 5, seed=1).abs().long() % 7
         cut = cut_tensor(x, mesh, placements).requires_grad_()
         whole = x.clone().requires_grad_()
         want, found = osm.cross_entropy(whole, target), osm.cross_entropy(cut, target)
@@ -145,7 +153,9 @@ def other_ranks_of_tensors(mesh: DeviceMesh) -> None:
     cut = cut_tensor(x, mesh, (Shard(0), Shard(1)))
     near(osm.softmax(cut), x.softmax(-1), (Shard(0), Shard(1)))
     near(
-        osm.cross_entropy(cut, torch.arange(ROWS)), functional.cross_entropy(x, torch.arange(ROWS)), (Replicate(),) * 2
+        osm.cross_entropy(cut, tensor(range(ROWS))),
+        functional.cross_entropy(x, tensor(range(ROWS))),
+        (Replicate(),) * 2,
     )
 
 
@@ -153,7 +163,7 @@ def partial_sums_are_added(mesh: DeviceMesh) -> None:
     """The logits of a row-parallel layer, whose gradient is that of the sum on every process."""
     x = random(ROWS, COLS)
     cut = DTensor.from_local(x / mesh.size(), mesh, (Partial(),)).requires_grad_()
-    whole, target = x.clone().requires_grad_(), torch.arange(ROWS)
+    whole, target = x.clone().requires_grad_(), tensor(range(ROWS))
     want, found = osm.cross_entropy(whole, target), osm.cross_entropy(cut, target)
     near(found, want, (Replicate(),))
     near(torch.autograd.grad(found, cut)[0], torch.autograd.grad(want, whole)[0], (Replicate(),))
@@ -164,7 +174,7 @@ def class_probabilities_and_statistics(mesh: DeviceMesh) -> None:
     x, placements = random(ROWS, COLS), (Shard(0), Replicate())
     cut, likely = cut_tensor(x, mesh, placements), random(ROWS, COLS, seed=1).softmax(1)
     near(osm.cross_entropy(cut, likely), functional.cross_entropy(x, likely), (Replicate(),) * 2)
-    target = torch.arange(ROWS)
+    target = tensor(range(ROWS))
     (want, theirs), (loss, mine) = (osm.cross_entropy(t, target, return_stats=True) for t in (x, cut))
     near(loss, want, (Replicate(),) * 2)
     for name, statistic in mine._asdict().items():
@@ -172,17 +182,17 @@ def class_probabilities_and_statistics(mesh: DeviceMesh) -> None:
 
 
 def autocast_is_followed(mesh: DeviceMesh) -> None:
-    x, target = random(ROWS, COLS, dtype=torch.bfloat16), torch.arange(ROWS)
+    x, target = random(ROWS, COLS, dtype=torch.bfloat16), tensor(range(ROWS))
     for placements in ((Shard(1),), (Shard(0),)):
         cut = cut_tensor(x, mesh, placements)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
             for function in (lambda t: osm.cross_entropy(t, target), osm.softmax, osm.logsumexp):
                 assert function(cut).dtype == function(x).dtype
 
 
 def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
     """Each error is the same on every process, and names the argument."""
-    x, target = random(ROWS, COLS), torch.arange(ROWS)
+    x, target = random(ROWS, COLS), tensor(range(ROWS))
     cut = cut_tensor(x, mesh, (Shard(0), Shard(1)))
     far = cut_tensor(target, other, (Replicate(),))
     calls: tuple[tuple[type[Exception], str, Callable[[], object]], ...] = (
@@ -210,10 +220,10 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
 
 def compiled_losses(mesh: DeviceMesh) -> None:
     """One graph with both exchanges; the backend is the cheapest that traces forward and backward."""
-    x, target = random(ROWS, COLS), torch.tensor([0, 12, -100, 7, 3])
+    x, target = random(ROWS, COLS), tensor([0, 12, -100, 7, 3])
 
     def loss(logits: Any) -> Any:
-        return osm.cross_entropy(2 * logits, target, label_smoothing=0.1)
+        return osm.cross_entropy(2 * logits, target, backend="triton" if processes.kernels_run() else None)
 
     placements = (Shard(0), Shard(1))
     cut = cut_tensor(x, mesh, placements).requires_grad_()
@@ -224,17 +234,17 @@ def compiled_losses(mesh: DeviceMesh) -> None:
 
 
 def everything(*_: int) -> None:
-    found = meshes()
-    for shape, mesh in found.items():
-        for placements in BY_MESH[shape]:
+    line, square = meshes()
+    for mesh in (line, square):
+        for placements in BY_DIMENSIONS[mesh.ndim]:
             for check in (softmax_and_its_like, gradients_of_operands, losses, log_probabilities):
                 try:
                     check(mesh, placements)
                 except BaseException as error:
-                    raise AssertionError(f"{check.__name__} with {placements} on a mesh of {shape}") from error
-    other_ranks_of_tensors(found[2, 2])
-    partial_sums_are_added(found[4,])
-    class_probabilities_and_statistics(found[2, 2])
-    autocast_is_followed(found[4,])
-    bad_input_is_an_error(found[2, 2], found[4,])
-    compiled_losses(found[2, 2])
+                    raise AssertionError(f"{check.__name__} with {placements} on {mesh}") from error
+    other_ranks_of_tensors(square)
+    partial_sums_are_added(line)
+    class_probabilities_and_statistics(square)
+    autocast_is_followed(line)
+    bad_input_is_an_error(square, line)
+    compiled_losses(square)

@@ -25,8 +25,24 @@ sharded = osm.distributed
 COLS = 37
 """Columns of a whole row."""
 
-INTERPRETED = not torch.cuda.is_available()
-"""True where Triton's interpreter runs the kernels on CPU tensors: tests/conftest.py turns it off beside a GPU."""
+
+def device() -> torch.device:
+    """The device of this process: its GPU under NCCL, else the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", dist.get_rank())
+    return torch.device("cpu")
+
+
+def kernels_run() -> bool:
+    """True on a GPU, and where Triton's interpreter takes CPU tensors: tests/conftest.py turns it off beside a GPU."""
+    return device().type == "cuda" or not torch.cuda.is_available()
+
+
+def random(*shape: int, seed: int, normal: bool = True) -> torch.Tensor:
+    """The same random numbers on every process, and on every device."""
+    make = torch.randn if normal else torch.rand
+    return make(shape, generator=torch.Generator().manual_seed(seed)).to(device())
+
 
 LOSS_OPTIONS = {
     "reduction": ("mean", "sum", "none"), "weighted": (False, True), "label_smoothing": (0.0, 0.1),
@@ -57,9 +73,9 @@ def _with_variables(rank: int, check: Callable[[Path], None], folder: Path, wher
     check(folder)
 
 
-def run(check: Callable[..., None], cuts: tuple[int, ...], folder: Path) -> None:
+def run(check: Callable[..., None], cuts: tuple[int, ...], folder: Path, backend: str = "gloo") -> None:
     """Run check(first, end) in a process for each slice of the columns between two cuts."""
-    _start(_one, (check, cuts, str(folder / "store")), len(cuts) - 1)
+    _start(_one, (check, cuts, str(folder / "store"), backend), len(cuts) - 1)
 
 
 def _start(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
@@ -70,21 +86,25 @@ def _start(function: Callable[..., None], arguments: tuple[Any, ...], size: int)
     mp.start_processes(function, arguments, nprocs=size, start_method=how)
 
 
-def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str) -> None:
+def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str, backend: str) -> None:
     torch.set_num_threads(1)
-    how = {"init_method": f"file://{store}", "rank": rank, "world_size": len(cuts) - 1}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20), **how)
+    how: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": len(cuts) - 1}
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        # The processes compile the kernels between two exchanges.
+        how |= {"timeout": timedelta(minutes=5), "device_id": torch.device("cuda", rank)}
+    else:
+        how["timeout"] = timedelta(seconds=20)
+    dist.init_process_group(backend, **how)
     check(cuts[rank], cuts[rank + 1])
     dist.destroy_process_group()
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logits, targets, weights): one target is ignored, and one row has a large offset."""
-    torch.manual_seed(5)
-    x, target = (3 * torch.randn(6, COLS)).to(dtype), torch.randint(COLS, (6,))
+    x, target = (3 * random(6, COLS, seed=5)).to(dtype), torch.tensor([0, 36, -100, 19, 20, 7], device=device())
     x[1] += 50.0
-    target[2] = -100
-    return x, target, torch.rand(COLS).to(dtype)
+    return x, target, random(COLS, seed=6, normal=False).to(dtype)
 
 
 def close(ours: torch.Tensor, whole: torch.Tensor, exact: torch.Tensor, size: float = 1.0) -> None:
@@ -124,7 +144,7 @@ def losses_are_those_of_one_process(first: int, end: int) -> None:
             exact = osm.cross_entropy(wide, target, None if weight is None else weight.double(), **options)
             same_everywhere(ours)
             close(ours.detach(), one.detach(), exact.detach(), 60.0)
-            dy = torch.rand(exact.shape, generator=torch.Generator().manual_seed(1))
+            dy = random(*exact.shape, seed=1, normal=False)
             found, theirs, want = (
                 torch.autograd.grad(y, leaf, dy.to(y.dtype))[0]
                 for y, leaf in ((ours, local), (one, whole), (exact, wide))
@@ -136,7 +156,7 @@ def log_probabilities_are_those_of_one_process(first: int, end: int) -> None:
     """All three statistics with their gradients, and a mask that keeps the chosen token."""
     x, target, _ = inputs(torch.float32)
     index = target.clamp(min=0)
-    mask = (torch.rand(x.shape, generator=torch.Generator().manual_seed(2)) < 0.7).scatter(1, index[:, None], True)
+    mask = (random(*x.shape, seed=2, normal=False) < 0.7).scatter(1, index[:, None], True)
     for options in ({}, {"mask": mask}, {"scale": 0.5, "softcap": 10.0}):
         local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
         wide = x.double().requires_grad_()
@@ -151,7 +171,7 @@ def log_probabilities_are_those_of_one_process(first: int, end: int) -> None:
             for y, leaf in ((ours, local), (one, whole), (exact, wide))
         )
         close(found, theirs[:, first:end], want[:, first:end], 16.0)
-        if not INTERPRETED:
+        if not kernels_run():
             continue
         by_kernels = x[:, first:end].clone().requires_grad_()
         y = sharded.token_logprobs(by_kernels, index, **cut, backend="triton")
@@ -163,13 +183,12 @@ def log_probabilities_are_those_of_one_process(first: int, end: int) -> None:
 
 def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
     """Rows along any dimension, with scores, and their gradients."""
-    torch.manual_seed(6)
     for name, dim, dtype, options in itertools.product(
         ("softmax", "log_softmax", "logsumexp"), (0, 1, -1), (torch.float32, torch.bfloat16), ({}, {"softcap": 4.0})
     ):
         shape = [3, 4, 5]
         shape[dim] = COLS
-        x = (5 * torch.randn(shape, generator=torch.Generator().manual_seed(3))).to(dtype)
+        x = (5 * random(*shape, seed=3)).to(dtype)
         cut = [slice(None)] * 3
         cut[dim] = slice(first, end)
         local, whole = x[tuple(cut)].clone().requires_grad_(), x.clone().requires_grad_()
@@ -178,7 +197,7 @@ def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
         one, exact = getattr(osm, name)(whole, dim, **options), getattr(osm, name)(wide, dim, **options)
         part = (lambda t: t) if name == "logsumexp" else (lambda t, cut=tuple(cut): t[cut])
         close(ours.detach(), part(one.detach()), part(exact.detach()), 20.0)
-        dy = torch.rand(exact.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+        dy = random(*exact.shape, seed=4, normal=False).to(dtype)
         (found,) = torch.autograd.grad(ours, local, part(dy))
         (theirs,) = torch.autograd.grad(one, whole, dy)
         (want,) = torch.autograd.grad(exact, wide, dy.double())
@@ -187,25 +206,27 @@ def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
 
 def hard_rows_are_those_of_one_process(first: int, end: int) -> None:
     """Ignored rows with NaN, an infinite score, a row of only -inf, targets out of range, K-dimensional input."""
-    x = torch.randn(7, COLS, generator=torch.Generator().manual_seed(7))
+    x = random(7, COLS, seed=7)
     x[0], x[1, 30], x[2], x[3, 5] = torch.nan, torch.inf, -torch.inf, -torch.inf
-    target = torch.tensor([-100, 1, 2, 5, COLS, -3, 0])
+    target = torch.tensor([-100, 1, 2, 5, COLS, -3, 0], device=device())
     local = x[:, first:end].clone().requires_grad_()
     rows = sharded.cross_entropy(local, target, reduction="none", z_loss=0.1)
     whole, inside = x.clone().requires_grad_(), (target >= 0) & (target < COLS)
     # PyTorch's operations raise an error for a target out of range, so these rows are ignored here.
     want = osm.cross_entropy(whole, target.where(inside, -100), reduction="none", z_loss=0.1)
     torch.testing.assert_close(rows, want.where(inside | (target == -100), torch.nan), equal_nan=True)
-    (found,) = torch.autograd.grad(rows, local, torch.ones(7))
+    (found,) = torch.autograd.grad(rows, local, torch.ones_like(rows))
     (theirs,) = torch.autograd.grad(want[6], whole)
     torch.testing.assert_close(found[6], theirs[6, first:end])
     assert (found[[0, 4, 5]] == 0).all()
-    if INTERPRETED:
+    if kernels_run():
         by_kernels = x[:, first:end].clone().requires_grad_()
         again = sharded.cross_entropy(by_kernels, target, reduction="none", z_loss=0.1, backend="triton")
         torch.testing.assert_close(again, rows, equal_nan=True)
-        torch.testing.assert_close(torch.autograd.grad(again, by_kernels, torch.ones(7))[0], found, equal_nan=True)
-    images, classes = torch.randn(2, COLS, 3, 2, generator=torch.Generator().manual_seed(8)), torch.full((2, 3, 2), 36)
+        torch.testing.assert_close(
+            torch.autograd.grad(again, by_kernels, torch.ones_like(rows))[0], found, equal_nan=True
+        )
+    images, classes = random(2, COLS, 3, 2, seed=8), torch.full((2, 3, 2), 36, device=device())
     torch.testing.assert_close(
         sharded.cross_entropy(images[:, first:end], classes), torch.nn.functional.cross_entropy(images, classes)
     )
@@ -218,8 +239,8 @@ def one_local_shape_in_two_rows(first: int, end: int) -> None:
     """Shards of one shape here belong to rows of different lengths: a process sees the length in each call anew."""
     last = dist.get_rank() == dist.get_world_size() - 1
     for more in (0, 3, 0, 5):
-        x = torch.randn(4, COLS + more, generator=torch.Generator().manual_seed(9))
-        local, target = x[:, first : end + more * last], torch.tensor([0, 5, 36, COLS + more - 1])
+        x = random(4, COLS + more, seed=9)
+        local, target = x[:, first : end + more * last], torch.tensor([0, 5, 36, COLS + more - 1], device=device())
         want = torch.nn.functional.cross_entropy(x, target, label_smoothing=0.1)
         torch.testing.assert_close(sharded.cross_entropy(local, target, label_smoothing=0.1), want)
         shards = sharded.Shards.of(local)
@@ -231,8 +252,10 @@ def one_local_shape_in_two_rows(first: int, end: int) -> None:
 
 def states_merge_over_processes(first: int, end: int) -> None:
     """States of torch tensors and of NumPy arrays, with an accumulator, and the identity on an empty process."""
-    x = 9 * torch.randn(4, COLS, dtype=torch.float64, generator=torch.Generator().manual_seed(10))
-    for convert in (torch.Tensor.float, torch.Tensor.double, lambda t: t.numpy()):
+    x = 9 * random(4, COLS, seed=10).double()
+    # NCCL does not take arrays of the CPU.
+    arrays = () if x.is_cuda else (torch.Tensor.numpy,)
+    for convert in (torch.Tensor.float, torch.Tensor.double, *arrays):
         whole, local = convert(x), convert(x[:, first:end])
         want, found = (osm.State.of(t, 1, weights={"x": t}) for t in (whole, local))
         found = found.all_reduce()
@@ -249,7 +272,7 @@ def different_rows_are_an_error(first: int, end: int) -> None:
     """Every process gets the same error, with the shape of each."""
     rows = 4 + dist.get_rank() % 2
     try:
-        sharded.logsumexp(torch.zeros(rows, end - first))
+        sharded.logsumexp(torch.zeros(rows, end - first, device=device()))
     except ValueError as error:
         assert "rank 0: (4, " in str(error)  # noqa: PT017  the check runs outside of pytest
         assert "rank 1: (5, " in str(error)  # noqa: PT017

@@ -20,6 +20,14 @@ def test_shards_are_as_good_as_whole_rows(cuts: tuple[int, ...], tmp_path: Path)
     processes.run(processes.everything, cuts, tmp_path)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("check", [processes.everything, dtensors.everything])
+def test_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:
+    """The same checks with NCCL."""
+    processes.run(check, (0, 20, 37), tmp_path, "nccl")
+
+
 def test_a_dead_process_ends_the_others(tmp_path: Path) -> None:
     processes.run(processes.a_process_dies, (0, 20, 30, 37), tmp_path)
 

@@ -10,7 +10,7 @@ from ..core.processes import gathered
 from ..torch import eager
 from ..torch.check import checked_dim
 from ..torch.gradients import accumulator_of
-from .local import Shard, Sharded, states
+from .local import Shard, Sharded, runs_kernels, states
 from .rows import merge
 from .shards import shards_of
 
@@ -25,7 +25,8 @@ class Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, dim: int, call: Sharded, logarithm: bool) -> Tensor:
-        whole = merge(states(Shard(z.detach(), dim, choice=call.choice), False, False), call.groups)
+        shard = Shard(z.detach(), dim, choice=call.choice)
+        whole = merge(states(shard, runs_kernels(shard)), call.groups)
         shift = whole.lse.where(whole.has_softmax, torch.nan)
         y = torch.empty_like(z)
         wide = accumulator_of(z.dtype, z.dtype)

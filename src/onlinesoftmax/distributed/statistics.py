@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .local import Incoming, Shard, Sharded, gradient, states
+from .local import Incoming, Shard, Sharded, gradient, runs_kernels, states
 from .rows import RowStates, merge
 from .shards import Shards
 
@@ -56,7 +56,9 @@ class Statistics(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, mask: Tensor | None, target: Tensor, weight: Tensor | None, request: Request
     ) -> tuple[Tensor | None, ...]:
-        local = states(request.shard(x, mask, target, weight), request.entropy, request.spread)
+        shard = request.shard(x, mask, target, weight)
+        ctx.kernels = runs_kernels(shard)
+        local = states(shard, ctx.kernels, request.entropy, request.spread)
         whole = merge(local, request.call.groups)
         ctx.request = request
         numbers = (whole.m, whole.l, *_statistics(whole, target, request))
@@ -76,7 +78,7 @@ class Statistics(torch.autograd.Function):
             dy = dy.where(ctx.request.is_class(target), 0.0)
         incoming = Incoming(zero if dy is None else dy, zero if dlse is None else dlse, dentropy, dspread)
         shard = ctx.request.shard(x, mask, target, weight)
-        dx = gradient(shard, RowStates(m, l), entropy, incoming, ctx.request.weight_sum)
+        dx = gradient(shard, ctx.kernels, RowStates(m, l), entropy, incoming, ctx.request.weight_sum)
         return dx, None, None, None, None
 
 
