@@ -201,6 +201,7 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
         (NotImplementedError, "reduce one dim at a time", lambda: osm.logsumexp(cut, (0, 1))),
         (NotImplementedError, "class probabilities is not", lambda: osm.cross_entropy(cut, x.softmax(1))),
         (NotImplementedError, "return_stats is not", lambda: osm.cross_entropy(cut, target, return_stats=True)),
+        (NotImplementedError, "inplace_backward", lambda: osm.cross_entropy(cut, target, inplace_backward=True)),
         (NotImplementedError, "pass dtype=", lambda: osm.softmax(cut.long())),
         (IndexError, "Dimension out of range", lambda: osm.softmax(cut, 2)),
         (ValueError, "target has shape", lambda: osm.cross_entropy(cut, target[:3])),

@@ -1,7 +1,7 @@
 """Softmax and its family on rows that are sharded over the processes of a group, as a vocabulary is.
 
 Each process passes its columns of every row.  Shards may be uneven, and empty on some processes.  Forward exchanges one
-state per row, of 8 to 20 bytes, in one collective.  The backward pass of a loss exchanges nothing, that of softmax one
+state per row, of 8 to 16 bytes, in one collective.  The backward pass of a loss exchanges nothing, that of softmax one
 number per row.  Results are the same on every process, and the same on every run.
 
 Every process of the group must make the same calls in the same order.  A call exchanges the shapes of the shards first,

@@ -37,9 +37,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bo
     weight, local = layout.whole("weight", weight), local_of(x, layout.placements)
     stats = None
     if layout.groups:
-        if probabilities or return_stats:
-            given = "a target of class probabilities" if probabilities else "return_stats"
-            raise NotImplementedError(f"cross_entropy(): {given} is not available where the classes are sharded")
+        _check_available(probabilities, return_stats, loss)
         call = sharded_call("cross_entropy", layout, loss.options or ScoreOptions(), loss.settings.choice)
         rows = sharded_losses.loss_rows(local, target, weight, loss, call)
     else:
@@ -51,6 +49,13 @@ def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bo
     y = sharded_losses.reduced(rows, target, weight, loss, layout.row_groups).to(dtype)
     y = layout.rows(y) if loss.reduction == "none" else layout.number(y)
     return y if stats is None else (y, LossStatistics(*map(layout.rows, stats)))
+
+
+def _check_available(probabilities: bool, return_stats: bool, loss: Loss) -> None:
+    named = {"class probabilities": probabilities, "return_stats": return_stats, "inplace_backward": loss.inplace}
+    for name, given in named.items():
+        if given:
+            raise NotImplementedError(f"cross_entropy(): {name} is not available where the classes are sharded")
 
 
 def token_logprobs(
