@@ -208,6 +208,8 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
         (ValueError, "target is on the mesh", lambda: osm.cross_entropy(cut, far)),
         (IndexError, "target is 13 at position 4", lambda: osm.cross_entropy(cut, target + 9, check=True)),
         (IndexError, "index is 13 at position 4", lambda: osm.token_logprobs(cut, target + 9, check=True)),
+        (TypeError, "mask is a DTensor, and input is a Tensor", lambda: osm.softmax(x, mask=cut > 0)),
+        (TypeError, "target is a DTensor, and input is a Tensor", lambda: osm.cross_entropy(x, far)),
         (RuntimeError, "mask must be boolean", lambda: osm.softmax(cut, mask=x)),
     )
     for kind, message, call in calls:

@@ -13,7 +13,7 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
 from . import loss_launches, ops, targets_eager
-from .check import check_options, checked_dim
+from .check import check_kind, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
 from .loss import Loss, counted
 from .prepare import INTEGERS
@@ -211,6 +211,8 @@ def check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     else:
         check_index(name, "target", x, target, rows)
     check_weight(name, weight, x, x.shape[dim])
+    for argument, value in (("target", target), ("weight", weight)):
+        check_kind("cross_entropy", argument, value, x)
 
 
 def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
@@ -282,3 +284,4 @@ def check_token_arguments(x: Any, index: Any, dim: Any) -> None:
         raise ValueError(f"{name}: logits need a dimension of tokens, got shape ()")
     axis = checked_dim("token_logprobs", dim, x.dim())
     check_index(name, "index", x, index, (*x.shape[:axis], *x.shape[axis + 1 :]))
+    check_kind("token_logprobs", "index", index, x)
