@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
+# Python keeps compiled modules.  Otherwise every process, and the tests start dozens, compiles torch and JAX again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test lint bench clean

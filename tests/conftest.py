@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import tempfile
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+import triton_interpreter
 
 
 def _has_gpu() -> bool:
@@ -24,6 +27,10 @@ HAS_GPU = _has_gpu()
 if not HAS_GPU:
     # Triton reads it when a kernel is defined, so it must be set before onlinesoftmax is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton"):
+        triton_interpreter.patch_once_per_launch()
+    # The programs are small, or interpreted kernels: XLA takes longer to optimize them than to run them.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # Plans must not depend on tables that were made on this machine.
 os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "onlinesoftmax-tests"))
@@ -53,6 +60,12 @@ def device_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped, with that reason, where there is none")
+
+
+def pytest_collection_finish() -> None:
+    """Leave out all that was imported from later garbage collections: a benchmark collects before each measurement."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

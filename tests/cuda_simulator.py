@@ -256,14 +256,27 @@ def _replaced(name: str) -> str:
     return text
 
 
+HEADERS = "".join(re.findall("#include .*\n", MACHINE))
+"""Standard headers of every kernel, which take the compiler longer than the kernel itself."""
+
+
+@cache
+def _compile_command(folder: Path) -> list[str]:
+    """The compiler and its options; the folder gets the standard headers, compiled."""
+    assert COMPILER is not None
+    options = ["-std=c++17", "-w", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-fPIC"]
+    # A variable that is read before it is written must not happen to be zero, as memory of the host often is.
+    options.append("-ftrivial-auto-var-init=pattern")
+    header = folder / "headers.h"
+    header.write_text(HEADERS, encoding="utf-8")
+    subprocess.run([COMPILER, *options, "-x", "c++-header", str(header)], check=True)
+    return [COMPILER, *options, "-include", str(header), "-shared", "-x", "c++", "-"]
+
+
 @cache
 def _library(text: str, folder: Path) -> Any:
     name = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
-    assert COMPILER is not None
-    options = ["-std=c++17", "-w", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-shared", "-fPIC"]
-    # A variable that is read before it is written must not happen to be zero, as memory of the host often is.
-    options.append("-ftrivial-auto-var-init=pattern")
-    command = [COMPILER, *options, "-x", "c++", "-", "-o", f"{name}.so"]
+    command = [*_compile_command(folder), "-o", f"{name}.so"]
     done = subprocess.run(command, input=text, text=True, capture_output=True)
     assert not done.returncode, done.stderr[:4000]
     return ctypes.CDLL(f"{name}.so")

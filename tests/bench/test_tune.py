@@ -74,7 +74,7 @@ def test_a_table_that_is_broken_off_has_the_full_inputs_first() -> None:
     nbytes = [s.rows * s.cols * ITEMSIZE[s.dtype] for s in shapes]
     few = [i for i, count in enumerate(nbytes) if count <= grid.FULL_BYTES // 4]
     assert few == list(range(few[0], len(shapes)))
-    assert {s.cols for s in shapes[: 2 * len(grid.VOCABULARIES)]} == set(grid.VOCABULARIES)
+    assert {s.cols for s in shapes[: 2 * len(grid.CLASSES)]} == set(grid.CLASSES)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 
 import onlinesoftmax as osm
 from onlinesoftmax.core.processes import gathered
+from triton_interpreter import patch_once_per_launch
 
 sharded = osm.distributed
 
@@ -50,6 +51,13 @@ LOSS_OPTIONS = {
 }  # fmt: skip
 
 
+PRELOADED = [
+    __name__, "onlinesoftmax.kernels.triton.launch", "torch.distributed.tensor", "torch._dynamo",
+    "torch.fx.experimental.symbolic_shapes",
+]  # fmt: skip
+"""Modules that the checks import; torch.autograd.grad imports the last one."""
+
+
 def team(check: Callable[[Path], None], size: int, folder: Path) -> None:
     """Run check(folder) in so many processes."""
     run(functools.partial(_in_folder, check, folder), tuple(range(size + 1)), folder)
@@ -69,6 +77,8 @@ def as_torchrun(check: Callable[[Path], None], size: int, folder: Path) -> None:
 
 def _with_variables(rank: int, check: Callable[[Path], None], folder: Path, where: dict[str, str]) -> None:
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_once_per_launch()
     os.environ.update(where, RANK=str(rank))
     check(folder)
 
@@ -81,13 +91,15 @@ def run(check: Callable[..., None], cuts: tuple[int, ...], folder: Path, backend
 def _start(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
     # A server forks the processes from one that has already imported what takes long.  A process that has used CUDA
     # must not be forked.
-    multiprocessing.set_forkserver_preload([__name__, "torch.distributed.tensor", "torch._dynamo"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     how = "spawn" if torch.cuda.is_available() else "forkserver"
     mp.start_processes(function, arguments, nprocs=size, start_method=how)
 
 
 def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str, backend: str) -> None:
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_once_per_launch()
     how: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": len(cuts) - 1}
     if backend == "nccl":
         torch.cuda.set_device(rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from scripts import load
 
 import onlinesoftmax
 
-jax = pytest.importorskip("jax", reason="the example needs jax")
-nnx = pytest.importorskip("flax.nnx", reason="the example needs flax")
-typer_testing = pytest.importorskip("typer.testing", reason="the example needs typer")
-for name in ("optax", "sklearn", "matplotlib"):
-    pytest.importorskip(name, reason=f"the example needs {name}")
+for name in ("jax", "flax", "optax", "typer", "sklearn", "matplotlib"):
+    # importorskip would import them in every process that collects tests: flax and scikit-learn take seconds.
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"the example needs {name}", allow_module_level=True)
+
+import jax  # noqa: E402  only where jax is installed
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "moe_jax.py"
 
@@ -78,6 +80,8 @@ def test_training_with_a_broken_gate_fails(example: ModuleType, gate: Callable[[
 @pytest.mark.parametrize("backend", [None, "pallas"], ids=["default", "pallas"])
 def test_the_gradients_are_those_of_jax_nn(example: ModuleType, backend: str | None) -> None:
     """Compares gradients of the whole loss, with the plan that the planner chooses and with our kernels."""
+    from flax import nnx
+
     ours = example.Library(*(partial(softmax, backend=backend) for softmax in example.OURS))
     theirs = example.Library(jax.nn.softmax, jax.nn.log_softmax)
     batch = jax.tree.map(lambda all_images: all_images[:32], example.handwritten_digits()[0])
@@ -106,6 +110,8 @@ def test_a_training_depends_only_on_its_seed(example: ModuleType) -> None:
 
 
 def test_noise_changes_in_every_step_and_only_in_training(example: ModuleType) -> None:
+    from flax import nnx
+
     model, images = example.MoE(example.Config(hidden=1)), example.handwritten_digits()[1].images
     route = nnx.jit(lambda model, rngs: model(images, rngs).routed)
     rngs = nnx.Rngs(noise=0)
@@ -160,9 +166,11 @@ def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
 def test_wrong_arguments_are_named_before_anything_is_trained(
     example: ModuleType, arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from typer.testing import CliRunner
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(example, "train", lambda *_: pytest.fail("trained"))
-    result = typer_testing.CliRunner().invoke(example.app, arguments)
+    result = CliRunner().invoke(example.app, arguments)
     assert result.exit_code == 2
     assert sentence in result.output
     assert list(tmp_path.iterdir()) == []

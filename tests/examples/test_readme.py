@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("typer", reason="the README shows commands, which need typer")
+
+import typer.testing
+
 import onlinesoftmax
+from onlinesoftmax.cli import build
 
 README = Path(__file__).parents[2] / "README.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -57,14 +62,15 @@ def test_python_prints_the_output_shown(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_exist_with_their_options(command: str, folder: Path) -> None:
+def test_commands_exist_with_their_options(command: str, request: pytest.FixtureRequest) -> None:
     _, name, *arguments = shlex.split(command, comments=True)
     if name in QUICK:
-        run("-m", "onlinesoftmax", name, *arguments, folder=folder)
+        run("-m", "onlinesoftmax", name, *arguments, folder=request.getfixturevalue("folder"))
         return
-    text = run("-m", "onlinesoftmax", name, "--help", folder=folder)
+    shown = typer.testing.CliRunner().invoke(build(), [name, "--help"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
     for option in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
-        assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"{name} has no option {option}"
+        assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown.output), f"{name} has no option {option}"
 
 
 def test_every_command_is_shown() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,6 @@ NUMBERS: dict[str, dict[str, float]] = {
     "both": {"label_smoothing": 0.3, "z_loss": 1e-3},
 }
 Call = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def few_optimizations() -> Iterator[None]:
-    """The programs are small, or interpreted kernels; XLA takes longer to optimize them than to run them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def logits(*shape: int, dtype: str = "float32", seed: int = 0, by: float = 0.0) -> Any:

@@ -7,7 +7,7 @@ case, and dtypes and operations take turns so that each pair of values of two pa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -37,15 +37,6 @@ STRATEGIES = ("row", "looped", "split")
 FORWARD = ("softmax", "log_softmax", "logsumexp")
 DTYPES = ("bfloat16", "float16", "float32")
 ON_GPU = jax.default_backend() == "gpu"
-
-
-@pytest.fixture(autouse=not ON_GPU)
-def few_optimizations() -> Iterator[None]:
-    """Interpreted kernels are large programs for XLA, which takes longer to optimize them than to run them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def covering(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -47,6 +47,19 @@ def test_same_input_same_bits() -> None:
         assert torch.equal(first, second)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+def test_replacing_functions_once_per_launch_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/triton_interpreter.py leaves out repeated work of the interpreter."""
+    from triton.runtime import interpreter
+
+    x, results = outliers(2, 3001, dtype=torch.float32, device=DEVICE), []
+    for replace in (interpreter._patch_lang, interpreter._patch_lang.__wrapped__):
+        monkeypatch.setattr(interpreter, "_patch_lang", replace)
+        results.append([osm.softmax(x, backend="triton", strategy=strategy) for strategy in ("row", "looped", "split")])
+    for once, always in zip(*results, strict=True):
+        assert torch.equal(once, always)
+
+
 COMPILE = """
 import json, sys
 import onlinesoftmax as osm

@@ -23,8 +23,9 @@ SHORT = 1 << 18
 FEW_ROWS = (1, 16, 128, 1024, 8192)
 """Numbers of rows that are measured besides those of a full input, where columns are a power of two."""
 
-VOCABULARIES = (32000, 50256, 128256, 151936, 201088, 256000)
-"""Vocabulary sizes of language models.  With one column more, for unaligned rows, 50256 is the vocabulary of GPT-2."""
+CLASSES = (1000, 32000, 50256, 128256, 151936, 201088, 256000)
+"""Numbers of classes: 1000 of ImageNet, then vocabulary sizes of language models.  With one column more, for unaligned
+rows, 50256 is the vocabulary of GPT-2."""
 
 LARGE_BYTES = 1 << 30
 """Bytes of a large input of long rows, for operations whose only outputs are numbers per row.
@@ -68,7 +69,7 @@ def shapes(quick: bool = False) -> list[Shape]:
     """
     if quick:
         return [Shape("softmax", dtype, 1024, cols) for dtype in ("bfloat16", "float32") for cols in (256, 4096, 65536)]
-    powers, between = [64 << i for i in range(13)], [*(96 << i for i in range(12)), *VOCABULARIES]
+    powers, between = [64 << i for i in range(13)], [*(96 << i for i in range(12)), *CLASSES]
     long = [1 << i for i in (19, 20, 21, 22, 23, 24, 26, 28)]
     measured = list(dict.fromkeys(stand_in(Problem(name, 1, 1)) for name in OPERATIONS))
     measured.sort(key=lambda name: OPERATIONS[name].per_row)
@@ -77,7 +78,7 @@ def shapes(quick: bool = False) -> list[Shape]:
         per_row, plain = OPERATIONS[operation].per_row, OPERATIONS[operation].inputs == 1
         # Operations that write one number per row have few plans to choose from, so lengths between powers of two are
         # left out.
-        lengths = [*VOCABULARIES, *(powers[::-1]), *(() if per_row else between[:12]), *long]
+        lengths = [*CLASSES, *(powers[::-1]), *(() if per_row else between[:12]), *long]
         for cols in lengths:
             for dtype in ("bfloat16", "float32"):
                 rows = max(FULL_BYTES // (cols * ITEMSIZE[dtype]), 1)
@@ -108,14 +109,14 @@ def _with_targets() -> tuple[list[Shape], list[Shape], list[Shape]]:
         if operation.has_target
         for outputs in _forms(operation)
     ]
-    lengths = [*VOCABULARIES, *(SHORTEST_OF_TARGETS << i for i in range(11))]
+    lengths = [*CLASSES, *(SHORTEST_OF_TARGETS << i for i in range(11))]
     full, unaligned, few = [], [], []
     for name, outputs in forms:
         for cols in lengths:
             for dtype in ("bfloat16", "float32"):
                 rows = FULL_BYTES // (cols * ITEMSIZE[dtype])
                 full.append(Shape(name, dtype, rows, cols, outputs))
-                if cols in VOCABULARIES:
+                if cols in CLASSES:
                     unaligned.append(Shape(name, dtype, rows, cols + 1, outputs))
                 else:
                     few += [Shape(name, dtype, some, cols, outputs) for some in FEW_ROWS[1:] if 4 * some <= rows]
