@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -40,10 +41,11 @@ def softmax(
         z = softcap * tanh(scale * input / softcap) + bias,  and -inf where masked
 
     Derivatives of every order in `input`, `bias` and `scale`, torch.func, torch.compile, autocast and
-    CUDA graphs work as for PyTorch's own function.
+    CUDA graphs work as for PyTorch's own function.  A DTensor gives a DTensor that is sharded as `input` is; if `dim`
+    is sharded, only the states of rows are exchanged (docs/distributed.md).
 
     Args:
-        input: Floating-point torch tensor or NumPy array of any shape and strides; never copied.
+        input: Floating-point torch tensor, DTensor or NumPy array of any shape and strides; never copied.
         dim: Dimension to normalise, also counted from the end.
         dtype: Dtype of the result (and of the arithmetic, if wider); that of `input` by default.
             float16 and bfloat16 are accumulated in float32.
@@ -65,7 +67,7 @@ def softmax(
     Raises:
         IndexError: dim is out of range.
         TypeError: an argument is of the wrong type.
-        NotImplementedError: the dtype is not floating point.
+        NotImplementedError: the dtype is not floating point, or the argument is not available for a DTensor.
         RuntimeError: `out`, `mask`, `bias` or `scale` does not fit.
         ValueError: softcap, fully_masked or causal makes no sense.
         PlanError: what was forced cannot run; the message lists every reason.
@@ -178,7 +180,8 @@ def cross_entropy(
         input: Logits of shape (C), (N, C) or (N, C, d1, ...), a torch tensor with any strides; never copied.
         target: Class of each row, integers of shape (), (N) or (N, d1, ...); or the probability of each class, in
             the shape of `input`, which PyTorch's operations compute.
-        weight: A factor for each class, of shape (C).
+        weight: A factor for each class, of shape (C).  With a DTensor as input, target and weight may be DTensors, or
+            plain tensors that are whole on every process.
         ignore_index: Target of the rows that count for nothing: no loss, no gradient, no part in a mean.
         reduction: "mean" (over the weights of the targets that count), "sum" or "none".
         label_smoothing: Part of the target that is spread over all classes, from 0 to 1.
@@ -195,7 +198,8 @@ def cross_entropy(
 
     Returns:
         The loss: a scalar, or with "none" the shape of the rows.  Its dtype is that of `input`, or float32 under
-        autocast.  On a GPU a row whose target is out of range has the loss NaN and no gradient.
+        autocast.  With a DTensor, the mean and the sum are over the rows of all processes, which all have the result.
+        On a GPU a row whose target is out of range has the loss NaN and no gradient.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -212,7 +216,7 @@ def cross_entropy(
     scores = checked_options("cross_entropy", scale, softcap, None, None, False, "nan")
     if scores is not None and not isinstance(scores.scale, float):
         raise TypeError(f"cross_entropy(): scale must be a number, not {type(scale).__name__}")
-    losses = _torch_losses or _import_losses("cross_entropy")
+    losses = _LOSSES.get(type(input)) or _find_losses("cross_entropy", type(input))
     by_default = backend is None and strategy is None and not batch_invariant
     settings = _LOSS_SETTINGS if by_default else Settings(1, None, False, Choice(backend, strategy, batch_invariant))
     loss = losses.Loss(settings, ignore_index, reduction, label_smoothing, z_loss, scores, inplace_backward)
@@ -240,7 +244,7 @@ def token_logprobs(
     Each is differentiable in the logits, and one kernel computes the gradient of all three.
 
     Args:
-        logits: Floating-point torch tensor with any strides; never copied.
+        logits: Floating-point torch tensor or DTensor with any strides; never copied.
         index: The chosen token of each row: integers in the shape of `logits` without `dim`.
         dim: The dimension of the tokens, also counted from the end.
         scale: Factor of the logits, the inverse temperature: a number, or a 0-d tensor on their device.
@@ -264,32 +268,40 @@ def token_logprobs(
         (tensor([-1.3863, -1.3863]), tensor([1.3863, 1.3863]))
     """
     options = checked_options("token_logprobs", scale, softcap, None, mask, False, "nan")
-    losses = _torch_losses or _import_losses("token_logprobs")
+    losses = _LOSSES.get(type(logits)) or _find_losses("token_logprobs", type(logits))
     if check:
         losses.check_tokens(logits, index, dim)
     return losses.token_logprobs(logits, index, dim, options, entropy, Choice(backend, strategy, batch_invariant))
 
 
-_torch_losses: ModuleType | None = None
-"""torch/losses.py, once a loss has been asked for."""
+_LOSSES: dict[type, ModuleType] = {}
+"""The module with the losses by the type of the input, once an input of this type has been seen."""
 
 
-def _import_losses(function: str) -> ModuleType:
-    """torch/losses.py, for a function that has no version for NumPy arrays."""
-    global _torch_losses
+def _find_losses(function: str, kind: type) -> ModuleType:
+    """The module with the losses of inputs of this type; there is none for NumPy arrays."""
     try:
-        from .torch import losses
+        if _is_dtensor(kind):
+            from .distributed import dtensor_losses as found
+        else:
+            from .torch import losses as found  # type: ignore[no-redef]  # the same functions
     except ImportError as error:
         raise TypeError(
             f"{function}() needs a torch tensor, and torch cannot be imported here ({error}): "
             "pip install 'onlinesoftmax[torch]'"
         ) from None
-    _torch_losses = losses
-    return losses
+    _LOSSES[kind] = found
+    return found
 
 
-_torch_runner: ModuleType | None = None
-"""torch/dispatch.py, once a torch tensor has been seen."""
+def _is_dtensor(kind: type) -> bool:
+    """True for the DTensor of torch.distributed.tensor, which is not imported here: it takes half a second."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and issubclass(kind, tensors.DTensor)
+
+
+_RUNNERS: dict[type, ModuleType] = {np.ndarray: numpy}
+"""The module that runs the calls on inputs of this type, once an input of this type has been seen."""
 
 
 def _run(
@@ -297,20 +309,24 @@ def _run(
     choice: tuple[str | None, str | None, bool],
 ) -> Any:  # fmt: skip
     """Make the record of a call and pass it on; a usual call is passed on without a record, to save host time."""
-    runner = numpy if isinstance(input, np.ndarray) else _torch_runner or _import_torch_runner()
+    runner = _RUNNERS.get(type(input)) or _find_runner(type(input))
     if options is None and dtype is None and not choice[2]:
         return runner.run_plain(operation, input, dim, keepdim, out, choice)
     return runner.run(Call(operation, input, Settings(dim, dtype, keepdim, Choice(*choice)), options, out))
 
 
-def _import_torch_runner() -> ModuleType:
-    global _torch_runner
+def _find_runner(kind: type) -> ModuleType:
     try:
-        from .torch import dispatch
+        if issubclass(kind, np.ndarray):
+            found = numpy
+        elif _is_dtensor(kind):
+            from .distributed import dtensor as found  # type: ignore[no-redef]  # the same functions
+        else:
+            from .torch import dispatch as found  # type: ignore[no-redef]  # the same functions
     except ImportError as error:
         raise TypeError(
             "input must be a NumPy array or a torch tensor, and torch cannot be imported here "
             f"({error}): pip install 'onlinesoftmax[torch]'"
         ) from None
-    _torch_runner = dispatch
-    return dispatch
+    _RUNNERS[kind] = found
+    return found

@@ -270,10 +270,10 @@ def test_apply_interrupted_leaves_no_file(numbers: np.ndarray, tmp_path: Path, m
     from onlinesoftmax.files.chunks import state_of_chunks
 
     def interrupt(*arguments: object, **named: object) -> object:
-        monkeypatch.setattr("onlinesoftmax.files.chunks.state_of_chunks", state_of_chunks)
+        monkeypatch.setattr("onlinesoftmax.files.transfer.state_of_chunks", state_of_chunks)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("onlinesoftmax.files.chunks.state_of_chunks", interrupt)
+    monkeypatch.setattr("onlinesoftmax.files.transfer.state_of_chunks", interrupt)
     np.save(tmp_path / "x.npy", numbers)
     result = run("apply", tmp_path / "x.npy", tmp_path / "y.npy")
     assert result.exit_code == 130

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,13 +18,32 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import onlinesoftmax as osm
-from onlinesoftmax.distributed.rows import gathered
+from onlinesoftmax.core.processes import gathered
 from triton_interpreter import patch_once_per_launch
 
 sharded = osm.distributed
 
 COLS = 37
 """Columns of a whole row."""
+
+
+def device() -> torch.device:
+    """The device of this process: its GPU under NCCL, else the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", dist.get_rank())
+    return torch.device("cpu")
+
+
+def kernels_run() -> bool:
+    """True on a GPU, and where Triton's interpreter takes CPU tensors: tests/conftest.py turns it off beside a GPU."""
+    return device().type == "cuda" or not torch.cuda.is_available()
+
+
+def random(*shape: int, seed: int, normal: bool = True) -> torch.Tensor:
+    """The same random numbers on every process, and on every device."""
+    make = torch.randn if normal else torch.rand
+    return make(shape, generator=torch.Generator().manual_seed(seed)).to(device())
+
 
 LOSS_OPTIONS = {
     "reduction": ("mean", "sum", "none"), "weighted": (False, True), "label_smoothing": (0.0, 0.1),
@@ -31,40 +52,71 @@ LOSS_OPTIONS = {
 
 
 PRELOADED = [
-    "onlinesoftmax.distributed",
-    "onlinesoftmax.kernels.triton.launch",
+    __name__, "onlinesoftmax.kernels.triton.launch", "torch.distributed.tensor", "torch._dynamo",
     "torch.fx.experimental.symbolic_shapes",
-]
+]  # fmt: skip
 """Modules that the checks import; torch.autograd.grad imports the last one."""
 
 
-def run(check: Callable[..., None], cuts: tuple[int, ...], folder: Path) -> None:
-    """Run check(first, end) in a process for each slice of the columns between two cuts.
-
-    The processes are forks of one server, which has imported what they need: imports take longer than most checks.
-    """
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    arguments = check, cuts, str(folder / "store")
-    mp.start_processes(_one, arguments, nprocs=len(cuts) - 1, start_method="forkserver")
+def team(check: Callable[[Path], None], size: int, folder: Path) -> None:
+    """Run check(folder) in so many processes."""
+    run(functools.partial(_in_folder, check, folder), tuple(range(size + 1)), folder)
 
 
-def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str) -> None:
+def _in_folder(check: Callable[[Path], None], folder: Path, *_: int) -> None:
+    check(folder)
+
+
+def as_torchrun(check: Callable[[Path], None], size: int, folder: Path) -> None:
+    """Run check(folder) in so many processes with the variables that torchrun sets; check makes the group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(size)}
+    _start(_with_variables, (check, folder, where), size)
+
+
+def _with_variables(rank: int, check: Callable[[Path], None], folder: Path, where: dict[str, str]) -> None:
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
         patch_once_per_launch()
-    how = {"init_method": f"file://{store}", "rank": rank, "world_size": len(cuts) - 1}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20), **how)
+    os.environ.update(where, RANK=str(rank))
+    check(folder)
+
+
+def run(check: Callable[..., None], cuts: tuple[int, ...], folder: Path, backend: str = "gloo") -> None:
+    """Run check(first, end) in a process for each slice of the columns between two cuts."""
+    _start(_one, (check, cuts, str(folder / "store"), backend), len(cuts) - 1)
+
+
+def _start(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
+    # A server forks the processes from one that has already imported what takes long.  A process that has used CUDA
+    # must not be forked.
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    how = "spawn" if torch.cuda.is_available() else "forkserver"
+    mp.start_processes(function, arguments, nprocs=size, start_method=how)
+
+
+def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str, backend: str) -> None:
+    torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_once_per_launch()
+    how: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": len(cuts) - 1}
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        # The processes compile the kernels between two exchanges.
+        how |= {"timeout": timedelta(minutes=5), "device_id": torch.device("cuda", rank)}
+    else:
+        how["timeout"] = timedelta(seconds=20)
+    dist.init_process_group(backend, **how)
     check(cuts[rank], cuts[rank + 1])
     dist.destroy_process_group()
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logits, targets, weights): one target is ignored, and one row has a large offset."""
-    torch.manual_seed(5)
-    x, target = (3 * torch.randn(6, COLS)).to(dtype), torch.randint(COLS, (6,))
+    x, target = (3 * random(6, COLS, seed=5)).to(dtype), torch.tensor([0, 36, -100, 19, 20, 7], device=device())
     x[1] += 50.0
-    target[2] = -100
-    return x, target, torch.rand(COLS).to(dtype)
+    return x, target, random(COLS, seed=6, normal=False).to(dtype)
 
 
 def close(ours: torch.Tensor, whole: torch.Tensor, exact: torch.Tensor, size: float = 1.0) -> None:
@@ -104,7 +156,7 @@ def losses_are_those_of_one_process(first: int, end: int) -> None:
             exact = osm.cross_entropy(wide, target, None if weight is None else weight.double(), **options)
             same_everywhere(ours)
             close(ours.detach(), one.detach(), exact.detach(), 60.0)
-            dy = torch.rand(exact.shape, generator=torch.Generator().manual_seed(1))
+            dy = random(*exact.shape, seed=1, normal=False)
             found, theirs, want = (
                 torch.autograd.grad(y, leaf, dy.to(y.dtype))[0]
                 for y, leaf in ((ours, local), (one, whole), (exact, wide))
@@ -116,7 +168,7 @@ def log_probabilities_are_those_of_one_process(first: int, end: int) -> None:
     """All three statistics with their gradients, and a mask that keeps the chosen token."""
     x, target, _ = inputs(torch.float32)
     index = target.clamp(min=0)
-    mask = (torch.rand(x.shape, generator=torch.Generator().manual_seed(2)) < 0.7).scatter(1, index[:, None], True)
+    mask = (random(*x.shape, seed=2, normal=False) < 0.7).scatter(1, index[:, None], True)
     for options in ({}, {"mask": mask}, {"scale": 0.5, "softcap": 10.0}):
         local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
         wide = x.double().requires_grad_()
@@ -131,6 +183,8 @@ def log_probabilities_are_those_of_one_process(first: int, end: int) -> None:
             for y, leaf in ((ours, local), (one, whole), (exact, wide))
         )
         close(found, theirs[:, first:end], want[:, first:end], 16.0)
+        if not kernels_run():
+            continue
         by_kernels = x[:, first:end].clone().requires_grad_()
         y = sharded.token_logprobs(by_kernels, index, **cut, backend="triton")
         for one, other in zip(y, ours, strict=True):
@@ -141,13 +195,12 @@ def log_probabilities_are_those_of_one_process(first: int, end: int) -> None:
 
 def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
     """Rows along any dimension, with scores, and their gradients."""
-    torch.manual_seed(6)
     for name, dim, dtype, options in itertools.product(
         ("softmax", "log_softmax", "logsumexp"), (0, 1, -1), (torch.float32, torch.bfloat16), ({}, {"softcap": 4.0})
     ):
         shape = [3, 4, 5]
         shape[dim] = COLS
-        x = (5 * torch.randn(shape, generator=torch.Generator().manual_seed(3))).to(dtype)
+        x = (5 * random(*shape, seed=3)).to(dtype)
         cut = [slice(None)] * 3
         cut[dim] = slice(first, end)
         local, whole = x[tuple(cut)].clone().requires_grad_(), x.clone().requires_grad_()
@@ -156,7 +209,7 @@ def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
         one, exact = getattr(osm, name)(whole, dim, **options), getattr(osm, name)(wide, dim, **options)
         part = (lambda t: t) if name == "logsumexp" else (lambda t, cut=tuple(cut): t[cut])
         close(ours.detach(), part(one.detach()), part(exact.detach()), 20.0)
-        dy = torch.rand(exact.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+        dy = random(*exact.shape, seed=4, normal=False).to(dtype)
         (found,) = torch.autograd.grad(ours, local, part(dy))
         (theirs,) = torch.autograd.grad(one, whole, dy)
         (want,) = torch.autograd.grad(exact, wide, dy.double())
@@ -165,25 +218,27 @@ def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
 
 def hard_rows_are_those_of_one_process(first: int, end: int) -> None:
     """Ignored rows with NaN, an infinite score, a row of only -inf, targets out of range, K-dimensional input."""
-    x = torch.randn(7, COLS, generator=torch.Generator().manual_seed(7))
+    x = random(7, COLS, seed=7)
     x[0], x[1, 30], x[2], x[3, 5] = torch.nan, torch.inf, -torch.inf, -torch.inf
-    target = torch.tensor([-100, 1, 2, 5, COLS, -3, 0])
+    target = torch.tensor([-100, 1, 2, 5, COLS, -3, 0], device=device())
     local = x[:, first:end].clone().requires_grad_()
     rows = sharded.cross_entropy(local, target, reduction="none", z_loss=0.1)
-    whole = x.clone().requires_grad_()
-    want = osm.cross_entropy(whole, target, reduction="none", z_loss=0.1, backend="triton")
-    torch.testing.assert_close(rows, want, equal_nan=True)
-    (found,) = torch.autograd.grad(rows, local, torch.ones(7))
-    (theirs,) = torch.autograd.grad(want, whole, torch.ones(7))
-    theirs = theirs[:, first:end]
-    torch.testing.assert_close(found[[0, 4, 5, 6]], theirs[[0, 4, 5, 6]])
+    whole, inside = x.clone().requires_grad_(), (target >= 0) & (target < COLS)
+    # PyTorch's operations raise an error for a target out of range, so these rows are ignored here.
+    want = osm.cross_entropy(whole, target.where(inside, -100), reduction="none", z_loss=0.1)
+    torch.testing.assert_close(rows, want.where(inside | (target == -100), torch.nan), equal_nan=True)
+    (found,) = torch.autograd.grad(rows, local, torch.ones_like(rows))
+    (theirs,) = torch.autograd.grad(want[6], whole)
+    torch.testing.assert_close(found[6], theirs[6, first:end])
     assert (found[[0, 4, 5]] == 0).all()
-    # The same by our kernels, in Triton's interpreter.
-    by_kernels = x[:, first:end].clone().requires_grad_()
-    again = sharded.cross_entropy(by_kernels, target, reduction="none", z_loss=0.1, backend="triton")
-    torch.testing.assert_close(again, want, equal_nan=True)
-    torch.testing.assert_close(torch.autograd.grad(again, by_kernels, torch.ones(7))[0], found, equal_nan=True)
-    images, classes = torch.randn(2, COLS, 3, 2, generator=torch.Generator().manual_seed(8)), torch.full((2, 3, 2), 36)
+    if kernels_run():
+        by_kernels = x[:, first:end].clone().requires_grad_()
+        again = sharded.cross_entropy(by_kernels, target, reduction="none", z_loss=0.1, backend="triton")
+        torch.testing.assert_close(again, rows, equal_nan=True)
+        torch.testing.assert_close(
+            torch.autograd.grad(again, by_kernels, torch.ones_like(rows))[0], found, equal_nan=True
+        )
+    images, classes = random(2, COLS, 3, 2, seed=8), torch.full((2, 3, 2), 36, device=device())
     torch.testing.assert_close(
         sharded.cross_entropy(images[:, first:end], classes), torch.nn.functional.cross_entropy(images, classes)
     )
@@ -192,14 +247,63 @@ def hard_rows_are_those_of_one_process(first: int, end: int) -> None:
         assert torch.equal(again.nan_to_num(), rows.nan_to_num())
 
 
+def one_local_shape_in_two_rows(first: int, end: int) -> None:
+    """Shards of one shape here belong to rows of different lengths: a process sees the length in each call anew."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for more in (0, 3, 0, 5):
+        x = random(4, COLS + more, seed=9)
+        local, target = x[:, first : end + more * last], torch.tensor([0, 5, 36, COLS + more - 1], device=device())
+        want = torch.nn.functional.cross_entropy(x, target, label_smoothing=0.1)
+        torch.testing.assert_close(sharded.cross_entropy(local, target, label_smoothing=0.1), want)
+        shards = sharded.Shards.of(local)
+        assert shards == sharded.Shards(first, end - first + more * last, COLS + more)
+        known = sharded.cross_entropy(local, target, label_smoothing=0.1, shards=shards)
+        torch.testing.assert_close(known, want)
+        torch.testing.assert_close(sharded.softmax(local, shards=shards), x.softmax(1)[:, first : end + more * last])
+
+
+def states_merge_over_processes(first: int, end: int) -> None:
+    """States of torch tensors and of NumPy arrays, with an accumulator, and the identity on an empty process."""
+    x = 9 * random(4, COLS, seed=10).double()
+    # NCCL does not take arrays of the CPU.
+    arrays = () if x.is_cuda else (torch.Tensor.numpy,)
+    for convert in (torch.Tensor.float, torch.Tensor.double, *arrays):
+        whole, local = convert(x), convert(x[:, first:end])
+        want, found = (osm.State.of(t, 1, weights={"x": t}) for t in (whole, local))
+        found = found.all_reduce()
+        same_everywhere(torch.as_tensor(found.l))
+        for name in ("m", "l", "sums"):
+            mine, theirs = (getattr(state, name) for state in (found, want))
+            if name == "sums":
+                mine, theirs = mine["x"], theirs["x"]
+            assert type(mine) is type(theirs)
+            torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(theirs))
+
+
 def different_rows_are_an_error(first: int, end: int) -> None:
     """Every process gets the same error, with the shape of each."""
     rows = 4 + dist.get_rank() % 2
     try:
-        sharded.logsumexp(torch.zeros(rows, end - first))
+        sharded.logsumexp(torch.zeros(rows, end - first, device=device()))
     except ValueError as error:
         assert "rank 0: (4, " in str(error)  # noqa: PT017  the check runs outside of pytest
         assert "rank 1: (5, " in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("no error")
+
+
+def a_process_is_late(first: int, end: int) -> None:
+    """A process that raises an error of its own and lives on ends the calls of the others within the timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        return
+    start = time.monotonic()
+    try:
+        sharded.logsumexp(torch.zeros(4, end - first), group=group)
+    except RuntimeError as error:
+        assert "did not make the same call within the group's timeout" in str(error)  # noqa: PT017
+        assert time.monotonic() - start < 2
     else:
         raise AssertionError("no error")
 
@@ -214,7 +318,8 @@ def a_process_dies(first: int, end: int) -> None:
     try:
         for _ in range(100):
             sharded.logsumexp(x)
-    except RuntimeError:
+    except RuntimeError as error:
+        assert "another process has ended" in str(error)  # noqa: PT017
         assert time.monotonic() - start < 30
         # A group with a dead process cannot be taken down in an orderly way.
         os._exit(0)
@@ -223,7 +328,8 @@ def a_process_dies(first: int, end: int) -> None:
 
 CHECKS: tuple[Callable[..., Any], ...] = (
     losses_are_those_of_one_process, log_probabilities_are_those_of_one_process,
-    softmax_and_its_like_are_those_of_one_process, hard_rows_are_those_of_one_process,
+    softmax_and_its_like_are_those_of_one_process, hard_rows_are_those_of_one_process, one_local_shape_in_two_rows,
+    states_merge_over_processes,
 )  # fmt: skip
 
 

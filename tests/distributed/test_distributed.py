@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import onlinesoftmax as osm
-from distributed import processes
+from distributed import dtensors, files, processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -19,8 +20,36 @@ def test_shards_are_as_good_as_whole_rows(cuts: tuple[int, ...], tmp_path: Path)
     processes.run(processes.everything, cuts, tmp_path)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("check", [processes.everything, dtensors.everything])
+def test_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:
+    """The same checks with NCCL."""
+    processes.run(check, (0, 20, 37), tmp_path, "nccl")
+
+
 def test_a_dead_process_ends_the_others(tmp_path: Path) -> None:
     processes.run(processes.a_process_dies, (0, 20, 30, 37), tmp_path)
+
+
+def test_a_late_process_ends_the_calls_of_the_others(tmp_path: Path) -> None:
+    processes.run(processes.a_process_is_late, (0, 20, 37), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        files.files_are_those_of_one_process,
+        files.a_failure_of_one_is_a_failure_of_all,
+        files.a_process_that_dies_leaves_no_file,
+    ],
+)
+def test_processes_share_a_file(check: Callable[[Path], None], tmp_path: Path) -> None:
+    processes.team(check, 3, tmp_path)
+
+
+def test_the_command_line_shares_a_file(tmp_path: Path) -> None:
+    processes.as_torchrun(files.the_command_line, 2, tmp_path)
 
 
 def test_without_a_group() -> None:
@@ -30,3 +59,17 @@ def test_without_a_group() -> None:
         osm.distributed.softmax([0.0])
     with pytest.raises(RuntimeError, match="label_smoothing must be between"):
         osm.distributed.cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), label_smoothing=2.0)
+
+
+def test_shards_that_do_not_fit() -> None:
+    with osm.distributed.one_process() as group:
+        x = torch.zeros(2, 3)
+        for shards in ((0, 2, 3), (1, 3, 3), (-1, 3, 3)):
+            with pytest.raises(ValueError, match="does not fit a local tensor with 3 columns"):
+                osm.distributed.softmax(x, group=group, shards=osm.distributed.Shards(*shards))
+        with pytest.raises(TypeError, match="argument 'shards' must be Shards, not tuple"):
+            osm.distributed.softmax(x, group=group, shards=(0, 3, 3))
+
+
+def test_dtensors_are_as_good_as_whole_tensors(tmp_path: Path) -> None:
+    processes.run(dtensors.everything, (0, 1, 2, 3, 4), tmp_path)

@@ -19,7 +19,7 @@ import onlinesoftmax
 from onlinesoftmax.files.apply import Report, apply_file
 from onlinesoftmax.files.chunks import STREAMED, softmax_chunks, state_of_chunks
 from onlinesoftmax.files.disk import FileError
-from onlinesoftmax.files.tiles import bands, reads, tile_shape
+from onlinesoftmax.files.tiles import bands, reads, share_of, tile_shape
 
 torch = pytest.importorskip("torch", reason="torch's own error is the tolerance")
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="makes the bfloat16 inputs")
@@ -131,17 +131,31 @@ def test_chunks_that_cannot_be() -> None:
         state_of_chunks([np.zeros(3, int)])
 
 
-@given(st.tuples(*[st.integers(0, 7)] * 3), st.integers(1, 200))
-def test_tiles_cover_everything_once_and_fit(split: tuple[int, int, int], limit: int) -> None:
-    seen = np.zeros(int(np.prod(split)), int)
-    for band in bands(split, limit):
-        tiles = list(band)
-        assert reads(split, limit) == 2 or len(tiles) == 1
-        for tile in tiles:
-            assert int(np.prod(tile.shape)) <= limit
-            for first, count in tile.runs(split):
-                seen[first : first + count] += 1
+@given(st.tuples(*[st.integers(0, 7)] * 3), st.integers(1, 200), st.integers(1, 4))
+def test_tiles_of_all_processes_cover_everything_once_and_fit(
+    split: tuple[int, int, int], limit: int, size: int
+) -> None:
+    seen, rows = np.zeros(int(np.prod(split)), int), set()
+    for rank in range(size):
+        share = share_of(split, rank, size)
+        found = list(bands(share, limit))
+        rows.add(tuple((band.outer, band.inner) for band in found) if share.merges else None)
+        for band in found:
+            tiles = list(band)
+            assert reads(share.largest, limit) == 2 or len(tiles) == 1
+            for tile in tiles:
+                assert int(np.prod(tile.shape)) <= limit
+                for first, count in tile.runs(split):
+                    seen[first : first + count] += 1
     assert (seen == 1).all()
+    assert len(rows) == 1, "processes that merge their states do so in the same order"
+
+
+def test_shares_keep_rows_whole_where_they_are_even() -> None:
+    assert share_of((1001, 10**6, 1), 0, 4).box.outer == (0, 250)
+    assert share_of((3, 10**6, 1), 1, 2).merges
+    assert not share_of((1, 10, 10**9), 1, 4).merges
+    assert share_of((1, 1000, 8), 3, 4).box.axis == (750, 1000)
 
 
 def test_wide_columns_are_read_in_long_runs() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +37,12 @@ def apply(
 
     OUT is written completely or not at all: after an error or Ctrl-C no file is new or changed.
 
+    Under torchrun, the processes share the work: each reads a part of IN and writes a region of OUT.
+
     \b
     Example:
       onlinesoftmax apply logits.npy probabilities.npy --axis -1 --chunk-mb 64
+      torchrun --nproc-per-node 4 --no-python onlinesoftmax apply logits.npy probabilities.npy
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     if not math.isfinite(chunk_mb):
         output.fail(f"--chunk-mb must be a number of MiB, got {chunk_mb}")
@@ -47,11 +53,31 @@ def apply(
         "chunk_bytes": int(chunk_mb * 2**20),
         "tensors": tensor or None,
     }
-    report = _run(source, target, request)
+    with _process_group() as group:
+        report = _run(source, target, {**request, "group": group})
+    if group is not None and int(os.environ["RANK"]):
+        return  # Process 0 reports for all.
     if as_json:
         output.print_json({"source": source, "target": target, "operation": op, "axis": axis, **asdict(report)})
     else:
         output.note(_summary(target, op, report))
+
+
+@contextmanager
+def _process_group() -> Iterator[Any]:
+    """The group of the processes that torchrun has started; None where there is one process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+        yield None
+        return
+    import torch.distributed as dist
+
+    # torchrun ends the other processes by this signal when one has failed.  They must remove the unfinished file.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    dist.init_process_group("gloo")
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def _run(source: str, target: str, request: dict[str, Any]) -> Report:
@@ -59,7 +85,7 @@ def _run(source: str, target: str, request: dict[str, Any]) -> Report:
     from ..files.disk import FileError
 
     try:
-        with output.progress_bar(nbytes=True) as bar:
+        with output.progress_bar(nbytes=True) if os.environ.get("RANK", "0") == "0" else nullcontext() as bar:
             show: Callable[[int, int], None] | None = None
             if bar is not None:
                 task = bar.add_task(request["operation"], total=None)

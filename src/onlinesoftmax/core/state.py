@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import Array, namespace
+from .processes import gathered_arrays, group_or_default
 
 _quiet = np.errstate(divide="ignore", over="ignore", invalid="ignore")
 """Turns off NumPy's warnings about 0, inf and NaN, which are ordinary values here."""
@@ -136,6 +137,31 @@ class State:
             pairs = [a.merge(b) for a, b in zip(level[::2], level[1::2], strict=False)]
             level = pairs + level[len(level) - len(level) % 2 :]
         return level[0]
+
+    def all_reduce(self, group: Any = None) -> State:
+        """Return the state of the slices of all processes of a torch process group.
+
+        There is one collective, an all-gather of one packed tensor.  Every process merges the states in the order of
+        the ranks, so every process gets the same bits.
+
+        Args:
+            group: Process group; the default group if None.  NumPy states need a group that exchanges CPU tensors, as
+                gloo does.  Every process has a state of the same shape and dtype, with the same accumulators.
+
+        Raises:
+            TypeError: the state holds JAX arrays.
+            RuntimeError: no process group is initialised, or another process has ended.
+
+        Example:
+            >>> import numpy as np, onlinesoftmax
+            >>> with onlinesoftmax.distributed.one_process() as group:  # torchrun starts more processes
+            ...     float(State.of(np.zeros(4, np.float32)).all_reduce(group).l[0])
+            4.0
+        """
+        names = sorted(self.sums)
+        arrays = [self.m, self.l, *(self.sums[name] for name in names)]
+        every = gathered_arrays(arrays, group_or_default(group))
+        return State.merge_all(State(m, l, self.dim, dict(zip(names, sums, strict=True))) for m, l, *sums in every)
 
     @_quiet
     def logsumexp(self, keepdim: bool = False) -> Array:

@@ -1,11 +1,11 @@
 """Softmax and its family on rows that are sharded over the processes of a group, as a vocabulary is.
 
 Each process passes its columns of every row.  Shards may be uneven, and empty on some processes.  Forward exchanges one
-state per row, of 8 to 20 bytes, in one collective.  The backward pass of a loss exchanges nothing, that of softmax one
+state per row, of 8 to 16 bytes, in one collective.  The backward pass of a loss exchanges nothing, that of softmax one
 number per row.  Results are the same on every process, and the same on every run.
 
-Every process of the group must make the same calls in the same order.  The first call with a shape also exchanges the
-shapes, and waits for the other processes.
+Every process of the group must make the same calls in the same order.  A call exchanges the shapes of the shards first,
+and waits for the other processes; it does not with `shards=`, which says where the local columns are.
 
     # torchrun --nproc-per-node 2 train.py
     loss = onlinesoftmax.distributed.cross_entropy(local_logits, target, group=group)
@@ -29,20 +29,23 @@ except ModuleNotFoundError as error:
 
 from ..core.call import Settings
 from ..core.options import PLAIN, ScoreOptions, checked_options
+from ..core.processes import group_or_default
 from ..core.task import Choice
 from ..torch.loss import Loss
 from . import losses
 from . import softmax as _softmax
 from .local import Sharded
+from .shards import Shards
 
-__all__ = ["cross_entropy", "log_softmax", "logsumexp", "one_process", "softmax", "token_logprobs"]
+__all__ = ["Shards", "cross_entropy", "log_softmax", "logsumexp", "one_process", "softmax", "token_logprobs"]
 
 Tensor = torch.Tensor
 
 
 def softmax(
     local: Tensor, dim: int = -1, group: Any = None, *, scale: float = 1.0, softcap: float | None = None,
-    mask: Tensor | None = None, backend: str | None = None, strategy: str | None = None,
+    mask: Tensor | None = None, shards: Shards | None = None, backend: str | None = None,
+    strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Softmax of rows whose columns are sharded.
 
@@ -53,6 +56,7 @@ def softmax(
         scale: Factor of the logits.
         softcap: Bound on |scale * local|, softly: a positive number.
         mask: Boolean, broadcasts to the shape of `local`: False excludes an element.
+        shards: Position of the local columns in the whole row, if the caller knows it: no shapes are exchanged.
         backend, strategy: Who computes the states and the gradients of the shard, as for `onlinesoftmax.softmax`.
 
     Returns:
@@ -61,8 +65,8 @@ def softmax(
     Raises:
         TypeError: an argument is of the wrong type.
         IndexError: dim is out of range.
-        ValueError: the processes have different rows, or softcap is not positive.
-        RuntimeError: no process group is initialised.
+        ValueError: the processes have different rows, `shards` does not fit `local`, or softcap is not positive.
+        RuntimeError: no process group is initialised, or another process has ended.
 
     Example:
         >>> with one_process() as group:  # it holds the whole rows; torchrun starts more processes
@@ -70,12 +74,13 @@ def softmax(
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     options = _checked("softmax", local, (scale, softcap, mask))
-    return _softmax.softmax("softmax", local, dim, _call(options, group, backend, strategy), logarithm=False)
+    return _softmax.softmax("softmax", local, dim, _call(options, group, backend, strategy, shards), logarithm=False)
 
 
 def log_softmax(
     local: Tensor, dim: int = -1, group: Any = None, *, scale: float = 1.0, softcap: float | None = None,
-    mask: Tensor | None = None, backend: str | None = None, strategy: str | None = None,
+    mask: Tensor | None = None, shards: Shards | None = None, backend: str | None = None,
+    strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Log-softmax of rows whose columns are sharded.  The arguments are those of `softmax`.
 
@@ -85,12 +90,13 @@ def log_softmax(
         tensor([[-0.6931, -0.6931]])
     """
     options = _checked("log_softmax", local, (scale, softcap, mask))
-    return _softmax.softmax("log_softmax", local, dim, _call(options, group, backend, strategy), logarithm=True)
+    return _softmax.softmax("log_softmax", local, dim, _call(options, group, backend, strategy, shards), logarithm=True)
 
 
 def logsumexp(
     local: Tensor, dim: int = -1, keepdim: bool = False, group: Any = None, *, scale: float = 1.0,
-    softcap: float | None = None, mask: Tensor | None = None, backend: str | None = None, strategy: str | None = None,
+    softcap: float | None = None, mask: Tensor | None = None, shards: Shards | None = None, backend: str | None = None,
+    strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Logsumexp of rows whose columns are sharded: the same on every process, in the dtype of `local`.
 
@@ -102,13 +108,14 @@ def logsumexp(
         tensor([1.3863, 1.3863])
     """
     options = _checked("logsumexp", local, (scale, softcap, mask))
-    return losses.logsumexp(local, dim, keepdim, _call(options, group, backend, strategy))
+    return losses.logsumexp(local, dim, keepdim, _call(options, group, backend, strategy, shards))
 
 
 def cross_entropy(
     local: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0, group: Any = None, *, z_loss: float = 0.0, scale: float = 1.0,
-    softcap: float | None = None, backend: str | None = None, strategy: str | None = None,
+    softcap: float | None = None, shards: Shards | None = None, backend: str | None = None,
+    strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of logits whose classes are sharded: the same loss on every process.
 
@@ -118,7 +125,7 @@ def cross_entropy(
         weight: A factor for each class of all processes, of shape (C), the same on every process.
         ignore_index, reduction, label_smoothing, z_loss, scale, softcap: As for `onlinesoftmax.cross_entropy`.
         group: Process group; the default group if None.
-        backend, strategy: As for `softmax`.
+        shards, backend, strategy: As for `softmax`.
 
     Returns:
         The loss in the dtype of `local`: a scalar, or with "none" the shape of the rows.  A row whose target is no
@@ -140,13 +147,13 @@ def cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise RuntimeError(f"cross_entropy(): label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
     loss = Loss(Settings(1), ignore_index, reduction, label_smoothing, z_loss, options)
-    return losses.cross_entropy(local, target, weight, loss, _call(options, group, backend, strategy))
+    return losses.cross_entropy(local, target, weight, loss, _call(options, group, backend, strategy, shards))
 
 
 def token_logprobs(
     local: Tensor, index: Tensor, dim: int = -1, group: Any = None, *, scale: float = 1.0,
-    softcap: float | None = None, mask: Tensor | None = None, entropy: bool = True, backend: str | None = None,
-    strategy: str | None = None,
+    softcap: float | None = None, mask: Tensor | None = None, entropy: bool = True, shards: Shards | None = None,
+    backend: str | None = None, strategy: str | None = None,
 ) -> Any:  # fmt: skip
     """Log-probability of the chosen token, entropy and logsumexp of rows whose tokens are sharded.
 
@@ -155,7 +162,7 @@ def token_logprobs(
         index: The chosen token of each row, counted over all processes; the same on every process.
         dim, group, scale, softcap, mask: As for `softmax`; the mask is that of the local tokens.
         entropy: Compute the entropy too.
-        backend, strategy: As for `softmax`.
+        shards, backend, strategy: As for `softmax`.
 
     Returns:
         The named tuple (logprob, entropy, lse) of `onlinesoftmax.token_logprobs`, the same on every process.
@@ -166,7 +173,7 @@ def token_logprobs(
         tensor([-1.3863])
     """
     options = _checked("token_logprobs", local, (scale, softcap, mask))
-    return losses.token_logprobs(local, index, dim, entropy, _call(options, group, backend, strategy))
+    return losses.token_logprobs(local, index, dim, entropy, _call(options, group, backend, strategy, shards))
 
 
 def _checked(name: str, local: Any, scores: tuple[Any, ...]) -> ScoreOptions | None:
@@ -182,16 +189,10 @@ def _checked(name: str, local: Any, scores: tuple[Any, ...]) -> ScoreOptions | N
     return checked_options(name, scale, softcap, None, mask, False, "nan")
 
 
-def _call(options: ScoreOptions | None, group: Any, backend: str | None, strategy: str | None) -> Sharded:
-    return Sharded(_group(group), options or PLAIN, Choice(backend, strategy))
-
-
-def _group(group: Any) -> Any:
-    from torch.distributed import is_available, is_initialized
-
-    if not is_available() or not is_initialized():
-        raise RuntimeError("no process group: call torch.distributed.init_process_group, or start with torchrun")
-    return torch.distributed.group.WORLD if group is None else group
+def _call(
+    options: ScoreOptions | None, group: Any, backend: str | None, strategy: str | None, shards: Shards | None
+) -> Sharded:
+    return Sharded((group_or_default(group),), options or PLAIN, Choice(backend, strategy), shards)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from ..torch.dispatch import why_pytorch
 from ..torch.gradients import accumulator_of
 from ..torch.targets import launch
 from .rows import RowStates
+from .shards import Shards
 
 Tensor = torch.Tensor
 
@@ -30,14 +31,16 @@ class Sharded(NamedTuple):
     """The arguments of a sharded call that are not tensors of rows.
 
     Attributes:
-        group: Process group.
+        groups: Process groups over which the columns are sharded; several are the axes of a grid of processes.
         options: Scale, softcap and mask of the scores; PLAIN where there is none.
         choice: What the caller forces of the local plan.
+        shards: The local columns as the caller gives them; None where an exchange finds them.
     """
 
-    group: Any
+    groups: tuple[Any, ...]
     options: ScoreOptions = PLAIN
     choice: Choice = ANY
+    shards: Shards | None = None
 
 
 class Shard(NamedTuple):
@@ -87,7 +90,7 @@ class Incoming(NamedTuple):
     spread: Tensor | None
 
 
-def _runs_kernels(shard: Shard) -> bool:
+def runs_kernels(shard: Shard) -> bool:
     """True where our kernels take the shard.
 
     Raises:
@@ -97,21 +100,24 @@ def _runs_kernels(shard: Shard) -> bool:
     if backend == "eager" or not shard.x.numel():
         return False
     reason = why_pytorch(shard.x, None, backend)
+    if shard.target is None and torch.compiler.is_compiling():
+        reason = "torch.compile makes the code of a sharded softmax from PyTorch's operations"
     if reason is not None and (backend is not None or strategy is not None):
         raise PlanError(f"backend={backend!r}, strategy={strategy!r}: {reason}")
     return reason is None
 
 
-def states(shard: Shard, entropy: bool, weighted: bool) -> RowStates:
+def states(shard: Shard, kernels: bool, entropy: bool = False, weighted: bool = False) -> RowStates:
     """The states of the local rows, in float32, or in float64 if the logits are float64.
 
     Args:
         shard: The local part.
+        kernels: Run our kernels; the result of `runs_kernels`.
         entropy: Keep the sum from which the entropy is computed.
         weighted: Keep the sum of the weighted scores.
     """
     chosen = None if shard.target is None else _chosen(shard)
-    if not _runs_kernels(shard):
+    if not kernels:
         return _states_by_pytorch(shard, entropy, weighted)._replace(chosen=chosen)
     m, l, *rest = launch(_forward_call(shard), ("m", "l", *(("entropy",) if entropy else ())))
     below = l * (l.log() - rest[0]) if rest else None
@@ -167,7 +173,9 @@ def _chosen(shard: Shard) -> Tensor:
     return z.squeeze(dim).where(shard.owned, 0.0)
 
 
-def gradient(shard: Shard, whole: RowStates, entropy: Tensor | None, incoming: Incoming, weight_sum: Any) -> Tensor:
+def gradient(
+    shard: Shard, kernels: bool, whole: RowStates, entropy: Tensor | None, incoming: Incoming, weight_sum: Any
+) -> Tensor:
     """The gradient with respect to the local logits.
 
     Let p = exp(z - m) / l, c the column, t the target, H the entropy of the row, and dlogprob, dlse, dentropy and
@@ -179,13 +187,14 @@ def gradient(shard: Shard, whole: RowStates, entropy: Tensor | None, incoming: I
 
     Args:
         shard: The local part.
+        kernels: Run our kernels.  Forward asks `runs_kernels`, because torch.compile cannot trace it in backward.
         whole: The states of whole rows, m and l.
         entropy: The entropy of each row, where it has an incoming gradient.
         incoming: The incoming gradients.
         weight_sum: Sum of the weights of all classes; the number of classes if no weights are given.
     """
     dlse = incoming.lse if incoming.spread is None else incoming.lse + weight_sum * incoming.spread
-    if incoming.spread is not None or not _runs_kernels(shard):
+    if incoming.spread is not None or not kernels:
         return _gradient_by_pytorch(shard, whole, entropy, incoming._replace(lse=dlse))
     x, dim, options, target, *_ = shard
     assert target is not None

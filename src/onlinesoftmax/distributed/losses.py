@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..core.processes import gathered
 from ..torch.check import checked_dim
 from ..torch.loss import Loss, count_of, counted
 from ..torch.losses import TokenLogprobs, check_index, check_weight
@@ -18,8 +19,13 @@ Tensor = torch.Tensor
 
 def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: Sharded) -> Tensor:
     """The loss of rows whose classes are sharded; the same on every process."""
+    return reduced(loss_rows(x, target, weight, loss, call), target, weight, loss).to(x.dtype)
+
+
+def loss_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: Sharded) -> Tensor:
+    """The loss of each row in float32 (float64 in float64); the same on every process."""
     dim = 1 if x.dim() > 1 else 0
-    shards = shards_of("cross_entropy", x, dim, call.group)
+    shards = shards_of("cross_entropy", x, dim, call.groups, call.shards)
     _check_target("cross_entropy()", "target", x, target, dim)
     check_weight("cross_entropy()", weight, x, shards.total)
     weight_sum: Any = shards.total if weight is None else weight.sum(dtype=torch.float64)
@@ -27,7 +33,7 @@ def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, 
     local_weight = None if weight is None or not smooth else weight[shards.first : shards.first + shards.cols]
     request = _request(dim, call, shards, False, smooth, weight_sum)
     logprob, lse, _, spread = Statistics.apply(x, None, target - shards.first, local_weight, request)
-    return _reduced(_rows((logprob, lse, spread), target, weight, loss, shards), target, weight, loss).to(x.dtype)
+    return _rows((logprob, lse, spread), target, weight, loss, shards)
 
 
 def _rows(
@@ -49,17 +55,50 @@ def _rows(
     return rows.where(inside, torch.nan).where(counts, 0.0)
 
 
-def _reduced(rows: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
+def reduced(
+    rows: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, row_groups: tuple[Any, ...] = ()
+) -> Tensor:
+    """The losses of all rows, reduced as asked for.
+
+    Args:
+        rows: The loss of each row of this process.
+        target, weight, loss: The other arguments of the call.
+        row_groups: Process groups over which the rows are sharded.
+    """
     if loss.reduction == "none":
         return rows
-    total = rows.sum()
-    return total if loss.reduction == "sum" else total / count_of(target, weight, loss, rows.dtype)
+    total, count = rows.sum(), None
+    if loss.reduction == "mean":
+        probabilities = target.is_floating_point()
+        count = total.new_tensor(rows.numel()) if probabilities else count_of(target, weight, loss, rows.dtype)
+    if row_groups:
+        y: Tensor = OverRows.apply(total, count, row_groups)
+        return y
+    return total if count is None else total / count
+
+
+class OverRows(torch.autograd.Function):
+    """The sum of all processes' totals, divided by the sum of their counts if there are counts: one collective."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, count: Tensor | None, groups: tuple[Any, ...]) -> Tensor:
+        packed = torch.stack([total] if count is None else [total, count])
+        found: Tensor = gathered(packed, *groups).sum(0)
+        if count is None:
+            return found[0]
+        ctx.save_for_backward(found[1])
+        return found[0] / found[1]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy / ctx.saved_tensors[0] if ctx.saved_tensors else dy, None, None
 
 
 def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Sharded) -> TokenLogprobs:
     """(logprob, entropy, lse) of rows whose tokens are sharded; the same on every process."""
     dim = checked_dim("token_logprobs", dim, x.dim())
-    shards = shards_of("token_logprobs", x, dim, call.group)
+    shards = shards_of("token_logprobs", x, dim, call.groups, call.shards)
     _check_target("token_logprobs()", "index", x, index, dim)
     request = _request(dim, call, shards, entropy, False, shards.total)
     logprob, lse, found, _ = Statistics.apply(x, call.options.mask, index - shards.first, None, request)
@@ -69,7 +108,7 @@ def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Shar
 def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     """The logsumexp of sharded rows; the same on every process."""
     dim = checked_dim("logsumexp", dim, x.dim())
-    shards = shards_of("logsumexp", x, dim, call.group)
+    shards = shards_of("logsumexp", x, dim, call.groups, call.shards)
     # A target that is no column anywhere has no gradient.
     rows = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1 - shards.first, device=x.device)
     request = _request(dim, call, shards, False, False, shards.total)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+
+from ..core.processes import gathered
 
 Tensor = torch.Tensor
 
@@ -58,20 +59,11 @@ class RowStates(NamedTuple):
         return self.l.log() - self.below / self.l
 
 
-def gathered(t: Tensor, group: Any) -> Tensor:
-    """The tensors of all processes, stacked along a new first dimension."""
-    found = t.new_empty((dist.get_world_size(group), *t.shape))
-    # The same collective; PyTorch has renamed it.
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    all_gather(found.view(-1), t.contiguous().view(-1), group=group)
-    return found
-
-
-def merge(local: RowStates, group: Any) -> RowStates:
-    """The states of whole rows in float64, from those of all processes, by one collective."""
+def merge(local: RowStates, groups: tuple[Any, ...]) -> RowStates:
+    """The states of whole rows in float64, from those of all processes, by one collective for each group."""
     names = [name for name, t in zip(RowStates._fields, local, strict=True) if t is not None]
     packed = torch.stack([t for t in local if t is not None])
-    parts = dict(zip(names, gathered(packed, group).double().unbind(1), strict=True))
+    parts = dict(zip(names, gathered(packed, *groups).double().unbind(1), strict=True))
     each, l_each = parts["m"], parts["l"]
     m = each.amax(0)
     lower = (each - m).clamp(min=FLAT)

@@ -1,66 +1,92 @@
-"""Position of this process's columns in the whole row, found by an exchange of shapes."""
+"""Position of this process's columns in the whole row: given by the caller, or found by an exchange of shapes."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+
+from ..core.processes import device_of_small_exchanges, gathered, group_or_default
+from ..torch.check import checked_dim
 
 Tensor = torch.Tensor
+
+MOST_DIMENSIONS = 64
+"""PyTorch's own limit of a tensor's dimensions."""
 
 
 class Shards(NamedTuple):
     """The position of this process's columns in the whole row.
 
+    A call without `shards=` exchanges the shapes every time, because a process cannot know from its own shape that no
+    other process has a new one.  A call with `shards=` exchanges no shapes, so it neither waits for a GPU nor compares
+    the rows of the processes.
+
     Attributes:
         first: Number of columns on the processes before this one.
         cols: Number of columns here; it may be 0.
         total: Number of columns on all processes.
+
+    Example:
+        >>> Shards(first=64000, cols=64256, total=128256)  # the second of two processes
+        Shards(first=64000, cols=64256, total=128256)
     """
 
     first: int
     cols: int
     total: int
 
+    @classmethod
+    def of(cls, local: Tensor, dim: int = -1, group: Any = None) -> Shards:
+        """The shards of a tensor, by an exchange of the shapes of all processes.
 
-_SHARDS: dict[tuple[Any, ...], Shards] = {}
-"""Shards by group, shape, dimension and type of device."""
+        Args:
+            local: The columns of this process.
+            dim: The sharded dimension.
+            group: Process group; the default group if None.
 
-MOST_SHARDS = 4096
+        Raises:
+            ValueError: the processes have different rows; the message has the shape of each process.
+            RuntimeError: no process group is initialised, or another process has ended.
+        """
+        return _exchanged("Shards.of", local, checked_dim("Shards.of", dim, local.dim()), group_or_default(group))
 
 
-def shards_of(name: str, x: Tensor, dim: int, group: Any) -> Shards:
-    """The shards of a tensor.  The first call with a shape exchanges the shapes of all processes, and waits for them.
-
-    Later calls with the same shape here use the same answer.  So tensors that have one shape on this process and
-    different shapes on another process need different groups.
+def shards_of(name: str, x: Tensor, dim: int, groups: tuple[Any, ...], given: Shards | None) -> Shards:
+    """The shards of a tensor: those that the caller gives, else those of an exchange, which waits for all processes.
 
     Args:
         name: Name of the public function, for errors.
         x: The local tensor.
         dim: The sharded dimension, counted from 0.
-        group: Process group.
+        groups: Process groups; there is one group where no shards are given.
+        given: The argument `shards` of the public function.
 
     Raises:
-        ValueError: the processes have different rows; the message has the shape of each process.
+        TypeError: the given shards are no `Shards`.
+        ValueError: the given shards do not fit the tensor, or the processes have different rows.
     """
-    key = (group.group_name, tuple(x.shape), dim, x.device.type)
-    found = _SHARDS.get(key)
-    if found is None:
-        if len(_SHARDS) >= MOST_SHARDS:
-            _SHARDS.clear()
-        found = _SHARDS[key] = _exchanged(name, x, dim, group)
-    return found
+    if given is None:
+        (group,) = groups
+        return _exchanged(name, x, dim, group)
+    if not isinstance(given, Shards):
+        raise TypeError(f"{name}(): argument 'shards' must be Shards, not {type(given).__name__}")
+    if given.cols != x.shape[dim] or not 0 <= given.first <= given.first + given.cols <= given.total:
+        raise ValueError(f"{name}(): {given} does not fit a local tensor with {x.shape[dim]} columns")
+    return given
 
 
 def _exchanged(name: str, x: Tensor, dim: int, group: Any) -> Shards:
-    shapes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, (tuple(x.shape), dim), group=group)
+    shape = (x.dim(), dim, *x.shape)
+    # Every process sends the same number of integers, so processes with different shapes make the same exchange.
+    message = torch.zeros(2 + MOST_DIMENSIONS, dtype=torch.int64)
+    message[: len(shape)] = torch.tensor(shape)
+    found = gathered(message.to(device_of_small_exchanges(group, x.device)), group).tolist()
+    shapes = [(tuple(row[2 : 2 + row[0]]), row[1]) for row in found]
     rows = {(len(shape), axis, shape[:axis] + shape[axis + 1 :]) for shape, axis in shapes}
     if len(rows) > 1:
         each = ", ".join(f"rank {rank}: {shape} with dim {axis}" for rank, (shape, axis) in enumerate(shapes))
         raise ValueError(f"{name}(): the shards must have the same shape except in the sharded dimension; {each}")
     sizes = [shape[axis] for shape, axis in shapes]
-    here = dist.get_rank(group)
+    here = group.rank()
     return Shards(sum(sizes[:here]), sizes[here], sum(sizes))

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from ..core.processes import gathered
 from ..torch import eager
 from ..torch.check import checked_dim
 from ..torch.gradients import accumulator_of
-from .local import Shard, Sharded, states
-from .rows import gathered, merge
+from .local import Shard, Sharded, runs_kernels, states
+from .rows import merge
 from .shards import shards_of
 
 Tensor = torch.Tensor
@@ -20,36 +21,40 @@ PIECE = 1 << 22
 
 
 class Softmax(torch.autograd.Function):
-    """Softmax or log-softmax of sharded scores; scale, softcap and mask are applied by the caller."""
+    """Softmax or log-softmax of sharded scores: the caller applies the score options, apart from `zero`."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, dim: int, call: Sharded, logarithm: bool) -> Tensor:
-        whole = merge(states(Shard(z.detach(), dim, choice=call.choice), False, False), call.group)
+        shard = Shard(z.detach(), dim, choice=call.choice)
+        whole = merge(states(shard, runs_kernels(shard)), call.groups)
         shift = whole.lse.where(whole.has_softmax, torch.nan)
         y = torch.empty_like(z)
         wide = accumulator_of(z.dtype, z.dtype)
         for part, out, lse in _pieces(dim, z, y, shift.unsqueeze(dim)):
             below = _below(part.to(wide), lse)
             out.copy_(below if logarithm else below.exp())
-        ctx.save_for_backward(y)
-        ctx.where = dim, call.group, logarithm
+        dead = (whole.l == 0).unsqueeze(dim) if call.options.zero else None
+        if dead is not None:
+            y.masked_fill_(dead, 0.0)
+        ctx.save_for_backward(y, dead)
+        ctx.where = dim, call.groups, logarithm
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (y,) = ctx.saved_tensors
-        dim, group, logarithm = ctx.where
+        y, dead = ctx.saved_tensors
+        dim, groups, logarithm = ctx.where
         wide = accumulator_of(y.dtype, y.dtype)
         dots = torch.zeros([*y.shape[:dim], 1, *y.shape[dim + 1 :]], dtype=torch.float64, device=y.device)
         for part, out, dot in _pieces(dim, y, dy, dots):
             dot.copy_((out if logarithm else part.to(wide) * out).sum(dim, keepdim=True, dtype=torch.float64))
-        total = gathered(dots, group).sum(0).to(wide)
+        total = gathered(dots, *groups).sum(0).to(wide)
         dx = torch.empty_like(y)
         for part, out, dot, found in _pieces(dim, y, dy, total, dx):
             p = part.to(wide)
             found.copy_(out - p.exp() * dot if logarithm else p * (out - dot))
-        return dx, None, None, None
+        return dx if dead is None else dx.masked_fill_(dead, 0.0), None, None, None
 
 
 def _below(z: Tensor, lse: Tensor) -> Tensor:
@@ -71,7 +76,8 @@ def _pieces(dim: int, *tensors: Tensor) -> Any:
 def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -> Tensor:
     """Softmax or log-softmax of the local shard of each row."""
     dim = checked_dim(name, dim, x.dim())
-    shards_of(name, x, dim, call.group)
-    z = x if call.options.plain else eager.scores_of(x, dim, call.options, accumulator_of(x.dtype, x.dtype))[0]
+    shards_of(name, x, dim, call.groups, call.shards)
+    scores = call.options._replace(zero=False)
+    z = x if scores.plain else eager.scores_of(x, dim, scores, accumulator_of(x.dtype, x.dtype))[0]
     y: Tensor = Softmax.apply(z, dim, call, logarithm)
     return y.to(x.dtype)

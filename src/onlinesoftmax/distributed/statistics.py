@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .local import Incoming, Shard, Sharded, gradient, states
+from .local import Incoming, Shard, Sharded, gradient, runs_kernels, states
 from .rows import RowStates, merge
 from .shards import Shards
 
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
     def shard(self, x: Tensor, mask: Tensor | None, target: Tensor, weight: Tensor | None) -> Shard:
         """The local part with its tensors."""
-        _, options, choice = self.call
+        _, options, choice, _ = self.call
         return Shard(x, self.dim, options._replace(mask=mask), target, weight, choice)
 
     def is_class(self, target: Tensor) -> Tensor:
@@ -56,8 +56,10 @@ class Statistics(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, mask: Tensor | None, target: Tensor, weight: Tensor | None, request: Request
     ) -> tuple[Tensor | None, ...]:
-        local = states(request.shard(x, mask, target, weight), request.entropy, request.spread)
-        whole = merge(local, request.call.group)
+        shard = request.shard(x, mask, target, weight)
+        ctx.kernels = runs_kernels(shard)
+        local = states(shard, ctx.kernels, request.entropy, request.spread)
+        whole = merge(local, request.call.groups)
         ctx.request = request
         numbers = (whole.m, whole.l, *_statistics(whole, target, request))
         m, l, *found = (None if t is None else t.to(local.m.dtype) for t in numbers)
@@ -76,7 +78,7 @@ class Statistics(torch.autograd.Function):
             dy = dy.where(ctx.request.is_class(target), 0.0)
         incoming = Incoming(zero if dy is None else dy, zero if dlse is None else dlse, dentropy, dspread)
         shard = ctx.request.shard(x, mask, target, weight)
-        dx = gradient(shard, RowStates(m, l), entropy, incoming, ctx.request.weight_sum)
+        dx = gradient(shard, ctx.kernels, RowStates(m, l), entropy, incoming, ctx.request.weight_sum)
         return dx, None, None, None, None
 
 

@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..core.operations import OPERATIONS
 from .chunks import STREAMED
 from .convert import Converter, converter
-from .disk import FileError, replacing, write_from
+from .disk import FileError, write_from
 from .formats import ITEM_BYTES, Stored, new_header, read_header
+from .team import Team
+from .tiles import share_of
 from .transfer import Ends, Job, Transfer
 
 Progress = Callable[[int, int], None]
@@ -46,7 +49,7 @@ class Report:
 def apply_file(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, axis: int = -1, operation: str = "softmax",
     dtype: str | None = None, chunk_bytes: int = CHUNK_BYTES, tensors: Sequence[str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None, group: Any = None,
 ) -> Report:  # fmt: skip
     """Apply softmax, log_softmax or logsumexp to the tensors of a file of any size, in bounded memory.
 
@@ -64,12 +67,16 @@ def apply_file(
         chunk_bytes: Working memory in bytes, for a chunk and its temporary arrays together. A strided axis
             that is longer than a chunk needs memory for its states as well, at most about as much again.
         tensors: Names of the tensors to process in a `.safetensors` file; `target` holds these only. None for all.
-        progress: Function called as progress(done_bytes, total_bytes) after each chunk is read. A row that
-            is read twice counts twice. An exception raised by this function ends the run and leaves no file.
+        progress: Function called as progress(done_bytes, total_bytes) of this process after each chunk is read. A row
+            that is read twice counts twice. An exception raised by this function ends the run and leaves no file.
+        group: Process group of torch that exchanges CPU tensors, as gloo does. Its processes make the same call and
+            share the work: each reads a part of `source` and writes a region of `target`, which all of them see under
+            these paths. If one process fails, all raise an error and there is no file. None for this process alone.
 
     Raises:
         FileError: (a ValueError) a file is missing, truncated, corrupt, in another format or dtype, or cannot
-            be written; the disk is full; an argument is out of range. The message is one sentence.
+            be written; the disk is full; an argument is out of range; another process has failed. The message is one
+            sentence.
 
     Example:
         >>> import numpy as np, os, tempfile
@@ -83,22 +90,46 @@ def apply_file(
     """
     began = time.perf_counter()
     source, target = Path(source), Path(target)
+    team = Team(target, group)
+    with team.failing_together():
+        request = _Request(source, target, axis, operation, dtype, chunk_bytes, tensors)
+        jobs, header = _jobs(request, team)
+        read = _run(jobs, source, header, team, progress)
+    elements, written = sum(job.source.elements for job in jobs), sum(job.target.nbytes for job in jobs)
+    return Report(len(jobs), elements, read, written, time.perf_counter() - began)
+
+
+class _Request(NamedTuple):
+    """The arguments of `apply_file` that every process of a team has in common."""
+
+    source: Path
+    target: Path
+    axis: int
+    operation: str
+    dtype: str | None
+    chunk_bytes: int
+    tensors: Sequence[str] | None
+
+
+def _jobs(request: _Request, team: Team) -> tuple[list[Job], bytes]:
+    """(one job for each tensor, header of the new file)."""
+    source, target, axis, operation, dtype, chunk_bytes, tensors = request
     found, metadata = read_header(source)
     _check_request(source, target, operation, dtype, chunk_bytes)
     inputs = _select(source, found, tensors)
     axes = [_axis_of(source, tensor, axis) for tensor in inputs]
     shaped = [_output(tensor, axis, operation, dtype) for tensor, axis in zip(inputs, axes, strict=True)]
     header, outputs = new_header(target.suffix, shaped, metadata)
-    both = zip(inputs, outputs, axes, strict=True)
-    jobs = [Job(old, new, old.split_at(axis), operation, chunk_bytes) for old, new, axis in both]
-    read, written = _run(jobs, source, target, header, progress)
-    elements = sum(tensor.elements for tensor in inputs)
-    return Report(len(inputs), elements, read, written, time.perf_counter() - began)
+    splits = [old.split_at(axis) for old, axis in zip(inputs, axes, strict=True)]
+    each = zip(inputs, outputs, splits, strict=True)
+    return [
+        Job(old, new, split, operation, chunk_bytes, share_of(split, team.rank, team.size)) for old, new, split in each
+    ], header
 
 
-def _run(jobs: Sequence[Job], source: Path, target: Path, header: bytes, progress: Progress | None) -> tuple[int, int]:
-    """Run all jobs; return (bytes of elements read, bytes of elements written)."""
-    arrays = _converter_for(source, jobs)
+def _run(jobs: Sequence[Job], source: Path, header: bytes, team: Team, progress: Progress | None) -> int:
+    """Run all jobs; return the bytes of elements that all processes have read."""
+    arrays, target = _converter_for(source, jobs), team.path
     done, total = 0, sum(job.bytes_to_read for job in jobs)
 
     def count(nbytes: int) -> None:
@@ -107,12 +138,14 @@ def _run(jobs: Sequence[Job], source: Path, target: Path, header: bytes, progres
         if progress is not None:
             progress(done, total)
 
-    written = sum(job.target.nbytes for job in jobs)
-    with source.open("rb", buffering=0) as reader, replacing(target, len(header) + written) as writer:
-        write_from(writer, 0, memoryview(header), target)
+    size = len(header) + sum(job.target.nbytes for job in jobs)
+    request = repr((source.stat().st_size, [(job.source, job.target, job.operation, job.chunk_bytes) for job in jobs]))
+    with source.open("rb", buffering=0) as reader, team.replacing(size, request) as writer:
+        if team.rank == 0:
+            write_from(writer, 0, memoryview(header), target)
         for job in jobs:
-            Transfer(job, Ends(reader, writer, source, target), arrays, count).run()
-    return done, written
+            Transfer(job, Ends(reader, writer, source, target, team), arrays, count).run()
+    return sum(team.agree(done))
 
 
 def _check_request(source: Path, target: Path, operation: str, dtype: str | None, chunk_bytes: int) -> None:

@@ -46,23 +46,67 @@ class Tile:
 
 @dataclass(frozen=True)
 class Band:
-    """Complete rows: tiles that cover the whole axis in order.
+    """Complete rows, or the part of them that one process has: tiles that cover a span of the axis in order.
 
     Attributes:
         outer, inner: Spans that all tiles of the band share.
-        length: Size of the axis.
+        axis: Span that the tiles cover.
         step: Size of each tile along the axis; the last tile may be shorter.
     """
 
     outer: Span
     inner: Span
-    length: int
+    axis: Span
     step: int
 
+    @property
+    def is_one_tile(self) -> bool:
+        """True where one tile covers the span."""
+        return self.step >= self.axis[1] - self.axis[0]
+
     def __iter__(self) -> Iterator[Tile]:
+        first, end = self.axis
         # An empty axis gives one empty tile, because the logsumexp of an empty row must be written.
-        for start in range(0, max(self.length, 1), self.step):
-            yield Tile(self.outer, (start, min(start + self.step, self.length)), self.inner)
+        for start in range(first, max(end, first + 1), self.step):
+            yield Tile(self.outer, (start, min(start + self.step, end)), self.inner)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a tensor that one process reads and writes.
+
+    Attributes:
+        box: The elements.
+        largest: Sizes of the largest box of all processes.
+        merges: True where the axis is divided, so that the processes merge their states.
+    """
+
+    box: Tile
+    largest: Sizes
+    merges: bool
+
+
+def share_of(split: Sizes, rank: int, size: int) -> Share:
+    """Divide a tensor of sizes `split` evenly among processes, along the dimension that makes the shares most equal.
+
+    Rows stay whole, and the processes independent, unless the shares along the axis are smaller by more than 5 %.
+
+    Example:
+        >>> share_of((1000, 4096, 1), rank=1, size=4).box.outer
+        (250, 500)
+        >>> share_of((1, 1_000_000, 1), rank=1, size=4).box.axis
+        (250000, 500000)
+    """
+    most = [-(-n // size) for n in split]
+    parts = [each / n if n else 1.0 for each, n in zip(most, split, strict=True)]
+    # A share of the inner dimension must be worth a read call of its own.
+    order = (0, 2, 1) if split[2] >= size * RUN else (0, 1)
+    best = min(parts[i] for i in order)
+    chosen = next(i for i in order if parts[i] <= 1.05 * best)
+    spans = [(0, n) for n in split]
+    spans[chosen] = split[chosen] * rank // size, split[chosen] * (rank + 1) // size
+    largest = tuple(most[i] if i == chosen else n for i, n in enumerate(split))
+    return Share(Tile(spans[0], spans[1], spans[2]), (largest[0], largest[1], largest[2]), chosen == 1 and size > 1)
 
 
 def tile_shape(split: Sizes, limit: int) -> Sizes:
@@ -88,13 +132,14 @@ def tile_shape(split: Sizes, limit: int) -> Sizes:
     return 1, limit // width, width
 
 
-def bands(split: Sizes, limit: int) -> Iterator[Band]:
-    """Cut a tensor of sizes `split` into bands whose tiles have at most `limit` elements."""
-    rows, step, columns = tile_shape(split, limit)
-    outer, axis, inner = split
-    for row in range(0, outer, rows):
-        for column in range(0, inner, columns):
-            yield Band((row, min(row + rows, outer)), (column, min(column + columns, inner)), axis, step)
+def bands(share: Share, limit: int) -> Iterator[Band]:
+    """Cut a share into bands whose tiles have at most `limit` elements; processes that merge have the same bands."""
+    rows, step, columns = tile_shape(share.largest, limit)
+    box = share.box
+    for row in range(*box.outer, rows):
+        for column in range(*box.inner, columns):
+            outer, inner = (row, min(row + rows, box.outer[1])), (column, min(column + columns, box.inner[1]))
+            yield Band(outer, inner, box.axis, step)
 
 
 def reads(split: Sizes, limit: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,21 +12,24 @@ import numpy as np
 
 from ..core.arrays import Array
 from ..core.operations import OPERATIONS
-from .chunks import softmax_chunks, state_of_chunks
+from ..core.state import State
+from .chunks import state_of_chunks
 from .convert import Converter, storage
 from .disk import read_into, write_from
 from .formats import ITEM_BYTES, Stored
-from .tiles import Band, Sizes, Tile, bands, reads
+from .team import Team
+from .tiles import Band, Share, Sizes, Tile, bands, reads
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The two open files and their paths; the paths are for error messages."""
+    """The two open files and their paths, which are for error messages; the processes that share the files."""
 
     reader: io.FileIO
     writer: io.FileIO
     source: Path
     target: Path
+    team: Team
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Job:
         split: Sizes (outer, axis, inner) of the input, in file order.
         operation: Name in `chunks.STREAMED`.
         chunk_bytes: Working memory in bytes.
+        share: The part of the tensor that this process reads and writes.
     """
 
     source: Stored
@@ -45,6 +50,7 @@ class Job:
     split: Sizes
     operation: str
     chunk_bytes: int
+    share: Share
 
     @property
     def per_row(self) -> bool:
@@ -64,8 +70,9 @@ class Job:
 
     @property
     def bytes_to_read(self) -> int:
-        """Bytes of elements that the job reads; a row that is read twice counts twice."""
-        return self.source.nbytes * (1 if self.per_row else reads(self.split, self.limit))
+        """Bytes of elements that this process reads; a row that is read twice counts twice."""
+        nbytes = math.prod(self.share.box.shape) * ITEM_BYTES[self.source.dtype]
+        return nbytes * (1 if self.per_row else reads(self.share.largest, self.limit))
 
 
 class Transfer:
@@ -85,22 +92,28 @@ class Transfer:
 
     def run(self) -> None:
         """Read, compute and write the whole tensor."""
-        for band in bands(self.job.split, self.job.limit):
+        for band in bands(self.job.share, self.job.limit):
             if self.job.per_row:
                 self._reduce(band)
             else:
                 self._normalise(band)
 
     def _reduce(self, band: Band) -> None:
-        state = state_of_chunks(map(self._load, band), dim=1)
+        state = self._state(map(self._load, band))
+        if self.job.share.merges and self.ends.team.rank:
+            return  # Every process has the same result, and process 0 writes it.
         outer, _, inner = self.job.split
         self._store(Tile(band.outer, (0, 1), band.inner), (outer, 1, inner), getattr(state, self.job.operation)())
 
     def _normalise(self, band: Band) -> None:
-        whole = [self._load(tile) for tile in band] if band.step >= band.length else None
-        results = softmax_chunks(lambda: whole or map(self._load, band), dim=1, operation=self.job.operation)
-        for tile, result in zip(band, results, strict=True):
-            self._store(tile, self.job.split, result)
+        whole = [self._load(tile) for tile in band] if band.is_one_tile else None
+        result_of = getattr(self._state(whole or map(self._load, band)), self.job.operation)
+        for tile, chunk in zip(band, whole or map(self._load, band), strict=True):
+            self._store(tile, self.job.split, result_of(chunk))
+
+    def _state(self, chunks: Iterable[Array]) -> State:
+        state = state_of_chunks(chunks, dim=1)
+        return self.ends.team.merge(state) if self.job.share.merges else state
 
     def _load(self, tile: Tile) -> Array:
         outer, axis, inner = tile.shape

@@ -69,7 +69,7 @@ def run(call: Call) -> torch.Tensor:
         raise PlanError(f"{operation}() with backend={backend!r}, strategy={strategy!r}: {reason}")
     if isinstance(dim, tuple | list):
         return _over_dims(call)
-    return _by_kernel(_with_autocast(call))
+    return _by_kernel(with_autocast(call))
 
 
 def _by_kernel(call: Call) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _by_pytorch(call: Call) -> torch.Tensor:
     return y if out is None else _write(operation, y, out)
 
 
-def _with_autocast(call: Call) -> Call:
+def with_autocast(call: Call) -> Call:
     """The call with the dtype that autocast gives its result."""
     operation, x, settings, _, _, _ = call
     if settings.dtype is not None or not torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):

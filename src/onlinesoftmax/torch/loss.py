@@ -14,7 +14,8 @@ class Loss(NamedTuple):
     """The arguments of a cross-entropy besides its tensors.
 
     Attributes:
-        settings: The dimension of the classes, the dtype of the result, and what the caller forces of the plan.
+        settings: The dimension of the classes, the dtype of the result (None for the usual one), and what the caller
+            forces of the plan.
         ignore_index: Target of the rows that count for nothing.
         reduction: "mean", "sum" or "none".
         smoothing: Part of the target that is spread over all classes.

@@ -13,7 +13,7 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
 from . import loss_launches, ops, targets_eager
-from .check import check_options, checked_dim
+from .check import check_kind, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
 from .loss import Loss, counted
 from .prepare import INTEGERS
@@ -62,8 +62,8 @@ def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bo
     key = () if return_stats else loss_launches.key_of(x, target, weight, loss)
     if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
         return run(x, target, weight)
-    _check_loss(x, target, weight, loss)
-    settings = loss.settings._replace(dim=1 if x.dim() > 1 else 0, dtype=_result_dtype(x))
+    check_loss(x, target, weight, loss)
+    settings = loss.settings._replace(dim=1 if x.dim() > 1 else 0, dtype=loss.settings.dtype or result_dtype(x))
     loss = loss._replace(settings=settings)
     reason = why_not_kernels(x, target, weight, settings.choice)
     _check_forced("cross_entropy", settings.choice, reason)
@@ -74,7 +74,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bo
         if key and (run := loss_launches.add_loss(key, x, target, weight, loss)) is not None:
             return run(x, target, weight)
         y, lse, entropy = _by_kernels(x, target, weight, loss, return_stats, with_gradient)
-    elif not return_stats and loss.options is None and not loss.z_loss:
+    elif not (return_stats or loss.options or loss.z_loss) and settings.dtype == result_dtype(x):
         found: Tensor = ops.call_pytorch(
             functional.cross_entropy,
             x,
@@ -129,7 +129,7 @@ def token_logprobs(
     key = loss_launches.key_of(x, index, None, dim, options, entropy, choice)
     if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
         return TokenLogprobs(*run(x, index, None))
-    _check_tokens(x, index, dim)
+    check_token_arguments(x, index, dim)
     dim = checked_dim("token_logprobs", dim, x.dim())
     operation = OPERATIONS["token_logprobs"]
     beside = {"target": index.unsqueeze(dim)}
@@ -173,7 +173,7 @@ def _check_forced(name: str, choice: Choice, reason: str | None) -> None:
         raise PlanError(f"{name}() with backend={backend!r}, strategy={strategy!r}: {reason}")
 
 
-def _result_dtype(x: Tensor) -> torch.dtype:
+def result_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the loss: that of the logits; float32 under autocast, as PyTorch has it."""
     if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
         return torch.float32
@@ -187,7 +187,7 @@ def _check_inplace(x: Tensor) -> None:
         raise RuntimeError("cross_entropy(): inplace_backward=True, and input has several elements at one location")
 
 
-def _check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
+def check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     """Check the arguments; raise the exception types that PyTorch raises, and name the argument."""
     name = "cross_entropy()"
     for argument, value in (("input", x), ("target", target)):
@@ -211,6 +211,8 @@ def _check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     else:
         check_index(name, "target", x, target, rows)
     check_weight(name, weight, x, x.shape[dim])
+    for argument, value in (("target", target), ("weight", weight)):
+        check_kind("cross_entropy", argument, value, x)
 
 
 def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
@@ -219,7 +221,7 @@ def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     Raises:
         IndexError: a target is out of range; the message has its position and its value.
     """
-    _check_loss(x, target, weight, loss)
+    check_loss(x, target, weight, loss)
     if not target.is_floating_point():
         classes = x.shape[1 if x.dim() > 1 else 0]
         _check_range("cross_entropy(): target", target, classes, counted(target, loss))
@@ -231,7 +233,7 @@ def check_tokens(x: Any, index: Any, dim: Any) -> None:
     Raises:
         IndexError: an index is out of range; the message has its position and its value.
     """
-    _check_tokens(x, index, dim)
+    check_token_arguments(x, index, dim)
     tokens = x.shape[checked_dim("token_logprobs", dim, x.dim())]
     _check_range("token_logprobs(): index", index, tokens, torch.ones_like(index, dtype=torch.bool))
 
@@ -270,7 +272,8 @@ def check_weight(name: str, weight: Any, x: Tensor, classes: int) -> None:
         raise RuntimeError(f"{name}: weight is on {weight.device}, and input on {x.device}")
 
 
-def _check_tokens(x: Any, index: Any, dim: Any) -> None:
+def check_token_arguments(x: Any, index: Any, dim: Any) -> None:
+    """Check the arguments of `token_logprobs`; each error names the argument."""
     name = "token_logprobs()"
     for argument, value in (("logits", x), ("index", index)):
         if not isinstance(value, Tensor):
@@ -281,3 +284,4 @@ def _check_tokens(x: Any, index: Any, dim: Any) -> None:
         raise ValueError(f"{name}: logits need a dimension of tokens, got shape ()")
     axis = checked_dim("token_logprobs", dim, x.dim())
     check_index(name, "index", x, index, (*x.shape[:axis], *x.shape[axis + 1 :]))
+    check_kind("token_logprobs", "index", index, x)

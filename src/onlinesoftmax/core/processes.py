@@ -1,0 +1,95 @@
+"""Exchanges between the processes of torch process groups: one collective for every exchange, the same for all callers.
+
+torch is imported when the first exchange is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, array_kind
+
+Group = Any
+"""A process group of torch.distributed."""
+
+
+def group_or_default(group: Group | None) -> Group:
+    """The group itself, or the default group if it is None.
+
+    Raises:
+        RuntimeError: no process group is initialised.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("no process group: call torch.distributed.init_process_group, or start with torchrun")
+    return dist.group.WORLD if group is None else group
+
+
+def gathered(t: Any, *groups: Group) -> Any:
+    """The tensors of all processes, stacked along a new first dimension; the same bits on every process.
+
+    Args:
+        t: A tensor; its shape and its dtype are the same on every process.
+        groups: Process groups that are the axes of a grid of processes.  There is one collective for each.
+
+    Raises:
+        RuntimeError: another process has ended, or did not make the same call within the group's timeout.
+    """
+    found = t.unsqueeze(0)
+    for group in reversed(groups):
+        found = _along(found, group).flatten(0, 1)
+    return found
+
+
+def _along(t: Any, group: Group) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    size = group.size()
+    t = t.contiguous()
+    if torch.compiler.is_compiling():
+        ops = torch.ops._c10d_functional
+        flat = ops.wait_tensor(ops.all_gather_into_tensor(t.view(-1), size, group.group_name))
+        return flat.view(size, *t.shape)
+    found = t.new_empty((size, *t.shape))
+    # The same collective; PyTorch has renamed it.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    try:
+        all_gather(found.view(-1), t.view(-1), group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"an exchange between {size} processes failed on rank {dist.get_rank(group)}: another process has ended, "
+            f"or did not make the same call within the group's timeout ({error})"
+        ) from error
+    return found
+
+
+def gathered_arrays(arrays: list[Array], group: Group) -> list[list[Array]]:
+    """The arrays of every process, in the order of the ranks, by one collective.
+
+    Args:
+        arrays: NumPy arrays or torch tensors of one shape and one dtype, the same on every process.
+        group: A process group; one that exchanges CPU tensors, as gloo does, for NumPy arrays.
+
+    Raises:
+        TypeError: the arrays are of another kind.
+    """
+    import torch
+
+    kind = array_kind(arrays[0])
+    if kind == "torch":
+        return [list(process.unbind(0)) for process in gathered(torch.stack(arrays), group)]
+    if kind != "numpy":
+        raise TypeError(f"all_reduce: torch tensors and NumPy arrays travel between processes, {kind} arrays do not")
+    found = gathered(torch.from_numpy(np.stack(arrays)), group).numpy()
+    return [list(process) for process in found]
+
+
+def device_of_small_exchanges(group: Group, device: Any) -> Any:
+    """The CPU if the group can exchange tensors of the CPU, which waits for no GPU; else `device`."""
+    import torch.distributed as dist
+
+    return "cpu" if "cpu:" in dist.get_backend_config(group) else device

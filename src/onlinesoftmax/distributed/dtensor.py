@@ -1,0 +1,108 @@
+"""How a call on a DTensor runs: on the local part, with an exchange of states where the softmax dimension is sharded.
+
+The result is sharded as the input is.  The local part of the result is that of `onlinesoftmax.distributed` where the
+softmax dimension is sharded, and that of an ordinary call where it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.call import Call, Settings
+from ..core.operations import Operation
+from ..core.options import PLAIN, ScoreOptions
+from ..core.task import Choice
+from ..torch import dispatch, eager
+from ..torch.check import check_options, checked_dim
+from . import losses
+from .layout import Layout, laid_out, local_of
+from .local import Sharded
+from .softmax import softmax
+
+Tensor = torch.Tensor
+
+
+def run_plain(operation: Operation, x: Any, dim: Any, keepdim: bool, out: Any, choice: tuple[Any, ...]) -> Tensor:
+    """A call without score options, dtype and batch invariance."""
+    return run(Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out))
+
+
+def run(call: Call) -> Tensor:
+    """The operation on a DTensor."""
+    operation, x, settings, options, out, _ = call
+    name = operation.name
+    if out is not None:
+        raise NotImplementedError(f"{name}(): out is not available for a DTensor; use the result")
+    check_options(call)
+    x, layout = laid_out(name, x, _dims(name, settings.dim, x.dim()))
+    local = local_of(x, layout.placements)
+    here = call._replace(x=local, options=layout.options(options, local.device))
+    y = _sharded(here, layout) if layout.groups else dispatch.run(here)
+    return layout.rows(y, settings.keepdim) if operation.per_row else layout.elements(y, x.stride())
+
+
+def _dims(name: str, dim: Any, ndim: int) -> tuple[int, ...]:
+    if isinstance(dim, tuple | list):
+        # PyTorch takes an empty tuple for all dimensions.
+        return tuple(checked_dim(name, each, ndim) for each in dim) or tuple(range(ndim))
+    return (checked_dim(name, dim, ndim),) if ndim else ()
+
+
+def _sharded(call: Call, layout: Layout) -> Tensor:
+    """The local part of the result of rows that are sharded."""
+    name = call.operation.name
+    x, settings, options = call.x, call.settings, call.scores
+    if len(layout.dims) > 1:
+        raise NotImplementedError(f"{name}(): dim {settings.dim} has a sharded dimension; reduce one dim at a time")
+    if not x.is_floating_point() and settings.dtype is None:
+        raise NotImplementedError(f"{name}(): input of dtype {x.dtype} is not floating point; pass dtype=")
+    dtype = dispatch.with_autocast(call).settings.dtype or x.dtype
+    x = x.to(torch.promote_types(x.dtype, dtype))
+    sharded = sharded_call(name, layout, options, settings.choice)
+    return _FUNCTIONS[name](name, x, layout.dims[0], settings.keepdim, sharded).to(dtype)
+
+
+def sharded_call(name: str, layout: Layout, options: ScoreOptions, choice: Choice) -> Sharded:
+    """The arguments of a sharded call.
+
+    Raises:
+        NotImplementedError: batch_invariant is asked for.
+    """
+    if choice.batch_invariant:
+        raise NotImplementedError(f"{name}(): batch_invariant is not available where dim is sharded")
+    return Sharded(layout.groups, options, choice, layout.shards)
+
+
+def scored(x: Tensor, dim: int, call: Sharded) -> tuple[Tensor, Sharded]:
+    """(x, call) without a bias, and with a number as scale: they are applied here, by PyTorch's operations."""
+    options = call.options
+    if options.bias is None and not isinstance(options.scale, Tensor):
+        return x, call
+    z = eager.scores_of(x, dim, options, x.dtype)[0]
+    return z, call._replace(options=PLAIN)
+
+
+def _softmax_of(name: str, x: Tensor, dim: int, keepdim: bool, call: Sharded) -> Tensor:
+    return softmax(name, x, dim, call, logarithm=False)
+
+
+def _log_softmax_of(name: str, x: Tensor, dim: int, keepdim: bool, call: Sharded) -> Tensor:
+    return softmax(name, x, dim, call, logarithm=True)
+
+
+def _logsumexp_of(name: str, x: Tensor, dim: int, keepdim: bool, call: Sharded) -> Tensor:
+    zero, call = call.options.zero, call._replace(options=call.options._replace(zero=False))
+    z, call = scored(x, dim, call)
+    lse = losses.logsumexp(z, dim, keepdim, call)
+    # The gradient of a row without a score above -inf is zeros.
+    return lse.where(lse != -torch.inf, -torch.inf) if zero else lse
+
+
+_FUNCTIONS: dict[str, Callable[[str, Tensor, int, bool, Sharded], Tensor]] = {
+    "softmax": _softmax_of,
+    "log_softmax": _log_softmax_of,
+    "logsumexp": _logsumexp_of,
+}

@@ -1,0 +1,93 @@
+"""cross_entropy and token_logprobs on a DTensor, with the same functions as torch/losses.py.
+
+Every process computes the losses of its rows.  Where rows are sharded, one more exchange adds their sums and counts, so
+a mean is the mean over all rows, and every process has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..core.call import Call, Settings
+from ..core.operations import OPERATIONS
+from ..core.options import ScoreOptions
+from ..core.task import Choice
+from ..torch import losses
+from ..torch.check import check_options, checked_dim
+from ..torch.gradients import accumulator_of
+from ..torch.loss import Loss
+from ..torch.losses import LossStatistics, TokenLogprobs
+from . import losses as sharded_losses
+from .dtensor import scored, sharded_call
+from .layout import laid_out, local_of
+
+__all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "token_logprobs"]
+
+Tensor = torch.Tensor
+
+
+def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bool) -> Any:
+    """The loss as a DTensor: a number that every process has, or one loss per row, sharded as the rows are."""
+    losses.check_loss(x, target, weight, loss)
+    x, layout = laid_out("cross_entropy", x, (1 if x.dim() > 1 else 0,))
+    probabilities = target.is_floating_point()
+    target = layout.operand("target", target) if probabilities else layout.per_row("target", target)
+    weight, local = layout.whole("weight", weight), local_of(x, layout.placements)
+    stats = None
+    if layout.groups:
+        _check_available(probabilities, return_stats, loss)
+        call = sharded_call("cross_entropy", layout, loss.options or ScoreOptions(), loss.settings.choice)
+        rows = sharded_losses.loss_rows(local, target, weight, loss, call)
+    else:
+        wide = loss.settings._replace(dtype=accumulator_of(local.dtype, local.dtype))
+        rows = losses.cross_entropy(local, target, weight, loss._replace(settings=wide, reduction="none"), return_stats)
+        if return_stats:
+            rows, stats = rows
+    dtype = losses.result_dtype(local)
+    y = sharded_losses.reduced(rows, target, weight, loss, layout.row_groups).to(dtype)
+    y = layout.rows(y) if loss.reduction == "none" else layout.number(y)
+    return y if stats is None else (y, LossStatistics(*map(layout.rows, stats)))
+
+
+def _check_available(probabilities: bool, return_stats: bool, loss: Loss) -> None:
+    named = {"class probabilities": probabilities, "return_stats": return_stats, "inplace_backward": loss.inplace}
+    for name, given in named.items():
+        if given:
+            raise NotImplementedError(f"cross_entropy(): {name} is not available where the classes are sharded")
+
+
+def token_logprobs(
+    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Choice
+) -> TokenLogprobs:
+    """(logprob, entropy, lse) as DTensors, sharded as the rows are."""
+    name = "token_logprobs"
+    losses.check_token_arguments(x, index, dim)
+    check_options(Call(OPERATIONS[name], x, Settings(dim), options))
+    x, layout = laid_out(name, x, (checked_dim(name, dim, x.dim()),))
+    index, local = layout.per_row("index", index), local_of(x, layout.placements)
+    options = layout.options(options, local.device)
+    if layout.groups:
+        z, call = scored(local, layout.dims[0], sharded_call(name, layout, options or ScoreOptions(), choice))
+        found = sharded_losses.token_logprobs(z, index, layout.dims[0], entropy, call)
+    else:
+        found = losses.token_logprobs(local, index, layout.dims[0], options, entropy, choice)
+    logprob, found_entropy, lse = found
+    return TokenLogprobs(
+        layout.rows(logprob), None if found_entropy is None else layout.rows(found_entropy), layout.rows(lse)
+    )
+
+
+def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
+    """Check the arguments, and the range of every target on every process, so that all raise the same error."""
+    losses.check_loss(x, target, weight, loss)
+    x, layout = laid_out("cross_entropy", x, (1 if x.dim() > 1 else 0,))
+    losses.check_targets(x, layout.whole("target", target), None, loss)
+
+
+def check_tokens(x: Any, index: Any, dim: Any) -> None:
+    """Check the arguments, and the range of every index on every process, so that all raise the same error."""
+    losses.check_token_arguments(x, index, dim)
+    x, layout = laid_out("token_logprobs", x, (checked_dim("token_logprobs", dim, x.dim()),))
+    losses.check_tokens(x, layout.whole("index", index), dim)

@@ -1,0 +1,208 @@
+"""Position of a DTensor's rows on its mesh, and the local parts of the tensors that belong to these rows.
+
+A mesh dimension either shards the softmax dimension, which makes its process group exchange states, or shards another
+dimension, or holds copies.  Sizes and offsets follow from the global shape, so no process asks another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Shard as Sharding
+
+from ..core.options import ScoreOptions
+from .shards import Shards
+
+Tensor = torch.Tensor
+
+
+class Layout(NamedTuple):
+    """The position of the rows of a DTensor on its mesh.
+
+    Attributes:
+        mesh: The mesh of the DTensor.
+        placements: One placement for each mesh dimension; none is Partial.
+        shape: Global shape.
+        dims: The dimensions that the operation reduces or normalises, counted from 0.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """Process groups of the mesh dimensions that shard a dimension of `dims`."""
+        return self._groups(sharded=True)
+
+    @property
+    def row_groups(self) -> tuple[Any, ...]:
+        """Process groups of the mesh dimensions that shard the rows, as data parallelism does."""
+        return self._groups(sharded=False)
+
+    def _groups(self, sharded: bool) -> tuple[Any, ...]:
+        return tuple(
+            self.mesh.get_group(i)
+            for i, placement in enumerate(self.placements)
+            if placement.is_shard() and (placement.dim in self.dims) == sharded
+        )
+
+    @property
+    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(shape, first index) of the local part: `Shard` cuts a dimension as torch.chunk does."""
+        shape, first = list(self.shape), [0] * len(self.shape)
+        for i, (placement, here) in enumerate(zip(self.placements, self.mesh.get_coordinate(), strict=True)):
+            if placement.is_shard():
+                size = shape[placement.dim]
+                each = -(-size // self.mesh.size(i))
+                begin = min(size, each * here)
+                shape[placement.dim] = min(size, begin + each) - begin
+                first[placement.dim] += begin
+        return tuple(shape), tuple(first)
+
+    @property
+    def shards(self) -> Shards:
+        """The local columns in the whole row."""
+        shape, first = self.box
+        (dim,) = self.dims
+        return Shards(first[dim], shape[dim], self.shape[dim])
+
+    def elements(self, y: Tensor, strides: tuple[int, ...]) -> Tensor:
+        """The DTensor of local results with the shape of the input.
+
+        Args:
+            y: The local results.
+            strides: Strides of the input, which y has too unless it is contiguous.
+        """
+        strides = _contiguous(self.shape) if y.is_contiguous() else strides
+        shape = torch.Size(self.shape)
+        return DTensor.from_local(y, self.mesh, self.placements, run_check=False, shape=shape, stride=strides)
+
+    def rows(self, y: Tensor, keepdim: bool = False) -> Tensor:
+        """The DTensor of local results per row; processes that share rows have copies."""
+        shape = [1 if i in self.dims else n for i, n in enumerate(self.shape) if keepdim or i not in self.dims]
+        return DTensor.from_local(
+            y.contiguous(), self.mesh, self._row_placements(keepdim), run_check=False, shape=torch.Size(shape),
+            stride=_contiguous(tuple(shape)),
+        )  # fmt: skip
+
+    def number(self, y: Tensor) -> Tensor:
+        """The DTensor of a number of which every process has a copy."""
+        return DTensor.from_local(y, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+
+    def _row_placements(self, keepdim: bool) -> tuple[Any, ...]:
+        def of(placement: Any) -> Any:
+            if not placement.is_shard():
+                return placement
+            if placement.dim in self.dims:
+                return Replicate()
+            return placement if keepdim else Sharding(placement.dim - sum(dim < placement.dim for dim in self.dims))
+
+        return tuple(of(placement) for placement in self.placements)
+
+    def operand(self, name: str, t: Any) -> Any:
+        """The local part of a tensor that broadcasts to the input; a number or None is returned as it is.
+
+        Args:
+            name: Name of the argument, for errors.
+            t: A DTensor, or a plain tensor that is the whole operand on every process.
+        """
+        if not isinstance(t, Tensor):
+            return t
+        ahead = len(self.shape) - t.dim()
+
+        def of(placement: Any) -> Any:
+            broadcasts = not placement.is_shard() or placement.dim < ahead or t.shape[placement.dim - ahead] == 1
+            return Replicate() if broadcasts else Sharding(placement.dim - ahead)
+
+        wanted = tuple(of(placement) for placement in self.placements)
+        # Where the input is sharded and the operand is not, every process has a part of the operand's gradient.
+        to = tuple(
+            Partial() if placement.is_shard() and mine.is_replicate() else mine
+            for placement, mine in zip(self.placements, wanted, strict=True)
+        )
+        return self._local(name, t, wanted, to)
+
+    def per_row(self, name: str, t: Tensor) -> Tensor:
+        """The local part of a tensor with one value per row.  Arguments as for `operand`."""
+        placements = self._row_placements(False)
+        return self._local(name, t, placements, placements)
+
+    def whole(self, name: str, t: Any) -> Any:
+        """The whole tensor, or None.  Arguments as for `operand`."""
+        if not isinstance(t, Tensor):
+            return t
+        copies = (Replicate(),) * self.mesh.ndim
+        return self._local(name, t, copies, copies)
+
+    def _local(self, name: str, t: Tensor, placements: tuple[Any, ...], gradient: tuple[Any, ...]) -> Tensor:
+        if not isinstance(t, DTensor):
+            t = DTensor.from_local(t, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        elif t.device_mesh != self.mesh:
+            raise ValueError(f"{name} is on the mesh {t.device_mesh}, and input on {self.mesh}")
+        if tuple(t.placements) != placements:
+            t = t.redistribute(placements=placements)
+        return local_of(t, gradient)
+
+    def options(self, options: ScoreOptions | None, device: Any) -> ScoreOptions | None:
+        """The score options of the local part; `causal` becomes a mask where queries or keys are sharded."""
+        if options is None:
+            return None
+        tensors = {name: self.operand(name, getattr(options, name)) for name in ("scale", "bias", "mask")}
+        options = options._replace(**tensors)
+        if not options.causal or not (self.groups or self.row_groups):
+            return options
+        seen = self._causal(device)
+        mask = seen if options.mask is None else options.mask & seen
+        return options._replace(causal=False, mask=mask)
+
+    def _causal(self, device: Any) -> Tensor:
+        """The local part of the causal mask, in a shape that broadcasts to the local input."""
+        (dim,) = self.dims
+        shape, first = self.box
+        keys = first[dim] + torch.arange(shape[dim], device=device)
+        queries = first[dim - 1] + torch.arange(shape[dim - 1], device=device)
+        seen = keys <= queries[:, None] + (self.shape[dim] - self.shape[dim - 1])
+        return seen.reshape(*seen.shape, *(1 for _ in shape[dim + 1 :]))
+
+
+def laid_out(name: str, x: Any, dims: tuple[int, ...]) -> tuple[Any, Layout]:
+    """(x, layout of x); an x with partial sums is summed first, as PyTorch's own functions do.
+
+    Args:
+        name: Name of the public function, for errors.
+        x: A DTensor.
+        dims: The dimensions that the operation reduces or normalises, counted from 0.
+
+    Raises:
+        NotImplementedError: a placement is not Shard, Replicate or Partial.
+        RuntimeError: this process is not part of the mesh.
+    """
+    if x.device_mesh.get_coordinate() is None:
+        raise RuntimeError(f"{name}(): this process is not part of the mesh {x.device_mesh} of the input")
+    placements = tuple(Replicate() if placement.is_partial() else placement for placement in x.placements)
+    for placement in placements:
+        if not placement.is_shard() and not placement.is_replicate():
+            raise NotImplementedError(f"{name}(): input has the placement {placement}; redistribute() it to Shard")
+    if placements != tuple(x.placements):
+        x = x.redistribute(placements=placements)
+    return x, Layout(x.device_mesh, placements, tuple(x.shape), dims)
+
+
+def local_of(x: Any, gradient: tuple[Any, ...]) -> Tensor:
+    """The local tensor of a DTensor, whose gradient has these placements."""
+    local: Tensor = x.to_local(grad_placements=gradient)
+    wait = getattr(local, "wait", None)
+    # A redistribution may still be under way.
+    return local if wait is None else wait()
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

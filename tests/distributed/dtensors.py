@@ -1,0 +1,253 @@
+"""Calls on DTensors in four processes, on meshes of one and two dimensions, against one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+
+import onlinesoftmax as osm
+from distributed import processes
+
+Placements = tuple[Any, ...]
+
+BY_DIMENSIONS: dict[int, tuple[Placements, ...]] = {
+    1: ((Shard(1),), (Shard(0),), (Replicate(),)),
+    2: (
+        (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(1)), (Shard(1), Shard(1)),
+        (Shard(0), Replicate()), (Shard(0), Shard(0)),
+    ),
+}  # fmt: skip
+"""Placements of an input of shape (rows, columns) on a mesh with so many dimensions."""
+
+ROWS, COLS = 5, 13
+"""Neither is divisible by the number of processes."""
+
+
+def meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    """A mesh with one dimension and a mesh with two, of all processes."""
+    half, kind = dist.get_world_size() // 2, processes.device().type
+    return init_device_mesh(kind, (2 * half,)), init_device_mesh(kind, (2, half))
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (4 * processes.random(*shape, seed=seed)).to(dtype)
+
+
+def tensor(values: Any) -> torch.Tensor:
+    return torch.tensor(values, device=processes.device())
+
+
+def cut_tensor(t: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
+    """A DTensor of a tensor that every process has: nothing is sent."""
+    return distribute_tensor(t, mesh, placements, src_data_rank=None)
+
+
+def rows_of(placements: Placements) -> Placements:
+    """Placements of a result per row of an input of shape (rows, columns)."""
+    return tuple(Replicate() if placement == Shard(1) else placement for placement in placements)
+
+
+def near(found: Any, want: torch.Tensor, placements: Placements) -> None:
+    """A DTensor with these placements, and with these values up to rounding."""
+    assert type(found) is DTensor
+    assert found.placements == placements
+    assert found.shape == want.shape
+    torch.testing.assert_close(
+        found.to_local(), cut_tensor(want.detach(), found.device_mesh, placements).to_local(), equal_nan=True
+    )
+
+
+def softmax_and_its_like(mesh: DeviceMesh, placements: Placements) -> None:
+    """The score options as plain tensors and as DTensors; forward and gradients."""
+    x = random(ROWS, COLS)
+    mask, bias = random(ROWS, COLS, seed=1) > -4, random(1, COLS, seed=2)
+    mask[2] = False
+    where = cut_tensor(bias, mesh, tuple(Shard(1) if p == Shard(1) else Replicate() for p in placements))
+    product: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"mask": mask, "fully_masked": "zero"}, {}),
+        ({"bias": bias, "scale": 0.5, "softcap": 5.0}, {"bias": where}),
+        ({"causal": True, "dtype": torch.float64}, {}),
+        ({"scale": tensor(2.0), "mask": mask[:1]}, {}),
+    ]
+    # A third of the pairs with each placement: every pair is among those of some placement on each mesh.
+    first = BY_DIMENSIONS[mesh.ndim].index(placements) % 3
+    for name, (options, given) in list(itertools.product(("softmax", "log_softmax", "logsumexp"), product))[first::3]:
+        function = getattr(osm, name)
+        whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
+        want, found = function(whole, 1, **options), function(cut, 1, **{**options, **given})
+        near(found, want, rows_of(placements) if name == "logsumexp" else placements)
+        dy = random(*want.shape, seed=3, dtype=want.dtype).nan_to_num()
+        (dx,) = torch.autograd.grad(want, whole, dy)
+        (mine,) = torch.autograd.grad(found, cut, cut_tensor(dy, mesh, found.placements))
+        near(mine, dx, placements)
+
+
+def gradients_of_operands(mesh: DeviceMesh, placements: Placements) -> None:
+    """The gradients of a bias and of a scale are whole, whatever the bias is: a plain tensor or a DTensor."""
+    x, bias, scale = random(ROWS, COLS), random(COLS, seed=1).requires_grad_(), tensor(0.5).requires_grad_()
+    dy = random(ROWS, COLS, seed=3)
+    want = torch.autograd.grad(osm.softmax(x, 1, bias=bias, scale=scale), (bias, scale), dy)
+    cut, dcut = cut_tensor(x, mesh, placements), cut_tensor(dy, mesh, placements)
+    found = torch.autograd.grad(osm.softmax(cut, 1, bias=bias, scale=scale), (bias, scale), dcut)
+    torch.testing.assert_close(found, want)
+    sharded = cut_tensor(bias.detach(), mesh, [Replicate()] * mesh.ndim).requires_grad_()
+    (mine,) = torch.autograd.grad(osm.softmax(cut, 1, bias=sharded, scale=scale), sharded, dcut)
+    torch.testing.assert_close(mine.full_tensor(), want[0])
+
+
+def losses(mesh: DeviceMesh, placements: Placements) -> None:
+    """Every reduction, with plain targets and with DTensors; the mean is over the rows of all processes."""
+    x, target, weight = random(ROWS, COLS), tensor([0, 12, -100, 7, 3]), random(COLS, seed=1).abs()
+    aligned = cut_tensor(target, mesh, rows_of(placements))
+    product: tuple[dict[str, Any], ...] = (
+        {}, {"weight": weight, "label_smoothing": 0.1}, {"z_loss": 0.01, "scale": 0.5, "softcap": 3.0},
+    )  # fmt: skip
+    for reduction, options in itertools.product(("mean", "sum", "none"), product):
+        whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
+        want = osm.cross_entropy(whole, target, reduction=reduction, **options)
+        (dx,) = torch.autograd.grad(want.sum(), whole)
+        for index in (target, aligned) if reduction == "mean" else (aligned,):
+            found = osm.cross_entropy(cut, index, reduction=reduction, **options)
+            near(found, want, rows_of(placements) if reduction == "none" else (Replicate(),) * mesh.ndim)
+            (mine,) = torch.autograd.grad(found.sum(), cut)
+            near(mine, dx, placements)
+
+
+def log_probabilities(mesh: DeviceMesh, placements: Placements) -> None:
+    x, index = random(ROWS, COLS), tensor([0, 12, 5, 7, 3])
+    mask = (random(ROWS, COLS, seed=1) > -4).scatter(1, index[:, None], True)
+    for options in ({}, {"mask": mask, "scale": tensor(0.5)}):
+        whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
+        want, found = osm.token_logprobs(whole, index, **options), osm.token_logprobs(cut, index, **options)
+        for mine, theirs in zip(found, want, strict=True):
+            near(mine, theirs, rows_of(placements))
+        (dx,) = torch.autograd.grad([y.sum() for y in want], whole, [tensor(w) for w in (1.0, 0.3, 2.0)])
+        total = found.logprob.sum() + 0.3 * found.entropy.sum() + 2 * found.lse.sum()
+        near(torch.autograd.grad(total, cut)[0], dx, placements)
+    assert osm.token_logprobs(cut_tensor(x, mesh, placements), index, entropy=False).entropy is None
+
+
+def other_ranks_of_tensors(mesh: DeviceMesh) -> None:
+    """Images whose classes are dimension 1, keepdim, and 16 bits."""
+    for placements in ((Shard(2), Shard(1)), (Shard(0), Shard(1)), (Shard(1), Shard(3))):
+        x, target = random(3, 7, 2, 5), random(3, 2, 5, seed=1).abs().long() % 7
+        cut = cut_tensor(x, mesh, placements).requires_grad_()
+        whole = x.clone().requires_grad_()
+        want, found = osm.cross_entropy(whole, target), osm.cross_entropy(cut, target)
+        near(found, want, (Replicate(), Replicate()))
+        near(torch.autograd.grad(found, cut)[0], torch.autograd.grad(want, whole)[0], placements)
+        lse = osm.logsumexp(cut, 1, keepdim=True)
+        near(lse, whole.logsumexp(1, keepdim=True), tuple(Replicate() if p == Shard(1) else p for p in placements))
+    x = random(3, 7, 2, 5)
+    cut = cut_tensor(x, mesh, (Shard(0), Shard(3)))
+    near(osm.logsumexp(cut, (1, 2)), x.logsumexp((1, 2)), (Shard(0), Shard(1)))
+    x = random(ROWS, COLS, dtype=torch.bfloat16)
+    cut = cut_tensor(x, mesh, (Shard(0), Shard(1)))
+    near(osm.softmax(cut), x.softmax(-1), (Shard(0), Shard(1)))
+    near(
+        osm.cross_entropy(cut, tensor(range(ROWS))),
+        functional.cross_entropy(x, tensor(range(ROWS))),
+        (Replicate(),) * 2,
+    )
+
+
+def partial_sums_are_added(mesh: DeviceMesh) -> None:
+    """The logits of a row-parallel layer, whose gradient is that of the sum on every process."""
+    x = random(ROWS, COLS)
+    cut = DTensor.from_local(x / mesh.size(), mesh, (Partial(),)).requires_grad_()
+    whole, target = x.clone().requires_grad_(), tensor(range(ROWS))
+    want, found = osm.cross_entropy(whole, target), osm.cross_entropy(cut, target)
+    near(found, want, (Replicate(),))
+    near(torch.autograd.grad(found, cut)[0], torch.autograd.grad(want, whole)[0], (Replicate(),))
+
+
+def class_probabilities_and_statistics(mesh: DeviceMesh) -> None:
+    """Both where the rows are sharded and the classes are not."""
+    x, placements = random(ROWS, COLS), (Shard(0), Replicate())
+    cut, likely = cut_tensor(x, mesh, placements), random(ROWS, COLS, seed=1).softmax(1)
+    near(osm.cross_entropy(cut, likely), functional.cross_entropy(x, likely), (Replicate(),) * 2)
+    target = tensor(range(ROWS))
+    (want, theirs), (loss, mine) = (osm.cross_entropy(t, target, return_stats=True) for t in (x, cut))
+    near(loss, want, (Replicate(),) * 2)
+    for name, statistic in mine._asdict().items():
+        near(statistic, getattr(theirs, name), placements)
+
+
+def autocast_is_followed(mesh: DeviceMesh) -> None:
+    x, target = random(ROWS, COLS, dtype=torch.bfloat16), tensor(range(ROWS))
+    for placements in ((Shard(1),), (Shard(0),)):
+        cut = cut_tensor(x, mesh, placements)
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            for function in (lambda t: osm.cross_entropy(t, target), osm.softmax, osm.logsumexp):
+                assert function(cut).dtype == function(x).dtype
+
+
+def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
+    """Each error is the same on every process, and names the argument."""
+    x, target = random(ROWS, COLS), tensor(range(ROWS))
+    cut = cut_tensor(x, mesh, (Shard(0), Shard(1)))
+    far = cut_tensor(target, other, (Replicate(),))
+    calls: tuple[tuple[type[Exception], str, Callable[[], object]], ...] = (
+        (NotImplementedError, "out is not available", lambda: osm.softmax(cut, out=cut)),
+        (NotImplementedError, "batch_invariant is not", lambda: osm.softmax(cut, batch_invariant=True)),
+        (NotImplementedError, "reduce one dim at a time", lambda: osm.logsumexp(cut, (0, 1))),
+        (NotImplementedError, "class probabilities is not", lambda: osm.cross_entropy(cut, x.softmax(1))),
+        (NotImplementedError, "return_stats is not", lambda: osm.cross_entropy(cut, target, return_stats=True)),
+        (NotImplementedError, "inplace_backward", lambda: osm.cross_entropy(cut, target, inplace_backward=True)),
+        (NotImplementedError, "pass dtype=", lambda: osm.softmax(cut.long())),
+        (IndexError, "Dimension out of range", lambda: osm.softmax(cut, 2)),
+        (ValueError, "target has shape", lambda: osm.cross_entropy(cut, target[:3])),
+        (ValueError, "target is on the mesh", lambda: osm.cross_entropy(cut, far)),
+        (IndexError, "target is 13 at position 4", lambda: osm.cross_entropy(cut, target + 9, check=True)),
+        (IndexError, "index is 13 at position 4", lambda: osm.token_logprobs(cut, target + 9, check=True)),
+        (TypeError, "mask is a DTensor, and input is a Tensor", lambda: osm.softmax(x, mask=cut > 0)),
+        (TypeError, "target is a DTensor, and input is a Tensor", lambda: osm.cross_entropy(x, far)),
+        (RuntimeError, "mask must be boolean", lambda: osm.softmax(cut, mask=x)),
+    )
+    for kind, message, call in calls:
+        try:
+            call()
+        except kind as error:
+            assert message in str(error), error  # noqa: PT017  the check runs outside of pytest
+        else:
+            raise AssertionError(f"no error: {message}")
+
+
+def compiled_losses(mesh: DeviceMesh) -> None:
+    """One graph with both exchanges; the backend is the cheapest that traces forward and backward."""
+    x, target = random(ROWS, COLS), tensor([0, 12, -100, 7, 3])
+
+    def loss(logits: Any) -> Any:
+        return osm.cross_entropy(2 * logits, target, backend="triton" if processes.kernels_run() else None)
+
+    placements = (Shard(0), Shard(1))
+    cut = cut_tensor(x, mesh, placements).requires_grad_()
+    want, found = loss(cut), torch.compile(loss, fullgraph=True, backend="aot_eager")(cut)
+    near(found, want.full_tensor(), (Replicate(),) * 2)
+    (dx,), (mine,) = torch.autograd.grad(want, cut), torch.autograd.grad(found, cut)
+    near(mine, dx.full_tensor(), placements)
+
+
+def everything(*_: int) -> None:
+    line, square = meshes()
+    for mesh in (line, square):
+        for placements in BY_DIMENSIONS[mesh.ndim]:
+            for check in (softmax_and_its_like, gradients_of_operands, losses, log_probabilities):
+                try:
+                    check(mesh, placements)
+                except BaseException as error:
+                    raise AssertionError(f"{check.__name__} with {placements} on {mesh}") from error
+    other_ranks_of_tensors(square)
+    partial_sums_are_added(line)
+    class_probabilities_and_statistics(square)
+    autocast_is_followed(line)
+    bad_input_is_an_error(square, line)
+    compiled_losses(square)
