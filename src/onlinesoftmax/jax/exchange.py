@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.arrays import Array
+from . import manual
 
 Names = tuple[str, ...]
 """Names of the mesh axes along which rows are sharded."""
@@ -116,7 +117,8 @@ def merged(local: RowStates, names: Names) -> RowStates:
 def _gathered(t: Array, names: Names) -> Array:
     """The arrays of all devices, stacked along a new first axis."""
     gather: Callable[..., Array] = jax.lax.all_gather
-    if set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
-        # The same collective; shard_map knows that its result is the same on every device.  The name is older.
+    if manual.varying(t).issuperset(names):
+        # The same collective; shard_map, which checks, knows that its result is the same on every device.  Older
+        # versions of JAX have the name.
         gather = getattr(jax.lax, "all_gather_invariant", None) or partial(gather, to="invarying")
     return gather(t, names)

@@ -31,7 +31,10 @@ def varying(t: Array) -> frozenset[str]:
 
 
 def vary(t: Array, names: frozenset[str]) -> Array:
-    """The array, as one that varies along these axes, too."""
+    """The array, as one that varies along these axes, too; the array itself where JAX does not check them."""
+    if _CHECKS_VARYING is not None and not _CHECKS_VARYING.value:
+        # Older versions of JAX would still change the gradient.
+        return t
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     missing = tuple(sorted((names & manual) - varying(t)))
     if not missing:
