@@ -33,12 +33,12 @@ def mesh_of(*sizes: int, kind: AxisType = AxisType.Auto) -> Any:
     return jax.make_mesh(sizes, ("d", "v")[-len(sizes) :], axis_types=(kind,) * len(sizes))
 
 
-LAYOUTS = {
-    "columns": (mesh_of(4), None, "v"),
-    "both": (mesh_of(2, 2), "d", "v"),
-    "columns along two axes": (mesh_of(2, 2), None, ("d", "v")),
+LAYOUTS: dict[str, tuple[tuple[int, ...], Any, Any]] = {
+    "columns": ((4,), None, "v"),
+    "both": ((2, 2), "d", "v"),
+    "columns along two axes": ((2, 2), None, ("d", "v")),
 }
-"""Mesh, axis of the rows, axis of the columns."""
+"""Sizes of the mesh, axis of the rows, axes of the columns."""
 
 
 @cache
@@ -118,9 +118,9 @@ def specs_of(rows: Any, cols: Any) -> dict[str, Any]:
 
 def mapped(name: str, f: Call, layout: str, **more: Any) -> Call:
     """A function under shard_map."""
-    mesh, rows, cols = LAYOUTS[layout]
+    sizes, rows, cols = LAYOUTS[layout]
     spec = P(rows, cols) if name.startswith(ELEMENTWISE) else P(rows)
-    return jax.shard_map(f, mesh=mesh, in_specs=(specs_of(rows, cols),), out_specs=spec, **more)
+    return jax.shard_map(f, mesh=mesh_of(*sizes), in_specs=(specs_of(rows, cols),), out_specs=spec, **more)
 
 
 def cotangents(y: Any) -> Any:
@@ -331,7 +331,7 @@ def test_the_gradient_of_a_replicated_loss() -> None:
     columns, both = P(None, "v"), (P(None, "v"), P())
     sharded = partial(loss, axis_name="v")
     for checked in (True, False):
-        map_ = partial(jax.shard_map, mesh=LAYOUTS["columns"][0], in_specs=both, check_vma=checked)
+        map_ = partial(jax.shard_map, mesh=mesh_of(4), in_specs=both, check_vma=checked)
         outside, inside = jax.grad(map_(sharded, out_specs=P())), map_(jax.grad(sharded), out_specs=columns)
         found = jax.jit(lambda x, t, f=outside, g=inside: (f(x, t), g(x, t)))(a["x"], a["target"])
         np.testing.assert_allclose(found[0], whole, atol=1e-7)
@@ -340,7 +340,7 @@ def test_the_gradient_of_a_replicated_loss() -> None:
 
 def test_a_weight_that_is_replicated_gets_the_gradient_of_all_devices() -> None:
     """A scale, and a head whose tokens are sharded along d, as in data parallelism."""
-    mesh, rows, cols = LAYOUTS["both"]
+    mesh, rows, cols = mesh_of(2, 2), "d", "v"
     hidden, head, target = logits(ROWS, 16), logits(16, COLS, seed=2), arguments()["target"]
 
     def loss(head: Any, scale: Any, hidden: Any, target: Any, axis_name: Any = None) -> Any:

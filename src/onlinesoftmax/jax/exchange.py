@@ -100,12 +100,11 @@ def merged(local: RowStates, names: Names) -> RowStates:
     packed = jnp.stack([t for t in local if t is not None])
     parts = dict(zip(given, jnp.moveaxis(_gathered(packed, names), 1, 0), strict=True))
     m, l = jnp.max(parts["m"], axis=0), parts["l"]
-    # Where l is 0, a device has no finite score, and the difference may be infinite.
-    lower = jnp.where(l == 0, 0, parts["m"] - m)
+    lower = parts["m"] - m
     factor = jnp.exp(lower)
     found = {"m": m, "l": jnp.sum(l * factor, axis=0)}
     if "below" in parts:
-        # The product is finite where the factor is 0.
+        # The product is finite where the factor is 0, also where the difference is infinite.
         found["below"] = jnp.sum((parts["below"] + jnp.maximum(lower, FLAT) * l) * factor, axis=0)
     if "mean" in parts:
         found["mean"] = jnp.mean(parts["mean"] + lower, axis=0)

@@ -236,13 +236,15 @@ def _batch(name: str, operands: tuple[Array, ...], axes: tuple[int | None, ...],
 
 def _batch_of_devices(
     name: str, axis: Any, operands: tuple[Array, ...], axes: tuple[int | None, ...], **params: Any
-) -> tuple[Array, int]:
+) -> tuple[Array, int | None]:
     """A batch of a primitive that exchanges a sum; the batch itself may be the axis of the exchange."""
-    if axis.name not in params.get("axis_name", ()):
-        return _batch(name, operands, axes, **params)
-    del params["choice"]
-    formula = jax.vmap(partial(ops.FORMULAS[name], **params), in_axes=axes, axis_name=axis.name)
-    return formula(*operands), 0
+    if axis.name in params.get("axis_name", ()):
+        del params["choice"]
+        formula = partial(ops.FORMULAS[name], **params)
+        return jax.vmap(formula, in_axes=axes, axis_name=axis.name, axis_size=axis.size)(*operands), 0
+    if all(one is None for one in axes):
+        return bind(name, *operands, **params), None
+    return _batch(name, operands, axes, **params)
 
 
 def _jvp(
