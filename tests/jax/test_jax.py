@@ -293,7 +293,7 @@ for name in ("softmax", "log_softmax", "logsumexp"):
         program = jax.jit(f).lower(cut, bias).compile()
         for ours, whole in zip(jax.tree.leaves(program(cut, bias)), jax.tree.leaves(f(x, bias))):
             assert jnp.allclose(ours, whole, rtol=1e-5, atol=1e-5), (name, spec)
-        # Only what is cut along its rows is brought together.
+        # Only rows that are cut are exchanged: their states (four_devices.py).
         assert f is gradient or ("all-gather" in program.as_text()) == (len(spec) == 3), (name, spec)
 assert "torch" not in sys.modules
 print("fine")

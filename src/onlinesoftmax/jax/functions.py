@@ -18,7 +18,7 @@ from ..core.task import Choice
 from ..planner.plan import PlanError
 from . import losses
 from .losses import TokenLogprobs
-from .rows import Axis, is_complex, is_plain, options_of, rows_of
+from .rows import Axis, AxisName, is_complex, is_plain, options_of, rows_of
 from .scores import scores
 from .targets import TargetOptions
 
@@ -28,6 +28,7 @@ __all__ = ["TokenLogprobs", "cross_entropy", "log_softmax", "logsumexp", "softma
 def softmax(
     x: Array, axis: Axis = -1, where: Array | None = None, *, scale: Any = 1.0, softcap: float | None = None,
     bias: Array | None = None, backend: str | None = None, strategy: str | None = None,
+    axis_name: AxisName = None,
 ) -> Array:  # fmt: skip
     """The softmax exp(z) / sum(exp(z)) along `axis`: `jax.nn.softmax` of scores z.
 
@@ -45,13 +46,18 @@ def softmax(
         backend: Force "pallas" (kernels of this library; on a CPU they are interpreted, which is slow) or "eager"
             (XLA's operations).  None plans: kernels compete with XLA on NVIDIA GPUs, and XLA runs elsewhere.
         strategy: Force the strategy "row", "cluster", "looped" or "split" of the backend "pallas".
+        axis_name: Inside `jax.shard_map`, the name of the mesh axis along which `axis` is sharded, or a tuple of
+            names; None for whole rows.  x, where and bias are then the parts of one device, and the parts of all
+            devices are equally large.  The devices exchange one state per row, of 8 bytes, in one collective, and the
+            gradient exchanges one number per row.  A forced backend computes the states of the local part.
 
     Returns:
         Array of x's shape and floating dtype.  A row whose maximum is infinite is NaN.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: axis is out of range or given twice, where or bias does not broadcast, softcap is not positive.
+        ValueError: axis is out of range or given twice, where or bias does not broadcast, softcap is not positive,
+            or axis_name is not an axis of an enclosing shard_map.
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
 
     Source:
@@ -64,13 +70,25 @@ def softmax(
          [0.25 0.25 0.25 0.25]]
         >>> print(softmax(jnp.zeros(4), where=jnp.arange(4) < 2))
         [0.5 0.5 0.  0. ]
+
+        Rows that are sharded along the axis "v" of a mesh, here of one device:
+
+        >>> import jax
+        >>> from functools import partial
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("v",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> of_part, spec = partial(softmax, axis_name="v"), P(None, "v")
+        >>> print(jax.shard_map(of_part, mesh=mesh, in_specs=spec, out_specs=spec)(jnp.zeros((1, 4))))
+        [[0.25 0.25 0.25 0.25]]
     """
-    return _elementwise("softmax", x, axis, options_of(scale, softcap, bias, where), Choice(backend, strategy))
+    choice = Choice(backend, strategy)
+    return _elementwise("softmax", x, axis, options_of(scale, softcap, bias, where), choice, axis_name)
 
 
 def log_softmax(
     x: Array, axis: Axis = -1, where: Array | None = None, *, scale: Any = 1.0, softcap: float | None = None,
     bias: Array | None = None, backend: str | None = None, strategy: str | None = None,
+    axis_name: AxisName = None,
 ) -> Array:  # fmt: skip
     """The log-softmax z - log(sum(exp(z))) along `axis`: `jax.nn.log_softmax` of scores z.
 
@@ -88,13 +106,14 @@ def log_softmax(
         >>> print(log_softmax(jnp.zeros(3)))
         [-1.0986123 -1.0986123 -1.0986123]
     """
-    return _elementwise("log_softmax", x, axis, options_of(scale, softcap, bias, where), Choice(backend, strategy))
+    choice = Choice(backend, strategy)
+    return _elementwise("log_softmax", x, axis, options_of(scale, softcap, bias, where), choice, axis_name)
 
 
 def logsumexp(
     a: Array, axis: Axis = None, b: Array | None = None, keepdims: bool = False, return_sign: bool = False,
     where: Array | None = None, *, scale: Any = 1.0, softcap: float | None = None, bias: Array | None = None,
-    backend: str | None = None, strategy: str | None = None,
+    backend: str | None = None, strategy: str | None = None, axis_name: AxisName = None,
 ) -> Array | tuple[Array, Array]:  # fmt: skip
     """The logsumexp log(sum(b * exp(z))) along `axis`: `jax.nn.logsumexp` of scores z.
 
@@ -108,6 +127,8 @@ def logsumexp(
             `jax.nn` runs.
         keepdims: Keep the reduced axes with size 1.
         return_sign: Return the sign of the sum too.
+        axis_name: As for `softmax`; not with b, return_sign or complex numbers.  The result is the same on every
+            device, and its gradient needs no exchange.
 
     Returns:
         Array without the reduced axes, in a's floating dtype; with return_sign a pair of it and the signs.  A row
@@ -124,6 +145,8 @@ def logsumexp(
     """
     options = options_of(scale, softcap, bias, where)
     if b is not None or return_sign or (is_complex(a) and is_plain(options)):
+        if axis_name is not None:
+            raise ValueError("logsumexp: b, return_sign and complex numbers do not work with axis_name")
         if backend not in (None, "eager") or strategy not in (None, "row"):
             raise PlanError(
                 "logsumexp: b, return_sign and complex numbers have no kernel: leave backend and strategy out"
@@ -133,7 +156,7 @@ def logsumexp(
             rows = rows_of("logsumexp", a, (), options._replace(mask=None))
             z = rows.back(scores(rows.x, rows.arrays, rows.options).astype(rows.x.dtype))
         return jax.nn.logsumexp(z, axis, b, keepdims, return_sign, where)
-    rows = rows_of("logsumexp", a, axis, options)
+    rows = rows_of("logsumexp", a, axis, options, axis_name)
     y = rows.run("logsumexp", Choice(backend, strategy))
     return jnp.expand_dims(y, rows.axes) if keepdims else y
 
@@ -141,7 +164,7 @@ def logsumexp(
 def cross_entropy(
     logits: Array, labels: Array, axis: Axis = -1, where: Array | None = None, *, label_smoothing: float = 0.0,
     z_loss: float = 0.0, scale: Any = 1.0, softcap: float | None = None, backend: str | None = None,
-    strategy: str | None = None,
+    strategy: str | None = None, axis_name: AxisName = None,
 ) -> Array:  # fmt: skip
     """The cross-entropy of every row along `axis`, as in optax; the caller reduces, with `jnp.mean` say.
 
@@ -164,6 +187,14 @@ def cross_entropy(
         scale: A number, or a floating-point array of one element.
         softcap: A positive number that bounds the scores; None for no bound.
         backend, strategy: As for `softmax`.  Kernels take integer labels, but not `where` with label_smoothing.
+        axis_name: Inside `jax.shard_map`, the name of the mesh axis along which `axis` is sharded, or a tuple of
+            names; None for whole rows.  Logits, labels with a weight per class, and `where` are then the parts of one
+            device, and the parts of all devices are equally large.  Integer labels are the same on these devices and
+            count the classes of all devices; of several axes, the first is sharded.  The devices exchange one state
+            per row, of 12 bytes, or 16 with label_smoothing, in one collective.  Labels with a weight per class, and
+            `where` with label_smoothing, take one or two collectives more.  The gradient needs no exchange, and
+            XLA computes it if there is label_smoothing.  Under `shard_map(..., check_vma=False)`, JAX sums the
+            gradients of all devices: take the gradient outside of shard_map.
 
     Returns:
         Array of the shape of the logits without `axis`, in their dtype; float16 and bfloat16 are computed in float32
@@ -186,14 +217,25 @@ def cross_entropy(
         [1.3862944 1.3862944]
         >>> print(jax.grad(cross_entropy)(jnp.zeros(4), 1))
         [ 0.25 -0.75  0.25  0.25]
+
+        Classes that are sharded along the axis "v" of a mesh, here of one device:
+
+        >>> from functools import partial
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("v",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> of_part, specs = partial(cross_entropy, axis_name="v"), (P(None, "v"), P())
+        >>> loss = jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=P())
+        >>> print(loss(jnp.zeros((2, 4)), jnp.array([0, 3])))
+        [1.3862944 1.3862944]
     """
     options, numbers = options_of(scale, softcap, None, where), TargetOptions(label_smoothing, z_loss)
-    return losses.cross_entropy(logits, labels, axis, options, numbers, Choice(backend, strategy))
+    return losses.cross_entropy(logits, labels, axis, options, numbers, Choice(backend, strategy), axis_name)
 
 
 def token_logprobs(
     logits: Array, index: Array, axis: Axis = -1, where: Array | None = None, *, entropy: bool = True,
     scale: Any = 1.0, softcap: float | None = None, backend: str | None = None, strategy: str | None = None,
+    axis_name: AxisName = None,
 ) -> TokenLogprobs:  # fmt: skip
     """The log-probability of one element of every row, with the entropy and the logsumexp of the row.
 
@@ -209,6 +251,7 @@ def token_logprobs(
             probability 0.
         entropy: Compute the entropy.
         scale, softcap, backend, strategy: As for `softmax`.
+        axis_name: As for `cross_entropy`.  The devices exchange one state per row, of 12 bytes, or 16 with the entropy.
 
     Returns:
         TokenLogprobs(logprob, entropy, lse) of arrays of the shape of the logits without `axis`: float32 for 16-bit
@@ -232,13 +275,13 @@ def token_logprobs(
         [-1.3862944 -1.3862944] [1.3862944 1.3862944] [1.3862944 1.3862944]
     """
     options = options_of(scale, softcap, None, where)
-    return losses.token_logprobs(logits, index, axis, options, entropy, Choice(backend, strategy))
+    return losses.token_logprobs(logits, index, axis, options, entropy, Choice(backend, strategy), axis_name)
 
 
-def _elementwise(name: str, x: Array, axis: Axis, options: ScoreOptions, choice: Choice) -> Array:
+def _elementwise(name: str, x: Array, axis: Axis, options: ScoreOptions, choice: Choice, axis_name: AxisName) -> Array:
     """The result of an operation with a value per element, in the shape of x."""
-    if is_complex(x) and is_plain(options) and choice.backend in (None, "eager"):
+    if is_complex(x) and is_plain(options) and choice.backend in (None, "eager") and axis_name is None:
         found: Array = getattr(jax.nn, name)(x, axis, options.mask)
         return found
-    rows = rows_of(name, x, axis, options)
+    rows = rows_of(name, x, axis, options, axis_name)
     return rows.back(rows.run(name, choice))

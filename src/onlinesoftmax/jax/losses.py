@@ -15,6 +15,7 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
 from . import ops, primitives
+from .exchange import whole_target
 from .rows import Axis, Rows, axes_of, rows_of
 from .scores import filled, scores
 from .targets import TargetOptions
@@ -41,13 +42,14 @@ class TokenLogprobs(NamedTuple):
 
 
 def cross_entropy(
-    logits: Any, labels: Any, axis: Axis, options: ScoreOptions, numbers: TargetOptions, choice: Choice
-) -> Array:
+    logits: Any, labels: Any, axis: Axis, options: ScoreOptions, numbers: TargetOptions, choice: Choice,
+    axis_name: Any = None,
+) -> Array:  # fmt: skip
     """The loss of every row; the arguments are those of the public function, not checked."""
     primitives.check(CROSS_ENTROPY, choice)
     x, labels = _floating(CROSS_ENTROPY, logits), _labels(CROSS_ENTROPY, "labels", labels)
     numbers = TargetOptions(_number("label_smoothing", numbers.smoothing, 1.0), _number("z_loss", numbers.z_loss))
-    rows = rows_of(CROSS_ENTROPY, x, axis, options._replace(mask=_where(x, axis, options.mask)))
+    rows = rows_of(CROSS_ENTROPY, x, axis, options._replace(mask=_where(x, axis, options.mask)), axis_name)
     with_integers = jnp.issubdtype(labels.dtype, jnp.integer)
     target = _target(CROSS_ENTROPY, "labels", labels, rows) if with_integers else None
     weights = None if with_integers else _weights(labels, x, rows)
@@ -68,7 +70,7 @@ def cross_entropy(
 
 
 def token_logprobs(
-    logits: Any, index: Any, axis: Axis, options: ScoreOptions, entropy: bool, choice: Choice
+    logits: Any, index: Any, axis: Axis, options: ScoreOptions, entropy: bool, choice: Choice, axis_name: Any = None
 ) -> TokenLogprobs:
     """The results of every row; the arguments are those of the public function, not checked."""
     primitives.check(TOKEN_LOGPROBS, choice)
@@ -77,24 +79,19 @@ def token_logprobs(
     x, index = _floating(TOKEN_LOGPROBS, logits), _labels(TOKEN_LOGPROBS, "index", index)
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(f"{TOKEN_LOGPROBS}: index must be integers, got {index.dtype}")
-    rows = rows_of(TOKEN_LOGPROBS, x, axis, options)
+    rows = rows_of(TOKEN_LOGPROBS, x, axis, options, axis_name)
     target = _target(TOKEN_LOGPROBS, "index", index, rows)
     if rows.x.size == 0:
         nothing = jnp.full(rows.x.shape[:-1], jnp.nan, accumulator(rows.x))
         return TokenLogprobs(nothing, nothing if entropy else None, jnp.full_like(nothing, -jnp.inf))
-    y = primitives.bind(
-        TOKEN_LOGPROBS, rows.x, *rows.arrays, target, options=rows.options,
-        target_options=TargetOptions(entropy=entropy), choice=choice,
-    )  # fmt: skip
-    return TokenLogprobs(y[..., 0], y[..., 3] if entropy else None, ops.logsumexp_of(y[..., 1:3]))
+    y, m, l, *more = rows.outputs(TOKEN_LOGPROBS, choice, target, target_options=TargetOptions(entropy=entropy))
+    return TokenLogprobs(y, more[0] if entropy else None, ops.logsumexp_of(m, l))
 
 
 def _of_targets(rows: Rows, target: Array, numbers: TargetOptions, choice: Choice) -> Array:
     """The losses of rows with one true class each."""
-    y = primitives.bind(
-        CROSS_ENTROPY, rows.x, *rows.arrays, target, options=rows.options, target_options=numbers, choice=choice
-    )
-    return _without_empty(rows, y[..., 0], y[..., 2])
+    y, _, l = rows.outputs(CROSS_ENTROPY, choice, target, target_options=numbers)
+    return _without_empty(rows, y, l)
 
 
 def _of_weights(rows: Rows, weights: Array, numbers: TargetOptions) -> Array:
@@ -103,35 +100,43 @@ def _of_weights(rows: Rows, weights: Array, numbers: TargetOptions) -> Array:
     The loss is sum(q) * log(l) - sum(q * (z - m)): scores that are all large do not cancel.  The state (m, l) changes
     in l alone, so m counts as a constant.
     """
-    state = primitives.bind("logsumexp", rows.x, *rows.arrays, options=rows.options, choice=EAGER)
-    m, l = state[..., 0], state[..., 1]
-    log_l = ops.logsumexp_of(state.at[..., 0].set(0))
+    m, l = rows.outputs("logsumexp", EAGER)
+    log_l = ops.logsumexp_of(jnp.zeros_like(m), l)
     if rows.options.mask is not None:
         log_l = jnp.where(l == 0, 0, log_l)
     # The sums are computed again for the gradient, so that no array of the size of the logits is kept.
     sums = jax.checkpoint(partial(_weighted_sums, options=rows.options, smoothing=numbers.smoothing))
-    total, of_scores = sums(rows.x, rows.arrays, weights, m)
+    total, of_scores = rows.sum(sums(rows.x, rows.arrays, weights, m, _classes(rows) if numbers.smoothing else None))
     y = total * log_l - of_scores
     if numbers.z_loss:
         y = y + numbers.z_loss * (m + log_l) ** 2
     return _without_empty(rows, y, l)
 
 
+def _classes(rows: Rows) -> Array:
+    """The number of classes of each row that are kept, at least 1, in the dtype of the computation."""
+    wide, mask = accumulator(rows.x), filled(rows.x, rows.arrays, rows.options).mask
+    if mask is None:
+        return jnp.asarray(rows.cols, wide)
+    kept = jnp.broadcast_to(mask, rows.x.shape)
+    return jnp.maximum(rows.sum(jnp.sum(kept, axis=-1, keepdims=True, dtype=wide)), 1)
+
+
 def _weighted_sums(
-    x: Array, arrays: tuple[Array, ...], weights: Array, m: Array, *, options: ScoreOptions, smoothing: float
-) -> tuple[Array, Array]:
-    """The sum of the weights q, and of q * (z - m), after smoothing."""
+    x: Array, arrays: tuple[Array, ...], weights: Array, m: Array, classes: Array | None, *, options: ScoreOptions,
+    smoothing: float,
+) -> Array:  # fmt: skip
+    """The sums of the weights q and of q * (z - m), stacked; smoothing spreads over this number of classes."""
     wide, mask = accumulator(x), filled(x, arrays, options).mask
     w = scores(x, arrays, options) - m[..., None]
     q = jnp.broadcast_to(weights.astype(wide), x.shape)
     kept = jnp.ones((), bool) if mask is None else mask
-    if smoothing:
-        classes = jnp.sum(jnp.broadcast_to(kept, x.shape), axis=-1, keepdims=True, dtype=wide)
-        q = (1 - smoothing) * q + smoothing / jnp.maximum(classes, 1)
+    if classes is not None:
+        q = (1 - smoothing) * q + smoothing / classes
     q = jnp.where(kept, q, 0)
     # A class of probability 0 and weight 0 counts for nothing.
     w = jnp.where((q == 0) & (w == -jnp.inf), 0, w)
-    return jnp.sum(q, axis=-1), jnp.sum(q * w, axis=-1)
+    return jnp.stack([jnp.sum(q, axis=-1), jnp.sum(q * w, axis=-1)])
 
 
 def _without_empty(rows: Rows, y: Array, l: Array) -> Array:
@@ -176,12 +181,14 @@ def _where(x: Array, axis: Axis, where: Any) -> Array | None:
 
 
 def _target(name: str, argument: str, index: Array, rows: Rows) -> Array:
-    """The column of each row as a 32-bit integer; -1 where it is out of range."""
+    """The column of each row, -1 where it is out of range: of 32 bits for whole rows, else as in `whole_target`."""
     outer, cols = rows.x.shape[:-1], rows.x.shape[-1]
     if index.shape != outer:
         raise ValueError(
             f"{name}: integer {argument} must have the shape {outer} of the logits without axis, got {index.shape}"
         )
+    if rows.names and cols:
+        return whole_target(index, cols, rows.names)
     return jnp.where((index >= 0) & (index < cols), index, -1).astype(jnp.int32)
 
 

@@ -18,6 +18,7 @@ from ..core.arrays import Array, accumulator
 from ..core.operations import OPERATIONS
 from ..core.options import PLAIN, ScoreOptions, softcap_slope
 from . import targets
+from .exchange import Names
 from .scores import FUNCTIONS, filled, masked, peak, scores, shift
 from .targets import PLAIN_TARGET, TargetOptions
 
@@ -48,25 +49,32 @@ def logsumexp(x: Array, *arrays: Array, options: ScoreOptions = PLAIN) -> Array:
     return jnp.stack([s[..., 0], jnp.sum(jnp.exp(z - s), axis=-1)], axis=-1)
 
 
-def softmax_backward(y: Array, t: Array, *, factor: float = 1.0) -> Array:
+def softmax_backward(y: Array, t: Array, *, factor: float = 1.0, axis_name: Names = ()) -> Array:
     """Gradient in the scores from the gradient t in y: factor * y * (t - sum(y t)).
 
-    It is also the change of y from a change t of the scores: the Jacobian of softmax is symmetric.
+    It is also the change of y from a change t of the scores: the Jacobian of softmax is symmetric.  With `axis_name`,
+    rows are sharded along these axes, and the sum is that of all devices.
     """
     wide, t_wide = y.astype(accumulator(y)), t.astype(accumulator(y))
-    return (factor * wide * (t_wide - jnp.sum(wide * t_wide, axis=-1, keepdims=True))).astype(t.dtype)
+    return (factor * wide * (t_wide - _sum(wide * t_wide, axis_name))).astype(t.dtype)
 
 
-def log_softmax_backward(y: Array, t: Array, *, factor: float = 1.0) -> Array:
+def log_softmax_backward(y: Array, t: Array, *, factor: float = 1.0, axis_name: Names = ()) -> Array:
     """Gradient in the scores from the gradient t in y: factor * (t - exp(y) * sum(t))."""
     wide, t_wide = y.astype(accumulator(y)), t.astype(accumulator(y))
-    return (factor * (t_wide - jnp.exp(wide) * jnp.sum(t_wide, axis=-1, keepdims=True))).astype(t.dtype)
+    return (factor * (t_wide - jnp.exp(wide) * _sum(t_wide, axis_name))).astype(t.dtype)
 
 
-def log_softmax_tangent(y: Array, t: Array, *, factor: float = 1.0) -> Array:
+def log_softmax_tangent(y: Array, t: Array, *, factor: float = 1.0, axis_name: Names = ()) -> Array:
     """Change of y from a change t of the scores: factor * (t - sum(exp(y) t))."""
     wide, t_wide = y.astype(accumulator(y)), t.astype(accumulator(y))
-    return (factor * (t_wide - jnp.sum(jnp.exp(wide) * t_wide, axis=-1, keepdims=True))).astype(t.dtype)
+    return (factor * (t_wide - _sum(jnp.exp(wide) * t_wide, axis_name))).astype(t.dtype)
+
+
+def _sum(t: Array, axis_name: Names) -> Array:
+    """The sum of each row, over all devices that hold a part of the row."""
+    local = jnp.sum(t, axis=-1, keepdims=True)
+    return jax.lax.psum(local, axis_name) if axis_name else local
 
 
 def logsumexp_backward(x: Array, *rest: Array, options: ScoreOptions = PLAIN, factor: float = 1.0) -> Array:
@@ -107,6 +115,9 @@ TRANSPOSES = {
 }
 """The transpose of each primitive that is linear in its last operand."""
 
+EXCHANGING = ("softmax_backward", "log_softmax_backward", "log_softmax_tangent")
+"""Primitives that take the argument `axis_name`: their sum over a row that is sharded needs an exchange."""
+
 TANGENTS = {
     "softmax": "softmax_backward",
     "log_softmax": "log_softmax_tangent",
@@ -143,14 +154,18 @@ def stacked(arrays: tuple[Array, ...]) -> Array:
     return arrays[0] if len(arrays) == 1 else jnp.stack(arrays, axis=-1)
 
 
-def result(name: str, y: Array) -> Array:
-    """The result of a public function, from the result of its primitive."""
-    return logsumexp_of(y) if name in OUTPUTS else y
+def unstacked(name: str, y: Array) -> tuple[Array, ...]:
+    """The outputs of a forward operation, from the result of its primitive."""
+    return tuple(y[..., i] for i in range(y.shape[-1])) if name in OUTPUTS else (y,)
 
 
-def logsumexp_of(state: Array) -> Array:
+def result(found: tuple[Array, ...]) -> Array:
+    """The result of softmax, log_softmax or logsumexp, from the outputs of the operation."""
+    return found[0] if len(found) == 1 else logsumexp_of(*found)
+
+
+def logsumexp_of(m: Array, l: Array) -> Array:
     """The logsumexp m + log(l); log(l) where l is 0 or infinite, because log has no finite derivative there."""
-    m, l = state[..., 0], state[..., 1]
     is_number = (l > 0) & (l < jnp.inf)
     return jnp.where(is_number, m + jnp.log(jnp.where(is_number, l, 1)), jnp.log(l))
 

@@ -1,11 +1,13 @@
-"""Kernels under jit on several devices: each device computes the rows that it holds.
+"""Kernels under jit on several devices: each device computes the rows, or the columns of rows, that it holds.
 
 XLA partitions its own operations by itself.  It knows nothing of a kernel, and would bring all rows to every device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,37 +27,45 @@ def register(primitive: Any) -> None:
         _LOWERED_WITH_DEVICES.add(primitive)
 
 
-def by_rows(function: Callable[..., Array], result: jax.ShapeDtypeStruct, *operands: Array) -> Array:
-    """Apply a function of rows on the devices that hold the rows.
+def by_rows(
+    function: Callable[..., Array], result: jax.ShapeDtypeStruct, has_row: Sequence[bool], *operands: Array
+) -> Array:
+    """Apply a function of rows on the devices that hold the rows, or parts of their columns.
 
     Args:
-        function: Function of the arrays, or of the parts of them that one device holds; it is called for both.
+        function: Function of the names of the mesh axes along which rows are sharded, and of the arrays, or of the
+            parts of them that one device holds.
         result: Shape and dtype of the result for whole arrays.
+        has_row: True for the arrays whose last axis is a row, in the order of the operands and the result; the others
+            have values per row.
         operands: x, whose last axis is a row, and arrays beside it.  Their axes are those of x; the last ones may be
             missing, and an axis may have size 1.
 
     Returns:
-        The result of the function, partitioned over the devices as x is.  An array that is partitioned along its rows
-        is gathered first.
+        The result of the function, partitioned over the devices as x is.
     """
     # Under shard_map the arrays are the part of one device already.
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if manual or not getattr(jax.config, "jax_use_shardy_partitioner", False) or _LOWERED_WITH_DEVICES is None:
-        return function(*operands)
-    rows = operands[0].shape[:-1]
-
-    def whole_rows(shape: tuple[int, ...], sharding: Any) -> NamedSharding:
-        """The sharding without the axes that every device needs whole: the row, and axes of size 1."""
-        spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
-        along = [part if axis < len(rows) and shape[axis] > 1 else None for axis, part in enumerate(spec)]
-        return NamedSharding(sharding.mesh, PartitionSpec(*along))
+        return function((), *operands)
+    shape = operands[0].shape
 
     def partition(mesh: Any, arguments: Any, given: Any) -> Any:
-        *shardings, to = (whole_rows(t.shape, t.sharding) for t in (*arguments, given))
-        return mesh, function, to, tuple(shardings)
+        mesh, shared = arguments[0].sharding.mesh, _along(arguments[0].shape, arguments[0].sharding)
+        names = _names(shared[-1])
+        shardings = [
+            NamedSharding(mesh, PartitionSpec(*_of_axes(t.shape, shape, along_row, shared, [None] * len(t.shape))))
+            for t, along_row in zip((*arguments, given), has_row, strict=True)
+        ]
+        return mesh, partial(function, names), shardings[-1], tuple(shardings[:-1])
 
-    partitioned = custom_partitioning(function)
-    sides = [_factors(i, t.shape, rows) for i, t in enumerate((*operands, result))]
+    whole = partial(function, ())
+    partitioned = custom_partitioning(whole)
+    factors = [f"axis{axis}" for axis in range(len(shape))]
+    sides = [
+        _of_axes(t.shape, shape, along_row, factors, [f"own{i}_{axis}" for axis in range(len(t.shape))])
+        for i, (t, along_row) in enumerate(zip((*operands, result), has_row, strict=True))
+    ]
     rule = f"{', '.join(map(' '.join, sides[:-1]))} -> {' '.join(sides[-1])}"
     own = {name for side in sides for name in side if name.startswith("own")}
     partitioned.def_partition(partition, sharding_rule=rule, need_replication_factors=tuple(sorted(own)))
@@ -63,7 +73,23 @@ def by_rows(function: Callable[..., Array], result: jax.ShapeDtypeStruct, *opera
     return y
 
 
-def _factors(i: int, shape: tuple[int, ...], rows: tuple[int, ...]) -> list[str]:
-    """The name of each axis of an array in Shardy's rule: the outer axes of x share a name, others have their own."""
-    together = [axis < len(rows) and size == rows[axis] for axis, size in enumerate(shape)]
-    return [f"axis{axis}" if along else f"own{i}_{axis}" for axis, along in enumerate(together)]
+def _of_axes(
+    shape: tuple[int, ...], of_x: tuple[int, ...], has_row: bool, shared: Sequence[Any], own: Sequence[Any]
+) -> list[Any]:
+    """An item for each axis of an array: that of x's axis where the two go together, else its own."""
+    along = len(of_x) if has_row else len(of_x) - 1
+    return [shared[i] if i < along and size == of_x[i] else own[i] for i, size in enumerate(shape)]
+
+
+def _along(shape: tuple[int, ...], sharding: Any) -> list[Any]:
+    """The mesh axes along which each axis of x is sharded; None for a row that is not cut into equal parts."""
+    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    devices = math.prod(sharding.mesh.shape[name] for name in _names(spec[-1]))
+    return spec if shape[-1] % devices == 0 else [*spec[:-1], None]
+
+
+def _names(part: Any) -> tuple[str, ...]:
+    """The names of the mesh axes in one item of a PartitionSpec."""
+    if part is None:
+        return ()
+    return part if isinstance(part, tuple) else (part,)

@@ -35,14 +35,17 @@ from ..planner.measured import table_for
 from ..planner.plan import Plan, PlanError, plan
 from ..planner.strategies import FOR_JAX
 from ..planner.strategies.pallas import LARGEST
-from . import ops, partitioning
+from . import exchange, manual, ops, part, partitioning, targets
 from .device import to_lower_for
 from .targets import PLAIN_TARGET, TargetOptions
 
 
 def bind(name: str, *operands: Array, choice: Choice = ANY, **params: Any) -> Array:
-    """Apply a primitive to arrays; `params` are `options`, `factor` and `target_options`, as in jax/ops.py."""
-    result: Array = PRIMITIVES[name].bind(*operands, choice=choice, **params)
+    """Apply a primitive to arrays.
+
+    `params` are `options`, `factor`, `target_options` and `axis_name`, as in jax/ops.py.
+    """
+    result: Array = PRIMITIVES[name].bind(*manual.alike(operands), choice=choice, **params)
     return result
 
 
@@ -126,32 +129,58 @@ def task_for(
 
 def _lowered(name: str, platform: str, *operands: Array, choice: Choice, **params: Any) -> Array:
     """A primitive, as the plan for a platform says."""
-    eager = partial(ops.FORMULAS[name], **params)
-    if name not in OPERATIONS:
-        # The tangents of forward mode have no kernels.
+    operands, params = _without_classes(name, operands, params)
+    eager, run = partial(ops.FORMULAS[name], **params), partial(_run, platform, choice)
+    if _kernel_plan(platform, choice, name, operands, params) is None:
         return eager(*operands)
+
+    def here(names: exchange.Names, *operands: Array) -> Array:
+        return part.apply(name, names, run, operands, **params) if names else run(name, *operands, **params)
+
+    elements = OPERATIONS[name].inputs + len(params.get("options", PLAIN).arrays)
+    has_row = [i < elements for i in range(len(operands))] + [not OPERATIONS[name].per_row]
+    return partitioning.by_rows(here, jax.eval_shape(eager, *operands), has_row, *operands)
+
+
+def _run(platform: str, choice: Choice, name: str, *operands: Array, **params: Any) -> Array:
+    """An operation on the arrays of one device.
+
+    The plan is made for the rows and the columns of one device: XLA may be the fastest for fewer of them.
+    """
+    operands, params = _without_classes(name, operands, params)
+    plan = _kernel_plan(platform, choice, name, operands, params)
+    if plan is None:
+        return ops.FORMULAS[name](*operands, **params)
+    target_options = params.pop("target_options", PLAIN_TARGET)
+    written, numbers = ops.outputs(name, target_options), ops.numbers(name, target_options)
+    found = pallas.run(name, operands, plan, platform != "cuda", outputs=written, numbers=numbers, **params)
+    return ops.stacked(found)
+
+
+def _without_classes(
+    name: str, operands: tuple[Array, ...], params: dict[str, Any]
+) -> tuple[tuple[Array, ...], dict[str, Any]]:
+    """The operands and the params, for a gradient of sharded rows those of a gradient of whole rows if possible."""
+    target_options = params.get("target_options", PLAIN_TARGET)
+    if name not in OPERATIONS or not target_options.classes or target_options.smoothing:
+        return operands, params
+    operands, target_options = targets.local_backward(name, operands, target_options)
+    return operands, params | {"target_options": target_options}
+
+
+def _kernel_plan(
+    platform: str, choice: Choice, name: str, operands: tuple[Array, ...], params: dict[str, Any]
+) -> Plan | None:
+    """The plan for a platform; None where XLA's operations run."""
+    if name not in OPERATIONS or "axis_name" in params or params.get("target_options", PLAIN_TARGET).classes:
+        # There is no kernel for the tangents of forward mode, for an exchange, and for a gradient that spreads a part
+        # of the target over the classes of other devices.
+        return None
     on_gpu = platform == "cuda"
     # The interpreter runs only where it is forced, and needs some GPU's numbers to plan with.
     device = to_lower_for() if on_gpu else known("h200" if choice.backend == "pallas" else "cpu")
-
-    target_options = params.get("target_options", PLAIN_TARGET)
-    arguments = {key: value for key, value in params.items() if key != "target_options"} | {
-        "outputs": ops.outputs(name, target_options), "numbers": ops.numbers(name, target_options),
-    }  # fmt: skip
-
-    def planned(operands: tuple[Array, ...]) -> Plan:
-        return plan_for(name, operands, device, choice, **params, interpret=not on_gpu)
-
-    def kernel(*operands: Array) -> Array:
-        # The plan is made again for the rows of one device: XLA may be the fastest for fewer rows.
-        chosen = planned(operands)
-        if chosen.backend == "pallas":
-            return ops.stacked(pallas.run(name, operands, chosen, not on_gpu, **arguments))
-        return eager(*operands)
-
-    if planned(operands).backend == "eager":
-        return eager(*operands)
-    return partitioning.by_rows(kernel, jax.eval_shape(eager, *operands), *operands)
+    chosen = plan_for(name, operands, device, choice, **params, interpret=not on_gpu)
+    return chosen if chosen.backend == "pallas" else None
 
 
 def _make(name: str) -> Primitive:
@@ -159,8 +188,10 @@ def _make(name: str) -> Primitive:
     primitive, function = Primitive(f"onlinesoftmax_{name}"), ops.FORMULAS[name]
 
     def abstract(*avals: Any, choice: Choice, **params: Any) -> Any:
+        # An exchange does not change a shape.
+        params.pop("axis_name", None)
         result = jax.eval_shape(partial(function, **params), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-        return avals[0].update(shape=result.shape, dtype=result.dtype, weak_type=False)
+        return manual.result_type(avals[0], result.shape, result.dtype)
 
     def implementation(*operands: Array, **params: Any) -> Array:
         return _compiled(name, *operands, items=tuple(params.items()))
@@ -170,9 +201,11 @@ def _make(name: str) -> Primitive:
     partitioning.register(primitive)
     for platform in (None, "cuda"):
         lowering = mlir.lower_fun(partial(_lowered, name, platform or "any"), multiple_results=False)
-        mlir.register_lowering(primitive, lowering, platform=platform)
+        mlir.register_lowering(primitive, manual.of_plain_arrays(lowering), platform=platform)
     batching.primitive_batchers[primitive] = partial(_batch, name)
     ad.primitive_jvps[primitive] = partial(_jvp if name in ops.TANGENTS else _linear_jvp, name)
+    if name in ops.EXCHANGING:
+        batching.fancy_primitive_batchers[primitive] = partial(_batch_of_devices, name)
     if name in ops.TRANSPOSES:
         ad.primitive_transposes[primitive] = partial(_transpose, name)
     return primitive
@@ -199,6 +232,19 @@ def _batch(name: str, operands: tuple[Array, ...], axes: tuple[int | None, ...],
 
     moved = [to_front(i, x, axis) for i, (x, axis) in enumerate(zip(operands, axes, strict=True))]
     return bind(name, *moved, **params), 0
+
+
+def _batch_of_devices(
+    name: str, axis: Any, operands: tuple[Array, ...], axes: tuple[int | None, ...], **params: Any
+) -> tuple[Array, int | None]:
+    """A batch of a primitive that exchanges a sum; the batch itself may be the axis of the exchange."""
+    if axis.name in params.get("axis_name", ()):
+        del params["choice"]
+        formula = partial(ops.FORMULAS[name], **params)
+        return jax.vmap(formula, in_axes=axes, axis_name=axis.name, axis_size=axis.size)(*operands), 0
+    if all(one is None for one in axes):
+        return bind(name, *operands, **params), None
+    return _batch(name, operands, axes, **params)
 
 
 def _jvp(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,9 +14,13 @@ from ..core.arrays import Array
 from ..core.operations import OPERATIONS
 from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_softcap
 from ..core.task import Choice
-from . import ops, primitives
+from . import manual, ops, primitives, sharded
+from .exchange import Names, checked_names, devices
+from .targets import TargetOptions
 
 Axis = int | Sequence[int] | None
+AxisName = str | tuple[str, ...] | None
+"""Names of the axes of `shard_map` along which rows are sharded; None where rows are whole."""
 
 
 class Rows(NamedTuple):
@@ -28,6 +33,7 @@ class Rows(NamedTuple):
         axes: The reduced axes of the caller's array.
         shape: Shape of the caller's array.
         dtype: Dtype of the result; x may be wider.
+        names: Axes of `shard_map` along which rows are sharded; none where rows are whole.
     """
 
     x: Array
@@ -36,14 +42,34 @@ class Rows(NamedTuple):
     axes: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: Any
+    names: Names = ()
+
+    @property
+    def cols(self) -> int:
+        """Number of columns of a whole row."""
+        return self.x.shape[-1] * (devices(self.names) if self.names else 1)
 
     def run(self, name: str, choice: Choice) -> Array:
         """The result of an operation on these rows."""
         primitives.check(name, choice)
         if self.x.size == 0:
             return ops.of_empty_rows(name, self.x).astype(self.dtype)
-        y = primitives.bind(name, self.x, *self.arrays, options=self.options, choice=choice)
-        return ops.result(name, y).astype(self.dtype)
+        return ops.result(self.outputs(name, choice)).astype(self.dtype)
+
+    def outputs(self, name: str, choice: Choice, *target: Array, **target_options: TargetOptions) -> tuple[Array, ...]:
+        """The outputs of an operation on these rows, as `ops.OUTPUTS` names them."""
+        operands = (self.x, *self.arrays, *target)
+        if self.names:
+            # Results per row are the same along the axes of the exchange, so that the target must not vary there.
+            every = frozenset().union(*map(manual.varying, operands)) - set(self.names)
+            operands = tuple(manual.vary(t, every) for t in operands)
+            return sharded.apply(sharded.Call(name, self.names, self.options, choice, **target_options), *operands)
+        y = primitives.bind(name, *operands, options=self.options, choice=choice, **target_options)
+        return ops.unstacked(name, y)
+
+    def sum(self, t: Array) -> Array:
+        """The sum of an array over the devices that share a row."""
+        return jax.lax.psum(t, self.names) if self.names else t
 
     def last(self, t: Array) -> Array:
         """An array of the caller's shape, in the layout of x."""
@@ -72,9 +98,9 @@ def is_complex(x: Array) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
-def rows_of(name: str, x: Any, axis: Axis, options: ScoreOptions) -> Rows:
+def rows_of(name: str, x: Any, axis: Axis, options: ScoreOptions, axis_name: Any = None) -> Rows:
     """The rows of an array for an operation; every argument is checked."""
-    x = _checked(name, x)
+    x, names = _checked(name, x), checked_names(name, axis_name)
     axes = axes_of(name, axis, x.ndim)
     # A target is an index into the row, so there the order of the axes is the caller's.
     axes = axes if has_target(name) else tuple(sorted(axes))
@@ -85,7 +111,7 @@ def rows_of(name: str, x: Any, axis: Axis, options: ScoreOptions) -> Rows:
         x = x.astype(narrow)
     elif jnp.finfo(narrow).bits < 16:
         x = x.astype(jnp.float32)
-    return Rows(_last(x, axes), arrays, options, axes, x.shape, narrow)
+    return Rows(manual.vary(_last(x, axes), frozenset(names)), arrays, options, axes, x.shape, narrow, names)
 
 
 def _checked(name: str, x: Any) -> Array:

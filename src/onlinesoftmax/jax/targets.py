@@ -14,6 +14,7 @@ Everything is computed with scores from which the maximum m is subtracted, so th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -30,11 +31,15 @@ class TargetOptions(NamedTuple):
         smoothing: Part of the target that is spread over all classes.
         z_loss: Factor of lse², which is added to the loss.
         entropy: True where the entropy is computed too.
+        classes: Number of columns of a whole row, for a derivative of rows that are sharded; 0 for whole rows.  The
+            target is then a local column, or the number of local columns where another device has it.  A tangent is
+            the part of the local columns, which the caller sums over the devices.
     """
 
     smoothing: float = 0.0
     z_loss: float = 0.0
     entropy: bool = False
+    classes: int = 0
 
 
 PLAIN_TARGET = TargetOptions()
@@ -49,7 +54,7 @@ def cross_entropy(
     The loss is NaN where the target is no column, and where the maximum is infinite.
     """
     *arrays, target = rest
-    smoothing, z_loss, _ = target_options
+    smoothing, z_loss, *_ = target_options
     w, m, l = _state(x, tuple(arrays), options)
     log_l = jnp.log(l)
     y = log_l - _picked(w, target)
@@ -83,14 +88,13 @@ def cross_entropy_backward(
 ) -> Array:  # fmt: skip
     """Gradient in the scores from the gradients of the loss and of lse; rest ends with target, results, gradients."""
     *arrays, target, results, t = rest
-    smoothing, z_loss, _ = target_options
+    smoothing, z_loss, *_ = target_options
     w, m, l = _given(x, tuple(arrays), options, results)
     dy, dlse = (factor * t[..., i] for i in range(2))
-    dy = jnp.where(_is_column(target, x), dy, 0)
-    # A row without a finite score has an infinite lse; it counts for nothing where dy is 0.
-    of_lse = jnp.where(dy == 0, 0, dy * (1 + 2 * z_loss * (m + jnp.log(l)))) if z_loss else dy
+    dy = jnp.where(_has_target(target, x, target_options), dy, 0)
+    of_lse = _loss_to_lse(dy, m, l, z_loss)
     own = jnp.where(_hits(x, target), (1 - smoothing) * dy[..., None], 0)
-    spread = (smoothing / x.shape[-1]) * dy[..., None]
+    spread = (smoothing / (target_options.classes or x.shape[-1])) * dy[..., None]
     y = _times(jnp.exp(w), of_lse + dlse, l) - own - (spread if smoothing else 0)
     return masked(y, tuple(arrays), options, 0).astype(x.dtype)
 
@@ -104,7 +108,7 @@ def token_logprobs_backward(
     w, _, l = _given(x, tuple(arrays), options, results)
     e = jnp.exp(w)
     dy, dlse = (factor * t[..., i] for i in range(2))
-    dy = jnp.where(_is_column(target, x), dy, 0)
+    dy = jnp.where(_has_target(target, x, target_options), dy, 0)
     of_lse = dlse - dy
     if target_options.entropy:
         dentropy = factor * t[..., 2]
@@ -121,15 +125,15 @@ def cross_entropy_tangent(
 ) -> Array:  # fmt: skip
     """Changes of the loss and of lse from a change t of the scores; rest ends with the target, the results and t."""
     *arrays, target, results, t = rest
-    smoothing, z_loss, _ = target_options
+    smoothing, z_loss, *_ = target_options
     w, m, l = _given(x, tuple(arrays), options, results)
     t = factor * t.astype(w.dtype)
     dlse = jnp.sum(masked(jnp.exp(w) / l[..., None], tuple(arrays), options, 0) * t, axis=-1)
     y = (1 + 2 * z_loss * (m + jnp.log(l))) * dlse if z_loss else dlse
     y = y - (1 - smoothing) * jnp.sum(jnp.where(_hits(x, target), t, 0), axis=-1)
     if smoothing:
-        y = y - smoothing * jnp.mean(t, axis=-1)
-    return jnp.stack([jnp.where(_is_column(target, x), y, 0), dlse], axis=-1)
+        y = y - (smoothing / (target_options.classes or x.shape[-1])) * jnp.sum(t, axis=-1)
+    return jnp.stack([jnp.where(_has_target(target, x, target_options), y, 0), dlse], axis=-1)
 
 
 def token_logprobs_tangent(
@@ -143,11 +147,44 @@ def token_logprobs_tangent(
     p = masked(jnp.exp(w) / l[..., None], tuple(arrays), options, 0)
     dlse = jnp.sum(p * t, axis=-1)
     y = jnp.sum(jnp.where(_hits(x, target), t, 0), axis=-1) - dlse
-    found = [jnp.where(_is_column(target, x), y, 0), dlse]
+    found = [jnp.where(_has_target(target, x, target_options), y, 0), dlse]
     if target_options.entropy:
         high = (results[..., 3] - jnp.log(l))[..., None]
         found.append(-jnp.sum(p * (_finite(w, p) + high) * t, axis=-1))
     return jnp.stack(found, axis=-1)
+
+
+def local_backward(
+    name: str, operands: tuple[Array, ...], target_options: TargetOptions
+) -> tuple[tuple[Array, ...], TargetOptions]:
+    """The operands of a gradient of sharded rows without smoothing, as those of a gradient of whole rows.
+
+    The gradient of whole rows ignores the gradient dy of the main result where the target is no column.  Where another
+    device has the target, the effect of dy on the local columns is that of a gradient of lse.
+    """
+    *first, target, results, t = operands
+    elsewhere = target >= operands[0].shape[-1]
+    of_lse = TO_LSE[name](t[..., 0], results[..., 1], results[..., 2], target_options.z_loss)
+    t = t.at[..., 1].add(jnp.where(elsewhere, of_lse, 0))
+    return (*first, jnp.where(elsewhere, -1, target), results, t), target_options._replace(classes=0)
+
+
+def _loss_to_lse(dy: Array, m: Array, l: Array, z_loss: float) -> Array:
+    """The gradient in lse from the gradient dy in the loss."""
+    # A row without a finite score has an infinite lse; it counts for nothing where dy is 0.
+    return jnp.where(dy == 0, 0, dy * (1 + 2 * z_loss * (m + jnp.log(l)))) if z_loss else dy
+
+
+def _logprob_to_lse(dy: Array, *_: object) -> Array:
+    """The gradient in lse from the gradient dy in the logarithm of the probability."""
+    return -dy
+
+
+TO_LSE: dict[str, Callable[..., Array]] = {
+    "cross_entropy_backward": _loss_to_lse,
+    "token_logprobs_backward": _logprob_to_lse,
+}
+"""The part of each gradient that all columns have, as a gradient in lse."""
 
 
 def _state(x: Array, arrays: tuple[Array, ...], options: ScoreOptions) -> tuple[Array, Array, Array]:
@@ -182,6 +219,11 @@ def _finite(w: Array, e: Array) -> Array:
 
 def _is_column(target: Array, x: Array) -> Array:
     return (target >= 0) & (target < x.shape[-1])
+
+
+def _has_target(target: Array, x: Array, target_options: TargetOptions) -> Array:
+    """True for the rows whose target is a column, on this device or on another."""
+    return target >= 0 if target_options.classes else _is_column(target, x)
 
 
 def _hits(x: Array, target: Array) -> Array:

@@ -1,0 +1,123 @@
+"""The exchange between devices that each hold some columns of every row: one collective merges their states.
+
+Every device sends the states of its columns, receives those of all devices, and merges them in the same order.  So the
+results have the same bits on every device.  The devices hold equally many columns, in the order of their index along
+the axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..core.arrays import Array
+from . import manual
+
+Names = tuple[str, ...]
+"""Names of the mesh axes along which rows are sharded."""
+
+
+FLAT = -1000.0
+"""Exponent whose exp is 0 in every dtype."""
+
+
+class RowStates(NamedTuple):
+    """One state per row, in the dtype of the computation.  A number that is not needed is None.
+
+    Attributes:
+        m: Maximum of the scores, made finite.
+        l: sum(exp(z - m)).
+        below: sum((z - m) * exp(z - m)), from which the entropy is computed.
+        mean: Mean of z - m, for label smoothing.
+        chosen: Score of the target, 0 where another device has it.
+    """
+
+    m: Array
+    l: Array
+    below: Array | None = None
+    mean: Array | None = None
+    chosen: Array | None = None
+
+
+def checked_names(name: str, axis_name: Any) -> Names:
+    """The names of the axes of a call; none where rows are whole.
+
+    Raises:
+        TypeError: axis_name is neither a name nor a tuple of names.
+        ValueError: the call is not inside a `shard_map` with these axes, or an axis is named twice.
+    """
+    if axis_name is None:
+        return ()
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(one, str) for one in names):
+        raise TypeError(f"{name}: axis_name must be a name or a tuple of names, not {axis_name!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{name}: axis_name {axis_name!r} names an axis twice")
+    try:
+        devices(names)
+    except NameError:
+        raise ValueError(
+            f"{name}: axis_name {axis_name!r}: no such axis here; call the function inside jax.shard_map over that axis"
+        ) from None
+    return names
+
+
+def devices(names: Names) -> int:
+    """Number of devices that share a row."""
+    return int(jax.lax.axis_size(names))
+
+
+def whole_target(target: Array, cols: int, names: Names) -> Array:
+    """The target column of each row as a signed integer of 32 bits or more; -1 where no device has it.
+
+    Args:
+        target: Column in the whole row.
+        cols: Number of columns of each device.
+        names: Axes along which rows are sharded.
+    """
+    # The number of all columns may not fit into the dtype of the target.
+    wide = target.astype(jnp.promote_types(target.dtype, jnp.int32))
+    return jnp.where((wide >= 0) & (wide // cols < devices(names)), wide, -1)
+
+
+def target_here(target: Array, cols: int, names: Names) -> Array:
+    """The column of each row on this device, from that of `whole_target`.
+
+    It is `cols` where another device has the column, and -1 where no device has it.
+    """
+    here = target // cols == jax.lax.axis_index(names)
+    return jnp.where(target < 0, -1, jnp.where(here, target % cols, cols)).astype(jnp.int32)
+
+
+def merged(local: RowStates, names: Names) -> RowStates:
+    """The states of whole rows, from those of the columns of all devices."""
+    given = [field for field, t in zip(RowStates._fields, local, strict=True) if t is not None]
+    # One array travels, so that there is one collective.
+    packed = jnp.stack([t for t in local if t is not None])
+    parts = dict(zip(given, jnp.moveaxis(_gathered(packed, names), 1, 0), strict=True))
+    m, l = jnp.max(parts["m"], axis=0), parts["l"]
+    lower = parts["m"] - m
+    factor = jnp.exp(lower)
+    found = {"m": m, "l": jnp.sum(l * factor, axis=0)}
+    if "below" in parts:
+        # The product is finite where the factor is 0, also where the difference is infinite.
+        found["below"] = jnp.sum((parts["below"] + jnp.maximum(lower, FLAT) * l) * factor, axis=0)
+    if "mean" in parts:
+        found["mean"] = jnp.mean(parts["mean"] + lower, axis=0)
+    if "chosen" in parts:
+        found["chosen"] = jnp.sum(parts["chosen"], axis=0)
+    return RowStates(**found)
+
+
+def _gathered(t: Array, names: Names) -> Array:
+    """The arrays of all devices, stacked along a new first axis."""
+    gather: Callable[..., Array] = jax.lax.all_gather
+    if manual.varying(t).issuperset(names):
+        # The same collective; shard_map, which checks, knows that its result is the same on every device.  Older
+        # versions of JAX have the name.
+        gather = getattr(jax.lax, "all_gather_invariant", None) or partial(gather, to="invarying")
+    return gather(t, names)

@@ -1,0 +1,83 @@
+"""Types that JAX gives to arrays beside shape and dtype: inside `shard_map`, and on a mesh with explicit axes.
+
+Inside `shard_map` a type has the axes of the mesh along which an array varies from device to device.  On a mesh with
+explicit axes a type has the sharding.  The operands of a primitive vary along the same axes, and its lowering ignores
+these parts of a type: it is made of functions and kernels of plain arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+from jax._src import config
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ..core.arrays import Array
+
+_CHECKS_VARYING: Any = getattr(config, "_check_vma", None)
+"""Context in which JAX checks along which axes arrays vary; it has no public name."""
+
+
+def varying(t: Array) -> frozenset[str]:
+    """The axes of `shard_map` along which an array varies; none where JAX does not check them."""
+    kind = jax.typeof(t)
+    # Older versions of JAX have the first name.
+    found: frozenset[str] = kind.vma if hasattr(kind, "vma") else kind.mat.varying
+    return found
+
+
+def vary(t: Array, names: frozenset[str]) -> Array:
+    """The array, as one that varies along these axes, too; the array itself where JAX does not check them."""
+    if _CHECKS_VARYING is not None and not _CHECKS_VARYING.value:
+        # Older versions of JAX would still change the gradient.
+        return t
+    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    missing = tuple(sorted((names & manual) - varying(t)))
+    if not missing:
+        return t
+    # The name is that of older versions of JAX.
+    cast: Callable[..., Array] = getattr(jax.lax, "pvary", None) or partial(jax.lax.pcast, to="varying")
+    return cast(t, missing)
+
+
+def alike(operands: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The operands as arrays that vary along the same axes."""
+    each = [varying(t) for t in operands]
+    every = frozenset().union(*each)
+    return operands if all(one == every for one in each) else tuple(vary(t, every) for t in operands)
+
+
+def result_type(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of a result with the outer axes of the array type x: it varies and is sharded as x is."""
+    sharding = x.sharding
+    if shape != x.shape:
+        # Axes that follow the outer ones are whole.
+        outer = list(sharding.spec)[: min(x.ndim - 1, len(shape))]
+        whole = [None] * (len(shape) - len(outer))
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*outer, *whole))
+    return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def of_plain_arrays(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """A lowering rule for operands of any type, from one for arrays with a shape and a dtype alone."""
+
+    def lower(context: Any, *values: Any, **params: Any) -> Any:
+        plain = [jax.core.ShapedArray(t.shape, t.dtype) for t in context.avals_in]
+        with _unchecked():
+            return lowering(context.replace(avals_in=plain), *values, **params)
+
+    return lower
+
+
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """A context in which arrays need no such types."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    without_checks = nullcontext() if _CHECKS_VARYING is None else _CHECKS_VARYING(False)
+    with jax.sharding.use_abstract_mesh(mesh.update(axis_types=kinds)), without_checks:
+        yield

@@ -1,0 +1,98 @@
+"""The operations on rows that are sharded under `shard_map`, and their derivatives.
+
+A derivative is made of local primitives, which are linear, and of the sums of their results over the devices.  JAX
+transposes both: the gradient of a result per row needs no exchange, and the gradient of softmax one number per row.
+Derivatives keep what those of whole rows keep: x and the state of each row, or y.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..core.arrays import Array
+from ..core.operations import OPERATIONS
+from ..core.options import ScoreOptions
+from ..core.task import Choice
+from . import manual, ops, primitives
+from .exchange import Names, target_here
+from .part import Part, of_all_classes, outputs
+from .targets import PLAIN_TARGET, TargetOptions
+
+
+class Call(NamedTuple):
+    """A call without its arrays.
+
+    Attributes:
+        name: Name of a forward operation.
+        names: Axes of the mesh along which rows are sharded.
+        options: Score options; ARRAY stands for an array.
+        choice: The backend and the strategy that the caller forces for the local pass.
+        target_options: Options of an operation with a target.
+    """
+
+    name: str
+    names: Names
+    options: ScoreOptions
+    choice: Choice
+    target_options: TargetOptions = PLAIN_TARGET
+
+    def part(self, operands: tuple[Array, ...]) -> Part:
+        """The operands by name: x, the arrays of the score options, and the target if there is one."""
+        arrays = operands[1 : 1 + len(self.options.arrays)]
+        target = operands[-1] if OPERATIONS[self.name].has_target else None
+        return Part(operands[0], arrays, target, self.options, self.target_options)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def apply(call: Call, *operands: Array) -> tuple[Array, ...]:
+    """The outputs of a forward operation, as those of `part.outputs`.
+
+    Args:
+        call: The call without its arrays.
+        operands: Local logits, the arrays of the score options, and the column of the target (`whole_target`).
+    """
+    run = partial(primitives.bind, choice=call.choice)
+    return outputs(call.name, call.part(operands), call.names, run)
+
+
+@partial(apply.defjvp, symbolic_zeros=True)
+def _jvp(call: Call, primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> Any:
+    found = apply(call, *primals)
+    part = call.part(primals)
+    is_zero = (isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents)
+    changes = [None if zero else t for zero, t in zip(is_zero, tangents, strict=True)]
+    named = dict(zip(("x", *call.options.arrays), changes, strict=False))
+    change, factor = ops.score_tangent(part.x, part.arrays, call.options, named)
+    if change is None:
+        return found, tuple(map(jnp.zeros_like, found))
+    if call.name in ops.OUTPUTS:
+        changed = _tangents_per_row(call, primals, found, (change, factor))
+    else:
+        exchanging = partial(primitives.bind, choice=call.choice, axis_name=call.names)
+        changed = (ops.tangent(call.name, exchanging, primals, found[0], (change, factor), call.options),)
+    return found, tuple(manual.vary(t, manual.varying(y)) for t, y in zip(changed, found, strict=True))
+
+
+def _tangents_per_row(
+    call: Call, primals: tuple[Array, ...], found: tuple[Array, ...], change: tuple[Array, float]
+) -> tuple[Array, ...]:
+    """The changes of outputs per row.  The state changes in l alone."""
+    t, factor = change
+    more: dict[str, Any] = {"options": call.options, "factor": factor, "choice": call.choice}
+    # The outputs before the state (m, l).
+    before = 1 if OPERATIONS[call.name].has_target else 0
+    if before:
+        more["target_options"] = of_all_classes(call.target_options, primals[0], call.names)
+        target = target_here(primals[-1], primals[0].shape[-1], call.names)
+        primals = (*primals[:-1], target)
+    local = primitives.bind(ops.TANGENTS[call.name], *primals, ops.stacked(found), t, **more)
+    # Each change is summed by itself: a gradient then needs no exchange for a result that nobody uses.
+    parts = [local[..., i] for i in range(local.shape[-1])] if before else [local]
+    changes = [jax.lax.psum(one, call.names) for one in parts]
+    l, dlse = found[before + 1], changes[before]
+    dl = dlse * jnp.where(jnp.isfinite(l), l, 0)
+    return (*changes[:before], jnp.zeros_like(dl), dl, *changes[before + 1 :])

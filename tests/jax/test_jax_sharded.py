@@ -1,0 +1,76 @@
+"""Rows of JAX arrays that are sharded over devices: the checks of four_devices.py, and what one device can show."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jax", reason="jax is not installed")
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import onlinesoftmax.jax as osj
+
+
+def test_four_devices() -> None:
+    """In a process of its own, because JAX counts its devices once."""
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    # The files of the options and of the fixtures are not needed, and would import torch.
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    checks = Path(__file__).with_name("four_devices.py")
+    result = subprocess.run(
+        [*command, str(checks)], env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+X, LABELS = jnp.ones((2, 3)), jnp.zeros(2, jnp.int32)
+UNBOUND = "axis_name 'w': no such axis here; call the function inside jax.shard_map over that axis"
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (partial(osj.softmax, axis_name="w"), ValueError, f"softmax: {UNBOUND}"),
+    (partial(osj.cross_entropy, labels=LABELS, axis_name="w"), ValueError, f"cross_entropy: {UNBOUND}"),
+    (partial(osj.token_logprobs, index=LABELS, axis_name=("v", "v")), ValueError, "names an axis twice"),
+    (partial(osj.log_softmax, axis_name=0), TypeError, "axis_name must be a name or a tuple of names, not 0"),
+    (partial(osj.log_softmax, axis_name=()), TypeError, r"axis_name must be a name or a tuple of names, not \(\)"),
+    (partial(osj.logsumexp, b=X, axis_name="v"), ValueError, "b, return_sign and complex numbers do not work with"),
+    (partial(osj.logsumexp, return_sign=True, axis_name="v"), ValueError, "logsumexp: b, return_sign and complex"),
+]
+
+
+@pytest.mark.parametrize(("function", "error", "message"), REFUSED, ids=[r[2][:40] for r in REFUSED])
+def test_what_is_refused(function: Any, error: type[Exception], message: str) -> None:
+    mesh = jax.make_mesh((1,), ("v",), axis_types=(AxisType.Auto,))
+    with pytest.raises(error, match=message):
+        jax.shard_map(function, mesh=mesh, in_specs=P(None, "v"), out_specs=P())(X)
+
+
+def test_targets_of_few_bits_count_the_classes_of_all_devices() -> None:
+    """256 classes of eight devices are more than 8 bits can count; one device has 32 of them."""
+    x = jnp.arange(512.0).reshape(2, 256) % 11
+    target = jnp.asarray([255, 3], jnp.uint8)
+    parts = jnp.moveaxis(x.reshape(2, 8, 32), 1, 0)
+    found = jax.vmap(partial(osj.cross_entropy, labels=target, axis_name="v"), axis_name="v")(parts)
+    assert jnp.allclose(found, osj.cross_entropy(x, target.astype(jnp.int32)))
+
+
+def test_arrays_without_elements() -> None:
+    mesh = jax.make_mesh((1,), ("v",), axis_types=(AxisType.Auto,))
+    on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=P(None, "v"))
+    for shape in ((0, 5), (3, 0)):
+        x, target = jnp.ones(shape), jnp.zeros(shape[0], jnp.int32)
+        loss = partial(osj.cross_entropy, labels=target, axis_name="v")
+        assert on_mesh(loss, out_specs=P())(x).shape == shape[:1]
+        assert on_mesh(partial(osj.softmax, axis_name="v"), out_specs=P(None, "v"))(x).shape == shape
