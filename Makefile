@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint docs bench clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ lint: $(READY) ## Check style and types with ruff and mypy
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+
+docs: $(READY) ## Build the documentation site in build/docs; a warning is an error
+	@$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
 
 bench: $(READY) ## Measure times and GB/s for a table of shapes on this machine
 	@$(BIN)/onlinesoftmax bench

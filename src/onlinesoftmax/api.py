@@ -53,7 +53,7 @@ def softmax(
         mask: Boolean, broadcasts to the shape of `input`: True keeps, as in `scaled_dot_product_attention`.
         bias: Floating point, broadcasts to the shape of `input`.
         causal: Query i, counted along the dimension before `dim`, keeps keys up to i + keys - queries.
-        softcap: Bound on |scale * input|, softly: a positive number.
+        softcap: Soft bound on the magnitude of scale * input: a positive number.
         fully_masked: "nan", as PyTorch, or "zero": a row with no score above -inf is zeros, and so is its
             gradient.  (The logsumexp of such a row is -inf in either case.)
         out: Torch tensor to write to: right shape (or empty), dtype and device; may be `input` itself.
@@ -187,7 +187,7 @@ def cross_entropy(
         label_smoothing: Part of the target that is spread over all classes, from 0 to 1.
         z_loss: Factor of logsumexp(z)**2, which is added to the loss of each row that counts before the reduction.
         scale: Factor of the input, an inverse temperature.
-        softcap: Bound on |scale * input|, softly: a positive number.
+        softcap: Soft bound on the magnitude of scale * input: a positive number.
         return_stats: Return (loss, statistics): lse, z_loss, entropy, the largest class and whether it is the target,
             for each row, detached.
         inplace_backward: Allow the gradient to overwrite `input`, which saves its memory.  Autograd raises an error if
@@ -248,7 +248,7 @@ def token_logprobs(
         index: The chosen token of each row: integers in the shape of `logits` without `dim`.
         dim: The dimension of the tokens, also counted from the end.
         scale: Factor of the logits, the inverse temperature: a number, or a 0-d tensor on their device.
-        softcap: Bound on |scale * logits|, softly: a positive number.
+        softcap: Soft bound on the magnitude of scale * logits: a positive number.
         mask: Boolean, broadcasts to the shape of `logits`: True keeps a token, as sampling has kept it.
         entropy: Compute the entropy too.
         check: Raise an error for an index that is out of range.  The call then waits for the GPU.

@@ -113,7 +113,7 @@ class Softmax(_OverDim, torch.nn.Softmax):
         dim: Dimension to normalise.  None is PyTorch's deprecated choice: 0 for 0, 1 or 3 dimensions, else 1; it warns.
         scale: Factor of the input: a number.
         causal: Query i, counted along the dimension before `dim`, keeps keys up to i + keys - queries.
-        softcap: Bound on |scale * input|, softly: a positive number.
+        softcap: Soft bound on the magnitude of scale * input: a positive number.
         fully_masked: "nan", as PyTorch, or "zero": a row with no score above -inf is zeros.
         batch_invariant: Give a row the same bits however many rows are beside it, for some speed.
 
@@ -220,7 +220,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         label_smoothing: Part of the target that is spread over all classes, from 0 to 1.
         z_loss: Factor of logsumexp(input)**2, which is added to the loss of each row.
         scale: Factor of the input: a number.
-        softcap: Bound on |scale * input|, softly: a positive number.
+        softcap: Soft bound on the magnitude of scale * input: a positive number.
         inplace_backward: Allow the gradient to overwrite the input.
         batch_invariant: Give a row the same bits however many rows are beside it, for some speed.
         check: Raise an error for a target that is out of range.  The call then waits for the GPU.

@@ -54,7 +54,7 @@ def softmax(
         dim: The sharded dimension, over which softmax normalises.
         group: Process group; the default group if None.
         scale: Factor of the logits.
-        softcap: Bound on |scale * local|, softly: a positive number.
+        softcap: Soft bound on the magnitude of scale * local: a positive number.
         mask: Boolean, broadcasts to the shape of `local`: False excludes an element.
         shards: Position of the local columns in the whole row, if the caller knows it: no shapes are exchanged.
         backend, strategy: Who computes the states and the gradients of the shard, as for `onlinesoftmax.softmax`.
