@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import runpy
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["tour", "state", "numerics"])
+@pytest.mark.parametrize("page", ["tour", "state", "strategies", "numerics"])
 def test_python_prints_the_output_shown(page: str) -> None:
     scope: dict[str, Any] = {"__name__": page}
     blocks = BLOCK.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
@@ -23,6 +25,19 @@ def test_python_prints_the_output_shown(page: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(code, f"{page}.md", "exec"), scope)
         assert printed.getvalue() == shown, code
+
+
+def test_the_pictures_are_those_that_the_code_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
+    committed = {path.name: path.read_text() for path in (DOCS / "figures").glob("*.svg")}
+    drawn_by = re.search(r"Matplotlib v([\d.]+)", committed["row.svg"])
+    assert drawn_by
+    if version("matplotlib") != drawn_by[1]:
+        pytest.skip(
+            f"the pictures were drawn by matplotlib {drawn_by[1]}, and versions draw the same lines differently"
+        )
+    runpy.run_path(str(DOCS / "pictures.py"))["draw"](tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == committed
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)

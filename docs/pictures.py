@@ -1,0 +1,138 @@
+"""Draw the pictures of strategies.md: which block owns which part of a row.
+
+python docs/pictures.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+GREY = "#808890"
+"""Colour of text and lines: it is legible on a light page and on a dark one."""
+
+COLORS = ("#4c8dd6", "#e0913a", "#58a866", "#c05a8c", "#8a74c9", "#4fb0b5", "#c9a93b", "#b5694f")
+"""Colours of blocks."""
+
+WIDTH = 16
+"""Columns of a drawn row."""
+
+
+def bar(axes: Axes, y: float, begin: float, end: float, color: str, alpha: float = 1.0) -> None:
+    """A part of a row."""
+    axes.add_patch(Rectangle((begin, y), end - begin, 0.8, facecolor=color, edgecolor="white", lw=1, alpha=alpha))
+
+
+def label(axes: Axes, x: float, y: float, text: str, color: str = GREY) -> None:
+    axes.text(x, y, text, color=color, ha="center", va="center", fontsize=9)
+
+
+def arrow(
+    axes: Axes, begin: tuple[float, float], end: tuple[float, float], bend: float = 0.0, style: str = "->"
+) -> None:
+    axes.add_patch(
+        FancyArrowPatch(
+            begin, end, arrowstyle=style, mutation_scale=10, color=GREY, lw=1, connectionstyle=f"arc3,rad={bend}"
+        )
+    )
+
+
+def row(axes: Axes) -> None:
+    """Eight rows in two blocks; each row belongs to one group of threads."""
+    for i in range(8):
+        bar(axes, 7 - i, 0, WIDTH, COLORS[i // 4], 1.0 if i % 2 else 0.75)
+    label(axes, WIDTH + 1.6, 6.4, "block 0")
+    label(axes, WIDTH + 1.6, 2.4, "block 1")
+
+
+def cluster(axes: Axes) -> None:
+    """Two rows; four blocks own a quarter of each, and send each other their states."""
+    for i in range(2):
+        for block in range(4):
+            bar(axes, 3 * (1 - i), 4 * block, 4 * block + 4, COLORS[4 * i + block])
+            label(axes, 4 * block + 2, 3 * (1 - i) + 0.4, f"block {4 * i + block}", "white")
+        for left in (2.0, 6.0, 10.0):
+            arrow(axes, (left, 3 * (1 - i) + 0.9), (left + 4, 3 * (1 - i) + 0.9), -0.4, "<->")
+        label(axes, WIDTH / 2, 3 * (1 - i) + 2.0, "states (m, l)")
+
+
+def grid(axes: Axes) -> None:
+    """One row over all blocks; each keeps its slice in registers, in shared memory, or reads a part of it again."""
+    for block in range(4):
+        for part, alpha in enumerate((1.0, 0.65, 0.35)):
+            begin = 4 * block + (0, 1.4, 2.8)[part]
+            bar(axes, 2, begin, begin + (1.4, 1.4, 1.2)[part], COLORS[block], alpha)
+        label(axes, 4 * block + 2, 1.4, f"block {block}")
+        arrow(axes, (4 * block + 2, 2.9), (WIDTH / 2, 4.2))
+    label(axes, WIDTH / 2, 4.6, "mailboxes in L2: one state (m, l) from every block to every block")
+    label(axes, WIDTH / 2, 0.5, "dark: registers · medium: shared memory · light: read twice")
+
+
+def looped(axes: Axes) -> None:
+    """One row of one block, in tiles; the second pass begins with the newest tile."""
+    for tile in range(8):
+        bar(axes, 1.5, 2 * tile, 2 * tile + 2, COLORS[0], 0.65 + 0.05 * tile)
+        label(axes, 2 * tile + 1, 1.9, f"tile {tile}", "white")
+    arrow(axes, (0.3, 3.0), (WIDTH - 0.3, 3.0))
+    label(axes, WIDTH / 2, 3.4, "first pass: the state (m, l)")
+    arrow(axes, (WIDTH - 0.3, 0.9), (0.3, 0.9))
+    label(axes, WIDTH / 2, 0.5, "second pass: read again, write; L2 still holds the newest tiles")
+
+
+def split(axes: Axes) -> None:
+    """One row over several programs, in three launches."""
+    for launch, text in ((0, "launch 3: write"), (2, "launch 2: merge"), (4, "launch 1: states")):
+        label(axes, WIDTH + 2.2, launch + 0.4, text)
+        for program in range(4):
+            if launch != 2:
+                bar(axes, launch, 4 * program, 4 * program + 4, COLORS[program], 0.9)
+                label(axes, 4 * program + 2, launch + 0.4, f"program {program}", "white")
+            arrow(axes, (4 * program + 2, 3.9), (WIDTH / 2, 2.9))
+            arrow(axes, (WIDTH / 2, 1.9), (4 * program + 2, 0.9))
+    bar(axes, 2, WIDTH / 2 - 1, WIDTH / 2 + 1, COLORS[4])
+
+
+def column(axes: Axes) -> None:
+    """A matrix whose rows of softmax run down; a program owns adjacent ones."""
+    for program in range(4):
+        for line in range(6):
+            bar(axes, line, 4 * program, 4 * program + 4, COLORS[program], 0.9 if line % 2 else 0.7)
+        label(axes, 4 * program + 2, -0.6, f"program {program}")
+    arrow(axes, (-0.7, 5.8), (-0.7, 0.0))
+    axes.text(-1.3, 2.9, "softmax dimension", color=GREY, ha="center", va="center", rotation=90, fontsize=9)
+    arrow(axes, (0.0, 6.3), (WIDTH, 6.3))
+    label(axes, WIDTH / 2, 6.8, "adjacent in memory")
+
+
+PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
+    "row": (row, (-0.2, 8.0)),
+    "cluster": (cluster, (-0.2, 5.6)),
+    "grid": (grid, (0.0, 5.2)),
+    "looped": (looped, (0.0, 4.0)),
+    "split": (split, (-0.2, 5.0)),
+    "column": (column, (-1.2, 7.2)),
+}
+"""The function that draws a picture, and the lower and the upper end of the picture."""
+
+
+def draw(folder: Path) -> None:
+    """Write every picture to a folder, as SVG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # The same picture has the same bytes.
+    with mpl.rc_context({"svg.hashsalt": "onlinesoftmax", "svg.fonttype": "none"}):
+        for name, (paint, height) in PICTURES.items():
+            figure = Figure(figsize=(7, 2.6), layout="constrained")
+            axes = figure.add_subplot()
+            axes.axis("off")
+            paint(axes)
+            axes.set(xlim=(-2, WIDTH + 4), ylim=height)
+            figure.savefig(folder / f"{name}.svg", transparent=True, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    draw(Path(__file__).parent / "figures")
