@@ -1,14 +1,14 @@
 // Multiplies a gradient in place by one number on the device.
 //
-// One block:  owns THREADS chunks of 16 bytes, then those that lie a whole grid further on.
+// One block:  owns THREADS chunks of 16 bytes, then advances by the size of the grid (a grid-stride loop).
 // Chosen:     in the backward pass of a loss whose gradient the forward pass has written.
-// Bytes:      none where the number is 1, as in `loss.backward()`; else one read, one write.
-// Limits:     the elements are neighbours, and the first lies on 16 bytes.
+// Bytes:      only the number if it is 1, as in `loss.backward()`; else one read and one write of the gradient.
+// Limits:     x is contiguous, and its first element lies on 16 bytes.
 
 struct Product { T* x; const FACTOR* factor; int64 count; };
 
 extern "C" __global__ void __launch_bounds__(THREADS) multiply_kernel(const __grid_constant__ Product p) {
-    // The kernel before, which may have computed the factor, need not have ended when this one begins.
+    // This kernel may begin before the kernel before it ends, and that kernel may write the factor.  So it waits.
     wait_for_kernel_before();
     const ACC f = wide(*p.factor);
     if (f == 1) return;

@@ -1,6 +1,7 @@
 // Reduces the losses of all rows to the total, their targets to the divisor of the mean, or both at once.
 //
-// One block:  owns every gridDim.x-th tile of BATCH * THREADS rows; the last block to finish adds the sums of all.
+// One block:  owns the tiles blockIdx.x, blockIdx.x + gridDim.x, ... of BATCH * THREADS rows.  The last block to finish
+//             adds the sums of all blocks.
 // Chosen:     for the divisor before a loss kernel that also writes the gradient, and for the total after every loss
 //             kernel whose losses are reduced to a scalar.
 // Bytes:      one read of the losses, of the targets, or of both, and of one weight for each target.
@@ -8,7 +9,8 @@
 //             first word must be 0 before the launch and is 0 again after it.
 
 struct Reduction {
-    const ACC* losses; const TARGET* target; const WEIGHT* weight; const ACC* count;
+    const ACC* losses; const TARGET* target; const WEIGHT* weight;
+    const ACC* count;   // (1 / divisor, divisor) from an earlier launch; read where it DIVIDES
     RESULT* out;
     uint64* scratch;   // number of blocks that have finished, an empty word, then the sums of each block
     int64 rows, classes, ignore_index;
@@ -29,7 +31,7 @@ __device__ inline RowSums add_lanes(RowSums a) {
     return a;
 }
 
-// The sums of all threads of a block.  No thread may still be reading `exchange`.
+// The sums of all threads of a block.  Before the call, all threads must have finished reading `exchange`.
 __device__ inline RowSums add_block(RowSums a, RowSums* exchange) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     a = add_lanes(a);
@@ -42,7 +44,7 @@ __device__ inline RowSums add_block(RowSums a, RowSums* exchange) {
 __device__ inline ACC share_of(const Reduction& p, int64 target) {
     if (target == p.ignore_index) return 0;
     if constexpr (!WEIGHTED) return 1;
-    // No weight is read for a target out of range.  The 0 has no effect, because the loss of that row is NaN.
+    // A target out of range has no weight, so it adds 0.  The mean is NaN in any case, because the loss of its row is.
     else return target >= 0 && target < p.classes ? ACC(wide(p.weight[target])) : 0;
 }
 
@@ -62,7 +64,7 @@ template <class Number> __device__ inline SUM add_rows(const Reduction& p, Numbe
     return sum;
 }
 
-// Writes the sums of this block.  True in the block that is the last to do so, which then sees the sums of all.
+// Writes the sums of this block.  Returns true in the last block that does so, which can read the sums of all blocks.
 __device__ inline bool is_last_block(const Reduction& p, RowSums sums, RowSums* all) {
     __shared__ bool last;
     unsigned* const finished = reinterpret_cast<unsigned*>(p.scratch);
@@ -78,7 +80,7 @@ __device__ inline bool is_last_block(const Reduction& p, RowSums sums, RowSums* 
     return last;
 }
 
-// volatile: not from the L1 cache, which may hold values that are older than the stores of other multiprocessors.
+// volatile bypasses the L1 cache, which may hold values from before the stores of other multiprocessors.
 __device__ inline RowSums load_sums(const RowSums* from) {
     RowSums sums;
     for (int i = 0; i < int(sizeof(RowSums) / sizeof(double)); ++i)
@@ -87,7 +89,7 @@ __device__ inline RowSums load_sums(const RowSums* from) {
 }
 
 __device__ inline void write(const Reduction& p, RowSums sums) {
-    // Rounded to ACC, as an earlier kernel stores it: the total is the same whichever kernel has computed the divisor.
+    // The divisor is rounded to ACC, because a launch of its own stores it in ACC.  So the mean is the same in both cases.
     const ACC divisor = ACC(double(sums.divisor));
     if constexpr (ADDS_LOSSES) {
         double total = double(sums.total);
@@ -101,7 +103,8 @@ __device__ inline void write(const Reduction& p, RowSums sums) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) reduction_kernel(const __grid_constant__ Reduction p) {
     __shared__ RowSums exchange[THREADS / 32];
-    // This kernel may begin before the loss kernel has ended, which does not write the targets.
+    // This kernel may begin before the loss kernel ends.  The targets may be read at once, because the loss kernel does
+    // not write them.
     RowSums sums{};
     if constexpr (COUNTS) sums.divisor = add_rows(p, [&](int64 row) { return share_of(p, p.target[row]); });
     if constexpr (ADDS_LOSSES) {

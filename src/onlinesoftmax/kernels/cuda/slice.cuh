@@ -130,8 +130,9 @@ struct Slice {
         if constexpr (SUM_ZL > 0 && !CLAMPS) {
             const auto zl = PlainOf<ops::LaneSum>::type(parts.of[SUM_ZL]);
             if (zl != zl) {
-                // gridDim.z is 1, but the compiler does not know it, and computes the terms again.  It would otherwise
-                // keep those of the first sum, in registers that it does not have.
+                // gridDim.z is always 1.  The compiler cannot know this, so it must compute the terms of the second sum
+                // again.  Without these products it would keep the terms of the first sum in registers, and there
+                // are not enough registers.
                 s.m *= ACC(gridDim.z), s.amount *= ACC(gridDim.z);
                 parts = sum_of_elements<true>(s);
             }
@@ -141,21 +142,23 @@ struct Slice {
         if constexpr (SUM_WZ > 0) sums.of[SUM_WZ] += wz;
         return sums;
     }
-    // Logits of -inf are rare, except where an option excludes elements.  So the first sum does not clamp exponents, and
-    // a lane whose sum is NaN adds up AGAIN.  A clamp of each element would take a tenth of the time in which memory
-    // delivers 16-bit elements; a kernel that also writes elements has that time.
+    // CLAMPS: the exponent of every element in the sum zl has a lower limit, which `ops::summands` applies.  A kernel
+    // that only reads omits the limit, because logits of -inf are rare, and the limit takes a tenth of the time in which
+    // memory delivers 16-bit elements.  If zl is then NaN, the lane computes its sums AGAIN, with the limit.
     static constexpr bool CLAMPS = FUSED || WRITES_ELEMENTS;
 
-    // Within a chunk as a tree, over chunks one after the other.
+    // Adds the sums of the lane's chunks, one after the other.
     template <bool AGAIN> __device__ inline Sums<ops::LaneSum> sum_of_elements(Shift s) {
         Sums<ops::LaneSum> parts{};
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) parts += sum<AGAIN>(body[i], s);
+        for (int i = 0; i < CHUNKS; ++i) parts += sum_of_chunk<AGAIN>(body[i], s);
 #pragma unroll
-        for (int i = 0; i < EDGE; ++i) parts += sum<AGAIN>(edge[i], s);
+        for (int i = 0; i < EDGE; ++i) parts += sum_of_chunk<AGAIN>(edge[i], s);
         return parts;
     }
-    template <bool AGAIN, int N> static __device__ inline Sums<ops::Summand> sum(RegisterChunk<N>& chunk, Shift s) {
+    // Adds the elements of a chunk in a tree.
+    template <bool AGAIN, int N>
+    static __device__ inline Sums<ops::Summand> sum_of_chunk(RegisterChunk<N>& chunk, Shift s) {
         Sums<ops::Summand> parts[N];
 #pragma unroll
         for (int j = 0; j < N; ++j) {
