@@ -22,7 +22,7 @@ from onlinesoftmax.core.task import Choice
 from onlinesoftmax.torch import eager, prepare
 
 PLAIN = tuple(name for name in FORWARD if not DECLARATIONS[name].has_target)
-"""Operations without a target; those with one are in tests/torch/test_losses.py."""
+"""Operations without a target; tests/torch/test_losses.py and test_token_logprobs.py hold those with one."""
 
 DEVICE = "cuda" if GPU else "cpu"
 OUTPUTS = ("y", "lse", "m", "l", "entropy")

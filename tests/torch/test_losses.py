@@ -1,28 +1,18 @@
-"""Cross-entropy and token log-probabilities against PyTorch in float64, and the cases that break other libraries."""
+"""Values of cross-entropy against PyTorch in float64, and the inputs that break other libraries."""
 
 from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from typing import Any
 
 import pytest
 import torch
+from loss_accuracy import DEVICE, GPU, HOW, assert_as_good, gradient
 from torch.nn import functional
 
 import onlinesoftmax as osm
 from contract import DTYPES, PLANS, forced, outliers
-from onlinesoftmax.kernels import registry
-from onlinesoftmax.verify import INTERPRETER_ULPS
-from onlinesoftmax.verify.exact import ulp, wide
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-HOW: dict[str, Any] = {} if GPU else {"backend": "triton"}
-
-# Triton's interpreter truncates to bfloat16, and rounds a multiply-add twice.
-UNITS = 1 if GPU else INTERPRETER_ULPS["triton"]
 
 LOSS_OPTIONS = {
     "reduction": ("mean", "sum", "none"),
@@ -69,23 +59,6 @@ def expected_losses(x: torch.Tensor, target: torch.Tensor, options: dict[str, An
     return rows.sum() / of_row.sum()
 
 
-def gradient(y: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    (dx,) = torch.autograd.grad(y, x, dy.to(y.dtype))
-    return dx
-
-
-def assert_as_good(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, size: float = 0.0) -> None:
-    """PyTorch's largest error and a unit in the last place, of the result or of a number of this size in float32."""
-    assert ours.dtype == theirs.dtype
-    assert ours.shape == theirs.shape
-    found, other, want = wide(ours.detach()), wide(theirs.detach()), wide(exact.detach())
-    error, allowed = abs(found - want), abs(other - want).max(initial=0)
-    unit = ulp(want, ours.dtype) + size * torch.finfo(torch.promote_types(ours.dtype, torch.float32)).eps
-    # The exact values are float64, so beside float64 results they have rounding errors of the same size.
-    unit = UNITS * unit * (2 if ours.dtype == torch.float64 else 1)
-    assert (error <= allowed + unit).all(), f"error {error.max():.3e}, PyTorch's own {allowed:.3e}"
-
-
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_losses_and_gradients(plan: str, dtype: torch.dtype) -> None:
@@ -112,54 +85,6 @@ def test_losses_and_gradients(plan: str, dtype: torch.dtype) -> None:
         part = 1.0 if dtype == torch.float64 else 0.1
         size = float(dy.max()) * (2 + part * float(x.detach().abs().max()))
         assert_as_good(gradient(ours, x, dy), gradient(theirs, x, dy), gradient(exact, exact_x, dy.double()), 8 * size)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-def test_token_logprobs_and_gradients(plan: str, dtype: torch.dtype, masked: bool) -> None:
-    shape, dim = ((2, 37, 16), 1) if plan == "triton/column" else ((4, 1001), -1)
-    x = outliers(*shape, dtype=dtype, device=DEVICE).requires_grad_()
-    rows = (*shape[:dim], *shape[dim:][1:]) if dim > 0 else shape[:-1]
-    index = torch.randint(shape[dim], rows, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    options: dict[str, Any] = {"scale": 0.7, "softcap": 30.0}
-    if masked:
-        mask = torch.rand(shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.7
-        options["mask"] = mask.scatter(dim, index.unsqueeze(dim), True)
-
-    def by_pytorch(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        z = 30.0 * torch.tanh(0.7 * x / 30.0)
-        z = z.masked_fill(~options["mask"], -torch.inf) if masked else z
-        log_p = z.log_softmax(dim)
-        entropy = -(log_p.masked_fill(log_p == -torch.inf, 0.0) * log_p.exp()).sum(dim)
-        return log_p.gather(dim, index.unsqueeze(dim)).squeeze(dim), entropy, z.logsumexp(dim)
-
-    ours = osm.token_logprobs(x, index, dim, **options, **forced(plan))
-    narrow = x.detach().float().requires_grad_()
-    exact_x = x.detach().double().requires_grad_()
-    theirs, exact = by_pytorch(narrow), by_pytorch(exact_x)
-    for found, other, want in zip(ours, theirs, exact, strict=True):
-        assert_as_good(found, other, want, 4 * float(want.detach().abs().max()))
-    dys = [torch.randn(rows, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(3)]
-    # All three together, then each alone.
-    for chosen in ((0, 1, 2), (0,), (1,), (2,)):
-        found, other, want = (
-            torch.autograd.grad(
-                [ys[i] for i in chosen], leaf, [dys[i].to(ys[i].dtype) for i in chosen], retain_graph=True
-            )[0]
-            for ys, leaf in ((ours, x), (theirs, narrow), (exact, exact_x))
-        )
-        assert_as_good(found, other.to(dtype), want, 32 * float(max(dy.abs().max() for dy in dys)))
-
-
-def test_without_the_entropy() -> None:
-    x, index = torch.randn(3, 9, device=DEVICE, requires_grad=True), torch.tensor([0, 8, 4], device=DEVICE)
-    found = osm.token_logprobs(x, index, entropy=False, **HOW)
-    assert found.entropy is None
-    theirs = x.log_softmax(-1).gather(1, index[:, None])[:, 0]
-    torch.testing.assert_close(found.logprob, theirs)
-    ones = torch.ones(3, device=DEVICE)
-    torch.testing.assert_close(gradient(found.logprob, x, ones), gradient(theirs, x, ones))
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 7, 3), (2, 7, 3, 2)])
@@ -271,17 +196,6 @@ def test_ignored_rows_may_hold_nan() -> None:
         assert dx.isfinite().all()
 
 
-def test_rows_without_an_incoming_gradient_may_hold_nan() -> None:
-    x = torch.randn(3, 8, device=DEVICE)
-    x[1] = torch.nan
-    x.requires_grad_()
-    found = osm.token_logprobs(x, torch.tensor([1, 0, 2], device=DEVICE), **HOW)
-    dy = torch.tensor([1.0, 0.0, 2.0], device=DEVICE)
-    (dx,) = torch.autograd.grad(list(found), x, [dy, dy, dy])
-    assert (dx[1] == 0).all()
-    assert dx.isfinite().all()
-
-
 def test_a_batch_that_is_ignored() -> None:
     x, target = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.full((3,), 5, device=DEVICE)
     ours = osm.cross_entropy(x, target, ignore_index=5, **HOW)
@@ -289,80 +203,6 @@ def test_a_batch_that_is_ignored() -> None:
     assert functional.cross_entropy(x, target, ignore_index=5).isnan()
     assert (gradient(ours, x, torch.ones((), device=DEVICE)) == 0).all()
     assert osm.cross_entropy(x, target, ignore_index=5, reduction="sum", **HOW) == 0
-
-
-def test_targets_out_of_range() -> None:
-    """No read outside: NaN in that row alone, and no gradient; on a CPU by default PyTorch's error."""
-    x, target = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.tensor([8, -3, 2], device=DEVICE)
-    y = osm.cross_entropy(x, target, reduction="none", **HOW)
-    assert y.isnan().tolist() == [True, True, False]
-    dx = gradient(y, x, torch.ones_like(y))
-    assert (dx[:2] == 0).all()
-    assert (dx[2] != 0).all()
-    found = osm.token_logprobs(x, target, **HOW)
-    assert found.logprob.isnan().tolist() == [True, True, False]
-    assert found.lse.isfinite().all()
-    if not GPU:
-        with pytest.raises(IndexError, match="out of bounds"):
-            osm.cross_entropy(x, target)
-
-
-def test_the_range_of_the_targets_is_checked_where_asked_for() -> None:
-    x, target = torch.randn(2, 8, 3, device=DEVICE), torch.tensor([[1, -100, 2], [0, 8, -3]], device=DEVICE)
-    with pytest.raises(IndexError, match=r"target is 8 at position \(1, 1\), which is not in \[0, 8\), and 2 are out"):
-        osm.cross_entropy(x, target, check=True, **HOW)
-    with pytest.raises(IndexError, match=r"target is 8 at position \(1, 1\)"):
-        osm.nn.CrossEntropyLoss(check=True)(x, target)
-    inside = target.clamp(max=7).where(target != -3, 5)
-    want = functional.cross_entropy(x, inside)
-    torch.testing.assert_close(osm.cross_entropy(x, inside, check=True, **HOW), want)
-    with pytest.raises(IndexError, match=r"index is -100 at position \(0, 1\)"):
-        osm.token_logprobs(x, inside, 1, check=True, **HOW)
-    with pytest.raises(IndexError, match=r"index is 9, which is not in \[0, 8\)"):
-        osm.token_logprobs(x[0, :, 0], torch.tensor(9, device=DEVICE), check=True, **HOW)
-    with pytest.raises(ValueError, match="target has shape"):
-        osm.cross_entropy(x, target[:1], check=True)
-
-
-def test_the_logits_are_not_changed_unless_allowed() -> None:
-    h = torch.randn(4, 64, device=DEVICE, requires_grad=True)
-    target = torch.randint(64, (4,), device=DEVICE)
-    x = 2 * h
-    before = x.detach().clone()
-    want = gradient(functional.cross_entropy(2 * h, target), h, torch.tensor(3.0))
-    torch.testing.assert_close(gradient(osm.cross_entropy(x, target, **HOW), h, torch.tensor(3.0)), want)
-    assert torch.equal(x, before)
-    x = 2 * h
-    loss = osm.cross_entropy(x, target, inplace_backward=True, **HOW)
-    assert not torch.equal(x, before)
-    torch.testing.assert_close(gradient(loss, h, torch.tensor(3.0)), want)
-    x = 2 * h
-    other = (x * x).sum()
-    loss = osm.cross_entropy(x, target, inplace_backward=True, **HOW) + other
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    with pytest.raises(RuntimeError, match="a leaf that requires grad"):
-        osm.cross_entropy(h, target, inplace_backward=True, **HOW)
-
-
-def test_derivatives_of_derivatives() -> None:
-    x, target = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.tensor([1, -100, 2], device=DEVICE)
-
-    def second(loss: torch.Tensor) -> torch.Tensor:
-        (dx,) = torch.autograd.grad(loss.sum(), x, create_graph=True)
-        return gradient((dx * dx).sum(), x, torch.tensor(1.0))
-
-    ours = osm.cross_entropy(x, target, reduction="none", label_smoothing=0.1, **HOW)
-    torch.testing.assert_close(second(ours), second(functional.cross_entropy(
-        x, target, reduction="none", label_smoothing=0.1)))  # fmt: skip
-    found = osm.token_logprobs(x, target.clamp(min=0), **HOW)
-    log_p = x.log_softmax(1)
-    theirs = log_p.gather(1, target.clamp(min=0)[:, None]).sum() - (log_p * log_p.exp()).sum()
-    torch.testing.assert_close(second(found.logprob.sum() + found.entropy.sum()), second(theirs))
-    reduced = osm.cross_entropy(x, target, **HOW)
-    reduced.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward ran a second time"):
-        reduced.backward()
 
 
 def test_statistics() -> None:
@@ -380,98 +220,12 @@ def test_statistics() -> None:
         assert stats.correct.tolist() == [int(x[0].argmax()) == 1, False, True]
 
 
-# Dynamo itself makes an instance of an autograd function while it traces.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compile(backend: str) -> None:
-    x, target = torch.randn(6, 37, device=DEVICE, requires_grad=True), torch.randint(37, (6,), device=DEVICE)
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return osm.cross_entropy(2 * x, target, label_smoothing=0.1, z_loss=0.01, softcap=4.0, **HOW)
-
-    def rows(x: torch.Tensor) -> torch.Tensor:
-        found = osm.token_logprobs(2 * x, target, **HOW)
-        per_row = osm.cross_entropy(2 * x, target, reduction="none", **HOW)
-        return found.logprob.sum() + found.entropy.sum() + found.lse.sum() + (per_row * per_row).sum()
-
-    for function in (loss, rows):
-        ours, compiled = function(x), torch.compile(function, fullgraph=True, backend=backend)(x)
-        torch.testing.assert_close(compiled, ours)
-        one = torch.tensor(1.0)
-        torch.testing.assert_close(gradient(compiled, x, one), gradient(ours, x, one))
-
-
-def test_autocast_gives_float32() -> None:
-    x, target = torch.randn(3, 8, device=DEVICE, dtype=torch.bfloat16), torch.tensor([1, 0, 2], device=DEVICE)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        ours, theirs = osm.cross_entropy(x, target, **HOW), functional.cross_entropy(x, target)
-    assert ours.dtype == theirs.dtype == torch.float32
-    # On a GPU PyTorch rounds the logarithms of the probabilities to bfloat16.
-    torch.testing.assert_close(ours, functional.cross_entropy(x.float(), target))
-
-
 def test_batch_invariant_rows_have_the_same_bits() -> None:
     x, target = torch.randn(9, 1000, device=DEVICE), torch.randint(1000, (9,), device=DEVICE)
     options: dict[str, Any] = {"reduction": "none", "batch_invariant": True, **HOW}
     whole = osm.cross_entropy(x, target, **options)
     for i in range(9):
         assert torch.equal(whole[i], osm.cross_entropy(x[i : i + 1], target[i : i + 1], **options)[0])
-
-
-def test_wrong_arguments_name_themselves() -> None:
-    x, target = torch.randn(3, 8, device=DEVICE), torch.tensor([1, 0, 2], device=DEVICE)
-    for error, message, arguments, options in (
-        (TypeError, "argument 'target' must be Tensor", (x, [1, 0, 2]), {}),
-        (RuntimeError, "input must be floating point", (x.long(), target), {}),
-        (ValueError, "target has shape", (x, target[:2]), {}),
-        (RuntimeError, "target with class probabilities", (x, x[:2]), {}),
-        (RuntimeError, "weight must have shape", (x, target, torch.ones(7, device=DEVICE)), {}),
-        (RuntimeError, "label_smoothing must be between", (x, target), {"label_smoothing": -0.1}),
-        (ValueError, "not a valid value for reduction", (x, target), {"reduction": "median"}),
-        (ValueError, "softcap must be positive", (x, target), {"softcap": -1.0}),
-        (TypeError, "scale must be a number", (x, target), {"scale": torch.ones((), device=DEVICE)}),
-        (osm.PlanError, "unknown backend", (x, target), {"backend": "cudnn"}),
-    ):
-        with pytest.raises(error, match=message):
-            osm.cross_entropy(*arguments, **options)
-    with pytest.raises(ValueError, match="index has shape"):
-        osm.token_logprobs(x, target[:2])
-    with pytest.raises(IndexError, match="Dimension out of range"):
-        osm.token_logprobs(x, target, 2)
-    with pytest.raises(osm.PlanError, match="class probabilities"):
-        osm.cross_entropy(x, x.softmax(1), backend="triton")
-
-
-@pytest.mark.gpu
-def test_nothing_waits_for_the_gpu() -> None:
-    x = torch.randn(64, 1000, device=DEVICE, requires_grad=True)
-    target, weight = torch.randint(1000, (64,), device=DEVICE), torch.rand(1000, device=DEVICE)
-
-    def step() -> None:
-        osm.cross_entropy(x, target).backward()
-        osm.cross_entropy(x, target, weight, label_smoothing=0.1, z_loss=0.1).backward()
-        osm.cross_entropy(x, target, reduction="none").sum().backward()
-        found = osm.token_logprobs(x, target)
-        (found.logprob.sum() + found.entropy.sum()).backward()
-
-    step()
-    torch.cuda.synchronize()
-    try:
-        with warnings.catch_warnings():
-            # The mode warns that it is a prototype.
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("error")
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph, want = torch.cuda.CUDAGraph(), x.grad.clone() * 1.5
-    x.grad.zero_()
-    with torch.cuda.graph(graph):
-        step()
-    x.grad.zero_()
-    for _ in range(3):
-        graph.replay()
-    torch.testing.assert_close(x.grad, want)
 
 
 @pytest.mark.gpu
@@ -488,49 +242,7 @@ def test_more_than_two_billion_elements(device_memory: None) -> None:
     assert torch.equal(dx.argmin(1), target)
 
 
-def test_the_module_is_the_function() -> None:
-    x, target = torch.randn(4, 8, device=DEVICE), torch.tensor([1, 0, 2, -100], device=DEVICE)
-    weight = torch.rand(8, device=DEVICE)
-    ours = osm.nn.CrossEntropyLoss(weight, label_smoothing=0.1, z_loss=0.1, softcap=3.0)
-    want = osm.cross_entropy(x, target, weight, label_smoothing=0.1, z_loss=0.1, softcap=3.0)
-    torch.testing.assert_close(ours(x, target), want)
-    assert repr(ours) == "CrossEntropyLoss(z_loss=0.1, softcap=3.0)"
-    theirs = torch.nn.CrossEntropyLoss(weight, ignore_index=2, reduction="sum")
-    want = theirs(x, target.clamp(min=0))
-    assert osm.nn.replace(theirs).cross_entropy == 1
-    assert type(theirs) is osm.nn.CrossEntropyLoss
-    torch.testing.assert_close(theirs(x, target.clamp(min=0)), want)
-    assert ours.state_dict().keys() == theirs.state_dict().keys() == {"weight"}
-    with pytest.raises(ValueError, match="softcap must be positive"):
-        osm.nn.CrossEntropyLoss(softcap=-1.0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("factor", [1.0, -2.5])
-def test_a_gradient_is_multiplied_in_place(dtype: torch.dtype, factor: float) -> None:
-    wide_dtype = torch.promote_types(dtype, torch.float32)
-    for count in (1, 15, 4097, 70001):
-        x = torch.randn(count + 8, dtype=torch.float64, device=DEVICE).to(dtype)
-        want, before = (factor * x[:count].to(wide_dtype)).to(dtype), x.clone()
-        backends = ("cuda", "triton") if GPU else ("triton",)
-        for backend, factor_dtype in itertools.product(backends, {wide_dtype, dtype}):
-            y = before.clone()
-            registry.load(backend).multiply_in_place(y[:count], torch.tensor(factor, dtype=factor_dtype, device=DEVICE))
-            torch.testing.assert_close(y[:count], want)
-            assert torch.equal(y[count:], before[count:])
-
-
 def test_the_largest_class_is_that_of_the_scores() -> None:
     x, target = torch.tensor([[1.0, 3.0, 2.0]], device=DEVICE), torch.tensor([0], device=DEVICE)
     _, stats = osm.cross_entropy(x, target, scale=-1.0, return_stats=True, **HOW)
     assert (stats.largest.tolist(), stats.correct.tolist()) == ([0], [True])
-
-
-def test_batch_invariant_log_probabilities_ignore_strides_and_alignment() -> None:
-    x, index = torch.randn(1001, device=DEVICE)[1:].view(1, 1000), torch.tensor([7], device=DEVICE)
-    options: dict[str, Any] = {"batch_invariant": True, **HOW}
-    for same in (x.clone(), x.t().contiguous().t(), x.expand(1, 1000)):
-        for ours, want in zip(
-            osm.token_logprobs(same, index, **options), osm.token_logprobs(x, index, **options), strict=True
-        ):
-            assert torch.equal(ours, want)

@@ -1,0 +1,125 @@
+"""The check of losses and gradients against exact results: a wrong result gets no time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the benchmark measures torch tensors")
+pytest.importorskip("typer", reason="the benchmark is a command")
+
+import torch
+from loss_cases import CASES, CPU, PLAIN, ROWS, TOKENS, WITH_TARGET, name, results
+from torch.nn import functional
+
+from onlinesoftmax.bench.cases import STATISTIC_WEIGHT, Case
+from onlinesoftmax.bench.check import Reference
+from onlinesoftmax.bench.inputs import make_inputs
+from onlinesoftmax.bench.peers import Ours, Torch
+
+
+def exact_by_autograd(case: Case, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """The tensors of `Case.returned` by PyTorch's operations in the dtype of the inputs."""
+    x, target, *dys = inputs
+    leaf = x.clone().requires_grad_()
+    if case.declaration.per_row and case.reduction:
+        outputs = (functional.cross_entropy(leaf, target, reduction=case.reduction),)
+    else:
+        log_p = leaf.log_softmax(case.dim)
+        picked = log_p.gather(case.dim, target.unsqueeze(case.dim)).squeeze(case.dim)
+        outputs = (picked, -(log_p * log_p.exp()).sum(case.dim))
+    if not case.with_gradient:
+        return tuple(y.detach() for y in outputs)
+    if not dys:
+        return (*torch.autograd.grad(outputs[0], leaf), outputs[0].detach())
+    factors = (1, STATISTIC_WEIGHT)[: len(outputs)]
+    total = torch.stack([(factor * dys[0] * y).sum() for factor, y in zip(factors, outputs, strict=True)]).sum()
+    return (*torch.autograd.grad(total, leaf), *(y.detach() for y in outputs))
+
+
+@pytest.mark.parametrize("case", WITH_TARGET, ids=name)
+@pytest.mark.parametrize("piece", [1 << 23, 16])
+def test_the_exact_result_is_autograds(case: Case, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onlinesoftmax.bench.exact.PIECE", piece)
+    case = replace(case, dtype="float64")
+    inputs = make_inputs(case, CPU)
+    reference, right = Reference(case, *inputs), exact_by_autograd(case, inputs)
+    verdict = reference.judge(right, allowed=1e-13)
+    assert verdict.wrong is None
+    assert max(verdict.errors) < 1e-13
+    for i, returned in enumerate(case.returned):
+        wrong = right[i].clone()
+        wrong.view(-1)[-1] += 1e-6
+        says = reference.judge((*right[:i], wrong, *right[i + 1 :]), allowed=1e-13).wrong
+        assert says is not None
+        assert len(right) == 1 or says.startswith(returned.name)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=name)
+def test_the_exact_gradient_reads_an_exact_output(case: Case) -> None:
+    case = replace(case, dtype="float64")
+    x, dy = inputs = make_inputs(case, CPU)
+    leaf = x.clone().requires_grad_()
+    y = getattr(torch, case.operation)(leaf, 1)
+    right = (*torch.autograd.grad(y, leaf, dy), y.detach())
+    assert Reference(case, *inputs).judge(right, allowed=1e-13).wrong is None
+    assert Reference(case, *inputs).judge((right[0].roll(1, 0), right[1]), allowed=1e-13).wrong is not None
+
+
+def test_a_result_of_other_tensors_is_wrong() -> None:
+    case = replace(TOKENS, with_gradient=True)
+    inputs = make_inputs(case, CPU)
+    right = exact_by_autograd(case, inputs)
+    says = Reference(case, *inputs).judge(right[:2], inf).wrong
+    assert says == "gives 2 tensors, expected 3"
+
+
+def test_other_libraries_may_return_a_loss_as_they_accumulated_it() -> None:
+    case = replace(ROWS, dtype="bfloat16")
+    x, target = inputs = make_inputs(case, CPU)
+    wide = functional.cross_entropy(x.float(), target, reduction="none")
+    reference = Reference(case, *inputs)
+    assert reference.judge(wide, 1.0, ours=False).wrong is None
+    assert "expected (7,) torch.bfloat16" in str(reference.judge(wide, 1.0, ours=True).wrong)
+
+
+class Changed(Torch):
+    """PyTorch's function with a change to what it returns."""
+
+    name = "changed"
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__("cpu")
+        self._change = change
+
+    def prepare(self, case: Case) -> Any:
+        function = super().prepare(case)
+        return lambda *tensors: self._change(function(*tensors))
+
+
+def last_row_doubled(found: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (found[0].index_fill(0, torch.tensor([len(found[0]) - 1]), 0.5), *found[1:])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.with_gradient and len(case.shape) > 1], ids=name)
+def test_a_wrong_gradient_of_one_row_gets_no_time(case: Case) -> None:
+    ours, wrong = results(case, Ours("cpu"), Changed(last_row_doubled))
+    assert (ours.status, wrong.status, wrong.times) == ("ok", "wrong", None)
+    assert wrong.reason is not None
+    assert wrong.reason.startswith("gradient: error")
+
+
+def test_a_wrong_row_is_not_hidden_in_a_mean() -> None:
+    """The mean of 4000 losses in bfloat16 does not show one wrong loss, so the losses of the rows are checked too."""
+    case = Case("cross_entropy", (4000, 9), 1, "bfloat16")
+
+    def wrong(found: torch.Tensor) -> torch.Tensor:
+        return found if not found.dim() else torch.cat([found[:-1], found[-1:] + 1])
+
+    ours, changed = results(case, Ours("cpu"), Changed(wrong))
+    assert (ours.status, changed.status) == ("ok", "wrong")
+    assert changed.times is None

@@ -1,0 +1,107 @@
+"""Time and memory of the losses: the flush, the time in copies, extra bytes, and the tables that show them."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the benchmark measures torch tensors")
+pytest.importorskip("typer", reason="the benchmark is a command")
+
+import torch
+from loss_cases import CASES, CPU, LOSS, TOKENS, call
+
+from onlinesoftmax.bench import memory, report
+from onlinesoftmax.bench.cases import Case
+from onlinesoftmax.bench.peers import Ours, Torch
+from onlinesoftmax.bench.run import run
+from onlinesoftmax.bench.timing import USUAL, Call, CpuClock, Flush, Samples
+
+
+class OneOfEach(CpuClock):
+    """The clock of a GPU without a GPU: it keeps the flush that it is asked for; a copy takes two microseconds."""
+
+    kind = "cuda"
+
+    def measure(self, calls: Mapping[str, Call], budget_ms: float, flush: Flush = USUAL) -> Samples:
+        self.flush = flush
+        return {name: [2.0 if name == "copy" else 3.0] for name in calls}
+
+
+def test_a_call_that_only_reads_is_timed_without_dirty_lines() -> None:
+    everybody, clock = [Ours("cpu"), Torch("cpu")], OneOfEach()
+    asked = {}
+    for case in (*CASES, Case("softmax", (7, 65), 1, "float32")):
+        (found,) = run([case], everybody, CPU, 1, clock)
+        assert found.flush == ("dirty" if case.writes_elements else "clean")
+        # The copy finds dirty lines, as it leaves some.
+        assert set(clock.flush.clean) == (set() if case.writes_elements else {"ours", "torch"})
+        assert found.as_dict()["flush"] == found.flush
+        asked[case.with_gradient] = clock.flush.least
+    assert asked[True] > asked[False] == 1
+    assert ("clean" in " ".join(report.below([found], {"host": None}))) is False
+    (found,) = run([TOKENS], everybody, CPU, 1, clock)
+    assert "without dirty lines" in " ".join(report.below([found], {"host": None}))
+    (found,) = run([TOKENS], everybody, CPU, 1)
+    assert found.flush is None
+
+
+def test_the_time_is_recorded_in_copies() -> None:
+    (found,) = run([replace(LOSS, with_gradient=True)], [Ours("cpu")], CPU, 1, OneOfEach())
+    assert found.results[0].copies == 1.5
+    assert found.as_dict()["results"][0]["copies"] == 1.5
+
+
+def test_the_memory_of_a_call_is_its_peak_without_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory.extra_bytes(lambda: torch.zeros(8), CPU) is None
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1100)
+    gpu = torch.device("cuda")
+    assert memory.extra_bytes(lambda: torch.zeros(8), gpu) == 100 - 32
+    assert memory.extra_bytes(lambda: (torch.zeros(8), torch.zeros(2)), gpu) == 100 - 40
+
+
+@pytest.mark.gpu
+def test_the_memory_of_our_gradient_is_that_of_the_rows() -> None:
+    gpu, case = torch.device("cuda"), Case("cross_entropy", (256, 32000), 1, "bfloat16", with_gradient=True)
+    (found,) = run([case], [Ours("cuda"), Torch("cuda")], gpu, 1)
+    ours, theirs = found.results
+    assert (ours.status, theirs.status) == ("ok", "ok"), ours.reason
+    assert 0 <= ours.extra_bytes < case.tensor_bytes // 100
+    assert theirs.extra_bytes >= case.tensor_bytes
+    assert found.flush == "dirty"
+
+
+def test_the_table_tells_memory_where_a_gradient_ran_on_a_gpu() -> None:
+    (found,) = run([replace(LOSS, with_gradient=True)], [Ours("cpu")], CPU, 1)
+    header, _ = report.table([found], {})
+    assert report.MEMORY not in header
+    on_gpu = replace(found, results=[replace(found.results[0], extra_bytes=-2_500_000)])
+    header, (row,) = report.table([on_gpu], {})
+    assert row[header.index(report.MEMORY)] == "-2.5"
+    forward = replace(on_gpu, case=LOSS)
+    assert report.MEMORY not in report.table([forward], {})[0]
+    (line,) = report.below([found], {"host": None})
+    assert "GB/s of cross_entropy with reduction mean with gradient count 2 tensors" in line
+
+
+def test_the_tables_of_the_documentation_name_the_gradient(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables, path = Path(__file__).parents[2] / "benchmarks" / "tables.py", tmp_path / "losses.json"
+    done = call("--suite", "cross-entropy", "--shape", "8x16", "--dtype", "float32", "--host", "--out", str(path))
+    assert done.exit_code == 0, done.output
+    assert "Host time of one cross_entropy call" in done.stdout
+    monkeypatch.setattr(sys, "argv", [str(tables), str(path)])
+    runpy.run_path(str(tables), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "| 8 × 16, reduction mean, with gradient | " in shown
+    assert "| 8 × 16, reduction none, with gradient | " in shown
+    assert "Host microseconds of one cross_entropy call" in shown

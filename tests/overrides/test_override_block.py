@@ -1,0 +1,187 @@
+"""The block of `override`: its report, strict mode, nested blocks, errors, threads and decorated functions."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from spellings import BACKEND, FLOATS, ON_CPU, sample
+from torch.nn import functional
+
+import onlinesoftmax as osm
+from onlinesoftmax.overrides import Report
+
+
+def implicit(x: torch.Tensor) -> None:
+    functional.softmax(x)
+    functional.log_softmax(x)
+    functional.softmin(x)
+
+
+def test_the_warning_about_dim_names_the_same_line() -> None:
+    caught = []
+    for modes in ([], [osm.override()], [osm.override(), osm.override()]):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for mode in modes:
+                mode.__enter__()
+            implicit(sample())
+            for mode in reversed(modes):
+                mode.__exit__(None, None, None)
+        caught.append([(str(w.message), w.category, w.filename, w.lineno) for w in found])
+    assert caught[0] == caught[1] == caught[2]
+    assert [Path(row[2]).name for row in caught[0]] == [Path(__file__).name] * 3
+
+
+def test_strict_names_the_function_and_the_reason() -> None:
+    with (
+        pytest.raises(
+            RuntimeError, match=r"override\(strict=True\): PyTorch would run a call of logsumexp: input is on"
+        ),
+        osm.override(strict=True),
+    ):
+        sample().cpu().logsumexp(0)
+    with osm.override(strict=True, backend=BACKEND) as mode:
+        torch.softmax(sample(), 1)
+    assert mode.report().taken == {"softmax": 1}
+
+
+def test_report_is_a_record_in_sentences() -> None:
+    with osm.override(backend=BACKEND) as mode:
+        for _ in range(2):
+            torch.softmax(sample(), 1)
+        sample().logsumexp(0)
+        report = mode.report()
+        torch.softmax(sample().int(), 1, dtype=torch.float32)
+    assert report == Report({"softmax": 2, "logsumexp": 1}, {})
+    assert str(mode.report()) == (
+        "softmax: our function took 2 calls.\n"
+        "logsumexp: our function took 1 call.\n"
+        f"softmax: PyTorch ran 1 call: {FLOATS} torch.int32."
+    )
+    assert str(osm.override().report()) == "No call was counted."
+    with pytest.raises(AttributeError):
+        report.taken = {}  # type: ignore[misc]  # it is frozen
+    report.taken["softmax"] = 9
+    assert mode.report().taken["softmax"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"strict": 1}, TypeError, r"override\(\): strict must be a bool, not int"),
+        ({"backend": "metal"}, ValueError, r"override\(\): unknown backend 'metal'; backends: cuda, triton, eager"),
+    ],
+)
+def test_wrong_arguments_of_override(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        osm.override(**arguments)
+
+
+def test_an_inner_block_decides_first(ours: list[str]) -> None:
+    x = sample()
+    with osm.override(backend="eager") as outer:
+        with osm.override(backend=BACKEND) as inner:
+            torch.softmax(x, 1)
+            torch.softmax(x.int(), 1, dtype=torch.float32)
+        torch.logsumexp(x, 1)
+        with osm.override() as inner_of_cpu:
+            torch.log_softmax(x.cpu(), 1)
+    integers = {("softmax", f"{FLOATS} torch.int32"): 1}
+    assert inner.report() == Report({"softmax": 1}, integers)
+    assert inner_of_cpu.report() == Report({}, {("log_softmax", ON_CPU): 1})
+    assert outer.report() == Report({"logsumexp": 1, "log_softmax": 1}, integers)
+    assert ours == ["softmax", "logsumexp", "log_softmax"]
+
+
+def test_a_block_that_is_open_already_counts_once() -> None:
+    mode, other = osm.override(), osm.override()
+    with mode, other, mode, mode:
+        torch.softmax(torch.zeros(2), 0)
+    assert mode.report() == other.report() == Report({}, {("softmax", ON_CPU): 1})
+    assert not torch._C._len_torch_function_stack()
+    with mode:
+        torch.softmax(torch.zeros(2), 0)
+    assert mode.report().left["softmax", ON_CPU] == 2
+
+
+def test_an_error_closes_the_block(ours: list[str]) -> None:
+    mode = osm.override(backend=BACKEND)
+
+    def fails() -> float:
+        torch.softmax(sample(), 1)
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError), mode:
+        fails()
+    torch.softmax(sample(), 1)
+    assert ours == ["softmax"]
+    assert mode.report().taken == {"softmax": 1}
+
+
+def test_each_thread_has_its_own_block() -> None:
+    mode = osm.override(backend="eager")
+    begin = threading.Barrier(4)
+    bare: list[Any] = []
+
+    def outside() -> None:
+        torch.softmax(torch.zeros(2), 0)
+        bare.append(torch._C._len_torch_function_stack())
+
+    def inside() -> None:
+        with mode:
+            begin.wait()
+            for _ in range(200):
+                torch.softmax(torch.zeros(2), 0)
+
+    with mode:
+        other = threading.Thread(target=outside)
+        other.start()
+        other.join()
+    assert bare == [0]
+    assert mode.report() == Report({}, {})
+    threads = [threading.Thread(target=inside) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert mode.report() == Report({"softmax": 800}, {})
+
+
+def test_a_decorated_function(ours: list[str]) -> None:
+    class Model:
+        scale = 2.0
+
+        @osm.override(backend=BACKEND)
+        def forward(self, x: torch.Tensor, *, dim: int = 0, depth: int = 0) -> torch.Tensor:
+            """Docstring."""
+            if depth:
+                return self.forward(x, dim=dim, depth=depth - 1)
+            return torch.softmax(x * self.scale, dim)
+
+    x = sample()
+    for depth in (0, 3):
+        torch.testing.assert_close(Model().forward(x, dim=1, depth=depth), torch.softmax(2 * x, 1))
+    assert ours == ["softmax", "softmax"]
+    assert Model.forward.report() == Report({"softmax": 2}, {})
+    assert Model.forward.__doc__ == "Docstring."
+    assert not torch._C._len_torch_function_stack()
+
+
+def test_what_cannot_be_decorated() -> None:
+    async def coroutine() -> None: ...
+
+    def generator() -> Iterator[int]:
+        yield 1
+
+    for function in (coroutine, generator):
+        with pytest.raises(TypeError, match=r"override\(\) decorates no coroutine and no generator"):
+            osm.override()(function)
+    for thing in (torch.nn.Linear, 3):
+        with pytest.raises(TypeError, match=r"override\(\) decorates functions, not"):
+            osm.override()(thing)

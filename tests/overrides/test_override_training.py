@@ -1,0 +1,226 @@
+"""Training in the block of `override`: gradients, autocast, transforms, checkpoints, compiled models, Hugging Face."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from spellings import BACKEND, DEVICE, ON_CPU, SPELLINGS, sample
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import onlinesoftmax as osm
+from onlinesoftmax.overrides import Report
+
+
+def test_gradients_autocast_and_transforms(ours: list[str]) -> None:
+    x = sample(4, 6)
+
+    def results() -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = torch.softmax(leaf * 2, 1).log().sum() + functional.log_softmax(leaf, 0)[0, 0] + leaf.logsumexp(1).sum()
+        (first,) = torch.autograd.grad(y, leaf, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), leaf)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            half = functional.softmax(x @ x.mT, -1)
+        return [
+            first.detach(), second, half.float(),
+            torch.func.grad(lambda x: functional.softmax(x, -1)[0, 0])(x),
+            torch.func.vmap(lambda row: torch.logsumexp(row, 0))(x),
+            torch.func.vmap(torch.func.grad(lambda row: torch.log_softmax(row, 0)[1]))(x),
+            torch.func.jvp(lambda x: x.softmax(1), (x,), (x,))[1],
+        ]  # fmt: skip
+
+    expected = results()
+    with osm.override(backend=BACKEND, strict=True) as mode:
+        found = results()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2 if a is found[2] else 1e-4, atol=1e-5)
+        assert a.dtype == b.dtype
+    assert mode.report() == Report({"softmax": 4, "log_softmax": 2, "logsumexp": 2}, {})
+    assert len(ours) == 8
+
+
+def test_checkpoints_repeat_the_forward_without_the_block(ours: list[str]) -> None:
+    """PyTorch turns modes off in backward, so the repeated forward is ours only if the function is decorated."""
+    x = sample(4, 6)
+    mode = osm.override(backend=BACKEND)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x * x, 1).square()
+
+    expected = torch.autograd.grad(layer(leaf := x.clone().requires_grad_()).sum(), leaf)
+    for function, calls in ((layer, 1), (mode(layer), 2)):
+        for reentrant in (False, True):
+            ours.clear()
+            leaf = x.clone().requires_grad_()
+            with mode:
+                checkpoint(function, leaf, use_reentrant=reentrant).sum().backward()
+            torch.testing.assert_close((leaf.grad,), expected)
+            assert len(ours) == calls
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+compiles = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Block(torch.nn.Module):
+    """A transformer block in the style of GPT-2, with every way to reach softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.gate, self.probabilities = torch.nn.Linear(8, 24), torch.nn.Linear(8, 3), torch.nn.Softmax(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(functional.layer_norm(x, x.shape[-1:])).chunk(3, -1)
+        scores = (q @ k.mT).masked_fill(torch.ones(5, 5, device=x.device).triu(1).bool(), -torch.inf)
+        x = x + functional.softmax(scores, dim=-1, dtype=torch.float32).to(x.dtype) @ v
+        x = x * self.probabilities(self.gate(x))[..., :1] + torch.logsumexp(x, (1, 2), keepdim=True)
+        return x.log_softmax(dim=-1)
+
+
+OF_BLOCK = Report({"softmax": 2, "logsumexp": 1, "log_softmax": 1}, {})
+
+
+def model_and_input() -> tuple[torch.nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Block().to(DEVICE), sample(2, 5, 8).requires_grad_()
+
+
+def assert_trains_alike(model: torch.nn.Module, compiled: Callable[..., Any], block: Any, *inputs: Any) -> None:
+    """The same output and the same gradients as the model without the block."""
+    results = []
+    for function, context in ((model, warnings.catch_warnings()), (compiled, block)):
+        model.zero_grad()
+        with context:
+            y = function(*inputs)
+        y = getattr(y, "logits", y)
+        y.square().mean().backward()
+        results.append([y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
+
+
+def targets(graph: torch.fx.GraphModule) -> list[str]:
+    """Names of the functions in a graph."""
+    return [str(node.target) for node in graph.graph.nodes]
+
+
+@compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_compiled_model_has_our_operators_in_one_graph() -> None:
+    model, x = model_and_input()
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(targets(graph))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    mode = osm.override(backend=BACKEND, strict=True)
+    assert_trains_alike(model, compiled, mode, x)
+    assert mode.report() == OF_BLOCK
+    assert len(graphs) == 1
+    for name, count in OF_BLOCK.taken.items():
+        assert graphs[0].count(f"onlinesoftmax.{name}") == count
+    # A new block runs the compiled model again; it is traced no more, so nothing is counted.
+    with osm.override(backend=BACKEND, strict=True) as again:
+        compiled(x)
+    assert len(graphs) == 1
+    assert again.report() == Report({}, {})
+    # Outside the block, PyTorch's functions are compiled.
+    torch.testing.assert_close(compiled(x), model(x))
+    assert len(graphs) == 2
+    assert not [target for target in graphs[1] if target.startswith("onlinesoftmax")]
+
+
+@compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_blocks_inside_a_compiled_function() -> None:
+    x = sample()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @osm.override(backend=BACKEND)
+    def decorated(x: torch.Tensor) -> torch.Tensor:
+        return functional.softmax(x, 1)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with osm.override(backend=BACKEND):
+            y = x.logsumexp(1)
+        return y + decorated(x).sum(1) + torch.log_softmax(x, 1).sum(1)
+
+    expected = function(x)
+    before = decorated.report()
+    torch.testing.assert_close(torch.compile(function, backend=counter, fullgraph=True)(x), expected)
+    assert [f"onlinesoftmax.{name}" in targets(counter.graphs[0]) for name in SPELLINGS] == [True, False, True]
+    assert decorated.report() == before == Report({"softmax": 1}, {})
+    assert not torch._C._len_torch_function_stack()
+
+
+@compiles
+def test_what_the_compiler_leaves_to_pytorch() -> None:
+    x = sample(3, 4).cpu()
+    with osm.override() as mode:
+        compiled = torch.compile(lambda x: torch.softmax(x, 1), backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), torch.softmax(x, 1))
+    # One call while it is traced, one of the line above.
+    assert mode.report() == Report({}, {("softmax", ON_CPU): 2})
+    with (
+        pytest.raises(Exception, match=r"PyTorch would run a call of softmax: input is on the CPU"),
+        osm.override(strict=True),
+    ):
+        torch.compile(lambda x: torch.softmax(x, 1), backend="aot_eager", fullgraph=True)(x)
+    assert not torch._C._len_torch_function_stack()
+
+
+def test_the_first_call_of_a_process_may_be_compiled() -> None:
+    """The first read of a cached property takes a lock in Python 3.11, which torch.compile cannot trace."""
+    code = (
+        "import torch, onlinesoftmax as osm\n"
+        "x = torch.randn(2, 3, 4)\n"
+        "f = torch.compile(lambda x: torch.logsumexp(x, (0, 2)), backend='eager', fullgraph=True)\n"
+        "with osm.override(backend='eager') as mode: y = f(x)\n"
+        "torch.testing.assert_close(y, torch.logsumexp(x, (0, 2)))\n"
+        "assert mode.report().taken, mode.report()\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_hugging_face_model(kind: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="the model comes from Hugging Face transformers")
+    sizes: dict[str, Any] = {"vocab_size": 19, "bos_token_id": 0, "eos_token_id": 0, "attn_implementation": "eager"}
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(**sizes, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(
+            **sizes, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=16,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+    model = model.to(DEVICE).eval()
+    tokens = torch.arange(14, device=DEVICE).view(2, 7)
+    mode = osm.override(backend=BACKEND, strict=True)
+    assert_trains_alike(model, model, mode, tokens)
+    assert mode.report() == Report({"softmax": 2}, {})
+    expected = copy.deepcopy(model).generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    with osm.override(backend=BACKEND) as mode:
+        found = model.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(found, expected)
+    assert mode.report() == Report({"softmax": 6}, {})

@@ -1,0 +1,84 @@
+"""Arguments of the losses: range checks, errors that name the argument, and the module with the same arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loss_accuracy import DEVICE, GPU, HOW, gradient
+from torch.nn import functional
+
+import onlinesoftmax as osm
+
+
+def test_targets_out_of_range() -> None:
+    """No read outside: NaN in that row alone, and no gradient; on a CPU by default PyTorch's error."""
+    x, target = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.tensor([8, -3, 2], device=DEVICE)
+    y = osm.cross_entropy(x, target, reduction="none", **HOW)
+    assert y.isnan().tolist() == [True, True, False]
+    dx = gradient(y, x, torch.ones_like(y))
+    assert (dx[:2] == 0).all()
+    assert (dx[2] != 0).all()
+    found = osm.token_logprobs(x, target, **HOW)
+    assert found.logprob.isnan().tolist() == [True, True, False]
+    assert found.lse.isfinite().all()
+    if not GPU:
+        with pytest.raises(IndexError, match="out of bounds"):
+            osm.cross_entropy(x, target)
+
+
+def test_the_range_of_the_targets_is_checked_where_asked_for() -> None:
+    x, target = torch.randn(2, 8, 3, device=DEVICE), torch.tensor([[1, -100, 2], [0, 8, -3]], device=DEVICE)
+    with pytest.raises(IndexError, match=r"target is 8 at position \(1, 1\), which is not in \[0, 8\), and 2 are out"):
+        osm.cross_entropy(x, target, check=True, **HOW)
+    with pytest.raises(IndexError, match=r"target is 8 at position \(1, 1\)"):
+        osm.nn.CrossEntropyLoss(check=True)(x, target)
+    inside = target.clamp(max=7).where(target != -3, 5)
+    want = functional.cross_entropy(x, inside)
+    torch.testing.assert_close(osm.cross_entropy(x, inside, check=True, **HOW), want)
+    with pytest.raises(IndexError, match=r"index is -100 at position \(0, 1\)"):
+        osm.token_logprobs(x, inside, 1, check=True, **HOW)
+    with pytest.raises(IndexError, match=r"index is 9, which is not in \[0, 8\)"):
+        osm.token_logprobs(x[0, :, 0], torch.tensor(9, device=DEVICE), check=True, **HOW)
+    with pytest.raises(ValueError, match="target has shape"):
+        osm.cross_entropy(x, target[:1], check=True)
+
+
+def test_wrong_arguments_name_themselves() -> None:
+    x, target = torch.randn(3, 8, device=DEVICE), torch.tensor([1, 0, 2], device=DEVICE)
+    for error, message, arguments, options in (
+        (TypeError, "argument 'target' must be Tensor", (x, [1, 0, 2]), {}),
+        (RuntimeError, "input must be floating point", (x.long(), target), {}),
+        (ValueError, "target has shape", (x, target[:2]), {}),
+        (RuntimeError, "target with class probabilities", (x, x[:2]), {}),
+        (RuntimeError, "weight must have shape", (x, target, torch.ones(7, device=DEVICE)), {}),
+        (RuntimeError, "label_smoothing must be between", (x, target), {"label_smoothing": -0.1}),
+        (ValueError, "not a valid value for reduction", (x, target), {"reduction": "median"}),
+        (ValueError, "softcap must be positive", (x, target), {"softcap": -1.0}),
+        (TypeError, "scale must be a number", (x, target), {"scale": torch.ones((), device=DEVICE)}),
+        (osm.PlanError, "unknown backend", (x, target), {"backend": "cudnn"}),
+    ):
+        with pytest.raises(error, match=message):
+            osm.cross_entropy(*arguments, **options)
+    with pytest.raises(ValueError, match="index has shape"):
+        osm.token_logprobs(x, target[:2])
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        osm.token_logprobs(x, target, 2)
+    with pytest.raises(osm.PlanError, match="class probabilities"):
+        osm.cross_entropy(x, x.softmax(1), backend="triton")
+
+
+def test_the_module_is_the_function() -> None:
+    x, target = torch.randn(4, 8, device=DEVICE), torch.tensor([1, 0, 2, -100], device=DEVICE)
+    weight = torch.rand(8, device=DEVICE)
+    ours = osm.nn.CrossEntropyLoss(weight, label_smoothing=0.1, z_loss=0.1, softcap=3.0)
+    want = osm.cross_entropy(x, target, weight, label_smoothing=0.1, z_loss=0.1, softcap=3.0)
+    torch.testing.assert_close(ours(x, target), want)
+    assert repr(ours) == "CrossEntropyLoss(z_loss=0.1, softcap=3.0)"
+    theirs = torch.nn.CrossEntropyLoss(weight, ignore_index=2, reduction="sum")
+    want = theirs(x, target.clamp(min=0))
+    assert osm.nn.replace(theirs).cross_entropy == 1
+    assert type(theirs) is osm.nn.CrossEntropyLoss
+    torch.testing.assert_close(theirs(x, target.clamp(min=0)), want)
+    assert ours.state_dict().keys() == theirs.state_dict().keys() == {"weight"}
+    with pytest.raises(ValueError, match="softcap must be positive"):
+        osm.nn.CrossEntropyLoss(softcap=-1.0)

@@ -1,0 +1,70 @@
+"""Gradients of the losses: memory of the logits, derivatives of derivatives, multiplication in place."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from loss_accuracy import DEVICE, GPU, HOW, gradient
+from torch.nn import functional
+
+import onlinesoftmax as osm
+from contract import DTYPES
+from onlinesoftmax.kernels import registry
+
+
+def test_the_logits_are_not_changed_unless_allowed() -> None:
+    h = torch.randn(4, 64, device=DEVICE, requires_grad=True)
+    target = torch.randint(64, (4,), device=DEVICE)
+    x = 2 * h
+    before = x.detach().clone()
+    want = gradient(functional.cross_entropy(2 * h, target), h, torch.tensor(3.0))
+    torch.testing.assert_close(gradient(osm.cross_entropy(x, target, **HOW), h, torch.tensor(3.0)), want)
+    assert torch.equal(x, before)
+    x = 2 * h
+    loss = osm.cross_entropy(x, target, inplace_backward=True, **HOW)
+    assert not torch.equal(x, before)
+    torch.testing.assert_close(gradient(loss, h, torch.tensor(3.0)), want)
+    x = 2 * h
+    other = (x * x).sum()
+    loss = osm.cross_entropy(x, target, inplace_backward=True, **HOW) + other
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="a leaf that requires grad"):
+        osm.cross_entropy(h, target, inplace_backward=True, **HOW)
+
+
+def test_derivatives_of_derivatives() -> None:
+    x, target = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.tensor([1, -100, 2], device=DEVICE)
+
+    def second(loss: torch.Tensor) -> torch.Tensor:
+        (dx,) = torch.autograd.grad(loss.sum(), x, create_graph=True)
+        return gradient((dx * dx).sum(), x, torch.tensor(1.0))
+
+    ours = osm.cross_entropy(x, target, reduction="none", label_smoothing=0.1, **HOW)
+    torch.testing.assert_close(second(ours), second(functional.cross_entropy(
+        x, target, reduction="none", label_smoothing=0.1)))  # fmt: skip
+    found = osm.token_logprobs(x, target.clamp(min=0), **HOW)
+    log_p = x.log_softmax(1)
+    theirs = log_p.gather(1, target.clamp(min=0)[:, None]).sum() - (log_p * log_p.exp()).sum()
+    torch.testing.assert_close(second(found.logprob.sum() + found.entropy.sum()), second(theirs))
+    reduced = osm.cross_entropy(x, target, **HOW)
+    reduced.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward ran a second time"):
+        reduced.backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [1.0, -2.5])
+def test_a_gradient_is_multiplied_in_place(dtype: torch.dtype, factor: float) -> None:
+    wide_dtype = torch.promote_types(dtype, torch.float32)
+    for count in (1, 15, 4097, 70001):
+        x = torch.randn(count + 8, dtype=torch.float64, device=DEVICE).to(dtype)
+        want, before = (factor * x[:count].to(wide_dtype)).to(dtype), x.clone()
+        backends = ("cuda", "triton") if GPU else ("triton",)
+        for backend, factor_dtype in itertools.product(backends, {wide_dtype, dtype}):
+            y = before.clone()
+            registry.load(backend).multiply_in_place(y[:count], torch.tensor(factor, dtype=factor_dtype, device=DEVICE))
+            torch.testing.assert_close(y[:count], want)
+            assert torch.equal(y[count:], before[count:])
