@@ -330,3 +330,10 @@ def _find_runner(kind: type) -> ModuleType:
         ) from None
     _RUNNERS[kind] = found
     return found
+
+
+if hasattr(sys.modules.get("torch"), "Tensor"):
+    # A model whose first call of ours is traced would otherwise be compiled twice: torch.compile would notice that the
+    # first call has changed these tables.
+    _find_runner(sys.modules["torch"].Tensor)
+    _find_losses("cross_entropy", sys.modules["torch"].Tensor)
