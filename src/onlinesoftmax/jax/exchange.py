@@ -79,8 +79,10 @@ def whole_target(target: Array, cols: int, names: Names) -> Array:
         cols: Number of columns of each device.
         names: Axes along which rows are sharded.
     """
-    # The number of all columns may not fit into the dtype of the target.
-    wide = target.astype(jnp.promote_types(target.dtype, jnp.int32))
+    # The number of all columns may not fit into the dtype of the target.  No signed integer has all numbers of uint64;
+    # the largest ones become negative in int64, and no device has them.
+    is_uint64 = target.dtype == jnp.uint64
+    wide = target.astype(jnp.int64 if is_uint64 else jnp.promote_types(target.dtype, jnp.int32))
     return jnp.where((wide >= 0) & (wide // cols < devices(names)), wide, -1)
 
 
