@@ -264,6 +264,37 @@ def test_jit_of_sharded_arrays_gathers_no_row(
         assert dx.sharding.is_equivalent_to(cut["x"].sharding, 2), name
 
 
+@pytest.mark.parametrize(
+    ("name", "cols"), [("logsumexp", 2), ("loss", 3), ("tokens without entropy", 3), ("tokens", 4)]
+)  # fmt: skip
+def test_as_many_columns_as_results_per_row(name: str, cols: int) -> None:
+    """A primitive stacks its results per row along a last axis, which is whole although it is as long as the row."""
+    calls: dict[str, Call] = {
+        "logsumexp": lambda x, target: osj.logsumexp(x, -1),
+        "loss": osj.cross_entropy,
+        "tokens without entropy": lambda x, target: osj.token_logprobs(x, target, entropy=False)[::2],
+        "tokens": lambda x, target: tuple(osj.token_logprobs(x, target)),
+    }
+    mesh = jax.make_mesh((cols,), ("v",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:cols])
+    x, change, target = logits(ROWS, cols), logits(ROWS, cols, seed=6), classes(ROWS, cols=cols)
+
+    def every_kind(x: Any, change: Any, target: Any) -> Any:
+        y, of_change = jax.jvp(lambda x: calls[name](x, target), (x,), (change,))
+        _, vjp = jax.vjp(lambda x: calls[name](x, target), x)
+        return y, of_change, vjp(cotangents(y))[0]
+
+    cut = [
+        jax.device_put(t, NamedSharding(mesh, spec))
+        for t, spec in ((x, P(None, "v")), (change, P(None, "v")), (target, P(None)))
+    ]
+    ours, whole = jax.jit(every_kind)(*cut), jax.jit(every_kind)(x, change, target)
+    for one, other in zip(*map(jax.tree.leaves, (ours, whole)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
+    *per_row, dx = jax.tree.leaves(ours)
+    assert {t.sharding.spec for t in per_row} == {P(None)}
+    assert dx.sharding.spec == P(None, "v")
+
+
 SPECIAL = {
     "-inf": (slice(None), -np.inf),
     "a device of -inf": (slice(2, 4), -np.inf),

@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import onlinesoftmax.jax as osj
+from onlinesoftmax.jax.exchange import whole_target
 
 
 def test_four_devices() -> None:
@@ -64,6 +65,22 @@ def test_targets_of_few_bits_count_the_classes_of_all_devices() -> None:
     parts = jnp.moveaxis(x.reshape(2, 8, 32), 1, 0)
     found = jax.vmap(partial(osj.cross_entropy, labels=target, axis_name="v"), axis_name="v")(parts)
     assert jnp.allclose(found, osj.cross_entropy(x, target.astype(jnp.int32)))
+
+
+def test_targets_of_64_bits_without_a_sign_stay_integers() -> None:
+    with jax.enable_x64(True):
+        x = jnp.arange(12.0).reshape(3, 4) % 5
+        target = jnp.asarray([3, 2**64 - 1, 2**53 + 1], jnp.uint64)
+        parts = jnp.moveaxis(x.reshape(3, 2, 2), 1, 0)
+
+        def columns(part: Any) -> Any:
+            return whole_target(target, part.shape[-1], ("v",))
+
+        found = jax.vmap(columns, axis_name="v")(parts)
+        assert found.dtype == jnp.int64
+        assert found.tolist() == [[3, -1, -1]] * 2
+        loss = jax.vmap(partial(osj.cross_entropy, labels=target, axis_name="v"), axis_name="v")(parts)
+        assert jnp.allclose(loss, osj.cross_entropy(x, jnp.asarray([3, -1, -1])), equal_nan=True)
 
 
 def test_arrays_without_elements() -> None:

@@ -22,7 +22,7 @@ Names = tuple[str, ...]
 
 
 FLAT = -1000.0
-"""Exponent whose exp is 0 in every dtype."""
+"""Lower bound for exponents: exp(-1000) is 0 in every dtype."""
 
 
 class RowStates(NamedTuple):
@@ -79,15 +79,17 @@ def whole_target(target: Array, cols: int, names: Names) -> Array:
         cols: Number of columns of each device.
         names: Axes along which rows are sharded.
     """
-    # The number of all columns may not fit into the dtype of the target.
-    wide = target.astype(jnp.promote_types(target.dtype, jnp.int32))
+    # The number of all columns may not fit into the dtype of the target.  No signed integer has all numbers of uint64;
+    # the largest ones become negative in int64, and no device has them.
+    is_uint64 = target.dtype == jnp.uint64
+    wide = target.astype(jnp.int64 if is_uint64 else jnp.promote_types(target.dtype, jnp.int32))
     return jnp.where((wide >= 0) & (wide // cols < devices(names)), wide, -1)
 
 
 def target_here(target: Array, cols: int, names: Names) -> Array:
-    """The column of each row on this device, from that of `whole_target`.
+    """Converts the result of `whole_target` to a local column.
 
-    It is `cols` where another device has the column, and -1 where no device has it.
+    The local column is `cols` where another device has the target, and -1 where no device has it.
     """
     here = target // cols == jax.lax.axis_index(names)
     return jnp.where(target < 0, -1, jnp.where(here, target % cols, cols)).astype(jnp.int32)
@@ -104,7 +106,7 @@ def merged(local: RowStates, names: Names) -> RowStates:
     factor = jnp.exp(lower)
     found = {"m": m, "l": jnp.sum(l * factor, axis=0)}
     if "below" in parts:
-        # The product is finite where the factor is 0, also where the difference is infinite.
+        # The clamp keeps `lower * l` finite for finite l, so 0 * inf does not arise.
         found["below"] = jnp.sum((parts["below"] + jnp.maximum(lower, FLAT) * l) * factor, axis=0)
     if "mean" in parts:
         found["mean"] = jnp.mean(parts["mean"] + lower, axis=0)
@@ -117,7 +119,7 @@ def _gathered(t: Array, names: Names) -> Array:
     """The arrays of all devices, stacked along a new first axis."""
     gather: Callable[..., Array] = jax.lax.all_gather
     if manual.varying(t).issuperset(names):
-        # The same collective; shard_map, which checks, knows that its result is the same on every device.  Older
-        # versions of JAX have the name.
+        # Use the all_gather whose result type is "not varying", so that `shard_map` accepts it as equal on all devices.
+        # Older JAX: `all_gather_invariant`; newer: `all_gather` with to="invarying".
         gather = getattr(jax.lax, "all_gather_invariant", None) or partial(gather, to="invarying")
     return gather(t, names)

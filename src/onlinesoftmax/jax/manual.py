@@ -1,8 +1,8 @@
-"""Types that JAX gives to arrays beside shape and dtype: inside `shard_map`, and on a mesh with explicit axes.
+"""The other parts of the type of a JAX array besides shape and dtype.
 
-Inside `shard_map` a type has the axes of the mesh along which an array varies from device to device.  On a mesh with
-explicit axes a type has the sharding.  The operands of a primitive vary along the same axes, and its lowering ignores
-these parts of a type: it is made of functions and kernels of plain arrays.
+These parts are the varying axes inside `shard_map`, and the sharding on an explicit mesh.  An array varies along a mesh
+axis if its values may differ between the devices of that axis.  All operands of a primitive must vary along the same
+axes.  The lowering of a primitive ignores both parts, because kernels and formulas work on plain arrays.
 """
 
 from __future__ import annotations
@@ -19,51 +19,59 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ..core.arrays import Array
 
 _CHECKS_VARYING: Any = getattr(config, "_check_vma", None)
-"""Context in which JAX checks along which axes arrays vary; it has no public name."""
+"""JAX's switch for the check of varying axes (`check_vma` of `shard_map`); it has no public name."""
 
 
 def varying(t: Array) -> frozenset[str]:
-    """The axes of `shard_map` along which an array varies; none where JAX does not check them."""
+    """The axes of `shard_map` along which an array varies; empty if JAX does not check varying axes."""
     kind = jax.typeof(t)
-    # Older versions of JAX have the first name.
+    # Older JAX: `vma`; newer: `mat.varying`.
     found: frozenset[str] = kind.vma if hasattr(kind, "vma") else kind.mat.varying
     return found
 
 
 def vary(t: Array, names: frozenset[str]) -> Array:
-    """The array, as one that varies along these axes, too; the array itself where JAX does not check them."""
+    """The array with these axes added to its varying axes; unchanged if JAX does not check varying axes."""
     if _CHECKS_VARYING is not None and not _CHECKS_VARYING.value:
-        # Older versions of JAX would still change the gradient.
+        # Older JAX: `pvary` would bind its primitive even without the check.  The transpose of `pvary` is a psum, which
+        # would sum the gradient over the devices.
         return t
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     missing = tuple(sorted((names & manual) - varying(t)))
     if not missing:
         return t
-    # The name is that of older versions of JAX.
+    # Older JAX: `pvary`; newer: `pcast` with to="varying".
     cast: Callable[..., Array] = getattr(jax.lax, "pvary", None) or partial(jax.lax.pcast, to="varying")
     return cast(t, missing)
 
 
 def alike(operands: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The operands as arrays that vary along the same axes."""
+    """The operands, all with the same varying axes."""
     each = [varying(t) for t in operands]
     every = frozenset().union(*each)
     return operands if all(one == every for one in each) else tuple(vary(t, every) for t in operands)
 
 
-def result_type(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The type of a result with the outer axes of the array type x: it varies and is sharded as x is."""
+def result_type(x: Any, shape: tuple[int, ...], dtype: Any, per_row: bool) -> Any:
+    """The type of a result with the outer axes of the array type x.  It varies and is sharded as x is.
+
+    Args:
+        x: Type of the array whose last axis is a row.
+        shape: Shape of the result.
+        dtype: Dtype of the result.
+        per_row: True where the result has values per row.  Its axes after the outer axes of x are then whole, also
+            where their size is that of the row.
+    """
     sharding = x.sharding
-    if shape != x.shape:
-        # Axes that follow the outer ones are whole.
-        outer = list(sharding.spec)[: min(x.ndim - 1, len(shape))]
+    if per_row:
+        outer = list(sharding.spec)[: x.ndim - 1]
         whole = [None] * (len(shape) - len(outer))
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*outer, *whole))
     return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def of_plain_arrays(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """A lowering rule for operands of any type, from one for arrays with a shape and a dtype alone."""
+    """A lowering rule for operands of any type, from a rule for arrays that have only a shape and a dtype."""
 
     def lower(context: Any, *values: Any, **params: Any) -> Any:
         plain = [jax.core.ShapedArray(t.shape, t.dtype) for t in context.avals_in]
@@ -75,7 +83,7 @@ def of_plain_arrays(lowering: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _unchecked() -> Iterator[None]:
-    """A context in which arrays need no such types."""
+    """A context without the check of varying axes and without explicit mesh axes."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
     without_checks = nullcontext() if _CHECKS_VARYING is None else _CHECKS_VARYING(False)

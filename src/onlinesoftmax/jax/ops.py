@@ -133,6 +133,9 @@ MASKED = {"softmax": 0.0, "log_softmax": -jnp.inf}
 OUTPUTS = {"logsumexp": ("m", "l"), "cross_entropy": ("loss", "m", "l"), "token_logprobs": ("y", "m", "l")}
 """Outputs that a kernel writes for a primitive, stacked along a new last axis; no entry for the declared ones."""
 
+PER_ROW = frozenset(OUTPUTS) | {TANGENTS[name] for name in OUTPUTS}
+"""Primitives whose result has values per row; the results of the others have the shape of x."""
+
 NUMBERS = ("smoothing", "z_loss")
 """Operands that are numbers, of the operations that have them."""
 

@@ -89,12 +89,12 @@ def _states(part: Part, names: Names, run: Run) -> RowStates:
     here = (target >= 0) & (target < x.shape[-1])
     chosen = jnp.where(here, part.column(jnp.where(here, target, 0)), 0)
     if target_options.smoothing:
-        # With a smoothing of 1, the loss is log(l) less the mean, whatever the target is.
+        # With smoothing = 1, loss = log(l) - mean, and the target has no influence.  So mean = log(l) - loss.
         only = TargetOptions(smoothing=1.0)
         first = jnp.zeros_like(target)
         y = run("cross_entropy", x, *arrays, first, options=options, target_options=only)
         loss, m, l = y[..., 0], y[..., 1], y[..., 2]
-        # If the score of the target is -inf, then so is the mean, and the loss has 0 * inf.
+        # If the score of column 0, the dummy target, is -inf, the loss is NaN (0 * inf); the mean is then -inf.
         mean = jnp.where(part.column(first) == -jnp.inf, -jnp.inf, jnp.log(l) - loss)
         return RowStates(m, l, None, mean, chosen)
     entropy = TargetOptions(entropy=target_options.entropy)
@@ -105,7 +105,7 @@ def _states(part: Part, names: Names, run: Run) -> RowStates:
 
 
 def _softmax(part: Part, whole: RowStates, run: Run) -> tuple[Array, ...]:
-    # The gradient of lse is the softmax.  A kernel rounds the scores there as in the pass that has computed the state.
+    # logsumexp_backward gives softmax when dy = 1.  Its kernel rounds the scores as the logsumexp kernel does.
     l = whole.l
     dy = jnp.where((l > 0) & (l < jnp.inf), jnp.ones_like(l), jnp.nan)
     state = jnp.stack([whole.m, l], axis=-1)
@@ -141,7 +141,7 @@ def _token_logprobs(part: Part, whole: RowStates, run: Run) -> tuple[Array, ...]
 
 
 def _of_known_rows(part: Part, whole: RowStates, y: Array) -> Array:
-    """The results; NaN where no device has the target, and where the maximum is infinite."""
+    """`y`, with NaN where the target is invalid or l is infinite."""
     assert part.target is not None
     return jnp.where((part.target >= 0) & (whole.l < jnp.inf), y, jnp.nan)
 

@@ -191,7 +191,7 @@ def _make(name: str) -> Primitive:
         # An exchange does not change a shape.
         params.pop("axis_name", None)
         result = jax.eval_shape(partial(function, **params), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-        return manual.result_type(avals[0], result.shape, result.dtype)
+        return manual.result_type(avals[0], result.shape, result.dtype, name in ops.PER_ROW)
 
     def implementation(*operands: Array, **params: Any) -> Array:
         return _compiled(name, *operands, items=tuple(params.items()))

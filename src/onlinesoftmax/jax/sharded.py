@@ -1,8 +1,9 @@
 """The operations on rows that are sharded under `shard_map`, and their derivatives.
 
-A derivative is made of local primitives, which are linear, and of the sums of their results over the devices.  JAX
-transposes both: the gradient of a result per row needs no exchange, and the gradient of softmax one number per row.
-Derivatives keep what those of whole rows keep: x and the state of each row, or y.
+The tangent of a per-row result is a linear local primitive followed by a psum.  The tangent of softmax or log_softmax
+is one linear primitive with a psum inside.  JAX transposes them.  The gradient of a per-row result needs no exchange if
+`shard_map` checks varying axes, which is the default.  The gradient of softmax or log_softmax exchanges one number per
+row.  The saved values are the same as for whole rows: x and the states, or y.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _jvp(call: Call, primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> A
 def _tangents_per_row(
     call: Call, primals: tuple[Array, ...], found: tuple[Array, ...], change: tuple[Array, float]
 ) -> tuple[Array, ...]:
-    """The changes of outputs per row.  The state changes in l alone."""
+    """The tangents of per-row outputs.  The tangent of m is 0."""
     t, factor = change
     more: dict[str, Any] = {"options": call.options, "factor": factor, "choice": call.choice}
     # The outputs before the state (m, l).
@@ -90,7 +91,8 @@ def _tangents_per_row(
         target = target_here(primals[-1], primals[0].shape[-1], call.names)
         primals = (*primals[:-1], target)
     local = primitives.bind(ops.TANGENTS[call.name], *primals, ops.stacked(found), t, **more)
-    # Each change is summed by itself: a gradient then needs no exchange for a result that nobody uses.
+    # Each result has its own psum, so that JAX removes the psum of an unused result.  This saves an exchange in forward
+    # mode, and in the gradient with `check_vma=False`, where the transpose of a psum is a psum.
     parts = [local[..., i] for i in range(local.shape[-1])] if before else [local]
     changes = [jax.lax.psum(one, call.names) for one in parts]
     l, dlse = found[before + 1], changes[before]
