@@ -14,6 +14,8 @@ from torch.nn import functional
 
 import onlinesoftmax as osm
 from distributed import processes
+from onlinesoftmax.core.options import ScoreOptions
+from onlinesoftmax.distributed.layout import laid_out
 
 Placements = tuple[Any, ...]
 
@@ -169,6 +171,20 @@ def partial_sums_are_added(mesh: DeviceMesh) -> None:
     near(torch.autograd.grad(found, cut)[0], torch.autograd.grad(want, whole)[0], (Replicate(),))
 
 
+def causal_is_a_mask_only_if_needed(mesh: DeviceMesh) -> None:
+    """A batch that is sharded keeps `causal`; queries or keys that are sharded need a mask."""
+    x = random(4, 3, 5)
+    for placements, masked in (
+        ((Shard(0), Shard(0)), False), ((Shard(0), Replicate()), False), ((Replicate(), Replicate()), False),
+        ((Shard(0), Shard(1)), True), ((Shard(2), Shard(0)), True),
+    ):  # fmt: skip
+        cut = cut_tensor(x, mesh, placements)
+        options = laid_out("softmax", cut, (2,))[1].options(ScoreOptions(causal=True), cut.device)
+        assert options is not None
+        assert (options.causal, options.mask is not None) == (not masked, masked), placements
+        near(osm.softmax(cut, causal=True), osm.softmax(x, causal=True), placements)
+
+
 def class_probabilities_and_statistics(mesh: DeviceMesh) -> None:
     """Both where the rows are sharded and the classes are not."""
     x, placements = random(ROWS, COLS), (Shard(0), Replicate())
@@ -247,6 +263,7 @@ def everything(*_: int) -> None:
                     raise AssertionError(f"{check.__name__} with {placements} on {mesh}") from error
     other_ranks_of_tensors(square)
     partial_sums_are_added(line)
+    causal_is_a_mask_only_if_needed(square)
     class_probabilities_and_statistics(square)
     autocast_is_followed(line)
     bad_input_is_an_error(square, line)

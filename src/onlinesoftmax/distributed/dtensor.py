@@ -40,7 +40,7 @@ def run(call: Call) -> Tensor:
     x, layout = laid_out(name, x, _dims(name, settings.dim, x.dim()))
     local = local_of(x, layout.placements)
     here = call._replace(x=local, options=layout.options(options, local.device))
-    y = _sharded(here, layout) if layout.groups else dispatch.run(here)
+    y = _sharded(here, layout) if layout.softmax_groups else dispatch.run(here)
     return layout.rows(y, settings.keepdim) if operation.per_row else layout.elements(y, x.stride())
 
 
@@ -73,7 +73,7 @@ def sharded_call(name: str, layout: Layout, options: ScoreOptions, choice: Choic
     """
     if choice.batch_invariant:
         raise NotImplementedError(f"{name}(): batch_invariant is not available where dim is sharded")
-    return Sharded(layout.groups, options, choice, layout.shards)
+    return Sharded(layout.softmax_groups, options, choice, layout.shards)
 
 
 def scored(x: Tensor, dim: int, call: Sharded) -> tuple[Tensor, Sharded]:

@@ -36,7 +36,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bo
     target = layout.operand("target", target) if probabilities else layout.per_row("target", target)
     weight, local = layout.whole("weight", weight), local_of(x, layout.placements)
     stats = None
-    if layout.groups:
+    if layout.softmax_groups:
         _check_available(probabilities, return_stats, loss)
         call = sharded_call("cross_entropy", layout, loss.options or ScoreOptions(), loss.settings.choice)
         rows = sharded_losses.loss_rows(local, target, weight, loss, call)
@@ -68,7 +68,7 @@ def token_logprobs(
     x, layout = laid_out(name, x, (checked_dim(name, dim, x.dim()),))
     index, local = layout.per_row("index", index), local_of(x, layout.placements)
     options = layout.options(options, local.device)
-    if layout.groups:
+    if layout.softmax_groups:
         z, call = scored(local, layout.dims[0], sharded_call(name, layout, options or ScoreOptions(), choice))
         found = sharded_losses.token_logprobs(z, index, layout.dims[0], entropy, call)
     else:
