@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 import onlinesoftmax as osm
 from distributed import processes
+from onlinesoftmax.core.call import Settings
 from onlinesoftmax.core.options import ScoreOptions
+from onlinesoftmax.distributed import dtensor_losses
 from onlinesoftmax.distributed.layout import laid_out
+from onlinesoftmax.torch.loss import Loss
 
 Placements = tuple[Any, ...]
 
@@ -169,6 +173,11 @@ def partial_sums_are_added(mesh: DeviceMesh) -> None:
     want, found = osm.cross_entropy(whole, target), osm.cross_entropy(cut, target)
     near(found, want, (Replicate(),))
     near(torch.autograd.grad(found, cut)[0], torch.autograd.grad(want, whole)[0], (Replicate(),))
+    # The checks of targets use the shape of the logits only.
+    with CommDebugMode() as exchanges:
+        dtensor_losses.check_targets(cut, target, None, Loss(Settings(1), -100, "mean"))
+        dtensor_losses.check_tokens(cut, target, 1)
+    assert not exchanges.get_total_counts()
 
 
 def causal_is_a_mask_only_if_needed(mesh: DeviceMesh) -> None:
@@ -215,7 +224,7 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
         (NotImplementedError, "out is not available", lambda: osm.softmax(cut, out=cut)),
         (NotImplementedError, "batch_invariant is not", lambda: osm.softmax(cut, batch_invariant=True)),
         (NotImplementedError, "reduce one dim at a time", lambda: osm.logsumexp(cut, (0, 1))),
-        (NotImplementedError, "class probabilities is not", lambda: osm.cross_entropy(cut, x.softmax(1))),
+        (NotImplementedError, "target with class probabilities is not", lambda: osm.cross_entropy(cut, x.softmax(1))),
         (NotImplementedError, "return_stats is not", lambda: osm.cross_entropy(cut, target, return_stats=True)),
         (NotImplementedError, "inplace_backward", lambda: osm.cross_entropy(cut, target, inplace_backward=True)),
         (NotImplementedError, "pass dtype=", lambda: osm.softmax(cut.long())),

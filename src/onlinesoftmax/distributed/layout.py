@@ -175,8 +175,8 @@ class Layout(NamedTuple):
         return seen.reshape(*seen.shape, *(1 for _ in shape[dim + 1 :]))
 
 
-def laid_out(name: str, x: Any, dims: tuple[int, ...]) -> tuple[Any, Layout]:
-    """(x, layout of x); an x with partial sums is summed first, as PyTorch's own functions do.
+def layout_of(name: str, x: Any, dims: tuple[int, ...]) -> Layout:
+    """The layout of x, with the placement Replicate for each Partial.  Nothing is exchanged.
 
     Args:
         name: Name of the public function, for errors.
@@ -193,9 +193,18 @@ def laid_out(name: str, x: Any, dims: tuple[int, ...]) -> tuple[Any, Layout]:
     for placement in placements:
         if not placement.is_shard() and not placement.is_replicate():
             raise NotImplementedError(f"{name}(): input has the placement {placement}; redistribute() it to Shard")
-    if placements != tuple(x.placements):
-        x = x.redistribute(placements=placements)
-    return x, Layout(x.device_mesh, placements, tuple(x.shape), dims)
+    return Layout(x.device_mesh, placements, tuple(x.shape), dims)
+
+
+def laid_out(name: str, x: Any, dims: tuple[int, ...]) -> tuple[Any, Layout]:
+    """(x, layout of x); an x with partial sums is summed first, as PyTorch's own functions do.
+
+    Arguments and errors as for `layout_of`.
+    """
+    layout = layout_of(name, x, dims)
+    if layout.placements != tuple(x.placements):
+        x = x.redistribute(placements=layout.placements)
+    return x, layout
 
 
 def local_of(x: Any, gradient: tuple[Any, ...]) -> Tensor:
