@@ -195,7 +195,7 @@ def causal_is_a_mask_only_if_needed(mesh: DeviceMesh) -> None:
 
 
 def class_probabilities_and_statistics(mesh: DeviceMesh) -> None:
-    """Both where the rows are sharded and the classes are not."""
+    """Both if a row dimension is sharded and the softmax dimension is not."""
     x, placements = random(ROWS, COLS), (Shard(0), Replicate())
     cut, likely = cut_tensor(x, mesh, placements), random(ROWS, COLS, seed=1).softmax(1)
     near(osm.cross_entropy(cut, likely), functional.cross_entropy(x, likely), (Replicate(),) * 2)

@@ -56,7 +56,7 @@ def _sharded(call: Call, layout: Layout) -> Tensor:
     name = call.operation.name
     x, settings, options = call.x, call.settings, call.scores
     if len(layout.dims) > 1:
-        raise NotImplementedError(f"{name}(): dim {settings.dim} has a sharded dimension; reduce one dim at a time")
+        raise NotImplementedError(f"{name}(): a dimension of dim {settings.dim} is sharded; reduce one dim at a time")
     if not x.is_floating_point() and settings.dtype is None:
         raise NotImplementedError(f"{name}(): input of dtype {x.dtype} is not floating point; pass dtype=")
     dtype = dispatch.with_autocast(call).settings.dtype or x.dtype
