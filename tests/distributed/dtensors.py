@@ -10,10 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 import onlinesoftmax as osm
 from distributed import processes
+from onlinesoftmax.core.call import Settings
+from onlinesoftmax.core.options import ScoreOptions
+from onlinesoftmax.distributed import dtensor_losses
+from onlinesoftmax.distributed.layout import laid_out
+from onlinesoftmax.torch.loss import Loss
 
 Placements = tuple[Any, ...]
 
@@ -167,10 +173,29 @@ def partial_sums_are_added(mesh: DeviceMesh) -> None:
     want, found = osm.cross_entropy(whole, target), osm.cross_entropy(cut, target)
     near(found, want, (Replicate(),))
     near(torch.autograd.grad(found, cut)[0], torch.autograd.grad(want, whole)[0], (Replicate(),))
+    # The checks of targets use the shape of the logits only.
+    with CommDebugMode() as exchanges:
+        dtensor_losses.check_targets(cut, target, None, Loss(Settings(1), -100, "mean"))
+        dtensor_losses.check_tokens(cut, target, 1)
+    assert not exchanges.get_total_counts()
+
+
+def causal_is_a_mask_only_if_needed(mesh: DeviceMesh) -> None:
+    """A batch that is sharded keeps `causal`; queries or keys that are sharded need a mask."""
+    x = random(4, 3, 5)
+    for placements, masked in (
+        ((Shard(0), Shard(0)), False), ((Shard(0), Replicate()), False), ((Replicate(), Replicate()), False),
+        ((Shard(0), Shard(1)), True), ((Shard(2), Shard(0)), True),
+    ):  # fmt: skip
+        cut = cut_tensor(x, mesh, placements)
+        options = laid_out("softmax", cut, (2,))[1].options(ScoreOptions(causal=True), cut.device)
+        assert options is not None
+        assert (options.causal, options.mask is not None) == (not masked, masked), placements
+        near(osm.softmax(cut, causal=True), osm.softmax(x, causal=True), placements)
 
 
 def class_probabilities_and_statistics(mesh: DeviceMesh) -> None:
-    """Both where the rows are sharded and the classes are not."""
+    """Both if a row dimension is sharded and the softmax dimension is not."""
     x, placements = random(ROWS, COLS), (Shard(0), Replicate())
     cut, likely = cut_tensor(x, mesh, placements), random(ROWS, COLS, seed=1).softmax(1)
     near(osm.cross_entropy(cut, likely), functional.cross_entropy(x, likely), (Replicate(),) * 2)
@@ -199,7 +224,7 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
         (NotImplementedError, "out is not available", lambda: osm.softmax(cut, out=cut)),
         (NotImplementedError, "batch_invariant is not", lambda: osm.softmax(cut, batch_invariant=True)),
         (NotImplementedError, "reduce one dim at a time", lambda: osm.logsumexp(cut, (0, 1))),
-        (NotImplementedError, "class probabilities is not", lambda: osm.cross_entropy(cut, x.softmax(1))),
+        (NotImplementedError, "target with class probabilities is not", lambda: osm.cross_entropy(cut, x.softmax(1))),
         (NotImplementedError, "return_stats is not", lambda: osm.cross_entropy(cut, target, return_stats=True)),
         (NotImplementedError, "inplace_backward", lambda: osm.cross_entropy(cut, target, inplace_backward=True)),
         (NotImplementedError, "pass dtype=", lambda: osm.softmax(cut.long())),
@@ -247,6 +272,7 @@ def everything(*_: int) -> None:
                     raise AssertionError(f"{check.__name__} with {placements} on {mesh}") from error
     other_ranks_of_tensors(square)
     partial_sums_are_added(line)
+    causal_is_a_mask_only_if_needed(square)
     class_probabilities_and_statistics(square)
     autocast_is_followed(line)
     bad_input_is_an_error(square, line)

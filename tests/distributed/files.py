@@ -7,7 +7,10 @@ import io
 import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,7 +19,10 @@ from safetensors.numpy import load_file, save_file
 
 import onlinesoftmax as osm
 from onlinesoftmax.cli import main
+from onlinesoftmax.core.processes import gathered_arrays
+from onlinesoftmax.core.state import State
 from onlinesoftmax.files import FileError
+from onlinesoftmax.files.team import Team
 
 CASES: tuple[tuple[tuple[int, ...], int, str, str], ...] = (
     ((1, 1001), -1, "softmax", "float32"),
@@ -92,6 +98,114 @@ def a_failure_of_one_is_a_failure_of_all(folder: Path) -> None:
         check(FileError, "unknown operation", operation="sort")
     else:
         check(FileError, "process 1 failed: ")
+
+
+def no_file_of(folder: Path) -> tuple[Path, Path]:
+    """(source, target): the source is a row that the processes share, and there is no target."""
+    source, target = folder / "late.npy", folder / "named.npy"
+    if dist.get_rank() == 0:
+        np.save(source, np.zeros((1, 1000), np.float32))
+        target.unlink(missing_ok=True)
+    dist.barrier()
+    return source, target
+
+
+def failing_before(point: int, fail: Callable[[], object]) -> AbstractContextManager[object]:
+    """Calls `fail` in place of the agreement 5 or 6 of files/team.py, in a process that is not process 0."""
+    agree, flushed = Team.agree, []
+
+    def late(self: Team, message: object = None, error: BaseException | None = None) -> list[object]:
+        if error is None and self.written is None:
+            flushed.append(self)
+        if error is None and (len(flushed) == 2 if point == 5 else isinstance(message, int)):
+            fail()
+        return agree(self, message, error)
+
+    return mock.patch.object(Team, "agree", late)
+
+
+def on_fire(*_: object) -> None:
+    raise OSError("the disk is on fire")
+
+
+def end(*_: object) -> None:
+    """Ends this process as a kill does: without an exception."""
+    os._exit(0)
+
+
+def out_of_memory(state: State, group: object) -> State:
+    """What `State.all_reduce` does in a process that has too little memory for the merge."""
+    gathered_arrays([state.m, state.l], group)
+    raise RuntimeError("not enough memory")
+
+
+def late_failures_say_what_became_of_the_file(folder: Path) -> None:
+    """A file that has its name is complete, and stays; the errors of all processes say so."""
+    rank = dist.get_rank()
+    afterwards = "was written, and then process 1 failed: the disk is on fire"
+    failures: tuple[tuple[int, AbstractContextManager[object], type[Exception], str, str], ...] = (
+        (1, failing_before(5, on_fire), OSError, "on fire", afterwards),
+        (1, failing_before(6, on_fire), OSError, "on fire", afterwards),
+        (
+            0, mock.patch.object(Path, "replace", on_fire), FileError, "cannot be replaced",
+            "was not written, because process 0 failed: ",
+        ),
+        (
+            1, mock.patch.object(State, "all_reduce", out_of_memory), RuntimeError, "not enough memory",
+            "was not written, because process 1 failed: not enough memory",
+        ),
+    )  # fmt: skip
+    for failing, patch, kind, own, others in failures:
+        source, target = no_file_of(folder)
+        expected, message = (kind, own) if rank == failing else (FileError, others)
+        try:
+            with patch if rank == failing else contextlib.nullcontext():
+                osm.apply_file(source, target, chunk_bytes=400, group=dist.group.WORLD)
+        except expected as found:
+            assert message in str(found), found  # noqa: PT017  the check runs outside of pytest
+        else:
+            raise AssertionError("no error")
+        dist.barrier()
+        assert target.exists() == others.startswith("was written")
+        assert not target.exists() or (np.load(target) == np.float32(0.001)).all()
+        assert not list(folder.glob("*.tmp"))
+        dist.barrier()
+
+
+def each_process_flushes_once(folder: Path) -> None:
+    source, target = no_file_of(folder)
+    with mock.patch.object(os, "fsync", wraps=os.fsync) as flush:
+        osm.apply_file(source, target, chunk_bytes=400, group=dist.group.WORLD)
+    assert flush.call_count == 1
+
+
+def a_process_that_dies_after_the_rename(folder: Path) -> None:
+    """Process 0 knows that the file has its name, and process 2 does not."""
+    source, target = no_file_of(folder)
+    rank = dist.get_rank()
+    patch = failing_before(5, end) if rank == 1 else contextlib.nullcontext()
+    try:
+        with patch:
+            osm.apply_file(source, target, chunk_bytes=400, group=dist.group.WORLD)
+    except FileError as error:
+        message = "was written, and then an exchange failed" if rank == 0 else "may or may not have been written"
+        assert f"{message}: another process has ended" in str(error), error  # noqa: PT017  runs outside of pytest
+        assert (np.load(target) == np.float32(0.001)).all()
+        os._exit(0)
+    raise AssertionError("no error")
+
+
+def a_process_that_dies_before_the_rename(folder: Path) -> None:
+    """The other processes cannot know whether process 0 has renamed the file."""
+    source, target = no_file_of(folder)
+    try:
+        with mock.patch.object(Path, "replace", end):
+            osm.apply_file(source, target, chunk_bytes=400, group=dist.group.WORLD)
+    except FileError as error:
+        assert "may or may not have been written: another process has ended" in str(error), error  # noqa: PT017  as above
+        assert not target.exists()
+        os._exit(0)
+    raise AssertionError("no error")
 
 
 def a_process_that_dies_leaves_no_file(folder: Path) -> None:

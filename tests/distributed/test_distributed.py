@@ -41,7 +41,11 @@ def test_a_late_process_ends_the_calls_of_the_others(tmp_path: Path) -> None:
     [
         files.files_are_those_of_one_process,
         files.a_failure_of_one_is_a_failure_of_all,
+        files.late_failures_say_what_became_of_the_file,
+        files.each_process_flushes_once,
         files.a_process_that_dies_leaves_no_file,
+        files.a_process_that_dies_before_the_rename,
+        files.a_process_that_dies_after_the_rename,
     ],
 )
 def test_processes_share_a_file(check: Callable[[Path], None], tmp_path: Path) -> None:

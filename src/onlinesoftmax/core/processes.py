@@ -15,6 +15,10 @@ Group = Any
 """A process group of torch.distributed."""
 
 
+class ExchangeError(RuntimeError):
+    """An exchange has failed: another process has ended, or did not make the same call within the timeout."""
+
+
 def group_or_default(group: Group | None) -> Group:
     """The group itself, or the default group if it is None.
 
@@ -36,7 +40,7 @@ def gathered(t: Any, *groups: Group) -> Any:
         groups: Process groups that are the axes of a grid of processes.  There is one collective for each.
 
     Raises:
-        RuntimeError: another process has ended, or did not make the same call within the group's timeout.
+        ExchangeError: another process has ended, or did not make the same call within the group's timeout.
     """
     found = t.unsqueeze(0)
     for group in reversed(groups):
@@ -60,7 +64,7 @@ def _along(t: Any, group: Group) -> Any:
     try:
         all_gather(found.view(-1), t.view(-1), group=group)
     except RuntimeError as error:
-        raise RuntimeError(
+        raise ExchangeError(
             f"an exchange between {size} processes failed on rank {dist.get_rank(group)}: another process has ended, "
             f"or did not make the same call within the group's timeout ({error})"
         ) from error

@@ -1,4 +1,4 @@
-"""Softmax and its family on rows that are sharded over the processes of a group, as a vocabulary is.
+"""Softmax and its family if the softmax dimension is sharded over the processes of a group, as a vocabulary is.
 
 Each process passes its columns of every row.  Shards may be uneven, and empty on some processes.  Forward exchanges one
 state per row, of 8 to 16 bytes, in one collective.  The backward pass of a loss exchanges nothing, that of softmax one
@@ -47,11 +47,11 @@ def softmax(
     mask: Tensor | None = None, shards: Shards | None = None, backend: str | None = None,
     strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """Softmax of rows whose columns are sharded.
+    """Softmax if the softmax dimension is sharded.
 
     Args:
         local: The columns of this process: floating-point, of any shape; other processes may differ in `dim` alone.
-        dim: The sharded dimension, over which softmax normalises.
+        dim: The softmax dimension.
         group: Process group; the default group if None.
         scale: Factor of the logits.
         softcap: Soft bound on the magnitude of scale * local: a positive number.
@@ -82,7 +82,7 @@ def log_softmax(
     mask: Tensor | None = None, shards: Shards | None = None, backend: str | None = None,
     strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """Log-softmax of rows whose columns are sharded.  The arguments are those of `softmax`.
+    """Log-softmax if the softmax dimension is sharded.  The arguments are those of `softmax`.
 
     Example:
         >>> with one_process() as group:
@@ -98,7 +98,7 @@ def logsumexp(
     softcap: float | None = None, mask: Tensor | None = None, shards: Shards | None = None, backend: str | None = None,
     strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """Logsumexp of rows whose columns are sharded: the same on every process, in the dtype of `local`.
+    """Logsumexp if the softmax dimension is sharded: the same on every process, in the dtype of `local`.
 
     The arguments are those of `softmax`; with `keepdim` the result keeps `dim` with size 1.
 
@@ -117,7 +117,7 @@ def cross_entropy(
     softcap: float | None = None, shards: Shards | None = None, backend: str | None = None,
     strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy of logits whose classes are sharded: the same loss on every process.
+    """Cross-entropy if the softmax dimension, that of the classes, is sharded: the same loss on every process.
 
     Args:
         local: Logits of the classes of this process, of shape (C_local), (N, C_local) or (N, C_local, d1, ...).
@@ -155,10 +155,10 @@ def token_logprobs(
     softcap: float | None = None, mask: Tensor | None = None, entropy: bool = True, shards: Shards | None = None,
     backend: str | None = None, strategy: str | None = None,
 ) -> Any:  # fmt: skip
-    """Log-probability of the chosen token, entropy and logsumexp of rows whose tokens are sharded.
+    """Log-probability of the chosen token, entropy and logsumexp if the softmax dimension is sharded.
 
     Args:
-        local: Logits of the tokens of this process.
+        local: Logits of the tokens of this process; `dim` is the dimension of the tokens.
         index: The chosen token of each row, counted over all processes; the same on every process.
         dim, group, scale, softcap, mask: As for `softmax`; the mask is that of the local tokens.
         entropy: Compute the entropy too.
@@ -182,7 +182,7 @@ def _checked(name: str, local: Any, scores: tuple[Any, ...]) -> ScoreOptions | N
     if not local.is_floating_point():
         raise RuntimeError(f"{name}(): local must be floating point, got {local.dtype}")
     if not local.dim():
-        raise ValueError(f"{name}(): local needs a sharded dimension, got shape ()")
+        raise ValueError(f"{name}(): local needs a softmax dimension, got shape ()")
     scale, softcap, mask = scores
     if isinstance(scale, Tensor):
         raise TypeError(f"{name}(): scale must be a number")

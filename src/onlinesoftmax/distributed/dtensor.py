@@ -1,7 +1,7 @@
-"""How a call on a DTensor runs: on the local part, with an exchange of states where the softmax dimension is sharded.
+"""Runs an operation on a DTensor.
 
-The result is sharded as the input is.  The local part of the result is that of `onlinesoftmax.distributed` where the
-softmax dimension is sharded, and that of an ordinary call where it is not.
+If the softmax dimension is sharded, it calls the functions of `onlinesoftmax.distributed` on the local part; otherwise
+the ordinary function.  The result is sharded as the input is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 def run_plain(operation: Operation, x: Any, dim: Any, keepdim: bool, out: Any, choice: tuple[Any, ...]) -> Tensor:
-    """A call without score options, dtype and batch invariance."""
+    """A call without score options, dtype or batch invariance."""
     return run(Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out))
 
 
@@ -40,7 +40,7 @@ def run(call: Call) -> Tensor:
     x, layout = laid_out(name, x, _dims(name, settings.dim, x.dim()))
     local = local_of(x, layout.placements)
     here = call._replace(x=local, options=layout.options(options, local.device))
-    y = _sharded(here, layout) if layout.groups else dispatch.run(here)
+    y = _sharded(here, layout) if layout.softmax_groups else dispatch.run(here)
     return layout.rows(y, settings.keepdim) if operation.per_row else layout.elements(y, x.stride())
 
 
@@ -52,11 +52,11 @@ def _dims(name: str, dim: Any, ndim: int) -> tuple[int, ...]:
 
 
 def _sharded(call: Call, layout: Layout) -> Tensor:
-    """The local part of the result of rows that are sharded."""
+    """The local part of the result if the softmax dimension is sharded."""
     name = call.operation.name
     x, settings, options = call.x, call.settings, call.scores
     if len(layout.dims) > 1:
-        raise NotImplementedError(f"{name}(): dim {settings.dim} has a sharded dimension; reduce one dim at a time")
+        raise NotImplementedError(f"{name}(): a dimension of dim {settings.dim} is sharded; reduce one dim at a time")
     if not x.is_floating_point() and settings.dtype is None:
         raise NotImplementedError(f"{name}(): input of dtype {x.dtype} is not floating point; pass dtype=")
     dtype = dispatch.with_autocast(call).settings.dtype or x.dtype
@@ -66,18 +66,22 @@ def _sharded(call: Call, layout: Layout) -> Tensor:
 
 
 def sharded_call(name: str, layout: Layout, options: ScoreOptions, choice: Choice) -> Sharded:
-    """The arguments of a sharded call.
+    """The arguments of a call whose softmax dimension is sharded.
 
     Raises:
         NotImplementedError: batch_invariant is asked for.
     """
     if choice.batch_invariant:
-        raise NotImplementedError(f"{name}(): batch_invariant is not available where dim is sharded")
-    return Sharded(layout.groups, options, choice, layout.shards)
+        raise NotImplementedError(f"{name}(): batch_invariant is not available if the softmax dimension is sharded")
+    return Sharded(layout.softmax_groups, options, choice, layout.shards)
 
 
 def scored(x: Tensor, dim: int, call: Sharded) -> tuple[Tensor, Sharded]:
-    """(x, call) without a bias, and with a number as scale: they are applied here, by PyTorch's operations."""
+    """(x, call) without a bias or a tensor scale.
+
+    If there is one, computes the scores here with PyTorch (at least float32) and returns them with plain options;
+    otherwise returns the arguments unchanged.
+    """
     options = call.options
     if options.bias is None and not isinstance(options.scale, Tensor):
         return x, call
@@ -97,7 +101,7 @@ def _logsumexp_of(name: str, x: Tensor, dim: int, keepdim: bool, call: Sharded) 
     zero, call = call.options.zero, call._replace(options=call.options._replace(zero=False))
     z, call = scored(x, dim, call)
     lse = losses.logsumexp(z, dim, keepdim, call)
-    # The gradient of a row without a score above -inf is zeros.
+    # With zero=True, a row of only -inf gets gradient 0: the constant in `where` stops the gradient.
     return lse.where(lse != -torch.inf, -torch.inf) if zero else lse
 
 

@@ -1,7 +1,7 @@
-"""cross_entropy and token_logprobs on a DTensor, with the same functions as torch/losses.py.
+"""cross_entropy and token_logprobs on a DTensor.
 
-Every process computes the losses of its rows.  Where rows are sharded, one more exchange adds their sums and counts, so
-a mean is the mean over all rows, and every process has it.
+This module has the same function names as torch/losses.py.  Each process computes the losses of its rows.  If a row
+dimension is sharded, one more exchange adds the totals and the counts.  So every process has the mean over all rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..torch.loss import Loss
 from ..torch.losses import LossStatistics, TokenLogprobs
 from . import losses as sharded_losses
 from .dtensor import scored, sharded_call
-from .layout import laid_out, local_of
+from .layout import laid_out, layout_of, local_of
 
 __all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "token_logprobs"]
 
@@ -36,7 +36,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bo
     target = layout.operand("target", target) if probabilities else layout.per_row("target", target)
     weight, local = layout.whole("weight", weight), local_of(x, layout.placements)
     stats = None
-    if layout.groups:
+    if layout.softmax_groups:
         _check_available(probabilities, return_stats, loss)
         call = sharded_call("cross_entropy", layout, loss.options or ScoreOptions(), loss.settings.choice)
         rows = sharded_losses.loss_rows(local, target, weight, loss, call)
@@ -52,10 +52,14 @@ def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bo
 
 
 def _check_available(probabilities: bool, return_stats: bool, loss: Loss) -> None:
-    named = {"class probabilities": probabilities, "return_stats": return_stats, "inplace_backward": loss.inplace}
+    named = {
+        "target with class probabilities": probabilities,
+        "return_stats": return_stats,
+        "inplace_backward": loss.inplace,
+    }
     for name, given in named.items():
         if given:
-            raise NotImplementedError(f"cross_entropy(): {name} is not available where the classes are sharded")
+            raise NotImplementedError(f"cross_entropy(): {name} is not available if the softmax dimension is sharded")
 
 
 def token_logprobs(
@@ -68,7 +72,7 @@ def token_logprobs(
     x, layout = laid_out(name, x, (checked_dim(name, dim, x.dim()),))
     index, local = layout.per_row("index", index), local_of(x, layout.placements)
     options = layout.options(options, local.device)
-    if layout.groups:
+    if layout.softmax_groups:
         z, call = scored(local, layout.dims[0], sharded_call(name, layout, options or ScoreOptions(), choice))
         found = sharded_losses.token_logprobs(z, index, layout.dims[0], entropy, call)
     else:
@@ -82,12 +86,13 @@ def token_logprobs(
 def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     """Check the arguments, and the range of every target on every process, so that all raise the same error."""
     losses.check_loss(x, target, weight, loss)
-    x, layout = laid_out("cross_entropy", x, (1 if x.dim() > 1 else 0,))
+    # Only the shape of x is used, so its partial sums are not added here.
+    layout = layout_of("cross_entropy", x, (1 if x.dim() > 1 else 0,))
     losses.check_targets(x, layout.whole("target", target), None, loss)
 
 
 def check_tokens(x: Any, index: Any, dim: Any) -> None:
     """Check the arguments, and the range of every index on every process, so that all raise the same error."""
     losses.check_token_arguments(x, index, dim)
-    x, layout = laid_out("token_logprobs", x, (checked_dim("token_logprobs", dim, x.dim()),))
+    layout = layout_of("token_logprobs", x, (checked_dim("token_logprobs", dim, x.dim()),))
     losses.check_tokens(x, layout.whole("index", index), dim)

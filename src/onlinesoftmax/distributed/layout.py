@@ -1,7 +1,8 @@
 """Position of a DTensor's rows on its mesh, and the local parts of the tensors that belong to these rows.
 
-A mesh dimension either shards the softmax dimension, which makes its process group exchange states, or shards another
-dimension, or holds copies.  Sizes and offsets follow from the global shape, so no process asks another one.
+A mesh dimension shards the softmax dimension, shards a row dimension, or holds copies.  If it shards the softmax
+dimension, its process group exchanges states.  Sizes and offsets follow from the global shape, so no process asks
+another one.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ class Layout(NamedTuple):
     dims: tuple[int, ...]
 
     @property
-    def groups(self) -> tuple[Any, ...]:
-        """Process groups of the mesh dimensions that shard a dimension of `dims`."""
-        return self._groups(sharded=True)
+    def softmax_groups(self) -> tuple[Any, ...]:
+        """Process groups of the mesh dimensions that shard the softmax dimension: a dimension of `dims`."""
+        return self._groups(softmax=True)
 
     @property
     def row_groups(self) -> tuple[Any, ...]:
-        """Process groups of the mesh dimensions that shard the rows, as data parallelism does."""
-        return self._groups(sharded=False)
+        """Process groups of the mesh dimensions that shard a row dimension, as data parallelism does."""
+        return self._groups(softmax=False)
 
-    def _groups(self, sharded: bool) -> tuple[Any, ...]:
+    def _groups(self, softmax: bool) -> tuple[Any, ...]:
         return tuple(
             self.mesh.get_group(i)
             for i, placement in enumerate(self.placements)
-            if placement.is_shard() and (placement.dim in self.dims) == sharded
+            if placement.is_shard() and (placement.dim in self.dims) == softmax
         )
 
     @property
     def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(shape, first index) of the local part: `Shard` cuts a dimension as torch.chunk does."""
+        """Shape and first index of the local part.  `Shard` cuts a dimension as torch.chunk does."""
         shape, first = list(self.shape), [0] * len(self.shape)
         for i, (placement, here) in enumerate(zip(self.placements, self.mesh.get_coordinate(), strict=True)):
             if placement.is_shard():
@@ -75,7 +76,7 @@ class Layout(NamedTuple):
 
         Args:
             y: The local results.
-            strides: Strides of the input, which y has too unless it is contiguous.
+            strides: Global strides of the input.  They are used unless y is contiguous.
         """
         strides = _contiguous(self.shape) if y.is_contiguous() else strides
         shape = torch.Size(self.shape)
@@ -119,7 +120,8 @@ class Layout(NamedTuple):
             return Replicate() if broadcasts else Sharding(placement.dim - ahead)
 
         wanted = tuple(of(placement) for placement in self.placements)
-        # Where the input is sharded and the operand is not, every process has a part of the operand's gradient.
+        # If the input is sharded and the operand is not, each process has a partial sum of the operand's gradient, so
+        # the placement is Partial.
         to = tuple(
             Partial() if placement.is_shard() and mine.is_replicate() else mine
             for placement, mine in zip(self.placements, wanted, strict=True)
@@ -148,16 +150,20 @@ class Layout(NamedTuple):
         return local_of(t, gradient)
 
     def options(self, options: ScoreOptions | None, device: Any) -> ScoreOptions | None:
-        """The score options of the local part; `causal` becomes a mask where queries or keys are sharded."""
+        """The score options of the local part; `causal` becomes a mask if the queries or the keys are sharded."""
         if options is None:
             return None
         tensors = {name: self.operand(name, getattr(options, name)) for name in ("scale", "bias", "mask")}
         options = options._replace(**tensors)
-        if not options.causal or not (self.groups or self.row_groups):
+        if not options.causal or not self._shards_causal_dimensions():
             return options
         seen = self._causal(device)
         mask = seen if options.mask is None else options.mask & seen
         return options._replace(causal=False, mask=mask)
+
+    def _shards_causal_dimensions(self) -> bool:
+        (dim,) = self.dims
+        return any(placement.is_shard() and placement.dim in (dim - 1, dim) for placement in self.placements)
 
     def _causal(self, device: Any) -> Tensor:
         """The local part of the causal mask, in a shape that broadcasts to the local input."""
@@ -169,8 +175,8 @@ class Layout(NamedTuple):
         return seen.reshape(*seen.shape, *(1 for _ in shape[dim + 1 :]))
 
 
-def laid_out(name: str, x: Any, dims: tuple[int, ...]) -> tuple[Any, Layout]:
-    """(x, layout of x); an x with partial sums is summed first, as PyTorch's own functions do.
+def layout_of(name: str, x: Any, dims: tuple[int, ...]) -> Layout:
+    """The layout of x, with the placement Replicate for each Partial.  Nothing is exchanged.
 
     Args:
         name: Name of the public function, for errors.
@@ -187,13 +193,22 @@ def laid_out(name: str, x: Any, dims: tuple[int, ...]) -> tuple[Any, Layout]:
     for placement in placements:
         if not placement.is_shard() and not placement.is_replicate():
             raise NotImplementedError(f"{name}(): input has the placement {placement}; redistribute() it to Shard")
-    if placements != tuple(x.placements):
-        x = x.redistribute(placements=placements)
-    return x, Layout(x.device_mesh, placements, tuple(x.shape), dims)
+    return Layout(x.device_mesh, placements, tuple(x.shape), dims)
+
+
+def laid_out(name: str, x: Any, dims: tuple[int, ...]) -> tuple[Any, Layout]:
+    """(x, layout of x); an x with partial sums is summed first, as PyTorch's own functions do.
+
+    Arguments and errors as for `layout_of`.
+    """
+    layout = layout_of(name, x, dims)
+    if layout.placements != tuple(x.placements):
+        x = x.redistribute(placements=layout.placements)
+    return x, layout
 
 
 def local_of(x: Any, gradient: tuple[Any, ...]) -> Tensor:
-    """The local tensor of a DTensor, whose gradient has these placements."""
+    """Returns the local tensor of x.  The gradient of the local tensor has the placements `gradient`."""
     local: Tensor = x.to_local(grad_placements=gradient)
     wait = getattr(local, "wait", None)
     # A redistribution may still be under way.

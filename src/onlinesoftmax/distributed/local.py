@@ -28,10 +28,10 @@ _BACKWARD = OPERATIONS[_FORWARD.gradient]
 
 
 class Sharded(NamedTuple):
-    """The arguments of a sharded call that are not tensors of rows.
+    """The arguments of a call whose softmax dimension is sharded, without the tensors of rows.
 
     Attributes:
-        groups: Process groups over which the columns are sharded; several are the axes of a grid of processes.
+        groups: Process groups over which the softmax dimension is sharded; several are the axes of a grid of processes.
         options: Scale, softcap and mask of the scores; PLAIN where there is none.
         choice: What the caller forces of the local plan.
         shards: The local columns as the caller gives them; None where an exchange finds them.
@@ -48,7 +48,7 @@ class Shard(NamedTuple):
 
     Attributes:
         x: Local logits.
-        dim: The sharded dimension.
+        dim: The softmax dimension.
         options: Scale, softcap and mask of the scores; PLAIN where there is none.
         target: Target column of each row, counted from the first local column; None without a target.
         weight: Weight of each local class, for the sum of weighted scores; None where all weights are 1.

@@ -1,4 +1,4 @@
-"""Cross-entropy and log-probabilities of sharded rows, from their statistics."""
+"""Cross-entropy and log-probabilities if the softmax dimension is sharded, from the statistics of the rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: Sharded) -> Tensor:
-    """The loss of rows whose classes are sharded; the same on every process."""
+    """The loss if the softmax dimension is sharded; the same on every process."""
     return reduced(loss_rows(x, target, weight, loss, call), target, weight, loss).to(x.dtype)
 
 
@@ -63,7 +63,7 @@ def reduced(
     Args:
         rows: The loss of each row of this process.
         target, weight, loss: The other arguments of the call.
-        row_groups: Process groups over which the rows are sharded.
+        row_groups: Process groups over which a row dimension is sharded.
     """
     if loss.reduction == "none":
         return rows
@@ -96,7 +96,7 @@ class OverRows(torch.autograd.Function):
 
 
 def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Sharded) -> TokenLogprobs:
-    """(logprob, entropy, lse) of rows whose tokens are sharded; the same on every process."""
+    """(logprob, entropy, lse) if the softmax dimension is sharded; the same on every process."""
     dim = checked_dim("token_logprobs", dim, x.dim())
     shards = shards_of("token_logprobs", x, dim, call.groups, call.shards)
     _check_target("token_logprobs()", "index", x, index, dim)
@@ -106,7 +106,7 @@ def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Shar
 
 
 def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
-    """The logsumexp of sharded rows; the same on every process."""
+    """The logsumexp if the softmax dimension is sharded; the same on every process."""
     dim = checked_dim("logsumexp", dim, x.dim())
     shards = shards_of("logsumexp", x, dim, call.groups, call.shards)
     # A target that is no column anywhere has no gradient.

@@ -1,4 +1,4 @@
-"""Merges the states of rows that are split over several processes.
+"""Merges the states of rows if the softmax dimension is sharded.
 
 Every process sends its local states, receives the states of all processes, and merges them.  A state is m, l and
 further sums of the local columns (core/state.py).  All processes merge the same states in the same order, so the

@@ -18,8 +18,8 @@ MOST_DIMENSIONS = 64
 class Shards(NamedTuple):
     """The position of this process's columns in the whole row.
 
-    A call without `shards=` exchanges the shapes every time, because a process cannot know from its own shape that no
-    other process has a new one.  A call with `shards=` exchanges no shapes, so it neither waits for a GPU nor compares
+    A call without `shards=` exchanges the shapes every time, because another process may have changed its shape, and
+    this process cannot see that.  A call with `shards=` exchanges no shapes, so it neither waits for a GPU nor compares
     the rows of the processes.
 
     Attributes:
@@ -42,7 +42,7 @@ class Shards(NamedTuple):
 
         Args:
             local: The columns of this process.
-            dim: The sharded dimension.
+            dim: The softmax dimension.
             group: Process group; the default group if None.
 
         Raises:
@@ -58,8 +58,8 @@ def shards_of(name: str, x: Tensor, dim: int, groups: tuple[Any, ...], given: Sh
     Args:
         name: Name of the public function, for errors.
         x: The local tensor.
-        dim: The sharded dimension, counted from 0.
-        groups: Process groups; there is one group where no shards are given.
+        dim: The softmax dimension, counted from 0.
+        groups: Process groups; there is one group if no shards are given.
         given: The argument `shards` of the public function.
 
     Raises:
@@ -86,7 +86,7 @@ def _exchanged(name: str, x: Tensor, dim: int, group: Any) -> Shards:
     rows = {(len(shape), axis, shape[:axis] + shape[axis + 1 :]) for shape, axis in shapes}
     if len(rows) > 1:
         each = ", ".join(f"rank {rank}: {shape} with dim {axis}" for rank, (shape, axis) in enumerate(shapes))
-        raise ValueError(f"{name}(): the shards must have the same shape except in the sharded dimension; {each}")
+        raise ValueError(f"{name}(): the shards must have the same shape except in the softmax dimension; {each}")
     sizes = [shape[axis] for shape, axis in shapes]
     here = group.rank()
     return Shards(sum(sizes[:here]), sizes[here], sum(sizes))

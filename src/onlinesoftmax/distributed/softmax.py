@@ -1,4 +1,7 @@
-"""Softmax and log-softmax of sharded rows: one exchange of states forward, one number per row backward."""
+"""Softmax and log-softmax if the softmax dimension is sharded.
+
+Forward exchanges one state per row, and backward one number per row.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ PIECE = 1 << 22
 
 
 class Softmax(torch.autograd.Function):
-    """Softmax or log-softmax of sharded scores: the caller applies the score options, apart from `zero`."""
+    """Softmax or log-softmax if the softmax dimension is sharded.  The caller applies all score options but `zero`."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, dim: int, call: Sharded, logarithm: bool) -> Tensor:

@@ -1,7 +1,7 @@
-"""The statistics of sharded rows, differentiable in the local logits: one collective forward, none backward.
+"""The statistics of rows if the softmax dimension is sharded, differentiable in the local logits.
 
-Every process has the same statistics of every row, so that what is computed from them is the same everywhere.  Backward
-needs no exchange: the incoming gradients are the same on all processes, too.
+Forward makes one collective.  Every process has the same statistics of every row, so that what is computed from them is
+the same everywhere.  Backward needs no exchange: the incoming gradients are the same on all processes, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Request(NamedTuple):
     """The statistics that a call asks for, without the tensors of the call.
 
     Attributes:
-        dim: The sharded dimension.
+        dim: The softmax dimension.
         call: The arguments of the call; without its mask.
         shards: Position of the local columns in the whole row.
         entropy, spread: True where these statistics are asked for.

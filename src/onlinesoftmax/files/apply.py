@@ -60,7 +60,8 @@ def apply_file(
         source: `.npy` file (C or Fortran order; a two-byte void dtype is bfloat16, as ml_dtypes saves it) or
             `.safetensors` file. The dtype is float16, bfloat16, float32 or float64; the shape may be any.
         target: File to write, with the suffix of `source`; it may be `source` itself. The file appears when
-            it is complete. After an error it does not appear, and an older file of that name is unchanged.
+            it is complete. After an error it does not appear, and an older file of that name is unchanged; `group`
+            names one exception.
         axis: Dimension to normalise or reduce; a negative axis counts from the end. logsumexp drops it.
         operation: "softmax", "log_softmax" or "logsumexp".
         dtype: Name of the output dtype; None keeps the dtype of each tensor.
@@ -71,7 +72,9 @@ def apply_file(
             that is read twice counts twice. An exception raised by this function ends the run and leaves no file.
         group: Process group of torch that exchanges CPU tensors, as gloo does. Its processes make the same call and
             share the work: each reads a part of `source` and writes a region of `target`, which all of them see under
-            these paths. If one process fails, all raise an error and there is no file. None for this process alone.
+            these paths. If one process fails, all raise an error and there is no new file. The exception is a
+            failure after the complete file has taken its name: the file stays, and the other processes say that it was
+            written. None for this process alone.
 
     Raises:
         FileError: (a ValueError) a file is missing, truncated, corrupt, in another format or dtype, or cannot

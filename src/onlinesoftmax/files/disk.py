@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,10 +28,15 @@ def naming(path: Path, problem: str) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(target: Path, size: int) -> Iterator[io.FileIO]:
+def replacing(target: Path, size: int, ready: Callable[[], object] = lambda: None) -> Iterator[io.FileIO]:
     """Open a new file of `size` bytes that takes the name `target` when the block ends without an error.
 
     After an error the new file is deleted, and an older file of that name is unchanged.
+
+    Args:
+        target: The name.
+        size: Bytes of the new file.
+        ready: Function called after the block, when the new file is flushed to the disk and before it takes the name.
 
     Raises:
         FileError: the folder is missing or not writable, `target` is a folder, or the disk is full. A system
@@ -53,6 +58,7 @@ def replacing(target: Path, size: int) -> Iterator[io.FileIO]:
             yield file
             with naming(target, "cannot be written"):
                 os.fsync(file.fileno())
+            ready()
         with naming(target, "cannot be replaced"):
             temporary.replace(target)
     except BaseException:
