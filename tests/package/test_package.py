@@ -1,0 +1,124 @@
+"""The archives that a release uploads: their files, metadata, version and types."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from importlib.metadata import Distribution, PathDistribution
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+import onlinesoftmax
+
+ROOT = Path(__file__).parents[2]
+VERSION = onlinesoftmax.__version__
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def files_of_the_package() -> set[str]:
+    """Every file under src, relative to it, except those that Python compiled."""
+    found = (path for path in (ROOT / "src").rglob("*") if path.is_file())
+    return {path.relative_to(ROOT / "src").as_posix() for path in found if "__pycache__" not in path.parts}
+
+
+@pytest.fixture(scope="module")
+def archives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist of this source."""
+    # The option exists only in a run of this folder alone.
+    if built := request.config.getoption("archives", None):
+        return Path(built).resolve()
+    if not importlib.util.find_spec("hatchling"):
+        pytest.skip("hatchling, which builds the package, is not installed")
+    folder = tmp_path_factory.mktemp("archives")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", folder], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(archives: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(archives / f"onlinesoftmax-{VERSION}-py3-none-any.whl")
+
+
+@pytest.fixture(scope="module")
+def distribution(wheel: zipfile.ZipFile) -> Distribution:
+    return PathDistribution(zipfile.Path(wheel, f"onlinesoftmax-{VERSION}.dist-info/"))
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel: zipfile.ZipFile) -> None:
+    info = f"onlinesoftmax-{VERSION}.dist-info"
+    names = set(wheel.namelist())
+    assert {name for name in names if not name.startswith(f"{info}/")} == files_of_the_package()
+    assert f"{info}/licenses/LICENSE" in names
+    suffixes = {PurePosixPath(name).suffix for name in names}
+    assert {".cuh", ".json", ".typed"} <= suffixes, "kernels, tables of measured times, and the mark of a typed package"
+
+
+def test_the_sdist_holds_what_the_tests_need(archives: Path) -> None:
+    with tarfile.open(archives / f"onlinesoftmax-{VERSION}.tar.gz") as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
+    assert {f"src/{name}" for name in files_of_the_package()} <= names
+    assert tests <= names
+    assert {"pyproject.toml", "README.md", "CHANGELOG.md", "CITATION.cff", "Makefile", "requirements-dev.txt"} <= names
+    assert {"examples/demo.py", "benchmarks/tables.py", "docs/performance.md"} <= names
+    assert not [name for name in names if name.startswith("benchmarks/results")]
+
+
+def test_the_version_is_the_same_everywhere(distribution: Distribution) -> None:
+    assert distribution.version == VERSION
+    assert re.findall(r"^version: (.*)$", read("CITATION.cff"), re.MULTILINE) == [VERSION]
+    headings = re.findall(r"^## \[(.*)", read("CHANGELOG.md"), re.MULTILINE)
+    assert headings[0] == f"Unreleased]: {VERSION}" or headings[0].startswith(f"{VERSION}] - ")
+    assert 'path = "src/onlinesoftmax/__init__.py"' in read("pyproject.toml"), "the build reads the version there"
+
+
+def test_the_python_versions_are_the_same_everywhere(distribution: Distribution) -> None:
+    classifiers = distribution.metadata.get_all("Classifier") or []
+    versions = [name.rpartition(" ")[2] for name in classifiers if re.search(r":: 3\.\d+$", name)]
+    assert versions == [f"3.{minor}" for minor in range(10, 10 + len(versions))]
+    assert distribution.metadata["Requires-Python"] == f">={versions[0]}"
+    workflow = read(".github/workflows/checks.yml")
+    assert re.findall(r"^ +(3\.\d+)$", workflow, re.MULTILINE) == versions
+    assert f"Python {versions[0]} or newer" in read("README.md")
+
+
+def test_every_extra_is_in_the_readme(distribution: Distribution) -> None:
+    extras = set(distribution.metadata.get_all("Provides-Extra") or []) - {"dev"}
+    rows = set(re.findall(r"^\| `(\w+)` \|", read("README.md"), re.MULTILINE))
+    assert extras <= rows
+
+
+USE = """
+import onlinesoftmax as osm
+
+reveal_type(osm.__version__)
+reveal_type(osm.explain((4, 5)).plan.strategy)
+osm.softmax([1.0], dim="rows")
+"""
+
+
+def test_mypy_sees_the_types_of_the_installed_package(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="mypy checks the types")
+    venv.create(tmp_path / "environment", symlinks=True)
+    [site] = (tmp_path / "environment").glob("lib/*/site-packages")
+    wheel.extractall(site)
+    (tmp_path / "use.py").write_text(USE)
+    python = tmp_path / "environment" / "bin" / "python"
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file=", "--python-executable", python, "use.py"],
+        cwd=tmp_path, env={**os.environ, "MYPYPATH": ""}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = re.findall(r"^use.py:(\d+): (\w+): (.*)$", done.stdout, re.MULTILINE)
+    assert [line for line, *_ in said] == ["4", "5", "6"], done.stdout + done.stderr
+    assert [text for _, kind, text in said if kind == "note"] == ['Revealed type is "str"', 'Revealed type is "str"']
+    assert '"dim"' in said[2][2]
