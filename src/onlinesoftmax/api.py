@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -334,6 +335,7 @@ def _find_runner(kind: type) -> ModuleType:
 
 if hasattr(sys.modules.get("torch"), "Tensor"):
     # A model whose first call of ours is traced would otherwise be compiled twice: torch.compile would notice that the
-    # first call has changed these tables.
-    _find_runner(sys.modules["torch"].Tensor)
-    _find_losses("cross_entropy", sys.modules["torch"].Tensor)
+    # first call has changed these tables.  A torch that does not fit is an error of the first call on its tensors.
+    with suppress(TypeError):
+        _find_runner(sys.modules["torch"].Tensor)
+        _find_losses("cross_entropy", sys.modules["torch"].Tensor)

@@ -32,6 +32,7 @@ from ..core.options import PLAIN, ScoreOptions, checked_options
 from ..core.processes import group_or_default
 from ..core.task import Choice
 from ..torch.loss import Loss
+from ..torch.losses import check_numbers
 from . import losses
 from . import softmax as _softmax
 from .local import Sharded
@@ -142,11 +143,8 @@ def cross_entropy(
         tensor(1.3863)
     """
     options = _checked("cross_entropy", local, (scale, softcap, None))
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise RuntimeError(f"cross_entropy(): label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
     loss = Loss(Settings(1), ignore_index, reduction, label_smoothing, z_loss, options)
+    check_numbers(loss)
     return losses.cross_entropy(local, target, weight, loss, _call(options, group, backend, strategy, shards))
 
 

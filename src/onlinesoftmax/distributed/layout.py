@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import Shard as Sharding
 
+from ..core.layout import contiguous_strides
 from ..core.options import ScoreOptions
 from .shards import Shards
 
@@ -78,7 +79,7 @@ class Layout(NamedTuple):
             y: The local results.
             strides: Global strides of the input.  They are used unless y is contiguous.
         """
-        strides = _contiguous(self.shape) if y.is_contiguous() else strides
+        strides = contiguous_strides(self.shape) if y.is_contiguous() else strides
         shape = torch.Size(self.shape)
         return DTensor.from_local(y, self.mesh, self.placements, run_check=False, shape=shape, stride=strides)
 
@@ -87,7 +88,7 @@ class Layout(NamedTuple):
         shape = [1 if i in self.dims else n for i, n in enumerate(self.shape) if keepdim or i not in self.dims]
         return DTensor.from_local(
             y.contiguous(), self.mesh, self._row_placements(keepdim), run_check=False, shape=torch.Size(shape),
-            stride=_contiguous(tuple(shape)),
+            stride=contiguous_strides(tuple(shape)),
         )  # fmt: skip
 
     def number(self, y: Tensor) -> Tensor:
@@ -213,11 +214,3 @@ def local_of(x: Any, gradient: tuple[Any, ...]) -> Tensor:
     wait = getattr(local, "wait", None)
     # A redistribution may still be under way.
     return local if wait is None else wait()
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -195,10 +195,7 @@ def check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
             raise TypeError(f"{name}: argument '{argument}' must be Tensor, not {type(value).__name__}")
     if not x.is_floating_point():
         raise RuntimeError(f"{name}: input must be floating point, got {x.dtype}")
-    if loss.reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{loss.reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
-    if not 0.0 <= loss.smoothing <= 1.0:
-        raise RuntimeError(f"{name}: label_smoothing must be between 0.0 and 1.0, got {loss.smoothing}")
+    check_numbers(loss)
     if x.dim() == 0:
         raise ValueError(f"{name}: input needs a dimension of classes, got shape ()")
     dim = 1 if x.dim() > 1 else 0
@@ -213,6 +210,14 @@ def check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     check_weight(name, weight, x, x.shape[dim])
     for argument, value in (("target", target), ("weight", weight)):
         check_kind("cross_entropy", argument, value, x)
+
+
+def check_numbers(loss: Loss) -> None:
+    """Check the arguments that need no tensor: reduction and label_smoothing."""
+    if loss.reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{loss.reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
+    if not 0.0 <= loss.smoothing <= 1.0:
+        raise RuntimeError(f"cross_entropy(): label_smoothing must be between 0.0 and 1.0, got {loss.smoothing}")
 
 
 def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
