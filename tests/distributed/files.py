@@ -134,7 +134,7 @@ def end(*_: object) -> None:
 
 
 def out_of_memory(state: State, group: object) -> State:
-    """What `State.all_reduce` does in a process that has too little memory for the merge."""
+    """Stands for `State.all_reduce` in a process that has too little memory for the merge."""
     gathered_arrays([state.m, state.l], group)
     raise RuntimeError("not enough memory")
 

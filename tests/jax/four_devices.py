@@ -157,7 +157,7 @@ def test_special_rows_are_those_of_whole_rows() -> None:
         found = {}
         for name in (*ELEMENTWISE, "logsumexp", "loss", "smoothing", "tokens"):
             y, vjp = jax.vjp(partial(of_one, name), x)
-            # Where a row has no result, its gradient counts for nothing.
+            # The incoming gradient of a row without a result is 0.
             found[name] = y, vjp(jnp.where(jnp.isfinite(y), 1, 0).astype(y.dtype))[0]
         return found
 
