@@ -51,7 +51,8 @@ def test_the_script_trains_on_the_cpu_without_a_network(
     assert [row[0] for row in table] == NAMES
     assert [row[4] for row in table] == ["", "0.0e+00", "0.0e+00"]
     for _, milliseconds, speed, loss, _ in table:
-        assert float(speed.replace(",", "")) == pytest.approx(8e3 / float(milliseconds), rel=0.01)
+        # The speed is printed as a whole number, which a busy machine makes small.
+        assert float(speed.replace(",", "")) == pytest.approx(8e3 / float(milliseconds), rel=0.01, abs=0.51)
         assert loss == table[0][3]
     assert "softmax: PyTorch ran 4 calls: input is on the CPU" in done.output
     assert "cross_entropy: PyTorch ran 4 calls: input is on the CPU" in done.output

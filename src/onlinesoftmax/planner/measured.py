@@ -159,6 +159,7 @@ class Table:
         # The first load of a kernel takes as long as the device needs for this many bytes: below them, time hardly
         # depends on the shape.
         latency = self.bandwidth * 1e3 * LATENCY_US
+        usable = _usable(key, problem, backends)
         anchors = []
         for cols, weight in _between(problem.cols, told or lengths, math.log2):
             like = key.problem(problem.rows, cols, problem.dtype)
@@ -167,9 +168,9 @@ class Table:
             pairs = _between(problem.rows, cells, float)
             for rows, part in pairs:
                 beyond = (latency + _bytes(like)) / (latency + _bytes(replace(like, rows=rows)))
-                usable = tuple(timing for timing in cells[rows].timings if timing.backend in backends)
+                timings = tuple(timing for timing in cells[rows].timings if timing.backend in usable)
                 weight_here = weight * part * (beyond if len(pairs) == 1 else 1.0)
-                anchors.append(Anchor(replace(cells[rows], timings=usable), weight_here))
+                anchors.append(Anchor(replace(cells[rows], timings=timings), weight_here))
         return anchors
 
     def _lengths(self, problem: Problem, backends: Collection[str]) -> tuple[Key, dict[int, list[Cell]]]:
@@ -179,8 +180,9 @@ class Table:
         # If no unaligned rows were measured, the times of aligned rows are used.
         for key in (own, other, own._replace(unaligned=False), other._replace(unaligned=False)):
             lengths: dict[int, list[Cell]] = {}
+            usable = _usable(key, problem, backends)
             for cell in self.cells.get(key, []):
-                if any(timing.backend in backends for timing in cell.timings):
+                if any(timing.backend in usable for timing in cell.timings):
                     lengths.setdefault(cell.cols, []).append(cell)
             if lengths:
                 return key, lengths
@@ -261,6 +263,17 @@ def _between(value: int, measured: Collection[int], scale: Callable[[float], flo
         return [(below, 1.0)]
     part = (scale(value) - scale(below)) / (scale(above) - scale(below))
     return [(below, 1.0 - part), (above, part)]
+
+
+def _usable(key: Key, problem: Problem, backends: Collection[str]) -> Collection[str]:
+    """The backends whose times under a key say something about a problem.
+
+    Times of aligned rows are used for unaligned rows with CUDA alone: its kernels split an unaligned row, so that most
+    of it is read as an aligned one.  The other compilers make slower code of unaligned rows.
+    """
+    if key_of(problem).unaligned and not key.unaligned:
+        return {"cuda"} & {*backends}
+    return backends
 
 
 def _bytes(problem: Problem) -> int:
