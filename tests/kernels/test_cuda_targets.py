@@ -54,6 +54,7 @@ class Ask(NamedTuple):
 LOSS, LOSS_BACKWARD, LOGPROB, LOGPROB_BACKWARD = (
     name for name, operation in OPERATIONS.items() if "target" in operation.row_operands
 )
+TOTAL = "total_loss"
 SMOOTH = ("weight", "weight_sum", "smoothing", "ignore_index")
 
 ASKED = [
@@ -64,6 +65,11 @@ ASKED = [
     Ask(LOSS, ("loss", "y", "lse", "entropy"), ("dy", "smoothing"), ("scale",)),
     Ask(LOSS, ("loss", "y"), ("dy", "weight"), ("scale", "softcap")),
     Ask(LOSS, ("loss", "y"), ("dy", *SMOOTH), ("softcap",)),
+    Ask(LOSS, ("mean_loss",), ("ignore_index",)),
+    Ask(LOSS, ("mean_loss", "y"), ("weight", "ignore_index")),
+    Ask(LOSS, ("mean_loss", "y", "lse", "entropy"), (*SMOOTH, "z_loss"), ("scale",)),
+    Ask(LOSS, ("total_loss", "y"), ("smoothing", "ignore_index"), ("softcap",)),
+    Ask(LOSS, ("total_loss",), ("weight",)),
     Ask(LOSS_BACKWARD, ("y",), ("ignore_index",)),
     Ask(LOSS_BACKWARD, ("y",), (*SMOOTH, "z_loss"), ("scale", "softcap")),
     Ask(LOSS_BACKWARD, ("y",), ("weight", "z_loss"), ("scale",)),
@@ -85,13 +91,15 @@ def a_task(ask: Ask, rows: int, cols: int, dtype: str, stride: int = 0, target: 
     wide = "float64" if dtype == "float64" else "float32"
     elements = TensorSpec((stride or cols, 1), dtype)
     tensors = {"x": elements}
+    per_row = row_spec(shape, 1, wide)
     for output in operation.written(ask.outputs):
-        tensors[output.name] = elements if output.kind == "element" else row_spec(shape, 1, wide)
+        kinds = {"element": elements, "row": per_row, "call": TensorSpec((), dtype)}
+        tensors[output.name] = kinds[output.kind]
     for one in operation.operands[1:]:
         if (one.optional and one.name not in ask.given) or one.number:
             continue
         if one.kind == "row":
-            tensors[one.name] = row_spec(shape, 1, target if one.dtype == "integer" else wide)
+            tensors[one.name] = row_spec(shape, 1, target) if one.dtype == "integer" else per_row
         else:
             tensors[one.name] = TensorSpec((0, one.kind == "element"), wide)
     if "bias" in ask.options:
@@ -199,8 +207,14 @@ def expected(ask: Ask, values: Values, output: str) -> NDArray[np.float64]:
     z, slope = scores(ask, values)
     given: dict[str, Any] = {name: value for name, value in values.items() if name not in ("x", "bias", "mask")}
     given |= {name: NUMBERS[name] for name in ask.given if name in NUMBERS}
+    scalar = next((name for name in ask.outputs if name in OPERATIONS[ask.operation].call_outputs), "")
     with np.errstate(all="ignore"):
+        if scalar and output == "y":
+            total, reduced = (evaluate(ask.operation, namespace(z), {**given, "x": z}, 1, n) for n in (TOTAL, scalar))
+            given["dy"] = np.full((len(z), 1), 1.0 if scalar == TOTAL else reduced / total)
         y = np.asarray(evaluate(ask.operation, namespace(z), {**given, "x": z}, 1, output))
+        if output == scalar:
+            return y.reshape(1, 1)
         # A row without a score gives zeros, if the caller asks for them; else it gives NaN.
         dead = np.isneginf(z).all(1, keepdims=True) & (output == "y")
         if y.shape[1] == 1:
@@ -223,7 +237,8 @@ def run(ask: Ask, request: Request, values: Values, folder: Path, in_place: bool
                 memory[:, :cols] = values["x"]
             arrays[name] = _aligned(to_bits(memory, dtype))
         elif name in task.outputs:
-            arrays[name] = np.full(rows, poison, dtype)
+            count = 1 if name in request.operation.call_outputs else rows
+            arrays[name] = to_bits(np.full(count, poison), dtype)
         else:
             kept = values[name].astype(dtype) if dtype in ("int64", "int32", "uint8", "bool") else values[name]
             arrays[name] = np.ascontiguousarray(kept if dtype != "bfloat16" else to_bits(kept, dtype))
@@ -238,7 +253,7 @@ def run(ask: Ask, request: Request, values: Values, folder: Path, in_place: bool
         if y.ndim == 2:
             assert (y[:, cols:] == poison).all(), "elements past the end of a row are written"
             y = y[:, :cols]
-        found[name] = y.reshape(rows, -1)
+        found[name] = y.reshape(1 if name in request.operation.call_outputs else rows, -1)
     return found
 
 
@@ -294,15 +309,61 @@ def _cells() -> list[Any]:
 @pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize(("strategy", "ask", "dtype", "peel", "terms"), _cells())
 def test_formulas(strategy: str, ask: Ask, dtype: str, peel: bool, terms: bool, folder: Path) -> None:
-    """Every column is the target of a row; one of them is ignored.  Then come targets that are no column."""
+    """Every column is the target of a row; one of them is ignored.  Then come targets that are no column.
+
+    A scalar would be NaN with a target that is no column, so it gets none.
+    """
     cols = STRATEGY_COLS[strategy][not peel]
     every = np.arange(cols) if cols < 100 else np.r_[0:9, 250:264, cols - 9 : cols]
     targets = np.r_[every, -100, -1, cols, 1 << 40].astype(np.int64)
+    targets = every if {*ask.outputs} & {*OPERATIONS[LOSS].call_outputs} else targets
     task = a_task(ask, len(targets), cols, dtype, cols + 1 - cols % 2 if peel else cols)
     request = Request(task, small_plan(strategy, len(targets), cols, dtype, peel, terms))
     values = some_values(ask, task, targets)
     found = run(ask, request, values, folder, in_place="y" in ask.outputs and task.writes_elements and terms)
     check(ask, request, values, found)
+
+
+SCALARS = [
+    Ask(LOSS, ("mean_loss", "y"), ("ignore_index",)),
+    Ask(LOSS, ("mean_loss",), ("weight", "ignore_index")),
+    Ask(LOSS, ("total_loss", "y")),
+]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("ask", SCALARS, ids=str)
+@pytest.mark.parametrize("strategy", PROPOSALS)
+def test_scalars_of_many_rows(strategy: str, ask: Ask, dtype: str, folder: Path) -> None:
+    """Numbers of rows around the ends of the tiles whose losses one block adds; every run gives the same bits."""
+    plan = small_plan(strategy, 1, STRATEGY_COLS[strategy][1], dtype, True, True)
+    tile = source.tile_of_total(Request(a_task(ask, 1, 40, dtype), plan))
+    for rows in (1, tile - 1, tile, 2 * tile + 1) if strategy == "row" else (1, tile + 1):
+        cols = min(STRATEGY_COLS[strategy][1], 48)
+        task = a_task(ask, rows, cols, dtype)
+        request = Request(task, small_plan(strategy, rows, cols, dtype, True, True))
+        values = some_values(ask, task, np.arange(rows) % cols)
+        first = run(ask, request, values, folder)
+        check(ask, request, values, first)
+        again = run(ask, request, values, folder)
+        assert all(np.array_equal(again[name], y, equal_nan=True) for name, y in first.items())
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.parametrize("weight", [(), ("weight",)], ids=str)
+def test_scalars_of_no_loss(weight: tuple[str, ...], folder: Path) -> None:
+    """All rows ignored: 0 / 0 is NaN, as in PyTorch.  A target that is no column, or a NaN, makes the scalar NaN."""
+    cols, ignored = 40, int(NUMBERS["ignore_index"])
+    for scalar, targets in ((TOTAL, [ignored] * 7), ("mean_loss", [ignored] * 7), ("mean_loss", [1, cols, 2])):
+        ask = Ask(LOSS, (scalar, "y"), ("ignore_index", *weight))
+        task = a_task(ask, len(targets), cols, "float32")
+        request = Request(task, small_plan("row", len(targets), cols, "float32", True, True))
+        values = some_values(ask, task, np.array(targets))
+        found = run(ask, request, values, folder)
+        assert found[scalar] == 0 if scalar == TOTAL else np.isnan(found[scalar])
+        if targets[0] == ignored:
+            assert (found["y"] == 0).all()
 
 
 OWNED = [("row", range(1, 44)), ("cluster", range(60, 72)), ("grid", range(600, 606)), ("looped", range(120, 136))]

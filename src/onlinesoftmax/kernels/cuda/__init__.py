@@ -2,7 +2,8 @@
 
 Reading order: numbers.cuh (element types, loads and stores), state.cuh (the recurrence), operands.cuh (operands and
 scores), ops.cuh (the formulas of the operations), levels.cuh (merges), slice.cuh (the part of a row that a group of
-threads holds), then any strategy, which is a page.  source.py and params.py generate the constants and the parameters
+threads holds), then any strategy, which is a page.  total.cuh reduces the losses of a few rows to a scalar, in the kernel
+that computes them; mail.cuh has the messages between blocks.  source.py and params.py generate the constants and the parameters
 of a kernel.
 """
 

@@ -42,6 +42,30 @@ __device__ inline int64 row_offset(const Params& p, const Place& place, int64 ro
     return offset + row * place.strides[DIMS - 1];
 }
 
+// The words by which blocks tell each other about a loss that is reduced to a scalar (total.cuh), one part after another
+// in p.loss_mail.
+struct LossMail {
+    using Word = WordOf<sizeof(ACC)>::type;
+    static constexpr int WIDE_WORDS = sizeof(ACC) / 4;   // of a sum over rows
+    // The divisor of the mean, DIVISORS times, 128 bytes apart: all blocks read it, and one address would be a bottleneck.
+    static constexpr int DIVISOR_WORDS = 16;
+    uint64* divisor;
+    uint64 *counts, *totals;   // sums of the blocks that count, and of the tiles of rows
+    Word* losses;              // of the rows
+
+    __device__ inline explicit LossMail(const Params& p)
+        : divisor(p.loss_mail), counts(divisor + DIVISORS * DIVISOR_WORDS),
+          totals(counts + MOST_COUNTERS * WIDE_WORDS),
+          losses(reinterpret_cast<Word*>(totals + p.rows / TOTAL_TILE * WIDE_WORDS)) {}
+
+    __device__ inline ACC wait_for_divisor() const {
+        ACC x;
+        from_bits(wait_for_word(divisor + blockIdx.x % DIVISORS * DIVISOR_WORDS), x);
+        return x;
+    }
+    __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
+};
+
 // Numbers that are the same for all rows: scale, softcap, 1 / softcap, and the sum of the weights of all classes.
 struct Numbers { ACC scale, cap, inverse_cap, weight_sum; };
 
@@ -241,9 +265,10 @@ struct RowOperands {
     RegisterChunk<1> chosen;
     ACC chosen_weight;   // 1 without weights
 
-    // Loads the target column.  Strategies call this after they have issued the loads of the row, because this load
-    // waits for the target.
+    // Loads the target column, and the gradient of a row of a loss that is reduced to a scalar.  Strategies call this
+    // after they have issued the loads of the row, because these loads wait: for the target, and for the divisor.
     __device__ inline void load_target(const Params& p, const Row& r) {
+        if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / LossMail(p).wait_for_divisor() : 1;
         if constexpr (HAS_TARGET) {
             chosen.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());
             chosen_weight = 1;
