@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from distributed import dtensors, files, processes
+from distributed import benchmark, dtensors, files, processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -54,6 +54,25 @@ def test_processes_share_a_file(check: Callable[[Path], None], tmp_path: Path) -
 
 def test_the_command_line_shares_a_file(tmp_path: Path) -> None:
     processes.as_torchrun(files.the_command_line, 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        benchmark.the_record,
+        benchmark.other_options,
+        benchmark.options_that_do_not_fit,
+        benchmark.wrong_results,
+    ],
+)
+def test_the_benchmark_of_sharded_rows(check: Callable[[Path], None], tmp_path: Path) -> None:
+    processes.as_torchrun(check, 2, tmp_path)
+
+
+def test_the_benchmark_says_how_to_start_it() -> None:
+    code, out, err = benchmark.command()
+    assert (code, out) == (2, "")
+    assert "torchrun --nproc-per-node 2 -m onlinesoftmax bench --suite distributed" in err
 
 
 def test_without_a_group() -> None:
