@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from distributed import benchmark, dtensors, files, processes
+from distributed import benchmark, dtensors, files, gpus, processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -20,11 +20,32 @@ def test_shards_are_as_good_as_whole_rows(cuts: tuple[int, ...], tmp_path: Path)
     processes.run(processes.everything, cuts, tmp_path)
 
 
+def test_two_shards(tmp_path: Path) -> None:
+    """The checks that two GPUs run, with gloo."""
+    processes.run(gpus.everything, (0, 1, 2), tmp_path)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("check", [processes.everything, dtensors.everything])
-def test_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:
+@two_gpus
+def test_shards_on_two_gpus(tmp_path: Path) -> None:
     """The same checks with NCCL."""
+    processes.run(gpus.everything, (0, 1, 2), tmp_path, "nccl")
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
+    processes.run(gpus.compiled_by_inductor, (0, 1, 2), tmp_path, "nccl")
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("check", [processes.everything, dtensors.everything])
+def test_all_options_of_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:
+    """Every combination of the options with NCCL: it compiles a few hundred kernels."""
     processes.run(check, (0, 20, 37), tmp_path, "nccl")
 
 
