@@ -209,6 +209,19 @@ def gradient(
     return dx
 
 
+def probabilities(shard: Shard, m: Tensor, l: Tensor) -> Tensor:
+    """exp(x - m) / l of every local element by a kernel, in the dtype of x, from the states of whole rows.
+
+    This is the gradient of lse with the incoming gradient 1.  A target of -1 is no column, so nothing is added to it.
+    """
+    x, dim, *_ = shard
+    target = torch.full_like(m, -1, dtype=torch.int64)
+    given = {"target": target, "dy": torch.zeros_like(m), "m": m, "l": l, "dlse": torch.ones_like(m)}
+    beside = {name: t.contiguous().unsqueeze(dim) for name, t in given.items()}
+    (y,) = launch(Call(_BACKWARD, x, Settings(dim, x.dtype, choice=shard.choice), None, None, beside), ("y",))
+    return y
+
+
 def _gradient_by_pytorch(shard: Shard, whole: RowStates, entropy: Tensor | None, incoming: Incoming) -> Tensor:
     dim = shard.dim
     z = _scores(shard)

@@ -13,8 +13,8 @@ from ..core.processes import gathered
 from ..torch import eager
 from ..torch.check import checked_dim
 from ..torch.gradients import accumulator_of
-from .local import Shard, Sharded, runs_kernels, states
-from .rows import merge
+from .local import Shard, Sharded, probabilities, runs_kernels, states
+from .rows import RowStates, merge
 from .shards import shards_of
 
 Tensor = torch.Tensor
@@ -29,13 +29,15 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, dim: int, call: Sharded, logarithm: bool) -> Tensor:
         shard = Shard(z.detach(), dim, choice=call.choice)
-        whole = merge(states(shard, runs_kernels(shard)), call.groups)
-        shift = whole.lse.where(whole.has_softmax, torch.nan)
-        y = torch.empty_like(z)
-        wide = accumulator_of(z.dtype, z.dtype)
-        for part, out, lse in _pieces(dim, z, y, shift.unsqueeze(dim)):
-            below = _below(part.to(wide), lse)
-            out.copy_(below if logarithm else below.exp())
+        kernels = runs_kernels(shard)
+        whole = merge(states(shard, kernels), call.groups)
+        if kernels and not logarithm:
+            wide = accumulator_of(z.dtype, z.dtype)
+            # A row with +inf has no softmax, and its l is infinite.
+            l = whole.l.masked_fill(whole.l.isinf(), torch.nan)
+            y = probabilities(shard, whole.m.to(wide), l.to(wide))
+        else:
+            y = _by_pytorch(shard, whole, logarithm)
         dead = (whole.l == 0).unsqueeze(dim) if call.options.zero else None
         if dead is not None:
             y.masked_fill_(dead, 0.0)
@@ -58,6 +60,18 @@ class Softmax(torch.autograd.Function):
             p = part.to(wide)
             found.copy_(out - p.exp() * dot if logarithm else p * (out - dot))
         return dx if dead is None else dx.masked_fill_(dead, 0.0), None, None, None
+
+
+def _by_pytorch(shard: Shard, whole: RowStates, logarithm: bool) -> Tensor:
+    """The local softmax or log-softmax by PyTorch's operations, in pieces."""
+    z, dim = shard.x, shard.dim
+    shift = whole.lse.where(whole.has_softmax, torch.nan)
+    y = torch.empty_like(z)
+    wide = accumulator_of(z.dtype, z.dtype)
+    for part, out, lse in _pieces(dim, z, y, shift.unsqueeze(dim)):
+        below = _below(part.to(wide), lse)
+        out.copy_(below if logarithm else below.exp())
+    return y
 
 
 def _below(z: Tensor, lse: Tensor) -> Tensor:
