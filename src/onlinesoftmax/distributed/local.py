@@ -63,10 +63,18 @@ class Shard(NamedTuple):
     choice: Choice = ANY
 
     @property
+    def nearest(self) -> Tensor:
+        """The local column nearest to the target of each row; there must be a local column."""
+        assert self.target is not None
+        return self.target.clamp(0, self.x.shape[self.dim] - 1)
+
+    @property
     def owned(self) -> Tensor:
         """True for the rows whose target is a local column."""
         assert self.target is not None
-        return (self.target >= 0) & (self.target < self.x.shape[self.dim])
+        return (
+            self.nearest == self.target if self.x.shape[self.dim] else torch.zeros_like(self.target, dtype=torch.bool)
+        )
 
     @property
     def weights(self) -> Any:
@@ -77,7 +85,7 @@ class Shard(NamedTuple):
 class Incoming(NamedTuple):
     """Incoming gradients of the statistics, tensors with one value per row.
 
-    An absent gradient of logprob or lse is zeros; that of the others is None.
+    An absent gradient of logprob is zeros; that of the others is None.
 
     Attributes:
         logprob, lse, entropy: Gradients of these statistics.
@@ -85,7 +93,7 @@ class Incoming(NamedTuple):
     """
 
     logprob: Tensor
-    lse: Tensor
+    lse: Tensor | None
     entropy: Tensor | None
     spread: Tensor | None
 
@@ -166,11 +174,12 @@ def _chosen(shard: Shard) -> Tensor:
     assert target is not None
     if not x.shape[dim]:
         return x.new_zeros(target.shape, dtype=wide)
-    index = target.where(shard.owned, 0).unsqueeze(dim)
+    nearest = shard.nearest
+    index = nearest.unsqueeze(dim)
     if options.mask is not None:
         options = options._replace(mask=options.mask.expand(x.shape).gather(dim, index))
     z: Tensor = eager.scores_of(x.gather(dim, index), dim, options, wide)[0]
-    return z.squeeze(dim).where(shard.owned, 0.0)
+    return z.squeeze(dim).masked_fill(nearest != target, 0.0)
 
 
 def gradient(
@@ -193,14 +202,19 @@ def gradient(
         incoming: The incoming gradients.
         weight_sum: Sum of the weights of all classes; the number of classes if no weights are given.
     """
-    dlse = incoming.lse if incoming.spread is None else incoming.lse + weight_sum * incoming.spread
+    dlse = incoming.lse
+    if incoming.spread is not None:
+        dlse = weight_sum * incoming.spread if dlse is None else dlse + weight_sum * incoming.spread
     if incoming.spread is not None or not kernels:
         return _gradient_by_pytorch(shard, whole, entropy, incoming._replace(lse=dlse))
     x, dim, options, target, *_ = shard
     assert target is not None
     # If another process owns the target, the kernel treats the target as invalid and omits -dlogprob * p.  Subtracting
     # dlogprob from dlse adds that term again.
-    dlse = torch.where(shard.owned, dlse, dlse - incoming.logprob)
+    if dlse is None:
+        dlse = (-incoming.logprob).masked_fill(shard.owned, 0.0)
+    else:
+        dlse = torch.where(shard.owned, dlse, dlse - incoming.logprob)
     given: dict[str, Tensor | None] = {"target": target, "dy": incoming.logprob, "m": whole.m, "l": whole.l}
     given |= {"dlse": dlse, "entropy": None if incoming.entropy is None else entropy, "dentropy": incoming.entropy}
     beside = {name: t.contiguous().unsqueeze(dim) for name, t in given.items() if t is not None}
@@ -225,18 +239,17 @@ def probabilities(shard: Shard, m: Tensor, l: Tensor) -> Tensor:
 def _gradient_by_pytorch(shard: Shard, whole: RowStates, entropy: Tensor | None, incoming: Incoming) -> Tensor:
     dim = shard.dim
     z = _scores(shard)
-    m, l, dy, dlse = (t.to(z.dtype).unsqueeze(dim) for t in (whole.m, whole.l, incoming.logprob, incoming.lse))
+    m, l, dy = (t.to(z.dtype).unsqueeze(dim) for t in (whole.m, whole.l, incoming.logprob))
     below = z - m
     p = below.exp() / l
-    dz = (dlse - dy) * p
+    dz = (-dy if incoming.lse is None else incoming.lse.to(z.dtype).unsqueeze(dim) - dy) * p
     if incoming.entropy is not None and entropy is not None:
         log_p = (below - l.log()).where(p != 0, 0.0)
         dz = dz - incoming.entropy.unsqueeze(dim) * p * (log_p + entropy.unsqueeze(dim))
     if incoming.spread is not None:
         dz = dz - incoming.spread.unsqueeze(dim) * shard.weights
     if shard.target is not None and shard.x.shape[dim]:
-        index = shard.target.where(shard.owned, 0).unsqueeze(dim)
-        dz = dz.scatter_add(dim, index, dy.where(shard.owned.unsqueeze(dim), 0.0))
+        dz = dz.scatter_add(dim, shard.nearest.unsqueeze(dim), dy.where(shard.owned.unsqueeze(dim), 0.0))
     # If all incoming gradients of a row are 0, its gradient is 0, even if its logits hold NaN.
     given = [t for t in incoming if t is not None]
     none = torch.stack([t == 0 for t in given]).all(0).unsqueeze(dim)
