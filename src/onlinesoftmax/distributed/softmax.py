@@ -5,6 +5,7 @@ Forward exchanges one state per row, and backward one number per row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Softmax(torch.autograd.Function):
         wide = accumulator_of(y.dtype, y.dtype)
         dots = torch.zeros([*y.shape[:dim], 1, *y.shape[dim + 1 :]], dtype=torch.float64, device=y.device)
         for part, out, dot in _pieces(dim, y, dy, dots):
-            dot.copy_((out if logarithm else part.to(wide) * out).sum(dim, keepdim=True, dtype=torch.float64))
+            dot.add_((out if logarithm else part.to(wide) * out).sum(dim, keepdim=True, dtype=torch.float64))
         total = gathered(dots, *groups).sum(0).to(wide)
         dx = torch.empty_like(y)
         for part, out, dot, found in _pieces(dim, y, dy, total, dx):
@@ -80,14 +81,21 @@ def _below(z: Tensor, lse: Tensor) -> Tensor:
     return (z - high) - (lse - high.double()).to(z.dtype)
 
 
-def _pieces(dim: int, *tensors: Tensor) -> Any:
-    """Matching pieces of tensors along their first dimension that is not `dim`."""
+def _pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Matching pieces of tensors: slices of their first dimension that is not `dim`, and of `dim` in long rows.
+
+    A tensor with one value per row has size 1 in `dim`; its pieces come again for each slice of the rows.
+    """
     x = tensors[0]
     outer = next((axis for axis in range(x.dim()) if axis != dim), None)
-    if outer is None or not x.numel():
-        return [tensors]
-    step = max(1, PIECE // max(1, x.numel() // x.shape[outer]))
-    return zip(*(t.split(step, outer) for t in tensors), strict=True)
+    rows, cols = 1 if outer is None else x.shape[outer], x.shape[dim]
+    each = max(1, x.numel() // max(1, rows))
+    step, width = max(1, PIECE // each), max(1, cols * PIECE // max(each, PIECE))
+    for row in range(0, rows, step):
+        here = tensors if outer is None else [t.narrow(outer, row, min(step, rows - row)) for t in tensors]
+        for col in range(0, max(1, cols), width):
+            count = min(width, cols - col)
+            yield tuple(t.narrow(dim, col, count) if t.shape[dim] == cols else t for t in here)
 
 
 def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -> Tensor:
