@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable, Mapping
 from math import ceil
@@ -92,7 +93,9 @@ class GroupClock:
                     # `count` of the `most` rounds, evenly spread, so that drift affects all calls alike.
                     if i * counts[name] // most != (i + 1) * counts[name] // most:
                         found[name].append(self._timed(call, flushes[name]))
-            self._synchronize()
+                # A host that runs far ahead, or garbage in cycles, would hold the gradients of many calls.
+                self._synchronize()
+                gc.collect(0)
         if not self._cuda:
             return found
         return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in found.items()}
