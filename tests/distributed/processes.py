@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -217,23 +216,6 @@ def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
         close(found, theirs[tuple(cut)], want[tuple(cut)], 64.0)
 
 
-def softmax_by_kernels(first: int, end: int) -> None:
-    """The kernels write the softmax along any dimension, and that of rows with infinities and NaN."""
-    if not kernels_run():
-        return
-    for shape, dim in (((5, COLS), 1), ((COLS, 5), 0), ((2, COLS, 3), 1)):
-        x = 5 * random(*shape, seed=11)
-        if dim == len(shape) - 1:
-            x[0], x[1, 30], x[2], x[3, 5] = torch.nan, torch.inf, -torch.inf, -torch.inf
-        local, whole = x.narrow(dim, first, end - first).clone().requires_grad_(), x.clone().requires_grad_()
-        ours, want = sharded.softmax(local, dim, backend="triton"), whole.softmax(dim)
-        torch.testing.assert_close(ours, want.narrow(dim, first, end - first), equal_nan=True)
-        dy = random(*shape, seed=12)
-        (found,) = torch.autograd.grad(ours, local, dy.narrow(dim, first, end - first))
-        (dx,) = torch.autograd.grad(want, whole, dy)
-        torch.testing.assert_close(found, dx.narrow(dim, first, end - first), equal_nan=True)
-
-
 def narrow_targets(first: int, end: int) -> None:
     """A target minus the first column of a process may not fit in the dtype of the target."""
     cols = 300 * dist.get_world_size()
@@ -242,24 +224,6 @@ def narrow_targets(first: int, end: int) -> None:
         target = torch.tensor([0, 5, 100, 127, 44, 45], device=device()).to(dtype)
         want = torch.nn.functional.cross_entropy(x, target.long())
         torch.testing.assert_close(sharded.cross_entropy(x[:, first : first + 300], target), want)
-
-
-def long_rows_are_cut_into_pieces(first: int, end: int) -> None:
-    """PyTorch's operations compute a long row in pieces, forward and backward."""
-    # The function of this name hides the module.
-    module = sys.modules["onlinesoftmax.distributed.softmax"]
-    whole, piece = 3 * random(2, COLS, seed=14), module.PIECE
-    want = whole.log_softmax(1)
-    dy = random(2, COLS, seed=15)
-    try:
-        module.PIECE = 7
-        local = whole[:, first:end].clone().requires_grad_()
-        y = sharded.log_softmax(local, 1)
-        (dx,) = torch.autograd.grad(y, local, dy[:, first:end])
-    finally:
-        module.PIECE = piece
-    torch.testing.assert_close(y, want[:, first:end])
-    torch.testing.assert_close(dx, (dy - want.exp() * dy.sum(1, keepdim=True))[:, first:end])
 
 
 def hard_rows_are_those_of_one_process(first: int, end: int) -> None:
@@ -375,7 +339,7 @@ def a_process_dies(first: int, end: int) -> None:
 CHECKS: tuple[Callable[..., Any], ...] = (
     losses_are_those_of_one_process, log_probabilities_are_those_of_one_process,
     softmax_and_its_like_are_those_of_one_process, hard_rows_are_those_of_one_process, one_local_shape_in_two_rows,
-    states_merge_over_processes, softmax_by_kernels, narrow_targets, long_rows_are_cut_into_pieces,
+    states_merge_over_processes, narrow_targets,
 )  # fmt: skip
 
 

@@ -129,8 +129,7 @@ def states(shard: Shard, kernels: bool, entropy: bool = False, weighted: bool = 
         return _states_by_pytorch(shard, entropy, weighted)._replace(chosen=chosen)
     m, l, *rest = launch(_forward_call(shard), ("m", "l", *(("entropy",) if entropy else ())))
     below = l * (l.log() - rest[0]) if rest else None
-    sums = _states_by_pytorch(shard, False, True).weighted if weighted else None
-    return RowStates(m, l, below, sums, chosen)
+    return RowStates(m, l, below, _weighted_sum(shard) if weighted else None, chosen)
 
 
 def _forward_call(shard: Shard) -> Call:
@@ -157,8 +156,17 @@ def _states_by_pytorch(shard: Shard, entropy: bool, weighted: bool) -> RowStates
     return RowStates(
         m.squeeze(dim), terms.sum(dim),
         (below * terms).where(terms != 0, 0.0).sum(dim) if entropy else None,
-        (shard.weights * z).where(torch.as_tensor(shard.weights != 0), 0.0).sum(dim) if weighted else None,
+        _weighted_sum(shard) if weighted else None,
     )  # fmt: skip
+
+
+def _weighted_sum(shard: Shard) -> Tensor:
+    """The sum of the weighted scores; a weight of 0 leaves out its class, even if the score is infinite."""
+    x, dim, (scale, softcap, _, mask, *_), _, weight, _ = shard
+    if weight is None and softcap is None and mask is None:
+        # One read of the shard, and no copy in another dtype.
+        return x.sum(dim, dtype=accumulator_of(x.dtype, x.dtype)) * scale
+    return (shard.weights * _scores(shard)).where(torch.as_tensor(shard.weights != 0), 0.0).sum(dim)
 
 
 def _scores(shard: Shard) -> Tensor:
@@ -205,7 +213,7 @@ def gradient(
     dlse = incoming.lse
     if incoming.spread is not None:
         dlse = weight_sum * incoming.spread if dlse is None else dlse + weight_sum * incoming.spread
-    if incoming.spread is not None or not kernels:
+    if not kernels or (incoming.spread is not None and shard.options.softcap is not None):
         return _gradient_by_pytorch(shard, whole, entropy, incoming._replace(lse=dlse))
     x, dim, options, target, *_ = shard
     assert target is not None
@@ -220,7 +228,11 @@ def gradient(
     beside = {name: t.contiguous().unsqueeze(dim) for name, t in given.items() if t is not None}
     settings = Settings(dim, x.dtype, choice=shard.choice)
     (dx,) = launch(Call(_BACKWARD, x, settings, None if options.plain else options, None, beside), ("y",))
-    return dx
+    if incoming.spread is None:
+        return dx
+    # The kernel does not know the term -dspread * weight: in place, so that nothing of the size of the shard is made.
+    flat = (incoming.spread * options.scale).unsqueeze(dim)
+    return dx.sub_(flat) if shard.weight is None else dx.addcmul_(flat, shard.weights.to(flat.dtype), value=-1)
 
 
 def probabilities(shard: Shard, m: Tensor, l: Tensor) -> Tensor:
