@@ -58,6 +58,8 @@ FRAMEWORKS: dict[str, set[str]] = {
     "kernels.cuda.launch": {"torch"},
     "kernels.cuda.multiply": {"torch"},
     "kernels.cuda.reduction": {"torch"},
+    "bench.sharded": {"torch"},
+    "bench.sharded.*": {"torch"},
     "cli.*": {"typer", "rich"},
 }
 """What modules import when they are imported themselves, beside NumPy; nothing where there is no entry."""
