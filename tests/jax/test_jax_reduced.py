@@ -38,6 +38,19 @@ CASES = [
 def test_scalars_are_as_good_as_in_jax(
     strategy: str | None, shape: tuple[int, int], numbers: str, dtype: str, reduction: str
 ) -> None:
+    check_scalar(strategy, shape, numbers, dtype, reduction)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("cols", [4096, 8185, 128256])
+@pytest.mark.parametrize("strategy", ["cluster", "looped", "split"])
+def test_scalars_on_a_gpu(strategy: str, cols: int, dtype: str) -> None:
+    check_scalar(strategy, (64, cols), "both", dtype, "mean")
+
+
+def check_scalar(strategy: str | None, shape: tuple[int, int], numbers: str, dtype: str, reduction: str) -> None:
+    """The scalar and its gradient are as good as JAX's own."""
     x, target, more = logits(*shape, dtype=dtype), some_ignored(*shape), NUMBERS[numbers]
     counts = np.asarray(target) != IGNORED
     weight = 1 / counts.sum() if reduction == "mean" else 1.0
