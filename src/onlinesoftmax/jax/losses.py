@@ -168,6 +168,7 @@ def _weighted_sums(
 
 
 def _without_empty(rows: Rows, y: Array, l: Array) -> Array:
+    """The losses; with `where`, 0 in a row without a class."""
     return y if rows.options.mask is None else reduced.without_empty(y, l)
 
 
