@@ -52,6 +52,8 @@ FRAMEWORKS: dict[str, set[str]] = {
     "jax.primitives": {"jax"},
     "jax.partitioning": {"jax"},
     "jax.ops": {"jax"},
+    "jax.with_gradient": {"jax"},
+    "jax.reduced": {"jax"},
     "kernels.pallas": {"jax"},
     "kernels.pallas.*": {"jax"},
     "kernels.triton.*": {"torch", "triton"},
