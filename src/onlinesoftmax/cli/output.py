@@ -18,7 +18,7 @@ from ..core.units import duration, size
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["duration", "facts", "fail", "heading", "note", "print_json", "progress_bar", "size", "table"]
+__all__ = ["duration", "facts", "fail", "heading", "note", "print_json", "progress_bar", "size", "table", "warn"]
 
 STYLES = {
     "pass": "green",
@@ -37,6 +37,11 @@ def fail(sentence: object, code: int = 2) -> NoReturn:
 
     print(f"Error: {sentence}", file=sys.stderr)
     raise typer.Exit(code)
+
+
+def warn(sentence: object) -> None:
+    """Print one sentence to stderr and go on."""
+    print(f"Warning: {sentence}", file=sys.stderr)
 
 
 def heading(text: str, first: bool = False) -> None:
