@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
 from typing import Any, TypeVar
 
+from ..core.task import ITEMSIZE
 from ..planner.plan import Plan, Price
 from ..planner.proposal import Blocks, Threads, Traffic
-from .cases import Case
+from .cases import MEASURED, Case, known
 from .timing import Against, Times
 
 T = TypeVar("T")
@@ -137,6 +138,10 @@ class CaseResult:
         Raises:
             ValueError: no such case can be measured.
         """
+        known("operation", [recorded["operation"]], MEASURED)
+        known("dtype", [recorded["dtype"]], ITEMSIZE)
+        if recorded["dim"] >= len(recorded["shape"]):
+            raise ValueError(f"dim {recorded['dim']} is out of range for the shape {recorded['shape']}")
         case = _made(
             Case, recorded, shape=tuple(recorded["shape"]), fused=tuple(recorded.get("fused", ()))
         )  # fmt: skip

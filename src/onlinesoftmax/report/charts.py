@@ -45,14 +45,14 @@ def _by_length(**more: Any) -> Any:
     import altair as alt
 
     powers = [1 << k for k in range(31)]
-    axis = alt.Axis(labelExpr=LENGTH, title="row length", values=powers, labelOverlap="greedy", grid=False,
+    axis = alt.Axis(labelExpr=LENGTH, title="row length", values=powers, labelOverlap="parity", grid=False,
                     labelSeparation=4, tickColor="transparent")  # fmt: skip
     return alt.X("cols:Q", scale=alt.Scale(type="log", base=2, nice=False, padding=8, **more), axis=axis)
 
 
 def _finished(chart: Any, height: int) -> dict[str, Any]:
     """The specification of a chart that is as wide as its place on the page."""
-    room = {"left": 0, "right": 14, "top": 4, "bottom": 0}
+    room = {"left": 0, "right": 14, "top": 4, "bottom": 6}
     document: dict[str, Any] = chart.properties(width="container", height=height, padding=room).to_dict()
     # The bundle has one version of Vega-Lite, and the address of its schema would be the only one on the page.
     for name in ("config", "$schema"):
@@ -77,7 +77,7 @@ def measured(measure: str) -> dict[str, Any]:
         y=alt.Y(f"{measure}:Q", title=label, scale=alt.Scale(type="log") if scale == "log" else alt.Scale(zero=True),
                 axis=alt.Axis(format=form, tickCount=6)),
         color=alt.Color("who:N", scale=alt.Scale(domain=list(LIBRARIES), range=colors),
-                        legend=alt.Legend(title=None, orient="bottom", columns=4, values=alt.ExprRef("shown"))),
+                        legend=alt.Legend(title=None, orient="bottom", columns=5, values=alt.ExprRef("shown"))),
         opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
     )  # fmt: skip
     titles = {"who:N": "library", "shape:N": "shape", "plan:N": "plan", "us:Q": "µs", "gbps:Q": "GB/s",
@@ -134,7 +134,7 @@ def blocks() -> dict[str, Any]:
 
     parts = alt.Chart(alt.NamedData("parts")).encode(
         x=alt.X("begin:Q", axis=None, scale=alt.Scale(domain=[0, 1])),
-        y=alt.Y("line:O", axis=alt.Axis(title=None, domain=False, ticks=False, labelLimit=90), sort=None),
+        y=alt.Y("line:O", axis=alt.Axis(title=None, domain=False, ticks=False, labelPadding=8), sort=None),
     )  # fmt: skip
     rects = parts.transform_filter("datum.block").mark_rect(cornerRadius=2, stroke=GREY, strokeWidth=0.5).encode(
         x2="end:Q",

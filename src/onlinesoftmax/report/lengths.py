@@ -36,27 +36,34 @@ def lengths(unaligned: bool = False) -> tuple[int, ...]:
 def cliffs(listed: Iterable[int], kind: Callable[[int], T]) -> list[tuple[int, int]]:
     """The cliffs between neighbours of a list of lengths, each as the last length before it and the first behind it.
 
-    Bisection in steps of STEP elements finds one change between two listed lengths of different kinds.  A kind that
-    comes and goes between two listed lengths is not found.
+    Bisection in steps of STEP elements finds the changes between two listed lengths of different kinds.  A kind that
+    comes and goes between two lengths of the same kind is not found.
 
     Args:
         listed: Row lengths in rising order; neighbours from STEP on differ by multiples of STEP.
         kind: The kind of plan for a length.
 
     Example:
-        >>> cliffs([8, 64, 128], lambda n: n > 100)
-        [(96, 104)]
+        >>> cliffs([8, 64, 128], lambda n: (n > 66) + (n > 100))
+        [(64, 72), (96, 104)]
     """
     found = []
-    for below, above in pairwise(listed):
-        if kind(below) == kind(above):
-            continue
-        low, high = below, above
-        while high - low > STEP:
-            middle = low + (high - low) // (2 * STEP) * STEP
-            if kind(middle) == kind(below):
-                low = middle
-            else:
-                high = middle
-        found.append((low, high))
+    for low, above in pairwise(listed):
+        # A third kind may lie between two others, so the search goes on behind each cliff.
+        begin = low
+        while kind(begin) != kind(above):
+            found.append(_first_change(begin, above, kind))
+            begin = found[-1][1]
     return found
+
+
+def _first_change(low: int, high: int, kind: Callable[[int], T]) -> tuple[int, int]:
+    """Two lengths one step apart between two of different kinds: the last of the lower kind, and the next one."""
+    before = kind(low)
+    while high - low > STEP:
+        middle = low + (high - low) // (2 * STEP) * STEP
+        if kind(middle) == before:
+            low = middle
+        else:
+            high = middle
+    return low, high

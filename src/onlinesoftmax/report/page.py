@@ -8,6 +8,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -52,19 +53,17 @@ def page(
         progress: Called with the number of combinations that are planned, and the number of all.
 
     Example:
-        >>> few = Choices(["h200"], ["softmax"], [], ["float32"], [1], ["torch"])
+        >>> few = Choices(["a100"], ["softmax"], [], ["float32"], [1], ["jax"])
         >>> page([], few).splitlines()[0]
         '<!DOCTYPE html>'
     """
     import jinja2
-    import vl_convert
 
     shown = [series(record) for record in records]
     losses = [place for place, record in enumerate(shown) if record["gradients"]]
     plans = planned(choices.combinations(), progress)
     plans["arguments"] = {name: _argument(name) for name in SCORE_OPTIONS}
     data = {"records": shown, "plans": plans, "specs": charts.specifications(), "levels": LEVELS}
-    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     templates = jinja2.Environment(
         loader=jinja2.FunctionLoader(_template), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -73,9 +72,17 @@ def page(
         version=__version__, commit=git_state()["commit"][:12], date=_today(), records=shown, left_out=left_out,
         devices=_devices(shown), default=_default(records, range(len(records))), losses=losses,
         default_loss=_default(records, losses), step=STEP, longest=LONGEST, own_tables=_own_tables(choices),
-        css=trusted(_template("page.css")), data=_packed(data), library=trusted(_script(library)),
+        css=trusted(_template("page.css")), data=_packed(data), library=trusted(_script(_library())),
         scripts=[trusted(_script(_template(name))) for name in SCRIPTS],
     )  # fmt: skip
+
+
+@cache
+def _library() -> str:
+    """The program of the charts: Vega, Vega-Lite and Vega-Embed."""
+    import vl_convert
+
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def _template(name: str) -> str:

@@ -129,7 +129,7 @@ def _record(path: Path, content: Any) -> Record:
     for i, case in enumerate(content["cases"]):
         try:
             results.append(CaseResult.of(case, framework))
-        except (ValueError, IndexError) as error:
+        except ValueError as error:
             raise RecordError(f"{path}: field cases[{i}]: {error}") from None
     return Record(path.name, content, results)
 

@@ -22,13 +22,7 @@ def series(record: Record) -> dict[str, Any]:
         if found.skipped is None:
             panels.setdefault(title(found), []).extend(_points(found))
     for points in panels.values():
-        most = {point["cols"]: 0 for point in points}
-        for point in points:
-            most[point["cols"]] = max(most[point["cols"]], point["rows"])
-        for point in points:
-            # Lines join the cases with the most rows of each length.  Unaligned rows are points: a line through 1023,
-            # 1024 and 1025 columns would be a zigzag.
-            point["joined"] = point["rows"] == most[point["cols"]] and point["cols"] % STEP == 0
+        _join(points)
     header, rows = record.table
     return {
         "name": record.name,
@@ -41,6 +35,19 @@ def series(record: Record) -> dict[str, Any]:
         "header": header,
         "rows": rows,
     }
+
+
+def _join(points: list[dict[str, Any]]) -> None:
+    """Mark the points that lines join: of the cases of each length, the one with the most rows.
+
+    Unaligned rows and strided rows are points alone: a line through 1023, 1024 and 1025 columns would be a zigzag.
+    """
+    most: dict[int, tuple[int, str]] = {}
+    for point in points:
+        if point["cols"] % STEP == 0 and " dim " not in point["shape"]:
+            most[point["cols"]] = max(most.get(point["cols"], (0, "")), (point["rows"], point["shape"]))
+    for point in points:
+        point["joined"] = most.get(point["cols"]) == (point["rows"], point["shape"])
 
 
 def title(found: CaseResult) -> str:
@@ -65,7 +72,8 @@ def _points(found: CaseResult) -> list[dict[str, Any]]:
     if found.copy is not None:
         points.append(common | {"who": COPY, "us": _digits(found.copy.median_us), "gbps": _digits(found.copy_gbps),
                                 "ratio": 1.0})  # fmt: skip
-    for result in found.results:
+    # What is drawn last lies on top.
+    for result in sorted(found.results, key=lambda result: result.who == "ours"):
         if result.times is not None:
             points.append(common | _point(result))
     return points

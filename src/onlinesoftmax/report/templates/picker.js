@@ -172,6 +172,17 @@ class Picker {
     this.chart("blocks", { parts: parts.parts });
   }
 
+  // Puts the slider under the axis: its thumb stands below the length on the chart.
+  align() {
+    const { view } = drawn.get(byId("lengths")).result;
+    const scale = view.scale("x"), begin = view.origin()[0] + scale(1);
+    byId("length").style.marginLeft = `${begin - THUMB / 2}px`;
+    byId("length").style.width = `${scale(2 ** 30) - scale(1) + THUMB}px`;
+    if (this.aligned === view) return;
+    this.aligned = view;
+    view.addResizeListener(() => view.runAfter(() => this.align()));
+  }
+
   // Charts are drawn one after another; while one is drawn, only the newest data wait.
   async chart(name, data) {
     this.waiting ??= {};
@@ -184,14 +195,18 @@ class Picker {
       await redraw(byId(name), this.specs[name], latest);
     } while (this.waiting[name] !== latest);
     delete this.waiting[name];
+    if (name === "lengths") this.align();
   }
 }
+
+const THUMB = 16;
 
 const MOST_DRAWN = 8;
 
 // The parts of two rows, or of the rows of two programs.
 function drawing(rows, programs, tiles, [registers, shared], all) {
   const parts = [], count = Math.min(programs, MOST_DRAWN);
+  const capital = (text) => text[0].toUpperCase() + text.slice(1);
   const several = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
   const part = (line, begin, end, block, shade, words) => parts.push({ line, begin, end, block, shade, words });
   const name = (line, begin, end, label, inside) => parts.push({ line, begin, middle: (begin + end) / 2, label, inside });
@@ -226,5 +241,5 @@ function drawing(rows, programs, tiles, [registers, shared], all) {
   const who = programs > 1 ? `${several(programs, "block")} share a row` : rows > 1 ? `up to ${several(rows, "row")} in a block` : "a block for each row";
   const shades = held.filter(([share]) => share >= 0.0005).map(([, shade, word]) => `${{ 1: "dark", 0.65: "medium", 0.35: "light" }[shade]}: ${word}`);
   const many = tiles > 1 ? `, in ${several(tiles, "tile")}` : "";
-  return { parts, legend: `${who[0].toUpperCase()}${who.slice(1)}${many}. ${shades.join(" · ")}.` };
+  return { parts, legend: `${capital(who)}${many}. ${capital(shades.join(" · "))}.` };
 }
