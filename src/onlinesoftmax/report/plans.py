@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -47,7 +46,7 @@ def without_length(reason: str, cols: int) -> str:
     >>> without_length("a row of 64 columns fits the registers of 64 threads", 64)
     'a row of {n} columns fits the registers of 64 threads'
     """
-    return re.sub(rf"(rows? of) {cols}\b", r"\1 {n}", reason)
+    return reason.replace(f" of {cols} ", " of {n} ")
 
 
 def answer_of(explanation: Explanation) -> Answer:
