@@ -90,7 +90,9 @@ def measured(measure: str) -> dict[str, Any]:
     layers = [lines, dots]
     if measure == "error":
         allowed = base.transform_filter("isValid(datum.allowed) && datum.allowed > 0 && datum.who === 'ours'")
-        layers.append(allowed.mark_tick(thickness=2, color=GREY, width=10).encode(y="allowed:Q", color=alt.value(GREY)))
+        layers.append(
+            allowed.mark_tick(thickness=2, orient="horizontal", size=14).encode(y="allowed:Q", color=alt.value(GREY))
+        )
     shown = alt.param(name="shown", value=list(LIBRARIES))
     return _finished(alt.layer(*layers).add_params(clicked, shown), 230)
 

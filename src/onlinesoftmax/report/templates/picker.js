@@ -233,13 +233,13 @@ function drawing(rows, programs, tiles, [registers, shared], all) {
       for (let i = 0; i < count; i++) {
         const left = programs > count && i === count - 2, last = i === count - 1;
         const block = line * programs + (last ? programs - 1 : i);
-        if (left) name(`row ${line}`, i / count, (i + 1) / count, `… ${programs - count + 1} more`, false);
+        if (left) name(`row ${line}`, i / count, (i + 1) / count, "…", false);
         else slice(`row ${line}`, i / count, (i + 1) / count, `block ${block}`, count > 4 ? `${block}` : `block ${block}`);
       }
     }
   }
   const who = programs > 1 ? `${several(programs, "block")} share a row` : rows > 1 ? `up to ${several(rows, "row")} in a block` : "a block for each row";
-  const shades = held.filter(([share]) => share >= 0.0005).map(([, shade, word]) => `${{ 1: "dark", 0.65: "medium", 0.35: "light" }[shade]}: ${word}`);
+  const shades = held.filter(([share]) => share >= 0.0005).map(([, shade, word]) => `${{ 1: "strong", 0.65: "medium", 0.35: "pale" }[shade]}: ${word}`);
   const many = tiles > 1 ? `, in ${several(tiles, "tile")}` : "";
   return { parts, legend: `${capital(who)}${many}. ${capital(shades.join(" · "))}.` };
 }
