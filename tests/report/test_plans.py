@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from onlinesoftmax.planner.plan import Plan
 from onlinesoftmax.report.combinations import PLAIN, Choices, Combination
 from onlinesoftmax.report.home import LEVELS, home_of
 from onlinesoftmax.report.lengths import LONGEST, STEP, cliffs, lengths
+from onlinesoftmax.report.plans import planned
+from onlinesoftmax.report.stored import own_table
 
 
 def families(data: Any) -> list[tuple[Combination, bool, Any]]:
@@ -156,3 +160,17 @@ def test_the_home_of_a_row_holds_all_of_it(shape: tuple[int, int], operation: st
         assert re.search(r"read (once|twice)", home.words[-1])
         if plan.reads > 1:
             assert home.shares[0] + home.shares[1] < 1, "a row that is held is read once"
+
+
+def test_stored_answers_are_those_that_were_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onlinesoftmax.core.cache.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("onlinesoftmax.report.stored.cache_folder", lambda: tmp_path)
+    tmp_path.chmod(0o700)
+    few = Choices(["a100"], ["softmax"], [], ["float32"], [1], ["jax"]).combinations()
+    computed = planned(few)
+    monkeypatch.setattr("onlinesoftmax.report.plans.answers_of", None)
+    assert json.dumps(planned(few)) == json.dumps(computed)
+    # A new table of this machine for the GPU makes the stored answers those of another planner.
+    own_table("a100").write_text("{}")
+    with pytest.raises(TypeError):
+        planned(few)

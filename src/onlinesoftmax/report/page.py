@@ -14,10 +14,7 @@ from typing import Any
 
 from .. import __version__
 from ..bench.report import git_state
-from ..core.cache import cache_folder
-from ..core.device import known
 from ..core.options import SCORE_OPTIONS
-from ..planner.measured import slug
 from . import charts
 from .combinations import Choices
 from .home import LEVELS
@@ -25,6 +22,7 @@ from .lengths import LONGEST, STEP
 from .plans import planned
 from .records import Record
 from .series import series
+from .stored import own_table
 
 NEEDED = {"altair": "altair", "jinja2": "jinja2", "jsonschema": "jsonschema", "vl_convert": "vl-convert-python"}
 """Modules that a report needs, and their packages."""
@@ -126,4 +124,4 @@ def _default(records: Sequence[Record], places: Sequence[int]) -> int | None:
 
 def _own_tables(choices: Choices) -> bool:
     """True where a table that was made on this machine takes part in the plans."""
-    return any((cache_folder() / f"{slug(known(gpu).name)}.json").is_file() for gpu in choices.gpus)
+    return any(own_table(gpu).is_file() for gpu in choices.gpus)

@@ -15,6 +15,7 @@ from typing import Any
 from ..explanation import Explanation
 from ..planner.facts import plan_facts
 from ..planner.plan import Plan, Refusal
+from . import stored
 from .combinations import Combination
 from .home import home_of
 from .lengths import cliffs, lengths
@@ -46,7 +47,7 @@ def without_length(reason: str, cols: int) -> str:
     >>> without_length("a row of 64 columns fits the registers of 64 threads", 64)
     'a row of {n} columns fits the registers of 64 threads'
     """
-    return reason.replace(f" of {cols} ", " of {n} ")
+    return reason.replace(f"row of {cols} ", "row of {n} ").replace(f"rows of {cols} ", "rows of {n} ")
 
 
 def answer_of(explanation: Explanation) -> Answer:
@@ -105,12 +106,24 @@ def planned(combinations: Sequence[Combination], progress: Callable[[int, int], 
     texts = Texts()
     plans: list[dict[str, Any]] = []
     places: dict[str, int] = {}
-    for group, found in zip(groups.values(), _each([group[0] for group in groups.values()]), strict=True):
+    for group, found in zip(groups.values(), _stored_or_new([group[0] for group in groups.values()]), strict=True):
         places |= {" ".join(map(str, combination)): len(plans) for combination in group}
         plans.append({name: _packed(family, texts) for name, family in found.items()})
         if progress:
             progress(len(plans), len(groups))
     return {"texts": texts.as_list(), "plans": plans, "combinations": places}
+
+
+def _stored_or_new(combinations: Sequence[Combination]) -> Iterator[dict[str, Any]]:
+    """The answers of each combination, in order; those that an earlier report computed are not computed again."""
+    known, keys = stored.load(), stored.keys(combinations)
+    new = _each([combination for combination, key in zip(combinations, keys, strict=True) if key not in known])
+    found = {}
+    for key in keys:
+        found[key] = known[key] if key in known else next(new)
+        yield found[key]
+    if found.keys() - known.keys():
+        stored.store(known | found)
 
 
 def _each(combinations: Sequence[Combination]) -> Iterator[dict[str, Any]]:
@@ -133,7 +146,7 @@ def _packed_answer(answer: Answer, texts: Texts) -> list[Any]:
     facts = [texts(part) for pair in answer["facts"] for part in pair]
     others: Iterable[int] = (texts(part) for name, why in answer["others"] for part in (name, *_cut(why)))
     return [
-        answer["cols"], texts(answer["plan"]), texts(answer["reason"]), texts(answer["home"]), answer["bytes"],
+        answer["cols"], texts(answer["plan"]), texts(answer["reason"]), texts(tuple(answer["home"])), answer["bytes"],
         _short(answer["floor_us"]), _short(answer["estimate_us"]), facts, list(others),
     ]  # fmt: skip
 
