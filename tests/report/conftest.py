@@ -12,13 +12,8 @@ from typing import Any
 import pytest
 from made_records import record
 
-pytest.importorskip("altair", reason="a report needs altair")
-pytest.importorskip("jinja2", reason="a report needs jinja2")
-pytest.importorskip("jsonschema", reason="a report needs jsonschema")
-pytest.importorskip("vl_convert", reason="a report needs vl_convert")
-
 from onlinesoftmax.report.combinations import Choices
-from onlinesoftmax.report.page import page
+from onlinesoftmax.report.page import NEEDED, page
 from onlinesoftmax.report.records import read
 
 FEW = Choices(["h200"], ["softmax"], ["softmax"], ["bfloat16"], [4096], ["torch", "jax"])
@@ -26,6 +21,8 @@ FEW = Choices(["h200"], ["softmax"], ["softmax"], ["bfloat16"], [4096], ["torch"
 
 @pytest.fixture(scope="session")
 def html(tmp_path_factory: pytest.TempPathFactory) -> str:
+    for module in NEEDED:
+        pytest.importorskip(module, reason=f"a report needs {module}")
     folder = tmp_path_factory.mktemp("records")
     (folder / "softmax.json").write_text(json.dumps(record()))
     loss = record("cross_entropy", date="2026-01-01T00:00:00+00:00")

@@ -199,6 +199,7 @@ def test_every_input_has_a_label(visit: Callable[..., Any], page_file: Path) -> 
     assert tab.get_attribute("#answer", "aria-live") == "polite"
 
 
+@pytest.mark.usefixtures("html")
 def test_without_records_the_page_has_the_picker_alone(visit: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(make_page([], Choices(["a100"], ["softmax"], [], ["float32"], [1], ["jax"])))

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from made_records import record
 
+pytest.importorskip("jsonschema", reason="the records are checked with jsonschema")
+
 from onlinesoftmax.bench.result import CaseResult
 from onlinesoftmax.report.records import read
 from onlinesoftmax.report.series import series
