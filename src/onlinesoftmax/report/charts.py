@@ -102,9 +102,8 @@ def lengths() -> dict[str, Any]:
     import altair as alt
 
     whole = _by_length(domain=[1, 1 << 30])
-    plans = alt.Color(
-        "plan:N", scale=alt.Scale(range=list(COLORS)), legend=alt.Legend(title=None, orient="top", offset=22)
-    )
+    legend = alt.Legend(title=None, orient="top", offset=22)
+    plans = alt.Color("plan:N", scale=alt.Scale(range=list(COLORS)), legend=legend)
     speed = alt.Y("gbps:Q", title="estimated GB/s", scale=alt.Scale(zero=True, domainMin=0),
                   axis=alt.Axis(minExtent=AXIS_WIDTH, maxExtent=AXIS_WIDTH, format="~s", tickCount=4))  # fmt: skip
     band = alt.Chart(alt.NamedData("pieces")).mark_rect().encode(
