@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("",),
     ("verify",),
     ("bench",),
+    ("report",),
     ("cli",),
     ("__main__",),
 )
