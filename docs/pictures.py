@@ -13,11 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-GREY = "#808890"
-"""Colour of text and lines: it is legible on a light page and on a dark one."""
-
-COLORS = ("#4c8dd6", "#e0913a", "#58a866", "#c05a8c", "#8a74c9", "#4fb0b5", "#c9a93b", "#b5694f")
-"""Colours of blocks."""
+from onlinesoftmax.report.charts import COLORS, GREY
 
 WIDTH = 16
 """Columns of a drawn row."""

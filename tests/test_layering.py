@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("",),
     ("verify",),
     ("bench",),
+    ("report",),
     ("cli",),
     ("__main__",),
 )
@@ -52,12 +53,16 @@ FRAMEWORKS: dict[str, set[str]] = {
     "jax.primitives": {"jax"},
     "jax.partitioning": {"jax"},
     "jax.ops": {"jax"},
+    "jax.with_gradient": {"jax"},
+    "jax.reduced": {"jax"},
     "kernels.pallas": {"jax"},
     "kernels.pallas.*": {"jax"},
     "kernels.triton.*": {"torch", "triton"},
     "kernels.cuda.launch": {"torch"},
     "kernels.cuda.multiply": {"torch"},
     "kernels.cuda.reduction": {"torch"},
+    "bench.sharded": {"torch"},
+    "bench.sharded.*": {"torch"},
     "cli.*": {"typer", "rich"},
 }
 """What modules import when they are imported themselves, beside NumPy; nothing where there is no entry."""

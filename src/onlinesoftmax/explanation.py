@@ -10,13 +10,13 @@ from .core.device import Device, known
 from .core.operations import OPERATIONS
 from .core.options import ScoreOptions, checked_options
 from .core.problem import Problem
-from .core.task import ITEMSIZE, Choice, Flags, Task, TensorSpec, contiguous_spec, row_spec, task_of
+from .core.task import ANY, ITEMSIZE, Choice, Flags, Task, TensorSpec, contiguous_spec, row_spec, task_of
 from .jax.device import from_jax
 from .kernels import registry
 from .kernels.report import Kernel
 from .kernels.request import Request
 from .planner import measured
-from .planner.plan import Plan, Refusal, alternatives, plan
+from .planner.plan import Plan, Refusal, alternatives, best, plan
 from .planner.strategies import FOR_JAX, TABLE
 from .torch.device import from_torch, here
 
@@ -243,8 +243,11 @@ def _of_task(
     """The plan for a task, and why."""
     problem = Problem.of(task, choice.batch_invariant)
     table = measured.table_for(machine)
-    chosen = plan(problem, machine, choice, unavailable, table, strategies)
     every = alternatives(problem, machine, unavailable=unavailable, table=table, strategies=strategies)
+    plans = [option for option in every if isinstance(option, Plan)]
+    # Without a forced choice, the plan is among the alternatives, and need not be made twice.
+    among = choice == ANY and plans
+    chosen = best(plans) if among else plan(problem, machine, choice, unavailable, table, strategies)
     others = [option for option in every if _pair(option) != _pair(chosen)]
     others.sort(key=lambda o: o.estimate_us if isinstance(o, Plan) else float("inf"))
     return Explanation(task, problem, machine, chosen, tuple(others))

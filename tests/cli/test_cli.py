@@ -23,7 +23,7 @@ from onlinesoftmax.core.operations import FORWARD, OPERATIONS
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.registry import unavailable
 
-COMMANDS = ("doctor", "verify", "bench", "explain", "apply")
+COMMANDS = ("doctor", "verify", "bench", "explain", "apply", "report")
 
 # Help, version, start-up
 

@@ -216,6 +216,16 @@ def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
         close(found, theirs[tuple(cut)], want[tuple(cut)], 64.0)
 
 
+def narrow_targets(first: int, end: int) -> None:
+    """A target minus the first column of a process may not fit in the dtype of the target."""
+    cols = 300 * dist.get_world_size()
+    x, first = random(6, cols, seed=13), 300 * dist.get_rank()
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        target = torch.tensor([0, 5, 100, 127, 44, 45], device=device()).to(dtype)
+        want = torch.nn.functional.cross_entropy(x, target.long())
+        torch.testing.assert_close(sharded.cross_entropy(x[:, first : first + 300], target), want)
+
+
 def hard_rows_are_those_of_one_process(first: int, end: int) -> None:
     """Ignored rows with NaN, an infinite score, a row of only -inf, targets out of range, K-dimensional input."""
     x = random(7, COLS, seed=7)
@@ -329,7 +339,7 @@ def a_process_dies(first: int, end: int) -> None:
 CHECKS: tuple[Callable[..., Any], ...] = (
     losses_are_those_of_one_process, log_probabilities_are_those_of_one_process,
     softmax_and_its_like_are_those_of_one_process, hard_rows_are_those_of_one_process, one_local_shape_in_two_rows,
-    states_merge_over_processes,
+    states_merge_over_processes, narrow_targets,
 )  # fmt: skip
 
 

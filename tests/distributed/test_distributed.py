@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from distributed import dtensors, files, processes
+from distributed import benchmark, dtensors, files, gpus, passes, processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -20,11 +20,37 @@ def test_shards_are_as_good_as_whole_rows(cuts: tuple[int, ...], tmp_path: Path)
     processes.run(processes.everything, cuts, tmp_path)
 
 
+@pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
+def test_the_passes_over_a_shard(cuts: tuple[int, ...], tmp_path: Path) -> None:
+    processes.run(passes.everything, cuts, tmp_path)
+
+
+def test_two_shards(tmp_path: Path) -> None:
+    """The checks that two GPUs run, with gloo."""
+    processes.run(gpus.everything, (0, 1, 2), tmp_path)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("check", [processes.everything, dtensors.everything])
-def test_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:
+@two_gpus
+def test_shards_on_two_gpus(tmp_path: Path) -> None:
     """The same checks with NCCL."""
+    processes.run(gpus.everything, (0, 1, 2), tmp_path, "nccl")
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
+    processes.run(gpus.compiled_by_inductor, (0, 1, 2), tmp_path, "nccl")
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("check", [processes.everything, dtensors.everything, passes.everything])
+def test_all_options_of_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:
+    """Every combination of the options with NCCL: it compiles a few hundred kernels."""
     processes.run(check, (0, 20, 37), tmp_path, "nccl")
 
 
@@ -54,6 +80,25 @@ def test_processes_share_a_file(check: Callable[[Path], None], tmp_path: Path) -
 
 def test_the_command_line_shares_a_file(tmp_path: Path) -> None:
     processes.as_torchrun(files.the_command_line, 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        benchmark.the_record,
+        benchmark.other_options,
+        benchmark.options_that_do_not_fit,
+        benchmark.wrong_results,
+    ],
+)
+def test_the_benchmark_of_sharded_rows(check: Callable[[Path], None], tmp_path: Path) -> None:
+    processes.as_torchrun(check, 2, tmp_path)
+
+
+def test_the_benchmark_says_how_to_start_it() -> None:
+    code, out, err = benchmark.command()
+    assert (code, out) == (2, "")
+    assert "torchrun --nproc-per-node 2 -m onlinesoftmax bench --suite distributed" in err
 
 
 def test_without_a_group() -> None:

@@ -81,4 +81,5 @@ def test_every_command_is_shown() -> None:
         "bench",
         "tune",
         "apply",
+        "report",
     }

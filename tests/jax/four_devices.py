@@ -267,3 +267,49 @@ def test_nothing_of_the_size_of_a_shard_is_kept_in_float32() -> None:
         large = {t.dtype.name for t in jax.tree.leaves(kept) if t.size >= a["x"].size}
         assert "bfloat16" in large
         assert large <= {"bfloat16", "bool"}, name
+
+
+@pytest.mark.parametrize("forced", [{}, KERNEL], ids=["xla", "kernel"])
+@pytest.mark.parametrize("spec", [P("d"), P("d", "v")], ids=str)
+def test_a_scalar_loss_under_jit_is_over_the_rows_of_all_devices(forced: dict[str, str], spec: P) -> None:
+    """Neither the logits nor the gradient leaves its device."""
+    x, target = logits(ROWS, 128), classes(ROWS, cols=128).at[:3].set(7)
+
+    def loss(x: Any, target: Any, **more: Any) -> Any:
+        return osj.cross_entropy(x, target, reduction="mean", ignore_index=7, softcap=9.0, scale=0.5, **more)
+
+    whole = jax.value_and_grad(loss)(x, target)
+    place = [NamedSharding(mesh_of(2, 2), s) for s in (spec, P(spec[0]))]
+    cut = [jax.device_put(t, s) for t, s in zip((x, target), place, strict=True)]
+    program = jax.jit(jax.value_and_grad(partial(loss, **forced))).lower(*cut).compile()
+    y, dx = program(*cut)
+    np.testing.assert_allclose(y, whole[0], rtol=1e-6)
+    np.testing.assert_allclose(dx, whole[1], atol=1e-7)
+    assert dx.sharding.is_equivalent_to(place[0], 2)
+    assert_small_exchanges(program, 4 * 4 * ROWS)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_scalar_loss_inside_shard_map_is_over_the_rows_of_one_device(kind: AxisType) -> None:
+    x, target = logits(ROWS, 128), classes(ROWS, cols=128).at[:3].set(7)
+    mesh = mesh_of(2, 2, kind=kind)
+
+    def loss(x: Any, target: Any, **more: Any) -> Any:
+        return osj.cross_entropy(x, target, ignore_index=7, **more)
+
+    def by_sums(x: Any, target: Any, **more: Any) -> Any:
+        total = loss(x, target, reduction="sum", **more)
+        return jax.lax.psum(total, "d") / jax.lax.psum(jnp.sum(target != 7), "d")
+
+    whole = jax.value_and_grad(partial(loss, reduction="mean"))(x, target)
+    for more, spec in (({}, P("d")), (KERNEL, P("d")), ({"axis_name": "v"}, P("d", "v"))):
+        for checked in (True, False):
+            f = partial(jax.shard_map, mesh=mesh, in_specs=(spec, P("d")), check_vma=checked)
+            cut = [jax.device_put(t, NamedSharding(mesh, s)) for t, s in ((x, spec), (target, P("d")))]
+            y, dx = jax.jit(jax.value_and_grad(f(partial(by_sums, **more), out_specs=P())))(*cut)
+            np.testing.assert_allclose(y, whole[0], rtol=1e-6)
+            np.testing.assert_allclose(dx, whole[1], atol=1e-7)
+        of_part = f(lambda x, t, more=more: loss(x, t, reduction="mean", **more)[None], out_specs=P("d"))
+        half = ROWS // 2
+        parts = [loss(x[i : i + half], target[i : i + half], reduction="mean") for i in (0, half)]
+        np.testing.assert_allclose(jax.jit(of_part)(*cut), jnp.stack(parts), rtol=1e-6)

@@ -19,11 +19,14 @@ import onlinesoftmax as osm
 from onlinesoftmax import verify as verification
 from onlinesoftmax.bench.arrays import JaxNN, OursInJax
 from onlinesoftmax.bench.cases import Case
+from onlinesoftmax.bench.inputs import make_inputs
+from onlinesoftmax.bench.planned import planned
 from onlinesoftmax.bench.run import CaseResult, run
 from onlinesoftmax.bench.timing import CpuClock
 from onlinesoftmax.cli import build
+from onlinesoftmax.core.device import known
 from onlinesoftmax.core.operations import OPERATIONS
-from onlinesoftmax.jax import bridge
+from onlinesoftmax.jax import bridge, device, functions
 
 CPU = torch.device("cpu")
 FORWARD = ("softmax", "log_softmax", "logsumexp")
@@ -80,6 +83,26 @@ def test_ours_and_theirs_are_right(case: Case) -> None:
     assert ours.plan.backend == "eager"
     assert ours.of_copy is not None
     assert found.within_cpu_bound is None
+
+
+def test_bench_measures_a_mean_by_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, cross_entropy = [], functions.cross_entropy
+
+    def spy(*arrays: Any, **more: Any) -> Any:
+        asked.append(more["reduction"])
+        return cross_entropy(*arrays, **more)
+
+    monkeypatch.setattr(functions, "cross_entropy", spy)
+    monkeypatch.setattr(device, "from_jax", lambda: known("h200"))
+    for reduction in ("mean", "none"):
+        case = Case("cross_entropy", (8, 40), 1, "float32", with_gradient=True, reduction=reduction)
+        inputs = make_inputs(case, CPU)
+        OursInJax("cpu").prepare(case)(*inputs)
+        assert asked.pop() == reduction
+    case = Case("cross_entropy", (8192, 32000), 1, "bfloat16", with_gradient=True)
+    found = planned(case, (), OursInJax("cuda"))
+    assert (found.plan.backend, found.plan.reads, found.task.outputs) == ("pallas", 1, ("loss", "y", "m", "l"))
+    assert found.plan.bytes_moved == pytest.approx(case.bytes, rel=1e-3)
 
 
 def test_what_is_wrong_in_jax_gets_no_time() -> None:

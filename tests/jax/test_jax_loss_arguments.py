@@ -16,6 +16,7 @@ import onlinesoftmax.jax as osj
 from onlinesoftmax import PlanError
 from onlinesoftmax.core.device import known
 from onlinesoftmax.jax import primitives
+from onlinesoftmax.jax.targets import TargetOptions
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2"])
@@ -51,6 +52,11 @@ REFUSED_LOSSES = [
     ({"label_smoothing": -0.1}, ValueError, "label_smoothing must lie between 0 and 1, got -0.1"),
     ({"label_smoothing": "0"}, TypeError, "label_smoothing must be a number, not str"),
     ({"z_loss": -1.0}, ValueError, "z_loss must not be negative"),
+    ({"reduction": "avg"}, ValueError, "reduction must be 'none', 'mean' or 'sum', got 'avg'"),
+    ({"reduction": None}, ValueError, "reduction must be 'none', 'mean' or 'sum', got None"),
+    ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int or None, not float"),
+    ({"ignore_index": True}, TypeError, "ignore_index must be an int or None, not bool"),
+    ({"ignore_index": 1, "labels": jnp.ones((2, 3))}, ValueError, "ignore_index needs integer labels, got float32"),
     ({"labels": jnp.ones((2, 3)), "backend": "pallas"}, PlanError, "labels with a weight per class have no kernel"),
     (
         {"where": jnp.ones(3, bool)[None], "label_smoothing": 0.1, "strategy": "looped"}, PlanError,
@@ -79,10 +85,15 @@ def test_what_token_logprobs_refuses(arguments: dict[str, Any], error: type[Exce
 
 
 def test_plans() -> None:
-    """Kernels run on a GPU, and XLA on a CPU."""
+    """Kernels run on a GPU, and XLA on a CPU, also where the losses and the gradient are written in one pass."""
     x, target = (jax.ShapeDtypeStruct((4096, *s), d) for s, d in (((50257,), jnp.bfloat16), ((), jnp.int32)))
     results, gradients = (jax.ShapeDtypeStruct((4096, n), jnp.float32) for n in (3, 2))
     for name in ("cross_entropy", "token_logprobs"):
         for operation, operands in ((name, (x, target)), (f"{name}_backward", (x, target, results, gradients))):
             assert primitives.plan_for(operation, operands, known("h200")).backend == "pallas"
             assert primitives.plan_for(operation, operands, known("cpu")).backend == "eager"
+    one_pass = primitives.plan_for(
+        "cross_entropy", (x, target), known("h200"), target_options=TargetOptions(gradient=True)
+    )
+    assert (one_pass.backend, one_pass.reads) == ("pallas", 1)
+    assert one_pass.bytes_moved > 2 * 4096 * 50257 * 2

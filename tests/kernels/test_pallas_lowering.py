@@ -118,6 +118,19 @@ def test_clusters_of_operations_with_a_target_lower_for_cuda(function: Any, cols
 
 @pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
 @pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
+@pytest.mark.parametrize(("strategy", "cols", "dtype"), covering((*STRATEGIES, "cluster"), (4096, 8185), DTYPES))
+def test_a_scalar_loss_and_its_gradient_are_one_call_of_a_kernel(strategy: str, cols: int, dtype: str) -> None:
+    x, target = shapes(64, cols, dtype=dtype), shapes(64, dtype="int32")
+    more = {"label_smoothing": 0.1, "z_loss": 0.1} | ({} if strategy == "cluster" else {"scale": 2.0, "softcap": 9.0})
+    call = partial(osj.cross_entropy, reduction="mean", ignore_index=0, backend="pallas", strategy=strategy, **more)
+    program = lowered(jax.value_and_grad(call), x, target)
+    # `split` has two launches for each call: one for the states, and one that merges them and writes.
+    launches = 2 if strategy == "split" else 1
+    assert len(re.findall("custom_call @(?:mosaic_gpu|.*triton)", program)) == launches
+
+
+@pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
+@pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
 @pytest.mark.parametrize(("name", "cols", "dtype"), covering(FORWARD, (50257,), DTYPES))
 def test_several_outputs_lower_for_cuda(name: str, cols: int, dtype: str) -> None:
     x = shapes(64, cols, dtype=dtype)

@@ -75,6 +75,7 @@ class OursInJax(_Arrays, Ours):
         from ..jax import functions as ours
 
         forced = {"backend": self.backend, "strategy": self.strategy}
+        forced |= {"reduction": case.reduction} if case.reduction else {}
         function = partial(getattr(ours, case.operation), axis=case.dim, **forced)
         if case.with_gradient or case.declaration.has_target:
             return bridge.on_tensors(called(case, function))

@@ -18,8 +18,10 @@ def called(case: Case, function: Function) -> Function:
     def forward(x: Any, *more: Any) -> Any:
         found = function(x, *more)
         outputs = tuple(found) if isinstance(found, tuple) else (found,)
-        # JAX's functions return the losses of the rows; the caller reduces them.
-        return (jnp.mean(outputs[0]),) if case.reduces_rows else outputs[: len(case.without_gradient.returned)]
+        if case.reduces_rows and outputs[0].ndim:
+            # The functions of `jax.nn` and optax return the losses of the rows; the caller reduces them.
+            return (jnp.mean(outputs[0]),)
+        return outputs[: len(case.without_gradient.returned)]
 
     def with_gradient(x: Any, *more: Any) -> Any:
         operands = more[: count - 1]

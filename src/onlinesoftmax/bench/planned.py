@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.device import known
 from ..core.operations import Operation
 from ..core.problem import Problem
 from ..core.task import Choice, Flags, Task, contiguous_spec, row_spec, task_of
@@ -22,6 +23,8 @@ def planned(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
     """
     if case.declaration.has_target and ours.framework == "torch":
         return _of_target(case, inputs, ours)
+    if case.declaration.has_target and case.with_gradient and case.reduces_rows:
+        return _of_scalar_in_jax(case, ours)
     writer = case.gradient if case.with_gradient else case
     tensors = dict(zip(case.tensors, inputs, strict=True))
     options: dict[str, Any] = option_values(case) | {name: tensors[name] for name in case.option_tensors}
@@ -32,6 +35,22 @@ def planned(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
     options |= {name: tuple(tensors[name].shape) for name in case.option_tensors}
     device = "cpu" if ours.device_type == "cpu" else None
     return explain(case.shape, case.dim, dtype=case.dtype, device=device, framework="jax", **forced, **options)
+
+
+def _of_scalar_in_jax(case: Case, ours: Ours) -> Explanation:
+    """The plan of the kernel that writes the losses and the gradient of a scalar loss in JAX."""
+    import jax
+
+    from ..jax import primitives
+    from ..jax.device import from_jax
+    from ..jax.targets import TargetOptions
+
+    x = jax.ShapeDtypeStruct((*case.row_shape, case.shape[case.dim]), case.dtype)
+    operands, options = (x, jax.ShapeDtypeStruct(case.row_shape, "int32")), TargetOptions(gradient=True)
+    device, choice = known("cpu") if ours.device_type == "cpu" else from_jax(), Choice(ours.backend, ours.strategy)
+    task = primitives.task_for(case.operation, operands, target_options=options)
+    plan = primitives.plan_for(case.operation, operands, device, choice, target_options=options)
+    return Explanation(task, Problem.of(task), device, plan, ())
 
 
 def _of_target(case: Case, inputs: Inputs, ours: Ours) -> Explanation:

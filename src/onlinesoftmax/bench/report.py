@@ -215,8 +215,9 @@ def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str
             f"Our layer stays within its limit in {sum(bounds)} of {len(bounds)} cases.  It may add "
             f"{100 * (CPU_RATIO - 1):.0f}% to PyTorch from 2^20 elements up, {CPU_ADDED_US:.0f} us per call below."
         )
-    host = content["host"]
-    for times in (host, host["cross_entropy"]) if host else ():
+    # Records from before losses were measured have no key "cross_entropy".
+    host = content["host"] or {}
+    for times in filter(None, (host, host.get("cross_entropy"))):
         each = ", ".join(f"{name} {found['median_us']:.1f} us" for name, found in times["times"].items())
         shape = "x".join(map(str, times["shape"]))
         lines.append(f"Host time of one {times['operation']} call, {shape} {times['dtype']}: {each}.")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
-from ..planner.plan import Plan
-from .cases import Case
+from ..core.task import ITEMSIZE
+from ..planner.plan import Plan, Price
+from ..planner.proposal import Blocks, Threads, Traffic
+from .cases import MEASURED, Case, known
 from .timing import Against, Times
+
+T = TypeVar("T")
 
 LARGE = 1 << 20
 """Number of elements from which a CPU spends its time on arithmetic, so that ours is held to a ratio."""
@@ -61,6 +66,18 @@ class Result:
         error = self.error if self.error is not None and isfinite(self.error) else None
         return {**asdict(self), "error": error, "plan": self.plan.as_dict() if self.plan else None}
 
+    @classmethod
+    def of(cls, recorded: Mapping[str, Any]) -> Result:
+        """The result of a dictionary as `as_dict` makes it; older records lack the newer attributes.
+
+        The variant of a plan is left out: other versions of the planner have other variants.
+        """
+        times, against, plan = recorded["times"], recorded["against_torch"], recorded["plan"]
+        return _made(
+            cls, recorded, times=times and _made(Times, times), against_torch=against and _made(Against, against),
+            plan=plan and _plan_of(plan),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -109,3 +126,38 @@ class CaseResult:
             "within_cpu_bound": self.within_cpu_bound,
             "results": [result.as_dict() for result in self.results],
         }
+
+    @classmethod
+    def of(cls, recorded: Mapping[str, Any], framework: str = "torch") -> CaseResult:
+        """The results of a dictionary as `as_dict` makes it; older records lack the newer attributes.
+
+        Args:
+            recorded: The dictionary, a case of a record.
+            framework: The framework of the record's options.
+
+        Raises:
+            ValueError: no such case can be measured.
+        """
+        known("operation", [recorded["operation"]], MEASURED)
+        known("dtype", [recorded["dtype"]], ITEMSIZE)
+        if recorded["dim"] >= len(recorded["shape"]):
+            raise ValueError(f"dim {recorded['dim']} is out of range for the shape {recorded['shape']}")
+        case = _made(
+            Case, recorded, shape=tuple(recorded["shape"]), fused=tuple(recorded.get("fused", ()))
+        )  # fmt: skip
+        copy, results = recorded["copy"], [Result.of(result) for result in recorded["results"]]
+        return _made(cls, recorded, case=case, copy=copy and _made(Times, copy), results=results, framework=framework)
+
+
+def _made(kind: type[T], recorded: Mapping[str, Any], **values: Any) -> T:
+    """A record of this kind from a dictionary, which may hold more; `values` replace what the dictionary holds."""
+    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # every kind is a dataclass
+    return kind(**{name: recorded[name] for name in names if name in recorded} | values)
+
+
+def _plan_of(recorded: Mapping[str, Any]) -> Plan:
+    """The plan of a dictionary as `Plan.as_dict` makes it, without its variant."""
+    blocks, threads = _made(Blocks, recorded), _made(Threads, recorded)
+    traffic, price = _made(Traffic, recorded), _made(Price, recorded)
+    backend, strategy, reason = (recorded[name] for name in ("backend", "strategy", "reason"))
+    return Plan(backend, strategy, reason, blocks, threads, traffic, price=price)

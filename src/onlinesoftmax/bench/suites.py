@@ -96,6 +96,13 @@ READ_ONLY = tuple(
 )  # fmt: skip
 """Operations that read every element and write none."""
 
+SHARDED = (
+    _rows((8192, 128256), (8192, 32000), (4096, 262144), operation="cross_entropy", with_gradient=True)
+    + _rows((1, 1 << 30), (8192, 128256))
+    + _rows((8192, 128256), operation="token_logprobs", with_gradient=True)
+)
+"""Rows that are sharded over processes: shapes of the whole input."""
+
 SUITES: dict[str, Suite] = {
     "quick": Suite(
         "a few small shapes, measured in seconds even on a CPU",
@@ -115,6 +122,7 @@ SUITES: dict[str, Suite] = {
                            ("bfloat16", "float32")),
     "token-logprobs": Suite("log-probabilities and entropies with their gradient", TOKENS, ("bfloat16", "float32")),
     "read-only": Suite("one read of the input, without a gradient", READ_ONLY, ("bfloat16", "float32")),
+    "distributed": Suite("rows that are sharded over the processes of torchrun", SHARDED, ("bfloat16",)),
     "cpu": Suite(
         "the time that our layer adds to PyTorch on a CPU, with many repetitions",
         _rows((64, 512), (1024, 64), (256, 256), (1024, 1024), (4096, 1024), (1024, 16384)),

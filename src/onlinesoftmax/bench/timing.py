@@ -98,7 +98,7 @@ class CpuClock:
                     samples[name].append((perf_counter_ns() - start) / 1e3)
 
         budget_ns = budget_ms * len(names) * 1e6
-        with _quiet():
+        with quiet():
             rounds(1, perf_counter_ns() + budget_ns / 10)
             for found in samples.values():
                 found.clear()
@@ -151,7 +151,7 @@ class CudaClock:
     ) -> Samples:
         most = max(counts.values())
         events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
-        with _quiet():
+        with quiet():
             for i in range(most):
                 for name, call in calls.items():
                     # `count` of the `most` rounds, evenly spread.
@@ -169,7 +169,7 @@ class CudaClock:
         """
         events: list[list[tuple[Any, Any]]] = [[] for _ in calls]
         half = (rounds + 1) // 2
-        with _quiet():
+        with quiet():
             # Twice through the list, so that drift affects all calls alike.
             for count in filter(None, (half, rounds - half)):
                 for call, found in zip(calls, events, strict=True):
@@ -208,7 +208,7 @@ class CudaClock:
         """Host microseconds per call, in runs of 100 calls without waiting, which the launch queue can hold."""
         samples: Samples = {name: [] for name in calls}
         start = perf_counter_ns()
-        with _quiet():
+        with quiet():
             while perf_counter_ns() - start < budget_ms * len(calls) * 1e6 or len(samples[next(iter(calls))]) < 5:
                 for name, call in calls.items():
                     self._cuda.synchronize(self._device)
@@ -234,7 +234,7 @@ def clock_for(device: Any, flushes: int) -> Clock:
     return CudaClock(device, flushes) if device.type == "cuda" else CpuClock()
 
 
-class _quiet:  # noqa: N801  a context manager reads as a word
+class quiet:  # noqa: N801  a context manager reads as a word
     """Without garbage collection, which would add to one call's sample."""
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `onlinesoftmax doctor | verify | bench | explain | tune | apply`.
+"""The command line: `onlinesoftmax doctor | verify | bench | explain | tune | apply | report`.
 
 Each command has one file; output.py prints tables for terminals, text for pipes, and JSON.  No framework is imported
 before a command needs it, so `--help` is quick.
@@ -31,6 +31,7 @@ def build() -> typer.Typer:
     from .bench import bench
     from .doctor import doctor
     from .explain import explain
+    from .report import report
     from .tune import tune
     from .verify import verify
 
@@ -62,6 +63,7 @@ def build() -> typer.Typer:
         (explain, "Show the plan for a shape, and the reasons."),
         (tune, "Measure which plans are fastest on this GPU."),
         (apply, "Apply softmax to a file of any size."),
+        (report, "Write a page of measurements and plans."),
     ):
         app.command(short_help=summary)(command)
     return app

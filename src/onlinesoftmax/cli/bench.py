@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..bench.cases import MEASURED
-from ..core.operations import OPERATIONS
 from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
 from . import output
+from .benchmarks import check_plan_names, split_names, without_folder, write_record
 
 if TYPE_CHECKING:
     from ..bench.result import CaseResult
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def bench(
     suite: str | None = typer.Option(
         None,
-        help="quick, default, full, gradients, fused, cross-entropy, token-logprobs, read-only or cpu.  By default: "
-        "default on a GPU, cpu on a CPU.",
+        help="quick, default, full, gradients, fused, cross-entropy, token-logprobs, read-only, cpu, or distributed "
+        "under torchrun.  By default: default on a GPU, cpu on a CPU.",
     ),
     quick: bool = typer.Option(False, "--quick", help="The same as --suite quick."),
     shape: list[str] | None = typer.Option(
@@ -45,7 +45,8 @@ def bench(
     peers: str | None = typer.Option(
         None,
         help="Libraries to compare, with commas between them: torch, compile, liger, quack; with --framework jax, "
-        "jax.nn and torch.  By default torch, or jax.nn.",
+        "jax.nn and torch; with --suite distributed, dtensor, loss-parallel, all-gather and one-process.  By default "
+        "torch, jax.nn, or all four.",
     ),
     device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; by default the GPU where there is one."),
     repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; by default the suite's."),
@@ -79,15 +80,19 @@ def bench(
         output.fail(f"--quick and --suite {suite} contradict each other")
     if out is not None and out.is_dir():
         output.fail(f"--out {out} is a folder; name a file")
+    if suite == "distributed":
+        from .sharded import measure_sharded
+
+        measure_sharded(options)
     where = torch_device(device)
     suite = "quick" if quick else suite or ("default" if where.type == "cuda" else "cpu")
     try:
         shapes = [parse_shape(text) for text in shape or []]
-        todo = cases(suite, op or [], shapes, dim, dtype or [], _names(fused), with_gradient, reduction)
+        todo = cases(suite, op or [], shapes, dim, dtype or [], split_names(fused), with_gradient, reduction)
         ours, known = _sides(framework)
         names = peers if peers is not None else next(iter(known))
-        asked = libraries.peers(_names(names), where.type, known)
-        _check_names(backend, strategy, framework)
+        asked = libraries.peers(split_names(names), where.type, known)
+        check_plan_names(backend, strategy, framework)
     except ValueError as error:
         output.fail(error)
     us = ours(where.type, backend, strategy)
@@ -123,10 +128,6 @@ def _sides(framework: str) -> tuple[type[Any], dict[str, Any]]:
     return OursInJax, {"jax.nn": JaxNN, "torch": Torch}
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in map(str.strip, text.split(",")) if name]
-
-
 def _measure(
     todo: list[Any], everybody: list[Any], device: Any, options: dict[str, Any], absent: dict[str, str]
 ) -> tuple[list[CaseResult], dict[str, Any]]:
@@ -135,8 +136,7 @@ def _measure(
     from ..bench.run import clock_of, run
 
     results: list[CaseResult] = []
-    # The record does not tell the folders of this machine.
-    told = options | {"out": options["out"] and Path(options["out"]).name}
+    told = options | {"out": without_folder(options["out"])}
     record = report.record(device, told, absent, options["commit"])
     clock = clock_of(everybody, device)
     with output.progress_bar() as bar:
@@ -145,12 +145,12 @@ def _measure(
             results.append(found)
             record["cases"].append(found.as_dict())
             # Written after every case, so that a run that is killed leaves its results.
-            _write(options["out"], record)
+            write_record(options["out"], record)
             if bar and task is not None:
                 bar.advance(task)
     if options["host"]:
         record["host"] = host_times(device, clock, options["repeat"])
-        _write(options["out"], record)
+        write_record(options["out"], record)
     return results, record
 
 
@@ -188,26 +188,3 @@ def torch_device(name: str | None) -> Any:
     device = torch.device("cuda", device.index or 0)
     torch.cuda.set_device(device)
     return device
-
-
-def _check_names(backend: str | None, strategy: str | None, framework: str) -> None:
-    from ..core.device import KNOWN
-    from ..core.problem import Problem
-    from ..core.task import Choice
-    from ..planner.plan import alternatives
-    from ..planner.strategies import FOR_JAX, TABLE
-
-    # Unknown names are refused for every problem, so any problem serves.
-    strategies = FOR_JAX if framework == "jax" else TABLE
-    alternatives(Problem(next(iter(OPERATIONS)), 1, 1), KNOWN["cpu"], Choice(backend, strategy), strategies=strategies)
-
-
-def _write(out: str | None, record: dict[str, Any]) -> None:
-    from ..bench import report
-
-    if out is None:
-        return
-    try:
-        report.write(Path(out), record)
-    except OSError as error:
-        output.fail(f"--out {out} cannot be written: {error.strerror or error}")

@@ -9,12 +9,12 @@ import typer
 from ..core.operations import OPERATIONS
 from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
+from ..planner.facts import plan_facts
 from . import output
 
 if TYPE_CHECKING:
     from ..explanation import Explanation
     from ..kernels.report import Kernel
-    from ..planner.plan import Plan
 
 
 def explain(
@@ -145,66 +145,7 @@ def _print_plan(explanation: Explanation) -> None:
     output.heading(f"{problem.operation} of {shape} on {explanation.device.name}", first=True)
     output.facts([("plan", f"{plan.backend}/{plan.strategy}"), ("why", plan.reason)])
     output.heading("Plan")
-    output.facts(plan_facts(explanation))
-
-
-def plan_facts(explanation: Explanation) -> list[tuple[str, str]]:
-    """The plan's numbers with their units, in reading order."""
-    plan, problem, device = explanation.plan, explanation.problem, explanation.device
-    found = [
-        ("layout of rows", _layout(explanation)),
-        ("programs", f"{plan.programs:,} in the largest launch"),
-        ("block", _block(plan)),
-        *_threads(plan),
-        ("splits", f"{plan.splits} programs share a row" if plan.splits > 1 else "1: no two programs share a row"),
-        ("launches", str(plan.launches)),
-        ("input is read", {1: "once", 2: "twice"}.get(plan.reads, f"{plan.reads} times")),
-        (
-            "bytes moved",
-            f"{output.size(plan.bytes_moved)}; at least {output.size(problem.read_bytes + problem.write_bytes)}: "
-            f"{output.size(problem.read_bytes)} read, {output.size(problem.write_bytes)} written",
-        ),
-        ("floor", f"{output.duration(plan.floor_us)} at {device.bandwidth:.0f} GB/s"),
-        ("estimate", f"{output.duration(plan.estimate_us)}, {_floors(plan.estimate_us, plan.floor_us)}"),
-    ]
-    if device.kind == "cuda":
-        found.append(("quality", f"{plan.traffic.quality:.0%} of that bandwidth, with the device full"))
-    return found
-
-
-def _threads(plan: Plan) -> list[tuple[str, str]]:
-    """How the threads of a program work, as far as the plan says."""
-    found = []
-    if plan.warps:
-        found.append(("warps", f"{plan.warps} per program"))
-    if plan.threads.lanes:
-        found.append(("lanes", f"{plan.threads.lanes} threads of a program share a row"))
-    if plan.threads.shared:
-        found.append(("shared memory", f"{plan.threads.shared} chunks of 16 bytes per thread, besides the registers"))
-    if plan.threads.terms:
-        found.append(("terms", "kept in registers: one exp per element instead of two"))
-    if plan.blocks.stages:
-        found.append(("stages", f"{plan.blocks.stages} tiles in flight per program"))
-    if plan.vector > 1:
-        found.append(("vector", f"{plan.vector} elements: unaligned rows are split at 16-byte boundaries"))
-    return found
-
-
-def _layout(explanation: Explanation) -> str:
-    problem = explanation.problem
-    if problem.contiguous:
-        return "contiguous: the elements of a row are neighbours"
-    return f"strided: {problem.access.adjacent} rows lie side by side, the elements of a row lie apart"
-
-
-def _block(plan: Plan) -> str:
-    rows = f"{plan.rows_per_program} rows x " if plan.rows_per_program > 1 else ""
-    depth = f", {plan.blocks.depth} per lane" if plan.blocks.depth > 1 and plan.backend == "triton" else ""
-    return f"{rows}{plan.block} columns at a time{depth}"
-
-
-def _floors(estimate: float, floor: float) -> str:
-    return f"{estimate / floor:.2f} times the floor" if floor else "no floor"
+    output.facts(plan_facts(explanation.plan, explanation.problem, explanation.device))
 
 
 def _print_others(explanation: Explanation) -> None:

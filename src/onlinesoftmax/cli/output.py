@@ -13,8 +13,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..core.units import duration, size
+
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+__all__ = ["duration", "facts", "fail", "heading", "note", "print_json", "progress_bar", "size", "table", "warn"]
 
 STYLES = {
     "pass": "green",
@@ -33,6 +37,11 @@ def fail(sentence: object, code: int = 2) -> NoReturn:
 
     print(f"Error: {sentence}", file=sys.stderr)
     raise typer.Exit(code)
+
+
+def warn(sentence: object) -> None:
+    """Print one sentence to stderr and go on."""
+    print(f"Warning: {sentence}", file=sys.stderr)
 
 
 def heading(text: str, first: bool = False) -> None:
@@ -139,34 +148,6 @@ def progress_bar(*, nbytes: bool = False) -> Iterator[Progress | None]:
     columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), *amount, rich.TimeRemainingColumn())
     with rich.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield progress
-
-
-def size(nbytes: float) -> str:
-    """Bytes in the decimal unit that gives one to three digits before the point.
-
-    >>> size(512), size(411_705_344)
-    ('512 B', '411.7 MB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"
-
-
-def duration(microseconds: float) -> str:
-    """Microseconds in the unit that gives one to three digits before the point.
-
-    >>> duration(3.14159), duration(12_345.6)
-    ('3.1 us', '12.3 ms')
-    """
-    if microseconds < 1:
-        return f"{microseconds * 1e3:.0f} ns"
-    if microseconds < 1e3:
-        return f"{microseconds:.1f} us"
-    if microseconds < 1e6:
-        return f"{microseconds / 1e3:.1f} ms"
-    return f"{microseconds / 1e6:.1f} s"
 
 
 def _console() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from .layout import power_of_two_divisor
 from .operations import OPERATIONS, Operation, Output
@@ -103,22 +104,22 @@ class Problem:
             extra, task.outputs,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def declaration(self) -> Operation:
         """The operation's declaration."""
         return OPERATIONS[self.operation]
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of one element of the input."""
         return ITEMSIZE[self.dtype]
 
-    @property
+    @cached_property
     def writes_elements(self) -> bool:
         """True where one output has a value for each element."""
         return any(output.kind == "element" for output in self.written)
 
-    @property
+    @cached_property
     def inputs(self) -> int:
         """Number of tensors that are read element by element."""
         return self.declaration.inputs
@@ -133,13 +134,13 @@ class Problem:
         """Bytes of one row of all element inputs."""
         return self.cols * self.itemsize * self.inputs
 
-    @property
+    @cached_property
     def read_bytes(self) -> int:
         """Bytes of everything that is read, once."""
         per_row = len(self.declaration.row_operands) * self.itemsize
         return self.rows * (self.row_bytes + per_row) + self.extra.nbytes
 
-    @property
+    @cached_property
     def write_bytes(self) -> int:
         """Bytes of the outputs, written once."""
         wide = 8 if "float64" in (self.dtype, self.out_dtype) else 4
@@ -147,7 +148,7 @@ class Problem:
         values = {"element": self.rows * self.cols, "row": self.rows, "call": 1}
         return sum(values[output.kind] * sizes[output.dtype] for output in self.written)
 
-    @property
+    @cached_property
     def vector(self) -> int:
         """Number of elements in 16 bytes."""
         return 16 // self.itemsize
@@ -157,19 +158,19 @@ class Problem:
         """True where the elements of a row are neighbours."""
         return self.access.contiguous
 
-    @property
+    @cached_property
     def aligned_bytes(self) -> int:
         """Bytes, at most 16, that divide the length and the address of every contiguous row."""
         unit = power_of_two_divisor(self.cols) if self.access.unit is None else self.access.unit
         return min(16, unit * self.itemsize)
 
-    @property
+    @cached_property
     def peels(self) -> bool:
         """True where unaligned rows are split into head, body and tail.  Loads of 8 bytes do not need it."""
         splittable = self.contiguous and self.access.peelable
         return splittable and self.aligned_bytes < 8 and self.cols >= 2 * self.vector
 
-    @property
+    @cached_property
     def written(self) -> tuple[Output, ...]:
         """Declarations of the outputs that are written."""
         declaration = self.declaration

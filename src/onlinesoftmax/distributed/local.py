@@ -63,10 +63,18 @@ class Shard(NamedTuple):
     choice: Choice = ANY
 
     @property
+    def nearest(self) -> Tensor:
+        """The local column nearest to the target of each row; there must be a local column."""
+        assert self.target is not None
+        return self.target.clamp(0, self.x.shape[self.dim] - 1)
+
+    @property
     def owned(self) -> Tensor:
         """True for the rows whose target is a local column."""
         assert self.target is not None
-        return (self.target >= 0) & (self.target < self.x.shape[self.dim])
+        return (
+            self.nearest == self.target if self.x.shape[self.dim] else torch.zeros_like(self.target, dtype=torch.bool)
+        )
 
     @property
     def weights(self) -> Any:
@@ -77,7 +85,7 @@ class Shard(NamedTuple):
 class Incoming(NamedTuple):
     """Incoming gradients of the statistics, tensors with one value per row.
 
-    An absent gradient of logprob or lse is zeros; that of the others is None.
+    An absent gradient of logprob is zeros; that of the others is None.
 
     Attributes:
         logprob, lse, entropy: Gradients of these statistics.
@@ -85,7 +93,7 @@ class Incoming(NamedTuple):
     """
 
     logprob: Tensor
-    lse: Tensor
+    lse: Tensor | None
     entropy: Tensor | None
     spread: Tensor | None
 
@@ -121,8 +129,7 @@ def states(shard: Shard, kernels: bool, entropy: bool = False, weighted: bool = 
         return _states_by_pytorch(shard, entropy, weighted)._replace(chosen=chosen)
     m, l, *rest = launch(_forward_call(shard), ("m", "l", *(("entropy",) if entropy else ())))
     below = l * (l.log() - rest[0]) if rest else None
-    sums = _states_by_pytorch(shard, False, True).weighted if weighted else None
-    return RowStates(m, l, below, sums, chosen)
+    return RowStates(m, l, below, _weighted_sum(shard) if weighted else None, chosen)
 
 
 def _forward_call(shard: Shard) -> Call:
@@ -149,8 +156,17 @@ def _states_by_pytorch(shard: Shard, entropy: bool, weighted: bool) -> RowStates
     return RowStates(
         m.squeeze(dim), terms.sum(dim),
         (below * terms).where(terms != 0, 0.0).sum(dim) if entropy else None,
-        (shard.weights * z).where(torch.as_tensor(shard.weights != 0), 0.0).sum(dim) if weighted else None,
+        _weighted_sum(shard) if weighted else None,
     )  # fmt: skip
+
+
+def _weighted_sum(shard: Shard) -> Tensor:
+    """The sum of the weighted scores; a weight of 0 leaves out its class, even if the score is infinite."""
+    x, dim, (scale, softcap, _, mask, *_), _, weight, _ = shard
+    if weight is None and softcap is None and mask is None:
+        # One read of the shard, and no copy in another dtype.
+        return x.sum(dim, dtype=accumulator_of(x.dtype, x.dtype)) * scale
+    return (shard.weights * _scores(shard)).where(torch.as_tensor(shard.weights != 0), 0.0).sum(dim)
 
 
 def _scores(shard: Shard) -> Tensor:
@@ -166,11 +182,12 @@ def _chosen(shard: Shard) -> Tensor:
     assert target is not None
     if not x.shape[dim]:
         return x.new_zeros(target.shape, dtype=wide)
-    index = target.where(shard.owned, 0).unsqueeze(dim)
+    nearest = shard.nearest
+    index = nearest.unsqueeze(dim)
     if options.mask is not None:
         options = options._replace(mask=options.mask.expand(x.shape).gather(dim, index))
     z: Tensor = eager.scores_of(x.gather(dim, index), dim, options, wide)[0]
-    return z.squeeze(dim).where(shard.owned, 0.0)
+    return z.squeeze(dim).masked_fill(nearest != target, 0.0)
 
 
 def gradient(
@@ -193,37 +210,58 @@ def gradient(
         incoming: The incoming gradients.
         weight_sum: Sum of the weights of all classes; the number of classes if no weights are given.
     """
-    dlse = incoming.lse if incoming.spread is None else incoming.lse + weight_sum * incoming.spread
-    if incoming.spread is not None or not kernels:
+    dlse = incoming.lse
+    if incoming.spread is not None:
+        dlse = weight_sum * incoming.spread if dlse is None else dlse + weight_sum * incoming.spread
+    if not kernels or (incoming.spread is not None and shard.options.softcap is not None):
         return _gradient_by_pytorch(shard, whole, entropy, incoming._replace(lse=dlse))
     x, dim, options, target, *_ = shard
     assert target is not None
     # If another process owns the target, the kernel treats the target as invalid and omits -dlogprob * p.  Subtracting
     # dlogprob from dlse adds that term again.
-    dlse = torch.where(shard.owned, dlse, dlse - incoming.logprob)
+    if dlse is None:
+        dlse = (-incoming.logprob).masked_fill(shard.owned, 0.0)
+    else:
+        dlse = torch.where(shard.owned, dlse, dlse - incoming.logprob)
     given: dict[str, Tensor | None] = {"target": target, "dy": incoming.logprob, "m": whole.m, "l": whole.l}
     given |= {"dlse": dlse, "entropy": None if incoming.entropy is None else entropy, "dentropy": incoming.entropy}
     beside = {name: t.contiguous().unsqueeze(dim) for name, t in given.items() if t is not None}
     settings = Settings(dim, x.dtype, choice=shard.choice)
     (dx,) = launch(Call(_BACKWARD, x, settings, None if options.plain else options, None, beside), ("y",))
-    return dx
+    if incoming.spread is None:
+        return dx
+    # The kernel does not know the term -dspread * weight: in place, so that nothing of the size of the shard is made.
+    flat = (incoming.spread * options.scale).unsqueeze(dim)
+    return dx.sub_(flat) if shard.weight is None else dx.addcmul_(flat, shard.weights.to(flat.dtype), value=-1)
+
+
+def probabilities(shard: Shard, m: Tensor, l: Tensor) -> Tensor:
+    """exp(x - m) / l of every local element by a kernel, in the dtype of x, from the states of whole rows.
+
+    This is the gradient of lse with the incoming gradient 1.  A target of -1 is no column, so nothing is added to it.
+    """
+    x, dim, *_ = shard
+    target = torch.full_like(m, -1, dtype=torch.int64)
+    given = {"target": target, "dy": torch.zeros_like(m), "m": m, "l": l, "dlse": torch.ones_like(m)}
+    beside = {name: t.contiguous().unsqueeze(dim) for name, t in given.items()}
+    (y,) = launch(Call(_BACKWARD, x, Settings(dim, x.dtype, choice=shard.choice), None, None, beside), ("y",))
+    return y
 
 
 def _gradient_by_pytorch(shard: Shard, whole: RowStates, entropy: Tensor | None, incoming: Incoming) -> Tensor:
     dim = shard.dim
     z = _scores(shard)
-    m, l, dy, dlse = (t.to(z.dtype).unsqueeze(dim) for t in (whole.m, whole.l, incoming.logprob, incoming.lse))
+    m, l, dy = (t.to(z.dtype).unsqueeze(dim) for t in (whole.m, whole.l, incoming.logprob))
     below = z - m
     p = below.exp() / l
-    dz = (dlse - dy) * p
+    dz = (-dy if incoming.lse is None else incoming.lse.to(z.dtype).unsqueeze(dim) - dy) * p
     if incoming.entropy is not None and entropy is not None:
         log_p = (below - l.log()).where(p != 0, 0.0)
         dz = dz - incoming.entropy.unsqueeze(dim) * p * (log_p + entropy.unsqueeze(dim))
     if incoming.spread is not None:
         dz = dz - incoming.spread.unsqueeze(dim) * shard.weights
     if shard.target is not None and shard.x.shape[dim]:
-        index = shard.target.where(shard.owned, 0).unsqueeze(dim)
-        dz = dz.scatter_add(dim, index, dy.where(shard.owned.unsqueeze(dim), 0.0))
+        dz = dz.scatter_add(dim, shard.nearest.unsqueeze(dim), dy.where(shard.owned.unsqueeze(dim), 0.0))
     # If all incoming gradients of a row are 0, its gradient is 0, even if its logits hold NaN.
     given = [t for t in incoming if t is not None]
     none = torch.stack([t == 0 for t in given]).all(0).unsqueeze(dim)

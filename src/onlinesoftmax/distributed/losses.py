@@ -8,7 +8,7 @@ import torch
 
 from ..core.processes import gathered
 from ..torch.check import checked_dim
-from ..torch.loss import Loss, count_of, counted
+from ..torch.loss import Loss, count_of, ignored
 from ..torch.losses import TokenLogprobs, check_index, check_weight
 from .local import Sharded
 from .shards import Shards, shards_of
@@ -32,7 +32,7 @@ def loss_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call
     smooth = loss.smoothing != 0
     local_weight = None if weight is None or not smooth else weight[shards.first : shards.first + shards.cols]
     request = _request(dim, call, shards, False, smooth, weight_sum)
-    logprob, lse, _, spread = Statistics.apply(x, None, target - shards.first, local_weight, request)
+    logprob, lse, _, spread = Statistics.apply(x, None, _from_here(target, shards), local_weight, request)
     return _rows((logprob, lse, spread), target, weight, loss, shards)
 
 
@@ -41,18 +41,22 @@ def _rows(
 ) -> Tensor:
     """The loss of each row: 0 where it is ignored, NaN where its target is no class."""
     logprob, lse, spread = statistics
-    counts, inside = counted(target, loss), (target >= 0) & (target < shards.total)
     own: Any = 1 - loss.smoothing
     if weight is not None:
+        inside = (target >= 0) & (target < shards.total)
         own = own * weight.to(lse.dtype)[target.where(inside, 0).long()]
+    out = ignored(target, loss)
+    # The log-probability is NaN where the target is no class.
     rows = -own * logprob
-    if spread is not None:
-        rows = rows + loss.smoothing / shards.total * spread
-    if loss.z_loss:
-        # The gradient of NaN * NaN would be NaN even where it does not count.
-        lse = lse.where(counts, 0.0)
-        rows = rows + loss.z_loss * lse * lse
-    return rows.where(inside, torch.nan).where(counts, 0.0)
+    if spread is not None or loss.z_loss:
+        # The gradient of NaN * NaN would be NaN even where a row does not count.
+        more = torch.zeros_like(rows) if spread is None else loss.smoothing / shards.total * spread
+        if loss.z_loss:
+            lse = lse.masked_fill(out, 0.0)
+            more = more + loss.z_loss * lse * lse
+        # A row whose target is no class has no gradient.
+        rows = rows + more.masked_fill((target < 0) | (target >= shards.total), torch.nan)
+    return rows.masked_fill(out, 0.0)
 
 
 def reduced(
@@ -101,7 +105,7 @@ def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Shar
     shards = shards_of("token_logprobs", x, dim, call.groups, call.shards)
     _check_target("token_logprobs()", "index", x, index, dim)
     request = _request(dim, call, shards, entropy, False, shards.total)
-    logprob, lse, found, _ = Statistics.apply(x, call.options.mask, index - shards.first, None, request)
+    logprob, lse, found, _ = Statistics.apply(x, call.options.mask, _from_here(index, shards), None, request)
     return TokenLogprobs(logprob, found, lse)
 
 
@@ -120,6 +124,11 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
 def _request(dim: int, call: Sharded, shards: Shards, entropy: bool, spread: bool, weight_sum: Any) -> Request:
     bare = call._replace(options=call.options._replace(mask=None))
     return Request(dim, bare, shards, entropy, spread, weight_sum)
+
+
+def _from_here(target: Tensor, shards: Shards) -> Tensor:
+    """The targets counted from the first local column; a difference of narrow integers would not fit in them."""
+    return target.long() - shards.first
 
 
 def _check_target(name: str, argument: str, x: Tensor, target: Any, dim: int) -> None:

@@ -16,7 +16,7 @@ from ..core.processes import gathered
 Tensor = torch.Tensor
 
 FLAT = -1000.0
-"""Lower bound of the exponents in `merge`: its exp is 0 in every dtype, and it is finite, so products are not NaN."""
+"""Lower bound of the exponents that `merge` multiplies by: its exp is 0, and products with it are not NaN."""
 
 
 class RowStates(NamedTuple):
@@ -66,7 +66,9 @@ def merge(local: RowStates, groups: tuple[Any, ...]) -> RowStates:
     parts = dict(zip(names, gathered(packed, *groups).double().unbind(1), strict=True))
     each, l_each = parts["m"], parts["l"]
     m = each.amax(0)
-    lower = (each - m).clamp(min=FLAT)
+    lower = each - m
+    if "below" in parts:
+        lower = lower.clamp(min=FLAT)
     # If all local scores of a row are -inf, l is 0, and the factor has no effect.
     factor = lower.exp()
     found = {"m": m, "l": (l_each * factor).sum(0)}

@@ -5,6 +5,7 @@ Forward exchanges one state per row, and backward one number per row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from ..core.processes import gathered
 from ..torch import eager
 from ..torch.check import checked_dim
 from ..torch.gradients import accumulator_of
-from .local import Shard, Sharded, runs_kernels, states
-from .rows import merge
+from .local import Shard, Sharded, probabilities, runs_kernels, states
+from .rows import RowStates, merge
 from .shards import shards_of
 
 Tensor = torch.Tensor
@@ -29,13 +30,15 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, dim: int, call: Sharded, logarithm: bool) -> Tensor:
         shard = Shard(z.detach(), dim, choice=call.choice)
-        whole = merge(states(shard, runs_kernels(shard)), call.groups)
-        shift = whole.lse.where(whole.has_softmax, torch.nan)
-        y = torch.empty_like(z)
-        wide = accumulator_of(z.dtype, z.dtype)
-        for part, out, lse in _pieces(dim, z, y, shift.unsqueeze(dim)):
-            below = _below(part.to(wide), lse)
-            out.copy_(below if logarithm else below.exp())
+        kernels = runs_kernels(shard)
+        whole = merge(states(shard, kernels), call.groups)
+        if kernels and not logarithm:
+            wide = accumulator_of(z.dtype, z.dtype)
+            # A row with +inf has no softmax, and its l is infinite.
+            l = whole.l.masked_fill(whole.l.isinf(), torch.nan)
+            y = probabilities(shard, whole.m.to(wide), l.to(wide))
+        else:
+            y = _by_pytorch(shard, whole, logarithm)
         dead = (whole.l == 0).unsqueeze(dim) if call.options.zero else None
         if dead is not None:
             y.masked_fill_(dead, 0.0)
@@ -51,7 +54,7 @@ class Softmax(torch.autograd.Function):
         wide = accumulator_of(y.dtype, y.dtype)
         dots = torch.zeros([*y.shape[:dim], 1, *y.shape[dim + 1 :]], dtype=torch.float64, device=y.device)
         for part, out, dot in _pieces(dim, y, dy, dots):
-            dot.copy_((out if logarithm else part.to(wide) * out).sum(dim, keepdim=True, dtype=torch.float64))
+            dot.add_((out if logarithm else part.to(wide) * out).sum(dim, keepdim=True, dtype=torch.float64))
         total = gathered(dots, *groups).sum(0).to(wide)
         dx = torch.empty_like(y)
         for part, out, dot, found in _pieces(dim, y, dy, total, dx):
@@ -60,20 +63,39 @@ class Softmax(torch.autograd.Function):
         return dx if dead is None else dx.masked_fill_(dead, 0.0), None, None, None
 
 
+def _by_pytorch(shard: Shard, whole: RowStates, logarithm: bool) -> Tensor:
+    """The local softmax or log-softmax by PyTorch's operations, in pieces."""
+    z, dim = shard.x, shard.dim
+    shift = whole.lse.where(whole.has_softmax, torch.nan)
+    y = torch.empty_like(z)
+    wide = accumulator_of(z.dtype, z.dtype)
+    for part, out, lse in _pieces(dim, z, y, shift.unsqueeze(dim)):
+        below = _below(part.to(wide), lse)
+        out.copy_(below if logarithm else below.exp())
+    return y
+
+
 def _below(z: Tensor, lse: Tensor) -> Tensor:
     """Difference of z and a float64 lse in the dtype of z, with the rounding error of lse taken out."""
     high = lse.to(z.dtype)
     return (z - high) - (lse - high.double()).to(z.dtype)
 
 
-def _pieces(dim: int, *tensors: Tensor) -> Any:
-    """Matching pieces of tensors along their first dimension that is not `dim`."""
+def _pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Matching pieces of tensors: slices of their first dimension that is not `dim`, and of `dim` in long rows.
+
+    A tensor with one value per row has size 1 in `dim`; its pieces come again for each slice of the rows.
+    """
     x = tensors[0]
     outer = next((axis for axis in range(x.dim()) if axis != dim), None)
-    if outer is None or not x.numel():
-        return [tensors]
-    step = max(1, PIECE // max(1, x.numel() // x.shape[outer]))
-    return zip(*(t.split(step, outer) for t in tensors), strict=True)
+    rows, cols = 1 if outer is None else x.shape[outer], x.shape[dim]
+    each = max(1, x.numel() // max(1, rows))
+    step, width = max(1, PIECE // each), max(1, cols * PIECE // max(each, PIECE))
+    for row in range(0, rows, step):
+        here = tensors if outer is None else [t.narrow(outer, row, min(step, rows - row)) for t in tensors]
+        for col in range(0, max(1, cols), width):
+            count = min(width, cols - col)
+            yield tuple(t.narrow(dim, col, count) if t.shape[dim] == cols else t for t in here)
 
 
 def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -> Tensor:

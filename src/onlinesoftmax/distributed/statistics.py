@@ -40,9 +40,12 @@ class Request(NamedTuple):
         _, options, choice, _ = self.call
         return Shard(x, self.dim, options._replace(mask=mask), target, weight, choice)
 
-    def is_class(self, target: Tensor) -> Tensor:
-        """True for the rows whose target, counted from the first local column, is a column of any process."""
-        return (target >= -self.shards.first) & (target < self.shards.total - self.shards.first)
+    def no_class(self, target: Tensor) -> Tensor:
+        """True for the rows whose target, counted from the first local column, is no column of any process."""
+        first, _, total = self.shards
+        if not total:
+            return torch.ones_like(target, dtype=torch.bool)
+        return target.clamp(-first, total - first - 1) != target
 
 
 class Statistics(torch.autograd.Function):
@@ -73,10 +76,8 @@ class Statistics(torch.autograd.Function):
         ctx: Any, dy: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None, dspread: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         x, mask, target, weight, m, l, entropy = ctx.saved_tensors
-        zero = torch.zeros_like(m)
-        if dy is not None:
-            dy = dy.where(ctx.request.is_class(target), 0.0)
-        incoming = Incoming(zero if dy is None else dy, zero if dlse is None else dlse, dentropy, dspread)
+        dy = torch.zeros_like(m) if dy is None else dy.masked_fill(ctx.request.no_class(target), 0.0)
+        incoming = Incoming(dy, dlse, dentropy, dspread)
         shard = ctx.request.shard(x, mask, target, weight)
         dx = gradient(shard, ctx.kernels, RowStates(m, l), entropy, incoming, ctx.request.weight_sum)
         return dx, None, None, None, None
@@ -86,10 +87,13 @@ def _statistics(whole: RowStates, target: Tensor, request: Request) -> tuple[Ten
     """(logprob, lse, entropy, spread) from the states of whole rows, in float64."""
     entropy = spread = None
     assert whole.chosen is not None
-    defined = request.is_class(target) & whole.has_softmax
-    logprob = (whole.chosen - whole.m - whole.l.log()).where(defined, torch.nan)
+    log_l = whole.l.log()
+    # A row of only -inf gives NaN without more ado.  So does a row with NaN; one with +inf has an infinite l.
+    undefined = request.no_class(target) | (whole.l == torch.inf)
+    logprob = (whole.chosen - whole.m - log_l).masked_fill(undefined, torch.nan)
+    lse = whole.m + log_l
     if request.entropy:
         entropy = whole.entropy()
     if whole.weighted is not None:
-        spread = request.weight_sum * whole.lse - whole.weighted
-    return logprob, whole.lse, entropy, spread
+        spread = request.weight_sum * lse - whole.weighted
+    return logprob, lse, entropy, spread

@@ -18,6 +18,7 @@ from ..core.task import Choice
 from ..planner.plan import PlanError
 from . import losses
 from .losses import TokenLogprobs
+from .reduced import Reduction
 from .rows import Axis, AxisName, is_complex, is_plain, options_of, rows_of
 from .scores import scores
 from .targets import TargetOptions
@@ -162,16 +163,33 @@ def logsumexp(
 
 
 def cross_entropy(
-    logits: Array, labels: Array, axis: Axis = -1, where: Array | None = None, *, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, scale: Any = 1.0, softcap: float | None = None, backend: str | None = None,
-    strategy: str | None = None, axis_name: AxisName = None,
+    logits: Array, labels: Array, axis: Axis = -1, where: Array | None = None, *, reduction: str = "none",
+    ignore_index: int | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0, scale: Any = 1.0,
+    softcap: float | None = None, backend: str | None = None, strategy: str | None = None,
+    axis_name: AxisName = None,
 ) -> Array:  # fmt: skip
-    """The cross-entropy of every row along `axis`, as in optax; the caller reduces, with `jnp.mean` say.
+    """The cross-entropy of every row along `axis`, as in optax, or its mean or sum over the rows.
 
     With integer labels it is `optax.softmax_cross_entropy_with_integer_labels`, lse(z) - z[label]; with floating
     labels q it is `optax.softmax_cross_entropy`, sum(q * (lse(z) - z)).  The scores are
-    z = softcap * tanh(scale * logits / softcap).  No array of the size of the logits is kept for the gradient except
-    the logits and floating labels; with integer labels the gradient reads the logits once and writes once.
+    z = softcap * tanh(scale * logits / softcap).
+
+    The reductions "mean" and "sum" are the fastest to train with.  With integer labels, one pass reads the logits and
+    writes the losses and the gradient of the scalar, which is kept instead of the logits, in their dtype.  Without
+    differentiation, only the losses are computed.  The backward pass multiplies the gradient by the incoming gradient:
+
+    - Under `jit` of `jax.grad` or `jax.value_and_grad`, the incoming gradient is the constant 1, and XLA removes the
+      multiplication.
+    - Any other incoming gradient, of a scaled loss or of a call outside `jit`, costs up to one more pass, which reads
+      and writes the gradient.  XLA may fuse this pass with the operation that follows.
+    - The gradient is stored before it is multiplied, and numbers below 2^-24 become 0 in float16.  A float16 loss that
+      is scaled up against this underflow needs the reduction "none".
+
+    With the reduction "none", the forward pass keeps the logits: one pass reads them, and the backward pass reads them
+    again and writes the gradient.  The same holds for "mean" and "sum" with `axis_name`, with an array as `scale`, with
+    floating labels, and with `where` and label_smoothing together.  No array of the size of the logits is kept for the
+    gradient except one in the dtype of the logits, and floating labels.  All reductions have derivatives of every
+    order; a second derivative reads the logits again.
 
     Args:
         logits: Floating-point array of any shape.
@@ -182,6 +200,10 @@ def cross_entropy(
         where: Boolean array that keeps classes: of the shape of the logits without `axis`, or one that broadcasts to
             their shape.  A class that is left out has probability 0: an integer label there gives inf, and the
             weight of a floating label there counts for nothing.  A row without a class gives 0.
+        reduction: "none" for the loss of every row, "mean" or "sum" for a scalar.  A scalar is over the rows of the
+            array that is given.  Inside `jax.shard_map`, these are the rows of one device.
+        ignore_index: Integer label of the rows that count for nothing: their loss and their gradient are 0, and "mean"
+            divides by the number of the other rows.  None where every row counts.  Only with integer labels.
         label_smoothing: Part of each label, from 0 to 1, that is spread evenly over the classes that are kept.
         z_loss: Factor of lse(z)², which is added to every loss.
         scale: A number, or a floating-point array of one element.
@@ -197,19 +219,23 @@ def cross_entropy(
             gradients of all devices: take the gradient outside of shard_map.
 
     Returns:
-        Array of the shape of the logits without `axis`, in their dtype; float16 and bfloat16 are computed in float32
-        and rounded once.  An integer label that is no class, negative or too large, gives NaN and has the gradient 0.
+        Array of the shape of the logits without `axis`, or a scalar, in their dtype; float16 and bfloat16 are computed
+        and reduced in float32 and rounded once.  The mean of no rows is NaN and their sum 0, as in PyTorch.
+
+        An integer label that is no class, negative or too large, gives NaN and has the gradient 0.
         (optax counts negative labels from the end.)  A row whose maximum is infinite gives NaN.
 
     Raises:
         TypeError: logits are not floating point, or an argument has the wrong type.
-        ValueError: axis is out of range or given twice, labels or where has another shape, a number is out of range.
+        ValueError: axis is out of range or given twice, labels or where has another shape, a number is out of range,
+            there is no such reduction, or ignore_index is given with labels that are not integers.
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
 
     Source:
         Optax (https://optax.readthedocs.io, losses); z_loss: Chowdhery et al., "PaLM", arXiv:2204.02311, section 5;
         label_smoothing: Szegedy et al., arXiv:1512.00567, section 7; gradients from lse: Wijmans et al., "Cut Your
-        Losses in Large-Vocabulary Language Models", arXiv:2411.09009.
+        Losses in Large-Vocabulary Language Models", arXiv:2411.09009; the gradient in the forward pass: Hsu et al.,
+        "Liger Kernel", arXiv:2410.10989.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -217,6 +243,18 @@ def cross_entropy(
         [1.3862944 1.3862944]
         >>> print(jax.grad(cross_entropy)(jnp.zeros(4), 1))
         [ 0.25 -0.75  0.25  0.25]
+
+        The mean over the rows whose label is not -1, and its gradient, in one pass over the logits:
+
+        >>> def loss(logits, labels):
+        ...     return cross_entropy(logits, labels, reduction="mean", ignore_index=-1)
+        >>> mean, gradient = jax.jit(jax.value_and_grad(loss))(jnp.zeros((3, 4)), jnp.array([0, -1, 3]))
+        >>> print(mean)
+        1.3862944
+        >>> print(gradient)
+        [[-0.375  0.125  0.125  0.125]
+         [ 0.     0.     0.     0.   ]
+         [ 0.125  0.125  0.125 -0.375]]
 
         Classes that are sharded along the axis "v" of a mesh, here of one device:
 
@@ -229,7 +267,8 @@ def cross_entropy(
         [1.3862944 1.3862944]
     """
     options, numbers = options_of(scale, softcap, None, where), TargetOptions(label_smoothing, z_loss)
-    return losses.cross_entropy(logits, labels, axis, options, numbers, Choice(backend, strategy), axis_name)
+    choice, reduced = Choice(backend, strategy), Reduction(reduction, ignore_index)
+    return losses.cross_entropy(logits, labels, axis, options, numbers, choice, axis_name, reduced)
 
 
 def token_logprobs(

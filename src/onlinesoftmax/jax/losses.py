@@ -14,8 +14,9 @@ from ..core.arrays import Array, accumulator
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
-from . import ops, primitives
+from . import ops, primitives, reduced
 from .exchange import whole_target
+from .reduced import Reduction
 from .rows import Axis, Rows, axes_of, rows_of
 from .scores import filled, scores
 from .targets import TargetOptions
@@ -43,30 +44,57 @@ class TokenLogprobs(NamedTuple):
 
 def cross_entropy(
     logits: Any, labels: Any, axis: Axis, options: ScoreOptions, numbers: TargetOptions, choice: Choice,
-    axis_name: Any = None,
+    axis_name: Any, reduction: Reduction,
 ) -> Array:  # fmt: skip
-    """The loss of every row; the arguments are those of the public function, not checked."""
+    """The losses, reduced; the arguments are those of the public function, not checked."""
     primitives.check(CROSS_ENTROPY, choice)
+    reduction = reduction.checked(CROSS_ENTROPY)
     x, labels = _floating(CROSS_ENTROPY, logits), _labels(CROSS_ENTROPY, "labels", labels)
     numbers = TargetOptions(_number("label_smoothing", numbers.smoothing, 1.0), _number("z_loss", numbers.z_loss))
     rows = rows_of(CROSS_ENTROPY, x, axis, options._replace(mask=_where(x, axis, options.mask)), axis_name)
     with_integers = jnp.issubdtype(labels.dtype, jnp.integer)
+    if reduction.ignore_index is not None and not with_integers:
+        raise ValueError(f"{CROSS_ENTROPY}: ignore_index needs integer labels, got {labels.dtype}")
     target = _target(CROSS_ENTROPY, "labels", labels, rows) if with_integers else None
     weights = None if with_integers else _weights(labels, x, rows)
+    counted = reduction.counted(labels) if with_integers else None
+    if rows.x.size and target is not None and reduction.kind != "none" and _writes_gradient(rows, numbers):
+        call = reduced.Call(CROSS_ENTROPY, reduction, rows.options, numbers, choice)
+        return reduced.total(call, rows.x, rows.arrays, target, counted).astype(rows.dtype)
+    return reduction.of(_losses(rows, target, weights, counted, numbers, choice), counted).astype(rows.dtype)
+
+
+def _writes_gradient(rows: Rows, numbers: TargetOptions) -> bool:
+    """True where the forward pass of a scalar loss can write the gradient: no exchange, no gradient of the scale."""
+    return not rows.names and isinstance(rows.options.scale, float) and not _of_kept(rows, numbers)
+
+
+def _of_kept(rows: Rows, numbers: TargetOptions) -> bool:
+    """True where a part of each label is spread over the classes that `where` keeps."""
+    return numbers.smoothing > 0 and rows.options.mask is not None
+
+
+def _losses(
+    rows: Rows, target: Array | None, weights: Array | None, counted: Array | None, numbers: TargetOptions,
+    choice: Choice,
+) -> Array:  # fmt: skip
+    """The loss of every row, in the dtype of the computation."""
     if rows.x.size == 0:
-        return jnp.full(rows.x.shape[:-1], jnp.nan, rows.dtype)
-    of_kept = numbers.smoothing > 0 and rows.options.mask is not None
-    if target is not None and not of_kept:
-        return _of_targets(rows, target, numbers, choice).astype(rows.dtype)
+        return jnp.full(rows.x.shape[:-1], jnp.nan, accumulator(rows.x))
+    if target is not None and not _of_kept(rows, numbers):
+        return _of_targets(rows, target, numbers, choice)
     if choice.backend not in (None, EAGER.backend) or choice.strategy not in (None, EAGER.strategy):
         given = "labels with a weight per class have" if target is None else "label_smoothing with where has"
         raise PlanError(f"{CROSS_ENTROPY}: {given} no kernel: leave backend and strategy out")
     if weights is not None:
-        return _of_weights(rows, weights, numbers).astype(rows.dtype)
+        return _of_weights(rows, weights, numbers)
+    if counted is not None:
+        # A row that counts for nothing may hold NaN, which would reach its gradient.
+        rows = rows._replace(x=jnp.where(counted[..., None], rows.x, 0))
     # The part of the target and the part that is spread over the classes that are kept.
     own = _of_targets(rows, target, numbers._replace(smoothing=0.0), EAGER)
     spread = _of_weights(rows, jnp.zeros((), rows.x.dtype), numbers._replace(smoothing=1.0))
-    return ((1 - numbers.smoothing) * own + numbers.smoothing * spread).astype(rows.dtype)
+    return (1 - numbers.smoothing) * own + numbers.smoothing * spread
 
 
 def token_logprobs(
@@ -140,8 +168,8 @@ def _weighted_sums(
 
 
 def _without_empty(rows: Rows, y: Array, l: Array) -> Array:
-    """The losses, 0 in a row of which `where` leaves no class."""
-    return y if rows.options.mask is None else jnp.where(l == 0, 0, y)
+    """The losses; with `where`, 0 in a row without a class."""
+    return y if rows.options.mask is None else reduced.without_empty(y, l)
 
 
 def _floating(name: str, logits: Any) -> Array:

@@ -91,16 +91,27 @@ def logsumexp_tangent(x: Array, *rest: Array, options: ScoreOptions = PLAIN, fac
     return factor * jnp.sum(p * t.astype(p.dtype), axis=-1)
 
 
+def row_products(y: Array, t: Array) -> Array:
+    """The sum of y * t over each row, in the dtype of the computation."""
+    wide = accumulator(y)
+    return jnp.sum(y.astype(wide) * t.astype(wide), axis=-1)
+
+
+def scaled_rows(y: Array, t: Array) -> Array:
+    """Each row of y times a number t, in the dtype of y.  XLA removes a multiplication by the constant 1."""
+    return (y.astype(accumulator(y)) * t[..., None]).astype(y.dtype)
+
+
 FORMULAS: dict[str, Callable[..., Array]] = {
     function.__name__: function
     for function in (
         softmax, log_softmax, logsumexp, softmax_backward, log_softmax_backward, log_softmax_tangent,
         logsumexp_backward, logsumexp_tangent, targets.cross_entropy, targets.cross_entropy_backward,
         targets.cross_entropy_tangent, targets.token_logprobs, targets.token_logprobs_backward,
-        targets.token_logprobs_tangent,
+        targets.token_logprobs_tangent, row_products, scaled_rows,
     )
 }  # fmt: skip
-"""The function of each primitive: the operations, and the tangents, which have no kernels."""
+"""The function of each primitive: the operations, and the tangents and the products, which have no kernels."""
 
 TRANSPOSES = {
     "softmax_backward": "softmax_backward",
@@ -112,6 +123,8 @@ TRANSPOSES = {
     "cross_entropy_backward": "cross_entropy_tangent",
     "token_logprobs_tangent": "token_logprobs_backward",
     "token_logprobs_backward": "token_logprobs_tangent",
+    "row_products": "scaled_rows",
+    "scaled_rows": "row_products",
 }
 """The transpose of each primitive that is linear in its last operand."""
 
@@ -133,7 +146,7 @@ MASKED = {"softmax": 0.0, "log_softmax": -jnp.inf}
 OUTPUTS = {"logsumexp": ("m", "l"), "cross_entropy": ("loss", "m", "l"), "token_logprobs": ("y", "m", "l")}
 """Outputs that a kernel writes for a primitive, stacked along a new last axis; no entry for the declared ones."""
 
-PER_ROW = frozenset(OUTPUTS) | {TANGENTS[name] for name in OUTPUTS}
+PER_ROW = frozenset(OUTPUTS) | {TANGENTS[name] for name in OUTPUTS} | {"row_products"}
 """Primitives whose result has values per row; the results of the others have the shape of x."""
 
 NUMBERS = ("smoothing", "z_loss")
@@ -142,8 +155,13 @@ NUMBERS = ("smoothing", "z_loss")
 
 def outputs(name: str, target_options: TargetOptions = PLAIN_TARGET) -> tuple[str, ...]:
     """Names of the outputs that a kernel writes for a primitive, in the order of the declaration."""
-    more = ("entropy",) if target_options.entropy and not OPERATIONS[name].backward else ()
-    return OUTPUTS.get(name, OPERATIONS[name].always) + more
+    operation = OPERATIONS[name]
+    if operation.backward:
+        return operation.always
+    named = {*OUTPUTS.get(name, operation.always), *(("entropy",) if target_options.entropy else ())}
+    if target_options.gradient:
+        named |= {output.name for output in operation.outputs if output.kind == "element"}
+    return tuple(output.name for output in operation.outputs if output.name in named)
 
 
 def numbers(name: str, target_options: TargetOptions) -> tuple[tuple[str, float], ...]:

@@ -27,16 +27,14 @@ def register(primitive: Any) -> None:
         _LOWERED_WITH_DEVICES.add(primitive)
 
 
-def by_rows(
-    function: Callable[..., Array], result: jax.ShapeDtypeStruct, has_row: Sequence[bool], *operands: Array
-) -> Array:
+def by_rows(function: Callable[..., Any], result: Any, has_row: Sequence[bool], *operands: Array) -> Any:
     """Apply a function of rows on the devices that hold the rows, or parts of their columns.
 
     Args:
         function: Function of the names of the mesh axes along which rows are sharded, and of the arrays, or of the
             parts of them that one device holds.
-        result: Shape and dtype of the result for whole arrays.
-        has_row: True for the arrays whose last axis is a row, in the order of the operands and the result; the others
+        result: Shape and dtype of the result for whole arrays, or a tuple of them for several results.
+        has_row: True for the arrays whose last axis is a row, in the order of the operands and the results; the others
             have values per row.
         operands: x, whose last axis is a row, and arrays beside it.  Their axes are those of x; the last ones may be
             missing, and an axis may have size 1.
@@ -48,29 +46,30 @@ def by_rows(
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if manual or not getattr(jax.config, "jax_use_shardy_partitioner", False) or _LOWERED_WITH_DEVICES is None:
         return function((), *operands)
-    shape = operands[0].shape
+    shape, (results, kind) = operands[0].shape, jax.tree.flatten(result)
 
     def partition(mesh: Any, arguments: Any, given: Any) -> Any:
         mesh, shared = arguments[0].sharding.mesh, _along(arguments[0].shape, arguments[0].sharding)
         names = _names(shared[-1])
         shardings = [
             NamedSharding(mesh, PartitionSpec(*_of_axes(t.shape, shape, along_row, shared, [None] * len(t.shape))))
-            for t, along_row in zip((*arguments, given), has_row, strict=True)
+            for t, along_row in zip((*arguments, *jax.tree.leaves(given)), has_row, strict=True)
         ]
-        return mesh, partial(function, names), shardings[-1], tuple(shardings[:-1])
+        inputs, outputs = shardings[: len(arguments)], shardings[len(arguments) :]
+        return mesh, partial(function, names), jax.tree.unflatten(kind, outputs), tuple(inputs)
 
     whole = partial(function, ())
     partitioned = custom_partitioning(whole)
     factors = [f"axis{axis}" for axis in range(len(shape))]
     sides = [
         _of_axes(t.shape, shape, along_row, factors, [f"own{i}_{axis}" for axis in range(len(t.shape))])
-        for i, (t, along_row) in enumerate(zip((*operands, result), has_row, strict=True))
+        for i, (t, along_row) in enumerate(zip((*operands, *results), has_row, strict=True))
     ]
-    rule = f"{', '.join(map(' '.join, sides[:-1]))} -> {' '.join(sides[-1])}"
+    read, written = (", ".join(map(" ".join, some)) for some in (sides[: len(operands)], sides[len(operands) :]))
+    rule = f"{read} -> {written}"
     own = {name for side in sides for name in side if name.startswith("own")}
     partitioned.def_partition(partition, sharding_rule=rule, need_replication_factors=tuple(sorted(own)))
-    y: Array = partitioned(*operands)
-    return y
+    return partitioned(*operands)
 
 
 def _of_axes(

@@ -130,25 +130,25 @@ def task_for(
 def _lowered(name: str, platform: str, *operands: Array, choice: Choice, **params: Any) -> Array:
     """A primitive, as the plan for a platform says."""
     operands, params = _without_classes(name, operands, params)
-    eager, run = partial(ops.FORMULAS[name], **params), partial(_run, platform, choice)
-    if _kernel_plan(platform, choice, name, operands, params) is None:
+    eager, of_device = partial(ops.FORMULAS[name], **params), partial(run, platform, choice)
+    if kernel_plan(platform, choice, name, operands, params) is None:
         return eager(*operands)
 
     def here(names: exchange.Names, *operands: Array) -> Array:
-        return part.apply(name, names, run, operands, **params) if names else run(name, *operands, **params)
+        return part.apply(name, names, of_device, operands, **params) if names else of_device(name, *operands, **params)
 
     elements = OPERATIONS[name].inputs + len(params.get("options", PLAIN).arrays)
     has_row = [i < elements for i in range(len(operands))] + [not OPERATIONS[name].per_row]
     return partitioning.by_rows(here, jax.eval_shape(eager, *operands), has_row, *operands)
 
 
-def _run(platform: str, choice: Choice, name: str, *operands: Array, **params: Any) -> Array:
+def run(platform: str, choice: Choice, name: str, *operands: Array, **params: Any) -> Array:
     """An operation on the arrays of one device.
 
     The plan is made for the rows and the columns of one device: XLA may be the fastest for fewer of them.
     """
     operands, params = _without_classes(name, operands, params)
-    plan = _kernel_plan(platform, choice, name, operands, params)
+    plan = kernel_plan(platform, choice, name, operands, params)
     if plan is None:
         return ops.FORMULAS[name](*operands, **params)
     target_options = params.pop("target_options", PLAIN_TARGET)
@@ -168,7 +168,7 @@ def _without_classes(
     return operands, params | {"target_options": target_options}
 
 
-def _kernel_plan(
+def kernel_plan(
     platform: str, choice: Choice, name: str, operands: tuple[Array, ...], params: dict[str, Any]
 ) -> Plan | None:
     """The plan for a platform; None where XLA's operations run."""
@@ -217,12 +217,17 @@ def _compiled(name: str, *operands: Array, items: tuple[tuple[str, Any], ...]) -
 
 
 def _batch(name: str, operands: tuple[Array, ...], axes: tuple[int | None, ...], **params: Any) -> tuple[Array, int]:
-    """A batch is one more axis of rows.
+    """A batch is one more axis of rows."""
+    return bind(name, *batched(operands, axes, params.get("options", PLAIN)), **params), 0
+
+
+def batched(operands: tuple[Array, ...], axes: tuple[int | None, ...], options: ScoreOptions) -> list[Array]:
+    """The operands of a batch, with the batch as their first axis.
 
     An operand without a batch gets an axis of size 1 if it is an array of the score options, else one of full size.
     """
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    beside = len(params.get("options", PLAIN).arrays)
+    beside = len(options.arrays)
 
     def to_front(i: int, x: Array, axis: int | None) -> Array:
         if axis is not None:
@@ -230,8 +235,7 @@ def _batch(name: str, operands: tuple[Array, ...], axes: tuple[int | None, ...],
         x = x[None]
         return x if 0 < i <= beside else jnp.broadcast_to(x, (size, *x.shape[1:]))
 
-    moved = [to_front(i, x, axis) for i, (x, axis) in enumerate(zip(operands, axes, strict=True))]
-    return bind(name, *moved, **params), 0
+    return [to_front(i, x, axis) for i, (x, axis) in enumerate(zip(operands, axes, strict=True))]
 
 
 def _batch_of_devices(

@@ -31,6 +31,7 @@ class TargetOptions(NamedTuple):
         smoothing: Part of the target that is spread over all classes.
         z_loss: Factor of lse², which is added to the loss.
         entropy: True where the entropy is computed too.
+        gradient: True where a forward kernel also writes the gradient of the losses, each times a given number.
         classes: Number of columns of a whole row, for a derivative of rows that are sharded; 0 for whole rows.  The
             target is then a local column, or the number of local columns where another device has it.  A tangent is
             the part of the local columns, which the caller sums over the devices.
@@ -39,6 +40,7 @@ class TargetOptions(NamedTuple):
     smoothing: float = 0.0
     z_loss: float = 0.0
     entropy: bool = False
+    gradient: bool = False
     classes: int = 0
 
 

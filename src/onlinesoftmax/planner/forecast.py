@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..core.device import Device
 from ..core.problem import Problem
@@ -61,11 +62,7 @@ class Forecast:
         """Part of the bandwidth that each variant uses for rows of another length (`price.busy`)."""
         if cols == self.problem.cols:
             return {}
-        problem = replace(self.problem, cols=cols)
-        options = propose(problem, self.device)
-        if isinstance(options, str):
-            return {}
-        return {option.variant: busy(option, problem, self.device) for option in options}
+        return _busy_variants(propose, replace(self.problem, cols=cols), self.device)
 
     def _us(self, option: Proposal, busy_there: dict[int, dict[Variant, float]]) -> float:
         """Microseconds of a proposal: its launches plus the weighted times of its variant in all cells (`_time_in`)."""
@@ -105,3 +102,12 @@ class Forecast:
                 return UNSEEN * min(own), False
         same_backend = [timing.us for timing in cell.timings if timing.backend == backend]
         return KEPT * min(same_backend or (timing.us for timing in cell.timings)), False
+
+
+@lru_cache(maxsize=4096)
+def _busy_variants(propose: Propose, problem: Problem, device: Device) -> dict[Variant, float]:
+    """Part of the bandwidth that each variant of a strategy uses.  Few lengths are measured, so most calls repeat."""
+    options = propose(problem, device)
+    if isinstance(options, str):
+        return {}
+    return {option.variant: busy(option, problem, device) for option in options}

@@ -21,7 +21,18 @@ from .price import Plan, Price, priced
 from .proposal import Proposal
 from .strategies import TABLE
 
-__all__ = ["INVARIANT_ROWS", "Plan", "PlanError", "Price", "Refusal", "Strategies", "alternatives", "plan", "priced"]
+__all__ = [
+    "INVARIANT_ROWS",
+    "Plan",
+    "PlanError",
+    "Price",
+    "Refusal",
+    "Strategies",
+    "alternatives",
+    "best",
+    "plan",
+    "priced",
+]
 
 Strategies = Sequence[tuple[str, str, Propose]]
 """Rows of strategies.TABLE."""
@@ -74,8 +85,8 @@ def plan(
     options = alternatives(for_plan, device, choice, unavailable, table, strategies)
     plans = [option for option in options if isinstance(option, Plan)]
     if plans:
-        best = _best(plans)
-        return _for_rows(best, problem, device) if choice.batch_invariant else best
+        fastest = best(plans)
+        return _for_rows(fastest, problem, device) if choice.batch_invariant else fastest
     asked = "".join(f" {key}={value!r}" for key, value in zip(("backend", "strategy"), choice, strict=False) if value)
     reasons = "".join(f"\n  {o.backend}/{o.strategy}: {o.reason}" for o in options if isinstance(o, Refusal))
     raise PlanError(
@@ -127,7 +138,7 @@ SAME = 1.03
 """
 
 
-def _best(plans: list[Plan]) -> Plan:
+def best(plans: Sequence[Plan]) -> Plan:
     """The fastest plan of the first backend that has a plan about as fast as the fastest of all.
 
     Backends are in the order of `strategies`: the kernels of an earlier backend compile and launch in less host time.
@@ -141,9 +152,9 @@ INVARIANT_ROWS = 4096
 """Rows that a batch-invariant plan is made for: enough to fill every device."""
 
 
-def _for_rows(best: Plan, problem: Problem, device: Device) -> Plan:
+def _for_rows(fastest: Plan, problem: Problem, device: Device) -> Plan:
     """The plan for INVARIANT_ROWS rows with the same blocks, for the number of rows of a problem."""
-    proposal = Proposal(**{field.name: getattr(best, field.name) for field in fields(Proposal)})
+    proposal = Proposal(**{field.name: getattr(fastest, field.name) for field in fields(Proposal)})
     # A persistent launch keeps its number of programs; each takes one row after another.
     if not proposal.blocks.stages and proposal.strategy != "grid":
         programs = -(-problem.rows // proposal.rows_per_program) * proposal.splits

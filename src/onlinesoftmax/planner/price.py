@@ -92,7 +92,7 @@ def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
         quality = proposal.traffic.quality * _fill(proposal, problem, device)
         # The quality of PyTorch's kernels includes what narrow loads cost them.
         quality *= 1.0 if proposal.backend == "eager" else _width(proposal, problem)
-    from_memory = bytes_moved - _served_by_l2(proposal, problem, device)
+    from_memory = bytes_moved - bytes_from_l2(proposal, problem, device)
     return proposal.launches * LAUNCH_US + from_memory / (device.bandwidth * 1e3 * quality)
 
 
@@ -111,7 +111,7 @@ def _width(proposal: Proposal, problem: Problem) -> float:
     return min(1.0, min(proposal.rows_per_program, problem.access.adjacent) * problem.itemsize / SECTOR_BYTES)
 
 
-def _served_by_l2(proposal: Proposal, problem: Problem, device: Device) -> float:
+def bytes_from_l2(proposal: Proposal, problem: Problem, device: Device) -> float:
     """Bytes of repeated reads that L2 serves."""
     again = (proposal.reads - 1) * problem.read_bytes
     if not again or device.kind != "cuda":

@@ -41,11 +41,18 @@ class Loss(NamedTuple):
 
 def counted(target: torch.Tensor, loss: Loss) -> torch.Tensor:
     """True for the rows that count."""
+    return target != loss.ignore_index if _can_ignore(target, loss) else torch.ones_like(target, dtype=torch.bool)
+
+
+def ignored(target: torch.Tensor, loss: Loss) -> torch.Tensor:
+    """True for the rows that do not count."""
+    return target == loss.ignore_index if _can_ignore(target, loss) else torch.zeros_like(target, dtype=torch.bool)
+
+
+def _can_ignore(target: torch.Tensor, loss: Loss) -> bool:
+    """True if a target can be ignore_index; PyTorch would compare modulo the range of the dtype."""
     limits = torch.iinfo(target.dtype)
-    if not limits.min <= loss.ignore_index <= limits.max:
-        # PyTorch would compare with ignore_index modulo the range of the dtype.
-        return torch.ones_like(target, dtype=torch.bool)
-    return target != loss.ignore_index
+    return limits.min <= loss.ignore_index <= limits.max
 
 
 def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtype: torch.dtype) -> torch.Tensor:

@@ -159,11 +159,11 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int, piece
     bounds = SliceBounds.of(row, rank, operands.rows, operands.cols, length, 16 // held[0].dtype.itemsize)
     slice_ = Slice(op, held, bounds, operands.accumulator, pieces, loaded)
     slice_.start_loads(reads[:inputs])
-    given = [ref[row] for ref in operands.given_refs(reads)]
+    given = {name: ref[row] for name, ref in zip(op.given, operands.given_refs(reads), strict=True)}
     if op.reduces and given:
-        column = jnp.clip(given[0], 0, operands.cols - 1)
+        column = jnp.clip(given["target"], 0, operands.cols - 1)
         score = reads[0][row * operands.cols + column] if bounds.unaligned else reads[0][row, column]
-        op = op.at_target(given[0], score.astype(operands.accumulator), operands.cols)
+        op = op.at_target(given["target"], score.astype(operands.accumulator), operands.cols, given.get("dy"))
         slice_ = slice_._replace(op=op)
     if op.reduces:
         state = slice_.state(size * length > operands.cols)
@@ -179,7 +179,8 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int, piece
                 ref[row] = value.astype(ref.dtype)
 
     for y_ref in elements:
-        slice_.store(op.row_constants(state) if op.reduces else _in_slice(op.given_constants(given), bounds), y_ref)
+        constants = op.row_constants(state) if op.reduces else op.given_constants(tuple(given.values()))
+        slice_.store(_in_slice(constants, bounds), y_ref)
     if op.reduces and size > 1:
         # No block leaves while another may still read its state.
         mosaic.barrier_wait(arrived)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ...core.arrays import Array, accumulator
-from ...core.options import Functions, ScoreOptions, scores
+from ...core.options import Functions, ScoreOptions, scores, softcap_slope
 from .ops import Op, RowConstants
 from .state import State
 
@@ -201,7 +201,12 @@ class Operands(NamedTuple):
 
     def row_constants(self, state: State) -> RowConstants:
         """Values for the element output of each row, from its state."""
-        return self.op.row_constants(tuple(part.astype(self.accumulator) for part in state))
+        op, state = self.op, tuple(part.astype(self.accumulator) for part in state)
+        if op.target is not None and op.target.dy is not None and self.options.mask is not None:
+            # A row that the mask leaves without a class counts for nothing.
+            dy = jnp.where(state[1] == 0, jnp.zeros_like(op.target.dy), op.target.dy)
+            op = op._replace(target=op.target._replace(dy=dy))
+        return op.row_constants(state)
 
     def given_state(self, refs: tuple[Any, ...], first: Any, rows: int) -> RowConstants:
         """The same where the state of each row is given."""
@@ -226,16 +231,23 @@ class Operands(NamedTuple):
             return self
         row = jnp.int32(first) + _lanes((rows, 1), 0) if rows > 1 else jnp.int32(first)
         inside = row < self.rows
-        column = pltriton.load(self.given_refs(refs)[0].at[row], mask=inside, other=0)
+        given = {
+            name: pltriton.load(ref.at[row], mask=inside, other=0)
+            for name, ref in zip(self.op.given, self.given_refs(refs), strict=True)
+        }
+        column, dy = given["target"], given.get("dy")
         there = jnp.clip(column, 0, self.cols - 1)
         at = (row, there) if self.vector == 1 else row * self.cols + there
         score, _, _ = self.load(refs, Tile(at, inside, row, there))
-        return self._replace(op=self.op.at_target(column, score, self.cols))
+        return self._replace(op=self.op.at_target(column, score, self.cols, dy))
 
     def store(self, ref: Any, tile: Tile, loaded: tuple[Array, Array, Array], constants: RowConstants) -> None:
         """Write a tile of the element output."""
         a, b, kept = loaded
         y = self.op.output(a, b, constants, tile.column)
+        if self.op.target is not None and self.options.softcap is not None:
+            # A forward operation writes the gradient in the logits b.  A row that counts for nothing may hold NaN.
+            y = jnp.where(y == 0, jnp.zeros_like(y), y * softcap_slope(FUNCTIONS, b, self.options))
         if self.options.mask is not None:
             y = jnp.where(kept, y, self.op.masked)
         pltriton.store(ref.at[tile.at], y.astype(ref.dtype), mask=tile.inside)

@@ -60,7 +60,7 @@ class Op(NamedTuple):
         factor: Number that a gradient is multiplied by.
         exact: True where sums need float64.  Without a target: where the last operand has more than 16 bits.  The last
             operand is x or dy, or the last array of the score options if it follows them; so a masked float32 softmax
-            gives False.  With a target: where x has more than 16 bits, or a result is float32 to the last bit.
+            gives False.  With a target: where x has more than 16 bits, or a result per row is float32 to the last bit.
         numbers: Name and value of every operand that is a number.
         given: Names of the operands per row, as the kernel reads them.
         target: The targets of the rows that a program reduces; None outside of such a program.
@@ -84,7 +84,8 @@ class Op(NamedTuple):
         given = tuple(jax.eval_shape(op.row_operands, *operands))
         if "target" not in given:
             return op._replace(given=given, exact=operands[-1].dtype.itemsize > 2)
-        to_the_last_bit = op.reduces and any(output.exact for output in op.operation.written(op.written))
+        per_row = [output for output in op.operation.written(op.written) if output.kind == "row"]
+        to_the_last_bit = op.reduces and any(output.exact for output in per_row)
         return op._replace(given=given, exact=to_the_last_bit or operands[0].dtype.itemsize > 2)
 
     @property
@@ -276,6 +277,10 @@ class Op(NamedTuple):
         if not self.rescaled:
             return RowConstants(a[0])
         m, l = a[:2]
+        if self.target is not None:
+            found = self.target.of_loss(state.shift(m), l, **self._weights())
+            constants = RowConstants(shift=state.shift(m), target=self.target.column, **found)
+            return constants if self.exact else constants._replace(low=None)
         t, low = state.reciprocal(l) if self.name == "softmax" else (jnp.log(l), None)
         return RowConstants(jnp.where(jnp.abs(m) == jnp.inf, jnp.nan, t), state.shift(m), low if self.exact else None)
 
@@ -293,7 +298,8 @@ class Op(NamedTuple):
 
     def _with_target(self, operands: tuple[Array, ...]) -> dict[str, Array]:
         if self.reduces:
-            return {"target": operands[-1].reshape(-1)}
+            names = ("target", "dy") if self.writes_elements else ("target",)
+            return {name: t.reshape(-1) for name, t in zip(names, operands[-len(names) :], strict=True)}
         *_, target, residual, cotangents = operands
         cols, dtype = operands[0].shape[-1], residual.dtype
         given = Given.of(target, residual, cotangents, cols, self.factor)
@@ -317,9 +323,9 @@ class Op(NamedTuple):
         constants = RowConstants(**dict(zip(self.given, values, strict=True)))
         return constants if self.exact else constants._replace(low=None)
 
-    def at_target(self, column: Array, score: Array, cols: int) -> Op:
-        """The operation for rows with these targets."""
-        return self._replace(target=Target(column, score, cols))
+    def at_target(self, column: Array, score: Array, cols: int, dy: Array | None = None) -> Op:
+        """The operation for rows with these targets, and with the gradients dy of their losses if there are any."""
+        return self._replace(target=Target(column, score, cols, dy if dy is None else self.factor * dy))
 
     def output(self, a: Array, b: Array, constants: RowConstants, column: Array | None = None) -> Array:
         """The output for the elements (a, b); an operation with a target needs their columns."""

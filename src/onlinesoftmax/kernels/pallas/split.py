@@ -55,8 +55,10 @@ def write_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth:
     Limits: every program of a row merges all of its states.
     """
     beside, [y_ref], rows = operands.sides(refs)
-    op, operand_refs = operands.op, beside[:reads]
+    operand_refs = beside[:reads]
     _, row, part = _place(splits, operands.rows * splits - 1)
+    operands = operands.at_targets(operand_refs, row, 1)
+    op = operands.op
 
     def constants() -> RowConstants:
         if not op.reduces:
@@ -91,9 +93,10 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     states: list[Array] = []
     if op.reduces:
         one = jax.ShapeDtypeStruct((rows * splits,), operands.accumulator)
-        parts = [one] * (op.packed_parts + len(op.given))
+        parts = [one] * (op.packed_parts + int(op.operation.has_target))
         states = call(partial(state_kernel, **blocks), rows * splits, arrays, parts, plan, interpret)
     if op.writes_elements:
+        states = states[: op.packed_parts]
         return call(partial(write_kernel, **blocks), rows * splits, [*arrays, *states], out, plan, interpret)
     tables = [part.reshape(rows, splits) for part in states]
     if op.given:

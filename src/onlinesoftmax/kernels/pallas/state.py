@@ -51,15 +51,26 @@ def total(*parts: Array, axis: int | None = -1) -> Array:
 
 
 def reciprocal(l: Array) -> tuple[Array, Array]:
-    """1 / l as a number and its rounding error: a GPU's division is wrong by up to two units in the last place.
-
-    The error is computed exactly, after Dekker (1971): halves of 12 bits multiply without rounding.
-    """
+    """1 / l as a number and its rounding error: a GPU's division is wrong by up to two units in the last place."""
     t = 1 / l
+    return t, t * _remainder(1, t, l)
+
+
+def quotient(x: Array, l: Array) -> tuple[Array, Array]:
+    """The quotient x / l as a number and its rounding error, as in `reciprocal`."""
+    t = x / l
+    return t, _remainder(x, t, l) / l
+
+
+def _remainder(x: Array | int, t: Array, l: Array) -> Array:
+    """The remainder x - t * l, where t is about x / l.
+
+    The product is computed exactly, after Dekker (1971): halves of 12 bits multiply without rounding.
+    """
     (l_high, l_low), (t_high, t_low) = _halves(l), _halves(t)
     product = l * t
     error = ((l_high * t_high - product) + l_high * t_low + l_low * t_high) + l_low * t_low
-    return t, t * ((1 - product) - error)
+    return (x - product) - error
 
 
 def in_two(x: Array, dtype: Any) -> tuple[Array, Array]:

@@ -10,6 +10,8 @@ them from c, the score of the target: scores that are all large would cancel in 
 Backward, the state is given, and both gradients have one form, whose constants are computed before the kernel runs:
 
     (t - slope * (z - m)) * exp(z - m) - own * [column is target] - spread
+
+A forward cross-entropy that also writes the gradient computes these constants in the kernel, from the state of the row.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ...core.arrays import Array
+from .state import quotient
 
 
 class Target(NamedTuple):
@@ -29,11 +32,13 @@ class Target(NamedTuple):
         column: The column; out of range where the row has no target.
         score: The score of the column; any number where the row has no target.
         cols: Number of columns.
+        dy: Gradient of the loss; None where no gradient is written.
     """
 
     column: Array
     score: Array
     cols: int
+    dy: Array | None = None
 
     @property
     def centre(self) -> Array:
@@ -59,6 +64,19 @@ class Target(NamedTuple):
         if wz is not None:
             y = (1 - smoothing) * y + smoothing * (((m - self.centre) - wz / self.cols) + log_l)
         return y + z_loss * (m + log_l) * (m + log_l) if z_loss else y
+
+    def of_loss(self, m: Array, l: Array, smoothing: float, z_loss: float) -> dict[str, Array]:
+        """Constants of the gradient of the loss, from a finite m; t is a pair of a number and its rounding error."""
+        assert self.dy is not None
+        dy = jnp.where(self.is_column, self.dy, jnp.zeros_like(self.dy))
+        # A row without a finite score has an infinite lse; it counts for nothing where dy is 0.
+        factor = dy * (1 + 2 * z_loss * (m + jnp.log(l))) if z_loss else dy
+        factor = jnp.where(dy == 0, jnp.zeros_like(dy), factor)
+        t, low = quotient(factor, jnp.where(l < jnp.inf, l, jnp.full_like(l, jnp.nan)))
+        # 0 stays 0, also in a row that holds NaN.
+        t, low = (jnp.where(factor == 0, jnp.zeros_like(part), part) for part in (t, low))
+        found = {"t": t, "low": low, "own": (1 - smoothing) * dy}
+        return found | ({"spread": smoothing / self.cols * dy} if smoothing else {})
 
 
 class Given(NamedTuple):

@@ -1,0 +1,136 @@
+"""The clock of a group: every process times the same calls in step, and the slowest process counts."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Mapping
+from math import ceil
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..timing import Times, quiet
+from .team import Team
+
+FLUSH_BYTES = 256 << 20
+"""Bytes that a flush of the L2 cache sets to zero: more than any cache holds."""
+
+MOST_FLUSHES = 200
+"""Flushes before one call at most: about 15 ms of an H200, longer than the host needs to queue a call."""
+
+TRIALS, FEWEST, MOST = 5, 7, 300
+"""Calls that estimate a time, and the limits of the number of repetitions."""
+
+
+class Timed(NamedTuple):
+    """The times of one call.
+
+    Attributes:
+        times: Times of the slowest process in each repetition.
+        host_us: Microseconds until the call returns to the host, the slowest process's median; None on a CPU.
+    """
+
+    times: Times
+    host_us: float | None
+
+
+class GroupClock:
+    """Times calls that may exchange data between the processes.
+
+    Before each repetition the processes meet: on a GPU in an all-reduce of one number, which is queued behind flushes
+    of the L2 cache, so that all GPUs begin the call together.  The flushes take longer than the host needs to queue the
+    call, so the events around it measure the GPUs alone; the host's time is measured apart.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team, self._cuda = team, team.device.type == "cuda"
+        self._one = torch.zeros(1, device=team.device)
+        self._flush = torch.empty(FLUSH_BYTES if self._cuda else 0, dtype=torch.int8, device=team.device)
+        self._flush_us = max(1.0, self._of_flush()) if self._cuda else 1.0
+
+    def measure(self, calls: Mapping[str, Callable[[], Any]], budget_ms: float) -> dict[str, Timed]:
+        """The times of every call, as many as fit into `budget_ms` milliseconds for each call.
+
+        Every process must pass the same names in the same order.
+        """
+        host, whole = self._trial(calls)
+        flushes = {name: min(MOST_FLUSHES, 1 + ceil(1.5 * host[name] / self._flush_us)) for name in calls}
+        each = {name: whole[name] + flushes[name] * self._flush_us * self._cuda for name in calls}
+        counts = {name: int(max(FEWEST, min(MOST, 1e3 * budget_ms / each[name]))) for name in calls}
+        samples = self._rounds(calls, counts, flushes)
+        slowest = {name: self._team.largest(*found) for name, found in samples.items()}
+        return {name: Timed(Times.of(slowest[name]), host[name] if self._cuda else None) for name in calls}
+
+    def _trial(self, calls: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, float], dict[str, float]]:
+        """Microseconds until each call returns, and until it is done: the same numbers on every process."""
+        host, whole = {}, {}
+        for name, call in calls.items():
+            pairs = []
+            for _ in range(1 + TRIALS):
+                self._meet()
+                self._synchronize()
+                start = perf_counter_ns()
+                call()
+                returned = perf_counter_ns()
+                self._synchronize()
+                pairs.append(((returned - start) / 1e3, (perf_counter_ns() - start) / 1e3))
+            # The first call compiles.
+            medians = [statistics.median(found) for found in zip(*pairs[1:], strict=True)]
+            host[name], whole[name] = self._team.largest(*medians)
+        return host, whole
+
+    def _rounds(
+        self, calls: Mapping[str, Callable[[], Any]], counts: Mapping[str, int], flushes: Mapping[str, int]
+    ) -> dict[str, list[float]]:
+        most = max(counts.values())
+        found: dict[str, list[Any]] = {name: [] for name in calls}
+        with quiet():
+            for i in range(most):
+                for name, call in calls.items():
+                    # `count` of the `most` rounds, evenly spread, so that drift affects all calls alike.
+                    if i * counts[name] // most != (i + 1) * counts[name] // most:
+                        found[name].append(self._timed(call, flushes[name]))
+                # A host that runs far ahead, or garbage in cycles, would hold the gradients of many calls.
+                self._synchronize()
+                gc.collect(0)
+        if not self._cuda:
+            return found
+        return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in found.items()}
+
+    def _timed(self, call: Callable[[], Any], flushes: int) -> Any:
+        """Microseconds of a call, or the events before and after it."""
+        if not self._cuda:
+            self._meet()
+            began = perf_counter_ns()
+            call()
+            return (perf_counter_ns() - began) / 1e3
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(flushes):
+            self._flush.zero_()
+        self._meet()
+        start.record()
+        call()
+        end.record()
+        return start, end
+
+    def _of_flush(self) -> float:
+        """Microseconds of one flush."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._flush.zero_()
+        events[0].record()
+        for _ in range(10):
+            self._flush.zero_()
+        events[1].record()
+        self._synchronize()
+        return self._team.largest(1e2 * events[0].elapsed_time(events[1]))[0]
+
+    def _meet(self) -> None:
+        """Wait for the other processes: on a GPU its queue waits, not the host."""
+        dist.all_reduce(self._one, group=self._team.group)
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self._team.device)

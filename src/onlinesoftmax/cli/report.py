@@ -1,0 +1,124 @@
+"""`onlinesoftmax report`: recorded measurements and the planner's choices as one HTML page."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..core.operations import FORWARD, OPERATIONS
+from . import output
+
+if TYPE_CHECKING:
+    from ..report.combinations import Choices
+    from ..report.records import Record
+
+
+def report(
+    results: list[Path] | None = typer.Argument(
+        None,
+        metavar="[RESULTS]...",
+        help="Records that `onlinesoftmax bench --out` wrote, or folders of them.  By default benchmarks/results, if "
+        "the current folder is a checkout; otherwise none.",
+    ),
+    out: Path = typer.Option(Path("report.html"), "--out", "-o", help="The HTML file to write."),
+    gpu: list[str] | None = typer.Option(
+        None, help="A known GPU for the picker, as h200 or rtx4090; repeat for more.  By default h200, h100 and a100."
+    ),
+    op: list[str] | None = typer.Option(
+        None,
+        help=f"An operation for the picker, with each of its score options; repeat for more: {', '.join(OPERATIONS)}.  "
+        f"By default every forward operation, {FORWARD[0]} with its score options, and the gradient of {FORWARD[0]}.",
+    ),
+    dtype: list[str] | None = typer.Option(
+        None, help="A dtype for the picker; repeat for more.  By default bfloat16 and float32."
+    ),
+    rows: list[int] | None = typer.Option(
+        None, help="A number of rows for the picker; repeat for more.  By default 1, 64, 4096 and 65536."
+    ),
+    framework: list[str] | None = typer.Option(
+        None, help="A framework for the picker: torch or jax; repeat for more.  By default both."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON document about the page."),
+) -> None:
+    """Write one HTML page with charts of recorded measurements and a picker of plans.
+
+    The page works offline: it loads nothing.  It shows speed, time, memory and error of every library over the row
+    length, beside the copy, and the machine, the versions and the commit of each record.  On the picker, choose a
+    shape by slider and lists, and see the planner's choice, its numbers and its reasons.  The planner makes these
+    answers while the page is made, which takes one to two minutes on two processors.  They are kept in the cache
+    folder, so the next page takes seconds.
+
+    The exit code is 1 if a file could not be shown; the page then has the others.
+
+    \b
+    Examples:
+      onlinesoftmax report
+      onlinesoftmax report record.json -o report.html --gpu h200 --rows 4096
+    """  # noqa: D301  \b is typer's mark for lines that it does not wrap
+    from ..report.page import missing
+    from ..report.records import FOLDER
+
+    if absent := missing():
+        output.fail(f"report needs {', '.join(absent)}: pip install 'onlinesoftmax[report]'")
+    if out.is_dir():
+        output.fail(f"--out {out} is a folder; name a file")
+    choices = _choices(gpus=gpu, operations=op, dtypes=dtype, rows=rows, frameworks=framework)
+    paths = results or ([FOLDER] if FOLDER.is_dir() else [])
+    _write_page(paths, choices, out, as_json)
+
+
+def _choices(**given: Any) -> Choices:
+    from ..report.combinations import Choices
+
+    chosen = {name: value for name, value in given.items() if value}
+    if "operations" in chosen:
+        chosen["with_options"] = chosen["operations"]
+    try:
+        return Choices(**chosen)
+    except ValueError as error:
+        output.fail(error)
+
+
+def _write_page(paths: list[Path], choices: Choices, out: Path, as_json: bool) -> None:
+    """Read the records, make the page, write it, and say what is on it; exit with 1 if a file is not shown."""
+    from ..core.cache import write_whole
+    from ..report.page import page
+    from ..report.records import read
+
+    begin = time.perf_counter()
+    records, wrong, others = read(paths)
+    for sentence in wrong:
+        output.warn(sentence)
+    with output.progress_bar() as bar:
+        task = bar.add_task("planning", total=None) if bar else None
+
+        def show(done: int, total: int) -> None:
+            if bar is not None and task is not None:
+                bar.update(task, completed=done, total=total)
+
+        content = page(records, choices, wrong, show).encode()
+    try:
+        write_whole(out, content)
+    except OSError as error:
+        output.fail(f"--out {out} cannot be written: {error.strerror or error}")
+    seconds = time.perf_counter() - begin
+    if as_json:
+        output.print_json({
+            "out": str(out), "bytes": len(content), "seconds": seconds,
+            "records": [record.name for record in records], "not_shown": wrong, "other_files": others,
+        })  # fmt: skip
+    else:
+        for line in (*others, *_summary(out, records, len(content), seconds)):
+            output.note(line)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _summary(out: Path, records: list[Record], nbytes: int, seconds: float) -> list[str]:
+    shown = f"{len(records)} record{'' if len(records) == 1 else 's'} and the picker"
+    if not records:
+        shown = "the picker alone: there are no records to show"
+    return [f"{out}: {shown}; {output.size(nbytes)}, made in {output.duration(seconds * 1e6)}."]

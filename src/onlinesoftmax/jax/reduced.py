@@ -1,0 +1,138 @@
+"""Reductions of the losses of rows to a scalar.
+
+`total` is the scalar of rows with integer labels.  Where it is differentiated, the forward pass writes the gradient
+with respect to the logits, and keeps it instead of the logits.  The backward pass multiplies it by the incoming
+gradient, which is one number.  Under `jit` of `jax.grad` this number is the constant 1, and XLA removes the
+multiplication.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.arrays import Array, accumulator
+from ..core.options import ScoreOptions
+from ..core.task import Choice
+from . import ops, primitives, with_gradient
+from .targets import TargetOptions
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+class Reduction(NamedTuple):
+    """The reduction of a call.
+
+    Attributes:
+        kind: One of REDUCTIONS.
+        ignore_index: Label of the rows that count for nothing; None where every row counts.
+    """
+
+    kind: str = "none"
+    ignore_index: int | None = None
+
+    def checked(self, name: str) -> Reduction:
+        """The reduction with an index that is an int.
+
+        Raises:
+            TypeError: ignore_index is neither an integer nor None.
+            ValueError: there is no such reduction.
+        """
+        kind, index = self
+        if not isinstance(kind, str) or kind not in REDUCTIONS:
+            raise ValueError(f"{name}: reduction must be 'none', 'mean' or 'sum', got {kind!r}")
+        if index is None:
+            return self
+        if isinstance(index, bool) or not isinstance(index, int | np.integer):
+            raise TypeError(f"{name}: ignore_index must be an int or None, not {type(index).__name__}")
+        return Reduction(kind, int(index))
+
+    def counted(self, labels: Array) -> Array | None:
+        """True for the rows that count; None where every row counts."""
+        limits = jnp.iinfo(labels.dtype)
+        if self.ignore_index is None or not limits.min <= self.ignore_index <= limits.max:
+            return None
+        return labels != self.ignore_index
+
+    def divisor(self, shape: tuple[int, ...], counted: Array | None, dtype: Any) -> Any:
+        """The number by which the sum of the losses of rows of this shape is divided."""
+        if self.kind != "mean":
+            return 1
+        return math.prod(shape) if counted is None else jnp.sum(counted, dtype=jnp.int32).astype(dtype)
+
+    def of(self, losses: Array, counted: Array | None) -> Array:
+        """The losses, reduced, in their dtype."""
+        losses = losses if counted is None else jnp.where(counted, losses, 0)
+        if self.kind == "none":
+            return losses
+        # The sum of no rows is 0, and their mean is NaN.
+        return jnp.sum(losses) / jnp.asarray(self.divisor(losses.shape, counted, losses.dtype), losses.dtype)
+
+
+class Call(NamedTuple):
+    """A call without its arrays.
+
+    Attributes:
+        name: Name of the operation.
+        reduction: The reduction, "mean" or "sum".
+        options: Score options: ARRAY stands for an array; the scale is a number, and there is no bias.
+        target_options: Options of the operation.
+        choice: The backend and the strategy that the caller forces.
+    """
+
+    name: str
+    reduction: Reduction
+    options: ScoreOptions
+    target_options: TargetOptions
+    choice: Choice
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of the primitives."""
+        return {"options": self.options, "target_options": self.target_options, "choice": self.choice}
+
+    def total(self, results: Array, counted: Array | None) -> Array:
+        """The scalar, from the results of the rows."""
+        losses, _, l = ops.unstacked(self.name, results)
+        if self.options.mask is not None:
+            losses = without_empty(losses, l)
+        return self.reduction.of(losses, counted)
+
+
+def without_empty(losses: Array, l: Array) -> Array:
+    """The losses, 0 in a row of which `where` leaves no class."""
+    return jnp.where(l == 0, 0, losses)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def total(call: Call, x: Array, arrays: tuple[Array, ...], target: Array, counted: Array | None) -> Array:
+    """The scalar of a call.
+
+    Args:
+        call: The call without its arrays.
+        x: Logits; the last axis is a row.
+        arrays: Arrays of the score options, in the order of `options.arrays`; none of them is differentiated.
+        target: Column of each row.
+        counted: True for the rows that count; None where every row counts.
+    """
+    return call.total(primitives.bind(call.name, x, *arrays, target, **call.params), counted)
+
+
+@partial(total.defjvp, symbolic_zeros=True)
+def _jvp(call: Call, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    x, arrays, target, counted = primals
+    t = tangents[0]
+    if isinstance(t, jax.custom_derivatives.SymbolicZero):
+        y = total(call, *primals)
+        return y, jnp.zeros_like(y)
+    wide = accumulator(x)
+    # The derivative of the scalar with respect to the loss of each row.
+    dy = jnp.full(target.shape, 1 / jnp.asarray(call.reduction.divisor(target.shape, counted, wide), wide), wide)
+    dy = dy if counted is None else jnp.where(counted, dy, 0)
+    results, gradient = with_gradient.bind(call.name, x, *arrays, target, dy, **call.params)
+    return call.total(results, counted), jnp.sum(primitives.bind("row_products", gradient, t))

@@ -1,0 +1,71 @@
+"""The numbers of a plan in words, with their units: what `explain` and the report print."""
+
+from __future__ import annotations
+
+from ..core.device import Device
+from ..core.problem import Problem
+from ..core.units import duration, size
+from .price import Plan
+
+
+def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, str]]:
+    """Names and values of a plan's numbers, in reading order.
+
+    Args:
+        plan: The plan.
+        problem: The problem that the plan was made for.
+        device: The device that the plan was made for.
+    """
+    found = [
+        ("layout of rows", _layout(problem)),
+        ("programs", f"{plan.programs:,} in the largest launch"),
+        ("block", _block(plan)),
+        *_threads(plan),
+        ("splits", f"{plan.splits} programs share a row" if plan.splits > 1 else "1: no two programs share a row"),
+        ("launches", str(plan.launches)),
+        ("input is read", {1: "once", 2: "twice"}.get(plan.reads, f"{plan.reads} times")),
+        (
+            "bytes moved",
+            f"{size(plan.bytes_moved)}; at least {size(problem.read_bytes + problem.write_bytes)}: "
+            f"{size(problem.read_bytes)} read, {size(problem.write_bytes)} written",
+        ),
+        ("floor", f"{duration(plan.floor_us)} at {device.bandwidth:.0f} GB/s"),
+        ("estimate", f"{duration(plan.estimate_us)}, {_floors(plan.estimate_us, plan.floor_us)}"),
+    ]
+    if device.kind == "cuda":
+        found.append(("quality", f"{plan.traffic.quality:.0%} of that bandwidth, with the device full"))
+    return found
+
+
+def _threads(plan: Plan) -> list[tuple[str, str]]:
+    """How the threads of a program work, as far as the plan says."""
+    found = []
+    if plan.warps:
+        found.append(("warps", f"{plan.warps} per program"))
+    if plan.threads.lanes:
+        found.append(("lanes", f"{plan.threads.lanes} threads of a program share a row"))
+    if plan.threads.shared:
+        found.append(("shared memory", f"{plan.threads.shared} chunks of 16 bytes per thread, besides the registers"))
+    if plan.threads.terms:
+        found.append(("terms", "kept in registers: one exp per element instead of two"))
+    if plan.blocks.stages:
+        found.append(("stages", f"{plan.blocks.stages} tiles in flight per program"))
+    if plan.vector > 1:
+        found.append(("vector", f"{plan.vector} elements: unaligned rows are split at 16-byte boundaries"))
+    return found
+
+
+def _layout(problem: Problem) -> str:
+    if problem.contiguous:
+        return "contiguous: the elements of a row are neighbours"
+    return f"strided: {problem.access.adjacent} rows lie side by side, the elements of a row lie apart"
+
+
+def _block(plan: Plan) -> str:
+    rows = f"{plan.rows_per_program} rows x " if plan.rows_per_program > 1 else ""
+    depth = f", {plan.blocks.depth} per lane" if plan.blocks.depth > 1 and plan.backend == "triton" else ""
+    return f"{rows}{plan.block} columns at a time{depth}"
+
+
+def _floors(estimate: float, floor: float) -> str:
+    return f"{estimate / floor:.2f} times the floor" if floor else "no floor"

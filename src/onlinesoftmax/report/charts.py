@@ -1,0 +1,150 @@
+"""The charts of the page, as Vega-Lite specifications that Altair writes.  The page fills in the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..bench.libraries import PEERS
+from .series import COPY
+
+GREY = "#808890"
+"""Colour of the copy and of lines that are no measurement; it is legible on a light page and on a dark one."""
+
+COLORS = ("#4c8dd6", "#e0913a", "#58a866", "#c05a8c", "#8a74c9", "#4fb0b5", "#c9a93b", "#b5694f")
+"""Colours of libraries, of strategies and of blocks."""
+
+LIBRARIES = ("ours", *PEERS, "jax.nn", COPY)
+"""Libraries, in the order of their colours; the copy comes last, and is grey."""
+
+AXIS_WIDTH = 52
+"""Width in pixels of the axis to the left of the chart over row lengths; the slider below begins where it ends."""
+
+LENGTH = (
+    "datum.value < 1024 ? format(datum.value, '') : datum.value < 1048576 ? format(datum.value / 1024, '') + ' Ki'"
+    " : datum.value < 1073741824 ? format(datum.value / 1048576, '') + ' Mi' : '1 Gi'"
+)
+"""Label of a row length: 65536 is 64 Ki."""
+
+MEASURES = {
+    "gbps": ("GB/s", "linear", ",~f"),
+    "ratio": ("ratio to the copy's speed", "linear", "~f"),
+    "us": ("microseconds", "log", ",~r"),
+    "error": ("largest error against float64", "log", ".0e"),
+    "mb": ("MB beyond input and result", "linear", ",~f"),
+}
+"""Title of the axis, scale and number format of each measure, by its name in the points of a panel."""
+
+
+def specifications() -> dict[str, Any]:
+    """Every chart by its name: a measure, "lengths" for the axis of the picker, and "blocks" for its drawing."""
+    return {name: measured(name) for name in MEASURES} | {"lengths": lengths(), "blocks": blocks()}
+
+
+def _by_length(**more: Any) -> Any:
+    """The axis of row lengths, with logarithms."""
+    import altair as alt
+
+    powers = [1 << k for k in range(31)]
+    axis = alt.Axis(labelExpr=LENGTH, title="row length", values=powers, labelOverlap="parity", grid=False,
+                    labelSeparation=4, tickColor="transparent")  # fmt: skip
+    return alt.X("cols:Q", scale=alt.Scale(type="log", base=2, nice=False, padding=8, **more), axis=axis)
+
+
+def _finished(chart: Any, height: int) -> dict[str, Any]:
+    """The specification of a chart that is as wide as its place on the page."""
+    room = {"left": 0, "right": 14, "top": 4, "bottom": 6}
+    document: dict[str, Any] = chart.properties(width="container", height=height, padding=room).to_dict()
+    # The bundle has one version of Vega-Lite, and the address of its schema would be the only one on the page.
+    for name in ("config", "$schema"):
+        document.pop(name, None)
+    return document
+
+
+def measured(measure: str) -> dict[str, Any]:
+    """A measure of all libraries over the row length.
+
+    The copy is the dashed line.  A line joins the aligned cases with the most rows of each length.
+    """
+    import altair as alt
+
+    label, scale, form = MEASURES[measure]
+    kept = f"isValid(datum.{measure})" + (f" && datum.{measure} > 0" if scale == "log" else "")
+    colors = [*COLORS[: len(LIBRARIES) - 1], GREY]
+    clicked = alt.selection_point("clicked", fields=["who"], bind="legend")
+    base = alt.Chart(alt.NamedData("points")).transform_filter(kept)
+    base = base.encode(
+        x=_by_length(),
+        y=alt.Y(f"{measure}:Q", title=label, scale=alt.Scale(type="log") if scale == "log" else alt.Scale(zero=True),
+                axis=alt.Axis(format=form, tickCount=6)),
+        color=alt.Color("who:N", scale=alt.Scale(domain=list(LIBRARIES), range=colors),
+                        legend=alt.Legend(title=None, orient="bottom", columns=5, values=alt.ExprRef("shown"))),
+        opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
+    )  # fmt: skip
+    titles = {"who:N": "library", "shape:N": "shape", "plan:N": "plan", "us:Q": "µs", "gbps:Q": "GB/s",
+              "ratio:Q": "of copy", "error:Q": "error", "allowed:Q": "allowed error", "mb:Q": "extra MB"}  # fmt: skip
+    tips = [alt.Tooltip(name, title=title) for name, title in titles.items()]
+    lines = base.transform_filter("datum.joined").mark_line(strokeWidth=1.8).encode(
+        strokeDash=alt.condition(f"datum.who === '{COPY}'", alt.value([5, 4]), alt.value([1, 0])), detail="who:N",
+    )  # fmt: skip
+    dots = base.transform_filter(f"datum.who !== '{COPY}'").mark_point(filled=True, size=36).encode(tooltip=tips)
+    layers = [lines, dots]
+    if measure == "error":
+        allowed = base.transform_filter("isValid(datum.allowed) && datum.allowed > 0 && datum.who === 'ours'")
+        layers.append(
+            allowed.mark_tick(thickness=2, orient="horizontal", size=14).encode(y="allowed:Q", color=alt.value(GREY))
+        )
+    shown = alt.param(name="shown", value=list(LIBRARIES))
+    return _finished(alt.layer(*layers).add_params(clicked, shown), 230)
+
+
+def lengths() -> dict[str, Any]:
+    """The estimated speed over the row length, the plan of every length as a band above, and the cliffs."""
+    import altair as alt
+
+    whole = _by_length(domain=[1, 1 << 30])
+    legend = alt.Legend(title=None, orient="top", offset=22)
+    plans = alt.Color("plan:N", scale=alt.Scale(range=list(COLORS)), legend=legend)
+    speed = alt.Y("gbps:Q", title="estimated GB/s", scale=alt.Scale(zero=True, domainMin=0),
+                  axis=alt.Axis(minExtent=AXIS_WIDTH, maxExtent=AXIS_WIDTH, format="~s", tickCount=4))  # fmt: skip
+    band = alt.Chart(alt.NamedData("pieces")).mark_rect().encode(
+        x=whole, x2="end:Q", y=alt.value(-16), y2=alt.value(-4), color=plans, tooltip=["plan:N", "words:N"],
+    )  # fmt: skip
+    cliffs = alt.Chart(alt.NamedData("cliffs")).mark_rule(strokeDash=[2, 3], color=GREY).encode(
+        x=whole, tooltip=[alt.Tooltip("words:N", title="cliff")],
+    )  # fmt: skip
+    ceiling = alt.Chart(alt.NamedData("ceiling")).mark_rule(strokeDash=[5, 4], color=GREY).encode(
+        y=speed, tooltip=[alt.Tooltip("gbps:Q", title="copy, GB/s")],
+    )  # fmt: skip
+    line = alt.Chart(alt.NamedData("answers")).mark_line(color=GREY, strokeWidth=1.5).encode(x=whole, y=speed)
+    dots = alt.Chart(alt.NamedData("answers")).mark_point(filled=True, size=28, opacity=1).encode(
+        x=whole, y=speed, color=plans,
+        tooltip=[alt.Tooltip("cols:Q", title="row length"), "plan:N", alt.Tooltip("gbps:Q", title="estimated GB/s")],
+    )  # fmt: skip
+    here = alt.Chart(alt.NamedData("here"))
+    rule = here.mark_rule(strokeWidth=2).encode(x=whole, color=alt.value(alt.ExprRef("ink")))
+    ring = here.mark_point(size=140, strokeWidth=2).encode(x=whole, y=speed, color=alt.value(alt.ExprRef("ink")))
+    layered = alt.layer(band, ceiling, cliffs, line, dots, rule, ring).add_params(
+        alt.param(name="ink", value="#000000")
+    )
+    return _finished(layered, 170)
+
+
+def blocks() -> dict[str, Any]:
+    """A drawing of rows: the part of each block, and the level of memory that holds it."""
+    import altair as alt
+
+    parts = alt.Chart(alt.NamedData("parts")).encode(
+        x=alt.X("begin:Q", axis=None, scale=alt.Scale(domain=[0, 1])),
+        y=alt.Y("line:O", axis=alt.Axis(title=None, domain=False, ticks=False, labelPadding=8), sort=None),
+    )  # fmt: skip
+    rects = parts.transform_filter("datum.block").mark_rect(cornerRadius=2, stroke=GREY, strokeWidth=0.5).encode(
+        x2="end:Q",
+        color=alt.Color("block:N", legend=None, scale=alt.Scale(range=list(COLORS))),
+        opacity=alt.Opacity("shade:Q", legend=None, scale=None),
+        tooltip=[alt.Tooltip("words:N", title="part")],
+    )  # fmt: skip
+    names = parts.transform_filter("datum.label").mark_text(fontSize=11).encode(
+        x=alt.X("middle:Q"), text="label:N",
+        color=alt.condition("datum.inside", alt.value("white"), alt.value(GREY)),
+    )  # fmt: skip
+    return _finished(alt.layer(rects, names), 90)

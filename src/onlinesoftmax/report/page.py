@@ -1,0 +1,127 @@
+"""The page: data, charts, styles and scripts in one HTML file that works offline."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from .. import __version__
+from ..bench.report import git_state
+from ..core.options import SCORE_OPTIONS
+from . import charts
+from .combinations import Choices
+from .home import LEVELS
+from .lengths import LONGEST, STEP
+from .plans import planned
+from .records import Record
+from .series import series
+from .stored import own_table
+
+NEEDED = {"altair": "altair", "jinja2": "jinja2", "jsonschema": "jsonschema", "vl_convert": "vl-convert-python"}
+"""Modules that a report needs, and their packages."""
+
+SCRIPTS = ("charts.js", "results.js", "picker.js", "start.js")
+"""Scripts of the page, in the order in which they run."""
+
+
+def missing() -> list[str]:
+    """The packages that a report needs and that are not installed."""
+    return [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+
+
+def page(
+    records: Sequence[Record],
+    choices: Choices,
+    left_out: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> str:
+    """The HTML of a report.
+
+    Args:
+        records: The records to show, the newest first; without any, the page has the picker alone.
+        choices: The choices that the picker offers.
+        left_out: A sentence for each file that is not shown.
+        progress: Called with the number of combinations that are planned, and the number of all.
+
+    Example:
+        >>> few = Choices(["a100"], ["softmax"], [], ["float32"], [1], ["jax"])
+        >>> page([], few).splitlines()[0]
+        '<!DOCTYPE html>'
+    """
+    import jinja2
+
+    shown = [series(record) for record in records]
+    losses = [place for place, record in enumerate(shown) if record["gradients"]]
+    plans = planned(choices.combinations(), progress)
+    plans["arguments"] = {name: _argument(name) for name in SCORE_OPTIONS}
+    data = {"records": shown, "plans": plans, "specs": charts.specifications(), "levels": LEVELS}
+    templates = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_template), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    trusted: Any = templates.filters["safe"]
+    return templates.get_template("page.html").render(
+        version=__version__, commit=git_state()["commit"][:12], date=_today(), records=shown, left_out=left_out,
+        devices=_devices(shown), default=_default(records, range(len(records))), losses=losses,
+        default_loss=_default(records, losses), step=STEP, longest=LONGEST, own_tables=_own_tables(choices),
+        css=trusted(_template("page.css")), data=_packed(data), library=trusted(_script(_library())),
+        scripts=[trusted(_script(_template(name))) for name in SCRIPTS],
+    )  # fmt: skip
+
+
+@cache
+def _library() -> str:
+    """The program of the charts: Vega, Vega-Lite and Vega-Embed."""
+    import vl_convert
+
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+
+
+def _template(name: str) -> str:
+    return resources.files(__package__).joinpath("templates").joinpath(name).read_text(encoding="utf-8")
+
+
+def _script(text: str) -> str:
+    """A script as it may stand inside an HTML element."""
+    return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _packed(data: Any) -> str:
+    """Data as compressed JSON in base64.  The same data give the same text."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def _argument(option: str) -> str:
+    """The argument of `onlinesoftmax explain` for a score option; SHAPE stands for the shape of the input."""
+    values = {"call": f"--{option} 0.5", "element": f"--{option} SHAPE", "flag": f"--{option}"}
+    return values[SCORE_OPTIONS[option].kind]
+
+
+def _today() -> str:
+    return datetime.now(timezone.utc).date().isoformat()
+
+
+def _devices(shown: Sequence[dict[str, Any]]) -> list[tuple[str, list[int]]]:
+    """The machines, each with the places of its records."""
+    found: dict[str, list[int]] = {}
+    for place, record in enumerate(shown):
+        found.setdefault(record["device"], []).append(place)
+    return list(found.items())
+
+
+def _default(records: Sequence[Record], places: Sequence[int]) -> int | None:
+    """The one of these records that is shown first: of those on the newest commit, the one with the most cases."""
+    newest = [place for place in places if records[place].content["git"] == records[places[0]].content["git"]]
+    return max(newest, key=lambda place: len(records[place].results), default=None)
+
+
+def _own_tables(choices: Choices) -> bool:
+    """True where a table that was made on this machine takes part in the plans."""
+    return any(own_table(gpu).is_file() for gpu in choices.gpus)

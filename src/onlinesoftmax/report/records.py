@@ -1,0 +1,151 @@
+"""The records of `onlinesoftmax bench` that a report shows: found, checked against a schema, and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..bench.report import FORMAT, above, below, table
+from ..bench.result import CaseResult
+
+FOLDER = Path("benchmarks/results")
+"""The records that a report shows by default, relative to a checkout."""
+
+LONGEST_MESSAGE = 160
+"""Characters of a message that quotes the file; longer quotations say less."""
+
+
+class RecordError(ValueError):
+    """A file cannot be shown: the message names the file and the field."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record.
+
+    Attributes:
+        name: Name of its file.
+        content: The document.
+        results: The results of its cases.
+    """
+
+    name: str
+    content: dict[str, Any]
+    results: list[CaseResult]
+
+    @property
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Header and rows of the table that `onlinesoftmax bench` prints."""
+        return table(self.results, self.content["absent"])
+
+    @property
+    def notes(self) -> list[str]:
+        """The lines that `onlinesoftmax bench` prints above and below the table."""
+        return [*above(self.content), *below(self.results, self.content)]
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """The machine, the versions and the commit."""
+        device, git = self.content["device"], self.content["git"]
+        named = [f"{name} {version}" for name, version in self.content["versions"].items() if version]
+        state = {True: ", with changes that are in no commit", False: ", without changes", None: ""}[git["dirty"]]
+        facts = [("file", self.name), ("machine", device.get("processor") or device["name"])]
+        # A GPU's threads are those of a multiprocessor, which its name says already.
+        shown = ("threads",) if device.get("kind") == "cpu" else ("driver", "cuda")
+        facts += [(name, str(device[name])) for name in shown if device.get(name)]
+        if device.get("bandwidth"):
+            facts.append(("copy bandwidth", f"{device['bandwidth']:.0f} GB/s ({device.get('source', 'no source')})"))
+        return [
+            *facts, ("versions", ", ".join(named)), ("commit", git["commit"] + state), ("date", self.content["date"]),
+        ]  # fmt: skip
+
+
+def read(paths: Sequence[Path]) -> tuple[list[Record], list[str], list[str]]:
+    """The records in files and folders, newest first.
+
+    Args:
+        paths: Files and folders; of a folder, every .json file.
+
+    Returns:
+        The records; a sentence for each file that cannot be shown; and a sentence for each file of a folder that holds
+        no record of `onlinesoftmax bench`, which is no error.
+    """
+    records, wrong, others = [], [], []
+    for path, named in _files(paths).items():
+        try:
+            content = _document(path)
+            if not named and not (isinstance(content, dict) and "format" in content):
+                others.append(f"{path} is left out: it is no record of onlinesoftmax bench.")
+            else:
+                records.append(_record(path, content))
+        except RecordError as error:
+            wrong.append(str(error))
+    records.sort(key=lambda record: record.content["date"], reverse=True)
+    return records, wrong, others
+
+
+def _files(paths: Iterable[Path]) -> dict[Path, bool]:
+    """The files, and True for each that was named itself."""
+    found: dict[Path, bool] = {}
+    for path in paths:
+        if path.is_dir():
+            found = dict.fromkeys(sorted(path.glob("*.json")), False) | found
+        else:
+            found[path] = True
+    return found
+
+
+def _document(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise RecordError(f"{path} is no text in UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{path} is no JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+
+
+def _record(path: Path, content: Any) -> Record:
+    """The record in a document.
+
+    Raises:
+        RecordError: the document is no record of this format; the message names the field.
+    """
+    version = content.get("format") if isinstance(content, dict) else None
+    if version is not None and version != FORMAT:
+        raise RecordError(
+            f"{path}: field format: this version of onlinesoftmax reads {FORMAT}, and the file has {version!r}"
+        )
+    for error in _validator().iter_errors(content):
+        raise RecordError(f"{path}: {_sentence(error)}")
+    framework = content["options"].get("framework", "torch")
+    results = []
+    for i, case in enumerate(content["cases"]):
+        try:
+            results.append(CaseResult.of(case, framework))
+        except ValueError as error:
+            raise RecordError(f"{path}: field cases[{i}]: {error}") from None
+    return Record(path.name, content, results)
+
+
+@cache
+def _validator() -> Any:
+    import jsonschema
+
+    schema = json.loads(resources.files(__package__).joinpath("record.schema.json").read_text(encoding="utf-8"))
+    return jsonschema.Draft202012Validator(schema)
+
+
+def _sentence(error: Any) -> str:
+    """The field of a validation error, and the reason."""
+    field = error.json_path.removeprefix("$").removeprefix(".")
+    message = error.message
+    if len(message) > LONGEST_MESSAGE:
+        message = f"the value does not fit {error.validator} {error.validator_value}"
+    return f"field {field}: {message}" if field else message

@@ -1,0 +1,97 @@
+"""The numbers of the charts: one line of numbers for each case and library of a record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..bench.result import CaseResult, Result
+from .lengths import STEP
+from .records import Record
+
+COPY = "copy"
+"""Name of the copy among the libraries."""
+
+
+def series(record: Record) -> dict[str, Any]:
+    """A record as the page shows it: its panels with their points, its facts, its notes and its table.
+
+    A panel holds the cases of one operation, one dtype and one choice of score options and gradient.
+    """
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for found in record.results:
+        if found.skipped is None:
+            panels.setdefault(title(found), []).extend(_points(found))
+    for points in panels.values():
+        _join(points)
+    header, rows = record.table
+    return {
+        "name": record.name,
+        "label": _label(record),
+        "device": record.content["device"].get("processor") or record.content["device"]["name"],
+        "facts": record.facts,
+        "notes": record.notes,
+        "panels": [{"title": name, "points": points} for name, points in sorted(panels.items())],
+        "gradients": any(found.case.with_gradient for found in record.results),
+        "header": header,
+        "rows": rows,
+    }
+
+
+def _join(points: list[dict[str, Any]]) -> None:
+    """Mark the points that lines join: of the cases of each length, the one with the most rows.
+
+    Unaligned rows and strided rows are points alone: a line through 1023, 1024 and 1025 columns would be a zigzag.
+    """
+    most: dict[int, tuple[int, str]] = {}
+    for point in points:
+        if point["cols"] % STEP == 0 and " dim " not in point["shape"]:
+            most[point["cols"]] = max(most.get(point["cols"], (0, "")), (point["rows"], point["shape"]))
+    for point in points:
+        point["joined"] = most.get(point["cols"]) == (point["rows"], point["shape"])
+
+
+def title(found: CaseResult) -> str:
+    """The title of the panel of a case."""
+    case = found.case
+    words = [case.operation, *(["with gradient"] if case.with_gradient else [])]
+    words += [f"reduction {case.reduction}"] if case.reduction else []
+    return ", ".join([*words, *case.fused, case.dtype])
+
+
+def _label(record: Record) -> str:
+    """The text of a record in the list of all: operations, framework, commit and date."""
+    operations = ", ".join(dict.fromkeys(found.case.operation for found in record.results)) or "no cases"
+    framework = "JAX, " if any(found.framework == "jax" for found in record.results) else ""
+    content = record.content
+    return f"{operations} ({framework}{content['git']['commit'][:7]}, {content['date'][:10]}, {record.name})"
+
+
+def _points(found: CaseResult) -> list[dict[str, Any]]:
+    case, points = found.case, []
+    common = {"cols": case.shape[case.dim], "rows": case.rows, "shape": str(case)}
+    if found.copy is not None:
+        points.append(common | {"who": COPY, "us": _digits(found.copy.median_us), "gbps": _digits(found.copy_gbps),
+                                "ratio": 1.0})  # fmt: skip
+    # What is drawn last lies on top.
+    for result in sorted(found.results, key=lambda result: result.who == "ours"):
+        if result.times is not None:
+            points.append(common | _point(result))
+    return points
+
+
+def _point(result: Result) -> dict[str, Any]:
+    return {
+        "who": result.who,
+        "plan": f"{result.plan.backend}/{result.plan.strategy}" if result.plan else "",
+        "us": _digits(result.times.median_us if result.times else None),
+        "gbps": _digits(result.gbps),
+        "ratio": _digits(result.of_copy),
+        "error": _digits(result.error),
+        "allowed": _digits(result.allowed),
+        "mb": None if result.extra_bytes is None else _digits(result.extra_bytes / 1e6),
+    }
+
+
+def _digits(value: float | None) -> float | None:
+    """Four digits, which a chart shows."""
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,245 @@
+// The picker: looks up the planner's answers.  Nothing about plans is computed here.
+
+const FIELDS = ["framework", "gpu", "operation", "option", "dtype", "rows"];
+const [COLS, PLAN, REASON, HOME, BYTES, FLOOR, ESTIMATE, FACTS, OTHERS] = Array(9).keys();
+
+class Picker {
+  constructor(data, specs, levels) {
+    this.data = data;
+    this.specs = specs;
+    this.levels = levels;
+    this.keys = Object.keys(data.combinations).map((key) => key.split(" "));
+    this.wanted = this.keys.some((key) => key[5] === "4096") ? [, , , , , "4096"] : [];
+    this.cols = 4096;
+    for (const [i, field] of FIELDS.entries()) {
+      byId(field).addEventListener("change", () => { this.wanted[i] = byId(field).value; this.choose(); });
+    }
+    byId("unaligned").addEventListener("change", () => this.choose());
+    byId("length").addEventListener("input", () => this.go(2 ** Number(byId("length").value)));
+    byId("length").addEventListener("change", () => this.place());
+    byId("length").addEventListener("keydown", (event) => this.key(event));
+    byId("typed").addEventListener("change", () => this.typed());
+    byId("previous").addEventListener("click", () => this.cliff(-1));
+    byId("next").addEventListener("click", () => this.cliff(1));
+    byId("choices").addEventListener("submit", (event) => event.preventDefault());
+  }
+
+  text(place) { return this.data.texts[place]; }
+
+  // Fills each list with the choices that exist beside those before it, and keeps what was chosen where it exists.
+  choose() {
+    let left = this.keys;
+    for (const [i, field] of FIELDS.entries()) {
+      const values = [...new Set(left.map((key) => key[i]))];
+      const label = field === "rows" ? (rows) => Number(rows).toLocaleString("en") : String;
+      fill(byId(field), values, this.wanted[i] ?? byId(field).value, label);
+      left = left.filter((key) => key[i] === byId(field).value);
+    }
+    this.key_ = FIELDS.map((field) => byId(field).value);
+    const plans = this.data.plans[this.data.combinations[this.key_.join(" ")]];
+    this.family = plans[byId("unaligned").checked ? "unaligned" : "aligned"];
+    this.axis();
+    this.go(this.cols);
+    this.place();
+  }
+
+  nearest(cols) {
+    const away = (answer) => Math.abs(Math.log2(answer[COLS] / cols));
+    return this.family.answers.reduce((best, answer, i, all) => (away(answer) < away(all[best]) ? i : best), 0);
+  }
+
+  go(cols) {
+    this.index = this.nearest(cols);
+    this.cols = this.family.answers[this.index][COLS];
+    byId("typed").value = this.cols;
+    byId("length").setAttribute("aria-valuetext", `${this.cols.toLocaleString("en")} elements`);
+    byId("snapped").textContent = "";
+    this.show();
+  }
+
+  // Puts the slider on the length that is shown.
+  place() { byId("length").value = Math.log2(this.cols); }
+
+  typed() {
+    const asked = Math.round(Number(byId("typed").value));
+    if (!(asked >= 1)) { this.go(this.cols); return; }
+    this.go(asked);
+    this.place();
+    if (asked !== this.cols) {
+      const words = `${this.cols.toLocaleString("en")} is the nearest length of this page. `;
+      byId("snapped").textContent = words + "For any other length, run the command at the end.";
+    }
+  }
+
+  step(by) {
+    const last = this.family.answers.length - 1;
+    this.go(this.family.answers[Math.max(0, Math.min(last, this.index + by))][COLS]);
+    this.place();
+  }
+
+  cliff(direction) {
+    const firsts = this.family.cliffs.map(([, first]) => first);
+    const found = direction > 0 ? firsts.find((cols) => cols > this.cols) : firsts.findLast((cols) => cols < this.cols);
+    if (found !== undefined) { this.go(found); this.place(); }
+  }
+
+  key(event) {
+    const steps = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, Home: -Infinity, End: Infinity };
+    if (event.key in steps) this.step(steps[event.key]);
+    else if (event.key === "PageUp" || event.key === "PageDown") this.cliff(event.key === "PageUp" ? 1 : -1);
+    else return;
+    event.preventDefault();
+  }
+
+  // The chart over all lengths: the band of plans, the cliffs and the estimated speed.
+  axis() {
+    const { answers, cliffs } = this.family;
+    const gbps = (answer) => answer[BYTES] / answer[ESTIMATE] / 1e3;
+    const starts = [answers[0][COLS], ...cliffs.map(([, first]) => first)];
+    const pieces = starts.map((begin, i) => {
+      const end = i < cliffs.length ? cliffs[i][1] : answers.at(-1)[COLS];
+      const plan = this.text(answers.find((answer) => answer[COLS] === begin)[PLAN]);
+      return { cols: begin, end, plan, words: `from ${begin.toLocaleString("en")}` };
+    });
+    const last = answers.at(-1);
+    this.sets = {
+      answers: answers.map((answer) => ({ cols: answer[COLS], gbps: gbps(answer), plan: this.text(answer[PLAN]) })),
+      pieces,
+      cliffs: cliffs.map(([before, first], i) => ({
+        cols: first, words: `${pieces[i].plan} up to ${before.toLocaleString("en")}, ${pieces[i + 1].plan} from ${first.toLocaleString("en")}`,
+      })),
+      ceiling: [{ gbps: last[BYTES] / last[FLOOR] / 1e3 }],
+    };
+    const kind = byId("unaligned").checked ? "unaligned" : "aligned";
+    const list = pieces.map((piece) => `${piece.plan} ${piece.words}`);
+    byId("cliff-list").textContent = cliffs.length
+      ? `Cliffs of ${kind} rows: ${list.join("; ")}.` : `One strategy serves all lengths of ${kind} rows: ${pieces[0].plan}.`;
+  }
+
+  show() {
+    const answer = this.family.answers[this.index], cols = answer[COLS];
+    const full = (place) => this.text(place).replaceAll("{n}", cols);
+    const [framework, gpu, operation, option, dtype, rows] = this.key_;
+    const facts = [];
+    for (let i = 0; i < answer[FACTS].length; i += 2) facts.push([this.text(answer[FACTS][i]), this.text(answer[FACTS][i + 1])]);
+    const fact = Object.fromEntries(facts);
+    byId("plan").textContent = this.text(answer[PLAN]);
+    const options = option === "none" ? "" : ` with ${option}`;
+    byId("problem").textContent = `for ${operation} of ${rows} x ${cols} ${dtype}${options} on ${gpu}`;
+    byId("reason").textContent = `Why: ${full(answer[REASON])}.`;
+    byId("time").textContent = `Moves ${fact["bytes moved"].split(";")[0]}; floor ${fact.floor}; estimate ${fact.estimate}.`;
+    pairs(byId("facts"), facts);
+    const rowsOfOthers = [];
+    for (let i = 0; i < answer[OTHERS].length; i += 3) {
+      const line = make("tr");
+      const [name, head, tail] = answer[OTHERS].slice(i, i + 3);
+      line.append(make("th", this.text(name), { scope: "row" }), make("td", this.text(head) + full(tail)));
+      rowsOfOthers.push(line);
+    }
+    byId("others").tBodies[0].replaceChildren(...rowsOfOthers);
+    byId("command").textContent = this.command(framework, gpu, operation, option, dtype, rows, cols);
+    const firsts = this.family.cliffs.map(([, first]) => first);
+    byId("previous").disabled = !firsts.some((first) => first < cols);
+    byId("next").disabled = !firsts.some((first) => first > cols);
+    this.home(this.text(answer[HOME]), this.text(answer[PLAN]), Number(rows));
+    const here = [{ cols, gbps: answer[BYTES] / answer[ESTIMATE] / 1e3 }];
+    this.chart("lengths", { ...this.sets, here });
+  }
+
+  command(framework, gpu, operation, option, dtype, rows, cols) {
+    const words = [`onlinesoftmax explain ${rows}x${cols} --dtype ${dtype} --device ${gpu} --op ${operation}`];
+    if (framework !== "torch") words.push(`--framework ${framework}`);
+    if (option !== "none") words.push(this.data.arguments[option].replace("SHAPE", `${rows}x${cols}`));
+    return words.join(" ");
+  }
+
+  // Where the row is: a drawing of blocks, and a table of levels of memory.
+  home([rows, programs, tiles, ...rest], plan, all) {
+    const shares = rest.slice(0, this.levels.length), words = rest.slice(this.levels.length);
+    const lines = this.levels.map((level, i) => {
+      const line = make("tr"), cell = make("td");
+      line.append(make("th", level, { scope: "row" }), cell, make("td", words[i] || "not used for the row"));
+      if (shares[i]) {
+        const percent = `${Math.round(100 * shares[i])} %`;
+        cell.append(make("meter", percent, { min: 0, max: 1, value: shares[i], "aria-label": `${level}: ${percent}` }), ` ${percent}`);
+      }
+      return line;
+    });
+    byId("levels").tBodies[0].replaceChildren(...lines);
+    const parts = drawing(rows, programs, tiles, shares, all);
+    byId("legend").textContent = parts.legend;
+    byId("blocks").setAttribute("aria-label", `${plan}: ${parts.legend}`);
+    this.chart("blocks", { parts: parts.parts });
+  }
+
+  // Puts the slider under the axis: its thumb stands below the length on the chart.
+  align() {
+    const { view } = drawn.get(byId("lengths")).result;
+    const scale = view.scale("x"), begin = view.origin()[0] + scale(1);
+    byId("length").style.marginLeft = `${begin - THUMB / 2}px`;
+    byId("length").style.width = `${scale(2 ** 30) - scale(1) + THUMB}px`;
+    if (this.aligned === view) return;
+    this.aligned = view;
+    view.addResizeListener(() => view.runAfter(() => this.align()));
+  }
+
+  // Charts are drawn one after another; while one is drawn, only the newest data wait.
+  async chart(name, data) {
+    this.waiting ??= {};
+    const busy = name in this.waiting;
+    this.waiting[name] = data;
+    if (busy) return;
+    let latest;
+    do {
+      latest = this.waiting[name];
+      await redraw(byId(name), this.specs[name], latest);
+    } while (this.waiting[name] !== latest);
+    delete this.waiting[name];
+    if (name === "lengths") this.align();
+  }
+}
+
+const THUMB = 16;
+
+const MOST_DRAWN = 8;
+
+// The parts of two rows, or of the rows of two programs.
+function drawing(rows, programs, tiles, [registers, shared], all) {
+  const parts = [], count = Math.min(programs, MOST_DRAWN);
+  const capital = (text) => text[0].toUpperCase() + text.slice(1);
+  const several = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
+  const part = (line, begin, end, block, shade, words) => parts.push({ line, begin, end, block, shade, words });
+  const name = (line, begin, end, label, inside) => parts.push({ line, begin, middle: (begin + end) / 2, label, inside });
+  const held = [[registers, 1, "registers"], [shared, 0.65, "shared memory"], [Math.max(0, 1 - registers - shared), 0.35, "streamed"]];
+  const slice = (line, begin, end, block, label) => {
+    let at = begin;
+    for (const [share, shade, word] of held) {
+      if (share < 0.0005) continue;
+      const to = at + share * (end - begin);
+      const steps = word === "streamed" ? Math.min(tiles, MOST_DRAWN) : 1;
+      for (let i = 0; i < steps; i++) part(line, at + (i / steps) * (to - at), at + ((i + 1) / steps) * (to - at), block, shade, `${block}, ${word}`);
+      at = to;
+    }
+    name(line, begin, end, label, true);
+  };
+  if (programs === 1) {
+    const shown = Math.min(rows, 3);
+    for (let i = 0; i < 2 * shown; i++) {
+      const block = i < shown ? 0 : 1, row = block * rows + (i % shown);
+      if (row < all) slice(`row ${row}`, 0, 1, `block ${block}`, `block ${block}`);
+    }
+  } else {
+    for (let line = 0; line < Math.min(2, all); line++) {
+      for (let i = 0; i < count; i++) {
+        const left = programs > count && i === count - 2, last = i === count - 1;
+        const block = line * programs + (last ? programs - 1 : i);
+        if (left) name(`row ${line}`, i / count, (i + 1) / count, "…", false);
+        else slice(`row ${line}`, i / count, (i + 1) / count, `block ${block}`, count > 4 ? `${block}` : `block ${block}`);
+      }
+    }
+  }
+  const who = programs > 1 ? `${several(programs, "block")} share a row` : rows > 1 ? `up to ${several(rows, "row")} in a block` : "a block for each row";
+  const shades = held.filter(([share]) => share >= 0.0005).map(([, shade, word]) => `${{ 1: "strong", 0.65: "medium", 0.35: "pale" }[shade]}: ${word}`);
+  const many = tiles > 1 ? `, in ${several(tiles, "tile")}` : "";
+  return { parts, legend: `${capital(who)}${many}. ${capital(shades.join(" · "))}.` };
+}

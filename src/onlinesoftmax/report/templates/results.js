@@ -1,0 +1,65 @@
+// The charts of recorded measurements.
+
+const MEASURE_NOTES = {
+  gbps: "GB/s counts each tensor that must be read or written once. Higher is better.",
+  ratio: "The speed divided by that of the copy in the same run: 1 is as fast as a copy. A call with its gradient moves other bytes than a copy.",
+  us: "The median time of a call, in microseconds. Lower is better.",
+  error: "The largest absolute error against float64. The grey ticks are the error of PyTorch's, or JAX's, own function on the same input. Errors of exactly 0 are not drawn.",
+  mb: "The peak memory of a call beyond its input and its results, in MB. Negative where a library writes over its input. Recorded on GPUs in PyTorch only.",
+};
+
+async function panels(container, record, measures, specs) {
+  forget(container);
+  container.replaceChildren();
+  let empty = true;
+  const drawings = [];
+  for (const panel of record.panels) {
+    for (const [measure, words] of measures) {
+      if (!panel.points.some((point) => point[measure] != null && point.who !== "copy")) continue;
+      empty = false;
+      const figure = make("figure", "", { class: "panel" });
+      const chart = make("div", "", { class: "chart" });
+      const title = words ? `${panel.title}: ${words}` : panel.title;
+      figure.append(make("figcaption", title), chart);
+      container.append(figure);
+      const known = specs[measure].params?.find((each) => each.name === "shown")?.value ?? [];
+      const here = new Set(panel.points.filter((point) => point[measure] != null).map((point) => point.who));
+      drawings.push(draw(chart, specs[measure], { points: panel.points }, { shown: known.filter((who) => here.has(who)) }));
+    }
+  }
+  if (empty) container.append(make("p", "This record has no such measurement."));
+  await Promise.all(drawings);
+}
+
+function details(record) {
+  pairs(byId("record-facts"), record.facts);
+  byId("record-notes").replaceChildren(...record.notes.map((note) => make("li", note)));
+  const head = make("tr"), body = make("tbody"), start = make("thead");
+  const numbers = new Set(["time us", "GB/s", "of copy", "vs torch", "extra MB"]);
+  const kind = (i) => (numbers.has(record.header[i]) ? { class: "number" } : {});
+  head.append(...record.header.map((name, i) => make("th", name, { scope: "col", ...kind(i) })));
+  start.append(head);
+  for (const row of record.rows) {
+    const line = make("tr");
+    line.append(...row.map((cell, i) => make("td", cell, kind(i))));
+    body.append(line);
+  }
+  byId("record-table").replaceChildren(start, body);
+}
+
+async function showResults(records, specs) {
+  const record = byId("record"), measure = byId("measure"), losses = byId("loss-record");
+  const results = () => {
+    byId("measure-note").textContent = MEASURE_NOTES[measure.value];
+    details(records[record.value]);
+    return panels(byId("panels"), records[record.value], [[measure.value, ""]], specs);
+  };
+  const loss = () => {
+    if (!losses.value) return null;
+    return panels(byId("loss-panels"), records[losses.value], [["us", "time"], ["mb", "memory"]], specs);
+  };
+  record.addEventListener("change", results);
+  measure.addEventListener("change", results);
+  losses.addEventListener("change", loss);
+  await Promise.all([results(), loss()]);
+}

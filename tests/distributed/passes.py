@@ -1,0 +1,70 @@
+"""The passes over a shard that do not run by default on a CPU: by kernels, and by PyTorch's operations in pieces."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import onlinesoftmax as osm
+from distributed.processes import COLS, close, inputs, kernels_run, random, sharded
+
+
+def softmax_by_kernels(first: int, end: int) -> None:
+    """The kernels write the softmax along any dimension, and that of rows with infinities and NaN."""
+    if not kernels_run():
+        return
+    for shape, dim in (((5, COLS), 1), ((COLS, 5), 0), ((2, COLS, 3), 1)):
+        x = 5 * random(*shape, seed=11)
+        if dim == len(shape) - 1:
+            x[0], x[1, 30], x[2], x[3, 5] = torch.nan, torch.inf, -torch.inf, -torch.inf
+        local, whole = x.narrow(dim, first, end - first).clone().requires_grad_(), x.clone().requires_grad_()
+        ours, want = sharded.softmax(local, dim, backend="triton"), whole.softmax(dim)
+        torch.testing.assert_close(ours, want.narrow(dim, first, end - first), equal_nan=True)
+        dy = random(*shape, seed=12)
+        (found,) = torch.autograd.grad(ours, local, dy.narrow(dim, first, end - first))
+        (dx,) = torch.autograd.grad(want, whole, dy)
+        torch.testing.assert_close(found, dx.narrow(dim, first, end - first), equal_nan=True)
+
+
+def label_smoothing_by_kernels(first: int, end: int) -> None:
+    """The kernels compute all of a smoothed loss but the sum of the scores and its gradient."""
+    if not kernels_run():
+        return
+    x, target, weights = inputs(torch.float32)
+    weights[[3, 30]] = 0
+    for weight, options in (
+        (None, {}), (weights, {"reduction": "none"}), (None, {"scale": -0.5, "z_loss": 0.01}),
+        (weights, {"softcap": 5.0}),
+    ):  # fmt: skip
+        leaves = [t.clone().requires_grad_() for t in (x[:, first:end], x, x.double())]
+        exact_weight = None if weight is None else weight.double()
+        found = sharded.cross_entropy(leaves[0], target, weight, label_smoothing=0.1, backend="triton", **options)
+        one = osm.cross_entropy(leaves[1], target, weight, label_smoothing=0.1, backend="eager", **options)
+        exact = osm.cross_entropy(leaves[2], target, exact_weight, label_smoothing=0.1, backend="eager", **options)
+        close(found.detach(), one.detach(), exact.detach(), 60.0)
+        dxs = [torch.autograd.grad(y.sum(), leaf)[0] for y, leaf in zip((found, one, exact), leaves, strict=True)]
+        close(dxs[0], dxs[1][:, first:end], dxs[2][:, first:end], 8.0)
+
+
+def long_rows_are_cut_into_pieces(first: int, end: int) -> None:
+    """PyTorch's operations compute a long row in pieces, forward and backward."""
+    # The function of this name hides the module.
+    module = sys.modules["onlinesoftmax.distributed.softmax"]
+    whole, piece = 3 * random(2, COLS, seed=14), module.PIECE
+    want = whole.log_softmax(1)
+    dy = random(2, COLS, seed=15)
+    try:
+        module.PIECE = 7
+        local = whole[:, first:end].clone().requires_grad_()
+        y = sharded.log_softmax(local, 1)
+        (dx,) = torch.autograd.grad(y, local, dy[:, first:end])
+    finally:
+        module.PIECE = piece
+    torch.testing.assert_close(y, want[:, first:end])
+    torch.testing.assert_close(dx, (dy - want.exp() * dy.sum(1, keepdim=True))[:, first:end])
+
+
+def everything(first: int, end: int) -> None:
+    for check in (softmax_by_kernels, label_smoothing_by_kernels, long_rows_are_cut_into_pieces):
+        check(first, end)

@@ -1,0 +1,214 @@
+"""The page in a real browser: no error, no request, and the picker says what `onlinesoftmax explain` says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs typer")
+pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+
+import typer.testing
+from playwright import sync_api
+
+from onlinesoftmax.cli import build
+from onlinesoftmax.report.combinations import Choices
+from onlinesoftmax.report.page import page as make_page
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=BROWSER)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a page; after the test, nothing may have gone wrong on it."""
+    said: list[str] = []
+    asked: list[str] = []
+    opened: list[Any] = []
+
+    def visit(path: Path, width: int = 1000, scheme: str = "light") -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        tab = context.new_page()
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(path.as_uri())
+        tab.wait_for_selector("html[data-ready]", timeout=60_000)
+        opened.append(context)
+        return tab
+
+    yield visit
+    for context in opened:
+        context.close()
+    assert said == []
+    # A page of one file asks for that file alone.
+    assert [url for url in asked if not url.endswith("report.html")] == []
+    assert len(asked) == len(opened)
+
+
+def explained(tab: Any) -> Any:
+    """What the command at the end of the page prints."""
+    command = tab.inner_text("#command").removeprefix("onlinesoftmax ").split()
+    result = typer.testing.CliRunner().invoke(build(), [*command, "--no-compile", "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def check(tab: Any) -> Any:
+    """Compare every number and sentence on the picker with `onlinesoftmax explain`."""
+    right = explained(tab)
+    plan = right["plan"]
+    assert tab.inner_text("#plan") == f"{plan['backend']}/{plan['strategy']}"
+    assert tab.inner_text("#reason") == f"Why: {plan['reason']}."
+    problem = tab.inner_text("#problem")
+    assert f"{right['problem']['rows']} x {right['problem']['cols']} {right['problem']['dtype']}" in problem
+    values = dict(
+        zip(tab.locator("#facts dt").all_inner_texts(), tab.locator("#facts dd").all_inner_texts(), strict=True)
+    )
+    assert values["launches"] == str(plan["launches"])
+    assert values["programs"].startswith(f"{plan['programs']:,} ")
+    assert f"{plan['block']} columns" in values["block"]
+    assert [row.split("\t") for row in tab.locator("#others tbody tr").all_inner_texts()] == [
+        [f"{other['backend']}/{other['strategy']}", other["why_not"]] for other in right["others"]
+    ]
+    return right
+
+
+def test_the_slider_changes_the_answer_to_what_explain_says(visit: Callable[..., Any], page_file: Path) -> None:
+    tab = visit(page_file)
+    check(tab)
+    slider, plans = tab.locator("#length"), set()
+    box = slider.bounding_box()
+    for part in (0.1, 0.55, 0.95):
+        slider.click(position={"x": part * box["width"], "y": box["height"] / 2})
+        cols = check(tab)["problem"]["cols"]
+        assert int(tab.input_value("#typed")) == cols
+        assert 0.7 < cols / 2 ** (30 * part) < 1.4
+        assert float(tab.input_value("#length")) == pytest.approx(len(bin(cols)) - 3, abs=1)
+        plans.add(tab.inner_text("#plan"))
+    assert len(plans) > 1
+    assert tab.locator("#lengths svg").count() == tab.locator("#blocks svg").count() == 1
+
+
+def test_the_keyboard_reaches_every_length(visit: Callable[..., Any], page_file: Path) -> None:
+    tab = visit(page_file)
+    slider = tab.locator("#length")
+    slider.focus()
+    for key, cols in (("Home", 1), ("ArrowRight", 2), ("ArrowUp", 4), ("ArrowLeft", 2), ("End", 1 << 30)):
+        slider.press(key)
+        assert int(tab.input_value("#typed")) == cols
+        assert slider.get_attribute("aria-valuetext") == f"{cols:,} elements"
+    before = tab.inner_text("#plan")
+    slider.press("PageDown")
+    slider.press("ArrowLeft")
+    assert tab.inner_text("#plan") != before, "one step before a cliff, another strategy runs"
+    check(tab)
+    tab.click("#next")
+    assert tab.inner_text("#plan") == before
+    check(tab)
+
+
+def test_every_choice_is_explained(visit: Callable[..., Any], page_file: Path) -> None:
+    tab = visit(page_file)
+    for option in ("scale", "bias", "mask", "causal"):
+        tab.select_option("#option", option)
+        assert option in check(tab)["score_options"]
+    tab.check("#unaligned")
+    tab.fill("#typed", "50257")
+    tab.press("#typed", "Enter")
+    assert check(tab)["problem"]["cols"] == 50257
+    tab.select_option("#framework", "jax")
+    assert tab.input_value("#option") != "causal", "our functions for JAX have no causal mask"
+    assert check(tab)["plan"]["backend"] == "pallas"
+
+
+def test_a_typed_length_that_the_page_does_not_hold_is_named(visit: Callable[..., Any], page_file: Path) -> None:
+    tab = visit(page_file)
+    tab.fill("#typed", "1025")
+    tab.press("#typed", "Enter")
+    assert tab.input_value("#typed") == "1024"
+    assert tab.inner_text("#snapped").startswith("1,024 is the nearest length of this page.")
+    tab.fill("#typed", "")
+    tab.press("#typed", "Enter")
+    assert tab.input_value("#typed") == "1024"
+
+
+def test_the_charts_show_the_records(visit: Callable[..., Any], page_file: Path) -> None:
+    tab = visit(page_file)
+    assert tab.locator("#panels figcaption").all_inner_texts() == ["softmax, bfloat16"]
+    titles = (
+        "GB/s",
+        "ratio to the copy's speed",
+        "microseconds",
+        "largest error against float64",
+        "MB beyond input and result",
+    )
+    for measure, title in zip(("gbps", "ratio", "us", "error", "mb"), titles, strict=True):
+        tab.select_option("#measure", measure)
+        tab.wait_for_selector(f'#panels svg text:has-text("{title}")')
+    assert tab.locator("#loss-panels figcaption").all_inner_texts() == [
+        f"cross_entropy, with gradient, reduction mean, bfloat16: {what}" for what in ("time", "memory")
+    ]
+    tab.click("summary")
+    assert "NVIDIA H200" in tab.inner_text("#record-facts")
+    assert "at the floor" in tab.inner_text("#record-table")
+    assert "Not shown: broken.json: field <date>: 3 is not of type 'string'" in tab.inner_text("header")
+
+
+@pytest.mark.parametrize("width", [400, 1800])
+def test_nothing_is_wider_than_the_window(visit: Callable[..., Any], page_file: Path, width: int) -> None:
+    tab = visit(page_file, width, "dark")
+    tab.wait_for_selector("#panels svg")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    dark = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    tab.emulate_media(color_scheme="light")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+    # The thumb stands below the length on the chart, at any width.
+    tab.focus("#length")
+    tab.keyboard.press("Home")
+    tab.wait_for_timeout(200)
+    thumb = tab.locator("#length").bounding_box()["x"] + 8
+    assert thumb == pytest.approx(_ring(tab), abs=3)
+
+
+def _ring(tab: Any) -> float:
+    """Horizontal middle of the ring around the chosen length."""
+    box = tab.locator("#lengths svg path[transform][stroke-width='2']").last.bounding_box()
+    return float(box["x"] + box["width"] / 2)
+
+
+def test_every_input_has_a_label(visit: Callable[..., Any], page_file: Path) -> None:
+    tab = visit(page_file)
+    named = "(e) => [...e.labels].some((label) => label.innerText.trim())"
+    assert tab.evaluate(f"[...document.querySelectorAll('input, select')].every({named})")
+    assert tab.get_attribute("#answer", "aria-live") == "polite"
+
+
+@pytest.mark.usefixtures("html")
+def test_without_records_the_page_has_the_picker_alone(visit: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(make_page([], Choices(["a100"], ["softmax"], [], ["float32"], [1], ["jax"])))
+    tab = visit(path)
+    assert "There are no records to show" in tab.inner_text("main")
+    assert tab.locator("#panels, #losses, #records").count() == 0
+    check(tab)
+
+
+def test_the_page_names_no_address(html: str) -> None:
+    own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
+    assert "http" not in own.replace('http-equiv="Content-Security-Policy"', "")

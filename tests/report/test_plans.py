@@ -1,0 +1,176 @@
+"""The picker's answers are the planner's: each is compared with an `explain` of its shape."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onlinesoftmax.bench.grid import CLASSES
+from onlinesoftmax.core.operations import OPERATIONS
+from onlinesoftmax.core.options import SCORE_OPTIONS
+from onlinesoftmax.explanation import explain
+from onlinesoftmax.planner.facts import plan_facts
+from onlinesoftmax.planner.plan import Plan
+from onlinesoftmax.report.combinations import PLAIN, Choices, Combination
+from onlinesoftmax.report.home import LEVELS, home_of
+from onlinesoftmax.report.lengths import LONGEST, STEP, cliffs, lengths
+from onlinesoftmax.report.plans import planned
+from onlinesoftmax.report.stored import own_table
+
+
+def families(data: Any) -> list[tuple[Combination, bool, Any]]:
+    """(combination, True for unaligned rows, the family) of everything that the page holds."""
+    found = []
+    for key, place in data["plans"]["combinations"].items():
+        *names, rows = key.split(" ")
+        for name, family in data["plans"]["plans"][place].items():
+            found.append((Combination(*names, int(rows)), name == "unaligned", family))
+    return found
+
+
+def explained(combination: Combination, cols: int) -> Any:
+    """The explanation of a shape, asked for in the words of the public function."""
+    shape = (combination.rows, cols)
+    options = {
+        "scale": {"scale": 0.5}, "softcap": {"softcap": 0.5}, "bias": {"bias": shape}, "mask": {"mask": shape},
+        "causal": {"causal": True}, PLAIN: {},
+    }[combination.option]  # fmt: skip
+    return explain(
+        shape, operation=combination.operation, dtype=combination.dtype, device=combination.gpu,
+        framework=combination.framework, **options,
+    )  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(choice=st.data())
+def test_answers_are_what_explain_says(data: Any, choice: st.DataObject) -> None:
+    combination, unaligned, family = choice.draw(st.sampled_from(families(data)))
+    cols, plan, reason, home, nbytes, floor, estimate, facts, others = choice.draw(st.sampled_from(family["answers"]))
+    texts = data["plans"]["texts"]
+    right = explained(combination, cols)
+    assert cols % STEP == unaligned or (not unaligned and cols < STEP)
+    assert texts[plan] == f"{right.plan.backend}/{right.plan.strategy}"
+    assert texts[reason].replace("{n}", str(cols)) == right.plan.reason
+    assert nbytes == right.problem.read_bytes + right.problem.write_bytes
+    assert (floor, estimate) == pytest.approx((right.plan.floor_us, right.plan.estimate_us), rel=1e-4)
+    shown = [texts[place] for place in facts]
+    assert list(zip(shown[::2], shown[1::2], strict=True)) == plan_facts(right.plan, right.problem, right.device)
+    not_chosen = [
+        (texts[name], texts[head] + texts[tail].replace("{n}", str(cols)))
+        for name, head, tail in zip(others[::3], others[1::3], others[2::3], strict=True)
+    ]
+    assert not_chosen == [(f"{other.backend}/{other.strategy}", right.why_not(other)) for other in right.others]
+    words = texts[home][-len(LEVELS) :]
+    assert tuple(words) == home_of(right.plan, right.problem, right.device).words
+
+
+def test_every_cliff_is_one(data: Any) -> None:
+    seen = 0
+    for combination, _, family in families(data):
+        answers = {answer[0]: answer for answer in family["answers"]}
+        for before, first in family["cliffs"]:
+            seen += 1
+            assert first - before <= STEP
+            assert {before, first} <= answers.keys(), "the slider stops on both sides of a cliff"
+            plans = [explained(combination, cols).plan for cols in (before, first)]
+            assert (plans[0].backend, plans[0].strategy) != (plans[1].backend, plans[1].strategy)
+    assert seen > 10
+
+
+def test_neighbouring_stops_without_a_cliff_between_them_have_the_same_strategy(data: Any) -> None:
+    for _, _, family in families(data):
+        firsts = {first for _, first in family["cliffs"]}
+        answers = family["answers"]
+        for below, above in pairwise(answers):
+            assert (below[1] != above[1]) == (above[0] in firsts)
+
+
+@pytest.mark.parametrize("first", [9, 13, 64, 1000])
+def test_bisection_finds_the_first_multiple(first: int) -> None:
+    [(before, found)] = cliffs([8, 1 << 20], lambda n: n >= first)
+    assert found - before == STEP
+    assert found == -(-first // STEP) * STEP
+
+
+def test_the_slider_stops_at_the_lengths_that_the_page_names() -> None:
+    aligned, unaligned = lengths(), lengths(unaligned=True)
+    assert {1, LONGEST, 3 << 20, *CLASSES} <= {*aligned}
+    assert {9, 50257, (1 << 29) + 1} <= {*unaligned}
+    assert all(n % STEP == 0 or n < STEP for n in aligned)
+    assert all(n % STEP == 1 for n in unaligned)
+
+
+def test_the_page_repeats_no_text(data: Any) -> None:
+    texts = [str(text) for text in data["plans"]["texts"]]
+    assert len({*texts}) == len(texts)
+    # A scale, a softcap and causality are one problem to the planner.
+    places = data["plans"]["combinations"]
+    assert len({places[f"torch h200 softmax {name} bfloat16 4096"] for name in ("scale", "softcap", "causal")}) == 1
+
+
+def test_the_picker_offers_the_options_of_each_operation_and_framework() -> None:
+    every = Choices(["h200"], tuple(OPERATIONS), tuple(OPERATIONS), ["float32"], [64]).combinations()
+    for name, operation in OPERATIONS.items():
+        offered = {c.option for c in every if c.operation == name and c.framework == "torch"}
+        assert offered == {PLAIN, *operation.options}
+    assert {c.option for c in every if c.framework == "jax"} == {PLAIN, *SCORE_OPTIONS} - {"causal"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"gpus": ["h300"]}, r"unknown GPU 'h300'; there are: h200, h100"),
+        ({"gpus": ["cpu"]}, r"unknown GPU 'cpu'"),
+        ({"operations": ["softmin"]}, r"unknown operation 'softmin'; there are: softmax"),
+        ({"dtypes": ["int8"]}, r"unknown dtype 'int8'; there are: "),
+        ({"frameworks": ["mxnet"]}, r"unknown framework 'mxnet'; there are: torch, jax"),
+        ({"rows": [0]}, r"a number of rows must be at least 1, got 0"),
+    ],
+)
+def test_unknown_choices_are_errors(wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Choices(**wrong)
+
+
+SHAPES = st.tuples(st.sampled_from([1, 64, 4096]), st.integers(1, 1 << 22))
+
+
+@settings(max_examples=60)
+@given(
+    shape=SHAPES,
+    operation=st.sampled_from(sorted(OPERATIONS)),
+    gpu=st.sampled_from(["h200", "a100"]),
+    framework=st.sampled_from(["torch", "jax"]),
+)
+def test_the_home_of_a_row_holds_all_of_it(shape: tuple[int, int], operation: str, gpu: str, framework: str) -> None:
+    """Every plan, chosen or not, has a home whose levels hold or serve the whole row."""
+    found = explain(shape, operation=operation, dtype="bfloat16", device=gpu, framework=framework)
+    for plan in (found.plan, *(other for other in found.others if isinstance(other, Plan))):
+        home = home_of(plan, found.problem, found.device)
+        assert sum(home.shares) == pytest.approx(1)
+        assert min(home.shares) >= 0
+        assert home.programs == max(plan.splits, 1)
+        assert re.search(r"read (once|twice)", home.words[-1])
+        if plan.reads > 1:
+            assert home.shares[0] + home.shares[1] < 1, "a row that is held is read once"
+
+
+def test_stored_answers_are_those_that_were_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onlinesoftmax.core.cache.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("onlinesoftmax.report.stored.cache_folder", lambda: tmp_path)
+    tmp_path.chmod(0o700)
+    few = Choices(["a100"], ["softmax"], [], ["float32"], [1], ["jax"]).combinations()
+    computed = planned(few)
+    monkeypatch.setattr("onlinesoftmax.report.plans.answers_of", None)
+    assert json.dumps(planned(few)) == json.dumps(computed)
+    # A new table of this machine for the GPU makes the stored answers those of another planner.
+    own_table("a100").write_text("{}")
+    with pytest.raises(TypeError):
+        planned(few)

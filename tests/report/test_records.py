@@ -1,0 +1,143 @@
+"""Records: what the report reads, and the sentence for each file that it cannot show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_records import record
+
+pytest.importorskip("jsonschema", reason="the records are checked with jsonschema")
+
+from onlinesoftmax.bench.result import CaseResult
+from onlinesoftmax.report.records import read
+from onlinesoftmax.report.series import series
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def write(folder: Path, content: Any, name: str = "r.json") -> Path:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_a_record_has_the_table_of_bench(tmp_path: Path) -> None:
+    [found], wrong, others = read([write(tmp_path, record())])
+    assert wrong == others == []
+    header, rows = found.table
+    assert header == ("shape", "dtype", "who", "time us", "GB/s", "of copy", "vs torch", "analysis")
+    assert rows[0] == ("4096x1024", "bfloat16", "ours cuda/row", "50.0", "3900", "98%", "2.00x", "at the floor")
+    assert "WRONG: off by 3" in rows[2]
+    assert "refuses: no such dtype" in rows[3]
+    assert rows[-2][-1] == "skipped: too large"
+    assert rows[-1][-1] == "absent: quack is not installed"
+    facts = dict(found.facts)
+    assert facts["machine"] == "NVIDIA H200"
+    assert "torch 2.13.0" in facts["versions"]
+    assert "jax" not in facts["versions"]
+    assert facts["commit"] == "0123456789abcdef, without changes"
+
+
+def test_a_result_survives_its_record() -> None:
+    for case in record()["cases"]:
+        again = CaseResult.of(case).as_dict()
+        for name, value in case.items():
+            if name not in ("results", "bytes"):
+                assert again[name] == value
+        for old, new in zip(case["results"], again["results"], strict=True):
+            if old["plan"]:
+                # The variant belongs to the planner that made the record.
+                old["plan"]["variant"] = ""
+            assert new == old
+
+
+def test_the_chart_has_every_measure(tmp_path: Path) -> None:
+    [found], _, _ = read([write(tmp_path, record())])
+    shown = series(found)
+    [panel] = shown["panels"]
+    assert panel["title"] == "softmax, bfloat16"
+    ours = next(point for point in panel["points"] if point["who"] == "ours" and point["cols"] == 1024)
+    assert (ours["gbps"], ours["ratio"], ours["us"], ours["error"], ours["mb"]) == (3900, 0.975, 50, 1e-3, 0.000512)
+    assert {point["who"] for point in panel["points"]} == {"copy", "ours", "torch"}
+
+
+def test_a_line_joins_one_aligned_case_of_each_length(tmp_path: Path) -> None:
+    content = record()
+    several = [content["cases"][0] | {"shape": shape} for shape in ([64, 1024], [4096, 1024], [4096, 1025])]
+    several.append(several[0] | {"shape": [64, 1024, 4096], "dim": 1})
+    [found], _, _ = read([write(tmp_path, content | {"cases": several})])
+    joined = [point["shape"] for point in series(found)["panels"][0]["points"] if point["joined"]]
+    assert {*joined} == {"4096x1024"}
+
+
+def changed(path: str, value: Any) -> Any:
+    """A record with another value in one place, or without it."""
+    content = place = record()
+    *way, last = (int(part) if part.isdigit() else part for part in path.split("."))
+    for part in way:
+        place = place[part]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "r.json is no JSON: line 1, column 2: Expecting property name enclosed in double quotes"),
+        ("[1]", "r.json: [1] is not of type 'object'"),
+        ({"cells": []}, "r.json: 'format' is a required property"),
+        (changed("format", 2), "r.json: field format: this version of onlinesoftmax reads 1, and the file has 2"),
+        (changed("date", 3), "r.json: field date: 3 is not of type 'string'"),
+        (changed("git", None), "r.json: 'git' is a required property"),
+        (changed("cases.1.shape", "4x4"), "r.json: field cases[1].shape: '4x4' is not of type 'array'"),
+        (changed("cases.0.results.1.times.median_us", "fast"),
+         "r.json: field cases[0].results[1].times.median_us: 'fast' is not of type 'number'"),
+        (changed("cases.0.results.0.who", None), "r.json: field cases[0].results[0]: 'who' is a required property"),
+        (changed("cases.1.operation", "softmin"), "r.json: field cases[1]: unknown operation 'softmin'; there are: "),
+        (changed("cases.1.dim", 7), "r.json: field cases[1]: dim 7 is out of range"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_shown_is_named_with_its_field(tmp_path: Path, content: Any, sentence: str) -> None:
+    good = write(tmp_path, record(), "good.json")
+    records, wrong, others = read([write(tmp_path, content), good])
+    assert [found.name for found in records] == ["good.json"]
+    assert others == []
+    assert len(wrong) == 1
+    assert sentence in wrong[0]
+    assert str(tmp_path) in wrong[0]
+
+
+def test_a_missing_file_and_one_in_another_encoding_are_sentences(tmp_path: Path) -> None:
+    (tmp_path / "latin.json").write_bytes('{"a": "é"}'.encode("latin-1"))
+    _, wrong, _ = read([tmp_path / "none.json", tmp_path / "latin.json"])
+    assert wrong == [
+        f"{tmp_path}/none.json cannot be read: No such file or directory",
+        f"{tmp_path}/latin.json is no text in UTF-8",
+    ]
+
+
+def test_a_folder_may_hold_other_json(tmp_path: Path) -> None:
+    other = write(tmp_path, {"cells": []}, "other.json")
+    write(tmp_path, record(), "good.json")
+    records, wrong, others = read([tmp_path])
+    assert len(records) == 1
+    assert wrong == []
+    assert others == [f"{other} is left out: it is no record of onlinesoftmax bench."]
+
+
+@pytest.mark.skipif(not RESULTS.is_dir(), reason="the recorded runs are in the repository, not in the archives")
+def test_every_recorded_run_is_read() -> None:
+    records, wrong, others = read([RESULTS])
+    assert wrong == []
+    assert len(records) + len(others) == len([*RESULTS.glob("*.json")])
+    dates = [found.content["date"] for found in records]
+    assert dates == sorted(dates, reverse=True)
+    for found in records:
+        assert series(found)["panels"], found.name
+        assert found.notes
