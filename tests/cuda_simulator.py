@@ -2,8 +2,8 @@
 
 tests/cuda_host.py counts accesses and has no numbers; this file computes them.  A thread of a block is a fiber, which
 runs until it waits for others: at __syncthreads, at a shuffle, or for a message of another block.  A block is a thread
-of the host, so its shared variables are thread-local.  The blocks of a cluster, all blocks of strategy `grid`, and the
-blocks that count targets run at the same time; other blocks run one after another, in the order of their numbers.
+of the host, so its shared variables are thread-local.  The blocks of a cluster, and all blocks of strategy `grid`, run
+at the same time; other blocks run one after another, in the order of their numbers.
 Functions with inline assembly are replaced; everything else is compiled as it is.
 """
 
@@ -229,13 +229,12 @@ static void run_block(unsigned x, unsigned y) {
     }
     fibers.clear();
 }
-extern "C" void run(const PARAMETER* p, unsigned programs, unsigned team, unsigned at_first, unsigned together) {
+extern "C" void run(const PARAMETER* p, unsigned programs, unsigned team, unsigned together) {
     parameters = p, gridDim = {programs, team, 1};
     BEGIN
-    for (unsigned first = 0, next; first < programs * team; first = next) {
-        next = std::min(first + (first ? together : at_first), programs * team);
+    for (unsigned first = 0; first < programs * team; first += together) {
         std::vector<std::thread> blocks;
-        for (unsigned i = first; i < next; ++i) blocks.emplace_back(run_block, i / team, i % team);
+        for (unsigned i = first; i < first + together; ++i) blocks.emplace_back(run_block, i / team, i % team);
         for (std::thread& block : blocks) block.join();
         AGAIN
     }
@@ -306,10 +305,6 @@ def _library(text: str, folder: Path) -> Any:
     return ctypes.CDLL(f"{name}.so")
 
 
-COUNTERS = 2
-"""Blocks that count the targets of a loss that is reduced to a scalar; they are simulated together."""
-
-
 def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path) -> None:
     """Run a request's kernel on the host.
 
@@ -325,7 +320,7 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
     sizes = {
         "rows": layout.rows, "cols": layout.cols, "diagonal": request.task.diagonal or 0,
         "shared_tiles": plan.threads.shared,
-        "slice": slice_chunks(layout.cols // source.vector(request), plan.splits), "counters": COUNTERS,
+        "slice": slice_chunks(layout.cols // source.vector(request), plan.splits),
     }  # fmt: skip
     places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in params.PLACES}
     fields = np.frombuffer(bytearray(params.pack(sizes, layout.sizes, places)), np.uint64)
@@ -338,8 +333,7 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
     team = plan.splits if plan.strategy == "grid" else 1
     together = {"grid": plan.programs, "cluster": plan.splits}.get(plan.strategy, 1)
     library = _library(simulated_source(request), folder)
-    at_first = max(together, COUNTERS) if request.task.call_outputs else together
-    library.run(ctypes.c_void_p(fields.ctypes.data), plan.programs // team, team, at_first, together)
+    library.run(ctypes.c_void_p(fields.ctypes.data), plan.programs // team, team, together)
     assert (mail == -1).all(), "the kernel left a message behind"
 
 
@@ -362,4 +356,4 @@ def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) 
     """Run the kernel of a reduction on the host with the parameter at an address."""
     driver = DRIVER.replace("BEGIN", "").replace("AGAIN", "")
     text = _program([reduction.prologue(one), _replaced("reduction")], driver, "Reduction", reduction.NAME)
-    _library(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks, blocks)
+    _library(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)

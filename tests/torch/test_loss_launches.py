@@ -14,7 +14,8 @@ from torch.nn import functional
 
 import onlinesoftmax as osm
 from contract import DTYPES, outliers
-from onlinesoftmax.torch import loss_launches, losses
+from onlinesoftmax.torch import loss_launches, losses, reductions
+from onlinesoftmax.torch.targets import MOST_ROWS_IN_ONE_LAUNCH
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -164,7 +165,8 @@ def test_calls_that_need_the_general_path() -> None:
     ):
         for _ in range(2):
             torch.testing.assert_close(call(), want)
-    # CUDA's loss kernel reads a weight with gaps, too.  After Triton's, PyTorch's operations compute the divisor.
+    # The loss kernel reads a weight with gaps, and CUDA's writes the scalar, too; beside Triton's, PyTorch's operations
+    # compute the divisor.
     assert len(loss_launches.LAUNCHES) == GPU
 
 
@@ -199,9 +201,11 @@ ROWS = 100001
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scalars_of_many_rows(dtype: torch.dtype, backend: str) -> None:
+@pytest.mark.parametrize("rows", [1000, ROWS])
+def test_scalars_of_many_rows(rows: int, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the float64 sum of our own losses; the same bits on every run, with and without a gradient."""
-    x, target = torch.randn(ROWS, 33, device=DEVICE).to(dtype), some_targets(ROWS, classes=33)
+    monkeypatch.setattr(reductions, "backend_for", lambda _: backend)
+    x, target = torch.randn(rows, 33, device=DEVICE).to(dtype), some_targets(rows, classes=33)
     weight = torch.rand(33, device=DEVICE).to(dtype)
     for w, reduction in itertools.product((None, weight), ("mean", "sum")):
         rows = osm.cross_entropy(x.double(), target, None if w is None else w.double(), reduction="none")
@@ -209,9 +213,8 @@ def test_scalars_of_many_rows(dtype: torch.dtype, backend: str) -> None:
         divisor = counts.sum() if w is None else w.double()[target.where(counts, 0)].where(counts, 0.0).sum()
         # A sum in float16 may be infinite.
         want = (rows.sum() / (divisor if reduction == "mean" else 1)).to(dtype).double()
-        leaf, how = x.clone().requires_grad_(), {"reduction": reduction, "backend": backend}
-        found = [osm.cross_entropy(x, target, w, **how) for _ in range(20)]
-        found += [osm.cross_entropy(leaf, target, w, **how) for _ in range(20)]
+        found = [osm.cross_entropy(x, target, w, reduction=reduction) for _ in range(20)]
+        found += [osm.cross_entropy(x.clone().requires_grad_(), target, w, reduction=reduction) for _ in range(20)]
         assert all(torch.equal(y, found[0]) for y in found)
         wide = torch.promote_types(dtype, torch.float32)
         tolerance = 8 * torch.finfo(wide).eps + torch.finfo(dtype).eps
@@ -315,11 +318,13 @@ def test_another_current_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
+@pytest.mark.parametrize("rows", [64, 2 * MOST_ROWS_IN_ONE_LAUNCH])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_scalar_takes_few_kernels(reduction: str) -> None:
-    """CUDA's loss kernel writes the scalar itself.  Triton's needs small kernels before and after it."""
-    x, target = torch.randn(64, 512, device=DEVICE), some_targets(64, classes=512)
-    for leaf, wanted in ((x, 1), (x.clone().requires_grad_(), 1)):
+def test_a_scalar_takes_few_kernels(reduction: str, rows: int) -> None:
+    """One kernel for few rows; else one small kernel after it, and with a gradient of a mean one before it."""
+    x, target = torch.randn(rows, 512, device=DEVICE), some_targets(rows, classes=512)
+    few, before = rows <= MOST_ROWS_IN_ONE_LAUNCH, reduction == "mean"
+    for leaf, wanted in ((x, 1 if few else 2), (x.clone().requires_grad_(), 1 if few else 2 + before)):
         osm.cross_entropy(leaf, target, reduction=reduction)
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

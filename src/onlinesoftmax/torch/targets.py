@@ -79,8 +79,11 @@ def loss_rows(
     return Rows(named[result], named.get("y"), *(named.get(name) for name in ("lse", "m", "l", "entropy")))
 
 
-MOST_ROWS_IN_ONE_LAUNCH = int(__import__("os").environ.get("FEW", 1 << 40))
-"""Rows up to which the loss kernel itself reduces the losses: a launch then takes longer than messages between blocks.
+MOST_ROWS_IN_ONE_LAUNCH = 1024
+"""Rows up to which the loss kernel writes the scalar itself.
+
+One launch instead of three saves 10 to 25 microseconds of the host.  With more rows, messages between blocks take
+longer than small kernels.
 """
 
 

@@ -15,7 +15,7 @@ from ...planner.strategies.cuda import slice_chunks
 from ..request import Request
 from . import compile, driver
 from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, PLACES, POINTERS, pack
-from .source import MOST_COUNTERS, kernel_name, loss_mail_words, message_words, shared_memory, source, vector
+from .source import kernel_name, loss_mail_words, message_words, shared_memory, source, vector
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
@@ -38,10 +38,7 @@ def bind(request: Request) -> Run:
 
     def new_call(index: int) -> driver.Arguments:
         kernel = loaded(source(request), kernel_name(request), index, dynamic, cluster)
-        call = driver.Arguments(values, driver.launch_config(*config), kernel)
-        # The blocks that count wait for each other, so all of them must find a multiprocessor.
-        call.fields[FIELD["counters"]] = min(MOST_COUNTERS, _multiprocessors(index))
-        return call
+        return driver.Arguments(values, driver.launch_config(*config), kernel)
 
     def fill_in(fields: Any, more: dict[str, Any], index: int, stream: int) -> None:
         for field, name in tensors:
@@ -103,7 +100,6 @@ def _values(request: Request) -> bytes:
         "diagonal": request.task.diagonal or 0,
         "slice": slice_chunks(layout.cols // vector(request), plan.splits),
         "shared_tiles": plan.threads.shared,
-        "counters": 0,
     }
     places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in PLACES}
     return pack(sizes, layout.sizes, places)
@@ -119,12 +115,6 @@ def loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int:
     if cluster > driver.PORTABLE_CLUSTER:
         driver.set_attribute(kernel, driver.NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, index)
     return kernel
-
-
-@cache
-def _multiprocessors(index: int) -> int:
-    found: int = torch.cuda.get_device_properties(index).multi_processor_count
-    return found
 
 
 def _mail_words(request: Request) -> int:

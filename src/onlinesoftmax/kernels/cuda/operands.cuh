@@ -42,25 +42,21 @@ __device__ inline int64 row_offset(const Params& p, const Place& place, int64 ro
     return offset + row * place.strides[DIMS - 1];
 }
 
-// The words by which blocks tell each other about a loss that is reduced to a scalar (total.cuh), one part after another
-// in p.loss_mail.
+// The words by which blocks tell each other about a loss that is reduced to a scalar (total.cuh), in p.loss_mail: the
+// divisor of the mean in DIVISORS places 128 bytes apart, because one address that all blocks read would be a bottleneck;
+// then the loss of each row.
 struct LossMail {
     using Word = WordOf<sizeof(ACC)>::type;
-    static constexpr int WIDE_WORDS = sizeof(ACC) / 4;   // of a sum over rows
-    // The divisor of the mean, DIVISORS times, 128 bytes apart: all blocks read it, and one address would be a bottleneck.
-    static constexpr int DIVISOR_WORDS = 16;
-    uint64* divisor;
-    uint64 *counts, *totals;   // sums of the blocks that count, and of the tiles of rows
-    Word* losses;              // of the rows
+    uint64* divisors;
+    Word* losses;
 
     __device__ inline explicit LossMail(const Params& p)
-        : divisor(p.loss_mail), counts(divisor + DIVISORS * DIVISOR_WORDS),
-          totals(counts + MOST_COUNTERS * WIDE_WORDS),
-          losses(reinterpret_cast<Word*>(totals + p.rows / TOTAL_TILE * WIDE_WORDS)) {}
+        : divisors(p.loss_mail), losses(reinterpret_cast<Word*>(divisors + DIVISORS * 16)) {}
 
-    __device__ inline ACC wait_for_divisor() const {
+    __device__ inline uint64* divisor(unsigned i) const { return divisors + i % DIVISORS * 16; }
+    __device__ inline ACC wait_for_divisor(unsigned i) const {
         ACC x;
-        from_bits(wait_for_word(divisor + blockIdx.x % DIVISORS * DIVISOR_WORDS), x);
+        from_bits(wait_for_word(divisor(i)), x);
         return x;
     }
     __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
@@ -268,7 +264,7 @@ struct RowOperands {
     // Loads the target column, and the gradient of a row of a loss that is reduced to a scalar.  Strategies call this
     // after they have issued the loads of the row, because these loads wait: for the target, and for the divisor.
     __device__ inline void load_target(const Params& p, const Row& r) {
-        if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / LossMail(p).wait_for_divisor() : 1;
+        if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / LossMail(p).wait_for_divisor(blockIdx.x) : 1;
         if constexpr (HAS_TARGET) {
             chosen.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());
             chosen_weight = 1;

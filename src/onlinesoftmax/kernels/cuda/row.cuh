@@ -44,6 +44,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
             slice[d].write_edges(p, row[d], n, r, lane);
         }
     }
-    const int64 first_of_block = int64(blockIdx.x) * (GROUPS * DEPTH);
-    total::add_losses(p, first_of_block, min(first_of_block + GROUPS * DEPTH, p.rows));
+    constexpr int64 OWNED = GROUPS * DEPTH;
+    total::add_losses(p, blockIdx.x * OWNED, (blockIdx.x + 1) * OWNED);
 }

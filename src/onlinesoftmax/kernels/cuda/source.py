@@ -100,26 +100,14 @@ def shared_memory(request: Request) -> int:
 
 
 DIVISORS = 32
-"""Places in which the divisor of a mean is written: so many that reading it is no bottleneck."""
-
-MOST_COUNTERS = 16
-"""Largest number of blocks that count the targets of a loss that is reduced to a scalar."""
-
-
-def tile_of_total(request: Request) -> int:
-    """Rows whose losses one block adds where a loss is reduced to a scalar."""
-    return 8 * 32 * request.plan.warps
+"""Places in which the divisor of a mean is written, so that blocks read it from different addresses."""
 
 
 def loss_mail_words(request: Request) -> int:
-    """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (operands.cuh); else 0.
-
-    The divisor on DIVISORS lines of 16 words, sums of the blocks that count and of the tiles of rows, and the loss of each row.
-    """
+    """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (operands.cuh); else 0."""
     if not request.task.call_outputs:
         return 0
-    size, rows = ITEMSIZE[request.task.accumulator], request.layout.rows
-    return 16 * DIVISORS + (MOST_COUNTERS + rows // tile_of_total(request)) * (size // 4) + -(-rows * size // 8)
+    return 16 * DIVISORS + -(-request.layout.rows * ITEMSIZE[request.task.accumulator] // 8)
 
 
 def sums(request: Request) -> int:
@@ -172,9 +160,7 @@ def _numbers(request: Request) -> dict[str, int]:
         "SUMS": sums(request),
         "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),
         "WORDS": message_words(request),
-        "MOST_COUNTERS": MOST_COUNTERS,
         "DIVISORS": DIVISORS,
-        "TOTAL_TILE": tile_of_total(request),
     }
     # Position of each accumulator among the sums of a state; -1 where the state does not keep it.
     kept = [one.name for one in request.sums]

@@ -1,64 +1,55 @@
-// A loss that is reduced to a scalar, the mean or the sum of the losses of all rows, in the kernel that computes them.
+// The scalar of a loss of few rows, the mean or the sum, written by the kernel that computes the losses.
 //
-// One block:  of the first p.counters, counts a part of the targets before it takes its rows, and the last of them adds
-//             the parts to the divisor of the mean.  The block of the last row of a tile adds the losses of that tile of
-//             rows.  The block of the last row of all adds the tiles, and writes the scalar.
-// Bytes:      a word for each row, which is written to L2 and read from there; the targets are read a second time.
-// Limits:     blocks must begin in the order of their numbers, as GPUs begin them.  A block waits for blocks of lower
-//             numbers, and for the first p.counters, which are resident together.
+// One block:  the first one counts the targets before it takes its rows, and tells the other blocks the divisor of the
+//             mean.  The block of the last row adds the losses of all rows, divides, and writes the scalar.
+// Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows (torch/targets.py), where these messages take less time than the launches
+//             of the small kernels that otherwise do this work (reduction.cuh).
+// Bytes:      a word for each row, through L2; the targets are read a second time.
+// Limits:     blocks must begin in the order of their numbers, as GPUs begin them: a block waits for blocks of lower numbers
+//             alone, so they have begun.
 //
-// A block has read the divisor before it sends the loss of its row, so once all losses have arrived, nobody reads the
-// divisor any more.  Whoever reads a word last empties it, so all words are empty when the kernel ends.
+// A block has read the divisor before it sends the loss of its row.  So once all losses have arrived, nobody reads the
+// divisor any more, and the last block empties all words for the next kernel.
 
 namespace total {
-#define COUNT_INLINE __noinline__
 
-constexpr int BATCH = 8;   // words that a thread loads at once
-constexpr int64 TILE = BATCH * THREADS;
-static_assert(TILE == TOTAL_TILE, "tile_of_total in source.py");
+constexpr int BATCH = 8;   // numbers that a thread loads at once
 
-// The sums of all rows are as wide as the losses allow: float64, and twice that for float64 losses.
+// The sums over all rows are wider than the losses.
 template <class T> struct WideOf { using type = double; };
 template <> struct WideOf<double> { using type = DoubleDouble; };
 using Wide = WideOf<ACC>::type;
 
-// The sum over all threads of a block, for each of them in the first warp.  No thread may still read `exchange`.
 __device__ inline Wide add_lanes(Wide a) {
 #pragma unroll
     for (int step = 16; step; step /= 2) a += across(a, step);
     return a;
 }
-__device__ inline Wide add_block(Wide a, Wide* exchange) {
+
+// The sum over the threads of the block; only the first warp gets it.
+__device__ inline Wide add_block(Wide a) {
+    __shared__ Wide exchange[THREADS / 32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     a = add_lanes(a);
     if (lane == 0) exchange[warp] = a;
     __syncthreads();
-    return warp ? a : add_lanes(lane < THREADS / 32 ? exchange[lane] : Wide{});
+    return warp ? Wide{} : add_lanes(lane < THREADS / 32 ? exchange[lane] : Wide{});
 }
 
-// The part of this thread of the sum of `words`, from the first to the one before `end`, each a number T.  It waits for
-// them, and empties them.
-template <class T, class Word> __device__ inline Wide take(Word* words, int64 first, int64 end) {
+// The sum of number(row) over the rows of this thread.  All of a batch are loaded before the first is used.
+template <class Load, class Number> __device__ inline Wide add_rows(const Params& p, Load load, Number number) {
     Wide sum{};
-    for (int64 i = first + threadIdx.x; i < end; i += TILE) {
-        // All words of a batch are asked for before the first is waited for.
-        Word batch[BATCH];
+    for (int64 first = threadIdx.x; first < p.rows; first += BATCH * THREADS) {
+        decltype(load(first)) loaded[BATCH];
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) batch[j] = i + j * THREADS < end ? look_word(words + i + j * THREADS) : 0;
+        for (int i = 0; i < BATCH; ++i)
+            if (first + i * THREADS < p.rows) loaded[i] = load(first + i * THREADS);
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-            if (i + j * THREADS >= end) break;
-            T x;
-            from_bits(batch[j] == Word(EMPTY) ? wait_for_word(words + i + j * THREADS) : batch[j], x);
-            put_word(words + i + j * THREADS, Word(EMPTY));
-            sum += x;
-        }
+        for (int i = 0; i < BATCH; ++i)
+            if (first + i * THREADS < p.rows) sum += number(first + i * THREADS, loaded[i]);
     }
     return sum;
 }
-
-__device__ inline void send(uint64* to, double x) { put_word(to, bits(x)); }
-__device__ inline void send(uint64* to, DoubleDouble x) { put_word(to, bits(x.high)), put_word(to + 1, bits(x.low)); }
 
 // The number that a row adds to the divisor.
 __device__ inline ACC share_of(const Params& p, int64 target) {
@@ -68,72 +59,44 @@ __device__ inline ACC share_of(const Params& p, int64 target) {
     else return target >= 0 && target < p.cols ? ACC(wide(load_one(p.weight + target * p.weight_place.col))) : 0;
 }
 
-// Counts the part of the targets that a block owns, one of `counters`.
-__device__ COUNT_INLINE void count(const Params& p, int64 block, int64 counters) {
-    {
-        __shared__ Wide exchange[THREADS / 32];
-        const LossMail mail(p);
-        Wide sum{};
-        for (int64 row = block * TILE + threadIdx.x; row < p.rows; row += counters * TILE) {
-            ACC shares[BATCH];
-#pragma unroll
-            for (int j = 0; j < BATCH; ++j) {
-                const int64 at = row + j * THREADS;
-                shares[j] = at < p.rows ? share_of(p, load_one(p.target + row_offset(p, p.target_place, at))) : 0;
-            }
-#pragma unroll
-            for (int j = 0; j < BATCH; ++j) sum += shares[j];
-        }
-        sum = add_block(sum, exchange);
-        if (threadIdx.x >= 32) return;
-        if (block < counters - 1) {
-            if (threadIdx.x == 0) send(mail.counts + block * LossMail::WIDE_WORDS, sum);
-            return;
-        }
-        sum += add_lanes(take<double>(mail.counts, 0, block * LossMail::WIDE_WORDS));
-        static_assert(DIVISORS == 32, "one for each lane");
-        put_word(mail.divisor + threadIdx.x * LossMail::DIVISOR_WORDS, uint64(bits(ACC(double(sum)))));
-    }
+// Writes the divisor.  It is not inlined, so that the other blocks need not jump over its code.
+__device__ __noinline__ void count_all_targets(const Params& p) {
+    const Wide sum = add_block(add_rows(
+        p, [&](int64 row) { return int64(load_one(p.target + row_offset(p, p.target_place, row))); },
+        [&](int64, int64 target) { return share_of(p, target); }));
+    static_assert(DIVISORS == 32, "one for each lane");
+    if (threadIdx.x < 32) put_word(LossMail(p).divisor(threadIdx.x), uint64(bits(ACC(double(sum)))));
 }
 
 __device__ inline void count_targets(const Params& p) {
-    if constexpr (CALL_MEAN_LOSS) {
-        const int64 block = blockIdx.x + int64(gridDim.x) * blockIdx.y, blocks = int64(gridDim.x) * gridDim.y;
-        const int64 counters = min(min(p.counters, blocks), (p.rows + TILE - 1) / TILE);
-        if (block < counters) count(p, block, counters);
-    }
+    if constexpr (CALL_MEAN_LOSS)
+        if (blockIdx.x == 0 && blockIdx.y == 0) count_all_targets(p);
 }
 
-// Writes the scalar, from the sum of the last tile and from the messages about the others.
-__device__ inline void write(const Params& p, const LossMail& mail, Wide last, Wide* exchange) {
-    const int64 others = (p.rows - 1) / TILE;
-    const Wide sum = add_block(take<double>(mail.totals, 0, others * LossMail::WIDE_WORDS), exchange) + last;
-    if (threadIdx.x >= 32) return;
-    if constexpr (CALL_MEAN_LOSS) {
-        uint64* const divisor = mail.divisor + threadIdx.x * LossMail::DIVISOR_WORDS;
-        ACC x;
-        from_bits(wait_for_word(divisor), x);
-        put_word(divisor, EMPTY);
-        if (threadIdx.x == 0) narrow(*p.mean_loss, ACC(double(sum) / double(x)));
-    } else if (threadIdx.x == 0) {
-        narrow(*p.total_loss, ACC(double(sum)));
-    }
-}
-
-// Adds the losses of the tiles of rows whose last row this block owns; it owns the rows from the first to the one before
+// Adds the losses of all rows, if this block owns the last of them.  It owns the rows from `first` to the one before
 // `end`, and has sent their losses.
 __device__ inline void add_losses(const Params& p, int64 first, int64 end) {
     if constexpr (SCALAR_LOSS) {
-        __shared__ Wide exchange[THREADS / 32];
+        if (first >= p.rows || end < p.rows) return;
         const LossMail mail(p);
-        for (int64 tile = first / TILE;; ++tile) {
-            const int64 after = min((tile + 1) * TILE, p.rows);
-            if (after > end) return;
-            const Wide sum = add_block(take<ACC>(mail.losses, tile * TILE, after), exchange);
-            __syncthreads();
-            if (after == p.rows) return write(p, mail, sum, exchange);
-            if (threadIdx.x == 0) send(mail.totals + tile * LossMail::WIDE_WORDS, sum);
+        const Wide sum = add_block(add_rows(
+            p, [&](int64 row) { return look_word(mail.losses + row); },
+            [&](int64 row, LossMail::Word word) {
+                if (word == LossMail::Word(EMPTY)) word = wait_for_word(mail.losses + row);
+                put_word(mail.losses + row, LossMail::Word(EMPTY));
+                ACC loss;
+                from_bits(word, loss);
+                return loss;
+            }));
+        if (threadIdx.x >= 32) return;
+        double divisor = 1;
+        if constexpr (CALL_MEAN_LOSS) {
+            divisor = double(mail.wait_for_divisor(threadIdx.x));
+            put_word(mail.divisor(threadIdx.x), EMPTY);
         }
+        if (threadIdx.x) return;
+        if constexpr (CALL_MEAN_LOSS) narrow(*p.mean_loss, ACC(double(sum) / divisor));
+        else narrow(*p.total_loss, ACC(double(sum)));
     }
 }
 
