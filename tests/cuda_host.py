@@ -115,6 +115,22 @@ struct Shift { ACC m, amount; };
 inline Shift shift(ACC) { return {}; }
 """
 
+MAIL = """
+constexpr uint64 EMPTY = ~uint64(0);
+template <int SIZE> struct WordOf { using type = uint64; };
+inline uint64 bits(double) { return 0; }
+template <class T> void from_bits(uint64, T&) {}
+template <class T> T wait_for_word(const T*) { return 0; }
+inline void put_word(uint64*, uint64) {}
+"""
+
+TOTAL = """
+namespace total {
+inline void count_targets(const Params&) {}
+inline void add_losses(const Params&, int64, int64) {}
+}  // namespace total
+"""
+
 OPS = """
 namespace ops {
 using Summand = SUM;
@@ -175,7 +191,7 @@ extern "C" void run(const Params* p, const unsigned* grid, unsigned char* of_red
 def host_source(request: Request) -> str:
     """The kernel of a request as C++ for the host."""
     real = {name: _without_asm(source.text(f"{name}.cuh")) for name in ("operands", "slice", request.plan.strategy)}
-    parts = [NUMBERS, source.prologue(request), STATE, real["operands"], OPS, real["slice"], EXCHANGE]
+    parts = [NUMBERS, source.prologue(request), STATE, MAIL, real["operands"], OPS, real["slice"], EXCHANGE, TOTAL]
     return "\n".join([*parts, real[request.plan.strategy], DRIVER.replace("KERNEL", source.kernel_name(request))])
 
 

@@ -3,7 +3,8 @@
 tests/cuda_host.py counts accesses and has no numbers; this file computes them.  A thread of a block is a fiber, which
 runs until it waits for others: at __syncthreads, at a shuffle, or for a message of another block.  A block is a thread
 of the host, so its shared variables are thread-local.  The blocks of a cluster, and all blocks of strategy `grid`, run
-at the same time.  Functions with inline assembly are replaced; everything else is compiled as it is.
+at the same time; other blocks run one after another, in the order of their numbers.
+Functions with inline assembly are replaced; everything else is compiled as it is.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ MACHINE = """
 #include <thread>
 #include <vector>
 #define __device__
+#define __noinline__
 #define __global__
 #define __shared__ static thread_local
 #define __grid_constant__
@@ -92,8 +94,11 @@ template <class T> T exchange_lanes(T x, int lane) {
     of_warp[warp].wait(32);
     return x;
 }
-inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline unsigned atomicAdd(unsigned* to, unsigned x) { return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
+inline unsigned long long __double_as_longlong(double x) { return bits_as<unsigned long long>(x); }
+inline double __longlong_as_double(unsigned long long i) { return bits_as<double>(i); }
 template <class T> T __shfl_sync(unsigned, T x, int lane) { return exchange_lanes(x, lane); }
 template <class T> T __shfl_xor_sync(unsigned, T x, int step) { return exchange_lanes(x, threadIdx.x % 32 ^ step); }
 """
@@ -123,6 +128,13 @@ REPLACED = {
         "inline void commit()": "{}",
         "inline void wait_groups(int pending)": "{}",
     },
+    "mail": {
+        "inline void put_word(uint64* to, uint64 word)": "{ __atomic_store_n(to, word, __ATOMIC_RELAXED); }",
+        "inline void put_word(unsigned* to, unsigned word)": "{ __atomic_store_n(to, word, __ATOMIC_RELAXED); }",
+        # A reader that finds nothing lets the other threads and blocks run.
+        "inline uint64 look_word(const uint64* from)": "{ return look(from); }",
+        "inline unsigned look_word(const unsigned* from)": "{ return look(from); }",
+    },
     "state": {
         "inline float exp2_approx(float x)": (
             "{ const float y = exp2f(x); return fabsf(y) < 1.17549435e-38f ? 0 : y; }"
@@ -149,6 +161,14 @@ template <class T> unsigned max_halves(unsigned a, unsigned b) {
 }
 """
 
+LOOK = """
+template <class Word> Word look(const Word* from) {
+    const Word word = __atomic_load_n(from, __ATOMIC_RELAXED);
+    if (word == Word(-1)) sched_yield(), yield();
+    return word;
+}
+"""
+
 PEERS = """
 static std::atomic<uint64*> beginnings[16];
 inline std::atomic<uint64>& counter(uint64* arrived) { return *reinterpret_cast<std::atomic<uint64>*>(arrived); }
@@ -169,8 +189,8 @@ inline void wait(uint64* arrived) { while (counter(arrived) < CLUSTER) sched_yie
 
 TEAM = """
 // One message for each row of a team, block of a team, and team.
-static State mail[64][16][16];
-static std::atomic<int> posted[64][16];
+static State mail[256][16][16];
+static std::atomic<int> posted[256][16];
 struct Team {
     int size, rank;
     mutable int round = 0;
@@ -239,7 +259,8 @@ def simulated_source(request: Request) -> str:
 def _program(parts: list[str], driver: str, parameter: str, kernel: str) -> str:
     """A kernel of these parts as C++ for the host; `parameter` is the type of its parameter."""
     numbers = _replaced("numbers").replace("// The larger of each half", MAX_HALVES + "// The larger of each half", 1)
-    return "\n".join([MACHINE, numbers, *parts, driver.replace("PARAMETER", parameter).replace("KERNEL", kernel)])
+    driver = driver.replace("PARAMETER", parameter).replace("KERNEL", kernel)
+    return "\n".join([MACHINE, LOOK, numbers, *parts, driver])
 
 
 def _replaced(name: str) -> str:
@@ -265,6 +286,8 @@ def _compile_command(folder: Path) -> list[str]:
     """The compiler and its options; the folder gets the standard headers, compiled."""
     assert COMPILER is not None
     options = ["-std=c++17", "-w", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-fPIC"]
+    # Shared variables of one name must differ from one kernel to the next.
+    options.append("-fno-gnu-unique")
     # A variable that is read before it is written must not happen to be zero, as memory of the host often is.
     options.append("-ftrivial-auto-var-init=pattern")
     header = folder / "headers.h"
@@ -305,10 +328,13 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
         fields[params.FIELD_OF_POINTER[name]] = array.ctypes.data
     for name, number in numbers.items():
         fields[params.FIELD[name]] = struct.unpack("Q", struct.pack("d", number))[0]
+    mail = np.full(source.loss_mail_words(request), -1, np.int64)
+    fields[params.FIELD_OF_POINTER[params.LOSS_MAIL]] = mail.ctypes.data
     team = plan.splits if plan.strategy == "grid" else 1
     together = {"grid": plan.programs, "cluster": plan.splits}.get(plan.strategy, 1)
     library = _library(simulated_source(request), folder)
     library.run(ctypes.c_void_p(fields.ctypes.data), plan.programs // team, team, together)
+    assert (mail == -1).all(), "the kernel left a message behind"
 
 
 def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], scratch: Any, folder: Path) -> None:

@@ -218,7 +218,14 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
     request = ask("h200", "row", "softmax", x, causal=True, mask=x[..., :1] > 0)
     layout, packed = request.layout, launch._values(request)
     assert len(layout.sizes) == dims
-    fields = (*(t.pointer for t in params.TENSORS), "mail", *params.NUMBERS, *params.SIZES, "sizes")
+    fields = (
+        *(t.pointer for t in params.TENSORS),
+        params.MAIL,
+        params.LOSS_MAIL,
+        *params.NUMBERS,
+        *params.SIZES,
+        "sizes",
+    )
     at = {name: i for i, name in enumerate(fields)}
     at |= {f"{name}_place": at["sizes"] + dims + i * (dims + 1) for i, name in enumerate(params.PLACES)}
     checks = [f"static_assert(sizeof(Params) == {len(packed)});", f"static_assert(sizeof(Place) == {8 * (dims + 1)});"]

@@ -60,7 +60,8 @@ class Output:
 
     Attributes:
         name: Its name in kernels and in `Task.outputs`.
-        kind: "element" or "row".  An operation has at most one output per element, and any number per row.
+        kind: "element", "row" or "call".  An operation has at most one output per element, and any number per row.  An
+            output per call is reduced from all rows; only the CUDA kernels write it.
         dtype: "result" for the dtype that the caller asks for, "input" for the dtype of the input, "accumulator" for
             float32 (float64 in float64).
         exact: True where a float32 value must be as accurate as a float32 result.  False where it is kept in float32
@@ -198,6 +199,11 @@ class Operation:
         return tuple(output.name for output in self.outputs if not output.on_request)
 
     @cached_property
+    def call_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that have one value per call."""
+        return tuple(output.name for output in self.outputs if output.kind == "call")
+
+    @cached_property
     def kept_outputs(self) -> tuple[str, ...]:
         """Names of the outputs that a call with a gradient writes: the result and what the gradient reads."""
         named = {output.name for output in self.outputs}
@@ -269,6 +275,11 @@ z_loss: Factor of lse², which is added to the loss.
 ignore_index: Target of the rows that count for nothing.
 """
 
+LOSSES_REDUCED = tuple(
+    Output(name, "call", needs=("l", "wz"), on_request=True, exact=False) for name in ("mean_loss", "total_loss")
+)
+"""The scalars to which losses are reduced.  With one of them, y is its gradient, and no dy is given."""
+
 ALL_OPTIONS = ("scale", "softcap", "bias", "mask", "causal")
 """Names of all score options; core/options.py declares them."""
 
@@ -308,6 +319,7 @@ OPERATIONS: dict[str, Operation] = {
             (EXPONENT_SUM, MEAN_SUM, Accumulator("wz", rescaled=False, only_with="smoothing")),
             (
                 Output("loss", "row", "accumulator", needs=("l", "wz"), exact=False),
+                *LOSSES_REDUCED,
                 Output("y", "element", "input", on_request=True),
                 *(replace(output, exact=False) for output in STATISTICS),
             ),

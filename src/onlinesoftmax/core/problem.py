@@ -145,9 +145,8 @@ class Problem:
         """Bytes of the outputs, written once."""
         wide = 8 if "float64" in (self.dtype, self.out_dtype) else 4
         sizes = {"result": ITEMSIZE[self.out_dtype or self.dtype], "input": self.itemsize, "accumulator": wide}
-        return sum(
-            self.rows * (self.cols if output.kind == "element" else 1) * sizes[output.dtype] for output in self.written
-        )
+        values = {"element": self.rows * self.cols, "row": self.rows, "call": 1}
+        return sum(values[output.kind] * sizes[output.dtype] for output in self.written)
 
     @cached_property
     def vector(self) -> int:

@@ -115,7 +115,13 @@ FORMULAS: dict[str, Formula] = {
     "logsumexp_backward": Formula({}, {"y": lambda xp, x, dy, lse, **_: dy * xp.exp(x - lse)}),
     "cross_entropy": Formula(
         {**_STATE, "wz": targets.weighted_scores},
-        {"loss": targets.loss, "y": targets.loss_gradient, **_STATISTICS},
+        {
+            "loss": targets.loss,
+            "mean_loss": lambda xp, **values: targets.loss(xp, **values).sum() / targets.divisor(xp, **values),
+            "total_loss": lambda xp, **values: targets.loss(xp, **values).sum(),
+            "y": targets.loss_gradient,
+            **_STATISTICS,
+        },
     ),
     "cross_entropy_backward": Formula({}, {"y": targets.loss_gradient}, targets.loss_terms),
     "token_logprobs": Formula(_STATE, {"y": targets.log_probability, **_STATISTICS}),
@@ -147,7 +153,9 @@ def with_sums(operation: str, xp: Any, values: Mapping[str, Array], axis: int, o
 
 
 def evaluate(operation: str, xp: Any, values: Mapping[str, Array], axis: int, output: str = "y") -> Array:
-    """One output of an operation; a per-row output has size 1 along the axis.  Arguments are those of `with_sums`.
+    """One output of an operation: of size 1 along the axis with one value per row, 0-d with one value per call.
+
+    Arguments are those of `with_sums`.
 
     >>> dy, y = np.array([1.0, 0.0]), np.array([0.5, 0.5])
     >>> evaluate("softmax_backward", namespace(y), {"x": y, "dy": dy}, 0)

@@ -95,6 +95,12 @@ def loss(xp: Any, m: Array, l: Array, z_target: Array, **row: Array) -> Array:
     return xp.where(_is_ignored(row), 0.0, xp.where(_is_column(row) & _is_defined(xp, l), y, np.nan))
 
 
+def divisor(xp: Any, **row: Array) -> Array:
+    """Divisor of the mean of the losses: the number of rows that count, or the sum of the weights of their targets."""
+    counts = ~_is_ignored(row)
+    return xp.where(counts, row["w_target"], 0.0).sum() if "w_target" in row else counts.sum()
+
+
 def loss_terms(xp: Any, x: Array, dy: Array, m: Array, l: Array, **row: Array) -> tuple[Array, Array]:
     """The two terms whose difference is the gradient of the loss with respect to the scores."""
     own, spread, weight_sum = _parts(row)

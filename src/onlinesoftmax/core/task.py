@@ -118,6 +118,11 @@ class Task:
         return tuple(output.name for output in self.written if output.kind == "row")
 
     @property
+    def call_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs with one value per call."""
+        return tuple(output.name for output in self.written if output.kind == "call")
+
+    @property
     def accumulator(self) -> str:
         """Name of the dtype in which states are kept."""
         return "float64" if "float64" in (self.dtypes["x"], self.dtypes[self.outputs[0]]) else "float32"
@@ -213,7 +218,8 @@ def task_of(
     # (layout.py).
     second = next((output.name for output in operation.written(outputs) if output.kind == "element"), outputs[0])
     names = dict.fromkeys(("x", second, *tensors))
-    strides = {name: tensors[name].strides for name in names if name not in ("scale", *operation.call_operands)}
+    per_call = {"scale", *operation.call_operands, *operation.call_outputs}
+    strides = {name: tensors[name].strides for name in names if name not in per_call}
     if flags.causal:
         queries = query_axis(operation.name, axis, len(shape))
         strides["query"] = tuple(int(i == queries) for i in range(len(shape)))

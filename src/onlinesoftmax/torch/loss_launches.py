@@ -19,7 +19,7 @@ from .launches import is_usual
 from .loss import Loss
 from .prepare import prepared
 from .reductions import Reducer, reducer
-from .targets import LogProbabilities, PerRow, ScalarLoss, loss_call, without_tensors
+from .targets import LogProbabilities, PerRow, ScalarLoss, by_cuda, loss_call, scalar_output, without_tensors
 
 Tensor = torch.Tensor
 
@@ -63,6 +63,8 @@ def add_loss(key: tuple[Any, ...], x: Tensor, target: Tensor, weight: Tensor | N
         return None
     if loss.reduction == "none":
         return _keep(key, _per_row(x, target, weight, loss, with_gradient))
+    if scalar := scalar_output(x, target, weight, loss, with_gradient):
+        return _keep(key, _in_one_launch(x, target, weight, loss, (scalar, "y") if with_gradient else (scalar,)))
     small = reducer(x, target, weight, loss, with_gradient)
     return small and _keep(key, _reduced(x, target, weight, loss, small))
 
@@ -70,8 +72,10 @@ def add_loss(key: tuple[Any, ...], x: Tensor, target: Tensor, weight: Tensor | N
 def _rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs: tuple[str, ...]) -> Callable[..., Any]:
     """The function (x, target, weight, dy) that launches the loss kernel and returns its outputs."""
     wide = accumulator_of(x.dtype, x.dtype)
-    dy = torch.empty((), dtype=wide, device=x.device) if "y" in outputs else None
-    run, operands = prepared(loss_call(x, target, weight, loss, dy), outputs)
+    of_rows = outputs[0] == "loss"
+    dy = torch.empty((), dtype=wide, device=x.device) if of_rows and "y" in outputs else None
+    call = loss_call(x, target, weight, loss, dy)
+    run, operands = prepared(call if of_rows else by_cuda(call), outputs)
     # Planning needs views of the tensors, but a launch needs only their addresses.  So only the numbers are kept, and a
     # call passes its own tensors without making views.
     numbers = {name: value for name, value in operands.items() if isinstance(value, int)}
@@ -84,7 +88,7 @@ def _rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs:
             if adds_weights:
                 given["weight_sum"] = weight.sum(dtype=accumulator_of(weight.dtype, weight.dtype))
         # empty_like takes half the host time of empty.
-        return run(x, torch.empty_like(target, dtype=wide), given)
+        return run(x, torch.empty_like(target, dtype=wide) if of_rows else None, given)
 
     return rows
 
@@ -102,6 +106,14 @@ class _Reduced(ScalarLoss):
 
 # `apply` of the base class in C++, without the check for transforms in torch.autograd.Function.
 _apply_reduced = super(torch.autograd.Function, _Reduced).apply
+
+
+def _in_one_launch(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs: tuple[str, ...]) -> Run:
+    """A loss whose kernel writes the scalar itself."""
+    rows = _rows(x, target, weight, loss, outputs)
+    if len(outputs) == 1:
+        return lambda x, target, weight: rows(x, target, weight, None)
+    return lambda x, target, weight: _apply_reduced(x, rows, (target, weight, None))
 
 
 def _reduced(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, small: Reducer) -> Run:

@@ -114,9 +114,27 @@ def key_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...]) ->
     return key
 
 
+def backend_of(call: Call, outputs: tuple[str, ...]) -> str:
+    """The backend that the plan of a checked call takes."""
+    operands = operands_of(call)
+    key = key_of(call, operands, outputs)
+    if key not in _BACKENDS:
+        if len(_BACKENDS) >= MOST_PREPARED:
+            _BACKENDS.clear()
+        kind = kind_of(call, operands, outputs)
+        task = _task(kind, checked_dim(call.operation.name, call.settings.dim, call.x.dim()), None)
+        _BACKENDS[key] = plan_of(task, call.x.device, call.settings.choice).backend
+    return _BACKENDS[key]
+
+
+_BACKENDS: dict[tuple[Any, ...], str] = {}
+"""Backends by `key_of`."""
+
+
 def forget() -> None:
     """Forget every prepared function; for tests that change the plan."""
     _PREPARED.clear()
+    _BACKENDS.clear()
 
 
 def operands_of(call: Call) -> Mapping[str, Any]:
@@ -190,7 +208,7 @@ def prepare(kind: Kind) -> Prepared:
     operation, settings = kind.operation, kind.settings
     x, out = kind.places[0], kind.places[-1] if kind.places[-1].name == "out" else None
     axis = checked_dim(operation.name, settings.dim, len(x.shape))
-    dtype, shape = settings.dtype or x.dtype, result_shape(operation, x.shape, axis, settings.keepdim)
+    dtype, shape = settings.dtype or x.dtype, _shape_of_first(kind, axis)
     if out is not None:
         checked_out(operation.name, out, shape, dtype, x.device)
     if x.shape.numel() == 0:
@@ -213,10 +231,11 @@ def _bound(
     device, on_gpu, index = x.device, x.device.type == "cuda", x.device.index
     resize = kind.places[-1].name == "out" and kind.places[-1].shape != shape
     like_input = (shape, dtype) == (x.shape, x.dtype) and x.strides == contiguous_strides(shape)
-    # The first output is the result.
-    row_shape = shape_of_rows(x.shape, kind.settings.dim)
+    # empty_like takes half the host time of empty.
+    scalar = torch.empty((), dtype=dtype, device=device) if task.call_outputs else None
+    shapes = {"element": x.shape, "row": shape_of_rows(x.shape, kind.settings.dim), "call": torch.Size(())}
     more_outputs = {
-        output.name: (row_shape if output.kind == "row" else x.shape, getattr(torch, task.dtypes[output.name]))
+        output.name: (shapes[output.kind], getattr(torch, task.dtypes[output.name]))
         for output in kind.operation.written(kind.outputs)
         if output.name != kind.outputs[0]
     }
@@ -225,8 +244,10 @@ def _bound(
 
     def run(x: torch.Tensor, out: torch.Tensor | None, operands: Mapping[str, Any]) -> Any:
         if out is None:
-            # empty_like takes half the host time of empty.
-            out = torch.empty_like(x) if like_input else torch.empty(shape, dtype=dtype, device=device)
+            if like_input or scalar is not None:
+                out = torch.empty_like(x if scalar is None else scalar)
+            else:
+                out = torch.empty(shape, dtype=dtype, device=device)
         elif resize:
             out.resize_(shape)
         if more_outputs:
@@ -263,7 +284,7 @@ def _task(kind: Kind, axis: int, out: Place | None) -> Task:
         is_result = output is operation.result
         if output.name in given:
             continue
-        shape = shape_of_rows(x.shape, axis) if output.kind == "row" else x.shape
+        shape = {"element": x.shape, "row": shape_of_rows(x.shape, axis), "call": torch.Size(())}[output.kind]
         shape = result_shape(operation, x.shape, axis, keepdim) if is_result else shape
         strides, is_aligned = contiguous_strides(shape), True
         if is_result and out is not None:
@@ -306,6 +327,13 @@ def _of_nothing(kind: Kind, axis: int, shape: torch.Size, dtype: torch.dtype) ->
         return (y, *more) if more else y
 
     return run
+
+
+def _shape_of_first(kind: Kind, axis: int) -> torch.Size:
+    """Shape of the first output: of the main output, or of a scalar that is asked for instead."""
+    if kind.outputs[0] in kind.operation.call_outputs:
+        return torch.Size(())
+    return result_shape(kind.operation, kind.places[0].shape, axis, kind.settings.keepdim)
 
 
 def result_shape(operation: Operation, shape: torch.Size, axis: int, keepdim: bool) -> torch.Size:

@@ -12,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     const int rank = blockIdx.x % CLUSTER, lane = threadIdx.x;
     if (REDUCES && lane == 0) expect_states(&arrived);
     if constexpr (REDUCES) announce_beginning();
+    total::count_targets(p);
     const int64 row = blockIdx.x / CLUSTER;
     const Row r = row_at(p, row);
     RowOperands given = row_operands(p, row);
@@ -45,4 +46,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
         slice.write(p, at, n, constants, left);
         slice.write_edges(p, r, n, constants, edge_lane);
     }
+    if (rank == 0) total::add_losses(p, row, row + 1);
 }

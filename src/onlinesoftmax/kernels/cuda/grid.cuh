@@ -46,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     const Team team(p);
     const Numbers n = numbers(p);
     const int edge_lane = team.rank ? NO_EDGE : lane;
+    total::count_targets(p);
     int slot = 0;
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, slot ^= 1) {
         // Each slice begins a multiple of 128 bytes of x after the beginning of the body.  A lane's chunks lie THREADS
@@ -135,5 +136,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 tile.write(p, from, n, constants, present);
             }
         }
+        if (team.rank == 0) total::add_losses(p, row, row + 1);
     }
 }

@@ -14,8 +14,8 @@ import torch
 from ...planner.strategies.cuda import slice_chunks
 from ..request import Request
 from . import compile, driver
-from .params import FIELD, FIELD_OF_POINTER, MAIL, NUMBERS, PLACES, POINTERS, pack
-from .source import kernel_name, message_words, shared_memory, source, vector
+from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, PLACES, POINTERS, pack
+from .source import kernel_name, loss_mail_words, message_words, shared_memory, source, vector
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
@@ -27,11 +27,12 @@ def bind(request: Request) -> Run:
     """
     plan, values = request.plan, _values(request)
     dynamic, cluster, config = _configuration(request)
-    x_field, y_field, mail_field = (FIELD_OF_POINTER[name] for name in ("x", request.task.outputs[0], MAIL))
+    x_field, y_field = (FIELD_OF_POINTER[name] for name in ("x", request.task.outputs[0]))
     tensors = tuple((FIELD_OF_POINTER[name], name) for name in _filled_in(request))
     numbers = tuple((FIELD[name], name) for name in NUMBERS if name in request.task.numbers)
-    mail_words = _mail_words(request)
-    more_than_two = bool(tensors or numbers or mail_words)
+    words = {MAIL: _mail_words(request), LOSS_MAIL: loss_mail_words(request)}
+    mail = tuple((FIELD_OF_POINTER[name], count) for name, count in words.items() if count)
+    more_than_two = bool(tensors or numbers or mail)
     launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
     spare: list[driver.Arguments] = []
 
@@ -44,8 +45,8 @@ def bind(request: Request) -> Run:
             fields[field] = more[name].data_ptr()
         for field, name in numbers:
             fields[field] = more[name] & _MASK
-        if mail_words:
-            fields[mail_field] = _mail(mail_words, index, stream).data_ptr()
+        for field, count in mail:
+            fields[field] = _mail(count, index, stream).data_ptr()
 
     def run(x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
         index = x.get_device()
@@ -125,7 +126,12 @@ def _mail_words(request: Request) -> int:
 
 
 def _mail(words: int, index: int, stream: int) -> torch.Tensor:
-    """Empty mailboxes.  Kernels leave them empty, and on one stream only one kernel uses them at a time."""
+    """At least so many words of empty mailboxes.
+
+    Kernels leave them empty, and on one stream only one kernel uses them at a time.  A number of words is rounded up to
+    a power of two, so that calls with other numbers of rows share mailboxes.
+    """
+    words = 1 << (words - 1).bit_length()
     if torch.cuda.is_current_stream_capturing():
         # A graph may be replayed while other kernels run, so it owns its mailboxes.
         return torch.full((words,), -1, dtype=torch.int64, device=index)

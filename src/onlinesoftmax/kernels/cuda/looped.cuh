@@ -8,6 +8,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(const __grid_constant__ Params p) {
     constexpr int64 TILE = int64(CHUNKS) * THREADS;
     __shared__ State exchange[THREADS / 32];
+    total::count_targets(p);
     const Row r = row_at(p, blockIdx.x);
     RowOperands given = row_operands(p, blockIdx.x);
     const Numbers n = numbers(p);
@@ -50,4 +51,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
             tile.write(p, at, n, constants, left);
         }
     }
+    total::add_losses(p, blockIdx.x, blockIdx.x + int64(1));
 }

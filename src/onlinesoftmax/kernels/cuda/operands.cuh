@@ -42,6 +42,26 @@ __device__ inline int64 row_offset(const Params& p, const Place& place, int64 ro
     return offset + row * place.strides[DIMS - 1];
 }
 
+// The words by which blocks tell each other about a loss that is reduced to a scalar (total.cuh), in p.loss_mail: the
+// divisor of the mean in DIVISORS places 128 bytes apart, because one address that all blocks read would be a bottleneck;
+// then the loss of each row.
+struct LossMail {
+    using Word = WordOf<sizeof(ACC)>::type;
+    uint64* divisors;
+    Word* losses;
+
+    __device__ inline explicit LossMail(const Params& p)
+        : divisors(p.loss_mail), losses(reinterpret_cast<Word*>(divisors + DIVISORS * 16)) {}
+
+    __device__ inline uint64* divisor(unsigned i) const { return divisors + i % DIVISORS * 16; }
+    __device__ inline ACC wait_for_divisor(unsigned i) const {
+        ACC x;
+        from_bits(wait_for_word(divisor(i)), x);
+        return x;
+    }
+    __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
+};
+
 // Numbers that are the same for all rows: scale, softcap, 1 / softcap, and the sum of the weights of all classes.
 struct Numbers { ACC scale, cap, inverse_cap, weight_sum; };
 
@@ -241,9 +261,10 @@ struct RowOperands {
     RegisterChunk<1> chosen;
     ACC chosen_weight;   // 1 without weights
 
-    // Loads the target column.  Strategies call this after they have issued the loads of the row, because this load
-    // waits for the target.
+    // Loads the target column, and the gradient of a row of a loss that is reduced to a scalar.  Strategies call this
+    // after they have issued the loads of the row, because these loads wait: for the target, and for the divisor.
     __device__ inline void load_target(const Params& p, const Row& r) {
+        if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / LossMail(p).wait_for_divisor(blockIdx.x) : 1;
         if constexpr (HAS_TARGET) {
             chosen.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());
             chosen_weight = 1;

@@ -256,9 +256,11 @@ __device__ inline ACC target_output(
 template <RowOutput NAME> constexpr bool OF_TARGET =
     NAME == RowOutput::LOSS || (NAME == RowOutput::Y && OP == Op::TOKEN_LOGPROBS);
 
-// Writes the outputs per row that the request asks for.  One thread calls this, for a row that exists.
+// Writes the outputs per row that the request asks for, and sends a loss that is reduced to a scalar.  One thread calls
+// this, for a row that exists.
 __device__ inline void write_rows(
     const Params& p, const Row& r, int64 row, const RowOperands& given, Numbers n, State state) {
+    if constexpr (SCALAR_LOSS) LossMail(p).send(row, target_output(p, r, given, n, state));
 #define WRITE(NAME, name) \
     if constexpr (ROW_##NAME) \
         narrow(p.name[row_offset(p, p.name##_place, row)], OF_TARGET<RowOutput::NAME> \

@@ -77,16 +77,21 @@ ELEMENT_TENSORS = tuple(tensor.name for tensor in TENSORS if tensor.element)
 ROW_OUTPUTS = tuple(tensor.name for tensor in TENSORS if tensor.row and tensor.written)
 """Names of the outputs that may have one value per row."""
 
-CALL_TENSORS = tuple(t.name for t in TENSORS if not (t.element or t.row or t.name in SCORE_OPTIONS))
+_PER_CALL = tuple(tensor for tensor in TENSORS if not (tensor.element or tensor.row or tensor.name in SCORE_OPTIONS))
+
+CALL_TENSORS = tuple(tensor.name for tensor in _PER_CALL if not tensor.written)
 """Names of the operands that are a tensor with one value for the call."""
+
+CALL_OUTPUTS = tuple(tensor.name for tensor in _PER_CALL if tensor.written)
+"""Names of the outputs with one value for the call."""
 
 ROW_OPERANDS = tuple(tensor.name for tensor in TENSORS if tensor.read and not tensor.integer)
 """Names of the floating operands that may have one value per row."""
 
-MAIL = "mail"
-"""Field of the mailboxes of teams."""
+MAIL, LOSS_MAIL = "mail", "loss_mail"
+"""Fields of the mailboxes of teams, and of those of a loss that is reduced to a scalar."""
 
-POINTERS = (*(tensor.name for tensor in TENSORS), MAIL)
+POINTERS = (*(tensor.name for tensor in TENSORS), MAIL, LOSS_MAIL)
 """Pointers, by the names of the tensors that a call fills in."""
 
 OPERAND_NUMBERS = tuple(
@@ -130,6 +135,7 @@ def struct_text() -> str:
             "struct Params {",
             *pointers,
             "    uint64* mail;   // mailboxes of teams",
+            "    uint64* loss_mail;   // mailboxes of a loss that is reduced to a scalar",
             f"    double {', '.join(NUMBERS)};",
             *sizes,
             "    int64 sizes[DIMS];   // of the outer dimensions",

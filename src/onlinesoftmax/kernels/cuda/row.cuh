@@ -11,6 +11,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
     const int lane = threadIdx.x % LANES;
     const int64 first = int64(blockIdx.x) * (GROUPS * DEPTH) + threadIdx.x / LANES;
     const Numbers n = numbers(p);
+    total::count_targets(p);
     Row row[DEPTH];
     Cursor at[DEPTH];
     RowOperands given[DEPTH];
@@ -43,4 +44,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
             slice[d].write_edges(p, row[d], n, r, lane);
         }
     }
+    constexpr int64 OWNED = GROUPS * DEPTH;
+    total::add_losses(p, blockIdx.x * OWNED, (blockIdx.x + 1) * OWNED);
 }

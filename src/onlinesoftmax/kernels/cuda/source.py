@@ -14,6 +14,7 @@ from ...core.task import ITEMSIZE
 from ...planner.strategies.cuda import slice_tiles
 from ..request import Request
 from .params import (
+    CALL_OUTPUTS,
     CALL_TENSORS,
     ELEMENT_TENSORS,
     LOGITS,
@@ -24,7 +25,7 @@ from .params import (
     struct_text,
 )
 
-FILES = ("state", "operands", "ops", "levels", "slice")
+FILES = ("state", "mail", "operands", "ops", "levels", "slice", "total")
 """Files that every kernel needs, in the order of inclusion."""
 
 STRATEGY_FILES = {"row": (), "cluster": ("peers",), "grid": ("team",), "looped": ()}
@@ -98,6 +99,17 @@ def shared_memory(request: Request) -> int:
     return plan.threads.shared * 16 * 32 * plan.warps * request.operation.inputs
 
 
+DIVISORS = 32
+"""Places in which the divisor of a mean is written, so that blocks read it from different addresses."""
+
+
+def loss_mail_words(request: Request) -> int:
+    """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (operands.cuh); else 0."""
+    if not request.task.call_outputs:
+        return 0
+    return 16 * DIVISORS + -(-request.layout.rows * ITEMSIZE[request.task.accumulator] // 8)
+
+
 def sums(request: Request) -> int:
     """Number of sums that a state keeps; a state that is given instead of reduced keeps one number, too."""
     return max(1, len(request.sums))
@@ -148,6 +160,7 @@ def _numbers(request: Request) -> dict[str, int]:
         "SUMS": sums(request),
         "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),
         "WORDS": message_words(request),
+        "DIVISORS": DIVISORS,
     }
     # Position of each accumulator among the sums of a state; -1 where the state does not keep it.
     kept = [one.name for one in request.sums]
@@ -166,7 +179,9 @@ def _flags(request: Request) -> dict[str, bool]:
     gradient = task.writes_elements and (operation.backward or operation.per_row)
     flags = {
         "WRITES_ELEMENTS": task.writes_elements,
-        "WRITES_ROWS": bool(task.row_outputs),
+        "WRITES_ROWS": bool(task.row_outputs or task.call_outputs),
+        # True where the losses are reduced to a scalar.
+        "SCALAR_LOSS": bool(task.call_outputs),
         "REDUCES": operation.reduces,
         # True where x is the saved output of the forward pass and dy has a value for each element; no scores are made.
         "READS_SAVED_OUTPUT": not operation.scores,
@@ -189,6 +204,7 @@ def _flags(request: Request) -> dict[str, bool]:
     flags |= {f"GIVEN_{name.upper()}": name in given for name in ROW_OPERANDS}
     flags |= {f"HAS_{name.upper()}": name in given for name in ("target", *CALL_TENSORS, *OPERAND_NUMBERS)}
     flags |= {f"ROW_{name.upper()}": name in task.row_outputs for name in ROW_OUTPUTS}
+    flags |= {f"CALL_{name.upper()}": name in task.call_outputs for name in CALL_OUTPUTS}
     if plan.strategy == "grid":
         tiles = slice_tiles(columns // vector(request), plan.splits, plan.threads.lanes)
         in_registers = plan.block // (plan.threads.lanes * vector(request))

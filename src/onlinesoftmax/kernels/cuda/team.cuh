@@ -1,24 +1,15 @@
 // Messages between the blocks of a team, which are resident together and hold a row; for strategy `grid`.
 //
 // Every block has a mailbox with a message for each block of its team, EMPTY until that block has written its state
-// there.  The state itself is the message: no flag, counter or fence stands between write and read.  The reader empties
-// a message, so all are empty when the kernel ends.  Rows use two slots in turn.  A block writes to a slot again only
+// there (mail.cuh).  The reader empties a message, so all are empty when the kernel ends.  Rows use two slots in turn.  A block writes to a slot again only
 // after it has heard from every block about the row between, so by then every block has read the row before.
 
-constexpr uint64 EMPTY = ~uint64(0);
 // m and the sums are packed two a word where all are float32; else each float64, and m, takes a word.
 constexpr bool PACKED = sizeof(ACC) == 4 && sizeof(SUM) == 4;
 static_assert(WORDS == (PACKED ? (1 + SUMS + 1) / 2 : 1 + SUMS * int(sizeof(SUM) / 8)), "message_words in source.py");
 struct Message { uint64 words[WORDS]; };
 
-// The bits of x; every NaN becomes the standard NaN, because a caller's NaN could have the bits of EMPTY.
-__device__ inline uint64 bits(float x) { return __float_as_uint(x != x ? NOT_A_NUMBER : x); }
-__device__ inline uint64 bits(double x) { return __double_as_longlong(x != x ? NOT_A_NUMBER : x); }
-
-__device__ inline void from_bits(uint64 word, float& x) { x = __uint_as_float(unsigned(word)); }
-__device__ inline void from_bits(uint64 word, double& x) { x = __longlong_as_double(word); }
-
-__device__ inline void put_sum(Message& to, int i, float x) { to.words[(1 + i) / 2] |= bits(x) << ((1 + i) % 2 * 32); }
+__device__ inline void put_sum(Message& to, int i, float x) { to.words[(1 + i) / 2] |= uint64(bits(x)) << ((1 + i) % 2 * 32); }
 __device__ inline void put_sum(Message& to, int i, double x) { to.words[1 + i] = bits(x); }
 __device__ inline void put_sum(Message& to, int i, DoubleDouble x) {
     to.words[1 + 2 * i] = bits(x.high), to.words[2 + 2 * i] = bits(x.low);
@@ -53,14 +44,12 @@ __device__ inline Message empty_message() {
 
 __device__ inline void put(uint64* box, Message message) {
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i)
-        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(box + i), "l"(message.words[i]) : "memory");
+    for (int i = 0; i < WORDS; ++i) put_word(box + i, message.words[i]);
 }
 __device__ inline Message look(const uint64* box) {
     Message message;
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i)
-        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(message.words[i]) : "l"(box + i) : "memory");
+    for (int i = 0; i < WORDS; ++i) message.words[i] = look_word(box + i);
     return message;
 }
 __device__ inline bool has_come(Message message) {
