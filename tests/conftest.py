@@ -39,6 +39,8 @@ os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # --doctest-modules imports every file, and this one is Triton from its first line.
+# --doctest-modules would import these files a second time, all under one name.
+collect_ignore_glob = ["*/conftest.py"]
 collect_ignore = [] if importlib.util.find_spec("triton") else ["triton_algebra.py"]
 
 # A deadline measures the machine, not the code: the first example compiles, the others do not.
