@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..core.task import ITEMSIZE
 from ..planner.plan import Plan, Price
@@ -93,6 +93,8 @@ class CaseResult:
             after a read of the same size; None on a CPU.  Before the copy it is dirty.
     """
 
+    RESULT: ClassVar[type[Result]] = Result
+
     case: Case
     skipped: str | None = None
     copy: Times | None = None
@@ -145,7 +147,7 @@ class CaseResult:
         case = _made(
             Case, recorded, shape=tuple(recorded["shape"]), fused=tuple(recorded.get("fused", ()))
         )  # fmt: skip
-        copy, results = recorded["copy"], [Result.of(result) for result in recorded["results"]]
+        copy, results = recorded["copy"], [cls.RESULT.of(result) for result in recorded["results"]]
         return _made(cls, recorded, case=case, copy=copy and _made(Times, copy), results=results, framework=framework)
 
 

@@ -13,7 +13,10 @@ GREY = "#808890"
 COLORS = ("#4c8dd6", "#e0913a", "#58a866", "#c05a8c", "#8a74c9", "#4fb0b5", "#c9a93b", "#b5694f")
 """Colours of libraries, of strategies and of blocks."""
 
-LIBRARIES = ("ours", *PEERS, "jax.nn", COPY)
+SHARDED = ("dtensor", "loss-parallel", "all-gather", "one-process")
+"""Ways to compute rows that are sharded over processes, besides ours; no record has them beside other libraries."""
+
+LIBRARIES = ("ours", *PEERS, "jax.nn", *SHARDED, COPY)
 """Libraries, in the order of their colours; the copy comes last, and is grey."""
 
 AXIS_WIDTH = 52
@@ -69,7 +72,8 @@ def measured(measure: str) -> dict[str, Any]:
 
     label, scale, form = MEASURES[measure]
     kept = f"isValid(datum.{measure})" + (f" && datum.{measure} > 0" if scale == "log" else "")
-    colors = [*COLORS[: len(LIBRARIES) - 1], GREY]
+    alone = len(LIBRARIES) - len(SHARDED) - 1
+    colors = [*COLORS[:alone], *COLORS[1 : 1 + len(SHARDED)], GREY]
     clicked = alt.selection_point("clicked", fields=["who"], bind="legend")
     base = alt.Chart(alt.NamedData("points")).transform_filter(kept)
     base = base.encode(
@@ -77,7 +81,7 @@ def measured(measure: str) -> dict[str, Any]:
         y=alt.Y(f"{measure}:Q", title=label, scale=alt.Scale(type="log") if scale == "log" else alt.Scale(zero=True),
                 axis=alt.Axis(format=form, tickCount=6)),
         color=alt.Color("who:N", scale=alt.Scale(domain=list(LIBRARIES), range=colors),
-                        legend=alt.Legend(title=None, orient="bottom", columns=5, values=alt.ExprRef("shown"))),
+                        legend=alt.Legend(title=None, orient="bottom", columns=3, values=alt.ExprRef("shown"))),
         opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
     )  # fmt: skip
     titles = {"who:N": "library", "shape:N": "shape", "plan:N": "plan", "us:Q": "µs", "gbps:Q": "GB/s",

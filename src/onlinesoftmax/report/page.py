@@ -68,7 +68,7 @@ def page(
     trusted: Any = templates.filters["safe"]
     return templates.get_template("page.html").render(
         version=__version__, commit=git_state()["commit"][:12], date=_today(), records=shown, left_out=left_out,
-        devices=_devices(shown), default=_default(records, range(len(records))), losses=losses,
+        devices=_devices(shown), default=_default(records, _of_whole_rows(records)), losses=losses,
         default_loss=_default(records, losses), step=STEP, longest=LONGEST, own_tables=_own_tables(choices),
         css=trusted(_template("page.css")), data=_packed(data), library=trusted(_script(_library())),
         scripts=[trusted(_script(_template(name))) for name in SCRIPTS],
@@ -120,6 +120,16 @@ def _default(records: Sequence[Record], places: Sequence[int]) -> int | None:
     """The one of these records that is shown first: of those on the newest commit, the one with the most cases."""
     newest = [place for place in places if records[place].content["git"] == records[places[0]].content["git"]]
     return max(newest, key=lambda place: len(records[place].results), default=None)
+
+
+def _of_whole_rows(records: Sequence[Record]) -> list[int]:
+    """The places of the records of softmax or log-softmax on one device; of all records where there are none."""
+    found = []
+    for place, record in enumerate(records):
+        operations = [each.case.declaration for each in record.results if not each.case.fused]
+        if not record.sharded and any(not (one.per_row or one.backward) for one in operations):
+            found.append(place)
+    return found or list(range(len(records)))
 
 
 def _own_tables(choices: Choices) -> bool:

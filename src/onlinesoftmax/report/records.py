@@ -12,6 +12,7 @@ from typing import Any
 
 from ..bench.report import FORMAT, above, below, table
 from ..bench.result import CaseResult
+from ..bench.sharded import result as sharded
 
 FOLDER = Path("benchmarks/results")
 """The records that a report shows by default, relative to a checkout."""
@@ -39,13 +40,22 @@ class Record:
     results: list[CaseResult]
 
     @property
+    def sharded(self) -> list[sharded.ShardedCaseResult]:
+        """The results of cases whose rows were sharded over processes; empty in any other record."""
+        return [found for found in self.results if isinstance(found, sharded.ShardedCaseResult)]
+
+    @property
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows of the table that `onlinesoftmax bench` prints."""
+        if self.sharded:
+            return sharded.HEADER, sharded.table(self.sharded)
         return table(self.results, self.content["absent"])
 
     @property
     def notes(self) -> list[str]:
         """The lines that `onlinesoftmax bench` prints above and below the table."""
+        if self.sharded:
+            return [*above(self.content), *sharded.above(self.content), *sharded.below(self.sharded)]
         return [*above(self.content), *below(self.results, self.content)]
 
     @property
@@ -125,10 +135,11 @@ def _record(path: Path, content: Any) -> Record:
     for error in _validator().iter_errors(content):
         raise RecordError(f"{path}: {_sentence(error)}")
     framework = content["options"].get("framework", "torch")
+    kind = sharded.ShardedCaseResult if "processes" in content else CaseResult
     results = []
     for i, case in enumerate(content["cases"]):
         try:
-            results.append(CaseResult.of(case, framework))
+            results.append(kind.of(case, framework))
         except ValueError as error:
             raise RecordError(f"{path}: field cases[{i}]: {error}") from None
     return Record(path.name, content, results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..bench.result import CaseResult, Result
+from ..bench.sharded.result import ShardedCaseResult
 from .lengths import STEP
 from .records import Record
 
@@ -75,17 +76,22 @@ def _points(found: CaseResult) -> list[dict[str, Any]]:
     # What is drawn last lies on top.
     for result in sorted(found.results, key=lambda result: result.who == "ours"):
         if result.times is not None:
-            points.append(common | _point(result))
+            points.append(common | _point(found, result))
     return points
 
 
-def _point(result: Result) -> dict[str, Any]:
+def _point(found: CaseResult, result: Result) -> dict[str, Any]:
+    gbps, ratio = result.gbps, result.of_copy
+    if isinstance(found, ShardedCaseResult) and result.times:
+        # Of one of the devices, as the copy beside it.
+        gbps = found.case.bytes / found.processes / result.times.median_us / 1e3
+        ratio = found.copy_gbps and gbps / found.copy_gbps
     return {
         "who": result.who,
         "plan": f"{result.plan.backend}/{result.plan.strategy}" if result.plan else "",
         "us": _digits(result.times.median_us if result.times else None),
-        "gbps": _digits(result.gbps),
-        "ratio": _digits(result.of_copy),
+        "gbps": _digits(gbps),
+        "ratio": _digits(ratio),
         "error": _digits(result.error),
         "allowed": _digits(result.allowed),
         "mb": None if result.extra_bytes is None else _digits(result.extra_bytes / 1e6),

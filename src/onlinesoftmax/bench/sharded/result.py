@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 from ..cases import STATISTICS, Case
 from ..result import CaseResult, Result
@@ -51,8 +51,17 @@ class ShardedCaseResult(CaseResult):
         all_reduce: Times of an all-reduce of one float32 number per row.
     """
 
+    RESULT: ClassVar[type[Result]] = ShardedResult
+
     processes: int = 1
     all_reduce: Times | None = None
+
+    @classmethod
+    def of(cls, recorded: Mapping[str, Any], framework: str = "torch") -> ShardedCaseResult:
+        """The results of a dictionary as `as_dict` makes it."""
+        found, all_reduce = super().of(recorded, framework), recorded.get("all_reduce")
+        assert isinstance(found, cls)
+        return replace(found, all_reduce=Times(**all_reduce) if all_reduce else None)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
