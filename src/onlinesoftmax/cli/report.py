@@ -41,6 +41,9 @@ def report(
     framework: list[str] | None = typer.Option(
         None, help="A framework for the picker: torch or jax; repeat for more.  By default both."
     ),
+    svg: Path | None = typer.Option(
+        None, help="Also write the first chart of the first record as this SVG file: speed over the row length."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document about the page."),
 ) -> None:
     """Write one HTML page with charts of recorded measurements and a picker of plans.
@@ -67,7 +70,28 @@ def report(
         output.fail(f"--out {out} is a folder; name a file")
     choices = _choices(gpus=gpu, operations=op, dtypes=dtype, rows=rows, frameworks=framework)
     paths = results or ([FOLDER] if FOLDER.is_dir() else [])
-    _write_page(paths, choices, out, as_json)
+    _write_page(paths, choices, out, svg, as_json)
+
+
+def _write_chart(records: list[Record], svg: Path) -> None:
+    from ..report.headline import headline
+
+    if not records:
+        output.fail("--svg needs a record")
+    try:
+        content = headline(records[0])
+    except ValueError as error:
+        output.fail(f"--svg: {error}")
+    _write("--svg", svg, content.encode())
+
+
+def _write(option: str, path: Path, content: bytes) -> None:
+    from ..core.cache import write_whole
+
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        output.fail(f"{option} {path} cannot be written: {error.strerror or error}")
 
 
 def _choices(**given: Any) -> Choices:
@@ -82,9 +106,8 @@ def _choices(**given: Any) -> Choices:
         output.fail(error)
 
 
-def _write_page(paths: list[Path], choices: Choices, out: Path, as_json: bool) -> None:
+def _write_page(paths: list[Path], choices: Choices, out: Path, svg: Path | None, as_json: bool) -> None:
     """Read the records, make the page, write it, and say what is on it; exit with 1 if a file is not shown."""
-    from ..core.cache import write_whole
     from ..report.page import page
     from ..report.records import read
 
@@ -92,6 +115,8 @@ def _write_page(paths: list[Path], choices: Choices, out: Path, as_json: bool) -
     records, wrong, others = read(paths)
     for sentence in wrong:
         output.warn(sentence)
+    if svg is not None:
+        _write_chart(records, svg)
     with output.progress_bar() as bar:
         task = bar.add_task("planning", total=None) if bar else None
 
@@ -100,10 +125,7 @@ def _write_page(paths: list[Path], choices: Choices, out: Path, as_json: bool) -
                 bar.update(task, completed=done, total=total)
 
         content = page(records, choices, wrong, show).encode()
-    try:
-        write_whole(out, content)
-    except OSError as error:
-        output.fail(f"--out {out} cannot be written: {error.strerror or error}")
+    _write("--out", out, content)
     seconds = time.perf_counter() - begin
     if as_json:
         output.print_json({
