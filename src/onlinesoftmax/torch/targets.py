@@ -80,18 +80,18 @@ def loss_rows(
 
 
 MOST_ROWS_IN_ONE_LAUNCH = 1024
-"""Rows up to which the loss kernel writes the scalar itself.
+"""The largest number of rows for which the loss kernel writes the scalar itself.
 
-One launch instead of three saves 10 to 25 microseconds of the host.  With more rows, messages between blocks take
-longer than small kernels.
+One launch instead of three saves 11 to 27 microseconds of the host.  From 4096 rows on it is slower on the GPU.
 """
 
 
 def scalar_output(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> str:
-    """The output by which the loss kernel writes the scalar itself; empty where small kernels must reduce the losses.
+    """The output by which the loss kernel writes the scalar itself; an empty string where others reduce the losses.
 
-    Only CUDA kernels can do so.  The plan for the losses of the rows decides whether one of them runs.
+    Only CUDA's kernels can write a scalar, so they do if the plan for the losses of the rows takes CUDA.
     """
+    # The kernel receives ignore_index as a float64.
     fits = type(loss.ignore_index) is int and -(2**53) <= loss.ignore_index <= 2**53
     if not x.is_cuda or _traced(x) or not 0 < target.numel() <= MOST_ROWS_IN_ONE_LAUNCH or not x.numel() or not fits:
         return ""
@@ -103,7 +103,7 @@ def scalar_output(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, 
 
 
 def by_cuda(call: Call) -> Call:
-    """The call, its backend forced: no other can write a scalar."""
+    """The same call with CUDA as its backend, because no other can write a scalar."""
     settings = call.settings
     return call._replace(settings=settings._replace(choice=settings.choice._replace(backend="cuda")))
 

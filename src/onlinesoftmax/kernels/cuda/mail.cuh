@@ -1,7 +1,7 @@
 // Messages from one block to another, through global memory.
 //
-// A word is EMPTY until the sender has written it.  The word itself is the message: no flag, counter or fence stands
-// between write and read.
+// A word is EMPTY until the sender has written it.  The word itself is the message, so no flag, counter or fence is
+// needed.
 
 // The word that stands for "nothing has been written", in 64 and, as unsigned(EMPTY), in 32 bits.
 constexpr uint64 EMPTY = ~uint64(0);
@@ -13,11 +13,12 @@ __device__ inline uint64 bits(double x) { return __double_as_longlong(x != x ? N
 __device__ inline void from_bits(uint64 word, float& x) { x = __uint_as_float(unsigned(word)); }
 __device__ inline void from_bits(uint64 word, double& x) { x = __longlong_as_double(word); }
 
-// An unsigned integer of so many bytes.
+// The unsigned integer of SIZE bytes, 4 or 8.
 template <int SIZE> struct WordOf { using type = uint64; };
 template <> struct WordOf<4> { using type = unsigned; };
 
-// Writes a word where other blocks can see it, and reads a word that another block may have written.
+// `put_word` writes a word so that other blocks of this GPU can see it.  `look_word` reads a word that another block may
+// have written, without waiting for it.
 __device__ inline void put_word(uint64* to, uint64 word) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
 }
@@ -35,7 +36,7 @@ __device__ inline unsigned look_word(const unsigned* from) {
     return word;
 }
 
-// The word that another block has written or is about to write.
+// Waits until a word has been written, and returns it.
 template <class Word> __device__ inline Word wait_for_word(const Word* from) {
     Word word;
     do word = look_word(from); while (word == Word(EMPTY));

@@ -42,9 +42,9 @@ __device__ inline int64 row_offset(const Params& p, const Place& place, int64 ro
     return offset + row * place.strides[DIMS - 1];
 }
 
-// The words by which blocks tell each other about a loss that is reduced to a scalar (total.cuh), in p.loss_mail: the
-// divisor of the mean in DIVISORS places 128 bytes apart, because one address that all blocks read would be a bottleneck;
-// then the loss of each row.
+// The mailboxes of a loss that is reduced to a scalar (total.cuh), in p.loss_mail: DIVISORS copies of the divisor of the
+// mean, 128 bytes apart, so that the blocks do not all read one address; then a word for the loss of each row.  All words
+// are EMPTY before and after a kernel, and kernels that may run at the same time have mailboxes of their own.
 struct LossMail {
     using Word = WordOf<sizeof(ACC)>::type;
     uint64* divisors;
