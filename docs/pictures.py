@@ -1,4 +1,4 @@
-"""Draw the pictures of strategies.md: which block owns which part of a row.
+"""Draw the pictures of strategies.md, which block owns which part of a row, and the chart of plans.md.
 
 python docs/pictures.py
 """
@@ -13,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from onlinesoftmax import explain
+from onlinesoftmax.planner.plan import Plan
 from onlinesoftmax.report.charts import COLORS, GREY
 
 WIDTH = 16
@@ -116,6 +118,27 @@ PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
 """The function that draws a picture, and the lower and the upper end of the picture."""
 
 
+def cliffs(axes: Axes) -> None:
+    """Estimated time over the floor of each CUDA strategy over the row length, for 4096 rows on an H200."""
+    lengths = sorted(m << k for k in range(10, 20) for m in (2, 3))
+    ratios: dict[str, list[tuple[int, float]]] = {"row": [], "cluster": [], "grid": [], "looped": []}
+    for cols in lengths:
+        found = explain((4096, cols), dtype="bfloat16", device="h200")
+        for plan in (found.plan, *found.others):
+            if isinstance(plan, Plan) and plan.backend == "cuda":
+                ratios[plan.strategy].append((cols, plan.estimate_us / plan.floor_us))
+    for color, (strategy, points) in zip(COLORS, ratios.items(), strict=False):
+        axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, lw=1.5, label=strategy)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="columns", ylabel="times the floor", ylim=(1.0, 1.8))
+    axes.legend(frameon=False, ncols=4, labelcolor=GREY)
+    axes.tick_params(colors=GREY)
+    axes.xaxis.label.set_color(GREY)
+    axes.yaxis.label.set_color(GREY)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["bottom", "left"]].set_color(GREY)
+
+
 def draw(folder: Path) -> None:
     """Write every picture to a folder, as SVG."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,6 +151,9 @@ def draw(folder: Path) -> None:
             paint(axes)
             axes.set(xlim=(-2, WIDTH + 4), ylim=height)
             figure.savefig(folder / f"{name}.svg", transparent=True, metadata={"Date": None})
+        figure = Figure(figsize=(7, 3.2), layout="constrained")
+        cliffs(figure.add_subplot())
+        figure.savefig(folder / "cliffs.svg", transparent=True, metadata={"Date": None})
 
 
 if __name__ == "__main__":

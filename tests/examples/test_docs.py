@@ -1,36 +1,112 @@
-"""Pages of the documentation: their Python code prints the output shown, and their links lead somewhere."""
+"""Pages of the documentation: their code and commands print the output shown, and their links lead somewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
+import os
 import re
 import runpy
-from importlib.metadata import version
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+import onlinesoftmax
+from onlinesoftmax.kernels.cuda.compile import nvrtc_version
+
+TESTS = Path(__file__).parents[1]
+DOCS = TESTS.parent / "docs"
+PACKAGE = Path(onlinesoftmax.__file__).parent
+PYTHON = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+CONSOLE = re.compile(r"^```console\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+DIFF = re.compile(r"^```diff\n\+\+\+ (\S+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
 NEEDED = {"losses": "triton", "jax": "jax"}
 """The package without which the code of a page cannot run; torch for the other pages."""
 
 
-@pytest.mark.parametrize("page", ["tour", "state", "strategies", "numerics", "losses", "jax"])
+def text_of(page: str) -> str:
+    """The text of a page; skips the test if other compilers are installed than those whose output the page shows."""
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    for compiler, shown in re.findall(r"\*\*(NVRTC|Triton) ([\d.]+)\*\*", text):
+        installed = installed_compilers()[compiler]
+        if installed != shown:
+            pytest.skip(f"{page}.md shows the output of {compiler} {shown}, and here is {installed or 'none'}")
+    return text
+
+
+def installed_compilers() -> dict[str, str | None]:
+    """The versions of the compilers that `explain` calls; None for one that is missing."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = None
+    return {"NVRTC": nvrtc_version() if importlib.util.find_spec("cuda") else None, "Triton": triton}
+
+
+@pytest.mark.parametrize(
+    "page", ["tour", "state", "strategies", "numerics", "losses", "jax", "plans", "compiler", "backend"]
+)
 def test_python_prints_the_output_shown(page: str) -> None:
     needed = NEEDED.get(page, "torch")
     pytest.importorskip(needed, reason=f"the code of {page}.md needs {needed}")
     scope: dict[str, Any] = {"__name__": page}
-    blocks = BLOCK.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
+    blocks = PYTHON.findall(text_of(page))
     assert blocks
     for code, shown in blocks:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(code, f"{page}.md", "exec"), scope)
         assert printed.getvalue() == shown, code
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the commands on the pages are for bash")
+@pytest.mark.parametrize("page", ["plans", "compiler"])
+def test_commands_print_the_output_shown(page: str) -> None:
+    pytest.importorskip("typer", reason="the command line needs typer")
+    blocks = CONSOLE.findall(text_of(page))
+    assert blocks
+    # The pages describe ordinary use, without Triton's interpreter, which compiles nothing.
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(PACKAGE.parent), "PYTHONIOENCODING": "utf-8", "LC_ALL": "C"}
+    script = f'onlinesoftmax() {{ "{sys.executable}" -m onlinesoftmax "$@"; }}\n'
+    for block in blocks:
+        for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
+            run = ["bash", "-c", script + command]
+            done = subprocess.run(run, env=env, capture_output=True, encoding="utf-8", check=False)
+            assert done.stdout + done.stderr == shown, command
+
+
+def test_the_backend_of_the_page_passes_the_contract(tmp_path: Path) -> None:
+    """Its two files and the lines of its diffs are added to a copy of the package."""
+    text = text_of("backend")
+    package = tmp_path / "src" / "onlinesoftmax"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    files = [code for code, _ in PYTHON.findall(text) if code.startswith("# src/onlinesoftmax/")]
+    assert len(files) == 2
+    for code in files:
+        path = tmp_path / code.partition("\n")[0].removeprefix("# ")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(code)
+    for name, lines in DIFF.findall(text):
+        path = tmp_path / name
+        before, after = ("".join(re.findall(rf"^[ {sign}](.*\n)", lines, re.MULTILINE)) for sign in ("-", "+"))
+        assert path.read_text().count(before) == 1, (name, before)
+        path.write_text(path.read_text().replace(before, after))
+    contract = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "pythonpath=tests"]
+    done = subprocess.run(
+        [*contract, "tests/test_contract.py", "-k", "tiled"],
+        cwd=TESTS.parent, env=os.environ | {"PYTHONPATH": str(package.parent)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert re.search(r"\d\d passed", done.stdout), done.stdout + done.stderr
+    assert "failed" not in done.stdout
 
 
 def test_the_pictures_are_those_that_the_code_draws(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ RECORD = ROOT / "benchmarks" / "results" / "h200-5dfdd37-softmax.json"
 
 
 def test_the_chart_of_the_readme_is_that_of_its_record() -> None:
-    """Onlinesoftmax report benchmarks/results/h200-5dfdd37-softmax.json --svg docs/figures/softmax-h200.svg."""
+    """Onlinesoftmax report benchmarks/results/h200-5dfdd37-softmax.json --svg docs/softmax-h200.svg."""
     (record,), _, _ = read([RECORD])
-    assert headline(record) == (ROOT / "docs" / "figures" / "softmax-h200.svg").read_text(encoding="utf-8")
-    assert "docs/figures/softmax-h200.svg" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert headline(record) == (ROOT / "docs" / "softmax-h200.svg").read_text(encoding="utf-8")
+    assert "docs/softmax-h200.svg" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_chart_shows_the_libraries_of_its_record() -> None:
