@@ -53,6 +53,10 @@ def test_derivatives_of_derivatives() -> None:
     reduced.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward ran a second time"):
         reduced.backward()
+    # A Hessian-vector product would lack the derivative of the stored gradient.
+    for reduction in ("mean", "sum"):
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            second(osm.cross_entropy(x, target, reduction=reduction, **HOW))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,7 +12,7 @@ import torch
 
 from ..core.processes import gathered
 from ..torch import eager
-from ..torch.check import checked_dim
+from ..torch.check import check_first_derivative, checked_dim
 from ..torch.gradients import accumulator_of
 from .local import Shard, Sharded, probabilities, runs_kernels, states
 from .rows import RowStates, merge
@@ -47,8 +47,8 @@ class Softmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative("the gradient of a softmax of sharded rows")
         y, dead = ctx.saved_tensors
         dim, groups, logarithm = ctx.where
         wide = accumulator_of(y.dtype, y.dtype)

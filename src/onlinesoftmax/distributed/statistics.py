@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..torch.check import check_first_derivative
 from .local import Incoming, Shard, Sharded, gradient, runs_kernels, states
 from .rows import RowStates, merge
 from .shards import Shards
@@ -71,10 +72,10 @@ class Statistics(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, dy: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None, dspread: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        check_first_derivative("the gradient of numbers of sharded rows")
         x, mask, target, weight, m, l, entropy = ctx.saved_tensors
         dy = torch.zeros_like(m) if dy is None else dy.masked_fill(ctx.request.no_class(target), 0.0)
         incoming = Incoming(dy, dlse, dentropy, dspread)

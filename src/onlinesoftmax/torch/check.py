@@ -116,3 +116,12 @@ def extent(t: torch.Tensor) -> int:
     if t.is_contiguous():
         return t.numel() * t.itemsize
     return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize if t.numel() else 0
+
+
+def check_first_derivative(gradient: str, instead: str = "") -> None:
+    """Refuse, inside a backward pass, a gradient that is to be differentiated itself.
+
+    Without this, autograd would take the gradient for a constant, and a second derivative would be wrong.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{gradient} cannot be differentiated again (create_graph=True){instead}")

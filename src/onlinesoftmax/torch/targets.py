@@ -20,7 +20,7 @@ from ..core.operations import OPERATIONS
 from ..core.options import bits
 from ..kernels import registry
 from . import targets_eager
-from .check import TRACED_TYPES
+from .check import TRACED_TYPES, check_first_derivative
 from .gradients import accumulator_of, outputs_of
 from .loss import Loss, count_of
 from .prepare import aligned, backend_of
@@ -187,8 +187,10 @@ class ScalarLoss(torch.autograd.Function):
     """The backward pass of a cross-entropy that is reduced to a scalar: forward has computed `ctx.gradient`."""
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
+        check_first_derivative(
+            "cross_entropy(): the gradient of a mean or a sum", "; use reduction='none' and reduce the losses yourself"
+        )
         gradient, ctx.gradient = ctx.gradient, None
         if dy is None:
             return None, None, None, None, None
