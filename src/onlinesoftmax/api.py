@@ -206,8 +206,8 @@ def cross_entropy(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        RuntimeError: the dtype of `input`, the shape of `weight` or `label_smoothing` is wrong.  Backward of a mean or a
-            sum: it runs a second time, or with `create_graph`.
+        RuntimeError: the dtype of `input`, the shape of `weight` or `label_smoothing` is wrong; backward of a mean or a
+            sum runs a second time, or with `create_graph`.
         ValueError: the shape of `target`, `reduction` or `softcap` is wrong.
         IndexError: on a CPU or with `check`, a target is out of range.
         PlanError: what was forced cannot run; the message lists every reason.
