@@ -85,7 +85,6 @@ def other_options(_: Path) -> None:
 def options_that_do_not_fit(_: Path) -> None:
     for arguments, message in (
         (("--framework", "jax"), "leave out --framework jax"),
-        (("--host",), "--host does not go with"),
         (("--fused", "scale"), "--fused does not go with"),
         (("--peers", "liger"), "unknown peer 'liger'; there are: dtensor, loss-parallel"),
         (("--device", "cuda:1"), "each process has a GPU of its own"),

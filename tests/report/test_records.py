@@ -27,7 +27,7 @@ def write(folder: Path, content: Any, name: str = "r.json") -> Path:
 def test_a_record_has_the_table_of_bench(tmp_path: Path) -> None:
     [found], wrong, others = read([write(tmp_path, record())])
     assert wrong == others == []
-    header, rows = found.table
+    header, rows = found.table.header, found.table.rows
     assert header == ("shape", "dtype", "who", "time us", "GB/s", "of copy", "vs torch", "analysis")
     assert rows[0] == ("4096x1024", "bfloat16", "ours cuda/row", "50.0", "3900", "98%", "2.00x", "at the floor")
     assert "WRONG: off by 3" in rows[2]
@@ -140,4 +140,5 @@ def test_every_recorded_run_is_read() -> None:
     assert dates == sorted(dates, reverse=True)
     for found in records:
         assert series(found)["panels"], found.name
-        assert found.notes
+        assert found.table.above
+        assert found.table.rows
