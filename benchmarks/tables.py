@@ -18,6 +18,9 @@ def main() -> None:
     for path in parser.parse_args().record:
         record = json.loads(path.read_text())
         print(_heading(record, path))
+        if record.get("measures") in ("host time", "first calls"):
+            print(_calls(record["cases"]))
+            continue
         for operation, dtype in dict.fromkeys((case["operation"], case["dtype"]) for case in record["cases"]):
             cases = [case for case in record["cases"] if (case["operation"], case["dtype"]) == (operation, dtype)]
             print(_table(operation, dtype, cases))
@@ -79,6 +82,20 @@ def _speed(result: dict[str, Any] | None) -> str:
         return "—"
     speed: float = result["gbps"]
     return f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}"
+
+
+def _calls(cases: list[dict[str, Any]]) -> str:
+    """A column for each kind of call, in microseconds."""
+    results = [(case, result) for case in cases for result in case["results"]]
+    names = list(dict.fromkeys(name for _, result in results for name in result["calls"]))
+    header = "".join(f" {name} |" for name in names)
+    lines = [f"| call | library | caches |{header}", "|---|---|---|" + "---|" * len(names)]
+    for case, result in results:
+        times = (result["calls"].get(name) for name in names)
+        shown = "".join(f" {time['median_us']:.1f} |" if time else " — |" for time in times)
+        name = f"{case['operation']}, {_shape(case)}, {case['dtype']}"
+        lines.append(f"| {name} | {result['who']} | {result['state']} |{shown}")
+    return "Microseconds:\n\n" + "\n".join(lines) + "\n"
 
 
 def _host(host: dict[str, Any]) -> str:

@@ -13,58 +13,22 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
-import typer
-from typer.testing import CliRunner
+from bench_command import Raises, Wrong
 
-from onlinesoftmax.bench import analysis, libraries, report
+from onlinesoftmax.bench import analysis, libraries, record, report
 from onlinesoftmax.bench.cases import Case, parse_shape
 from onlinesoftmax.bench.check import Reference
 from onlinesoftmax.bench.inputs import make_input
-from onlinesoftmax.bench.peers import Ours, Peer, Torch
+from onlinesoftmax.bench.peers import Ours, Torch
 from onlinesoftmax.bench.result import CaseResult
 from onlinesoftmax.bench.run import run
-from onlinesoftmax.bench.suites import SUITES, cases
 from onlinesoftmax.bench.timing import Against
-from onlinesoftmax.cli.bench import bench
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Access, Problem
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.planner.plan import Plan, plan
 
 CPU = torch.device("cpu")
-SMALL = ["--device", "cpu", "--shape", "4x8", "--dtype", "float32", "--repeat", "1"]
-
-
-def call(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(bench)
-    return CliRunner().invoke(app, list(arguments))
-
-
-class Wrong(Peer):
-    """Right but for one element in the last row, as a kernel with a bad mask would be."""
-
-    name = "wrong"
-
-    def prepare(self, case: Case) -> Any:
-        def function(x: torch.Tensor) -> torch.Tensor:
-            y = torch.softmax(x, case.dim)
-            y.view(-1)[-1] = 0.5
-            return y
-
-        return function
-
-
-class Raises(Peer):
-    """A peer that says by raising that it cannot."""
-
-    name = "raises"
-
-    def prepare(self, case: Case) -> Any:
-        def function(x: torch.Tensor) -> torch.Tensor:
-            raise AssertionError("N must be a multiple of 8\nand more")
-
-        return function
 
 
 @pytest.mark.parametrize(
@@ -86,19 +50,6 @@ def test_bad_shapes_are_quoted(text: str) -> None:
     with pytest.raises(ValueError, match="shape") as caught:
         parse_shape(text)
     assert repr(text) in str(caught.value)
-
-
-def test_every_suite_has_cases_that_can_be_made() -> None:
-    for name, suite in SUITES.items():
-        found = cases(name)
-        assert len(found) == len(suite.entries) * len(suite.dtypes)
-        assert len(set(found)) == len(found), f"{name} measures a case twice"
-        assert all(0 <= case.dim < len(case.shape) for case in found)
-
-
-def test_the_full_suite_is_the_table_of_the_field() -> None:
-    shapes = {case.shape for case in cases("full")}
-    assert {(1048576, 64), (4096, 50257), (1, 1 << 28), (1024, 32768), (131072, 1023), (32, 512, 4096)} <= shapes
 
 
 def test_bytes_count_the_output_of_the_operation() -> None:
@@ -281,101 +232,19 @@ def test_words(word: str, found: str) -> None:
 
 def test_writing_is_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "new" / "record.json"
-    report.write(path, {"a": 1})
+    record.write(path, {"a": 1})
     with pytest.raises(ValueError, match="Out of range"):
-        report.write(path, {"a": float("nan")})
+        record.write(path, {"a": float("nan")})
     with pytest.raises(TypeError):
-        report.write(path, {"a": object()})
+        record.write(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
 
 
 def test_outside_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report.shutil, "which", lambda name: None)
-    assert report.git_state() == {"commit": "unknown", "dirty": None}
+    monkeypatch.setattr(record.shutil, "which", lambda name: None)
+    assert record.git_state() == {"commit": "unknown", "dirty": None}
 
 
 def test_the_commit_that_is_given_is_recorded() -> None:
-    assert report.git_state("abc") == {"commit": "abc", "dirty": None}
-
-
-def test_the_record_is_complete(tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
-    done = call(*SMALL, "--json", "--host", "--peers", "torch,liger", "--out", str(path))
-    assert done.exit_code == 0, done.output
-    record = json.loads(done.stdout)
-    assert record == json.loads(path.read_text())
-    assert set(record) == {"format", "date", "git", "versions", "device", "options", "absent", "cases", "host"}
-    assert record["date"].endswith("+00:00")
-    # The installed version may lack the local part (2.11.0+cu130) that torch itself names.
-    assert torch.__version__.startswith(record["versions"]["torch"].partition("+")[0])
-    assert record["options"]["repeat"] == 1
-    assert record["options"]["shape"] == ["4x8"]
-    assert list(record["absent"]) == ["liger"]
-    assert set(record["host"]["times"]) == {
-        "ours", "ours out=", "ours with grad", "torch", "torch out=", "torch with grad"
-    }  # fmt: skip
-    assert set(record["host"]["cross_entropy"]["times"]) == {
-        f"{who}{what}" for who in ("ours", "torch") for what in ("", " with grad", " forward+backward")
-    }
-    (case,) = record["cases"]
-    assert (case["shape"], case["dim"], case["bytes"], case["skipped"]) == ([4, 8], 1, 256, None)
-    assert [result["who"] for result in case["results"]] == ["ours", "torch"]
-    for result in case["results"]:
-        assert set(result["times"]) == {"median_us", "p20_us", "p80_us", "count"}
-        assert result["status"] == "ok"
-        assert result["error"] <= 1e-6
-    assert case["results"][0]["plan"]["strategy"] == "row"
-
-
-def test_a_pipe_gets_aligned_text() -> None:
-    done = call(*SMALL, "--op", "softmax", "--op", "logsumexp", "--peers", "torch,quack")
-    assert done.exit_code == 0, done.output
-    lines = done.stdout.splitlines()
-    (header,) = [i for i, line in enumerate(lines) if "of copy" in line]
-    assert "ours eager/row" in lines[header + 1]
-    assert lines[header + 1].index("ours") == lines[header].index("who")
-    assert any(line.split()[:4] == ["-", "-", "-", "quack"] and "absent: " in line for line in lines)
-    assert not set("│─┃\x1b") & set(done.stdout)
-
-
-def test_a_wrong_peer_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(libraries.PEERS, "wrong", Wrong)
-    done = call(*SMALL, "--peers", "wrong")
-    assert done.exit_code == 1
-    assert "WRONG" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--shape", "4y8"], "shape '4y8'"),
-        (["--shape", "4x8", "--dim", "2"], "dim 2 is out of range for 4x8"),
-        (["--dim", "0"], "a dim needs a shape"),
-        (["--suite", "huge"], "unknown suite 'huge'; there are: quick"),
-        (["--quick", "--suite", "full"], "contradict"),
-        (["--dtype", "int8"], "unknown dtype 'int8'"),
-        (["--op", "softmin"], "unknown operation 'softmin'"),
-        (["--fused", "scale,dropout"], "unknown score option 'dropout'"),
-        (["--peers", "torch,apex"], "unknown peer 'apex'; there are: torch, compile, liger, quack"),
-        (["--backend", "cudnn"], "unknown backend 'cudnn'"),
-        (["--strategy", "magic"], "unknown strategy 'magic'"),
-        (["--device", "abacus"], "unknown device 'abacus'"),
-        (["--device", "meta"], "only cpu and cuda"),
-        (["--device", "cuda:99"], "torch sees"),
-        ([*SMALL, "--strategy", "split"], "can run none of these cases"),
-        (["--out", "."], "is a folder"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments: list[str], says: str) -> None:
-    done = call(*arguments)
-    assert done.exit_code == 2, done.output
-    (line,) = done.stderr.strip().splitlines()
-    assert says in line
-
-
-def test_an_unwritable_record_is_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    done = call(*SMALL, "--out", str(tmp_path / "file" / "record.json"))
-    assert done.exit_code == 2
-    assert "cannot be written" in done.stderr
+    assert record.git_state("abc") == {"commit": "abc", "dirty": None}

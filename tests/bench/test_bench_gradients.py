@@ -28,7 +28,7 @@ from onlinesoftmax.bench.options import SCALE, SOFTCAP
 from onlinesoftmax.bench.peers import Ours, Torch
 from onlinesoftmax.bench.planned import planned
 from onlinesoftmax.bench.run import run
-from onlinesoftmax.bench.suites import cases
+from onlinesoftmax.bench.suites import SUITES, cases
 from onlinesoftmax.cli.bench import bench
 
 CPU = torch.device("cpu")
@@ -58,24 +58,26 @@ def test_bytes_count_everything_that_must_move_once() -> None:
 
 
 def test_suites_of_gradients_and_of_scores() -> None:
-    gradients = {(case.operation, case.shape, case.dtype) for case in cases("gradients")}
+    gradients = {(case.operation, case.shape, case.dtype) for case in cases(SUITES["gradients"])}
     assert {
         ("softmax_backward", (1 << 19, 256), "float32"),
         ("softmax_backward", (1024, 262144), "bfloat16"),
     } <= gradients
     assert {operation for operation, _, _ in gradients} == {"softmax_backward"}
-    scores = {str(case) for case in cases("fused")}
+    scores = {str(case) for case in cases(SUITES["fused"])}
     assert {"16384x4096", "65536x1024 mask", "4096x32768 scale+mask", "64x1024x1024 causal"} <= scores
     assert len(scores) == 16
 
 
 def test_what_is_given_replaces_what_the_suite_says() -> None:
-    (case,) = cases("gradients", shapes=[(4, 8)], dtypes=["float32"])
+    (case,) = cases(SUITES["gradients"], shapes=[(4, 8)], dtypes=["float32"])
     assert case == Case("softmax_backward", (4, 8), 1, "float32")
-    assert {c.operation for c in cases("gradients", operations=["logsumexp_backward"])} == {"logsumexp_backward"}
-    (case,) = cases("quick", shapes=[(4, 8)], dtypes=["float32"], fused=["mask", "scale", "mask"])
+    assert {c.operation for c in cases(SUITES["gradients"], operations=["logsumexp_backward"])} == {
+        "logsumexp_backward"
+    }
+    (case,) = cases(SUITES["forward"], shapes=[(4, 8)], dtypes=["float32"], fused=["mask", "scale", "mask"])
     assert case.fused == ("scale", "mask")
-    assert len(cases("fused", fused=["mask"], dtypes=["float32"])) == 4, "the same case twice"
+    assert len(cases(SUITES["fused"], fused=["mask"], dtypes=["float32"])) == 4, "the same case twice"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from loss_cases import CASES, CPU, LOSS, ROWS, TOKENS, call, name
 
 from onlinesoftmax.bench.cases import Case
 from onlinesoftmax.bench.inputs import make_inputs
-from onlinesoftmax.bench.suites import cases
+from onlinesoftmax.bench.suites import SUITES, cases
 
 
 def test_bytes_count_one_read_of_the_logits_for_a_scalar_and_two_for_rows() -> None:
@@ -75,28 +75,28 @@ def test_inputs_are_tokens_and_incoming_gradients() -> None:
 
 
 def test_the_suites_of_losses() -> None:
-    losses = {(case.dtype, str(case)) for case in cases("cross-entropy")}
+    losses = {(case.dtype, str(case)) for case in cases(SUITES["cross-entropy"])}
     assert len(losses) == 14
     assert {("bfloat16", "4096x262144 with gradient"), ("float32", "8192x32000 none with gradient")} <= losses
-    assert {case.operation for case in cases("cross-entropy")} == {"cross_entropy"}
-    tokens = cases("token-logprobs")
+    assert {case.operation for case in cases(SUITES["cross-entropy"])} == {"cross_entropy"}
+    tokens = cases(SUITES["token-logprobs"])
     assert {(case.operation, case.passes) for case in tokens} == {("token_logprobs", 3)}
     assert {case.shape for case in tokens} == {(8192, 128256), (4096, 151936), (8192, 32000)}
-    reads = cases("read-only")
+    reads = cases(SUITES["read-only"])
     assert {case.operation for case in reads} == {"logsumexp", "token_logprobs", "cross_entropy"}
     assert len(reads) == 36
     assert not any(case.writes_elements for case in reads)
 
 
 def test_what_is_given_replaces_what_the_suite_of_losses_says() -> None:
-    found = cases("cross-entropy", shapes=[(4, 8)], dtypes=["float32"])
+    found = cases(SUITES["cross-entropy"], shapes=[(4, 8)], dtypes=["float32"])
     assert [str(case) for case in found] == ["4x8 with gradient", "4x8 none with gradient"]
-    assert [str(case) for case in cases("quick", shapes=[(4, 8)], dtypes=["float32"], with_gradient=True)] == [
-        "4x8 with gradient"
-    ]
-    (case,) = cases("cross-entropy", ["softmax"], [(4, 8)], dtypes=["float32"])
+    assert [
+        str(case) for case in cases(SUITES["forward"], shapes=[(4, 8)], dtypes=["float32"], with_gradient=True)
+    ] == ["4x8 with gradient"]
+    (case,) = cases(SUITES["cross-entropy"], ["softmax"], [(4, 8)], dtypes=["float32"])
     assert case == Case("softmax", (4, 8), 1, "float32", with_gradient=True)
-    (case,) = cases("quick", ["cross_entropy"], [(4, 8)], dtypes=["float32"], reduction="none")
+    (case,) = cases(SUITES["forward"], ["cross_entropy"], [(4, 8)], dtypes=["float32"], reduction="none")
     assert case == Case("cross_entropy", (4, 8), 1, "float32", reduction="none")
 
 

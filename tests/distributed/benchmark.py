@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from onlinesoftmax.bench import kinds
 from onlinesoftmax.bench.cases import Case
 from onlinesoftmax.bench.sharded import peers
 from onlinesoftmax.bench.sharded.clock import GroupClock
@@ -49,6 +50,10 @@ def the_record(folder: Path) -> None:
     assert json.loads(out) == record
     assert record["processes"] == {"count": 2, "backend": "gloo"}
     assert record["options"]["out"] == "record.json"
+    assert record["measures"] == "sharded time"
+    again = kinds.read_cases(record)
+    assert [case.as_dict() for case in again] == record["cases"]
+    assert "all-reduce of rows" in {row[3] for row in kinds.table_of(again, record).rows}
     found = {case["operation"]: case for case in record["cases"]}
     assert list(found) == ["cross_entropy", "softmax", "token_logprobs"]
     for case in found.values():
@@ -63,6 +68,28 @@ def the_record(folder: Path) -> None:
             assert results[name]["collectives"] == 1
     assert found["cross_entropy"]["results"][2]["times"]["median_us"] > 0
     assert [found[name]["results"][0]["sent_row_bytes"] for name in found] == [12, 8, 16]
+
+
+def a_record_that_is_continued(folder: Path) -> None:
+    """Process 0 reads the file; all processes leave out its cases, or end with the same sentence."""
+    path = folder / "record.json"
+    asked = ("--op", "logsumexp", "--peers", "one-process", "--out", str(path))
+    code, _, err = command(*SMALL, *asked)
+    assert code == 0, err
+    if rank() == 0:
+        # Process 1 waits for this one in the next command.
+        whole = json.loads(path.read_text())
+        path.write_text(json.dumps({**whole, "cases": whole["cases"][:1]}))
+    code, out, err = command(*SMALL, *asked, "--resume", "--json")
+    assert code == 0, err
+    if rank() == 0:
+        found = json.loads(out)
+        assert [case["operation"] for case in found["cases"]] == [case["operation"] for case in whole["cases"]]
+        same = [a == b for a, b in zip(found["cases"], whole["cases"], strict=True)]
+        assert same == [True] + [False] * (len(same) - 1)
+    code, out, err = command(*SMALL[:-1], "2", *asked, "--resume")
+    assert (code, out) == (2, "")
+    assert "field options.repeat: the file has 1, and this run has 2" in err
 
 
 def other_options(_: Path) -> None:
@@ -85,7 +112,6 @@ def other_options(_: Path) -> None:
 def options_that_do_not_fit(_: Path) -> None:
     for arguments, message in (
         (("--framework", "jax"), "leave out --framework jax"),
-        (("--host",), "--host does not go with"),
         (("--fused", "scale"), "--fused does not go with"),
         (("--peers", "liger"), "unknown peer 'liger'; there are: dtensor, loss-parallel"),
         (("--device", "cuda:1"), "each process has a GPU of its own"),

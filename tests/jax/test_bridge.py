@@ -131,7 +131,7 @@ def test_bench_measures_jax() -> None:
     record = json.loads(cli("bench", "--framework", "jax", *small, "--json").stdout)
     assert [result["who"] for result in record["cases"][0]["results"]] == ["ours", "jax.nn"]
     assert record["versions"]["jax"]
-    assert (record["options"]["framework"], record["options"]["peers"]) == ("jax", "jax.nn")
+    assert (record["options"]["framework"], record["options"]["peers"]) == ("jax", "jax")
     refused = cli("bench", "--framework", "jax", "--backend", "pallas", *small)
     if not torch.cuda.is_available():
         assert refused.exit_code == 2
@@ -141,9 +141,9 @@ def test_bench_measures_jax() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("bench", "--framework", "jax", "--host"), "--host measures calls of PyTorch"),
+        (("bench", "--framework", "jax", "--suite", "host"), "--suite host measures calls of PyTorch"),
         (("bench", "--framework", "flax"), "unknown framework 'flax'; there are: torch, jax"),
-        (("bench", "--framework", "jax", "--peers", "quack"), "unknown peer 'quack'; there are: jax.nn, torch"),
+        (("bench", "--framework", "jax", "--peers", "quack"), "unknown peer 'quack'; there are: jax, torch"),
         (("bench", "--framework", "jax", "--backend", "triton"), "unknown backend 'triton'; there are: pallas, eager"),
         (("explain", "4x8", "--framework", "flax"), "unknown framework 'flax'; there are: torch, jax"),
     ],

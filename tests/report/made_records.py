@@ -52,5 +52,5 @@ def result(who: str) -> dict[str, Any]:
     return {
         "who": who, "status": "ok", "reason": None, "error": 1e-3, "allowed": 2e-3, "plan": None,
         "times": copy.copy(TIMES), "gbps": 3900.0, "of_copy": 0.975, "copies": 1.03, "extra_bytes": 512,
-        "against_torch": None, "analysis": "",
+        "against_torch": None, "analysis": "", "utilisation": None,
     }  # fmt: skip

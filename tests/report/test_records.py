@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_records import record
+from made_records import TIMES, record
 
 pytest.importorskip("jsonschema", reason="the records are checked with jsonschema")
 
@@ -27,7 +27,7 @@ def write(folder: Path, content: Any, name: str = "r.json") -> Path:
 def test_a_record_has_the_table_of_bench(tmp_path: Path) -> None:
     [found], wrong, others = read([write(tmp_path, record())])
     assert wrong == others == []
-    header, rows = found.table
+    header, rows = found.table.header, found.table.rows
     assert header == ("shape", "dtype", "who", "time us", "GB/s", "of copy", "vs torch", "analysis")
     assert rows[0] == ("4096x1024", "bfloat16", "ours cuda/row", "50.0", "3900", "98%", "2.00x", "at the floor")
     assert "WRONG: off by 3" in rows[2]
@@ -131,6 +131,47 @@ def test_a_folder_may_hold_other_json(tmp_path: Path) -> None:
     assert others == [f"{other} is left out: it is no record of onlinesoftmax bench."]
 
 
+def test_times_of_calls_are_a_table_and_no_chart(tmp_path: Path) -> None:
+    content = {name: value for name, value in record().items() if name != "host"} | {"measures": "host time"}
+    content["cases"] = content["cases"][:1]
+    nothing = {"times": None, "gbps": None, "of_copy": None, "state": ""}
+    times = {"plain": TIMES, "bare launch": TIMES | {"median_us": 4.25}}
+    for result in content["cases"][0]["results"]:
+        result |= nothing | {"calls": times if result["status"] == "ok" else {}}
+    [found], wrong, _ = read([write(tmp_path, content)])
+    assert wrong == []
+    shown = series(found)
+    assert (shown["panels"], shown["gradients"]) == ([], False)
+    assert shown["label"].startswith("host time: softmax (")
+    assert shown["header"][3:] == ("who", "plain", "bare launch", "notes")
+    assert shown["rows"][0][3:] == ("ours cuda/row", "50.0 us", "4.2 us", "at the floor")
+    assert shown["rows"][2][-1] == "WRONG: off by 3"
+    assert shown["numbers"] == ("plain", "bare launch")
+    assert any(note.startswith("bare launch: ") for note in shown["notes"])
+
+
+def test_the_utilisation_and_the_sentences_are_shown_where_they_are_recorded(tmp_path: Path) -> None:
+    content = record()
+    content["options"]["suite"] = "rows1024"
+    content["cases"][0] |= {"overhead_us": 4.0}
+    content["cases"][0]["results"][0] |= {"utilisation": 0.91}
+    [found], _, _ = read([write(tmp_path, content)])
+    header, rows = found.table.header, found.table.rows
+    assert [row[header.index("of GPU")] for row in rows[:2]] == ["91%", ""]
+    assert found.table.below[0] == "A large copy on this GPU has 4270 GB/s."
+    assert "98% of a copy of the same size and 91% of a large copy's bandwidth.  A call" in found.table.below[1]
+    # A suite that is gone has no sentences.
+    content["options"]["suite"] = "full"
+    [found], _, _ = read([write(tmp_path, content)])
+    assert not any("of a copy of the same size" in line for line in found.table.below)
+
+
+@pytest.mark.parametrize("measures", ["mood", 3])
+def test_an_unknown_kind_of_measurement_is_named(measures: Any, tmp_path: Path) -> None:
+    _, [sentence], _ = read([write(tmp_path, record() | {"measures": measures})])
+    assert "r.json: field measures: " in sentence
+
+
 @pytest.mark.skipif(not RESULTS.is_dir(), reason="the recorded runs are in the repository, not in the archives")
 def test_every_recorded_run_is_read() -> None:
     records, wrong, others = read([RESULTS])
@@ -140,4 +181,5 @@ def test_every_recorded_run_is_read() -> None:
     assert dates == sorted(dates, reverse=True)
     for found in records:
         assert series(found)["panels"], found.name
-        assert found.notes
+        assert found.table.above
+        assert found.table.rows

@@ -1,10 +1,16 @@
-"""A short analysis of every time: how close it is to the floor, and the reasons in the plan where it is far."""
+"""A short analysis of every time: how close it is to the floor, and the reasons in the plan where it is far.
+
+`word` is the analysis of one result in the table; `sentence` is that of a case below the table.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from ..core.device import Device
 from ..core.problem import Problem
 from ..planner.plan import Plan
+from .result import CaseResult, Result
 
 FLOOR, CLOSE = 0.95, 0.85
 """Fractions of a copy's bandwidth from which a time is called at the floor, or close."""
@@ -72,3 +78,48 @@ def _reasons(plan: Plan, problem: Problem, device: Device) -> list[str]:
     if plan.strategy == "row" and not plan.blocks.stages and plan.warps >= 32:
         found.append("one row fills a multiprocessor: no load overlaps its reduction")
     return found
+
+
+def sentence(found: CaseResult) -> str:
+    """The analysis of a case: our speed, the share of the launch in our time, and the fastest other library.
+
+    Example:
+        >>> from .cases import Case
+        >>> from .timing import Times
+        >>> times = {"ours": Times(8.0, 8.0, 8.0, 9), "torch": Times(20.0, 20.0, 20.0, 9)}
+        >>> results = [Result(who, "ok", times=us, gbps=524.3, of_copy=0.9) for who, us in times.items()]
+        >>> sentence(CaseResult(Case("softmax", (1024, 1024), 1, "bfloat16"), results=results, overhead_us=4.0))
+        '1024x1024 bfloat16: 524 GB/s, 90% of a copy of the same size.  A call without work takes 4.0 of the 8.0 us, \
+so the launch bounds the time.  torch takes 2.50 times as long.'
+    """
+    name = f"{found.case} {found.case.dtype}"
+    if found.skipped:
+        return f"{name}: skipped, {found.skipped}."
+    ours = next((result for result in found.results if result.who == "ours"), None)
+    if ours is None or ours.times is None or ours.gbps is None or ours.of_copy is None:
+        return f"{name}: ours has no time" + (f", {ours.reason}." if ours and ours.reason else ".")
+    gbps = f"{ours.gbps:.{0 if ours.gbps >= 100 else 1}f} GB/s"
+    speed = f"{name}: {gbps}, {100 * ours.of_copy:.0f}% of a copy of the same size"
+    if ours.utilisation is not None:
+        speed += f" and {100 * ours.utilisation:.0f}% of a large copy's bandwidth"
+    return "  ".join([f"{speed}.", *_cost_of_launch(ours, found.overhead_us), *_fastest_other(ours, found.results)])
+
+
+def _cost_of_launch(ours: Result, overhead_us: float | None) -> list[str]:
+    if overhead_us is None or ours.times is None:
+        return []
+    us = ours.times.median_us
+    share = f"A call without work takes {overhead_us:.1f} of the {us:.1f} us"
+    if us < LAUNCHES * overhead_us:
+        return [f"{share}, so the launch bounds the time."]
+    if ours.of_copy is not None and ours.of_copy >= CLOSE:
+        return [f"{share}; memory bounds the time."]
+    return [f"{share}; {ours.analysis}." if ours.analysis else f"{share}."]
+
+
+def _fastest_other(ours: Result, results: Sequence[Result]) -> list[str]:
+    others = [(each.times.median_us, each.who) for each in results if each is not ours and each.times]
+    if not others or ours.times is None:
+        return []
+    us, who = min(others)
+    return [f"{who} takes {us / ours.times.median_us:.2f} times as long."]

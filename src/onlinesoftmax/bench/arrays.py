@@ -21,7 +21,7 @@ class _Arrays(Peer):
     """A library whose functions take JAX arrays."""
 
     # JAX's host code and the conversion of tensors take longer than one flush of L2.
-    flushes, in_torch = 16, False
+    flushes, in_torch, module = 16, False, "jax"
 
     def why_absent(self) -> str | None:
         """JAX is missing, or has no support for the GPU."""

@@ -2,82 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..explanation import Explanation
+from .calls import CallsCaseResult, CallsResult, as_calls
 from .cases import Case
-from .inputs import make_input, make_inputs
-from .peers import Ours, Torch
+from .exact import Inputs
+from .inputs import make_inputs
+from .memory import lacks_memory
+from .peers import Ours, Peer, first_line
+from .result import Result
+from .run import check_all, clock_of
 from .timing import Clock, Times
 
-ROWS, COLS = 64, 512
+PLAIN, OUT, RECORDING, BOTH, BARE = "plain", "out=", "recording", "forward+backward", "bare launch"
+"""Names of the kinds of calls.
+
+A plain call has a tensor without a gradient.  "out=" writes to a given tensor.  "recording" is the forward call on a
+tensor that requires a gradient, which autograd records; "forward+backward" is that call and the gradient of its result.
+"bare launch" is the launch of the compiled kernel alone: the least host time that our layers could reach.
+"""
+
+Call = Callable[[], Any]
+Calls = dict[str, Call]
 
 
-def host_times(device: Any, clock: Clock, repeat_ms: float) -> dict[str, Any]:
-    """Host time of a softmax of 64 × 512 and of a cross-entropy of the same logits: our functions and PyTorch's.
+def run_host(
+    cases: Iterable[Case], everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock | None = None
+) -> Iterator[CallsCaseResult]:
+    """Measure the host time of the cases, one at a time.
 
-    "out=" is a call that writes to a given tensor.  "with grad" is the forward call on a tensor that requires a
-    gradient, which autograd records.  "forward+backward" is that call and the gradient of its result.
-
-    Returns:
-        The case of the softmax, and its times by name, without "bare launch" where no kernel of ours runs.  The key
-        "cross_entropy" has the same of the loss.
+    Args:
+        cases: Forward cases without a gradient.
+        everybody: `Ours` and other libraries, all of them present.
+        device: A torch device.
+        repeat_ms: Milliseconds for each kind of call of each library.
+        clock: The clock; by default `clock_of` these libraries.
     """
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
-    softmax = Case("softmax", (ROWS, COLS), 1, dtype)
-    loss = Case("cross_entropy", (ROWS, COLS), 1, dtype, with_gradient=True)
-    found = {}
-    for case, calls in ((softmax, _of_softmax(softmax, device)), (loss, _of_loss(loss, device))):
-        samples = clock.host_us(calls, repeat_ms)
-        found[case.operation] = {
-            **case.as_dict(),
-            "times": {name: asdict(Times.of(us)) for name, us in samples.items()},
-        }
-    return {**found.pop(softmax.operation), **found}
+    clock = clock or clock_of(everybody, device)
+    for case in cases:
+        if lacking := lacks_memory(replace(case, with_gradient=True), device):
+            yield CallsCaseResult(case, skipped=lacking)
+            continue
+        results, calls = _prepared(case, everybody, device)
+        # All calls of all libraries are interleaved, so that drift of the machine affects them alike.
+        flat = {f"{who} {name}": call for who, named in calls.items() for name, call in named.items()}
+        samples = clock.host_us(flat, repeat_ms) if flat else {}
+        timed = {
+            who: {name: Times.of(samples[f"{who} {name}"]) for name in named} for who, named in calls.items()
+        }  # fmt: skip
+        yield CallsCaseResult(case, results=[replace(each, calls=timed.get(each.who, {})) for each in results])
 
 
-def _of_softmax(case: Case, device: Any) -> dict[str, Callable[[], Any]]:
+def _prepared(case: Case, everybody: Sequence[Peer], device: Any) -> tuple[list[CallsResult], dict[str, Calls]]:
+    """The results before any time, and the calls to time of each library whose results are right."""
+    results: list[CallsResult] = []
+    found: dict[str, Calls] = {}
+    inputs, with_gradient = make_inputs(case, device), replace(case, with_gradient=True)
+    more = make_inputs(with_gradient, device)
+    for peer in everybody:
+        if not peer.in_torch:
+            reason = "takes arrays of JAX: the conversion of tensors would be measured"
+            results.append(CallsResult(peer.name, "refused", reason))
+            continue
+        checked, both = check_all(case, inputs, [peer]), check_all(with_gradient, more, [peer])
+        (plain,), (gradient,) = checked.results, both.results
+        result = as_calls(plain if plain.status != "ok" or not gradient.failed else gradient)
+        if result.status != "ok":
+            results.append(result)
+            continue
+        calls: Calls = {PLAIN: checked.calls[peer.name]}
+        reasons = [_add_out(calls, peer, case, inputs)]
+        if gradient.status == "ok":
+            calls[RECORDING] = partial(peer.prepare(case), *peer.arguments(with_gradient, more)[: len(inputs)])
+            calls[BOTH] = both.calls[peer.name]
+        else:
+            reasons.append(f"with gradient: {gradient.reason}")
+        if isinstance(peer, Ours) and checked.ours and checked.ours.plan.backend != "eager":
+            reasons.append(_add_bare_launch(calls, checked.ours, inputs[0]))
+        found[peer.name] = calls
+        results.append(replace(result, reason="; ".join(filter(None, reasons)) or None))
+    return results, found
+
+
+def _add_out(calls: Calls, peer: Peer, case: Case, inputs: Inputs) -> str | None:
+    """Add the call with `out=`; the reason where the library has such a call and it does not work."""
     import torch
 
-    from .. import api
-
-    x = make_input(case, device)
-    y, leaf = torch.empty_like(x), x.clone().requires_grad_()
-    calls: dict[str, Callable[[], Any]] = {
-        "ours": lambda: api.softmax(x, -1),
-        "ours out=": lambda: api.softmax(x, -1, out=y),
-        "torch": lambda: torch.softmax(x, -1),
-        "torch out=": lambda: torch.softmax(x, -1, out=y),
-        "ours with grad": lambda: api.softmax(leaf, -1),
-        "torch with grad": lambda: torch.softmax(leaf, -1),
-    }
-    if device.type == "cuda":
-        calls["bare launch"] = _bare_launch(x, y)
-    return calls
+    function = peer.prepare_out(case)
+    if function is None:
+        return None
+    expected = calls[PLAIN]()
+    y = torch.full_like(expected, float("nan"))
+    try:
+        function(inputs[0], y)
+    except Exception as error:  # whatever another library raises is its refusal, not our crash
+        return f"out=: {first_line(error)}"
+    if not torch.equal(y, expected):
+        return "out=: another result than without"
+    calls[OUT] = partial(function, inputs[0], y)
+    return None
 
 
-def _of_loss(case: Case, device: Any) -> dict[str, Callable[[], Any]]:
-    """Calls of the mean loss of one class per row."""
-    inputs = make_inputs(case, device)
-    calls: dict[str, Callable[[], Any]] = {}
-    for peer in (Ours(device.type), Torch(device.type)):
-        forward, both = peer.prepare(case.without_gradient), peer.prepare(case)
-        leaves = peer.arguments(case, inputs)
-        calls[peer.name] = partial(forward, *inputs)
-        calls[f"{peer.name} with grad"] = partial(forward, *leaves)
-        calls[f"{peer.name} forward+backward"] = partial(both, *leaves)
-    return calls
+def _add_bare_launch(calls: Calls, ours: Explanation, x: Any) -> str | None:
+    """Add the launch of our kernel, of rows in a tensor of two dimensions; the reason where it cannot be launched."""
+    import torch
 
-
-def _bare_launch(x: Any, y: Any) -> Callable[[], Any]:
-    """The launch of the compiled kernel alone: the least host time that our layers could reach."""
-    from ..explanation import explain
     from ..kernels import registry
     from ..kernels.request import Request
+    from .tune import operand_tensors
 
-    found = explain(x)
-    launch = registry.load(found.plan.backend).prepare(Request(found.task, found.plan))
-    launch(x, y, {})
-    return lambda: launch(x, y, {})
+    request = Request(ours.task, ours.plan)
+    try:
+        x = x.reshape(request.layout.rows, request.layout.cols)
+        first, more = operand_tensors(request, x, torch.empty_like(x))
+        launch = registry.load(ours.plan.backend).prepare(request)
+        launch(x, first, more)
+    except Exception as error:  # the call that a user makes was checked; its launch alone is an extra
+        return f"bare launch: {first_line(error)}"
+    calls[BARE] = partial(launch, x, first, more)
+    return None
+
+
+def below(results: Sequence[Result], device_kind: str) -> list[str]:
+    """The lines below the table: the meaning of each column of times."""
+    if device_kind == "cpu":
+        first = "Host time: on a CPU a call is over when it returns, so each time holds the arithmetic."
+    else:
+        first = "Host time: until the call returns; the GPU's own time is not in it."
+    there = {name for result in results if isinstance(result, CallsResult) for name in result.calls}
+    lines = {
+        OUT: "out=: the result goes to a tensor that is given.",
+        RECORDING: "recording: the forward call on a tensor that requires a gradient.",
+        BOTH: "forward+backward: that call and the gradient of its result.",
+        BARE: "bare launch: our compiled kernel without the layers above it.",
+    }
+    return [first, *(line for name, line in lines.items() if name in there)]

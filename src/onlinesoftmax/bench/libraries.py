@@ -17,12 +17,10 @@ class _ForGpus(Peer):
     """A library with functions over the last dimension for NVIDIA GPUs.
 
     Attributes:
-        module: A module with its functions.
         functions: The forward function for a case, by the name of the operation; it takes a case.
         gradients: The function for a gradient alone, by the name of the operation; it takes a case.
     """
 
-    module: str
     functions: ClassVar[Mapping[str, Callable[[Case], Function]]]
     gradients: ClassVar[Mapping[str, Callable[[Case], Function]]]
 

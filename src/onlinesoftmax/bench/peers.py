@@ -18,6 +18,7 @@ class Peer:
     Attributes:
         name: Its name in tables and on the command line.
         distribution: Package to install, whose version is recorded.
+        module: Module that an importer of the library names.
         flushes: Number of flushes of the L2 cache that take longer than the host needs to queue one call.
         in_torch: True where PyTorch's allocator gives the memory of a call.
         overwrites: Names of the operations whose call with a gradient overwrites the input.
@@ -26,6 +27,7 @@ class Peer:
 
     name: str
     distribution: str | None = None
+    module = "torch"
     flushes, in_torch = 1, True
     overwrites: tuple[str, ...] = ()
 
@@ -56,11 +58,15 @@ class Peer:
         """The library's function for the case."""
         raise NotImplementedError
 
+    def prepare_out(self, case: Case) -> Function | None:
+        """The function of the input and of a tensor that gets the result; None where the library has none."""
+        return None
+
 
 class Ours(Peer):
     """Our library: its public functions, and its gradients with or without autograd."""
 
-    name, framework = "ours", "torch"
+    name, framework, module = "ours", "torch", "onlinesoftmax"
 
     def __init__(self, device_type: str, backend: str | None = None, strategy: str | None = None) -> None:
         super().__init__(device_type)
@@ -111,6 +117,12 @@ class Ours(Peer):
             return lambda x: function(x, dim)
         return lambda x: function(x, dim, backend=backend, strategy=strategy)
 
+    def prepare_out(self, case: Case) -> Function | None:
+        """The function with `out=`."""
+        from .. import api
+
+        return _with_out(getattr(api, case.operation), case, self._forced())
+
     def _gradient(self, case: Case) -> Function:
         import torch
 
@@ -148,11 +160,22 @@ class Torch(Peer):
         """`torch.softmax` and the like, their gradients, or elementary operations for the scores and then these."""
         return formulas.own(case)
 
+    def prepare_out(self, case: Case) -> Function | None:
+        """The function with `out=`."""
+        import torch
+
+        return _with_out(getattr(torch, case.operation, None), case, {})
+
 
 class Compiled(Torch):
-    """PyTorch's function under torch.compile, for exactly this shape."""
+    """PyTorch's function under torch.compile, for exactly this shape.
+
+    Attributes:
+        dynamic: The argument of torch.compile: False compiles for exactly this shape.
+    """
 
     name = "compile"
+    dynamic: bool | None = False
 
     def prepare(self, case: Case) -> Function:
         """A fresh compilation: after eight shapes of one function dynamo falls back to eager."""
@@ -161,9 +184,18 @@ class Compiled(Torch):
         torch._dynamo.reset()
         # PyTorch's own gradients are calls that its compiler does not look into.
         function = formulas.written_out(case) if case.backward else formulas.own(case.without_gradient)
-        compiled: Function = torch.compile(function, dynamic=False)
+        compiled: Function = torch.compile(function, dynamic=self.dynamic)
         # Autograd runs the backward pass that was compiled with the forward pass.
         return losses.with_gradient(case, compiled) if case.with_gradient else compiled
+
+    def prepare_out(self, case: Case) -> Function | None:
+        """Nothing: a compiled function is called without `out=`."""
+        return None
+
+
+def _with_out(function: Any, case: Case, forced: dict[str, str]) -> Function | None:
+    dim = case.dim
+    return None if case.declaration.has_target else lambda x, y: function(x, dim, out=y, **forced)
 
 
 def first_line(error: BaseException) -> str:

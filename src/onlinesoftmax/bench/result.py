@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..core.task import ITEMSIZE
 from ..planner.plan import Plan, Price
 from ..planner.proposal import Blocks, Threads, Traffic
 from .cases import MEASURED, Case, known
 from .timing import Against, Times
+
+if TYPE_CHECKING:
+    # Python 3.10 lacks it.
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -55,6 +59,7 @@ class Result:
     extra_bytes: int | None = None
     against_torch: Against | None = None
     analysis: str = ""
+    utilisation: float | None = None
 
     @property
     def failed(self) -> bool:
@@ -67,14 +72,14 @@ class Result:
         return {**asdict(self), "error": error, "plan": self.plan.as_dict() if self.plan else None}
 
     @classmethod
-    def of(cls, recorded: Mapping[str, Any]) -> Result:
+    def of(cls, recorded: Mapping[str, Any]) -> Self:
         """The result of a dictionary as `as_dict` makes it; older records lack the newer attributes.
 
         The variant of a plan is left out: other versions of the planner have other variants.
         """
         times, against, plan = recorded["times"], recorded["against_torch"], recorded["plan"]
-        return _made(
-            cls, recorded, times=times and _made(Times, times), against_torch=against and _made(Against, against),
+        return made(
+            cls, recorded, times=times and made(Times, times), against_torch=against and made(Against, against),
             plan=plan and _plan_of(plan),
         )  # fmt: skip
 
@@ -91,17 +96,19 @@ class CaseResult:
         framework: "torch" or "jax": the framework whose functions of ours were measured.
         flush: State of the L2 cache before each call but the copy: "dirty" after a flush that writes zeros, "clean"
             after a read of the same size; None on a CPU.  Before the copy it is dirty.
+        overhead_us: Microseconds of a call without work on the same clock.
     """
 
-    RESULT: ClassVar[type[Result]] = Result
+    result_type: ClassVar[type[Result]] = Result
 
     case: Case
     skipped: str | None = None
     copy: Times | None = None
     copy_gbps: float | None = None
-    results: list[Result] = field(default_factory=list)
+    results: Sequence[Result] = field(default_factory=list)
     framework: str = "torch"
     flush: str | None = None
+    overhead_us: float | None = None
 
     @property
     def within_cpu_bound(self) -> bool | None:
@@ -125,12 +132,13 @@ class CaseResult:
             "copy": asdict(self.copy) if self.copy else None,
             "copy_gbps": self.copy_gbps,
             "flush": self.flush,
+            "overhead_us": self.overhead_us,
             "within_cpu_bound": self.within_cpu_bound,
             "results": [result.as_dict() for result in self.results],
         }
 
     @classmethod
-    def of(cls, recorded: Mapping[str, Any], framework: str = "torch") -> CaseResult:
+    def of(cls, recorded: Mapping[str, Any], framework: str = "torch") -> Self:
         """The results of a dictionary as `as_dict` makes it; older records lack the newer attributes.
 
         Args:
@@ -144,14 +152,14 @@ class CaseResult:
         known("dtype", [recorded["dtype"]], ITEMSIZE)
         if recorded["dim"] >= len(recorded["shape"]):
             raise ValueError(f"dim {recorded['dim']} is out of range for the shape {recorded['shape']}")
-        case = _made(
+        case = made(
             Case, recorded, shape=tuple(recorded["shape"]), fused=tuple(recorded.get("fused", ()))
         )  # fmt: skip
-        copy, results = recorded["copy"], [cls.RESULT.of(result) for result in recorded["results"]]
-        return _made(cls, recorded, case=case, copy=copy and _made(Times, copy), results=results, framework=framework)
+        copy, results = recorded["copy"], [cls.result_type.of(result) for result in recorded["results"]]
+        return made(cls, recorded, case=case, copy=copy and made(Times, copy), results=results, framework=framework)
 
 
-def _made(kind: type[T], recorded: Mapping[str, Any], **values: Any) -> T:
+def made(kind: type[T], recorded: Mapping[str, Any], **values: Any) -> T:
     """A record of this kind from a dictionary, which may hold more; `values` replace what the dictionary holds."""
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # every kind is a dataclass
     return kind(**{name: recorded[name] for name in names if name in recorded} | values)
@@ -159,7 +167,7 @@ def _made(kind: type[T], recorded: Mapping[str, Any], **values: Any) -> T:
 
 def _plan_of(recorded: Mapping[str, Any]) -> Plan:
     """The plan of a dictionary as `Plan.as_dict` makes it, without its variant."""
-    blocks, threads = _made(Blocks, recorded), _made(Threads, recorded)
-    traffic, price = _made(Traffic, recorded), _made(Price, recorded)
+    blocks, threads = made(Blocks, recorded), made(Threads, recorded)
+    traffic, price = made(Traffic, recorded), made(Price, recorded)
     backend, strategy, reason = (recorded[name] for name in ("backend", "strategy", "reason"))
     return Plan(backend, strategy, reason, blocks, threads, traffic, price=price)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..explanation import Explanation
 from ..planner.plan import Plan, PlanError
+from ..torch.device import from_torch
 from . import analysis
 from .cases import Case
 from .check import Reference, poison
@@ -22,7 +23,7 @@ from .planned import planned
 from .result import CaseResult, Result
 from .timing import Against, Clock, Flush, Samples, Times, clock_for
 
-__all__ = ["CaseResult", "Result", "clock_of", "run"]
+__all__ = ["CaseResult", "Checked", "Result", "check_all", "clock_of", "ours_of", "refusal", "run"]
 
 FLUSHES_OF_AUTOGRAD = 4
 """Flushes of the L2 cache that take longer than the host needs for the launches of a forward and a backward pass."""
@@ -82,14 +83,15 @@ def _measure(
     case: Case, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock, overhead_us: float
 ) -> CaseResult:
     inputs = make_inputs(case, device)
-    checked = _check(case, inputs, everybody)
-    ours = _ours_of(everybody, device)
+    checked = check_all(case, inputs, everybody)
+    ours = ours_of(everybody, device)
     # The copy is of one tensor, whatever else the case reads, by the framework of our functions.
     flush = _flush(case, checked.calls)
     samples = clock.measure({**checked.calls, "copy": ours.copy(inputs[0])}, repeat_ms, flush)
     copy = Times.of(samples["copy"])
     copy_gbps = 2 * case.tensor_bytes / copy.median_us / 1e3
     why = (checked.ours.problem, checked.ours.device) if checked.ours else (None, None)
+    peak = from_torch("cuda", device.index or 0).bandwidth if device.type == "cuda" else None
 
     def timed(result: Result) -> Result:
         if result.who not in samples:
@@ -98,12 +100,15 @@ def _measure(
         gbps = case.bytes / times.median_us / 1e3
         return replace(
             result, times=times, gbps=gbps, of_copy=gbps / copy_gbps, copies=times.median_us / copy.median_us,
+            utilisation=gbps / peak if peak else None,
             against_torch=_against_torch(result.who, samples),
             analysis=analysis.word(gbps / copy_gbps, times.median_us, overhead_us, result.plan, *why),
         )  # fmt: skip
 
     state = None if clock.kind == "cpu" else "dirty" if case.writes_elements else "clean"
-    return CaseResult(case, None, copy, copy_gbps, [timed(result) for result in checked.results], ours.framework, state)
+    return CaseResult(
+        case, None, copy, copy_gbps, [timed(result) for result in checked.results], ours.framework, state, overhead_us
+    )
 
 
 def _flush(case: Case, calls: Iterable[str]) -> Flush:
@@ -112,10 +117,10 @@ def _flush(case: Case, calls: Iterable[str]) -> Flush:
     return Flush(() if case.writes_elements else tuple(calls), launches)
 
 
-def _check(case: Case, inputs: Inputs, everybody: Sequence[Peer]) -> Checked:
+def check_all(case: Case, inputs: Inputs, everybody: Sequence[Peer]) -> Checked:
     """Check every library before any time is taken."""
     checked, device = Checked(), inputs[0].device
-    ours = _ours_of(everybody, device)
+    ours = ours_of(everybody, device)
     for_ours, for_others = _judges(case, inputs, ours)
     for peer in everybody:
         if reason := peer.supports(case):
@@ -130,7 +135,7 @@ def _check(case: Case, inputs: Inputs, everybody: Sequence[Peer]) -> Checked:
             found = [judge.of(peer, plan) for judge in judges]
             extra = extra_bytes(found[-1][1], device) if peer.in_torch else None
         except Exception as error:  # whatever another library raises is its refusal, not our crash
-            checked.results.append(_refusal(peer, plan, error))
+            checked.results.append(refusal(peer, plan, error))
             continue
         result = next((each for each, _ in found if each.failed), found[-1][0])
         checked.results.append(replace(result, extra_bytes=extra))
@@ -170,11 +175,13 @@ class _Judge:
         return Result(peer.name, status, verdict.wrong, verdict.error, self._allowed[0], plan), call
 
 
-def _ours_of(everybody: Sequence[Peer], device: Any) -> Ours:
+def ours_of(everybody: Sequence[Peer], device: Any) -> Ours:
+    """Our library among the peers, or one without a forced plan."""
     return next((peer for peer in everybody if isinstance(peer, Ours)), Ours(device.type))
 
 
-def _refusal(peer: Peer, plan: Plan | None, error: Exception) -> Result:
+def refusal(peer: Peer, plan: Plan | None, error: Exception) -> Result:
+    """The result of a library that raised an error; raises the error where our library has no memory."""
     if isinstance(error, PlanError):
         # The first line repeats the case; the reasons follow.
         reasons = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]

@@ -1,13 +1,22 @@
-"""The benchmark suites: named lists of shapes, operations and score options."""
+"""The benchmark suites: named lists of shapes, operations and score options, and the kind of their measurement."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..core.task import ITEMSIZE
 from .cases import FUSED, MEASURED, Case, Shape, known
+
+Measures = Literal["device time", "host time", "first calls", "sharded time"]
+"""Kinds of measurements; kinds.py has the table of each."""
+
+DISTRIBUTED = "distributed"
+"""Name of the suite that several processes measure together."""
+
+QUICK_MS = 50
+"""Milliseconds for each measurement with --quick."""
 
 
 class Entry(NamedTuple):
@@ -36,14 +45,27 @@ class Suite:
     Attributes:
         description: The purpose of the suite.
         entries: The cases, without their dtypes.
+        few: The cases of --quick: each kind of entry, small enough for a CPU.
         dtypes: Every entry is measured in each of these dtypes.
         repeat_ms: Milliseconds for each measurement.
+        measures: The kind of measurement.
+        sentences: True where a sentence of analysis about each case stands below the table.
+        excluded: Names of the options of the command line that the suite has no use for.
     """
 
     description: str
     entries: tuple[Entry, ...]
-    dtypes: tuple[str, ...]
+    few: tuple[Entry, ...]
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
     repeat_ms: int = 100
+    measures: Measures = "device time"
+    sentences: bool = False
+    excluded: tuple[str, ...] = ()
+
+    @property
+    def quick(self) -> Suite:
+        """The suite of --quick: few cases and short repeats."""
+        return replace(self, entries=self.few, repeat_ms=min(QUICK_MS, self.repeat_ms))
 
 
 def _rows(*shapes: Shape, **kind: Any) -> tuple[Entry, ...]:
@@ -51,16 +73,17 @@ def _rows(*shapes: Shape, **kind: Any) -> tuple[Entry, ...]:
     return tuple(Entry(shape, len(shape) - 1, **kind) for shape in shapes)
 
 
+def _each(operations: Iterable[str], *shapes: Shape) -> tuple[Entry, ...]:
+    """Entries of these shapes for each operation."""
+    return tuple(entry for operation in operations for entry in _rows(*shapes, operation=operation))
+
+
 FIELD = _rows(
     (1048576, 64), (524288, 128), (262144, 256), (131072, 512), (65536, 1000), (65536, 1024), (32768, 2048),
     (16384, 4096), (8192, 8192), (4096, 16384), (4096, 32768), (4096, 50256), (4096, 50257), (2048, 65536),
     (2048, 128256), (1024, 262144), (256, 1 << 20), (16, 1 << 22),
-    (1, 1 << 20), (1, 1 << 22), (1, 1 << 24), (1, 1 << 26), (1, 1 << 28),
 )  # fmt: skip
-"""Shapes of published softmax benchmarks: batches of equal size, vocabularies, one enormous row."""
-
-ROWS_1024 = _rows(*((1024, 1 << k) for k in range(9, 16)))
-"""Small batches: too few bytes to hide the time of a launch."""
+"""Shapes of published softmax benchmarks: batches of equal size, and vocabularies."""
 
 ODD = _rows((131072, 1023), (65536, 1025), (16384, 8191))
 """Unaligned rows: most do not begin on 16 bytes."""
@@ -68,16 +91,26 @@ ODD = _rows((131072, 1023), (65536, 1025), (16384, 8191))
 COLUMN = (Entry((32, 512, 4096), 1),)
 """A softmax dimension that is not the innermost."""
 
+ROWS_1024 = _rows(*((1024, 1 << k) for k in range(9, 16)))
+"""Small batches: few bytes to hide the time of a launch."""
+
+SINGLE_ROW = _rows(*((1, 1 << k) for k in range(16, 31)))
+"""One row, too long for one multiprocessor."""
+
 GRADIENTS = _rows(*((1 << 27 - k, 1 << k) for k in range(8, 16)), (2048, 128256), (1024, 262144),
                   operation="softmax_backward")  # fmt: skip
 """2^27 elements in rows of every length, and vocabularies."""
 
+_FUSED: tuple[tuple[str, ...], ...] = ((), ("scale",), ("mask",), ("bias",), ("scale", "mask"))
+
 SCORES = tuple(
-    entry
-    for fused in ((), ("scale",), ("mask",), ("bias",), ("scale", "mask"))
-    for entry in _rows((16384, 4096), (65536, 1024), (4096, 32768), fused=fused)
+    entry for fused in _FUSED for entry in _rows((16384, 4096), (65536, 1024), (4096, 32768), fused=fused)
 ) + _rows((64, 1024, 1024), fused=("causal",))
 """The score options that models use, and the same shapes without any."""
+
+FEW_SCORES = tuple(entry for fused in _FUSED for entry in _rows((1024, 1024), fused=fused)) + _rows(
+    (4, 256, 256), fused=("causal",)
+)
 
 LOSSES = _rows(
     (8192, 128256), (4096, 50257), (8192, 32000), (4096, 262144), (16384, 4096),
@@ -85,15 +118,18 @@ LOSSES = _rows(
 ) + _rows((8192, 128256), (8192, 32000), operation="cross_entropy", with_gradient=True, reduction="none")  # fmt: skip
 """The losses of training: a mean, and losses of rows that the caller weights."""
 
+FEW_LOSSES = _rows((256, 4096), (64, 32000), operation="cross_entropy", with_gradient=True) + _rows(
+    (64, 32000), operation="cross_entropy", with_gradient=True, reduction="none"
+)
+
 TOKENS = _rows((8192, 128256), (4096, 151936), (8192, 32000), operation="token_logprobs", with_gradient=True)
 """Log-probabilities and entropies of chosen tokens, as reinforcement learning differentiates them."""
 
-READ_ONLY = tuple(
-    entry
-    for operation in ("logsumexp", "token_logprobs", "cross_entropy")
-    for entry in _rows((65536, 1024), (8192, 8192), (8192, 32000), (512, 151936), (4096, 151936), (2048, 128256),
-                       operation=operation)
-)  # fmt: skip
+FEW_TOKENS = _rows((256, 4096), (64, 32000), operation="token_logprobs", with_gradient=True)
+
+_READERS = ("logsumexp", "token_logprobs", "cross_entropy")
+
+READ_ONLY = _each(_READERS, (65536, 1024), (8192, 8192), (8192, 32000), (512, 151936), (4096, 151936), (2048, 128256))
 """Operations that read every element and write none."""
 
 SHARDED = (
@@ -103,37 +139,63 @@ SHARDED = (
 )
 """Rows that are sharded over processes: shapes of the whole input."""
 
+FEW_SHARDED = FEW_LOSSES[1:2] + _rows((1, 1 << 20)) + FEW_TOKENS[1:]
+
+CALLS = _each(("softmax", "log_softmax", *_READERS), (64, 512))
+"""Every public function, with so few elements that a call costs its launch."""
+
+FIRST_CALLS = (
+    *_rows((1024, 1000), (256, 32000)),
+    *_rows((256, 32000), operation="cross_entropy", with_gradient=True),
+)
+"""Rows that one block holds and longer ones, and a loss with its gradient; later calls have other shapes."""
+
 SUITES: dict[str, Suite] = {
-    "quick": Suite(
-        "a few small shapes, measured in seconds even on a CPU",
-        _rows((64, 512), (1024, 1024), (256, 16384)), ("bfloat16", "float32"), repeat_ms=50,
+    "forward": Suite(
+        "softmax of batches and vocabularies, unaligned rows, another dimension", FIELD + ODD + COLUMN,
+        few=_rows((64, 512), (1024, 1024), (256, 16384), (1024, 1023)),
     ),
-    "default": Suite(
-        "one shape for each strategy and difficulty",
-        _rows((524288, 128), (65536, 1000), (65536, 1024), (8192, 8192), (4096, 32768), (4096, 50257),
-              (2048, 128256), (1, 1 << 24), (1024, 4096), (65536, 1025)) + COLUMN,
-        ("bfloat16", "float32"),
+    "rows1024": Suite("1024 rows of 512 to 32768 columns, with a sentence about each", ROWS_1024, few=ROWS_1024[::3],
+                      sentences=True),
+    "single-row": Suite("one row of 2^16 to 2^30 elements", SINGLE_ROW, few=SINGLE_ROW[:7:3]),
+    "gradients": Suite("the gradient of softmax: reads y and dy, writes dx", GRADIENTS,
+                       few=_rows((1024, 1024), (256, 16384), operation="softmax_backward")),
+    "fused": Suite("softmax with score options, beside plain softmax", SCORES, few=FEW_SCORES),
+    "cross-entropy": Suite("cross-entropy with its gradient, for the vocabularies of models", LOSSES, few=FEW_LOSSES),
+    "token-logprobs": Suite("log-probabilities and entropies with their gradient", TOKENS, few=FEW_TOKENS),
+    "read-only": Suite("one read of the input, without a gradient", READ_ONLY,
+                       few=_each(_READERS, (1024, 1024), (64, 32000))),
+    "host": Suite(
+        "host time of a call: plain, with out=, with a gradient, and the bare launch", CALLS, few=CALLS[::3],
+        dtypes=("bfloat16",), measures="host time", excluded=("fused", "with_gradient"),
     ),
-    "full": Suite("published shapes, small batches, unaligned rows, columns", FIELD + ROWS_1024 + ODD + COLUMN,
-                  ("bfloat16", "float32")),
-    "gradients": Suite("the gradient of softmax: reads y and dy, writes dx", GRADIENTS, ("bfloat16", "float32")),
-    "fused": Suite("softmax with score options, beside plain softmax", SCORES, ("bfloat16", "float32")),
-    "cross-entropy": Suite("cross-entropy with its gradient, for the vocabularies of models", LOSSES,
-                           ("bfloat16", "float32")),
-    "token-logprobs": Suite("log-probabilities and entropies with their gradient", TOKENS, ("bfloat16", "float32")),
-    "read-only": Suite("one read of the input, without a gradient", READ_ONLY, ("bfloat16", "float32")),
-    "distributed": Suite("rows that are sharded over the processes of torchrun", SHARDED, ("bfloat16",)),
+    "cold": Suite(
+        "the first call of a fresh process, of a new number of rows, of a new length", FIRST_CALLS, FIRST_CALLS[:1],
+        dtypes=("bfloat16",), measures="first calls", excluded=("fused", "repeat"),
+    ),
     "cpu": Suite(
         "the time that our layer adds to PyTorch on a CPU, with many repetitions",
         _rows((64, 512), (1024, 64), (256, 256), (1024, 1024), (4096, 1024), (1024, 16384)),
-        ("float32", "bfloat16"), repeat_ms=1000,
+        few=_rows((64, 512), (1024, 1024), (256, 16384)), dtypes=("float32", "bfloat16"), repeat_ms=1000,
     ),
+    DISTRIBUTED: Suite("rows that are sharded over the processes of torchrun", SHARDED, FEW_SHARDED,
+                       dtypes=("bfloat16",), measures="sharded time", excluded=("fused",)),
 }  # fmt: skip
 """The suites by name."""
 
 
+def suite_of(name: str, quick: bool = False) -> Suite:
+    """The suite of this name, as it is or as --quick measures it.
+
+    Raises:
+        ValueError: there is no such suite.
+    """
+    known("suite", [name], SUITES)
+    return SUITES[name].quick if quick else SUITES[name]
+
+
 def cases(
-    suite: str,
+    suite: Suite,
     operations: Sequence[str] = (),
     shapes: Sequence[Shape] = (),
     dim: int | None = None,
@@ -145,7 +207,7 @@ def cases(
     """The cases of a suite; what is given replaces what the suite says.
 
     Args:
-        suite: Name in SUITES.
+        suite: A suite, as `suite_of` finds it.
         operations: Names in MEASURED.
         shapes: Shapes of the input.
         dim: The softmax dimension of these shapes; the last by default.
@@ -158,16 +220,16 @@ def cases(
         ValueError: a name is unknown, dim is out of range or comes without shapes, or a case makes no sense.
 
     Example:
-        >>> [str(case) for case in cases("quick", shapes=[(4, 8)], dtypes=["float32"], fused=["mask", "scale"])]
+        >>> suite, fused = SUITES["forward"], ["mask", "scale"]
+        >>> [str(case) for case in cases(suite, shapes=[(4, 8)], dtypes=["float32"], fused=fused)]
         ['4x8 scale+mask']
     """
-    known("suite", [suite], SUITES)
     known("operation", operations, MEASURED)
     known("dtype", dtypes, ITEMSIZE)
     known("score option", fused, FUSED)
     if dim is not None and not shapes:
         raise ValueError("a dim needs a shape: each shape of a suite has its own")
-    chosen: Iterable[Entry] = SUITES[suite].entries
+    chosen: Iterable[Entry] = suite.entries
     if shapes:
         places = [(shape, _axis(-1 if dim is None else dim, shape)) for shape in shapes]
         kinds = dict.fromkeys(entry._replace(shape=(), dim=0) for entry in chosen)
@@ -180,7 +242,7 @@ def cases(
     found = [
         entry.case(operation, dtype)
         for operation in operations or [""]
-        for dtype in dtypes or SUITES[suite].dtypes
+        for dtype in dtypes or suite.dtypes
         for entry in chosen
     ]
     if reduction:

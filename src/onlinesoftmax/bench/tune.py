@@ -50,14 +50,14 @@ def _compile(request: Request, arch: str) -> None:
 
     sizes = (request.layout.rows, request.layout.cols)
     x = torch.empty(sizes, dtype=getattr(torch, request.dtypes["x"]), device="cuda")
-    first, more = _tensors(request, x, x)
+    first, more = operand_tensors(request, x, x)
     try:
         registry.load(request.plan.backend).prepare(request)(x, first, more)
     except Exception:  # the process that measures meets the same and says so
         return
 
 
-def _tensors(request: Request, x: Any, y: Any) -> tuple[Any, dict[str, Any]]:
+def operand_tensors(request: Request, x: Any, y: Any) -> tuple[Any, dict[str, Any]]:
     """(the first output, every other operand and output by name): x and y stand for those with a value per element."""
     import torch
 
@@ -207,7 +207,7 @@ class Tuner:
         return x, y
 
     def _call(self, option: Request, x: Any, y: Any) -> Callable[[], Any]:
-        first, more = _tensors(option, x, y)
+        first, more = operand_tensors(option, x, y)
         if option.plan.backend == "pallas":
             call = _in_jax(option, [x, *(more[name] for name in option.operation.element_operands[1:])])
         else:

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from ..bench.cases import MEASURED
+from ..bench.cases import MEASURED, parse_shape
+from ..bench.suites import DISTRIBUTED, SUITES, cases, suite_of
 from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
 from . import output
-from .benchmarks import check_plan_names, split_names, without_folder, write_record
+from .benchmarks import (
+    check_options,
+    check_plan_names,
+    failed,
+    measure,
+    record_head,
+    resumed,
+    show,
+    split_names,
+)  # fmt: skip
 
 if TYPE_CHECKING:
+    from ..bench.cases import Case
     from ..bench.result import CaseResult
+    from ..bench.suites import Suite
 
 
 def bench(
     suite: str | None = typer.Option(
         None,
-        help="quick, default, full, gradients, fused, cross-entropy, token-logprobs, read-only, cpu, or distributed "
-        "under torchrun.  By default: default on a GPU, cpu on a CPU.",
+        help=f"{', '.join(SUITES)}.  By default forward on a GPU, cpu on a CPU.  {DISTRIBUTED} runs under torchrun.",
     ),
-    quick: bool = typer.Option(False, "--quick", help="The same as --suite quick."),
+    quick: bool = typer.Option(
+        False, "--quick", help="A few small cases of the suite and short repeats, to see that everything works."
+    ),
     shape: list[str] | None = typer.Option(
         None, help="A shape instead of the suite's, as 4096x50257 or 1x2^24; repeat for more."
     ),
@@ -44,14 +59,16 @@ def bench(
     strategy: str | None = typer.Option(None, help="Force a strategy of ours."),
     peers: str | None = typer.Option(
         None,
-        help="Libraries to compare, with commas between them: torch, compile, liger, quack; with --framework jax, "
-        "jax.nn and torch; with --suite distributed, dtensor, loss-parallel, all-gather and one-process.  By default "
-        "torch, jax.nn, or all four.",
+        help="Libraries to compare, with commas between them: torch, compile, liger, quack, jax; with --framework jax, "
+        "jax and torch; with --suite distributed, dtensor, loss-parallel, all-gather and one-process.  By default "
+        "torch, jax, or all four.",
     ),
     device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; by default the GPU where there is one."),
     repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; by default the suite's."),
-    host: bool = typer.Option(False, "--host", help="Also measure the host time of one small call."),
-    out: Path | None = typer.Option(None, help="Write the record to this JSON file."),
+    out: Path | None = typer.Option(None, help="Write the record to this JSON file, after every case."),
+    resume: bool = typer.Option(
+        False, "--resume", help="Keep the cases that the file of --out already has from an interrupted run."
+    ),
     commit: str | None = typer.Option(
         None, help="The commit to record, where the sources were copied without their history."
     ),
@@ -59,40 +76,59 @@ def bench(
 ) -> None:
     """Measure our functions beside a copy of the same size and beside other libraries.
 
-    Every result is checked against float64 first.  A wrong result gets no time, and the exit code is 1; a slow one
-    does not change the exit code.  GB/s counts every tensor that must be read or written once: input and result, for
+    Every result is checked against float64 first.  A wrong result gets no time; a library that cannot run a case is
+    shown with its reason.  GB/s counts every tensor that must be read or written once: input and result, for
     the gradient of softmax y, dy and dx, and a mask and a bias too.  A scalar loss with its gradient reads the logits
     once and writes the gradient once; losses of rows with their gradient read the logits twice.  "of copy" is that
-    bandwidth over the bandwidth of the copy in the same run, so 100% is the floor.
+    bandwidth over the bandwidth of the copy in the same run, so 100% is the floor.  "of GPU" is the bandwidth over that
+    of a large copy on this GPU.  --suite host measures the host time of calls, and --suite cold the first calls of
+    fresh processes.
 
-    Example: onlinesoftmax bench --shape 4096x50257 --dtype bfloat16 --peers torch,compile
-    """
+    --resume needs a record of the same options, commit, sources, versions and device; the error names the field that
+    differs.  The exit code is 0 where every result is right, whatever its speed and whoever refuses; 1 where a result
+    of ours or of another library is wrong, or ours crashed; 2 for wrong input and where ours can run no case; 130
+    after an interruption.
+
+    \b
+    Examples:
+      onlinesoftmax bench --shape 4096x50257 --dtype bfloat16 --peers torch,compile
+      onlinesoftmax bench --suite rows1024 --peers torch,compile,liger,quack,jax --out record.json --resume
+    """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     options = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     if importlib.util.find_spec("torch") is None:
         output.fail("bench needs torch, which is not installed: pip install 'onlinesoftmax[torch]'")
-    from ..bench import libraries
-    from ..bench.cases import parse_shape
-    from ..bench.suites import SUITES, cases
-
-    if host and framework != "torch":
-        output.fail(f"--host measures calls of PyTorch; leave it out, or --framework {framework}")
-    if quick and suite not in (None, "quick"):
-        output.fail(f"--quick and --suite {suite} contradict each other")
     if out is not None and out.is_dir():
         output.fail(f"--out {out} is a folder; name a file")
-    if suite == "distributed":
+    where = None if suite == DISTRIBUTED else torch_device(device)
+    options["suite"] = suite or ("forward" if where is not None and where.type == "cuda" else "cpu")
+    try:
+        chosen = suite_of(options["suite"], quick)
+    except ValueError as error:
+        output.fail(error)
+    check_options(options["suite"], chosen.excluded, options)
+    if where is None:
         from .sharded import measure_sharded
 
-        measure_sharded(options)
-    where = torch_device(device)
-    suite = "quick" if quick else suite or ("default" if where.type == "cuda" else "cpu")
+        measure_sharded(options, chosen)
+    _measure(options, chosen, where)
+
+
+def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
+    """Measure the suite in this process, and end the command."""
+    from ..bench import libraries
+
+    framework, backend, strategy = options["framework"], options["backend"], options["strategy"]
     try:
-        shapes = [parse_shape(text) for text in shape or []]
-        todo = cases(suite, op or [], shapes, dim, dtype or [], split_names(fused), with_gradient, reduction)
+        shapes = [parse_shape(text) for text in options["shape"] or []]
+        todo = cases(
+            suite, options["op"] or [], shapes, options["dim"], options["dtype"] or [], split_names(options["fused"]),
+            options["with_gradient"], options["reduction"],
+        )  # fmt: skip
         ours, known = _sides(framework)
-        names = peers if peers is not None else next(iter(known))
+        names = options["peers"] if options["peers"] is not None else next(iter(known))
         asked = libraries.peers(split_names(names), where.type, known)
         check_plan_names(backend, strategy, framework)
+        _check_calls(options, suite, todo)
     except ValueError as error:
         output.fail(error)
     us = ours(where.type, backend, strategy)
@@ -100,68 +136,58 @@ def bench(
         output.fail(f"--framework {framework}: {reason}")
     absent = {peer.name: reason for peer in asked if (reason := peer.why_absent())}
     everybody = [us, *(peer for peer in asked if peer.name not in absent)]
-    options |= {
-        "suite": suite, "repeat": repeat or SUITES[suite].repeat_ms, "device": str(where), "peers": names,
-    }  # fmt: skip
-    results, record = _measure(todo, everybody, where, options, absent)
-    if as_json:
-        output.print_json(record)
-    else:
-        _show(results, record)
-    if results and all(_ours_refused(found) for found in results):
+    options |= {"repeat": options["repeat"] or suite.repeat_ms, "device": str(where), "peers": names}
+    head = record_head(where, options, absent, suite)
+    recording = resumed(head, todo, options["out"], options["resume"])
+    measure(recording, partial(_steps, suite, everybody, where, options), options["out"])
+    show(recording, options["as_json"])
+    found = recording.found
+    if found and all(_ours_refused(each) for each in found):
         who = "the forced plan" if backend or strategy else "onlinesoftmax"
-        output.fail(f"{who} can run none of these cases: {results[0].results[0].reason}")
-    raise typer.Exit(int(any(result.failed for found in results for result in found.results)))
+        output.fail(f"{who} can run none of these cases: {found[0].results[0].reason}")
+    raise typer.Exit(int(failed(recording)))
+
+
+def _check_calls(options: dict[str, Any], suite: Suite, todo: list[Case]) -> None:
+    """Raise a ValueError for what the suites of calls do not measure."""
+    if suite.measures == "device time":
+        return
+    name = f"--suite {options['suite']}"
+    if options["framework"] != "torch":
+        raise ValueError(f"{name} measures calls of PyTorch; leave out --framework {options['framework']}")
+    for case in todo:
+        if case.backward:
+            raise ValueError(f"{name} measures public functions: instead of --op {case.operation} name {case.forward}")
+
+
+def _steps(
+    suite: Suite, everybody: list[Any], where: Any, options: dict[str, Any], left: list[Case]
+) -> Iterable[CaseResult]:
+    """Measure cases in the way of the suite."""
+    if suite.measures == "first calls":
+        from ..bench.cold import run_cold
+
+        return run_cold(left, everybody, where, options["quick"])
+    if suite.measures == "host time":
+        from ..bench.host import run_host
+
+        return run_host(left, everybody, where, options["repeat"])
+    from ..bench.run import run
+
+    return run(left, everybody, where, options["repeat"])
 
 
 def _sides(framework: str) -> tuple[type[Any], dict[str, Any]]:
     """Our library for a framework, and the other libraries by name."""
+    from ..bench.arrays import JaxNN, OursInJax
     from ..bench.libraries import PEERS
     from ..bench.peers import Ours, Torch
 
     if framework == "torch":
-        return Ours, PEERS
+        return Ours, {**PEERS, "jax": JaxNN}
     if framework != "jax":
         raise ValueError(f"unknown framework {framework!r}; there are: torch, jax")
-    from ..bench.arrays import JaxNN, OursInJax
-
-    return OursInJax, {"jax.nn": JaxNN, "torch": Torch}
-
-
-def _measure(
-    todo: list[Any], everybody: list[Any], device: Any, options: dict[str, Any], absent: dict[str, str]
-) -> tuple[list[CaseResult], dict[str, Any]]:
-    from ..bench import report
-    from ..bench.host import host_times
-    from ..bench.run import clock_of, run
-
-    results: list[CaseResult] = []
-    told = options | {"out": without_folder(options["out"])}
-    record = report.record(device, told, absent, options["commit"])
-    clock = clock_of(everybody, device)
-    with output.progress_bar() as bar:
-        task = bar.add_task("measuring", total=len(todo)) if bar else None
-        for found in run(todo, everybody, device, options["repeat"], clock):
-            results.append(found)
-            record["cases"].append(found.as_dict())
-            # Written after every case, so that a run that is killed leaves its results.
-            write_record(options["out"], record)
-            if bar and task is not None:
-                bar.advance(task)
-    if options["host"]:
-        record["host"] = host_times(device, clock, options["repeat"])
-        write_record(options["out"], record)
-    return results, record
-
-
-def _show(results: list[CaseResult], record: dict[str, Any]) -> None:
-    from ..bench import report
-
-    for line in report.above(record):
-        output.note(line)
-    output.table(*report.table(results, record["absent"]), right=report.NUMBERS)
-    for line in report.below(results, record):
-        output.note(line)
+    return OursInJax, {"jax": JaxNN, "torch": Torch}
 
 
 def _ours_refused(found: CaseResult) -> bool:

@@ -1,12 +1,25 @@
-"""The parts that the benchmark of one process and that of several share: checks of names, and the record's file."""
+"""The parts that the benchmark of one process and that of several share: checks, record, progress, table."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
 
 from ..core.operations import OPERATIONS
 from . import output
+
+if TYPE_CHECKING:
+    from ..bench.cases import Case
+    from ..bench.recording import Recording
+    from ..bench.result import CaseResult
+    from ..bench.suites import Suite
+
+INTERRUPTED = 130
+"""Exit code of a run that the user has interrupted, as shells give it."""
 
 
 def split_names(text: str) -> list[str]:
@@ -27,18 +40,114 @@ def check_plan_names(backend: str | None, strategy: str | None, framework: str) 
     alternatives(Problem(next(iter(OPERATIONS)), 1, 1), KNOWN["cpu"], Choice(backend, strategy), strategies=strategies)
 
 
-def without_folder(out: str | None) -> str | None:
-    """The name of the record's file: a record does not tell the folders of this machine."""
-    return out and Path(out).name
+def record_head(device: Any, options: Mapping[str, Any], absent: Mapping[str, str], suite: Suite) -> dict[str, Any]:
+    """The record of a run before its first case."""
+    from ..bench.record import record
+
+    told = {name: value for name, value in options.items() if name != "resume"}
+    # A record does not tell the folders of this machine.
+    told["out"] = told["out"] and Path(told["out"]).name
+    return {**record(device, told, absent, options["commit"]), "measures": suite.measures}
+
+
+def check_options(suite: str, excluded: Sequence[str], options: Mapping[str, Any]) -> None:
+    """End the command if an option does not go with the suite, or is of no use without another."""
+    for name in excluded:
+        if options[name]:
+            output.fail(f"--{name.replace('_', '-')} does not go with --suite {suite}; leave it out")
+    if options["resume"] and options["out"] is None:
+        output.fail("--resume continues a record; name its file with --out")
+
+
+def begun(record: dict[str, Any], todo: Sequence[Case], out: str | None, resume: bool) -> Recording:
+    """The record of a run, with the cases that its file already has if it is to be continued.
+
+    Raises:
+        ResumeError: the file cannot be continued.
+    """
+    from ..bench.recording import Recording, load
+
+    recording = Recording(record, todo)
+    if resume and out is not None and Path(out).exists():
+        recording.resume(load(Path(out)))
+    return recording
+
+
+def resumed(record: dict[str, Any], todo: Sequence[Case], out: str | None, resume: bool) -> Recording:
+    """The same as `begun`; a file that cannot be continued ends the command with a sentence."""
+    from ..bench.recording import ResumeError
+
+    try:
+        return begun(record, todo, out, resume)
+    except ResumeError as error:
+        cannot_resume(out, error)
+
+
+def cannot_resume(out: str | None, reason: object) -> NoReturn:
+    """End the command because the file of --out cannot be continued."""
+    output.fail(f"--resume: {out}: {reason}; leave --resume out to begin anew, or name another file with --out")
+
+
+def measure(
+    recording: Recording, steps: Callable[[list[Case]], Iterable[CaseResult]], out: str | None, leader: bool = True
+) -> None:
+    """Measure the cases that are left, and write the record after every case.
+
+    Args:
+        recording: The record in the making.
+        steps: The function that measures cases, one at a time.
+        out: The file of the record; None for none.
+        leader: True for the process that writes and shows progress.
+    """
+    left = recording.left
+    total, names = len(recording.todo), [f"{case.operation} {case} {case.dtype}" for case in left]
+    if leader:
+        # A file that cannot be written ends the command before the first case.
+        write_record(out, recording.content)
+    try:
+        with output.progress_bar() if leader else nullcontext() as bar:
+            task = bar.add_task(names[0], total=total, completed=total - len(left)) if bar and names else None
+            for done, found in enumerate(steps(left), 1):
+                recording.add(found)
+                if leader:
+                    # Written after every case, so that a run that is killed leaves its results.
+                    write_record(out, recording.content)
+                if bar and task is not None:
+                    bar.update(task, advance=1, description=names[min(done, len(names) - 1)])
+    except KeyboardInterrupt:
+        if not leader:
+            raise typer.Exit(INTERRUPTED) from None
+        kept = f"; {out} has them, and --resume continues" if out else ""
+        output.fail(f"interrupted after {total - len(recording.left)} of {total} cases{kept}", INTERRUPTED)
 
 
 def write_record(out: str | None, record: dict[str, Any]) -> None:
     """Write the record to the file that was asked for, or end the command with a sentence."""
-    from ..bench import report
+    from ..bench.record import write
 
     if out is None:
         return
     try:
-        report.write(Path(out), record)
+        write(Path(out), record)
     except OSError as error:
         output.fail(f"--out {out} cannot be written: {error.strerror or error}")
+
+
+def show(recording: Recording, as_json: bool) -> None:
+    """Print the record as JSON, or its table with the lines around it."""
+    from ..bench.kinds import table_of
+
+    if as_json:
+        output.print_json(recording.content)
+        return
+    table = table_of(recording.found, recording.content)
+    for line in table.above:
+        output.note(line)
+    output.table(table.header, table.rows, right=table.numbers)
+    for line in table.below:
+        output.note(line)
+
+
+def failed(recording: Recording) -> bool:
+    """True where a result is wrong, or where a call of ours crashed."""
+    return any(result.failed for found in recording.found for result in found.results)

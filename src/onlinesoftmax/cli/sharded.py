@@ -8,23 +8,25 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from ..bench.cases import known, parse_shape
-from ..bench.suites import SUITES, cases
+from ..bench.suites import cases
 from . import output
-from .benchmarks import check_plan_names, split_names, without_folder, write_record
+from .benchmarks import begun, cannot_resume, check_plan_names, failed, measure, record_head, show, split_names
 
 if TYPE_CHECKING:
     from ..bench.cases import Case
-    from ..bench.sharded.result import ShardedCaseResult
+    from ..bench.recording import Recording
     from ..bench.sharded.team import Team
+    from ..bench.suites import Suite
 
 COMMAND = "torchrun --nproc-per-node 2 -m onlinesoftmax bench --suite distributed"
 
 
-def measure_sharded(options: dict[str, Any]) -> NoReturn:
+def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
     """Measure the suite in all processes; process 0 prints and writes for all.
 
     Args:
         options: The options of `onlinesoftmax bench` by name.
+        suite: The suite, as it is or with the few cases of --quick.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         output.fail(f"--suite distributed measures several processes; start it with: {COMMAND}")
@@ -34,40 +36,56 @@ def measure_sharded(options: dict[str, Any]) -> NoReturn:
     from ..bench.sharded.run import run
     from ..bench.sharded.team import Team
 
-    todo, asked = _checked(options, list(PEERS))
+    todo, asked = _checked(options, suite, list(PEERS))
     team = Team.begin(_device_type(options["device"]))
-    results: list[ShardedCaseResult] = []
     try:
         ours = OursSharded(team, options["backend"], options["strategy"])
-        repeat_ms = options["repeat"] or SUITES["distributed"].repeat_ms
-        record = _record(team, {**options, "repeat": repeat_ms, "peers": ",".join(asked)})
-        for found in run(todo, [ours, *(PEERS[name](team) for name in asked)], team, repeat_ms):
-            results.append(found)
-            record["cases"].append(found.as_dict())
-            if not team.rank:
-                # Written after every case, so that a run that is killed leaves its results.
-                write_record(options["out"], record)
+        everybody = [ours, *(PEERS[name](team) for name in asked)]
+        repeat_ms = options["repeat"] or suite.repeat_ms
+        options |= {"repeat": repeat_ms, "peers": ",".join(asked), "device": str(team.device)}
+        recording = _begun(team, options, suite, todo)
+        measure(recording, lambda left: run(left, everybody, team, repeat_ms), options["out"], leader=not team.rank)
         if not team.rank:
-            _show(results, record, options["as_json"])
+            show(recording, options["as_json"])
         # torchrun ends all processes when the first one ends with an error, and process 0 must print before.
         team.largest(0.0)
     finally:
         dist.destroy_process_group()
-    raise typer.Exit(int(any(result.failed for found in results for result in found.results)))
+    raise typer.Exit(int(failed(recording)))
 
 
-def _checked(options: dict[str, Any], known_peers: list[str]) -> tuple[list[Case], list[str]]:
+def _begun(team: Team, options: dict[str, Any], suite: Suite, todo: list[Case]) -> Recording:
+    """The record in the making, with the cases that process 0 finds in its file."""
+    import torch
+    import torch.distributed as dist
+
+    processes = {"count": team.size, "backend": dist.get_backend(team.group)}
+    if team.device.type == "cuda":
+        processes["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    head = {**record_head(team.device, options, {}, suite), "processes": processes}
+    # The devices of the processes have other numbers, so all continue what process 0 has found.
+    found: list[Any] = [None]
+    if not team.rank:
+        try:
+            found = [begun(head, todo, options["out"], options["resume"])]
+        except ValueError as error:
+            found = [str(error)]
+    dist.broadcast_object_list(found, group=team.group, device=team.device)
+    if isinstance(found[0], str):
+        cannot_resume(options["out"], found[0])
+    recording: Recording = found[0]
+    return recording
+
+
+def _checked(options: dict[str, Any], suite: Suite, known_peers: list[str]) -> tuple[list[Case], list[str]]:
     """The cases, and the names of the peers."""
-    for name in ("host", "fused"):
-        if options[name]:
-            output.fail(f"--{name} does not go with --suite distributed; leave it out")
     if options["framework"] != "torch":
         output.fail(f"--suite distributed measures PyTorch; leave out --framework {options['framework']}")
     asked = known_peers if options["peers"] is None else split_names(options["peers"])
     try:
         shapes = [parse_shape(text) for text in options["shape"] or []]
         todo = cases(
-            "distributed", options["op"] or [], shapes, options["dim"], options["dtype"] or [],
+            suite, options["op"] or [], shapes, options["dim"], options["dtype"] or [],
             with_gradient=options["with_gradient"], reduction=options["reduction"],
         )  # fmt: skip
         known("peer", asked, known_peers)
@@ -90,29 +108,3 @@ def _device_type(name: str | None) -> str:
     if name == "cuda" and gpus < local:
         output.fail(f"--device cuda: {local} processes need as many GPUs, and torch sees {gpus or 'no GPU'}")
     return name or ("cuda" if gpus >= local else "cpu")
-
-
-def _record(team: Team, options: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    from ..bench import report
-
-    told = options | {"out": without_folder(options["out"]), "device": str(team.device)}
-    processes = {"count": team.size, "backend": torch.distributed.get_backend(team.group)}
-    if team.device.type == "cuda":
-        processes["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return {**report.record(team.device, told, {}, options["commit"]), "processes": processes}
-
-
-def _show(results: list[ShardedCaseResult], record: dict[str, Any], as_json: bool) -> None:
-    from ..bench import report
-    from ..bench.sharded import result
-
-    if as_json:
-        output.print_json(record)
-        return
-    for line in (*report.above(record), *result.above(record)):
-        output.note(line)
-    output.table(result.HEADER, result.table(results), right=result.NUMBERS)
-    for line in result.below(results):
-        output.note(line)

@@ -108,12 +108,12 @@ def _measure(
     run: _Run, commit: str | None, path: Path, begun: Table | None
 ) -> tuple[Table, int, dict[tuple[str, str, str], str]]:
     """(table, number of shapes that are left, reasons of refused proposals); the table is written as it grows."""
-    from ..bench import report
     from ..bench.grid import shapes
+    from ..bench.record import record
     from ..bench.tune import begin, left_of, tune
 
-    record = report.record(run.where, {}, {}, commit)
-    table = begin(run.machine, f"commit {record['git']['commit']}, made {record['date']}", begun)
+    head = record(run.where, {}, {}, commit)
+    table = begin(run.machine, f"commit {head['git']['commit']}, made {head['date']}", begun)
     todo = shapes(run.quick)
     refused: dict[tuple[str, str, str], str] = {}
     total = len(left_of(table, todo, run.backends))

@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from .. import __version__
-from ..bench.report import git_state
+from ..bench.record import git_state
 from ..core.options import SCORE_OPTIONS
 from . import charts
 from .combinations import Choices

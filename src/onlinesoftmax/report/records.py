@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..bench.report import FORMAT, above, below, table
+from ..bench.kinds import Table, read_cases, table_of
+from ..bench.record import FORMAT
 from ..bench.result import CaseResult
 from ..bench.sharded import result as sharded
 
@@ -44,19 +45,10 @@ class Record:
         """The results of cases whose rows were sharded over processes; empty in any other record."""
         return [found for found in self.results if isinstance(found, sharded.ShardedCaseResult)]
 
-    @property
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Header and rows of the table that `onlinesoftmax bench` prints."""
-        if self.sharded:
-            return sharded.HEADER, sharded.table(self.sharded)
-        return table(self.results, self.content["absent"])
-
-    @property
-    def notes(self) -> list[str]:
-        """The lines that `onlinesoftmax bench` prints above and below the table."""
-        if self.sharded:
-            return [*above(self.content), *sharded.above(self.content), *sharded.below(self.sharded)]
-        return [*above(self.content), *below(self.results, self.content)]
+    @cached_property
+    def table(self) -> Table:
+        """The table that `onlinesoftmax bench` prints, with the lines above and below."""
+        return table_of(self.results, self.content)
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -134,14 +126,10 @@ def _record(path: Path, content: Any) -> Record:
         )
     for error in _validator().iter_errors(content):
         raise RecordError(f"{path}: {_sentence(error)}")
-    framework = content["options"].get("framework", "torch")
-    kind = sharded.ShardedCaseResult if "processes" in content else CaseResult
-    results = []
-    for i, case in enumerate(content["cases"]):
-        try:
-            results.append(kind.of(case, framework))
-        except ValueError as error:
-            raise RecordError(f"{path}: field cases[{i}]: {error}") from None
+    try:
+        results = read_cases(content)
+    except ValueError as error:
+        raise RecordError(f"{path}: {error}") from None
     return Record(path.name, content, results)
 
 

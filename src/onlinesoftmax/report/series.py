@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..bench.calls import CallsCaseResult
+from ..bench.kinds import measures
 from ..bench.result import CaseResult, Result
 from ..bench.sharded.result import ShardedCaseResult
 from .lengths import STEP
@@ -19,22 +21,25 @@ def series(record: Record) -> dict[str, Any]:
     A panel holds the cases of one operation, one dtype and one choice of score options and gradient.
     """
     panels: dict[str, list[dict[str, Any]]] = {}
-    for found in record.results:
+    # Times of calls have no place in charts of bandwidth; the table has them.
+    drawn = [found for found in record.results if not isinstance(found, CallsCaseResult)]
+    for found in drawn:
         if found.skipped is None:
             panels.setdefault(title(found), []).extend(_points(found))
     for points in panels.values():
         _join(points)
-    header, rows = record.table
+    table = record.table
     return {
         "name": record.name,
         "label": _label(record),
         "device": record.content["device"].get("processor") or record.content["device"]["name"],
         "facts": record.facts,
-        "notes": record.notes,
+        "notes": [*table.above, *table.below],
         "panels": [{"title": name, "points": points} for name, points in sorted(panels.items())],
-        "gradients": any(found.case.with_gradient for found in record.results),
-        "header": header,
-        "rows": rows,
+        "gradients": any(found.case.with_gradient for found in drawn),
+        "header": table.header,
+        "rows": table.rows,
+        "numbers": table.numbers,
     }
 
 
@@ -60,10 +65,11 @@ def title(found: CaseResult) -> str:
 
 
 def _label(record: Record) -> str:
-    """The text of a record in the list of all: operations, framework, commit and date."""
+    """The text of a record in the list of all: kind of measurement, operations, framework, commit and date."""
     operations = ", ".join(dict.fromkeys(found.case.operation for found in record.results)) or "no cases"
     framework = "JAX, " if any(found.framework == "jax" for found in record.results) else ""
-    content = record.content
+    content, kind = record.content, measures(record.content)
+    operations = operations if kind == "device time" else f"{kind}: {operations}"
     return f"{operations} ({framework}{content['git']['commit'][:7]}, {content['date'][:10]}, {record.name})"
 
 

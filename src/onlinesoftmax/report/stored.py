@@ -6,10 +6,10 @@ import gzip
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..bench.record import sources
 from ..core.cache import cache_folder, load_entry, store_entry
 from ..core.device import known
 from ..planner.measured import slug
@@ -35,21 +35,14 @@ def load() -> dict[str, Any]:
 
 def store(answers: dict[str, Any]) -> None:
     """Replace the stored answers by these, and drop those of other sources of this package."""
-    answers = {key: answer for key, answer in answers.items() if key.endswith(_of_package())}
+    answers = {key: answer for key, answer in answers.items() if key.endswith(sources())}
     store_entry(ENTRY, gzip.compress(json.dumps(answers, separators=(",", ":")).encode(), compresslevel=3))
 
 
 def keys(combinations: Sequence[Combination]) -> list[str]:
     """A key for each combination, which changes with the sources of this package and with the tables of its GPU."""
     own = {gpu: _digest([own_table(gpu)]) for gpu in {combination.gpu for combination in combinations}}
-    return [f"{' '.join(map(str, each))} {own[each.gpu]} {_of_package()}" for each in combinations]
-
-
-@cache
-def _of_package() -> str:
-    """A digest of every module and every table of this package."""
-    root = Path(__file__).parents[1]
-    return _digest(sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json")))
+    return [f"{' '.join(map(str, each))} {own[each.gpu]} {sources()}" for each in combinations]
 
 
 def _digest(paths: Sequence[Path]) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..cases import STATISTICS, Case
-from ..result import CaseResult, Result
+from ..result import CaseResult, Result, made
 from ..timing import Times
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 HEADER = (
     "operation", "shape", "dtype", "who", "time us", "host us", "copies", "extra MB", "collectives", "bytes/row",
@@ -51,17 +54,16 @@ class ShardedCaseResult(CaseResult):
         all_reduce: Times of an all-reduce of one float32 number per row.
     """
 
-    RESULT: ClassVar[type[Result]] = ShardedResult
+    result_type: ClassVar = ShardedResult
 
     processes: int = 1
     all_reduce: Times | None = None
 
     @classmethod
-    def of(cls, recorded: Mapping[str, Any], framework: str = "torch") -> ShardedCaseResult:
+    def of(cls, recorded: Mapping[str, Any], framework: str = "torch") -> Self:
         """The results of a dictionary as `as_dict` makes it."""
-        found, all_reduce = super().of(recorded, framework), recorded.get("all_reduce")
-        assert isinstance(found, cls)
-        return replace(found, all_reduce=Times(**all_reduce) if all_reduce else None)
+        times = recorded["all_reduce"]
+        return replace(super().of(recorded, framework), all_reduce=times and made(Times, times))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""

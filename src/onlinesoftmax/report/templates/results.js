@@ -35,7 +35,7 @@ function details(record) {
   pairs(byId("record-facts"), record.facts);
   byId("record-notes").replaceChildren(...record.notes.map((note) => make("li", note)));
   const head = make("tr"), body = make("tbody"), start = make("thead");
-  const numbers = new Set(["time us", "GB/s", "of copy", "vs torch", "extra MB", "host us", "copies", "collectives", "bytes/row", "error"]);
+  const numbers = new Set(record.numbers);
   const kind = (i) => (numbers.has(record.header[i]) ? { class: "number" } : {});
   head.append(...record.header.map((name, i) => make("th", name, { scope: "col", ...kind(i) })));
   start.append(head);

@@ -1,0 +1,172 @@
+"""The suites `host` and `cold`: every kind of call, wrong and refused peers, fresh processes, records."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the benchmark measures torch tensors")
+pytest.importorskip("typer", reason="the benchmark is a command")
+
+import torch
+from bench_command import SMALL, Raises, Wrong, call
+
+from onlinesoftmax.bench import cold, host, kinds
+from onlinesoftmax.bench.calls import CallsCaseResult
+from onlinesoftmax.bench.cases import Case
+from onlinesoftmax.bench.cold import calls_of, run_cold
+from onlinesoftmax.bench.host import BARE, BOTH, OUT, PLAIN, RECORDING, run_host
+from onlinesoftmax.bench.peers import Ours, Peer, Torch
+from onlinesoftmax.bench.timing import CpuClock
+
+CPU = torch.device("cpu")
+SOFTMAX = Case("softmax", (4, 8), 1, "float32")
+LOSS = Case("cross_entropy", (4, 8), 1, "float32")
+
+
+def hosts(case: Case, *everybody: Peer) -> dict[str, Any]:
+    (found,) = run_host([case], everybody, CPU, 0.1, CpuClock())
+    return {result.who: result for result in found.results}
+
+
+def test_every_kind_of_call_has_a_time() -> None:
+    found = hosts(SOFTMAX, Ours("cpu"), Torch("cpu"))
+    for result in found.values():
+        assert list(result.calls) == [PLAIN, OUT, RECORDING, BOTH]
+        assert all(0 < times.p20_us <= times.median_us for times in result.calls.values())
+    assert found["ours"].plan.backend == "eager"
+    assert list(hosts(LOSS, Torch("cpu"))["torch"].calls) == [PLAIN, RECORDING, BOTH]
+
+
+@pytest.mark.parametrize("case", [LOSS, replace(LOSS, operation="token_logprobs", reduction="")])
+def test_the_bare_launch_runs_the_kernel_of_the_plan(case: Case) -> None:
+    """Triton's interpreter stands for a GPU."""
+    pytest.importorskip("triton", reason="a kernel is launched")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is off where there is a GPU; the next test runs there")
+    ours = hosts(case, Ours("cpu", "triton", "row"))["ours"]
+    assert ours.status in ("ok", "wrong"), ours.reason
+    if ours.status == "ok":
+        assert list(ours.calls) == [PLAIN, RECORDING, BOTH, BARE]
+        assert ours.reason is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", ["softmax", "log_softmax", "logsumexp", "token_logprobs", "cross_entropy"])
+def test_the_bare_launch_on_a_gpu_is_the_fastest(operation: str) -> None:
+    gpu, case = torch.device("cuda"), Case(operation, (64, 512), 1, "bfloat16")
+    (found,) = run_host([case], [Ours("cuda")], gpu, 20)
+    (ours,) = found.results
+    assert (ours.status, ours.reason) == ("ok", None)
+    assert isinstance(found, CallsCaseResult)
+    assert ours.calls[BARE].median_us < ours.calls[PLAIN].median_us
+
+
+def test_a_wrong_peer_has_no_host_time_and_a_refusal_has_its_reason() -> None:
+    from onlinesoftmax.bench.arrays import JaxNN
+
+    found = hosts(SOFTMAX, Ours("cpu"), Wrong("cpu"), Raises("cpu"), JaxNN("cpu"))
+    assert (found["wrong"].status, found["wrong"].calls) == ("wrong", {})
+    assert (found["raises"].status, found["raises"].reason) == ("refused", "N must be a multiple of 8")
+    assert "conversion of tensors" in found["jax.nn"].reason
+
+
+def test_an_out_that_differs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Torch, "prepare_out", lambda self, case: lambda x, y: y.zero_())
+    result = hosts(SOFTMAX, Torch("cpu"))["torch"]
+    assert (OUT in result.calls, result.reason) == (False, "out=: another result than without")
+
+
+def test_host_is_a_suite(tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    done = call("--suite", "host", *SMALL, "--op", "logsumexp", "--out", str(path))
+    assert done.exit_code == 0, done.output
+    header = next(line for line in done.stdout.splitlines() if " who " in line)
+    assert header.split() == ["operation", "shape", "dtype", "who", PLAIN, OUT, RECORDING, BOTH, "notes"]
+    found = json.loads(path.read_text())
+    assert found["measures"] == "host time"
+    again = kinds.read_cases(found)
+    assert [each.as_dict() for each in again] == found["cases"]
+    assert kinds.table_of(again, found).rows[0][3] == "ours eager/row"
+
+
+def test_the_calls_of_a_column_and_of_one_row() -> None:
+    assert "new rows" not in calls_of(Case("softmax", (1, 64), 1, "float32"))
+    shapes = {name: case.shape for name, case in calls_of(Case("softmax", (64, 32), 0, "float32")).items()}
+    assert shapes["new rows"] == (64, 16)
+    assert shapes["new length"] == (72, 32)
+
+
+def test_first_calls_are_those_of_fresh_processes() -> None:
+    (found,) = run_cold([SOFTMAX], [Ours("cpu")], CPU, quick=True)
+    empty, filled = found.results
+    assert [result.state for result in (empty, filled)] == ["empty", "filled"]
+    for result in (empty, filled):
+        assert result.status == "ok"
+        assert list(result.calls) == [
+            "import torch", "import library", "first", "again", "new rows", "new length", "other length",
+        ]  # fmt: skip
+        assert all(times.median_us > 0 and times.count == 1 for times in result.calls.values())
+        # torch is imported anew in each process.
+        assert result.calls["import torch"].median_us > 10 * result.calls["again"].median_us
+        assert result.error <= 1e-6
+    lines = cold.below(found.results, "cpu")
+    assert "1 fresh process;" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "reason"),
+    [
+        ({"wrong": "error 1", "error": 1.0, "allowed": 0.0, "notes": {}, "times": {}}, "wrong", "error 1"),
+        ({"wrong": None, "notes": {"other length": "no room"}, "times": {}}, "failed", "other length: no room"),
+        ({"failure": "ValueError: no"}, "failed", "ValueError: no"),
+    ],
+)
+def test_a_process_that_goes_wrong_has_no_time(
+    answer: dict[str, Any], status: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold, "_answer", lambda *_: answer)
+    (found,) = run_cold([SOFTMAX], [Ours("cpu")], CPU, quick=True)
+    (result,) = found.results
+    assert (result.status, result.reason, result.calls) == (status, reason, {})
+
+
+def test_a_peer_that_refuses_a_later_shape_keeps_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {"wrong": None, "error": 0.0, "allowed": 0.0, "notes": {"other length": "no"}, "times": {"first": 2.0}}
+    monkeypatch.setattr(cold, "_answer", lambda *_: answer)
+    (found,) = run_cold([SOFTMAX], [Torch("cpu")], CPU, quick=False)
+    assert [(each.calls["first"].count, each.analysis) for each in found.results] == [(3, "other length: no")] * 2
+    _, rows, _ = kinds.calls.table([found], {"quack": "not installed"})
+    assert rows[0][-1] == "other length: no"
+    assert rows[-1][-1] == "absent: not installed"
+
+
+def test_a_plan_that_cannot_run_is_refused_before_any_process() -> None:
+    (found,) = run_cold([SOFTMAX], [Ours("cpu", "eager", "split")], CPU, quick=True)
+    assert found.results[0].status == "refused"
+    assert "split" in found.results[0].reason
+
+
+def test_the_lines_below_name_the_columns_that_are_there() -> None:
+    (found,) = run_host([LOSS], [Torch("cpu")], CPU, 0.1, CpuClock())
+    lines = host.below(found.results, "cuda")
+    assert lines[0].startswith("Host time: until the call returns")
+    assert [line.partition(":")[0] for line in lines[1:]] == [RECORDING, BOTH]
+
+
+def test_the_tables_of_the_documentation_have_a_column_for_each_kind_of_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables, path = Path(__file__).parents[2] / "benchmarks" / "tables.py", tmp_path / "host.json"
+    assert call("--suite", "host", *SMALL, "--op", "softmax", "--out", str(path)).exit_code == 0
+    monkeypatch.setattr(sys, "argv", [str(tables), str(path)])
+    runpy.run_path(str(tables), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "| call | library | caches | plain | out= | recording | forward+backward |" in shown
+    assert "| softmax, 4 × 8, float32 | torch |  |" in shown

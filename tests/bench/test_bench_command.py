@@ -1,0 +1,153 @@
+"""`onlinesoftmax bench`: suites, records, tables, exit codes, and a sentence for each wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the benchmark measures torch tensors")
+pytest.importorskip("typer", reason="the benchmark is a command")
+
+import torch
+from bench_command import SMALL, Raises, Wrong, call
+
+from onlinesoftmax.bench import libraries, record
+from onlinesoftmax.bench.suites import SUITES, Suite, cases
+
+
+def test_every_suite_has_cases_that_can_be_made() -> None:
+    for name, suite in SUITES.items():
+        for each in (suite, suite.quick):
+            found = cases(each)
+            assert len(found) == len(each.entries) * len(each.dtypes)
+            assert len(set(found)) == len(found), f"{name} measures a case twice"
+            assert all(0 <= case.dim < len(case.shape) for case in found)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_quick_suite_has_every_kind_of_case_in_few_elements(name: str) -> None:
+    def kinds(suite: Suite) -> set[Any]:
+        return {(e.operation, e.fused, e.with_gradient, e.reduction) for e in suite.entries}
+
+    whole, quick = SUITES[name], SUITES[name].quick
+    assert kinds(quick) <= kinds(whole)
+    if whole.measures in ("device time", "sharded time"):
+        assert kinds(quick) == kinds(whole)
+    assert len(quick.entries) <= 6
+    assert max(case.elements for case in cases(quick)) <= 1 << 22 or name == "rows1024"
+    assert quick.repeat_ms <= 50
+    assert (quick.dtypes, quick.measures, quick.excluded) == (whole.dtypes, whole.measures, whole.excluded)
+
+
+def test_the_suites_of_softmax_are_the_table_of_the_field() -> None:
+    def shapes(name: str) -> list[tuple[int, ...]]:
+        return list(dict.fromkeys(case.shape for case in cases(SUITES[name])))
+
+    assert {(1048576, 64), (4096, 50257), (131072, 1023), (32, 512, 4096)} <= set(shapes("forward"))
+    assert shapes("rows1024") == [(1024, cols) for cols in (512, 1024, 2048, 4096, 8192, 16384, 32768)]
+    assert shapes("single-row") == [(1, 1 << k) for k in range(16, 31)]
+
+
+def test_the_record_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    done = call(*SMALL, "--json", "--peers", "torch,liger", "--out", str(path))
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found == json.loads(path.read_text())
+    assert set(found) == {"format", "date", "git", "versions", "device", "options", "absent", "cases", "measures"}
+    assert found["measures"] == "device time"
+    assert found["git"]["sources"] == record.sources()
+    assert found["date"].endswith("+00:00")
+    # The installed version may lack the local part (2.11.0+cu130) that torch itself names.
+    assert torch.__version__.startswith(found["versions"]["torch"].partition("+")[0])
+    assert found["options"]["repeat"] == 1
+    assert found["options"]["shape"] == ["4x8"]
+    assert list(found["absent"]) == ["liger"]
+    (case,) = found["cases"]
+    assert (case["shape"], case["dim"], case["bytes"], case["skipped"]) == ([4, 8], 1, 256, None)
+    assert [result["who"] for result in case["results"]] == ["ours", "torch"]
+    for result in case["results"]:
+        assert set(result["times"]) == {"median_us", "p20_us", "p80_us", "count"}
+        assert result["status"] == "ok"
+        assert result["error"] <= 1e-6
+    assert case["results"][0]["plan"]["strategy"] == "row"
+
+
+def test_a_pipe_gets_aligned_text() -> None:
+    done = call(*SMALL, "--op", "softmax", "--op", "logsumexp", "--peers", "torch,quack")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    (header,) = [i for i, line in enumerate(lines) if "of copy" in line]
+    assert "ours eager/row" in lines[header + 1]
+    assert lines[header + 1].index("ours") == lines[header].index("who")
+    assert any(line.split()[:4] == ["-", "-", "-", "quack"] and "absent: " in line for line in lines)
+    assert not set("│─┃\x1b") & set(done.stdout)
+
+
+def test_a_wrong_peer_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(libraries.PEERS, "wrong", Wrong)
+    done = call(*SMALL, "--peers", "wrong")
+    assert done.exit_code == 1
+    assert "WRONG: error" in done.stdout
+
+
+def test_a_peer_that_refuses_is_shown_with_its_error_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(libraries.PEERS, "raises", Raises)
+    done = call(*SMALL, "--peers", "raises,liger")
+    assert done.exit_code == 0, done.output
+    lines = {line.split()[2]: line for line in done.stdout.splitlines() if line.startswith("  4x8")}
+    assert lines["raises"].endswith("refuses: N must be a multiple of 8")
+    assert "absent: not installed: pip install liger-kernel" in done.stdout
+
+
+def test_rows1024_has_a_sentence_about_each_case() -> None:
+    done = call("--suite", "rows1024", "--device", "cpu", "--shape", "1024x16", "--dtype", "float32", "--repeat", "1")
+    assert done.exit_code == 0, done.output
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("1024x16 float32: "))
+    assert "of a copy of the same size" in line
+    assert "A call without work takes" in line
+    assert line.endswith(" times as long.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--shape", "4y8"], "shape '4y8'"),
+        (["--shape", "4x8", "--dim", "2"], "dim 2 is out of range for 4x8"),
+        (["--dim", "0"], "a dim needs a shape"),
+        (["--suite", "huge"], "unknown suite 'huge'; there are: forward, rows1024, single-row, gradients"),
+        (["--suite", "quick"], "unknown suite 'quick'"),
+        (["--resume"], "--resume continues a record; name its file with --out"),
+        (["--suite", "host", "--with-gradient"], "--with-gradient does not go with --suite host"),
+        (["--suite", "host", "--fused", "scale"], "--fused does not go with --suite host"),
+        (["--suite", "host", "--op", "softmax_backward"], "instead of --op softmax_backward name softmax"),
+        (["--suite", "cold", "--repeat", "9"], "--repeat does not go with --suite cold"),
+        (["--suite", "cold", "--framework", "jax"], "--suite cold measures calls of PyTorch"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--op", "softmin"], "unknown operation 'softmin'"),
+        (["--fused", "scale,dropout"], "unknown score option 'dropout'"),
+        (["--peers", "torch,apex"], "unknown peer 'apex'; there are: torch, compile, liger, quack, jax"),
+        (["--backend", "cudnn"], "unknown backend 'cudnn'"),
+        (["--strategy", "magic"], "unknown strategy 'magic'"),
+        (["--device", "abacus"], "unknown device 'abacus'"),
+        (["--device", "meta"], "only cpu and cuda"),
+        (["--device", "cuda:99"], "torch sees"),
+        ([*SMALL, "--strategy", "split"], "can run none of these cases"),
+        (["--out", "."], "is a folder"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], says: str) -> None:
+    done = call(*arguments)
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.strip().splitlines()
+    assert says in line
+
+
+def test_an_unwritable_record_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = call(*SMALL, "--out", str(tmp_path / "file" / "record.json"))
+    assert done.exit_code == 2
+    assert "cannot be written" in done.stderr
