@@ -103,6 +103,15 @@ def test_a_peer_that_refuses_is_shown_with_its_error_and_fails_nothing(monkeypat
     assert "absent: not installed: pip install liger-kernel" in done.stdout
 
 
+def test_jax_is_a_peer() -> None:
+    pytest.importorskip("jax", reason="the peer is jax.nn")
+    done = call(*SMALL, "--peers", "jax", "--json")
+    assert done.exit_code == 0, done.output
+    ((_, theirs),) = (case["results"] for case in json.loads(done.stdout)["cases"])
+    assert (theirs["who"], theirs["status"]) == ("jax.nn", "ok")
+    assert theirs["times"]["median_us"] > 0
+
+
 def test_rows1024_has_a_sentence_about_each_case() -> None:
     done = call("--suite", "rows1024", "--device", "cpu", "--shape", "1024x16", "--dtype", "float32", "--repeat", "1")
     assert done.exit_code == 0, done.output

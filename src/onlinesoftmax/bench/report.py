@@ -16,9 +16,6 @@ BUSY = 0.3
 MEMORY = "extra MB"
 """Column of the memory that a call takes beyond its input and its result."""
 
-JAX = "jax.nn"
-"""Name of JAX's own function among the libraries."""
-
 USED = "of GPU"
 """Column of the utilisation: the bandwidth over that of a large copy on this GPU."""
 
@@ -98,10 +95,11 @@ def above(content: Mapping[str, Any]) -> list[str]:
 
 def sentences(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
     """A sentence of analysis about each case."""
-    peak = content["device"].get("bandwidth")
+    device = content["device"]
     there = any(result.utilisation is not None for found in results for result in found.results)
-    first = [f"A large copy on this GPU has {peak:.0f} GB/s."] if there and peak else []
-    return [*first, *(sentence(found) for found in results)]
+    # The bandwidth of a device that nobody measured comes from its datasheet, as the source says.
+    peak = f"A large copy on this GPU has {device['bandwidth']:.0f} GB/s ({device.get('source')})." if there else ""
+    return [*filter(None, [peak]), *(sentence(found) for found in results)]
 
 
 def _kind(case: Case) -> str:
@@ -119,9 +117,6 @@ def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str
         lines.append(f"GB/s of {kind} count {count} tensors, read or written once; those of the copy count 2.")
     if any(result.flush == "clean" for result in results):
         lines.append("Before a call that only reads, the L2 cache is left without dirty lines.")
-    jax_beside = any(each.who == JAX and each.times for found in results for each in found.results)
-    if content["device"].get("kind") == "cpu" and jax_beside:
-        lines.append("On a CPU the threads of JAX slow down PyTorch's calls between its own: leave out the peer jax.")
     bounds = [result.within_cpu_bound for result in results if result.within_cpu_bound is not None]
     if bounds:
         lines.append(
