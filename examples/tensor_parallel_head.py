@@ -19,6 +19,7 @@ from pydoc_data.topics import topics
 from typing import Annotated, Any
 
 import torch
+import torch._dynamo  # the optimizers import it; see main()
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
@@ -111,6 +112,8 @@ def main(
         raise Exit(2)
     if on_gpu:
         torch.cuda.set_device(device)
+    # torch._dynamo must have been imported by now: otherwise torch 2.11 keeps a reference to the process group, gloo's
+    # threads outlive destroy_process_group, and one run in ten aborts when Python exits.
     dist.init_process_group("nccl" if on_gpu else "gloo")
     # The last process has the remaining columns, so that shards are uneven where the words do not divide.
     each = words // world

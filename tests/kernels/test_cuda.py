@@ -302,10 +302,11 @@ def test_mailboxes_have_the_words_that_the_kernel_counts(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_the_multiplication_of_a_gradient_compiles_without_spills(dtype: str, arch: str) -> None:
     from onlinesoftmax.kernels.cuda.compile import build, usage
-    from onlinesoftmax.kernels.cuda.multiply import source
+    from onlinesoftmax.kernels.cuda.multiply import THREADS, source
 
     for factor in {dtype, "float64" if dtype == "float64" else "float32"}:
         _, log, _ = build(source(dtype, factor), arch)
         found = usage(log)
-        assert found["registers"] <= 40
+        # A block fits beside blocks of another kernel that still run.
+        assert found["registers"] * THREADS <= 40 * 1024
         assert not found.get("spills")

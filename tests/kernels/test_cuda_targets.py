@@ -7,6 +7,7 @@ some row.  The reference is core/reference.py in float64.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,19 @@ def test_one_element_of_a_row_is_the_target(strategy: str, lengths: range, dtype
         hit = found["y"] < 0
         assert (hit == (np.arange(cols) == targets[:, None])).all() or cols == 1
         check(ask, request, values, found)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.parametrize("strategy", PROPOSALS)
+def test_a_kernel_that_follows_the_divisor(strategy: str, folder: Path) -> None:
+    """It reads dy later than other kernels do, and computes the same bits."""
+    ask, rows, cols = Ask(LOSS, ("loss", "y"), ("dy", "ignore_index")), 5, STRATEGY_COLS[strategy][1]
+    task = a_task(ask, rows, cols, "bfloat16")
+    request = Request(task, small_plan(strategy, rows, cols, "bfloat16", True, True))
+    values = some_values(ask, task, np.arange(rows)) | {"dy": np.full((rows, 1), 0.25)}
+    plain, early = (run(ask, replace(request, follows_divisor=flag), values, folder) for flag in (False, True))
+    assert np.abs(early["y"]).max() > 0
+    assert all(np.array_equal(early[name], y) for name, y in plain.items())
 
 
 SPECIAL = {

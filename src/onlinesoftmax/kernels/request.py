@@ -18,10 +18,13 @@ class Request:
     Attributes:
         task: What to compute, on which tensors.
         plan: Who runs it, with which blocks.
+        follows_divisor: True where the kernel before this one on the stream computes `dy`, one number for all rows: the
+            reciprocal of a mean's divisor.  That kernel writes nothing else, so this one may begin before it has ended.
     """
 
     task: Task
     plan: Plan
+    follows_divisor: bool = False
 
     @property
     def operation(self) -> Operation:

@@ -17,7 +17,7 @@ from ..core.call import Call
 from .gradients import accumulator_of
 from .launches import is_usual
 from .loss import Loss
-from .prepare import prepared
+from .prepare import kind_of, operands_of, prepare, prepared
 from .reductions import Reducer, reducer
 from .targets import LogProbabilities, PerRow, ScalarLoss, by_cuda, loss_call, scalar_output, without_tensors
 
@@ -70,16 +70,23 @@ def add_loss(key: tuple[Any, ...], x: Tensor, target: Tensor, weight: Tensor | N
 
 
 def _rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs: tuple[str, ...]) -> Callable[..., Any]:
-    """The function (x, target, weight, dy) that launches the loss kernel and returns its outputs."""
+    """The function (x, target, weight, dy) that launches the loss kernel and returns its outputs.
+
+    With the output "loss" and the gradient of a mean, the launch before it must be the one that computes dy.
+    """
     wide = accumulator_of(x.dtype, x.dtype)
     of_rows = outputs[0] == "loss"
     dy = torch.empty((), dtype=wide, device=x.device) if of_rows and "y" in outputs else None
     call = loss_call(x, target, weight, loss, dy)
-    run, operands = prepared(call if of_rows else by_cuda(call), outputs)
+    call = call if of_rows else by_cuda(call)
+    operands = operands_of(call)
+    adds_weights = "weight_sum" in operands
+    # The kernel that adds the weights would come between.
+    follows_divisor = dy is not None and loss.reduction == "mean" and not adds_weights
+    run = prepare(kind_of(call, operands, outputs), follows_divisor)
     # Planning needs views of the tensors, but a launch needs only their addresses.  So only the numbers are kept, and a
     # call passes its own tensors without making views.
     numbers = {name: value for name, value in operands.items() if isinstance(value, int)}
-    adds_weights = "weight_sum" in operands
 
     def rows(x: Tensor, target: Tensor, weight: Tensor | None, dy: Tensor | None) -> Any:
         given: dict[str, Any] = {"target": target, "dy": dy, **numbers}

@@ -203,8 +203,13 @@ def aligned(t: torch.Tensor) -> bool:
     return t.data_ptr() % 16 == 0
 
 
-def prepare(kind: Kind) -> Prepared:
-    """The function run(x, out, operands) for calls of a kind."""
+def prepare(kind: Kind, follows_divisor: bool = False) -> Prepared:
+    """The function run(x, out, operands) for calls of a kind.
+
+    Args:
+        kind: The kind.
+        follows_divisor: As in Request: every call follows the kernel that computes its operand `dy`.
+    """
     operation, settings = kind.operation, kind.settings
     x, out = kind.places[0], kind.places[-1] if kind.places[-1].name == "out" else None
     axis = checked_dim(operation.name, settings.dim, len(x.shape))
@@ -219,7 +224,7 @@ def prepare(kind: Kind) -> Prepared:
     if the_plan.backend == "eager":
         eager_settings = settings._replace(dim=axis, dtype=dtype)
         return lambda x, out, _: eager.call(operation, x, eager_settings, out)
-    launch = registry.load(the_plan.backend).prepare(Request(task, the_plan))
+    launch = registry.load(the_plan.backend).prepare(Request(task, the_plan, follows_divisor))
     return _bound(launch, kind, task, shape, getattr(torch, task.dtypes[kind.outputs[0]]))
 
 

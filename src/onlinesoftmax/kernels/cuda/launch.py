@@ -38,7 +38,9 @@ def bind(request: Request) -> Run:
 
     def new_call(index: int) -> driver.Arguments:
         kernel = loaded(source(request), kernel_name(request), index, dynamic, cluster)
-        return driver.Arguments(values, driver.launch_config(*config), kernel)
+        # The driver starts a cooperative kernel only when the device is empty.
+        early = request.follows_divisor and plan.strategy != "grid" and may_begin_early(index)
+        return driver.Arguments(values, driver.launch_config(*config, early=early), kernel)
 
     def fill_in(fields: Any, more: dict[str, Any], index: int, stream: int) -> None:
         for field, name in tensors:
@@ -69,7 +71,7 @@ def bind(request: Request) -> Run:
     return run
 
 
-def _configuration(request: Request) -> tuple[int, int, tuple[Any, ...]]:
+def _configuration(request: Request) -> tuple[int, int, tuple[int, int, int, int, int, bool]]:
     """Bytes of dynamic shared memory, blocks of a cluster, and the arguments of driver.launch_config."""
     plan, dynamic = request.plan, shared_memory(request)
     cluster = plan.splits if plan.strategy == "cluster" else 1

@@ -1,6 +1,6 @@
 // Multiplies a gradient in place by one number on the device.
 //
-// One block:  owns THREADS chunks of 16 bytes, then advances by the size of the grid (a grid-stride loop).
+// One block:  owns BATCH x THREADS chunks of 16 bytes, then advances by the size of the grid (a grid-stride loop).
 // Chosen:     in the backward pass of a loss whose gradient the forward pass has written.
 // Bytes:      only the number if it is 1, as in `loss.backward()`; else one read and one write of the gradient.
 // Limits:     x is contiguous, and its first element lies on 16 bytes.
@@ -14,15 +14,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) multiply_kernel(const __gr
     if (f == 1) return;
     T* const x = p.x;
     const int64 count = p.count;
-    const int64 chunks = count / VECTOR, first = int64(blockIdx.x) * THREADS + threadIdx.x;
-    for (int64 i = first; i < chunks; i += int64(gridDim.x) * THREADS) {
-        Chunk<T, VECTOR> chunk;
-        load<VECTOR, CachePolicy::NORMAL>(chunk, x + i * VECTOR, 1);
-        ACC y[VECTOR];
+    const int64 chunks = count / VECTOR, tile = BATCH * THREADS;
+    for (int64 first = blockIdx.x * tile + threadIdx.x; first < chunks; first += gridDim.x * tile) {
+        // A batch is loaded before any of it is used, so that few threads keep the memory busy.
+        Chunk<T, VECTOR> batch[BATCH];
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) y[j] = f * wide(chunk, j);
-        store<VECTOR, CachePolicy::NORMAL>(x + i * VECTOR, narrow<T>(y), 1);
+        for (int i = 0; i < BATCH; ++i)
+            if (first + i * THREADS < chunks)
+                load<VECTOR, CachePolicy::NORMAL>(batch[i], x + (first + i * THREADS) * VECTOR, 1);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            ACC y[VECTOR];
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) y[j] = f * wide(batch[i], j);
+            if (first + i * THREADS < chunks)
+                store<VECTOR, CachePolicy::NORMAL>(x + (first + i * THREADS) * VECTOR, narrow<T>(y), 1);
+        }
     }
-    const int64 last = chunks * VECTOR + first;
+    const int64 last = chunks * VECTOR + int64(blockIdx.x) * THREADS + threadIdx.x;
     if (last < count) narrow(x[last], f * wide(x[last]));
 }

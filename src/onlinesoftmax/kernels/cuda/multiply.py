@@ -11,10 +11,11 @@ from . import driver
 from .launch import loaded, may_begin_early
 from .source import CPP_TYPES, text
 
-THREADS = 1024
-BLOCKS_PER_MULTIPROCESSOR = 2
-"""Blocks of THREADS threads that fill a multiprocessor.  A launch of more and smaller blocks takes longer where nothing
-is to be multiplied."""
+THREADS, BATCH = 512, 8
+"""Threads of a block, and chunks that a thread loads at once.
+
+One such block fills a multiprocessor.  More threads would take longer to launch where nothing is to be multiplied.
+"""
 
 NAME = "multiply_kernel"
 
@@ -35,7 +36,7 @@ def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
         config = driver.launch_config(1, 1, THREADS, 0, 1, False, early=may_begin_early(index))
         call = driver.Arguments(bytes(24), config, kernel)
     call.fields[0], call.fields[1], call.fields[2] = x.data_ptr(), factor.data_ptr(), x.numel()
-    call.config.grid[0] = max(1, min(most, x.numel() * x.element_size() // (16 * THREADS)))
+    call.config.grid[0] = max(1, min(most, -(-x.numel() * x.element_size() // (16 * BATCH * THREADS))))
     call.config.stream = torch._C._cuda_getCurrentRawStream(index)
     driver.launch(call, index, "launching multiply_kernel")
     spare.append(call)
@@ -46,7 +47,7 @@ def _kernel(dtype: torch.dtype, factor: torch.dtype, index: int) -> tuple[int, i
     """(blocks that fill the device, handle of the kernel, arguments of earlier launches)."""
     multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
     text_of_kernel = source(*(str(name).removeprefix("torch.") for name in (dtype, factor)))
-    return BLOCKS_PER_MULTIPROCESSOR * multiprocessors, loaded(text_of_kernel, NAME, index, 0, 1), []
+    return multiprocessors, loaded(text_of_kernel, NAME, index, 0, 1), []
 
 
 @cache
@@ -57,6 +58,6 @@ def source(dtype: str, factor: str) -> str:
         f"using T = {CPP_TYPES.get(dtype, dtype)};",
         f"using ACC = {accumulator};",
         f"using FACTOR = {CPP_TYPES.get(factor, factor)};",
-        f"constexpr int THREADS = {THREADS}, VECTOR = {16 // ITEMSIZE[dtype]};",
+        f"constexpr int THREADS = {THREADS}, BATCH = {BATCH}, VECTOR = {16 // ITEMSIZE[dtype]};",
     ]
     return text("numbers.cuh") + '#line 1 "constants"\n' + "\n".join(constants) + "\n" + text("multiply.cuh")

@@ -188,8 +188,14 @@ __device__ inline void store(T* to, const Chunk<T, N>& from, int64 step) {
             reinterpret_cast<Unit*>(to + (W == 1 ? i * step : i)), reinterpret_cast<const Unit&>(from.at[i]));
 }
 
-// Waits until the kernel before this one on the stream has ended and its stores can be seen.  From sm_90 on, a kernel may
-// be launched to begin before (programmatic dependent launch), which hides the time of its launch.
+// Programmatic dependent launch, from sm_90 on: a kernel may be launched such that it begins before the kernel before it on
+// the stream has ended.  The first kernel allows this by `let_next_kernel_begin`, at the latest by its end; the next one
+// waits by `wait_for_kernel_before` until the first has ended and its stores can be seen.
+__device__ inline void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 __device__ inline void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -265,6 +265,12 @@ struct RowOperands {
     // after they have issued the loads of the row, because these loads wait: for the target, and for the divisor.
     __device__ inline void load_target(const Params& p, const Row& r) {
         if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / LossMail(p).wait_for_divisor(blockIdx.x) : 1;
+        if constexpr (FOLLOWS_DIVISOR) {
+            wait_for_kernel_before();
+            dy = wide(load_one(p.dy));
+        }
+        // The kernel that adds the losses waits for the end of this one.
+        if constexpr (ROW_LOSS) let_next_kernel_begin();
         if constexpr (HAS_TARGET) {
             chosen.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());
             chosen_weight = 1;

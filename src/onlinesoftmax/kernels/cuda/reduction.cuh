@@ -103,6 +103,8 @@ __device__ inline void write(const Reduction& p, RowSums sums) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) reduction_kernel(const __grid_constant__ Reduction p) {
     __shared__ RowSums exchange[THREADS / 32];
+    // The loss kernel reads the divisor after it has loaded its first rows.
+    if constexpr (!ADDS_LOSSES) let_next_kernel_begin();
     // This kernel may begin before the loss kernel ends.  The targets may be read at once, because the loss kernel does
     // not write them.
     RowSums sums{};

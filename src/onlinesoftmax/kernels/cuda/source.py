@@ -182,6 +182,7 @@ def _flags(request: Request) -> dict[str, bool]:
         "WRITES_ROWS": bool(task.row_outputs or task.call_outputs),
         # True where the losses are reduced to a scalar.
         "SCALAR_LOSS": bool(task.call_outputs),
+        "FOLLOWS_DIVISOR": request.follows_divisor,
         "REDUCES": operation.reduces,
         # True where x is the saved output of the forward pass and dy has a value for each element; no scores are made.
         "READS_SAVED_OUTPUT": not operation.scores,
@@ -200,8 +201,10 @@ def _flags(request: Request) -> dict[str, bool]:
         "FUSED": task.fused,
     }
     flags |= {f"HAS_{name.upper()}": name in moved for name in ELEMENT_TENSORS}
-    # A name with GIVEN_ is an operand with one value per row: dy may also have one value per element.
-    flags |= {f"GIVEN_{name.upper()}": name in given for name in ROW_OPERANDS}
+    # A name with GIVEN_ is an operand with one value per row that is loaded before the row.  dy may also have one value
+    # per element, or may be loaded later.
+    early = given - ({"dy"} if request.follows_divisor else set())
+    flags |= {f"GIVEN_{name.upper()}": name in early for name in ROW_OPERANDS}
     flags |= {f"HAS_{name.upper()}": name in given for name in ("target", *CALL_TENSORS, *OPERAND_NUMBERS)}
     flags |= {f"ROW_{name.upper()}": name in task.row_outputs for name in ROW_OUTPUTS}
     flags |= {f"CALL_{name.upper()}": name in task.call_outputs for name in CALL_OUTPUTS}
