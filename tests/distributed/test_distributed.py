@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from distributed import benchmark, dtensors, files, gpus, passes, processes
+from distributed import benchmark, dtensors, files, fsdp, gpus, passes, processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -52,6 +52,18 @@ def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
 def test_all_options_of_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:
     """Every combination of the options with NCCL: it compiles a few hundred kernels."""
     processes.run(check, (0, 20, 37), tmp_path, "nccl")
+
+
+def test_a_model_wrapped_by_fsdp(tmp_path: Path) -> None:
+    processes.run(fsdp.training_follows_pytorch, (0, 1, 2), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: torch.cuda.is_available() is False")
+def test_a_model_wrapped_by_fsdp_on_gpus(tmp_path: Path) -> None:
+    """One process on one GPU, two on two: FSDP's hooks, streams and dtypes are the same."""
+    size = min(torch.cuda.device_count(), 2)
+    processes.run(fsdp.training_follows_pytorch, tuple(range(size + 1)), tmp_path, "nccl")
 
 
 def test_a_dead_process_ends_the_others(tmp_path: Path) -> None:
