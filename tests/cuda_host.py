@@ -101,6 +101,8 @@ inline void copy_async(void* to, const void* from) {
     else memset(to, 0, 16);
 }
 inline void commit() {}
+inline void let_next_kernel_begin() {}
+inline void wait_for_kernel_before() {}
 inline void wait_groups(int) {}
 """
 
