@@ -10,7 +10,7 @@ from onlinesoftmax.report.charts import COLORS, GREY
 from onlinesoftmax.report.headline import HEIGHT, points_of, static, svg
 
 from .losses import CROSS_ENTROPY
-from .markdown import NAMES, shape
+from .markdown import NAMES
 from .records import CASES, LIBRARIES, Records
 
 LOW = 220
@@ -43,7 +43,7 @@ def losses(records: Records) -> str:
     found = records.cases(CROSS_ENTROPY, dtype="bfloat16", reduction="mean", with_gradient=True)
     names = {"ours": "ours"} | NAMES
     bars = [
-        {"shape": shape(each.case), "library": names[result.who], "copies": round(result.copies, 3)}
+        {"shape": "x".join(map(str, each.case.shape)), "library": names[result.who], "copies": round(result.copies, 3)}
         for each in found for result in each.results if result.copies
     ]  # fmt: skip
     here = [name for name in names.values() if any(bar["library"] == name for bar in bars)]

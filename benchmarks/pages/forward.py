@@ -8,10 +8,13 @@ from dataclasses import replace
 from onlinesoftmax.bench.cases import Case
 from onlinesoftmax.bench.result import CaseResult
 
-from .markdown import ABSENT, NAMES, SHORT, microseconds, shape, share, source, spread, strategy, table
+from .markdown import ABSENT, NAMES, SHORT, microseconds, shape, share, source, spread, strategy, table, together
 from .records import LIBRARIES, Records, ours
 
 DTYPES = ("bfloat16", "float16", "float32")
+
+VERDICTS = {"refuses": "refused", "wrong": "wrong", "fails": "failed"}
+"""Words for a result that has no time, and its status in a record."""
 
 
 def _beside(records: Records, name: str, *more: str) -> str:
@@ -40,8 +43,23 @@ def rows1024_table(records: Records) -> str:
 
 
 def gradients_table(records: Records) -> str:
-    """The suite gradients on an H200."""
-    return _beside(records, "h200-gradients")
+    """The suite gradients on an H200: ranges, and what other libraries cannot."""
+    name = "h200-gradients"
+    found = records.cases(name)
+    if not found:
+        return ABSENT
+    said = []
+    for who in ("ours", *NAMES):
+        for dtype in ("bfloat16", "float32"):
+            results = [records.result(each.case, who, name) for each in found if each.case.dtype == dtype]
+            there = [result for result in results if result]
+            if there:
+                bad = [f"{word} in {count} of {len(there)} cases" for word, status in VERDICTS.items()
+                       if (count := sum(result.status == status for result in there))]  # fmt: skip
+                shares = spread(result.of_copy for result in there)
+                said.append(f"| {NAMES.get(who, who)} | {dtype} | {shares} | {'; '.join(bad)} |")
+    header = "| library | dtype | of the copy | |\n|---|---|---|---|\n"
+    return header + "\n".join(said) + f"\n\n{source(*records.family(name))}"
 
 
 def single_row_table(records: Records) -> str:
@@ -100,8 +118,8 @@ def fused_table(records: Records) -> str:
         theirs = spread(result.of_copy for each in found if each.case.fused == fused for result in each.results
                         if result.who == "torch")  # fmt: skip
         rows.append([" and ".join(fused) or "none", *cells, theirs])
-    names = [" × ".join(map(str, each)) for each in shapes]
-    return f"{table(('option', *names, 'PyTorch'), rows)}\n\n{source(records.get('h200-fused'))}"
+    header = ("option", *(" × ".join(map(str, size)) for size in shapes), "PyTorch")
+    return f"{table(header, rows)}\n\n{source(records.get('h200-fused'))}"
 
 
 def _pair(found: Iterable[CaseResult], size: Sequence[int], fused: tuple[str, ...]) -> str:
@@ -109,7 +127,7 @@ def _pair(found: Iterable[CaseResult], size: Sequence[int], fused: tuple[str, ..
     cells = {
         each.case.dtype: share(ours(each)) for each in found if (each.case.shape, each.case.fused) == (size, fused)
     }
-    return ", ".join(cells[dtype] for dtype in DTYPES if dtype in cells)
+    return together(cells[dtype] for dtype in DTYPES if dtype in cells)
 
 
 def operations_table(records: Records) -> str:
@@ -201,15 +219,12 @@ def jax_table(records: Records) -> str:
     for case in sorted(cases, key=lambda case: (case.shape[-1], case.rows)):
         backward = replace(case, operation="softmax_backward")
         cells = [
-            share(records.result(replace(each, dtype=dtype), who, name))
+            together(share(records.result(replace(each, dtype=dtype), who, name)) for dtype in ("bfloat16", "float32"))
             for each, name in ((case, forward), (backward, gradients))
-            for dtype in ("bfloat16", "float32")
             for who in ("ours", "jax.nn")
         ]
         rows.append([shape(case), *cells])
-    header = ["rows × cols"]
-    header += [f"{who}, {text}" for text in ("bf16", "fp32") for who in ("ours", "jax.nn")]
-    header += [f"gradient: {text}" for text in header[1:]]
+    header = ["rows × cols", "ours", "jax.nn", "gradient: ours", "gradient: jax.nn"]
     return f"{table(header, rows)}\n\n{source(*records.family(forward), *records.family(gradients))}"
 
 

@@ -9,7 +9,21 @@ from typing import Any
 from onlinesoftmax.bench.cases import Case
 from onlinesoftmax.bench.sharded.result import ShardedCaseResult, ShardedResult
 
-from .markdown import ABSENT, NAMES, NOTHING, SHORT, copies, microseconds, shape, share, size, source, spread, table
+from .markdown import (
+    ABSENT,
+    NAMES,
+    NOTHING,
+    SHORT,
+    copies,
+    microseconds,
+    shape,
+    share,
+    size,
+    source,
+    spread,
+    table,
+    together,
+)
 from .records import Records, ours
 
 CROSS_ENTROPY, TOKENS, IN_JAX = "h200-cross-entropy", "h200-token-logprobs", "h200-jax-cross-entropy"
@@ -35,22 +49,17 @@ def _with_gradient(records: Records, name: str) -> str:
     found = records.cases(name)
     if not found:
         return ABSENT
-    header = ["rows × classes", "dtype", "reduction", "floor", "ours", *NAMES.values()]
-    header += ["extra memory: ours", "PyTorch's"]
+    header = ["rows × classes", "dtype", "reduction", "ours", *NAMES.values()]
+    header += ["extra: ours", "extra: PyTorch"]
     rows = []
     for each in sorted(found, key=lambda each: (each.case.reduction != "mean", each.case.dtype)):
         case, theirs = each.case, records.result(each.case, "torch", name)
         rows.append([
-            shape(case), SHORT[case.dtype], case.reduction, f"{_floor(case):.1f}", f"**{copies(ours(each))}**",
+            shape(case), SHORT[case.dtype], case.reduction, f"**{copies(ours(each))}**",
             *(copies(records.result(case, who, name)) for who in NAMES),
             size(ours(each).extra_bytes), size(theirs.extra_bytes if theirs else None),
         ])  # fmt: skip
     return f"{table(header, rows)}\n\n{source(*records.family(name))}"
-
-
-def _floor(case: Case) -> float:
-    """The fewest bytes of a case, in copies of its input."""
-    return case.bytes / (2 * case.tensor_bytes)
 
 
 def read_only_table(records: Records) -> str:
@@ -62,13 +71,19 @@ def read_only_table(records: Records) -> str:
     operations = list(dict.fromkeys(each.case.operation for each in found))
     rows = []
     for case in dict.fromkeys(replace(each.case, operation="logsumexp", reduction="") for each in found):
-        cells = []
-        for operation in operations:
-            other = replace(case, operation=operation, reduction="mean" if operation == "cross_entropy" else "")
-            mine = (records.result(replace(other, dtype=dtype), "ours", name) for dtype in ("bfloat16", "float32"))
-            cells += [", ".join(map(share, mine)), share(records.result(other, "torch", name))]
-        rows.append([shape(case), *cells])
-    header = ["rows × cols", *(f"{who}{operation}" for operation in operations for who in ("", "PyTorch's "))]
+        each_operation = [
+            replace(case, operation=operation, reduction="mean" if operation == "cross_entropy" else "")
+            for operation in operations
+        ]
+        mine = (
+            together(
+                share(records.result(replace(each, dtype=dtype), "ours", name)) for dtype in ("bfloat16", "float32")
+            )
+            for each in each_operation
+        )
+        theirs = together(share(records.result(each, "torch", name)) for each in each_operation)
+        rows.append([shape(case), *mine, theirs])
+    header = ["rows × cols", *operations, "PyTorch's three, bf16"]
     return f"{table(header, rows)}\n\n{source(records.get(name))}"
 
 

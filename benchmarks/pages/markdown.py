@@ -53,7 +53,7 @@ def spread(values: Iterable[float | None]) -> str:
     texts = [f"{value:.2f}" if value >= 0.005 else "< 0.01" for value in shares]
     if not texts:
         return NOTHING
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]}\u00a0to\u00a0{texts[-1]}"
 
 
 def size(nbytes: int | None) -> str:
@@ -74,7 +74,17 @@ def microseconds(us: float | None) -> str:
 def shape(case: Case) -> str:
     """The sizes of the input, and the dimension where it is not the last."""
     inner = case.dim == len(case.shape) - 1
-    return " × ".join(map(str, case.shape)) + ("" if inner else f", dim {case.dim}")
+    return sizes(case.shape) + ("" if inner else f", dim {case.dim}")
+
+
+def sizes(numbers: Sequence[int]) -> str:
+    """Sizes with no-break spaces between them, so that a narrow cell keeps them in one line."""
+    return "\u00a0×\u00a0".join(map(str, numbers))
+
+
+def together(cells: Iterable[str]) -> str:
+    """Several values of one cell in one line."""
+    return ",\u00a0".join(cells)
 
 
 def strategy(found: CaseResult) -> str:

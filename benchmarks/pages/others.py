@@ -7,7 +7,7 @@ from collections.abc import Callable
 from onlinesoftmax.bench.calls import CallsResult
 from onlinesoftmax.bench.result import LARGE
 
-from .markdown import ABSENT, NAMES, NOTHING, commit, microseconds, shape, source, table
+from .markdown import ABSENT, NAMES, NOTHING, commit, microseconds, shape, source, table, together
 from .records import Records, ours
 
 PACKAGES = ("torch", "triton", "jax", "liger-kernel", "quack-kernels")
@@ -76,18 +76,20 @@ def files_table(records: Records) -> str:
     return f"{table(header, rows)}\n\n{said}"
 
 
-def records_table(records: Records) -> str:
-    """Every record with its device, date, commit and versions."""
-    rows = []
+def records_list(records: Records) -> str:
+    """Every record with its device, date, commit and versions; those of one commit and device stand together."""
+    groups: dict[tuple[str, ...], list[str]] = {}
     for record in records:
         content, device = record.content, record.content["device"]
-        versions = (content["versions"].get(name) or NOTHING for name in PACKAGES)
-        name = f"[{record.name}](../benchmarks/results/{record.name})"
-        rows.append([name, device.get("processor") or device["name"], content["date"][:10], commit(record), *versions])
-    return table(("record", "device", "date", "commit", *PACKAGES), rows)
+        versions = together(
+            f"{name}\u00a0{content['versions'][name]}" for name in PACKAGES if content["versions"].get(name)
+        )
+        key = (content["date"][:10], f"commit {commit(record)}", device.get("processor") or device["name"], versions)
+        groups.setdefault(key, []).append(f"[{record.name}](../benchmarks/results/{record.name})")
+    return "\n".join(f"- {', '.join(key)}: {', '.join(names)}" for key, names in sorted(groups.items(), reverse=True))
 
 
 BLOCKS: dict[str, Callable[[Records], str]] = {
-    block.__name__: block for block in (host_table, cold_table, cpu_text, files_table, records_table)
+    block.__name__: block for block in (host_table, cold_table, cpu_text, files_table, records_list)
 }
 """The blocks by name."""

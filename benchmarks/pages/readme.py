@@ -50,7 +50,7 @@ def readme_speed(records: Records) -> str:
         _range("softmax in JAX, of XLA's copy", records, _field(records, "h200-jax-forward"), "h200-jax-forward"),
         _one("cross-entropy and its gradient, 8192 × 128256, in times of the copy", records, "h200-cross-entropy",
              Case("cross_entropy", VOCABULARY, 1, BF16, with_gradient=True), copies),
-        _one("the same in JAX", records, "h200-jax-cross-entropy",
+        _one("the same in JAX, of XLA's copy", records, "h200-jax-cross-entropy",
              Case("cross_entropy", VOCABULARY, 1, BF16, with_gradient=True), copies),
         _sharded(records),
         _one("log-probabilities and entropy of tokens, and their gradient, 8192 × 128256, in times of the copy",
@@ -110,7 +110,7 @@ def _one(
 
 def _sharded(records: Records) -> list[str]:
     """The loss with its columns on several GPUs; PyTorch's way is loss_parallel."""
-    title = "the same with the columns on {} GPUs, µs"
+    title = "cross-entropy and its gradient with the columns on {} GPUs, 8192 × 128256, µs"
     for found in sharded(records):
         case = found.case
         if (case.operation, case.shape, case.with_gradient, case.reduction) == (
