@@ -14,6 +14,7 @@ from .markdown import (
     NAMES,
     NOTHING,
     SHORT,
+    commit,
     copies,
     microseconds,
     shape,
@@ -182,6 +183,9 @@ def distributed_text(records: Records) -> str:
         if "one-process" in times:
             ratio = times["one-process"] / times["ours"]
             line += f". One GPU with all columns takes {ratio:.2f} times our time"
+        alone, record = records.result(each.case, "ours", CROSS_ENTROPY), records.get(CROSS_ENTROPY)
+        if alone and alone.times and record:
+            line += f", and {alone.times.median_us / times['ours']:.2f} times in `{record.name}` ({commit(record)})"
         said.append(line + ".")
     return "\n".join(said) or ABSENT
 
