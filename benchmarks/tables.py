@@ -26,8 +26,10 @@ def main() -> int:
     """Write the files that change, and name them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file would change")
-    check = parser.parse_args().check
-    stale = {path: text for path, text in generated(Records(RESULTS)).items() if _text(path) != text}
+    check, records = parser.parse_args().check, Records(RESULTS)
+    for name in records.superseded():
+        print(f"{name}.json can be deleted: the record of its suite has the same library")
+    stale = {path: text for path, text in generated(records).items() if _text(path) != text}
     for path, text in stale.items():
         print(path.relative_to(ROOT), "differs from the records" if check else "written")
         if not check:

@@ -86,7 +86,8 @@ def records_list(records: Records) -> str:
         )
         key = (content["date"][:10], f"commit {commit(record)}", device.get("processor") or device["name"], versions)
         groups.setdefault(key, []).append(f"[{record.name}](../benchmarks/results/{record.name})")
-    return "\n".join(f"- {', '.join(key)}: {', '.join(names)}" for key, names in sorted(groups.items(), reverse=True))
+    lines = [f"- {', '.join(key)}: {', '.join(names)}" for key, names in sorted(groups.items(), reverse=True)]
+    return "\n".join(lines) or ABSENT
 
 
 BLOCKS: dict[str, Callable[[Records], str]] = {

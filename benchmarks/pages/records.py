@@ -42,6 +42,14 @@ class Records:
         names = (name, *(f"{name}-{each}" for each in additions))
         return [self._records[each] for each in names if each in self._records]
 
+    def superseded(self) -> list[str]:
+        """The names of records that were added for a library, where the record of the suite has that library now."""
+        found = []
+        for name, record in self._records.items():
+            here = {each.who for case in record.results for each in case.results if each.times}
+            found += [f"{name}-{who}" for who in LIBRARIES if who in here and f"{name}-{who}" in self._records]
+        return found
+
     def document(self, name: str) -> Any:
         """The content of a file that `onlinesoftmax bench` did not write; None where there is none."""
         path = self.folder / f"{name}.json"
