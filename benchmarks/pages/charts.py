@@ -13,6 +13,9 @@ from .losses import CROSS_ENTROPY
 from .markdown import NAMES
 from .records import CASES, LIBRARIES, Records
 
+ROOM = 24
+"""Pixels beside texts: a browser's font may be wider than that of the program that makes the SVG."""
+
 LOW = 220
 """Height in pixels of a chart inside a page; that of the README is higher."""
 
@@ -49,7 +52,7 @@ def losses(records: Records) -> str:
     here = [name for name in names.values() if any(bar["library"] == name for bar in bars)]
     base = alt.Chart(alt.NamedData("bars"))
     color = alt.Color("library:N", scale=alt.Scale(domain=here, range=list(COLORS)), sort=None,
-                      legend=alt.Legend(title=None, orient="bottom"))  # fmt: skip
+                      legend=alt.Legend(title=None, orient="bottom", columnPadding=ROOM))  # fmt: skip
     drawn = base.mark_bar().encode(
         y=alt.Y("shape:N", title=None, sort=None), yOffset=alt.YOffset("library:N", sort=here), color=color,
         x=alt.X("copies:Q", title="time of forward and backward, in copies of the logits", axis=alt.Axis(tickCount=8)),
@@ -57,7 +60,14 @@ def losses(records: Records) -> str:
     floor = alt.Chart(alt.NamedData("floor")).mark_rule(strokeDash=[5, 4], color=GREY).encode(x="copies:Q")
     document = alt.layer(drawn, floor).to_dict()
     del document["config"]
-    return static(document | {"height": 260, "datasets": {"bars": bars, "floor": [{"copies": 1}]}})
+    return static(
+        document
+        | {
+            "height": 260,
+            "padding": {"left": ROOM, "right": 5, "top": 5, "bottom": 5},
+            "datasets": {"bars": bars, "floor": [{"copies": 1}]},
+        }
+    )
 
 
 CHARTS: dict[str, Callable[[Records], str]] = {

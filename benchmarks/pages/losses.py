@@ -31,7 +31,7 @@ CROSS_ENTROPY, TOKENS, IN_JAX = "h200-cross-entropy", "h200-token-logprobs", "h2
 
 WAYS = {
     "ours": "ours", "dtensor": "ours on a DTensor", "loss-parallel": "`loss_parallel`",
-    "all-gather": "all-gather, then PyTorch's", "one-process": "ours, all columns on one GPU",
+    "all-gather": "all-gather", "one-process": "ours on one GPU",
 }  # fmt: skip
 """Ways to compute rows that are sharded, by their names in records."""
 
@@ -50,13 +50,13 @@ def _with_gradient(records: Records, name: str) -> str:
     found = records.cases(name)
     if not found:
         return ABSENT
-    header = ["rows × classes", "dtype", "reduction", "ours", *NAMES.values()]
+    header = ["rows × classes", "", "ours", *NAMES.values()]
     header += ["extra: ours", "extra: PyTorch"]
     rows = []
     for each in sorted(found, key=lambda each: (each.case.reduction != "mean", each.case.dtype)):
         case, theirs = each.case, records.result(each.case, "torch", name)
         rows.append([
-            shape(case), SHORT[case.dtype], case.reduction, f"**{copies(ours(each))}**",
+            shape(case), together(filter(None, (SHORT[case.dtype], case.reduction))), f"**{copies(ours(each))}**",
             *(copies(records.result(case, who, name)) for who in NAMES),
             size(ours(each).extra_bytes), size(theirs.extra_bytes if theirs else None),
         ])  # fmt: skip
@@ -138,9 +138,9 @@ def distributed_table(records: Records) -> str:
     rows = []
     for each in found:
         for result in each.results:
-            name = _name(each) if result is each.results[0] else ""
-            rows.append([name, str(each.processes) if name else "", WAYS.get(result.who, result.who), *_cells(result)])
-    header = ("call", "GPUs", "method", "time, µs", "host, µs", "extra memory", "collectives", "bytes per row")
+            name = f"{_name(each)} on {each.processes} GPUs" if result is each.results[0] else ""
+            rows.append([name, WAYS.get(result.who, result.who).replace(" ", "\u00a0"), *_cells(result)])
+    header = ("call", "method", "time, µs", "host, µs", "extra memory", "collectives", "bytes per row")
     return f"{table(header, rows)}\n\n{source(*_of_many(records))}"
 
 

@@ -62,8 +62,8 @@ def size(nbytes: int | None) -> str:
         return NOTHING
     for unit, name in ((1e9, "GB"), (1e6, "MB")):
         if abs(nbytes) >= unit / 10:
-            return f"{nbytes / unit:.1f} {name}"
-    return f"{nbytes / 1e3:.0f} kB" if nbytes else "0"
+            return f"{nbytes / unit:.1f}\u00a0{name}"
+    return f"{nbytes / 1e3:.0f}\u00a0kB" if nbytes else "0"
 
 
 def microseconds(us: float | None) -> str:
