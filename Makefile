@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint docs bench release-check clean
+.PHONY: help demo test lint docs tables bench release-check clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ lint: $(READY) ## Check style and types with ruff and mypy
 
 docs: $(READY) ## Build the documentation site in build/docs; a warning is an error
 	@$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
+
+tables: $(READY) ## Write the tables, figures and measured numbers of the pages from benchmarks/results
+	@$(BIN)/python benchmarks/tables.py
 
 bench: $(READY) ## Measure times and GB/s for a table of shapes on this machine
 	@$(BIN)/onlinesoftmax bench

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from bench_command import SMALL, Raises, Wrong, call
 
 from onlinesoftmax.bench import libraries, record
+from onlinesoftmax.bench.naming import record_name
 from onlinesoftmax.bench.suites import SUITES, Suite, cases
 
 
@@ -145,7 +147,7 @@ def test_rows1024_has_a_sentence_about_each_case() -> None:
         (["--device", "meta"], "only cpu and cuda"),
         (["--device", "cuda:99"], "torch sees"),
         ([*SMALL, "--strategy", "split"], "can run none of these cases"),
-        (["--out", "."], "is a folder"),
+        ([*SMALL, "--out", "."], "--out . is a folder for records of whole suites; with --shape, name a file"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], says: str) -> None:
@@ -153,6 +155,18 @@ def test_bad_input_is_one_sentence(arguments: list[str], says: str) -> None:
     assert done.exit_code == 2, done.output
     (line,) = done.stderr.strip().splitlines()
     assert says in line
+
+
+def test_a_folder_keeps_one_record_for_each_device_and_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = replace(SUITES["cpu"], entries=SUITES["cpu"].few[:1], dtypes=("float32",), repeat_ms=1)
+    monkeypatch.setitem(SUITES, "gradients", suite)
+    for commit in ("1", "2"):
+        done = call("--suite", "gradients", "--device", "cpu", "--commit", commit, "-o", str(tmp_path))
+        assert done.exit_code == 0, done.output
+    (path,) = tmp_path.iterdir()
+    found = json.loads(path.read_text())
+    assert path.name == "cpu-gradients.json" == found["options"]["out"] == record_name(found)
+    assert found["git"]["commit"] == "2"
 
 
 def test_an_unwritable_record_is_bad_input(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 
 import laws
 from laws import LAWS, Algebra, Float64, Law, Native
+from onlinesoftmax.core import arrays as array_libraries
 from onlinesoftmax.core import reference
 from onlinesoftmax.core.state import State
 
@@ -194,6 +195,20 @@ def test_float64_of_another_byte_order_stays_float64() -> None:
     state = State.of(x)
     assert state.m.dtype == State.identity(x).m.dtype == np.float64
     np.testing.assert_allclose(state.softmax(x), reference.two_pass(x), rtol=1e-15)
+
+
+def test_the_first_exp_on_tensors_has_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MKL chooses its code in the first call; several threads in that call may run code of low accuracy."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    sizes, exp = [], torch.exp
+    monkeypatch.setattr(torch, "exp", lambda x: sizes.append((x.numel(), x.dtype)) or exp(x))
+    array_libraries._torch.cache_clear()
+    try:
+        State.of(torch.randn(4, 1000))
+    finally:
+        array_libraries._torch.cache_clear()
+    assert sizes[:2] == [(1, torch.float32), (1, torch.float64)]
+    assert sizes[2][0] == 4000
 
 
 def test_errors() -> None:

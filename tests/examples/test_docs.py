@@ -120,6 +120,13 @@ def test_the_pictures_are_those_that_the_code_draws(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == committed
 
 
+def test_every_example_is_on_its_page_and_has_a_test() -> None:
+    text = (DOCS / "examples.md").read_text(encoding="utf-8")
+    for script in (TESTS.parent / "examples").glob("*.py"):
+        assert f"(../examples/{script.name})" in text
+        assert (Path(__file__).parent / f"test_{script.name}").exists()
+
+
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
 def test_links_between_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):

@@ -70,7 +70,7 @@ def test_the_sdist_holds_what_the_tests_need(archives: Path) -> None:
     assert {f"src/{name}" for name in files_of_the_package()} <= names
     assert tests <= names
     assert {"pyproject.toml", "README.md", "CHANGELOG.md", "CITATION.cff", "Makefile", "requirements-dev.txt"} <= names
-    assert {"examples/demo.py", "benchmarks/tables.py", "docs/performance.md"} <= names
+    assert {"examples/demo.py", "benchmarks/tables.py", "benchmarks/pages/records.py", "docs/performance.md"} <= names
     assert not [name for name in names if name.startswith("benchmarks/results")]
 
 

@@ -20,6 +20,7 @@ from .benchmarks import (
     check_plan_names,
     failed,
     measure,
+    record_file,
     record_head,
     resumed,
     show,
@@ -65,7 +66,13 @@ def bench(
     ),
     device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; by default the GPU where there is one."),
     repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; by default the suite's."),
-    out: Path | None = typer.Option(None, help="Write the record to this JSON file, after every case."),
+    out: Path | None = typer.Option(
+        None,
+        "--out",
+        "-o",
+        help="Write the record to this JSON file, after every case.  In a folder, the file is DEVICE-SUITE.json, as "
+        "h200-forward.json, and replaces the record of an earlier run.",
+    ),
     resume: bool = typer.Option(
         False, "--resume", help="Keep the cases that the file of --out already has from an interrupted run."
     ),
@@ -93,12 +100,11 @@ def bench(
     Examples:
       onlinesoftmax bench --shape 4096x50257 --dtype bfloat16 --peers torch,compile
       onlinesoftmax bench --suite rows1024 --peers torch,compile,liger,quack,jax --out record.json --resume
+      onlinesoftmax bench --suite gradients -o benchmarks/results
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     options = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     if importlib.util.find_spec("torch") is None:
         output.fail("bench needs torch, which is not installed: pip install 'onlinesoftmax[torch]'")
-    if out is not None and out.is_dir():
-        output.fail(f"--out {out} is a folder; name a file")
     where = None if suite == DISTRIBUTED else torch_device(device)
     options["suite"] = suite or ("forward" if where is not None and where.type == "cuda" else "cpu")
     try:
@@ -138,6 +144,7 @@ def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
     everybody = [us, *(peer for peer in asked if peer.name not in absent)]
     options |= {"repeat": options["repeat"] or suite.repeat_ms, "device": str(where), "peers": names}
     head = record_head(where, options, absent, suite)
+    options["out"] = record_file(options["out"], head)
     recording = resumed(head, todo, options["out"], options["resume"])
     measure(recording, partial(_steps, suite, everybody, where, options), options["out"])
     show(recording, options["as_json"])

@@ -40,23 +40,38 @@ def check_plan_names(backend: str | None, strategy: str | None, framework: str) 
     alternatives(Problem(next(iter(OPERATIONS)), 1, 1), KNOWN["cpu"], Choice(backend, strategy), strategies=strategies)
 
 
-def record_head(device: Any, options: Mapping[str, Any], absent: Mapping[str, str], suite: Suite) -> dict[str, Any]:
-    """The record of a run before its first case."""
+def record_head(
+    device: Any, options: Mapping[str, Any], absent: Mapping[str, str], suite: Suite, **more: Any
+) -> dict[str, Any]:
+    """The record of a run before its first case, with further fields; its option "out" is the name of its file."""
+    from ..bench.naming import record_name
     from ..bench.record import record
 
     told = {name: value for name, value in options.items() if name != "resume"}
+    head = {**record(device, told, absent, options["commit"]), "measures": suite.measures, **more}
     # A record does not tell the folders of this machine.
-    told["out"] = told["out"] and Path(told["out"]).name
-    return {**record(device, told, absent, options["commit"]), "measures": suite.measures}
+    if out := told["out"]:
+        head["options"]["out"] = record_name(head) if Path(out).is_dir() else Path(out).name
+    return head
+
+
+def record_file(out: str | None, head: Mapping[str, Any]) -> str | None:
+    """The file of --out; in a folder, the file of this device and suite."""
+    return str(Path(out) / head["options"]["out"]) if out is not None and Path(out).is_dir() else out
 
 
 def check_options(suite: str, excluded: Sequence[str], options: Mapping[str, Any]) -> None:
     """End the command if an option does not go with the suite, or is of no use without another."""
+    from ..bench.naming import excluded as excluded_by
+
     for name in excluded:
         if options[name]:
             output.fail(f"--{name.replace('_', '-')} does not go with --suite {suite}; leave it out")
     if options["resume"] and options["out"] is None:
         output.fail("--resume continues a record; name its file with --out")
+    out, other = options["out"], excluded_by(options)
+    if other and out is not None and Path(out).is_dir():
+        output.fail(f"--out {out} is a folder for records of whole suites; with {other}, name a file")
 
 
 def begun(record: dict[str, Any], todo: Sequence[Case], out: str | None, resume: bool) -> Recording:

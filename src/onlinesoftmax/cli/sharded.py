@@ -10,7 +10,17 @@ import typer
 from ..bench.cases import known, parse_shape
 from ..bench.suites import cases
 from . import output
-from .benchmarks import begun, cannot_resume, check_plan_names, failed, measure, record_head, show, split_names
+from .benchmarks import (
+    begun,
+    cannot_resume,
+    check_plan_names,
+    failed,
+    measure,
+    record_file,
+    record_head,
+    show,
+    split_names,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from ..bench.cases import Case
@@ -62,7 +72,8 @@ def _begun(team: Team, options: dict[str, Any], suite: Suite, todo: list[Case]) 
     processes = {"count": team.size, "backend": dist.get_backend(team.group)}
     if team.device.type == "cuda":
         processes["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    head = {**record_head(team.device, options, {}, suite), "processes": processes}
+    head = record_head(team.device, options, {}, suite, processes=processes)
+    options["out"] = record_file(options["out"], head)
     # The devices of the processes have other numbers, so all continue what process 0 has found.
     found: list[Any] = [None]
     if not team.rank:

@@ -88,6 +88,11 @@ def _torch() -> SimpleNamespace:
     def accumulator(x: Array) -> Any:
         return torch.float64 if x.dtype == torch.float64 else torch.float32
 
+    # On a CPU, MKL chooses the code of exp and of log in its first call.  If several threads make that call, one of
+    # them may run code of low accuracy (PyTorch's issue 188792).  So the first call has one number.
+    for dtype in (torch.float32, torch.float64):
+        torch.log(torch.exp(torch.zeros(1, dtype=dtype, device="cpu")))
+
     return SimpleNamespace(
         is_floating=lambda x: x.is_floating_point(),
         accumulator=accumulator,

@@ -1,12 +1,13 @@
-"""The chart of one record as an SVG file, for the README: speed over the row length."""
+"""Charts of records as SVG files, for README.md and the documentation: a measure over the row length."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .charts import GREY, measured
 from .records import Record
-from .series import series
+from .series import COPY, joined, series
 
 WIDTH, HEIGHT = 720, 300
 """Pixels of the chart without its axes."""
@@ -20,30 +21,47 @@ def headline(record: Record) -> str:
     Raises:
         ValueError: the record has no case that was measured.
     """
-    import vl_convert
-
     panels = series(record)["panels"]
     if not panels:
         raise ValueError(f"{record.name} has no case that was measured")
     # Unaligned and strided rows, which no line joins, are for the page.
-    points = [point for point in panels[0]["points"] if point["joined"]]
-    svg: str = vl_convert.vegalite_to_svg(_specification(points))
-    return svg
+    return svg([point for point in panels[0]["points"] if point["joined"]])
 
 
-def _specification(points: list[dict[str, Any]]) -> dict[str, Any]:
-    """The chart with its data, of a fixed size."""
-    document = measured("gbps")
-    here = {point["who"] for point in points if point["gbps"] is not None}
+def points_of(records: Iterable[Record], title: str) -> list[dict[str, Any]]:
+    """The points of the panels with this title, of several records of one device.
+
+    Where two records have the same case and library, the first one counts; the copy is that of the first.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for record in records:
+        for panel in series(record)["panels"]:
+            if panel["title"] == title:
+                for point in panel["points"]:
+                    found.setdefault((point["shape"], point["who"]), point)
+    # The copy lies below all others, and ours above.
+    order = sorted(found.values(), key=lambda point: (point["who"] != COPY, point["who"] == "ours"))
+    return joined(order)
+
+
+def svg(points: Sequence[dict[str, Any]], measure: str = "gbps", height: int = HEIGHT) -> str:
+    """A measure of these points over the row length, as SVG of a fixed size."""
+    document = measured(measure)
+    here = {point["who"] for point in points if point.get(measure) is not None}
     for parameter in document["params"]:
         if parameter["name"] == "shown":
             parameter["value"] = [who for who in parameter["value"] if who in here]
-    legend = {"labelColor": GREY, "columns": len(here)}
+    for layer in document["layer"]:
+        if "legend" in layer["encoding"].get("color", {}):
+            layer["encoding"]["color"]["legend"]["columns"] = len(here)
+    return static(document | {"height": height, "datasets": {"points": list(points)}})
+
+
+def static(document: dict[str, Any]) -> str:
+    """A Vega-Lite specification with its data as SVG; its colours are legible on light and on dark pages."""
+    import vl_convert
+
     axis = {"labelColor": GREY, "titleColor": GREY, "domainColor": GREY, "tickColor": GREY, "gridColor": f"{GREY}40"}
-    return document | {
-        "width": WIDTH,
-        "height": HEIGHT,
-        "background": None,
-        "datasets": {"points": points},
-        "config": {"font": FONT, "axis": axis, "legend": legend, "view": {"stroke": None}},
-    }
+    config = {"font": FONT, "axis": axis, "legend": {"labelColor": GREY}, "view": {"stroke": None}}
+    text: str = vl_convert.vegalite_to_svg(document | {"width": WIDTH, "background": None, "config": config})
+    return text

@@ -27,7 +27,7 @@ def series(record: Record) -> dict[str, Any]:
         if found.skipped is None:
             panels.setdefault(title(found), []).extend(_points(found))
     for points in panels.values():
-        _join(points)
+        joined(points)
     table = record.table
     return {
         "name": record.name,
@@ -43,8 +43,8 @@ def series(record: Record) -> dict[str, Any]:
     }
 
 
-def _join(points: list[dict[str, Any]]) -> None:
-    """Mark the points that lines join: of the cases of each length, the one with the most rows.
+def joined(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The points, with a mark on those that lines join: of the cases of each length, the one with the most rows.
 
     Unaligned rows and strided rows are points alone: a line through 1023, 1024 and 1025 columns would be a zigzag.
     """
@@ -54,6 +54,7 @@ def _join(points: list[dict[str, Any]]) -> None:
             most[point["cols"]] = max(most.get(point["cols"], (0, "")), (point["rows"], point["shape"]))
     for point in points:
         point["joined"] = most.get(point["cols"]) == (point["rows"], point["shape"])
+    return points
 
 
 def title(found: CaseResult) -> str:

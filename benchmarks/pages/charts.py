@@ -1,0 +1,81 @@
+"""The charts in docs/charts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import altair as alt
+
+from onlinesoftmax.report.charts import COLORS, GREY
+from onlinesoftmax.report.headline import HEIGHT, points_of, static, svg
+
+from .losses import CROSS_ENTROPY
+from .markdown import NAMES
+from .records import CASES, LIBRARIES, Records
+
+ROOM = 24
+"""Pixels beside texts: a browser's font may be wider than that of the program that makes the SVG."""
+
+LOW = 220
+"""Height in pixels of a chart inside a page; that of the README is higher."""
+
+
+def by_length(
+    name: str, title: str, measure: str = "ratio", height: int = LOW, additions: Sequence[str] = (*LIBRARIES, *CASES)
+) -> Callable[[Records], str]:
+    """A function that draws a measure over the row length.
+
+    Args:
+        name: Name of a record.
+        title: Title of a panel: an operation and a dtype.
+        measure: Name of the measure in `onlinesoftmax.report.charts`.
+        height: Pixels.
+        additions: Additions to the name, whose records take part.  With CASES, points that no line joins are those of
+            unaligned and of strided rows; without it, only the points on lines are drawn.
+    """
+
+    def draw(records: Records) -> str:
+        points = points_of(records.family(name, additions), title)
+        return svg([point for point in points if point["joined"] or CASES[0] in additions], measure, height)
+
+    return draw
+
+
+def losses(records: Records) -> str:
+    """Times of the mean cross-entropy with its gradient in copies, as bars of every library and shape."""
+    found = records.cases(CROSS_ENTROPY, dtype="bfloat16", reduction="mean", with_gradient=True)
+    names = {"ours": "ours"} | NAMES
+    bars = [
+        {"shape": "x".join(map(str, each.case.shape)), "library": names[result.who], "copies": round(result.copies, 3)}
+        for each in found for result in each.results if result.copies
+    ]  # fmt: skip
+    here = [name for name in names.values() if any(bar["library"] == name for bar in bars)]
+    base = alt.Chart(alt.NamedData("bars"))
+    color = alt.Color("library:N", scale=alt.Scale(domain=here, range=list(COLORS)), sort=None,
+                      legend=alt.Legend(title=None, orient="bottom", columnPadding=ROOM))  # fmt: skip
+    drawn = base.mark_bar().encode(
+        y=alt.Y("shape:N", title=None, sort=None), yOffset=alt.YOffset("library:N", sort=here), color=color,
+        x=alt.X("copies:Q", title="time of forward and backward, in copies of the logits", axis=alt.Axis(tickCount=8)),
+    )  # fmt: skip
+    floor = alt.Chart(alt.NamedData("floor")).mark_rule(strokeDash=[5, 4], color=GREY).encode(x="copies:Q")
+    document = alt.layer(drawn, floor).to_dict()
+    del document["config"]
+    return static(
+        document
+        | {
+            "height": 260,
+            "padding": {"left": ROOM, "right": 5, "top": 5, "bottom": 5},
+            "datasets": {"bars": bars, "floor": [{"copies": 1}]},
+        }
+    )
+
+
+CHARTS: dict[str, Callable[[Records], str]] = {
+    "softmax-h200": by_length("h200-forward", "softmax, bfloat16", "gbps", HEIGHT, LIBRARIES),
+    "softmax-h200-float32": by_length("h200-forward", "softmax, float32"),
+    "single-row-h200": by_length("h200-single-row", "softmax, bfloat16", "gbps"),
+    "gradients-h200": by_length("h200-gradients", "softmax_backward, bfloat16"),
+    "softmax-jax-h200": by_length("h200-jax-forward", "softmax, bfloat16"),
+    "losses-h200": losses,
+}
+"""The function that draws each chart, by the name of its file."""

@@ -1,0 +1,97 @@
+"""The honest losses of docs/performance.md: cases far from the copy, and cases where another library is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from onlinesoftmax.bench.result import CaseResult, Result
+
+from .markdown import NAMES, NOTHING, SHORT, commit, shape, share, strategy, table
+from .records import LIBRARIES, Records, ours
+
+FAR = 0.95
+"""Share of the copy's bandwidth below which a case is listed as a loss."""
+
+SHOWN = 3
+"""Cases of a group that are named."""
+
+SLOWER = 1.02
+"""Ratio of two times above which a library counts as faster: two runs of one plan differ by 1 to 2 %."""
+
+FORCED = ("triton",)
+"""Records of backends that the planner did not choose."""
+
+
+def _measured(records: Records) -> Iterator[tuple[str, CaseResult]]:
+    """The cases of device times of GPUs that the planner planned, with their records, without additions."""
+    for record in records:
+        name = record.name.removesuffix(".json")
+        words = name.split("-")
+        if record.content["device"].get("kind") == "cuda" and not {*FORCED, *LIBRARIES} & {*words}:
+            for found in record.results:
+                if not found.skipped and found.copy is not None and not record.sharded:
+                    yield name, found
+
+
+def far_from_the_copy(records: Records) -> str:
+    """The cases of ours that reach less than FAR of the copy, by device, operation and strategy."""
+    groups: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
+    for name, found in _measured(records):
+        part = ours(found).of_copy
+        if part is not None:
+            words = " ".join([shape(found.case), *found.case.fused, SHORT[found.case.dtype]])
+            operation = f"`{found.case.operation}`" + (" and its gradient" if found.case.with_gradient else "")
+            key = (_device(name).upper().replace("-", ", "), operation, strategy(found))
+            groups.setdefault(key, []).append((part, words))
+    rows = []
+    for (device, operation, chosen), cases in sorted(groups.items()):
+        far = sorted((part, words) for part, words in cases if round(part, 2) < FAR)
+        if far:
+            lowest = "; ".join(f"{part:.2f} at {words}" for part, words in far[:SHOWN])
+            rows.append([device, operation, chosen, f"{len(far)} of {len(cases)}", lowest])
+    if not rows:
+        return f"No case is below {FAR}."
+    return table(("device", "operation", "strategy", f"cases below {FAR}", "the lowest"), rows)
+
+
+def faster_libraries(records: Records) -> str:
+    """Every case where another library takes at most 1/SLOWER of our time, in the same run."""
+    rows = []
+    for name, found in _beside(records):
+        mine = ours(found).times
+        for result in found.results:
+            if mine and result.who != "ours" and result.times and mine.median_us > SLOWER * result.times.median_us:
+                rows.append(_row(name, found, result, mine.median_us / result.times.median_us))
+    if not rows:
+        return f"In no run was another library faster by more than {SLOWER - 1:.0%}."
+    return table(("record", "case", "faster library", "its share", "ours", "our time / its time"), rows)
+
+
+def _beside(records: Records) -> Iterator[tuple[str, CaseResult]]:
+    """The cases of device times of GPUs that the planner planned, beside every library, each pair in one run."""
+    seen: set[tuple[str, object, str]] = set()
+    for record in sorted(records, key=lambda record: record.content["date"], reverse=True):
+        name = record.name.removesuffix(".json")
+        if record.content["device"].get("kind") != "cuda" or {*FORCED} & {*name.split("-")} or record.sharded:
+            continue
+        for found in record.results:
+            kept = [r for r in found.results if r.who == "ours" or (_device(name), found.case, r.who) not in seen]
+            seen |= {(_device(name), found.case, r.who) for r in kept if r.times}
+            if found.copy is not None and len(kept) > 1:
+                yield f"{name} ({commit(record)})", CaseResult(found.case, results=kept)
+
+
+def _device(name: str) -> str:
+    """The device of a record's name, and the framework."""
+    return "-".join(name.split("-")[: 2 if "-jax-" in name else 1])
+
+
+def _row(name: str, found: CaseResult, result: Result, ratio: float) -> list[str]:
+    case = found.case
+    words = " ".join([f"`{case.operation}`", shape(case), *case.fused, SHORT[case.dtype]])
+    times = share(result) if result.of_copy is not None else NOTHING
+    return [name, words, NAMES.get(result.who, result.who), times, share(ours(found)), f"{ratio:.2f}"]
+
+
+BLOCKS: dict[str, Callable[[Records], str]] = {block.__name__: block for block in (far_from_the_copy, faster_libraries)}
+"""The blocks by name."""

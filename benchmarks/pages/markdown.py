@@ -1,0 +1,107 @@
+"""Markdown of numbers, cells and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from onlinesoftmax.bench.cases import Case
+from onlinesoftmax.bench.result import CaseResult, Result
+from onlinesoftmax.report.records import Record
+
+NOTHING = "–"
+"""Cell of a case that was not measured."""
+
+ABSENT = "*No record: not measured yet.*"
+"""Text of a block whose record does not exist."""
+
+NAMES = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger", "quack": "quack", "jax.nn": "jax.nn"}
+"""Names of libraries in prose, by their names in records, in the order of the columns."""
+
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""Names of dtypes in headers."""
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; columns without any content are left out."""
+    lines = [list(row) for row in rows]
+    kept = [i for i in range(len(header)) if i == 0 or any(line[i] not in ("", NOTHING) for line in lines)]
+    cells = [[header[i] for i in kept], ["---"] * len(kept), *([line[i] for i in kept] for line in lines)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+
+
+def share(result: Result | None) -> str:
+    """The bandwidth of a result over that of the copy beside it."""
+    if result is None:
+        return NOTHING
+    if result.of_copy is None:
+        return {"refused": "refuses"}.get(result.status, result.status)
+    return f"{result.of_copy:.2f}" if result.of_copy >= 0.005 else "< 0.01"
+
+
+def copies(result: Result | None) -> str:
+    """The time of a result over the time of the copy beside it."""
+    if result is None:
+        return NOTHING
+    if result.copies is None:
+        return {"refused": "refuses"}.get(result.status, result.status)
+    return f"{result.copies:.2f}" if result.copies < 10 else f"{result.copies:.0f}"
+
+
+def spread(values: Iterable[float | None]) -> str:
+    """The smallest and the largest of several shares."""
+    shares = sorted(value for value in values if value is not None)
+    texts = [f"{value:.2f}" if value >= 0.005 else "< 0.01" for value in shares]
+    if not texts:
+        return NOTHING
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]}\u00a0to\u00a0{texts[-1]}"
+
+
+def size(nbytes: int | None) -> str:
+    """A number of bytes."""
+    if nbytes is None:
+        return NOTHING
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if abs(nbytes) >= unit / 10:
+            return f"{nbytes / unit:.1f}\u00a0{name}"
+    return f"{nbytes / 1e3:.0f}\u00a0kB" if nbytes else "0"
+
+
+def microseconds(us: float | None) -> str:
+    """A time of a call."""
+    return NOTHING if us is None else f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+def shape(case: Case) -> str:
+    """The sizes of the input, and the dimension where it is not the last."""
+    inner = case.dim == len(case.shape) - 1
+    return sizes(case.shape) + ("" if inner else f", dim {case.dim}")
+
+
+def sizes(numbers: Sequence[int]) -> str:
+    """Sizes with no-break spaces between them, so that a narrow cell keeps them in one line."""
+    return "\u00a0×\u00a0".join(map(str, numbers))
+
+
+def together(cells: Iterable[str]) -> str:
+    """Several values of one cell in one line."""
+    return ",\u00a0".join(cells)
+
+
+def strategy(found: CaseResult) -> str:
+    """The strategy of our plan; `eager` where the framework's own operations run."""
+    plan = next(each.plan for each in found.results if each.who == "ours")
+    if plan is None:
+        return NOTHING
+    return plan.backend if plan.backend == "eager" else plan.strategy
+
+
+def commit(record: Record) -> str:
+    """The commit of a record, in seven digits."""
+    text: str = record.content["git"]["commit"][:7]
+    return text
+
+
+def source(*records: Record | None) -> str:
+    """A line that names records with their commits; records_table has their devices, versions and dates."""
+    said = [f"`{record.name}` ({commit(record)})" for record in records if record is not None]
+    return f"*Record{'s' if len(said) > 1 else ''}: {', '.join(said)}.*"

@@ -1,0 +1,138 @@
+"""The blocks of README.md: the caption of its chart, and the speed beside other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from onlinesoftmax.bench.calls import CallsResult
+from onlinesoftmax.bench.cases import Case
+from onlinesoftmax.bench.host import PLAIN
+from onlinesoftmax.bench.result import CaseResult, Result
+
+from .losses import sharded
+from .markdown import ABSENT, NAMES, NOTHING, commit, copies, microseconds, share, spread, table
+from .records import Records
+
+LIBRARIES = ("ours", *NAMES)
+"""Columns of the table, by their names in records."""
+
+BF16 = "bfloat16"
+
+VOCABULARY = (8192, 128256)
+"""Shape of the logits of the losses in the table."""
+
+ALIGNED = 8
+"""Columns of bfloat16 in 16 bytes."""
+
+
+def readme_caption(records: Records) -> str:
+    """The caption of the chart."""
+    found = _field(records, "h200-forward")
+    record = records.get("h200-forward")
+    if record is None:
+        return ABSENT
+    mine, theirs = (spread(_shares(records, found, who, "h200-forward")) for who in ("ours", "torch"))
+    return (
+        f"*Softmax of bfloat16 rows on an NVIDIA H200 (commit {commit(record)}). The dashed line is a copy of the same "
+        "size in the same run: no method that reads and writes each element once is faster. From 64 to 262144 columns, "
+        f"ours has {mine} of its speed and PyTorch {theirs}. Beyond 2^20 columns, few rows are left, and they do not "
+        "fit on chip. [More figures, and the reasons](docs/performance.md).*"
+    )
+
+
+def readme_speed(records: Records) -> str:
+    """Speed beside other libraries, in bfloat16 on H200s."""
+    rows = [
+        _range("softmax, 64 to 262144 columns", records, _field(records, "h200-forward"), "h200-forward"),
+        _one("softmax, 50257 columns, unaligned", records, "h200-forward", Case("softmax", (4096, 50257), 1, BF16)),
+        _one("softmax, one row of 2^24", records, "h200-single-row", Case("softmax", (1, 1 << 24), 1, BF16)),
+        _range("gradient of softmax", records, records.cases("h200-gradients", dtype=BF16), "h200-gradients"),
+        _range("softmax in JAX, of XLA's copy", records, _field(records, "h200-jax-forward"), "h200-jax-forward"),
+        _one("cross-entropy and its gradient, 8192 × 128256, in times of the copy", records, "h200-cross-entropy",
+             Case("cross_entropy", VOCABULARY, 1, BF16, with_gradient=True), copies),
+        _one("the same in JAX, of XLA's copy", records, "h200-jax-cross-entropy",
+             Case("cross_entropy", VOCABULARY, 1, BF16, with_gradient=True), copies),
+        _sharded(records),
+        _one("log-probabilities and entropy of tokens, and their gradient, 8192 × 128256, in times of the copy",
+             records, "h200-token-logprobs", Case("token_logprobs", VOCABULARY, 1, BF16, with_gradient=True), copies),
+        _host(records),
+    ]  # fmt: skip
+    shown = [row for row in rows if any(cell != NOTHING for cell in row[1:])]
+    header = ("", "onlinesoftmax", *NAMES.values())
+    return f"{table(header, shown)}\n\n{_versions(records)}"
+
+
+def _versions(records: Records) -> str:
+    """The versions of the libraries; where records have several, all of them."""
+    said = []
+    for name in ("torch", "liger-kernel", "quack-kernels", "jax"):
+        found = {r.content["versions"].get(name) for r in records if r.name.startswith("h200")} - {None}
+        said.append(f"{name} {' and '.join(sorted(found))}" if found else "")
+    return f"Versions: {', '.join(filter(None, said))}."
+
+
+def _field(records: Records, name: str) -> list[CaseResult]:
+    """The cases of many aligned rows of 64 to 262144 columns in bfloat16."""
+    return [
+        each for each in records.cases(name, dtype=BF16)
+        if 64 <= each.case.shape[-1] <= 1 << 18 and each.case.shape[-1] % ALIGNED == 0
+        and each.case.dim == len(each.case.shape) - 1
+    ]  # fmt: skip
+
+
+def _results(records: Records, found: Sequence[CaseResult], who: str, name: str) -> list[Result]:
+    results = (records.result(each.case, who, name) for each in found)
+    return [result for result in results if result is not None]
+
+
+def _shares(records: Records, found: Sequence[CaseResult], who: str, name: str) -> list[float | None]:
+    return [result.of_copy for result in _results(records, found, who, name)]
+
+
+def _range(title: str, records: Records, found: Sequence[CaseResult], name: str) -> list[str]:
+    """The smallest and the largest share of each library, and the number of cases that it refuses or has wrong."""
+    cells = []
+    for who in LIBRARIES:
+        results = _results(records, found, who, name)
+        text = spread(result.of_copy for result in results)
+        for status, verb in (("refused", "refuses"), ("wrong", "wrong in")):
+            count = sum(result.status == status for result in results)
+            text += f"; {verb} {count} of {len(results)}" if count else ""
+        cells.append(text)
+    return [title, *cells]
+
+
+def _one(
+    title: str, records: Records, name: str, case: Case, cell: Callable[[Result | None], str] = share
+) -> list[str]:
+    return [title, *(cell(records.result(case, who, name)) for who in LIBRARIES)]
+
+
+def _sharded(records: Records) -> list[str]:
+    """The loss with its columns on several GPUs; PyTorch's way is loss_parallel."""
+    title = "cross-entropy and its gradient with the columns on {} GPUs, 8192 × 128256, µs"
+    for found in sharded(records):
+        case = found.case
+        if (case.operation, case.shape, case.with_gradient, case.reduction) == (
+            "cross_entropy", VOCABULARY, True, "mean"
+        ):  # fmt: skip
+            times = {result.who: result.times.median_us for result in found.results if result.times}
+            theirs = f"{microseconds(times.get('loss-parallel'))} (`loss_parallel`)"
+            rest = [NOTHING] * (len(LIBRARIES) - 2)
+            return [title.format(found.processes), microseconds(times.get("ours")), theirs, *rest]
+    return [title.format("several"), *[NOTHING] * len(LIBRARIES)]
+
+
+def _host(records: Records) -> list[str]:
+    """The host time of a call of softmax."""
+    found = records.cases("h200-host", operation="softmax")
+    times = {
+        result.who: result.calls[PLAIN].median_us
+        for each in found for result in each.results if isinstance(result, CallsResult) and PLAIN in result.calls
+    }  # fmt: skip
+    title = "host time of a call of softmax of 64 × 512, µs"
+    return [title, *(microseconds(times.get(who)) for who in LIBRARIES)]
+
+
+BLOCKS: dict[str, Callable[[Records], str]] = {block.__name__: block for block in (readme_caption, readme_speed)}
+"""The blocks by name."""

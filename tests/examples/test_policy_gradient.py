@@ -1,0 +1,41 @@
+"""examples/policy_gradient.py learns, and its objective has the gradient of PyTorch's operations."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from scripts import load
+
+import onlinesoftmax as osm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    """The module examples/policy_gradient.py, which is not part of the package."""
+    return load(Path(__file__).parents[2] / "examples" / "policy_gradient.py")
+
+
+def test_the_script_learns_and_checks_itself(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--device", DEVICE]) == 0
+    assert "Largest relative difference of the gradient" in capsys.readouterr().out
+
+
+def test_the_policy_finds_the_right_tokens(example: ModuleType) -> None:
+    curve = example.train(example.ours, example.Settings(), DEVICE)
+    assert curve[0] == pytest.approx(1 / example.Settings().vocabulary)
+    assert curve[-1] > 0.9
+
+
+def test_kernels_give_the_gradient_of_pytorch(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton kernels; without a GPU, they run in Triton's interpreter."""
+    pytest.importorskip("triton", reason="the kernels are forced")
+    monkeypatch.setattr(osm, "token_logprobs", partial(osm.token_logprobs, backend="triton"))
+    settings = example.Settings(prompts=2, samples=4)
+    # A gradient is a sum of some dozen terms, each with a few float32 roundings of 6e-8.
+    assert example.gradient_difference(settings, DEVICE) < 1e-5
