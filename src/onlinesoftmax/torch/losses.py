@@ -250,7 +250,8 @@ def _check_range(name: str, index: Tensor, classes: int, counts: Tensor) -> None
     position = wrong.nonzero()[0].tolist()
     where = f" at position {position[0] if len(position) == 1 else tuple(position)}" if position else ""
     value, count = index[tuple(position)].item(), int(wrong.sum())
-    raise IndexError(f"{name} is {value}{where}, which is not in [0, {classes}), and {count} are out of range")
+    more = f"; {count} of {index.numel()} are out of range" if count > 1 else ""
+    raise IndexError(f"{name} is {value}{where}, which is not in [0, {classes}){more}")
 
 
 def check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[int, ...]) -> None:
