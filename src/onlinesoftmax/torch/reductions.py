@@ -1,4 +1,8 @@
-"""The scalar of a loss by our small kernels: the factor of the gradient before the loss kernel, the total after it."""
+"""Small kernels beside the passes over the logits.
+
+For a loss that becomes a scalar: the factor of the gradient before the loss kernel, and the total after it.
+For sharded rows: the merge of their states, and the incoming gradients.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 
 from ..kernels import registry
 from ..kernels.reduction import Reduction
+from ..kernels.sharded import ShardedRows
 from .gradients import accumulator_of
 from .loss import Loss
 from .prepare import DTYPE_NAMES, aligned
@@ -32,10 +37,18 @@ class Reducer(NamedTuple):
     total: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
-def reducer(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> Reducer | None:
-    """The launches for a loss with the reduction "mean" or "sum"; None where PyTorch's operations must do it."""
+def reducer(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool, classes: int | None = None
+) -> Reducer | None:
+    """The launches for a loss with the reduction "mean" or "sum"; None where PyTorch's operations must do it.
+
+    Args:
+        x, target, weight, loss: The arguments of the call.
+        with_gradient: True where `factor` is needed.
+        classes: Number of classes, if x has only some of them.
+    """
     backend, mean, result = backend_for(x), loss.reduction == "mean", loss.settings.dtype
-    if backend is None or (mean and not _may_count(target, weight, loss)):
+    if backend is None or (mean and not may_count(target, weight, loss)):
         return None
     wide = accumulator_of(x.dtype, x.dtype)
     same_alignment = aligned(target) and (weight is None or aligned(weight))
@@ -44,8 +57,8 @@ def reducer(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_g
     if mean:
         kind = weight if weight is None else DTYPE_NAMES[weight.dtype]
         counts = Reduction(
-            adds.rows, adds.accumulator, adds.result, False, DTYPE_NAMES[target.dtype], kind, x.shape[loss.dim],
-            loss.ignore_index,
+            adds.rows, adds.accumulator, adds.result, False, DTYPE_NAMES[target.dtype], kind,
+            x.shape[loss.dim] if classes is None else classes, loss.ignore_index,
         )  # fmt: skip
     if not with_gradient:
         return Reducer(None, _total(_prepared(backend, counts, x.device, same_alignment), result, x.device))
@@ -63,7 +76,7 @@ def backend_for(t: Tensor) -> str | None:
     return next((name for name in ("cuda", "triton") if registry.unavailable(name) is None), None)
 
 
-def _may_count(target: Tensor, weight: Tensor | None, loss: Loss) -> bool:
+def may_count(target: Tensor, weight: Tensor | None, loss: Loss) -> bool:
     """True where the kernel can read the targets and the weight."""
     return (
         target.is_contiguous()
@@ -99,15 +112,28 @@ def _factor(run: Run, dtype: torch.dtype, device: torch.device) -> Callable[...,
 def _prepared(backend: str, reduction: Reduction, device: torch.device, _aligned: bool) -> Run:
     """The launch of a reduction for tensors on a device, all of them on 16 bytes or not."""
     run: Run = registry.load(backend).prepare_reduction(reduction)
+    return on_device(run, device)
+
+
+def prepared_sharded(kernel: str, rows: ShardedRows, device: torch.device) -> Callable[[dict[str, Any]], None]:
+    """The launch run(tensors) of the kernel "merge" or "incoming" of sharded rows, for tensors on a device."""
+    backend = backend_for(torch.empty(0, device=device))
+    assert backend is not None
+    run: Callable[[dict[str, Any]], None] = registry.load(backend).prepare_sharded(kernel, rows)
+    return on_device(run, device)
+
+
+def on_device(run: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    """A launch that makes its device the current one."""
     if device.type != "cuda":
         return run
 
-    def on_device(out: Tensor, tensors: dict[str, Any]) -> None:
+    def on_device(*arguments: Any) -> None:
         if torch._C._cuda_getDevice() == device.index:
-            run(out, tensors)
+            run(*arguments)
         else:
             with torch.cuda.device(device):
-                run(out, tensors)
+                run(*arguments)
 
     return on_device
 
