@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +73,7 @@ def rows_of(one: ShardedRows) -> dict[str, torch.Tensor]:
     weight = torch.rand(CLASSES, generator=random, dtype=torch.float64)
     states = []
     cuts = cuts_of(one.processes)
-    for first, end in zip(cuts[:-1], cuts[1:], strict=True):
+    for first, end in itertools.pairwise(cuts):
         part = z[:, first:end]
         limits = torch.finfo(torch.float32)
         m = part.amax(1) if end > first else z.new_full((one.rows,), -torch.inf)
