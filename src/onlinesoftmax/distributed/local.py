@@ -35,12 +35,14 @@ class Sharded(NamedTuple):
         options: Scale, softcap and mask of the scores; PLAIN where there is none.
         choice: What the caller forces of the local plan.
         shards: The local columns as the caller gives them; None where an exchange finds them.
+        key: Key of the call among the usual ones (usual.py); () where it has none.
     """
 
     groups: tuple[Any, ...]
     options: ScoreOptions = PLAIN
     choice: Choice = ANY
     shards: Shards | None = None
+    key: tuple[Any, ...] = ()
 
 
 class Shard(NamedTuple):

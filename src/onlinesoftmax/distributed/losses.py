@@ -12,10 +12,11 @@ from ..torch.check import checked_dim
 from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss, count_of, ignored
 from ..torch.losses import TokenLogprobs, check_index, check_weight
-from .launches import Given, Wanted, results
+from .launches import Given, Wanted
 from .local import Sharded
 from .shards import Shards, shards_of
 from .statistics import Request, Statistics
+from .usual import results
 
 Tensor = torch.Tensor
 
@@ -40,7 +41,7 @@ def cross_entropy(
         settings=Settings(dim, wide, choice=call.choice), reduction="none" if row_groups else loss.reduction
     )
     wanted = Wanted(dim, shards, call.options, call.choice, each, ("y",), wide)
-    found = results(wanted, Given(x, None, target, weight), call.groups)
+    found = results(wanted, Given(x, None, target, weight), call)
     if found is not None:
         return reduced(found[0], target, weight, loss, row_groups).to(dtype) if row_groups else found[0]
     rows = _loss_rows(x, target, weight, loss, call._replace(shards=shards))
@@ -129,13 +130,18 @@ def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Shar
     _check_target("token_logprobs()", "index", x, index, dim)
     outputs = ("y", "lse", *(("entropy",) if entropy else ()))
     wanted = _wanted(dim, call, shards, outputs, accumulator_of(x.dtype, x.dtype))
-    numbers = results(wanted, Given(x, call.options.mask, index, None), call.groups)
+    numbers = results(wanted, Given(x, call.options.mask, index, None), call)
     if numbers is not None:
-        logprob, lse, *rest = numbers
-        return TokenLogprobs(logprob, rest[0] if rest else None, lse)
+        return named(numbers)
     request = _request(dim, call, shards, entropy, False, shards.total)
     logprob, lse, found, _ = Statistics.apply(x, call.options.mask, _from_here(index, shards), None, request)
     return TokenLogprobs(logprob, found, lse)
+
+
+def named(numbers: tuple[Tensor, ...]) -> TokenLogprobs:
+    """The result of token_logprobs from (logprob, lse) or (logprob, lse, entropy)."""
+    logprob, lse, *entropy = numbers
+    return TokenLogprobs(logprob, entropy[0] if entropy else None, lse)
 
 
 def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
@@ -145,7 +151,7 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     # A target that is no column anywhere has no gradient.
     nowhere = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1, device=x.device)
     wanted = _wanted(dim, call, shards, ("lse",), x.dtype)
-    numbers = results(wanted, Given(x, call.options.mask, nowhere, None), call.groups)
+    numbers = results(wanted, Given(x, call.options.mask, nowhere, None), call)
     if numbers is not None:
         return numbers[0].unsqueeze(dim) if keepdim else numbers[0]
     rows = _from_here(nowhere, shards)
@@ -160,7 +166,7 @@ def _wanted(dim: int, call: Sharded, shards: Shards, outputs: tuple[str, ...], r
 
 
 def _request(dim: int, call: Sharded, shards: Shards, entropy: bool, spread: bool, weight_sum: Any) -> Request:
-    bare = call._replace(options=call.options._replace(mask=None))
+    bare = call._replace(options=call.options._replace(mask=None), key=())
     return Request(dim, bare, shards, entropy, spread, weight_sum)
 
 

@@ -37,29 +37,14 @@ class Reducer(NamedTuple):
     total: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
-def reducer(
-    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool, classes: int | None = None
-) -> Reducer | None:
-    """The launches for a loss with the reduction "mean" or "sum"; None where PyTorch's operations must do it.
-
-    Args:
-        x, target, weight, loss: The arguments of the call.
-        with_gradient: True where `factor` is needed.
-        classes: Number of classes, if x has only some of them.
-    """
+def reducer(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> Reducer | None:
+    """The launches for a loss with the reduction "mean" or "sum"; None where PyTorch's operations must do it."""
     backend, mean, result = backend_for(x), loss.reduction == "mean", loss.settings.dtype
     if backend is None or (mean and not may_count(target, weight, loss)):
         return None
     wide = accumulator_of(x.dtype, x.dtype)
     same_alignment = aligned(target) and (weight is None or aligned(weight))
-    adds = Reduction(target.numel(), DTYPE_NAMES[wide], DTYPE_NAMES[result])
-    counts = adds
-    if mean:
-        kind = weight if weight is None else DTYPE_NAMES[weight.dtype]
-        counts = Reduction(
-            adds.rows, adds.accumulator, adds.result, False, DTYPE_NAMES[target.dtype], kind,
-            x.shape[loss.dim] if classes is None else classes, loss.ignore_index,
-        )  # fmt: skip
+    adds, counts = _reductions(x, target, weight, loss, x.shape[loss.dim])
     if not with_gradient:
         return Reducer(None, _total(_prepared(backend, counts, x.device, same_alignment), result, x.device))
     add = _prepared(backend, adds._replace(divides=mean), x.device, same_alignment)
@@ -67,6 +52,48 @@ def reducer(
         return Reducer(lambda _target, _weight: _ones(wide, x.device), _total(add, result, x.device))
     count = _prepared(backend, counts._replace(result=None), x.device, same_alignment)
     return Reducer(_factor(count, wide, x.device), _total(add, result, x.device))
+
+
+def _reductions(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, classes: int
+) -> tuple[Reduction, Reduction]:
+    """The sum of the losses, and the whole reduction of a loss: the same for a sum, the mean in one launch."""
+    wide = accumulator_of(x.dtype, x.dtype)
+    adds = Reduction(target.numel(), DTYPE_NAMES[wide], DTYPE_NAMES[loss.settings.dtype])
+    if loss.reduction == "sum":
+        return adds, adds
+    kind = weight if weight is None else DTYPE_NAMES[weight.dtype]
+    return adds, Reduction(
+        adds.rows, adds.accumulator, adds.result, False, DTYPE_NAMES[target.dtype], kind, classes, loss.ignore_index
+    )
+
+
+Total = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""The function (losses, target, weight) that returns the scalar and its (1 / divisor, divisor), or None for a sum."""
+
+
+def total_after_losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, classes: int) -> Total:
+    """The launch that reduces the losses of rows whose gradient is computed later.
+
+    Args:
+        x, target, weight, loss: The arguments of the call, for which there is a backend, and `may_count` holds.
+        classes: Number of classes, of which x may have only some.
+    """
+    backend, result, wide = backend_for(x), loss.settings.dtype, accumulator_of(x.dtype, x.dtype)
+    assert backend is not None
+    assert result is not None
+    _, reduction = _reductions(x, target, weight, loss, classes)
+    keeps = reduction.target is not None
+    same_alignment = aligned(target) and (weight is None or aligned(weight))
+    run = _prepared(backend, reduction._replace(keeps=keeps), x.device, same_alignment)
+    scalar, pair = _template((), result, x.device), _template((2,), wide, x.device)
+
+    def total(losses: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        out, divisor = torch.empty_like(scalar), torch.empty_like(pair) if keeps else None
+        run(out, {"losses": losses, "target": target, "weight": weight, "divisor": divisor})
+        return out, divisor
+
+    return total
 
 
 def backend_for(t: Tensor) -> str | None:
