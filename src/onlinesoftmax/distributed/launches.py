@@ -103,23 +103,22 @@ class Launches:
         x, _, target, weight = given
         loss, shards = wanted.loss, wanted.shards
         self.wanted, self.with_gradient = wanted, with_gradient
-        self.device, self.shape, self.count = x.device, target.shape, target.numel()
+        self.device, self.count = x.device, target.numel()
         self.wide = accumulator_of(x.dtype, x.dtype)
-        # A kernel is prepared for tensors of rows that lie on 16 bytes.
-        self.in_one = self.count * self.wide.itemsize % 16 == 0
+        # The kernel of the states is prepared for outputs that lie on 16 bytes.
+        self.in_place = self.count * self.wide.itemsize % 16 == 0
         self.total, self.divides = None, loss is not None and loss.reduction == "mean"
         if loss is not None and wanted.reduces:
             self.total = total_after_losses(x, target, weight, loss, shards.total)
-        self.kept = (*(("y",) if wanted.reduces else ()), *(("m", "l") if with_gradient else ()))
         # Losses that are reduced have the accumulator's dtype.
         result = self.wide if wanted.reduces else wanted.result
-        returned = () if wanted.reduces else wanted.outputs
-        self.returned = {name: self.wide if name == "entropy" else result for name in returned}
+        kept = ("m", "l") if with_gradient else ()
+        self.written = {name: result if name in ("y", "lse") else self.wide for name in (*wanted.outputs, *kept)}
         weights = () if weight is None else ("weight",)
         self.rows = ShardedRows(
             self.count, processes, DTYPE_NAMES[self.wide], DTYPE_NAMES[result], DTYPE_NAMES[target.dtype],
             None if weight is None else DTYPE_NAMES[weight.dtype], loss is not None, wanted.reduces, *shards,
-            scale=wanted.options.scale, names=("states", "target", *weights, *returned, *self.kept),
+            scale=wanted.options.scale, names=("states", "target", *weights, *self.written),
         )  # fmt: skip
         if loss is not None:
             self.rows = self.rows._replace(ignore_index=loss.ignore_index, smoothing=loss.smoothing, z_loss=loss.z_loss)
@@ -132,7 +131,7 @@ class Launches:
         """The launch that computes the local states, None without local columns, and its operands that are numbers."""
         if not given.x.numel():
             return None, {}
-        more = ("m", "l", *(("entropy",) if "entropy" in self.returned else ()))
+        more = ("m", "l", *(("entropy",) if "entropy" in self.written else ()))
         call = self._call(_FORWARD, given.x, given.mask, {"target": self._from_here(given.target)})
         run, operands = prepared(call, ("y", *more))
         return run, {name: value for name, value in operands.items() if isinstance(value, int)}
@@ -140,7 +139,7 @@ class Launches:
     def _call(self, operation: Operation, x: Tensor, mask: Tensor | None, rows: dict[str, Tensor]) -> Call:
         dim, options = self.wanted.dim, self.wanted.options._replace(mask=mask)
         settings = Settings(dim, x.dtype if operation.backward else None, choice=self.wanted.choice)
-        beside = {name: t.view(self.shape).unsqueeze(dim) for name, t in rows.items()}
+        beside = {name: t.unsqueeze(dim) for name, t in rows.items()}
         return Call(operation, x, settings, None if options.plain else options, None, beside)
 
     def _from_here(self, target: Tensor) -> Tensor:
@@ -148,26 +147,18 @@ class Launches:
         first = self.wanted.shards.first
         return target.long() - first if first else target.long()
 
-    def _new(self, count: int) -> tuple[Tensor, ...]:
-        """So many tensors with a number for each row, in one allocation if each begins on 16 bytes."""
-        if self.in_one:
-            return torch.empty(count * self.count, dtype=self.wide, device=self.device).split(self.count)
-        return tuple(torch.empty(self.count, dtype=self.wide, device=self.device) for _ in range(count))
-
     def forward(self, given: Given, groups: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Kept | None]:
         """(the results, what backward reads)."""
         x, mask, target, weight = given
         here = self._from_here(target)
         states = gathered_flat(self._states(x, mask, here), *groups)
         tensors: dict[str, Any] = {"states": states, "target": target, "weight": weight}
-        for name, dtype in self.returned.items():
+        for name, dtype in self.written.items():
             tensors[name] = torch.empty_like(here, dtype=dtype)
-        if self.kept:
-            tensors.update(zip(self.kept, self._new(len(self.kept)), strict=True))
         self.merge(tensors)
         divisor = None
         if self.total is None:
-            found = tuple(tensors[name] for name in self.returned)
+            found = tuple(tensors[name] for name in self.wanted.outputs)
         else:
             total, divisor = self.total(tensors["y"], target, weight)
             found = (total,)
@@ -177,12 +168,9 @@ class Launches:
 
     def _states(self, x: Tensor, mask: Tensor | None, here: Tensor) -> Tensor:
         """The local states: all rows of the first number, all of the second, and so on."""
-        sent, packed = self.rows.sent, None
-        if self.in_one:
-            packed = torch.empty(len(sent) * self.count, dtype=self.wide, device=self.device)
-            parts = packed.split(self.count)
-        else:
-            parts = self._new(len(sent))
+        sent = self.rows.sent
+        packed = torch.empty((len(sent), self.count), dtype=self.wide, device=self.device)
+        parts = packed.unbind(0) if self.in_place else tuple(torch.empty_like(part) for part in packed)
         named: dict[str, Any] = dict(zip(sent, parts, strict=True))
         if self.states is None:
             for name, value in zip(STATES, (torch.finfo(self.wide).min, 0.0, torch.nan), strict=True):
@@ -197,7 +185,7 @@ class Launches:
             if "weighted" in named:
                 total = x.sum(self.wanted.dim, dtype=self.wide).view(-1)
                 named["weighted"].copy_(total if self.rows.scale == 1 else total * self.rows.scale)
-        return torch.cat(parts) if packed is None else packed
+        return packed.view(-1) if self.in_place else torch.cat(parts)
 
     def backward(self, x: Tensor, kept: Kept, dys: tuple[Tensor | None, ...]) -> Tensor:
         """The gradient with respect to x, from the gradients of the results."""
@@ -205,12 +193,13 @@ class Launches:
             return torch.empty_like(x)
         given = {name: _contiguous(dy) for name, dy in zip(self.wanted.outputs, dys, strict=True) if dy is not None}
         dy, dlse, dentropy = given.get("y"), given.get("lse"), given.get("entropy")
-        smooth = self.rows.smoothing != 0
-        to_y, to_lse, *flat = self._new(2 + smooth)
+        to_y, to_lse, flat = torch.empty_like(kept.m), torch.empty_like(kept.m), None
+        if self.rows.smoothing:
+            flat = torch.empty_like(kept.m)
         self._incoming(dy is not None, dlse is not None)(
             {
                 "target": kept.target, "weight": kept.weight, "m": kept.m, "l": kept.l, "dy": dy, "dlse": dlse,
-                "count": kept.divisor, "to_y": to_y, "to_lse": to_lse, "to_flat": flat[0] if flat else None,
+                "count": kept.divisor, "to_y": to_y, "to_lse": to_lse, "to_flat": flat,
             }
         )  # fmt: skip
         rows = {"target": kept.here, "dy": to_y, "m": kept.m, "l": kept.l, "dlse": to_lse, **self.numbers}
@@ -224,7 +213,7 @@ class Launches:
         if kept.mask is not None:
             rows["mask"] = kept.mask
         dx: Tensor = run(x, None, rows)
-        return dx.sub_(flat[0].view(self.shape).unsqueeze(self.wanted.dim)) if flat else dx
+        return dx if flat is None else dx.sub_(flat.unsqueeze(self.wanted.dim))
 
     def _incoming(self, dy: bool, dlse: bool) -> Any:
         """The launch that prepares the incoming gradients, of which some may be absent."""
