@@ -45,10 +45,11 @@ LOSSES: tuple[dict[str, Any], ...] = (
 
 
 def losses_are_as_good_as_those_of_one_process(first: int, end: int) -> None:
-    """Every reduction and option, with and without a gradient: one launch of each kind is kept."""
-    for dtype, reduction in itertools.product((torch.bfloat16, torch.float32, torch.float64), ("mean", "sum", "none")):
-        x, target, weights = inputs(dtype)
-        for one in LOSSES:
+    """Every reduction meets every option; dtypes take turns.  The launches of a kind of call are prepared once."""
+    for i, reduction in enumerate(("mean", "sum", "none")):
+        for j, one in enumerate(LOSSES):
+            dtype = (torch.bfloat16, torch.float32, torch.float64)[(i + j) % 3]
+            x, target, weights = inputs(dtype)
             options = {name: value for name, value in one.items() if name != "weighted"} | {"reduction": reduction}
             weight = weights if "weighted" in one else None
             if "ignore_index" in one:
@@ -98,11 +99,16 @@ def hard_rows(first: int, end: int) -> None:
 
 def log_probabilities_have_all_gradients(first: int, end: int) -> None:
     """Each of the three results alone and together, with and without the entropy, with a mask, in any dimension."""
-    for dtype, (shape, dim) in itertools.product((torch.bfloat16, torch.float32), (((6, COLS), 1), ((2, COLS, 3), 1))):
+    for dtype, shape, dim in ((torch.bfloat16, (6, COLS), 1), (torch.float32, (2, COLS, 3), 1)):
         x = (3 * random(*shape, seed=21)).to(dtype)
         index = torch.tensor([0, 36, 5, 19, 20, 7], device=device()).view(*shape[:dim], *shape[dim + 1 :])
         mask = (random(*shape, seed=2, normal=False) < 0.7).scatter(dim, index.unsqueeze(dim), True)
-        for options, entropy in itertools.product(({}, {"mask": mask}, {"scale": 0.5, "softcap": 10.0}), (True, False)):
+        for options, entropy in (
+            ({}, True),
+            ({}, False),
+            ({"mask": mask}, True),
+            ({"scale": 0.5, "softcap": 10.0}, False),
+        ):
             local = x.narrow(dim, first, end - first).clone().requires_grad_()
             whole, wide = x.clone().requires_grad_(), x.double().requires_grad_()
             cut = dict(options)
