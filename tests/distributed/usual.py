@@ -173,6 +173,27 @@ def other_tensors(first: int, end: int) -> None:
     torch.testing.assert_close(found.detach(), want)
 
 
+def arguments_are_checked_in_every_call(first: int, end: int) -> None:
+    x, target, _ = inputs(torch.float32)
+    given = how(first, end)
+    for _ in range(2):
+        sharded.cross_entropy(x[:, first:end], target, **given)
+        for error, message, arguments, options in (
+            (ValueError, "target has shape", (target[:3],), {}),
+            (RuntimeError, "weight must have shape", (target, torch.ones(COLS - 1, device=device())), {}),
+            (RuntimeError, "label_smoothing must be between", (target,), {"label_smoothing": 2.0}),
+            (ValueError, "not a valid value for reduction", (target,), {"reduction": "median"}),
+            (RuntimeError, "target must have an integer dtype", (target > 0,), {}),
+            (ValueError, "does not fit a local tensor", (target,), {"shards": sharded.Shards(first, COLS + 1, COLS)}),
+        ):
+            try:
+                sharded.cross_entropy(x[:, first:end], *arguments, **{**given, **options})
+            except error as found:
+                assert message in str(found)  # noqa: PT017  the check runs outside of pytest
+            else:
+                raise AssertionError("no error")
+
+
 def no_tensor_is_kept(first: int, end: int) -> None:
     x, target, weight = (t.clone() for t in inputs(torch.float32))
     local = x[:, first:end].clone().requires_grad_()
@@ -189,7 +210,7 @@ def everything(first: int, end: int) -> None:
         return
     for check in (
         losses_are_as_good_as_those_of_one_process, hard_rows, log_probabilities_have_all_gradients, logsumexps,
-        other_tensors, no_tensor_is_kept,
+        other_tensors, arguments_are_checked_in_every_call, no_tensor_is_kept,
     ):  # fmt: skip
         usual.LAUNCHES.clear()
         check(first, end)
