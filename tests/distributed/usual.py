@@ -146,6 +146,10 @@ def logsumexps(first: int, end: int) -> None:
         close(torch.autograd.grad(ours, local, dy)[0], *(t[:, first:end] for t in grads), 64.0)
 
 
+class Subclass(torch.Tensor):
+    """A tensor of another type, with PyTorch's own functions."""
+
+
 def other_tensors(first: int, end: int) -> None:
     """Targets and weights with gaps, narrow targets, incoming gradients of one element, logits that are negated."""
     x, target, weights = inputs(torch.float32)
@@ -153,10 +157,16 @@ def other_tensors(first: int, end: int) -> None:
     want = torch.nn.functional.cross_entropy(x, target, weights)
     given = how(first, end)
     apart = torch.stack([target, target]).t()[:, 0]
+    before = len(usual.LAUNCHES)
     for kind in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         torch.testing.assert_close(sharded.cross_entropy(x[:, first:end], apart.to(kind), weights, **given), want)
     gaps = torch.stack([weights, weights]).t()[:, 0]
     torch.testing.assert_close(sharded.cross_entropy(x[:, first:end], apart, gaps, **given), want)
+    assert len(usual.LAUNCHES) == before + 5
+    for kind in (torch.nn.Buffer, Subclass):
+        found = sharded.cross_entropy(x[:, first:end], kind(target), kind(weights), **given)
+        torch.testing.assert_close(torch.Tensor(found), want)
+    assert () not in usual.LAUNCHES
     local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
     # The gradient of a sum has the stride 0.
     sharded.cross_entropy(local, target, reduction="none", **given).sum().backward()

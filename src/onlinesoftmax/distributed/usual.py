@@ -50,14 +50,14 @@ def found(
         return (), None
     group = group_or_default(group)
     key = key_of(given, (name, arguments, shards, group.size()))
-    launches = LAUNCHES.get(key)
+    launches = LAUNCHES.get(key) if key else None
     return key, None if launches is None else _run(launches, given, (group,))
 
 
 def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The key of a call in LAUNCHES; () where its tensors are not as its kernels need them, or it is traced."""
     x, mask, target, weight = given
-    if not _is_plain(x) or type(target) is not Tensor or x.is_neg() or not target.is_contiguous():
+    if not _is_plain(x) or type(target) not in PLAIN_TYPES or x.is_neg() or not target.is_contiguous():
         return ()
     key: tuple[Any, ...] = (
         arguments, x.requires_grad and torch.is_grad_enabled(),
@@ -65,11 +65,11 @@ def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         target.shape, target.dtype, target.get_device(), target.data_ptr() % 16,
     )  # fmt: skip
     if mask is not None:
-        if type(mask) is not Tensor:
+        if type(mask) not in PLAIN_TYPES:
             return ()
         key = (*key, mask.shape, mask.stride(), mask.dtype, mask.get_device(), mask.data_ptr() % 16)
     if weight is not None:
-        if type(weight) is not Tensor or weight.is_neg() or not weight.is_contiguous():
+        if type(weight) not in PLAIN_TYPES or weight.is_neg() or not weight.is_contiguous():
             return ()
         key = (*key, None, weight.shape, weight.dtype, weight.get_device(), weight.data_ptr() % 16)
     return key
@@ -87,20 +87,23 @@ def _is_plain(x: Any) -> bool:
 
 def results(wanted: Wanted, given: Given, call: Sharded) -> tuple[Tensor, ...] | None:
     """The results of a checked call, the same on every process; None where it is not usual."""
-    if not _is_plain(given.x) or not _is_usual(wanted, given):
+    if not _is_plain(given.x) or any(t is not None and type(t) not in PLAIN_TYPES for t in given):
         return None
-    groups, key = call.groups, call.key
+    # Processes may have different strides, and negations that are pending on one of them.
+    weight = None if given.weight is None else given.weight.resolve_neg().contiguous()
+    given = Given(given.x.resolve_neg(), given.mask, given.target.contiguous(), weight)
+    if not _is_usual(wanted, given):
+        return None
+    groups = call.groups
     processes = math.prod(group.size() for group in groups)
-    if not key:
-        weight = None if given.weight is None else given.weight.resolve_neg().contiguous()
-        given = Given(given.x.resolve_neg(), given.mask, given.target.contiguous(), weight)
-        key = key_of(given, (wanted, processes))
+    key = call.key or key_of(given, (wanted, processes))
     launches = LAUNCHES.get(key)
     if launches is None:
+        with_gradient = given.x.requires_grad and torch.is_grad_enabled()
+        launches = Launches(wanted, given, processes, with_gradient)
         if len(LAUNCHES) >= MOST_LAUNCHES:
             LAUNCHES.clear()
-        with_gradient = given.x.requires_grad and torch.is_grad_enabled()
-        launches = LAUNCHES[key] = Launches(wanted, given, processes, with_gradient)
+        LAUNCHES[key] = launches
     return _run(launches, given, groups)
 
 
