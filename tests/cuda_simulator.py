@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onlinesoftmax.kernels.cuda import params, reduction, source
+from onlinesoftmax.kernels.cuda import merge, params, reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.kernels.sharded import ShardedRows
 from onlinesoftmax.planner.strategies.cuda import slice_chunks
 
 COMPILER = shutil.which("g++")
@@ -358,3 +359,26 @@ def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) 
     driver = DRIVER.replace("BEGIN", "").replace("AGAIN", "")
     text = _program([reduction.prologue(one), _replaced("reduction")], driver, "Reduction", reduction.NAME)
     _library(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)
+
+
+def simulate_sharded(kernel: str, rows: ShardedRows, arrays: Mapping[str, NDArray[Any]], folder: Path) -> None:
+    """Run the kernel "merge" or "incoming" of sharded rows on the host.
+
+    Args:
+        kernel: Name of the kernel.
+        rows: The rows.
+        arrays: Memory of the tensors of `rows.names`; bfloat16 as uint16.
+        folder: Where to put the shared libraries.
+    """
+    fields = np.frombuffer(bytearray(merge.pack(rows)), np.uint64)
+    for name in rows.names:
+        fields[merge.POINTERS.index(name)] = arrays[name].ctypes.data
+    launch_sharded(kernel, rows, fields.ctypes.data, folder)
+
+
+def launch_sharded(kernel: str, rows: ShardedRows, parameter: int, folder: Path) -> None:
+    """Run a kernel of sharded rows on the host with the parameter at an address."""
+    driver = DRIVER.replace("BEGIN", "").replace("AGAIN", "")
+    parts = [merge.prologue(rows.kind), _replaced("state"), _replaced("merge")]
+    text = _program(parts, driver, "ShardedRows", f"{kernel}_kernel")
+    _library(text, folder).run(ctypes.c_void_p(parameter), merge.blocks_of(rows), 1, 1)

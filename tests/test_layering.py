@@ -59,6 +59,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "kernels.pallas.*": {"jax"},
     "kernels.triton.*": {"torch", "triton"},
     "kernels.cuda.launch": {"torch"},
+    "kernels.cuda.merge": {"torch"},
     "kernels.cuda.multiply": {"torch"},
     "kernels.cuda.reduction": {"torch"},
     "bench.sharded": {"torch"},

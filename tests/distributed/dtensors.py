@@ -17,7 +17,7 @@ import onlinesoftmax as osm
 from distributed import processes
 from onlinesoftmax.core.call import Settings
 from onlinesoftmax.core.options import ScoreOptions
-from onlinesoftmax.distributed import dtensor_losses
+from onlinesoftmax.distributed import dtensor_losses, usual
 from onlinesoftmax.distributed.layout import laid_out
 from onlinesoftmax.torch.loss import Loss
 
@@ -139,6 +139,23 @@ def log_probabilities(mesh: DeviceMesh, placements: Placements) -> None:
         total = found.logprob.sum() + 0.3 * found.entropy.sum() + 2 * found.lse.sum()
         near(torch.autograd.grad(total, cut)[0], dx, placements)
     assert osm.token_logprobs(cut_tensor(x, mesh, placements), index, entropy=False).entropy is None
+
+
+def losses_by_kernels(mesh: DeviceMesh, placements: Placements) -> None:
+    """Several process groups that shard the classes, and others that shard the rows."""
+    if not processes.kernels_run():
+        return
+    how: Any = {} if processes.device().type == "cuda" else {"backend": "triton"}
+    x, target = random(ROWS, COLS), tensor([0, 12, -100, 7, 3])
+    for reduction, options in (("mean", {}), ("sum", {"label_smoothing": 0.1}), ("none", {"z_loss": 0.01})):
+        whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
+        want = osm.cross_entropy(whole, target, reduction=reduction, **options, backend="eager")
+        before = len(usual.LAUNCHES)
+        found = osm.cross_entropy(cut, target, reduction=reduction, **options, **how)
+        assert len(usual.LAUNCHES) == before + bool(cut.to_local().shape[0])
+        near(found, want, rows_of(placements) if reduction == "none" else (Replicate(),) * mesh.ndim)
+        dx = torch.autograd.grad(found.sum(), cut)[0]
+        near(dx, torch.autograd.grad(want.sum(), whole)[0], placements)
 
 
 def other_ranks_of_tensors(mesh: DeviceMesh) -> None:
@@ -270,6 +287,8 @@ def everything(*_: int) -> None:
                     check(mesh, placements)
                 except BaseException as error:
                     raise AssertionError(f"{check.__name__} with {placements} on {mesh}") from error
+    for placements in ((Shard(1), Shard(1)), (Shard(0), Shard(1)), (Shard(1), Replicate())):
+        losses_by_kernels(square, placements)
     other_ranks_of_tensors(square)
     partial_sums_are_added(line)
     causal_is_a_mask_only_if_needed(square)

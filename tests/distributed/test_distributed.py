@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from distributed import benchmark, dtensors, files, fsdp, gpus, passes, processes
+from distributed import benchmark, dtensors, files, fsdp, gpus, passes, processes, usual
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -23,6 +23,11 @@ def test_shards_are_as_good_as_whole_rows(cuts: tuple[int, ...], tmp_path: Path)
 @pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
 def test_the_passes_over_a_shard(cuts: tuple[int, ...], tmp_path: Path) -> None:
     processes.run(passes.everything, cuts, tmp_path)
+
+
+@pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
+def test_losses_by_kernels_alone(cuts: tuple[int, ...], tmp_path: Path) -> None:
+    processes.run(usual.everything, cuts, tmp_path)
 
 
 def test_two_shards(tmp_path: Path) -> None:
@@ -48,7 +53,7 @@ def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @two_gpus
-@pytest.mark.parametrize("check", [processes.everything, dtensors.everything, passes.everything])
+@pytest.mark.parametrize("check", [processes.everything, dtensors.everything, passes.everything, usual.everything])
 def test_all_options_of_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:
     """Every combination of the options with NCCL: it compiles a few hundred kernels."""
     processes.run(check, (0, 20, 37), tmp_path, "nccl")

@@ -28,12 +28,13 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Form(NamedTuple):
-    """Inputs of a reduction: losses, and targets or an earlier divisor; `weighted` concerns the divisor."""
+    """Inputs of a reduction: losses, and targets or an earlier divisor; `weighted` and `keeps` concern the divisor."""
 
     adds: bool = True
     counts: bool = False
     divides: bool = False
     weighted: bool = False
+    keeps: bool = False
 
     def __str__(self) -> str:
         return "+".join(name for name, value in self._asdict().items() if value)
@@ -41,7 +42,7 @@ class Form(NamedTuple):
 
 FORMS = [
     Form(), Form(divides=True), Form(counts=True), Form(counts=True, weighted=True),
-    Form(adds=False, counts=True), Form(adds=False, counts=True, weighted=True),
+    Form(adds=False, counts=True), Form(adds=False, counts=True, weighted=True), Form(counts=True, keeps=True),
 ]  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def _cells() -> list[Any]:
         target, weight = INTEGERS[(i + j) % 5], FLOATS[(i + j) % 4]
         one = Reduction(
             rows, accumulator, result if form.adds else None, form.divides, target if form.counts else None,
-            weight if form.weighted else None, CLASSES, IGNORED,
+            weight if form.weighted else None, CLASSES, IGNORED, form.keeps,
         )  # fmt: skip
         cells.append(pytest.param(one, id=f"{form}-{rows}-{accumulator}"))
     return cells
@@ -69,7 +70,8 @@ def inputs_of(one: Reduction, seed: int = 0) -> dict[str, torch.Tensor]:
     target[5::11], target[3::17], target[4::19] = IGNORED, CLASSES, -1
     found = {"losses": losses, "target": target, "weight": torch.rand(CLASSES, generator=random, dtype=torch.float64)}
     found["count"] = torch.tensor([torch.nan, 3.0], dtype=torch.float64)
-    return {name: found[name].to(getattr(torch, dtype)) for name, dtype in one.inputs.items()}
+    found["divisor"] = torch.full((2,), torch.nan, dtype=torch.float64)
+    return {name: found[name].to(getattr(torch, dtype)) for name, dtype in one.tensors.items()}
 
 
 def expected(one: Reduction, inputs: dict[str, torch.Tensor]) -> tuple[float, float]:
@@ -91,6 +93,9 @@ def check(one: Reduction, inputs: dict[str, torch.Tensor], out: torch.Tensor) ->
     """One unit in the last place for each of the roundings: of the divisor, of the quotient, and of the result."""
     total, divisor = expected(one, inputs)
     unit = torch.finfo(getattr(torch, one.accumulator)).eps
+    if one.keeps:
+        both = torch.tensor([1 / divisor if divisor else torch.inf, divisor], dtype=torch.float64)
+        torch.testing.assert_close(inputs["divisor"].double(), both, rtol=unit, atol=0)
     if one.result:
         wanted = torch.tensor([total], dtype=torch.float64)
         tolerance = unit + torch.finfo(out.dtype).eps / 2
@@ -126,7 +131,10 @@ def by_simulator(one: Reduction, inputs: dict[str, torch.Tensor], scratch: Any, 
 def by_triton(one: Reduction, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     out = new_out(one).to(DEVICE)
     run = registry.load("triton").prepare_reduction(one)
-    run(out, {name: x.to(DEVICE) for name, x in inputs.items()})
+    tensors = {name: x.to(DEVICE) for name, x in inputs.items()}
+    run(out, tensors)
+    if one.keeps:
+        inputs["divisor"].copy_(tensors["divisor"])
     return out.cpu()
 
 
@@ -150,7 +158,7 @@ def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeyp
     for rows in (33, 40000):
         one = Reduction(
             rows, "float32", "bfloat16" if form.adds else None, form.divides, "int32" if form.counts else None,
-            "float16" if form.weighted else None, CLASSES, IGNORED,
+            "float16" if form.weighted else None, CLASSES, IGNORED, form.keeps,
         )  # fmt: skip
 
         def launch(config: Any, _kernel: Any, parameters: Any, _extra: Any, one: Reduction = one) -> int:
@@ -235,7 +243,7 @@ def test_cuda_compiles_without_spills(form: Form, arch: str) -> None:
         target, weight = INTEGERS[(i + FORMS.index(form)) % 5], FLOATS[(i + FORMS.index(form)) % 4]
         one = Reduction(
             1, accumulator, result if form.adds else None, form.divides, target if form.counts else None,
-            weight if form.weighted else None,
+            weight if form.weighted else None, keeps=form.keeps,
         )  # fmt: skip
         used = usage(build(cuda.source(one), arch)[1])
         # 64 registers for each of 1024 threads are all that a multiprocessor has.

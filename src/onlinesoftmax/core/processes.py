@@ -50,25 +50,40 @@ def gathered(t: Any, *groups: Group) -> Any:
 
 def _along(t: Any, group: Group) -> Any:
     import torch
-    import torch.distributed as dist
 
     size = group.size()
     t = t.contiguous()
     if torch.compiler.is_compiling():
         ops = torch.ops._c10d_functional
         flat = ops.wait_tensor(ops.all_gather_into_tensor(t.view(-1), size, group.group_name))
-        return flat.view(size, *t.shape)
-    found = t.new_empty((size, *t.shape))
+    else:
+        flat = gathered_flat(t.view(-1), group)
+    return flat.view(size, *t.shape)
+
+
+def gathered_flat(t: Any, *groups: Group) -> Any:
+    """The tensors of all processes, one after the other, without a trace.  Arguments and errors as for `gathered`.
+
+    Args:
+        t: A contiguous tensor of one dimension.
+        groups: The process groups.
+    """
+    import torch.distributed as dist
+
     # The same collective; PyTorch has renamed it.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    try:
-        all_gather(found.view(-1), t.view(-1), group=group)
-    except RuntimeError as error:
-        raise ExchangeError(
-            f"an exchange between {size} processes failed on rank {dist.get_rank(group)}: another process has ended, "
-            f"or did not make the same call within the group's timeout ({error})"
-        ) from error
-    return found
+    for group in reversed(groups):
+        size = group.size()
+        found = t.new_empty(size * t.numel())
+        try:
+            all_gather(found, t, group=group)
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"an exchange between {size} processes failed on rank {dist.get_rank(group)}: another process has "
+                f"ended, or did not make the same call within the group's timeout ({error})"
+            ) from error
+        t = found
+    return t
 
 
 def gathered_arrays(arrays: list[Array], group: Group) -> list[list[Array]]:

@@ -33,8 +33,9 @@ from ..core.processes import group_or_default
 from ..core.task import Choice
 from ..torch.loss import Loss
 from ..torch.losses import check_numbers
-from . import losses
+from . import losses, usual
 from . import softmax as _softmax
+from .launches import Given
 from .local import Sharded
 from .shards import Shards
 
@@ -142,10 +143,16 @@ def cross_entropy(
         ...     cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]), group=group)
         tensor(1.3863)
     """
+    given = Given(local, None, target, weight)
+    arguments = ignore_index, reduction, label_smoothing, z_loss, scale, softcap, backend, strategy
+    key, found = usual.found("cross_entropy", given, arguments, shards, group)
+    if found is not None:
+        return found[0]
     options = _checked("cross_entropy", local, (scale, softcap, None))
     loss = Loss(Settings(1), ignore_index, reduction, label_smoothing, z_loss, options)
     check_numbers(loss)
-    return losses.cross_entropy(local, target, weight, loss, _call(options, group, backend, strategy, shards))
+    call = _call(options, group, backend, strategy, shards)
+    return losses.cross_entropy(local, target, weight, loss, call._replace(key=key))
 
 
 def token_logprobs(
@@ -170,8 +177,14 @@ def token_logprobs(
         ...     token_logprobs(torch.zeros(1, 4), torch.tensor([3]), group=group).logprob
         tensor([-1.3863])
     """
+    given = Given(local, mask, index, None)
+    arguments = dim, scale, softcap, entropy, backend, strategy
+    key, found = usual.found("token_logprobs", given, arguments, shards, group)
+    if found is not None:
+        return losses.named(found)
     options = _checked("token_logprobs", local, (scale, softcap, mask))
-    return losses.token_logprobs(local, index, dim, entropy, _call(options, group, backend, strategy, shards))
+    call = _call(options, group, backend, strategy, shards)
+    return losses.token_logprobs(local, index, dim, entropy, call._replace(key=key))
 
 
 def _checked(name: str, local: Any, scores: tuple[Any, ...]) -> ScoreOptions | None:

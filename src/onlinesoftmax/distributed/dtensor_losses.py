@@ -35,18 +35,18 @@ def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bo
     probabilities = target.is_floating_point()
     target = layout.operand("target", target) if probabilities else layout.per_row("target", target)
     weight, local = layout.whole("weight", weight), local_of(x, layout.placements)
-    stats = None
+    stats, dtype = None, losses.result_dtype(local)
     if layout.softmax_groups:
         _check_available(probabilities, return_stats, loss)
         call = sharded_call("cross_entropy", layout, loss.options or ScoreOptions(), loss.settings.choice)
-        rows = sharded_losses.loss_rows(local, target, weight, loss, call)
+        loss = loss._replace(settings=loss.settings._replace(dtype=dtype))
+        y = sharded_losses.cross_entropy(local, target, weight, loss, call, layout.row_groups)
     else:
         wide = loss.settings._replace(dtype=accumulator_of(local.dtype, local.dtype))
         rows = losses.cross_entropy(local, target, weight, loss._replace(settings=wide, reduction="none"), return_stats)
         if return_stats:
             rows, stats = rows
-    dtype = losses.result_dtype(local)
-    y = sharded_losses.reduced(rows, target, weight, loss, layout.row_groups).to(dtype)
+        y = sharded_losses.reduced(rows, target, weight, loss, layout.row_groups).to(dtype)
     y = layout.rows(y) if loss.reduction == "none" else layout.number(y)
     return y if stats is None else (y, LossStatistics(*map(layout.rows, stats)))
 

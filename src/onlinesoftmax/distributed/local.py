@@ -35,12 +35,14 @@ class Sharded(NamedTuple):
         options: Scale, softcap and mask of the scores; PLAIN where there is none.
         choice: What the caller forces of the local plan.
         shards: The local columns as the caller gives them; None where an exchange finds them.
+        key: Key of the call among the usual ones (usual.py); () where it has none.
     """
 
     groups: tuple[Any, ...]
     options: ScoreOptions = PLAIN
     choice: Choice = ANY
     shards: Shards | None = None
+    key: tuple[Any, ...] = ()
 
 
 class Shard(NamedTuple):
@@ -121,15 +123,15 @@ def states(shard: Shard, kernels: bool, entropy: bool = False, weighted: bool = 
     Args:
         shard: The local part.
         kernels: Run our kernels; the result of `runs_kernels`.
-        entropy: Keep the sum from which the entropy is computed.
-        weighted: Keep the sum of the weighted scores.
+        entropy: Compute the entropy, too.
+        weighted: Compute the sum of the weighted scores, too.
     """
-    chosen = None if shard.target is None else _chosen(shard)
     if not kernels:
-        return _states_by_pytorch(shard, entropy, weighted)._replace(chosen=chosen)
-    m, l, *rest = launch(_forward_call(shard), ("m", "l", *(("entropy",) if entropy else ())))
-    below = l * (l.log() - rest[0]) if rest else None
-    return RowStates(m, l, below, _weighted_sum(shard) if weighted else None, chosen)
+        return _states_by_pytorch(shard, entropy, weighted)
+    outputs = (*(() if shard.target is None else ("y",)), "m", "l", *(("entropy",) if entropy else ()))
+    found = dict(zip(outputs, launch(_forward_call(shard), outputs), strict=True))
+    sum_of_scores = _weighted_sum(shard) if weighted else None
+    return RowStates(found["m"], found["l"], found.get("y"), found.get("entropy"), sum_of_scores)
 
 
 def _forward_call(shard: Shard) -> Call:
@@ -146,18 +148,22 @@ def _states_by_pytorch(shard: Shard, entropy: bool, weighted: bool) -> RowStates
     x, dim = shard.x, shard.dim
     z = _scores(shard)
     limits = torch.finfo(z.dtype)
+    weighted_sum = _weighted_sum(shard) if weighted else None
     if not x.shape[dim]:
         zero = z.sum(dim)
-        nothing = zero + limits.min
-        return RowStates(nothing, zero, zero if entropy else None, zero if weighted else None)
+        none = None if shard.target is None else zero + torch.nan
+        return RowStates(zero + limits.min, zero, none, zero if entropy else None, weighted_sum)
     m = z.amax(dim, keepdim=True).clamp(limits.min, limits.max)
-    below = (z - m).clamp(min=limits.min)
     terms = (z - m).exp()
-    return RowStates(
-        m.squeeze(dim), terms.sum(dim),
-        (below * terms).where(terms != 0, 0.0).sum(dim) if entropy else None,
-        _weighted_sum(shard) if weighted else None,
-    )  # fmt: skip
+    l = terms.sum(dim)
+    found = RowStates(m.squeeze(dim), l, weighted=weighted_sum)
+    if shard.target is not None:
+        logprob = _chosen(shard) - found.m - l.log()
+        found = found._replace(logprob=logprob.where(shard.owned, torch.nan))
+    if entropy:
+        below = (z - m).clamp(min=limits.min)
+        found = found._replace(entropy=l.log() - (below * terms).where(terms != 0, 0.0).sum(dim) / l)
+    return found
 
 
 def _weighted_sum(shard: Shard) -> Tensor:
@@ -176,18 +182,13 @@ def _scores(shard: Shard) -> Tensor:
 
 
 def _chosen(shard: Shard) -> Tensor:
-    """The score of the target of each row; 0 in rows whose target is not here."""
-    x, dim, options, target, *_ = shard
-    wide = accumulator_of(x.dtype, x.dtype)
-    assert target is not None
-    if not x.shape[dim]:
-        return x.new_zeros(target.shape, dtype=wide)
-    nearest = shard.nearest
-    index = nearest.unsqueeze(dim)
+    """The score of the local column nearest to the target of each row; there must be a local column."""
+    x, dim, options, _, _, _ = shard
+    index = shard.nearest.unsqueeze(dim)
     if options.mask is not None:
         options = options._replace(mask=options.mask.expand(x.shape).gather(dim, index))
-    z: Tensor = eager.scores_of(x.gather(dim, index), dim, options, wide)[0]
-    return z.squeeze(dim).masked_fill(nearest != target, 0.0)
+    z: Tensor = eager.scores_of(x.gather(dim, index), dim, options, accumulator_of(x.dtype, x.dtype))[0]
+    return z.squeeze(dim)
 
 
 def gradient(

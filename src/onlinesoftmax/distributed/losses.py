@@ -6,28 +6,52 @@ from typing import Any
 
 import torch
 
+from ..core.call import Settings
 from ..core.processes import gathered
 from ..torch.check import checked_dim
+from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss, count_of, ignored
 from ..torch.losses import TokenLogprobs, check_index, check_weight
+from .launches import Given, Wanted
 from .local import Sharded
 from .shards import Shards, shards_of
 from .statistics import Request, Statistics
+from .usual import results
 
 Tensor = torch.Tensor
 
 
-def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: Sharded) -> Tensor:
-    """The loss if the softmax dimension is sharded; the same on every process."""
-    return reduced(loss_rows(x, target, weight, loss, call), target, weight, loss).to(x.dtype)
+def cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: Sharded, row_groups: tuple[Any, ...] = ()
+) -> Tensor:
+    """The loss if the softmax dimension is sharded, the same on every process; its dtype is that of x by default.
 
-
-def loss_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: Sharded) -> Tensor:
-    """The loss of each row in float32 (float64 in float64); the same on every process."""
+    Args:
+        x, target, weight, loss, call: The arguments of the call.
+        row_groups: Process groups over which a row dimension is sharded.
+    """
     dim = 1 if x.dim() > 1 else 0
     shards = shards_of("cross_entropy", x, dim, call.groups, call.shards)
     _check_target("cross_entropy()", "target", x, target, dim)
     check_weight("cross_entropy()", weight, x, shards.total)
+    dtype = loss.settings.dtype or x.dtype
+    # The losses of the rows of several groups are reduced together.
+    wide = accumulator_of(x.dtype, x.dtype) if row_groups else dtype
+    each = loss._replace(
+        settings=Settings(dim, wide, choice=call.choice), reduction="none" if row_groups else loss.reduction
+    )
+    wanted = Wanted(dim, shards, call.options, call.choice, each, ("y",), wide)
+    found = results(wanted, Given(x, None, target, weight), call)
+    if found is not None:
+        return reduced(found[0], target, weight, loss, row_groups).to(dtype) if row_groups else found[0]
+    rows = _loss_rows(x, target, weight, loss, call._replace(shards=shards))
+    return reduced(rows, target, weight, loss, row_groups).to(dtype)
+
+
+def _loss_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: Sharded) -> Tensor:
+    """The loss of each row in float32 (float64 in float64); the same on every process."""
+    dim, shards = 1 if x.dim() > 1 else 0, call.shards
+    assert shards is not None
     weight_sum: Any = shards.total if weight is None else weight.sum(dtype=torch.float64)
     smooth = loss.smoothing != 0
     local_weight = None if weight is None or not smooth else weight[shards.first : shards.first + shards.cols]
@@ -104,9 +128,20 @@ def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Shar
     dim = checked_dim("token_logprobs", dim, x.dim())
     shards = shards_of("token_logprobs", x, dim, call.groups, call.shards)
     _check_target("token_logprobs()", "index", x, index, dim)
+    outputs = ("y", "lse", *(("entropy",) if entropy else ()))
+    wanted = _wanted(dim, call, shards, outputs, accumulator_of(x.dtype, x.dtype))
+    numbers = results(wanted, Given(x, call.options.mask, index, None), call)
+    if numbers is not None:
+        return named(numbers)
     request = _request(dim, call, shards, entropy, False, shards.total)
     logprob, lse, found, _ = Statistics.apply(x, call.options.mask, _from_here(index, shards), None, request)
     return TokenLogprobs(logprob, found, lse)
+
+
+def named(numbers: tuple[Tensor, ...]) -> TokenLogprobs:
+    """The result of token_logprobs from (logprob, lse) or (logprob, lse, entropy)."""
+    logprob, lse, *entropy = numbers
+    return TokenLogprobs(logprob, entropy[0] if entropy else None, lse)
 
 
 def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
@@ -114,15 +149,24 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     dim = checked_dim("logsumexp", dim, x.dim())
     shards = shards_of("logsumexp", x, dim, call.groups, call.shards)
     # A target that is no column anywhere has no gradient.
-    rows = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1 - shards.first, device=x.device)
+    nowhere = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1, device=x.device)
+    wanted = _wanted(dim, call, shards, ("lse",), x.dtype)
+    numbers = results(wanted, Given(x, call.options.mask, nowhere, None), call)
+    if numbers is not None:
+        return numbers[0].unsqueeze(dim) if keepdim else numbers[0]
+    rows = _from_here(nowhere, shards)
     request = _request(dim, call, shards, False, False, shards.total)
     _, lse, _, _ = Statistics.apply(x, call.options.mask, rows, None, request)
     found: Tensor = lse.unsqueeze(dim) if keepdim else lse
     return found.to(x.dtype)
 
 
+def _wanted(dim: int, call: Sharded, shards: Shards, outputs: tuple[str, ...], result: torch.dtype) -> Wanted:
+    return Wanted(dim, shards, call.options._replace(mask=None), call.choice, None, outputs, result)
+
+
 def _request(dim: int, call: Sharded, shards: Shards, entropy: bool, spread: bool, weight_sum: Any) -> Request:
-    bare = call._replace(options=call.options._replace(mask=None))
+    bare = call._replace(options=call.options._replace(mask=None), key=())
     return Request(dim, bare, shards, entropy, spread, weight_sum)
 
 

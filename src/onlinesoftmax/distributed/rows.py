@@ -20,23 +20,25 @@ FLAT = -1000.0
 
 
 class RowStates(NamedTuple):
-    """One state per row.  A sum that is not needed is None.
+    """One state per row, and numbers that follow from it.  A number that is not needed is None.
 
-    Local states are float32, or float64 if the logits are float64; merged states are float64.
+    Local states are float32, or float64 if the logits are float64; merged states are float64.  The fields that are
+    given are sent in this order.
 
     Attributes:
         m: Maximum of the scores, the smallest finite number where there is none.
         l: sum(exp(z - m)).
-        below: sum((z - m) * exp(z - m)), from which the entropy is computed.
+        logprob: Log-probability of the target column among the columns of the state.  In a local state it is NaN if
+            another process has the target, or if the local columns have no softmax.
+        entropy: Entropy of the softmax of the columns of the state; any number where l is 0.
         weighted: sum(weight * z), for label smoothing.
-        chosen: Score of the target column, 0 where another process has it.
     """
 
     m: Tensor
     l: Tensor
-    below: Tensor | None = None
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
     weighted: Tensor | None = None
-    chosen: Tensor | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -53,27 +55,27 @@ class RowStates(NamedTuple):
         """False for a row of only -inf, or with +inf or NaN."""
         return (self.l > 0) & ~self.l.isinf()
 
-    def entropy(self) -> Tensor:
-        """The entropy of the softmax of each row."""
-        assert self.below is not None
-        return self.l.log() - self.below / self.l
-
 
 def merge(local: RowStates, groups: tuple[Any, ...]) -> RowStates:
     """The states of whole rows in float64, from those of all processes, by one collective for each group."""
     names = [name for name, t in zip(RowStates._fields, local, strict=True) if t is not None]
     packed = torch.stack([t for t in local if t is not None])
     parts = dict(zip(names, gathered(packed, *groups).double().unbind(1), strict=True))
-    each, l_each = parts["m"], parts["l"]
-    m = each.amax(0)
-    lower = each - m
-    if "below" in parts:
-        lower = lower.clamp(min=FLAT)
+    m_each, l_each = parts["m"], parts["l"]
+    m = m_each.amax(0)
+    lower = m_each - m
     # If all local scores of a row are -inf, l is 0, and the factor has no effect.
-    factor = lower.exp()
-    found = {"m": m, "l": (l_each * factor).sum(0)}
-    if "below" in parts:
-        # The exponents become relative to the common maximum.  Where l is 0, `below` may be NaN.
-        found["below"] = ((parts["below"] + lower * l_each) * factor).where(l_each != 0, 0.0).sum(0)
-    found |= {name: parts[name].sum(0) for name in ("weighted", "chosen") if name in parts}
-    return RowStates(**found)
+    l = (l_each * lower.exp()).sum(0)
+    whole = RowStates(m, l, weighted=parts["weighted"].sum(0) if "weighted" in parts else None)
+    if "logprob" in parts:
+        # If all columns of the process with the target are at -inf, no process has the target's log-probability.
+        found = parts["logprob"] + (lower + (l_each.log() - l.log()))
+        logprob = found.masked_fill(found.isnan(), -torch.inf).amax(0)
+        whole = whole._replace(logprob=logprob.where(whole.has_softmax, torch.nan))
+    if "entropy" in parts:
+        # sum((z - m) * exp(z - m)) of each process, then relative to the common maximum.
+        lower = lower.clamp(min=FLAT)
+        below = l_each * (l_each.log() - parts["entropy"]) + lower * l_each
+        total = (below * lower.exp()).where(l_each != 0, 0.0).sum(0)
+        whole = whole._replace(entropy=l.log() - total / l)
+    return whole

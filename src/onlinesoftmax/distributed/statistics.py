@@ -38,7 +38,7 @@ class Request(NamedTuple):
 
     def shard(self, x: Tensor, mask: Tensor | None, target: Tensor, weight: Tensor | None) -> Shard:
         """The local part with its tensors."""
-        _, options, choice, _ = self.call
+        _, options, choice, _, _ = self.call
         return Shard(x, self.dim, options._replace(mask=mask), target, weight, choice)
 
     def no_class(self, target: Tensor) -> Tensor:
@@ -86,15 +86,8 @@ class Statistics(torch.autograd.Function):
 
 def _statistics(whole: RowStates, target: Tensor, request: Request) -> tuple[Tensor | None, ...]:
     """(logprob, lse, entropy, spread) from the states of whole rows, in float64."""
-    entropy = spread = None
-    assert whole.chosen is not None
-    log_l = whole.l.log()
+    assert whole.logprob is not None
     # A row of only -inf gives NaN without more ado.  So does a row with NaN; one with +inf has an infinite l.
-    undefined = request.no_class(target) | (whole.l == torch.inf)
-    logprob = (whole.chosen - whole.m - log_l).masked_fill(undefined, torch.nan)
-    lse = whole.m + log_l
-    if request.entropy:
-        entropy = whole.entropy()
-    if whole.weighted is not None:
-        spread = request.weight_sum * lse - whole.weighted
-    return logprob, lse, entropy, spread
+    logprob = whole.logprob.masked_fill(request.no_class(target), torch.nan)
+    spread = None if whole.weighted is None else request.weight_sum * whole.lse - whole.weighted
+    return logprob, whole.lse, whole.entropy, spread

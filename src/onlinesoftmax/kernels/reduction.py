@@ -17,6 +17,7 @@ class Reduction(NamedTuple):
         losses: Loss of each row in the accumulator dtype; read where `result` is given.
         target, weight: Read where `target` and `weight` give their dtypes.  The kernel then computes the divisor.
         count: (1 / divisor, divisor) in the accumulator dtype, from an earlier reduction; read where `divides`.
+        divisor: The same of this reduction; written where `keeps`, beside the total.
 
     Attributes:
         rows: Number of rows, at least 1.
@@ -27,6 +28,7 @@ class Reduction(NamedTuple):
         weight: Dtype of the weight; None without one.
         classes: Number of classes.
         ignore_index: Target of the rows that do not count.
+        keeps: True where the divisor is written, too.
     """
 
     rows: int
@@ -37,10 +39,12 @@ class Reduction(NamedTuple):
     weight: str | None = None
     classes: int = 0
     ignore_index: int = -100
+    keeps: bool = False
 
     @property
-    def inputs(self) -> dict[str, str]:
-        """Dtype of each tensor that the kernel reads, by name."""
+    def tensors(self) -> dict[str, str]:
+        """Dtype of each tensor that the kernel is given besides the main result, by name."""
         given = {"losses": self.result and self.accumulator, "target": self.target, "weight": self.weight}
         given["count"] = self.accumulator if self.divides else None
+        given["divisor"] = self.accumulator if self.keeps else None
         return {name: dtype for name, dtype in given.items() if dtype}

@@ -1,4 +1,8 @@
-"""The scalar of a loss by our small kernels: the factor of the gradient before the loss kernel, the total after it."""
+"""Small kernels beside the passes over the logits.
+
+For a loss that becomes a scalar: the factor of the gradient before the loss kernel, and the total after it.
+For sharded rows: the merge of their states, and the incoming gradients.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 
 from ..kernels import registry
 from ..kernels.reduction import Reduction
+from ..kernels.sharded import ShardedRows
 from .gradients import accumulator_of
 from .loss import Loss
 from .prepare import DTYPE_NAMES, aligned
@@ -35,18 +40,11 @@ class Reducer(NamedTuple):
 def reducer(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> Reducer | None:
     """The launches for a loss with the reduction "mean" or "sum"; None where PyTorch's operations must do it."""
     backend, mean, result = backend_for(x), loss.reduction == "mean", loss.settings.dtype
-    if backend is None or (mean and not _may_count(target, weight, loss)):
+    if backend is None or (mean and not may_count(target, weight, loss)):
         return None
     wide = accumulator_of(x.dtype, x.dtype)
     same_alignment = aligned(target) and (weight is None or aligned(weight))
-    adds = Reduction(target.numel(), DTYPE_NAMES[wide], DTYPE_NAMES[result])
-    counts = adds
-    if mean:
-        kind = weight if weight is None else DTYPE_NAMES[weight.dtype]
-        counts = Reduction(
-            adds.rows, adds.accumulator, adds.result, False, DTYPE_NAMES[target.dtype], kind, x.shape[loss.dim],
-            loss.ignore_index,
-        )  # fmt: skip
+    adds, counts = _reductions(x, target, weight, loss, x.shape[loss.dim])
     if not with_gradient:
         return Reducer(None, _total(_prepared(backend, counts, x.device, same_alignment), result, x.device))
     add = _prepared(backend, adds._replace(divides=mean), x.device, same_alignment)
@@ -56,6 +54,48 @@ def reducer(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_g
     return Reducer(_factor(count, wide, x.device), _total(add, result, x.device))
 
 
+def _reductions(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, classes: int
+) -> tuple[Reduction, Reduction]:
+    """The sum of the losses, and the whole reduction of a loss: the same for a sum, the mean in one launch."""
+    wide = accumulator_of(x.dtype, x.dtype)
+    adds = Reduction(target.numel(), DTYPE_NAMES[wide], DTYPE_NAMES[loss.settings.dtype])
+    if loss.reduction == "sum":
+        return adds, adds
+    kind = weight if weight is None else DTYPE_NAMES[weight.dtype]
+    return adds, Reduction(
+        adds.rows, adds.accumulator, adds.result, False, DTYPE_NAMES[target.dtype], kind, classes, loss.ignore_index
+    )
+
+
+Total = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""The function (losses, target, weight) that returns the scalar and its (1 / divisor, divisor), or None for a sum."""
+
+
+def total_after_losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, classes: int) -> Total:
+    """The launch that reduces the losses of rows whose gradient is computed later.
+
+    Args:
+        x, target, weight, loss: The arguments of the call, for which there is a backend, and `may_count` holds.
+        classes: Number of classes, of which x may have only some.
+    """
+    backend, result, wide = backend_for(x), loss.settings.dtype, accumulator_of(x.dtype, x.dtype)
+    assert backend is not None
+    assert result is not None
+    _, reduction = _reductions(x, target, weight, loss, classes)
+    keeps = reduction.target is not None
+    same_alignment = aligned(target) and (weight is None or aligned(weight))
+    run = _prepared(backend, reduction._replace(keeps=keeps), x.device, same_alignment)
+    scalar, pair = _template((), result, x.device), _template((2,), wide, x.device)
+
+    def total(losses: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        out, divisor = torch.empty_like(scalar), torch.empty_like(pair) if keeps else None
+        run(out, {"losses": losses, "target": target, "weight": weight, "divisor": divisor})
+        return out, divisor
+
+    return total
+
+
 def backend_for(t: Tensor) -> str | None:
     """The backend whose small kernels take a tensor; None where there is none."""
     if not t.is_cuda:
@@ -63,7 +103,7 @@ def backend_for(t: Tensor) -> str | None:
     return next((name for name in ("cuda", "triton") if registry.unavailable(name) is None), None)
 
 
-def _may_count(target: Tensor, weight: Tensor | None, loss: Loss) -> bool:
+def may_count(target: Tensor, weight: Tensor | None, loss: Loss) -> bool:
     """True where the kernel can read the targets and the weight."""
     return (
         target.is_contiguous()
@@ -99,15 +139,28 @@ def _factor(run: Run, dtype: torch.dtype, device: torch.device) -> Callable[...,
 def _prepared(backend: str, reduction: Reduction, device: torch.device, _aligned: bool) -> Run:
     """The launch of a reduction for tensors on a device, all of them on 16 bytes or not."""
     run: Run = registry.load(backend).prepare_reduction(reduction)
+    return on_device(run, device)
+
+
+def prepared_sharded(kernel: str, rows: ShardedRows, device: torch.device) -> Callable[[dict[str, Any]], None]:
+    """The launch run(tensors) of the kernel "merge" or "incoming" of sharded rows, for tensors on a device."""
+    backend = backend_for(torch.empty(0, device=device))
+    assert backend is not None
+    run: Callable[[dict[str, Any]], None] = registry.load(backend).prepare_sharded(kernel, rows)
+    return on_device(run, device)
+
+
+def on_device(run: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    """A launch that makes its device the current one."""
     if device.type != "cuda":
         return run
 
-    def on_device(out: Tensor, tensors: dict[str, Any]) -> None:
+    def on_device(*arguments: Any) -> None:
         if torch._C._cuda_getDevice() == device.index:
-            run(out, tensors)
+            run(*arguments)
         else:
             with torch.cuda.device(device):
-                run(out, tensors)
+                run(*arguments)
 
     return on_device
 

@@ -11,6 +11,7 @@
 struct Reduction {
     const ACC* losses; const TARGET* target; const WEIGHT* weight;
     const ACC* count;   // (1 / divisor, divisor) from an earlier launch; read where it DIVIDES
+    ACC* divisor;       // the same of this launch; written where it KEEPS
     RESULT* out;
     uint64* scratch;   // number of blocks that have finished, an empty word, then the sums of each block
     int64 rows, classes, ignore_index;
@@ -94,6 +95,7 @@ __device__ inline void write(const Reduction& p, RowSums sums) {
     if constexpr (ADDS_LOSSES) {
         double total = double(sums.total);
         if constexpr (COUNTS) total /= double(divisor);
+        if constexpr (KEEPS) p.divisor[0] = 1 / divisor, p.divisor[1] = divisor;
         if constexpr (DIVIDES) total /= double(p.count[1]);
         narrow(*p.out, ACC(total));
     } else {

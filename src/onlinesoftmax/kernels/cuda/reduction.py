@@ -25,7 +25,7 @@ MOST_BLOCKS = 128
 
 NAME = "reduction_kernel"
 
-POINTERS = ("losses", "target", "weight", "count", "out", "scratch")
+POINTERS = ("losses", "target", "weight", "count", "divisor", "out", "scratch")
 """Fields of the kernel's parameter, in the order of the struct; then come rows, classes and ignore_index."""
 
 _OUT, _SCRATCH = POINTERS.index("out"), POINTERS.index("scratch")
@@ -34,7 +34,7 @@ _OUT, _SCRATCH = POINTERS.index("out"), POINTERS.index("scratch")
 def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]:
     """The function run(out, tensors) for tensors on one device."""
     blocks, values = blocks_of(reduction), pack(reduction)
-    inputs = tuple((POINTERS.index(name), name) for name in reduction.inputs)
+    inputs = tuple((POINTERS.index(name), name) for name in reduction.tensors)
     stream_of = torch._C._cuda_getCurrentRawStream
     spare: list[driver.Arguments] = []
 
@@ -97,6 +97,7 @@ def prologue(reduction: Reduction) -> str:
         "COUNTS": reduction.target is not None,
         "WEIGHTED": reduction.weight is not None,
         "DIVIDES": reduction.divides,
+        "KEEPS": reduction.keeps,
     }
     lines = [f"using {name} = {CPP_TYPES.get(dtype, dtype)};" for name, dtype in types.items()]
     lines.append(f"using SUM = {'DoubleDouble' if accumulator == 'float64' else 'double'};")

@@ -13,6 +13,7 @@ from ..reduction import Reduction
 from ..registry import module_missing
 from ..report import Kernel
 from ..request import Request
+from ..sharded import ShardedRows
 
 
 def unavailable() -> str | None:
@@ -50,6 +51,13 @@ def prepare_reduction(reduction: Reduction) -> Callable[[Any, dict[str, Any]], N
     from .reduction import bind
 
     return bind(reduction)
+
+
+def prepare_sharded(kernel: str, rows: ShardedRows) -> Callable[[dict[str, Any]], None]:
+    """The function run(tensors) of the kernel "merge" or "incoming" of sharded rows on torch tensors of one device."""
+    from .merge import bind
+
+    return bind(kernel, rows)
 
 
 def compile_request(request: Request, device: Device) -> list[Kernel]:

@@ -18,13 +18,14 @@ FAN = 1024
 """Sums that the last program adds at once."""
 
 
-class Inputs(NamedTuple):
-    """Tensors that are read; None where a reduction has none."""
+class Tensors(NamedTuple):
+    """Tensors besides the result, of which `divisor` is written; None where a reduction has none."""
 
     losses: Any
     target: Any
     weight: Any
     count: Any
+    divisor: Any
 
 
 class RowSums(NamedTuple):
@@ -80,6 +81,9 @@ def reduction_end_kernel(p, sums, to, programs, ACC: tl.constexpr, FAN: tl.const
         total = add(sums.total, programs, FAN)
         if p.target is not None:
             total = total / divisor.to(tl.float64)
+            if p.divisor is not None:
+                tl.store(p.divisor, 1.0 / divisor)
+                tl.store(p.divisor + 1, divisor)
         if p.count is not None:
             total = total / tl.load(p.count + 1).to(tl.float64)
         tl.store(to[0], total.to(ACC).to(to[0].dtype.element_ty))
@@ -96,9 +100,9 @@ def bind(reduction: Reduction) -> Callable[[Any, dict[str, Any]], None]:
 
 def program(reduction: Reduction) -> Program:
     """The launches of a reduction."""
-    inputs, accumulator = reduction.inputs, TL_DTYPES[reduction.accumulator]
-    given = Inputs(*(name if name in inputs else None for name in Inputs._fields))
-    sums = RowSums("total" if "losses" in inputs else None, "divisor" if "target" in inputs else None)
+    tensors, accumulator = reduction.tensors, TL_DTYPES[reduction.accumulator]
+    given = Tensors(*(name if name in tensors else None for name in Tensors._fields))
+    sums = RowSums("totals" if "losses" in tensors else None, "divisors" if "target" in tensors else None)
     programs = triton.cdiv(reduction.rows, BLOCK)
     numbers = (reduction.rows, reduction.classes, reduction.ignore_index)
     return Program(

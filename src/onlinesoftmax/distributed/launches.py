@@ -1,0 +1,235 @@
+"""The launches of losses and log-probabilities of sharded rows by our kernels alone.
+
+    states     one kernel reads the shard, and writes the state of each row where it is sent from
+    exchange   one all-gather of the states of all processes
+    merge      one small kernel merges the states, and writes the results of each row (kernels/sharded.py)
+    total      one small kernel reduces the losses to a scalar (torch/reductions.py)
+    backward   one small kernel prepares the incoming gradients, and one reads the shard and writes its gradient
+
+They are prepared once for each kind of call; usual.py finds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.call import Call, Settings
+from ..core.operations import OPERATIONS, Operation
+from ..core.options import ScoreOptions
+from ..core.processes import gathered_flat
+from ..core.task import Choice
+from ..kernels.sharded import STATES, ShardedRows
+from ..torch.gradients import accumulator_of
+from ..torch.loss import Loss
+from ..torch.prepare import DTYPE_NAMES, Prepared, aligned, prepared
+from ..torch.reductions import prepared_sharded, total_after_losses
+from .shards import Shards
+
+Tensor = torch.Tensor
+
+_FORWARD = OPERATIONS["token_logprobs"]
+_BACKWARD = OPERATIONS[_FORWARD.gradient]
+
+
+class Wanted(NamedTuple):
+    """A call without its tensors and its process groups.
+
+    Attributes:
+        dim: The softmax dimension.
+        shards: Position of the local columns in the whole row.
+        options: Scale and softcap of the scores.
+        choice: What the caller forces of the local plan.
+        loss: The arguments of a cross-entropy; None for log-probabilities.
+        outputs: Names of the results: "y" (the loss, or the log-probability), "lse", "entropy".
+        result: Dtype of "y" and "lse".
+    """
+
+    dim: int
+    shards: Shards
+    options: ScoreOptions
+    choice: Choice
+    loss: Loss | None
+    outputs: tuple[str, ...]
+    result: torch.dtype
+
+    @property
+    def reduces(self) -> bool:
+        """True where the losses are reduced to a scalar."""
+        return self.loss is not None and self.loss.reduction != "none"
+
+
+class Given(NamedTuple):
+    """The tensors of a call: local logits and mask; targets and weights of all processes."""
+
+    x: Tensor
+    mask: Tensor | None
+    target: Tensor
+    weight: Tensor | None
+
+
+class Kept(NamedTuple):
+    """The tensors that backward reads besides x.
+
+    Attributes:
+        mask, target, weight: As in Given.
+        here: The targets counted from the first local column.
+        m, l, entropy: State and entropy of each whole row.
+        divisor: (1 / divisor, divisor) of a mean.
+    """
+
+    mask: Tensor | None
+    target: Tensor
+    weight: Tensor | None
+    here: Tensor
+    m: Tensor
+    l: Tensor
+    entropy: Tensor | None
+    divisor: Tensor | None
+
+
+class Launches:
+    """The prepared launches of one kind of call; no tensor is kept.
+
+    Args:
+        wanted: The call without its tensors.
+        given: The tensors of the first call: no negation is pending, target and weight are contiguous.
+        processes: Number of processes.
+        with_gradient: True where backward may follow.
+    """
+
+    def __init__(self, wanted: Wanted, given: Given, processes: int, with_gradient: bool) -> None:
+        x, _, target, weight = given
+        loss, shards = wanted.loss, wanted.shards
+        self.wanted, self.with_gradient = wanted, with_gradient
+        self.device, self.count = x.device, target.numel()
+        self.wide = accumulator_of(x.dtype, x.dtype)
+        # The kernel of the states is prepared for outputs that lie on 16 bytes.
+        self.in_place = self.count * self.wide.itemsize % 16 == 0
+        self.total, self.divides = None, loss is not None and loss.reduction == "mean"
+        if loss is not None and wanted.reduces:
+            self.total = total_after_losses(x, target, weight, loss, shards.total)
+        # Losses that are reduced have the accumulator's dtype.
+        result = self.wide if wanted.reduces else wanted.result
+        kept = ("m", "l") if with_gradient else ()
+        self.written = {name: result if name in ("y", "lse") else self.wide for name in (*wanted.outputs, *kept)}
+        weights = () if weight is None else ("weight",)
+        self.rows = ShardedRows(
+            self.count, processes, DTYPE_NAMES[self.wide], DTYPE_NAMES[result], DTYPE_NAMES[target.dtype],
+            None if weight is None else DTYPE_NAMES[weight.dtype], loss is not None, wanted.reduces, *shards,
+            scale=wanted.options.scale, names=("states", "target", *weights, *self.written),
+        )  # fmt: skip
+        if loss is not None:
+            self.rows = self.rows._replace(ignore_index=loss.ignore_index, smoothing=loss.smoothing, z_loss=loss.z_loss)
+        self.merge = prepared_sharded("merge", self.rows, self.device)
+        self.incoming: dict[tuple[bool, bool], Any] = {}
+        self.states, self.numbers = self._prepared_states(given)
+        self.gradient: dict[bool, Prepared] = {}
+
+    def _prepared_states(self, given: Given) -> tuple[Prepared | None, dict[str, int]]:
+        """The launch that computes the local states, None without local columns, and its operands that are numbers."""
+        if not given.x.numel():
+            return None, {}
+        more = ("m", "l", *(("entropy",) if "entropy" in self.written else ()))
+        call = self._call(_FORWARD, given.x, given.mask, {"target": self._from_here(given.target)})
+        run, operands = prepared(call, ("y", *more))
+        return run, {name: value for name, value in operands.items() if isinstance(value, int)}
+
+    def _call(self, operation: Operation, x: Tensor, mask: Tensor | None, rows: dict[str, Tensor]) -> Call:
+        dim, options = self.wanted.dim, self.wanted.options._replace(mask=mask)
+        settings = Settings(dim, x.dtype if operation.backward else None, choice=self.wanted.choice)
+        beside = {name: t.unsqueeze(dim) for name, t in rows.items()}
+        return Call(operation, x, settings, None if options.plain else options, None, beside)
+
+    def _from_here(self, target: Tensor) -> Tensor:
+        """The targets counted from the first local column; a difference of narrow integers would not fit in them."""
+        first = self.wanted.shards.first
+        return target.long() - first if first else target.long()
+
+    def forward(self, given: Given, groups: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Kept | None]:
+        """(the results, what backward reads)."""
+        x, mask, target, weight = given
+        here = self._from_here(target)
+        states = gathered_flat(self._states(x, mask, here), *groups)
+        tensors: dict[str, Any] = {"states": states, "target": target, "weight": weight}
+        for name, dtype in self.written.items():
+            tensors[name] = torch.empty_like(here, dtype=dtype)
+        self.merge(tensors)
+        divisor = None
+        if self.total is None:
+            found = tuple(tensors[name] for name in self.wanted.outputs)
+        else:
+            total, divisor = self.total(tensors["y"], target, weight)
+            found = (total,)
+        if not self.with_gradient:
+            return found, None
+        return found, Kept(mask, target, weight, here, tensors["m"], tensors["l"], tensors.get("entropy"), divisor)
+
+    def _states(self, x: Tensor, mask: Tensor | None, here: Tensor) -> Tensor:
+        """The local states: all rows of the first number, all of the second, and so on."""
+        sent = self.rows.sent
+        packed = torch.empty((len(sent), self.count), dtype=self.wide, device=self.device)
+        parts = packed.unbind(0) if self.in_place else tuple(torch.empty_like(part) for part in packed)
+        named: dict[str, Any] = dict(zip(sent, parts, strict=True))
+        if self.states is None:
+            for name, value in zip(STATES, (torch.finfo(self.wide).min, 0.0, torch.nan), strict=True):
+                named[name].fill_(value)
+            for name in sent[len(STATES) :]:
+                named[name].zero_()
+        else:
+            named["target"] = here
+            if mask is not None:
+                named["mask"] = mask
+            self.states(x, named["logprob"], {**named, **self.numbers})
+            if "weighted" in named:
+                total = x.sum(self.wanted.dim, dtype=self.wide).view(-1)
+                named["weighted"].copy_(total if self.rows.scale == 1 else total * self.rows.scale)
+        return packed.view(-1) if self.in_place else torch.cat(parts)
+
+    def backward(self, x: Tensor, kept: Kept, dys: tuple[Tensor | None, ...]) -> Tensor:
+        """The gradient with respect to x, from the gradients of the results."""
+        if self.states is None:
+            return torch.empty_like(x)
+        given = {name: _contiguous(dy) for name, dy in zip(self.wanted.outputs, dys, strict=True) if dy is not None}
+        dy, dlse, dentropy = given.get("y"), given.get("lse"), given.get("entropy")
+        to_y, to_lse, flat = torch.empty_like(kept.m), torch.empty_like(kept.m), None
+        if self.rows.smoothing:
+            flat = torch.empty_like(kept.m)
+        self._incoming(dy is not None, dlse is not None)(
+            {
+                "target": kept.target, "weight": kept.weight, "m": kept.m, "l": kept.l, "dy": dy, "dlse": dlse,
+                "count": kept.divisor, "to_y": to_y, "to_lse": to_lse, "to_flat": flat,
+            }
+        )  # fmt: skip
+        rows = {"target": kept.here, "dy": to_y, "m": kept.m, "l": kept.l, "dlse": to_lse, **self.numbers}
+        if dentropy is not None:
+            rows |= {"entropy": kept.entropy, "dentropy": dentropy}
+        run = self.gradient.get(dentropy is not None)
+        if run is None:
+            tensors = {name: t for name, t in rows.items() if isinstance(t, Tensor)}
+            call = self._call(_BACKWARD, x, kept.mask, tensors)
+            run = self.gradient[dentropy is not None] = prepared(call, ("y",))[0]
+        if kept.mask is not None:
+            rows["mask"] = kept.mask
+        dx: Tensor = run(x, None, rows)
+        return dx if flat is None else dx.sub_(flat.unsqueeze(self.wanted.dim))
+
+    def _incoming(self, dy: bool, dlse: bool) -> Any:
+        """The launch that prepares the incoming gradients, of which some may be absent."""
+        run = self.incoming.get((dy, dlse))
+        if run is None:
+            given = {
+                "target": True, "weight": self.rows.weight is not None, "m": True, "l": True, "dy": dy, "dlse": dlse,
+                "count": self.divides,
+                "to_y": True, "to_lse": True, "to_flat": self.rows.smoothing != 0,
+            }  # fmt: skip
+            names = tuple(name for name, is_given in given.items() if is_given)
+            rows = self.rows._replace(names=names, processes=0, result=DTYPE_NAMES[self.wanted.result])
+            run = self.incoming[dy, dlse] = prepared_sharded("incoming", rows, self.device)
+        return run
+
+
+def _contiguous(dy: Tensor) -> Tensor:
+    """An incoming gradient whose elements are neighbours, the first on 16 bytes, as the kernels were prepared for."""
+    return dy if dy.is_contiguous() and aligned(dy) else dy.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,157 @@
+"""Usual losses and log-probabilities of sharded rows: their launches are found with little host time.
+
+A call is usual by what is the same on every process, so that all processes merge by the same kernels and get the same
+bits.  A call that is not usual runs on the general path (statistics.py), which sends the same numbers.
+
+The launches are kept under the arguments of the public function, and the shapes, strides, dtypes, devices and alignment
+of the tensors.  The arguments are checked only when the launches are prepared.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+
+from ..core.processes import group_or_default
+from ..torch.check import check_first_derivative
+from ..torch.dispatch import DTYPES
+from ..torch.ops import PLAIN_TYPES
+from ..torch.reductions import backend_for, may_count
+from .launches import Given, Kept, Launches, Wanted
+from .local import Sharded
+from .shards import Shards
+
+Tensor = torch.Tensor
+
+LAUNCHES: dict[tuple[Any, ...], Launches] = {}
+"""The launches of usual calls by `key_of`."""
+
+MOST_LAUNCHES = 4096
+
+
+def found(
+    name: str, given: Given, arguments: tuple[Any, ...], shards: Any, group: Any
+) -> tuple[tuple[Any, ...], tuple[Tensor, ...] | None]:
+    """(key, results) of a call of a public function; no results where the call needs its checks, and perhaps launches.
+
+    Args:
+        name: Name of the public function.
+        given: Its tensors.
+        arguments: Its other arguments, but the next two.
+        shards, group: Its arguments of these names.
+    """
+    if type(shards) is not Shards or torch.compiler.is_compiling():
+        return (), None
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return (), None
+    group = group_or_default(group)
+    key = key_of(given, (name, arguments, shards, group.size()))
+    launches = LAUNCHES.get(key) if key else None
+    return key, None if launches is None else _run(launches, given, (group,))
+
+
+def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The key of a call in LAUNCHES; () where its tensors are not as its kernels need them, or it is traced."""
+    x, mask, target, weight = given
+    if not _is_plain(x) or type(target) not in PLAIN_TYPES or x.is_neg() or not target.is_contiguous():
+        return ()
+    key: tuple[Any, ...] = (
+        arguments, x.requires_grad and torch.is_grad_enabled(),
+        x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16,
+        target.shape, target.dtype, target.get_device(), target.data_ptr() % 16,
+    )  # fmt: skip
+    if mask is not None:
+        if type(mask) not in PLAIN_TYPES:
+            return ()
+        key = (*key, mask.shape, mask.stride(), mask.dtype, mask.get_device(), mask.data_ptr() % 16)
+    if weight is not None:
+        if type(weight) not in PLAIN_TYPES or weight.is_neg() or not weight.is_contiguous():
+            return ()
+        key = (*key, None, weight.shape, weight.dtype, weight.get_device(), weight.data_ptr() % 16)
+    return key
+
+
+def _is_plain(x: Any) -> bool:
+    """True for a tensor without functions of its own, outside of traces, functorch transforms and forward mode."""
+    return (
+        type(x) in PLAIN_TYPES
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
+
+
+def results(wanted: Wanted, given: Given, call: Sharded) -> tuple[Tensor, ...] | None:
+    """The results of a checked call, the same on every process; None where it is not usual."""
+    if not _is_plain(given.x) or any(t is not None and type(t) not in PLAIN_TYPES for t in given):
+        return None
+    # Processes may have different strides, and negations that are pending on one of them.
+    weight = None if given.weight is None else given.weight.resolve_neg().contiguous()
+    given = Given(given.x.resolve_neg(), given.mask, given.target.contiguous(), weight)
+    if not _is_usual(wanted, given):
+        return None
+    groups = call.groups
+    processes = math.prod(group.size() for group in groups)
+    key = call.key or key_of(given, (wanted, processes))
+    launches = LAUNCHES.get(key)
+    if launches is None:
+        with_gradient = given.x.requires_grad and torch.is_grad_enabled()
+        launches = Launches(wanted, given, processes, with_gradient)
+        if len(LAUNCHES) >= MOST_LAUNCHES:
+            LAUNCHES.clear()
+        LAUNCHES[key] = launches
+    return _run(launches, given, groups)
+
+
+def _is_usual(wanted: Wanted, given: Given) -> bool:
+    """True where kernels take a call; the same on every process."""
+    x, _, target, weight = given
+    backend, _, batch_invariant = wanted.choice
+    # On a CPU, Triton's interpreter runs the kernels if the caller forces them.
+    if not (x.is_cuda or backend == "triton") or backend == "eager" or batch_invariant or backend_for(x) is None:
+        return False
+    if x.dtype not in DTYPES or not target.numel() or not wanted.shards.total:
+        return False
+    loss = wanted.loss
+    if loss is None:
+        return True
+    # PyTorch's operations compute a sum of weighted scores, and the gradient of a smoothed loss with a softcap.
+    smooth = loss.smoothing == 0 or (weight is None and wanted.options.softcap is None)
+    return smooth and (weight is None or weight.dtype in DTYPES) and may_count(target, weight, loss)
+
+
+def _run(launches: Launches, given: Given, groups: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    if not launches.with_gradient:
+        return launches.forward(given, groups)[0]
+    # The other tensors travel in a tuple, so that autograd need not look at them.
+    y: tuple[Tensor, ...] = _apply(given.x, launches, given, groups)
+    return y
+
+
+class _Rows(torch.autograd.Function):
+    """The results of a call, with a gradient.  Backward needs no exchange: all processes have the same gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, launches: Launches, given: Given, groups: tuple[Any, ...]) -> Any:
+        y, kept = launches.forward(given._replace(x=x), groups)
+        assert kept is not None
+        ctx.save_for_backward(x, *kept)
+        ctx.launches = launches
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_first_derivative("the gradient of numbers of sharded rows")
+        if all(dy is None for dy in dys):
+            return None, None, None, None
+        x, *kept = ctx.saved_tensors
+        return ctx.launches.backward(x, Kept(*kept), dys), None, None, None
+
+
+# `apply` of the base class in C++, without the check for transforms in torch.autograd.Function.
+_apply = super(torch.autograd.Function, _Rows).apply

@@ -1,0 +1,90 @@
+"""The launches of merge.cuh: the merge of sharded rows, and the incoming gradients of their backward pass."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from ..sharded import ShardedRows
+from . import driver
+from .launch import loaded, may_begin_early
+from .source import CPP_TYPES, text
+
+THREADS = 128
+
+POINTERS = (
+    "states", "target", "weight", "y", "lse", "entropy", "m", "l", "dy", "dlse", "count", "to_y", "to_lse", "to_flat"
+)  # fmt: skip
+"""Fields of the kernel's parameter, in the order of the struct; then come its numbers."""
+
+
+def bind(kernel: str, rows: ShardedRows) -> Callable[[dict[str, torch.Tensor]], None]:
+    """The function run(tensors) of the kernel "merge" or "incoming", for the tensors of `rows.names` on one device."""
+    blocks, values = blocks_of(rows), pack(rows)
+    places = tuple((POINTERS.index(name), name) for name in rows.names)
+    stream_of, doing = torch._C._cuda_getCurrentRawStream, f"launching {kernel}_kernel"
+    spare: list[driver.Arguments] = []
+
+    def new_call(index: int) -> driver.Arguments:
+        # The states come from another stream, so the merge could not begin early.
+        early = kernel == "incoming" and may_begin_early(index)
+        config = driver.launch_config(blocks, 1, THREADS, 0, 1, False, early)
+        return driver.Arguments(values, config, _kernel(rows.kind, kernel, index))
+
+    def run(tensors: dict[str, torch.Tensor]) -> None:
+        index = tensors["target"].get_device()
+        try:
+            # list.pop is atomic, so no two threads fill in the same call.
+            call = spare.pop()
+        except IndexError:
+            call = new_call(index)
+        fields = call.fields
+        for place, name in places:
+            fields[place] = tensors[name].data_ptr()
+        call.config.stream = stream_of(index)
+        driver.launch(call, index, doing)
+        spare.append(call)
+
+    return run
+
+
+@cache
+def _kernel(kind: ShardedRows, kernel: str, index: int) -> int:
+    return loaded(source(kind), f"{kernel}_kernel", index, 0, 1)
+
+
+def blocks_of(rows: ShardedRows) -> int:
+    """Blocks of a launch."""
+    return -(-rows.rows // THREADS)
+
+
+def pack(rows: ShardedRows) -> bytes:
+    """The kernel's parameter with zeros for the pointers."""
+    integers = (rows.rows, rows.processes, rows.first, rows.cols, rows.classes, rows.ignore_index)
+    numbers = (rows.smoothing, rows.z_loss, rows.scale)
+    return struct.pack(f"={len(POINTERS)}Q{len(integers)}q{len(numbers)}d", *[0] * len(POINTERS), *integers, *numbers)
+
+
+def source(rows: ShardedRows) -> str:
+    """The source of both kernels."""
+    return text("numbers.cuh") + prologue(rows) + text("state.cuh") + text("merge.cuh")
+
+
+def prologue(rows: ShardedRows) -> str:
+    """Types and constants of the kernels; those of state.cuh are the ones of float64 scores."""
+    types = {"ACC": "float64", "SUM": "float64", "FIELD": rows.accumulator, "RESULT": rows.result}
+    # The type of an absent weight is never used.
+    types |= {"TARGET": rows.target, "WEIGHT": rows.weight or rows.accumulator}
+    entropy = "entropy" in rows.names
+    flags = {"EXACT": True, "ONLY_TERMS": False, "READS_SAVED_OUTPUT": False, "ZERO": False}
+    flags |= {f"HAS_{name.upper()}": name in rows.names for name in POINTERS}
+    flags |= {"LOSS": rows.loss, "SCALAR": rows.scalar}
+    flags |= {"SMOOTHED": rows.smoothing != 0, "HAS_Z_LOSS": rows.z_loss != 0}
+    numbers = {"SUMS": 1 + entropy, "RESCALED": 3 if entropy else 1, "SUM_ZL": 1 if entropy else -1, "THREADS": THREADS}
+    lines = [f"using {name} = {CPP_TYPES.get(dtype, dtype)};" for name, dtype in types.items()]
+    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+    return '#line 1 "constants"\n' + "\n".join(lines) + "\n"

@@ -1,0 +1,226 @@
+"""Sharded losses by our kernels alone: against float64 and against the general path, and the launches that are kept.
+
+On a CPU Triton's interpreter runs the kernels, if the calls force them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import onlinesoftmax as osm
+from distributed.processes import COLS, close, device, inputs, kernels_run, random, same_everywhere, sharded
+from onlinesoftmax.distributed import usual
+
+
+def how(first: int, end: int) -> dict[str, Any]:
+    """Arguments with which a call is usual."""
+    given: dict[str, Any] = {"shards": sharded.Shards(first, end - first, COLS)}
+    return given if device().type == "cuda" else {**given, "backend": "triton"}
+
+
+@contextlib.contextmanager
+def general_path() -> Iterator[None]:
+    """Calls run on the general path."""
+    from onlinesoftmax.distributed import losses
+
+    results, found = losses.results, usual.found
+    losses.results, usual.found = lambda *_: None, lambda *_: ((), None)
+    try:
+        yield
+    finally:
+        losses.results, usual.found = results, found
+
+
+LOSSES: tuple[dict[str, Any], ...] = (
+    {}, {"z_loss": 0.01}, {"ignore_index": 19}, {"weighted": True, "scale": -0.5}, {"softcap": 5.0, "z_loss": 0.1},
+    {"label_smoothing": 0.1}, {"label_smoothing": 0.1, "z_loss": 0.01, "scale": 0.7},
+)  # fmt: skip
+
+
+def losses_are_as_good_as_those_of_one_process(first: int, end: int) -> None:
+    """Every reduction meets every option; dtypes take turns.  The launches of a kind of call are prepared once."""
+    for i, reduction in enumerate(("mean", "sum", "none")):
+        for j, one in enumerate(LOSSES):
+            dtype = (torch.bfloat16, torch.float32, torch.float64)[(i + j) % 3]
+            x, target, weights = inputs(dtype)
+            options = {name: value for name, value in one.items() if name != "weighted"} | {"reduction": reduction}
+            weight = weights if "weighted" in one else None
+            if "ignore_index" in one:
+                target = target.clamp(min=0)
+            local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
+            wide = x.double().requires_grad_()
+            before = len(usual.LAUNCHES)
+            ours = sharded.cross_entropy(local, target, weight, **options, **how(first, end))
+            assert len(usual.LAUNCHES) == before + 1
+            again = sharded.cross_entropy(local.detach(), target, weight, **options, **how(first, end))
+            assert torch.equal(again, ours)
+            assert not again.requires_grad
+            theirs = osm.cross_entropy(whole, target, weight, **options, backend="eager")
+            exact_weight = None if weight is None else weight.double()
+            exact = osm.cross_entropy(wide, target, exact_weight, **options, backend="eager")
+            same_everywhere(ours)
+            close(ours.detach(), theirs.detach(), exact.detach(), 60.0)
+            dy = random(*exact.shape, seed=1, normal=False).to(dtype)
+            # The second gradient has the same bits, and takes the launches of the first.
+            (found,) = torch.autograd.grad(ours, local, dy, retain_graph=True)
+            assert torch.equal(found, torch.autograd.grad(ours, local, dy)[0])
+            (own,) = torch.autograd.grad(theirs, whole, dy)
+            (want,) = torch.autograd.grad(exact, wide, dy.double())
+            close(found, own[:, first:end], want[:, first:end], 8.0)
+
+
+def hard_rows(first: int, end: int) -> None:
+    """Ignored rows with NaN, infinities, rows of only -inf, a target at -inf, targets out of range."""
+    x = random(9, COLS, seed=7)
+    x[0], x[1, 30], x[2], x[3, 5], x[7, :20], x[8, 20:] = (
+        torch.nan, torch.inf, -torch.inf, -torch.inf, -torch.inf, -torch.inf
+    )  # fmt: skip
+    target = torch.tensor([-100, 1, 2, 5, COLS, -3, 0, 3, 36], device=device())
+    for options in ({}, {"z_loss": 0.1}, {"label_smoothing": 0.1}):
+        found = []
+        for path in (contextlib.nullcontext(), general_path()):
+            local = x[:, first:end].clone().requires_grad_()
+            with path:
+                rows = sharded.cross_entropy(local, target, reduction="none", **options, **how(first, end))
+            found.append((rows.detach(), torch.autograd.grad(rows, local, torch.ones_like(rows))[0]))
+        for ours, general in zip(*found, strict=True):
+            torch.testing.assert_close(ours, general, equal_nan=True)
+        assert (found[0][1][[0, 4, 5]] == 0).all()
+    rows = sharded.cross_entropy(x[:, first:end], target, reduction="none", **how(first, end))
+    assert rows[[7, 8]].tolist() == [torch.inf, torch.inf]
+
+
+def log_probabilities_have_all_gradients(first: int, end: int) -> None:
+    """Each of the three results alone and together, with and without the entropy, with a mask, in any dimension."""
+    for dtype, shape, dim in ((torch.bfloat16, (6, COLS), 1), (torch.float32, (2, COLS, 3), 1)):
+        x = (3 * random(*shape, seed=21)).to(dtype)
+        index = torch.tensor([0, 36, 5, 19, 20, 7], device=device()).view(*shape[:dim], *shape[dim + 1 :])
+        mask = (random(*shape, seed=2, normal=False) < 0.7).scatter(dim, index.unsqueeze(dim), True)
+        for options, entropy in (
+            ({}, True),
+            ({}, False),
+            ({"mask": mask}, True),
+            ({"scale": 0.5, "softcap": 10.0}, False),
+        ):
+            local = x.narrow(dim, first, end - first).clone().requires_grad_()
+            whole, wide = x.clone().requires_grad_(), x.double().requires_grad_()
+            cut = dict(options)
+            if "mask" in cut:
+                cut["mask"] = mask.narrow(dim, first, end - first)
+            ours = sharded.token_logprobs(local, index, dim, entropy=entropy, **cut, **how(first, end))
+            theirs = osm.token_logprobs(whole, index, dim, entropy=entropy, **options, backend="eager")
+            exact = osm.token_logprobs(wide, index, dim, entropy=entropy, **options, backend="eager")
+            for names in (("logprob",), ("lse",), ("entropy",), ("logprob", "entropy", "lse")):
+                if not entropy and "entropy" in names:
+                    continue
+                grads = []
+                for y, leaf in ((ours, local), (theirs, whole), (exact, wide)):
+                    total = sum(0.5**i * getattr(y, name).sum() for i, name in enumerate(names))
+                    grads.append(torch.autograd.grad(total, leaf, retain_graph=True)[0])
+                part = [t.narrow(dim, first, end - first) for t in grads[1:]]
+                close(grads[0], *part, 16.0)
+            for y, own, want in zip(ours, theirs, exact, strict=True):
+                if y is not None:
+                    same_everywhere(y)
+                    close(y.detach(), own.detach(), want.detach(), 60.0)
+
+
+def logsumexps(first: int, end: int) -> None:
+    for dtype, keepdim in itertools.product((torch.bfloat16, torch.float32), (False, True)):
+        x = (3 * random(6, COLS, seed=22)).to(dtype)
+        local, whole, wide = x[:, first:end].clone(), x.clone().requires_grad_(), x.double().requires_grad_()
+        local.requires_grad_()
+        ours = sharded.logsumexp(local, 1, keepdim, **how(first, end))
+        theirs, exact = torch.logsumexp(whole, 1, keepdim), torch.logsumexp(wide, 1, keepdim)
+        same_everywhere(ours)
+        close(ours.detach(), theirs.detach(), exact.detach(), 20.0)
+        dy = random(*ours.shape, seed=4, normal=False).to(dtype)
+        grads = [torch.autograd.grad(y, leaf, dy.to(y.dtype))[0] for y, leaf in ((theirs, whole), (exact, wide))]
+        close(torch.autograd.grad(ours, local, dy)[0], *(t[:, first:end] for t in grads), 64.0)
+
+
+class Subclass(torch.Tensor):
+    """A tensor of another type, with PyTorch's own functions."""
+
+
+def other_tensors(first: int, end: int) -> None:
+    """Targets and weights with gaps, narrow targets, incoming gradients of one element, logits that are negated."""
+    x, target, weights = inputs(torch.float32)
+    target = target.clamp(min=0)
+    want = torch.nn.functional.cross_entropy(x, target, weights)
+    given = how(first, end)
+    apart = torch.stack([target, target]).t()[:, 0]
+    before = len(usual.LAUNCHES)
+    for kind in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        torch.testing.assert_close(sharded.cross_entropy(x[:, first:end], apart.to(kind), weights, **given), want)
+    gaps = torch.stack([weights, weights]).t()[:, 0]
+    torch.testing.assert_close(sharded.cross_entropy(x[:, first:end], apart, gaps, **given), want)
+    assert len(usual.LAUNCHES) == before + 5
+    for kind in (torch.nn.Buffer, Subclass):
+        found = sharded.cross_entropy(x[:, first:end], kind(target), kind(weights), **given)
+        torch.testing.assert_close(torch.Tensor(found), want)
+    assert () not in usual.LAUNCHES
+    local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
+    # The gradient of a sum has the stride 0.
+    sharded.cross_entropy(local, target, reduction="none", **given).sum().backward()
+    torch.nn.functional.cross_entropy(whole, target, reduction="none").sum().backward()
+    assert local.grad is not None
+    assert whole.grad is not None
+    torch.testing.assert_close(local.grad, whole.grad[:, first:end])
+    negated = torch._neg_view(-x[:, first:end])
+    torch.testing.assert_close(sharded.cross_entropy(negated, target, weights, **given), want)
+    # A process without a gradient, and one whose shard has gaps, make the same exchange.
+    local = x[:, first:end].clone().requires_grad_() if first else x.t().contiguous().t()[:, first:end]
+    found = sharded.cross_entropy(local, target, weights, **given)
+    same_everywhere(found)
+    torch.testing.assert_close(found.detach(), want)
+
+
+def arguments_are_checked_in_every_call(first: int, end: int) -> None:
+    x, target, _ = inputs(torch.float32)
+    given = how(first, end)
+    for _ in range(2):
+        sharded.cross_entropy(x[:, first:end], target, **given)
+        for error, message, arguments, options in (
+            (ValueError, "target has shape", (target[:3],), {}),
+            (RuntimeError, "weight must have shape", (target, torch.ones(COLS - 1, device=device())), {}),
+            (RuntimeError, "label_smoothing must be between", (target,), {"label_smoothing": 2.0}),
+            (ValueError, "not a valid value for reduction", (target,), {"reduction": "median"}),
+            (RuntimeError, "target must have an integer dtype", (target > 0,), {}),
+            (ValueError, "does not fit a local tensor", (target,), {"shards": sharded.Shards(first, COLS + 1, COLS)}),
+        ):
+            try:
+                sharded.cross_entropy(x[:, first:end], *arguments, **{**given, **options})
+            except error as found:
+                assert message in str(found)  # noqa: PT017  the check runs outside of pytest
+            else:
+                raise AssertionError("no error")
+
+
+def no_tensor_is_kept(first: int, end: int) -> None:
+    x, target, weight = (t.clone() for t in inputs(torch.float32))
+    local = x[:, first:end].clone().requires_grad_()
+    loss = sharded.cross_entropy(local, target, weight, **how(first, end))
+    loss.backward()
+    kept = [weakref.ref(t) for t in (local, target, weight, loss)]
+    del x, target, weight, local, loss
+    gc.collect()
+    assert [t() for t in kept] == [None] * 4
+
+
+def everything(first: int, end: int) -> None:
+    if not kernels_run():
+        return
+    for check in (
+        losses_are_as_good_as_those_of_one_process, hard_rows, log_probabilities_have_all_gradients, logsumexps,
+        other_tensors, arguments_are_checked_in_every_call, no_tensor_is_kept,
+    ):  # fmt: skip
+        usual.LAUNCHES.clear()
+        check(first, end)
