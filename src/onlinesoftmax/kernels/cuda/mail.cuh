@@ -50,13 +50,16 @@ __device__ inline uint64 half(const Packet& packet, int i) {
     return uint64(packet.words[2 * i + 1]) << 32 | packet.words[2 * i];
 }
 __device__ inline void put_packet(Packet* to, const Packet& packet) {
-    asm volatile("{\n\t.reg .b128 all;\n\tmov.b128 all, {%1, %2};\n\tst.relaxed.gpu.global.L2::cache_hint.b128 [%0], all, %3;\n\t}"
-                 :: "l"(to), "l"(half(packet, 0)), "l"(half(packet, 1)), "l"(policy_word<CachePolicy::LONG>())
-                 : "memory");
+    asm volatile("{\n\t.reg .b128 all;\n\t.reg .b64 keep;\n\t"
+                 "createpolicy.fractional.L2::evict_last.b64 keep, 1.0;\n\tmov.b128 all, {%1, %2};\n\t"
+                 "st.relaxed.gpu.global.L2::cache_hint.b128 [%0], all, keep;\n\t}"
+                 :: "l"(to), "l"(half(packet, 0)), "l"(half(packet, 1)) : "memory");
 }
 __device__ inline Packet look_packet(const Packet* from) {
     uint64 low, high;
-    asm volatile("{\n\t.reg .b128 all;\n\tld.relaxed.gpu.global.L2::cache_hint.b128 all, [%2], %3;\n\tmov.b128 {%0, %1}, all;\n\t}"
-                 : "=l"(low), "=l"(high) : "l"(from), "l"(policy_word<CachePolicy::LONG>()) : "memory");
+    asm volatile("{\n\t.reg .b128 all;\n\t.reg .b64 keep;\n\t"
+                 "createpolicy.fractional.L2::evict_last.b64 keep, 1.0;\n\t"
+                 "ld.relaxed.gpu.global.L2::cache_hint.b128 all, [%2], keep;\n\tmov.b128 {%0, %1}, all;\n\t}"
+                 : "=l"(low), "=l"(high) : "l"(from) : "memory");
     return {{unsigned(low), unsigned(low >> 32), unsigned(high), unsigned(high >> 32)}};
 }

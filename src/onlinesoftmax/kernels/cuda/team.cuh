@@ -55,11 +55,10 @@ __device__ inline bool has_come(const Message& message, unsigned tag) {
 // Team blockIdx.x, of gridDim.x teams, owns every gridDim.x-th row from its own number on; `count` is the number of a row
 // among these.
 struct Team {
+    const Params& p;
     int size, rank;
-    Message* boxes;   // of all slots and all blocks
 
-    __device__ inline Team(const Params& p) : size(gridDim.y), rank(blockIdx.y) {
-        boxes = reinterpret_cast<Message*>(p.mail) + int64(blockIdx.x) * (SLOTS * size * size);
+    __device__ inline Team(const Params& p) : p(p), size(gridDim.y), rank(blockIdx.y) {
         // Between two launches the mailboxes may leave L2.
         for (int slot = 0; REDUCES && size > 1 && slot < 2; ++slot)
             for (int from = threadIdx.x; from < size; from += THREADS)
@@ -67,6 +66,7 @@ struct Team {
     }
 
     __device__ inline Message* box(unsigned count, int to, int from) const {
+        Message* const boxes = reinterpret_cast<Message*>(p.mail) + int64(blockIdx.x) * (SLOTS * size * size);
         return boxes + (int(count % SLOTS) * size + to) * size + from;
     }
 
