@@ -86,6 +86,7 @@ struct Barrier {
 };
 static thread_local Barrier of_block, of_warp[32];
 #define __syncthreads() of_block.wait(THREADS)
+#define __syncwarp() of_warp[threadIdx.x / 32].wait(32)
 static thread_local char lanes[32][32][16];
 template <class T> T exchange_lanes(T x, int lane) {
     const int warp = threadIdx.x / 32;
@@ -100,6 +101,11 @@ inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst
 inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
 inline unsigned long long __double_as_longlong(double x) { return bits_as<unsigned long long>(x); }
 inline double __longlong_as_double(unsigned long long i) { return bits_as<double>(i); }
+inline bool __all_sync(unsigned, bool x) {
+    bool all = true;
+    for (int i = 0; i < 32; ++i) all = exchange_lanes(x, i) && all;
+    return all;
+}
 template <class T> T __shfl_sync(unsigned, T x, int lane) { return exchange_lanes(x, lane); }
 template <class T> T __shfl_xor_sync(unsigned, T x, int step) { return exchange_lanes(x, threadIdx.x % 32 ^ step); }
 """
@@ -136,6 +142,8 @@ REPLACED = {
         # A reader that finds nothing lets the other threads and blocks run.
         "inline uint64 look_word(const uint64* from)": "{ return look(from); }",
         "inline unsigned look_word(const unsigned* from)": "{ return look(from); }",
+        "inline void put_packet(Packet* to, const Packet& packet)": "{ *to = packet; }",
+        "inline Packet look_packet(const Packet* from)": "{ return *from; }",
     },
     "state": {
         "inline float exp2_approx(float x)": (
@@ -144,6 +152,24 @@ REPLACED = {
         "inline float clamp(float t)": "{ return t < -128 ? -128 : t > 128 ? 128 : t; }",
     },
     "ops": {"inline float reciprocal(float l)": "{ return 1 / l; }"},
+    # A barrier counts its phases, below the arrivals that are missing and those of a phase.  A copy ends at once.
+    "ring": {
+        "inline unsigned shared_address(const void* at)": "{ return 0; }",
+        "inline void prepare_barrier(uint64* barrier, unsigned arrivals)": (
+            "{ *barrier = uint64(arrivals) << 48 | uint64(arrivals) << 32; }"
+        ),
+        "inline void arrive(uint64* barrier)": """{
+            *barrier -= uint64(1) << 32;
+            if (!(*barrier >> 32 & 0xffff)) *barrier += 1 + (*barrier >> 48 << 32);
+        }""",
+        "inline void arrive_and_expect(uint64* barrier, unsigned bytes)": "{ arrive(barrier); }",
+        "inline void wait_for_phase(uint64* barrier, unsigned phase)": "{ while (*barrier % 2 == phase) yield(); }",
+        "inline bool has_ended(uint64* barrier, unsigned phase)": "{ return yield(), *barrier % 2 != phase; }",
+        "inline void copy_bulk(void* to, const void* from, unsigned bytes, uint64* barrier)": (
+            "{ memcpy(to, from, bytes); }"
+        ),
+        "inline void fence_for_bulk_copies()": "{}",
+    },
     "levels": {
         "inline float warp_max(float m)": (
             "{ for (int step = 16; step; step /= 2) m = fmaxf(m, across(m, step)); return m; }"
@@ -195,18 +221,22 @@ static State mail[256][16][16];
 static std::atomic<int> posted[256][16];
 struct Team {
     int size, rank;
-    mutable int round = 0;
     Team(const Params&) : size(gridDim.y), rank(blockIdx.y) {}
-    State merge(State a, int, State*) const {
-        std::atomic<int>& count = posted[round][blockIdx.x];
-        if (threadIdx.x == 0) mail[round][blockIdx.x][rank] = a, ++count;
-        while (count < size) sched_yield(), yield();
-        a = identity();
-        for (int i = 0; i < size; ++i) a = ::merge(a, mail[round][blockIdx.x][i]);
-        ++round;
-        return a;
+    template <int N> void send(const State& a, unsigned count, int lane) const {
+        if (lane == 0) mail[count][blockIdx.x][rank] = a, ++posted[count][blockIdx.x];
     }
-    void finish_row() const {}
+    template <int N, int BATCH> bool receive(State& a, unsigned count, int lane) const {
+        a = identity();
+        if (posted[count][blockIdx.x] < size) return sched_yield(), yield(), false;
+        for (int i = 0; lane == 0 && i < size; ++i) a = ::merge(a, mail[count][blockIdx.x][i]);
+        return true;
+    }
+    State merge(State a, unsigned count, State* exchange) const {
+        send<THREADS>(a, count, threadIdx.x);
+        while (!receive<THREADS, 1>(a, count, threadIdx.x)) {}
+        return merge_warps<THREADS / 32>(merge_lanes<32>(a), exchange);
+    }
+    template <int N> void clear(unsigned, int) const {}
 };
 """
 
@@ -243,6 +273,9 @@ extern "C" void run(const PARAMETER* p, unsigned programs, unsigned team, unsign
 }
 """
 
+STAND_INS = {"peers": PEERS, "team": TEAM}
+"""Files that are replaced as a whole."""
+
 BEGIN = {"grid": "memset(posted, 0, sizeof(posted));"}
 AGAIN = {"cluster": "for (auto& beginning : beginnings) beginning = nullptr;"}
 
@@ -250,10 +283,10 @@ AGAIN = {"cluster": "for (auto& beginning : beginnings) beginning = nullptr;"}
 def simulated_source(request: Request) -> str:
     """The kernel of a request as C++ for the host."""
     strategy = request.plan.strategy
-    parts = [source.prologue(request), *(_replaced(name) for name in source.FILES)]
-    parts += {"cluster": [PEERS], "grid": [TEAM]}.get(strategy, [])
+    names = (*source.FILES, *source.KERNEL_FILES[source.kernel_file(request.plan)])
+    parts = [source.prologue(request), *(STAND_INS.get(name) or _replaced(name) for name in names)]
     shared = "extern __shared__ Chunk<X, VECTOR> memory[];"
-    parts.append(_replaced(strategy).replace(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];"))
+    parts[-1] = parts[-1].replace(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];")
     driver = DRIVER.replace("BEGIN", BEGIN.get(strategy, "")).replace("AGAIN", AGAIN.get(strategy, ""))
     return _program(parts, driver, "Params", source.kernel_name(request))
 

@@ -20,8 +20,14 @@ from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan
 from onlinesoftmax.planner.proposal import Blocks, Threads
 from onlinesoftmax.planner.strategies import TABLE
+from onlinesoftmax.planner.strategies.cuda import slice_chunks
 
 PROPOSALS = {strategy: propose for backend, strategy, propose in TABLE if backend == "cuda"}
+
+PIPELINE = "grid, pipelined"
+"""Name of the second kernel of `grid` in these tests."""
+
+KERNELS = (*PROPOSALS, PIPELINE)
 
 Values = dict[str, NDArray[Any]]
 
@@ -122,6 +128,12 @@ def small_plan(strategy: str, rows: int, cols: int, dtype: str, peel: bool, term
         # Two teams of three blocks: one tile in registers, one in shared memory, the others streamed one by one.
         blocks = Blocks(6, 32 * vector, depth=1, warps=1, splits=3, vector=kept)
         return Plan("cuda", strategy, "", blocks, Threads(lanes=32, shared=1, terms=terms))
+    if strategy == PIPELINE:
+        # Two teams of three blocks of two warps and two more.  A tile has 64 chunks; a ring has a tile more than a row.
+        tiles = -(-slice_chunks(chunks, 3) // 64)
+        blocks = Blocks(6, tiles * 64 * vector, depth=1, warps=4, stages=tiles + 1, splits=3, vector=kept)
+        threads = Threads(lanes=64, shared=tiles + 1, terms=terms and dtype != "bfloat16")
+        return Plan("cuda", "grid", "", blocks, threads)
     return Plan("cuda", strategy, "", Blocks(rows, 64 * vector, warps=2, vector=kept), Threads(lanes=64))
 
 
@@ -229,7 +241,7 @@ def run(ask: Ask, request: Request, values: Values, folder: Path, in_place: bool
             memory = np.full((rows, stride), poison)
             if name == "x":
                 memory[:, :cols] = values["x"]
-            arrays[name] = _aligned(to_bits(memory, dtype))
+            arrays[name] = aligned(to_bits(memory, dtype))
         elif name in task.outputs:
             count = 1 if name in request.operation.call_outputs else rows
             arrays[name] = to_bits(np.full(count, poison), dtype)
@@ -251,7 +263,7 @@ def run(ask: Ask, request: Request, values: Values, folder: Path, in_place: bool
     return found
 
 
-def _aligned(x: NDArray[Any]) -> NDArray[Any]:
+def aligned(x: NDArray[Any]) -> NDArray[Any]:
     """A copy whose first element lies on 16 bytes."""
     raw = np.zeros(x.nbytes + 16, np.uint8)
     begin = -raw.ctypes.data % 16
@@ -280,5 +292,7 @@ def check(ask: Ask, request: Request, values: Values, found: Values) -> None:
         assert same.all(), (name, np.argwhere(~same)[:5], y[~same][:5], right[~same][:5])
 
 
-STRATEGY_COLS = {"row": (37, 48), "cluster": (70, 96), "grid": (611, 640), "looped": (293, 320)}
+STRATEGY_COLS = {
+    "row": (37, 48), "cluster": (70, 96), "grid": (611, 640), "looped": (293, 320), PIPELINE: (611, 640),
+}  # fmt: skip
 """Columns without and with whole chunks in aligned rows."""

@@ -125,6 +125,26 @@ def test_every_kernel_compiles_and_what_is_on_chip_stays_there(
         assert request.plan.programs * threads <= resident * known(gpu).multiprocessors
 
 
+def _pipelines() -> list[tuple[str, str, torch.dtype]]:
+    """Operations that reduce rows and write elements; dtypes take turns on the second GPU."""
+    names = [name for name in ALL if OPERATIONS[name].reduces and not OPERATIONS[name].per_row]
+    cells = [("h200", name, dtype) for name, dtype in itertools.product(names, DTYPES)]
+    return cells + [("b200", name, DTYPES[i % len(DTYPES)]) for i, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(("gpu", "operation", "dtype"), _pipelines(), ids=_name)
+def test_a_pipelined_kernel_keeps_its_rows_on_chip(ask: Ask, gpu: str, operation: str, dtype: torch.dtype) -> None:
+    request = ask(gpu, "grid", operation, no_memory(64, (1 << 21) // dtype.itemsize - 1, dtype=dtype))
+    assert request.plan.blocks.stages
+    _, log, _ = compile.build(source.source(request), GPUS[gpu])
+    used = compile.usage(log)
+    assert not used["spills"], (request.plan, used)
+    # Every multiprocessor holds one block of the cooperative launch.
+    assert used["shared_memory"] + source.shared_memory(request) <= known(gpu).shared_memory
+    assert occupancy(known(gpu), request.plan.warps, used["registers"], used["shared_memory"]) > 0
+    assert request.plan.programs <= known(gpu).multiprocessors
+
+
 WITH_BIAS = (*FORWARD, "logsumexp_backward")
 WITH_MASK = (*FORWARD, "log_softmax_backward", "logsumexp_backward")
 
@@ -293,8 +313,9 @@ def test_mailboxes_have_the_words_that_the_kernel_counts(
     request = ask("h200", "grid", "softmax", no_memory(8, 1 << 20, dtype=dtype), outputs, dtype=out)
     words, team = launch._mail_words(request), request.plan.splits
     assert team > 1
-    check = f"static_assert({request.plan.programs // team} * 2 * {team} * {team} * WORDS == {words});"
-    check += f"static_assert(sizeof(Message) == 8 * WORDS && {1 + ('entropy' in outputs)} == SUMS);"
+    teams = request.plan.programs // team
+    check = f"static_assert({teams} * SLOTS * {team} * {team} * sizeof(Message) == {8 * words});"
+    check += f"static_assert({1 + ('entropy' in outputs)} == SUMS);"
     compile.build(source.source(request) + check, "sm_90")
 
 

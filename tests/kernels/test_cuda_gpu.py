@@ -84,6 +84,23 @@ def test_side_streams_and_graphs(strategy: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "cols"), [(32, 1 << 20), (9, 2000003)])
+def test_several_long_rows_in_a_pipeline(rows: int, cols: int, dtype: torch.dtype) -> None:
+    softmax = by("softmax", "grid")
+    x = outliers(rows, cols, dtype=dtype, device="cuda")
+    x[1], x[2, 5], x[3, 7] = -torch.inf, torch.inf, torch.nan
+    if torch.cuda.get_device_capability() == (9, 0) and dtype == torch.bfloat16:
+        assert osm.explain(x, backend="cuda", strategy="grid").plan.blocks.stages
+    y = softmax(x)
+    assert_as_good_as_pytorch(y, "softmax", x, -1)
+    assert torch.equal(softmax(x).nan_to_num(-1), y.nan_to_num(-1))
+    x_copy = x.clone()
+    softmax(x_copy, out=x_copy)
+    assert torch.equal(x_copy.nan_to_num(-1), y.nan_to_num(-1))
+
+
+@pytest.mark.gpu
 def test_grids_on_two_streams_at_once() -> None:
     softmax = by("softmax", "grid")
     inputs = [torch.randn(3, 1 << 20, device="cuda"), torch.randn(5, 300001, device="cuda")]

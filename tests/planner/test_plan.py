@@ -8,7 +8,7 @@ import pytest
 
 from onlinesoftmax.core.device import KNOWN, Device, known
 from onlinesoftmax.core.operations import OPERATIONS
-from onlinesoftmax.core.problem import Access, Problem
+from onlinesoftmax.core.problem import Access, Extra, Problem
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.planner.measured import table_for
 from onlinesoftmax.planner.plan import Plan, PlanError, Refusal, Strategies, alternatives, plan
@@ -156,6 +156,40 @@ def test_a_forced_strategy_is_the_one_that_is_planned(framework: str, measured: 
         table = table_for(H200) if measured else None
         forced = plan(problem, H200, Choice(option.backend, option.strategy), table=table, strategies=strategies)
         assert (forced.backend, forced.strategy) == (option.backend, option.strategy)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "cols"), [(256, 1 << 20), (16, 1 << 22)])
+def test_several_long_rows_are_pipelined(rows: int, cols: int, dtype: str) -> None:
+    chosen = plan(Problem("softmax", rows, cols, dtype), H200, table=table_for(H200))
+    assert (chosen.backend, chosen.strategy, chosen.reads) == ("cuda", "grid", 1)
+    assert chosen.blocks.stages
+    # A team must have rows to load while it writes one.
+    assert rows >= 3 * chosen.programs // chosen.splits
+
+
+def test_a_plan_of_several_long_rows_says_why_it_is_not_pipelined() -> None:
+    def reason(problem: Problem, device: Device = H200) -> str:
+        chosen = plan(problem, device, Choice("cuda", "grid"))
+        assert not chosen.blocks.stages
+        return chosen.reason
+
+    long = (64, 1 << 20, "bfloat16")
+    assert "not pipelined: bulk copies need compute capability 9.0" in reason(Problem("softmax", *long), known("a100"))
+    bias = Problem("softmax", *long, extra=Extra(nbytes=1 << 21, bias_bytes=2, fused=True))
+    assert "not pipelined: a bias or a mask would be read twice" in reason(bias)
+    apart = Problem("softmax", *long, access=Access(unit=1, peelable=False))
+    assert "not pipelined: bulk copies need rows whose aligned columns are adjacent" in reason(apart)
+    # One row leaves nothing to load while it is written, so there is nothing to explain.
+    assert "pipelined" not in reason(Problem("softmax", 1, 1 << 20, "bfloat16"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("cols", [(1 << 20) + 1, (1 << 22) + 1, (1 << 24) + 1, 100000007])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_few_long_unaligned_rows_use_the_whole_device(rows: int, cols: int, dtype: str) -> None:
+    chosen = plan(Problem("softmax", rows, cols, dtype), H200, table=table_for(H200))
+    assert chosen.programs >= 0.9 * H200.multiprocessors
 
 
 def test_unknown_names() -> None:

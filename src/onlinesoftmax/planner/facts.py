@@ -44,12 +44,13 @@ def _threads(plan: Plan) -> list[tuple[str, str]]:
         found.append(("warps", f"{plan.warps} per program"))
     if plan.threads.lanes:
         found.append(("lanes", f"{plan.threads.lanes} threads of a program share a row"))
-    if plan.threads.shared:
+    if plan.threads.shared and not plan.blocks.stages:
         found.append(("shared memory", f"{plan.threads.shared} chunks of 16 bytes per thread, besides the registers"))
     if plan.threads.terms:
         found.append(("terms", "kept in registers: one exp per element instead of two"))
     if plan.blocks.stages:
-        found.append(("stages", f"{plan.blocks.stages} tiles in flight per program"))
+        ring = ", in a ring in shared memory" if plan.threads.shared else ""
+        found.append(("stages", f"{plan.blocks.stages} tiles in flight per program{ring}"))
     if plan.vector > 1:
         found.append(("vector", f"{plan.vector} elements: unaligned rows are split at 16-byte boundaries"))
     return found

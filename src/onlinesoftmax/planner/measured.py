@@ -154,14 +154,15 @@ class Table:
         key, lengths = self._lengths(problem, backends)
         if not lengths:
             return []
-        # A length that was measured only with many rows says nothing about few rows.
+        # A length that was measured only with many rows says nothing about few rows; nor does one that is much longer.
         told = {cols for cols, cells in lengths.items() if min(cell.rows for cell in cells) <= 2 * problem.rows}
+        told = told if told and min(told) <= 2 * problem.cols else set(lengths)
         # The first load of a kernel takes as long as the device needs for this many bytes: below them, time hardly
         # depends on the shape.
         latency = self.bandwidth * 1e3 * LATENCY_US
         usable = _usable(key, problem, backends)
         anchors = []
-        for cols, weight in _between(problem.cols, told or lengths, math.log2):
+        for cols, weight in _between(problem.cols, told, math.log2):
             like = key.problem(problem.rows, cols, problem.dtype)
             weight *= (latency + _bytes(problem)) / (latency + _bytes(like))
             cells = {cell.rows: cell for cell in lengths[cols]}

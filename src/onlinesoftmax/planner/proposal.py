@@ -21,7 +21,7 @@ class Blocks:
         depth: Triton: columns of a block that share a lane and one rescaling of its state.  CUDA: rows that a group of
             threads loads together (`row`), or tiles that are streamed together (`grid`).
         warps: Warps of a program.
-        stages: Tiles in flight in a persistent program; 0 where each program has one tile.
+        stages: Tiles in flight in a persistent program; 0 where each program has one tile, or does not load ahead.
         splits: Programs that share a row.
         vector: Number of elements in 16 bytes if unaligned rows are split into head, body and tail; else 1.
     """
@@ -43,7 +43,7 @@ class Threads:
     Attributes:
         lanes: Threads that share a row.
         resident: Number of blocks that a multiprocessor should hold; it limits the registers of each thread.
-        shared: 16-byte chunks of a row that a thread keeps in shared memory.
+        shared: 16-byte chunks that a thread has in shared memory: of one row, or of the rows that are loaded ahead.
         terms: True where a thread holds the terms of a softmax's sum instead of its elements.
     """
 

@@ -95,7 +95,7 @@ def _shared_memory(plan: Plan, held: float) -> str:
     if held:
         return f"{held:.0%} of the row" if held < 1.0 else "all of the row, from its one read on"
     if plan.blocks.stages:
-        return f"the next rows: {plan.blocks.stages} are in flight"
+        return f"the next rows: {plan.blocks.stages} {'tiles ' if plan.strategy == 'grid' else ''}are in flight"
     several = plan.warps > 1 and plan.threads.lanes > 32
     return f"passes on the states of {plan.warps} warps" if several else ""
 

@@ -47,8 +47,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     const Numbers n = numbers(p);
     const int edge_lane = team.rank ? NO_EDGE : lane;
     total::count_targets(p);
-    int slot = 0;
-    for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, slot ^= 1) {
+    unsigned count = 0;
+    for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
+        const int slot = count % 2;
         // Each slice begins a multiple of 128 bytes of x after the beginning of the body.  A lane's chunks lie THREADS
         // apart: first CHUNKS in registers, then p.shared_tiles in shared memory, then the streamed ones.
         const Row r = row_at(p, row);
@@ -101,10 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 state = extend(state, tile);
             }
             state = merge_warps<THREADS / 32>(merge_lanes<32>(state), exchange[slot][0]);
-            if (team.size > 1) {
-                state = team.merge(state, slot, exchange[slot][1]);
-                if (row + gridDim.x < p.rows) team.finish_row();
-            }
+            if (team.size > 1) state = team.merge(state, count, exchange[slot][1]);
         } else if constexpr (SHARED) {
             wait_groups(0);
         }
@@ -138,4 +136,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
         }
         if (team.rank == 0) total::add_losses(p, row, row + 1);
     }
+    if (REDUCES && team.size > 1) team.clear<THREADS>(count, threadIdx.x);
 }

@@ -15,7 +15,7 @@ from ...planner.strategies.cuda import slice_chunks
 from ..request import Request
 from . import compile, driver
 from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, PLACES, POINTERS, pack
-from .source import kernel_name, loss_mail_words, message_words, shared_memory, source, vector
+from .source import SLOTS, kernel_name, loss_mail_words, message_packets, shared_memory, source, vector
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
@@ -48,7 +48,7 @@ def bind(request: Request) -> Run:
         for field, name in numbers:
             fields[field] = more[name] & _MASK
         for field, count in mail:
-            fields[field] = _mail(count, index, stream).data_ptr()
+            fields[field] = _mail(field, count, index, stream).data_ptr()
 
     def run(x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
         index = x.get_device()
@@ -120,15 +120,15 @@ def loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int:
 
 
 def _mail_words(request: Request) -> int:
-    """64-bit words of the mailboxes of all teams: two slots, each with one message from every block to every block."""
+    """64-bit words of the mailboxes of all teams: in each slot, one message from every block to every block."""
     plan = request.plan
     if plan.strategy != "grid" or plan.splits == 1 or not request.operation.reduces:
         return 0
-    return plan.programs // plan.splits * 2 * plan.splits**2 * message_words(request)
+    return plan.programs // plan.splits * SLOTS * plan.splits**2 * 2 * message_packets(request)
 
 
-def _mail(words: int, index: int, stream: int) -> torch.Tensor:
-    """At least so many words of empty mailboxes.
+def _mail(field: int, words: int, index: int, stream: int) -> torch.Tensor:
+    """At least so many words of empty mailboxes for a field of Params.
 
     Kernels leave them empty, and on one stream only one kernel uses them at a time.  A number of words is rounded up to
     a power of two, so that calls with other numbers of rows share mailboxes.
@@ -137,9 +137,9 @@ def _mail(words: int, index: int, stream: int) -> torch.Tensor:
     if torch.cuda.is_current_stream_capturing():
         # A graph may be replayed while other kernels run, so it owns its mailboxes.
         return torch.full((words,), -1, dtype=torch.int64, device=index)
-    return _mail_of_stream(words, index, stream)
+    return _mail_of_stream(field, words, index, stream)
 
 
 @cache
-def _mail_of_stream(words: int, index: int, stream: int) -> torch.Tensor:
+def _mail_of_stream(field: int, words: int, index: int, stream: int) -> torch.Tensor:
     return torch.full((words,), -1, dtype=torch.int64, device=index)

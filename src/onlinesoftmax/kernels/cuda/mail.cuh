@@ -1,7 +1,7 @@
 // Messages from one block to another, through global memory.
 //
 // A word is EMPTY until the sender has written it.  The word itself is the message, so no flag, counter or fence is
-// needed.
+// needed.  Messages of several words are packets, in which one word says that the others have come.
 
 // The word that stands for "nothing has been written", in 64 and, as unsigned(EMPTY), in 32 bits.
 constexpr uint64 EMPTY = ~uint64(0);
@@ -41,4 +41,25 @@ template <class Word> __device__ inline Word wait_for_word(const Word* from) {
     Word word;
     do word = look_word(from); while (word == Word(EMPTY));
     return word;
+}
+
+// Four words that are written and read in one piece.  L2 keeps them before other lines: rows that stream through it would
+// evict them, and a message would come from device memory.
+struct alignas(16) Packet { unsigned words[4]; };
+__device__ inline uint64 half(const Packet& packet, int i) {
+    return uint64(packet.words[2 * i + 1]) << 32 | packet.words[2 * i];
+}
+__device__ inline void put_packet(Packet* to, const Packet& packet) {
+    asm volatile("{\n\t.reg .b128 all;\n\t.reg .b64 keep;\n\t"
+                 "createpolicy.fractional.L2::evict_last.b64 keep, 1.0;\n\tmov.b128 all, {%1, %2};\n\t"
+                 "st.relaxed.gpu.global.L2::cache_hint.b128 [%0], all, keep;\n\t}"
+                 :: "l"(to), "l"(half(packet, 0)), "l"(half(packet, 1)) : "memory");
+}
+__device__ inline Packet look_packet(const Packet* from) {
+    uint64 low, high;
+    asm volatile("{\n\t.reg .b128 all;\n\t.reg .b64 keep;\n\t"
+                 "createpolicy.fractional.L2::evict_last.b64 keep, 1.0;\n\t"
+                 "ld.relaxed.gpu.global.L2::cache_hint.b128 all, [%2], keep;\n\tmov.b128 {%0, %1}, all;\n\t}"
+                 : "=l"(low), "=l"(high) : "l"(from) : "memory");
+    return {{unsigned(low), unsigned(low >> 32), unsigned(high), unsigned(high >> 32)}};
 }

@@ -123,6 +123,13 @@ struct Row {
 // The row, or the last row in the place of one that does not exist, so that a load needs no condition.
 __device__ inline int64 existing(const Params& p, int64 row) { return row < p.rows ? row : p.rows - 1; }
 
+// Columns of a row before the first chunk that begins on 16 bytes; `begin` is the row's first element.
+__device__ inline int head_of(const X* begin, int64 cols) {
+    if constexpr (!PEEL) return 0;
+    const int head = int(-(reinterpret_cast<uint64>(begin) / sizeof(X)) % VECTOR);
+    return head < cols ? head : int(cols);
+}
+
 __device__ inline Row row_at(const Params& p, int64 row) {
     Row r;
 #define BEGIN(NAME, name) if constexpr (HAS_##NAME) r.begin.name = p.name + row_offset(p, p.name##_place, row);
@@ -134,11 +141,7 @@ __device__ inline Row row_at(const Params& p, int64 row) {
     if constexpr (HAS_TARGET) {
         r.begin.target_left = load_one(p.target + row_offset(p, p.target_place, existing(p, row)));
     }
-    r.head = 0;
-    if constexpr (PEEL) {
-        r.head = int(-(reinterpret_cast<uint64>(r.begin.x) / sizeof(X)) % VECTOR);
-        r.head = r.head < r.cols ? r.head : int(r.cols);
-    }
+    r.head = head_of(r.begin.x, r.cols);
     r.body = uint64(r.cols - r.head) / VECTOR;
     return r;
 }
@@ -240,6 +243,18 @@ template <int N> struct RegisterChunk {
         if constexpr (HAS_BIAS || HAS_MASK || CAUSAL) z = scores[i] == -INF ? 0 : z;
         const ACC y = z * n.inverse_cap;
         return fma(-y, y, ACC(1));
+    }
+
+    // The scores, or the terms in their place, as they lie in memory.
+    __device__ inline Chunk<ACC, N> scores_in_memory() const {
+        Chunk<ACC, N> to;
+#pragma unroll
+        for (int i = 0; i < N; ++i) to.at[i] = scores[i];
+        return to;
+    }
+    __device__ inline void set_scores(const Chunk<ACC, N>& from) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) scores[i] = from.at[i];
     }
 
     // The operands of element i; AGAIN is false when it is reduced, true when it is written.

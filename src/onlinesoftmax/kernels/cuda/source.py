@@ -11,7 +11,8 @@ from importlib import resources
 
 from ...core.operations import OPERATIONS
 from ...core.task import ITEMSIZE
-from ...planner.strategies.cuda import slice_tiles
+from ...planner.plan import Plan
+from ...planner.strategies.cuda import pipelined, slice_tiles
 from ..request import Request
 from .params import (
     CALL_OUTPUTS,
@@ -28,8 +29,11 @@ from .params import (
 FILES = ("state", "mail", "operands", "ops", "levels", "slice", "total")
 """Files that every kernel needs, in the order of inclusion."""
 
-STRATEGY_FILES = {"row": (), "cluster": ("peers",), "grid": ("team",), "looped": ()}
-"""Files that a strategy needs besides its own."""
+KERNEL_FILES = {
+    "row": ("row",), "cluster": ("peers", "cluster"), "grid": ("team", "grid"),
+    "pipeline": ("team", "ring", "pipeline"), "looped": ("looped",),
+}  # fmt: skip
+"""Files of a kernel besides FILES, in the order of inclusion; the last one has the kernel's name."""
 
 CPP_TYPES = {
     "float32": "float", "float64": "double", "bool": "unsigned char",
@@ -46,9 +50,13 @@ def text(name: str) -> str:
 
 def source(request: Request) -> str:
     """The whole source of a request's kernel; it includes no header."""
-    strategy = request.plan.strategy
-    names = (*FILES, *STRATEGY_FILES[strategy], strategy)
+    names = (*FILES, *KERNEL_FILES[kernel_file(request.plan)])
     return text("numbers.cuh") + prologue(request) + "".join(text(f"{name}.cuh") for name in names)
+
+
+def kernel_file(plan: Plan) -> str:
+    """Name of the file of a plan's kernel: that of the strategy, except that `grid` has two kernels."""
+    return "pipeline" if pipelined(plan) else plan.strategy
 
 
 def prologue(request: Request) -> str:
@@ -90,13 +98,13 @@ def vector(request: Request) -> int:
 
 def kernel_name(request: Request) -> str:
     """Name of the kernel in its source."""
-    return f"{request.plan.strategy}_kernel"
+    return f"{kernel_file(request.plan)}_kernel"
 
 
 def shared_memory(request: Request) -> int:
     """Bytes of a block's dynamic shared memory: 16 for each chunk of each input that its threads keep there."""
     plan = request.plan
-    return plan.threads.shared * 16 * 32 * plan.warps * request.operation.inputs
+    return plan.threads.shared * 16 * plan.threads.lanes * request.operation.inputs
 
 
 DIVISORS = 32
@@ -115,15 +123,18 @@ def sums(request: Request) -> int:
     return max(1, len(request.sums))
 
 
-def message_words(request: Request) -> int:
-    """64-bit words of the message by which one block of a team tells another its state.
+def message_packets(request: Request) -> int:
+    """Packets of the message by which one block of a team tells another its state.
 
-    m and the sums are packed two a word where all are float32; else m takes one word, and a sum one for each float64.
+    A packet has three words of 32 bits besides its tag.
     """
-    kind = _sum_type(request)
-    if kind == "float":
-        return (1 + sums(request) + 1) // 2
-    return 1 + sums(request) * (2 if kind == "DoubleDouble" else 1)
+    words = {"float": 1, "double": 2, "DoubleDouble": 4}
+    m = words[CPP_TYPES[request.task.accumulator]]
+    return -(-(m + sums(request) * words[_sum_type(request)]) // 3)
+
+
+SLOTS = 4
+"""Messages from one block to another that may be on their way, as in team.cuh."""
 
 
 def element_tensors(request: Request) -> set[str]:
@@ -157,9 +168,10 @@ def _numbers(request: Request) -> dict[str, int]:
         "LANES": threads.lanes,
         "CHUNKS": plan.block // (threads.lanes * vector(request)),
         "DEPTH": plan.blocks.depth,
+        "STAGES": plan.blocks.stages,
         "SUMS": sums(request),
         "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),
-        "WORDS": message_words(request),
+        "PACKETS": message_packets(request),
         "DIVISORS": DIVISORS,
     }
     # Position of each accumulator among the sums of a state; -1 where the state does not keep it.

@@ -1,99 +1,119 @@
 // Messages between the blocks of a team, which are resident together and hold a row; for strategy `grid`.
 //
-// Every block has a mailbox with a message for each block of its team, EMPTY until that block has written its state
-// there (mail.cuh).  The reader empties a message, so all are empty when the kernel ends.  Rows use two slots in turn.  A block writes to a slot again only
-// after it has heard from every block about the row between, so by then every block has read the row before.
+// A message is a state in packets of 16 bytes: three words of the state, and the tag of the row, which is its number
+// in the team plus one.  A packet is written and read in one piece, so its tag says that it has come, and no flag, fence
+// or emptying is needed.  Every block has a mailbox with a message from each block of its team.
+//
+// Rows use SLOTS slots in turn.  A block sends row i only after it has all messages of row i - 2 at least; the block that
+// sent one of these had all messages of row i - 4.  So every block has read the slot that row i writes to.  When a kernel
+// ends, its mailboxes are empty.
 
-// m and the sums are packed two a word where all are float32; else each float64, and m, takes a word.
-constexpr bool PACKED = sizeof(ACC) == 4 && sizeof(SUM) == 4;
-static_assert(WORDS == (PACKED ? (1 + SUMS + 1) / 2 : 1 + SUMS * int(sizeof(SUM) / 8)), "message_words in source.py");
-struct Message { uint64 words[WORDS]; };
+constexpr int SLOTS = 4;
+constexpr int ACC_WORDS = sizeof(ACC) / 4, SUM_WORDS = sizeof(SUM) / 4;
+static_assert(PACKETS == (ACC_WORDS + SUMS * SUM_WORDS + 2) / 3, "message_packets in source.py");
 
-__device__ inline void put_sum(Message& to, int i, float x) { to.words[(1 + i) / 2] |= uint64(bits(x)) << ((1 + i) % 2 * 32); }
-__device__ inline void put_sum(Message& to, int i, double x) { to.words[1 + i] = bits(x); }
-__device__ inline void put_sum(Message& to, int i, DoubleDouble x) {
-    to.words[1 + 2 * i] = bits(x.high), to.words[2 + 2 * i] = bits(x.low);
-}
-__device__ inline void get_sum(const Message& from, int i, float& x) {
-    from_bits(from.words[(1 + i) / 2] >> ((1 + i) % 2 * 32), x);
-}
-__device__ inline void get_sum(const Message& from, int i, double& x) { from_bits(from.words[1 + i], x); }
-__device__ inline void get_sum(const Message& from, int i, DoubleDouble& x) {
-    from_bits(from.words[1 + 2 * i], x.high), from_bits(from.words[2 + 2 * i], x.low);
-}
+struct Message { Packet packets[PACKETS]; };
 
-__device__ inline Message message(const State& state) {
-    Message to{{bits(state.m)}};
+// Word i of the state in a message.
+__device__ inline unsigned& word_of(Message& message, int i) { return message.packets[i / 3].words[i % 3]; }
+
+__device__ inline void put(Message& to, int i, float x) { word_of(to, i) = __float_as_uint(x); }
+__device__ inline void put(Message& to, int i, double x) {
+    const uint64 bits = __double_as_longlong(x);
+    word_of(to, i) = unsigned(bits), word_of(to, i + 1) = unsigned(bits >> 32);
+}
+__device__ inline void put(Message& to, int i, DoubleDouble x) { put(to, i, x.high), put(to, i + 2, x.low); }
+__device__ inline void get(Message& from, int i, float& x) { x = __uint_as_float(word_of(from, i)); }
+__device__ inline void get(Message& from, int i, double& x) {
+    x = __longlong_as_double(uint64(word_of(from, i + 1)) << 32 | word_of(from, i));
+}
+__device__ inline void get(Message& from, int i, DoubleDouble& x) { get(from, i, x.high), get(from, i + 2, x.low); }
+
+__device__ inline Message message(const State& state, unsigned tag) {
+    Message to{};
+    put(to, 0, state.m);
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) put_sum(to, i, state.sums.of[i]);
+    for (int i = 0; i < SUMS; ++i) put(to, ACC_WORDS + i * SUM_WORDS, state.sums.of[i]);
+#pragma unroll
+    for (int i = 0; i < PACKETS; ++i) to.packets[i].words[3] = tag;
     return to;
 }
-__device__ inline State read(const Message& from) {
+__device__ inline State read(Message from) {
     State state;
-    from_bits(from.words[0], state.m);
+    get(from, 0, state.m);
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) get_sum(from, i, state.sums.of[i]);
+    for (int i = 0; i < SUMS; ++i) get(from, ACC_WORDS + i * SUM_WORDS, state.sums.of[i]);
     return state;
 }
-__device__ inline Message empty_message() {
-    Message message;
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) message.words[i] = EMPTY;
-    return message;
-}
-
-__device__ inline void put(uint64* box, Message message) {
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) put_word(box + i, message.words[i]);
-}
-__device__ inline Message look(const uint64* box) {
-    Message message;
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) message.words[i] = look_word(box + i);
-    return message;
-}
-__device__ inline bool has_come(Message message) {
+__device__ inline bool has_come(const Message& message, unsigned tag) {
     bool come = true;
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) come = come && message.words[i] != EMPTY;
+    for (int i = 0; i < PACKETS; ++i) come = come && message.packets[i].words[3] == tag;
     return come;
 }
 
-// Team blockIdx.x, of gridDim.x teams, owns every gridDim.x-th row from its own number on.
+// Team blockIdx.x, of gridDim.x teams, owns every gridDim.x-th row from its own number on; `count` is the number of a row
+// among these.
 struct Team {
+    const Params& p;
     int size, rank;
-    uint64* boxes;   // of two slots, of all its blocks
 
-    __device__ inline Team(const Params& p) : size(gridDim.y), rank(blockIdx.y) {
-        boxes = p.mail + int64(blockIdx.x) * (2 * size * size * WORDS);
+    __device__ inline Team(const Params& p) : p(p), size(gridDim.y), rank(blockIdx.y) {
         // Between two launches the mailboxes may leave L2.
         for (int slot = 0; REDUCES && size > 1 && slot < 2; ++slot)
             for (int from = threadIdx.x; from < size; from += THREADS)
                 asm volatile("prefetch.global.L2 [%0];" :: "l"(box(slot, rank, from)));
     }
 
-    __device__ inline uint64* box(int slot, int to, int from) const {
-        return boxes + ((slot * size + to) * size + from) * WORDS;
+    __device__ inline Message* box(unsigned count, int to, int from) const {
+        Message* const boxes = reinterpret_cast<Message*>(p.mail) + int64(blockIdx.x) * (SLOTS * size * size);
+        return boxes + (int(count % SLOTS) * size + to) * size + from;
     }
 
-    // Sends this block's state to every block of the team, and merges the states of all of them.
-    __device__ inline State merge(State a, int slot, State* exchange) const {
+    // Sends this block's state to every block of the team; called by N threads with the numbers `lane`.
+    template <int N> __device__ inline void send(const State& a, unsigned count, int lane) const {
         // The output may overwrite x, and another block may own the target column: this block must have read it before.
         if (HAS_TARGET && WRITES_ELEMENTS) __threadfence();
-        for (int to = threadIdx.x; to < size; to += THREADS) put(box(slot, to, rank), message(a));
+        const Message mine = message(a, count + 1);
+        for (int to = lane; to < size; to += N)
+#pragma unroll
+            for (int i = 0; i < PACKETS; ++i) put_packet(box(count, to, rank)->packets + i, mine.packets[i]);
+    }
+
+    // Looks at every N-th message, BATCH at a time.  If all have come, their merged state is in `a`.
+    template <int N, int BATCH> __device__ inline bool receive(State& a, unsigned count, int lane) const {
+        bool come = true;
         a = identity();
-        for (int from = threadIdx.x; from < size; from += THREADS) {
-            uint64* const mine = box(slot, rank, from);
-            Message found;
-            do found = look(mine); while (!has_come(found));
-            put(mine, empty_message());
-            a = ::merge(a, read(found));
+        for (int first = lane; first < size; first += N * BATCH) {
+            Message found[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+                for (int j = 0; j < PACKETS; ++j)
+                    if (first + i * N < size)
+                        found[i].packets[j] = look_packet(box(count, rank, first + i * N)->packets + j);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                if (first + i * N >= size) continue;
+                come = come && has_come(found[i], count + 1);
+                if (come) a = ::merge(a, read(found[i]));
+            }
         }
+        return come;
+    }
+
+    // Sends this block's state, and merges the states of all blocks.
+    __device__ inline State merge(State a, unsigned count, State* exchange) const {
+        send<THREADS>(a, count, threadIdx.x);
+        while (!receive<THREADS, 1>(a, count, threadIdx.x)) {}
         return merge_warps<THREADS / 32>(merge_lanes<32>(a), exchange);
     }
 
-    // Emptied messages must be visible as empty before another block hears of the next row.
-    __device__ inline void finish_row() const {
-        if (threadIdx.x < size) __threadfence();
+    // Empties this block's mailboxes after its last row; called by N threads with the numbers `lane`.
+    template <int N> __device__ inline void clear(unsigned rows, int lane) const {
+        for (unsigned slot = 0; slot < min(rows, unsigned(SLOTS)); ++slot)
+            for (int from = lane; from < size; from += N)
+#pragma unroll
+                for (int i = 0; i < PACKETS; ++i) put_packet(box(slot, rank, from)->packets + i, Packet{{~0u, ~0u, ~0u, ~0u}});
     }
 };

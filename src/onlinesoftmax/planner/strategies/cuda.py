@@ -209,7 +209,7 @@ def grid(problem: Problem, device: Device) -> list[Proposal] | str:
             most = min(max(1, held * 4 // _words(problem)), _most(problem, threads * resident, device))
             found += _teams(problem, device, threads, most, resident, True)
     found.sort(key=lambda c: (c.reads, c.threads.shared > 0, -c.block * c.programs))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*_pipelines(problem, device), *found]))
 
 
 def slice_chunks(chunks: int, team: int) -> int:
@@ -220,6 +220,78 @@ def slice_chunks(chunks: int, team: int) -> int:
 def slice_tiles(chunks: int, team: int, threads: int) -> int:
     """Tiles of a block's slice of a row."""
     return max(1, -(-slice_chunks(chunks, team) // threads))
+
+
+def pipelined(proposal: Proposal) -> bool:
+    """True for the plans of `grid` that load and reduce the next rows while one row is written."""
+    return proposal.strategy == "grid" and proposal.blocks.stages > 0
+
+
+SPECIAL_WARPS = 2
+"""Warps of a pipelined block that hold no part of a row: one loads, one exchanges states."""
+
+PIPELINES = ((320, 112, (5, 3, 9), (2, 1, 3)), (448, 80, (3, 2, 6), (2, 1, 3)))
+"""Blocks of the pipelined kernel: threads that hold a row, their registers for chunks of it, and the chunks of a tile
+that each thread has, where a chunk takes 4 registers and where it takes more.
+
+With the special warps, each quarter of a multiprocessor has four or three warps of a block, so a thread can have 128 or
+168 registers.
+"""
+
+PIPELINED_ROWS = 3
+"""Fewest rows of each team for the pipelined kernel: one is written, one waits for its state, and one is reduced."""
+
+
+def _not_pipelined(problem: Problem, device: Device) -> str:
+    """Why the pipelined kernel of `grid` cannot run a problem; empty where it can."""
+    if device.compute_capability < (9, 0):
+        return "bulk copies need compute capability 9.0"
+    if not problem.contiguous or (problem.aligned_bytes < 16 and not peels(problem)):
+        return "bulk copies need rows whose aligned columns are adjacent"
+    if problem.extra.nbytes:
+        return "a bias or a mask would be read twice"
+    if not (problem.reduces and problem.writes_elements):
+        return "it is for operations that reduce rows and write elements"
+    return ""
+
+
+def _pipelines(problem: Problem, device: Device) -> list[Proposal]:
+    """Teams of blocks that load and reduce the next rows while one row is written."""
+    if _not_pipelined(problem, device):
+        return []
+    chunks, blocks = _chunks(problem), device.multiprocessors
+    terms = problem.itemsize >= 4 and _terms(problem)[-1]
+    words = _words(problem, terms)
+    found = []
+    for lanes, registers, *depths in PIPELINES:
+        for depth in depths[words > 4]:
+            held = (registers + OTHER_REGISTERS - _other(problem, device)) // words // depth * depth
+            # The ring shares the memory with the maxima that kept terms are relative to.
+            maxima = held // depth * lanes * problem.itemsize if terms else 0
+            stages = (device.shared_memory - 2048 - maxima) // (lanes * depth * 16 * problem.inputs)
+            smallest = -(-chunks // (lanes * held)) if held else blocks + 1
+            # One block for a row is what `row` and `cluster` are for.
+            if not 1 < smallest <= blocks or stages <= held // depth:
+                continue
+            rounds = -(-problem.rows // (blocks // smallest))
+            if rounds < PIPELINED_ROWS:
+                continue
+            teams = -(-problem.rows // rounds)
+            team = blocks // teams
+            tiles = slice_tiles(chunks, team, lanes * depth)
+            reason = (
+                f"{team} blocks, resident together, hold a row of {problem.cols} columns, so it is read once; they "
+                "load and reduce the next rows while they write it"
+            )
+            found.append(
+                _proposal(
+                    problem, "grid", reason, programs=teams * team, block=tiles * depth * lanes * problem.vector,
+                    depth=depth, warps=lanes // 32 + SPECIAL_WARPS, lanes=lanes, splits=team, stages=stages,
+                    shared=stages * depth, terms=terms,
+                    variant=Variant(threads=lanes, chunks=held, depth=depth, stages=stages, team="teams"),
+                )
+            )  # fmt: skip
+    return found
 
 
 def _teams(
@@ -249,6 +321,8 @@ def _teams(
         reason = f"{blocks_hold} a row of {problem.cols} columns" + (
             f" but for {streamed} of {tiles} tiles, which are read again" if streamed else ", so it is read once"
         )
+        if problem.rows >= PIPELINED_ROWS * (blocks // team) and (why_not := _not_pipelined(problem, device)):
+            reason += f"; not pipelined: {why_not}"
         found.append(
             _proposal(
                 problem, "grid", reason, programs=min(problem.rows, blocks // team) * team,

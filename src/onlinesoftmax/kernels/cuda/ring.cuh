@@ -1,0 +1,158 @@
+// A ring of tiles in shared memory, for the pipelined kernel of strategy `grid`.
+//
+// A tile is DEPTH chunks for each of LANES threads.  One thread of the block, the loader, issues a bulk copy for each tile,
+// so loads in flight take no registers.  Every stage of the ring has two barriers: `full` counts the bytes of the tile,
+// `empty` the warps that have taken their part of it.  Rows follow each other without a gap, so loads are in flight while
+// the blocks exchange states and while they write.
+//
+// At most WINDOW tiles are in flight, which is enough for the bandwidth.  More would wait in the queues of the memory
+// system, and the messages between blocks would wait behind them.
+
+// Bytes in flight for a block: its part of bandwidth times latency, some 20 KB on an H200, and a reserve.
+constexpr int IN_FLIGHT = (64 << 10) / RESIDENT;
+constexpr int WARPS = LANES / 32;         // warps that hold rows
+constexpr int TILE = LANES * DEPTH;       // chunks of a tile
+constexpr int GROUPS = CHUNKS / DEPTH;    // tiles of a row
+constexpr int TILE_BYTES = TILE * int(sizeof(Chunk<X, VECTOR>) + (HAS_DY ? sizeof(Chunk<DY, VECTOR>) : 0));
+constexpr int WANTED = (IN_FLIGHT - 1) / TILE_BYTES + 1;
+constexpr int WINDOW = WANTED < STAGES ? WANTED : STAGES;
+static_assert(CHUNKS % DEPTH == 0, "registers hold whole tiles");
+static_assert(GROUPS < STAGES, "the ring holds a row, and loads the next one");
+static_assert(X_WIDTH == VECTOR && (!HAS_DY || DY_WIDTH == VECTOR), "a bulk copy moves adjacent columns");
+
+__device__ inline unsigned shared_address(const void* at) { return unsigned(__cvta_generic_to_shared(at)); }
+
+// Prepares a barrier for a number of arrivals in each phase.
+__device__ inline void prepare_barrier(uint64* barrier, unsigned arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;"
+                 :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ inline void arrive(uint64* barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+// Arrives, and lets the phase end only when `bytes` bytes have been copied.
+__device__ inline void arrive_and_expect(uint64* barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                 :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+// Waits for the end of a phase; the phases of a barrier have the numbers 0, 1, 0, 1, ...
+__device__ inline void wait_for_phase(uint64* barrier, unsigned phase) {
+    asm volatile("{\n\t.reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
+                 "@!done bra again;\n\t}" :: "r"(shared_address(barrier)), "r"(phase) : "memory");
+}
+// True where a phase has ended.
+__device__ inline bool has_ended(uint64* barrier, unsigned phase) {
+    unsigned ended;
+    asm volatile("{\n\t.reg .pred done;\n"
+                 "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, done;\n\t}"
+                 : "=r"(ended) : "r"(shared_address(barrier)), "r"(phase) : "memory");
+    return ended;
+}
+// Copies a multiple of 16 bytes from global to shared memory.
+__device__ inline void copy_bulk(void* to, const void* from, unsigned bytes, uint64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+// Orders a thread's stores to shared memory before later bulk copies to the same place.
+__device__ inline void fence_for_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Chunks of a block's slice of a row whose body has `body` chunks.
+__device__ inline int64 slice_length(const Params& p, int64 body, int rank) {
+    return min(p.slice, body - rank * p.slice);
+}
+
+// The stages of the ring.
+struct Stages {
+    Chunk<X, VECTOR>* x;     // the tiles of all stages
+    Chunk<DY, VECTOR>* dy;
+    uint64 *full, *empty;    // barriers
+
+    __device__ inline Stages(Chunk<X, VECTOR>* memory, uint64* barriers)
+        : x(memory), dy(reinterpret_cast<Chunk<DY, VECTOR>*>(memory + STAGES * TILE)), full(barriers),
+          empty(barriers + STAGES) {}
+
+    __device__ inline void prepare() const {
+        for (int i = 0; i < STAGES; ++i) prepare_barrier(full + i, 1), prepare_barrier(empty + i, WARPS);
+    }
+
+    // Begins to load `left` chunks, at most a tile, into a stage.  A tile past the end of the slice has no bytes.
+    __device__ inline void load(int stage, const X* from, const DY* from_dy, int64 left) const {
+        const unsigned present = left < TILE ? max(int(left), 0) : TILE;
+        arrive_and_expect(full + stage, present * unsigned(sizeof(*x) + (HAS_DY ? sizeof(*dy) : 0)));
+        if (!present) return;
+        copy_bulk(x + stage * TILE, from, present * unsigned(sizeof(*x)), full + stage);
+        if constexpr (HAS_DY) copy_bulk(dy + stage * TILE, from_dy, present * unsigned(sizeof(*dy)), full + stage);
+    }
+};
+
+// The loader: loads this block's tiles of all rows of the team.
+__device__ inline void load_rows(const Params& p, const Stages& stages, int rank) {
+    int stage = 0, oldest = 0;
+    unsigned tiles = 0, phase = 1, phase_of_oldest = 0;
+    for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x) {
+        const X* x = p.x + row_offset(p, p.x_place, row);
+        const int head = head_of(x, p.cols);
+        const int64 begin = head + rank * p.slice * VECTOR;
+        const DY* dy = nullptr;
+        if constexpr (HAS_DY) dy = p.dy + row_offset(p, p.dy_place, row) + begin;
+        x += begin;
+        int64 left = slice_length(p, uint64(p.cols - head) / VECTOR, rank);
+        for (int g = 0; g < GROUPS; ++g, ++tiles) {
+            if (tiles >= STAGES) wait_for_phase(stages.empty + stage, phase);
+            if (tiles >= WINDOW) {
+                wait_for_phase(stages.full + oldest, phase_of_oldest);
+                if (++oldest == STAGES) oldest = 0, phase_of_oldest ^= 1;
+            }
+            stages.load(stage, x, dy, left);
+            if (++stage == STAGES) stage = 0, phase ^= 1;
+            x += TILE * VECTOR, left -= TILE;
+            if constexpr (HAS_DY) dy += TILE * VECTOR;
+        }
+    }
+}
+
+// A thread's view of the ring.
+struct Ring {
+    Chunk<X, VECTOR>* x;     // this thread's first chunk in stage 0
+    Chunk<DY, VECTOR>* dy;
+    uint64 *full, *empty;
+    int reduced, taken;      // stages of the next tile to read, and of the next tile to take
+    unsigned phase;          // of barrier full[reduced]
+
+    __device__ inline explicit Ring(const Stages& stages)
+        : x(stages.x + threadIdx.x), dy(stages.dy + threadIdx.x), full(stages.full), empty(stages.empty), reduced(0),
+          taken(0), phase(0) {}
+
+    // Waits for the next tile and reads it; the tile stays in its stage until it is taken.  `at` and `left` are those of
+    // this thread, as in Slice.
+    template <class S> __device__ inline void read(const Params& p, S& slice, const Cursor& at, int64 left) {
+        wait_for_phase(full + reduced, phase);
+        slice.load_from_shared(p, at, x + reduced * TILE, dy + reduced * TILE, left);
+    }
+    // Stores the terms of the tile that was read, in the place of its elements.
+    template <class S> __device__ inline void store_terms(const S& slice) {
+#pragma unroll
+        for (int i = 0; i < DEPTH; ++i)
+            reinterpret_cast<Chunk<ACC, VECTOR>&>(x[reduced * TILE + i * LANES]) = slice.body[i].scores_in_memory();
+    }
+    __device__ inline void advance() {
+        if (++reduced == STAGES) reduced = 0, phase ^= 1;
+    }
+
+    // Takes the next tile, which this thread has read before, into registers, and empties its stage.
+    template <class S> __device__ inline void take(const Params& p, S& slice, const Cursor& at, int64 left) {
+        if constexpr (TERMS) {
+#pragma unroll
+            for (int i = 0; i < DEPTH; ++i)
+                slice.body[i].set_scores(reinterpret_cast<const Chunk<ACC, VECTOR>&>(x[taken * TILE + i * LANES]));
+            fence_for_bulk_copies();
+        } else {
+            slice.load_from_shared(p, at, x + taken * TILE, dy + taken * TILE, left);
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(empty + taken);
+        if (++taken == STAGES) taken = 0;
+    }
+};

@@ -1,0 +1,110 @@
+"""The pipelined kernel of the CUDA strategy `grid`, run by the host (tests/cuda_simulator.py).
+
+Lengths lie around the ends of tiles, slices and chunks, rows begin at every offset from 16 bytes, and a team holds from
+one row to several.  The reference is float64, and what lies between the rows must stay as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cuda_simulator import COMPILER, simulate
+from cuda_targets import aligned, from_bits, rounded, to_bits
+from onlinesoftmax.core.operations import OPERATIONS
+from onlinesoftmax.core.task import ITEMSIZE, TensorSpec, row_spec, task_of
+from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.planner.plan import Plan
+from onlinesoftmax.planner.proposal import Blocks, Threads
+from onlinesoftmax.planner.strategies.cuda import SPECIAL_WARPS, slice_tiles
+
+WARPS, TEAMS, POISON = 2, 2, 8192.0
+"""Warps of a block that hold rows; teams of a launch; the memory between rows, and of outputs before a run."""
+
+
+class Sizes(NamedTuple):
+    """Blocks of a team, tiles of a slice, chunks of a thread in a tile, and stages of the ring."""
+
+    team: int
+    tiles: int
+    depth: int
+    stages: int
+
+
+SIZES = [Sizes(3, 2, 2, 3), Sizes(2, 1, 1, 5), Sizes(1, 3, 1, 4)]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for shared libraries, one for each distinct kernel."""
+    return tmp_path_factory.mktemp("pipeline")
+
+
+def lengths(sizes: Sizes, vector: int) -> list[int]:
+    """Columns of rows whose slices have that many tiles: around the first and the last, and one between."""
+    tile = sizes.team * sizes.depth * 32 * WARPS * vector
+    ends = (tile * (sizes.tiles - 1) + 1, tile * sizes.tiles - tile // 3, tile * sizes.tiles)
+    found = {max(vector, end + more) for end in ends for more in (-1, 0, vector - 1)}
+    lanes = 32 * WARPS * sizes.depth
+    return sorted(n for n in found if slice_tiles(n // vector, sizes.team, lanes) == sizes.tiles)
+
+
+def memory(x: NDArray[np.float64], stride: int, dtype: str) -> NDArray[np.generic]:
+    """Rows `stride` elements apart, with POISON between them."""
+    whole = np.full((len(x), stride), POISON)
+    whole[:, : x.shape[1]] = x
+    return aligned(to_bits(whole, dtype))
+
+
+def run(operation: str, dtype: str, sizes: Sizes, rows: int, cols: int, terms: bool, folder: Path) -> None:
+    """Run a kernel, and compare elements and the per-row output with the reference."""
+    vector, stride = 16 // ITEMSIZE[dtype], cols + 1 - cols % 2
+    tensor, wide = TensorSpec((stride, 1), dtype), "float64" if dtype == "float64" else "float32"
+    forward = operation == "softmax"
+    tensors = {"x": tensor, "y": tensor} | ({"lse": row_spec((rows, cols), 1, wide)} if forward else {"dy": tensor})
+    task = task_of(OPERATIONS[operation], ("y", "lse") if forward else ("y",), (rows, cols), 1, tensors)
+    lanes = 32 * WARPS
+    blocks = Blocks(
+        sizes.team * TEAMS, sizes.tiles * sizes.depth * lanes * vector, depth=sizes.depth, warps=WARPS + SPECIAL_WARPS,
+        stages=sizes.stages, splits=sizes.team, vector=vector,
+    )  # fmt: skip
+    threads = Threads(lanes=lanes, shared=sizes.stages * sizes.depth, terms=terms)
+    request = Request(task, Plan("cuda", "grid", "", blocks, threads))
+
+    rng = np.random.default_rng(cols)
+    z = rounded(3 * rng.standard_normal((rows, cols)), dtype)
+    p = np.exp(z - z.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    x = z if forward else rounded(p, dtype)
+    dy = rounded(rng.standard_normal((rows, cols)), dtype)
+    arrays = {"x": memory(x, stride, dtype), "y": memory(np.full_like(x, POISON), stride, dtype)}
+    arrays |= {"lse": np.zeros(rows, wide)} if forward else {"dy": memory(dy, stride, dtype)}
+    simulate(request, arrays, {}, folder)
+
+    y = from_bits(arrays["y"], dtype)
+    assert (y[:, cols:] == POISON).all(), "elements between the rows are written"
+    right = p if forward else x * (dy - (dy * x).sum(1, keepdims=True))
+    # Sums of some thousand numbers, and one more rounding of an element of 16 bits.
+    unit = {"bfloat16": 2.0**-8, "float32": 2.0**-20, "float64": 2.0**-48}[dtype]
+    assert (np.abs(y[:, :cols] - right) <= unit * (np.abs(right) + 1e-3 * np.abs(right).max())).all()
+    if forward:
+        lse = z.max(1) + np.log(np.exp(z - z.max(1, keepdims=True)).sum(1))
+        assert np.abs(arrays["lse"] - lse).max() <= 2.0**-18 * np.abs(lse).max()
+
+
+CASES = [("softmax", "bfloat16", False), ("softmax", "float32", True), ("softmax_backward", "bfloat16", False)]
+CASES += [("softmax", "float64", True), ("softmax_backward", "float32", False)]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("operation", "dtype", "terms"), CASES)
+def test_rows_of_every_length(operation: str, dtype: str, terms: bool, sizes: Sizes, folder: Path) -> None:
+    # One row, two rows of one team, and enough rows for both slots of every exchange and all phases of the ring.
+    for cols, rows in itertools.product(lengths(sizes, 16 // ITEMSIZE[dtype]), (1, 3, 9)):
+        run(operation, dtype, sizes, rows, cols, terms, folder)
