@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuda_stand_ins import STAND_INS
 from onlinesoftmax.kernels.cuda import merge, params, reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
@@ -197,49 +198,6 @@ template <class Word> Word look(const Word* from) {
 }
 """
 
-PEERS = """
-static std::atomic<uint64*> beginnings[16];
-inline std::atomic<uint64>& counter(uint64* arrived) { return *reinterpret_cast<std::atomic<uint64>*>(arrived); }
-inline void expect_states(uint64* arrived) { counter(arrived) = 0; beginnings[blockIdx.x % CLUSTER] = arrived; }
-inline void announce_beginning() {}
-inline void wait_for_beginnings() {
-    for (int i = 0; i < CLUSTER; ++i) while (!beginnings[i]) sched_yield(), yield();
-}
-inline void send(State* to, State state, uint64* arrived, int block) {
-    // Thread-local variables of one function are equally far apart in every thread.
-    uint64* const there = beginnings[block];
-    memcpy(reinterpret_cast<char*>(there) + (reinterpret_cast<char*>(to) - reinterpret_cast<char*>(arrived)), &state,
-           sizeof(State));
-    ++counter(there);
-}
-inline void wait(uint64* arrived) { while (counter(arrived) < CLUSTER) sched_yield(), yield(); }
-"""
-
-TEAM = """
-// One message for each row of a team, block of a team, and team.
-static State mail[256][16][16];
-static std::atomic<int> posted[256][16];
-struct Team {
-    int size, rank;
-    Team(const Params&) : size(gridDim.y), rank(blockIdx.y) {}
-    template <int N> void send(const State& a, unsigned count, int lane) const {
-        if (lane == 0) mail[count][blockIdx.x][rank] = a, ++posted[count][blockIdx.x];
-    }
-    template <int N, int BATCH> bool receive(State& a, unsigned count, int lane) const {
-        a = identity();
-        if (posted[count][blockIdx.x] < size) return sched_yield(), yield(), false;
-        for (int i = 0; lane == 0 && i < size; ++i) a = ::merge(a, mail[count][blockIdx.x][i]);
-        return true;
-    }
-    State merge(State a, unsigned count, State* exchange) const {
-        send<THREADS>(a, count, threadIdx.x);
-        while (!receive<THREADS, 1>(a, count, threadIdx.x)) {}
-        return merge_warps<THREADS / 32>(merge_lanes<32>(a), exchange);
-    }
-    template <int N> void clear(unsigned, int) const {}
-};
-"""
-
 DRIVER = """
 static const PARAMETER* parameters;
 static void enter() { KERNEL(*parameters); fibers[threadIdx.x].done = true; yield(); }
@@ -272,9 +230,6 @@ extern "C" void run(const PARAMETER* p, unsigned programs, unsigned team, unsign
     }
 }
 """
-
-STAND_INS = {"peers": PEERS, "team": TEAM}
-"""Files that are replaced as a whole."""
 
 BEGIN = {"grid": "memset(posted, 0, sizeof(posted));"}
 AGAIN = {"cluster": "for (auto& beginning : beginnings) beginning = nullptr;"}

@@ -1,0 +1,52 @@
+"""Files of a CUDA kernel that the simulator (tests/cuda_simulator.py) replaces as a whole: messages between blocks.
+
+Blocks are threads of the host, so a message is a variable that all of them see.
+"""
+
+from __future__ import annotations
+
+PEERS = """
+static std::atomic<uint64*> beginnings[16];
+inline std::atomic<uint64>& counter(uint64* arrived) { return *reinterpret_cast<std::atomic<uint64>*>(arrived); }
+inline void expect_states(uint64* arrived) { counter(arrived) = 0; beginnings[blockIdx.x % CLUSTER] = arrived; }
+inline void announce_beginning() {}
+inline void wait_for_beginnings() {
+    for (int i = 0; i < CLUSTER; ++i) while (!beginnings[i]) sched_yield(), yield();
+}
+inline void send(State* to, State state, uint64* arrived, int block) {
+    // Thread-local variables of one function are equally far apart in every thread.
+    uint64* const there = beginnings[block];
+    memcpy(reinterpret_cast<char*>(there) + (reinterpret_cast<char*>(to) - reinterpret_cast<char*>(arrived)), &state,
+           sizeof(State));
+    ++counter(there);
+}
+inline void wait(uint64* arrived) { while (counter(arrived) < CLUSTER) sched_yield(), yield(); }
+"""
+
+TEAM = """
+// One message for each row of a team, block of a team, and team.
+static State mail[256][16][16];
+static std::atomic<int> posted[256][16];
+struct Team {
+    int size, rank;
+    Team(const Params&) : size(gridDim.y), rank(blockIdx.y) {}
+    template <int N> void send(const State& a, unsigned count, int lane) const {
+        if (lane == 0) mail[count][blockIdx.x][rank] = a, ++posted[count][blockIdx.x];
+    }
+    template <int N, int BATCH> bool receive(State& a, unsigned count, int lane) const {
+        a = identity();
+        if (posted[count][blockIdx.x] < size) return sched_yield(), yield(), false;
+        for (int i = 0; lane == 0 && i < size; ++i) a = ::merge(a, mail[count][blockIdx.x][i]);
+        return true;
+    }
+    State merge(State a, unsigned count, State* exchange) const {
+        send<THREADS>(a, count, threadIdx.x);
+        while (!receive<THREADS, 1>(a, count, threadIdx.x)) {}
+        return merge_warps<THREADS / 32>(merge_lanes<32>(a), exchange);
+    }
+    template <int N> void clear(unsigned, int) const {}
+};
+"""
+
+STAND_INS = {"peers": PEERS, "team": TEAM}
+"""Files that are replaced as a whole."""
