@@ -154,7 +154,7 @@ def _cells(result: Any) -> list[str]:
     if not isinstance(result, ShardedResult) or result.times is None:
         return [result.status, *[NOTHING] * 4]
     bold = "**" if result.who == "ours" else ""
-    sent = NOTHING if result.sent_row_bytes is None else f"{result.sent_row_bytes:.6g}"
+    sent = NOTHING if result.sent_row_bytes is None else f"{result.sent_row_bytes:.12g}"
     return [
         f"{bold}{microseconds(result.times.median_us)}{bold}", microseconds(result.host_us), size(result.extra_bytes),
         str(result.collectives), sent,

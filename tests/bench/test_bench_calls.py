@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,15 +154,3 @@ def test_the_lines_below_name_the_columns_that_are_there() -> None:
     lines = host.below(found.results, "cuda")
     assert lines[0].startswith("Host time: until the call returns")
     assert [line.partition(":")[0] for line in lines[1:]] == [RECORDING, BOTH]
-
-
-def test_the_tables_of_the_documentation_have_a_column_for_each_kind_of_call(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tables, path = Path(__file__).parents[2] / "benchmarks" / "tables.py", tmp_path / "host.json"
-    assert call("--suite", "host", *SMALL, "--op", "softmax", "--out", str(path)).exit_code == 0
-    monkeypatch.setattr(sys, "argv", [str(tables), str(path)])
-    runpy.run_path(str(tables), run_name="__main__")
-    shown = capsys.readouterr().out
-    assert "| call | library | caches | plain | out= | recording | forward+backward |" in shown
-    assert "| softmax, 4 × 8, float32 | torch |  |" in shown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import runpy
 import sys
 from math import inf
 from pathlib import Path
@@ -268,21 +267,6 @@ def test_a_fused_case_runs_and_is_recorded(tmp_path: Path, capsys: pytest.Captur
     assert case["bytes"] == 2 * 8 * 16 * 2 + 8 * 16
     assert case["within_cpu_bound"] is None
     assert [result["status"] for result in case["results"]] == ["ok", "ok"]
-
-
-def test_the_tables_show_what_was_fused_and_what_was_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tables = Path(__file__).parents[2] / "benchmarks" / "tables.py"
-    fused, gradient = tmp_path / "fused.json", tmp_path / "gradient.json"
-    call("--shape", "8x16", "--dtype", "float32", "--fused", "scale,mask", "--out", str(fused))
-    call("--shape", "8x16", "--dtype", "float32", "--op", "softmax_backward", "--out", str(gradient))
-    monkeypatch.setattr(sys, "argv", [str(tables), str(fused), str(gradient)])
-    runpy.run_path(str(tables), run_name="__main__")
-    shown = capsys.readouterr().out
-    assert "| 8 × 16, scale, mask | " in shown
-    (line,) = [line for line in shown.partition("softmax_backward")[2].splitlines() if line.startswith("| 8 × 16 |")]
-    assert line.split(" | ")[2:5] == ["**—**", "—", "—"]
 
 
 def test_others_say_what_they_lack() -> None:

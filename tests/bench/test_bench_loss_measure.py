@@ -1,12 +1,9 @@
-"""Time and memory of the losses: the flush, the time in copies, extra bytes, and the tables that show them."""
+"""Time and memory of the losses: the flush, the time in copies, and extra bytes."""
 
 from __future__ import annotations
 
-import runpy
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
-from loss_cases import CASES, CPU, LOSS, TOKENS, call
+from loss_cases import CASES, CPU, LOSS, TOKENS
 
 from onlinesoftmax.bench import memory, report
 from onlinesoftmax.bench.cases import Case
@@ -90,16 +87,3 @@ def test_the_table_tells_memory_where_a_gradient_ran_on_a_gpu() -> None:
     assert report.MEMORY not in report.table([forward], {})[0]
     (line,) = report.below([found], {"device": {}})
     assert "GB/s of cross_entropy with reduction mean with gradient count 2 tensors" in line
-
-
-def test_the_tables_of_the_documentation_name_the_gradient(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tables, path = Path(__file__).parents[2] / "benchmarks" / "tables.py", tmp_path / "losses.json"
-    done = call("--suite", "cross-entropy", "--shape", "8x16", "--dtype", "float32", "--out", str(path))
-    assert done.exit_code == 0, done.output
-    monkeypatch.setattr(sys, "argv", [str(tables), str(path)])
-    runpy.run_path(str(tables), run_name="__main__")
-    shown = capsys.readouterr().out
-    assert "| 8 × 16, reduction mean, with gradient | " in shown
-    assert "| 8 × 16, reduction none, with gradient | " in shown

@@ -85,6 +85,13 @@ MOST_ROWS_IN_ONE_LAUNCH = 1024
 One launch instead of three saves 11 to 27 microseconds of the host.  From 4096 rows on it is slower on the GPU.
 """
 
+MOST_BYTES_IN_ONE_LAUNCH = 32 << 20
+"""The largest number of bytes of logits for which the loss kernel writes the scalar itself.
+
+For more bytes the kernel takes longer than the host, and one launch is slower on the GPU: 52.2 instead of 47.6
+microseconds for 512 x 151936 bfloat16 without a gradient, on an H200.
+"""
+
 
 def scalar_output(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> str:
     """The output by which the loss kernel writes the scalar itself; an empty string where others reduce the losses.
@@ -93,7 +100,8 @@ def scalar_output(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, 
     """
     # The kernel receives ignore_index as a float64.
     fits = type(loss.ignore_index) is int and -(2**53) <= loss.ignore_index <= 2**53
-    if not x.is_cuda or _traced(x) or not 0 < target.numel() <= MOST_ROWS_IN_ONE_LAUNCH or not x.numel() or not fits:
+    small = target.numel() <= MOST_ROWS_IN_ONE_LAUNCH and 0 < x.numel() * x.element_size() <= MOST_BYTES_IN_ONE_LAUNCH
+    if not x.is_cuda or _traced(x) or not small or not fits:
         return ""
     dy = torch.empty((), dtype=accumulator_of(x.dtype, x.dtype), device=x.device) if with_gradient else None
     call = loss_call(x, target, weight, loss, dy)
