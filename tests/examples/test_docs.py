@@ -51,8 +51,11 @@ def installed_compilers() -> dict[str, str | None]:
     return {"NVRTC": nvrtc_version() if importlib.util.find_spec("cuda") else None, "Triton": triton}
 
 
+STRATEGIES = [f"strategies/{path.stem}" for path in sorted((DOCS / "strategies").glob("*.md"))]
+
+
 @pytest.mark.parametrize(
-    "page", ["tour", "state", "strategies", "numerics", "losses", "jax", "plans", "compiler", "backend"]
+    "page", ["tour", "state", "strategies", *STRATEGIES, "numerics", "losses", "jax", "plans", "compiler", "backend"]
 )
 def test_python_prints_the_output_shown(page: str) -> None:
     needed = NEEDED.get(page, "torch")
@@ -127,7 +130,7 @@ def test_every_example_is_on_its_page_and_has_a_test() -> None:
         assert (Path(__file__).parent / f"test_{script.name}").exists()
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
 def test_links_between_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
