@@ -9,7 +9,7 @@ import pytest
 from onlinesoftmax.core.device import KNOWN, Device, known
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.problem import Access, Extra, Problem
-from onlinesoftmax.core.task import Choice
+from onlinesoftmax.core.task import Choice, Flags, TensorSpec, task_of
 from onlinesoftmax.planner.measured import table_for
 from onlinesoftmax.planner.plan import Plan, PlanError, Refusal, Strategies, alternatives, plan
 from onlinesoftmax.planner.price import LAUNCH_US
@@ -168,6 +168,16 @@ def test_several_long_rows_are_pipelined(rows: int, cols: int, dtype: str) -> No
     assert rows >= 3 * chosen.programs // chosen.splits
 
 
+def test_an_expanded_gradient_is_not_pipelined() -> None:
+    """`y.sum().backward()` gives a dy whose elements are all one number in memory; a bulk copy could not load it."""
+    shape, rows_apart = (512, 1 << 20), TensorSpec((1 << 20, 1), "bfloat16")
+    operation = OPERATIONS["softmax_backward"]
+    for dy, pipelined in ((rows_apart, True), (TensorSpec((0, 0), "bfloat16"), False)):
+        tensors = {"x": rows_apart, "dy": dy, "y": rows_apart}
+        task = task_of(operation, operation.always, shape, 1, tensors, Flags())
+        assert bool(plan(Problem.of(task), H200, table=table_for(H200)).blocks.stages) is pipelined
+
+
 def test_a_plan_of_several_long_rows_says_why_it_is_not_pipelined() -> None:
     def reason(problem: Problem, device: Device = H200) -> str:
         chosen = plan(problem, device, Choice("cuda", "grid"))
@@ -180,6 +190,10 @@ def test_a_plan_of_several_long_rows_says_why_it_is_not_pipelined() -> None:
     assert "not pipelined: a bias or a mask would be read twice" in reason(bias)
     apart = Problem("softmax", *long, access=Access(unit=1, peelable=False))
     assert "not pipelined: bulk copies need rows whose aligned columns are adjacent" in reason(apart)
+    apart = Problem("softmax_backward", *long, access=Access(alike=False))
+    assert "not pipelined: bulk copies need inputs of one dtype, each with adjacent columns" in reason(apart)
+    wider = Problem("softmax", 64, 1 << 20, "float32", out_dtype="float64")
+    assert "not pipelined: the exponentials in float64" in reason(wider)
     # One row leaves nothing to load while it is written, so there is nothing to explain.
     assert "pipelined" not in reason(Problem("softmax", 1, 1 << 20, "bfloat16"))
 

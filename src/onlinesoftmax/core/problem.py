@@ -21,12 +21,14 @@ class Access:
             cols.
         peelable: True where each row has the same alignment in x, dy and the element output, so that an unaligned row
             can be split into head, body and tail with an aligned body in every tensor.
+        alike: True where every tensor that is read element by element has the dtype of x and adjacent columns.
     """
 
     contiguous: bool = True
     adjacent: int = 1
     unit: int | None = None
     peelable: bool = True
+    alike: bool = True
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,11 @@ class Problem:
             batch_invariant: True where a row's bits must not depend on the rows beside it.  An unaligned row is then
                 not split: the order of its sum would depend on where it begins.
         """
-        layout, aligned = task.layout, task.tensors_aligned
+        layout, aligned, read = task.layout, task.tensors_aligned, task.operation.element_operands
         access = Access(
             layout.x.col == 1, layout.adjacent, task.unit if aligned else 1,
             aligned and task.congruent and not batch_invariant,
+            all(layout.sides[name].col == 1 and task.dtypes[name] == task.dtypes["x"] for name in read),
         )  # fmt: skip
         bias, mask = (name if name in layout.sides else None for name in ("bias", "mask"))
         bytes_of = {name: 1 if name == "mask" else ITEMSIZE[task.dtypes[name]] for name in (bias, mask) if name}

@@ -1,12 +1,13 @@
-"""The launches of losses and log-probabilities of sharded rows by our kernels alone.
+"""The launches of losses and log-probabilities of sharded rows.
 
     states     one kernel reads the shard, and writes the state of each row where it is sent from
-    exchange   one all-gather of the states of all processes
+    exchange   one all-gather of the states for each process group
     merge      one small kernel merges the states, and writes the results of each row (kernels/sharded.py)
     total      one small kernel reduces the losses to a scalar (torch/reductions.py)
     backward   one small kernel prepares the incoming gradients, and one reads the shard and writes its gradient
 
-They are prepared once for each kind of call; usual.py finds them.
+Label smoothing adds one operation of PyTorch over the shard forward, and one backward.  Launches are prepared once for
+each kind of call; usual.py finds them.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Launches:
 
     Args:
         wanted: The call without its tensors.
-        given: The tensors of the first call: no negation is pending, target and weight are contiguous.
+        given: The tensors of the first call: none is lazily negated, target and weight are contiguous.
         processes: Number of processes.
         with_gradient: True where backward may follow.
     """
@@ -143,7 +144,7 @@ class Launches:
         return Call(operation, x, settings, None if options.plain else options, None, beside)
 
     def _from_here(self, target: Tensor) -> Tensor:
-        """The targets counted from the first local column; a difference of narrow integers would not fit in them."""
+        """The targets counted from the first local column, in int64: a narrower difference could overflow."""
         first = self.wanted.shards.first
         return target.long() - first if first else target.long()
 
@@ -167,7 +168,7 @@ class Launches:
         return found, Kept(mask, target, weight, here, tensors["m"], tensors["l"], tensors.get("entropy"), divisor)
 
     def _states(self, x: Tensor, mask: Tensor | None, here: Tensor) -> Tensor:
-        """The local states: all rows of the first number, all of the second, and so on."""
+        """The local states, flat: first number of all rows, second number of all rows, and so on."""
         sent = self.rows.sent
         packed = torch.empty((len(sent), self.count), dtype=self.wide, device=self.device)
         parts = packed.unbind(0) if self.in_place else tuple(torch.empty_like(part) for part in packed)

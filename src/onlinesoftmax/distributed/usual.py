@@ -1,7 +1,8 @@
 """Usual losses and log-probabilities of sharded rows: their launches are found with little host time.
 
-A call is usual by what is the same on every process, so that all processes merge by the same kernels and get the same
-bits.  A call that is not usual runs on the general path (statistics.py), which sends the same numbers.
+Whether a call is usual depends only on properties that are the same on every process.  So all processes merge by the
+same kernels and get the same bits.  A call that is not usual runs on the general path (statistics.py), which sends the
+same numbers.
 
 The launches are kept under the arguments of the public function, and the shapes, strides, dtypes, devices and alignment
 of the tensors.  The arguments are checked only when the launches are prepared.
@@ -36,12 +37,13 @@ MOST_LAUNCHES = 4096
 def found(
     name: str, given: Given, arguments: tuple[Any, ...], shards: Any, group: Any
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...] | None]:
-    """(key, results) of a call of a public function; no results where the call needs its checks, and perhaps launches.
+    """(key, results) of a call of a public function.  Without launches under the key, the results are None: the caller
+    then checks the arguments.
 
     Args:
         name: Name of the public function.
         given: Its tensors.
-        arguments: Its other arguments, but the next two.
+        arguments: All other arguments except `shards` and `group`.
         shards, group: Its arguments of these names.
     """
     if type(shards) is not Shards or torch.compiler.is_compiling():
@@ -55,7 +57,7 @@ def found(
 
 
 def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The key of a call in LAUNCHES; () where its tensors are not as its kernels need them, or it is traced."""
+    """The key of a call in LAUNCHES; () where the kernels cannot take its tensors, or the call is traced."""
     x, mask, target, weight = given
     if not _is_plain(x) or type(target) not in PLAIN_TYPES or x.is_neg() or not target.is_contiguous():
         return ()
@@ -119,7 +121,7 @@ def _is_usual(wanted: Wanted, given: Given) -> bool:
     loss = wanted.loss
     if loss is None:
         return True
-    # PyTorch's operations compute a sum of weighted scores, and the gradient of a smoothed loss with a softcap.
+    # Two cases have no kernel: smoothing with weights, and smoothing with a softcap.
     smooth = loss.smoothing == 0 or (weight is None and wanted.options.softcap is None)
     return smooth and (weight is None or weight.dtype in DTYPES) and may_count(target, weight, loss)
 
@@ -133,7 +135,10 @@ def _run(launches: Launches, given: Given, groups: tuple[Any, ...]) -> tuple[Ten
 
 
 class _Rows(torch.autograd.Function):
-    """The results of a call, with a gradient.  Backward needs no exchange: all processes have the same gradients."""
+    """The results of a call, with a gradient.
+
+    Backward needs no exchange, because all processes get the same incoming gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, launches: Launches, given: Given, groups: tuple[Any, ...]) -> Any:

@@ -137,9 +137,13 @@ def _mail(field: int, words: int, index: int, stream: int) -> torch.Tensor:
     if torch.cuda.is_current_stream_capturing():
         # A graph may be replayed while other kernels run, so it owns its mailboxes.
         return torch.full((words,), -1, dtype=torch.int64, device=index)
-    return _mail_of_stream(field, words, index, stream)
+    key = field, words, index, stream
+    found = _MAILBOXES.get(key)
+    if found is None:
+        # setdefault is atomic: threads that launch on one stream at the same time use the same mailboxes.
+        found = _MAILBOXES.setdefault(key, torch.full((words,), -1, dtype=torch.int64, device=index))
+    return found
 
 
-@cache
-def _mail_of_stream(field: int, words: int, index: int, stream: int) -> torch.Tensor:
-    return torch.full((words,), -1, dtype=torch.int64, device=index)
+_MAILBOXES: dict[tuple[int, int, int, int], torch.Tensor] = {}
+"""Mailboxes by field of the parameter, number of words, device and stream."""

@@ -1,12 +1,12 @@
-// Two small kernels of a call whose softmax dimension is sharded, for the time between the passes over the shard.
+// Two small kernels of a call whose softmax dimension is sharded.  They run between the passes over the shard.
 //
 //     merge_kernel      merges the states of all processes, and writes the results of each row
 //     incoming_kernel   turns the gradient of the results into the operands of the gradient kernel
 //
 // One thread: owns one row.
 // Chosen:     merge_kernel after the all-gather of the states; incoming_kernel before the gradient of the shard.
-// Bytes:      one read of the states, or of the incoming gradients; of the targets, and of one weight for each target;
-//             one write of each result.
+// Bytes:      merge_kernel reads the states, and incoming_kernel the incoming gradients.  Both read the targets, and one
+//             weight for each target, and write each result once.
 // Limits:     contiguous tensors.  All processes merge in the order of their ranks, so they get the same bits.
 //
 // The states are merged in float64 by the recurrence of state.cuh.  kernels/sharded.py describes the tensors.
@@ -46,7 +46,8 @@ __device__ inline double sent(const ShardedRows& p, int64 process, int number, i
 __device__ inline State state_of(const ShardedRows& p, int64 process, int64 row) {
     const double l = sent(p, process, L, row);
     State state{sent(p, process, M, row), {l}};
-    // entropy = log(l) - zl / l.  Without a score above -inf, the entropy is NaN.
+    // zl is the sum of (z - m) * exp(z - m), so the entropy is log(l) - zl / l.  If l is 0, the entropy that was sent is
+    // NaN, and zl is 0.
     if constexpr (HAS_ENTROPY) state.sums.of[SUM_ZL] = l == 0 ? 0 : l * (log(l) - sent(p, process, ENTROPY, row));
     return state;
 }
@@ -68,7 +69,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_kernel(const __grid_
     if (row >= p.rows) return;
     const Target target = target_of(p, row);
     State whole = state_of(p, 0, row);
-    int64 owner = -1;   // the process with the target; -1 also where all columns of that process are at -inf
+    // The process with the target; -1 if no process has sent a log-probability: the target is no class, or the columns of
+    // its process are all at -inf, or hold +inf or NaN.
+    int64 owner = -1;
     double weighted = 0;
     for (int64 process = 0; process < p.processes; ++process) {
         const double logprob = sent(p, process, LOGPROB, row);
@@ -80,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_kernel(const __grid_
     double logprob = NOT_A_NUMBER;
     if (target.is_class && has_softmax(l)) {
         logprob = -double(INF);
-        // The target's log-probability in the columns of its process, and that of these columns in the whole row.
+        // log p(target) = log p(target | columns of the owner) + log p(columns of the owner).
         if (owner >= 0)
             logprob = sent(p, owner, LOGPROB, row)
                 + ((sent(p, owner, M, row) - whole.m) + (log(sent(p, owner, L, row)) - log_l));

@@ -190,7 +190,9 @@ __device__ inline void store(T* to, const Chunk<T, N>& from, int64 step) {
 
 // Programmatic dependent launch, from sm_90 on: a kernel may be launched such that it begins before the kernel before it on
 // the stream has ended.  The first kernel allows this by `let_next_kernel_begin`, at the latest by its end; the next one
-// waits by `wait_for_kernel_before` until the first has ended and its stores can be seen.
+// waits by `wait_for_kernel_before` until the first has ended and its stores can be seen.  Only the kernel directly before
+// is waited for.  So all threads of a kernel that is launched early call it, before their first load of what a kernel on
+// the stream may still write, and before their first store.
 __device__ inline void let_next_kernel_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

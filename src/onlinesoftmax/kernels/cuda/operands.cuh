@@ -277,14 +277,15 @@ struct RowOperands {
     ACC chosen_weight;   // 1 without weights
 
     // Loads the target column, and the gradient of a row of a loss that is reduced to a scalar.  Strategies call this
-    // after they have issued the loads of the row, because these loads wait: for the target, and for the divisor.
+    // after they have issued the loads of the row.  The logit's load depends on that of the target, and the divisor comes
+    // from another block or from the kernel before.
     __device__ inline void load_target(const Params& p, const Row& r) {
         if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / LossMail(p).wait_for_divisor(blockIdx.x) : 1;
         if constexpr (FOLLOWS_DIVISOR) {
             wait_for_kernel_before();
             dy = wide(load_one(p.dy));
         }
-        // The kernel that adds the losses waits for the end of this one.
+        // The next kernel may begin now: it adds the losses, and calls wait_for_kernel_before before it reads them.
         if constexpr (ROW_LOSS) let_next_kernel_begin();
         if constexpr (HAS_TARGET) {
             chosen.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());

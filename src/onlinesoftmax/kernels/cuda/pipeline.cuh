@@ -2,9 +2,9 @@
 // of the next one are on their way, and the one after that is reduced.
 //
 // One block:  owns a slice of each row, in GROUPS tiles that come through a ring of STAGES tiles in shared memory
-//             (ring.cuh).  A row is reduced in the ring, and moves into registers when it is the next to be written.  Of
-//             two more warps one loads, and one sends and receives the states.
-// Chosen:     for rows that are too long for a cluster, where each team holds several.
+//             (ring.cuh).  A row is reduced in the ring, and moves into registers when it is the next to be written.  Two
+//             further warps hold no part of a row: one loads tiles, and the other sends and receives states.
+// Chosen:     for rows that are too long for a cluster, where each team has three or more of them in turn.
 // Bytes:      one read, one write.  States travel through L2.
 // Limits:     compute capability 9.0; operations that reduce rows and write elements; rows whose columns are adjacent in
 //             memory, and whose slices fit registers and ring.  All blocks must be resident at once, so the launch is
@@ -41,7 +41,7 @@ __device__ inline void exchange_states(const Params& p, const Team& team, Exchan
     team.clear<32>(rows, lane);
 }
 
-// A thread's part of a row.
+// The position of a thread's part of a row.
 struct RowPart {
     Row r;
     Cursor at;    // the position of the thread in tile 0

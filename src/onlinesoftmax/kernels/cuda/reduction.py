@@ -115,9 +115,13 @@ def _scratch(index: int, stream: int) -> torch.Tensor:
     if torch.cuda.is_current_stream_capturing():
         # A graph may be replayed while other kernels run, so it owns its scratch.
         return torch.zeros(SCRATCH_WORDS, dtype=torch.int64, device=index)
-    return _scratch_of_stream(index, stream)
+    found = _SCRATCH_OF_STREAM.get((index, stream))
+    if found is None:
+        # setdefault is atomic: threads that launch on one stream at the same time use the same scratch.
+        new = torch.zeros(SCRATCH_WORDS, dtype=torch.int64, device=index)
+        found = _SCRATCH_OF_STREAM.setdefault((index, stream), new)
+    return found
 
 
-@cache
-def _scratch_of_stream(index: int, stream: int) -> torch.Tensor:
-    return torch.zeros(SCRATCH_WORDS, dtype=torch.int64, device=index)
+_SCRATCH_OF_STREAM: dict[tuple[int, int], torch.Tensor] = {}
+"""Scratch by device and stream."""

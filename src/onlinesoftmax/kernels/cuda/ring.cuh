@@ -8,7 +8,8 @@
 // At most WINDOW tiles are in flight, which is enough for the bandwidth.  More would wait in the queues of the memory
 // system, and the messages between blocks would wait behind them.
 
-// Bytes in flight for a block: its part of bandwidth times latency, some 20 KB on an H200, and a reserve.
+// Bytes in flight for a block.  Bandwidth times latency is some 20 KB for a multiprocessor of an H200.  Half of this limit
+// is slower, and twice as much is no faster.
 constexpr int IN_FLIGHT = (64 << 10) / RESIDENT;
 constexpr int WARPS = LANES / 32;         // warps that hold rows
 constexpr int TILE = LANES * DEPTH;       // chunks of a tile
@@ -16,9 +17,11 @@ constexpr int GROUPS = CHUNKS / DEPTH;    // tiles of a row
 constexpr int TILE_BYTES = TILE * int(sizeof(Chunk<X, VECTOR>) + (HAS_DY ? sizeof(Chunk<DY, VECTOR>) : 0));
 constexpr int WANTED = (IN_FLIGHT - 1) / TILE_BYTES + 1;
 constexpr int WINDOW = WANTED < STAGES ? WANTED : STAGES;
-static_assert(CHUNKS % DEPTH == 0, "registers hold whole tiles");
-static_assert(GROUPS < STAGES, "the ring holds a row, and loads the next one");
+static_assert(CHUNKS % DEPTH == 0, "CHUNKS must be a multiple of DEPTH: registers hold whole tiles");
+static_assert(GROUPS < STAGES, "the ring needs more stages than a row has tiles");
 static_assert(X_WIDTH == VECTOR && (!HAS_DY || DY_WIDTH == VECTOR), "a bulk copy moves adjacent columns");
+static_assert(!HAS_DY || sizeof(DY) == sizeof(X), "a bulk copy moves whole chunks of 16 bytes");
+static_assert(!TERMS || sizeof(ACC) == sizeof(X), "terms take the places of elements");
 
 __device__ inline unsigned shared_address(const void* at) { return unsigned(__cvta_generic_to_shared(at)); }
 
@@ -35,13 +38,14 @@ __device__ inline void arrive_and_expect(uint64* barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
                  :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
-// Waits for the end of a phase; the phases of a barrier have the numbers 0, 1, 0, 1, ...
+// Waits until the phase of this parity has ended; a barrier's phases have the parities 0, 1, 0, 1, ...  The caller is
+// never more than one phase behind the barrier.
 __device__ inline void wait_for_phase(uint64* barrier, unsigned phase) {
     asm volatile("{\n\t.reg .pred done;\n"
                  "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
                  "@!done bra again;\n\t}" :: "r"(shared_address(barrier)), "r"(phase) : "memory");
 }
-// True where a phase has ended.
+// True where the phase of this parity has ended.
 __device__ inline bool has_ended(uint64* barrier, unsigned phase) {
     unsigned ended;
     asm volatile("{\n\t.reg .pred done;\n"
@@ -50,15 +54,16 @@ __device__ inline bool has_ended(uint64* barrier, unsigned phase) {
                  : "=r"(ended) : "r"(shared_address(barrier)), "r"(phase) : "memory");
     return ended;
 }
-// Copies a multiple of 16 bytes from global to shared memory.
+// Begins an asynchronous copy from global to shared memory, whose bytes count for the barrier.  Both addresses and the
+// number of bytes are multiples of 16.
 __device__ inline void copy_bulk(void* to, const void* from, unsigned bytes, uint64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
-// Orders a thread's stores to shared memory before later bulk copies to the same place.
+// Makes this thread's accesses to shared memory visible to bulk copies, which other threads begin after a barrier.
 __device__ inline void fence_for_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Chunks of a block's slice of a row whose body has `body` chunks.
+// Chunks of a block's slice of a row whose body has `body` chunks; not positive where the slice lies past the end.
 __device__ inline int64 slice_length(const Params& p, int64 body, int rank) {
     return min(p.slice, body - rank * p.slice);
 }
@@ -77,7 +82,7 @@ struct Stages {
         for (int i = 0; i < STAGES; ++i) prepare_barrier(full + i, 1), prepare_barrier(empty + i, WARPS);
     }
 
-    // Begins to load `left` chunks, at most a tile, into a stage.  A tile past the end of the slice has no bytes.
+    // Begins to load `left` chunks, at most a tile, into a stage.  If no chunk is left, the stage is full at once.
     __device__ inline void load(int stage, const X* from, const DY* from_dy, int64 left) const {
         const unsigned present = left < TILE ? max(int(left), 0) : TILE;
         arrive_and_expect(full + stage, present * unsigned(sizeof(*x) + (HAS_DY ? sizeof(*dy) : 0)));

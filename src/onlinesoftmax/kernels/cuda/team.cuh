@@ -1,16 +1,16 @@
 // Messages between the blocks of a team, which are resident together and hold a row; for strategy `grid`.
 //
 // A message is a state in packets of 16 bytes: three words of the state, and the tag of the row, which is its number
-// in the team plus one.  A packet is written and read in one piece, so its tag says that it has come, and no flag, fence
-// or emptying is needed.  Every block has a mailbox with a message from each block of its team.
+// in the team plus one.  A packet is stored and loaded by one 16-byte access, so its tag shows that its words have come,
+// and a message needs no flag or fence of its own.  In each slot, every block has one message from each block of its team.
 //
-// Rows use SLOTS slots in turn.  A block sends row i only after it has all messages of row i - 2 at least; the block that
-// sent one of these had all messages of row i - 4.  So every block has read the slot that row i writes to.  When a kernel
-// ends, its mailboxes are empty.
+// Rows use SLOTS slots in turn.  A block sends row i only after it has received row i - 2 from every block.  A block that
+// has sent row i - 2 has received all messages of row i - 4.  So slot i % SLOTS may be overwritten.  Mailboxes are not
+// emptied between rows, but once, at the end of a kernel.
 
 constexpr int SLOTS = 4;
 constexpr int ACC_WORDS = sizeof(ACC) / 4, SUM_WORDS = sizeof(SUM) / 4;
-static_assert(PACKETS == (ACC_WORDS + SUMS * SUM_WORDS + 2) / 3, "message_packets in source.py");
+static_assert(PACKETS == (ACC_WORDS + SUMS * SUM_WORDS + 2) / 3, "PACKETS differs from message_packets() in source.py");
 
 struct Message { Packet packets[PACKETS]; };
 
@@ -59,7 +59,7 @@ struct Team {
     int size, rank;
 
     __device__ inline Team(const Params& p) : p(p), size(gridDim.y), rank(blockIdx.y) {
-        // Between two launches the mailboxes may leave L2.
+        // L2 may have evicted the mailboxes since the last launch.  This loads those of the first two rows.
         for (int slot = 0; REDUCES && size > 1 && slot < 2; ++slot)
             for (int from = threadIdx.x; from < size; from += THREADS)
                 asm volatile("prefetch.global.L2 [%0];" :: "l"(box(slot, rank, from)));
@@ -72,7 +72,8 @@ struct Team {
 
     // Sends this block's state to every block of the team; called by N threads with the numbers `lane`.
     template <int N> __device__ inline void send(const State& a, unsigned count, int lane) const {
-        // The output may overwrite x, and another block may own the target column: this block must have read it before.
+        // The output may overwrite x.  The block that owns the target column writes it once it has this message, so this
+        // block's load of the target column must complete first.
         if (HAS_TARGET && WRITES_ELEMENTS) __threadfence();
         const Message mine = message(a, count + 1);
         for (int to = lane; to < size; to += N)
@@ -80,7 +81,8 @@ struct Team {
             for (int i = 0; i < PACKETS; ++i) put_packet(box(count, to, rank)->packets + i, mine.packets[i]);
     }
 
-    // Looks at every N-th message, BATCH at a time.  If all have come, their merged state is in `a`.
+    // Looks at every N-th message once, BATCH at a time.  Returns true if all of them have come; `a` is then their merged
+    // state, and otherwise undefined.
     template <int N, int BATCH> __device__ inline bool receive(State& a, unsigned count, int lane) const {
         bool come = true;
         a = identity();

@@ -248,6 +248,10 @@ def _not_pipelined(problem: Problem, device: Device) -> str:
         return "bulk copies need compute capability 9.0"
     if not problem.contiguous or (problem.aligned_bytes < 16 and not peels(problem)):
         return "bulk copies need rows whose aligned columns are adjacent"
+    if not problem.access.alike:
+        return "bulk copies need inputs of one dtype, each with adjacent columns"
+    if problem.out_dtype == "float64" != problem.dtype:
+        return "the exponentials in float64 do not fit the places of narrower elements"
     if problem.extra.nbytes:
         return "a bias or a mask would be read twice"
     if not (problem.reduces and problem.writes_elements):
@@ -268,7 +272,9 @@ def _pipelines(problem: Problem, device: Device) -> list[Proposal]:
             held = (registers + OTHER_REGISTERS - _other(problem, device)) // words // depth * depth
             # The ring shares the memory with the maxima that kept terms are relative to.
             maxima = held // depth * lanes * problem.itemsize if terms else 0
-            stages = (device.shared_memory - 2048 - maxima) // (lanes * depth * 16 * problem.inputs)
+            # The states of all warps and the barriers; states in float64 take twice the bytes.
+            fixed = 4096 if problem.itemsize == 8 else 2048
+            stages = (device.shared_memory - fixed - maxima) // (lanes * depth * 16 * problem.inputs)
             smallest = -(-chunks // (lanes * held)) if held else blocks + 1
             # One block for a row is what `row` and `cluster` are for.
             if not 1 < smallest <= blocks or stages <= held // depth:
