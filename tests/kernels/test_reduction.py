@@ -154,7 +154,7 @@ def test_cuda(one: Reduction, folder: Path) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch for a GPU, with a driver that runs the kernel on the host."""
-    scratch = torch.zeros(cuda.SCRATCH_WORDS, dtype=torch.int64)
+    made: dict[Any, torch.Tensor] = {}
     for rows in (33, 40000):
         one = Reduction(
             rows, "float32", "bfloat16" if form.adds else None, form.divides, "int32" if form.counts else None,
@@ -170,7 +170,11 @@ def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeyp
 
         monkeypatch.setattr(driver, "library", lambda launch=launch: SimpleNamespace(cuLaunchKernelEx=launch))
         monkeypatch.setattr(cuda, "_kernel", lambda *_: 1)
-        monkeypatch.setattr(cuda, "_scratch", lambda *_: scratch)
+        # The scratch of a stream, filled when it is made.
+        monkeypatch.setattr(
+            cuda, "words_of_stream",
+            lambda use, count, value, *_: made.setdefault(use, torch.full((count,), value, dtype=torch.int64)),
+        )  # fmt: skip
         monkeypatch.setattr(cuda, "may_begin_early", lambda _: True)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
         run = cuda.bind(one)

@@ -7,6 +7,7 @@ neither.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from functools import cache
 from typing import Any
@@ -52,6 +53,30 @@ class Arguments:
         of_launch = (ctypes.addressof(config), kernel, ctypes.addressof(self._parameters), None)
         # A plain integer would be passed as a C int, which cuts off the upper half of an address.
         self.addresses = tuple(c_void_p(address) for address in of_launch)
+
+
+class Spare:
+    """The arguments of earlier launches of one kernel, kept for later ones.
+
+    Args:
+        new: The function new(index) that makes arguments for a launch on the device of this number.
+
+    Attributes:
+        give_back: The function give_back(arguments), called after a launch.
+    """
+
+    def __init__(self, new: Callable[[int], Arguments]) -> None:
+        self._new = new
+        self._kept: list[Arguments] = []
+        self.give_back = self._kept.append
+
+    def take(self, index: int) -> Arguments:
+        """Arguments that no other thread uses until they are given back."""
+        try:
+            # list.pop is atomic, so no two threads get the same arguments.
+            return self._kept.pop()
+        except IndexError:
+            return self._new(index)
 
 
 COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6

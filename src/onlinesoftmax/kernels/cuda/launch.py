@@ -34,13 +34,15 @@ def bind(request: Request) -> Run:
     mail = tuple((FIELD_OF_POINTER[name], count) for name, count in words.items() if count)
     more_than_two = bool(tensors or numbers or mail)
     launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
-    spare: list[driver.Arguments] = []
 
     def new_call(index: int) -> driver.Arguments:
         kernel = loaded(source(request), kernel_name(request), index, dynamic, cluster)
         # The driver starts a cooperative kernel only when the device is empty.
         early = request.follows_divisor and plan.strategy != "grid" and may_begin_early(index)
         return driver.Arguments(values, driver.launch_config(*config, early=early), kernel)
+
+    spare = driver.Spare(new_call)
+    take, give_back = spare.take, spare.give_back
 
     def fill_in(fields: Any, more: dict[str, Any], index: int, stream: int) -> None:
         for field, name in tensors:
@@ -52,11 +54,7 @@ def bind(request: Request) -> Run:
 
     def run(x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
         index = x.get_device()
-        try:
-            # list.pop is atomic, so no two threads fill in the same call.
-            call = spare.pop()
-        except IndexError:
-            call = new_call(index)
+        call = take(index)
         fields = call.fields
         fields[x_field], fields[y_field] = x.data_ptr(), y.data_ptr()
         call.config.stream = stream = stream_of(index)
@@ -66,7 +64,7 @@ def bind(request: Request) -> Run:
         if status:
             status = driver.again(status, call.addresses, index)
             driver.check(status, f"launching {plan.backend}/{plan.strategy}")
-        spare.append(call)
+        give_back(call)
 
     return run
 
@@ -130,20 +128,33 @@ def _mail_words(request: Request) -> int:
 def _mail(field: int, words: int, index: int, stream: int) -> torch.Tensor:
     """At least so many words of empty mailboxes for a field of Params.
 
-    Kernels leave them empty, and on one stream only one kernel uses them at a time.  A number of words is rounded up to
-    a power of two, so that calls with other numbers of rows share mailboxes.
+    A number of words is rounded up to a power of two, so that calls with other numbers of rows share mailboxes.
     """
-    words = 1 << (words - 1).bit_length()
+    return words_of_stream(field, 1 << (words - 1).bit_length(), -1, index, stream)
+
+
+def words_of_stream(use: int | str, count: int, value: int, index: int, stream: int) -> torch.Tensor:
+    """64-bit words that hold a value when they are made.
+
+    Each kernel restores what the next one relies on, and on one stream only one kernel uses the words at a time.
+
+    Args:
+        use: Name of what the words are for; different uses have different words.
+        count: Number of words.
+        value: The value.
+        index: Number of the device.
+        stream: The stream, as PyTorch's raw handle.
+    """
     if torch.cuda.is_current_stream_capturing():
-        # A graph may be replayed while other kernels run, so it owns its mailboxes.
-        return torch.full((words,), -1, dtype=torch.int64, device=index)
-    key = field, words, index, stream
-    found = _MAILBOXES.get(key)
+        # A graph may be replayed while other kernels run, so it owns its words.
+        return torch.full((count,), value, dtype=torch.int64, device=index)
+    key = use, count, index, stream
+    found = _WORDS.get(key)
     if found is None:
-        # setdefault is atomic: threads that launch on one stream at the same time use the same mailboxes.
-        found = _MAILBOXES.setdefault(key, torch.full((words,), -1, dtype=torch.int64, device=index))
+        # setdefault is atomic: threads that launch on one stream at the same time use the same words.
+        found = _WORDS.setdefault(key, torch.full((count,), value, dtype=torch.int64, device=index))
     return found
 
 
-_MAILBOXES: dict[tuple[int, int, int, int], torch.Tensor] = {}
-"""Mailboxes by field of the parameter, number of words, device and stream."""
+_WORDS: dict[tuple[int | str, int, int, int], torch.Tensor] = {}
+"""Results of `words_of_stream`."""

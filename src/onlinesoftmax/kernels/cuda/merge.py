@@ -26,7 +26,6 @@ def bind(kernel: str, rows: ShardedRows) -> Callable[[dict[str, torch.Tensor]], 
     blocks, values = blocks_of(rows), pack(rows)
     places = tuple((POINTERS.index(name), name) for name in rows.names)
     stream_of, doing = torch._C._cuda_getCurrentRawStream, f"launching {kernel}_kernel"
-    spare: list[driver.Arguments] = []
 
     def new_call(index: int) -> driver.Arguments:
         # The states come from another stream, so the merge could not begin early.
@@ -34,19 +33,18 @@ def bind(kernel: str, rows: ShardedRows) -> Callable[[dict[str, torch.Tensor]], 
         config = driver.launch_config(blocks, 1, THREADS, 0, 1, False, early)
         return driver.Arguments(values, config, _kernel(rows.kind, kernel, index))
 
+    spare = driver.Spare(new_call)
+    take, give_back = spare.take, spare.give_back
+
     def run(tensors: dict[str, torch.Tensor]) -> None:
         index = tensors["target"].get_device()
-        try:
-            # list.pop is atomic, so no two threads fill in the same call.
-            call = spare.pop()
-        except IndexError:
-            call = new_call(index)
+        call = take(index)
         fields = call.fields
         for place, name in places:
             fields[place] = tensors[name].data_ptr()
         call.config.stream = stream_of(index)
         driver.launch(call, index, doing)
-        spare.append(call)
+        give_back(call)
 
     return run
 

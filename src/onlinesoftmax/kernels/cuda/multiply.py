@@ -28,26 +28,25 @@ def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
         factor: Floating-point tensor of one element on the same GPU.
     """
     index = x.get_device()
-    most, kernel, spare = _kernel(x.dtype, factor.dtype, index)
-    try:
-        # list.pop is atomic, so no two threads fill in the same call.
-        call = spare.pop()
-    except IndexError:
-        config = driver.launch_config(1, 1, THREADS, 0, 1, False, early=may_begin_early(index))
-        call = driver.Arguments(bytes(24), config, kernel)
+    most, spare = _prepared(x.dtype, factor.dtype, index)
+    call = spare.take(index)
     call.fields[0], call.fields[1], call.fields[2] = x.data_ptr(), factor.data_ptr(), x.numel()
     call.config.grid[0] = max(1, min(most, -(-x.numel() * x.element_size() // (16 * BATCH * THREADS))))
     call.config.stream = torch._C._cuda_getCurrentRawStream(index)
     driver.launch(call, index, "launching multiply_kernel")
-    spare.append(call)
+    spare.give_back(call)
 
 
 @cache
-def _kernel(dtype: torch.dtype, factor: torch.dtype, index: int) -> tuple[int, int, list[driver.Arguments]]:
-    """(blocks that fill the device, handle of the kernel, arguments of earlier launches)."""
-    multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+def _prepared(dtype: torch.dtype, factor: torch.dtype, index: int) -> tuple[int, driver.Spare]:
+    """(blocks that fill the device, arguments of launches)."""
     text_of_kernel = source(*(str(name).removeprefix("torch.") for name in (dtype, factor)))
-    return multiprocessors, loaded(text_of_kernel, NAME, index, 0, 1), []
+
+    def new_call(index: int) -> driver.Arguments:
+        config = driver.launch_config(1, 1, THREADS, 0, 1, False, early=may_begin_early(index))
+        return driver.Arguments(bytes(24), config, loaded(text_of_kernel, NAME, index, 0, 1))
+
+    return torch.cuda.get_device_properties(index).multi_processor_count, driver.Spare(new_call)
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 
 from ..reduction import Reduction
 from . import driver
-from .launch import loaded, may_begin_early
+from .launch import loaded, may_begin_early, words_of_stream
 from .source import CPP_TYPES, text
 
 THREADS, BATCH = 1024, 16
@@ -36,7 +36,6 @@ def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]
     blocks, values = blocks_of(reduction), pack(reduction)
     inputs = tuple((POINTERS.index(name), name) for name in reduction.tensors)
     stream_of = torch._C._cuda_getCurrentRawStream
-    spare: list[driver.Arguments] = []
 
     def new_call(index: int) -> driver.Arguments:
         kernel = _kernel(reduction._replace(rows=0, classes=0, ignore_index=0), index)
@@ -44,22 +43,21 @@ def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]
         early = reduction.result is not None and may_begin_early(index)
         return driver.Arguments(values, driver.launch_config(blocks, 1, THREADS, 0, 1, False, early), kernel)
 
+    spare = driver.Spare(new_call)
+    take, give_back = spare.take, spare.give_back
+
     def run(out: torch.Tensor, tensors: dict[str, Any]) -> None:
         index = out.get_device()
-        try:
-            # list.pop is atomic, so no two threads fill in the same call.
-            call = spare.pop()
-        except IndexError:
-            call = new_call(index)
+        call = take(index)
         fields = call.fields
         for field, name in inputs:
             fields[field] = tensors[name].data_ptr()
         fields[_OUT] = out.data_ptr()
         call.config.stream = stream = stream_of(index)
         if blocks > 1:
-            fields[_SCRATCH] = _scratch(index, stream).data_ptr()
+            fields[_SCRATCH] = words_of_stream("reduction", SCRATCH_WORDS, 0, index, stream).data_ptr()
         driver.launch(call, index, "launching reduction_kernel")
-        spare.append(call)
+        give_back(call)
 
     return run
 
@@ -108,20 +106,3 @@ def prologue(reduction: Reduction) -> str:
 
 SCRATCH_WORDS = 2 + 4 * MOST_BLOCKS
 """64-bit words of the scratch: the counter, and two sums of up to two float64 for each block."""
-
-
-def _scratch(index: int, stream: int) -> torch.Tensor:
-    """Scratch whose counter is 0.  Kernels leave it at 0, and on one stream only one kernel uses it at a time."""
-    if torch.cuda.is_current_stream_capturing():
-        # A graph may be replayed while other kernels run, so it owns its scratch.
-        return torch.zeros(SCRATCH_WORDS, dtype=torch.int64, device=index)
-    found = _SCRATCH_OF_STREAM.get((index, stream))
-    if found is None:
-        # setdefault is atomic: threads that launch on one stream at the same time use the same scratch.
-        new = torch.zeros(SCRATCH_WORDS, dtype=torch.int64, device=index)
-        found = _SCRATCH_OF_STREAM.setdefault((index, stream), new)
-    return found
-
-
-_SCRATCH_OF_STREAM: dict[tuple[int, int], torch.Tensor] = {}
-"""Scratch by device and stream."""

@@ -57,7 +57,7 @@ template <class Load, class Number> __device__ inline Wide add_rows(const Params
     return sum;
 }
 
-// What a row adds to the divisor: 0 if it is ignored, else its weight or 1.
+// The number that a row adds to the divisor: 0 if it is ignored, else its weight or 1.
 __device__ inline ACC share_of(const Params& p, int64 target) {
     if constexpr (HAS_IGNORE_INDEX) if (target == int64(p.ignore_index)) return 0;
     if constexpr (!HAS_WEIGHT) return 1;
