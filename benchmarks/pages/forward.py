@@ -107,44 +107,57 @@ def lengths_text(records: Records) -> str:
 
 def fused_table(records: Records) -> str:
     """The suite fused on an H200: one row for each option, one column for each shape."""
-    found = records.cases("h200-fused")
-    if not found:
-        return ABSENT
-    shapes = list(dict.fromkeys(each.case.shape for each in found))
-    options = list(dict.fromkeys(each.case.fused for each in found))
-    rows = []
-    for fused in options:
-        cells = [_pair(found, shape_, fused) for shape_ in shapes]
-        theirs = spread(result.of_copy for each in found if each.case.fused == fused for result in each.results
-                        if result.who == "torch")  # fmt: skip
-        rows.append([" and ".join(fused) or "none", *cells, theirs])
-    header = ("option", *(" × ".join(map(str, size)) for size in shapes), "PyTorch")
-    return f"{table(header, rows)}\n\n{source(records.get('h200-fused'))}"
 
+    def option(each: CaseResult) -> str:
+        return " and ".join(each.case.fused) or "none"
 
-def _pair(found: Iterable[CaseResult], size: Sequence[int], fused: tuple[str, ...]) -> str:
-    """Our shares in bfloat16 and in float32 of one shape and option."""
-    cells = {
-        each.case.dtype: share(ours(each)) for each in found if (each.case.shape, each.case.fused) == (size, fused)
-    }
-    return together(cells[dtype] for dtype in DTYPES if dtype in cells)
+    return _by_shape(records, "h200-fused", ("option", option), "PyTorch", 1)
 
 
 def operations_table(records: Records) -> str:
     """Operations of the family that no suite of their own measures."""
-    found = records.cases("h200-forward-operations")
+
+    def operation(each: CaseResult) -> str:
+        return f"`{each.case.operation}`"
+
+    return _by_shape(records, "h200-forward-operations", ("operation", operation), "PyTorch, more than one row", 2)
+
+
+def _by_shape(
+    records: Records, name: str, first: tuple[str, Callable[[CaseResult], str]], last: str, least_rows: int
+) -> str:
+    """A table of our shares: one line for each value of the first column, one column for each shape.
+
+    Args:
+        records: All records.
+        name: Name of the record.
+        first: Head of the first column, and the function that gives its value for a case.
+        last: Head of the last column, the range of PyTorch's shares.
+        least_rows: Least number of rows of a case whose share is in that range.
+    """
+    found = records.cases(name)
     if not found:
         return ABSENT
+    head, value = first
     shapes = list(dict.fromkeys(each.case.shape for each in found))
-    operations = list(dict.fromkeys(each.case.operation for each in found))
     rows = []
-    for name in operations:
-        mine = [each for each in found if each.case.operation == name]
-        theirs = spread(result.of_copy for each in mine for result in each.results
-                        if result.who == "torch" and each.case.rows > 1)  # fmt: skip
-        rows.append([f"`{name}`", *(_pair(mine, size, ()) for size in shapes), theirs])
-    header = ("operation", *(" × ".join(map(str, size)) for size in shapes), "PyTorch, more than one row")
-    return f"{table(header, rows)}\n\n{source(records.get('h200-forward-operations'))}"
+    for line in dict.fromkeys(value(each) for each in found):
+        mine = [each for each in found if value(each) == line]
+        theirs = spread(
+            result.of_copy
+            for each in mine
+            for result in each.results
+            if result.who == "torch" and each.case.rows >= least_rows
+        )
+        rows.append([line, *(_pair(mine, size) for size in shapes), theirs])
+    header = (head, *(" × ".join(map(str, size)) for size in shapes), last)
+    return f"{table(header, rows)}\n\n{source(records.get(name))}"
+
+
+def _pair(found: Iterable[CaseResult], size: Sequence[int]) -> str:
+    """Our shares in bfloat16 and in float32 of one shape."""
+    cells = {each.case.dtype: share(ours(each)) for each in found if each.case.shape == size}
+    return together(cells[dtype] for dtype in DTYPES if dtype in cells)
 
 
 def h100_table(records: Records) -> str:
