@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.kernels import cuda
 from onlinesoftmax.kernels.cuda import compile, params, source
-from onlinesoftmax.kernels.report import occupancy
+from onlinesoftmax.kernels.report import find_cuobjdump, occupancy
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan, priced
 from onlinesoftmax.planner.strategies import TABLE
@@ -317,6 +318,23 @@ def test_mailboxes_have_the_words_that_the_kernel_counts(
     check = f"static_assert({teams} * SLOTS * {team} * {team} * sizeof(Message) == {8 * words});"
     check += f"static_assert({1 + ('entropy' in outputs)} == SUMS);"
     compile.build(source.source(request) + check, "sm_90")
+
+
+# Messages whose last packet has one, two and three words of the state.  A state of float64 with an entropy has ten words.
+PACKETS = [(gpu, torch.float64, ("y", "entropy")) for gpu in GPUS]
+PACKETS += [("h200", dtype, ("y",)) for dtype in (torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.skipif(find_cuobjdump() is None, reason="cuobjdump is not installed")
+@pytest.mark.parametrize(("gpu", "dtype", "outputs"), PACKETS, ids=_name)
+def test_a_packet_of_a_message_is_loaded_by_one_instruction(
+    ask: Ask, gpu: str, dtype: torch.dtype, outputs: tuple[str, ...]
+) -> None:
+    request = ask(gpu, "grid", "softmax", no_memory(1, 1 << 20, dtype=dtype), outputs)
+    kernel = compile.compile_kernel(request, known(gpu))
+    loads = re.findall(r"LDG?\.E\S*STRONG\.GPU", kernel.listings["sass"])
+    assert len(loads) >= source.message_packets(request)
+    assert all(".128." in load for load in loads)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

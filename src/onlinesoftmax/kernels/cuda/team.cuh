@@ -4,13 +4,18 @@
 // in the team plus one.  A packet is stored and loaded by one 16-byte access, so its tag shows that its words have come,
 // and a message needs no flag or fence of its own.  In each slot, every block has one message from each block of its team.
 //
+// Where the state does not fill the last packet, the tag stands in the words that are left, and the receiver compares all
+// of them.  If it used only some words of a packet, the assembler would load these by several narrower accesses, and
+// the state could be loaded before, and the tag after, the moment at which the packet comes.
+//
 // Rows use SLOTS slots in turn.  A block sends row i only after it has received row i - 2 from every block.  A block that
 // has sent row i - 2 has received all messages of row i - 4.  So slot i % SLOTS may be overwritten.  Mailboxes are not
 // emptied between rows, but once, at the end of a kernel.
 
 constexpr int SLOTS = 4;
 constexpr int ACC_WORDS = sizeof(ACC) / 4, SUM_WORDS = sizeof(SUM) / 4;
-static_assert(PACKETS == (ACC_WORDS + SUMS * SUM_WORDS + 2) / 3, "PACKETS differs from message_packets() in source.py");
+constexpr int STATE_WORDS = ACC_WORDS + SUMS * SUM_WORDS;
+static_assert(PACKETS == (STATE_WORDS + 2) / 3, "PACKETS differs from message_packets() in source.py");
 
 struct Message { Packet packets[PACKETS]; };
 
@@ -30,10 +35,12 @@ __device__ inline void get(Message& from, int i, double& x) {
 __device__ inline void get(Message& from, int i, DoubleDouble& x) { get(from, i, x.high), get(from, i + 2, x.low); }
 
 __device__ inline Message message(const State& state, unsigned tag) {
-    Message to{};
+    Message to;
     put(to, 0, state.m);
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) put(to, ACC_WORDS + i * SUM_WORDS, state.sums.of[i]);
+#pragma unroll
+    for (int i = STATE_WORDS; i < 3 * PACKETS; ++i) word_of(to, i) = tag;
 #pragma unroll
     for (int i = 0; i < PACKETS; ++i) to.packets[i].words[3] = tag;
     return to;
@@ -45,10 +52,12 @@ __device__ inline State read(Message from) {
     for (int i = 0; i < SUMS; ++i) get(from, ACC_WORDS + i * SUM_WORDS, state.sums.of[i]);
     return state;
 }
-__device__ inline bool has_come(const Message& message, unsigned tag) {
+__device__ inline bool has_come(Message message, unsigned tag) {
     bool come = true;
 #pragma unroll
-    for (int i = 0; i < PACKETS; ++i) come = come && message.packets[i].words[3] == tag;
+    for (int i = 0; i < PACKETS; ++i) come &= message.packets[i].words[3] == tag;
+#pragma unroll
+    for (int i = STATE_WORDS; i < 3 * PACKETS; ++i) come &= word_of(message, i) == tag;
     return come;
 }
 
