@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.cuda import params, source
 from onlinesoftmax.kernels.request import Request
-from onlinesoftmax.planner.strategies.cuda import slice_chunks
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
@@ -233,7 +232,7 @@ def check_ownership(request: Request, folder: Path) -> None:
 
     sizes = {
         "rows": layout.rows, "cols": layout.cols, "diagonal": 0, "shared_tiles": plan.threads.shared,
-        "slice": slice_chunks(layout.cols // source.vector(request), plan.splits),
+        "slice": source.slice_length(request),
     }  # fmt: skip
     places = {name: (side.strides, side.col) for name, side in layout.sides.items()}
     packed = bytearray(params.pack(sizes, layout.sizes, places))

@@ -28,7 +28,6 @@ from onlinesoftmax.kernels.cuda import merge, params, reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.kernels.sharded import ShardedRows
-from onlinesoftmax.planner.strategies.cuda import slice_chunks
 
 COMPILER = shutil.which("g++")
 
@@ -231,8 +230,12 @@ extern "C" void run(const PARAMETER* p, unsigned programs, unsigned team, unsign
 }
 """
 
-BEGIN = {"grid": "memset(posted, 0, sizeof(posted));"}
-AGAIN = {"cluster": "for (auto& beginning : beginnings) beginning = nullptr;"}
+BEGIN = {"grid": "memset(posted, 0, sizeof(posted)), memset(counters, 255, sizeof(counters));"}
+AGAIN = {
+    "cluster": "for (auto& beginning : beginnings) beginning = nullptr;",
+    # The program ends with a signal if a kernel leaves a counter that the next one would not find empty.
+    "grid": "for (auto& of_team : counters) for (unsigned counter : of_team) if (~counter) abort();",
+}
 
 
 def simulated_source(request: Request) -> str:
@@ -310,7 +313,7 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
     sizes = {
         "rows": layout.rows, "cols": layout.cols, "diagonal": request.task.diagonal or 0,
         "shared_tiles": plan.threads.shared,
-        "slice": slice_chunks(layout.cols // source.vector(request), plan.splits),
+        "slice": source.slice_length(request),
     }  # fmt: skip
     places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in params.PLACES}
     fields = np.frombuffer(bytearray(params.pack(sizes, layout.sizes, places)), np.uint64)

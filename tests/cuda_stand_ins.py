@@ -27,6 +27,7 @@ TEAM = """
 // One message for each row of a team, block of a team, and team.
 static State mail[256][16][16];
 static std::atomic<int> posted[256][16];
+static unsigned counters[16][2];
 struct Team {
     int size, rank;
     Team(const Params&) : size(gridDim.y), rank(blockIdx.y) {}
@@ -44,6 +45,7 @@ struct Team {
         while (!receive<THREADS, 1>(a, count, threadIdx.x)) {}
         return merge_warps<THREADS / 32>(merge_lanes<32>(a), exchange);
     }
+    unsigned* counter(unsigned count) const { return &counters[blockIdx.x][count % 2]; }
     template <int N> void clear(unsigned, int) const {}
 };
 """

@@ -22,7 +22,7 @@ from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.measured import KEPT, Cell, Table, Timing, key_of
-from onlinesoftmax.planner.strategies.cuda import SPECIAL_WARPS, pipelined
+from onlinesoftmax.planner.strategies.cuda_grid import SPECIAL_WARPS, pipelined
 from onlinesoftmax.planner.variant import Variant
 
 H200 = known("h200")

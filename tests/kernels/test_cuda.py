@@ -320,7 +320,7 @@ def test_mailboxes_have_the_words_that_the_kernel_counts(
     compile.build(source.source(request) + check, "sm_90")
 
 
-# Messages whose last packet has one, two and three words of the state.  A state of float64 with an entropy has ten words.
+# The last packet of a message has one, two or three words of the state; that of float64 with an entropy has ten words.
 PACKETS = [(gpu, torch.float64, ("y", "entropy")) for gpu in GPUS]
 PACKETS += [("h200", dtype, ("y",)) for dtype in (torch.bfloat16, torch.float32)]
 

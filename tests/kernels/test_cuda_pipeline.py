@@ -1,7 +1,8 @@
-"""The pipelined kernel of the CUDA strategy `grid`, run by the host (tests/cuda_simulator.py).
+"""The kernels of the CUDA strategy `grid` that load through a ring, run by the host (tests/cuda_simulator.py).
 
 Lengths lie around the ends of tiles, slices and chunks, rows begin at every offset from 16 bytes, and a team holds from
-one row to several.  The reference is float64, and what lies between the rows must stay as it is.
+one row to several.  The kernel that streams tiles gets rows that just fit on chip, and longer ones.  The reference is
+float64, and what lies between the rows must stay as it is.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import ITEMSIZE, TensorSpec, row_spec, task_of
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan
-from onlinesoftmax.planner.proposal import Blocks, Threads
-from onlinesoftmax.planner.strategies.cuda import SPECIAL_WARPS, slice_tiles
+from onlinesoftmax.planner.proposal import Blocks, Threads, Traffic
+from onlinesoftmax.planner.strategies.cuda_grid import SPECIAL_WARPS, slice_tiles
 
 WARPS, TEAMS, POISON = 2, 2, 8192.0
 """Warps of a block that hold rows; teams of a launch; the memory between rows, and of outputs before a run."""
@@ -61,7 +62,16 @@ def memory(x: NDArray[np.float64], stride: int, dtype: str) -> NDArray[np.generi
     return aligned(to_bits(whole, dtype))
 
 
-def run(operation: str, dtype: str, sizes: Sizes, rows: int, cols: int, terms: bool, folder: Path) -> None:
+def streamed_lengths(sizes: Sizes, vector: int) -> list[int]:
+    """Columns of rows of which blocks stream no tile, one, or a few; some blocks may stream one more than others."""
+    tile = sizes.depth * 32 * WARPS * vector
+    on_chip = (sizes.tiles + sizes.stages) * sizes.team
+    return [on_chip * tile - 1, on_chip * tile + vector, (on_chip + sizes.team + 1) * tile - 3, 3 * on_chip * tile + 1]
+
+
+def run(
+    operation: str, dtype: str, sizes: Sizes, rows: int, cols: int, terms: bool, folder: Path, streams: bool = False
+) -> None:
     """Run a kernel, and compare elements and the per-row output with the reference."""
     vector, stride = 16 // ITEMSIZE[dtype], cols + 1 - cols % 2
     tensor, wide = TensorSpec((stride, 1), dtype), "float64" if dtype == "float64" else "float32"
@@ -74,7 +84,7 @@ def run(operation: str, dtype: str, sizes: Sizes, rows: int, cols: int, terms: b
         stages=sizes.stages, splits=sizes.team, vector=vector,
     )  # fmt: skip
     threads = Threads(lanes=lanes, shared=sizes.stages * sizes.depth, terms=terms)
-    request = Request(task, Plan("cuda", "grid", "", blocks, threads))
+    request = Request(task, Plan("cuda", "grid", "", blocks, threads, Traffic(reads=1 + streams)))
 
     rng = np.random.default_rng(cols)
     z = rounded(3 * rng.standard_normal((rows, cols)), dtype)
@@ -108,3 +118,12 @@ def test_rows_of_every_length(operation: str, dtype: str, terms: bool, sizes: Si
     # One row, two rows of one team, and enough rows for both slots of every exchange and all phases of the ring.
     for cols, rows in itertools.product(lengths(sizes, 16 // ITEMSIZE[dtype]), (1, 3, 9)):
         run(operation, dtype, sizes, rows, cols, terms, folder)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.parametrize("sizes", [Sizes(3, 2, 1, 3), Sizes(2, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize(("operation", "dtype"), [case[:2] for case in CASES])
+def test_rows_that_do_not_fit_on_chip(operation: str, dtype: str, sizes: Sizes, folder: Path) -> None:
+    # Three rows of a team use both slots of every exchange, and one of them again.
+    for cols, rows in itertools.product(streamed_lengths(sizes, 16 // ITEMSIZE[dtype]), (1, 5)):
+        run(operation, dtype, sizes, rows, cols, False, folder, streams=True)

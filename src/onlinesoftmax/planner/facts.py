@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..core.device import Device
 from ..core.problem import Problem
 from ..core.units import duration, size
-from .price import Plan
+from .price import Plan, bytes_from_l2
 
 
 def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, str]]:
@@ -23,7 +23,7 @@ def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, 
         *_threads(plan),
         ("splits", f"{plan.splits} programs share a row" if plan.splits > 1 else "1: no two programs share a row"),
         ("launches", str(plan.launches)),
-        ("input is read", {1: "once", 2: "twice"}.get(plan.reads, f"{plan.reads} times")),
+        ("input is read", _reads(plan)),
         (
             "bytes moved",
             f"{size(plan.bytes_moved)}; at least {size(problem.read_bytes + problem.write_bytes)}: "
@@ -32,9 +32,20 @@ def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, 
         ("floor", f"{duration(plan.floor_us)} at {device.bandwidth:.0f} GB/s"),
         ("estimate", f"{duration(plan.estimate_us)}, {_floors(plan.estimate_us, plan.floor_us)}"),
     ]
+    if plan.reads > 1:
+        from_l2 = bytes_from_l2(plan, problem, device)
+        least = (plan.bytes_moved - from_l2) / (device.bandwidth * 1e3)
+        found.append(("floor with repeats", f"{duration(least)}: the bytes moved but for {size(int(from_l2))} from L2"))
     if device.kind == "cuda":
         found.append(("quality", f"{plan.traffic.quality:.0%} of that bandwidth, with the device full"))
     return found
+
+
+def _reads(plan: Plan) -> str:
+    """How often the input is read."""
+    if plan.reads > 1 and plan.traffic.again < 1:
+        return f"once, and {plan.traffic.again:.0%} of it again"
+    return {1: "once", 2: "twice"}.get(plan.reads, f"{plan.reads} times")
 
 
 def _threads(plan: Plan) -> list[tuple[str, str]]:

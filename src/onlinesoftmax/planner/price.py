@@ -76,7 +76,7 @@ LAUNCH_US = 2.5
 
 def priced(proposal: Proposal, problem: Problem, device: Device, forecast_us: float | None = None) -> Plan:
     """The proposal with its price; its time is as forecast from a table, or else as estimated."""
-    bytes_moved = proposal.reads * problem.read_bytes + problem.write_bytes
+    bytes_moved = problem.read_bytes + problem.write_bytes + bytes_read_again(proposal, problem)
     floor = (problem.read_bytes + problem.write_bytes) / (device.bandwidth * 1e3)
     us = estimated_us(proposal, problem, device) if forecast_us is None else forecast_us
     known = {field.name: getattr(proposal, field.name) for field in fields(Proposal)}
@@ -86,7 +86,7 @@ def priced(proposal: Proposal, problem: Problem, device: Device, forecast_us: fl
 
 def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
     """Microseconds by bytes, bandwidth and launches."""
-    bytes_moved = proposal.reads * problem.read_bytes + problem.write_bytes
+    bytes_moved = problem.read_bytes + problem.write_bytes + bytes_read_again(proposal, problem)
     quality = 1.0
     if device.kind == "cuda":
         quality = proposal.traffic.quality * _fill(proposal, problem, device)
@@ -111,9 +111,14 @@ def _width(proposal: Proposal, problem: Problem) -> float:
     return min(1.0, min(proposal.rows_per_program, problem.access.adjacent) * problem.itemsize / SECTOR_BYTES)
 
 
+def bytes_read_again(proposal: Proposal, problem: Problem) -> int:
+    """Bytes of the reads after the first."""
+    return round((proposal.reads - 1) * proposal.traffic.again * problem.read_bytes)
+
+
 def bytes_from_l2(proposal: Proposal, problem: Problem, device: Device) -> float:
     """Bytes of repeated reads that L2 serves."""
-    again = (proposal.reads - 1) * problem.read_bytes
+    again = bytes_read_again(proposal, problem)
     if not again or device.kind != "cuda":
         return 0.0
     between = problem.read_bytes

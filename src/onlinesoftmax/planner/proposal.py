@@ -61,11 +61,13 @@ class Traffic:
         reads: Times the input is read.
         launches: Kernel launches.
         quality: Part of copy bandwidth that the blocks reach when the device is full.
+        again: Part of the input that is read more than once, where `reads` is more than 1; the rest stays on chip.
     """
 
     reads: int = 1
     launches: int = 1
     quality: float = 1.0
+    again: float = 1.0
 
 
 @dataclass(frozen=True)

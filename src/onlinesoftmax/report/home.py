@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..core.device import Device
 from ..core.problem import Problem
-from ..planner.price import Plan, bytes_from_l2
-from ..planner.strategies.cuda import slice_tiles
+from ..planner.price import Plan, bytes_from_l2, bytes_read_again
+from ..planner.strategies.cuda_grid import slice_tiles
 
 LEVELS = ("registers", "shared memory", "cluster", "L2 cache", "device memory")
 """Levels of memory, the fastest first."""
@@ -48,7 +48,7 @@ def home_of(plan: Plan, problem: Problem, device: Device) -> Home:
         'all of the row, from its one read on'
     """
     registers, shared = _held(plan, problem)
-    again = (plan.reads - 1) * problem.read_bytes
+    again = bytes_read_again(plan, problem)
     from_l2 = bytes_from_l2(plan, problem, device) / again if again else 0.0
     streamed = max(0.0, 1.0 - registers - shared)
     tiles = 1

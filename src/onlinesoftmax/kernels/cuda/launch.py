@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ...planner.strategies.cuda import slice_chunks
+from ...planner.strategies.cuda_grid import streams_tiles
 from ..request import Request
 from . import compile, driver
 from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, PLACES, POINTERS, pack
-from .source import SLOTS, kernel_name, loss_mail_words, message_packets, shared_memory, source, vector
+from .source import SLOTS, kernel_name, loss_mail_words, message_packets, shared_memory, slice_length, source
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
@@ -98,7 +98,7 @@ def _values(request: Request) -> bytes:
         "rows": layout.rows,
         "cols": layout.cols,
         "diagonal": request.task.diagonal or 0,
-        "slice": slice_chunks(layout.cols // vector(request), plan.splits),
+        "slice": slice_length(request),
         "shared_tiles": plan.threads.shared,
     }
     places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in PLACES}
@@ -118,11 +118,15 @@ def loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int:
 
 
 def _mail_words(request: Request) -> int:
-    """64-bit words of the mailboxes of all teams: in each slot, one message from every block to every block."""
+    """64-bit words of the mailboxes of all teams: in each slot, one message from every block to every block.
+
+    The kernel that streams tiles has two counters of 32 bits for each team behind them, in a packet of 16 bytes.
+    """
     plan = request.plan
     if plan.strategy != "grid" or plan.splits == 1 or not request.operation.reduces:
         return 0
-    return plan.programs // plan.splits * SLOTS * plan.splits**2 * 2 * message_packets(request)
+    packets = SLOTS * plan.splits**2 * message_packets(request) + streams_tiles(plan)
+    return plan.programs // plan.splits * packets * 2
 
 
 def _mail(field: int, words: int, index: int, stream: int) -> torch.Tensor:

@@ -94,7 +94,7 @@ __device__ inline Cursor skip(const Params& p, Cursor at, int64 columns) {
 }
 
 // Number of a lane that owns no edge: `has_edge` is false from this number on.
-constexpr int NO_EDGE = 2 * VECTOR;
+constexpr int NO_EDGE = HEAD + VECTOR;
 
 // One row: its first position, and its division into head, body and tail.
 struct Row {
@@ -103,9 +103,9 @@ struct Row {
     int64 body;   // chunks
     int head;     // columns before the body
 
-    // Column of edge j: column j of the head for j < VECTOR, column j - VECTOR of the tail for larger j.
-    __device__ inline int64 edge(int j) const { return j < VECTOR ? j : head + body * VECTOR + j - VECTOR; }
-    __device__ inline bool has_edge(int j) const { return j < VECTOR ? j < head : j < NO_EDGE && edge(j) < cols; }
+    // Column of edge j: column j of the head for j < HEAD, column j - HEAD of the tail for larger j.
+    __device__ inline int64 edge(int j) const { return j < HEAD ? j : head + body * VECTOR + j - HEAD; }
+    __device__ inline bool has_edge(int j) const { return j < HEAD ? j < head : j < NO_EDGE && edge(j) < cols; }
     // The target column, as the caller gives it; true where it is a column of the row.
     __device__ inline int64 target() const { return begin.target_left; }
     __device__ inline bool has_target() const { return target() >= 0 && target() < cols; }
@@ -123,10 +123,11 @@ struct Row {
 // The row, or the last row in the place of one that does not exist, so that a load needs no condition.
 __device__ inline int64 existing(const Params& p, int64 row) { return row < p.rows ? row : p.rows - 1; }
 
-// Columns of a row before the first chunk that begins on 16 bytes; `begin` is the row's first element.
+// Columns of a row before its body; `begin` is the row's first element.  The body begins on a multiple of the bytes of HEAD
+// columns: 16, or 128 where many threads share a row, so that each access of a warp is of whole cache lines.
 __device__ inline int head_of(const X* begin, int64 cols) {
     if constexpr (!PEEL) return 0;
-    const int head = int(-(reinterpret_cast<uint64>(begin) / sizeof(X)) % VECTOR);
+    const int head = int(-(reinterpret_cast<uint64>(begin) / sizeof(X)) % HEAD);
     return head < cols ? head : int(cols);
 }
 

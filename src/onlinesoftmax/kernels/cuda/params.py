@@ -106,7 +106,7 @@ SIZES = {
     "rows": "",
     "cols": "",
     "diagonal": "column q + diagonal - 1 is the last that query q attends to",
-    "slice": "chunks of a row that each block of a team or of a cluster owns",
+    "slice": "chunks of a row that each block of a team or of a cluster owns; with a ring, chunks of a tile",
     "shared_tiles": "chunks that a thread keeps in shared memory",
 }
 """Integers that follow from the layout and the plan, each with its comment."""

@@ -1,56 +1,31 @@
 // Strategy `grid`, pipelined: a team of blocks, resident together, holds three rows: one is written, the states
 // of the next one are on their way, and the one after that is reduced.
 //
-// One block:  owns a slice of each row, in GROUPS tiles that come through a ring of STAGES tiles in shared memory
-//             (ring.cuh).  A row is reduced in the ring, and moves into registers when it is the next to be written.  Two
-//             further warps hold no part of a row: one loads tiles, and the other sends and receives states.
+// One block:  owns GROUPS tiles of each row, which come through a ring of STAGES tiles in shared memory (ring.cuh).  A row
+//             is reduced in the ring, and moves into registers when it is the next to be written.  Two further warps hold
+//             no part of a row: one loads tiles, and the other sends and receives states (exchange.cuh).
 // Chosen:     for rows that are too long for a cluster, where each team has three or more of them in turn.
 // Bytes:      one read, one write.  States travel through L2.
 // Limits:     compute capability 9.0; operations that reduce rows and write elements; rows whose columns are adjacent in
-//             memory, and whose slices fit registers and ring.  All blocks must be resident at once, so the launch is
+//             memory, and whose tiles fit registers and ring.  All blocks must be resident at once, so the launch is
 //             cooperative.
 
-// States in shared memory, between the warps that hold rows and the warp that exchanges states.  Rows use the two slots in
-// turn.
-struct Exchange {
-    State of_warps[2][WARPS], of_row[2];
-    uint64 reduced[2], merged[2];   // barriers: all warps have reduced a row; the state of a row has arrived
-};
+static_assert(GROUPS < STAGES, "the ring needs more stages than a block has tiles of a row");
+static_assert(!TERMS || sizeof(ACC) == sizeof(X), "terms take the places of elements");
 
-// The warp that exchanges states.  It sends the state of a row as soon as the block has reduced the row, even while it
-// waits for messages about the row before: through a busy L2, a message takes several microseconds.
-__device__ inline void exchange_states(const Params& p, const Team& team, Exchange& exchange) {
-    const int lane = threadIdx.x % 32;
-    const unsigned rows = blockIdx.x < p.rows ? unsigned((p.rows - 1 - blockIdx.x) / gridDim.x) + 1 : 0;
-    for (unsigned sent = 0, received = 0; received < rows;) {
-        uint64* const reduced = &exchange.reduced[sent % 2];
-        if (received == sent) wait_for_phase(reduced, sent / 2 % 2);
-        if (sent < rows && __all_sync(~0u, has_ended(reduced, sent / 2 % 2))) {
-            const State state = merge_lanes<32>(lane < WARPS ? exchange.of_warps[sent % 2][lane] : identity());
-            team.send<32>(state, sent++, lane);
-        }
-        State state;
-        if (!__all_sync(~0u, team.receive<32, 5>(state, received, lane))) continue;
-        state = merge_lanes<32>(state);
-        if (lane == 0) {
-            exchange.of_row[received % 2] = state;
-            arrive(&exchange.merged[received % 2]);
-        }
-        ++received;
-    }
-    team.clear<32>(rows, lane);
-}
-
-// The position of a thread's part of a row.
+// A thread's part of a row: a part of each tile of its block.  A row that fits on chip has fewer chunks than an int counts.
 struct RowPart {
     Row r;
-    Cursor at;    // the position of the thread in tile 0
-    int64 left;   // chunks from there to the end of the slice
+    Cursor at;         // the position of the thread in the block's first tile
+    int left, stride;  // chunks from there to the end of the body, and to the block's next tile
 
-    __device__ inline RowPart(const Params& p, int64 row, int rank)
-        : r(row_at(p, row)), at(r.chunk(p, rank * p.slice + threadIdx.x)),
-          left(slice_length(p, r.body, rank) - threadIdx.x) {}
-    __device__ inline Cursor tile(const Params& p, int g) const { return skip(p, at, int64(g) * TILE * VECTOR); }
+    __device__ inline RowPart(const Params& p, int64 row, const Team& team)
+        : r(row_at(p, row)), at(r.chunk(p, team.rank * int(p.slice) + threadIdx.x)),
+          left(int(r.body) - team.rank * int(p.slice) - int(threadIdx.x)), stride(team.size * int(p.slice)) {}
+    __device__ inline Cursor tile(const Params& p, int g) const { return skip(p, at, int64(g * stride) * VECTOR); }
+    __device__ inline int left_in(const Params& p, int g) const {
+        return min(int(p.slice) - int(threadIdx.x), left - g * stride);
+    }
 };
 
 // The operands of a row that are loaded when it is reduced, and used when it is written.
@@ -59,11 +34,23 @@ struct HeldRow {
     Slice<0, LANES, EDGES, false> edges;
 };
 
+// The loader of the block: loads its tiles of all rows of the team.
+__device__ inline void load_rows(const Params& p, const Team& team, const Stages& stages) {
+    Loader loader(stages);
+    for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x) {
+        const RowBody body(p, row);
+        for (int g = 0; g < GROUPS; ++g) {
+            loader.wait();
+            loader.load<CachePolicy::NORMAL>(body, (int64(g) * team.size + team.rank) * p.slice, p.slice);
+        }
+    }
+}
+
 // Reduces a row in the ring, and hands the state of each warp to the warp that exchanges states.  The loop is not
 // unrolled, because unrolled code for reducing and for writing would not fit the instruction cache.
 __device__ inline HeldRow reduce_row(
-    const Params& p, const Team& team, Ring& ring, Numbers n, int64 row, int slot, Exchange& exchange, ACC* m_own) {
-    const RowPart part(p, row, team.rank);
+    const Params& p, const Team& team, Ring& ring, Numbers n, int64 row, unsigned count, Exchange& exchange, ACC* m_own) {
+    const RowPart part(p, row, team);
     const int edge_lane = team.rank ? NO_EDGE : threadIdx.x;
     HeldRow held;
     held.given = row_operands(p, row);
@@ -73,7 +60,7 @@ __device__ inline HeldRow reduce_row(
     for (int g = 0; g < GROUPS; ++g) {
         Slice<DEPTH, LANES, false, TERMS> tile;
         const Cursor at = part.tile(p, g);
-        const int64 left = part.left - g * TILE;
+        const int left = part.left_in(p, g);
         ring.read(p, tile, at, left);
         tile.make_scores(at, n, left);
         tile.weigh(p, at, left);
@@ -89,11 +76,7 @@ __device__ inline HeldRow reduce_row(
     held.edges.weigh_edges(p, part.r, edge_lane);
     // The output may overwrite x, so every thread must have read the target column before the state is sent.
     if constexpr (HAS_TARGET) __threadfence();
-    state = merge_lanes<32>(extend(state, held.edges));
-    if (threadIdx.x % 32 == 0) {
-        exchange.of_warps[slot][threadIdx.x / 32] = state;
-        arrive(&exchange.reduced[slot]);
-    }
+    exchange.post(extend(state, held.edges), count);
     return held;
 }
 
@@ -106,12 +89,11 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         const int64 reduced = blockIdx.x + turn * gridDim.x, taken = reduced - gridDim.x, written = taken - gridDim.x;
         if (written >= p.rows) break;
         const bool takes = turn > 0 && taken < p.rows, writes = turn > 1;
-        const RowPart now(p, writes ? written : reduced, team.rank), next(p, takes ? taken : reduced, team.rank);
+        const RowPart now(p, writes ? written : reduced, team), next(p, takes ? taken : reduced, team);
         ops::RowConstants constants{};
         State state = identity();
         if (writes) {
-            wait_for_phase(&exchange.merged[turn % 2], (turn - 2) / 2 % 2);
-            state = exchange.of_row[turn % 2];
+            state = exchange.take(unsigned(turn) - 2);
             if constexpr (WRITES_ROWS) {
                 if (team.rank == 0 && threadIdx.x == 0) ops::write_rows(p, now.r, written, written_row.given, n, state);
             }
@@ -121,17 +103,16 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         // The next row takes the registers tile by tile, so that the ring has room for loads early.
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
-            const int past = g * TILE;
             if (writes)
-                tiles[g].write(p, now.tile(p, g), n, tiles[g].own_constants(constants, state.m), now.left - past);
+                tiles[g].write(p, now.tile(p, g), n, tiles[g].own_constants(constants, state.m), now.left_in(p, g));
             if (takes) {
-                ring.take(p, tiles[g], next.tile(p, g), next.left - past);
+                ring.take(p, tiles[g], next.tile(p, g), next.left_in(p, g));
                 if constexpr (TERMS) tiles[g].m_own = m_own[g * LANES + threadIdx.x];
-                else tiles[g].make_scores(next.tile(p, g), n, next.left - past);
+                else tiles[g].make_scores(next.tile(p, g), n, next.left_in(p, g));
             }
         }
         written_row = waiting_row;
-        if (reduced < p.rows) waiting_row = reduce_row(p, team, ring, n, reduced, turn % 2, exchange, m_own);
+        if (reduced < p.rows) waiting_row = reduce_row(p, team, ring, n, reduced, unsigned(turn), exchange, m_own);
     }
 }
 
@@ -142,14 +123,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) pipeline_kernel(
     extern __shared__ Chunk<X, VECTOR> memory[];
     const Team team(p);
     const Stages stages(memory, barriers);
-    if (threadIdx.x == 0) {
-        stages.prepare();
-        for (int i = 0; i < 2; ++i) prepare_barrier(&exchange.reduced[i], WARPS), prepare_barrier(&exchange.merged[i], 1);
-    }
+    if (threadIdx.x == 0) stages.prepare(), exchange.prepare();
     total::count_targets(p);
     __syncthreads();
     if (threadIdx.x < LANES) hold_rows(p, team, Ring(stages), exchange, m_own);
     else if (threadIdx.x < LANES + 32) exchange_states(p, team, exchange);
-    else if (threadIdx.x == LANES + 32) load_rows(p, stages, team.rank);
+    else if (threadIdx.x == LANES + 32) load_rows(p, team, stages);
     if (team.rank == 0 && (p.rows - 1) % gridDim.x == blockIdx.x) total::add_losses(p, p.rows - 1, p.rows);
 }

@@ -1,7 +1,10 @@
-// A ring of tiles in shared memory, for the pipelined kernel of strategy `grid`.
+// A ring of tiles in shared memory, for two kernels of strategy `grid`: pipeline.cuh and stream.cuh.
 //
-// A tile is DEPTH chunks for each of LANES threads.  One thread of the block, the loader, issues a bulk copy for each tile,
-// so loads in flight take no registers.  Every stage of the ring has two barriers: `full` counts the bytes of the tile,
+// A tile is p.slice adjacent chunks of a row, at most DEPTH for each of LANES threads.  The blocks of a team have the
+// tiles of a row in turn, so at any time they read one stretch of memory together; the stretches of a slice for each
+// block would be far apart, and device memory is slower then.
+//
+// One thread of the block, the loader, issues a bulk copy for each tile, so loads in flight take no registers.  Every stage of the ring has two barriers: `full` counts the bytes of the tile,
 // `empty` the warps that have taken their part of it.  Rows follow each other without a gap, so loads are in flight while
 // the blocks exchange states and while they write.
 //
@@ -12,16 +15,14 @@
 // is slower, and twice as much is no faster.
 constexpr int IN_FLIGHT = (64 << 10) / RESIDENT;
 constexpr int WARPS = LANES / 32;         // warps that hold rows
-constexpr int TILE = LANES * DEPTH;       // chunks of a tile
-constexpr int GROUPS = CHUNKS / DEPTH;    // tiles of a row
+constexpr int TILE = LANES * DEPTH;       // most chunks of a tile
+constexpr int GROUPS = CHUNKS / DEPTH;    // tiles of a row that registers hold
 constexpr int TILE_BYTES = TILE * int(sizeof(Chunk<X, VECTOR>) + (HAS_DY ? sizeof(Chunk<DY, VECTOR>) : 0));
 constexpr int WANTED = (IN_FLIGHT - 1) / TILE_BYTES + 1;
 constexpr int WINDOW = WANTED < STAGES ? WANTED : STAGES;
 static_assert(CHUNKS % DEPTH == 0, "CHUNKS must be a multiple of DEPTH: registers hold whole tiles");
-static_assert(GROUPS < STAGES, "the ring needs more stages than a row has tiles");
 static_assert(X_WIDTH == VECTOR && (!HAS_DY || DY_WIDTH == VECTOR), "a bulk copy moves adjacent columns");
 static_assert(!HAS_DY || sizeof(DY) == sizeof(X), "a bulk copy moves whole chunks of 16 bytes");
-static_assert(!TERMS || sizeof(ACC) == sizeof(X), "terms take the places of elements");
 
 __device__ inline unsigned shared_address(const void* at) { return unsigned(__cvta_generic_to_shared(at)); }
 
@@ -56,17 +57,32 @@ __device__ inline bool has_ended(uint64* barrier, unsigned phase) {
 }
 // Begins an asynchronous copy from global to shared memory, whose bytes count for the barrier.  Both addresses and the
 // number of bytes are multiples of 16.
+template <CachePolicy POLICY>
 __device__ inline void copy_bulk(void* to, const void* from, unsigned bytes, uint64* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+    if constexpr (POLICY == CachePolicy::NORMAL)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+    else
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                     :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)),
+                        "l"(policy_word<POLICY>()) : "memory");
 }
 // Makes this thread's accesses to shared memory visible to bulk copies, which other threads begin after a barrier.
 __device__ inline void fence_for_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Chunks of a block's slice of a row whose body has `body` chunks; not positive where the slice lies past the end.
-__device__ inline int64 slice_length(const Params& p, int64 body, int rank) {
-    return min(p.slice, body - rank * p.slice);
-}
+// The body of a row, as the loader needs it.
+struct RowBody {
+    const X* x;
+    const DY* dy = nullptr;
+    int64 chunks;
+
+    __device__ inline RowBody(const Params& p, int64 row) : x(p.x + row_offset(p, p.x_place, row)) {
+        const int head = head_of(x, p.cols);
+        x += head;
+        if constexpr (HAS_DY) dy = p.dy + row_offset(p, p.dy_place, row) + head;
+        chunks = uint64(p.cols - head) / VECTOR;
+    }
+};
 
 // The stages of the ring.
 struct Stages {
@@ -83,40 +99,40 @@ struct Stages {
     }
 
     // Begins to load `left` chunks, at most a tile, into a stage.  If no chunk is left, the stage is full at once.
+    template <CachePolicy POLICY>
     __device__ inline void load(int stage, const X* from, const DY* from_dy, int64 left) const {
         const unsigned present = left < TILE ? max(int(left), 0) : TILE;
         arrive_and_expect(full + stage, present * unsigned(sizeof(*x) + (HAS_DY ? sizeof(*dy) : 0)));
         if (!present) return;
-        copy_bulk(x + stage * TILE, from, present * unsigned(sizeof(*x)), full + stage);
-        if constexpr (HAS_DY) copy_bulk(dy + stage * TILE, from_dy, present * unsigned(sizeof(*dy)), full + stage);
+        copy_bulk<POLICY>(x + stage * TILE, from, present * unsigned(sizeof(*x)), full + stage);
+        if constexpr (HAS_DY)
+            copy_bulk<POLICY>(dy + stage * TILE, from_dy, present * unsigned(sizeof(*dy)), full + stage);
     }
 };
 
-// The loader: loads this block's tiles of all rows of the team.
-__device__ inline void load_rows(const Params& p, const Stages& stages, int rank) {
-    int stage = 0, oldest = 0;
-    unsigned tiles = 0, phase = 1, phase_of_oldest = 0;
-    for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x) {
-        const X* x = p.x + row_offset(p, p.x_place, row);
-        const int head = head_of(x, p.cols);
-        const int64 begin = head + rank * p.slice * VECTOR;
-        const DY* dy = nullptr;
-        if constexpr (HAS_DY) dy = p.dy + row_offset(p, p.dy_place, row) + begin;
-        x += begin;
-        int64 left = slice_length(p, uint64(p.cols - head) / VECTOR, rank);
-        for (int g = 0; g < GROUPS; ++g, ++tiles) {
-            if (tiles >= STAGES) wait_for_phase(stages.empty + stage, phase);
-            if (tiles >= WINDOW) {
-                wait_for_phase(stages.full + oldest, phase_of_oldest);
-                if (++oldest == STAGES) oldest = 0, phase_of_oldest ^= 1;
-            }
-            stages.load(stage, x, dy, left);
-            if (++stage == STAGES) stage = 0, phase ^= 1;
-            x += TILE * VECTOR, left -= TILE;
-            if constexpr (HAS_DY) dy += TILE * VECTOR;
+// The thread that fills the ring.  It waits where all stages are full, and where WINDOW tiles are in flight.
+struct Loader {
+    const Stages& stages;
+    int stage = 0, oldest = 0;   // the stage of the next tile, and that of the oldest tile that may be in flight
+    unsigned phase = 1, phase_of_oldest = 0, tiles = 0;
+
+    __device__ inline explicit Loader(const Stages& stages) : stages(stages) {}
+
+    __device__ inline void wait() {
+        if (tiles >= STAGES) wait_for_phase(stages.empty + stage, phase);
+        if (tiles >= WINDOW) {
+            wait_for_phase(stages.full + oldest, phase_of_oldest);
+            if (++oldest == STAGES) oldest = 0, phase_of_oldest ^= 1;
         }
     }
-}
+    // Begins to load the next tile; call `wait` first.
+    template <CachePolicy POLICY> __device__ inline void load(const RowBody& row, int64 begin, int64 length) {
+        stages.load<POLICY>(stage, row.x + begin * VECTOR, HAS_DY ? row.dy + begin * VECTOR : nullptr,
+                            min(length, row.chunks - begin));
+        ++tiles;
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+};
 
 // A thread's view of the ring.
 struct Ring {
@@ -130,10 +146,12 @@ struct Ring {
         : x(stages.x + threadIdx.x), dy(stages.dy + threadIdx.x), full(stages.full), empty(stages.empty), reduced(0),
           taken(0), phase(0) {}
 
+    // Waits for the next tile.
+    __device__ inline void wait() const { wait_for_phase(full + reduced, phase); }
     // Waits for the next tile and reads it; the tile stays in its stage until it is taken.  `at` and `left` are those of
     // this thread, as in Slice.
     template <class S> __device__ inline void read(const Params& p, S& slice, const Cursor& at, int64 left) {
-        wait_for_phase(full + reduced, phase);
+        wait();
         slice.load_from_shared(p, at, x + reduced * TILE, dy + reduced * TILE, left);
     }
     // Stores the terms of the tile that was read, in the place of its elements.
@@ -156,6 +174,10 @@ struct Ring {
         } else {
             slice.load_from_shared(p, at, x + taken * TILE, dy + taken * TILE, left);
         }
+        release();
+    }
+    // Empties the stage of the tile that is next to be taken.
+    __device__ inline void release() {
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(empty + taken);
         if (++taken == STAGES) taken = 0;

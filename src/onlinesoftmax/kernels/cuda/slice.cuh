@@ -9,7 +9,7 @@ template <
     int CHUNKS, int STEP, bool EDGES, bool TERMS,
     CachePolicy READ = CachePolicy::NORMAL, CachePolicy WRITE = CachePolicy::NORMAL>
 struct Slice {
-    static constexpr int EDGE = EDGES ? (2 * VECTOR + STEP - 1) / STEP : 0;
+    static constexpr int EDGE = EDGES ? (HEAD + VECTOR + STEP - 1) / STEP : 0;
     RegisterChunk<VECTOR> body[CHUNKS ? CHUNKS : 1];
     RegisterChunk<1> edge[EDGE ? EDGE : 1];
     ACC m_own;   // the maximum that kept terms are relative to

@@ -12,7 +12,7 @@ from importlib import resources
 from ...core.operations import OPERATIONS
 from ...core.task import ITEMSIZE
 from ...planner.plan import Plan
-from ...planner.strategies.cuda import pipelined, slice_tiles
+from ...planner.strategies.cuda_grid import pipelined, slice_chunks, slice_tiles, streams_tiles
 from ..request import Request
 from .params import (
     CALL_OUTPUTS,
@@ -31,7 +31,8 @@ FILES = ("state", "mail", "operands", "ops", "levels", "slice", "total")
 
 KERNEL_FILES = {
     "row": ("row",), "cluster": ("peers", "cluster"), "grid": ("team", "grid"),
-    "pipeline": ("team", "ring", "pipeline"), "looped": ("looped",),
+    "pipeline": ("team", "ring", "exchange", "pipeline"), "stream": ("team", "ring", "exchange", "stream"),
+    "looped": ("looped",),
 }  # fmt: skip
 """Files of a kernel besides FILES, in the order of inclusion; the last one has the kernel's name."""
 
@@ -55,8 +56,8 @@ def source(request: Request) -> str:
 
 
 def kernel_file(plan: Plan) -> str:
-    """Name of the file of a plan's kernel: that of the strategy, except that `grid` has two kernels."""
-    return "pipeline" if pipelined(plan) else plan.strategy
+    """Name of the file of a plan's kernel: that of the strategy, except that `grid` has three kernels."""
+    return "pipeline" if pipelined(plan) else "stream" if streams_tiles(plan) else plan.strategy
 
 
 def prologue(request: Request) -> str:
@@ -105,6 +106,34 @@ def shared_memory(request: Request) -> int:
     """Bytes of a block's dynamic shared memory: 16 for each chunk of each input that its threads keep there."""
     plan = request.plan
     return plan.threads.shared * 16 * plan.threads.lanes * request.operation.inputs
+
+
+def slice_length(request: Request) -> int:
+    """Chunks of a slice, which a block holds; in the kernels that load through a ring, chunks of a tile."""
+    plan, chunks = request.plan, request.layout.cols // vector(request)
+    if streams_tiles(plan):
+        return plan.blocks.depth * plan.threads.lanes
+    tiles = _held_chunks(request) // plan.blocks.depth if pipelined(plan) else 1
+    return slice_chunks(chunks, plan.splits * tiles)
+
+
+def _held_chunks(request: Request) -> int:
+    """Chunks of a row that a thread holds in registers."""
+    return request.plan.block // (request.plan.threads.lanes * vector(request))
+
+
+CACHE_LINE = 128
+"""Bytes of a cache line."""
+
+
+def _most_in_head(request: Request) -> int:
+    """Columns in the unit of memory in which the body of an unaligned row begins; its head has fewer.
+
+    The unit is a cache line where each thread has at most one column of head and tail, and otherwise a chunk.
+    """
+    itemsize = ITEMSIZE[request.dtypes["x"]]
+    line = CACHE_LINE // itemsize
+    return line if request.plan.vector > 1 and request.plan.threads.lanes >= line + vector(request) else vector(request)
 
 
 DIVISORS = 32
@@ -163,10 +192,11 @@ def _numbers(request: Request) -> dict[str, int]:
         "DIMS": len(request.layout.sizes),
         "VECTOR": vector(request),
         **{f"{name.upper()}_WIDTH": width for name, width in widths(request).items()},
+        "HEAD": _most_in_head(request),
         "THREADS": 32 * plan.warps,
         "RESIDENT": threads.resident,
         "LANES": threads.lanes,
-        "CHUNKS": plan.block // (threads.lanes * vector(request)),
+        "CHUNKS": _held_chunks(request),
         "DEPTH": plan.blocks.depth,
         "STAGES": plan.blocks.stages,
         "SUMS": sums(request),
@@ -222,9 +252,8 @@ def _flags(request: Request) -> dict[str, bool]:
     flags |= {f"CALL_{name.upper()}": name in task.call_outputs for name in CALL_OUTPUTS}
     if plan.strategy == "grid":
         tiles = slice_tiles(columns // vector(request), plan.splits, plan.threads.lanes)
-        in_registers = plan.block // (plan.threads.lanes * vector(request))
         shared = plan.threads.shared
-        flags |= {"SHARED": shared > 0, "STREAMED": tiles > in_registers + shared}
+        flags |= {"SHARED": shared > 0, "STREAMED": tiles > _held_chunks(request) + shared}
     return flags
 
 

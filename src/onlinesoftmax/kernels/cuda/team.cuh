@@ -79,6 +79,12 @@ struct Team {
         return boxes + (int(count % SLOTS) * size + to) * size + from;
     }
 
+    // A word behind all mailboxes, EMPTY like these, for stream.cuh; rows use two such words in turn.
+    __device__ inline unsigned* counter(unsigned count) const {
+        const int64 packets = int64(gridDim.x) * (SLOTS * size * size) * PACKETS;
+        return reinterpret_cast<Packet*>(p.mail)[packets + blockIdx.x].words + count % 2;
+    }
+
     // Sends this block's state to every block of the team; called by N threads with the numbers `lane`.
     template <int N> __device__ inline void send(const State& a, unsigned count, int lane) const {
         // The output may overwrite x.  The block that owns the target column writes it once it has this message, so this

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ..forecast import Propose
-from . import cuda, eager, pallas, triton
+from . import cuda, cuda_grid, eager, pallas, triton
 
 __all__ = ["FOR_JAX", "TABLE", "Propose"]
 
 TABLE: tuple[tuple[str, str, Propose], ...] = (
     ("cuda", "row", cuda.row),
     ("cuda", "cluster", cuda.cluster),
-    ("cuda", "grid", cuda.grid),
+    ("cuda", "grid", cuda_grid.grid),
     ("cuda", "looped", cuda.looped),
     ("triton", "row", triton.row),
     ("triton", "looped", triton.looped),

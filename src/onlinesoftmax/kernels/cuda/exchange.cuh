@@ -1,0 +1,49 @@
+// The warp of a block that does nothing but exchange states with the other blocks of its team, for the kernels of strategy
+// `grid` that load through a ring.
+
+// States in shared memory, between the warps that hold rows and the warp that exchanges states.  Rows use the two slots in
+// turn.
+struct Exchange {
+    State of_warps[2][WARPS], of_row[2];
+    uint64 reduced[2], merged[2];   // barriers: all warps have reduced a row; the state of a row has arrived
+
+    __device__ inline void prepare() {
+        for (int i = 0; i < 2; ++i) prepare_barrier(&reduced[i], WARPS), prepare_barrier(&merged[i], 1);
+    }
+    // Hands over a thread's state of a row.  All threads that hold rows call this for each row, and then `take`.
+    __device__ inline void post(State state, unsigned count) {
+        state = merge_lanes<32>(state);
+        if (threadIdx.x % 32) return;
+        of_warps[count % 2][threadIdx.x / 32] = state;
+        arrive(&reduced[count % 2]);
+    }
+    // Waits for the state of a whole row.
+    __device__ inline State take(unsigned count) {
+        wait_for_phase(&merged[count % 2], count / 2 % 2);
+        return of_row[count % 2];
+    }
+};
+
+// The warp that exchanges states.  It sends the state of a row as soon as the block has reduced the row, even while it
+// waits for messages about the row before: through a busy L2, a message takes several microseconds.
+__device__ inline void exchange_states(const Params& p, const Team& team, Exchange& exchange) {
+    const int lane = threadIdx.x % 32;
+    const unsigned rows = blockIdx.x < p.rows ? unsigned((p.rows - 1 - blockIdx.x) / gridDim.x) + 1 : 0;
+    for (unsigned sent = 0, received = 0; received < rows;) {
+        uint64* const reduced = &exchange.reduced[sent % 2];
+        if (received == sent) wait_for_phase(reduced, sent / 2 % 2);
+        if (sent < rows && __all_sync(~0u, has_ended(reduced, sent / 2 % 2))) {
+            const State state = merge_lanes<32>(lane < WARPS ? exchange.of_warps[sent % 2][lane] : identity());
+            team.send<32>(state, sent++, lane);
+        }
+        State state;
+        if (!__all_sync(~0u, team.receive<32, 5>(state, received, lane))) continue;
+        state = merge_lanes<32>(state);
+        if (lane == 0) {
+            exchange.of_row[received % 2] = state;
+            arrive(&exchange.merged[received % 2]);
+        }
+        ++received;
+    }
+    team.clear<32>(rows, lane);
+}

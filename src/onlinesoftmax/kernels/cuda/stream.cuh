@@ -1,0 +1,197 @@
+// Strategy `grid`, streaming: a team of blocks, resident together, keeps as much of a row on chip as fits, and reads the
+// rest twice.
+//
+// One block:  owns every n-th tile of a row, where n is the number of blocks in the team.  Its last tiles stay on chip:
+//             GROUPS in registers and STAGES in a ring in shared memory (ring.cuh).  The tiles before them are streamed
+//             through the ring.  Two further warps hold no part of a row: one loads tiles, and the other sends and
+//             receives states (exchange.cuh).
+// Chosen:     for rows that do not fit on chip.
+// Bytes:      one write, one read of the tiles that stay on chip, two reads of the streamed ones; L2 serves some of the
+//             second reads, because they begin with the tiles that were read last.
+// Limits:     as those of pipeline.cuh.
+//
+// The streamed tiles of a row are reduced by the blocks that own them, in a fixed order, so that every run gives the same
+// bits.  They are written by any block, because the order of writing changes no bit: a block that has written a tile takes
+// the next one from a counter.  With a fixed share for each block, the fastest blocks finished a fifth earlier than the
+// slowest, since multiprocessors differ in the bandwidth that they get.
+
+// Tiles that a block keeps on chip, and bytes of streamed tiles that are loaded such that L2 keeps them for the second
+// read.  L2 of a Hopper has 50 MB and keeps fewer bytes than it has.
+constexpr int ON_CHIP = GROUPS + STAGES;
+constexpr int IN_L2 = 24 << 20;
+
+// The division of a row into tiles: those from `streamed` on stay on chip.
+struct Tiles {
+    int64 streamed, own;   // streamed tiles of the team and of this block
+    int size, rank;
+
+    __device__ inline Tiles(const Team& team, int64 body) : size(team.size), rank(team.rank) {
+        streamed = max((body + TILE - 1) / TILE - int64(ON_CHIP) * size, int64(0));
+        own = streamed > rank ? (streamed - rank - 1) / size + 1 : 0;
+    }
+    // This block's tile i: first its streamed tiles, then those that it keeps.
+    __device__ inline int64 operator[](int64 i) const { return i * size + rank; }
+};
+
+// A thread's position in a tile.
+struct Position {
+    Cursor at;
+    int64 left;   // chunks from there to the end of the body
+
+    __device__ inline Position(const Params& p, const Row& r, int64 tile)
+        : at(r.chunk(p, tile * TILE + threadIdx.x)), left(r.body - tile * TILE - threadIdx.x) {}
+};
+// The same in a streamed tile, which is never cut short.  As this number is a constant, the compiler leaves out all tests.
+struct StreamedPosition {
+    Cursor at;
+    static constexpr int64 left = TILE;
+
+    __device__ inline StreamedPosition(const Params& p, const Row& r, int64 tile)
+        : at(r.chunk(p, tile * TILE + threadIdx.x)) {}
+};
+
+constexpr int64 NO_TILE = -1;   // stands in the ring after the last tile of a row
+
+// Takes a number from a counter of the team: 0, 1, 2, ...  The counter is EMPTY before a row and after it.
+__device__ inline unsigned take_number(unsigned* counter) { return atomicAdd(counter, 1u) + 1; }
+
+// The loader of the block.  For each row it loads the block's own tiles, and then the tiles that the block is to write.
+__device__ inline void load_rows(const Params& p, const Team& team, const Stages& stages, int64* tile_in) {
+    Loader loader(stages);
+    unsigned count = 0;
+    for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
+        const RowBody body(p, row);
+        const Tiles tiles(team, body.chunks);
+        const int64 oldest_in_l2 = tiles.streamed - IN_L2 / TILE_BYTES / gridDim.x;
+        for (int64 i = 0; i < tiles.own + ON_CHIP; ++i) {
+            loader.wait();
+            if (i < tiles.own && tiles[i] >= oldest_in_l2) loader.load<CachePolicy::LONG>(body, tiles[i] * TILE, TILE);
+            else loader.load<CachePolicy::SHORT>(body, tiles[i] * TILE, TILE);
+        }
+        unsigned* const counter = team.counter(count);
+        for (unsigned number = take_number(counter);;) {
+            loader.wait();
+            if (number >= tiles.streamed) {
+                // Every block gets one such number, and the last one empties the counter.  It is used again after two rows,
+                // which no block begins before it has a message from this one about the row between.
+                if (number == tiles.streamed + team.size - 1) {
+                    put_word(counter, unsigned(EMPTY));
+                    __threadfence();
+                }
+                tile_in[loader.stage] = NO_TILE;
+                loader.load<CachePolicy::SHORT>(body, 0, 0);
+                break;
+            }
+            const int64 tile = tiles.streamed - 1 - number;
+            tile_in[loader.stage] = tile;
+            loader.load<CachePolicy::SHORT>(body, tile * TILE, TILE);
+            // Taken before the next wait, so that the number comes while the loader waits.
+            number = take_number(counter);
+        }
+    }
+}
+
+// The warps that hold rows.
+__device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, Exchange& exchange, const int64* tile_in) {
+    using Tile = Slice<DEPTH, LANES, false, false, CachePolicy::NORMAL, CachePolicy::SHORT>;
+    const Numbers n = numbers(p);
+    const int edge_lane = team.rank ? NO_EDGE : threadIdx.x;
+    Tile held[GROUPS];
+    unsigned count = 0;
+    for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
+        const Row r = row_at(p, row);
+        const Tiles tiles(team, r.body);
+        RowOperands given = row_operands(p, row);
+        Slice<0, LANES, EDGES, false> edges;
+        edges.load_edges(p, r, edge_lane);
+        State state = identity();
+        const auto reduce = [&](Tile& tile, const auto& in) {
+            tile.make_scores(in.at, n, in.left);
+            tile.weigh(p, in.at, in.left);
+            state = extend(state, tile);
+        };
+#pragma unroll 1
+        for (int64 i = 0; i < tiles.own; ++i) {
+            Tile tile;
+            const StreamedPosition in(p, r, tiles[i]);
+            ring.read(p, tile, in.at, in.left);
+            ring.release();
+            ring.advance();
+            reduce(tile, in);
+        }
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+            const Position in(p, r, tiles[tiles.own + g]);
+            ring.read(p, held[g], in.at, in.left);
+            ring.release();
+            ring.advance();
+            reduce(held[g], in);
+        }
+#pragma unroll 1
+        for (int i = GROUPS; i < ON_CHIP; ++i) {
+            Tile tile;
+            const Position in(p, r, tiles[tiles.own + i]);
+            ring.read(p, tile, in.at, in.left);
+            ring.advance();
+            reduce(tile, in);
+        }
+        given.load_target(p, r);
+        edges.make_edge_scores(r, n, edge_lane);
+        edges.weigh_edges(p, r, edge_lane);
+        // The output may overwrite x, so every thread must have read the target column before the state is sent.
+        if constexpr (HAS_TARGET) __threadfence();
+        exchange.post(extend(state, edges), count);
+        state = exchange.take(count);
+
+        if constexpr (WRITES_ROWS) {
+            if (team.rank == 0 && threadIdx.x == 0) ops::write_rows(p, r, row, given, n, state);
+        }
+        const ops::RowConstants constants = ops::row_constants(p, r, given, n, state);
+        edges.write_edges(p, r, n, constants, edge_lane);
+        const auto write = [&](Tile& tile, const auto& in) {
+            tile.make_scores(in.at, n, in.left);
+            tile.write(p, in.at, n, constants, in.left);
+        };
+        // First the tiles in the ring, so that their stages take further loads.
+#pragma unroll 1
+        for (int i = GROUPS; i < ON_CHIP; ++i) {
+            Tile tile;
+            const Position in(p, r, tiles[tiles.own + i]);
+            ring.take(p, tile, in.at, in.left);
+            write(tile, in);
+        }
+#pragma unroll 1
+        for (;;) {
+            ring.wait();
+            const int64 number = tile_in[ring.reduced];
+            Tile tile;
+            const StreamedPosition in(p, r, number);
+            if (number != NO_TILE) ring.read(p, tile, in.at, in.left);
+            ring.release();
+            ring.advance();
+            if (number == NO_TILE) break;
+            write(tile, in);
+        }
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+            const Position in(p, r, tiles[tiles.own + g]);
+            held[g].write(p, in.at, n, constants, in.left);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stream_kernel(const __grid_constant__ Params p) {
+    __shared__ Exchange exchange;
+    __shared__ uint64 barriers[2 * STAGES];
+    __shared__ int64 tile_in[STAGES];   // the tile in each stage, where it is one that the block is to write
+    extern __shared__ Chunk<X, VECTOR> memory[];
+    const Team team(p);
+    const Stages stages(memory, barriers);
+    if (threadIdx.x == 0) stages.prepare(), exchange.prepare();
+    total::count_targets(p);
+    __syncthreads();
+    if (threadIdx.x < LANES) hold_rows(p, team, Ring(stages), exchange, tile_in);
+    else if (threadIdx.x < LANES + 32) exchange_states(p, team, exchange);
+    else if (threadIdx.x == LANES + 32) load_rows(p, team, stages, tile_in);
+    if (team.rank == 0 && (p.rows - 1) % gridDim.x == blockIdx.x) total::add_losses(p, p.rows - 1, p.rows);
+}

@@ -1,0 +1,84 @@
+"""What the CUDA strategies share: chunks of a row, registers of a thread, and blocks of a multiprocessor."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from ...core.device import Device
+from ...core.problem import Problem
+from ..proposal import Blocks, Proposal, Threads, Traffic, unaligned
+from ..quality import quality
+from ..variant import Variant
+
+HELD_REGISTERS = 64
+"""Most registers of a thread for its chunks of a row."""
+
+OTHER_REGISTERS = 32
+"""Registers of a thread for everything but its chunks of a row."""
+
+
+def row_chunks(problem: Problem) -> int:
+    """Most whole chunks that a row can have; an unaligned row also has a head and a tail."""
+    return max(1, problem.cols // problem.vector)
+
+
+def peels(problem: Problem) -> bool:
+    """True where unaligned rows are split into head, body and tail: narrower loads are never as fast here."""
+    return (
+        problem.contiguous and problem.access.peelable and problem.aligned_bytes < 16 and problem.cols >= problem.vector
+    )
+
+
+def chunk_words(problem: Problem, terms: bool = False) -> int:
+    """Registers for a chunk: for everything that is loaded for it, or for the terms or scores that are made of it."""
+    loaded = 4 * problem.inputs + -(-problem.vector * (problem.extra.bias_bytes + problem.extra.masked) // 4)
+    made = problem.vector * (2 if problem.itemsize == 8 else 1)
+    return max(loaded, made) if terms or makes_scores(problem) else loaded
+
+
+def makes_scores(problem: Problem) -> bool:
+    """True where a thread holds scores instead of logits."""
+    return problem.extra.fused and problem.inputs == 1
+
+
+def most_chunks(problem: Problem, threads: int, device: Device, terms: bool = False) -> int:
+    """Most chunks that each thread may hold where a multiprocessor has so many threads."""
+    free = device.registers // threads - other_registers(problem, device)
+    return max(0, min(HELD_REGISTERS, free)) // chunk_words(problem, terms)
+
+
+def choices_of_terms(problem: Problem) -> tuple[bool, ...]:
+    """Choices of keeping terms: always where they take no more registers than the elements; else either may win."""
+    if not problem.declaration.may_keep_terms or not problem.writes_elements:
+        return (False,)
+    return (True,) if chunk_words(problem, True) == chunk_words(problem, False) else (True, False)
+
+
+def other_registers(problem: Problem, device: Device) -> int:
+    """Registers of a thread for everything but its chunks; arithmetic in float64 takes more, and so does a target."""
+    # The sums of a float32 gradient have 64 bits; on Hopper the compiler needs no more registers for them.
+    sums_wide = problem.inputs > 1 and problem.itemsize == 4 and device.compute_capability >= (10, 0)
+    target = 0
+    if problem.declaration.has_target:
+        # The target's column, score and factors; with score options, the numbers of its slope too.
+        target = 16 if problem.extra.fused else 8
+    return OTHER_REGISTERS + target + (56 if problem.itemsize == 8 or sums_wide else 0)
+
+
+def resident_blocks(problem: Problem, threads: int, chunks: int, terms: bool, device: Device) -> int:
+    """Blocks that a multiprocessor can hold with the registers that each thread needs."""
+    blocks = device.registers // (threads * (other_registers(problem, device) + chunks * chunk_words(problem, terms)))
+    return max(1, min(blocks, device.threads // threads, 32))
+
+
+_THREADS = {field.name for field in fields(Threads)}
+
+
+def propose(problem: Problem, strategy: str, reason: str, variant: Variant, **blocks: Any) -> Proposal:
+    """A proposal; `blocks` are attributes of Blocks, Threads and Traffic by name."""
+    peeled = peels(problem)
+    traffic = Traffic(blocks.pop("reads", 1), quality=quality("cuda", strategy), again=blocks.pop("again", 1.0))
+    threads = Threads(**{name: blocks.pop(name) for name in _THREADS & blocks.keys()})
+    kept = Blocks(**blocks, vector=problem.vector if peeled else 1)
+    return Proposal("cuda", strategy, reason + unaligned(peeled), kept, threads, traffic, variant)
