@@ -223,10 +223,11 @@ def cross_entropy(
     losses = _LOSSES.get(type(input)) or _find_losses("cross_entropy", type(input))
     by_default = backend is None and strategy is None and not batch_invariant
     settings = _LOSS_SETTINGS if by_default else Settings(1, None, False, Choice(backend, strategy, batch_invariant))
-    loss = losses.Loss(settings, ignore_index, reduction, label_smoothing, z_loss, scores, inplace_backward)
+    # The fields of `Loss`, which a usual call does not take the time to make.
+    fields = (settings, ignore_index, reduction, label_smoothing, z_loss, scores, inplace_backward)
     if check:
-        losses.check_targets(input, target, weight, loss)
-    return losses.cross_entropy(input, target, weight, loss, return_stats)
+        losses.check_targets(input, target, weight, losses.Loss(*fields))
+    return losses.cross_entropy(input, target, weight, fields, return_stats)
 
 
 def token_logprobs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.planner import measured as measured_tables
 from onlinesoftmax.planner.measured import KEPT, Cell, Table, Timing, key_of
 from onlinesoftmax.planner.strategies.cuda_grid import SPECIAL_WARPS, pipelined
 from onlinesoftmax.planner.variant import Variant
@@ -114,7 +116,7 @@ class _Clock:
     def __init__(self, *_: Any) -> None:
         pass
 
-    def on_end(self, calls: Sequence[Any], rounds: int) -> list[float]:
+    def on_end(self, calls: Sequence[Any], rounds: int, clean: bool) -> list[float]:
         return [10.0 + i for i, _ in enumerate(calls)]
 
 
@@ -148,7 +150,8 @@ SMALL = [
 def measured(table: Table, backends: tuple[str, ...], minutes: float | None = None) -> Table:
     import torch
 
-    for step in tune.tune(torch.device("cpu"), H200, SMALL, table, backends, minutes):
+    left = tune.left_of(table, SMALL, backends)
+    for step in tune.tune(torch.device("cpu"), H200, left, table, minutes):
         table = step.table
     return table
 
@@ -178,6 +181,163 @@ def test_what_is_measured_is_not_measured_again(no_gpu: None) -> None:
     assert not tune.left_of(both, SMALL, ("cuda", "triton"))
     for key, [cell] in both.cells.items():
         assert [t for t in cell.timings if t.backend == "cuda"] == list(table.cells[key][0].timings)
+
+
+def test_new_times_replace_those_of_the_same_shape(no_gpu: None) -> None:
+    import torch
+
+    key = key_of_shape(SMALL[0])
+    slow = Timing("cuda", "row", Variant(threads=128, lanes=32, depth=1), 1e6)
+    other, older = Cell(9, 256, (slow,)), Cell(SMALL[0].rows, SMALL[0].cols, (slow,), ("cuda", "triton"))
+    table = Table(H200.name, "a test", 4270.0, {key: [older, other]})
+    left = tune.left_of(None, SMALL[:1], ["cuda"])
+    [step] = tune.tune(torch.device("cpu"), H200, left, table)
+    new, kept = step.table.cells[key]
+    assert kept == other
+    assert new.backends == ("cuda", "triton")
+    assert new.timings
+    assert slow not in new.timings
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_every_tensor_of_elements_has_memory_of_its_own(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, shape: grid.Shape
+) -> None:
+    import torch
+
+    ran: list[dict[str, Any]] = []
+
+    def prepare(request: Request) -> Any:
+        return lambda x, first, more: ran.append({"x": x, request.task.outputs[0]: first, **more})
+
+    monkeypatch.setattr(registry, "load", lambda name: SimpleNamespace(prepare=prepare))
+    tuner = tune.Tuner(torch.device("cpu"), grid.input_bytes(shape))
+    tuner.cell(shape, grid.proposals(shape, H200))
+    sizes = (shape.rows, shape.cols)
+    nbytes = grid.input_bytes(shape)
+    task = grid.task(shape)
+    for tensors in ran:
+        starts = sorted(t.data_ptr() for t in tensors.values() if t.shape == sizes)
+        assert len(starts) == task.operation.inputs + task.writes_elements
+        assert all(b - a >= nbytes for a, b in pairwise(starts))
+        assert {str(tensors["x"].dtype)} == {f"torch.{shape.dtype}"}
+    assert ran
+
+
+def test_operations_that_only_read_are_timed_without_dirty_lines(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    asked: list[bool] = []
+
+    class Clock(_Clock):
+        def on_end(self, calls: Sequence[Any], rounds: int, clean: bool) -> list[float]:
+            asked.append(clean)
+            return super().on_end(calls, rounds, clean)
+
+    monkeypatch.setattr(tune, "CudaClock", Clock)
+    for shape, clean in ((SMALL[0], False), (grid.Shape("logsumexp", "float32", 16, 1024), True)):
+        asked.clear()
+        tune.Tuner(torch.device("cpu"), grid.input_bytes(shape)).cell(shape, grid.proposals(shape, H200))
+        assert set(asked) == {clean}
+
+
+def test_long_rows_are_measured_in_large_inputs_too() -> None:
+    """The losses and gradients of the records have 2^28 bytes of logits and more."""
+    shapes = grid.shapes()
+    for operation, outputs, cols in [
+        ("cross_entropy", ("loss", "y"), 128256),
+        ("cross_entropy", ("loss", "y"), 50257),
+        ("softmax_backward", (), 262144),
+        ("logsumexp", (), 151936),
+    ]:
+        sizes = [
+            grid.input_bytes(shape)
+            for shape in shapes
+            if (shape.operation, shape.outputs, shape.cols) == (operation, outputs, cols)
+        ]
+        assert min(sizes) < grid.FULL_BYTES + 1
+        assert max(sizes) > 0.99 * grid.LARGE_BYTES
+
+
+def test_a_part_of_the_grid_is_chosen() -> None:
+    shapes = grid.shapes()
+    chosen = grid.Choice(["cross_entropy"], ["y", "loss"], ["bfloat16"], [128256, 50257]).of(shapes)
+    assert {shape[:2] for shape in chosen} == {("cross_entropy", "bfloat16")}
+    assert {shape.outputs for shape in chosen} == {("loss", "y")}
+    assert {shape.cols for shape in chosen} == {128256, 50257}
+    assert set(chosen) < set(shapes)
+    assert grid.Choice().of(shapes) == shapes
+    sizes = grid.Choice(["logsumexp", "softmax"], sizes=[(8192, 8192), (3, 5)]).of(shapes)
+    assert sorted(sizes) == sorted(
+        grid.Shape(name, dtype, rows, cols)
+        for name in ("logsumexp", "softmax")
+        for dtype in ("bfloat16", "float32")
+        for rows, cols in ((8192, 8192), (3, 5))
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--op", "softmaxx"], "unknown operation 'softmaxx'; there are: softmax, "),
+        (["--op", "softmax", "--outputs", "loss,y"], "unknown outputs 'loss,y'; there are: y"),
+        (["--dtype", "float64"], "unknown dtype 'float64'; there are: bfloat16, float32"),
+        (["--op", "cross_entropy", "--cols", "9"], "unknown number of columns '9'"),
+        (["--shape", "8x8x8"], "rows and columns are measured"),
+        (["--shape", "eight"], "shape 'eight'"),
+        (["--shape", "8x8", "--cols", "1000"], "leave one of them out"),
+        (["--quick", "--op", "softmax"], "--quick has six shapes of its own"),
+        (["--resume", "--replace"], "leave one of them out"),
+    ],
+)
+def test_a_choice_that_cannot_be_made_is_an_error(options: list[str], reason: str) -> None:
+    result = CliRunner().invoke(build(), ["tune", *options])
+    assert result.exit_code == 2
+    assert reason in " ".join(result.stderr.split())
+
+
+@pytest.fixture
+def tune_command(no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The command without a GPU; the cache folder of the run."""
+    import torch
+
+    from onlinesoftmax.cli import tune as command
+    from onlinesoftmax.core import cache
+    from onlinesoftmax.torch import device
+
+    monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(command, "_backends", lambda asked: ["cuda"])
+    monkeypatch.setattr(command, "torch_device", lambda text: torch.device("cuda", 0))
+    monkeypatch.setattr(device, "from_torch", lambda kind, index: H200)
+    monkeypatch.setattr("onlinesoftmax.bench.record.record", lambda *_: {"git": {"commit": "0"}, "date": "today"})
+    cpu = torch.device("cpu")
+    made = tune.Tuner
+    monkeypatch.setattr(tune, "Tuner", lambda where, largest: made(cpu, largest))
+    return tmp_path
+
+
+def test_a_table_of_few_shapes_does_not_hide_the_package_s(tune_command: Path) -> None:
+    asked = ["tune", "--op", "softmax", "--shape", "64x256", "--dtype", "float32"]
+    refused = CliRunner().invoke(build(), asked)
+    assert refused.exit_code == 2
+    assert "--replace" in refused.stderr
+    assert not list(tune_command.iterdir())
+
+
+def test_a_part_is_replaced_in_the_table_of_the_package(tune_command: Path) -> None:
+    package = json.loads((Path(measured_tables.__file__).parent / "tables" / "nvidia-h200.json").read_text())
+    asked = ["tune", "--op", "cross_entropy", "--outputs", "loss,y", "--shape", "64x4096", "--dtype", "float32"]
+    result = CliRunner().invoke(build(), [*asked, "--replace", "--json"])
+    assert result.exit_code == 0, result.output
+    path = Path(json.loads(result.stdout)["table"])
+    assert path.parent == tune_command
+    table, before = Table.from_json(json.loads(path.read_text())), Table.from_json(package)
+    key = key_of_shape(grid.Shape("cross_entropy", "float32", 64, 4096, ("loss", "y")))
+    assert table.cells.keys() == before.cells.keys()
+    for other, cells in before.cells.items():
+        assert table.cells[other][: len(cells)] == cells
+        assert [(cell.rows, cell.cols) for cell in table.cells[other][len(cells) :]] == [(64, 4096)] * (other == key)
+    assert table.source.startswith(before.source)
 
 
 def test_no_shape_is_begun_when_the_time_is_over(no_gpu: None) -> None:

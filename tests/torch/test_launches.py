@@ -46,6 +46,54 @@ def test_same_bits_as_the_general_path(operation: str, start: int) -> None:
     assert len(launches.LAUNCHES) == 2
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_recorded_calls_have_the_gradient_of_the_general_path(operation: str, dtype: torch.dtype, dim: int) -> None:
+    x = outliers(4 * 33, dtype=dtype, device=DEVICE).view(4, 33).requires_grad_()
+    call = OPERATIONS[operation]
+    for more in ({}, {"keepdim": True}) if operation == "logsumexp" else ({},):
+        general = call(x, dim, dtype=dtype, **more, **HOW)
+        dy = torch.randn_like(general)
+        (gradient,) = torch.autograd.grad(general, x, dy)
+        before = len(launches.LAUNCHES)
+        for _ in range(2):
+            usual = call(x, dim, **more, **HOW)
+            assert torch.equal(usual, general)
+            assert torch.equal(torch.autograd.grad(usual, x, dy)[0], gradient)
+        assert len(launches.LAUNCHES) == before + 1
+        with torch.no_grad():
+            assert torch.equal(call(x, dim, **more, **HOW), general)
+        assert len(launches.LAUNCHES) == before + 2
+
+
+def test_the_gradient_of_a_recorded_logsumexp_is_differentiated() -> None:
+    x = torch.randn(3, 5, device=DEVICE, requires_grad=True)
+    (gradient,) = torch.autograd.grad(osm.logsumexp(x, 1, **HOW).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient[:, 0].sum(), x)
+    y = torch.softmax(x.detach(), 1)
+    expected = -y[:, :1] * y
+    expected[:, 0] += y[:, 0]
+    torch.testing.assert_close(second, expected)
+
+
+@pytest.mark.parametrize("shape", [(33,), (1, 33), (3, 1, 33), (1, 1, 33), (2, 3, 33)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_new_outputs_have_memory_and_usual_strides(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, device=DEVICE, dtype=dtype).transpose(0, -1)
+    for keepdim, recorded in ((False, False), (True, False), (True, True)):
+        call = osm.logsumexp(x.detach().requires_grad_(recorded), 0, keepdim, **HOW)
+        again = osm.logsumexp(x.detach().requires_grad_(recorded), 0, keepdim, **HOW)
+        expected = torch.logsumexp(x, 0, keepdim)
+        for y in (call, again):
+            assert y.stride() == torch.empty(expected.shape).stride()
+            torch.testing.assert_close(y, expected)
+        assert call.data_ptr() != again.data_ptr()
+    y = osm.softmax(x, 0, **HOW)
+    assert y.is_contiguous()
+    torch.testing.assert_close(y, torch.softmax(x, 0))
+
+
 def test_settings_are_part_of_the_key() -> None:
     x = torch.randn(6, 6, device=DEVICE)
     for dim in (0, 1):

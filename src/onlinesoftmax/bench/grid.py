@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from ..kernels.request import Request
 from ..planner import strategies
 from ..planner.measured import stand_in
 from ..planner.plan import Plan, priced
+from .cases import known
 
 FULL_BYTES = 1 << 27
 """Bytes of a full input: at least twice the L2 of the measured GPUs, so that the data come from memory."""
@@ -28,10 +30,10 @@ CLASSES = (1000, 32000, 50256, 128256, 151936, 201088, 256000)
 rows, 50256 is the vocabulary of GPT-2."""
 
 LARGE_BYTES = 1 << 30
-"""Bytes of a large input of long rows, for operations whose only outputs are numbers per row.
+"""Bytes of a large input of long rows.
 
-For these operations, one block per row is the best plan only if there are many rows; with few rows, several blocks
-share each row.
+A full input has so few long rows that the last of them leave many multiprocessors idle, more or fewer with each plan.
+With many rows, the plan with the fastest blocks wins: for operations that write no elements, often one block per row.
 """
 
 LONG = 32000
@@ -89,16 +91,61 @@ def shapes(quick: bool = False) -> list[Shape]:
                     few += [Shape(operation, dtype, some, cols) for some in FEW_ROWS if 4 * some <= rows]
     more_full, more_unaligned, more_few = _with_targets()
     full += more_full
-    return [*full, *_large(full), *unaligned, *more_unaligned, *few, *more_few]
+    unaligned += more_unaligned
+    return [*full, *_large(full), *unaligned, *_large(unaligned), *few, *more_few]
 
 
 def _large(full: list[Shape]) -> list[Shape]:
-    """The large inputs of long rows, for operations that write no elements."""
+    """The large inputs of long rows."""
     return [
-        shape._replace(rows=shape.rows * (LARGE_BYTES // FULL_BYTES))
-        for shape in full
-        if LONG <= shape.cols <= SHORT and not task(shape).writes_elements
+        shape._replace(rows=shape.rows * (LARGE_BYTES // FULL_BYTES)) for shape in full if LONG <= shape.cols <= SHORT
     ]
+
+
+class Choice(NamedTuple):
+    """The part of the grid that a run measures; an empty field chooses everything.
+
+    Attributes:
+        operations: Names of operations.
+        outputs: Names of the outputs that a call writes, in any order: ("loss", "y") is a loss with its gradient.
+        dtypes: Names of dtypes.
+        cols: Lengths of rows.
+        sizes: (rows, cols) to measure instead of the shapes of the grid.
+    """
+
+    operations: Sequence[str] = ()
+    outputs: Sequence[str] = ()
+    dtypes: Sequence[str] = ()
+    cols: Sequence[int] = ()
+    sizes: Sequence[tuple[int, int]] = ()
+
+    def of(self, grid: list[Shape]) -> list[Shape]:
+        """The shapes of a grid that are chosen.
+
+        Raises:
+            ValueError: the grid has no such operation, outputs, dtype or length; the message lists those that it has.
+
+        Example:
+            >>> choice = Choice(["cross_entropy"], ["loss", "y"], ["bfloat16"], sizes=[(8192, 128256)])
+            >>> choice.of(shapes())
+            [Shape(operation='cross_entropy', dtype='bfloat16', rows=8192, cols=128256, outputs=('loss', 'y'))]
+        """
+        found = _with("operation", self.operations, grid, lambda shape: shape.operation)
+        wanted = [",".join(sorted(self.outputs))] if self.outputs else []
+        found = _with("outputs", wanted, found, lambda shape: ",".join(sorted(task(shape).outputs)))
+        found = _with("dtype", self.dtypes, found, lambda shape: shape.dtype)
+        if self.sizes:
+            found = [shape._replace(rows=rows, cols=cols) for shape in found for rows, cols in self.sizes]
+        lengths = [str(cols) for cols in self.cols]
+        return list(dict.fromkeys(_with("number of columns", lengths, found, lambda shape: str(shape.cols))))
+
+
+def _with(what: str, wanted: Sequence[str], grid: list[Shape], get: Callable[[Shape], str]) -> list[Shape]:
+    """The shapes of a grid with one of the wanted values; all of them if there is none."""
+    if not wanted:
+        return grid
+    known(what, wanted, dict.fromkeys(map(get, grid)))
+    return [shape for shape in grid if get(shape) in wanted]
 
 
 def _with_targets() -> tuple[list[Shape], list[Shape], list[Shape]]:
@@ -128,6 +175,11 @@ def _forms(operation: Operation) -> list[tuple[str, ...]]:
     kept = () if operation.backward else operation.kept_outputs
     elements = tuple(output.name for output in operation.outputs if output.kind == "element")
     return [kept, *([(*operation.always, *elements)] if operation.per_row and elements else [])]
+
+
+def input_bytes(shape: Shape) -> int:
+    """Bytes of the input of a shape."""
+    return shape.rows * shape.cols * ITEMSIZE[shape.dtype]
 
 
 def task(shape: Shape) -> Task:

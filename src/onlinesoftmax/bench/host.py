@@ -118,7 +118,7 @@ def _add_bare_launch(calls: Calls, ours: Explanation, x: Any) -> str | None:
     request = Request(ours.task, ours.plan)
     try:
         x = x.reshape(request.layout.rows, request.layout.cols)
-        first, more = operand_tensors(request, x, torch.empty_like(x))
+        first, more = operand_tensors(request, [x] * request.operation.inputs, torch.empty_like(x))
         launch = registry.load(ours.plan.backend).prepare(request)
         launch(x, first, more)
     except Exception as error:  # the call that a user makes was checked; its launch alone is an extra

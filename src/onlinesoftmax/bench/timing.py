@@ -161,8 +161,10 @@ class CudaClock:
             self._cuda.synchronize(self._device)
         return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
-    def on_end(self, calls: Sequence[Call], rounds: int) -> list[float]:
+    def on_end(self, calls: Sequence[Call], rounds: int, clean: bool = False) -> list[float]:
         """Medians of `rounds` samples of every call, each call repeated without others between.
+
+        With `clean`, the L2 cache is left without dirty lines before each call, as for calls that only read.
 
         The first call does not count: its machine code comes from memory, which takes longer than the kernel itself
         for small shapes.
@@ -175,7 +177,7 @@ class CudaClock:
                 for call, found in zip(calls, events, strict=True):
                     call()
                     for _ in range(count):
-                        found.append(self._timed(call))
+                        found.append(self._timed(call, clean=clean))
             self._cuda.synchronize(self._device)
         return [statistics.median(1e3 * start.elapsed_time(end) for start, end in found) for found in events]
 

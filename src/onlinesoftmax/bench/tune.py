@@ -11,12 +11,14 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from ..core.device import Device
+from ..core.operations import OPERATIONS
 from ..core.problem import Problem
+from ..core.task import ITEMSIZE
 from ..kernels import registry
 from ..kernels.request import Request
 from ..planner.measured import KEPT, Cell, Key, Table, Timing, key_of
 from ..planner.plan import Plan
-from .grid import Shape, can_measure, proposals, task
+from .grid import Shape, can_measure, input_bytes, proposals, task
 from .timing import CudaClock
 
 BACKENDS = ("cuda", "triton", "pallas")
@@ -50,23 +52,30 @@ def _compile(request: Request, arch: str) -> None:
 
     sizes = (request.layout.rows, request.layout.cols)
     x = torch.empty(sizes, dtype=getattr(torch, request.dtypes["x"]), device="cuda")
-    first, more = operand_tensors(request, x, x)
+    first, more = operand_tensors(request, [x] * request.operation.inputs, x)
     try:
         registry.load(request.plan.backend).prepare(request)(x, first, more)
     except Exception:  # the process that measures meets the same and says so
         return
 
 
-def operand_tensors(request: Request, x: Any, y: Any) -> tuple[Any, dict[str, Any]]:
-    """(the first output, every other operand and output by name): x and y stand for those with a value per element."""
+def operand_tensors(request: Request, inputs: Sequence[Any], y: Any) -> tuple[Any, dict[str, Any]]:
+    """(the first output, every other operand and output by name).
+
+    Args:
+        request: The call without its data.
+        inputs: A tensor for each of the operation's `element_operands`, the input first.
+        y: The output with a value per element.
+    """
     import torch
 
+    x, elements = inputs[0], iter(inputs[1:])
     found: dict[str, Any] = {}
     for operand in request.operation.operands[1:]:
         if not request.has(operand.name):
             continue
         if operand.kind == "element":
-            found[operand.name] = x
+            found[operand.name] = next(elements)
         elif operand.dtype == "integer":
             found[operand.name] = torch.randint(x.shape[1], (x.shape[0], 1), device=x.device)
         else:
@@ -120,9 +129,12 @@ class Compiler:
 class Tuner:
     """Times proposals on one device, in memory that is allocated once.
 
+    Every tensor with a value per element has memory of its own, as in a call: a kernel that read one tensor as two
+    operands would find the second one in a cache.
+
     Args:
         device: A torch device.
-        largest: Elements of the largest input.
+        largest: Bytes of the largest input.
 
     Attributes:
         refused: Reasons of proposals that their compiler or the driver refused, by backend, strategy and variant.
@@ -135,24 +147,24 @@ class Tuner:
         clock = CudaClock(device)
         self._clocks = {"cuda": clock, "triton": clock}
         self._device = device
-        self._x = torch.randn(largest, device=device)
-        self._y = torch.empty_like(self._x)
+        self._largest = largest
+        self._buffers: list[Any] = []
         self.refused: dict[tuple[str, str, str], str] = {}
 
     def cell(self, shape: Shape, options: Sequence[Request]) -> tuple[Key, Cell]:
         """The proposals of a shape that are at most KEPT times as slow as the fastest of their backend."""
-        x, y = self._tensors(shape)
+        y, *inputs = self._tensors(shape)
         timings: list[Timing] = []
         backends = tuple(dict.fromkeys(option.plan.backend for option in options))
         for backend in backends:
-            calls = self._calls([option for option in options if option.plan.backend == backend], x, y)
+            calls = self._calls([option for option in options if option.plan.backend == backend], inputs, y)
             if not calls:
                 raise RuntimeError(f"{backend} refused every proposal for {shape}: {self.refused}")
-            timings += self._timings(backend, calls)
+            timings += self._timings(backend, calls, not task(shape).writes_elements)
         timings.sort(key=lambda timing: timing.us)
         return key_of(Problem.of(task(shape))), Cell(shape.rows, shape.cols, tuple(timings), backends)
 
-    def _calls(self, options: list[Request], x: Any, y: Any) -> list[tuple[list[Plan], Callable[[], Any]]]:
+    def _calls(self, options: list[Request], inputs: list[Any], y: Any) -> list[tuple[list[Plan], Callable[[], Any]]]:
         """Plans with the call that runs them; plans of the same blocks share a call."""
         same: dict[Any, list[Request]] = {}
         for option in options:
@@ -162,7 +174,7 @@ class Tuner:
         for requests in same.values():
             plans = [request.plan for request in requests]
             try:
-                found.append((plans, self._call(requests[0], x, y)))
+                found.append((plans, self._call(requests[0], inputs, y)))
             except Exception as error:
                 if plans[0].backend == "cuda":
                     raise
@@ -171,19 +183,20 @@ class Tuner:
                 self.refused[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return found
 
-    def _timings(self, backend: str, calls: list[tuple[list[Plan], Callable[[], Any]]]) -> list[Timing]:
-        """Microseconds of the variants of a backend, as far as they are kept."""
+    def _timings(self, backend: str, calls: list[tuple[list[Plan], Callable[[], Any]]], clean: bool) -> list[Timing]:
+        """Microseconds of the variants of a backend, as far as they are kept; `clean` as `CudaClock.on_end` has it."""
         clock = self._clock(backend)
         # One round shows which calls are worth more.
-        rough = clock.on_end([call for _, call in calls], 1)
+        rough = clock.on_end([call for _, call in calls], 1, clean)
         rest = [pair for pair, us in zip(calls, rough, strict=True) if us <= KEPT * min(rough)]
-        fine = clock.on_end([call for _, call in rest], 9)
+        fine = clock.on_end([call for _, call in rest], 9, clean)
         # Calls that may be the fastest of their strategy run often enough to show it.
         fastest: dict[str, float] = {}
         for (plans, _), us in zip(rest, fine, strict=True):
             fastest[plans[0].strategy] = min(us, fastest.get(plans[0].strategy, us))
         close = [us <= CLOSE * fastest[plans[0].strategy] for (plans, _), us in zip(rest, fine, strict=True)]
-        final = iter(clock.on_end([call for (_, call), is_close in zip(rest, close, strict=True) if is_close], 31))
+        often = [call for (_, call), is_close in zip(rest, close, strict=True) if is_close]
+        final = iter(clock.on_end(often, 31, clean))
         found = []
         for (plans, _), us, is_close in zip(rest, fine, close, strict=True):
             best = next(final) if is_close else us
@@ -197,24 +210,28 @@ class Tuner:
             self._clocks[backend] = CudaClock(self._device, OursInJax.flushes)
         return self._clocks[backend]
 
-    def _tensors(self, shape: Shape) -> tuple[Any, Any]:
+    def _tensors(self, shape: Shape) -> list[Any]:
+        """The output with a value per element, then the inputs, each in a buffer of its own."""
         dtype = getattr(self._torch, shape.dtype)
-        count = shape.rows * shape.cols
-        x, y = (t.view(dtype)[:count].view(shape.rows, shape.cols) for t in (self._x, self._y))
-        if dtype != self._x.dtype:
+        count, tensors = shape.rows * shape.cols, 1 + OPERATIONS[shape.operation].inputs
+        while len(self._buffers) < tensors:
+            self._buffers.append(self._torch.randn(self._largest // ITEMSIZE["float32"], device=self._device))
+        found = [t.view(dtype)[:count].view(shape.rows, shape.cols) for t in self._buffers[:tensors]]
+        if dtype != self._torch.float32:
             # Bits of float32 numbers would be large and small in turns.
-            x.copy_(self._torch.randn_like(x))
-        return x, y
+            for t in found[1:]:
+                t.normal_()
+        return found
 
-    def _call(self, option: Request, x: Any, y: Any) -> Callable[[], Any]:
-        first, more = operand_tensors(option, x, y)
+    def _call(self, option: Request, inputs: list[Any], y: Any) -> Callable[[], Any]:
         if option.plan.backend == "pallas":
-            call = _in_jax(option, [x, *(more[name] for name in option.operation.element_operands[1:])])
+            call = _in_jax(option, inputs)
         else:
+            first, more = operand_tensors(option, inputs, y)
             run = registry.load(option.plan.backend).prepare(option)
 
             def call() -> None:
-                run(x, first, more)
+                run(inputs[0], first, more)
 
         call()
         return call
@@ -242,28 +259,26 @@ class Progress(NamedTuple):
 
 
 def tune(
-    device: Any, machine: Device, todo: list[Shape], begun: Table, backends: Sequence[str] = ("cuda",),
-    minutes: float | None = None,
-) -> Iterator[Progress]:  # fmt: skip
+    device: Any, machine: Device, left: list[tuple[Shape, list[str]]], begun: Table, minutes: float | None = None
+) -> Iterator[Progress]:
     """The table after every shape.
 
     Args:
         device: A torch device with CUDA.
         machine: The same, as the planner sees it.
-        todo: The shapes, in the order in which they are measured.
-        begun: A table of this device, empty or from an interrupted run: what it has of a backend is not measured again.
-        backends: Backends to measure.
+        left: The shapes, in the order in which they are measured, each with the backends to measure (`left_of`).
+        begun: A table of this device, empty or from an earlier run.  New times replace those of the same shape and
+            backend; all others stay.
         minutes: Minutes after which no other shape is begun.
 
     Raises:
         RuntimeError: a kernel of `cuda` does not compile or cannot be launched.
     """
     start = perf_counter()
-    left = left_of(begun, todo, backends)
     if not left:
         return
     table, compiler = begun, Compiler(machine.arch)
-    tuner = Tuner(device, max(shape.rows * shape.cols for shape, _ in left))
+    tuner = Tuner(device, max(input_bytes(shape) for shape, _ in left))
     try:
         for i in range(0, len(left), BATCH):
             batch = {
@@ -288,14 +303,14 @@ def _over(start: float, minutes: float | None) -> bool:
     return minutes is not None and perf_counter() - start > 60 * minutes
 
 
-def left_of(table: Table, todo: list[Shape], backends: Sequence[str]) -> list[tuple[Shape, list[str]]]:
-    """The shapes that a table does not have of all backends, with the backends that are missing."""
+def left_of(table: Table | None, todo: list[Shape], backends: Sequence[str]) -> list[tuple[Shape, list[str]]]:
+    """The shapes that a table does not have of all backends, with the backends that are missing; all without one."""
     return [(shape, names) for shape in todo if (names := _unmeasured(table, shape, backends))]
 
 
-def _unmeasured(table: Table, shape: Shape, backends: Sequence[str]) -> list[str]:
+def _unmeasured(table: Table | None, shape: Shape, backends: Sequence[str]) -> list[str]:
     """The backends that a table does not have for a shape."""
-    cells = table.cells.get(key_of(Problem.of(task(shape))), [])
+    cells = table.cells.get(key_of(Problem.of(task(shape))), []) if table else []
     done = {name for cell in cells if (cell.rows, cell.cols) == (shape.rows, shape.cols) for name in cell.backends}
     return [name for name in backends if name not in done and can_measure(name, shape)]
 

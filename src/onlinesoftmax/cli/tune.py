@@ -6,14 +6,17 @@ import json
 from collections import Counter
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from . import output
 from .bench import torch_device
+from .benchmarks import split_names
 
 if TYPE_CHECKING:
+    from ..bench.grid import Shape
+    from ..core.device import Device
     from ..planner.measured import Table
 
 WRITE_SECONDS = 5
@@ -22,6 +25,19 @@ WRITE_SECONDS = 5
 
 def tune(
     quick: bool = typer.Option(False, "--quick", help="Six shapes instead of all: to see that it works."),
+    op: list[str] = typer.Option(
+        [], help="Measure this operation: softmax, softmax_backward, logsumexp or one with a target; repeat for more."
+    ),
+    outputs: str = typer.Option(
+        "",
+        help="Measure the calls that write these outputs, with commas between them: loss,y for a loss that writes its "
+        "gradient too.",
+    ),
+    cols: list[int] = typer.Option([], min=1, help="Measure rows of this length of the grid; repeat for more."),
+    shape: list[str] = typer.Option(
+        [], help="Measure this shape instead of the grid's, as 8192x128256; repeat for more."
+    ),
+    dtype: list[str] = typer.Option([], help="Measure this dtype: bfloat16 or float32; repeat for more."),
     backend: list[str] = typer.Option(
         [], "--backend", help="Measure this backend: cuda, triton or pallas; repeatable.  By default cuda and triton."
     ),
@@ -36,6 +52,12 @@ def tune(
         None, help="The commit to record, where the sources were copied without their history."
     ),
     resume: bool = typer.Option(False, "--resume", help="Keep what an interrupted run has left in the file."),
+    replace: bool = typer.Option(
+        False,
+        "--replace",
+        help="Measure again, and replace the times in the file; times of other shapes and backends stay.  Where there "
+        "is no file yet, they replace those of the package's table of this GPU.",
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print what was done as one JSON document."),
 ) -> None:
     """Time the proposals of every strategy over a grid of shapes, and keep the fast ones.
@@ -44,25 +66,66 @@ def tune(
     minutes of the GPU, and all cores to compile; the shapes that matter most come first.  Tables of some GPUs come
     with the package; yours is read first.
 
-    Example: onlinesoftmax tune --minutes 10
-    """
+    --op, --outputs, --cols, --shape and --dtype measure a part of the grid.  With --replace, the times of that part
+    take the place of the old ones in a table.
+
+    \b
+    Examples:
+      onlinesoftmax tune --minutes 10
+      onlinesoftmax tune --op cross_entropy --outputs loss,y --shape 8192x128256 --replace
+    """  # noqa: D301  \b is typer's mark for lines that it does not wrap
+    from ..bench.tune import left_of
     from ..core.cache import cache_folder
     from ..planner.measured import slug
     from ..torch.device import from_torch
 
+    todo, some = _todo(quick, op, outputs, cols, shape, dtype)
+    if resume and replace:
+        output.fail("--resume keeps times that --replace measures again; leave one of them out")
     backends = _backends(backend)
     where = torch_device(device or "cuda")
     if where.type != "cuda":
         output.fail(f"--device {device}: only a GPU can be tuned for")
     machine = from_torch("cuda", where.index)
-    if quick and out is None:
-        output.fail("--quick makes a table that is too small to plan with; name a file for it with --out")
     path = out or cache_folder() / f"{slug(machine.name)}.json"
     if path.is_dir():
         output.fail(f"--out {path} is a folder; name a file")
-    begun = _begun(path, machine.name) if resume else None
-    table, left, refused = _measure(_Run(where, machine, tuple(backends), minutes, quick), commit, path, begun)
-    _report(table, path, left, refused, as_json)
+    begun = _begun(path, machine.name) if resume or replace else None
+    if replace and begun is None:
+        begun = _planned_with(machine)
+    if some and out is None and begun is None:
+        output.fail(
+            "a table of these shapes alone is too small to plan with; name a file for it with --out, or put their "
+            "times into this GPU's table with --replace"
+        )
+    left = left_of(None if replace else begun, todo, backends)
+    table, count, refused = _measure(_Run(where, machine, left, minutes), commit, path, begun)
+    _report(table, path, (count, not replace), refused, as_json)
+
+
+def _todo(
+    quick: bool, op: list[str], outputs: str, cols: list[int], shape: list[str], dtype: list[str]
+) -> tuple[list[Shape], bool]:
+    """(the shapes to measure, True where they are a part of the grid); ends the program where there are none."""
+    from ..bench.cases import parse_shape
+    from ..bench.grid import Choice, shapes
+
+    chosen = [op, outputs, cols, shape, dtype]
+    if quick and any(chosen):
+        output.fail("--quick has six shapes of its own; leave --op, --outputs, --cols, --shape and --dtype out")
+    if cols and shape:
+        output.fail("--cols chooses shapes of the grid, which --shape replaces; leave one of them out")
+    sizes = []
+    try:
+        for text in shape:
+            rows, *rest = parse_shape(text)
+            if len(rest) != 1:
+                output.fail(f"--shape {text}: rows and columns are measured, as in 8192x128256")
+            sizes.append((rows, rest[0]))
+        choice = Choice(op, split_names(outputs), dtype, cols, sizes)
+        return choice.of(shapes(quick)), quick or any(chosen)
+    except ValueError as error:
+        output.fail(str(error))
 
 
 def _backends(asked: list[str]) -> list[str]:
@@ -97,30 +160,38 @@ def _begun(path: Path, device: str) -> Table | None:
     return table
 
 
-class _Run:
-    """The shapes to measure, the device, and the time limit."""
+def _planned_with(machine: Device) -> Table | None:
+    """The table of this GPU that the planner reads, mostly that of the package; None where there is none."""
+    from ..planner.measured import table_for
 
-    def __init__(self, where: Any, machine: Any, backends: tuple[str, ...], minutes: float | None, quick: bool) -> None:
-        self.where, self.machine, self.backends, self.minutes, self.quick = where, machine, backends, minutes, quick
+    table = table_for(machine)
+    return table if table and table.device == machine.name and table.every_variant else None
+
+
+class _Run(NamedTuple):
+    """The device, the shapes to measure with their backends, and the time limit in minutes."""
+
+    where: Any
+    machine: Device
+    left: list[tuple[Shape, list[str]]]
+    minutes: float | None
 
 
 def _measure(
     run: _Run, commit: str | None, path: Path, begun: Table | None
 ) -> tuple[Table, int, dict[tuple[str, str, str], str]]:
     """(table, number of shapes that are left, reasons of refused proposals); the table is written as it grows."""
-    from ..bench.grid import shapes
     from ..bench.record import record
-    from ..bench.tune import begin, left_of, tune
+    from ..bench.tune import begin, tune
 
     head = record(run.where, {}, {}, commit)
     table = begin(run.machine, f"commit {head['git']['commit']}, made {head['date']}", begun)
-    todo = shapes(run.quick)
     refused: dict[tuple[str, str, str], str] = {}
-    total = len(left_of(table, todo, run.backends))
+    done, total = 0, len(run.left)
     written = perf_counter()
     with output.progress_bar() as bar:
         task = bar.add_task("measuring", total=total) if bar else None
-        steps = tune(run.where, run.machine, todo, table, run.backends, run.minutes)
+        steps = tune(run.where, run.machine, run.left, table, run.minutes)
         for done, (table, refused) in enumerate(steps, 1):  # noqa: B007  the last ones count
             if perf_counter() - written > WRITE_SECONDS:
                 _write(path, table)
@@ -128,16 +199,20 @@ def _measure(
             if bar and task is not None:
                 bar.update(task, completed=done)
     _write(path, table)
-    return table, len(left_of(table, todo, run.backends)), refused
+    return table, total - done, refused
 
 
-def _report(table: Table, path: Path, left: int, refused: dict[tuple[str, str, str], str], as_json: bool) -> None:
+def _report(
+    table: Table, path: Path, left: tuple[int, bool], refused: dict[tuple[str, str, str], str], as_json: bool
+) -> None:
+    """Tell what was measured; `left` is the number of shapes that were not, and whether --resume continues."""
+    count, continued = left
     cells = [cell for found in table.cells.values() for cell in found]
     first = Counter(f"{cell.timings[0].backend}/{cell.timings[0].strategy}" for cell in cells if cell.timings)
     if as_json:
         output.print_json(
             {
-                "table": str(path), "device": table.device, "shapes": len(cells), "left": left, "fastest": dict(first),
+                "table": str(path), "device": table.device, "shapes": len(cells), "left": count, "fastest": dict(first),
                 "refused": {" ".join(name): reason for name, reason in refused.items()},
             }
         )  # fmt: skip
@@ -146,8 +221,8 @@ def _report(table: Table, path: Path, left: int, refused: dict[tuple[str, str, s
     output.table(("strategy", "shapes"), [(name, str(count)) for name, count in first.most_common()], ("shapes",))
     for name, reason in refused.items():
         output.note(f"refused by the compiler or the driver: {' '.join(name)}: {reason}")
-    if left:
-        output.note(f"{left} shapes are left: tune --resume continues")
+    if count:
+        output.note(f"{count} shapes are left" + (": tune --resume continues" if continued else ", with older times"))
     output.note(f"written to {path}")
 
 

@@ -28,8 +28,15 @@ __all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "token_logp
 Tensor = torch.Tensor
 
 
-def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bool) -> Any:
-    """The loss as a DTensor: a number that every process has, or one loss per row, sharded as the rows are."""
+def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_stats: bool) -> Any:
+    """The loss as a DTensor: a number that every process has, or one loss per row, sharded as the rows are.
+
+    Args:
+        x, target, weight: DTensors; target and weight may be plain tensors.
+        fields: The fields of `Loss`.
+        return_stats: Return the statistics too.
+    """
+    loss = Loss(*fields)
     losses.check_loss(x, target, weight, loss)
     x, layout = laid_out("cross_entropy", x, (1 if x.dim() > 1 else 0,))
     probabilities = target.is_floating_point()

@@ -72,11 +72,12 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, operation: Operation, settings: Settings, launch: Launch | None) -> Tensor:
         ctx.operation, ctx.settings, ctx.dtype = operation, settings, x.dtype
-        if launch is not None:
+        y: Tensor
+        if launch is not None and not launch.keeps_lse:
             y = launch.run(x, None, NOTHING)
             ctx.save_for_backward(y)
             return y
-        y, lse = forward_to_keep(Call(operation, x, settings))
+        y, lse = forward_to_keep(Call(operation, x, settings)) if launch is None else launch.run(x, None, NOTHING)
         if "x" in operation.saved:
             ctx.save_for_backward(x, lse)
         else:
@@ -98,7 +99,7 @@ _apply_plain = super(torch.autograd.Function, _Plain).apply
 
 
 def record(x: Tensor, operation: Operation, launch: Launch) -> Tensor:
-    """The result of a usual call, recorded by autograd; the gradient reads no other output than the result."""
+    """The result of a usual call, recorded by autograd."""
     y: Tensor = _apply_plain(x, operation, launch.settings, launch)
     return y
 

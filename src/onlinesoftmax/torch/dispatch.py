@@ -30,15 +30,16 @@ def run_plain(
         # Tracers other than dynamo pass tensors of another type, so is_dynamo_compiling suffices; is_compiling takes
         # three times as long.
         if type(dim) is int and not torch.compiler.is_dynamo_compiling() and is_usual(x):
-            key = key_of(operation, x, dim, keepdim, out, choice)
+            recorded = x.requires_grad and torch.is_grad_enabled()
+            key = key_of(operation, x, dim, keepdim, out, choice, recorded)
             launch = LAUNCHES.get(key)
             if launch is None and key:
                 call = Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out)
-                launch = launches.add(key, call) if _is_for_kernels(call) else None
+                launch = launches.add(key, call, recorded) if _is_for_kernels(call) else None
             if launch is not None:
-                if not (x.requires_grad and torch.is_grad_enabled()):
+                if not recorded:
                     return launch[0](x, out, NOTHING)
-                if out is None and len(operation.kept_outputs) == 1:
+                if out is None:
                     return autograd.record(x, operation, launch)
     return run(Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out))
 

@@ -52,16 +52,27 @@ class Kept(NamedTuple):
 
 def forward_to_keep(call: Call) -> tuple[Tensor, Tensor | None]:
     """(result, lse): lse is None where the gradient does not read it."""
-    outputs = call.operation.kept_outputs
-    if len(outputs) == 1:
+    if len(call.operation.kept_outputs) == 1:
         return forward(call), None
-    x, dtype = call.x, call.settings.dtype or call.x.dtype
-    if dtype == accumulator_of(x.dtype, dtype):
-        # The result is the logsumexp in the dtype of lse, so a second output is not needed.
+    outputs = outputs_to_keep(call)
+    if len(outputs) == 1:
         y = forward(call)
-        return y, (y.squeeze(call.settings.dim) if call.settings.keepdim and x.dim() else y)
+        return y, lse_of(y, call.settings)
     y, lse = forward(call, outputs)
     return y, lse
+
+
+def outputs_to_keep(call: Call) -> tuple[str, ...]:
+    """Names of the outputs of a call with a gradient: the result, and lse where another tensor has to hold it."""
+    operation, dtype = call.operation, call.settings.dtype or call.x.dtype
+    # In the dtype of lse, the result of logsumexp is lse.
+    same = dtype == accumulator_of(call.x.dtype, dtype)
+    return operation.always if same else operation.kept_outputs
+
+
+def lse_of(y: Tensor, settings: Settings) -> Tensor:
+    """The logsumexp of each row from the result of logsumexp, without the dimension that `keepdim` keeps."""
+    return y.squeeze(settings.dim) if settings.keepdim and y.dim() else y
 
 
 def accumulator_of(dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:

@@ -16,9 +16,10 @@ from torch.autograd import forward_ad
 from ..core.call import NOTHING, Call, Settings
 from ..core.operations import Operation
 from .check import check_out_memory, extent
+from .gradients import lse_of, outputs_to_keep
 from .prepare import kind_of, prepare
 
-Run = Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], torch.Tensor]
+Run = Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]
 
 
 class Launch(NamedTuple):
@@ -27,10 +28,12 @@ class Launch(NamedTuple):
     Attributes:
         run: The function run(x, out, operands).
         settings: Settings of the call.
+        keeps_lse: True where `run` returns (result, lse), because the gradient reads lse.
     """
 
     run: Run
     settings: Settings
+    keeps_lse: bool
 
 
 LAUNCHES: dict[tuple[Any, ...], Launch] = {}
@@ -52,10 +55,10 @@ def is_usual(x: torch.Tensor) -> bool:
 
 
 def key_of(
-    operation: Operation, x: torch.Tensor, dim: int, keepdim: bool, out: Any, choice: tuple[Any, ...]
+    operation: Operation, x: torch.Tensor, dim: int, keepdim: bool, out: Any, choice: tuple[Any, ...], recorded: bool
 ) -> tuple[Any, ...]:
     """The key of a usual call in LAUNCHES; () where `out` is no plain tensor, or requires a gradient."""
-    key = (operation, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16, dim, keepdim, choice)
+    key = (operation, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16, dim, keepdim, choice, recorded)
     if out is None:
         return key
     if type(out) is not torch.Tensor or out.requires_grad:
@@ -63,13 +66,29 @@ def key_of(
     return (*key, out.shape, out.stride(), out.dtype, out.get_device(), out.data_ptr() % 16)
 
 
-def add(key: tuple[Any, ...], call: Call) -> Launch:
-    """Prepare the launch of a usual call and keep it under its key."""
+def add(key: tuple[Any, ...], call: Call, recorded: bool) -> Launch:
+    """Prepare the launch of a usual call, which autograd records or not, and keep it under its key."""
     if len(LAUNCHES) >= MOST_LAUNCHES:
         LAUNCHES.clear()
-    run = prepare(kind_of(call, NOTHING))
-    launch = LAUNCHES[key] = Launch(run if call.out is None else _checked(run, call), call.settings)
+    keeps_lse = recorded and call.out is None and len(call.operation.kept_outputs) > 1
+    run = _with_lse(call) if keeps_lse else prepare(kind_of(call, NOTHING))
+    run = run if call.out is None else _checked(run, call)
+    launch = LAUNCHES[key] = Launch(run, call.settings, keeps_lse)
     return launch
+
+
+def _with_lse(call: Call) -> Run:
+    """The function run(x, out, operands) that returns (result, lse)."""
+    outputs, settings = outputs_to_keep(call), call.settings
+    run = prepare(kind_of(call, NOTHING, outputs))
+    if len(outputs) > 1:
+        return run
+
+    def with_lse(x: torch.Tensor, out: torch.Tensor | None, operands: Mapping[str, Any]) -> Any:
+        y = run(x, out, operands)
+        return y, lse_of(y, settings)
+
+    return with_lse
 
 
 def _checked(run: Run, call: Call) -> Run:

@@ -88,8 +88,10 @@ def _rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs:
     # call passes its own tensors without making views.
     numbers = {name: value for name, value in operands.items() if isinstance(value, int)}
 
-    def rows(x: Tensor, target: Tensor, weight: Tensor | None, dy: Tensor | None) -> Any:
-        given: dict[str, Any] = {"target": target, "dy": dy, **numbers}
+    def rows(x: Tensor, target: Tensor, weight: Tensor | None, dy: Tensor | None = None) -> Any:
+        given: dict[str, Any] = {"target": target, **numbers}
+        if dy is not None:
+            given["dy"] = dy
         if weight is not None:
             given["weight"] = weight
             if adds_weights:
@@ -104,9 +106,10 @@ class _Reduced(ScalarLoss):
     """A usual loss that is reduced to a scalar, with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Callable[..., tuple[Tensor, Tensor]], others: tuple[Any, ...]) -> Tensor:
-        # The other tensors travel in a tuple, so that autograd need not look at them.
-        total, ctx.gradient = run(x, *others)
+    def forward(ctx: Any, x: Tensor, run_others: tuple[Callable[..., tuple[Tensor, Tensor]], Tensor, Any]) -> Tensor:
+        # The function and the other tensors travel in a tuple: autograd takes time for each argument.
+        run, target, weight = run_others
+        total, ctx.gradient = run(x, target, weight)
         ctx.set_materialize_grads(False)
         return total
 
@@ -119,15 +122,15 @@ def _in_one_launch(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss,
     """A loss whose kernel writes the scalar itself."""
     rows = _rows(x, target, weight, loss, outputs)
     if len(outputs) == 1:
-        return lambda x, target, weight: rows(x, target, weight, None)
-    return lambda x, target, weight: _apply_reduced(x, rows, (target, weight, None))
+        return rows
+    return lambda x, target, weight: _apply_reduced(x, (rows, target, weight))
 
 
 def _reduced(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, small: Reducer) -> Run:
     factor_of, total = small
     if factor_of is None:
         rows = _rows(x, target, weight, loss, ("loss",))
-        return lambda x, target, weight: total(rows(x, target, weight, None), target, weight, None)
+        return lambda x, target, weight: total(rows(x, target, weight), target, weight, None)
     rows = _rows(x, target, weight, loss, ("loss", "y"))
 
     def run(x: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -135,7 +138,7 @@ def _reduced(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, small
         losses, gradient = rows(x, target, weight, factor)
         return total(losses, target, weight, factor), gradient
 
-    return lambda x, target, weight: _apply_reduced(x, run, (target, weight))
+    return lambda x, target, weight: _apply_reduced(x, (run, target, weight))
 
 
 class _PerRow(PerRow):
@@ -143,7 +146,7 @@ class _PerRow(PerRow):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, rows: Any) -> Any:
-        losses, m, l = rows(x, target, weight, None)
+        losses, m, l = rows(x, target, weight)
         ctx.save_for_backward(x, target, weight, m, l)
         ctx.loss = loss
         ctx.set_materialize_grads(False)
@@ -158,7 +161,7 @@ def _per_row(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_
     rows = _rows(x, target, weight, loss, ("loss", "m", "l") if with_gradient else ("loss",))
     if with_gradient:
         return lambda x, target, weight: _apply_per_row(x, target, weight, loss, rows).to(dtype)
-    return lambda x, target, weight: rows(x, target, weight, None).to(dtype)
+    return lambda x, target, weight: rows(x, target, weight).to(dtype)
 
 
 class _LogProbabilities(LogProbabilities):

@@ -57,11 +57,18 @@ class TokenLogprobs(NamedTuple):
     lse: Tensor
 
 
-def cross_entropy(x: Any, target: Any, weight: Any, loss: Loss, return_stats: bool) -> Any:
-    """The loss, or (loss, LossStatistics): the implementation of `onlinesoftmax.cross_entropy` on torch tensors."""
-    key = () if return_stats else loss_launches.key_of(x, target, weight, loss)
+def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_stats: bool) -> Any:
+    """The loss, or (loss, LossStatistics): the implementation of `onlinesoftmax.cross_entropy` on torch tensors.
+
+    Args:
+        x, target, weight: The tensors.
+        fields: The fields of `Loss`.
+        return_stats: Return the statistics too.
+    """
+    key = () if return_stats else loss_launches.key_of(x, target, weight, fields)
     if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
         return run(x, target, weight)
+    loss = Loss(*fields)
     check_loss(x, target, weight, loss)
     settings = loss.settings._replace(dim=1 if x.dim() > 1 else 0, dtype=loss.settings.dtype or result_dtype(x))
     loss = loss._replace(settings=settings)

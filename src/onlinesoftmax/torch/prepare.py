@@ -7,6 +7,7 @@ Later calls find the prepared function under a key of shapes, strides, dtypes an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -232,49 +233,53 @@ def _bound(
     launch: Callable[..., None], kind: Kind, task: Task, shape: torch.Size, dtype: torch.dtype
 ) -> Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]:
     """The function run(x, out, operands) that allocates the outputs that are not given, and launches the kernel."""
-    x = kind.places[0]
+    x, outputs = kind.places[0], kind.outputs
     device, on_gpu, index = x.device, x.device.type == "cuda", x.device.index
     resize = kind.places[-1].name == "out" and kind.places[-1].shape != shape
-    like_input = (shape, dtype) == (x.shape, x.dtype) and x.strides == contiguous_strides(shape)
-    # empty_like takes half the host time of empty.
-    scalar = torch.empty((), dtype=dtype, device=device) if task.call_outputs else None
-    shapes = {"element": x.shape, "row": shape_of_rows(x.shape, kind.settings.dim), "call": torch.Size(())}
-    more_outputs = {
-        output.name: (shapes[output.kind], getattr(torch, task.dtypes[output.name]))
-        for output in kind.operation.written(kind.outputs)
-        if output.name != kind.outputs[0]
-    }
-    like_x = x.strides == contiguous_strides(x.shape) and (x.shape, x.dtype)
-    like_first = kind.places[-1].name != "out" and (shape, dtype)
+    template = _template(x, shape, dtype)
+    more_templates = _more_templates(kind, task)
+    first, has_more, results = outputs[0], len(outputs) > 1, itemgetter(*outputs)
 
     def run(x: torch.Tensor, out: torch.Tensor | None, operands: Mapping[str, Any]) -> Any:
         if out is None:
-            if like_input or scalar is not None:
-                out = torch.empty_like(x if scalar is None else scalar)
-            else:
-                out = torch.empty(shape, dtype=dtype, device=device)
+            out = torch.empty_like(x if template is None else template)
         elif resize:
             out.resize_(shape)
-        if more_outputs:
-            # An output that is given is among the operands: a gradient that overwrites the logits.
-            operands = dict(operands)
-            for name, new in more_outputs.items():
-                if name in operands:
-                    continue
-                if new == like_first:
-                    operands[name] = torch.empty_like(out)
-                elif new == like_x:
-                    operands[name] = torch.empty_like(x)
-                else:
-                    operands[name] = torch.empty(new[0], dtype=new[1], device=device)
+        if has_more:
+            operands = {**operands, first: out}
+            for name, like in more_templates:
+                # Given outputs are among the operands: a gradient that overwrites the logits, states that are sent.
+                if name not in operands:
+                    operands[name] = torch.empty_like(x if like is None else like)
         if on_gpu and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(device):
                 launch(x, out, operands)
         else:
             launch(x, out, operands)
-        return (out, *(operands[name] for name in more_outputs)) if more_outputs else out
+        return results(operands) if has_more else out
 
     return run
+
+
+def _template(x: Place, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    """A tensor without memory for empty_like, which takes half the host time of empty; None where x itself is one."""
+    if (shape, dtype) == (x.shape, x.dtype) and x.strides == contiguous_strides(shape):
+        return None
+    template = torch.empty(shape, dtype=dtype, device=x.device)
+    # empty_like reads no element, and a kept function must not hold memory of the size of an output.
+    template.untyped_storage().resize_(0)
+    return template
+
+
+def _more_templates(kind: Kind, task: Task) -> list[tuple[str, torch.Tensor | None]]:
+    """The name and the `_template` of every output besides the first."""
+    x = kind.places[0]
+    shapes = {"element": x.shape, "row": shape_of_rows(x.shape, kind.settings.dim), "call": torch.Size(())}
+    return [
+        (output.name, _template(x, shapes[output.kind], getattr(torch, task.dtypes[output.name])))
+        for output in kind.operation.written(kind.outputs)
+        if output.name != kind.outputs[0]
+    ]
 
 
 def _task(kind: Kind, axis: int, out: Place | None) -> Task:

@@ -31,7 +31,8 @@ def bind(request: Request) -> Run:
     tensors = tuple((FIELD_OF_POINTER[name], name) for name in _filled_in(request))
     numbers = tuple((FIELD[name], name) for name in NUMBERS if name in request.task.numbers)
     words = {MAIL: _mail_words(request), LOSS_MAIL: loss_mail_words(request)}
-    mail = tuple((FIELD_OF_POINTER[name], count) for name, count in words.items() if count)
+    # Rounded up to a power of two, so that calls with other numbers of rows share mailboxes.
+    mail = tuple((FIELD_OF_POINTER[name], 1 << (count - 1).bit_length()) for name, count in words.items() if count)
     more_than_two = bool(tensors or numbers or mail)
     launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
 
@@ -44,14 +45,6 @@ def bind(request: Request) -> Run:
     spare = driver.Spare(new_call)
     take, give_back = spare.take, spare.give_back
 
-    def fill_in(fields: Any, more: dict[str, Any], index: int, stream: int) -> None:
-        for field, name in tensors:
-            fields[field] = more[name].data_ptr()
-        for field, name in numbers:
-            fields[field] = more[name] & _MASK
-        for field, count in mail:
-            fields[field] = _mail(field, count, index, stream).data_ptr()
-
     def run(x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
         index = x.get_device()
         call = take(index)
@@ -59,7 +52,13 @@ def bind(request: Request) -> Run:
         fields[x_field], fields[y_field] = x.data_ptr(), y.data_ptr()
         call.config.stream = stream = stream_of(index)
         if more_than_two:
-            fill_in(fields, more, index, stream)
+            for field, name in tensors:
+                fields[field] = more[name].data_ptr()
+            for field, name in numbers:
+                # ctypes keeps the low 64 bits of a number, also of a negative one.
+                fields[field] = more[name]
+            for field, count in mail:
+                fields[field] = words_of_stream(field, count, EMPTY, index, stream).data_ptr()
         status = launch(*call.addresses)
         if status:
             status = driver.again(status, call.addresses, index)
@@ -86,9 +85,6 @@ def _filled_in(request: Request) -> list[str]:
     """Names of the tensors that a call passes besides x and the first output."""
     given = {"x", request.task.outputs[0]}
     return [name for name in POINTERS if name in request.dtypes and name not in given]
-
-
-_MASK = (1 << 64) - 1
 
 
 def _values(request: Request) -> bytes:
@@ -129,12 +125,8 @@ def _mail_words(request: Request) -> int:
     return plan.programs // plan.splits * packets * 2
 
 
-def _mail(field: int, words: int, index: int, stream: int) -> torch.Tensor:
-    """At least so many words of empty mailboxes for a field of Params.
-
-    A number of words is rounded up to a power of two, so that calls with other numbers of rows share mailboxes.
-    """
-    return words_of_stream(field, 1 << (words - 1).bit_length(), -1, index, stream)
+EMPTY = -1
+"""Value of a word of a mailbox without a message."""
 
 
 def words_of_stream(use: int | str, count: int, value: int, index: int, stream: int) -> torch.Tensor:
