@@ -309,7 +309,7 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
     assert numbers.keys() == request.task.numbers
     sizes = {
         "rows": layout.rows, "cols": layout.cols, "diagonal": request.task.diagonal or 0,
-        "shared_tiles": plan.threads.shared,
+        "shared_tiles": plan.threads.shared, "counters": source.counters(request),
         "slice": slice_chunks(layout.cols // source.vector(request), plan.splits),
     }  # fmt: skip
     places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in params.PLACES}
@@ -321,9 +321,10 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
     mail = np.full(source.loss_mail_words(request), -1, np.int64)
     fields[params.FIELD_OF_POINTER[params.LOSS_MAIL]] = mail.ctypes.data
     team = plan.splits if plan.strategy == "grid" else 1
-    together = {"grid": plan.programs, "cluster": plan.splits}.get(plan.strategy, 1)
+    blocks = source.blocks(request)
+    together = {"grid": blocks, "cluster": plan.splits}.get(plan.strategy, 1)
     library = _library(simulated_source(request), folder)
-    library.run(ctypes.c_void_p(fields.ctypes.data), plan.programs // team, team, together)
+    library.run(ctypes.c_void_p(fields.ctypes.data), blocks // team, team, together)
     assert (mail == -1).all(), "the kernel left a message behind"
 
 
