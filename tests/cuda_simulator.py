@@ -295,7 +295,10 @@ def _library(text: str, folder: Path) -> Any:
     return ctypes.CDLL(f"{name}.so")
 
 
-def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path) -> None:
+def simulate(
+    request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path,
+    at_once: bool = False,
+) -> None:  # fmt: skip
     """Run a request's kernel on the host.
 
     Args:
@@ -303,6 +306,7 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
         arrays: Memory of every tensor of the request by name, operands and outputs; bfloat16 as uint16.
         numbers: Every number of the request, by name.
         folder: Where to put the shared libraries.
+        at_once: True to run all blocks of `row` and `looped` at the same time.
     """
     layout, plan = request.layout, request.plan
     assert arrays.keys() == request.dtypes.keys()
@@ -322,7 +326,7 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
     fields[params.FIELD_OF_POINTER[params.LOSS_MAIL]] = mail.ctypes.data
     team = plan.splits if plan.strategy == "grid" else 1
     blocks = source.blocks(request)
-    together = {"grid": blocks, "cluster": plan.splits}.get(plan.strategy, 1)
+    together = {"grid": blocks, "cluster": plan.splits}.get(plan.strategy, blocks if at_once else 1)
     library = _library(simulated_source(request), folder)
     library.run(ctypes.c_void_p(fields.ctypes.data), blocks // team, team, together)
     assert (mail == -1).all(), "the kernel left a message behind"

@@ -65,8 +65,9 @@ struct LossMail {
     __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
 };
 
-// The divisor of a mean, which counting blocks publish.  A thread issues the load before it loads its row, and waits for
-// the divisor only after all other loads are issued: it comes from L2 while the row comes from device memory.
+// The divisor of a mean, which counting blocks publish.  A thread issues this load before those of its row, and waits after
+// them: the divisor comes from L2, and has come before the row, which comes from device memory.  The logit of the target is
+// loaded after that wait.  Before it, the assembler would put that load, which waits for the target, before the row's.
 struct Divisor {
     LossMail::Word word;   // EMPTY if the divisor had not come
 
@@ -298,6 +299,7 @@ struct RowOperands {
     // after they have issued the loads of the row.  The logit's load depends on that of the target, and the divisor comes
     // from another block or from the kernel before.
     __device__ inline void load_target(const Params& p, const Row& r) {
+        if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / divisor.wait(p, blockIdx.x) : 1;
         if constexpr (FOLLOWS_DIVISOR) {
             wait_for_kernel_before();
             dy = wide(load_one(p.dy));
@@ -310,7 +312,6 @@ struct RowOperands {
             if constexpr (HAS_WEIGHT)
                 if (r.has_target()) chosen_weight = wide(load_one(r.begin.weight + r.target() * p.weight_place.col));
         }
-        if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / divisor.wait(p, blockIdx.x) : 1;
     }
 
     // The score of the target column; -inf where the target is no column, or is excluded by the mask or by causality.

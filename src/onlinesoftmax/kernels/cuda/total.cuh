@@ -44,12 +44,13 @@ __device__ inline Wide add_block(Wide a) {
     return warp ? Wide{} : add_lanes(lane < THREADS / 32 ? exchange[lane] : Wide{});
 }
 
-// The sum of number(i, load(i)) over the i of this thread: first + threadIdx.x, and from there every THREADS-th before
+// The sum of number(i, load(i)) over the i of this thread: `first` + threadIdx.x, and from there every THREADS-th before
 // `end`.  A whole batch is loaded before any of it is used.
-template <class Load, class Number>
-__device__ inline Wide add_numbers(int64 first, int64 end, Load load, Number number) {
+template <int BATCH, class Load, class Number>
+__device__ inline Wide add_numbers(unsigned first, unsigned end, Load load, Number number) {
     Wide sum{};
-    for (int64 begin = first + threadIdx.x; begin < end; begin += BATCH * THREADS) {
+#pragma unroll 1
+    for (unsigned begin = first + threadIdx.x; begin < end; begin += BATCH * THREADS) {
         decltype(load(begin)) loaded[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i)
@@ -76,14 +77,15 @@ __device__ inline ACC share_of(const Params& p, int64 target) {
 }
 
 // Counts part `part` of the targets, of p.counters; the last part waits for the others, and publishes the divisor.  All
-// threads of a block call this.  It is not inlined, as its code is not for the blocks that do not count.
-__device__ __noinline__ void count_part(const Params& p, int part) {
+// threads of a block call this.  Without a gradient nobody waits for the divisor before the end, so a thread loads fewer
+// targets at once, and takes no more registers than the rows do.
+__device__ inline void count_part(const Params& p, int part) {
     static_assert(DIVISORS == 32 && COUNTERS <= 32, "a lane of a warp for each");
-    const int64 size = (p.rows - 1) / p.counters + 1, first = part * size;
-    Wide sum = add_block(add_numbers(
-        first, min(first + size, p.rows),
-        [&](int64 row) { return int64(load_one(p.target + row_offset(p, p.target_place, row))); },
-        [&](int64, int64 target) { return share_of(p, target); }));
+    const unsigned rows = unsigned(p.rows), size = (rows - 1) / unsigned(p.counters) + 1, first = part * size;
+    Wide sum = add_block(add_numbers<WRITES_ELEMENTS ? BATCH : BATCH / 2>(
+        first, min(first + size, rows),
+        [&](unsigned row) { return load_one(p.target + row_offset(p, p.target_place, row)); },
+        [&](unsigned, TARGET target) { return share_of(p, target); }));
     const LossMail mail(p);
     const int lane = threadIdx.x, last = int(p.counters) - 1;
     if (lane >= 32) return;
@@ -112,31 +114,34 @@ __device__ inline bool only_counts(const Params& p) {
 // The number of this block among those that own rows.
 __device__ inline unsigned block_of_rows(const Params& p) { return blockIdx.x - counting_blocks(p); }
 
-// In strategy `grid`, the first blocks count before they take their rows.  All threads call this.
+// In strategy `grid`, the first blocks count before they take their rows.  All threads call this.  The count is not inlined,
+// so that its code and its registers are not in the path of the other blocks.
+__device__ __noinline__ void count_apart(const Params& p, int part) { count_part(p, part); }
 __device__ inline void count_in_teams(const Params& p) {
     if constexpr (CALL_MEAN_LOSS) {
         const unsigned block = blockIdx.x * gridDim.y + blockIdx.y;
-        if (block < unsigned(p.counters)) count_part(p, block);
+        if (block < unsigned(p.counters)) count_apart(p, block);
     }
 }
 
 // Waits for the losses of a segment, adds them, and empties their words.  For the last segment of all, it also adds the sums
-// of the others, and writes the scalar.
-__device__ __noinline__ void add_segment(const Params& p, int64 segment) {
+// of the others, and writes the scalar.  It is not inlined, because few blocks call it.
+__device__ __noinline__ void add_segment(const Params& p, unsigned segment) {
     const LossMail mail(p);
-    const int64 first = segment * SEGMENT, end = min(first + SEGMENT, p.rows);
-    const bool last = end == p.rows;
+    const unsigned rows = unsigned(p.rows), first = segment * SEGMENT, end = min(first + SEGMENT, rows);
+    const bool last = end == rows;
     Divisor divisor;
     if (CALL_MEAN_LOSS && last) divisor.look(p, threadIdx.x);
     Wide sum{};
-    for (int64 i = threadIdx.x; last && i < segment; i += THREADS) {
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; last && i < segment; i += THREADS) {
         Wide other;
         take(mail.sums + 2 * i, other);
         sum += other;
     }
-    sum += add_numbers(
-        first, end, [&](int64 row) { return look_word(mail.losses + row); },
-        [&](int64 row, LossMail::Word word) {
+    sum += add_numbers<BATCH>(
+        first, end, [&](unsigned row) { return look_word(mail.losses + row); },
+        [&](unsigned row, LossMail::Word word) {
             if (word == LossMail::Word(EMPTY)) word = wait_for_word(mail.losses + row);
             put_word(mail.losses + row, LossMail::Word(EMPTY));
             ACC loss;
@@ -164,15 +169,15 @@ __device__ __noinline__ void add_segment(const Params& p, int64 segment) {
 template <int OWNED> __device__ inline void add_losses(const Params& p, int64 first) {
     static_assert(SEGMENT % OWNED == 0, "a block would own rows of two segments");
     if constexpr (SCALAR_LOSS)
-        if ((first + OWNED) % SEGMENT == 0 || first + OWNED >= p.rows) add_segment(p, first / SEGMENT);
+        if ((first + OWNED) % SEGMENT == 0 || first + OWNED >= p.rows) add_segment(p, unsigned(first / SEGMENT));
 }
 
 // In strategy `grid`, adds the segments whose last row this team has owned.  One block of the team calls this after all
 // rows, so that no row waits for losses of other teams.
 __device__ inline void add_losses_of_team(const Params& p) {
     if constexpr (SCALAR_LOSS)
-        for (int64 first = 0; first < p.rows; first += SEGMENT)
-            if ((min(first + SEGMENT, p.rows) - 1) % gridDim.x == blockIdx.x) add_segment(p, first / SEGMENT);
+        for (unsigned first = 0; first < unsigned(p.rows); first += SEGMENT)
+            if ((min(first + SEGMENT, unsigned(p.rows)) - 1) % gridDim.x == blockIdx.x) add_segment(p, first / SEGMENT);
 }
 
 }  // namespace total
