@@ -121,14 +121,18 @@ constexpr uint64 EMPTY = ~uint64(0);
 template <int SIZE> struct WordOf { using type = uint64; };
 inline uint64 bits(double) { return 0; }
 template <class T> void from_bits(uint64, T&) {}
+template <class T> T look_word(const T*) { return 0; }
 template <class T> T wait_for_word(const T*) { return 0; }
 inline void put_word(uint64*, uint64) {}
 """
 
 TOTAL = """
 namespace total {
-inline void count_targets(const Params&) {}
-inline void add_losses(const Params&, int64, int64) {}
+inline bool only_counts(const Params&) { return false; }
+inline unsigned block_of_rows(const Params&) { return blockIdx.x; }
+inline void count_in_teams(const Params&) {}
+template <int OWNED> void add_losses(const Params&, int64) {}
+inline void add_losses_of_team(const Params&) {}
 }  // namespace total
 """
 
@@ -231,7 +235,7 @@ def check_ownership(request: Request, folder: Path) -> None:
     per_row = np.zeros(layout.rows, request.dtypes["lse"])
 
     sizes = {
-        "rows": layout.rows, "cols": layout.cols, "diagonal": 0, "shared_tiles": plan.threads.shared,
+        "rows": layout.rows, "cols": layout.cols, "diagonal": 0, "counters": 0, "shared_tiles": plan.threads.shared,
         "slice": source.slice_length(request),
     }  # fmt: skip
     places = {name: (side.strides, side.col) for name, side in layout.sides.items()}

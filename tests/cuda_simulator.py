@@ -298,7 +298,10 @@ def _library(text: str, folder: Path) -> Any:
     return ctypes.CDLL(f"{name}.so")
 
 
-def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path) -> None:
+def simulate(
+    request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path,
+    at_once: bool = False,
+) -> None:  # fmt: skip
     """Run a request's kernel on the host.
 
     Args:
@@ -306,13 +309,14 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
         arrays: Memory of every tensor of the request by name, operands and outputs; bfloat16 as uint16.
         numbers: Every number of the request, by name.
         folder: Where to put the shared libraries.
+        at_once: True to run all blocks of `row` and `looped` at the same time.
     """
     layout, plan = request.layout, request.plan
     assert arrays.keys() == request.dtypes.keys()
     assert numbers.keys() == request.task.numbers
     sizes = {
         "rows": layout.rows, "cols": layout.cols, "diagonal": request.task.diagonal or 0,
-        "shared_tiles": plan.threads.shared,
+        "shared_tiles": plan.threads.shared, "counters": source.counters(request),
         "slice": source.slice_length(request),
     }  # fmt: skip
     places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in params.PLACES}
@@ -324,9 +328,10 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
     mail = np.full(source.loss_mail_words(request), -1, np.int64)
     fields[params.FIELD_OF_POINTER[params.LOSS_MAIL]] = mail.ctypes.data
     team = plan.splits if plan.strategy == "grid" else 1
-    together = {"grid": plan.programs, "cluster": plan.splits}.get(plan.strategy, 1)
+    blocks = source.blocks(request)
+    together = {"grid": blocks, "cluster": plan.splits}.get(plan.strategy, blocks if at_once else 1)
     library = _library(simulated_source(request), folder)
-    library.run(ctypes.c_void_p(fields.ctypes.data), plan.programs // team, team, together)
+    library.run(ctypes.c_void_p(fields.ctypes.data), blocks // team, team, together)
     assert (mail == -1).all(), "the kernel left a message behind"
 
 

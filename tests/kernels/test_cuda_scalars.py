@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import onlinesoftmax.core.device as devices
 from cuda_simulator import COMPILER
 from cuda_targets import (
+    KERNELS,
     LOSS,
     NUMBERS,
+    PIPELINE,
     PROPOSALS,
     STRATEGY_COLS,
     TOTAL,
@@ -21,7 +24,13 @@ from cuda_targets import (
     small_plan,
     some_values,
 )
+from onlinesoftmax.core.problem import Problem
+from onlinesoftmax.core.task import Choice
+from onlinesoftmax.kernels import registry
+from onlinesoftmax.kernels.cuda import launch, source
+from onlinesoftmax.kernels.cuda.compile import compile_kernel
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.planner.plan import plan
 
 
 @pytest.fixture(scope="session")
@@ -74,3 +83,89 @@ def test_scalars_of_no_loss(weight: tuple[str, ...], folder: Path) -> None:
         assert found[scalar] == 0 if scalar == TOTAL else np.isnan(found[scalar])
         if targets[0] == ignored:
             assert (found["y"] == 0).all()
+
+
+SMALL = 16
+"""Rows of a segment in the tests of several segments, so that few rows are enough."""
+
+SEVERAL = [
+    Ask(LOSS, ("mean_loss", "y"), ("weight", "ignore_index")),
+    Ask(LOSS, ("mean_loss",), ("ignore_index",)),
+    Ask(LOSS, (TOTAL, "y"), ("weight",)),
+]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.parametrize("ask", SEVERAL, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_scalars_of_several_segments(kernel: str, ask: Ask, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of a few rows, and any number of blocks that count; `grid` has six blocks in all.
+
+    The simulator runs the blocks of `row` and `looped`, and the clusters, one after another, so a block that waits for
+    a later one never ends.
+    """
+    if kernel == PIPELINE and "y" not in ask.outputs:
+        ask = ask._replace(outputs=(*ask.outputs, "y"))
+    monkeypatch.setattr(source, "SEGMENT", SMALL)
+    several, most = 2 * SMALL + 1, 6 if kernel.startswith("grid") else 32
+    for rows, dtype, counters in ((SMALL, "float64", 1), (several, "bfloat16", 3), (several, "float64", most)):
+        count = counters if "mean_loss" in ask.outputs else 0
+        monkeypatch.setattr(source, "counters", lambda _, count=count: count)
+        cols = STRATEGY_COLS[kernel][1]
+        task = a_task(ask, rows, cols, dtype)
+        request = Request(task, small_plan(kernel, rows, cols, dtype, True, True))
+        values = some_values(ask, task, np.arange(rows) % cols)
+        check(ask, request, values, run(ask, request, values, folder))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.parametrize("ask", SEVERAL, ids=str)
+@pytest.mark.parametrize("strategy", ["row", "looped"])
+def test_blocks_at_once_give_the_bits_of_blocks_in_turn(
+    strategy: str, ask: Ask, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "SEGMENT", SMALL)
+    monkeypatch.setattr(source, "counters", lambda _: 3 if "mean_loss" in ask.outputs else 0)
+    rows, cols = 3 * SMALL - 1, STRATEGY_COLS[strategy][1]
+    task = a_task(ask, rows, cols, "float64")
+    request = Request(task, small_plan(strategy, rows, cols, "float64", True, True))
+    values = some_values(ask, task, np.arange(rows) % cols)
+    in_turn = run(ask, request, values, folder)
+    for _ in range(5):
+        at_once = run(ask, request, values, folder, at_once=True)
+        assert all(np.array_equal(at_once[name], y) for name, y in in_turn.items())
+
+
+def planned(ask: Ask, rows: int, cols: int, dtype: str, strategy: str) -> Request:
+    """A request with the plan for an H200."""
+    task = a_task(ask, rows, cols, dtype)
+    return Request(task, plan(Problem.of(task, False), devices.known("h200"), Choice("cuda", strategy, False)))
+
+
+SHAPES = {"row": (65536, 1024), "cluster": (512, 100000), "grid": (64, 1 << 20), "looped": (8192, 128256)}
+
+
+@pytest.mark.parametrize("strategy", SHAPES)
+def test_blocks_that_count(strategy: str) -> None:
+    """Only a mean has them.  Clusters stay whole, and the teams of `grid` count themselves."""
+    for ask in SEVERAL:
+        for rows in (1, 1000, SHAPES[strategy][0]):
+            request = planned(ask, rows, SHAPES[strategy][1], "bfloat16", strategy)
+            blocks, team, *_ = launch._configuration(request)[2]
+            owners, counters = request.plan.programs, source.counters(request)
+            assert counters == 0 if ask.outputs[0] == TOTAL else 1 <= counters <= source.COUNTERS
+            if strategy == "grid":
+                assert blocks * team == owners >= counters
+            else:
+                cluster = request.plan.splits if strategy == "cluster" else 1
+                assert owners + counters <= blocks < owners + counters + cluster
+                assert blocks % cluster == 0
+
+
+@pytest.mark.skipif(registry.module_missing("cuda.core", "cuda") is not None, reason="NVRTC is not installed")
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("ask", SEVERAL, ids=str)
+@pytest.mark.parametrize("strategy", SHAPES)
+def test_kernels_of_scalars_compile(strategy: str, ask: Ask, dtype: str) -> None:
+    kernel = compile_kernel(planned(ask, *SHAPES[strategy], dtype, strategy), devices.known("h200"))
+    assert strategy != "row" or kernel.spills == 0

@@ -194,14 +194,17 @@ def test_an_ignore_index_that_is_no_target() -> None:
     assert (stats.z_loss > 0).all()
 
 
-ROWS = 100001
-"""Rows of several blocks of the small kernels."""
+ROWS = MOST_ROWS_IN_ONE_LAUNCH + 34465
+"""Rows of several blocks of the small kernels, and too many for one launch."""
+
+SEGMENTS = 40001
+"""Rows of many segments in one launch."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1000, ROWS])
+@pytest.mark.parametrize("rows", [1000, SEGMENTS, ROWS])
 def test_scalars_of_many_rows(rows: int, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the float64 sum of our own losses; the same bits on every run, with and without a gradient."""
     monkeypatch.setattr(reductions, "backend_for", lambda _: backend)
@@ -223,7 +226,7 @@ def test_scalars_of_many_rows(rows: int, dtype: torch.dtype, backend: str, monke
 
 @pytest.mark.gpu
 def test_scalars_on_two_streams_at_once() -> None:
-    xs = [torch.randn(rows, 33, device=DEVICE, requires_grad=True) for rows in (ROWS, 40000, 64)]
+    xs = [torch.randn(rows, 33, device=DEVICE, requires_grad=True) for rows in (ROWS, SEGMENTS, 64)]
     targets, streams = [some_targets(len(x), classes=33) for x in xs], [torch.cuda.Stream() for _ in xs]
     want = [osm.cross_entropy(x, target).detach() for x, target in zip(xs, targets, strict=True)]
     sums = [osm.cross_entropy(x, target, reduction="sum").detach() for x, target in zip(xs, targets, strict=True)]
@@ -266,7 +269,7 @@ def test_kernels_that_overlap_read_the_numbers_of_their_own_call(rows: int, cols
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("warm", [True, False])
-@pytest.mark.parametrize("rows", [64, ROWS])
+@pytest.mark.parametrize("rows", [64, SEGMENTS, ROWS])
 def test_a_graph_is_replayed_with_other_targets(rows: int, warm: bool) -> None:
     x, target = torch.randn(rows, 33, device=DEVICE, requires_grad=True), some_targets(rows, classes=33)
     other = some_targets(rows, classes=33).flip(0)

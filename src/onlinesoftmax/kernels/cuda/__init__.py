@@ -3,7 +3,7 @@
 Reading order: numbers.cuh (element types, loads and stores), state.cuh (the recurrence), operands.cuh (operands and
 scores), ops.cuh (the formulas of the operations), levels.cuh (merges), slice.cuh (the part of a row that a group of
 threads holds), then any strategy, which is a page.  `grid` has a second kernel, for several rows: ring.cuh, then
-pipeline.cuh.  mail.cuh has the messages between blocks, by which total.cuh reduces the losses of few rows to a scalar.
+pipeline.cuh.  mail.cuh has the messages between blocks, by which total.cuh reduces the losses to a scalar.
 source.py and params.py generate the constants and the parameters of a kernel.
 """
 

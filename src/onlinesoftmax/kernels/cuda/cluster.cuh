@@ -9,11 +9,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     __shared__ State exchange[THREADS / 32];
     __shared__ State states[CLUSTER];
     __shared__ uint64 arrived;
+    if (total::only_counts(p)) return;
     const int rank = blockIdx.x % CLUSTER, lane = threadIdx.x;
     if (REDUCES && lane == 0) expect_states(&arrived);
     if constexpr (REDUCES) announce_beginning();
-    total::count_targets(p);
-    const int64 row = blockIdx.x / CLUSTER;
+    const int64 row = total::block_of_rows(p) / CLUSTER;
     const Row r = row_at(p, row);
     RowOperands given = row_operands(p, row);
     const Numbers n = numbers(p);
@@ -46,5 +46,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
         slice.write(p, at, n, constants, left);
         slice.write_edges(p, r, n, constants, edge_lane);
     }
-    if (rank == 0) total::add_losses(p, row, row + 1);
+    if (rank == 0) total::add_losses<1>(p, row);
 }

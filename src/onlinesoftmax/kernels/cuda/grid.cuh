@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     const Team team(p);
     const Numbers n = numbers(p);
     const int edge_lane = team.rank ? NO_EDGE : lane;
-    total::count_targets(p);
+    total::count_in_teams(p);
     unsigned count = 0;
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
         const int slot = count % 2;
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 tile.write(p, from, n, constants, present);
             }
         }
-        if (team.rank == 0) total::add_losses(p, row, row + 1);
     }
+    if (team.rank == 0) total::add_losses_of_team(p);
     if (REDUCES && team.size > 1) team.clear<THREADS>(count, threadIdx.x);
 }

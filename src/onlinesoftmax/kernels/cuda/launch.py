@@ -15,7 +15,17 @@ from ...planner.strategies.cuda_grid import streams_tiles
 from ..request import Request
 from . import compile, driver
 from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, PLACES, POINTERS, pack
-from .source import SLOTS, kernel_name, loss_mail_words, message_packets, shared_memory, slice_length, source
+from .source import (
+    SLOTS,
+    blocks,
+    counters,
+    kernel_name,
+    loss_mail_words,
+    message_packets,
+    shared_memory,
+    slice_length,
+    source,
+)
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
@@ -73,7 +83,7 @@ def _configuration(request: Request) -> tuple[int, int, tuple[int, int, int, int
     plan, dynamic = request.plan, shared_memory(request)
     cluster = plan.splits if plan.strategy == "cluster" else 1
     team = plan.splits if plan.strategy == "grid" else 1
-    return dynamic, cluster, (plan.programs // team, team, 32 * plan.warps, dynamic, cluster, plan.strategy == "grid")
+    return dynamic, cluster, (blocks(request) // team, team, 32 * plan.warps, dynamic, cluster, plan.strategy == "grid")
 
 
 def may_begin_early(index: int) -> bool:
@@ -96,6 +106,7 @@ def _values(request: Request) -> bytes:
         "diagonal": request.task.diagonal or 0,
         "slice": slice_length(request),
         "shared_tiles": plan.threads.shared,
+        "counters": counters(request),
     }
     places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in PLACES}
     return pack(sizes, layout.sizes, places)

@@ -8,9 +8,10 @@
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(const __grid_constant__ Params p) {
     constexpr int64 TILE = int64(CHUNKS) * THREADS;
     __shared__ State exchange[THREADS / 32];
-    total::count_targets(p);
-    const Row r = row_at(p, blockIdx.x);
-    RowOperands given = row_operands(p, blockIdx.x);
+    if (total::only_counts(p)) return;
+    const int64 row = total::block_of_rows(p);
+    const Row r = row_at(p, row);
+    RowOperands given = row_operands(p, row);
     const Numbers n = numbers(p);
     const int lane = threadIdx.x;
     const int64 tiles = (r.body + TILE - 1) / TILE;
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
         state = merge_warps<THREADS / 32>(merge_lanes<32>(state), exchange);
     }
     if constexpr (WRITES_ROWS) {
-        if (lane == 0) ops::write_rows(p, r, blockIdx.x, given, n, state);
+        if (lane == 0) ops::write_rows(p, r, row, given, n, state);
     }
     if constexpr (WRITES_ELEMENTS) {
         const ops::RowConstants constants = ops::row_constants(p, r, given, n, state);
@@ -51,5 +52,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
             tile.write(p, at, n, constants, left);
         }
     }
-    total::add_losses(p, blockIdx.x, blockIdx.x + int64(1));
+    total::add_losses<1>(p, row);
 }

@@ -42,24 +42,42 @@ __device__ inline int64 row_offset(const Params& p, const Place& place, int64 ro
     return offset + row * place.strides[DIMS - 1];
 }
 
-// The mailboxes of a loss that is reduced to a scalar (total.cuh), in p.loss_mail: DIVISORS copies of the divisor of the
-// mean, 128 bytes apart, so that the blocks do not all read one address; then a word for the loss of each row.  All words
-// are EMPTY before and after a kernel, and kernels that may run at the same time have mailboxes of their own.
+// The mailboxes of a loss that is reduced to a scalar (total.cuh), in p.loss_mail:
+//     divisors   DIVISORS copies of the divisor of the mean, 128 bytes apart, so that blocks read different addresses
+//     counts     for each part of the targets, its part of the divisor
+//     losses     the loss of each row
+//     sums       for each segment of rows, the sum of its losses
+// A count or a sum has two words of 64 bits, of which float32 uses one.  All words are EMPTY before and after a kernel.
+// Kernels that may run at the same time have mailboxes of their own.
 struct LossMail {
     using Word = WordOf<sizeof(ACC)>::type;
-    uint64* divisors;
+    uint64 *divisors, *counts, *sums;
     Word* losses;
 
     __device__ inline explicit LossMail(const Params& p)
-        : divisors(p.loss_mail), losses(reinterpret_cast<Word*>(divisors + DIVISORS * 16)) {}
+        : divisors(p.loss_mail), counts(divisors + 16 * DIVISORS),
+          sums(counts + 2 * COUNTERS + (p.rows * sizeof(Word) + 7) / 8),
+          losses(reinterpret_cast<Word*>(counts + 2 * COUNTERS)) {}
 
-    __device__ inline uint64* divisor(unsigned i) const { return divisors + i % DIVISORS * 16; }
-    __device__ inline ACC wait_for_divisor(unsigned i) const {
-        ACC x;
-        from_bits(wait_for_word(divisor(i)), x);
-        return x;
+    __device__ inline Word* divisor(unsigned i) const {
+        return reinterpret_cast<Word*>(divisors + i % DIVISORS * 16);
     }
     __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
+};
+
+// The divisor of a mean, which counting blocks publish.  A thread issues this load before those of its row, and waits after
+// them: the divisor comes from L2, and has come before the row, which comes from device memory.  The logit of the target is
+// loaded after that wait.  Before it, the assembler would put that load, which waits for the target, before the row's.
+struct Divisor {
+    LossMail::Word word;   // EMPTY if the divisor had not come
+
+    // Both read copy i % DIVISORS.
+    __device__ inline void look(const Params& p, unsigned i) { word = look_word(LossMail(p).divisor(i)); }
+    __device__ inline ACC wait(const Params& p, unsigned i) const {
+        ACC x;
+        from_bits(word == LossMail::Word(EMPTY) ? wait_for_word(LossMail(p).divisor(i)) : word, x);
+        return x;
+    }
 };
 
 // Numbers that are the same for all rows: scale, softcap, 1 / softcap, and the sum of the weights of all classes.
@@ -276,12 +294,13 @@ struct RowOperands {
 #undef FIELD
     RegisterChunk<1> chosen;
     ACC chosen_weight;   // 1 without weights
+    Divisor divisor;
 
     // Loads the target column, and the gradient of a row of a loss that is reduced to a scalar.  Strategies call this
     // after they have issued the loads of the row.  The logit's load depends on that of the target, and the divisor comes
     // from another block or from the kernel before.
     __device__ inline void load_target(const Params& p, const Row& r) {
-        if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / LossMail(p).wait_for_divisor(blockIdx.x) : 1;
+        if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / divisor.wait(p, blockIdx.x) : 1;
         if constexpr (FOLLOWS_DIVISOR) {
             wait_for_kernel_before();
             dy = wide(load_one(p.dy));
@@ -313,6 +332,7 @@ struct RowOperands {
 // Loads the operands of a row, except those of the target column.
 __device__ inline RowOperands row_operands(const Params& p, int64 row) {
     RowOperands given;
+    if constexpr (CALL_MEAN_LOSS && WRITES_ELEMENTS) given.divisor.look(p, blockIdx.x);
 #define LOAD(NAME, name) \
     if constexpr (GIVEN_##NAME) given.name = wide(load_one(p.name + row_offset(p, p.name##_place, existing(p, row))));
     ROW_OPERANDS(LOAD)

@@ -108,6 +108,7 @@ SIZES = {
     "diagonal": "column q + diagonal - 1 is the last that query q attends to",
     "slice": "chunks of a row that each block of a team or of a cluster owns; with a ring, chunks of a tile",
     "shared_tiles": "chunks that a thread keeps in shared memory",
+    "counters": "blocks that count the targets of a mean that the kernel writes",
 }
 """Integers that follow from the layout and the plan, each with its comment."""
 

@@ -124,10 +124,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) pipeline_kernel(
     const Team team(p);
     const Stages stages(memory, barriers);
     if (threadIdx.x == 0) stages.prepare(), exchange.prepare();
-    total::count_targets(p);
+    total::count_in_teams(p);
     __syncthreads();
     if (threadIdx.x < LANES) hold_rows(p, team, Ring(stages), exchange, m_own);
     else if (threadIdx.x < LANES + 32) exchange_states(p, team, exchange);
     else if (threadIdx.x == LANES + 32) load_rows(p, team, stages);
-    if (team.rank == 0 && (p.rows - 1) % gridDim.x == blockIdx.x) total::add_losses(p, p.rows - 1, p.rows);
+    if (team.rank == 0) total::add_losses_of_team(p);
 }

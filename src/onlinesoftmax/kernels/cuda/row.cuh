@@ -9,9 +9,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
     constexpr int GROUPS = THREADS / LANES;
     __shared__ State exchange[DEPTH][(THREADS + 31) / 32];
     const int lane = threadIdx.x % LANES;
-    const int64 first = int64(blockIdx.x) * (GROUPS * DEPTH) + threadIdx.x / LANES;
+    if (total::only_counts(p)) return;
+    const int64 begin = int64(total::block_of_rows(p)) * (GROUPS * DEPTH), first = begin + threadIdx.x / LANES;
     const Numbers n = numbers(p);
-    total::count_targets(p);
     Row row[DEPTH];
     Cursor at[DEPTH];
     RowOperands given[DEPTH];
@@ -44,6 +44,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
             slice[d].write_edges(p, row[d], n, r, lane);
         }
     }
-    constexpr int64 OWNED = GROUPS * DEPTH;
-    total::add_losses(p, blockIdx.x * OWNED, (blockIdx.x + 1) * OWNED);
+    total::add_losses<GROUPS * DEPTH>(p, begin);
 }

@@ -139,12 +139,47 @@ def _most_in_head(request: Request) -> int:
 DIVISORS = 32
 """Places in which the divisor of a mean is written, so that blocks read it from different addresses."""
 
+COUNTERS = 32
+"""Most blocks that count targets; each lane of a warp takes the count of one of them."""
+
+SEGMENT = 1024
+"""Rows whose losses one block adds."""
+
+BATCH = 8
+"""Targets or losses that a thread loads at once, where a loss is reduced to a scalar."""
+
+
+def counters(request: Request) -> int:
+    """Blocks that count the targets for the divisor of a mean that the kernel writes; 0 for other kernels.
+
+    A block counts a batch for each thread; where that takes more than COUNTERS blocks, it counts several batches.
+    """
+    if "mean_loss" not in request.task.call_outputs:
+        return 0
+    plan = request.plan
+    most = min(COUNTERS, plan.programs) if plan.strategy == "grid" else COUNTERS
+    return min(most, -(-request.layout.rows // (BATCH * 32 * plan.warps)))
+
+
+def blocks(request: Request) -> int:
+    """Blocks of a launch: those that own rows, and before them those that only count targets (total.cuh).
+
+    The blocks of `grid` are resident together, so its first blocks count before they take their rows.
+    """
+    plan = request.plan
+    if plan.strategy == "grid":
+        return plan.programs
+    cluster = plan.splits if plan.strategy == "cluster" else 1
+    return plan.programs + -(-counters(request) // cluster) * cluster
+
 
 def loss_mail_words(request: Request) -> int:
     """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (operands.cuh); else 0."""
     if not request.task.call_outputs:
         return 0
-    return 16 * DIVISORS + -(-request.layout.rows * ITEMSIZE[request.task.accumulator] // 8)
+    rows = request.layout.rows
+    losses, segments = -(-rows * ITEMSIZE[request.task.accumulator] // 8), -(-rows // SEGMENT)
+    return 16 * DIVISORS + 2 * COUNTERS + losses + 2 * segments
 
 
 def sums(request: Request) -> int:
@@ -203,13 +238,15 @@ def _numbers(request: Request) -> dict[str, int]:
         "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),
         "PACKETS": message_packets(request),
         "DIVISORS": DIVISORS,
+        "COUNTERS": COUNTERS,
+        "SEGMENT": SEGMENT,
+        "BATCH": BATCH,
+        "CLUSTER": plan.splits if plan.strategy == "cluster" else 1,
     }
     # Position of each accumulator among the sums of a state; -1 where the state does not keep it.
     kept = [one.name for one in request.sums]
     for name in dict.fromkeys(one.name for operation in OPERATIONS.values() for one in operation.accumulators):
         numbers[f"SUM_{name.upper()}"] = kept.index(name) if name in kept else -1
-    if plan.strategy == "cluster":
-        numbers["CLUSTER"] = plan.splits
     return numbers
 
 

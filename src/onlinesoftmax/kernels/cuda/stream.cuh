@@ -188,10 +188,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stream_kernel(co
     const Team team(p);
     const Stages stages(memory, barriers);
     if (threadIdx.x == 0) stages.prepare(), exchange.prepare();
-    total::count_targets(p);
+    total::count_in_teams(p);
     __syncthreads();
     if (threadIdx.x < LANES) hold_rows(p, team, Ring(stages), exchange, tile_in);
     else if (threadIdx.x < LANES + 32) exchange_states(p, team, exchange);
     else if (threadIdx.x == LANES + 32) load_rows(p, team, stages, tile_in);
-    if (team.rank == 0 && (p.rows - 1) % gridDim.x == blockIdx.x) total::add_losses(p, p.rows - 1, p.rows);
+    if (team.rank == 0) total::add_losses_of_team(p);
 }

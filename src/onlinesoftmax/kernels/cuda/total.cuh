@@ -1,21 +1,24 @@
-// The scalar of a loss of few rows, the mean or the sum, written by the kernel that computes the losses.
+// The scalar of a loss, the mean or the sum, written by the kernel that computes the losses.
 //
-// Blocks:     block 0 counts the targets before it takes its rows, and publishes the divisor of the mean, which the
-//             gradient and the mean need.  The block that owns the last row adds all losses, divides, and writes the scalar.
-// Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows (torch/targets.py), where messages between blocks (mail.cuh) take less
-//             time than the launches of small kernels that otherwise do this work (reduction.cuh).
-// Bytes:      one word for each row and 32 words for the divisor, written, read and emptied in L2; for a mean, block 0
-//             reads all targets once more.
-// Limits:     a block waits only for itself and for blocks of lower numbers.  This relies on blocks starting in the
-//             order of their numbers, which GPUs do and CUDA does not promise.
+// Blocks:     for a mean, the first p.counters blocks each count a part of the targets, and the last of them adds the counts
+//             and publishes the divisor.  The block that owns the last row of a segment of SEGMENT rows adds the losses of
+//             the segment.  The block that owns the last row of all also adds the sums of all segments, divides, and writes
+//             the scalar.
+// Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows and MOST_BYTES_IN_ONE_LAUNCH of logits (torch/targets.py); for more, small
+//             kernels before and after the loss kernel do this work (reduction.cuh).
+// Bytes:      one word for each row, written, read and emptied in L2; for a mean, all targets are read once more.
+// Limits:     a block waits only for blocks of lower numbers, so blocks that count own no rows.  This relies on blocks
+//             starting in the order of their numbers, which GPUs do and CUDA does not promise.  The blocks of strategy
+//             `grid` are resident together, so they may wait for any block: they count first, and add losses last.
 //
-// Every thread reads the divisor before its row is reduced, and the loss of the row is sent after that.  So when all
-// losses have arrived, nobody will read the divisor again, and the last block sets all words back to EMPTY for the next
-// kernel on this stream.
+// Only kernels with a gradient read the divisor before the end.  Every thread reads it before its row is reduced, and the
+// loss of the row is sent after that.  So when all losses have arrived, nobody will read the divisor again.  Whoever has
+// added counts, losses or sums sets their words back to EMPTY, and the last block those of the divisor, for the next kernel
+// on this stream.
+//
+// All sums are added in an order that depends on the launch alone, so every run gives the same bits.
 
 namespace total {
-
-constexpr int BATCH = 8;   // numbers that a thread loads at once
 
 // The sums over all rows are kept in a wider type than the losses.
 template <class T> struct WideOf { using type = double; };
@@ -41,21 +44,29 @@ __device__ inline Wide add_block(Wide a) {
     return warp ? Wide{} : add_lanes(lane < THREADS / 32 ? exchange[lane] : Wide{});
 }
 
-// The sum of number(row, load(row)) over the rows threadIdx.x, threadIdx.x + THREADS, ...  A whole batch is loaded before
-// any of it is used.
-template <class Load, class Number> __device__ inline Wide add_rows(const Params& p, Load load, Number number) {
+// The sum of number(i, load(i)) over the i of this thread: `first` + threadIdx.x, and from there every THREADS-th before
+// `end`.  A whole batch is loaded before any of it is used.
+template <int BATCH, class Load, class Number>
+__device__ inline Wide add_numbers(unsigned first, unsigned end, Load load, Number number) {
     Wide sum{};
-    for (int64 first = threadIdx.x; first < p.rows; first += BATCH * THREADS) {
-        decltype(load(first)) loaded[BATCH];
+#pragma unroll 1
+    for (unsigned begin = first + threadIdx.x; begin < end; begin += BATCH * THREADS) {
+        decltype(load(begin)) loaded[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i)
-            if (first + i * THREADS < p.rows) loaded[i] = load(first + i * THREADS);
+            if (begin + i * THREADS < end) loaded[i] = load(begin + i * THREADS);
 #pragma unroll
         for (int i = 0; i < BATCH; ++i)
-            if (first + i * THREADS < p.rows) sum += number(first + i * THREADS, loaded[i]);
+            if (begin + i * THREADS < end) sum += number(begin + i * THREADS, loaded[i]);
     }
     return sum;
 }
+
+// Sends a sum, and takes one out of its mailbox, when it has come.
+__device__ inline void put(uint64* to, double x) { put_word(to, bits(x)); }
+__device__ inline void put(uint64* to, DoubleDouble x) { put(to, x.high), put(to + 1, x.low); }
+__device__ inline void take(uint64* from, double& x) { from_bits(wait_for_word(from), x), put_word(from, EMPTY); }
+__device__ inline void take(uint64* from, DoubleDouble& x) { take(from, x.high), take(from + 1, x.low); }
 
 // The number that a row adds to the divisor: 0 if it is ignored, else its weight or 1.
 __device__ inline ACC share_of(const Params& p, int64 target) {
@@ -65,48 +76,108 @@ __device__ inline ACC share_of(const Params& p, int64 target) {
     else return target >= 0 && target < p.cols ? ACC(wide(load_one(p.weight + target * p.weight_place.col))) : 0;
 }
 
-// Counts all targets and publishes the divisor.  It is not inlined: with it in their path, the blocks that do not count
-// took 78 instead of 70 us for 8192 x 8192 float32 on an H200.
-__device__ __noinline__ void count_all_targets(const Params& p) {
-    const Wide sum = add_block(add_rows(
-        p, [&](int64 row) { return int64(load_one(p.target + row_offset(p, p.target_place, row))); },
-        [&](int64, int64 target) { return share_of(p, target); }));
-    static_assert(DIVISORS == 32, "one place for each lane of a warp");
-    if (threadIdx.x < 32) put_word(LossMail(p).divisor(threadIdx.x), uint64(bits(ACC(double(sum)))));
-}
-
-// In block 0 of a mean, counts the targets.  All threads call this before they read the divisor.
-__device__ inline void count_targets(const Params& p) {
-    if constexpr (CALL_MEAN_LOSS)
-        if (blockIdx.x == 0 && blockIdx.y == 0) count_all_targets(p);
-}
-
-// If this block owns the last row: waits for all losses, adds them, writes the scalar and empties the words.  The block
-// owns the rows from `first` to the one before `end`, and has sent their losses.  Of several blocks that hold one row, one
-// calls this, with all its threads.
-__device__ inline void add_losses(const Params& p, int64 first, int64 end) {
-    if constexpr (SCALAR_LOSS) {
-        if (first >= p.rows || end < p.rows) return;
-        const LossMail mail(p);
-        const Wide sum = add_block(add_rows(
-            p, [&](int64 row) { return look_word(mail.losses + row); },
-            [&](int64 row, LossMail::Word word) {
-                if (word == LossMail::Word(EMPTY)) word = wait_for_word(mail.losses + row);
-                put_word(mail.losses + row, LossMail::Word(EMPTY));
-                ACC loss;
-                from_bits(word, loss);
-                return loss;
-            }));
-        if (threadIdx.x >= 32) return;
-        double divisor = 1;
-        if constexpr (CALL_MEAN_LOSS) {
-            divisor = double(mail.wait_for_divisor(threadIdx.x));
-            put_word(mail.divisor(threadIdx.x), EMPTY);
-        }
-        if (threadIdx.x) return;
-        if constexpr (CALL_MEAN_LOSS) narrow(*p.mean_loss, ACC(double(sum) / divisor));
-        else narrow(*p.total_loss, ACC(double(sum)));
+// Counts part `part` of the targets, of p.counters; the last part waits for the others, and publishes the divisor.  All
+// threads of a block call this.  Without a gradient nobody waits for the divisor before the end, so a thread loads fewer
+// targets at once, and takes no more registers than the rows do.
+__device__ inline void count_part(const Params& p, int part) {
+    static_assert(DIVISORS == 32 && COUNTERS <= 32, "a lane of a warp for each");
+    const unsigned rows = unsigned(p.rows), size = (rows - 1) / unsigned(p.counters) + 1, first = part * size;
+    Wide sum = add_block(add_numbers<WRITES_ELEMENTS ? BATCH : BATCH / 2>(
+        first, min(first + size, rows),
+        [&](unsigned row) { return load_one(p.target + row_offset(p, p.target_place, row)); },
+        [&](unsigned, TARGET target) { return share_of(p, target); }));
+    const LossMail mail(p);
+    const int lane = threadIdx.x, last = int(p.counters) - 1;
+    if (lane >= 32) return;
+    if (part < last) {
+        if (lane == 0) put(mail.counts + 2 * part, sum);
+        return;
     }
+    if (lane < last) take(mail.counts + 2 * lane, sum);
+    else if (lane > last) sum = Wide{};
+    put_word(mail.divisor(lane), LossMail::Word(bits(ACC(double(add_lanes(sum))))));
+}
+
+// Blocks that count targets and own no rows, a multiple of CLUSTER.
+__device__ inline unsigned counting_blocks(const Params& p) {
+    return CALL_MEAN_LOSS ? (unsigned(p.counters) + CLUSTER - 1) / CLUSTER * CLUSTER : 0;
+}
+
+// True in these blocks, when they have counted.  Strategies call this first, and then use `block_of_rows`.
+__device__ inline bool only_counts(const Params& p) {
+    if constexpr (!CALL_MEAN_LOSS) return false;
+    if (blockIdx.x >= counting_blocks(p)) return false;
+    if (blockIdx.x < unsigned(p.counters)) count_part(p, blockIdx.x);
+    return true;
+}
+
+// The number of this block among those that own rows.
+__device__ inline unsigned block_of_rows(const Params& p) { return blockIdx.x - counting_blocks(p); }
+
+// In strategy `grid`, the first blocks count before they take their rows.  All threads call this.  The count is not inlined,
+// so that its code and its registers are not in the path of the other blocks.
+__device__ __noinline__ void count_apart(const Params& p, int part) { count_part(p, part); }
+__device__ inline void count_in_teams(const Params& p) {
+    if constexpr (CALL_MEAN_LOSS) {
+        const unsigned block = blockIdx.x * gridDim.y + blockIdx.y;
+        if (block < unsigned(p.counters)) count_apart(p, block);
+    }
+}
+
+// Waits for the losses of a segment, adds them, and empties their words.  For the last segment of all, it also adds the sums
+// of the others, and writes the scalar.  It is not inlined, because few blocks call it.
+__device__ __noinline__ void add_segment(const Params& p, unsigned segment) {
+    const LossMail mail(p);
+    const unsigned rows = unsigned(p.rows), first = segment * SEGMENT, end = min(first + SEGMENT, rows);
+    const bool last = end == rows;
+    Divisor divisor;
+    if (CALL_MEAN_LOSS && last) divisor.look(p, threadIdx.x);
+    Wide sum{};
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; last && i < segment; i += THREADS) {
+        Wide other;
+        take(mail.sums + 2 * i, other);
+        sum += other;
+    }
+    sum += add_numbers<BATCH>(
+        first, end, [&](unsigned row) { return look_word(mail.losses + row); },
+        [&](unsigned row, LossMail::Word word) {
+            if (word == LossMail::Word(EMPTY)) word = wait_for_word(mail.losses + row);
+            put_word(mail.losses + row, LossMail::Word(EMPTY));
+            ACC loss;
+            from_bits(word, loss);
+            return loss;
+        });
+    sum = add_block(sum);
+    const int lane = threadIdx.x;
+    if (lane >= 32) return;
+    if (!last) {
+        if (lane == 0) put(mail.sums + 2 * segment, sum);
+        return;
+    }
+    if constexpr (CALL_MEAN_LOSS) {
+        const double count = double(divisor.wait(p, lane));
+        put_word(mail.divisor(lane), LossMail::Word(EMPTY));
+        if (lane == 0) narrow(*p.mean_loss, ACC(double(sum) / count));
+    } else {
+        if (lane == 0) narrow(*p.total_loss, ACC(double(sum)));
+    }
+}
+
+// Adds a segment if its last row is among the OWNED rows of this block, from `first` on, of which the first exists.  The
+// block has sent their losses.  Of several blocks that hold one row, one calls this, with all its threads.
+template <int OWNED> __device__ inline void add_losses(const Params& p, int64 first) {
+    static_assert(SEGMENT % OWNED == 0, "a block would own rows of two segments");
+    if constexpr (SCALAR_LOSS)
+        if ((first + OWNED) % SEGMENT == 0 || first + OWNED >= p.rows) add_segment(p, unsigned(first / SEGMENT));
+}
+
+// In strategy `grid`, adds the segments whose last row this team has owned.  One block of the team calls this after all
+// rows, so that no row waits for losses of other teams.
+__device__ inline void add_losses_of_team(const Params& p) {
+    if constexpr (SCALAR_LOSS)
+        for (unsigned first = 0; first < unsigned(p.rows); first += SEGMENT)
+            if ((min(first + SEGMENT, unsigned(p.rows)) - 1) % gridDim.x == blockIdx.x) add_segment(p, first / SEGMENT);
 }
 
 }  // namespace total
