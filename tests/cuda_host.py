@@ -218,7 +218,7 @@ def _library(text: str, folder: Path) -> Any:
 def check_ownership(request: Request, folder: Path) -> None:
     """Run a request's kernel on the host; every element is reduced once, written once, and no other is touched.
 
-    x has `rows` rows whose strides are those of the request; it begins on 16 bytes.
+    x has `rows` rows whose strides are those of the request; it begins on 128 bytes.
     """
     layout, plan = request.layout, request.plan
     # A single row has no stride.
@@ -258,7 +258,7 @@ def check_ownership(request: Request, folder: Path) -> None:
 
 
 def _aligned(count: int, dtype: Any) -> NDArray[Any]:
-    """An array whose first element lies on 16 bytes."""
-    raw = np.zeros(count * np.dtype(dtype).itemsize + 16, np.uint8)
-    begin = -raw.ctypes.data % 16
+    """An array whose first element lies on 128 bytes."""
+    raw = np.zeros(count * np.dtype(dtype).itemsize + 128, np.uint8)
+    begin = -raw.ctypes.data % 128
     return raw[begin : begin + count * np.dtype(dtype).itemsize].view(dtype)
