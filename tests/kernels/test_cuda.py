@@ -320,6 +320,12 @@ def test_mailboxes_have_the_words_that_the_kernel_counts(
     compile.build(source.source(request) + check, "sm_90")
 
 
+@pytest.mark.parametrize("name", [*source.FILES, *sorted({n for names in source.KERNEL_FILES.values() for n in names})])
+def test_no_lambda_is_generic(name: str) -> None:
+    """NVRTC 13.0 takes a lambda whose parameters are `auto` for a function of the host, and refuses it."""
+    assert not re.search(r"\[[&=]?\]\([^)]*\bauto\b", source.text(f"{name}.cuh"))
+
+
 # The last packet of a message has one, two or three words of the state; that of float64 with an entropy has ten words.
 PACKETS = [(gpu, torch.float64, ("y", "entropy")) for gpu in GPUS]
 PACKETS += [("h200", dtype, ("y",)) for dtype in (torch.bfloat16, torch.float32)]

@@ -41,14 +41,10 @@ struct Position {
     __device__ inline Position(const Params& p, const Row& r, int64 tile)
         : at(r.chunk(p, tile * TILE + threadIdx.x)), left(r.body - tile * TILE - threadIdx.x) {}
 };
-// The same in a streamed tile, which is never cut short.  As this number is a constant, the compiler leaves out all tests.
-struct StreamedPosition {
-    Cursor at;
-    static constexpr int64 left = TILE;
 
-    __device__ inline StreamedPosition(const Params& p, const Row& r, int64 tile)
-        : at(r.chunk(p, tile * TILE + threadIdx.x)) {}
-};
+// The number of chunks that are left in a streamed tile, which is always whole.  As it is a constant, the compiler leaves
+// out the tests of every chunk.
+constexpr int64 WHOLE = TILE;
 
 constexpr int64 NO_TILE = -1;   // stands in the ring after the last tile of a row
 
@@ -105,19 +101,19 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         Slice<0, LANES, EDGES, false> edges;
         edges.load_edges(p, r, edge_lane);
         State state = identity();
-        const auto reduce = [&](Tile& tile, const auto& in) {
-            tile.make_scores(in.at, n, in.left);
-            tile.weigh(p, in.at, in.left);
+        const auto reduce = [&](Tile& tile, const Cursor& at, int64 left) {
+            tile.make_scores(at, n, left);
+            tile.weigh(p, at, left);
             state = extend(state, tile);
         };
 #pragma unroll 1
         for (int64 i = 0; i < tiles.own; ++i) {
             Tile tile;
-            const StreamedPosition in(p, r, tiles[i]);
-            ring.read(p, tile, in.at, in.left);
+            const Position in(p, r, tiles[i]);
+            ring.read(p, tile, in.at, WHOLE);
             ring.release();
             ring.advance();
-            reduce(tile, in);
+            reduce(tile, in.at, WHOLE);
         }
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
@@ -125,7 +121,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
             ring.read(p, held[g], in.at, in.left);
             ring.release();
             ring.advance();
-            reduce(held[g], in);
+            reduce(held[g], in.at, in.left);
         }
 #pragma unroll 1
         for (int i = GROUPS; i < ON_CHIP; ++i) {
@@ -133,7 +129,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
             const Position in(p, r, tiles[tiles.own + i]);
             ring.read(p, tile, in.at, in.left);
             ring.advance();
-            reduce(tile, in);
+            reduce(tile, in.at, in.left);
         }
         given.load_target(p, r);
         edges.make_edge_scores(r, n, edge_lane);
@@ -148,9 +144,9 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         }
         const ops::RowConstants constants = ops::row_constants(p, r, given, n, state);
         edges.write_edges(p, r, n, constants, edge_lane);
-        const auto write = [&](Tile& tile, const auto& in) {
-            tile.make_scores(in.at, n, in.left);
-            tile.write(p, in.at, n, constants, in.left);
+        const auto write = [&](Tile& tile, const Cursor& at, int64 left) {
+            tile.make_scores(at, n, left);
+            tile.write(p, at, n, constants, left);
         };
         // First the tiles in the ring, so that their stages take further loads.
 #pragma unroll 1
@@ -158,19 +154,19 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
             Tile tile;
             const Position in(p, r, tiles[tiles.own + i]);
             ring.take(p, tile, in.at, in.left);
-            write(tile, in);
+            write(tile, in.at, in.left);
         }
 #pragma unroll 1
         for (;;) {
             ring.wait();
             const int64 number = tile_in[ring.reduced];
             Tile tile;
-            const StreamedPosition in(p, r, number);
-            if (number != NO_TILE) ring.read(p, tile, in.at, in.left);
+            const Position in(p, r, number);
+            if (number != NO_TILE) ring.read(p, tile, in.at, WHOLE);
             ring.release();
             ring.advance();
             if (number == NO_TILE) break;
-            write(tile, in);
+            write(tile, in.at, WHOLE);
         }
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
