@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -108,7 +107,7 @@ class Slice(NamedTuple):
     def store(self, constants: RowConstants, array: Any) -> None:
         """Compute the output in shared memory and copy it to the array; unaligned ends are stored by the threads."""
         at, columns = self.bounds.whole
-        for piece, (start, stop) in enumerate(self._stored):
+        for piece, (start, stop) in enumerate(self.pieces):
             if not self.op.reduces:
                 mosaic.barrier_wait(self.loaded.at[piece])
             self._compute(start, stop, constants)
@@ -121,18 +120,6 @@ class Slice(NamedTuple):
             # One element per thread.
             y = mosaic.layout_cast(self.refs[0][pl.ds(end, CLUSTER_THREADS)], layout)
             self.bounds.place(array, end, CLUSTER_THREADS)[...] = y
-
-    @property
-    def _stored(self) -> Sequence[tuple[int, int]]:
-        """Beginning and end of each part of the slice that is copied to the array as soon as it is computed.
-
-        Where the whole slice is there, a part is as large as one write; the last one has a whole tile at least, because
-        its last tile may overlap the tile before it.
-        """
-        if not self.op.reduces:
-            return self.pieces
-        most, length = CLUSTER_THREADS * WRITTEN_ELEMENTS, self.pieces[-1][1]
-        return list(pairwise([*range(0, max(length - self.tile, 1), most), length]))
 
     def _compute(self, start: int, stop: int, constants: RowConstants) -> None:
         """Compute the output of a piece in place of the first input."""
@@ -210,21 +197,24 @@ def _in_slice(constants: RowConstants, bounds: SliceBounds) -> RowConstants:
 def _merge_cluster(state: State, op: Op, refs: tuple[Any, ...], arrived: Any, size: int) -> State:
     """The state of a row, merged from the states of its slices.
 
-    Every thread reads the states of all slices.  A part of a state is one number in shared memory, so that all threads
-    of a warp read it at once: with an array, 16 blocks would read half as many bytes from each other as from memory.
+    A state is exchanged as one copy per thread: Mosaic reads another block's shared memory as arrays.
     """
+    layout = mosaic.Layout.WG_STRIDED((CLUSTER_THREADS,), vec_size=1)
     for ref, part in zip(refs, state, strict=True):
-        ref[...] = part
+        ref[...] = mosaic.layout_cast(jnp.full((CLUSTER_THREADS,), part), layout)
     # A few threads arrive at the barrier for the block, so all threads must have stored before.
     mosaic.commit_smem()
     mosaic.barrier_arrive(arrived)
     mosaic.barrier_wait(arrived)
     found = [
-        tuple(mosaic.cluster_ref(ref, {"rank": jnp.int32(rank)})[...] for ref in refs) for rank in range(size)
+        tuple(
+            mosaic.layout_cast(mosaic.cluster_ref(ref, {"rank": jnp.int32(rank)})[...], layout) for ref in refs
+        )
+        for rank in range(size)
     ]  # fmt: skip
-    state = op.merge_slices(found)
-    # All threads of the block have read the states before a few of them arrive for the block.
-    mosaic.commit_smem()
+    # All elements of a part are equal, so max makes one number of them.  The reduction also waits for all threads
+    # of the block, so all of them have read the states.
+    state = tuple(jnp.max(part) for part in op.merge_slices(found))
     mosaic.barrier_arrive(arrived)
     return state
 
@@ -237,7 +227,7 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     tile = CLUSTER_THREADS * (16 // itemsize)
     pieces = pieces_of(length, tile, itemsize * inputs) if op.writes_elements else [(0, length)]
     with jax.enable_x64(op.exact):
-        states = [mosaic.SMEM((), dtype) for dtype in op.slice_dtypes(operands.accumulator)]
+        states = [mosaic.SMEM((CLUSTER_THREADS,), dtype) for dtype in op.slice_dtypes(operands.accumulator)]
     kernel = mosaic.kernel(
         partial(cluster_kernel, operands=operands, length=length, size=size, pieces=pieces),
         out_type=tuple(out), grid=(operands.rows,), grid_names=("row",), cluster=(size,), cluster_names=("rank",),
