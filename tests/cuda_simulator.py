@@ -36,6 +36,7 @@ MACHINE = """
 #include <math.h>
 #include <string.h>
 #include <sched.h>
+#include <setjmp.h>
 #include <ucontext.h>
 #include <algorithm>
 #include <atomic>
@@ -73,10 +74,17 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 }
 
 // The fibers of one block.  `yield` lets the others run until they wait, too.
-struct Fiber { ucontext_t context; std::unique_ptr<char[]> stack; bool done; };
+// A fiber begins with setcontext and goes on with longjmp, because setcontext makes a system call.
+struct Fiber { ucontext_t context; jmp_buf place; std::unique_ptr<char[]> stack; bool begun, done; };
 static thread_local std::vector<Fiber> fibers;
-static thread_local ucontext_t scheduler;
-inline void yield() { swapcontext(&fibers[threadIdx.x].context, &scheduler); }
+static thread_local jmp_buf scheduler;
+inline void yield() { if (!_setjmp(fibers[threadIdx.x].place)) _longjmp(scheduler, 1); }
+__attribute__((noinline)) void resume(Fiber& fiber) {
+    if (_setjmp(scheduler)) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.context);
+}
 struct Barrier {
     int arrived, round;
     void wait(int threads) {
@@ -215,7 +223,7 @@ static void run_block(unsigned x, unsigned y) {
     for (bool busy = true; busy;) {
         busy = false;
         for (unsigned i = 0; i < THREADS; ++i)
-            if (!fibers[i].done) threadIdx.x = i, busy = true, swapcontext(&scheduler, &fibers[i].context);
+            if (!fibers[i].done) threadIdx.x = i, busy = true, resume(fibers[i]);
     }
     fibers.clear();
 }
