@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import fast_xla
 import triton_interpreter
 
 
@@ -29,8 +30,8 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if importlib.util.find_spec("triton"):
         triton_interpreter.patch_once_per_launch()
-    # The programs are small, or interpreted kernels: XLA takes longer to optimize them than to run them.
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    for name, value in fast_xla.environment().items():
+        os.environ.setdefault(name, value)
 
 # Plans must not depend on tables that were made on this machine.
 os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "onlinesoftmax-tests"))

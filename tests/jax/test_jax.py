@@ -17,6 +17,7 @@ pytest.importorskip("jax", reason="jax is not installed")
 import jax
 import jax.numpy as jnp
 
+import fast_xla
 import onlinesoftmax
 import onlinesoftmax.jax as osj
 from onlinesoftmax import PlanError
@@ -299,11 +300,7 @@ assert "torch" not in sys.modules
 print("fine")
 """
     source = str(Path(onlinesoftmax.__file__).parents[1])
-    environment = {
-        "PYTHONPATH": source,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = {"PYTHONPATH": source, "JAX_PLATFORMS": "cpu", **fast_xla.environment(devices=4)}
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
