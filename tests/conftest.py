@@ -13,7 +13,13 @@ import pytest
 from hypothesis import settings
 
 import fast_xla
-import triton_interpreter
+
+# Imports and the collection of tests make many objects that all stay; pytest_collection_finish enables it again.
+gc.disable()
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # There is one worker per processor.  With more threads, PyTorch's operations wait for threads that do not run.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _has_gpu() -> bool:
@@ -29,7 +35,9 @@ if not HAS_GPU:
     # Triton reads it when a kernel is defined, so it must be set before onlinesoftmax is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if importlib.util.find_spec("triton"):
-        triton_interpreter.patch_once_per_launch()
+        import triton_interpreter
+
+        triton_interpreter.patch()
     for name, value in fast_xla.environment().items():
         os.environ.setdefault(name, value)
 
@@ -67,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave out all that was imported from later garbage collections: a benchmark collects before each measurement."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
