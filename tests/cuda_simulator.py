@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 
 from cuda_stand_ins import STAND_INS
@@ -283,24 +284,37 @@ HEADERS = "".join(re.findall("#include .*\n", MACHINE))
 def _compile_command(folder: Path) -> list[str]:
     """The compiler and its options; the folder gets the standard headers, compiled."""
     assert COMPILER is not None
-    options = ["-std=c++17", "-w", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-fPIC"]
+    options = [
+        "-std=c++17",
+        "-w",
+        "-O1",
+        "-fno-exceptions",
+        "-ffp-contract=off",
+        "-fno-strict-aliasing",
+        "-pthread",
+        "-fPIC",
+    ]
     # Shared variables of one name must differ from one kernel to the next.
     options.append("-fno-gnu-unique")
     # A variable that is read before it is written must not happen to be zero, as memory of the host often is.
     options.append("-ftrivial-auto-var-init=pattern")
     header = folder / "headers.h"
-    header.write_text(HEADERS, encoding="utf-8")
-    subprocess.run([COMPILER, *options, "-x", "c++-header", str(header)], check=True)
+    with FileLock(folder / "headers.lock"):
+        if not header.exists():
+            header.write_text(HEADERS, encoding="utf-8")
+            subprocess.run([COMPILER, *options, "-x", "c++-header", str(header)], check=True)
     return [COMPILER, *options, "-include", str(header), "-shared", "-x", "c++", "-"]
 
 
 @cache
 def _library(text: str, folder: Path) -> Any:
-    name = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
-    command = [*_compile_command(folder), "-o", f"{name}.so"]
-    done = subprocess.run(command, input=text, text=True, capture_output=True)
-    assert not done.returncode, done.stderr[:4000]
-    return ctypes.CDLL(f"{name}.so")
+    library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    with FileLock(library.with_suffix(".lock")):
+        if not library.exists():
+            command = [*_compile_command(folder), "-o", str(library)]
+            done = subprocess.run(command, input=text, text=True, capture_output=True)
+            assert not done.returncode, done.stderr[:4000]
+    return ctypes.CDLL(str(library))
 
 
 def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path) -> None:

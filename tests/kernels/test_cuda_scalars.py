@@ -23,13 +23,6 @@ from cuda_targets import (
 )
 from onlinesoftmax.kernels.request import Request
 
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for shared libraries, one for each distinct kernel."""
-    return tmp_path_factory.mktemp("scalars")
-
-
 SCALARS = [
     Ask(LOSS, ("mean_loss", "y"), ("ignore_index",)),
     Ask(LOSS, ("mean_loss",), ("weight", "ignore_index")),

@@ -40,12 +40,6 @@ from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import priced
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for shared libraries, one for each distinct kernel."""
-    return tmp_path_factory.mktemp("targets")
-
-
 def _cells() -> list[Any]:
     """Every strategy meets every call; dtypes, alignment, kept terms and in-place outputs take turns."""
     cells = []
