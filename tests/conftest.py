@@ -71,6 +71,8 @@ def device_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped, with that reason, where there is none")
+    early = "takes several seconds and cannot be split: begins first, so that no process waits for it at the end"
+    config.addinivalue_line("markers", f"early: {early}")
 
 
 def pytest_collection_finish() -> None:
@@ -81,6 +83,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "early" not in item.keywords)
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU: torch.cuda.is_available() is False")

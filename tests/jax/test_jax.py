@@ -269,6 +269,7 @@ def test_what_is_refused(arguments: dict[str, Any], error: type[Exception], mess
     assert str(caught.value).startswith("softmax: ")
 
 
+@pytest.mark.early
 def test_no_torch_and_four_devices() -> None:
     """In a process of its own: rows stay where they are, and torch is never imported."""
     code = """

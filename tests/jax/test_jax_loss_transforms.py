@@ -109,6 +109,7 @@ def test_nothing_of_the_size_of_the_logits_is_kept(weights: bool) -> None:
     assert set(large) == {"bfloat16"}
 
 
+@pytest.mark.early
 def test_four_devices() -> None:
     """In a process of its own: rows stay where they are, also where a kernel runs, and torch is never imported."""
     code = """

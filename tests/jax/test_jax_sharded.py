@@ -23,6 +23,7 @@ import onlinesoftmax.jax as osj
 from onlinesoftmax.jax.exchange import whole_target
 
 
+@pytest.mark.early
 def test_four_devices() -> None:
     """In a process of its own, because JAX counts its devices once."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4)

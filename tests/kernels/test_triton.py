@@ -92,6 +92,7 @@ json.dump(found, sys.stdout)
 """
 
 
+@pytest.mark.early
 def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     """No spills and 16-byte loads for sm_80, sm_90 and sm_100, in a process without the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
