@@ -80,6 +80,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    # Traces of JAX and kernels in the interpreter make many objects, and few of them are cycles.
+    gc.set_threshold(20000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -281,25 +281,16 @@ HEADERS = "".join(re.findall("#include .*\n", MACHINE))
 
 
 @cache
-def _compile_command(folder: Path) -> list[str]:
+def _compile_command(folder: Path, level: str) -> list[str]:
     """The compiler and its options; the folder gets the standard headers, compiled."""
     assert COMPILER is not None
-    options = [
-        "-std=c++17",
-        "-w",
-        "-O1",
-        "-fno-exceptions",
-        "-ffp-contract=off",
-        "-fno-strict-aliasing",
-        "-pthread",
-        "-fPIC",
-    ]
+    options = ["-std=c++17", "-w", level, "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-fPIC"]
     # Shared variables of one name must differ from one kernel to the next.
     options.append("-fno-gnu-unique")
     # A variable that is read before it is written must not happen to be zero, as memory of the host often is.
     options.append("-ftrivial-auto-var-init=pattern")
-    header = folder / "headers.h"
-    with FileLock(folder / "headers.lock"):
+    header = folder / f"headers{level}.h"
+    with FileLock(header.with_suffix(".lock")):
         if not header.exists():
             header.write_text(HEADERS, encoding="utf-8")
             subprocess.run([COMPILER, *options, "-x", "c++-header", str(header)], check=True)
@@ -307,17 +298,19 @@ def _compile_command(folder: Path) -> list[str]:
 
 
 @cache
-def _library(text: str, folder: Path) -> Any:
-    library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+def _library(text: str, folder: Path, level: str = "-O1") -> Any:
+    library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}{level}.so"
     with FileLock(library.with_suffix(".lock")):
         if not library.exists():
-            command = [*_compile_command(folder), "-o", str(library)]
+            command = [*_compile_command(folder, level), "-o", str(library)]
             done = subprocess.run(command, input=text, text=True, capture_output=True)
             assert not done.returncode, done.stderr[:4000]
     return ctypes.CDLL(str(library))
 
 
-def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path) -> None:
+def simulate(
+    request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path, level: str = "-O1"
+) -> None:
     """Run a request's kernel on the host.
 
     Args:
@@ -325,6 +318,7 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
         arrays: Memory of every tensor of the request by name, operands and outputs; bfloat16 as uint16.
         numbers: Every number of the request, by name.
         folder: Where to put the shared libraries.
+        level: Optimization of the compiler; "-O0" takes less time if a kernel runs only once, on few elements.
     """
     layout, plan = request.layout, request.plan
     assert arrays.keys() == request.dtypes.keys()
@@ -344,7 +338,7 @@ def simulate(request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapp
     fields[params.FIELD_OF_POINTER[params.LOSS_MAIL]] = mail.ctypes.data
     team = plan.splits if plan.strategy == "grid" else 1
     together = {"grid": plan.programs, "cluster": plan.splits}.get(plan.strategy, 1)
-    library = _library(simulated_source(request), folder)
+    library = _library(simulated_source(request), folder, level)
     library.run(ctypes.c_void_p(fields.ctypes.data), plan.programs // team, team, together)
     assert (mail == -1).all(), "the kernel left a message behind"
 

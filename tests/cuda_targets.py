@@ -229,7 +229,7 @@ def expected(ask: Ask, values: Values, output: str) -> NDArray[np.float64]:
         return np.where(dead, 0 if "zero" in ask.options else np.nan, np.where(slope == 0, 0, y * slope))
 
 
-def run(ask: Ask, request: Request, values: Values, folder: Path, in_place: bool = False) -> Values:
+def run(ask: Ask, request: Request, values: Values, folder: Path, in_place: bool = False, level: str = "-O1") -> Values:
     """The outputs of a kernel, in float64; elements as rows × cols, and the memory between rows must stay."""
     task, layout = request.task, request.layout
     rows, cols = layout.rows, layout.cols
@@ -252,7 +252,7 @@ def run(ask: Ask, request: Request, values: Values, folder: Path, in_place: bool
                 arrays[name] = arrays[name].astype(dtype)
     if in_place:
         arrays["y"] = arrays["x"]
-    simulate(request, arrays, {name: NUMBERS[name] for name in task.numbers}, folder)
+    simulate(request, arrays, {name: NUMBERS[name] for name in task.numbers}, folder, level)
     found: Values = {}
     for name in task.outputs:
         y = from_bits(arrays[name], task.dtypes[name])
