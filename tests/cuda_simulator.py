@@ -202,7 +202,7 @@ template <class T> unsigned max_halves(unsigned a, unsigned b) {
 LOOK = """
 template <class Word> Word look(const Word* from) {
     const Word word = __atomic_load_n(from, __ATOMIC_RELAXED);
-    if (word == Word(-1)) sched_yield(), yield();
+    if (word == Word(-1)) yield();
     return word;
 }
 """
@@ -225,6 +225,8 @@ static void run_block(unsigned x, unsigned y) {
         busy = false;
         for (unsigned i = 0; i < THREADS; ++i)
             if (!fibers[i].done) threadIdx.x = i, busy = true, resume(fibers[i]);
+        // Other blocks run, whose messages this one may wait for.
+        sched_yield();
     }
     fibers.clear();
 }
