@@ -9,10 +9,10 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
-"""One code generator instead of two, and one piece of code for each program."""
+"""No second code generator for fusions, and one piece of machine code for each program."""
 
-FIRST_UNKNOWN = (0, 11)
-"""First version of jaxlib for which nobody has checked that XLA knows FLAGS: an unknown flag ends the process."""
+CHECKED = "0.10."
+"""Beginning of the versions of jaxlib that are known to have FLAGS: elsewhere an unknown flag would end the process."""
 
 
 def environment(devices: int = 1) -> dict[str, str]:
@@ -23,7 +23,7 @@ def environment(devices: int = 1) -> dict[str, str]:
     """
     flags = [f"--xla_force_host_platform_device_count={devices}"] if devices > 1 else []
     try:
-        known = tuple(map(int, version("jaxlib").split(".")[:2])) < FIRST_UNKNOWN
+        known = version("jaxlib").startswith(CHECKED)
     except PackageNotFoundError:
         known = False
     return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join([*flags, *(FLAGS if known else ())])}
