@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-import triton_interpreter
+import fast_xla
+
+# Imports and the collection of tests make many objects that all stay; pytest_collection_finish enables it again.
+gc.disable()
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # There is one worker per processor.  With more threads, PyTorch's operations wait for threads that do not run.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _has_gpu() -> bool:
@@ -28,9 +35,11 @@ if not HAS_GPU:
     # Triton reads it when a kernel is defined, so it must be set before onlinesoftmax is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if importlib.util.find_spec("triton"):
-        triton_interpreter.patch_once_per_launch()
-    # The programs are small, or interpreted kernels: XLA takes longer to optimize them than to run them.
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        import triton_interpreter
+
+        triton_interpreter.patch()
+    for name, value in fast_xla.environment().items():
+        os.environ.setdefault(name, value)
 
 # Plans must not depend on tables that were made on this machine.
 os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "onlinesoftmax-tests"))
@@ -62,15 +71,21 @@ def device_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped, with that reason, where there is none")
+    early = "takes several seconds and cannot be split: begins first, so that no process waits for it at the end"
+    config.addinivalue_line("markers", f"early: {early}")
 
 
 def pytest_collection_finish() -> None:
     """Leave out all that was imported from later garbage collections: a benchmark collects before each measurement."""
+    gc.enable()
     gc.collect()
     gc.freeze()
+    # Traces of JAX and kernels in the interpreter make many objects, and few of them are cycles.
+    gc.set_threshold(20000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "early" not in item.keywords)
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU: torch.cuda.is_available() is False")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 
 from cuda_stand_ins import STAND_INS
@@ -35,6 +36,7 @@ MACHINE = """
 #include <math.h>
 #include <string.h>
 #include <sched.h>
+#include <setjmp.h>
 #include <ucontext.h>
 #include <algorithm>
 #include <atomic>
@@ -72,10 +74,17 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 }
 
 // The fibers of one block.  `yield` lets the others run until they wait, too.
-struct Fiber { ucontext_t context; std::unique_ptr<char[]> stack; bool done; };
+// A fiber begins with setcontext and goes on with longjmp, because setcontext makes a system call.
+struct Fiber { ucontext_t context; jmp_buf place; std::unique_ptr<char[]> stack; bool begun, done; };
 static thread_local std::vector<Fiber> fibers;
-static thread_local ucontext_t scheduler;
-inline void yield() { swapcontext(&fibers[threadIdx.x].context, &scheduler); }
+static thread_local jmp_buf scheduler;
+inline void yield() { if (!_setjmp(fibers[threadIdx.x].place)) _longjmp(scheduler, 1); }
+__attribute__((noinline)) void resume(Fiber& fiber) {
+    if (_setjmp(scheduler)) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.context);
+}
 struct Barrier {
     int arrived, round;
     void wait(int threads) {
@@ -192,7 +201,7 @@ template <class T> unsigned max_halves(unsigned a, unsigned b) {
 LOOK = """
 template <class Word> Word look(const Word* from) {
     const Word word = __atomic_load_n(from, __ATOMIC_RELAXED);
-    if (word == Word(-1)) sched_yield(), yield();
+    if (word == Word(-1)) yield();
     return word;
 }
 """
@@ -214,7 +223,9 @@ static void run_block(unsigned x, unsigned y) {
     for (bool busy = true; busy;) {
         busy = false;
         for (unsigned i = 0; i < THREADS; ++i)
-            if (!fibers[i].done) threadIdx.x = i, busy = true, swapcontext(&scheduler, &fibers[i].context);
+            if (!fibers[i].done) threadIdx.x = i, busy = true, resume(fibers[i]);
+        // Other blocks run, whose messages this one may wait for.
+        sched_yield();
     }
     fibers.clear();
 }
@@ -275,32 +286,36 @@ HEADERS = "".join(re.findall("#include .*\n", MACHINE))
 
 
 @cache
-def _compile_command(folder: Path) -> list[str]:
+def _compile_command(folder: Path, level: str) -> list[str]:
     """The compiler and its options; the folder gets the standard headers, compiled."""
     assert COMPILER is not None
-    options = ["-std=c++17", "-w", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-fPIC"]
+    options = ["-std=c++17", "-w", level, "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-fPIC"]
     # Shared variables of one name must differ from one kernel to the next.
     options.append("-fno-gnu-unique")
     # A variable that is read before it is written must not happen to be zero, as memory of the host often is.
     options.append("-ftrivial-auto-var-init=pattern")
-    header = folder / "headers.h"
-    header.write_text(HEADERS, encoding="utf-8")
-    subprocess.run([COMPILER, *options, "-x", "c++-header", str(header)], check=True)
+    header = folder / f"headers{level}.h"
+    with FileLock(header.with_suffix(".lock")):
+        if not header.exists():
+            header.write_text(HEADERS, encoding="utf-8")
+            subprocess.run([COMPILER, *options, "-x", "c++-header", str(header)], check=True)
     return [COMPILER, *options, "-include", str(header), "-shared", "-x", "c++", "-"]
 
 
 @cache
-def _library(text: str, folder: Path) -> Any:
-    name = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
-    command = [*_compile_command(folder), "-o", f"{name}.so"]
-    done = subprocess.run(command, input=text, text=True, capture_output=True)
-    assert not done.returncode, done.stderr[:4000]
-    return ctypes.CDLL(f"{name}.so")
+def _library(text: str, folder: Path, level: str = "-O1") -> Any:
+    library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}{level}.so"
+    with FileLock(library.with_suffix(".lock")):
+        if not library.exists():
+            command = [*_compile_command(folder, level), "-o", str(library)]
+            done = subprocess.run(command, input=text, text=True, capture_output=True)
+            assert not done.returncode, done.stderr[:4000]
+    return ctypes.CDLL(str(library))
 
 
 def simulate(
-    request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path,
-    at_once: bool = False,
+    request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path, *,
+    at_once: bool = False, level: str = "-O1",
 ) -> None:  # fmt: skip
     """Run a request's kernel on the host.
 
@@ -310,6 +325,7 @@ def simulate(
         numbers: Every number of the request, by name.
         folder: Where to put the shared libraries.
         at_once: True to run all blocks of `row` and `looped` at the same time.
+        level: Optimization of the compiler; "-O0" takes less time if a kernel runs only once, on few elements.
     """
     layout, plan = request.layout, request.plan
     assert arrays.keys() == request.dtypes.keys()
@@ -330,7 +346,7 @@ def simulate(
     team = plan.splits if plan.strategy == "grid" else 1
     blocks = source.blocks(request)
     together = {"grid": blocks, "cluster": plan.splits}.get(plan.strategy, blocks if at_once else 1)
-    library = _library(simulated_source(request), folder)
+    library = _library(simulated_source(request), folder, level)
     library.run(ctypes.c_void_p(fields.ctypes.data), blocks // team, team, together)
     assert (mail == -1).all(), "the kernel left a message behind"
 

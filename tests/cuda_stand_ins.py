@@ -11,7 +11,7 @@ inline std::atomic<uint64>& counter(uint64* arrived) { return *reinterpret_cast<
 inline void expect_states(uint64* arrived) { counter(arrived) = 0; beginnings[blockIdx.x % CLUSTER] = arrived; }
 inline void announce_beginning() {}
 inline void wait_for_beginnings() {
-    for (int i = 0; i < CLUSTER; ++i) while (!beginnings[i]) sched_yield(), yield();
+    for (int i = 0; i < CLUSTER; ++i) while (!beginnings[i]) yield();
 }
 inline void send(State* to, State state, uint64* arrived, int block) {
     // Thread-local variables of one function are equally far apart in every thread.
@@ -20,7 +20,7 @@ inline void send(State* to, State state, uint64* arrived, int block) {
            sizeof(State));
     ++counter(there);
 }
-inline void wait(uint64* arrived) { while (counter(arrived) < CLUSTER) sched_yield(), yield(); }
+inline void wait(uint64* arrived) { while (counter(arrived) < CLUSTER) yield(); }
 """
 
 TEAM = """
@@ -36,7 +36,7 @@ struct Team {
     }
     template <int N, int BATCH> bool receive(State& a, unsigned count, int lane) const {
         a = identity();
-        if (posted[count][blockIdx.x] < size) return sched_yield(), yield(), false;
+        if (posted[count][blockIdx.x] < size) return yield(), false;
         for (int i = 0; lane == 0 && i < size; ++i) a = ::merge(a, mail[count][blockIdx.x][i]);
         return true;
     }

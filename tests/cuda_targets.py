@@ -230,8 +230,9 @@ def expected(ask: Ask, values: Values, output: str) -> NDArray[np.float64]:
 
 
 def run(
-    ask: Ask, request: Request, values: Values, folder: Path, in_place: bool = False, at_once: bool = False
-) -> Values:
+    ask: Ask, request: Request, values: Values, folder: Path, in_place: bool = False, *, at_once: bool = False,
+    level: str = "-O1",
+) -> Values:  # fmt: skip
     """The outputs of a kernel, in float64; elements as rows × cols, and the memory between rows must stay."""
     task, layout = request.task, request.layout
     rows, cols = layout.rows, layout.cols
@@ -254,7 +255,8 @@ def run(
                 arrays[name] = arrays[name].astype(dtype)
     if in_place:
         arrays["y"] = arrays["x"]
-    simulate(request, arrays, {name: NUMBERS[name] for name in task.numbers}, folder, at_once)
+    numbers = {name: NUMBERS[name] for name in task.numbers}
+    simulate(request, arrays, numbers, folder, at_once=at_once, level=level)
     found: Values = {}
     for name in task.outputs:
         y = from_bits(arrays[name], task.dtypes[name])

@@ -1,34 +1,157 @@
-"""Triton's interpreter without the work that it repeats, which is more than half of the time of our kernels."""
+"""Triton's interpreter without the work that it repeats, which is more than half of the time of our kernels.
+
+A kernel computes the same bits; tests/kernels/test_triton.py checks it.
+"""
 
 from __future__ import annotations
 
-from types import FunctionType
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from types import FunctionType, ModuleType
 from typing import Any
 
+from triton.language import core
+from triton.runtime import interpreter
 
-def patch_once_per_launch() -> None:
-    """Let the interpreter replace the functions of triton.language once per launch and module.
+REPLACED: list[tuple[Any, str, Any]] = []
+"""Object, attribute and original value of everything that `patch` replaced."""
+
+
+def patch() -> None:
+    """Replace the slow parts of the interpreter in this process, once."""
+    if REPLACED:
+        return
+    # The interpreter computes sums of int32 a second time, to find overflows, and without `debug` ignores the finding.
+    assert not interpreter.interpreter_builder.options.debug
+    semantic = type(interpreter.interpreter_semantic)
+    quick = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    for owner, name, new in (
+        (interpreter.interpreter_builder, "options", quick),
+        (interpreter, "_patch_lang", _patch_once_per_launch(interpreter._patch_lang)),
+        (interpreter, "_patch_builtin", _patch_known_members(interpreter._patch_attr)),
+        (interpreter, "_get_np_dtype", _look_up_by_name(interpreter._get_np_dtype)),
+        (core, "_unwrap_if_constexpr", _unwrap_by_type(core._unwrap_if_constexpr)),
+        (core.dtype, "__eq__", _compare_objects_first(core.dtype.__eq__)),
+        (core.block_type, "__init__", _check_each_shape_once(core.block_type.__init__)),
+        (core.tensor, "__init__", _make_tensor),
+        (semantic, "binary_op_type_checking_impl", _pass_equal_types(semantic.binary_op_type_checking_impl)),
+    ):
+        REPLACED.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, new)
+
+
+def _patch_once_per_launch(patch_lang: Callable[[FunctionType], Any]) -> Callable[[FunctionType], Any]:
+    """Let the interpreter replace the functions of triton.language once per launch.
 
     The interpreter replaces the functions of triton.language when a launch begins and restores them when it ends.  In
-    between it looks for functions to replace again at every call of a device function.  A second search for the same
-    module finds none, so it is left out.
+    between it does so again at every call of a device function, which is left out: the functions are those that the
+    first module of the launch sees, unless another module sees more.
     """
-    from triton.runtime import interpreter
+    seen_by: dict[int, frozenset[int]] = {}
+    replaced: set[int] = set()
 
-    replace = interpreter._patch_lang
-    searched: set[int] = set()
+    def modules_seen_by(function: FunctionType) -> frozenset[int]:
+        key = id(function.__globals__)
+        if key not in seen_by:
+            values = function.__globals__.values()
+            seen_by[key] = frozenset(id(value) for value in values if isinstance(value, ModuleType))
+        return seen_by[key] & {id(core), id(interpreter.tl)}
 
-    def replace_once(function: FunctionType) -> Any:
-        module = id(function.__globals__)
-        if module in searched:
+    def patch_once(function: FunctionType) -> Any:
+        seen = modules_seen_by(function)
+        if seen and seen <= replaced:
             return None
-        scope = replace(function)
-        if not searched:
+        scope = patch_lang(function)
+        if not replaced:
             # This call begins a launch, and restore() ends it.
             restore = scope.restore
-            scope.restore = lambda: (searched.clear(), restore())
-        searched.add(module)
+            scope.restore = lambda: (replaced.clear(), restore())
+        replaced.update(seen)
         return scope
 
-    replace_once.__wrapped__ = replace
-    interpreter._patch_lang = replace_once
+    return patch_once
+
+
+def _patch_known_members(patch_attr: Callable[..., None]) -> Callable[..., None]:
+    """Search each module or class for functions to replace once per process, not once per launch."""
+    found: dict[int, list[tuple[str, Any]]] = {}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if id(package) not in found:
+            found[id(package)] = [one for one in inspect.getmembers(package) if core.is_builtin(one[1])]
+        for name, member in found[id(package)]:
+            patch_attr(package, name, member, builder, scope)
+
+    return patch_builtin
+
+
+def _look_up_by_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Keep NumPy's dtype of each element type; the interpreter makes a table of all of them at each look-up."""
+    known: dict[str, Any] = {}
+
+    def look_up(dtype: Any) -> Any:
+        element = dtype.element_ty if isinstance(dtype, core.block_type) else dtype
+        if element.name not in known:
+            known[element.name] = np_dtype_of(element)
+        return known[element.name]
+
+    return look_up
+
+
+def _unwrap_by_type(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return what is no constexpr and holds none without four calls of isinstance."""
+    plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
+
+    def unwrap_by_type(value: Any) -> Any:
+        kind = type(value)
+        return value if kind in plain else value.value if kind is core.constexpr else unwrap(value)
+
+    return unwrap_by_type
+
+
+def _compare_objects_first(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda dtype, other: dtype is other or equal(dtype, other)
+
+
+def _check_each_shape_once(init: Callable[..., None]) -> Callable[..., None]:
+    """Check the shape of a block type, and make its name, once for each element type and shape."""
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def init_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (str(element_ty), *map(core._unwrap_if_constexpr, core._unwrap_if_constexpr(shape)))
+        if key not in known:
+            init(self, element_ty, shape)
+            known[key] = (self.shape, self.numel, self.name, _shape_of_tensor(self.shape))
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name, self.shape_of_tensor = known[key]
+
+    return init_once
+
+
+def _shape_of_tensor(sizes: Any) -> tuple[Any, Any]:
+    """The attributes `shape` and `numel` of a tensor with these sizes."""
+    count = 1
+    for size in sizes:
+        count *= size
+    return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(count)
+
+
+SCALAR = _shape_of_tensor(())
+
+
+def _make_tensor(self: Any, handle: Any, type: Any) -> None:
+    """The initializer of tl.tensor: tensors of the same type share their shape."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = type.shape_of_tensor if type.is_block() else SCALAR
+
+
+def _pass_equal_types(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return two tensors of the same type as they are: nothing is converted, and nothing broadcast."""
+
+    def pass_equal_types(self: Any, lhs: Any, rhs: Any, *flags: bool) -> Any:
+        # Only divisions, which convert 16-bit numbers, give four flags.  Tensors of the same type share their shape.
+        same = type(lhs) is type(rhs) is core.tensor and lhs.dtype is rhs.dtype and lhs.shape is rhs.shape
+        return (lhs, rhs) if same and len(flags) < 4 and not lhs.dtype.is_ptr() else check(self, lhs, rhs, *flags)
+
+    return pass_equal_types

@@ -65,6 +65,7 @@ print(json.dumps([(result.exit_code, result.stdout, result.stderr) for result in
 """
 
 
+@pytest.mark.early
 @needs_triton
 def test_explain_compiles_triton_kernels_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     """One process compiles for all: Triton's compiler is there only where its interpreter is off from the start."""

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import onlinesoftmax as osm
+import triton_interpreter
 from onlinesoftmax.core.processes import gathered
-from triton_interpreter import patch_once_per_launch
 
 sharded = osm.distributed
 
@@ -78,7 +78,7 @@ def as_torchrun(check: Callable[[Path], None], size: int, folder: Path) -> None:
 def _with_variables(rank: int, check: Callable[[Path], None], folder: Path, where: dict[str, str]) -> None:
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        patch_once_per_launch()
+        triton_interpreter.patch()
     os.environ.update(where, RANK=str(rank))
     check(folder)
 
@@ -99,7 +99,7 @@ def _start(function: Callable[..., None], arguments: tuple[Any, ...], size: int)
 def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str, backend: str) -> None:
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        patch_once_per_launch()
+        triton_interpreter.patch()
     how: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": len(cuts) - 1}
     if backend == "nccl":
         torch.cuda.set_device(rank)

@@ -69,6 +69,7 @@ def test_python_prints_the_output_shown(page: str) -> None:
         assert printed.getvalue() == shown, code
 
 
+@pytest.mark.early
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the commands on the pages are for bash")
 @pytest.mark.parametrize("page", ["plans", "compiler"])
 def test_commands_print_the_output_shown(page: str) -> None:

@@ -135,6 +135,7 @@ def test_load_balancing_loss_is_1_for_even_use_and_larger_otherwise(example: Mod
     assert 1 < loss(each // 2, each // 2 + 1) < 4
 
 
+@pytest.mark.early
 def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(onlinesoftmax.__file__).parents[1]), "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, str(EXAMPLE), "--epochs", "2", "--experts", "4", "--plot", "use.png"]

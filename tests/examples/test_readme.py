@@ -18,6 +18,9 @@ import typer.testing
 import onlinesoftmax
 from onlinesoftmax.cli import build
 
+# All of them, because one process then runs the code of the README, once.
+pytestmark = pytest.mark.early
+
 README = Path(__file__).parents[2] / "README.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 COMMANDS = [

@@ -157,6 +157,7 @@ def test_what_the_commands_refuse(arguments: tuple[str, ...], message: str) -> N
 # verify, explain, doctor
 
 
+@pytest.mark.early
 def test_verify_checks_pallas() -> None:
     asked = {"backends": ["pallas"], "dtypes": ["float32"], "device": "cpu", "quick": True}
     operations = ["softmax", "logsumexp_backward", "cross_entropy", "token_logprobs_backward"]

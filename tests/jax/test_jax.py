@@ -17,6 +17,7 @@ pytest.importorskip("jax", reason="jax is not installed")
 import jax
 import jax.numpy as jnp
 
+import fast_xla
 import onlinesoftmax
 import onlinesoftmax.jax as osj
 from onlinesoftmax import PlanError
@@ -268,6 +269,7 @@ def test_what_is_refused(arguments: dict[str, Any], error: type[Exception], mess
     assert str(caught.value).startswith("softmax: ")
 
 
+@pytest.mark.early
 def test_no_torch_and_four_devices() -> None:
     """In a process of its own: rows stay where they are, and torch is never imported."""
     code = """
@@ -299,11 +301,7 @@ assert "torch" not in sys.modules
 print("fine")
 """
     source = str(Path(onlinesoftmax.__file__).parents[1])
-    environment = {
-        "PYTHONPATH": source,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = {"PYTHONPATH": source, "JAX_PLATFORMS": "cpu", **fast_xla.environment(devices=4)}
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
     )

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from compared_programs import Call, assert_all_close, both, number
 from exact_losses import classes, logits, results_written_out, written_out
 
+import fast_xla
 import onlinesoftmax
 import onlinesoftmax.jax as osj
 
@@ -108,6 +109,7 @@ def test_nothing_of_the_size_of_the_logits_is_kept(weights: bool) -> None:
     assert set(large) == {"bfloat16"}
 
 
+@pytest.mark.early
 def test_four_devices() -> None:
     """In a process of its own: rows stay where they are, also where a kernel runs, and torch is never imported."""
     code = """
@@ -136,9 +138,8 @@ print("fine")
 """
     environment = {
         "PYTHONPATH": str(Path(onlinesoftmax.__file__).parents[1]),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        **fast_xla.environment(devices=4),
     }
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120

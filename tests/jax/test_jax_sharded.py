@@ -18,17 +18,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import fast_xla
 import onlinesoftmax.jax as osj
 from onlinesoftmax.jax.exchange import whole_target
 
 
+@pytest.mark.early
 def test_four_devices() -> None:
     """In a process of its own, because JAX counts its devices once."""
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4)
     # The files of the options and of the fixtures are not needed, and would import torch.
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:randomly"]
     checks = Path(__file__).with_name("four_devices.py")

@@ -1,7 +1,8 @@
-"""Fixture shared by the tests of this folder: an empty cache folder for compiled kernels."""
+"""Fixtures shared by the tests of this folder: folders for compiled kernels."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,3 +21,12 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     disk_cache.cache_folder.cache_clear()
     yield tmp_path / "cache"
     disk_cache.cache_folder.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for kernels that are compiled for the host, which all processes of pytest-xdist share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -26,12 +26,6 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="neither g++ nor clang+
 PROPOSALS = {strategy: propose for backend, strategy, propose in TABLE if backend == "cuda"}
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for shared libraries, one for each distinct kernel."""
-    return tmp_path_factory.mktemp("ownership")
-
-
 def a_task(rows: int, cols: int, stride: int, dtype: str) -> Task:
     """A softmax with one per-row output, of rows that begin `stride` elements apart."""
     tensor = TensorSpec((stride, 1), dtype)

@@ -40,12 +40,6 @@ class Sizes(NamedTuple):
 SIZES = [Sizes(3, 2, 2, 3), Sizes(2, 1, 1, 5), Sizes(1, 3, 1, 4)]
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for shared libraries, one for each distinct kernel."""
-    return tmp_path_factory.mktemp("pipeline")
-
-
 def lengths(sizes: Sizes, vector: int) -> list[int]:
     """Columns of rows whose slices have that many tiles: around the first and the last, and one between."""
     tile = sizes.team * sizes.depth * 32 * WARPS * vector

@@ -32,13 +32,6 @@ from onlinesoftmax.kernels.cuda.compile import compile_kernel
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import plan
 
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for shared libraries, one for each distinct kernel."""
-    return tmp_path_factory.mktemp("scalars")
-
-
 SCALARS = [
     Ask(LOSS, ("mean_loss", "y"), ("ignore_index",)),
     Ask(LOSS, ("mean_loss",), ("weight", "ignore_index")),

@@ -130,11 +130,6 @@ def close(name: str, found: torch.Tensor, want: torch.Tensor, one: ShardedRows) 
 Run = Callable[[str, ShardedRows, dict[str, torch.Tensor]], None]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sharded")
-
-
 @pytest.fixture(params=["cuda", "triton"])
 def run(request: pytest.FixtureRequest, folder: Path) -> Run:
     """A function that runs a kernel on tensors of the CPU, in place."""

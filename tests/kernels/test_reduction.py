@@ -117,11 +117,6 @@ def new_out(one: Reduction) -> torch.Tensor:
     return torch.full((1 if one.result else 2,), torch.nan, dtype=dtype)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("reduction")
-
-
 def by_simulator(one: Reduction, inputs: dict[str, torch.Tensor], scratch: Any, folder: Path) -> torch.Tensor:
     out = new_out(one)
     simulate_reduction(one, {name: as_array(x) for name, x in {**inputs, "out": out}.items()}, scratch, folder)

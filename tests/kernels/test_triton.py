@@ -48,16 +48,29 @@ def test_same_input_same_bits() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
-def test_replacing_functions_once_per_launch_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_interpreter_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/triton_interpreter.py leaves out repeated work of the interpreter."""
-    from triton.runtime import interpreter
+    import triton_interpreter
 
-    x, results = outliers(2, 3001, dtype=torch.float32, device=DEVICE), []
-    for replace in (interpreter._patch_lang, interpreter._patch_lang.__wrapped__):
-        monkeypatch.setattr(interpreter, "_patch_lang", replace)
-        results.append([osm.softmax(x, backend="triton", strategy=strategy) for strategy in ("row", "looped", "split")])
-    for once, always in zip(*results, strict=True):
-        assert torch.equal(once, always)
+    # A mask and a bias; 16-bit elements, which the interpreter holds as integers; and the sums of a target.
+    x, mask = outliers(2, 3001, dtype=torch.bfloat16, device=DEVICE), torch.rand(3001) < 0.8
+    wide, target = outliers(3, 50, dtype=torch.float64, device=DEVICE), torch.tensor([0, 49, 7])
+
+    def results() -> list[torch.Tensor]:
+        found = [
+            osm.softmax(x, mask=mask, bias=x[0], scale=0.5, backend="triton", strategy=strategy)
+            for strategy in ("row", "looped", "split")
+        ]
+        found.append(osm.log_softmax(wide, 0, softcap=3.0, backend="triton", strategy="column"))
+        return [*found, osm.cross_entropy(wide, target, label_smoothing=0.1, backend="triton")]
+
+    assert triton_interpreter.REPLACED
+    quick = results()
+    for owner, name, original in triton_interpreter.REPLACED:
+        assert getattr(owner, name) != original, name
+        monkeypatch.setattr(owner, name, original)
+    for ours, slow in zip(quick, results(), strict=True):
+        assert torch.equal(ours, slow)
 
 
 COMPILE = """
@@ -79,6 +92,7 @@ json.dump(found, sys.stdout)
 """
 
 
+@pytest.mark.early
 def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     """No spills and 16-byte loads for sm_80, sm_90 and sm_100, in a process without the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -1,0 +1,29 @@
+"""Settings with which JAX compiles small programs for the CPU in less than half the time.
+
+The programs of the tests are small, or interpreted kernels: XLA takes longer to compile them than they take to run.
+This file imports neither JAX nor torch, so that processes without conftest.py can use it.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
+"""No second code generator for fusions, and one piece of machine code for each program."""
+
+CHECKED = "0.10."
+"""Beginning of the versions of jaxlib that are known to have FLAGS: elsewhere an unknown flag would end the process."""
+
+
+def environment(devices: int = 1) -> dict[str, str]:
+    """Environment variables of a process that runs JAX on the CPU.
+
+    Args:
+        devices: Number of devices that the process has.
+    """
+    flags = [f"--xla_force_host_platform_device_count={devices}"] if devices > 1 else []
+    try:
+        known = version("jaxlib").startswith(CHECKED)
+    except PackageNotFoundError:
+        known = False
+    return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join([*flags, *(FLAGS if known else ())])}
