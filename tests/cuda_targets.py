@@ -18,16 +18,16 @@ from onlinesoftmax.core.reference import evaluate
 from onlinesoftmax.core.task import ITEMSIZE, Flags, Task, TensorSpec, row_spec, task_of
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan
-from onlinesoftmax.planner.proposal import Blocks, Threads
+from onlinesoftmax.planner.proposal import Blocks, Threads, Traffic
 from onlinesoftmax.planner.strategies import TABLE
 from onlinesoftmax.planner.strategies.cuda_grid import slice_chunks
 
 PROPOSALS = {strategy: propose for backend, strategy, propose in TABLE if backend == "cuda"}
 
-PIPELINE = "grid, pipelined"
-"""Name of the second kernel of `grid` in these tests."""
+PIPELINE, STREAM = "grid, pipelined", "grid, streaming"
+"""Names of the second and the third kernel of `grid` in these tests."""
 
-KERNELS = (*PROPOSALS, PIPELINE)
+KERNELS = (*PROPOSALS, PIPELINE, STREAM)
 
 Values = dict[str, NDArray[Any]]
 
@@ -134,6 +134,10 @@ def small_plan(strategy: str, rows: int, cols: int, dtype: str, peel: bool, term
         blocks = Blocks(6, tiles * 64 * vector, depth=1, warps=4, stages=tiles + 1, splits=3, vector=kept)
         threads = Threads(lanes=64, shared=tiles + 1, terms=terms and dtype != "bfloat16")
         return Plan("cuda", "grid", "", blocks, threads)
+    if strategy == STREAM:
+        # Three teams of two blocks of one warp and two more.  A block keeps three tiles on chip, one in registers.
+        blocks = Blocks(6, 32 * vector, depth=1, warps=3, stages=2, splits=2, vector=kept)
+        return Plan("cuda", "grid", "", blocks, Threads(lanes=32, shared=2), Traffic(reads=2))
     return Plan("cuda", strategy, "", Blocks(rows, 64 * vector, warps=2, vector=kept), Threads(lanes=64))
 
 
@@ -298,5 +302,6 @@ def check(ask: Ask, request: Request, values: Values, found: Values) -> None:
 
 STRATEGY_COLS = {
     "row": (37, 48), "cluster": (70, 96), "grid": (611, 640), "looped": (293, 320), PIPELINE: (611, 640),
+    STREAM: (2021, 2048),
 }  # fmt: skip
 """Columns without and with whole chunks in aligned rows."""

@@ -16,6 +16,7 @@ from cuda_targets import (
     PIPELINE,
     PROPOSALS,
     STRATEGY_COLS,
+    STREAM,
     TOTAL,
     Ask,
     a_task,
@@ -97,7 +98,7 @@ def test_scalars_of_several_segments(kernel: str, ask: Ask, folder: Path, monkey
     The simulator runs the blocks of `row` and `looped`, and the clusters, one after another, so a block that waits for
     a later one never ends.
     """
-    if kernel == PIPELINE and "y" not in ask.outputs:
+    if kernel in (PIPELINE, STREAM) and "y" not in ask.outputs:
         ask = ask._replace(outputs=(*ask.outputs, "y"))
     monkeypatch.setattr(source, "SEGMENT", SMALL)
     several, most = 2 * SMALL + 1, 6 if kernel.startswith("grid") else 32

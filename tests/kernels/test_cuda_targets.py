@@ -23,6 +23,7 @@ from cuda_targets import (
     PIPELINE,
     PROPOSALS,
     STRATEGY_COLS,
+    STREAM,
     Ask,
     a_task,
     check,
@@ -44,8 +45,8 @@ def _cells() -> list[Any]:
     """Every strategy meets every call; dtypes, alignment, kept terms and in-place outputs take turns."""
     cells = []
     for (i, strategy), (j, ask) in itertools.product(enumerate(KERNELS), enumerate(ASKED)):
-        if strategy == PIPELINE and (ask.operation != LOSS or "y" not in ask.outputs):
-            # This kernel is for operations that reduce rows and write elements.
+        if strategy in (PIPELINE, STREAM) and (ask.operation != LOSS or "y" not in ask.outputs):
+            # These kernels are for operations that reduce rows and write elements.
             continue
         dtype = ("float64", "bfloat16", "float32")[(i + j) % 3]
         peel = (i + j) % 4 != 3
@@ -74,7 +75,7 @@ def test_formulas(strategy: str, ask: Ask, dtype: str, peel: bool, terms: bool, 
 
 OWNED = [
     ("row", range(1, 44)), ("cluster", range(60, 72)), ("grid", range(600, 606)), ("looped", range(120, 136)),
-    (PIPELINE, range(600, 606)),
+    (PIPELINE, range(600, 606)), (STREAM, range(2040, 2043)),
 ]  # fmt: skip
 """Lengths in all residues of a chunk, and around the ends of slices and tiles."""
 

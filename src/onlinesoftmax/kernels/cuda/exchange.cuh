@@ -1,8 +1,8 @@
 // The warp of a block that does nothing but exchange states with the other blocks of its team, for the kernels of strategy
 // `grid` that load through a ring.
 
-// States in shared memory, between the warps that hold rows and the warp that exchanges states.  Rows use the two slots in
-// turn.
+// States in shared memory, between the warps that hold rows and the warp that exchanges states.  There are two places for
+// each; rows use them in turn.
 struct Exchange {
     State of_warps[2][WARPS], of_row[2];
     uint64 reduced[2], merged[2];   // barriers: all warps have reduced a row; the state of a row has arrived
@@ -10,7 +10,8 @@ struct Exchange {
     __device__ inline void prepare() {
         for (int i = 0; i < 2; ++i) prepare_barrier(&reduced[i], WARPS), prepare_barrier(&merged[i], 1);
     }
-    // Hands over a thread's state of a row.  All threads that hold rows call this for each row, and then `take`.
+    // Merges the states of a warp and hands the result over.  All threads that hold rows call `post` once for each row, and
+    // `take` once for each row, in the same order.
     __device__ inline void post(State state, unsigned count) {
         state = merge_lanes<32>(state);
         if (threadIdx.x % 32) return;

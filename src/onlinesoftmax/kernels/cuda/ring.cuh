@@ -1,12 +1,13 @@
 // A ring of tiles in shared memory, for two kernels of strategy `grid`: pipeline.cuh and stream.cuh.
 //
-// A tile is p.slice adjacent chunks of a row, at most DEPTH for each of LANES threads.  The blocks of a team have the
-// tiles of a row in turn, so at any time they read one stretch of memory together; the stretches of a slice for each
-// block would be far apart, and device memory is slower then.
+// A tile is adjacent chunks of a row: p.slice in pipeline.cuh, TILE in stream.cuh, at most DEPTH for each of LANES threads.
+// The blocks of a team have the tiles of a row in turn, so at any time they read one stretch of memory together.  If each
+// block owned one long stretch instead, the team would read many distant places at once, which is slower.
 //
-// One thread of the block, the loader, issues a bulk copy for each tile, so loads in flight take no registers.  Every stage of the ring has two barriers: `full` counts the bytes of the tile,
-// `empty` the warps that have taken their part of it.  Rows follow each other without a gap, so loads are in flight while
-// the blocks exchange states and while they write.
+// One thread of the block, the loader, issues a bulk copy for each tile, so loads in flight take no registers.  Every stage
+// of the ring has two barriers: `full` counts the bytes of the tile, `empty` the warps that have taken their part of it.
+// Rows follow each other without a gap, so in pipeline.cuh loads are in flight while the blocks exchange states and while
+// they write.  In stream.cuh the ring is full during the exchange, and loads go on when the writing begins.
 //
 // At most WINDOW tiles are in flight, which is enough for the bandwidth.  More would wait in the queues of the memory
 // system, and the messages between blocks would wait behind them.
@@ -110,7 +111,7 @@ struct Stages {
     }
 };
 
-// The thread that fills the ring.  It waits where all stages are full, and where WINDOW tiles are in flight.
+// The thread that fills the ring.  It waits while all stages are full, and while WINDOW tiles are in flight.
 struct Loader {
     const Stages& stages;
     int stage = 0, oldest = 0;   // the stage of the next tile, and that of the oldest tile that may be in flight
@@ -146,7 +147,7 @@ struct Ring {
         : x(stages.x + threadIdx.x), dy(stages.dy + threadIdx.x), full(stages.full), empty(stages.empty), reduced(0),
           taken(0), phase(0) {}
 
-    // Waits for the next tile.
+    // Waits for the next tile to read.
     __device__ inline void wait() const { wait_for_phase(full + reduced, phase); }
     // Waits for the next tile and reads it; the tile stays in its stage until it is taken.  `at` and `left` are those of
     // this thread, as in Slice.
@@ -176,7 +177,7 @@ struct Ring {
         }
         release();
     }
-    // Empties the stage of the tile that is next to be taken.
+    // Gives the oldest stage that is not yet empty back to the loader.  All threads call it, when they need no more of it.
     __device__ inline void release() {
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(empty + taken);

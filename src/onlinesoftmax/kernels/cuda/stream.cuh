@@ -8,16 +8,22 @@
 // Chosen:     for rows that do not fit on chip.
 // Bytes:      one write, one read of the tiles that stay on chip, two reads of the streamed ones; L2 serves some of the
 //             second reads, because they begin with the tiles that were read last.
-// Limits:     as those of pipeline.cuh.
+// Limits:     those of pipeline.cuh, except that a row need not fit registers and ring.
 //
 // The streamed tiles of a row are reduced by the blocks that own them, in a fixed order, so that every run gives the same
 // bits.  They are written by any block, because the order of writing changes no bit: a block that has written a tile takes
-// the next one from a counter.  With a fixed share for each block, the fastest blocks finished a fifth earlier than the
-// slowest, since multiprocessors differ in the bandwidth that they get.
+// the number of another from a counter.  With a fixed share for each block, the fastest blocks of one row of 2^28 on an H200
+// were done a fifth earlier than the slowest, since multiprocessors differ in the bandwidth that they get.
+//
+// The output may overwrite x.  A block writes only when it has the states of all blocks, so the owner of every tile has
+// read it, and only the block that takes the number of a tile reads it again.
 
-// Tiles that a block keeps on chip, and bytes of streamed tiles that are loaded such that L2 keeps them for the second
-// read.  L2 of a Hopper has 50 MB and keeps fewer bytes than it has.
+static_assert(!TERMS, "streamed tiles keep no terms");
+
+// Tiles of a row that a block keeps on chip.
 constexpr int ON_CHIP = GROUPS + STAGES;
+// Bytes of the last streamed tiles, of all teams together, that L2 is asked to keep for the second read.  L2 has 50 MB on
+// an H100, but what is written passes through it too.  36 MB were no faster on an H200.
 constexpr int IN_L2 = 24 << 20;
 
 // The division of a row into tiles: those from `streamed` on stay on chip.
@@ -42,14 +48,11 @@ struct Position {
         : at(r.chunk(p, tile * TILE + threadIdx.x)), left(r.body - tile * TILE - threadIdx.x) {}
 };
 
-// The number of chunks that are left in a streamed tile, which is always whole.  As it is a constant, the compiler leaves
-// out the tests of every chunk.
+// The place of `left` for a streamed tile, in which no chunk of any thread is missing.  As it is a constant, the compiler
+// leaves out the tests of every chunk.
 constexpr int64 WHOLE = TILE;
 
-constexpr int64 NO_TILE = -1;   // stands in the ring after the last tile of a row
-
-// Takes a number from a counter of the team: 0, 1, 2, ...  The counter is EMPTY before a row and after it.
-__device__ inline unsigned take_number(unsigned* counter) { return atomicAdd(counter, 1u) + 1; }
+constexpr int64 NO_TILE = -1;   // stands in `tile_in` after the last tile of a row that the block writes
 
 // The loader of the block.  For each row it loads the block's own tiles, and then the tiles that the block is to write.
 __device__ inline void load_rows(const Params& p, const Team& team, const Stages& stages, int64* tile_in) {
@@ -58,18 +61,23 @@ __device__ inline void load_rows(const Params& p, const Team& team, const Stages
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
         const RowBody body(p, row);
         const Tiles tiles(team, body.chunks);
-        const int64 oldest_in_l2 = tiles.streamed - IN_L2 / TILE_BYTES / gridDim.x;
+        const int64 first_in_l2 = tiles.streamed - IN_L2 / TILE_BYTES / gridDim.x;
         for (int64 i = 0; i < tiles.own + ON_CHIP; ++i) {
             loader.wait();
-            if (i < tiles.own && tiles[i] >= oldest_in_l2) loader.load<CachePolicy::LONG>(body, tiles[i] * TILE, TILE);
+            if (i < tiles.own && tiles[i] >= first_in_l2) loader.load<CachePolicy::LONG>(body, tiles[i] * TILE, TILE);
             else loader.load<CachePolicy::SHORT>(body, tiles[i] * TILE, TILE);
         }
         unsigned* const counter = team.counter(count);
-        for (unsigned number = take_number(counter);;) {
+        for (unsigned before = atomicAdd(counter, 1u);;) {
             loader.wait();
+            // The numbers are 0, 1, 2, ...: before the first one the counter is EMPTY, that is -1.  One is added only here,
+            // so that the loader does not wait for the counter and then for a stage, but for both at once.
+            const unsigned number = before + 1;
             if (number >= tiles.streamed) {
-                // Every block gets one such number, and the last one empties the counter.  It is used again after two rows,
-                // which no block begins before it has a message from this one about the row between.
+                // Every block takes one number past the last tile.  The block with the largest of these sets the counter
+                // back to EMPTY, as no block will take another one for this row.  The row after the next uses the same
+                // word: a block takes a number for that row only when it has a message from this block about that row,
+                // which this block sends after the reset.
                 if (number == tiles.streamed + team.size - 1) {
                     put_word(counter, unsigned(EMPTY));
                     __threadfence();
@@ -81,8 +89,7 @@ __device__ inline void load_rows(const Params& p, const Team& team, const Stages
             const int64 tile = tiles.streamed - 1 - number;
             tile_in[loader.stage] = tile;
             loader.load<CachePolicy::SHORT>(body, tile * TILE, TILE);
-            // Taken before the next wait, so that the number comes while the loader waits.
-            number = take_number(counter);
+            before = atomicAdd(counter, 1u);
         }
     }
 }
@@ -92,9 +99,9 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
     using Tile = Slice<DEPTH, LANES, false, false, CachePolicy::NORMAL, CachePolicy::SHORT>;
     const Numbers n = numbers(p);
     const int edge_lane = team.rank ? NO_EDGE : threadIdx.x;
-    Tile held[GROUPS];
     unsigned count = 0;
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
+        Tile held[GROUPS];
         const Row r = row_at(p, row);
         const Tiles tiles(team, r.body);
         RowOperands given = row_operands(p, row);
@@ -159,13 +166,13 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
 #pragma unroll 1
         for (;;) {
             ring.wait();
-            const int64 number = tile_in[ring.reduced];
+            const int64 index = tile_in[ring.reduced];
             Tile tile;
-            const Position in(p, r, number);
-            if (number != NO_TILE) ring.read(p, tile, in.at, WHOLE);
+            const Position in(p, r, index);
+            if (index != NO_TILE) ring.read(p, tile, in.at, WHOLE);
             ring.release();
             ring.advance();
-            if (number == NO_TILE) break;
+            if (index == NO_TILE) break;
             write(tile, in.at, WHOLE);
         }
 #pragma unroll
@@ -179,7 +186,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stream_kernel(const __grid_constant__ Params p) {
     __shared__ Exchange exchange;
     __shared__ uint64 barriers[2 * STAGES];
-    __shared__ int64 tile_in[STAGES];   // the tile in each stage, where it is one that the block is to write
+    __shared__ int64 tile_in[STAGES];   // for each stage, the tile that is to be written, or NO_TILE; unused before that
     extern __shared__ Chunk<X, VECTOR> memory[];
     const Team team(p);
     const Stages stages(memory, barriers);

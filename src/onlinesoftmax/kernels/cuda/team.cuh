@@ -79,7 +79,8 @@ struct Team {
         return boxes + (int(count % SLOTS) * size + to) * size + from;
     }
 
-    // A word behind all mailboxes, EMPTY like these, for stream.cuh; rows use two such words in turn.
+    // The counter of a row, for stream.cuh.  Each team has two, which rows use in turn.  They lie behind all mailboxes, and
+    // are EMPTY between rows.
     __device__ inline unsigned* counter(unsigned count) const {
         const int64 packets = int64(gridDim.x) * (SLOTS * size * size) * PACKETS;
         return reinterpret_cast<Packet*>(p.mail)[packets + blockIdx.x].words + count % 2;
@@ -96,8 +97,8 @@ struct Team {
             for (int i = 0; i < PACKETS; ++i) put_packet(box(count, to, rank)->packets + i, mine.packets[i]);
     }
 
-    // Looks at every N-th message once, BATCH at a time.  Returns true if all of them have come; `a` is then their merged
-    // state, and otherwise undefined.
+    // Looks once at the messages lane, lane + N, ..., of which BATCH are loaded at a time.  Returns true if all of them have
+    // come; `a` is then their merged state, and otherwise undefined.
     template <int N, int BATCH> __device__ inline bool receive(State& a, unsigned count, int lane) const {
         bool come = true;
         a = identity();

@@ -11,10 +11,10 @@
 //             starting in the order of their numbers, which GPUs do and CUDA does not promise.  The blocks of strategy
 //             `grid` are resident together, so they may wait for any block: they count first, and add losses last.
 //
-// Only kernels with a gradient read the divisor before the end.  Every thread reads it before its row is reduced, and the
-// loss of the row is sent after that.  So when all losses have arrived, nobody will read the divisor again.  Whoever has
-// added counts, losses or sums sets their words back to EMPTY, and the last block those of the divisor, for the next kernel
-// on this stream.
+// Only kernels with a gradient read the divisor before the end.  Every thread has read it before the state of the whole row
+// is known, and the loss of the row is sent after that.  So when all losses have arrived, nobody will read the divisor
+// again.  The block that added a count, a loss or a sum sets its word back to EMPTY, and the block that writes the scalar
+// those of the divisor, for the next kernel on this CUDA stream.
 //
 // All sums are added in an order that depends on the launch alone, so every run gives the same bits.
 
