@@ -12,6 +12,7 @@ from onlinesoftmax.core import device as devices
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.explanation import Explanation
 from onlinesoftmax.kernels import registry
+from onlinesoftmax.kernels.cuda.source import kernel_file
 from onlinesoftmax.kernels.report import Kernel, cuobjdump, find_cuobjdump, occupancy
 
 NOT_INSTALLED = registry.module_missing("cuda.core", "cuda")
@@ -37,7 +38,7 @@ def only(explanation: Explanation) -> Kernel:
 def test_cuda_plans_compile(device: str, strategy: str, dtype: str) -> None:
     explanation = explained(strategy, device, dtype)
     kernel, arch = only(explanation), explanation.device.arch
-    assert kernel.name == f"{strategy}_kernel"
+    assert kernel.name == f"{kernel_file(explanation.plan)}_kernel"
     assert kernel.warps == explanation.plan.warps
     assert 0 < kernel.registers <= 255
     assert 0 < kernel.occupancy <= 1

@@ -154,7 +154,7 @@ def _rings(problem: Problem, device: Device, terms: bool, more: int = 0) -> Iter
             # The states of all warps and the barriers; states in float64 take twice the bytes.
             fixed = 4096 if problem.itemsize == 8 else 2048
             stages = (device.shared_memory - fixed - maxima) // (lanes * depth * 16 * problem.inputs)
-            if held and stages > 1:
+            if held > 0 and stages > 1:
                 yield lanes, depth, held, stages
 
 
