@@ -261,13 +261,13 @@ def test_long_rows_are_measured_in_large_inputs_too() -> None:
 
 def test_a_part_of_the_grid_is_chosen() -> None:
     shapes = grid.shapes()
-    chosen = grid.Choice(["cross_entropy"], ["y", "loss"], ["bfloat16"], [128256, 50257]).of(shapes)
+    chosen = grid.Part(["cross_entropy"], ["y", "loss"], ["bfloat16"], [128256, 50257]).of(shapes)
     assert {shape[:2] for shape in chosen} == {("cross_entropy", "bfloat16")}
     assert {shape.outputs for shape in chosen} == {("loss", "y")}
     assert {shape.cols for shape in chosen} == {128256, 50257}
     assert set(chosen) < set(shapes)
-    assert grid.Choice().of(shapes) == shapes
-    sizes = grid.Choice(["logsumexp", "softmax"], sizes=[(8192, 8192), (3, 5)]).of(shapes)
+    assert grid.Part().of(shapes) == shapes
+    sizes = grid.Part(["logsumexp", "softmax"], sizes=[(8192, 8192), (3, 5)]).of(shapes)
     assert sorted(sizes) == sorted(
         grid.Shape(name, dtype, rows, cols)
         for name in ("logsumexp", "softmax")

@@ -102,7 +102,7 @@ def _large(full: list[Shape]) -> list[Shape]:
     ]
 
 
-class Choice(NamedTuple):
+class Part(NamedTuple):
     """The part of the grid that a run measures; an empty field chooses everything.
 
     Attributes:
@@ -126,8 +126,8 @@ class Choice(NamedTuple):
             ValueError: the grid has no such operation, outputs, dtype or length; the message lists those that it has.
 
         Example:
-            >>> choice = Choice(["cross_entropy"], ["loss", "y"], ["bfloat16"], sizes=[(8192, 128256)])
-            >>> choice.of(shapes())
+            >>> part = Part(["cross_entropy"], ["loss", "y"], ["bfloat16"], sizes=[(8192, 128256)])
+            >>> part.of(shapes())
             [Shape(operation='cross_entropy', dtype='bfloat16', rows=8192, cols=128256, outputs=('loss', 'y'))]
         """
         found = _with("operation", self.operations, grid, lambda shape: shape.operation)

@@ -108,7 +108,7 @@ def _todo(
 ) -> tuple[list[Shape], bool]:
     """(the shapes to measure, True where they are a part of the grid); ends the program where there are none."""
     from ..bench.cases import parse_shape
-    from ..bench.grid import Choice, shapes
+    from ..bench.grid import Part, shapes
 
     chosen = [op, outputs, cols, shape, dtype]
     if quick and any(chosen):
@@ -122,8 +122,8 @@ def _todo(
             if len(rest) != 1:
                 output.fail(f"--shape {text}: rows and columns are measured, as in 8192x128256")
             sizes.append((rows, rest[0]))
-        choice = Choice(op, split_names(outputs), dtype, cols, sizes)
-        return choice.of(shapes(quick)), quick or any(chosen)
+        part = Part(op, split_names(outputs), dtype, cols, sizes)
+        return part.of(shapes(quick)), quick or any(chosen)
     except ValueError as error:
         output.fail(str(error))
 

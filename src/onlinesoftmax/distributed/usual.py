@@ -1,6 +1,6 @@
 """Usual losses and log-probabilities of sharded rows: their launches are found with little host time.
 
-Whether a call is usual depends only on properties that are the same on every process.  So all processes merge by the
+Only properties that are the same on every process decide whether a call is usual.  So all processes merge by the
 same kernels and get the same bits.  A call that is not usual runs on the general path (statistics.py), which sends the
 same numbers.
 
