@@ -27,11 +27,14 @@ from onlinesoftmax.core import reference
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.options import ARRAY, ScoreOptions
+from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.jax import ops as formulas
 from onlinesoftmax.jax import primitives
 from onlinesoftmax.kernels import pallas
 from onlinesoftmax.kernels.pallas.operands import tanh
+from onlinesoftmax.planner.plan import priced
+from onlinesoftmax.planner.strategies import pallas as strategies
 
 STRATEGIES = ("row", "looped", "split")
 FORWARD = ("softmax", "log_softmax", "logsumexp")
@@ -291,6 +294,20 @@ def test_many_clusters_at_a_time(cols: int) -> None:
         largest, allowed = (float(jnp.abs(dx.astype("float64") - exact).max()) for dx in (ours, theirs))
         unit = np.spacing(np.float32(jnp.abs(exact).max()))
     assert largest <= allowed + unit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", range(3))
+def test_launches_in_close_succession(rank: int, dtype: str) -> None:
+    """A block that ends before its peers have read its state shows only while other launches begin and end."""
+    x = outliers(512, 128256, dtype)
+    problem = Problem("softmax", *x.shape, dtype)
+    proposal = strategies.cluster(problem, known("h200"))[rank]
+    assert not isinstance(proposal, str)
+    run = jax.jit(partial(pallas.run, "softmax", plan=priced(proposal, problem, known("h200")), interpret=False))
+    first, *others = [run((x,))[0] for _ in range(40)]
+    assert all(bool(jnp.array_equal(first, y)) for y in others)
 
 
 @pytest.mark.gpu

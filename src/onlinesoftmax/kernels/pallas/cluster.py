@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -107,7 +108,7 @@ class Slice(NamedTuple):
     def store(self, constants: RowConstants, array: Any) -> None:
         """Compute the output in shared memory and copy it to the array; unaligned ends are stored by the threads."""
         at, columns = self.bounds.whole
-        for piece, (start, stop) in enumerate(self.pieces):
+        for piece, (start, stop) in enumerate(self._stored):
             if not self.op.reduces:
                 mosaic.barrier_wait(self.loaded.at[piece])
             self._compute(start, stop, constants)
@@ -120,6 +121,18 @@ class Slice(NamedTuple):
             # One element per thread.
             y = mosaic.layout_cast(self.refs[0][pl.ds(end, CLUSTER_THREADS)], layout)
             self.bounds.place(array, end, CLUSTER_THREADS)[...] = y
+
+    @property
+    def _stored(self) -> Sequence[tuple[int, int]]:
+        """Beginning and end of each part of the slice that is copied to the array as soon as it is computed.
+
+        Where the whole slice is there, a part is as large as one write; the last one has a whole tile at least, because
+        its last tile may overlap the tile before it.
+        """
+        if not self.op.reduces:
+            return self.pieces
+        most, length = CLUSTER_THREADS * WRITTEN_ELEMENTS, self.pieces[-1][1]
+        return list(pairwise([*range(0, max(length - self.tile, 1), most), length]))
 
     def _compute(self, start: int, stop: int, constants: RowConstants) -> None:
         """Compute the output of a piece in place of the first input."""
@@ -197,24 +210,25 @@ def _in_slice(constants: RowConstants, bounds: SliceBounds) -> RowConstants:
 def _merge_cluster(state: State, op: Op, refs: tuple[Any, ...], arrived: Any, size: int) -> State:
     """The state of a row, merged from the states of its slices.
 
-    A state is exchanged as one copy per thread: Mosaic reads another block's shared memory as arrays.
+    A part of a state is one number in shared memory, which all threads of a warp read at once.  An array with one
+    element per thread would mean 128 times as many bytes between the blocks.
     """
     layout = mosaic.Layout.WG_STRIDED((CLUSTER_THREADS,), vec_size=1)
     for ref, part in zip(refs, state, strict=True):
-        ref[...] = mosaic.layout_cast(jnp.full((CLUSTER_THREADS,), part), layout)
+        ref[...] = part
     # A few threads arrive at the barrier for the block, so all threads must have stored before.
     mosaic.commit_smem()
     mosaic.barrier_arrive(arrived)
     mosaic.barrier_wait(arrived)
     found = [
-        tuple(
-            mosaic.layout_cast(mosaic.cluster_ref(ref, {"rank": jnp.int32(rank)})[...], layout) for ref in refs
-        )
-        for rank in range(size)
+        tuple(mosaic.cluster_ref(ref, {"rank": jnp.int32(rank)})[...] for ref in refs) for rank in range(size)
     ]  # fmt: skip
-    # All elements of a part are equal, so max makes one number of them.  The reduction also waits for all threads
-    # of the block, so all of them have read the states.
-    state = tuple(jnp.max(part) for part in op.merge_slices(found))
+    # The block must not arrive before all its threads have read the states: the other blocks may then end, and their
+    # shared memory with them.  A barrier was not enough (launches failed on an H200), as nothing before it used what
+    # was loaded.  This maximum over all threads uses it.  Each thread gives the same number.
+    state = tuple(
+        jnp.max(mosaic.layout_cast(jnp.full((CLUSTER_THREADS,), part), layout)) for part in op.merge_slices(found)
+    )
     mosaic.barrier_arrive(arrived)
     return state
 
@@ -227,7 +241,7 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     tile = CLUSTER_THREADS * (16 // itemsize)
     pieces = pieces_of(length, tile, itemsize * inputs) if op.writes_elements else [(0, length)]
     with jax.enable_x64(op.exact):
-        states = [mosaic.SMEM((CLUSTER_THREADS,), dtype) for dtype in op.slice_dtypes(operands.accumulator)]
+        states = [mosaic.SMEM((), dtype) for dtype in op.slice_dtypes(operands.accumulator)]
     kernel = mosaic.kernel(
         partial(cluster_kernel, operands=operands, length=length, size=size, pieces=pieces),
         out_type=tuple(out), grid=(operands.rows,), grid_names=("row",), cluster=(size,), cluster_names=("rank",),
