@@ -36,6 +36,11 @@ __device__ inline unsigned look_word(const unsigned* from) {
     return word;
 }
 
+// Adds to a word that several blocks add to, in any order.  It begins at EMPTY, which is -1.
+__device__ inline void add_to_word(uint64* to, uint64 x) {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(to), "l"(x) : "memory");
+}
+
 // Waits until a word has been written, and returns it.
 template <class Word> __device__ inline Word wait_for_word(const Word* from) {
     Word word;

@@ -1,9 +1,8 @@
 // The scalar of a loss, the mean or the sum, written by the kernel that computes the losses.
 //
-// Blocks:     for a mean, the first p.counters blocks each count a part of the targets, and the last of them adds the counts
-//             and publishes the divisor.  The block that owns the last row of a segment of SEGMENT rows adds the losses of
-//             the segment.  The block that owns the last row of all also adds the sums of all segments, divides, and writes
-//             the scalar.
+// Blocks:     for a mean, the first p.counters blocks each count a part of the targets, and publish the divisor.  The block
+//             that owns the last row of a segment of SEGMENT rows adds the losses of the segment.  The block that owns the
+//             last row of all also adds the sums of all segments, divides, and writes the scalar.
 // Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows and MOST_BYTES_IN_ONE_LAUNCH of logits (torch/targets.py); for more, small
 //             kernels before and after the loss kernel do this work (reduction.cuh).
 // Bytes:      one word for each row, written, read and emptied in L2; for a mean, all targets are read once more.
@@ -25,7 +24,7 @@ template <class T> struct WideOf { using type = double; };
 template <> struct WideOf<double> { using type = DoubleDouble; };
 using Wide = WideOf<ACC>::type;
 
-__device__ inline Wide add_lanes(Wide a) {
+template <class T> __device__ inline T add_lanes(T a) {
 #pragma unroll
     for (int step = 16; step; step /= 2) a += across(a, step);
     return a;
@@ -46,9 +45,9 @@ __device__ inline Wide add_block(Wide a) {
 
 // The sum of number(i, load(i)) over the i of this thread: `first` + threadIdx.x, and from there every THREADS-th before
 // `end`.  A whole batch is loaded before any of it is used.
-template <int BATCH, class Load, class Number>
-__device__ inline Wide add_numbers(unsigned first, unsigned end, Load load, Number number) {
-    Wide sum{};
+template <class Sum, int BATCH, class Load, class Number>
+__device__ inline Sum add_numbers(unsigned first, unsigned end, Load load, Number number) {
+    Sum sum{};
 #pragma unroll 1
     for (unsigned begin = first + threadIdx.x; begin < end; begin += BATCH * THREADS) {
         decltype(load(begin)) loaded[BATCH];
@@ -68,34 +67,45 @@ __device__ inline void put(uint64* to, DoubleDouble x) { put(to, x.high), put(to
 __device__ inline void take(uint64* from, double& x) { from_bits(wait_for_word(from), x), put_word(from, EMPTY); }
 __device__ inline void take(uint64* from, DoubleDouble& x) { take(from, x.high), take(from + 1, x.low); }
 
-// The number that a row adds to the divisor: 0 if it is ignored, else its weight or 1.
-__device__ inline ACC share_of(const Params& p, int64 target) {
-    if constexpr (HAS_IGNORE_INDEX) if (target == int64(p.ignore_index)) return 0;
-    if constexpr (!HAS_WEIGHT) return 1;
-    // A target out of range has no weight, so it adds 0.  The mean is NaN in any case, because the loss of that row is NaN.
-    else return target >= 0 && target < p.cols ? ACC(wide(load_one(p.weight + target * p.weight_place.col))) : 0;
+// True if a row counts for the divisor.
+__device__ inline bool counts(const Params& p, int64 target) {
+    return !HAS_IGNORE_INDEX || target != int64(p.ignore_index);
+}
+// The weight that a row adds to the divisor.  A target out of range has none, so it adds 0.  The mean is NaN in any case,
+// because the loss of that row is NaN.
+__device__ inline ACC weight_of(const Params& p, int64 target) {
+    const bool has_weight = counts(p, target) && target >= 0 && target < p.cols;
+    return has_weight ? ACC(wide(load_one(p.weight + target * p.weight_place.col))) : 0;
 }
 
-// Counts part `part` of the targets, of p.counters; the last part waits for the others, and publishes the divisor.  All
-// threads of a block call this.  Without a gradient nobody waits for the divisor before the end, so a thread loads fewer
-// targets at once, and takes no more registers than the rows do.
+// Counts part `part` of the targets, of p.counters.  All threads of a block call this.  Without a gradient nobody waits for
+// the divisor before the end, so a thread loads fewer targets at once, and takes no more registers than the rows do.
 __device__ inline void count_part(const Params& p, int part) {
     static_assert(DIVISORS == 32 && COUNTERS <= 32, "a lane of a warp for each");
+    constexpr int AT_ONCE = WRITES_ELEMENTS ? BATCH : BATCH / 2;
     const unsigned rows = unsigned(p.rows), size = (rows - 1) / unsigned(p.counters) + 1, first = part * size;
-    Wide sum = add_block(add_numbers<WRITES_ELEMENTS ? BATCH : BATCH / 2>(
-        first, min(first + size, rows),
-        [&](unsigned row) { return load_one(p.target + row_offset(p, p.target_place, row)); },
-        [&](unsigned, TARGET target) { return share_of(p, target); }));
+    const unsigned end = min(first + size, rows);
+    const auto load = [&](unsigned row) { return load_one(p.target + row_offset(p, p.target_place, row)); };
     const LossMail mail(p);
-    const int lane = threadIdx.x, last = int(p.counters) - 1;
-    if (lane >= 32) return;
-    if (part < last) {
-        if (lane == 0) put(mail.counts + 2 * part, sum);
-        return;
+    if constexpr (!HAS_WEIGHT) {
+        const unsigned sum = add_numbers<unsigned, AT_ONCE>(
+            first, end, load, [&](unsigned, TARGET target) { return unsigned(counts(p, target)); });
+        // Every lane adds to a copy of its own.
+        add_to_word(mail.divisor(threadIdx.x % 32), uint64(1) << 32 | add_lanes(sum));
+    } else {
+        // The sums of weights are added in a fixed order, by the last part, which waits for the others.
+        Wide sum = add_block(add_numbers<Wide, AT_ONCE>(
+            first, end, load, [&](unsigned, TARGET target) { return weight_of(p, target); }));
+        const int lane = threadIdx.x, last = int(p.counters) - 1;
+        if (lane >= 32) return;
+        if (part < last) {
+            if (lane == 0) put(mail.counts + 2 * part, sum);
+            return;
+        }
+        if (lane < last) take(mail.counts + 2 * lane, sum);
+        else if (lane > last) sum = Wide{};
+        put_word(mail.divisor(lane), uint64(bits(ACC(double(add_lanes(sum))))));
     }
-    if (lane < last) take(mail.counts + 2 * lane, sum);
-    else if (lane > last) sum = Wide{};
-    put_word(mail.divisor(lane), LossMail::Word(bits(ACC(double(add_lanes(sum))))));
 }
 
 // Blocks that count targets and own no rows, a multiple of CLUSTER.
@@ -139,7 +149,7 @@ __device__ __noinline__ void add_segment(const Params& p, unsigned segment) {
         take(mail.sums + 2 * i, other);
         sum += other;
     }
-    sum += add_numbers<BATCH>(
+    sum += add_numbers<Wide, BATCH>(
         first, end, [&](unsigned row) { return look_word(mail.losses + row); },
         [&](unsigned row, LossMail::Word word) {
             if (word == LossMail::Word(EMPTY)) word = wait_for_word(mail.losses + row);
@@ -157,7 +167,7 @@ __device__ __noinline__ void add_segment(const Params& p, unsigned segment) {
     }
     if constexpr (CALL_MEAN_LOSS) {
         const double count = double(divisor.wait(p, lane));
-        put_word(mail.divisor(lane), LossMail::Word(EMPTY));
+        put_word(mail.divisor(lane), EMPTY);
         if (lane == 0) narrow(*p.mean_loss, ACC(double(sum) / count));
     } else {
         if (lane == 0) narrow(*p.total_loss, ACC(double(sum)));
