@@ -37,7 +37,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "cpu": Size(layers=2, width=128, vocabulary=8192, batch=4, length=64, steps=60),
-    "cuda": Size(layers=2, width=1024, vocabulary=131072, batch=16, length=1024, steps=50, rate=3e-4),
+    "cuda": Size(layers=2, width=1024, vocabulary=131072, batch=16, length=1024, steps=40, rate=3e-4),
     "quick": Size(layers=1, width=32, vocabulary=512, batch=2, length=16, steps=10),
 }
 
@@ -156,6 +156,7 @@ def initial_model(size: Size, attention: str, seed: int) -> nn.Module:
         num_attention_heads=max(1, size.width // 64),
         max_position_embeddings=size.length,
         attn_implementation=attention,
+        tie_word_embeddings=True,
         use_cache=False,
     )
     return LlamaForCausalLM(config)
@@ -184,8 +185,6 @@ def train(
         keep: Numbers of the steps before which the weights are copied to the CPU.
         prepare: Function that changes the model before the training.
     """
-    # The model of an earlier training may hold itself through a cycle of references.
-    gc.collect()
     on_gpu = settings.device == "cuda"
     model, (tokens, targets) = make_model(settings), batches(settings)
     if prepare is not None:
@@ -193,6 +192,8 @@ def train(
     # One kernel updates all weights on a GPU, so that the optimizer does not take longer than the model.
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.size.rate, fused=on_gpu)
     if on_gpu:
+        # The model of an earlier training may hold itself through a cycle of references.
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     clock, losses, weights = Clock(settings.device), [], {}

@@ -88,11 +88,70 @@ def test_the_kernels_pass_both_checks(example: ModuleType, dtype: torch.dtype) -
     ways = [example.Way(*way) for way in zip(NAMES, (transformers, transformers, kernels), strict=True)]
     ways[1] = ways[1]._replace(block=mode)
     how = settings(example, dtype=dtype)
-    results = {way.name: example.train(way, how, {0, 1}) for way in ways}
+    results = {way.name: example.train(way, how, {1}) for way in ways}
     assert mode.report().taken == {"softmax": 2, "cross_entropy": 2}
     rounding, right = example.same_errors(results, ways, how)
     assert right
     assert example.same_curves(results, ways, how, rounding)[1]
+
+
+def factor(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+    """PyTorch's loss, and 1.01 times its gradient."""
+    loss = model(tokens, labels=tokens).loss
+    return loss + 0.01 * (loss - loss.detach())
+
+
+def element(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+    """PyTorch's loss, and its gradient with a 0 for one logit."""
+    logits = model(tokens).logits.clone()
+    one = torch.arange(logits.numel(), device=logits.device).view_as(logits) == 5
+    logits.register_hook(lambda gradient: gradient.masked_fill(one, 0))
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def rounded(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+    """PyTorch's loss rounded to bfloat16, which does not change the gradient."""
+    return model(tokens, labels=tokens).loss.bfloat16()
+
+
+def nothing(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+    """NaN."""
+    return model(tokens, labels=tokens).loss * torch.nan
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_losses_fail_at_the_same_weights(example: ModuleType, dtype: torch.dtype) -> None:
+    how = settings(example, "cpu", dtype)
+    losses = (example.loss_of_transformers, factor, element, rounded, nothing)
+    ways = [example.Way(loss.__name__, loss) for loss in losses]
+    found = list(example.errors_at({0: example.make_model(how).state_dict()}, ways, how).values())
+    allowed = found[0].allowed(dtype)
+    assert [errors.within(allowed) for errors in found] == [True, False, False, False, False]
+    assert found[1].logits == pytest.approx(0.01, rel=0.5)
+    assert found[2].logits == pytest.approx(1, rel=0.01)
+
+
+def test_a_curve_may_differ_as_far_as_curves_that_round_differently(example: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(0)
+    center = torch.linspace(4, 3, 50, dtype=torch.float64)
+    # Rounding moves a curve further from step to step.
+    apart = torch.logspace(-6, -2, 50, dtype=torch.float64) * torch.randn(9, 50, generator=generator).double()
+    samples = example.Samples(center, center + apart[:8])
+    allowed = samples.allowed()
+    assert samples.distances().mean() < 1 < allowed < 2
+    assert samples.distance(center + apart[8]) <= allowed
+    assert samples.distance(center + 10 * apart[8]) > allowed
+    assert not samples.distance(center + torch.nan) <= allowed
+
+
+def test_a_wrong_loss_is_an_error(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example, "our_loss", nothing)
+    plot = tmp_path / "curves.png"
+    done = run(example, *TINY, "--device", "cpu", "--plot", str(plot))
+    assert done.exit_code == 1
+    assert "Error: at the same weights, a loss or a gradient is further off than allowed.\n" in done.output
+    assert "Error: a loss curve is further from PyTorch's than rounding explains.\n" in done.output
+    assert plot.exists()
 
 
 def test_rare_words_share_a_class_and_targets_follow_their_tokens(example: ModuleType) -> None:
@@ -103,7 +162,7 @@ def test_rare_words_share_a_class_and_targets_follow_their_tokens(example: Modul
     tokens, targets = example.batches(example.Settings(size, "cpu", torch.float32, "sdpa", 0))
     assert tokens.shape == targets.shape == (5, 3, 8)
     assert torch.equal(targets[..., :-1], tokens[..., 1:])
-    assert (targets[..., -1] == example.IGNORED).all()
+    assert (targets[..., -1] == -100).all()
 
 
 @pytest.mark.parametrize(
