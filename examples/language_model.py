@@ -13,13 +13,13 @@ The same model is trained three times, from the same weights and on the same bat
 
 The script prints the time, the tokens per second and the peak memory of each training, and plots the loss curves.
 Then it checks that the losses agree: it compares losses and gradients with exact ones at the same weights, and the
-curves with those of trainings that round differently.  language_model_checks.py has the two checks.  If one fails,
-the script exits with 1.
+curves with those of trainings that round differently.  The two checks are in language_model_parts/checks.py.  If one
+fails, the script exits with 1.
 
 On a CPU, onlinesoftmax calls PyTorch's own operations, so that the curves are equal and nothing is gained.  On a GPU,
 it runs its kernels.  There the vocabulary is as large as that of a present-day model, though few of its classes occur
 in the text, because the loss takes time and memory in proportion to it: the logits of a batch take 4 GiB in bfloat16,
-and PyTorch keeps several copies in float32.  The weights, their gradients and the rest fit beside them in 40 GiB.
+and PyTorch keeps several copies in float32.  On a GPU with less than 64 GiB of free memory, the batches are smaller.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from language_model_checks import Errors, Samples, errors, round_differently, wide_gradients
-from language_model_training import (
+from language_model_parts.checks import Errors, Samples, errors, round_differently, wide_gradients
+from language_model_parts.training import (
     SIZES,
     WARMUP,
     Result,
@@ -60,6 +60,8 @@ from typer import BadParameter, Exit, Option, Typer
 import onlinesoftmax as osm
 
 SAMPLES = 8  # number of trainings that round differently
+BYTES_OF_MODEL = 6 << 30  # more than a GPU needs for the weights, their gradients and the state of the optimizer
+BYTES_PER_LOGIT = 24  # three copies in float32 while PyTorch computes the gradient, and room for the checks
 COLORS, STYLES = ("tab:blue", "tab:orange", "tab:green"), ("-", "--", ":")  # of the curves after the first
 
 
@@ -151,6 +153,16 @@ def checked_device(device: Device | None) -> str:
     if device is Device.cuda and not found:
         raise BadParameter("PyTorch finds no CUDA device here.", param_hint="'--device'")
     return device.value if device else ("cuda" if found else "cpu")
+
+
+def default_size(on: str, quick: bool) -> Size:
+    """The sizes for a device: on a GPU with little free memory, fewer sequences in a batch."""
+    size = SIZES["quick" if quick else on]
+    if on == "cpu" or quick:
+        return size
+    free, _ = torch.cuda.mem_get_info()
+    fitting = int(free - BYTES_OF_MODEL) // (BYTES_PER_LOGIT * size.length * size.vocabulary)
+    return size._replace(batch=max(1, min(size.batch, fitting)))
 
 
 def writable_png(path: Path) -> Path:
@@ -252,7 +264,7 @@ def main(
     """
     on = checked_device(device)
     chosen = {"steps": steps, "batch": batch, "length": length, "vocabulary": vocabulary}
-    size = SIZES["quick" if quick else on]._replace(**{k: v for k, v in chosen.items() if v is not None})
+    size = default_size(on, quick)._replace(**{k: v for k, v in chosen.items() if v is not None})
     usual = Dtype.bfloat16 if on == "cuda" and torch.cuda.is_bf16_supported() else Dtype.float32
     settings = Settings(size, on, getattr(torch, (dtype or usual).value), attention.value, seed)
     data, occurring = corpus(size.vocabulary)

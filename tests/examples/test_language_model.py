@@ -146,6 +146,7 @@ def test_a_curve_may_differ_as_far_as_curves_that_round_differently(example: Mod
 
 def test_a_wrong_loss_is_an_error(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example, "our_loss", nothing)
+    monkeypatch.setattr(example, "SAMPLES", 2)
     plot = tmp_path / "curves.png"
     done = run(example, *TINY, "--device", "cpu", "--plot", str(plot))
     assert done.exit_code == 1

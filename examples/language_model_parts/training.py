@@ -15,7 +15,7 @@ from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import torch
-from language_model_checks import IGNORED
+from language_model_parts.checks import IGNORED
 from torch import Tensor, nn
 
 import onlinesoftmax as osm
