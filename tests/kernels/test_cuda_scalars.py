@@ -50,7 +50,7 @@ def test_scalars_of_many_rows(strategy: str, ask: Ask, dtype: str, folder: Path)
     The simulation of blocks that run together is slow, so `cluster` and `grid` get few rows: all strategies count and
     add by the same code.
     """
-    batch = 8 * 32 * small_plan(strategy, 1, STRATEGY_COLS[strategy][1], dtype, True, True).warps
+    batch = source.BATCH * 32 * small_plan(strategy, 1, STRATEGY_COLS[strategy][1], dtype, True, True).warps
     several = {"row": (batch - 1, batch, 2 * batch + 1), "looped": (batch + 1,)}
     for rows in (1, *several.get(strategy, (7,))):
         cols = min(STRATEGY_COLS[strategy][1], 48)

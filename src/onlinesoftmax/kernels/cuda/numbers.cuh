@@ -204,12 +204,6 @@ __device__ inline void wait_for_kernel_before() {
 #endif
 }
 
-// Loads a cache line into L2.
-__device__ inline void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
-
-// The number of multiprocessors of the GPU.
-__device__ inline unsigned multiprocessors() { unsigned n; asm("mov.u32 %0, %%nsmid;" : "=r"(n)); return n; }
-
 // Copies 16 bytes from global to shared memory without a register, asynchronously.
 __device__ inline void copy_async(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"

@@ -63,18 +63,6 @@ struct LossMail {
     __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
 };
 
-// Loads into L2 the row that a block of the second wave will own in the place of `row`, if that is a row of the first.  A wave
-// is the blocks that are resident at the same time.  Blocks of the first wave call this before they wait for the divisor of
-// a mean, because the memory would be idle meanwhile.  All LANES threads of each block that holds the row call it.
-__device__ inline void prefetch_second_wave(const Params& p, int64 row) {
-    const int64 wave = int64(multiprocessors()) * RESIDENT / CLUSTER * (THREADS / LANES * DEPTH), next = row + wave;
-    if (X_WIDTH == 1 || row >= wave || next >= p.rows) return;
-    const char* const begin = reinterpret_cast<const char*>(p.x + row_offset(p, p.x_place, next));
-    constexpr int LINE = 128;
-    const int lane = blockIdx.x % CLUSTER * LANES + threadIdx.x % LANES;
-    for (int64 at = lane * LINE; at < p.cols * int64(sizeof(X)); at += CLUSTER * LANES * LINE) prefetch(begin + at);
-}
-
 // The divisor of a mean, which counting blocks publish.  A thread issues this load before those of its row, and waits after
 // them: the divisor comes from L2, and has come before the row, which comes from device memory.  The logit of the target is
 // loaded after that wait.  Before it, the assembler would put that load, which waits for the target, before the row's.
@@ -316,13 +304,11 @@ struct RowOperands {
     RegisterChunk<1> chosen;
     ACC chosen_weight;   // 1 without weights
     Divisor divisor;
-    int64 row;
 
     // Loads the target column, and the gradient of a row of a loss that is reduced to a scalar.  Strategies call this
     // after they have issued the loads of the row.  The logit's load depends on that of the target, and the divisor comes
     // from another block or from the kernel before.
     __device__ inline void load_target(const Params& p, const Row& r) {
-        if constexpr ((CALL_MEAN_LOSS && WRITES_ELEMENTS) || FOLLOWS_DIVISOR) prefetch_second_wave(p, row);
         if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / divisor.wait(p, blockIdx.x) : 1;
         if constexpr (FOLLOWS_DIVISOR) {
             wait_for_kernel_before();
@@ -355,7 +341,6 @@ struct RowOperands {
 // Loads the operands of a row, except those of the target column.
 __device__ inline RowOperands row_operands(const Params& p, int64 row) {
     RowOperands given;
-    given.row = row;
     if constexpr (CALL_MEAN_LOSS && WRITES_ELEMENTS) given.divisor.look(p, blockIdx.x);
 #define LOAD(NAME, name) \
     if constexpr (GIVEN_##NAME) given.name = wide(load_one(p.name + row_offset(p, p.name##_place, existing(p, row))));

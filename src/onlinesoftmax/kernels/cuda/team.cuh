@@ -71,7 +71,7 @@ struct Team {
         // L2 may have evicted the mailboxes since the last launch.  This loads those of the first two rows.
         for (int slot = 0; REDUCES && size > 1 && slot < 2; ++slot)
             for (int from = threadIdx.x; from < size; from += THREADS)
-                prefetch(box(slot, rank, from));
+                asm volatile("prefetch.global.L2 [%0];" :: "l"(box(slot, rank, from)));
     }
 
     __device__ inline Message* box(unsigned count, int to, int from) const {
