@@ -152,7 +152,8 @@ def words_of_stream(use: int | str, count: int, value: int, index: int, stream: 
         index: Number of the device.
         stream: The stream, as PyTorch's raw handle.
     """
-    if torch.cuda.is_current_stream_capturing():
+    # The default stream, whose handle is 0, cannot be captured, so it is not asked, which would take host time.
+    if stream and torch.cuda.is_current_stream_capturing():
         # A graph may be replayed while other kernels run, so it owns its words.
         return torch.full((count,), value, dtype=torch.int64, device=index)
     key = use, count, index, stream
