@@ -252,7 +252,8 @@ def token_logprobs(
         logits: Floating-point torch tensor or DTensor with any strides; never copied.
         index: The chosen token of each row: integers in the shape of `logits` without `dim`.
         dim: The dimension of the tokens, also counted from the end.
-        scale: Factor of the logits, the inverse temperature: a number, or a 0-d tensor on their device.
+        scale: Factor of the logits, the inverse temperature: a number, or a 0-d tensor on their device, which gets no
+            gradient.
         softcap: Soft bound on the magnitude of scale * logits: a positive number.
         mask: Boolean, broadcasts to the shape of `logits`: True keeps a token, as sampling has kept it.
         entropy: Compute the entropy too.
@@ -264,7 +265,7 @@ def token_logprobs(
         The logprob is NaN where the index is no token, and -inf where the mask excludes the token.
 
     Raises:
-        As `cross_entropy`.
+        As `cross_entropy`, and RuntimeError where `scale` is a tensor that requires a gradient.
 
     Example:
         >>> import torch

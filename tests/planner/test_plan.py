@@ -142,6 +142,8 @@ def test_forced_but_impossible_lists_every_reason() -> None:
     with pytest.raises(PlanError, match=r"(?s)strategy='row'.*triton/row: a row of 200000 columns.*registers") as error:
         plan(Problem("softmax", 4, 200000), H200, Choice("triton", "row"))
     assert "looped" not in str(error.value)
+    with pytest.raises(PlanError, match=r"(?s)with backend='eager' batch_invariant=True.*depend on the number of rows"):
+        plan(Problem("softmax", 4, 4), known("h200"), Choice("eager", None, True))
     with pytest.raises(PlanError, match="eager has no strategy 'split'"):
         plan(Problem("softmax", 4, 4), H200, Choice("eager", "split"))
     with pytest.raises(PlanError, match=r"(?s)triton/row.*triton/looped.*triton/split.*triton/column"):

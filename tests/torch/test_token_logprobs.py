@@ -79,3 +79,14 @@ def test_batch_invariant_log_probabilities_ignore_strides_and_alignment() -> Non
             osm.token_logprobs(same, index, **options), osm.token_logprobs(x, index, **options), strict=True
         ):
             assert torch.equal(ours, want)
+
+
+def test_a_scale_that_requires_a_gradient_is_refused() -> None:
+    x, index = torch.randn(3, 9, device=DEVICE), torch.tensor([0, 8, 4], device=DEVICE)
+    scale = torch.tensor(0.5, device=DEVICE, requires_grad=True)
+    for backend in (None, "eager"):
+        with pytest.raises(RuntimeError, match="scale requires a gradient.*multiply the logits"):
+            osm.token_logprobs(x, index, scale=scale, backend=backend)
+    with torch.no_grad():
+        found = osm.token_logprobs(x, index, scale=scale)
+    torch.testing.assert_close(found.lse, (0.5 * x).logsumexp(-1))

@@ -87,7 +87,7 @@ def plan(
     if plans:
         fastest = best(plans)
         return _for_rows(fastest, problem, device) if choice.batch_invariant else fastest
-    asked = "".join(f" {key}={value!r}" for key, value in zip(("backend", "strategy"), choice, strict=False) if value)
+    asked = "".join(f" {key}={value!r}" for key, value in zip(choice._fields, choice, strict=True) if value)
     reasons = "".join(f"\n  {o.backend}/{o.strategy}: {o.reason}" for o in options if isinstance(o, Refusal))
     raise PlanError(
         f"no plan for {problem.operation} of {problem.rows} x {problem.cols} {problem.dtype} on {device.name}"
