@@ -85,7 +85,7 @@ def test_a_scale_that_requires_a_gradient_is_refused() -> None:
     x, index = torch.randn(3, 9, device=DEVICE), torch.tensor([0, 8, 4], device=DEVICE)
     scale = torch.tensor(0.5, device=DEVICE, requires_grad=True)
     for backend in (None, "eager"):
-        with pytest.raises(RuntimeError, match="scale requires a gradient.*multiply the logits"):
+        with pytest.raises(RuntimeError, match=r"scale requires a gradient.*multiply the logits"):
             osm.token_logprobs(x, index, scale=scale, backend=backend)
     with torch.no_grad():
         found = osm.token_logprobs(x, index, scale=scale)
