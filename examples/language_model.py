@@ -18,8 +18,8 @@ fails, the script exits with 1.
 
 On a CPU, onlinesoftmax calls PyTorch's own operations, so that the curves are equal and nothing is gained.  On a GPU,
 it runs its kernels.  There the vocabulary is as large as that of a present-day model, though few of its classes occur
-in the text, because the loss takes time and memory in proportion to it: the logits of a batch take 4 GiB in bfloat16,
-and PyTorch keeps several copies in float32.  On a GPU with less than 64 GiB of free memory, the batches are smaller.
+in the text.  The loss takes time and memory in proportion to the vocabulary: the logits of a batch take 4 GiB in
+bfloat16, and PyTorch keeps several copies in float32.  With less than 54 GiB of free memory, the batches are smaller.
 """
 
 from __future__ import annotations
@@ -155,10 +155,10 @@ def checked_device(device: Device | None) -> str:
     return device.value if device else ("cuda" if found else "cpu")
 
 
-def default_size(on: str, quick: bool) -> Size:
-    """The sizes for a device: on a GPU with little free memory, fewer sequences in a batch."""
-    size = SIZES["quick" if quick else on]
-    if on == "cpu" or quick:
+def size_for(on: str, quick: bool, chosen: dict[str, int]) -> Size:
+    """The sizes for a device, but for the chosen ones: on a GPU with little free memory, fewer sequences in a batch."""
+    size = SIZES["quick" if quick else on]._replace(**chosen)
+    if on == "cpu" or quick or "batch" in chosen:
         return size
     free, _ = torch.cuda.mem_get_info()
     fitting = int(free - BYTES_OF_MODEL) // (BYTES_PER_LOGIT * size.length * size.vocabulary)
@@ -251,7 +251,7 @@ def main(
     batch: Annotated[int | None, Option(min=1, help="Sequences in a batch.")] = None,
     length: Annotated[int | None, Option(min=2, max=8192, help="Tokens in a sequence.")] = None,
     vocabulary: Annotated[int | None, Option(min=2, max=2**20, help="Classes, that is logits of each token.")] = None,
-    attention: Annotated[Attention, Option(help="With eager, override() also takes its softmax.")] = Attention.sdpa,
+    attention: Annotated[Attention, Option(help="With eager, override() also replaces its softmax.")] = Attention.sdpa,
     seed: Annotated[int, Option(min=0, max=2**31 - 1, help="Seed of the weights and of the batches.")] = 0,
     quick: Annotated[bool, Option("--quick", help="A tiny model and 10 steps, to see that everything works.")] = False,
     plot: Annotated[Path, Option(callback=writable_png, dir_okay=False, help="PNG file to save.")] = Path(
@@ -263,8 +263,8 @@ def main(
     The sizes depend on the device where they are not given.
     """
     on = checked_device(device)
-    chosen = {"steps": steps, "batch": batch, "length": length, "vocabulary": vocabulary}
-    size = default_size(on, quick)._replace(**{k: v for k, v in chosen.items() if v is not None})
+    given = {"steps": steps, "batch": batch, "length": length, "vocabulary": vocabulary}
+    size = size_for(on, quick, {name: value for name, value in given.items() if value is not None})
     usual = Dtype.bfloat16 if on == "cuda" and torch.cuda.is_bf16_supported() else Dtype.float32
     settings = Settings(size, on, getattr(torch, (dtype or usual).value), attention.value, seed)
     data, occurring = corpus(size.vocabulary)

@@ -3,14 +3,14 @@
 examples/language_model.py runs them.  Two correct losses round differently, and a training amplifies the difference
 from step to step, often a thousandfold in a hundred steps.  So no fixed tolerance for the loss curves is right.
 
-`errors` compares at the same weights, where nothing is amplified: the loss, its gradient with respect to the logits,
-and its gradient with respect to the weights, each with the same number in a wider dtype.  Another loss may be off by
-twice as much as PyTorch's, or by one unit in the last place more, if that is more.
+`errors` compares at the same weights, where nothing is amplified: the loss and its gradient with respect to the logits
+with those in float64, and its gradient with respect to the weights with that of a wider model.  Another loss may be
+off by twice as much as PyTorch's, or by one unit in the last place more, if that is more.
 
 `Samples` compares the curves.  It needs further trainings with PyTorch's loss, in which every element of the gradient
 with respect to the logits is rounded differently at random.  Their curves are samples of what rounding can do to the
 curve of a correct loss.  This check finds errors that add up over the steps.  It cannot find a gradient with a wrong
-factor, because AdamW divides by the size of the gradient; the first check does.
+factor, because AdamW divides by the size of the gradient.  The first check finds it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,10 @@ def wide_gradients(model: nn.Module, loss_of: LossOf, tokens: Tensor, targets: T
 
 
 def round_differently(model: nn.Module, size: float, seed: int) -> None:
-    """Change every element of the gradient with respect to the logits, at random and at most by this relative size."""
+    """Change every element of the gradient with respect to the logits at random, by up to this relative size.
+
+    The result is rounded to the dtype of the gradient.
+    """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
 
     def change(gradient: Tensor) -> Tensor:
@@ -145,8 +148,8 @@ class Samples(NamedTuple):
 
         The usual distance at a step is the root of the mean square over the samples.  The result is a geometric mean
         over the steps: neither the late steps, where all curves are far apart, nor a few steps with a large difference
-        hide the others.  It leaves out the first loss, which precedes every update, and differences that the rounding
-        of the two losses to float32 explains.
+        hide the others.  It leaves out the first loss, which precedes every update.  A difference that the rounding of
+        the two losses to float32 explains counts as that rounding.
         """
         rounding = 2 * LAST_PLACE * self.center.abs()
         usual = (self.others - self.center).square().mean(0).sqrt()
@@ -164,8 +167,8 @@ class Samples(NamedTuple):
         """The largest distance that rounding explains: ten standard deviations above the mean of the samples.
 
         Ten are many, because the distances have no normal distribution: a single weight that moves the other way once
-        can take a curve far.  In trials with small models, each with 24 samples of which eight gave the limit, five
-        were too few for up to 2 of 100 correct curves, and ten were enough for all.
+        can take a curve far.  In trials with small models, eight of 24 samples set the limit, and the others tested
+        it: five were too few for up to 2 of 100 correct curves, and ten were enough for all.
         """
         found = self.distances()
         return float(found.mean() + 10 * found.std())

@@ -98,10 +98,9 @@ class Clock:
     def __init__(self, device: str) -> None:
         self.on_gpu = device == "cuda"
         self.marks: list[Any] = []
-        self.mark()
 
     def mark(self) -> None:
-        """Record the end of a step, and of everything before."""
+        """Record the beginning or the end of a step, in turns."""
         if self.on_gpu:
             self.marks.append(torch.cuda.Event(enable_timing=True))
             self.marks[-1].record()
@@ -109,8 +108,9 @@ class Clock:
             self.marks.append(time.perf_counter())
 
     def median_seconds(self) -> float:
-        """Median time between two marks, without the first steps."""
-        pairs = list(zip(self.marks, self.marks[1:], strict=False))[min(WARMUP, len(self.marks) - 2) :]
+        """Median time of a step, without the first steps."""
+        steps = list(zip(self.marks[::2], self.marks[1::2], strict=True))
+        pairs = steps[min(WARMUP, len(steps) - 1) :]
         if self.on_gpu:
             torch.cuda.synchronize()
             return float(torch.tensor([begin.elapsed_time(end) / 1e3 for begin, end in pairs]).median())
@@ -121,8 +121,8 @@ class Clock:
 def corpus(vocabulary: int) -> tuple[Tensor, int]:
     """Load the help topics of Python's documentation as classes of words, and the number of classes that occur.
 
-    A token is a word with the space before it, a sign, or other white space.  Class 0 stands for all words that are
-    too rare for the vocabulary.
+    A token is a word with one space before it or none, a sign, or other white space.  Class 0 stands for all words
+    that are too rare for the vocabulary.
     """
     words = re.findall(r" ?\w+|[^\w\s]|\s+", "\n".join(topics[name] for name in sorted(topics)))
     known = {word: i for i, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1), 1)}
@@ -200,6 +200,7 @@ def train(
     for step, (read, following) in enumerate(zip(tokens, targets, strict=True)):
         if step in keep:
             weights[step] = {name: weight.to("cpu", copy=True) for name, weight in model.state_dict().items()}
+        clock.mark()
         loss = loss_of_batch(way, settings, model, read, following)
         loss.backward()
         optimizer.step()

@@ -1,7 +1,8 @@
 // Messages from one block to another, through global memory.
 //
-// A word is EMPTY until the sender has written it.  The word itself is the message, so no flag, counter or fence is
-// needed.  Messages of several words are packets, in which one word says that the others have come.
+// A word is EMPTY until the sender has written it.  The word itself is the message, so no flag or fence is needed.  There
+// are two other kinds of messages: a word that several blocks add to, and a packet of four words, one of which says that the
+// others have come.
 
 // The word that stands for "nothing has been written", in 64 and, as unsigned(EMPTY), in 32 bits.
 constexpr uint64 EMPTY = ~uint64(0);
@@ -36,7 +37,8 @@ __device__ inline unsigned look_word(const unsigned* from) {
     return word;
 }
 
-// Adds to a word that several blocks add to, in any order.  It begins at EMPTY, which is -1.
+// Adds to a word to which several blocks add, in any order.  The word begins at EMPTY, which is -1, so a reader subtracts
+// EMPTY from it.
 __device__ inline void add_to_word(uint64* to, uint64 x) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(to), "l"(x) : "memory");
 }
@@ -48,8 +50,8 @@ template <class Word> __device__ inline Word wait_for_word(const Word* from) {
     return word;
 }
 
-// Four words that are written and read in one piece.  L2 keeps them before other lines: rows that stream through it would
-// evict them, and a message would come from device memory.
+// Four words that are written and read in one piece.  L2 evicts other lines first.  Otherwise, rows that stream through L2
+// would evict packets, and a reader would fetch them from device memory.
 struct alignas(16) Packet { unsigned words[4]; };
 __device__ inline uint64 half(const Packet& packet, int i) {
     return uint64(packet.words[2 * i + 1]) << 32 | packet.words[2 * i];

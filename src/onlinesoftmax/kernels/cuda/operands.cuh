@@ -63,13 +63,14 @@ struct LossMail {
     __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
 };
 
-// The divisor of a mean, which counting blocks publish.  A thread issues this load before those of its row, and waits after
-// them: the divisor comes from L2, and has come before the row, which comes from device memory.  The logit of the target is
-// loaded after that wait.  Before it, the assembler would put that load, which waits for the target, before the row's.
+// The divisor of a mean, which counting blocks publish.  A thread looks for the divisor before it loads its row, and waits
+// for it after it has issued these loads: the divisor arrives first, because it comes from L2, and the row from device
+// memory.  The logit of the target is loaded after the wait.  If the code loaded this logit before the wait, the assembler
+// would place that load before the loads of the row, which would then wait for the target.
 //
-// Without weights, the divisor is a number of rows.  Each warp that counts adds 1 to the upper half of the word and its
-// number of rows to the lower half.  Integers may be added in any order.  With weights, one thread writes the bits of the
-// divisor.
+// Without weights, the divisor is a number of rows.  Each warp that counts adds to the word: 1 to the upper half, and its
+// number of rows to the lower half.  The sums are those of word - EMPTY.  Integers may be added in any order.  With weights,
+// the word is the bits of the divisor.
 struct Divisor {
     uint64 word;   // as loaded by `look`
 
@@ -296,25 +297,25 @@ template <int N> struct RegisterChunk {
     }
 };
 
-// The operands with one value per row, and the score and the weight of the target column.
+// The operands with one value per row, and the logit and the weight of the target column.
 struct RowOperands {
 #define FIELD(NAME, name) ACC name;
     ROW_OPERANDS(FIELD)
 #undef FIELD
     RegisterChunk<1> chosen;
-    ACC chosen_weight;   // 1 without weights
+    ACC chosen_weight;   // 1 without weights, and where the target is no column
     Divisor divisor;
 
-    // Loads the target column, and the gradient of a row of a loss that is reduced to a scalar.  Strategies call this
-    // after they have issued the loads of the row.  The logit's load depends on that of the target, and the divisor comes
-    // from another block or from the kernel before.
+    // Loads the target column.  For a loss that is reduced to a scalar, it also sets dy, the derivative of the scalar with
+    // respect to the loss of a row.  Strategies call this after they have issued the loads of the row: the load of the logit
+    // depends on that of the target, and the divisor comes from another block or from the kernel before.
     __device__ inline void load_target(const Params& p, const Row& r) {
         if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / divisor.wait(p, blockIdx.x) : 1;
         if constexpr (FOLLOWS_DIVISOR) {
             wait_for_kernel_before();
             dy = wide(load_one(p.dy));
         }
-        // The next kernel may begin now: it adds the losses, and calls wait_for_kernel_before before it reads them.
+        // The next kernel adds the losses.  It may begin now, because it calls wait_for_kernel_before before it reads them.
         if constexpr (ROW_LOSS) let_next_kernel_begin();
         if constexpr (HAS_TARGET) {
             chosen.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());

@@ -2,20 +2,21 @@
 //
 // Blocks:     for a mean, the first p.counters blocks each count a part of the targets, and publish the divisor.  The block
 //             that owns the last row of a segment of SEGMENT rows adds the losses of the segment.  The block that owns the
-//             last row of all also adds the sums of all segments, divides, and writes the scalar.
+//             last row of all also adds the sums of the other segments, divides, and writes the scalar.
 // Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows and MOST_BYTES_IN_ONE_LAUNCH of logits (torch/targets.py); for more, small
 //             kernels before and after the loss kernel do this work (reduction.cuh).
 // Bytes:      one word for each row, written, read and emptied in L2; for a mean, all targets are read once more.
-// Limits:     a block waits only for blocks of lower numbers, so blocks that count own no rows.  This relies on blocks
-//             starting in the order of their numbers, which GPUs do and CUDA does not promise.  The blocks of strategy
-//             `grid` are resident together, so they may wait for any block: they count first, and add losses last.
+// Limits:     a block waits only for blocks of lower numbers.  So blocks that count own no rows: for its rows, a counting
+//             block would wait for the counting blocks after it.  This relies on blocks starting in the order of their
+//             numbers, which GPUs do and CUDA does not promise.  The blocks of strategy `grid` are resident together, so
+//             they may wait for any block: they count first, and add losses last.
 //
 // Only kernels with a gradient read the divisor before the end.  Every thread has read it before the state of the whole row
 // is known, and the loss of the row is sent after that.  So when all losses have arrived, nobody will read the divisor
-// again.  The block that added a count, a loss or a sum sets its word back to EMPTY, and the block that writes the scalar
-// those of the divisor, for the next kernel on this CUDA stream.
+// again.  For the next kernel on this CUDA stream, the block that takes a count, a loss or a sum resets the word to EMPTY, and
+// the block that writes the scalar resets the words of the divisor.
 //
-// All sums are added in an order that depends on the launch alone, so every run gives the same bits.
+// All floating-point sums are added in an order that depends on the launch alone, so every run gives the same bits.
 
 namespace total {
 
@@ -83,6 +84,7 @@ __device__ inline ACC weight_of(const Params& p, int64 target) {
 __device__ inline void count_part(const Params& p, int part) {
     static_assert(DIVISORS == 32 && COUNTERS <= 32, "a lane of a warp for each");
     constexpr int AT_ONCE = WRITES_ELEMENTS ? BATCH : BATCH / 2;
+    static_assert(AT_ONCE > 0, "a thread would count nothing, for ever");
     const unsigned rows = unsigned(p.rows), size = (rows - 1) / unsigned(p.counters) + 1, first = part * size;
     const unsigned end = min(first + size, rows);
     const auto load = [&](unsigned row) { return load_one(p.target + row_offset(p, p.target_place, row)); };
@@ -90,7 +92,7 @@ __device__ inline void count_part(const Params& p, int part) {
     if constexpr (!HAS_WEIGHT) {
         const unsigned sum = add_numbers<unsigned, AT_ONCE>(
             first, end, load, [&](unsigned, TARGET target) { return unsigned(counts(p, target)); });
-        // Every lane adds to a copy of its own.
+        // Each lane adds to its own copy of the word.
         add_to_word(mail.divisor(threadIdx.x % 32), uint64(1) << 32 | add_lanes(sum));
     } else {
         // The sums of weights are added in a fixed order, by the last part, which waits for the others.
@@ -108,12 +110,13 @@ __device__ inline void count_part(const Params& p, int part) {
     }
 }
 
-// Blocks that count targets and own no rows, a multiple of CLUSTER.
+// The number of blocks that own no rows: those that count, rounded up to a multiple of CLUSTER.
 __device__ inline unsigned counting_blocks(const Params& p) {
     return CALL_MEAN_LOSS ? (unsigned(p.counters) + CLUSTER - 1) / CLUSTER * CLUSTER : 0;
 }
 
-// True in these blocks, when they have counted.  Strategies call this first, and then use `block_of_rows`.
+// Counts, in a block that counts.  Returns true in all blocks that own no rows.  Strategies call this first, and then use
+// `block_of_rows`.
 __device__ inline bool only_counts(const Params& p) {
     if constexpr (!CALL_MEAN_LOSS) return false;
     if (blockIdx.x >= counting_blocks(p)) return false;
@@ -182,8 +185,8 @@ template <int OWNED> __device__ inline void add_losses(const Params& p, int64 fi
         if ((first + OWNED) % SEGMENT == 0 || first + OWNED >= p.rows) add_segment(p, unsigned(first / SEGMENT));
 }
 
-// In strategy `grid`, adds the segments whose last row this team has owned.  One block of the team calls this after all
-// rows, so that no row waits for losses of other teams.
+// In strategy `grid`, adds the segments whose last row this team has owned.  One block of the team calls this after all its
+// rows: if it added a segment earlier, its later rows would wait for losses of other teams.
 __device__ inline void add_losses_of_team(const Params& p) {
     if constexpr (SCALAR_LOSS)
         for (unsigned first = 0; first < unsigned(p.rows); first += SEGMENT)

@@ -32,8 +32,9 @@ WRITTEN_ELEMENTS = 32
 class Slice(NamedTuple):
     """A block's slice in shared memory.
 
-    The slice arrives in pieces of whole tiles.  A piece is reduced, and later stored, while others are on their way.
-    A tile has 16 bytes for each thread; the last tile begins earlier where the slice is not a multiple of a tile.
+    The slice arrives in pieces.  A piece is reduced while later ones are on their way.  An operation that reduces
+    nothing also stores it meanwhile.  A tile has 16 bytes for each thread.  A piece is a whole number of tiles; only
+    where the slice is not, its last tile overlaps the tile before.
 
     Attributes:
         op: The operation.
@@ -72,7 +73,6 @@ class Slice(NamedTuple):
         if self.bounds.unaligned:
             here &= column < end
         pair = self.load_from_shared(at, self.tile)
-        # Plain sums of scores leave out the score -inf of a finite logit.
         a, b = (jnp.where(here, t, jnp.asarray(n, t.dtype)) for t, n in zip(pair, (self.op.neutral, 0.0), strict=True))
         return a, b
 
@@ -126,8 +126,9 @@ class Slice(NamedTuple):
     def _stored(self) -> Sequence[tuple[int, int]]:
         """Beginning and end of each part of the slice that is copied to the array as soon as it is computed.
 
-        Where the whole slice is there, a part is as large as one write; the last one has a whole tile at least, because
-        its last tile may overlap the tile before it.
+        If the operation reduces the row, the whole slice has arrived.  A part is then as large as one write, so that
+        the first bytes leave early.  The last part has at least a whole tile, because its last tile may overlap the
+        one before.
         """
         if not self.op.reduces:
             return self.pieces
@@ -223,9 +224,9 @@ def _merge_cluster(state: State, op: Op, refs: tuple[Any, ...], arrived: Any, si
     found = [
         tuple(mosaic.cluster_ref(ref, {"rank": jnp.int32(rank)})[...] for ref in refs) for rank in range(size)
     ]  # fmt: skip
-    # The block must not arrive before all its threads have read the states: the other blocks may then end, and their
-    # shared memory with them.  A barrier was not enough (launches failed on an H200), as nothing before it used what
-    # was loaded.  This maximum over all threads uses it.  Each thread gives the same number.
+    # The block must not arrive a second time before all its threads have read the states: the other blocks may then
+    # end, and their shared memory with them.  A barrier alone does not wait for loads whose values are used later, and
+    # launches failed on an H200.  This maximum over all threads, which all give the same number, uses the values.
     state = tuple(
         jnp.max(mosaic.layout_cast(jnp.full((CLUSTER_THREADS,), part), layout)) for part in op.merge_slices(found)
     )
@@ -237,7 +238,7 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     """Run the operation on matrices."""
     op, size, length, inputs = operands.op, plan.splits, plan.block, operands.op.inputs
     itemsize = arrays[0].dtype.itemsize
-    # A piece costs a reduction.  Pieces pay off where one is stored while the next is computed.
+    # Each piece costs a reduction of its own, which pays off for operations that write elements.
     tile = CLUSTER_THREADS * (16 // itemsize)
     pieces = pieces_of(length, tile, itemsize * inputs) if op.writes_elements else [(0, length)]
     with jax.enable_x64(op.exact):
