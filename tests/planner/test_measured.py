@@ -14,7 +14,7 @@ from onlinesoftmax.core.problem import Access, Problem
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.planner import measured
 from onlinesoftmax.planner.measured import KEPT, Cell, Key, Table, Timing, key_of, slug, table_for
-from onlinesoftmax.planner.plan import Plan, alternatives, plan
+from onlinesoftmax.planner.plan import Plan, Strategies, alternatives, plan
 from onlinesoftmax.planner.price import LAUNCH_US
 from onlinesoftmax.planner.strategies import FOR_JAX, TABLE
 from onlinesoftmax.planner.variant import Variant
@@ -305,3 +305,14 @@ def test_a_gpu_has_the_table_of_its_model(monkeypatch: pytest.MonkeyPatch, tmp_p
             assert found.device == "NVIDIA H200"
     finally:
         table_for.cache_clear()
+
+
+@pytest.mark.parametrize("strategies", [TABLE, FOR_JAX], ids=["torch", "jax"])
+@pytest.mark.parametrize("operation", ["softmax", "logsumexp", "softmax_backward", "cross_entropy"])
+@pytest.mark.parametrize("device", ["h200", "h100", "a100"])
+def test_many_short_rows_share_blocks(device: str, operation: str, strategies: Strategies) -> None:
+    """A block for each row of a few elements would take hundreds of times as long as the transfer of their bytes."""
+    machine = known(device)
+    for dtype, cols in itertools.product(("bfloat16", "float32"), (1, 2, 3, 5, 8, 17, 33, 63)):
+        found = plan(Problem(operation, 1 << 22, cols, dtype), machine, table=table_for(machine), strategies=strategies)
+        assert found.rows_per_program >= 8, (dtype, cols, found.strategy, found.variant)

@@ -76,8 +76,8 @@ class Forecast:
             if named:
                 seen = True
                 # A longer row can take one more chunk of each thread's registers, and then fewer blocks are resident
-                # than were measured.
-                weight *= max(1.0, busy_there[cell.cols].get(option.variant, 0.0) / busy_here)
+                # than were measured; and in a short row, threads are without elements.
+                weight *= self._longer(busy_there[cell.cols].get(option.variant, 0.0) / busy_here)
             transfer += weight
         us = launches + self.slower * transfer
         if not seen:
@@ -85,6 +85,11 @@ class Forecast:
             # an optimistic guess does not win.
             us = max(us, estimated_us(option, self.problem, self.device))
         return us
+
+    def _longer(self, ratio: float) -> float:
+        """The factor of a transfer whose bytes take `ratio` times as long; the latency of its first byte stays."""
+        moved, latency = self.problem.read_bytes + self.problem.write_bytes, self.device.bandwidth * 1e3 * LATENCY_US
+        return (latency + moved * max(ratio, 1.0)) / (latency + moved)
 
     def _time_in(self, cell: Cell, option: Proposal) -> tuple[float, bool]:
         """(microseconds of a proposal's variant in a cell, True where the cell names it)."""

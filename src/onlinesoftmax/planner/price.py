@@ -93,7 +93,25 @@ def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
         # The quality of PyTorch's kernels includes what narrow loads cost them.
         quality *= 1.0 if proposal.backend == "eager" else _width(proposal, problem)
     from_memory = bytes_moved - bytes_from_l2(proposal, problem, device)
-    return proposal.launches * LAUNCH_US + from_memory / (device.bandwidth * 1e3 * quality)
+    transfer = from_memory / (device.bandwidth * 1e3 * quality)
+    return proposal.launches * LAUNCH_US + max(transfer, _rounds_us(proposal, problem, device))
+
+
+def _rounds_us(proposal: Proposal, problem: Problem, device: Device) -> float:
+    """Least microseconds of all rows, each of which waits for its data once: rows are on chip in rounds.
+
+    This bounds the time of plans that give a whole block to a row of a few elements.
+    """
+    if device.kind != "cuda":
+        return 0.0
+    at_once = _programs_at_once(proposal, device) * proposal.rows_per_program / max(proposal.splits, 1)
+    return problem.rows / max(at_once, 1.0) * LATENCY_US
+
+
+def _programs_at_once(proposal: Proposal, device: Device) -> int:
+    """Number of programs that the device runs at a time."""
+    resident = proposal.threads.resident if proposal.threads.lanes else _resident(proposal, device)
+    return min(max(proposal.programs, 1), resident * device.multiprocessors)
 
 
 def _width(proposal: Proposal, problem: Problem) -> float:
@@ -156,8 +174,7 @@ def busy(proposal: Proposal, problem: Problem, device: Device) -> float:
     the proposal where it is known.  A block reduces and stores for about half of the time in which it is resident.  By
     Little's law, twice the bytes of bandwidth times latency must then be on chip for loads to be always in flight.
     """
-    resident = proposal.threads.resident if proposal.threads.lanes else _resident(proposal, device)
-    programs = min(max(proposal.programs, 1), resident * device.multiprocessors)
+    programs = _programs_at_once(proposal, device)
     columns = min(proposal.block, -(-problem.cols // max(proposal.splits, 1)))
     on_chip = programs * proposal.rows_per_program * columns * problem.itemsize * problem.inputs
     return min(1.0, max(on_chip, 1) / (2 * device.bandwidth * 1e3 * LATENCY_US))
