@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import onlinesoftmax.core.device as devices
-from cuda_simulator import COMPILER
+from cuda_machine import COMPILER
 from cuda_targets import (
     KERNELS,
     LOSS,
