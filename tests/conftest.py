@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 import fast_xla
+import quick_jax
 
 # Imports and the collection of tests make many objects that all stay; pytest_collection_finish enables it again.
 gc.disable()
@@ -78,10 +80,23 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Leave out all that was imported from later garbage collections: a benchmark collects before each measurement."""
     gc.enable()
-    gc.collect()
-    gc.freeze()
+    _leave_out_of_collections()
     # Traces of JAX and kernels in the interpreter make many objects, and few of them are cycles.
     gc.set_threshold(20000, 20, 20)
+    if "jax" in sys.modules:
+        quick_jax.patch()
+
+
+def _leave_out_of_collections() -> None:
+    """Collect what is garbage now; all else is taken to stay."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After the last test of a file, leave out what stays: JAX keeps every program, and each collection passes all."""
+    if nextitem and nextitem.path != item.path:
+        _leave_out_of_collections()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,10 +9,8 @@ that is right copies x to y.  The threads of a launch run one after another; no 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import re
 import shutil
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuda_machine import NUMBERS as STANDARD
+from cuda_machine import compiled
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.cuda import params, source
 from onlinesoftmax.kernels.request import Request
@@ -27,21 +27,16 @@ from onlinesoftmax.kernels.request import Request
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 NUMBERS = """
-#include <cmath>
-#include <cstring>
-#include <algorithm>
 #define __device__
 #define __global__
 #define __shared__
 #define __grid_constant__
 #define __launch_bounds__(...)
-using std::min;
 using int64 = long long;
 using uint64 = unsigned long long;
 struct Dim { unsigned x, y, z; };
 static Dim threadIdx, blockIdx, gridDim;
 static void __syncthreads() {}
-using std::fma;
 struct float16 { unsigned short bits; };
 struct bfloat16 { unsigned short bits; };
 using DoubleDouble = double;
@@ -196,7 +191,8 @@ extern "C" void run(const Params* p, const unsigned* grid, unsigned char* of_red
 def host_source(request: Request) -> str:
     """The kernel of a request as C++ for the host."""
     real = {name: _without_asm(source.text(f"{name}.cuh")) for name in ("operands", "slice", request.plan.strategy)}
-    parts = [NUMBERS, source.prologue(request), STATE, MAIL, real["operands"], OPS, real["slice"], EXCHANGE, TOTAL]
+    numbers = STANDARD + NUMBERS
+    parts = [numbers, source.prologue(request), STATE, MAIL, real["operands"], OPS, real["slice"], EXCHANGE, TOTAL]
     return "\n".join([*parts, real[request.plan.strategy], DRIVER.replace("KERNEL", source.kernel_name(request))])
 
 
@@ -207,12 +203,9 @@ def _without_asm(text: str) -> str:
 
 @cache
 def _library(text: str, folder: Path) -> Any:
-    name = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
     assert COMPILER is not None
-    command = [COMPILER, "-std=c++17", "-w", "-O0", "-shared", "-fPIC", "-x", "c++", "-", "-o", f"{name}.so"]
-    done = subprocess.run(command, input=text, text=True, capture_output=True)
-    assert not done.returncode, done.stderr[:4000]
-    return ctypes.CDLL(f"{name}.so")
+    command = (COMPILER, "-std=c++17", "-w", "-O0", "-shared", "-fPIC", "-x", "c++", "-")
+    return ctypes.CDLL(str(compiled(command, text, folder)))
 
 
 def check_ownership(request: Request, folder: Path) -> None:

@@ -1,123 +1,30 @@
 """CUDA kernels on the host with their arithmetic: every file of a kernel, compiled by g++, on simulated threads.
 
-tests/cuda_host.py counts accesses and has no numbers; this file computes them.  A thread of a block is a fiber, which
-runs until it waits for others: at __syncthreads, at a shuffle, or for a message of another block.  A block is a thread
-of the host, so its shared variables are thread-local.  The blocks of a cluster, and all blocks of strategy `grid`, run
-at the same time; other blocks run one after another, in the order of their numbers.
+tests/cuda_host.py counts accesses and has no numbers; this file computes them.  tests/cuda_machine.py has the threads,
+which wait for others at __syncthreads, at a shuffle, or for a message of another block.  The blocks of a cluster, and
+all blocks of strategy `grid`, run at the same time; other blocks run one after another, in the order of their numbers.
 Functions with inline assembly are replaced; everything else is compiled as it is.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import re
-import shutil
 import struct
-import subprocess
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from numpy.typing import NDArray
 
+from cuda_machine import BUILT_IN, DECLARATIONS, NUMBERS, load_kernel
 from cuda_stand_ins import STAND_INS
 from onlinesoftmax.kernels.cuda import merge, params, reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.kernels.sharded import ShardedRows
-
-COMPILER = shutil.which("g++")
-
-MACHINE = """
-#include <math.h>
-#include <string.h>
-#include <sched.h>
-#include <setjmp.h>
-#include <ucontext.h>
-#include <algorithm>
-#include <atomic>
-#include <memory>
-#include <thread>
-#include <vector>
-#define __device__
-#define __noinline__
-#define __global__
-#define __shared__ static thread_local
-#define __grid_constant__
-#define __launch_bounds__(...)
-// math.h has functions of these names.
-#define finite finite_number
-#define yield yield_to_others
-using std::min;
-using std::max;
-struct Dim { unsigned x, y, z; };
-static thread_local Dim threadIdx, blockIdx;
-static Dim gridDim;
-struct uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-template <class A, class B> A bits_as(B b) { A a; memcpy(&a, &b, sizeof(a)); return a; }
-inline float __int_as_float(int i) { return bits_as<float>(i); }
-inline float __uint_as_float(unsigned i) { return bits_as<float>(i); }
-inline int __float_as_int(float x) { return bits_as<int>(x); }
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
-    const unsigned long long both = (unsigned long long)b << 32 | a;
-    unsigned y = 0;
-    for (int i = 0; i < 4; ++i) y |= unsigned(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
-    return y;
-}
-
-// The fibers of one block.  `yield` lets the others run until they wait, too.
-// A fiber begins with setcontext and goes on with longjmp, because setcontext makes a system call.
-struct Fiber { ucontext_t context; jmp_buf place; std::unique_ptr<char[]> stack; bool begun, done; };
-static thread_local std::vector<Fiber> fibers;
-static thread_local jmp_buf scheduler;
-inline void yield() { if (!_setjmp(fibers[threadIdx.x].place)) _longjmp(scheduler, 1); }
-__attribute__((noinline)) void resume(Fiber& fiber) {
-    if (_setjmp(scheduler)) return;
-    if (fiber.begun) _longjmp(fiber.place, 1);
-    fiber.begun = true;
-    setcontext(&fiber.context);
-}
-struct Barrier {
-    int arrived, round;
-    void wait(int threads) {
-        const int now = round;
-        if (++arrived == threads) arrived = 0, ++round;
-        while (round == now) yield();
-    }
-};
-static thread_local Barrier of_block, of_warp[32];
-#define __syncthreads() of_block.wait(THREADS)
-#define __syncwarp() of_warp[threadIdx.x / 32].wait(32)
-static thread_local char lanes[32][32][16];
-template <class T> T exchange_lanes(T x, int lane) {
-    const int warp = threadIdx.x / 32;
-    memcpy(lanes[warp][threadIdx.x % 32], &x, sizeof(x));
-    of_warp[warp].wait(32);
-    memcpy(&x, lanes[warp][lane], sizeof(x));
-    of_warp[warp].wait(32);
-    return x;
-}
-inline unsigned atomicAdd(unsigned* to, unsigned x) { return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }
-inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
-inline unsigned long long __double_as_longlong(double x) { return bits_as<unsigned long long>(x); }
-inline double __longlong_as_double(unsigned long long i) { return bits_as<double>(i); }
-inline bool __all_sync(unsigned, bool x) {
-    bool all = true;
-    for (int i = 0; i < 32; ++i) all = exchange_lanes(x, i) && all;
-    return all;
-}
-template <class T> T __shfl_sync(unsigned, T x, int lane) { return exchange_lanes(x, lane); }
-template <class T> T __shfl_xor_sync(unsigned, T x, int step) { return exchange_lanes(x, threadIdx.x % 32 ^ step); }
-"""
 
 REPLACED = {
     "numbers": {
@@ -209,41 +116,17 @@ template <class Word> Word look(const Word* from) {
 
 DRIVER = """
 static const PARAMETER* parameters;
-static void enter() { KERNEL(*parameters); fibers[threadIdx.x].done = true; yield(); }
-static void run_block(unsigned x, unsigned y) {
-    fibers = std::vector<Fiber>(THREADS);
-    of_block = {}, memset(of_warp, 0, sizeof(of_warp));
-    blockIdx = {x, y};
-    for (Fiber& fiber : fibers) {
-        fiber.stack.reset(new char[1 << 18]);
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.get();
-        fiber.context.uc_stack.ss_size = 1 << 18;
-        makecontext(&fiber.context, enter, 0);
-    }
-    for (bool busy = true; busy;) {
-        busy = false;
-        for (unsigned i = 0; i < THREADS; ++i)
-            if (!fibers[i].done) threadIdx.x = i, busy = true, resume(fibers[i]);
-        // Other blocks run, whose messages this one may wait for.
-        sched_yield();
-    }
-    fibers.clear();
-}
+static void of_thread() { KERNEL(*parameters); }
+static void between() { BETWEEN }
 extern "C" void run(const PARAMETER* p, unsigned programs, unsigned team, unsigned together) {
-    parameters = p, gridDim = {programs, team, 1};
+    parameters = p;
     BEGIN
-    for (unsigned first = 0; first < programs * team; first += together) {
-        std::vector<std::thread> blocks;
-        for (unsigned i = first; i < first + together; ++i) blocks.emplace_back(run_block, i / team, i % team);
-        for (std::thread& block : blocks) block.join();
-        AGAIN
-    }
+    run_blocks(of_thread, between, THREADS, programs, team, together);
 }
 """
 
 BEGIN = {"grid": "memset(posted, 0, sizeof(posted)), memset(counters, 255, sizeof(counters));"}
-AGAIN = {
+BETWEEN = {
     "cluster": "for (auto& beginning : beginnings) beginning = nullptr;",
     # The program ends with a signal if a kernel leaves a counter that the next one would not find empty.
     "grid": "for (auto& of_team : counters) for (unsigned counter : of_team) if (~counter) abort();",
@@ -257,7 +140,7 @@ def simulated_source(request: Request) -> str:
     parts = [source.prologue(request), *(STAND_INS.get(name) or _replaced(name) for name in names)]
     shared = "extern __shared__ Chunk<X, VECTOR> memory[];"
     parts[-1] = parts[-1].replace(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];")
-    driver = DRIVER.replace("BEGIN", BEGIN.get(strategy, "")).replace("AGAIN", AGAIN.get(strategy, ""))
+    driver = DRIVER.replace("BEGIN", BEGIN.get(strategy, "")).replace("BETWEEN", BETWEEN.get(strategy, ""))
     return _program(parts, driver, "Params", source.kernel_name(request))
 
 
@@ -265,9 +148,10 @@ def _program(parts: list[str], driver: str, parameter: str, kernel: str) -> str:
     """A kernel of these parts as C++ for the host; `parameter` is the type of its parameter."""
     numbers = _replaced("numbers").replace("// The larger of each half", MAX_HALVES + "// The larger of each half", 1)
     driver = driver.replace("PARAMETER", parameter).replace("KERNEL", kernel)
-    return "\n".join([MACHINE, LOOK, numbers, *parts, driver])
+    return "\n".join([DECLARATIONS, NUMBERS, BUILT_IN, LOOK, numbers, *parts, driver])
 
 
+@cache
 def _replaced(name: str) -> str:
     """A file with the functions of REPLACED; no inline assembly may be left but what pins addresses."""
     text = source.text(f"{name}.cuh")
@@ -282,41 +166,9 @@ def _replaced(name: str) -> str:
     return text
 
 
-HEADERS = "".join(re.findall("#include .*\n", MACHINE))
-"""Standard headers of every kernel, which take the compiler longer than the kernel itself."""
-
-
-@cache
-def _compile_command(folder: Path, level: str) -> list[str]:
-    """The compiler and its options; the folder gets the standard headers, compiled."""
-    assert COMPILER is not None
-    options = ["-std=c++17", "-w", level, "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-fPIC"]
-    # Shared variables of one name must differ from one kernel to the next.
-    options.append("-fno-gnu-unique")
-    # A variable that is read before it is written must not happen to be zero, as memory of the host often is.
-    options.append("-ftrivial-auto-var-init=pattern")
-    header = folder / f"headers{level}.h"
-    with FileLock(header.with_suffix(".lock")):
-        if not header.exists():
-            header.write_text(HEADERS, encoding="utf-8")
-            subprocess.run([COMPILER, *options, "-x", "c++-header", str(header)], check=True)
-    return [COMPILER, *options, "-include", str(header), "-shared", "-x", "c++", "-"]
-
-
-@cache
-def _library(text: str, folder: Path, level: str = "-O1") -> Any:
-    library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}{level}.so"
-    with FileLock(library.with_suffix(".lock")):
-        if not library.exists():
-            command = [*_compile_command(folder, level), "-o", str(library)]
-            done = subprocess.run(command, input=text, text=True, capture_output=True)
-            assert not done.returncode, done.stderr[:4000]
-    return ctypes.CDLL(str(library))
-
-
 def simulate(
     request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path, *,
-    at_once: bool = False, level: str = "-O1",
+    at_once: bool = False,
 ) -> None:  # fmt: skip
     """Run a request's kernel on the host.
 
@@ -326,7 +178,6 @@ def simulate(
         numbers: Every number of the request, by name.
         folder: Where to put the shared libraries.
         at_once: True to run all blocks of `row` and `looped` at the same time.
-        level: Optimization of the compiler; "-O0" takes less time if a kernel runs only once, on few elements.
     """
     layout, plan = request.layout, request.plan
     assert arrays.keys() == request.dtypes.keys()
@@ -347,7 +198,7 @@ def simulate(
     team = plan.splits if plan.strategy == "grid" else 1
     blocks = source.blocks(request)
     together = {"grid": blocks, "cluster": plan.splits}.get(plan.strategy, blocks if at_once else 1)
-    library = _library(simulated_source(request), folder, level)
+    library = load_kernel(simulated_source(request), folder)
     library.run(ctypes.c_void_p(fields.ctypes.data), blocks // team, team, together)
     assert (mail == -1).all(), "the kernel left a message behind"
 
@@ -369,9 +220,9 @@ def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], scrat
 
 def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) -> None:
     """Run the kernel of a reduction on the host with the parameter at an address."""
-    driver = DRIVER.replace("BEGIN", "").replace("AGAIN", "")
+    driver = DRIVER.replace("BEGIN", "").replace("BETWEEN", "")
     text = _program([reduction.prologue(one), _replaced("reduction")], driver, "Reduction", reduction.NAME)
-    _library(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)
+    load_kernel(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)
 
 
 def simulate_sharded(kernel: str, rows: ShardedRows, arrays: Mapping[str, NDArray[Any]], folder: Path) -> None:
@@ -391,7 +242,7 @@ def simulate_sharded(kernel: str, rows: ShardedRows, arrays: Mapping[str, NDArra
 
 def launch_sharded(kernel: str, rows: ShardedRows, parameter: int, folder: Path) -> None:
     """Run a kernel of sharded rows on the host with the parameter at an address."""
-    driver = DRIVER.replace("BEGIN", "").replace("AGAIN", "")
+    driver = DRIVER.replace("BEGIN", "").replace("BETWEEN", "")
     parts = [merge.prologue(rows.kind), _replaced("state"), _replaced("merge")]
     text = _program(parts, driver, "ShardedRows", f"{kernel}_kernel")
-    _library(text, folder).run(ctypes.c_void_p(parameter), merge.blocks_of(rows), 1, 1)
+    load_kernel(text, folder).run(ctypes.c_void_p(parameter), merge.blocks_of(rows), 1, 1)

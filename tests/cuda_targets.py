@@ -234,9 +234,8 @@ def expected(ask: Ask, values: Values, output: str) -> NDArray[np.float64]:
 
 
 def run(
-    ask: Ask, request: Request, values: Values, folder: Path, in_place: bool = False, *, at_once: bool = False,
-    level: str = "-O1",
-) -> Values:  # fmt: skip
+    ask: Ask, request: Request, values: Values, folder: Path, in_place: bool = False, *, at_once: bool = False
+) -> Values:
     """The outputs of a kernel, in float64; elements as rows × cols, and the memory between rows must stay."""
     task, layout = request.task, request.layout
     rows, cols = layout.rows, layout.cols
@@ -260,7 +259,7 @@ def run(
     if in_place:
         arrays["y"] = arrays["x"]
     numbers = {name: NUMBERS[name] for name in task.numbers}
-    simulate(request, arrays, numbers, folder, at_once=at_once, level=level)
+    simulate(request, arrays, numbers, folder, at_once=at_once)
     found: Values = {}
     for name in task.outputs:
         y = from_bits(arrays[name], task.dtypes[name])

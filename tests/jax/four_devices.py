@@ -38,6 +38,9 @@ from sharded_calls import (
 )
 
 import onlinesoftmax.jax as osj
+import quick_jax
+
+quick_jax.patch()
 
 
 @pytest.mark.parametrize(

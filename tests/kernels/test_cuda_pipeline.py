@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cuda_simulator import COMPILER, simulate
+from cuda_machine import COMPILER
+from cuda_simulator import simulate
 from cuda_targets import aligned, from_bits, rounded, to_bits
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import ITEMSIZE, TensorSpec, row_spec, task_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import onlinesoftmax.core.device as devices
-from cuda_simulator import COMPILER
+from cuda_machine import COMPILER
 from cuda_targets import (
     KERNELS,
     LOSS,
@@ -28,8 +28,7 @@ from cuda_targets import (
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.kernels import registry
-from onlinesoftmax.kernels.cuda import launch, source
-from onlinesoftmax.kernels.cuda.compile import compile_kernel
+from onlinesoftmax.kernels.cuda import compile, launch, source
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import plan
 
@@ -161,5 +160,6 @@ def test_blocks_that_count(strategy: str) -> None:
 @pytest.mark.parametrize("ask", SEVERAL, ids=str)
 @pytest.mark.parametrize("strategy", SHAPES)
 def test_kernels_of_scalars_compile(strategy: str, ask: Ask, dtype: str) -> None:
-    kernel = compile_kernel(planned(ask, *SHAPES[strategy], dtype, strategy), devices.known("h200"))
-    assert strategy != "row" or kernel.spills == 0
+    text = source.source(planned(ask, *SHAPES[strategy], dtype, strategy))
+    _, log, _ = compile.build(text, devices.known("h200").arch)
+    assert strategy != "row" or compile.usage(log)["stack"] == 0

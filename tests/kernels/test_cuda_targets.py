@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuda_simulator import COMPILER
+from cuda_machine import COMPILER
 from cuda_targets import (
     ASKED,
     KERNELS,
@@ -69,7 +69,7 @@ def test_formulas(strategy: str, ask: Ask, dtype: str, peel: bool, terms: bool, 
     request = Request(task, small_plan(strategy, len(targets), cols, dtype, peel, terms))
     values = some_values(ask, task, targets)
     in_place = "y" in ask.outputs and task.writes_elements and terms
-    found = run(ask, request, values, folder, in_place, level="-O0")
+    found = run(ask, request, values, folder, in_place)
     check(ask, request, values, found)
 
 

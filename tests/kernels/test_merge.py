@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_simulator import COMPILER, launch_sharded, simulate_sharded
+from cuda_machine import COMPILER
+from cuda_simulator import launch_sharded, simulate_sharded
 from kernels.test_reduction import as_array
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.cuda import driver

@@ -13,7 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from cuda_simulator import COMPILER, launch_reduction, simulate_reduction
+from cuda_machine import COMPILER
+from cuda_simulator import launch_reduction, simulate_reduction
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.cuda import driver
 from onlinesoftmax.kernels.cuda import reduction as cuda

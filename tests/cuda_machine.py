@@ -1,0 +1,271 @@
+"""The machine of tests/cuda_simulator.py: blocks and threads on the host, and how a program for it is compiled.
+
+A thread of a block is a fiber, which runs until it waits for others.  A block is a thread of the host, so its shared
+variables are thread-local; they keep what the block before left, as on a GPU.
+
+The machine is a library of its own, which g++ compiles once.  A kernel sees only its declarations: standard headers,
+and the code that they generate, take the compiler longer than the kernel itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+COMPILER = shutil.which("g++")
+
+DECLARATIONS = """
+struct Dim { unsigned x, y, z; };
+struct Barrier {
+    int arrived, round;
+    void wait(int threads);
+};
+// The block of a thread of the host, and which of its fibers runs.
+struct Block {
+    Dim thread, place;
+    Barrier whole, warps[32];
+    char lanes[32][2][32][16];
+    unsigned char side[32][32];
+};
+// One pointer is all that needs the fast access to thread-local variables, which few libraries can have.
+extern __thread Block* simulated_block __attribute__((tls_model("initial-exec")));
+extern Dim simulated_grid;
+// Lets the other fibers of the block run until they wait.
+void yield();
+// Runs `kernel` in every thread; `together` blocks run at the same time, and `between` runs when they have ended.
+void run_blocks(void (*kernel)(), void (*between)(), unsigned threads, unsigned programs, unsigned team,
+                unsigned together);
+"""
+
+NUMBERS = """
+extern "C" void* memcpy(void*, const void*, decltype(sizeof 0)) noexcept;
+extern "C" void* memset(void*, int, decltype(sizeof 0)) noexcept;
+extern "C" void abort() noexcept;
+#define OF_ONE(name) extern "C" double name(double) noexcept; extern "C" float name##f(float) noexcept; \\
+    inline float name(float x) { return name##f(x); }
+#define OF_TWO(name) extern "C" double name(double, double) noexcept; \\
+    extern "C" float name##f(float, float) noexcept; inline float name(float x, float y) { return name##f(x, y); }
+OF_ONE(exp) OF_ONE(exp2) OF_ONE(log) OF_ONE(tanh) OF_ONE(fabs) OF_TWO(fmax) OF_TWO(fmin)
+extern "C" double fma(double, double, double) noexcept;
+extern "C" float fmaf(float, float, float) noexcept;
+inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
+template <class T> constexpr const T& min(const T& a, const T& b) { return b < a ? b : a; }
+template <class T> constexpr const T& max(const T& a, const T& b) { return a < b ? b : a; }
+"""
+"""What kernels use of the standard library, without its headers."""
+
+BUILT_IN = """
+#define __device__
+#define __noinline__
+#define __global__
+#define __shared__ static thread_local
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define threadIdx simulated_block->thread
+#define blockIdx simulated_block->place
+#define gridDim simulated_grid
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+template <class A, class B> A bits_as(B b) { A a; memcpy(&a, &b, sizeof(a)); return a; }
+inline float __int_as_float(int i) { return bits_as<float>(i); }
+inline float __uint_as_float(unsigned i) { return bits_as<float>(i); }
+inline int __float_as_int(float x) { return bits_as<int>(x); }
+inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
+inline unsigned long long __double_as_longlong(double x) { return bits_as<unsigned long long>(x); }
+inline double __longlong_as_double(unsigned long long i) { return bits_as<double>(i); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = (unsigned long long)b << 32 | a;
+    unsigned y = 0;
+    for (int i = 0; i < 4; ++i) y |= unsigned(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return y;
+}
+#define __syncthreads() simulated_block->whole.wait(THREADS)
+#define __syncwarp() simulated_block->warps[threadIdx.x / 32].wait(32)
+// What every lane gave, after all of them gave it.  Two places take turns, so that a lane that reads slowly still finds
+// what was given when the next exchange has begun; nobody begins the one after that before all have arrived there.
+template <class T> const char (*given_by_lanes(T x))[16] {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    char (*const place)[16] = simulated_block->lanes[warp][simulated_block->side[warp][lane] ^= 1];
+    memcpy(place[lane], &x, sizeof(x));
+    simulated_block->warps[warp].wait(32);
+    return place;
+}
+template <class T> T exchange_lanes(T x, int lane) { memcpy(&x, given_by_lanes(x)[lane], sizeof(x)); return x; }
+template <class T> T __shfl_sync(unsigned, T x, int lane) { return exchange_lanes(x, lane); }
+template <class T> T __shfl_xor_sync(unsigned, T x, int step) { return exchange_lanes(x, threadIdx.x % 32 ^ step); }
+inline bool __all_sync(unsigned, bool x) {
+    const auto given = given_by_lanes(x);
+    bool all = true;
+    for (int i = 0; i < 32; ++i) all = all && given[i][0];
+    return all;
+}
+inline unsigned atomicAdd(unsigned* to, unsigned x) { return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+"""
+"""CUDA's keywords, variables and functions."""
+
+MACHINE = """
+#include <pthread.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+__thread Block* simulated_block __attribute__((tls_model("initial-exec")));
+Dim simulated_grid;
+
+// A fiber begins with setcontext and goes on with longjmp, because setcontext makes a system call.
+struct Fiber { ucontext_t context; jmp_buf place; bool begun, done; };
+struct Running : Block {
+    std::vector<Fiber> fibers;
+    jmp_buf scheduler;
+    void (*kernel)();
+    bool some_went_on;
+};
+static Running& running() { return *static_cast<Running*>(simulated_block); }
+void yield() { if (!_setjmp(running().fibers[simulated_block->thread.x].place)) _longjmp(running().scheduler, 1); }
+void Barrier::wait(int threads) {
+    const int now = round;
+    if (++arrived == threads) arrived = 0, ++round;
+    while (round == now) yield();
+    running().some_went_on = true;
+}
+static void fiber_begins() {
+    // A fiber runs the kernel once for every block that its thread of the host takes.
+    for (;;) running().kernel(), running().fibers[simulated_block->thread.x].done = true, yield();
+}
+__attribute__((noinline)) static void resume(Running& r, Fiber& fiber) {
+    if (_setjmp(r.scheduler)) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.context);
+}
+
+// Stacks are kept, because the system takes long to make their memory.
+constexpr size_t STACK = 1 << 18;
+struct Stacks { char* memory; unsigned count; };
+static std::vector<Stacks> kept;
+static std::mutex of_kept;
+static Stacks take_stacks(unsigned count) {
+    const std::lock_guard<std::mutex> lock(of_kept);
+    for (size_t i = 0; i < kept.size(); ++i)
+        if (kept[i].count >= count) {
+            const Stacks found = kept[i];
+            kept.erase(kept.begin() + i);
+            return found;
+        }
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* const memory = mmap(nullptr, count * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (memory == MAP_FAILED) abort();
+    return {static_cast<char*>(memory), count};
+}
+static void keep(Stacks stacks) {
+    const std::lock_guard<std::mutex> lock(of_kept);
+    kept.push_back(stacks);
+}
+
+static void run_block(Running& r, Dim place) {
+    r.place = place, r.whole = {}, memset(r.warps, 0, sizeof(r.warps));
+    for (Fiber& fiber : r.fibers) fiber.done = false;
+    for (bool busy = true; busy;) {
+        busy = r.some_went_on = false;
+        for (unsigned i = 0; i < r.fibers.size(); ++i)
+            if (!r.fibers[i].done) r.thread.x = i, busy = true, resume(r, r.fibers[i]);
+        // Other blocks run, whose messages this one may wait for.
+        if (!r.some_went_on) sched_yield();
+    }
+}
+
+void run_blocks(void (*kernel)(), void (*between)(), unsigned threads, unsigned programs, unsigned team,
+                unsigned together) {
+    simulated_grid = {programs, team, 1};
+    pthread_barrier_t ended;
+    pthread_barrier_init(&ended, nullptr, together);
+    // Blocks with the same remainder modulo `together` run in one thread of the host.
+    const auto blocks_of = [&](unsigned first) {
+        Running r{};
+        r.fibers = std::vector<Fiber>(threads), r.kernel = kernel, simulated_block = &r;
+        const Stacks stacks = take_stacks(threads);
+        for (unsigned i = 0; i < threads; ++i) {
+            ucontext_t& context = r.fibers[i].context;
+            getcontext(&context);
+            context.uc_stack.ss_sp = stacks.memory + i * STACK, context.uc_stack.ss_size = STACK;
+            makecontext(&context, fiber_begins, 0);
+        }
+        for (unsigned i = first; i < programs * team; i += together) {
+            run_block(r, {i / team, i % team, 0});
+            if (pthread_barrier_wait(&ended) == PTHREAD_BARRIER_SERIAL_THREAD) between();
+            pthread_barrier_wait(&ended);
+        }
+        keep(stacks);
+    };
+    std::vector<std::thread> hosts;
+    for (unsigned first = 0; first < together; ++first) hosts.emplace_back(blocks_of, first);
+    for (std::thread& host : hosts) host.join();
+    pthread_barrier_destroy(&ended);
+}
+"""
+
+OPTIONS = [
+    "-std=c++17", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-x", "c++",
+    # Shared variables of one name must differ from one kernel to the next.
+    "-fno-gnu-unique",
+    # A variable that is read before it is written must not happen to be zero, as memory of the host often is.
+    "-ftrivial-auto-var-init=pattern",
+]  # fmt: skip
+
+
+@cache
+def load_machine(folder: Path) -> None:
+    """Compile the machine into the folder unless it is there, and load it, so that kernels find its functions."""
+    text = MACHINE.replace("\n__thread", DECLARATIONS + "\n__thread", 1)
+    # Kernels are linked without the standard library and find the mathematical functions by this one.
+    library = compiled(_command("-O2", "-pthread", "-Wl,--no-as-needed", "-lm"), text, folder)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+@cache
+def load_kernel(text: str, folder: Path) -> Any:
+    """The library of a kernel; g++ compiles it unless it is in the folder.
+
+    Args:
+        text: The kernel, with DECLARATIONS, NUMBERS and BUILT_IN before it.
+        folder: Where to put the libraries.
+    """
+    load_machine(folder)
+    # A kernel runs on few elements, in less time than g++ would take to optimize it.  Linking with the standard library
+    # would take four times as long.
+    return ctypes.CDLL(str(compiled(_command("-O0", "-fno-threadsafe-statics", "-nostdlib"), text, folder)))
+
+
+def _command(*options: str) -> list[str]:
+    assert COMPILER is not None
+    return [COMPILER, *OPTIONS, "-", *options]
+
+
+def compiled(command: Sequence[str], text: str, folder: Path) -> Path:
+    """The library that a command makes of a program; it is in the folder afterwards, and may have been there before."""
+    key = hashlib.sha256("\n".join([*command, text]).encode()).hexdigest()[:16]
+    library = folder / f"{key}.so"
+    # The processes of pytest-xdist share the folder.
+    with FileLock(library.with_suffix(".lock")):
+        if not library.exists():
+            done = subprocess.run([*command, "-o", str(library)], input=text, text=True, capture_output=True)
+            assert not done.returncode, done.stderr[:4000]
+    return library
