@@ -12,6 +12,7 @@ from made_records import TIMES, record
 pytest.importorskip("jsonschema", reason="the records are checked with jsonschema")
 
 from onlinesoftmax.bench.result import CaseResult
+from onlinesoftmax.report.page import shown_first
 from onlinesoftmax.report.records import read
 from onlinesoftmax.report.series import series
 
@@ -170,6 +171,19 @@ def test_the_utilisation_and_the_sentences_are_shown_where_they_are_recorded(tmp
 def test_an_unknown_kind_of_measurement_is_named(measures: Any, tmp_path: Path) -> None:
     _, [sentence], _ = read([write(tmp_path, record() | {"measures": measures})])
     assert "r.json: field measures: " in sentence
+
+
+def test_the_largest_record_of_torch_is_shown_first(tmp_path: Path) -> None:
+    newest, small, large = record(date="2026-01-04T00:00:00+00:00"), record(date="2026-01-03T00:00:00+00:00"), record()
+    newest["options"] = {"framework": "jax"}
+    small["cases"] = small["cases"][:1]
+    for name, content in (("newest", newest), ("small", small), ("large", large)):
+        write(tmp_path, content, f"{name}.json")
+    records, _, _ = read([tmp_path])
+    chosen = shown_first(records, range(len(records)))
+    assert chosen is not None
+    assert records[chosen].name == "large.json"
+    assert shown_first(records, []) is None
 
 
 @pytest.mark.skipif(not RESULTS.is_dir(), reason="the recorded runs are in the repository, not in the archives")

@@ -68,8 +68,8 @@ def page(
     trusted: Any = templates.filters["safe"]
     return templates.get_template("page.html").render(
         version=__version__, commit=git_state()["commit"][:12], date=_today(), records=shown, left_out=left_out,
-        devices=_devices(shown), default=_default(records, _of_whole_rows(records)), losses=losses,
-        default_loss=_default(records, losses), step=STEP, longest=LONGEST, own_tables=_own_tables(choices),
+        devices=_devices(shown), default=shown_first(records, _of_whole_rows(records)), losses=losses,
+        default_loss=shown_first(records, losses), step=STEP, longest=LONGEST, own_tables=_own_tables(choices),
         css=trusted(_template("page.css")), data=_packed(data), library=trusted(_script(_library())),
         scripts=[trusted(_script(_template(name))) for name in SCRIPTS],
     )  # fmt: skip
@@ -116,10 +116,14 @@ def _devices(shown: Sequence[dict[str, Any]]) -> list[tuple[str, list[int]]]:
     return list(found.items())
 
 
-def _default(records: Sequence[Record], places: Sequence[int]) -> int | None:
-    """The one of these records that is shown first: of those on the newest commit, the one with the most cases."""
-    newest = [place for place in places if records[place].content["git"] == records[places[0]].content["git"]]
-    return max(newest, key=lambda place: len(records[place].results), default=None)
+def shown_first(records: Sequence[Record], places: Sequence[int]) -> int | None:
+    """The one of these records that is shown first: of torch rather than JAX, with the most cases, and the newest."""
+
+    def rank(place: int) -> tuple[bool, int, int]:
+        record = records[place]
+        return record.content["options"].get("framework") != "jax", len(record.results), -place
+
+    return max(places, key=rank, default=None)
 
 
 def _of_whole_rows(records: Sequence[Record]) -> list[int]:
