@@ -19,6 +19,9 @@ from .cases import known
 FULL_BYTES = 1 << 27
 """Bytes of a full input: at least twice the L2 of the measured GPUs, so that the data come from memory."""
 
+SHORTEST = (8, 16, 32)
+"""Lengths below 64 columns, measured with full inputs only: with few rows, a launch takes longer than such rows."""
+
 SHORT = 1 << 18
 """Up to this number of columns a measured length is 1.5 or 1.33 times the one before, beyond it 2 or 4 times."""
 
@@ -71,7 +74,7 @@ def shapes(quick: bool = False) -> list[Shape]:
     """
     if quick:
         return [Shape("softmax", dtype, 1024, cols) for dtype in ("bfloat16", "float32") for cols in (256, 4096, 65536)]
-    powers, between = [64 << i for i in range(13)], [*(96 << i for i in range(12)), *CLASSES]
+    powers, between = [64 << i for i in range(13)], [96 << i for i in range(12)]
     long = [1 << i for i in (19, 20, 21, 22, 23, 24, 26, 28)]
     measured = list(dict.fromkeys(stand_in(Problem(name, 1, 1)) for name in OPERATIONS))
     measured.sort(key=lambda name: OPERATIONS[name].per_row)
@@ -80,14 +83,14 @@ def shapes(quick: bool = False) -> list[Shape]:
         per_row, plain = OPERATIONS[operation].per_row, OPERATIONS[operation].inputs == 1
         # Operations that write one number per row have few plans to choose from, so lengths between powers of two are
         # left out.
-        lengths = [*CLASSES, *(powers[::-1]), *(() if per_row else between[:12]), *long]
+        lengths = [*CLASSES, *powers[::-1], *(() if per_row else between), *long, *SHORTEST]
         for cols in lengths:
             for dtype in ("bfloat16", "float32"):
                 rows = max(FULL_BYTES // (cols * ITEMSIZE[dtype]), 1)
                 full.append(Shape(operation, dtype, rows, cols))
                 if cols <= SHORT and plain and not per_row:
                     unaligned.append(Shape(operation, dtype, rows, cols + 1))
-                if cols not in between:
+                if cols in (*powers, *long):
                     few += [Shape(operation, dtype, some, cols) for some in FEW_ROWS if 4 * some <= rows]
     more_full, more_unaligned, more_few = _with_targets()
     full += more_full
