@@ -22,6 +22,9 @@ def patch() -> None:
     """Replace the slow parts of the interpreter in this process, once."""
     if REPLACED:
         return
+    if len(inspect.signature(interpreter._patch_builtin).parameters) != 3:
+        # The interpreter of Triton 3.5 and earlier has other parts, and stays as it is.
+        return
     # The interpreter computes sums of int32 a second time, to find overflows, and without `debug` ignores the finding.
     assert not interpreter.interpreter_builder.options.debug
     semantic = type(interpreter.interpreter_semantic)

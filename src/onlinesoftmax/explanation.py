@@ -44,7 +44,8 @@ class Explanation:
         if isinstance(other, Refusal):
             return f"cannot: {other.reason}"
         slower = other.estimate_us / self.plan.estimate_us
-        return f"{slower:.2f} times as long: {other.reason}"
+        guess = "" if other.price.measured else " by estimate"
+        return f"{slower:.2f} times as long{guess}: {other.reason}"
 
     def compile(self) -> list[Kernel]:
         """The plan's kernels, compiled for the device, present or not: registers, spills, listings.

@@ -106,7 +106,7 @@ def test_a_peer_that_refuses_is_shown_with_its_error_and_fails_nothing(monkeypat
 
 
 def test_jax_is_a_peer() -> None:
-    pytest.importorskip("jax", reason="the peer is jax.nn")
+    pytest.importorskip("jaxlib", reason="the peer is jax.nn")
     done = call(*SMALL, "--peers", "jax", "--json")
     assert done.exit_code == 0, done.output
     ((_, theirs),) = (case["results"] for case in json.loads(done.stdout)["cases"])

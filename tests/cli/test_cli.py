@@ -165,7 +165,7 @@ def test_verify_runs_every_strategy_here(operation: str, monkeypatch: pytest.Mon
     assert not NOT_PLAIN & set(result.stdout)
     pairs = ["triton/row", "triton/looped", "triton/split", "triton/column", "eager/row"]
     pairs += [f"cuda/{strategy}" for strategy in ("row", "cluster", "grid", "looped") if unavailable("cuda") is None]
-    pairs += [f"pallas/{strategy}" for strategy in ("row", "looped", "split") if importlib.util.find_spec("jax")]
+    pairs += [f"pallas/{strategy}" for strategy in ("row", "looped", "split") if importlib.util.find_spec("jaxlib")]
     pairs += ["pallas/cluster"] if unavailable("cuda") is None and importlib.util.find_spec("absl") else []
     for pair in pairs:
         [line] = [line for line in result.stdout.splitlines() if line.startswith(f"  {pair} ")]

@@ -115,7 +115,7 @@ def test_the_driver_agrees_with_the_table() -> None:
 @pytest.fixture
 def jax_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module under test, without devices that it has cached."""
-    pytest.importorskip("jax", reason="jax is not installed")
+    pytest.importorskip("jaxlib", reason="jax is not installed")
     from onlinesoftmax.jax import device
 
     device.from_jax.cache_clear()

@@ -106,7 +106,7 @@ def algebra(request: pytest.FixtureRequest) -> Iterator[Algebra]:
 
 
 def _float64(name: str) -> AbstractContextManager[Any]:
-    if name == "jax" and importlib.util.find_spec("jax"):
+    if name == "jax" and importlib.util.find_spec("jaxlib"):
         import jax
 
         return jax.enable_x64(True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("jax", reason="jax is not installed")
+pytest.importorskip("jaxlib", reason="jax is not installed")
 
 import jax
 import jax.numpy as jnp

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="the bridge is between torch and jax")
-pytest.importorskip("jax", reason="the bridge is between torch and jax")
+pytest.importorskip("jaxlib", reason="the bridge is between torch and jax")
 pytest.importorskip("typer", reason="bench, verify and explain are commands")
 
 import jax.numpy as jnp

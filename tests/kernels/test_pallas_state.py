@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-pytest.importorskip("jax", reason="jax is not installed")
+pytest.importorskip("jaxlib", reason="jax is not installed")
 
 import jax
 import jax.numpy as jnp

@@ -30,7 +30,7 @@ def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, 
             f"{size(problem.read_bytes)} read, {size(problem.write_bytes)} written",
         ),
         ("floor", f"{duration(plan.floor_us)} at {device.bandwidth:.0f} GB/s"),
-        ("estimate", f"{duration(plan.estimate_us)}, {_floors(plan.estimate_us, plan.floor_us)}"),
+        ("estimate", f"{duration(plan.estimate_us)}, {_floors(plan.estimate_us, plan.floor_us)}; {_source(plan)}"),
     ]
     if plan.reads > 1:
         from_l2 = bytes_from_l2(plan, problem, device)
@@ -39,6 +39,11 @@ def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, 
     if device.kind == "cuda":
         found.append(("quality", f"{plan.traffic.quality:.0%} of that bandwidth, with the device full"))
     return found
+
+
+def _source(plan: Plan) -> str:
+    """Where the estimate of a plan comes from."""
+    return "from times measured at similar shapes" if plan.price.measured else "not measured"
 
 
 def _reads(plan: Plan) -> str:

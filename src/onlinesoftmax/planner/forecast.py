@@ -54,9 +54,9 @@ class Forecast:
         strategy = (options[0].backend, options[0].strategy)
         named = {cell.cols for cell, _ in self.anchors if any(timing[:2] == strategy for timing in cell.timings)}
         busy_there = {cols: self._busy(propose, cols) for cols in named}
-        times = [self._us(option, busy_there) for option in options]
-        us = min(times)
-        return priced(options[times.index(us)], self.problem, self.device, us)
+        found = [self._us(option, busy_there) for option in options]
+        us, measured = min(found, key=lambda pair: pair[0])
+        return priced(options[found.index((us, measured))], self.problem, self.device, us, measured)
 
     def _busy(self, propose: Propose, cols: int) -> dict[Variant, float]:
         """Part of the bandwidth that each variant uses for rows of another length (`price.busy`)."""
@@ -64,8 +64,11 @@ class Forecast:
             return {}
         return _busy_variants(propose, replace(self.problem, cols=cols), self.device)
 
-    def _us(self, option: Proposal, busy_there: dict[int, dict[Variant, float]]) -> float:
-        """Microseconds of a proposal: its launches plus the weighted times of its variant in all cells (`_time_in`)."""
+    def _us(self, option: Proposal, busy_there: dict[int, dict[Variant, float]]) -> tuple[float, bool]:
+        """Microseconds of a proposal, and True where a cell names its variant.
+
+        The time is that of the launches plus the weighted times of the variant in all cells (`_time_in`).
+        """
         launches = option.launches * LAUNCH_US
         busy_here = busy(option, self.problem, self.device)
         transfer, seen = 0.0, False
@@ -84,7 +87,7 @@ class Forecast:
             # No measured shape near the problem names this variant.  Take the larger of forecast and estimate, so that
             # an optimistic guess does not win.
             us = max(us, estimated_us(option, self.problem, self.device))
-        return us
+        return us, seen
 
     def _longer(self, ratio: float) -> float:
         """The factor of a transfer whose bytes take `ratio` times as long; the latency of its first byte stays."""

@@ -27,6 +27,8 @@ class Price:
         rank_us: The forecast or estimate in microseconds, before it is raised to the floor and to the launch time.
             Plans are compared by rank_us: several plans for a small input can have the same estimate_us, because
             measured times are below the floor if the output stays in L2.
+        measured: True where rank_us follows from times of the same variant at similar shapes; False where it is an
+            estimate, or a limit that the measured variants set.
     """
 
     device: str = ""
@@ -34,6 +36,7 @@ class Price:
     floor_us: float = 0.0
     estimate_us: float = 0.0
     rank_us: float = 0.0
+    measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,16 @@ LAUNCH_US = 2.5
 """Microseconds that one more launch on a stream takes."""
 
 
-def priced(proposal: Proposal, problem: Problem, device: Device, forecast_us: float | None = None) -> Plan:
+def priced(
+    proposal: Proposal, problem: Problem, device: Device, forecast_us: float | None = None, measured: bool = False
+) -> Plan:
     """The proposal with its price; its time is as forecast from a table, or else as estimated."""
     bytes_moved = problem.read_bytes + problem.write_bytes + bytes_read_again(proposal, problem)
     floor = (problem.read_bytes + problem.write_bytes) / (device.bandwidth * 1e3)
     us = estimated_us(proposal, problem, device) if forecast_us is None else forecast_us
     known = {field.name: getattr(proposal, field.name) for field in fields(Proposal)}
     estimate = max(us, floor, proposal.launches * LAUNCH_US)
-    return Plan(**known, price=Price(device.name, bytes_moved, floor, estimate, us))
+    return Plan(**known, price=Price(device.name, bytes_moved, floor, estimate, us, measured))
 
 
 def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
