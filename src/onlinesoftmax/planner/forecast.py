@@ -79,7 +79,7 @@ class Forecast:
             if named:
                 seen = True
                 # A longer row can take one more chunk of each thread's registers, and then fewer blocks are resident
-                # than were measured; and in a short row, threads are without elements.
+                # than were measured.  In a shorter row, some threads hold no elements.
                 weight *= self._longer(busy_there[cell.cols].get(option.variant, 0.0) / busy_here)
             transfer += weight
         us = launches + self.slower * transfer
@@ -90,7 +90,7 @@ class Forecast:
         return us, seen
 
     def _longer(self, ratio: float) -> float:
-        """The factor of a transfer whose bytes take `ratio` times as long; the latency of its first byte stays."""
+        """Factor of the time of a transfer whose bytes take `ratio` times as long, and whose latency stays the same."""
         moved, latency = self.problem.read_bytes + self.problem.write_bytes, self.device.bandwidth * 1e3 * LATENCY_US
         return (latency + moved * max(ratio, 1.0)) / (latency + moved)
 

@@ -103,9 +103,9 @@ def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
 
 
 def _rounds_us(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Least microseconds of all rows, each of which waits for its data once: rows are on chip in rounds.
+    """Least microseconds by latency: only some rows are on chip at a time, and each of them waits for its data once.
 
-    This bounds the time of plans that give a whole block to a row of a few elements.
+    This limit holds for plans that give a whole block to a row of a few elements, and so use little bandwidth.
     """
     if device.kind != "cuda":
         return 0.0
