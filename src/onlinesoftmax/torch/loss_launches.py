@@ -31,7 +31,7 @@ LAUNCHES: dict[tuple[Any, ...], Run] = {}
 MOST_LAUNCHES = 4096
 
 
-def key_of(x: Any, target: Any, weight: Any, *arguments: Any) -> tuple[Any, ...]:
+def key_of(x: Any, target: Any, weight: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The key of a usual call in LAUNCHES; () where the call is not usual."""
     if type(x) is not Tensor or type(target) is not Tensor or torch.compiler.is_dynamo_compiling():
         return ()

@@ -133,7 +133,7 @@ def token_logprobs(
     x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any
 ) -> TokenLogprobs:
     """The implementation of `onlinesoftmax.token_logprobs` on torch tensors."""
-    key = loss_launches.key_of(x, index, None, dim, options, entropy, choice)
+    key = loss_launches.key_of(x, index, None, (dim, options, entropy, choice))
     if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
         return TokenLogprobs(*run(x, index, None))
     check_token_arguments(x, index, dim)
