@@ -88,6 +88,9 @@ FIELD = _rows(
 ODD = _rows((131072, 1023), (65536, 1025), (16384, 8191))
 """Unaligned rows: most do not begin on 16 bytes."""
 
+SHORT = _rows((4194304, 5), (4194304, 10), (1048576, 33), (262144, 197))
+"""Rows of a few classes, of which many must share a block."""
+
 COLUMN = (Entry((32, 512, 4096), 1),)
 """A softmax dimension that is not the innermost."""
 
@@ -152,7 +155,8 @@ FIRST_CALLS = (
 
 SUITES: dict[str, Suite] = {
     "forward": Suite(
-        "softmax of batches and vocabularies, unaligned rows, another dimension", FIELD + ODD + COLUMN,
+        "softmax of batches and vocabularies, unaligned and short rows, another dimension",
+        FIELD + ODD + SHORT + COLUMN,
         few=_rows((64, 512), (1024, 1024), (256, 16384), (1024, 1023)),
     ),
     "rows1024": Suite("1024 rows of 512 to 32768 columns, with a sentence about each", ROWS_1024, few=ROWS_1024[::3],
