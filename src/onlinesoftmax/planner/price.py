@@ -107,7 +107,8 @@ def _rounds_us(proposal: Proposal, problem: Problem, device: Device) -> float:
 
     This limit holds for plans that give a whole block to a row of a few elements, and so use little bandwidth.
     """
-    if device.kind != "cuda":
+    if device.kind != "cuda" or proposal.backend == "eager":
+        # The blocks of the framework's kernels are not known.
         return 0.0
     at_once = _programs_at_once(proposal, device) * proposal.rows_per_program / max(proposal.splits, 1)
     return problem.rows / max(at_once, 1.0) * LATENCY_US
