@@ -183,10 +183,14 @@ static void keep(Stacks stacks) {
 static void run_block(Running& r, Dim place) {
     r.place = place, r.whole = {}, memset(r.warps, 0, sizeof(r.warps));
     for (Fiber& fiber : r.fibers) fiber.done = false;
-    for (bool busy = true; busy;) {
+    bool backward = false;
+    for (bool busy = true; busy; backward = !backward) {
         busy = r.some_went_on = false;
-        for (unsigned i = 0; i < r.fibers.size(); ++i)
+        // Both orders take turns, so that the first warp is not always the first to read what others overwrite.
+        for (unsigned j = 0; j < r.fibers.size(); ++j) {
+            const unsigned i = backward ? r.fibers.size() - 1 - j : j;
             if (!r.fibers[i].done) r.thread.x = i, busy = true, resume(r, r.fibers[i]);
+        }
         // Other blocks run, whose messages this one may wait for.
         if (!r.some_went_on) sched_yield();
     }
