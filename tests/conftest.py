@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import settings
 
 import fast_xla
-import quick_jax
 
 # Imports and the collection of tests make many objects that all stay; pytest_collection_finish enables it again.
 gc.disable()
@@ -83,9 +81,6 @@ def pytest_collection_finish() -> None:
     _leave_out_of_collections()
     # Traces of JAX and kernels in the interpreter make many objects, and few of them are cycles.
     gc.set_threshold(20000, 20, 20)
-    # `import jax` finds the folder tests/jax where JAX is not installed, so tests ask for jaxlib.
-    if "jaxlib" in sys.modules:
-        quick_jax.patch()
 
 
 def _leave_out_of_collections() -> None:

@@ -38,9 +38,6 @@ from sharded_calls import (
 )
 
 import onlinesoftmax.jax as osj
-import quick_jax
-
-quick_jax.patch()
 
 
 @pytest.mark.parametrize(
