@@ -60,7 +60,7 @@ inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
 template <class T> constexpr const T& min(const T& a, const T& b) { return b < a ? b : a; }
 template <class T> constexpr const T& max(const T& a, const T& b) { return a < b ? b : a; }
 """
-"""What kernels use of the standard library, without its headers."""
+"""Declarations of the standard functions that kernels call, without the standard headers."""
 
 BUILT_IN = """
 #define __device__
@@ -92,8 +92,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 }
 #define __syncthreads() simulated_block->whole.wait(THREADS)
 #define __syncwarp() simulated_block->warps[threadIdx.x / 32].wait(32)
-// What every lane gave, after all of them gave it.  Two places take turns, so that a lane that reads slowly still finds
-// what was given when the next exchange has begun; nobody begins the one after that before all have arrived there.
+// Returns the values that the lanes of a warp gave, after each lane has given one.  Exchanges use two buffers in turn.
+// So a slow lane still finds the values of its exchange when other lanes have begun the next one, and no lane begins the
+// exchange after that before all lanes have arrived at the next one.
 template <class T> const char (*given_by_lanes(T x))[16] {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     char (*const place)[16] = simulated_block->lanes[warp][simulated_block->side[warp][lane] ^= 1];

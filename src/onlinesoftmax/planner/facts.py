@@ -42,7 +42,7 @@ def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, 
 
 
 def _source(plan: Plan) -> str:
-    """Where the estimate of a plan comes from."""
+    """Source of the estimate of a plan: measurements, or none."""
     return "from times measured at similar shapes" if plan.price.measured else "not measured"
 
 

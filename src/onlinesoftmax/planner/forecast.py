@@ -41,9 +41,7 @@ class Forecast:
         anchors = table.anchors(problem, backends)
         if not anchors:
             return None
-        # With a slower memory the transfer of the bytes takes longer; the latency of the first byte stays.
-        moved, latency = problem.read_bytes + problem.write_bytes, table.bandwidth * 1e3 * LATENCY_US
-        slower = (latency + moved * table.bandwidth / device.bandwidth) / (latency + moved)
+        slower = _slowed(problem, table.bandwidth, table.bandwidth / device.bandwidth)
         return cls(problem, device, tuple(anchors), slower, table.every_variant)
 
     def best(self, options: list[Proposal], propose: Propose) -> Plan:
@@ -80,7 +78,8 @@ class Forecast:
                 seen = True
                 # A longer row can take one more chunk of each thread's registers, and then fewer blocks are resident
                 # than were measured.  In a shorter row, some threads hold no elements.
-                weight *= self._longer(busy_there[cell.cols].get(option.variant, 0.0) / busy_here)
+                ratio = max(1.0, busy_there[cell.cols].get(option.variant, 0.0) / busy_here)
+                weight *= _slowed(self.problem, self.device.bandwidth, ratio)
             transfer += weight
         us = launches + self.slower * transfer
         if not seen:
@@ -88,11 +87,6 @@ class Forecast:
             # an optimistic guess does not win.
             us = max(us, estimated_us(option, self.problem, self.device))
         return us, seen
-
-    def _longer(self, ratio: float) -> float:
-        """Factor of the time of a transfer whose bytes take `ratio` times as long, and whose latency stays the same."""
-        moved, latency = self.problem.read_bytes + self.problem.write_bytes, self.device.bandwidth * 1e3 * LATENCY_US
-        return (latency + moved * max(ratio, 1.0)) / (latency + moved)
 
     def _time_in(self, cell: Cell, option: Proposal) -> tuple[float, bool]:
         """(microseconds of a proposal's variant in a cell, True where the cell names it)."""
@@ -110,6 +104,15 @@ class Forecast:
                 return UNSEEN * min(own), False
         same_backend = [timing.us for timing in cell.timings if timing.backend == backend]
         return KEPT * min(same_backend or (timing.us for timing in cell.timings)), False
+
+
+def _slowed(problem: Problem, bandwidth: float, ratio: float) -> float:
+    """Factor of the time of a transfer whose bytes take `ratio` times as long; the latency of its first byte stays.
+
+    The latency counts as the bytes that memory of this bandwidth, in GB/s, delivers meanwhile.
+    """
+    moved, latency = problem.read_bytes + problem.write_bytes, bandwidth * 1e3 * LATENCY_US
+    return (latency + moved * ratio) / (latency + moved)
 
 
 @lru_cache(maxsize=4096)

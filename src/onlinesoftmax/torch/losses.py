@@ -142,14 +142,14 @@ def token_logprobs(
     beside = {"target": index.unsqueeze(dim)}
     call = Call(operation, x, Settings(dim, None, False, choice), options, None, beside)
     check_options(call)
-    if isinstance(call.scores.scale, Tensor) and call.scores.scale.requires_grad and torch.is_grad_enabled():
+    scores = call.scores
+    if isinstance(scores.scale, Tensor) and scores.scale.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             "token_logprobs(): scale requires a gradient, which this function does not compute; "
             "multiply the logits by it instead"
         )
     reason = why_not_kernels(x, index, None, choice)
     _check_forced("token_logprobs", choice, reason)
-    scores = call.scores
     if reason is not None:
         return TokenLogprobs(*targets_eager.log_probabilities(call, entropy))
     if key and (run := loss_launches.add_log_probabilities(key, call, entropy)) is not None:
