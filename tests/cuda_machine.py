@@ -93,7 +93,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 #define __syncthreads() simulated_block->whole.wait(THREADS)
 #define __syncwarp() simulated_block->warps[threadIdx.x / 32].wait(32)
 // Returns the values that the lanes of a warp gave, after each lane has given one.  Exchanges use two buffers in turn.
-// So a slow lane still finds the values of its exchange when other lanes have begun the next one, and no lane begins the
+// So a slow lane still finds the values of its exchange when other lanes have begun the next one.  No lane begins the
 // exchange after that before all lanes have arrived at the next one.
 template <class T> const char (*given_by_lanes(T x))[16] {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
