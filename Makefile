@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint docs tables bench release-check clean
+.PHONY: help demo test lint docs tables records bench release-check clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ docs: $(READY) ## Build the documentation site in build/docs; a warning is an er
 
 tables: $(READY) ## Write the tables, figures and measured numbers of the pages from benchmarks/results
 	@$(BIN)/python benchmarks/tables.py
+
+records: $(READY) ## Measure benchmarks/results again on this machine's GPU, beside the libraries that are installed
+	@$(BIN)/python benchmarks/measure.py
 
 bench: $(READY) ## Measure times and GB/s for a table of shapes on this machine
 	@$(BIN)/onlinesoftmax bench

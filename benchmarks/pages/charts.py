@@ -11,7 +11,7 @@ from onlinesoftmax.report.headline import HEIGHT, points_of, static, svg
 
 from .losses import CROSS_ENTROPY
 from .markdown import NAMES
-from .records import CASES, LIBRARIES, Records
+from .records import Records
 
 ROOM = 24
 """Pixels beside texts: a browser's font may be wider than that of the program that makes the SVG."""
@@ -21,22 +21,21 @@ LOW = 220
 
 
 def by_length(
-    name: str, title: str, measure: str = "ratio", height: int = LOW, additions: Sequence[str] = (*LIBRARIES, *CASES)
+    names: Sequence[str], title: str, measure: str = "ratio", height: int = LOW, lines_only: bool = False
 ) -> Callable[[Records], str]:
     """A function that draws a measure over the row length.
 
     Args:
-        name: Name of a record.
+        names: Names of records; those of the same suite beside one other library take part, too.
         title: Title of a panel: an operation and a dtype.
         measure: Name of the measure in `onlinesoftmax.report.charts`.
         height: Pixels.
-        additions: Additions to the name, whose records take part.  With CASES, points that no line joins are those of
-            unaligned and of strided rows; without it, only the points on lines are drawn.
+        lines_only: True to leave out the points that no line joins, which are those of unaligned and strided rows.
     """
 
     def draw(records: Records) -> str:
-        points = points_of(records.family(name, additions), title)
-        return svg([point for point in points if point["joined"] or CASES[0] in additions], measure, height)
+        found = [record for name in names for record in records.family(name)]
+        return svg([point for point in points_of(found, title) if point["joined"] or not lines_only], measure, height)
 
     return draw
 
@@ -71,11 +70,11 @@ def losses(records: Records) -> str:
 
 
 CHARTS: dict[str, Callable[[Records], str]] = {
-    "softmax-h200": by_length("h200-forward", "softmax, bfloat16", "gbps", HEIGHT, LIBRARIES),
-    "softmax-h200-float32": by_length("h200-forward", "softmax, float32"),
-    "single-row-h200": by_length("h200-single-row", "softmax, bfloat16", "gbps"),
-    "gradients-h200": by_length("h200-gradients", "softmax_backward, bfloat16"),
-    "softmax-jax-h200": by_length("h200-jax-forward", "softmax, bfloat16"),
+    "softmax-h200": by_length(["h200-forward"], "softmax, bfloat16", "gbps", HEIGHT, lines_only=True),
+    "softmax-h200-float32": by_length(["h200-forward", "h200-lengths"], "softmax, float32"),
+    "single-row-h200": by_length(["h200-single-row"], "softmax, bfloat16", "gbps"),
+    "gradients-h200": by_length(["h200-gradients"], "softmax_backward, bfloat16"),
+    "softmax-jax-h200": by_length(["h200-jax-forward", "h200-jax-lengths"], "softmax, bfloat16"),
     "losses-h200": losses,
 }
 """The function that draws each chart, by the name of its file."""

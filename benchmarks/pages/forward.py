@@ -9,7 +9,7 @@ from onlinesoftmax.bench.cases import Case
 from onlinesoftmax.bench.result import CaseResult
 
 from .markdown import ABSENT, NAMES, SHORT, microseconds, shape, share, source, spread, strategy, table, together
-from .records import LIBRARIES, Records, ours
+from .records import Records, ours
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -22,14 +22,15 @@ def _beside(records: Records, name: str, *more: str) -> str:
     found = records.cases(name, dtype="bfloat16")
     if not found:
         return ABSENT
-    header = ["rows × cols", "strategy", *(f"ours, {SHORT[dtype]}" for dtype in DTYPES)]
+    dtypes = [dtype for dtype in DTYPES if records.cases(name, dtype=dtype)]
+    header = ["rows × cols", "strategy", *(f"ours, {SHORT[dtype]}" for dtype in dtypes)]
     header += [f"{library}, bf16" for library in NAMES.values()]
     rows = []
     for each in found:
-        mine = [share(records.result(replace(each.case, dtype=dtype), "ours", name)) for dtype in DTYPES]
+        mine = [share(records.result(replace(each.case, dtype=dtype), "ours", name)) for dtype in dtypes]
         theirs = [share(records.result(each.case, who, name, *more)) for who in NAMES]
         rows.append([shape(each.case), strategy(each), f"**{mine[0]}**", *mine[1:], *theirs])
-    return f"{table(header, rows)}\n\n{source(*records.family(name, LIBRARIES))}"
+    return f"{table(header, rows)}\n\n{source(*records.family(name))}"
 
 
 def softmax_table(records: Records) -> str:
@@ -86,7 +87,7 @@ def _us(value: float | None) -> str:
 
 def lengths_text(records: Records) -> str:
     """Row lengths that are no powers of two."""
-    name = "h200-forward-lengths"
+    name = "h200-lengths"
     record = records.get(name)
     if record is None:
         return ABSENT
@@ -120,7 +121,7 @@ def operations_table(records: Records) -> str:
     def operation(each: CaseResult) -> str:
         return f"`{each.case.operation}`"
 
-    return _by_shape(records, "h200-forward-operations", ("operation", operation), "PyTorch, more than one row", 2)
+    return _by_shape(records, "h200-operations", ("operation", operation), "PyTorch, more than one row", 2)
 
 
 def _by_shape(
@@ -186,7 +187,7 @@ def _lengths(cases: Iterable[Case]) -> str:
 
 def strategies_table(records: Records) -> str:
     """The strategies that the planner chose in the suites of an H200, and the ranges of their shares."""
-    names = ("h200-forward", "h200-rows1024", "h200-single-row", "h200-gradients", "h200-forward-lengths")
+    names = ("h200-forward", "h200-rows1024", "h200-single-row", "h200-gradients", "h200-lengths")
     found = [each for name in names for each in records.cases(name)]
     rows = []
     for chosen in dict.fromkeys(strategy(each) for each in found):
@@ -224,21 +225,26 @@ def triton_table(records: Records) -> str:
 
 def jax_table(records: Records) -> str:
     """Softmax and its gradient in JAX on an H200."""
-    forward, gradients = "h200-jax-forward", "h200-jax-gradients"
-    cases = [each.case for name in (forward, f"{forward}-lengths") for each in records.cases(name, dtype="bfloat16")]
+    forward, lengths, gradients = "h200-jax-forward", "h200-jax-lengths", "h200-jax-gradients"
+    names = (forward, f"{forward}-lengths", lengths)
+    cases = [each.case for name in names for each in records.cases(name, dtype="bfloat16")]
     if not cases:
         return ABSENT
     rows = []
     for case in sorted(cases, key=lambda case: (case.shape[-1], case.rows)):
         backward = replace(case, operation="softmax_backward")
         cells = [
-            together(share(records.result(replace(each, dtype=dtype), who, name)) for dtype in ("bfloat16", "float32"))
-            for each, name in ((case, forward), (backward, gradients))
+            together(
+                share(records.result(replace(each, dtype=dtype), who, *found)) for dtype in ("bfloat16", "float32")
+            )
+            for each, found in ((case, (forward, lengths)), (backward, (gradients,)))
             for who in ("ours", "jax.nn")
         ]
         rows.append([shape(case), *cells])
     header = ["rows × cols", "ours", "jax.nn", "gradient: ours", "gradient: jax.nn"]
-    return f"{table(header, rows)}\n\n{source(*records.family(forward), *records.family(gradients))}"
+    return (
+        f"{table(header, rows)}\n\n{source(*records.family(forward), records.get(lengths), *records.family(gradients))}"
+    )
 
 
 BLOCKS: dict[str, Callable[[Records], str]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from onlinesoftmax.bench.cases import Case
 from onlinesoftmax.bench.result import CaseResult, Result
 from onlinesoftmax.report.records import Record, read
 
-LIBRARIES, CASES = ("liger", "quack"), ("lengths", "operations")
+LIBRARIES, CASES = ("liger", "quack"), ("lengths",)
 """Additions to the name of a record: another library, or other cases than those of the suite."""
 
 
@@ -37,9 +37,9 @@ class Records:
         """A record, or None where it has not been measured."""
         return self._records.get(name)
 
-    def family(self, name: str, additions: Sequence[str] = (*LIBRARIES, *CASES)) -> list[Record]:
-        """The record of this name, and those with one of these additions to it."""
-        names = (name, *(f"{name}-{each}" for each in additions))
+    def family(self, name: str) -> list[Record]:
+        """The record of this name, and those with an addition to it."""
+        names = (name, *(f"{name}-{each}" for each in (*LIBRARIES, *CASES)))
         return [self._records[each] for each in names if each in self._records]
 
     def superseded(self) -> list[str]:

@@ -129,7 +129,7 @@ def test_rows1024_has_a_sentence_about_each_case() -> None:
         (["--shape", "4y8"], "shape '4y8'"),
         (["--shape", "4x8", "--dim", "2"], "dim 2 is out of range for 4x8"),
         (["--dim", "0"], "a dim needs a shape"),
-        (["--suite", "huge"], "unknown suite 'huge'; there are: forward, rows1024, single-row, gradients"),
+        (["--suite", "huge"], "unknown suite 'huge'; there are: forward, rows1024, lengths, single-row"),
         (["--suite", "quick"], "unknown suite 'quick'"),
         (["--resume"], "--resume continues a record; name its file with --out"),
         (["--suite", "host", "--with-gradient"], "--with-gradient does not go with --suite host"),

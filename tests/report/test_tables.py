@@ -63,7 +63,7 @@ def test_a_record_has_the_name_of_its_device_and_suite(records: Any) -> None:
     assert {"h200-forward", "h200-cross-entropy", "h200x2-distributed", "cpu"} <= names
     for each in records:
         stem, own = each.name.removesuffix(".json"), record_name(each.content).removesuffix(".json")
-        assert stem == own or stem.removeprefix(f"{own}-") in ("liger", "quack", "lengths", "operations"), stem
+        assert stem == own or stem.removeprefix(f"{own}-") in ("liger", "quack", "lengths"), stem
 
 
 def test_a_new_record_changes_the_pages(tables: Any, tmp_path: Path) -> None:

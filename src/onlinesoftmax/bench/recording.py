@@ -68,7 +68,10 @@ class Recording:
                     self._keep(result, recorded)
         except ValueError as error:
             raise ResumeError(str(error)) from None
-        self.content["resumed"] = [*old.get("resumed", []), self.content["date"]]
+        # A complete record stays as it is.
+        earlier, now = old.get("resumed", []), [self.content["date"]] if self.left else []
+        if earlier or now:
+            self.content["resumed"] = [*earlier, *now]
         self.content["date"] = old["date"]
 
 

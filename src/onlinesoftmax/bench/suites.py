@@ -100,9 +100,22 @@ ROWS_1024 = _rows(*((1024, 1 << k) for k in range(9, 16)))
 SINGLE_ROW = _rows(*((1, 1 << k) for k in range(16, 31)))
 """One row, too long for one multiprocessor."""
 
+LENGTHS = _rows(
+    (2064888, 65), (1056832, 127), (1342177, 100), (671088, 200), (526344, 255), (522247, 257), (268435, 500),
+    (261632, 513), (223696, 600), (172738, 777), (65536, 2049), (32760, 4097), (10872, 12345), (8192, 16383),
+    (6710, 20001),
+)  # fmt: skip
+"""Row lengths that nobody chose for a kernel; most rows are unaligned."""
+
 GRADIENTS = _rows(*((1 << 27 - k, 1 << k) for k in range(8, 16)), (2048, 128256), (1024, 262144),
                   operation="softmax_backward")  # fmt: skip
 """2^27 elements in rows of every length, and vocabularies."""
+
+RELATIVES = _each(
+    ("log_softmax", "log_softmax_backward", "logsumexp_backward"),
+    (65536, 1024), (8192, 8192), (2048, 128256), (1, 1 << 24),
+)  # fmt: skip
+"""The operations near softmax that have no suite of their own."""
 
 _FUSED: tuple[tuple[str, ...], ...] = ((), ("scale",), ("mask",), ("bias",), ("scale", "mask"))
 
@@ -161,9 +174,13 @@ SUITES: dict[str, Suite] = {
     ),
     "rows1024": Suite("1024 rows of 512 to 32768 columns, with a sentence about each", ROWS_1024, few=ROWS_1024[::3],
                       sentences=True),
+    "lengths": Suite("softmax of lengths that are no powers of two", LENGTHS,
+                     few=_rows((1024, 65), (1024, 1025), (256, 12345))),
     "single-row": Suite("one row of 2^16 to 2^30 elements", SINGLE_ROW, few=SINGLE_ROW[:7:3]),
     "gradients": Suite("the gradient of softmax: reads y and dy, writes dx", GRADIENTS,
                        few=_rows((1024, 1024), (256, 16384), operation="softmax_backward")),
+    "operations": Suite("log-softmax, its gradient, and the gradient of logsumexp", RELATIVES,
+                        few=_each(("log_softmax", "log_softmax_backward", "logsumexp_backward"), (1024, 1024))),
     "fused": Suite("softmax with score options, beside plain softmax", SCORES, few=FEW_SCORES),
     "cross-entropy": Suite("cross-entropy with its gradient, for the vocabularies of models", LOSSES, few=FEW_LOSSES),
     "token-logprobs": Suite("log-probabilities and entropies with their gradient", TOKENS, few=FEW_TOKENS),
