@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import altair as alt
 
-from onlinesoftmax.report.charts import COLORS, GREY
+from onlinesoftmax.report.charts import COLORS, GREY, NAMES
 from onlinesoftmax.report.headline import HEIGHT, points_of, static, svg
 
 from .losses import CROSS_ENTROPY
-from .markdown import NAMES
+from .markdown import shape
 from .records import Records
 
 ROOM = 24
@@ -45,13 +45,13 @@ def losses(records: Records) -> str:
     found = records.cases(CROSS_ENTROPY, dtype="bfloat16", reduction="mean", with_gradient=True)
     names = {"ours": "ours"} | NAMES
     bars = [
-        {"shape": "x".join(map(str, each.case.shape)), "library": names[result.who], "copies": round(result.copies, 3)}
+        {"shape": shape(each.case), "library": names[result.who], "copies": round(result.copies, 3)}
         for each in found for result in each.results if result.copies
     ]  # fmt: skip
     here = [name for name in names.values() if any(bar["library"] == name for bar in bars)]
     base = alt.Chart(alt.NamedData("bars"))
     color = alt.Color("library:N", scale=alt.Scale(domain=here, range=list(COLORS)), sort=None,
-                      legend=alt.Legend(title=None, orient="bottom", columnPadding=ROOM))  # fmt: skip
+                      legend=alt.Legend(title=None, orient="bottom"))  # fmt: skip
     drawn = base.mark_bar().encode(
         y=alt.Y("shape:N", title=None, sort=None), yOffset=alt.YOffset("library:N", sort=here), color=color,
         x=alt.X("copies:Q", title="time of forward and backward, in copies of the logits", axis=alt.Axis(tickCount=8)),

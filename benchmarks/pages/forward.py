@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from onlinesoftmax.bench.cases import Case
 from onlinesoftmax.bench.result import CaseResult
+from onlinesoftmax.report.charts import NAMES
 
-from .markdown import ABSENT, NAMES, SHORT, microseconds, shape, share, source, spread, strategy, table, together
+from .markdown import ABSENT, SHORT, microseconds, shape, share, source, spread, strategy, table, together
 from .records import Records, ours
 
 DTYPES = ("bfloat16", "float16", "float32")

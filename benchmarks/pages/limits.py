@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from onlinesoftmax.bench.result import CaseResult, Result
+from onlinesoftmax.report.charts import NAMES
 
-from .markdown import NAMES, NOTHING, SHORT, commit, shape, share, strategy, table
+from .markdown import NOTHING, SHORT, commit, shape, share, strategy, table
 from .records import LIBRARIES, Records, ours
 
 FAR = 0.95

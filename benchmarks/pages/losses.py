@@ -8,10 +8,10 @@ from typing import Any
 
 from onlinesoftmax.bench.cases import Case
 from onlinesoftmax.bench.sharded.result import ShardedCaseResult, ShardedResult
+from onlinesoftmax.report.charts import NAMES
 
 from .markdown import (
     ABSENT,
-    NAMES,
     NOTHING,
     SHORT,
     commit,

@@ -14,9 +14,6 @@ NOTHING = "–"
 ABSENT = "*No record: not measured yet.*"
 """Text of a block whose record does not exist."""
 
-NAMES = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger", "quack": "quack", "jax.nn": "jax.nn"}
-"""Names of libraries in prose, by their names in records, in the order of the columns."""
-
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """Names of dtypes in headers."""
 

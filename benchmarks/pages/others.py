@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from onlinesoftmax.bench.calls import CallsResult
 from onlinesoftmax.bench.result import LARGE
+from onlinesoftmax.report.charts import NAMES
 
-from .markdown import ABSENT, NAMES, NOTHING, commit, microseconds, shape, source, table, together
+from .markdown import ABSENT, NOTHING, commit, microseconds, shape, source, table, together
 from .records import Records, ours
 
 PACKAGES = ("torch", "triton", "jax", "liger-kernel", "quack-kernels")

@@ -8,9 +8,10 @@ from onlinesoftmax.bench.calls import CallsResult
 from onlinesoftmax.bench.cases import Case
 from onlinesoftmax.bench.host import PLAIN
 from onlinesoftmax.bench.result import CaseResult, Result
+from onlinesoftmax.report.charts import NAMES
 
 from .losses import sharded
-from .markdown import ABSENT, NAMES, NOTHING, commit, copies, microseconds, share, spread, table
+from .markdown import ABSENT, NOTHING, commit, copies, microseconds, share, spread, table
 from .records import Records
 
 LIBRARIES = ("ours", *NAMES)

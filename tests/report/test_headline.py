@@ -14,8 +14,8 @@ pytest.importorskip("jsonschema", reason="a schema checks the records")
 
 from made_records import record
 
-from onlinesoftmax.bench.libraries import PEERS
-from onlinesoftmax.report.headline import headline, points_of
+from onlinesoftmax.report.charts import NAMES
+from onlinesoftmax.report.headline import headline, points_of, svg
 from onlinesoftmax.report.records import read
 
 ROOT = Path(__file__).parents[2]
@@ -28,9 +28,16 @@ def test_a_chart_shows_the_libraries_of_its_record() -> None:
     (found,), _, _ = read([RECORD])
     svg = headline(found)
     here = {result.who for each in found.results for result in each.results if result.times}
-    for name in (*here, "copy", "row length", "GB/s"):
+    for name in (*(NAMES.get(who, who) for who in here), "copy (dashed)", "row length", "GB/s"):
         assert f">{name}<" in svg
-    assert all(f">{name}<" not in svg for name in {*PEERS} - here)
+    assert all(f">{NAMES[who]}<" not in svg for who in {*NAMES} - here)
+
+
+def test_a_chart_of_one_length_has_an_axis_around_it() -> None:
+    """The axis of a single length would have no width otherwise, and the labels of all powers of two on one place."""
+    axis = svg([{"who": "ours", "cols": 128256, "rows": 1, "shape": "1x128256", "gbps": 1.0, "joined": True}])
+    assert ">128 Ki<" in axis
+    assert ">1 Gi<" not in axis
 
 
 def test_points_of_several_records_have_one_copy_and_every_library(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from ..bench.libraries import PEERS
@@ -18,6 +19,12 @@ SHARDED = ("dtensor", "loss-parallel", "all-gather", "one-process")
 
 LIBRARIES = ("ours", *PEERS, "jax.nn", *SHARDED, COPY)
 """Libraries, in the order of their colours; the copy comes last, and is grey."""
+
+NAMES = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger", "quack": "quack", "jax.nn": "jax.nn"}
+"""Names of libraries in prose, by their names in records, in the order in which tables show them."""
+
+LEGEND = f"({json.dumps(NAMES | {COPY: f'{COPY} (dashed)'})})[datum.label] || datum.label"
+"""Label of a library in a legend."""
 
 AXIS_WIDTH = 52
 """Width in pixels of the axis to the left of the chart over row lengths; the slider below begins where it ends."""
@@ -43,14 +50,18 @@ def specifications() -> dict[str, Any]:
     return {name: measured(name) for name in MEASURES} | {"lengths": lengths(), "blocks": blocks()}
 
 
-def _by_length(**more: Any) -> Any:
-    """The axis of row lengths, with logarithms."""
+def _by_length(**scale: Any) -> Any:
+    """The axis of row lengths, with logarithms.
+
+    Args:
+        scale: The ends of the axis, as arguments of `altair.Scale`.
+    """
     import altair as alt
 
     powers = [1 << k for k in range(31)]
     axis = alt.Axis(labelExpr=LENGTH, title="row length", values=powers, labelOverlap="parity", grid=False,
-                    labelSeparation=4, tickColor="transparent")  # fmt: skip
-    return alt.X("cols:Q", scale=alt.Scale(type="log", base=2, nice=False, padding=8, **more), axis=axis)
+                    tickColor="transparent")  # fmt: skip
+    return alt.X("cols:Q", scale=alt.Scale(type="log", base=2, nice=False, **scale), axis=axis)
 
 
 def _finished(chart: Any, height: int) -> dict[str, Any]:
@@ -77,11 +88,12 @@ def measured(measure: str) -> dict[str, Any]:
     clicked = alt.selection_point("clicked", fields=["who"], bind="legend")
     base = alt.Chart(alt.NamedData("points")).transform_filter(kept)
     base = base.encode(
-        x=_by_length(),
+        x=_by_length(domainMin=alt.ExprRef("begin"), domainMax=alt.ExprRef("end")),
         y=alt.Y(f"{measure}:Q", title=label, scale=alt.Scale(type="log") if scale == "log" else alt.Scale(zero=True),
                 axis=alt.Axis(format=form, tickCount=6)),
         color=alt.Color("who:N", scale=alt.Scale(domain=list(LIBRARIES), range=colors),
-                        legend=alt.Legend(title=None, orient="bottom", columns=3, values=alt.ExprRef("shown"))),
+                        legend=alt.Legend(title=None, orient="bottom", columns=3, values=alt.ExprRef("shown"),
+                                          labelExpr=LEGEND)),
         opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
     )  # fmt: skip
     titles = {"who:N": "library", "shape:N": "shape", "plan:N": "plan", "us:Q": "µs", "gbps:Q": "GB/s",
@@ -97,15 +109,17 @@ def measured(measure: str) -> dict[str, Any]:
         layers.append(
             allowed.mark_tick(thickness=2, orient="horizontal", size=14).encode(y="allowed:Q", color=alt.value(GREY))
         )
-    shown = alt.param(name="shown", value=list(LIBRARIES))
-    return _finished(alt.layer(*layers).add_params(clicked, shown), 230)
+    # The libraries in the legend, and the ends of the axis; `series.ends` has the ends of a panel.
+    given = [alt.param(name="shown", value=list(LIBRARIES)), alt.param(name="begin", value=1)]
+    given.append(alt.param(name="end", value=1 << 30))
+    return _finished(alt.layer(*layers).add_params(clicked, *given), 230)
 
 
 def lengths() -> dict[str, Any]:
     """The estimated speed over the row length, the plan of every length as a band above, and the cliffs."""
     import altair as alt
 
-    whole = _by_length(domain=[1, 1 << 30])
+    whole = _by_length(domain=[1, 1 << 30], padding=8)
     legend = alt.Legend(title=None, orient="top", offset=22)
     plans = alt.Color("plan:N", scale=alt.Scale(range=list(COLORS)), legend=legend)
     speed = alt.Y("gbps:Q", title="estimated GB/s", scale=alt.Scale(zero=True, domainMin=0),

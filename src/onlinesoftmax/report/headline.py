@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .charts import GREY, measured
+from .charts import GREY, LIBRARIES, measured
 from .records import Record
-from .series import COPY, joined, series
+from .series import COPY, ends, joined, series
 
-WIDTH, HEIGHT = 720, 300
-"""Pixels of the chart without its axes."""
+WIDTH, HEIGHT = 560, 280
+"""Pixels of the chart without its axes; texts of a wider chart could not be read on a phone."""
+
+AXIS = {
+    "labelColor": GREY, "titleColor": GREY, "domainColor": GREY, "tickColor": GREY, "gridColor": f"{GREY}40",
+    "labelFontSize": 12, "titleFontSize": 13, "titleFontWeight": "normal", "titlePadding": 10, "labelSeparation": 12,
+}  # fmt: skip
+"""Axes of a chart as SVG; a browser's font may be wider than the one with which the room for labels is computed."""
+
+LEGEND = {"labelColor": GREY, "labelFontSize": 13, "symbolSize": 100, "columnPadding": 24}
+"""Legend of a chart as SVG."""
 
 FONT = "system-ui, sans-serif"
 
@@ -48,9 +57,10 @@ def svg(points: Sequence[dict[str, Any]], measure: str = "gbps", height: int = H
     """A measure of these points over the row length, as SVG of a fixed size."""
     document = measured(measure)
     here = {point["who"] for point in points if point.get(measure) is not None}
+    given = ends(points) | {"shown": [who for who in LIBRARIES if who in here]}
     for parameter in document["params"]:
-        if parameter["name"] == "shown":
-            parameter["value"] = [who for who in parameter["value"] if who in here]
+        if parameter["name"] in given:
+            parameter["value"] = given[parameter["name"]]
     for layer in document["layer"]:
         if "legend" in layer["encoding"].get("color", {}):
             layer["encoding"]["color"]["legend"]["columns"] = len(here)
@@ -61,7 +71,6 @@ def static(document: dict[str, Any]) -> str:
     """A Vega-Lite specification with its data as SVG; its colours are legible on light and on dark pages."""
     import vl_convert
 
-    axis = {"labelColor": GREY, "titleColor": GREY, "domainColor": GREY, "tickColor": GREY, "gridColor": f"{GREY}40"}
-    config = {"font": FONT, "axis": axis, "legend": {"labelColor": GREY}, "view": {"stroke": None}}
+    config = {"font": FONT, "axis": AXIS, "legend": LEGEND, "view": {"stroke": None}}
     text: str = vl_convert.vegalite_to_svg(document | {"width": WIDTH, "background": None, "config": config})
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..bench.calls import CallsCaseResult
@@ -13,6 +14,9 @@ from .records import Record
 
 COPY = "copy"
 """Name of the copy among the libraries."""
+
+MARGIN = 2**0.25
+"""Factor between the ends of an axis of row lengths and the points beside them."""
 
 
 def series(record: Record) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def series(record: Record) -> dict[str, Any]:
         "device": record.content["device"].get("processor") or record.content["device"]["name"],
         "facts": record.facts,
         "notes": [*table.above, *table.below],
-        "panels": [{"title": name, "points": points} for name, points in sorted(panels.items())],
+        "panels": [{"title": name, "points": points, "ends": ends(points)} for name, points in sorted(panels.items())],
         "gradients": any(found.case.with_gradient for found in drawn),
         "header": table.header,
         "rows": table.rows,
@@ -55,6 +59,17 @@ def joined(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for point in points:
         point["joined"] = most.get(point["cols"]) == (point["rows"], point["shape"])
     return points
+
+
+def ends(points: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The ends of the axis of row lengths, a quarter of a power of two beyond the points.
+
+    Example:
+        >>> ends([{"cols": 256}, {"cols": 65536}])
+        {'begin': 215.3, 'end': 77935.9}
+    """
+    lengths = [point["cols"] for point in points] or [1]
+    return {"begin": round(min(lengths) / MARGIN, 1), "end": round(max(lengths) * MARGIN, 1)}
 
 
 def title(found: CaseResult) -> str:

@@ -18,7 +18,7 @@ function theme() {
   return {
     background: "transparent", font: "system-ui, sans-serif", view: { stroke: null },
     axis: { labelColor: soft, titleColor: soft, domainColor: line, tickColor: line, gridColor: line, gridOpacity: 0.6,
-      titleFontWeight: "normal", titleFontSize: 12, labelFontSize: 11 },
+      titleFontWeight: "normal", titleFontSize: 12, labelFontSize: 11, labelSeparation: 4 },
     legend: { labelColor: ink, titleColor: soft, labelFontSize: 12, symbolSize: 80 },
     text: { color: ink }, rule: { color: soft },
   };

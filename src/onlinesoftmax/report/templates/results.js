@@ -24,10 +24,10 @@ async function panels(container, record, measures, specs) {
       container.append(figure);
       const known = specs[measure].params?.find((each) => each.name === "shown")?.value ?? [];
       const here = new Set(panel.points.filter((point) => point[measure] != null).map((point) => point.who));
-      drawings.push(draw(chart, specs[measure], { points: panel.points }, { shown: known.filter((who) => here.has(who)) }));
+      drawings.push(draw(chart, specs[measure], { points: panel.points }, { ...panel.ends, shown: known.filter((who) => here.has(who)) }));
     }
   }
-  if (empty) container.append(make("p", "This record has no such measurement."));
+  if (empty) container.append(make("p", "This record has no such measurement. The table below has every figure of the record."));
   await Promise.all(drawings);
 }
 
