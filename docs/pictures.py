@@ -6,6 +6,7 @@ python docs/pictures.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import matplotlib as mpl
@@ -41,22 +42,29 @@ def arrow(
 
 
 def row(axes: Axes) -> None:
-    """Eight rows in two blocks; each row belongs to one group of threads."""
-    for i in range(8):
-        bar(axes, 7 - i, 0, WIDTH, COLORS[i // 4], 1.0 if i % 2 else 0.75)
-    label(axes, WIDTH + 1.6, 6.4, "block 0")
-    label(axes, WIDTH + 1.6, 2.4, "block 1")
+    """Four rows in two blocks; each row belongs to a group of four threads, its lanes."""
+    for i in range(4):
+        y = 4.6 - i - 0.3 * (i // 2)
+        for chunk in range(8):
+            lane = chunk % 4
+            bar(axes, y, 2 * chunk, 2 * chunk + 2, COLORS[i // 2], 1.0 - 0.08 * lane)
+            label(axes, 2 * chunk + 1, y + 0.4, f"{lane}", "white")
+        label(axes, WIDTH + 2.4, y + 0.4, f"row {i}, block {i // 2}")
+    label(axes, WIDTH / 2, 0.6, "a box: a chunk of 16 bytes · its number: the lane that holds the chunk")
 
 
 def cluster(axes: Axes) -> None:
     """Two rows; four blocks own a quarter of each, and send each other their states."""
     for i in range(2):
+        y = 3.4 * (1 - i)
         for block in range(4):
-            bar(axes, 3 * (1 - i), 4 * block, 4 * block + 4, COLORS[4 * i + block])
-            label(axes, 4 * block + 2, 3 * (1 - i) + 0.4, f"block {4 * i + block}", "white")
-        for left in (2.0, 6.0, 10.0):
-            arrow(axes, (left, 3 * (1 - i) + 0.9), (left + 4, 3 * (1 - i) + 0.9), -0.4, "<->")
-        label(axes, WIDTH / 2, 3 * (1 - i) + 2.0, "states (m, l)")
+            bar(axes, y, 4 * block, 4 * block + 4, COLORS[4 * i + block])
+            label(axes, 4 * block + 2, y + 0.4, f"block {4 * i + block}", "white")
+        for left, right in combinations(range(4), 2):
+            away = 0.9 - 0.3 * (right - left)
+            arrow(axes, (4 * left + 2 + away, y + 0.9), (4 * right + 2 - away, y + 0.9), -0.3, "<->")
+        label(axes, WIDTH + 2.2, y + 0.4, f"row {i}")
+    label(axes, WIDTH / 2, -0.8, "arrows: every block sends the state (m, l) of its slice to every other block")
 
 
 def grid(axes: Axes) -> None:
@@ -68,7 +76,7 @@ def grid(axes: Axes) -> None:
         label(axes, 4 * block + 2, 1.4, f"block {block}")
         arrow(axes, (4 * block + 2, 2.9), (WIDTH / 2, 4.2))
     label(axes, WIDTH / 2, 4.6, "mailboxes in L2: one state (m, l) from every block to every block")
-    label(axes, WIDTH / 2, 0.5, "dark: registers · medium: shared memory · light: read twice")
+    label(axes, WIDTH / 2, 0.5, "strong colour: registers · medium: shared memory · faint: read twice")
 
 
 def looped(axes: Axes) -> None:
@@ -85,7 +93,7 @@ def looped(axes: Axes) -> None:
 def split(axes: Axes) -> None:
     """One row over several programs, in three launches."""
     for launch, text in ((0, "launch 3: write"), (2, "launch 2: merge"), (4, "launch 1: states")):
-        label(axes, WIDTH + 2.2, launch + 0.4, text)
+        label(axes, WIDTH + 2.5, launch + 0.4, text)
         for program in range(4):
             if launch != 2:
                 bar(axes, launch, 4 * program, 4 * program + 4, COLORS[program], 0.9)
@@ -108,8 +116,8 @@ def column(axes: Axes) -> None:
 
 
 PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
-    "row": (row, (-0.2, 8.0)),
-    "cluster": (cluster, (-0.2, 5.6)),
+    "row": (row, (0.0, 5.8)),
+    "cluster": (cluster, (-1.2, 6.0)),
     "grid": (grid, (0.0, 5.2)),
     "looped": (looped, (0.0, 4.0)),
     "split": (split, (-0.2, 5.0)),
@@ -130,8 +138,8 @@ def cliffs(axes: Axes) -> None:
     for color, (strategy, points) in zip(COLORS, ratios.items(), strict=False):
         axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, lw=1.5, label=strategy)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="columns", ylabel="times the floor", ylim=(1.0, 1.8))
-    axes.legend(frameon=False, ncols=4, labelcolor=GREY)
+    axes.set(xlabel="columns", ylabel="times the floor", ylim=(1.0, 1.9))
+    axes.legend(frameon=False, ncols=4, labelcolor=GREY, loc="upper right")
     axes.tick_params(colors=GREY)
     axes.xaxis.label.set_color(GREY)
     axes.yaxis.label.set_color(GREY)
@@ -145,13 +153,13 @@ def draw(folder: Path) -> None:
     # The same picture has the same bytes.
     with mpl.rc_context({"svg.hashsalt": "onlinesoftmax", "svg.fonttype": "none"}):
         for name, (paint, height) in PICTURES.items():
-            figure = Figure(figsize=(7, 2.6), layout="constrained")
+            figure = Figure(figsize=(5.8, 2.5), layout="constrained")
             axes = figure.add_subplot()
             axes.axis("off")
             paint(axes)
-            axes.set(xlim=(-2, WIDTH + 4), ylim=height)
+            axes.set(xlim=(-2, WIDTH + 4.6), ylim=height)
             figure.savefig(folder / f"{name}.svg", transparent=True, metadata={"Date": None})
-        figure = Figure(figsize=(7, 3.2), layout="constrained")
+        figure = Figure(figsize=(5.8, 3.0), layout="constrained")
         cliffs(figure.add_subplot())
         figure.savefig(folder / "cliffs.svg", transparent=True, metadata={"Date": None})
 

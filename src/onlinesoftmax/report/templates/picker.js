@@ -239,7 +239,7 @@ function drawing(rows, programs, tiles, [registers, shared], all) {
     }
   }
   const who = programs > 1 ? `${several(programs, "block")} share a row` : rows > 1 ? `up to ${several(rows, "row")} in a block` : "a block for each row";
-  const shades = held.filter(([share]) => share >= 0.0005).map(([, shade, word]) => `${{ 1: "strong", 0.65: "medium", 0.35: "pale" }[shade]}: ${word}`);
+  const shades = held.filter(([share]) => share >= 0.0005).map(([, shade, word]) => `${{ 1: "strong", 0.65: "medium", 0.35: "faint" }[shade]}: ${word}`);
   const many = tiles > 1 ? `, in ${several(tiles, "tile")}` : "";
   return { parts, legend: `${capital(who)}${many}. ${capital(shades.join(" · "))}.` };
 }
