@@ -1,4 +1,4 @@
-"""The blocks of README.md: the caption of its chart, and the speed beside other libraries."""
+"""The blocks of README.md and docs/index.md: the caption of the chart, and the speed beside other libraries."""
 
 from __future__ import annotations
 
@@ -26,8 +26,21 @@ ALIGNED = 8
 """Columns of bfloat16 in 16 bytes."""
 
 
+SHORTEST, LONGEST = 64, 1 << 18
+"""Columns of the rows in the ranges of the table."""
+
+
 def readme_caption(records: Records) -> str:
-    """The caption of the chart."""
+    """The caption of the chart in README.md."""
+    return _caption(records, "docs/performance.md")
+
+
+def index_caption(records: Records) -> str:
+    """The caption of the same chart on the first page of the documentation."""
+    return _caption(records, "performance.md")
+
+
+def _caption(records: Records, page: str) -> str:
     found = _field(records, "h200-forward")
     record = records.get("h200-forward")
     if record is None:
@@ -35,20 +48,25 @@ def readme_caption(records: Records) -> str:
     mine, theirs = (spread(_shares(records, found, who, "h200-forward")) for who in ("ours", "torch"))
     return (
         f"*Softmax of bfloat16 rows on an NVIDIA H200 (commit {commit(record)}). The dashed line is a copy of the same "
-        "size in the same run: no method that reads and writes each element once is faster. From 64 to 262144 columns, "
-        f"ours has {mine} of its speed and PyTorch {theirs}. Beyond 2^20 columns, few rows are left, and they do not "
-        "fit on chip. [More figures, and the reasons](docs/performance.md).*"
+        "size in the same run. It is the ceiling, up to the noise of the measurement: softmax must read and write each "
+        f"element once, as a copy does. From {SHORTEST} to {LONGEST} columns, ours has {mine} of the copy's speed and "
+        f"PyTorch {theirs}. From 2^20 columns on, the blocks that share a row exchange their states "
+        f"through the L2 cache, and wait for each other. [More figures, and the reasons]({page}).*"
     )
 
 
 def readme_speed(records: Records) -> str:
     """Speed beside other libraries, in bfloat16 on H200s."""
     rows = [
-        _range("softmax, 64 to 262144 columns", records, _field(records, "h200-forward"), "h200-forward"),
-        _one("softmax, 50257 columns, unaligned", records, "h200-forward", Case("softmax", (4096, 50257), 1, BF16)),
+        _range("softmax, aligned rows of {} columns", records, _field(records, "h200-forward"), "h200-forward"),
+        _range("softmax, unaligned rows of {} columns", records, _field(records, "h200-forward", True), "h200-forward"),
         _one("softmax, one row of 2^24", records, "h200-single-row", Case("softmax", (1, 1 << 24), 1, BF16)),
-        _range("gradient of softmax", records, records.cases("h200-gradients", dtype=BF16), "h200-gradients"),
-        _range("softmax in JAX, of XLA's copy", records, _field(records, "h200-jax-forward"), "h200-jax-forward"),
+        _range("gradient of softmax, {} columns", records,
+               records.cases("h200-gradients", dtype=BF16), "h200-gradients"),
+        _range("softmax in JAX, aligned rows of {} columns, of XLA's copy", records,
+               _field(records, "h200-jax-forward"), "h200-jax-forward"),
+        _range("softmax in JAX, unaligned rows of {} columns, of XLA's copy", records,
+               _field(records, "h200-jax-forward", True), "h200-jax-forward"),
         _one("cross-entropy and its gradient, 8192 × 128256, in times of the copy", records, "h200-cross-entropy",
              Case("cross_entropy", VOCABULARY, 1, BF16, with_gradient=True), copies),
         _one("the same in JAX, of XLA's copy", records, "h200-jax-cross-entropy",
@@ -72,11 +90,11 @@ def _versions(records: Records) -> str:
     return f"Versions: {', '.join(filter(None, said))}."
 
 
-def _field(records: Records, name: str) -> list[CaseResult]:
-    """The cases of many aligned rows of 64 to 262144 columns in bfloat16."""
+def _field(records: Records, name: str, unaligned: bool = False) -> list[CaseResult]:
+    """The cases of many rows in bfloat16, aligned or unaligned, of a suite and of its record of further lengths."""
     return [
-        each for each in records.cases(name, dtype=BF16)
-        if 64 <= each.case.shape[-1] <= 1 << 18 and each.case.shape[-1] % ALIGNED == 0
+        each for record in (name, f"{name}-lengths") for each in records.cases(record, dtype=BF16)
+        if SHORTEST <= each.case.shape[-1] <= LONGEST and bool(each.case.shape[-1] % ALIGNED) is unaligned
         and each.case.dim == len(each.case.shape) - 1
     ]  # fmt: skip
 
@@ -91,8 +109,11 @@ def _shares(records: Records, found: Sequence[CaseResult], who: str, name: str) 
 
 
 def _range(title: str, records: Records, found: Sequence[CaseResult], name: str) -> list[str]:
-    """The smallest and the largest share of each library, and the number of cases that it refuses or has wrong."""
-    cells = []
+    """The smallest and the largest share of each library, and the number of cases that it refuses or has wrong.
+
+    The braces in the title stand for the shortest and the longest row.
+    """
+    cells, lengths = [], [each.case.shape[-1] for each in found] or [0]
     for who in LIBRARIES:
         results = _results(records, found, who, name)
         text = spread(result.of_copy for result in results)
@@ -100,7 +121,7 @@ def _range(title: str, records: Records, found: Sequence[CaseResult], name: str)
             count = sum(result.status == status for result in results)
             text += f"; {verb} {count} of {len(results)}" if count else ""
         cells.append(text)
-    return [title, *cells]
+    return [title.format(f"{min(lengths)} to {max(lengths)}"), *cells]
 
 
 def _one(
@@ -135,5 +156,7 @@ def _host(records: Records) -> list[str]:
     return [title, *(microseconds(times.get(who)) for who in LIBRARIES)]
 
 
-BLOCKS: dict[str, Callable[[Records], str]] = {block.__name__: block for block in (readme_caption, readme_speed)}
+BLOCKS: dict[str, Callable[[Records], str]] = {
+    block.__name__: block for block in (readme_caption, index_caption, readme_speed)
+}
 """The blocks by name."""
