@@ -1,7 +1,7 @@
 // Strategy `cluster`: the blocks of a thread-block cluster hold one row, and send each other their states.
 //
 // One block:  owns CHUNKS x THREADS adjacent chunks of a row, in registers; CLUSTER blocks own a row.
-// Chosen:     for rows too long for one block, on Hopper and later.
+// Chosen:     for rows that need most registers of a multiprocessor or more, and for few rows, on Hopper and later.
 // Bytes:      one read, one write; states travel through distributed shared memory.
 // Limits:     CLUSTER is at most 16, and 8 on devices that promise no more.
 

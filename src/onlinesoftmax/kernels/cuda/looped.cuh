@@ -1,7 +1,7 @@
 // Strategy `looped`: a block streams one row, once to reduce it and once more to write elements.
 //
 // One block:  owns one row, in tiles of CHUNKS x THREADS chunks.
-// Chosen:     for rows that do not fit on chip, when there are enough of them to fill the device.
+// Chosen:     mostly for operations that write one number per row, which read a row once.
 // Bytes:      two reads, one write; the second read hits L2 for the part of the resident rows that is still there.
 // Limits:     none on columns.
 

@@ -1,7 +1,7 @@
 // Strategy `row`: a group of LANES threads holds whole rows in its registers.
 //
 // One block:  owns GROUPS x DEPTH rows; a group loads all DEPTH of its rows before it reduces the first.
-// Chosen:     whenever the row fits the registers of a block.
+// Chosen:     for most rows that fit the registers of a block.
 // Bytes:      one read, one write.
 // Limits:     CHUNKS x LANES chunks of 16 bytes a row.
 
