@@ -71,7 +71,7 @@ def softmax(
         NotImplementedError: the dtype is not floating point, or the argument is not available for a DTensor.
         RuntimeError: `out`, `mask`, `bias` or `scale` does not fit.
         ValueError: softcap, fully_masked or causal makes no sense.
-        PlanError: what was forced cannot run; the message lists every reason.
+        PlanError: the forced backend or strategy cannot run; the message lists every reason.
 
     Source:
         Milakov and Gimelshein, arXiv:1805.02867.
@@ -200,7 +200,7 @@ def cross_entropy(
         backend, strategy: As for `softmax`.
 
     Returns:
-        The loss: a scalar, or with "none" the shape of the rows.  Its dtype is that of `input`, or float32 under
+        The loss, a scalar, or with "none" in the shape of the rows.  Its dtype is that of `input`, or float32 under
         autocast.  With a DTensor, the mean and the sum are over the rows of all processes, which all have the result.
         On a GPU a row whose target is out of range has the loss NaN and no gradient.
 
@@ -210,7 +210,7 @@ def cross_entropy(
             sum runs a second time, or with `create_graph`.
         ValueError: the shape of `target`, `reduction` or `softcap` is wrong.
         IndexError: on a CPU or with `check`, a target is out of range.
-        PlanError: what was forced cannot run; the message lists every reason.
+        PlanError: the forced backend or strategy cannot run; the message lists every reason.
 
     Example:
         >>> import torch
@@ -265,7 +265,8 @@ def token_logprobs(
         The logprob is NaN where the index is no token, and -inf where the mask excludes the token.
 
     Raises:
-        As `cross_entropy`, and RuntimeError where `scale` is a tensor that requires a gradient.
+        RuntimeError: the dtype of `logits` is wrong, or `scale` is a tensor that requires a gradient.
+        TypeError, ValueError, IndexError, PlanError: as for `cross_entropy`.
 
     Example:
         >>> import torch

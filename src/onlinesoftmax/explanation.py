@@ -110,17 +110,19 @@ def explain(
     Args:
         x: A torch tensor, a JAX array, or a shape: a tuple of sizes of a contiguous tensor.
         dim: The softmax dimension.
-        operation: "softmax", "log_softmax" or "logsumexp"; or one of these with "_backward", its gradient.
+        operation: "softmax", "log_softmax", "logsumexp", "cross_entropy" or "token_logprobs"; or one of these with
+            "_backward", its gradient.
         dtype: Dtype name for a shape ("float32" by default); that of the tensor otherwise.
-        scale, mask, bias, causal, softcap, fully_masked, batch_invariant: As in `softmax`.  A mask or a bias may also
-            be given as a shape that broadcasts to that of x; a bias then has the dtype of x.
+        scale, causal, softcap, fully_masked, batch_invariant: As in `softmax`.
+        mask: As in `softmax`, or a shape that broadcasts to that of x.
+        bias: As in `softmax`, or a shape that broadcasts to that of x; the bias then has the dtype of x.
         device: Name of a known device ("h200", "a100", …); by default that of the tensor, or this
             machine's GPU, or its CPU.
         backend, strategy: Force a plan, as in `softmax`.
         framework: "torch" or "jax": whose array a shape is of; "torch" by default.
 
     Raises:
-        PlanError: what was forced cannot run; the message lists every reason.
+        PlanError: the forced backend or strategy cannot run; the message lists every reason.
         TypeError: an argument has the wrong type.
         ValueError: unknown device, dtype, operation or framework, or a mask or bias that does not broadcast.
         IndexError: dim is out of range.

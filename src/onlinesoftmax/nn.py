@@ -287,8 +287,10 @@ class Replaced(Generic[Model]):
 
     Attributes:
         model: The model itself, changed in place.
-        softmax, log_softmax, softmax2d, cross_entropy: How many modules of each kind were replaced; a shared one
-            counts once.
+        softmax: Number of modules of softmax that were replaced; a shared module counts once, here and below.
+        log_softmax: Number of modules of log-softmax.
+        softmax2d: Number of modules of softmax over channels.
+        cross_entropy: Number of modules of cross-entropy.
     """
 
     model: Model = field(repr=False)

@@ -5,7 +5,7 @@ state per row, of 8 to 16 bytes, in one collective.  The backward pass of a loss
 number per row.  Results are the same on every process, and the same on every run.
 
 Every process of the group must make the same calls in the same order.  A call exchanges the shapes of the shards first,
-and waits for the other processes; it does not with `shards=`, which says where the local columns are.
+and waits for the other processes; it does not with `shards=`, which says where the local columns are::
 
     # torchrun --nproc-per-node 2 train.py
     loss = onlinesoftmax.distributed.cross_entropy(local_logits, target, group=group)
@@ -130,7 +130,7 @@ def cross_entropy(
         shards, backend, strategy: As for `softmax`.
 
     Returns:
-        The loss in the dtype of `local`: a scalar, or with "none" the shape of the rows.  A row whose target is no
+        The loss in the dtype of `local`, a scalar, or with "none" in the shape of the rows.  A row whose target is no
         class has the loss NaN and no gradient.
 
     Raises:

@@ -293,7 +293,7 @@ def token_logprobs(
         axis_name: As for `cross_entropy`.  The devices exchange one state per row, of 12 bytes, or 16 with the entropy.
 
     Returns:
-        TokenLogprobs(logprob, entropy, lse) of arrays of the shape of the logits without `axis`: float32 for 16-bit
+        TokenLogprobs(logprob, entropy, lse) of arrays of the shape of the logits without `axis`, in float32 for 16-bit
         logits, else in their dtype; entropy is None where it is not asked for, and in nats.  An index that is no
         element, negative or too large, gives a logprob of NaN without a gradient; lse and entropy do not depend on
         it.  A row whose maximum is infinite has an infinite lse; its logprob and its entropy are NaN.
