@@ -64,9 +64,9 @@ def _by_length(**scale: Any) -> Any:
     return alt.X("cols:Q", scale=alt.Scale(type="log", base=2, nice=False, **scale), axis=axis)
 
 
-def _finished(chart: Any, height: int) -> dict[str, Any]:
+def _finished(chart: Any, height: int, left: int = 0) -> dict[str, Any]:
     """The specification of a chart that is as wide as its place on the page."""
-    room = {"left": 0, "right": 14, "top": 4, "bottom": 6}
+    room = {"left": left, "right": 14, "top": 4, "bottom": 6}
     document: dict[str, Any] = chart.properties(width="container", height=height, padding=room).to_dict()
     # The bundle has one version of Vega-Lite, and the address of its schema would be the only one on the page.
     for name in ("config", "$schema"):
@@ -157,12 +157,14 @@ def blocks() -> dict[str, Any]:
     )  # fmt: skip
     rects = parts.transform_filter("datum.block").mark_rect(cornerRadius=2, stroke=GREY, strokeWidth=0.5).encode(
         x2="end:Q",
-        color=alt.Color("block:N", legend=None, scale=alt.Scale(range=list(COLORS))),
+        color=alt.Color("block:N", legend=None, sort=None, scale=alt.Scale(range=list(COLORS))),
         opacity=alt.Opacity("shade:Q", legend=None, scale=None),
         tooltip=[alt.Tooltip("words:N", title="part")],
     )  # fmt: skip
     names = parts.transform_filter("datum.label").mark_text(fontSize=11).encode(
         x=alt.X("middle:Q"), text="label:N",
-        color=alt.condition("datum.inside", alt.value("white"), alt.value(GREY)),
+        color=alt.condition("datum.strong", alt.value("white"), alt.value(alt.ExprRef("ink"))),
     )  # fmt: skip
-    return _finished(alt.layer(rects, names), 90)
+    ink = alt.param(name="ink", value="#000000")
+    # A browser's font may be wider than the one with which the room for the names of rows is computed.
+    return _finished(alt.layer(rects, names).add_params(ink), 90, left=10)

@@ -209,7 +209,7 @@ function drawing(rows, programs, tiles, [registers, shared], all) {
   const capital = (text) => text[0].toUpperCase() + text.slice(1);
   const several = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
   const part = (line, begin, end, block, shade, words) => parts.push({ line, begin, end, block, shade, words });
-  const name = (line, begin, end, label, inside) => parts.push({ line, begin, middle: (begin + end) / 2, label, inside });
+  const name = (line, begin, end, label, strong) => parts.push({ line, begin, middle: (begin + end) / 2, label, strong });
   const held = [[registers, 1, "registers"], [shared, 0.65, "shared memory"], [Math.max(0, 1 - registers - shared), 0.35, "streamed"]];
   const slice = (line, begin, end, block, label) => {
     let at = begin;
@@ -220,7 +220,8 @@ function drawing(rows, programs, tiles, [registers, shared], all) {
       for (let i = 0; i < steps; i++) part(line, at + (i / steps) * (to - at), at + ((i + 1) / steps) * (to - at), block, shade, `${block}, ${word}`);
       at = to;
     }
-    name(line, begin, end, label, true);
+    // White is legible on a strong colour only.
+    name(line, begin, end, label, registers > 0.5);
   };
   if (programs === 1) {
     const shown = Math.min(rows, 3);
