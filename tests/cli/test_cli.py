@@ -17,6 +17,7 @@ import pytest
 from commands import NOT_PLAIN, needs_torch, needs_triton, run, run_apart, run_json
 
 import onlinesoftmax
+from onlinesoftmax.cli import output
 from onlinesoftmax.cli.doctor import device_facts
 from onlinesoftmax.core import reference
 from onlinesoftmax.core.device import known
@@ -130,6 +131,19 @@ def test_a_terminal_gets_tables() -> None:
     os.close(terminal)
     assert process.wait() == 0
     assert "───" in shown.decode()
+
+
+def test_a_narrow_terminal_loses_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A word that is longer than the last column is cut into lines."""
+    from rich.console import Console
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr(output, "_console", lambda: Console(width=22, force_terminal=False))
+    output.table(("backend", "state", "why"), [("cuda", "usable", "multiprocessors")])
+    output.facts([("why", "elements-of-one-row")])
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "".join(line.split()[-1] for line in shown.splitlines()[2:-2]) == "multiprocessors"
 
 
 # verify
@@ -280,6 +294,13 @@ def test_apply_interrupted_leaves_no_file(numbers: np.ndarray, tmp_path: Path, m
     assert result.exit_code == 130
     assert result.stderr == f"Interrupted: {tmp_path / 'y.npy'} was not written.\n"
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
+
+
+def test_apply_names_a_file_that_stdout_cannot_encode(numbers: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", numbers)
+    found = run_apart("apply", str(tmp_path / "x.npy"), str(tmp_path / "é.npy"), PYTHONIOENCODING="ascii:strict")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith(str(tmp_path / "\\xe9.npy"))
 
 
 SIGNALLED = """
