@@ -130,7 +130,13 @@ def test_a_record_of_another_run_is_named_with_its_field(place: str, value: Any,
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("{", "it is no JSON"), ("[1]", "it is no record"), ('{"a": 1}', "it is no record")]
+    ("text", "reason"),
+    [
+        ("{", "it is no JSON"),
+        ("[" * 100_000, "it is no JSON"),
+        ("[1]", "it is no record"),
+        ('{"a": 1}', "it is no record"),
+    ],
 )
 def test_a_file_that_is_no_record_is_not_overwritten(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "r.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ import pytest
 from commands import NOT_PLAIN, needs_torch, needs_triton, run, run_apart, run_json
 
 import onlinesoftmax
+from onlinesoftmax.cli import output
 from onlinesoftmax.cli.doctor import device_facts
 from onlinesoftmax.core import reference
 from onlinesoftmax.core.device import known
@@ -129,6 +131,19 @@ def test_a_terminal_gets_tables() -> None:
     os.close(terminal)
     assert process.wait() == 0
     assert "───" in shown.decode()
+
+
+def test_a_narrow_terminal_loses_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A word that is longer than the last column is cut into lines."""
+    from rich.console import Console
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr(output, "_console", lambda: Console(width=22, force_terminal=False))
+    output.table(("backend", "state", "why"), [("cuda", "usable", "multiprocessors")])
+    output.facts([("why", "elements-of-one-row")])
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "".join(line.split()[-1] for line in shown.splitlines()[2:-2]) == "multiprocessors"
 
 
 # verify
@@ -281,6 +296,32 @@ def test_apply_interrupted_leaves_no_file(numbers: np.ndarray, tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
 
 
+def test_apply_names_a_file_that_stdout_cannot_encode(numbers: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", numbers)
+    found = run_apart("apply", str(tmp_path / "x.npy"), str(tmp_path / "é.npy"), PYTHONIOENCODING="ascii:strict")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith(str(tmp_path / "\\xe9.npy"))
+
+
+SIGNALLED = """
+import signal
+from onlinesoftmax.files import transfer
+transfer.state_of_chunks = lambda *arguments, **named: signal.raise_signal(signal.{name})
+from onlinesoftmax.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_apply_ended_by_a_signal_leaves_no_file(name: str, numbers: np.ndarray, tmp_path: Path) -> None:
+    if not hasattr(signal, name):
+        pytest.skip(f"this system has no {name}")
+    np.save(tmp_path / "x.npy", numbers)
+    found = run_apart("apply", str(tmp_path / "x.npy"), str(tmp_path / "y.npy"), code=SIGNALLED.format(name=name))
+    assert (found.returncode, found.stderr) == (130, f"Interrupted: {tmp_path / 'y.npy'} was not written.\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
+
+
 # Wrong arguments
 
 
@@ -297,6 +338,7 @@ def test_apply_interrupted_leaves_no_file(numbers: np.ndarray, tmp_path: Path, m
         ("explain 12x5 --dim 2", "out of range"),
         ("explain 12x5 --bias 7", "bias of shape (7,) does not broadcast"),
         ("explain 12x5 --mask 4y5", "shape '4y5'"),
+        ("explain 12x5 --bias=", "shape ''"),
         ("explain 12x5 --softcap -1", "softcap must be positive and finite"),
         ("explain 12x5 --fully-masked one", "fully_masked must be 'nan' or 'zero'"),
         ("explain 12 --causal", "causal needs a dimension of queries"),
@@ -326,6 +368,34 @@ def test_wrong_arguments_are_a_sentence(arguments: str, words: str) -> None:
     assert "Traceback" not in result.output
     assert not result.stdout
     assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+@needs_torch
+@pytest.mark.parametrize("command", ["apply x.npy y.npy", "bench --suite distributed --device cpu --quick"])
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "many", "RANK": "0"}, "WORLD_SIZE='many' is set, and is no number"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK='-1' is set, and is no number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "a rank is less than the number of processes"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR is not: start the processes with torchrun"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999999"},
+            "cannot form a group",
+        ),
+    ],
+)
+def test_wrong_variables_of_torchrun_are_a_sentence(
+    command: str, variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = run(*command.split())
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["axis", "op", "dtype", "chunk-mb"])

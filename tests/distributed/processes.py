@@ -302,6 +302,37 @@ def different_rows_are_an_error(first: int, end: int) -> None:
         raise AssertionError("no error")
 
 
+def different_dtypes_are_an_error(first: int, end: int) -> None:
+    """States of different dtypes have different sizes: their exchange would end the process."""
+    x = torch.zeros(4, end - first, device=device(), dtype=torch.float64 if dist.get_rank() else torch.float32)
+    try:
+        sharded.softmax(x)
+    except ValueError as error:
+        assert "float32 with dim 1, rank 1: (4, " in str(error)  # noqa: PT017  the check runs outside of pytest
+        assert "float64 with dim 1" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("no error")
+
+
+def a_process_outside_of_the_group(first: int, end: int) -> None:
+    """PyTorch gives a number instead of a group to the processes that are not part of it."""
+    group = dist.new_group([0])
+    x, target = torch.zeros(4, end - first, device=device()), torch.zeros(4, dtype=torch.long, device=device())
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: sharded.softmax(x, group=group),
+        lambda: sharded.cross_entropy(x, target, group=group, shards=sharded.Shards(first, end - first, COLS)),
+        lambda: osm.State.of(x, 1).all_reduce(group),
+    )
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            assert "this process is not part of the group" in str(error)  # noqa: PT017  the check runs outside of pytest
+            assert dist.get_rank()
+        else:
+            assert not dist.get_rank()
+
+
 def a_process_is_late(first: int, end: int) -> None:
     """A process that raises an error of its own and lives on ends the calls of the others within the timeout."""
     group = dist.new_group(timeout=timedelta(seconds=1))
@@ -345,5 +376,6 @@ CHECKS: tuple[Callable[..., Any], ...] = (
 
 def everything(first: int, end: int) -> None:
     """All checks, one after the other: starting processes takes longer than each."""
-    for check in (*CHECKS, different_rows_are_an_error):
+    errors = (different_rows_are_an_error, different_dtypes_are_an_error, a_process_outside_of_the_group)
+    for check in (*CHECKS, *errors):
         check(first, end)

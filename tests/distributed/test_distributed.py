@@ -128,6 +128,31 @@ def test_without_a_group() -> None:
         osm.distributed.cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), label_smoothing=2.0)
 
 
+def test_groups_and_tensors_that_are_none() -> None:
+    with osm.distributed.one_process() as group:
+        x, mesh = torch.zeros(4, 1), torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        for other, words in ((0, "not int$"), ("world", "not str$"), (mesh, r"not DeviceMesh; pass its get_group\(\)")):
+            with pytest.raises(TypeError, match=f"group must be a process group or None, {words}"):
+                osm.distributed.softmax(x, group=other)
+        cut = torch.distributed.tensor.distribute_tensor(x, mesh, (torch.distributed.tensor.Shard(1),))
+        for name in ("softmax", "log_softmax", "logsumexp"):
+            with pytest.raises(TypeError, match=f"local is a DTensor: call onlinesoftmax.{name}, or pass local.to_lo"):
+                getattr(osm.distributed, name)(cut, group=group)
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (2, 4, 1), (3, 1)])
+def test_a_mask_that_does_not_broadcast(shape: tuple[int, ...]) -> None:
+    """One local column broadcasts to a whole row, so a mask of the whole row would give a result of its shape."""
+    x, index, mask = torch.zeros(4, 1), torch.zeros(4, dtype=torch.long), torch.ones(shape, dtype=torch.bool)
+    with osm.distributed.one_process() as group:
+        for name in ("softmax", "log_softmax", "logsumexp", "token_logprobs"):
+            arguments = (x, index) if name == "token_logprobs" else (x,)
+            with pytest.raises(
+                RuntimeError, match=rf"{name}\(\): mask of shape .* does not broadcast to input's \(4, 1\)"
+            ):
+                getattr(osm.distributed, name)(*arguments, mask=mask, group=group)
+
+
 def test_shards_that_do_not_fit() -> None:
     with osm.distributed.one_process() as group:
         x = torch.zeros(2, 3)

@@ -85,6 +85,11 @@ def saved(x: np.ndarray) -> Callable[[Path], None]:
     return lambda path: np.save(path, x)
 
 
+def header_of(text: str) -> Callable[[Path], Any]:
+    """Writes a .npy file with this header."""
+    return lambda path: path.write_bytes(b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text.encode())
+
+
 BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "missing": ("x.npy", lambda path: None, "cannot be read: No such file"),
     "folder": ("x.npy", Path.mkdir, "is a folder"),
@@ -99,6 +104,15 @@ BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         "truncated: the header promises 928 bytes and the file holds 927",
     ),
     "truncated npy header": ("x.npy", lambda path: (np.save(path, np.zeros(100)), cut(path, 50)), "not a .npy file"),
+    "npy header without its end": ("x.npy", header_of("{'descr': '<f4', 'shape': (2, 3"), "not a .npy file: "),
+    "npy header without its quote": ("x.npy", header_of("{'descr: '<f4', 'shape': (2, 3)}"), "not a .npy file: "),
+    "npy header with a list as its key": ("x.npy", header_of("{[]: 1}"), "not a .npy file: unhashable type"),
+    "npy header with an empty descr": (
+        "x.npy",
+        header_of("{'descr': ('<f4',), 'fortran_order': False, 'shape': (2,)}"),
+        "not a .npy file: ",
+    ),
+    "npy header that is nested deeply": ("x.npy", header_of("-" * 9000), "not a .npy file: "),
     "ints": ("x.npy", saved(np.arange(3)), "the array is int64, not one of float16"),
     "complex": ("x.npy", saved(np.zeros(3, complex)), "the array is complex128"),
     "structured": ("x.npy", saved(np.zeros(3, "f4,f4")), "not one of float16"),

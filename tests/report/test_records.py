@@ -90,6 +90,7 @@ def changed(path: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
+        ("[" * 100_000, "r.json is no record: it is nested too deeply"),
         ("{", "r.json is no JSON: line 1, column 2: Expecting property name enclosed in double quotes"),
         ("[1]", "r.json: [1] is not of type 'object'"),
         ({"cells": []}, "r.json: 'format' is a required property"),

@@ -85,7 +85,7 @@ def load(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ResumeError(f"it cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ResumeError(f"it is no JSON: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("cases"), list) or "date" not in content:
         raise ResumeError("it is no record of onlinesoftmax bench")

@@ -16,6 +16,7 @@ import typer
 from ..core.operations import FORWARD
 from ..core.task import ITEMSIZE
 from . import output
+from .torchrun import joining, processes
 
 if TYPE_CHECKING:
     from ..files.apply import Report
@@ -35,7 +36,7 @@ def apply(
 ) -> None:
     """Apply an operation to a file of any size, in bounded memory.
 
-    OUT is written completely or not at all: after an error or Ctrl-C no file is new or changed.
+    OUT is written completely or not at all: after an error, Ctrl-C or SIGTERM no file is new or changed.
 
     Under torchrun, the processes share the work: each reads a part of IN and writes a region of OUT.
 
@@ -53,7 +54,7 @@ def apply(
         "chunk_bytes": int(chunk_mb * 2**20),
         "tensors": tensor or None,
     }
-    with _process_group() as group:
+    with _interrupted_by_signals(), _process_group() as group:
         report = _run(source, target, {**request, "group": group})
     if group is not None and int(os.environ["RANK"]):
         return  # Process 0 reports for all.
@@ -64,16 +65,33 @@ def apply(
 
 
 @contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Let the signals that end a process interrupt the block as Ctrl-C does, so that the unfinished file is removed.
+
+    torchrun ends the other processes by SIGTERM when one has failed, a batch system when the time is over; a terminal
+    that is closed sends SIGHUP.  A signal that is ignored, as by nohup, stays ignored.
+    """
+    found = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    changed = [each for each in found if signal.getsignal(each) == signal.SIG_DFL]
+    for each in changed:
+        signal.signal(each, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for each in changed:
+            signal.signal(each, signal.SIG_DFL)
+
+
+@contextmanager
 def _process_group() -> Iterator[Any]:
     """The group of the processes that torchrun has started; None where there is one process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+    if processes() < 2:
         yield None
         return
     import torch.distributed as dist
 
-    # torchrun ends the other processes by this signal when one has failed.  They must remove the unfinished file.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    dist.init_process_group("gloo")
+    with joining():
+        dist.init_process_group("gloo")
     try:
         yield dist.group.WORLD
     finally:

@@ -97,7 +97,7 @@ def _explain(shape: str, options: dict[str, Any], **asked: Any) -> Explanation:
     try:
         sizes = parse_shape(shape)
         for name in ("bias", "mask"):
-            options[name] = options[name] and parse_shape(options[name])
+            options[name] = None if options[name] is None else parse_shape(options[name])
         return explain_shape(sizes, **options, **asked)
     except PlanError as error:
         backend, device = asked["backend"], asked["device"]

@@ -72,7 +72,7 @@ def facts(pairs: Sequence[tuple[str, str]]) -> None:
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="cyan", no_wrap=True)
-    grid.add_column()
+    grid.add_column(overflow="fold")
     for name, value in pairs:
         grid.add_row(Text(f"  {name}"), Text(value, style=STYLES.get(value, "")))
     _console().print(grid)
@@ -97,6 +97,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Collecti
             Text(header),
             justify="right" if header in right else "left",
             no_wrap=not last,
+            # A word that is longer than the column is cut into lines, so that a narrow terminal loses no text.
+            overflow="fold" if last else "ellipsis",
             min_width=len(header) if last else None,
         )
     for row in rows:

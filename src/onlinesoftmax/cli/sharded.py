@@ -21,6 +21,7 @@ from .benchmarks import (
     show,
     split_names,
 )  # fmt: skip
+from .torchrun import joining, processes
 
 if TYPE_CHECKING:
     from ..bench.cases import Case
@@ -38,7 +39,7 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
         options: The options of `onlinesoftmax bench` by name.
         suite: The suite, as it is or with the few cases of --quick.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+    if processes() < 2:
         output.fail(f"--suite distributed measures several processes; start it with: {COMMAND}")
     import torch.distributed as dist
 
@@ -47,7 +48,9 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
     from ..bench.sharded.team import Team
 
     todo, asked = _checked(options, suite, list(PEERS))
-    team = Team.begin(_device_type(options["device"]))
+    kind = _device_type(options["device"])
+    with joining():
+        team = Team.begin(kind)
     try:
         ours = OursSharded(team, options["backend"], options["strategy"])
         everybody = [ours, *(PEERS[name](team) for name in asked)]

@@ -23,13 +23,23 @@ def group_or_default(group: Group | None) -> Group:
     """The group itself, or the default group if it is None.
 
     Raises:
-        RuntimeError: no process group is initialised.
+        RuntimeError: no process group is initialised, or this process is not part of the group.
+        TypeError: the group is no process group.
     """
+    import torch
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("no process group: call torch.distributed.init_process_group, or start with torchrun")
-    return dist.group.WORLD if group is None else group
+    if group is None:
+        return dist.group.WORLD
+    # torch.compile knows the class of a group that it traces by another name.
+    if not torch.compiler.is_compiling() and not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise RuntimeError("this process is not part of the group, so it must not make the call")
+        instead = "; pass its get_group()" if hasattr(group, "get_group") else ""
+        raise TypeError(f"group must be a process group or None, not {type(group).__name__}{instead}")
+    return group
 
 
 def gathered(t: Any, *groups: Group) -> Any:

@@ -27,10 +27,12 @@ except ModuleNotFoundError as error:
         name="torch",
     ) from None
 
-from ..core.call import Settings
+from ..core.call import Call, Settings
+from ..core.operations import OPERATIONS
 from ..core.options import PLAIN, ScoreOptions, checked_options
 from ..core.processes import group_or_default
 from ..core.task import Choice
+from ..torch.check import check_options
 from ..torch.loss import Loss
 from ..torch.losses import check_numbers
 from . import losses, usual
@@ -52,7 +54,8 @@ def softmax(
     """Softmax if the softmax dimension is sharded.
 
     Args:
-        local: The columns of this process: floating-point, of any shape; other processes may differ in `dim` alone.
+        local: The columns of this process: floating-point, of any shape; other processes have the same dtype, and may
+            differ in `dim` alone.
         dim: The softmax dimension.
         group: Process group; the default group if None.
         scale: Factor of the logits.
@@ -67,8 +70,10 @@ def softmax(
     Raises:
         TypeError: an argument is of the wrong type.
         IndexError: dim is out of range.
-        ValueError: the processes have different rows, `shards` does not fit `local`, or softcap is not positive.
-        RuntimeError: no process group is initialised, or another process has ended.
+        ValueError: the processes have different rows or dtypes, `shards` does not fit `local`, or softcap is not
+            positive.
+        RuntimeError: no process group is initialised, this process is not part of the group, another process has
+            ended, or the mask does not broadcast to `local`.
 
     Example:
         >>> with one_process() as group:  # it holds the whole rows; torchrun starts more processes
@@ -136,7 +141,8 @@ def cross_entropy(
     Raises:
         TypeError: an argument is of the wrong type.
         RuntimeError: the dtype of `target`, the shape of `weight` or `label_smoothing` is wrong.
-        ValueError: the processes have different rows, the shape of `target` is wrong, or reduction is unknown.
+        ValueError: the processes have different rows or dtypes, the shape of `target` is wrong, or reduction is
+            unknown.
 
     Example:
         >>> with one_process() as group:
@@ -194,10 +200,14 @@ def _checked(name: str, local: Any, scores: tuple[Any, ...]) -> ScoreOptions | N
         raise RuntimeError(f"{name}(): local must be floating point, got {local.dtype}")
     if not local.dim():
         raise ValueError(f"{name}(): local needs a softmax dimension, got shape ()")
+    if type(local).__name__ == "DTensor":
+        raise TypeError(f"{name}(): local is a DTensor: call onlinesoftmax.{name}, or pass local.to_local()")
     scale, softcap, mask = scores
     if isinstance(scale, Tensor):
         raise TypeError(f"{name}(): scale must be a number")
-    return checked_options(name, scale, softcap, None, mask, False, "nan")
+    options = checked_options(name, scale, softcap, None, mask, False, "nan")
+    check_options(Call(OPERATIONS[name], local, Settings(-1), options))
+    return options
 
 
 def _call(

@@ -7,12 +7,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.processes import device_of_small_exchanges, gathered, group_or_default
+from ..core.task import ITEMSIZE
 from ..torch.check import checked_dim
 
 Tensor = torch.Tensor
 
 MOST_DIMENSIONS = 64
 """PyTorch's own limit of a tensor's dimensions."""
+
+_NAMES = (*ITEMSIZE, "another dtype")
+"""Names of the dtypes of shards; a name is sent as its position."""
 
 
 class Shards(NamedTuple):
@@ -46,7 +50,8 @@ class Shards(NamedTuple):
             group: Process group; the default group if None.
 
         Raises:
-            ValueError: the processes have different rows; the message has the shape of each process.
+            ValueError: the processes have different rows or dtypes; the message has the shape and the dtype of each
+                process.
             RuntimeError: no process group is initialised, or another process has ended.
         """
         return _exchanged("Shards.of", local, checked_dim("Shards.of", dim, local.dim()), group_or_default(group))
@@ -64,7 +69,7 @@ def shards_of(name: str, x: Tensor, dim: int, groups: tuple[Any, ...], given: Sh
 
     Raises:
         TypeError: the given shards are no `Shards`.
-        ValueError: the given shards do not fit the tensor, or the processes have different rows.
+        ValueError: the given shards do not fit the tensor, or the processes have different rows or dtypes.
     """
     if given is None:
         (group,) = groups
@@ -76,17 +81,25 @@ def shards_of(name: str, x: Tensor, dim: int, groups: tuple[Any, ...], given: Sh
     return given
 
 
+def _name_of(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return name if name in ITEMSIZE else _NAMES[-1]
+
+
 def _exchanged(name: str, x: Tensor, dim: int, group: Any) -> Shards:
-    shape = (x.dim(), dim, *x.shape)
+    told = (_NAMES.index(_name_of(x.dtype)), x.dim(), dim, *x.shape)
     # Every process sends the same number of integers, so processes with different shapes make the same exchange.
-    message = torch.zeros(2 + MOST_DIMENSIONS, dtype=torch.int64)
-    message[: len(shape)] = torch.tensor(shape)
+    message = torch.zeros(3 + MOST_DIMENSIONS, dtype=torch.int64)
+    message[: len(told)] = torch.tensor(told)
     found = gathered(message.to(device_of_small_exchanges(group, x.device)), group).tolist()
-    shapes = [(tuple(row[2 : 2 + row[0]]), row[1]) for row in found]
-    rows = {(len(shape), axis, shape[:axis] + shape[axis + 1 :]) for shape, axis in shapes}
+    shapes = [(_NAMES[dtype], axis, tuple(more[:ndim])) for dtype, ndim, axis, *more in found]
+    rows = {(dtype, len(shape), axis, shape[:axis] + shape[axis + 1 :]) for dtype, axis, shape in shapes}
     if len(rows) > 1:
-        each = ", ".join(f"rank {rank}: {shape} with dim {axis}" for rank, (shape, axis) in enumerate(shapes))
-        raise ValueError(f"{name}(): the shards must have the same shape except in the softmax dimension; {each}")
-    sizes = [shape[axis] for shape, axis in shapes]
+        each = [f"rank {rank}: {shape} {dtype} with dim {axis}" for rank, (dtype, axis, shape) in enumerate(shapes)]
+        raise ValueError(
+            f"{name}(): the shards must have the same dtype, and the same shape except in the softmax dimension; "
+            + ", ".join(each)
+        )
+    sizes = [shape[axis] for _, axis, shape in shapes]
     here = group.rank()
     return Shards(sum(sizes[:here]), sizes[here], sum(sizes))

@@ -98,8 +98,11 @@ def _read_npy_header(path: Path) -> Stored:
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, fortran, dtype = read(file)
             offset = file.tell()
-    except ValueError as error:
-        raise FileError(f"{path}: not a .npy file: {str(error).splitlines()[0]}") from error
+    except OSError:
+        raise  # `read_header` names the file.
+    except Exception as error:  # NumPy parses the header as Python source, and a damaged header fails in many ways
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FileError(f"{path}: not a .npy file: {reason}") from error
     if min(shape, default=0) < 0:
         raise FileError(f"{path}: not a .npy file: negative size in shape {shape}")
     # NumPy has no bfloat16. ml_dtypes saves its bfloat16 as a void dtype of two bytes.

@@ -111,6 +111,8 @@ def _document(path: Path) -> Any:
         raise RecordError(f"{path} is no text in UTF-8") from None
     except json.JSONDecodeError as error:
         raise RecordError(f"{path} is no JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise RecordError(f"{path} is no record: it is nested too deeply") from None
 
 
 def _record(path: Path, content: Any) -> Record:
