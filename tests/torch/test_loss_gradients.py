@@ -35,6 +35,16 @@ def test_the_logits_are_not_changed_unless_allowed() -> None:
         osm.cross_entropy(h, target, inplace_backward=True, **HOW)
 
 
+def test_statistics_are_those_of_the_logits_that_the_gradient_overwrites() -> None:
+    h = torch.randn(16, 64, device=DEVICE, requires_grad=True)
+    target = h.argmax(1)  # The gradient is negative there, and only there.
+    loss, stats = osm.cross_entropy(2 * h, target, inplace_backward=True, return_stats=True, **HOW)
+    assert torch.equal(stats.largest, target)
+    assert stats.correct.all()
+    torch.testing.assert_close(stats.lse, (2 * h).detach().logsumexp(1))
+    loss.backward()
+
+
 def test_derivatives_of_derivatives() -> None:
     x, target = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.tensor([1, -100, 2], device=DEVICE)
 

@@ -80,6 +80,8 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
             _check_inplace(x)
         if key and (run := loss_launches.add_loss(key, x, target, weight, loss)) is not None:
             return run(x, target, weight)
+        # Found before the kernel runs, because the gradient may overwrite the logits.
+        largest = _largest(x, loss) if return_stats else None
         y, lse, entropy = _by_kernels(x, target, weight, loss, return_stats, with_gradient)
     elif not (return_stats or loss.options or loss.z_loss) and settings.dtype == result_dtype(x):
         found: Tensor = ops.call_pytorch(
@@ -95,8 +97,9 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     else:
         y = targets_eager.reduced(targets_eager.losses(x, target, weight, loss), target, weight, loss)
         lse, entropy = targets_eager.statistics(x, loss) if return_stats else (None, None)
+        largest = _largest(x, loss) if return_stats else None
     y = y.to(settings.dtype)
-    return (y, _statistics(x, target, loss, lse, entropy)) if return_stats else y
+    return (y, _statistics(target, loss, lse, entropy, largest)) if return_stats else y
 
 
 def _by_kernels(
@@ -114,7 +117,14 @@ def _by_kernels(
     return total, rows.lse, rows.entropy
 
 
-def _statistics(x: Tensor, target: Tensor, loss: Loss, lse: Any, entropy: Any) -> LossStatistics:
+def _largest(x: Tensor, loss: Loss) -> Tensor:
+    """The class of each row with the largest score."""
+    # The softcap keeps the order of the scores; a negative scale reverses it.
+    negative = loss.options is not None and loss.options.scale < 0
+    return x.argmin(loss.dim) if negative else x.argmax(loss.dim)
+
+
+def _statistics(target: Tensor, loss: Loss, lse: Any, entropy: Any, largest: Any) -> LossStatistics:
     with torch.no_grad():
         counts = torch.ones_like(lse, dtype=torch.bool)
         classes = target
@@ -123,9 +133,6 @@ def _statistics(x: Tensor, target: Tensor, loss: Loss, lse: Any, entropy: Any) -
         else:
             counts = counted(target, loss)
         penalty = (loss.z_loss * lse * lse).where(counts, 0.0)
-        # The softcap keeps the order of the scores; a negative scale reverses it.
-        negative = loss.options is not None and loss.options.scale < 0
-        largest = x.argmin(loss.dim) if negative else x.argmax(loss.dim)
         return LossStatistics(lse, penalty, entropy, largest, (largest == classes) & counts)
 
 
