@@ -67,6 +67,23 @@ def test_wrong_arguments_name_themselves() -> None:
         osm.cross_entropy(x, x.softmax(1), backend="triton")
 
 
+def test_a_weight_gets_no_gradient() -> None:
+    x, target = torch.randn(4, 8, device=DEVICE), torch.tensor([1, 0, 2, -100], device=DEVICE)
+    weight = torch.rand(8, device=DEVICE)
+    want = osm.cross_entropy(x, target, weight, **HOW)
+    weight.requires_grad_()
+    for inputs in (x, x.clone().requires_grad_()):
+        for options in ({}, {"reduction": "none"}, {"label_smoothing": 0.1, "z_loss": 0.1}):
+            for how in ({}, HOW):
+                with pytest.raises(RuntimeError, match="weight requires a gradient"):
+                    osm.cross_entropy(inputs, target, weight, **options, **how)
+    with torch.no_grad():
+        torch.testing.assert_close(osm.cross_entropy(x, target, weight, **HOW), want)
+    loss, theirs = (f(x, x.softmax(1), weight) for f in (osm.cross_entropy, functional.cross_entropy))
+    one = torch.tensor(1.0)
+    torch.testing.assert_close(gradient(loss, weight, one), gradient(theirs, weight, one))
+
+
 def test_the_module_is_the_function() -> None:
     x, target = torch.randn(4, 8, device=DEVICE), torch.tensor([1, 0, 2, -100], device=DEVICE)
     weight = torch.rand(8, device=DEVICE)

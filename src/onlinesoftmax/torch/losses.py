@@ -224,7 +224,7 @@ def check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
             )
     else:
         check_index(name, "target", x, target, rows)
-    check_weight(name, weight, x, x.shape[dim])
+    check_weight(name, weight, x, x.shape[dim], not target.is_floating_point())
     for argument, value in (("target", target), ("weight", weight)):
         check_kind("cross_entropy", argument, value, x)
 
@@ -281,8 +281,11 @@ def check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[
         raise RuntimeError(f"{name}: {argument} is on {index.device}, and input on {x.device}")
 
 
-def check_weight(name: str, weight: Any, x: Tensor, classes: int) -> None:
-    """Check type, shape and device of the weights of so many classes, if there are any."""
+def check_weight(name: str, weight: Any, x: Tensor, classes: int, constant: bool = True) -> None:
+    """Check type, shape and device of the weights of so many classes, if there are any.
+
+    With `constant`, the weights must not require a gradient: PyTorch has one only for class probabilities as targets.
+    """
     if weight is None:
         return
     if not isinstance(weight, Tensor):
@@ -293,6 +296,8 @@ def check_weight(name: str, weight: Any, x: Tensor, classes: int) -> None:
         )
     if weight.device != x.device:
         raise RuntimeError(f"{name}: weight is on {weight.device}, and input on {x.device}")
+    if constant and weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name}: weight requires a gradient, which is not computed; detach() it")
 
 
 def check_token_arguments(x: Any, index: Any, dim: Any) -> None:
