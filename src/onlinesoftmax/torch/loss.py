@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,6 +53,19 @@ def _can_ignore(target: torch.Tensor, loss: Loss) -> bool:
     """True if a target can be ignore_index; PyTorch would compare modulo the range of the dtype."""
     limits = torch.iinfo(target.dtype)
     return limits.min <= loss.ignore_index <= limits.max
+
+
+def with_constants(loss: Loss) -> Loss:
+    """The arguments with plain numbers: torch.compile may trace a call with symbols in their places.
+
+    The operators take these numbers as bits, and a symbol has none.  So a program is compiled for each number.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    ignore_index: Any = guard_scalar(loss.ignore_index)
+    return loss._replace(
+        ignore_index=ignore_index, smoothing=guard_scalar(loss.smoothing), z_loss=guard_scalar(loss.z_loss)
+    )
 
 
 def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtype: torch.dtype) -> torch.Tensor:

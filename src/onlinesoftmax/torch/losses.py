@@ -15,7 +15,7 @@ from ..planner.plan import PlanError
 from . import loss_launches, ops, targets_eager
 from .check import check_kind, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
-from .loss import Loss, counted
+from .loss import Loss, counted, with_constants
 from .prepare import INTEGERS
 from .targets import LogProbabilities, PerRow, Reduced, log_probabilities, loss_rows, reduced, without_tensors
 
@@ -69,6 +69,8 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
         return run(x, target, weight)
     loss = Loss(*fields)
+    if torch.compiler.is_dynamo_compiling():
+        loss = with_constants(loss)
     check_loss(x, target, weight, loss)
     settings = loss.settings._replace(dim=1 if x.dim() > 1 else 0, dtype=loss.settings.dtype or result_dtype(x))
     loss = loss._replace(settings=settings)
