@@ -69,6 +69,30 @@ def test_derivatives_of_derivatives() -> None:
             second(osm.cross_entropy(x, target, reduction=reduction, **HOW))
 
 
+def test_a_second_derivative_of_a_target_out_of_range_is_zero() -> None:
+    x, target = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.tensor([8, -3, 2], device=DEVICE)
+    losses = osm.cross_entropy(x, target, reduction="none", **HOW)
+    (dx,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+    found = gradient((dx * dx).sum(), x, torch.tensor(1.0))
+    assert (dx[:2] == 0).all()
+    assert (found[:2] == 0).all()
+    (dx,) = torch.autograd.grad(functional.cross_entropy(x[2:], target[2:]), x, create_graph=True)
+    torch.testing.assert_close(found, gradient((dx * dx).sum(), x, torch.tensor(1.0)))
+
+
+def test_a_gradient_for_each_row_by_vmap() -> None:
+    x, target = torch.randn(3, 8, device=DEVICE), torch.tensor([1, 7, 2], device=DEVICE)
+    weight = torch.rand(8, device=DEVICE)
+
+    def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = osm.cross_entropy(x, target, weight, z_loss=0.1, scale=0.5, label_smoothing=0.1)
+        return found
+
+    each = torch.func.vmap(torch.func.grad(loss))(x, target)
+    for row in range(3):
+        torch.testing.assert_close(each[row], torch.func.grad(loss)(x[row : row + 1], target[row : row + 1])[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", [1.0, -2.5])
 def test_a_gradient_is_multiplied_in_place(dtype: torch.dtype, factor: float) -> None:

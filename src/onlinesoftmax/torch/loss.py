@@ -75,4 +75,6 @@ def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtyp
         return counts.sum().to(dtype)
     # A target out of range makes its row NaN, and must not make this sum an error.
     inside = counts & (target >= 0) & (target < weight.numel())
-    return weight.to(dtype)[target.where(inside, 0).long()].where(inside, 0).sum()
+    # An index without dimensions would be read by the host, which vmap and traces do not allow.
+    of_row = weight.to(dtype).index_select(0, target.where(inside, 0).long().flatten())
+    return of_row.where(inside.flatten(), 0).sum()

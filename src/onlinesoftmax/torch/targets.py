@@ -267,8 +267,10 @@ class PerRow(torch.autograd.Function):
         x, target, weight, *state = ctx.saved_tensors
         if torch.is_grad_enabled():
             # The gradient is itself to be differentiated, so PyTorch's operations compute it.
-            rows = targets_eager.losses(x, target, weight, ctx.loss)
-            (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype), create_graph=True)
+            # A target out of range, which PyTorch's operations do not take, has no gradient.
+            inside = (target >= 0) & (target < x.shape[ctx.loss.dim])
+            rows = targets_eager.losses(x, target.where(inside, 0), weight, ctx.loss)
+            (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype).where(inside, 0.0), create_graph=True)
             return dx, None, None, None, None
         return loss_gradient(x, target, weight, ctx.loss, tuple(state), dy), None, None, None, None
 
