@@ -53,12 +53,19 @@ def test_wrong_arguments_name_themselves() -> None:
         (RuntimeError, "weight must have shape", (x, target, torch.ones(7, device=DEVICE)), {}),
         (RuntimeError, "label_smoothing must be between", (x, target), {"label_smoothing": -0.1}),
         (ValueError, "not a valid value for reduction", (x, target), {"reduction": "median"}),
+        (TypeError, "'ignore_index' must be int, not float", (x, target), {"ignore_index": 1.5}),
+        (TypeError, "'ignore_index' must be int, not NoneType", (x, target), {"ignore_index": None}),
+        (TypeError, "'ignore_index' must be int, not bool", (x, target), {"ignore_index": True}),
+        (TypeError, "'label_smoothing' must be float, not str", (x, target), {"label_smoothing": "0.1"}),
+        (TypeError, "'z_loss' must be float, not str", (x, target), {"z_loss": "0.1"}),
+        (TypeError, "'z_loss' must be float, not Tensor", (x, target), {"z_loss": torch.ones((), device=DEVICE)}),
         (ValueError, "softcap must be positive", (x, target), {"softcap": -1.0}),
         (TypeError, "scale must be a number", (x, target), {"scale": torch.ones((), device=DEVICE)}),
         (osm.PlanError, "unknown backend", (x, target), {"backend": "cudnn"}),
     ):
-        with pytest.raises(error, match=message):
-            osm.cross_entropy(*arguments, **options)
+        for how in ({}, HOW):
+            with pytest.raises(error, match=message):
+                osm.cross_entropy(*arguments, **how | options)
     with pytest.raises(ValueError, match="index has shape"):
         osm.token_logprobs(x, target[:2])
     with pytest.raises(IndexError, match="Dimension out of range"):

@@ -232,7 +232,16 @@ def check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
 
 
 def check_numbers(loss: Loss) -> None:
-    """Check the arguments that need no tensor: reduction and label_smoothing."""
+    """Check the arguments that need no tensor: reduction, ignore_index, label_smoothing and z_loss."""
+    for argument, value, method, kind in (
+        ("ignore_index", loss.ignore_index, "__index__", "int"),
+        ("label_smoothing", loss.smoothing, "__float__", "float"),
+        ("z_loss", loss.z_loss, "__float__", "float"),
+    ):
+        # PyTorch takes a tensor of one element as a number, but a z_loss that requires a gradient would get none.
+        is_number = hasattr(value, method) and not (argument == "z_loss" and isinstance(value, Tensor))
+        if not is_number or (argument == "ignore_index" and isinstance(value, bool)):
+            raise TypeError(f"cross_entropy(): argument '{argument}' must be {kind}, not {type(value).__name__}")
     if loss.reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{loss.reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
     if not 0.0 <= loss.smoothing <= 1.0:
