@@ -94,6 +94,39 @@ def test_smoothing_is_spread_over_the_classes_that_are_kept(one_hot: bool) -> No
     assert_all_close(both(jax.grad(lambda x: jnp.sum(ours(x))), jax.grad(lambda x: jnp.sum(few(x))), x))
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("labels", ["integers", "weights"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"softcap": 3.0, "scale": jnp.float32(0.5)}], ids=str)
+def test_nan_that_counts_for_nothing_has_no_gradient(options: dict[str, Any], labels: str, reduction: str) -> None:
+    x, where = jax.random.normal(jax.random.key(0), (4, 8)), jnp.arange(8) < 5
+    target = jnp.asarray([1, 0, 4, 2]) if labels == "integers" else jax.nn.softmax(2 * x)
+    scale = options.get("scale", 1.0)
+
+    def masked(x: Any, scale: Any) -> Any:
+        more = options | {"scale": scale, "where": where, "reduction": reduction}
+        smooth = osj.cross_entropy(x, target, label_smoothing=0.1, **more)
+        return (osj.cross_entropy(x, target, **more) + smooth).sum()
+
+    def ignored(x: Any, scale: Any) -> Any:
+        more = options | {"scale": scale, "reduction": reduction}
+        return osj.cross_entropy(x, jnp.asarray([1, -1, 4, 2]), ignore_index=-1, **more).sum()
+
+    for loss, hole in (masked, x.at[:, 5:].set(jnp.nan)), (ignored, x.at[1].set(jnp.nan)):
+        arguments = (0, 1) if "scale" in options else 0
+        found = jax.grad(loss, arguments)(hole, scale)
+        expected = jax.grad(loss, arguments)(jnp.where(jnp.isnan(hole), 0, hole), scale)
+        for ours, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(ours, want, rtol=1e-6, atol=1e-7)
+
+
+def test_where_broadcasts_or_is_of_rows() -> None:
+    x, labels = jax.random.normal(jax.random.key(0), (4, 8)), jnp.asarray([1, 0, 4, 2])
+    classes, rows = jnp.arange(8) < 5, jnp.arange(4) < 2
+    for flat, whole in (classes, classes[None]), (rows, rows[:, None]), (jnp.array([True]), jnp.array([[True]])):
+        want = osj.cross_entropy(x, labels, where=whole)
+        np.testing.assert_array_equal(osj.cross_entropy(x, labels, where=flat), want)
+
+
 def test_where_leaves_classes_out() -> None:
     x = jnp.asarray([[jnp.nan, 0.0, 0.0], [jnp.nan, 1.0, 0.0], [jnp.nan, 1.0, jnp.nan], [-jnp.inf, -jnp.inf, 0.0]])
     where = jnp.asarray([[False, True, True], [False, True, True], [False, False, False], [False, True, False]])

@@ -53,18 +53,42 @@ def test_wrong_arguments_name_themselves() -> None:
         (RuntimeError, "weight must have shape", (x, target, torch.ones(7, device=DEVICE)), {}),
         (RuntimeError, "label_smoothing must be between", (x, target), {"label_smoothing": -0.1}),
         (ValueError, "not a valid value for reduction", (x, target), {"reduction": "median"}),
+        (TypeError, "'ignore_index' must be int, not float", (x, target), {"ignore_index": 1.5}),
+        (TypeError, "'ignore_index' must be int, not NoneType", (x, target), {"ignore_index": None}),
+        (TypeError, "'ignore_index' must be int, not bool", (x, target), {"ignore_index": True}),
+        (TypeError, "'label_smoothing' must be float, not str", (x, target), {"label_smoothing": "0.1"}),
+        (TypeError, "'z_loss' must be float, not str", (x, target), {"z_loss": "0.1"}),
+        (TypeError, "'z_loss' must be float, not Tensor", (x, target), {"z_loss": torch.ones((), device=DEVICE)}),
         (ValueError, "softcap must be positive", (x, target), {"softcap": -1.0}),
         (TypeError, "scale must be a number", (x, target), {"scale": torch.ones((), device=DEVICE)}),
         (osm.PlanError, "unknown backend", (x, target), {"backend": "cudnn"}),
     ):
-        with pytest.raises(error, match=message):
-            osm.cross_entropy(*arguments, **options)
+        for how in ({}, HOW):
+            with pytest.raises(error, match=message):
+                osm.cross_entropy(*arguments, **how | options)
     with pytest.raises(ValueError, match="index has shape"):
         osm.token_logprobs(x, target[:2])
     with pytest.raises(IndexError, match="Dimension out of range"):
         osm.token_logprobs(x, target, 2)
     with pytest.raises(osm.PlanError, match="class probabilities"):
         osm.cross_entropy(x, x.softmax(1), backend="triton")
+
+
+def test_a_weight_gets_no_gradient() -> None:
+    x, target = torch.randn(4, 8, device=DEVICE), torch.tensor([1, 0, 2, -100], device=DEVICE)
+    weight = torch.rand(8, device=DEVICE)
+    want = osm.cross_entropy(x, target, weight, **HOW)
+    weight.requires_grad_()
+    for inputs in (x, x.clone().requires_grad_()):
+        for options in ({}, {"reduction": "none"}, {"label_smoothing": 0.1, "z_loss": 0.1}):
+            for how in ({}, HOW):
+                with pytest.raises(RuntimeError, match="weight requires a gradient"):
+                    osm.cross_entropy(inputs, target, weight, **options, **how)
+    with torch.no_grad():
+        torch.testing.assert_close(osm.cross_entropy(x, target, weight, **HOW), want)
+    loss, theirs = (f(x, x.softmax(1), weight) for f in (osm.cross_entropy, functional.cross_entropy))
+    one = torch.tensor(1.0)
+    torch.testing.assert_close(gradient(loss, weight, one), gradient(theirs, weight, one))
 
 
 def test_the_module_is_the_function() -> None:

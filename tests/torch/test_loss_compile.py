@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,38 @@ def test_compile(backend: str) -> None:
         torch.testing.assert_close(compiled, ours)
         one = torch.tensor(1.0)
         torch.testing.assert_close(gradient(compiled, x, one), gradient(ours, x, one))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compile_with_symbols_for_shapes_and_numbers(reduction: str) -> None:
+    weight = torch.rand(37, device=DEVICE)
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "scale": 0.5, "ignore_index": 5}
+
+    def loss(x: torch.Tensor, target: torch.Tensor) -> Any:
+        return osm.cross_entropy(2 * x, target, weight, reduction=reduction, return_stats=True, **options, **HOW)
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (6, 9):
+        x, target = torch.randn(rows, 37, device=DEVICE, requires_grad=True), torch.arange(rows, device=DEVICE)
+        (ours, stats), (theirs, expected) = compiled(x, target), loss(x, target)
+        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(stats, expected)
+        one = torch.ones_like(ours)
+        torch.testing.assert_close(gradient(ours, x, one), gradient(theirs, x, one))
+
+
+def test_an_exported_loss_takes_any_number_of_rows() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = osm.cross_entropy(2 * x, target, **HOW)
+            return found
+
+    x, target = torch.randn(6, 37, device=DEVICE), torch.arange(6, device=DEVICE)
+    rows = torch.export.Dim("rows", min=2)
+    exported = torch.export.export(Model(), (x, target), dynamic_shapes=({0: rows}, {0: rows}))
+    x, target = torch.randn(9, 37, device=DEVICE), torch.arange(9, device=DEVICE)
+    torch.testing.assert_close(exported.module()(x, target), functional.cross_entropy(2 * x, target))
 
 
 def test_autocast_gives_float32() -> None:

@@ -35,6 +35,16 @@ def test_the_logits_are_not_changed_unless_allowed() -> None:
         osm.cross_entropy(h, target, inplace_backward=True, **HOW)
 
 
+def test_statistics_are_those_of_the_logits_that_the_gradient_overwrites() -> None:
+    h = torch.randn(16, 64, device=DEVICE, requires_grad=True)
+    target = h.argmax(1)  # The gradient is negative there, and only there.
+    loss, stats = osm.cross_entropy(2 * h, target, inplace_backward=True, return_stats=True, **HOW)
+    assert torch.equal(stats.largest, target)
+    assert stats.correct.all()
+    torch.testing.assert_close(stats.lse, (2 * h).detach().logsumexp(1))
+    loss.backward()
+
+
 def test_derivatives_of_derivatives() -> None:
     x, target = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.tensor([1, -100, 2], device=DEVICE)
 
@@ -57,6 +67,30 @@ def test_derivatives_of_derivatives() -> None:
     for reduction in ("mean", "sum"):
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
             second(osm.cross_entropy(x, target, reduction=reduction, **HOW))
+
+
+def test_a_second_derivative_of_a_target_out_of_range_is_zero() -> None:
+    x, target = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.tensor([8, -3, 2], device=DEVICE)
+    losses = osm.cross_entropy(x, target, reduction="none", **HOW)
+    (dx,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+    found = gradient((dx * dx).sum(), x, torch.tensor(1.0))
+    assert (dx[:2] == 0).all()
+    assert (found[:2] == 0).all()
+    (dx,) = torch.autograd.grad(functional.cross_entropy(x[2:], target[2:]), x, create_graph=True)
+    torch.testing.assert_close(found, gradient((dx * dx).sum(), x, torch.tensor(1.0)))
+
+
+def test_a_gradient_for_each_row_by_vmap() -> None:
+    x, target = torch.randn(3, 8, device=DEVICE), torch.tensor([1, 7, 2], device=DEVICE)
+    weight = torch.rand(8, device=DEVICE)
+
+    def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = osm.cross_entropy(x, target, weight, z_loss=0.1, scale=0.5, label_smoothing=0.1)
+        return found
+
+    each = torch.func.vmap(torch.func.grad(loss))(x, target)
+    for row in range(3):
+        torch.testing.assert_close(each[row], torch.func.grad(loss)(x[row : row + 1], target[row : row + 1])[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -44,6 +44,13 @@ def general(monkeypatch: pytest.MonkeyPatch) -> Any:
     return general
 
 
+def test_a_weight_that_requires_a_gradient_is_an_error_after_one_that_does_not() -> None:
+    x, target, weight = torch.randn(4, 33, device=DEVICE), some_targets(4, classes=33), torch.ones(33, device=DEVICE)
+    osm.cross_entropy(x, target, weight, **HOW)
+    with pytest.raises(RuntimeError, match="weight requires a gradient"):
+        osm.cross_entropy(x, target, weight.requires_grad_(), **HOW)
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"weight": True},

@@ -73,7 +73,9 @@ def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     if weight is not None:
         if type(weight) not in PLAIN_TYPES or weight.is_neg() or not weight.is_contiguous():
             return ()
-        key = (*key, None, weight.shape, weight.dtype, weight.get_device(), weight.data_ptr() % 16)
+        # A weight that needs a gradient has a key of its own: the general path raises the error.
+        recorded = weight.requires_grad and torch.is_grad_enabled()
+        key = (*key, recorded, weight.shape, weight.dtype, weight.get_device(), weight.data_ptr() % 16)
     return key
 
 

@@ -156,6 +156,8 @@ def _weighted_sums(
 ) -> Array:  # fmt: skip
     """The sums of the weights q and of q * (z - m), stacked; smoothing spreads over this number of classes."""
     wide, mask = accumulator(x), filled(x, arrays, options).mask
+    # A class that is left out may hold NaN, which would reach its gradient through the softcap.
+    x = x if mask is None else jnp.where(mask, x, 0)
     w = scores(x, arrays, options) - m[..., None]
     q = jnp.broadcast_to(weights.astype(wide), x.shape)
     kept = jnp.ones((), bool) if mask is None else mask
@@ -205,7 +207,9 @@ def _where(x: Array, axis: Axis, where: Any) -> Array | None:
     if where is None:
         return None
     where, axes = jnp.asarray(where), axes_of(CROSS_ENTROPY, axis, x.ndim)
-    return jnp.expand_dims(where, axes) if where.ndim == x.ndim - len(axes) else where
+    rows = tuple(size for i, size in enumerate(x.shape) if i not in axes)
+    of_rows = len(where.shape) == len(rows) and all(n in (1, m) for n, m in zip(where.shape, rows, strict=True))
+    return jnp.expand_dims(where, axes) if of_rows else where
 
 
 def _target(name: str, argument: str, index: Array, rows: Rows) -> Array:

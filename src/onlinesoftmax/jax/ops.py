@@ -249,8 +249,13 @@ def score_tangent(
     wide = accumulator(x)
     t_scale, t_bias = (changes.get(name) for name in ("scale", "bias"))
 
+    def numbers(x: Array) -> Array:
+        # The product of NaN and a gradient of 0 would be NaN, in an element that is masked or in a row that counts for
+        # nothing.  Other rows with NaN have gradients of NaN without this factor.
+        return _where(given.mask, jnp.where(jnp.isnan(x), 0, x)).astype(wide)
+
     def through_softcap(x: Array, t: Array) -> Array:
-        return softcap_slope(FUNCTIONS, x.astype(wide), given) * t.astype(wide)
+        return softcap_slope(FUNCTIONS, numbers(x), given) * t.astype(wide)
 
     # The slope is computed again for the gradient, so that no float32 array of the size of x is kept.
     through_softcap = through_softcap if options.softcap is None else jax.checkpoint(through_softcap)
@@ -258,7 +263,7 @@ def score_tangent(
     if t_x is not None:
         parts.append(given.scale * through_softcap(x, t_x))
     if t_scale is not None:
-        parts.append(through_softcap(x, x.astype(wide) * t_scale.astype(wide)))
+        parts.append(through_softcap(x, numbers(x) * t_scale.astype(wide)))
     if t_bias is not None:
         parts.append(t_bias.astype(wide))
     if not parts:

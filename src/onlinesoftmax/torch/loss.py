@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,6 +55,19 @@ def _can_ignore(target: torch.Tensor, loss: Loss) -> bool:
     return limits.min <= loss.ignore_index <= limits.max
 
 
+def with_constants(loss: Loss) -> Loss:
+    """The arguments with plain numbers: torch.compile may trace a call with symbols in their places.
+
+    The operators take these numbers as bits, and a symbol has none.  So a program is compiled for each number.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    ignore_index: Any = guard_scalar(loss.ignore_index)
+    return loss._replace(
+        ignore_index=ignore_index, smoothing=guard_scalar(loss.smoothing), z_loss=guard_scalar(loss.z_loss)
+    )
+
+
 def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtype: torch.dtype) -> torch.Tensor:
     """Divisor of a mean, on the device: the number of rows that count, or the sum of their weights."""
     counts = counted(target, loss)
@@ -62,4 +75,6 @@ def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtyp
         return counts.sum().to(dtype)
     # A target out of range makes its row NaN, and must not make this sum an error.
     inside = counts & (target >= 0) & (target < weight.numel())
-    return weight.to(dtype)[target.where(inside, 0).long()].where(inside, 0).sum()
+    # An index without dimensions would be read by the host, which vmap and traces do not allow.
+    of_row = weight.to(dtype).index_select(0, target.where(inside, 0).long().flatten())
+    return of_row.where(inside.flatten(), 0).sum()

@@ -46,7 +46,11 @@ def key_of(x: Any, target: Any, weight: Any, arguments: tuple[Any, ...]) -> tupl
         return key
     if type(weight) is not Tensor or weight.layout is not torch.strided or weight.is_neg():
         return ()
-    return (*key, weight.shape, weight.stride(), weight.dtype, weight.get_device(), weight.data_ptr() % 16)
+    # A weight that needs a gradient has a key of its own: the general path raises the error.
+    return (
+        *key, weight.requires_grad and torch.is_grad_enabled(),
+        weight.shape, weight.stride(), weight.dtype, weight.get_device(), weight.data_ptr() % 16,
+    )  # fmt: skip
 
 
 def _keep(key: tuple[Any, ...], run: Run) -> Run:

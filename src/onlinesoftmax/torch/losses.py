@@ -15,7 +15,7 @@ from ..planner.plan import PlanError
 from . import loss_launches, ops, targets_eager
 from .check import check_kind, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
-from .loss import Loss, counted
+from .loss import Loss, counted, with_constants
 from .prepare import INTEGERS
 from .targets import LogProbabilities, PerRow, Reduced, log_probabilities, loss_rows, reduced, without_tensors
 
@@ -69,6 +69,8 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
         return run(x, target, weight)
     loss = Loss(*fields)
+    if torch.compiler.is_dynamo_compiling():
+        loss = with_constants(loss)
     check_loss(x, target, weight, loss)
     settings = loss.settings._replace(dim=1 if x.dim() > 1 else 0, dtype=loss.settings.dtype or result_dtype(x))
     loss = loss._replace(settings=settings)
@@ -80,6 +82,8 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
             _check_inplace(x)
         if key and (run := loss_launches.add_loss(key, x, target, weight, loss)) is not None:
             return run(x, target, weight)
+        # Found before the kernel runs, because the gradient may overwrite the logits.
+        largest = _largest(x, loss) if return_stats else None
         y, lse, entropy = _by_kernels(x, target, weight, loss, return_stats, with_gradient)
     elif not (return_stats or loss.options or loss.z_loss) and settings.dtype == result_dtype(x):
         found: Tensor = ops.call_pytorch(
@@ -95,8 +99,9 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     else:
         y = targets_eager.reduced(targets_eager.losses(x, target, weight, loss), target, weight, loss)
         lse, entropy = targets_eager.statistics(x, loss) if return_stats else (None, None)
+        largest = _largest(x, loss) if return_stats else None
     y = y.to(settings.dtype)
-    return (y, _statistics(x, target, loss, lse, entropy)) if return_stats else y
+    return (y, _statistics(target, loss, lse, entropy, largest)) if return_stats else y
 
 
 def _by_kernels(
@@ -114,7 +119,14 @@ def _by_kernels(
     return total, rows.lse, rows.entropy
 
 
-def _statistics(x: Tensor, target: Tensor, loss: Loss, lse: Any, entropy: Any) -> LossStatistics:
+def _largest(x: Tensor, loss: Loss) -> Tensor:
+    """The class of each row with the largest score."""
+    # The softcap keeps the order of the scores; a negative scale reverses it.
+    negative = loss.options is not None and loss.options.scale < 0
+    return x.argmin(loss.dim) if negative else x.argmax(loss.dim)
+
+
+def _statistics(target: Tensor, loss: Loss, lse: Any, entropy: Any, largest: Any) -> LossStatistics:
     with torch.no_grad():
         counts = torch.ones_like(lse, dtype=torch.bool)
         classes = target
@@ -123,9 +135,6 @@ def _statistics(x: Tensor, target: Tensor, loss: Loss, lse: Any, entropy: Any) -
         else:
             counts = counted(target, loss)
         penalty = (loss.z_loss * lse * lse).where(counts, 0.0)
-        # The softcap keeps the order of the scores; a negative scale reverses it.
-        negative = loss.options is not None and loss.options.scale < 0
-        largest = x.argmin(loss.dim) if negative else x.argmax(loss.dim)
         return LossStatistics(lse, penalty, entropy, largest, (largest == classes) & counts)
 
 
@@ -217,13 +226,22 @@ def check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
             )
     else:
         check_index(name, "target", x, target, rows)
-    check_weight(name, weight, x, x.shape[dim])
+    check_weight(name, weight, x, x.shape[dim], not target.is_floating_point())
     for argument, value in (("target", target), ("weight", weight)):
         check_kind("cross_entropy", argument, value, x)
 
 
 def check_numbers(loss: Loss) -> None:
-    """Check the arguments that need no tensor: reduction and label_smoothing."""
+    """Check the arguments that need no tensor: reduction, ignore_index, label_smoothing and z_loss."""
+    for argument, value, method, kind in (
+        ("ignore_index", loss.ignore_index, "__index__", "int"),
+        ("label_smoothing", loss.smoothing, "__float__", "float"),
+        ("z_loss", loss.z_loss, "__float__", "float"),
+    ):
+        # PyTorch takes a tensor of one element as a number, but a z_loss that requires a gradient would get none.
+        is_number = hasattr(value, method) and not (argument == "z_loss" and isinstance(value, Tensor))
+        if not is_number or (argument == "ignore_index" and isinstance(value, bool)):
+            raise TypeError(f"cross_entropy(): argument '{argument}' must be {kind}, not {type(value).__name__}")
     if loss.reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{loss.reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
     if not 0.0 <= loss.smoothing <= 1.0:
@@ -274,8 +292,11 @@ def check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[
         raise RuntimeError(f"{name}: {argument} is on {index.device}, and input on {x.device}")
 
 
-def check_weight(name: str, weight: Any, x: Tensor, classes: int) -> None:
-    """Check type, shape and device of the weights of so many classes, if there are any."""
+def check_weight(name: str, weight: Any, x: Tensor, classes: int, constant: bool = True) -> None:
+    """Check type, shape and device of the weights of so many classes, if there are any.
+
+    With `constant`, the weights must not require a gradient: PyTorch has one only for class probabilities as targets.
+    """
     if weight is None:
         return
     if not isinstance(weight, Tensor):
@@ -286,6 +307,8 @@ def check_weight(name: str, weight: Any, x: Tensor, classes: int) -> None:
         )
     if weight.device != x.device:
         raise RuntimeError(f"{name}: weight is on {weight.device}, and input on {x.device}")
+    if constant and weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name}: weight requires a gradient, which is not computed; detach() it")
 
 
 def check_token_arguments(x: Any, index: Any, dim: Any) -> None:

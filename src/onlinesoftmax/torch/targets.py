@@ -101,8 +101,10 @@ def scalar_output(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, 
     """
     # The kernel receives ignore_index as a float64.
     fits = type(loss.ignore_index) is int and -(2**53) <= loss.ignore_index <= 2**53
-    small = target.numel() <= MOST_ROWS_IN_ONE_LAUNCH and 0 < x.numel() * x.element_size() <= MOST_BYTES_IN_ONE_LAUNCH
-    if not x.is_cuda or _traced(x) or not small or not fits:
+    # A trace comes first: a comparison with its sizes would limit them to the range that it found.
+    if not x.is_cuda or _traced(x) or not fits:
+        return ""
+    if target.numel() > MOST_ROWS_IN_ONE_LAUNCH or not 0 < x.numel() * x.element_size() <= MOST_BYTES_IN_ONE_LAUNCH:
         return ""
     dy = torch.empty((), dtype=accumulator_of(x.dtype, x.dtype), device=x.device) if with_gradient else None
     call = loss_call(x, target, weight, loss, dy)
@@ -265,8 +267,10 @@ class PerRow(torch.autograd.Function):
         x, target, weight, *state = ctx.saved_tensors
         if torch.is_grad_enabled():
             # The gradient is itself to be differentiated, so PyTorch's operations compute it.
-            rows = targets_eager.losses(x, target, weight, ctx.loss)
-            (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype), create_graph=True)
+            # A target out of range, which PyTorch's operations do not take, has no gradient.
+            inside = (target >= 0) & (target < x.shape[ctx.loss.dim])
+            rows = targets_eager.losses(x, target.where(inside, 0), weight, ctx.loss)
+            (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype).where(inside, 0.0), create_graph=True)
             return dx, None, None, None, None
         return loss_gradient(x, target, weight, ctx.loss, tuple(state), dy), None, None, None, None
 
