@@ -302,7 +302,7 @@ OPERATIONS: dict[str, Operation] = {
         # the masks change the gradient that is written.
         Operation(
             "softmax_backward", (X, DY), (Accumulator("dot", rescaled=False),),
-            (Output("y", "element", needs=("dot",)),), ("scale", "softcap"), scores=False,
+            (Output("y", "element", needs=("dot",)),), ("scale", "softcap", "mask", "causal"), scores=False,
         ),
         Operation(
             "log_softmax_backward", (X, DY), (Accumulator("dot", rescaled=False),),

@@ -223,7 +223,10 @@ def score_gradient(call: Call, kept: Kept, dy: Tensor) -> Tensor:
     dy = dy.to(wide)
     if operation.per_row and not keepdim and like.dim():
         dy = dy.unsqueeze(dim)
-    return ops.GRADIENTS[operation.name](saved_of(call, kept, wide), dy)
+    saved = saved_of(call, kept, wide)
+    dz = ops.GRADIENTS[operation.name](saved, dy)
+    # A masked element has no gradient, not even in a row that holds NaN.
+    return dz if saved.unmasked is None else dz.masked_fill(~saved.unmasked, 0.0)
 
 
 def saved_of(call: Call, kept: Kept, dtype: torch.dtype) -> ops.Saved:

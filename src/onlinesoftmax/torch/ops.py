@@ -73,7 +73,7 @@ def _log_softmax_gradient(saved: Saved, dy: Tensor) -> Tensor:
     if saved.zero and y.dim() and y.shape[dim] > 1:
         # At most one probability of a row is 1.  If all logarithms are 0, the row was fully masked.
         dz = dz.masked_fill((y == 0).all(dim, keepdim=True), 0.0)
-    return dz if saved.unmasked is None else dz.masked_fill(~saved.unmasked, 0.0)
+    return dz
 
 
 def _logsumexp_gradient(saved: Saved, dy: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ GRADIENTS: dict[str, Callable[[Saved, Tensor], Tensor]] = {
     "log_softmax": _log_softmax_gradient,
     "logsumexp": _logsumexp_gradient,
 }
-"""Gradient with respect to the scores from the gradient dy of the result.
+"""Gradient with respect to the scores from the gradient dy of the result, before masked elements get 0.
 
 The dy of a per-row operation keeps the softmax dimension with size 1.
 """

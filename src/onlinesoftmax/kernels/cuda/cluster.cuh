@@ -31,7 +31,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     slice.weigh_edges(p, r, edge_lane);
     State state = identity();
     if constexpr (REDUCES) {
-        state = reduce<THREADS>(slice, exchange);
+        state = reduce<32>(slice, exchange);
+        given.finish_target_load();
+        state = merge_warps<THREADS / 32>(state, exchange);
         wait_for_beginnings();
         if (lane < CLUSTER) send(&states[rank], state, &arrived, lane);
         wait(&arrived);

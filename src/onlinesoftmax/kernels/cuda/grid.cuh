@@ -101,7 +101,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 tile.weigh(p, from, left_streamed - past);
                 state = extend(state, tile);
             }
-            state = merge_warps<THREADS / 32>(merge_lanes<32>(state), exchange[slot][0]);
+            state = merge_lanes<32>(state);
+            given.finish_target_load();
+            state = merge_warps<THREADS / 32>(state, exchange[slot][0]);
             if (team.size > 1) state = team.merge(state, count, exchange[slot][1]);
         } else if constexpr (SHARED) {
             wait_groups(0);

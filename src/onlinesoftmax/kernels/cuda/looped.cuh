@@ -18,7 +18,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     // The edges are one small slice, which stays in registers.
     Slice<0, THREADS, EDGES, false> edges;
     edges.load_edges(p, r, lane);
-    given.load_target(p, r);
+    // The tile's loads go first, because the load of the target's logit waits for that of the target.
+    if (!REDUCES || tiles == 0) given.load_target(p, r);
     edges.make_edge_scores(r, n, lane);
     edges.weigh_edges(p, r, lane);
     State state = identity();
@@ -29,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
             const Cursor at = r.chunk(p, i * TILE + lane);
             const int64 left = r.body - i * TILE - lane;
             tile.load(p, at, left);
+            if (i == 0) given.load_target(p, r);
             tile.make_scores(at, n, left);
             tile.weigh(p, at, left);
             // Each lane keeps a state of its own, so that the loop has no barrier.

@@ -74,8 +74,7 @@ __device__ inline HeldRow reduce_row(
     held.given.load_target(p, part.r);
     held.edges.make_edge_scores(part.r, n, edge_lane);
     held.edges.weigh_edges(p, part.r, edge_lane);
-    // The output may overwrite x, so every thread must have read the target column before the state is sent.
-    if constexpr (HAS_TARGET) __threadfence();
+    held.given.finish_target_load();
     exchange.post(extend(state, held.edges), count);
     return held;
 }
@@ -129,5 +128,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) pipeline_kernel(
     if (threadIdx.x < LANES) hold_rows(p, team, Ring(stages), exchange, m_own);
     else if (threadIdx.x < LANES + 32) exchange_states(p, team, exchange);
     else if (threadIdx.x == LANES + 32) load_rows(p, team, stages);
+    __syncwarp();
     if (team.rank == 0) total::add_losses_of_team(p);
 }

@@ -231,8 +231,8 @@ struct Slice {
             const ACC b = ops::READS_WEIGHTS ? ACC(wide(weights, i)) : chunk.template b<true>(i);
             y[i] = TERMS ? ops::output_of_term(chunk.scores[i], b, r) : ops::output(chunk.template a<true>(i), b, r);
         }
-        if constexpr (READS_SAVED_OUTPUT && (HAS_MASK || CAUSAL)) {
-            // A saved output shows no mask, so excluded elements get their zero gradient here.
+        if constexpr (WRITES_GRADIENT && (HAS_MASK || CAUSAL)) {
+            // An excluded element has no gradient, not even in a row that holds NaN or has no softmax.
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] = chunk.counts(at, offset, i) ? y[i] : 0;
         }

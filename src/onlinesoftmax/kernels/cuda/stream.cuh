@@ -19,6 +19,7 @@
 // read it, and only the block that takes the number of a tile reads it again.
 
 static_assert(!TERMS, "streamed tiles keep no terms");
+static_assert(GROUPS > 0, "the loader could take a number of a row before the block has begun to reduce the row");
 
 // Tiles of a row that a block keeps on chip.
 constexpr int ON_CHIP = GROUPS + STAGES;
@@ -76,8 +77,8 @@ __device__ inline void load_rows(const Params& p, const Team& team, const Stages
             if (number >= tiles.streamed) {
                 // Every block takes one number past the last tile.  The block with the largest of these sets the counter
                 // back to EMPTY, as no block will take another one for this row.  The row after the next uses the same
-                // word: a block takes a number for that row only when it has a message from this block about that row,
-                // which this block sends after the reset.
+                // word.  A block takes a number for that row when it has begun to reduce that row, so it has a message from
+                // this block about the row between the two, which this block sends after the reset.
                 if (number == tiles.streamed + team.size - 1) {
                     put_word(counter, unsigned(EMPTY));
                     __threadfence();
@@ -141,8 +142,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         given.load_target(p, r);
         edges.make_edge_scores(r, n, edge_lane);
         edges.weigh_edges(p, r, edge_lane);
-        // The output may overwrite x, so every thread must have read the target column before the state is sent.
-        if constexpr (HAS_TARGET) __threadfence();
+        given.finish_target_load();
         exchange.post(extend(state, edges), count);
         state = exchange.take(count);
 
@@ -196,5 +196,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stream_kernel(co
     if (threadIdx.x < LANES) hold_rows(p, team, Ring(stages), exchange, tile_in);
     else if (threadIdx.x < LANES + 32) exchange_states(p, team, exchange);
     else if (threadIdx.x == LANES + 32) load_rows(p, team, stages, tile_in);
+    __syncwarp();
     if (team.rank == 0) total::add_losses_of_team(p);
 }

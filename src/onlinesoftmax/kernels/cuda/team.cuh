@@ -88,9 +88,6 @@ struct Team {
 
     // Sends this block's state to every block of the team; called by N threads with the numbers `lane`.
     template <int N> __device__ inline void send(const State& a, unsigned count, int lane) const {
-        // The output may overwrite x.  The block that writes the target column does so once it has this message, so this
-        // thread's load of that column must complete first.  With a ring, the threads that load it have a fence of their own.
-        if (HAS_TARGET && WRITES_ELEMENTS) __threadfence();
         const Message mine = message(a, count + 1);
         for (int to = lane; to < size; to += N)
 #pragma unroll

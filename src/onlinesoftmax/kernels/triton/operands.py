@@ -217,9 +217,10 @@ def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
     """The output for an element = (a, b, kept) of `load`, given the per-row constants of ops.row_constants."""
     a, b, kept = element
     y = ops.output(a, b, col == at[7], constants, OP)
-    if not OP.scores and (p.mask is not None or places.diagonal is not None):
-        y = tl.where(kept, y, 0.0)
     if OP.gradient:
+        if p.mask is not None or places.diagonal is not None:
+            # An excluded element has no gradient, not even in a row that holds NaN or has no softmax.
+            y = tl.where(kept, y, 0.0)
         if p.softcap is not None:
             if OP.scores:
                 x = tl.load(p.x + at[0] + col.to(tl.int64) * places.x.col, mask=kept, other=0.0).to(OP.acc)
