@@ -179,3 +179,10 @@ def test_numpy_errors() -> None:
         osm.softmax(np.zeros(3), out=np.zeros(3))
     with pytest.raises(TypeError, match="runs on eager/row"):
         osm.softmax(np.zeros(3), backend="triton")
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((3,), -1), ((2, 3), 0), ((), -1)])
+@pytest.mark.parametrize("array", [np.ones, torch.ones])
+def test_causal_needs_a_dimension_before_dim(array: Any, shape: tuple[int, ...], dim: int) -> None:
+    with pytest.raises(ValueError, match=f"causal needs a dimension .* dim is the first of {len(shape) or 1}"):
+        osm.softmax(array(shape), dim, causal=True)

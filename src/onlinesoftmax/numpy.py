@@ -8,8 +8,8 @@ import numpy as np
 
 from .core.call import Call, Settings
 from .core.operations import Operation
-from .core.options import Functions, causal_mask, scores
-from .core.state import State
+from .core.options import Functions, causal_mask, query_axis, scores
+from .core.state import State, dim_from_end
 from .core.task import Choice
 
 FUNCTIONS = Functions(np.tanh, lambda condition, x, number: np.where(condition, x, number).astype(x.dtype))
@@ -70,6 +70,9 @@ def _check(call: Call) -> None:
         raise NotImplementedError(f"{name}(): input of dtype {x.dtype} is not floating point; pass dtype=")
     if options is None:
         return
+    if options.causal:
+        ndim = max(x.ndim, 1)
+        query_axis(name, dim_from_end(dim, x.ndim) + ndim, ndim)
     if options.mask is not None and options.mask.dtype != np.bool_:
         raise TypeError(f"{name}(): mask must be boolean (True keeps), got {options.mask.dtype}")
     for operand in ("bias", "mask"):

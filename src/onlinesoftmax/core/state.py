@@ -69,7 +69,7 @@ class State:
             weights: Names of the accumulators, all of which are 0.
         """
         xp = namespace(like)
-        dim = _negative(dim, like.ndim)
+        dim = dim_from_end(dim, like.ndim)
         shape = list(like.shape) or [1]
         shape[dim] = 1
         sums = {name: xp.full(like, shape, 0.0) for name in weights}
@@ -91,7 +91,7 @@ class State:
             IndexError: dim is out of range.
         """
         xp = namespace(x)
-        dim = _negative(dim, x.ndim)
+        dim = dim_from_end(dim, x.ndim)
         weights = weights or {}
         x = xp.astype(x, xp.accumulator(x)).reshape(tuple(x.shape) or (1,))
         if x.shape[dim] == 0:
@@ -227,7 +227,12 @@ def _only_finite(xp: Any, m: Array, term: Array) -> Array:
     return xp.where(xp.isinf(m), np.nan, term)
 
 
-def _negative(dim: int, ndim: int) -> int:
+def dim_from_end(dim: int, ndim: int) -> int:
+    """`dim` counted from the end, from -ndim to -1; a 0-d array counts as one dimension.
+
+    Raises:
+        IndexError: dim is out of range.
+    """
     ndim = max(ndim, 1)
     if not -ndim <= dim < ndim:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
