@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.arrays import Array
+from ..core.arrays import Array, broadcasts
 from ..core.operations import OPERATIONS
 from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_softcap
 from ..core.task import Choice
@@ -153,7 +153,7 @@ def _checked_options(
     """The options with ARRAY in the place of each array, and the arrays with x's layout."""
     scale = options.scale
     if not isinstance(scale, float):
-        is_array = hasattr(scale, "dtype") and math.prod(scale.shape) == 1
+        is_array = isinstance(scale, jax.Array | np.ndarray | np.generic) and math.prod(scale.shape) == 1
         if not is_array or not jnp.issubdtype(scale.dtype, jnp.floating):
             raise TypeError(f"{name}: scale must be a number or a floating-point array of one element, got {scale!r}")
         scale = scale.reshape((1,) * (x.ndim - len(axes) + 1))
@@ -169,12 +169,16 @@ def _checked_options(
 
 def _checked_array(name: str, x: Array, option: str, value: Any) -> Array:
     """An array of the score options, with as many axes as x."""
-    t, argument = jnp.asarray(value), ARGUMENTS.get(option, option)
+    argument = ARGUMENTS.get(option, option)
+    try:
+        t = jnp.asarray(value)
+    except TypeError:
+        raise TypeError(f"{name}: {argument} must be an array, not {type(value).__name__}") from None
     if SCORE_OPTIONS[option].dtype == "boolean" and t.dtype != jnp.bool_:
         raise ValueError(f"{name}: {argument} must be boolean, got {t.dtype}")
     if SCORE_OPTIONS[option].dtype == "floating" and not jnp.issubdtype(t.dtype, jnp.floating):
         raise TypeError(f"{name}: {argument} must be floating point, got {t.dtype}")
-    if t.ndim > x.ndim or any(n not in (1, m) for n, m in zip(t.shape[::-1], x.shape[::-1], strict=False)):
+    if not broadcasts(t.shape, x.shape):
         of_input = "logits of" if has_target(name) else "x's"
         raise ValueError(f"{name}: {argument} of shape {t.shape} does not broadcast to {of_input} {x.shape}")
     return t.reshape((1,) * (x.ndim - t.ndim) + t.shape)
