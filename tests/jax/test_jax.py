@@ -242,6 +242,12 @@ def test_logsumexp_as_jax_has_it() -> None:
     assert sign.shape == (4, 5)
 
 
+def test_numbers_of_numpy() -> None:
+    expected = osj.softmax(X, scale=2.0, softcap=3.0)
+    for number in (np.int64, np.float32):
+        assert_close(osj.softmax(X, scale=number(2), softcap=number(3)), expected)
+
+
 class NotAnArray:
     """A 0-d array of another library."""
 

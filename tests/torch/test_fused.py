@@ -175,6 +175,15 @@ def test_numpy() -> None:
         assert ours.dtype == x.dtype
 
 
+@pytest.mark.parametrize("number", [int, np.float32])
+def test_numbers_of_numpy(number: type) -> None:
+    x = outliers(3, 40, dtype=torch.float32, device=DEVICE)
+    for path in ({}, {"backend": "triton"}):
+        assert torch.equal(osm.softmax(x, scale=number(1), **path), osm.softmax(x, **path))
+        ours = osm.softmax(x, scale=number(2), softcap=number(3), **path)
+        assert torch.equal(ours, osm.softmax(x, scale=2.0, softcap=3.0, **path))
+
+
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mask of integers": ({"mask": torch.ones(3, 4, dtype=torch.int64)}, RuntimeError, "mask must be boolean"),
     "mask too wide": ({"mask": torch.ones(3, 5, dtype=torch.bool)}, RuntimeError, r"mask of shape \(3, 5\)"),

@@ -12,6 +12,7 @@ To declare an option: CONTRIBUTING.md, "To add a score option".
 from __future__ import annotations
 
 import math
+import numbers
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -130,8 +131,8 @@ def checked_options(
     nothing = mask is None and bias is None and softcap is None and causal is False and fully_masked == "nan"
     if nothing and scale.__class__ is float and scale == 1.0:
         return None
-    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not is_number and not hasattr(scale, "dtype"):
+    number = is_number(scale)
+    if not number and not hasattr(scale, "dtype"):
         raise TypeError(f"{operation}(): scale must be a number or a 0-d tensor, not {type(scale).__name__}")
     check_softcap(f"{operation}()", softcap)
     for name, value in (("bias", bias), ("mask", mask)):
@@ -141,17 +142,23 @@ def checked_options(
         raise TypeError(f"{operation}(): causal must be a bool, not {type(causal).__name__}")
     if fully_masked not in ("nan", "zero"):
         raise ValueError(f"{operation}(): fully_masked must be 'nan' or 'zero', got {fully_masked!r}")
-    return ScoreOptions(
-        float(scale) if is_number else scale, None if softcap is None else float(softcap),
+    options = ScoreOptions(
+        float(scale) if number else scale, None if softcap is None else float(softcap),
         bias, mask, causal, fully_masked == "zero",
     )  # fmt: skip
+    return None if options.plain else options
+
+
+def is_number(value: Any) -> bool:
+    """True for a real number of Python or NumPy, but not for a bool or an array."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_softcap(caller: str, softcap: Any) -> None:
     """Check that a softcap is None or a positive finite number; an error begins with the caller's name."""
     if softcap is None:
         return
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+    if not is_number(softcap):
         raise TypeError(f"{caller}: softcap must be a number or None, not {type(softcap).__name__}")
     if not 0 < softcap < math.inf:
         raise ValueError(f"{caller}: softcap must be positive and finite, got {softcap}")

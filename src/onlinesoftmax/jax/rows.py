@@ -12,7 +12,7 @@ import numpy as np
 
 from ..core.arrays import Array, broadcasts
 from ..core.operations import OPERATIONS
-from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_softcap
+from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_softcap, is_number
 from ..core.task import Choice
 from . import manual, ops, primitives, sharded
 from .exchange import Names, checked_names, devices
@@ -84,8 +84,8 @@ class Rows(NamedTuple):
 
 def options_of(scale: Any, softcap: Any, bias: Any, where: Any) -> ScoreOptions:
     """The score options, not checked; the mask is called `where` in jax.nn."""
-    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    return ScoreOptions(float(scale) if is_number else scale, softcap, bias, where)
+    scale, softcap = (float(value) if is_number(value) else value for value in (scale, softcap))
+    return ScoreOptions(scale, softcap, bias, where)
 
 
 def is_plain(options: ScoreOptions) -> bool:
