@@ -58,9 +58,7 @@ class Op(NamedTuple):
         name: Name in OPERATIONS.
         outputs: Names of the outputs that are written; empty for those that every call writes.
         factor: Number that a gradient is multiplied by.
-        exact: True where sums need float64.  Without a target: where the last operand has more than 16 bits.  The last
-            operand is x or dy, or the last array of the score options if it follows them; so a masked float32 softmax
-            gives False.  With a target: where x has more than 16 bits, or a result per row is float32 to the last bit.
+        exact: True where the result is float32 or float64, so that sums need float64.
         numbers: Name and value of every operand that is a number.
         given: Names of the operands per row, as the kernel reads them.
         target: The targets of the rows that a program reduces; None outside of such a program.
@@ -82,11 +80,11 @@ class Op(NamedTuple):
         """The operation of a call on these operands."""
         op = cls(name, outputs, factor, numbers=numbers)
         given = tuple(jax.eval_shape(op.row_operands, *operands))
-        if "target" not in given:
-            return op._replace(given=given, exact=operands[-1].dtype.itemsize > 2)
-        per_row = [output for output in op.operation.written(op.written) if output.kind == "row"]
-        to_the_last_bit = op.reduces and any(output.exact for output in per_row)
-        return op._replace(given=given, exact=to_the_last_bit or operands[0].dtype.itemsize > 2)
+        return op._replace(given=given, exact=op.result_dtype(operands).itemsize > 2)
+
+    def result_dtype(self, operands: tuple[Array, ...]) -> Any:
+        """Dtype of the result: that of x, or that of dy where dy is read per element."""
+        return operands[self.inputs - 1].dtype
 
     @property
     def operation(self) -> Operation:
