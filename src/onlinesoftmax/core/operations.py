@@ -129,11 +129,6 @@ class Operation:
         return tuple(operand.name for operand in self.operands if operand.kind == "element" and not operand.optional)
 
     @cached_property
-    def optional_operands(self) -> tuple[str, ...]:
-        """Names of the operands that a call may leave out."""
-        return tuple(operand.name for operand in self.operands if operand.optional)
-
-    @cached_property
     def row_operands(self) -> tuple[str, ...]:
         """Names of the tensors that have one value per row."""
         return tuple(operand.name for operand in self.operands if operand.kind == "row")

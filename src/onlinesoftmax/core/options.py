@@ -32,26 +32,22 @@ class ScoreOption:
             "flag" for True or False.
         dtype: "floating" or "boolean".
         tensor: True where the option may be a tensor.
-        default: The value that changes nothing.
-        chain: True where the option adds a factor to the derivative of a score with respect to its logit.
     """
 
     name: str
     kind: Literal["call", "element", "flag"]
     dtype: Literal["floating", "boolean"] = "floating"
     tensor: bool = False
-    default: Any = None
-    chain: bool = False
 
 
 SCORE_OPTIONS: dict[str, ScoreOption] = {
     option.name: option
     for option in (
-        ScoreOption("scale", "call", tensor=True, default=1.0, chain=True),
-        ScoreOption("softcap", "call", chain=True),
+        ScoreOption("scale", "call", tensor=True),
+        ScoreOption("softcap", "call"),
         ScoreOption("bias", "element", tensor=True),
         ScoreOption("mask", "element", "boolean", tensor=True),
-        ScoreOption("causal", "flag", "boolean", default=False),
+        ScoreOption("causal", "flag", "boolean"),
     )
 }
 """By name, in the order in which the formula applies them."""
