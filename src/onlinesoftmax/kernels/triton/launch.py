@@ -87,7 +87,7 @@ class TritonRequest(Request):
         return Units(**{name: self.layout.column_unit(name) for name in ("x", *self.task.outputs)})
 
     @property
-    def near_unit(self) -> int:
+    def adjacent_unit(self) -> int:
         """The power of two that divides the number of rows side by side."""
         return power_of_two_divisor(self.layout.adjacent)
 
