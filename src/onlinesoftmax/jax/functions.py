@@ -18,7 +18,7 @@ from ..core.task import Choice
 from ..planner.plan import PlanError
 from . import losses
 from .losses import TokenLogprobs
-from .reduced import Reduction
+from .reduced import LossReduction
 from .rows import Axis, AxisName, is_complex, is_plain, options_of, rows_of
 from .scores import scores
 from .targets import TargetOptions
@@ -267,7 +267,7 @@ def cross_entropy(
         [1.3862944 1.3862944]
     """
     options, numbers = options_of(scale, softcap, None, where), TargetOptions(label_smoothing, z_loss)
-    choice, reduced = Choice(backend, strategy), Reduction(reduction, ignore_index)
+    choice, reduced = Choice(backend, strategy), LossReduction(reduction, ignore_index)
     return losses.cross_entropy(logits, labels, axis, options, numbers, choice, axis_name, reduced)
 
 

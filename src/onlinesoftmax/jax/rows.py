@@ -14,7 +14,7 @@ from ..core.arrays import Array, broadcasts
 from ..core.operations import OPERATIONS
 from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_softcap, is_number
 from ..core.task import Choice
-from . import manual, ops, primitives, sharded
+from . import array_types, ops, primitives, sharded
 from .exchange import Names, checked_names, devices
 from .targets import TargetOptions
 
@@ -61,9 +61,10 @@ class Rows(NamedTuple):
         operands = (self.x, *self.arrays, *target)
         if self.names:
             # Results per row are the same along the axes of the exchange, so that the target must not vary there.
-            every = frozenset().union(*map(manual.varying, operands)) - set(self.names)
-            operands = tuple(manual.vary(t, every) for t in operands)
-            return sharded.apply(sharded.Call(name, self.names, self.options, choice, **target_options), *operands)
+            every = frozenset().union(*map(array_types.varying, operands)) - set(self.names)
+            operands = tuple(array_types.vary(t, every) for t in operands)
+            call = sharded.ShardedCall(name, self.names, self.options, choice, **target_options)
+            return sharded.apply(call, *operands)
         y = primitives.bind(name, *operands, options=self.options, choice=choice, **target_options)
         return ops.unstacked(name, y)
 
@@ -111,7 +112,7 @@ def rows_of(name: str, x: Any, axis: Axis, options: ScoreOptions, axis_name: Any
         x = x.astype(narrow)
     elif jnp.finfo(narrow).bits < 16:
         x = x.astype(jnp.float32)
-    return Rows(manual.vary(_last(x, axes), frozenset(names)), arrays, options, axes, x.shape, narrow, names)
+    return Rows(array_types.vary(_last(x, axes), frozenset(names)), arrays, options, axes, x.shape, narrow, names)
 
 
 def _checked(name: str, x: Any) -> Array:
