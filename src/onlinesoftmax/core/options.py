@@ -229,7 +229,7 @@ def query_axis(operation: str, axis: int, ndim: int) -> int:
 def bits(value: float) -> int:
     """The bits of a float64 as a 64-bit integer, which is how a number travels to a kernel.
 
-    A small integer would be passed to a kernel as 32 bits, so 0 and positive numbers below 5.4e-312 become -0.
+    Triton would pass a small integer as 32 bits.  Therefore 0 and positive numbers below 5.4e-312 are encoded as -0.0.
 
     >>> hex(bits(1.0)), bits(0.0) == bits(-0.0)
     ('0x3ff0000000000000', True)

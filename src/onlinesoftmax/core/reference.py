@@ -9,7 +9,7 @@ Nothing here is fast.  Every kernel is tested against these functions; read them
 The public functions widen every input to float64, and every result is float64.  A 0-d input is treated as an array of
 shape (1,), and its result is 0-d.  The edge cases are those of PyTorch: a row with NaN gives NaN; a row of -inf alone
 and a row with +inf have no softmax (NaN) but have a logsumexp (-inf and +inf); an empty row has the logsumexp -inf.
-No function warns of inf or NaN except `naive`, whose overflow is the lesson.
+Only `naive` lets NumPy warn: its overflow is what it demonstrates.
 An axis out of range raises numpy.exceptions.AxisError.
 """
 

@@ -178,7 +178,7 @@ class State:
 
     @_quiet
     def mean(self, name: str, keepdim: bool = False) -> Array:
-        """The mean of a weight under the softmax of everything merged so far: its accumulator over l.
+        """Mean of a weight under the softmax: its accumulator divided by l.
 
         Raises:
             KeyError: no weight of this name was given to `of`.

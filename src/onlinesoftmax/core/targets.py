@@ -42,7 +42,7 @@ def picked(xp: Any, values: Mapping[str, Array], columns: Array, total: Callable
 
 
 def weighted_scores(xp: Any, x: Array, weight: Any = 1.0, **_: Array) -> Array:
-    """Weight * x, whose sum over a row is `wz`; 0 where the weight is 0, even if the score is infinite."""
+    """Product weight * x; its sum over a row is `wz`.  It is 0 where the weight is 0, even if the score is infinite."""
     return x if isinstance(weight, float) else xp.where(weight == 0, 0.0, weight * x)
 
 
@@ -52,7 +52,10 @@ def _probabilities(xp: Any, x: Array, m: Array, l: Array) -> Array:
 
 
 def _is_defined(xp: Any, l: Array) -> Array:
-    """True for the rows that have a softmax: l is 0 if all scores are -inf, infinite if one is +inf, NaN if one is."""
+    """True for the rows that have a softmax.
+
+    l is 0 if all scores are -inf, infinite if one score is +inf, and NaN if one score is NaN.
+    """
     return (l > 0) & ~xp.isinf(l)
 
 
@@ -115,11 +118,11 @@ def loss_gradient(xp: Any, **values: Array) -> Array:
 def log_probability_terms(xp: Any, x: Array, dy: Array, m: Array, l: Array, **row: Array) -> tuple[Array, Array]:
     """The two terms whose difference is the gradient of logprob, lse and entropy with respect to the scores."""
     p = _probabilities(xp, x, m, l)
-    chosen = xp.where(_is_column(row), dy, 0.0)
-    factor = chosen - row.get("dlse", 0.0)
+    own = xp.where(_is_column(row), dy, 0.0)
+    factor = own - row.get("dlse", 0.0)
     if "dentropy" in row:
         factor = factor + row["dentropy"] * (xp.where(p == 0, 0.0, x - shift(xp, m) - xp.log(l)) + row["entropy"])
-    return (row["columns"] == row["target"]) * chosen, p * factor
+    return (row["columns"] == row["target"]) * own, p * factor
 
 
 def log_probability_gradient(xp: Any, **values: Array) -> Array:

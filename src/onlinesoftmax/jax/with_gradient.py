@@ -58,7 +58,7 @@ def in_two_passes(run: Run, name: str, *operands: Array, options: ScoreOptions, 
         # A row that the mask leaves without a class counts for nothing.
         dy = jnp.where(results[..., 2] == 0, 0, dy)
     given = jnp.stack([dy.astype(results.dtype), jnp.zeros_like(results[..., 0])], axis=-1)
-    gradient = run(OPERATIONS[name].gradient, x, *beside, results, given, factor=float(options.scale), **params)
+    gradient = run(OPERATIONS[name].gradient_name, x, *beside, results, given, factor=float(options.scale), **params)
     return results, _of_logits(gradient, x, tuple(beside[:-1]), options)
 
 
