@@ -44,7 +44,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "jax.functions": {"jax"},
     "jax.losses": {"jax"},
     "jax.exchange": {"jax"},
-    "jax.manual": {"jax"},
+    "jax.array_types": {"jax"},
     "jax.part": {"jax"},
     "jax.sharded": {"jax"},
     "jax.rows": {"jax"},

@@ -37,7 +37,7 @@ def softmax(
     backend: str | None = None,
     strategy: str | None = None,
 ) -> Array:
-    """exp(z) / sum(exp(z)) along `dim`: `torch.softmax` with a choice of kernel, and with all of this fused:
+    """exp(z) / sum(exp(z)) along `dim`: `torch.softmax` with a choice of kernel and these score options fused:
 
         z = softcap * tanh(scale * input / softcap) + bias,  and -inf where masked
 
@@ -255,7 +255,7 @@ def token_logprobs(
         scale: Factor of the logits, the inverse temperature: a number, or a 0-d tensor on their device, which gets no
             gradient.
         softcap: Soft bound on the magnitude of scale * logits: a positive number.
-        mask: Boolean, broadcasts to the shape of `logits`: True keeps a token, as sampling has kept it.
+        mask: Boolean, broadcasts to the shape of `logits`: True for the tokens that the sampler could choose.
         entropy: Compute the entropy too.
         check: Raise an error for an index that is out of range.  The call then waits for the GPU.
         batch_invariant, backend, strategy: As for `softmax`.
@@ -340,8 +340,8 @@ def _find_runner(kind: type) -> ModuleType:
 
 
 if hasattr(sys.modules.get("torch"), "Tensor"):
-    # A model whose first call of ours is traced would otherwise be compiled twice: torch.compile would notice that the
-    # first call has changed these tables.  A torch that does not fit is an error of the first call on its tensors.
+    # Fill the tables now: torch.compile guards on them, and a first call inside a trace would cause a second
+    # compilation.  An unsupported torch raises its error at the first call on a tensor.
     with suppress(TypeError):
         _find_runner(sys.modules["torch"].Tensor)
         _find_losses("cross_entropy", sys.modules["torch"].Tensor)

@@ -300,7 +300,7 @@ class Replaced(Generic[Model]):
     cross_entropy: int = 0
 
     def __int__(self) -> int:
-        """How many modules were replaced."""
+        """Number of replaced modules."""
         return self.softmax + self.log_softmax + self.softmax2d + self.cross_entropy
 
 
@@ -324,7 +324,7 @@ def replace(model: Model) -> Replaced[Model]:
         model: Any module.
 
     Returns:
-        How many of each kind were replaced, and the model.
+        Number of replaced modules of each kind, and the model.
 
     Raises:
         TypeError: model is not a module.

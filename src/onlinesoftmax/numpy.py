@@ -6,14 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from .core.arrays import broadcasts, is_floating_dtype
 from .core.call import Call, Settings
 from .core.operations import Operation
-from .core.options import Functions, causal_mask, scores
-from .core.state import State
+from .core.options import SCORE_OPTIONS, Functions, causal_mask, query_axis, scores
+from .core.state import State, dim_from_end
 from .core.task import Choice
 
 FUNCTIONS = Functions(np.tanh, lambda condition, x, number: np.where(condition, x, number).astype(x.dtype))
 """NumPy's functions for the array formula of the scores."""
+
+ARRAY_TYPES = (np.ndarray, np.generic)
+"""Types of the arrays that a score option may be; NumPy's scalars are 0-d arrays."""
 
 _RESULTS = {"softmax": State.softmax, "log_softmax": State.log_softmax}
 
@@ -32,8 +36,9 @@ def run(call: Call) -> Any:
         return _result(operation, x, dim, keepdim)
     with np.errstate(all="ignore"):
         wide = x.astype(np.promote_types(np.float32, x.dtype) if x.dtype.kind == "f" else np.float32)
-        if options.bias is not None:
-            options = options._replace(bias=options.bias.astype(wide.dtype))
+        # A float64 array beside float32 logits would widen the scores.
+        scale, bias = (t.astype(wide.dtype) if isinstance(t, ARRAY_TYPES) else t for t in (options.scale, options.bias))
+        options = options._replace(scale=scale, bias=bias)
         seen = causal_mask(np.arange, x.shape, dim) if options.causal else None
         z = scores(FUNCTIONS, wide, options, seen).astype(np.float64 if x.dtype.itemsize >= 8 else np.float32)
     y = _result(operation, z, dim, keepdim)
@@ -51,8 +56,8 @@ def _result(operation: Operation, x: Any, dim: int, keepdim: bool) -> Any:
 
 
 def _check(call: Call) -> None:
-    """Raise for what NumPy arrays do not do."""
-    operation, x, (dim, dtype, _, choice), options, out, _ = call
+    """Raise an error for arguments that NumPy arrays do not support."""
+    operation, x, (dim, dtype, _, choice), _, out, _ = call
     name = operation.name
     if choice.backend not in (None, "eager") or choice.strategy not in (None, "row"):
         raise TypeError(
@@ -68,11 +73,29 @@ def _check(call: Call) -> None:
     result = x.dtype if dtype is None else np.dtype(dtype)
     if result.kind not in "fV":
         raise NotImplementedError(f"{name}(): input of dtype {x.dtype} is not floating point; pass dtype=")
+    _check_options(call)
+
+
+def _check_options(call: Call) -> None:
+    """Check the score options against the input, with the error types of torch tensors (torch/check.py)."""
+    operation, x, settings, options, _, _ = call
+    name = operation.name
     if options is None:
         return
-    if options.mask is not None and options.mask.dtype != np.bool_:
-        raise TypeError(f"{name}(): mask must be boolean (True keeps), got {options.mask.dtype}")
-    for operand in ("bias", "mask"):
-        beside = getattr(options, operand)
-        if beside is not None and np.broadcast_shapes(beside.shape, x.shape) != x.shape:
-            raise ValueError(f"{name}(): {operand} of shape {beside.shape} does not broadcast to input's {x.shape}")
+    for argument, option in SCORE_OPTIONS.items():
+        t = getattr(options, argument)
+        if not option.tensor or t is None or isinstance(t, float):
+            continue
+        if not isinstance(t, ARRAY_TYPES):
+            raise TypeError(f"{name}(): {argument} must be a NumPy array, as input is, not {type(t).__name__}")
+        if option.dtype == "boolean" and t.dtype != np.bool_:
+            raise RuntimeError(f"{name}(): {argument} must be boolean (True keeps), got {t.dtype}")
+        if option.dtype == "floating" and not is_floating_dtype(t.dtype):
+            raise RuntimeError(f"{name}(): {argument} must be floating point, got {t.dtype}")
+        if option.kind == "call" and t.ndim != 0:
+            raise RuntimeError(f"{name}(): {argument} must be a number or a 0-d array, got shape {t.shape}")
+        if not broadcasts(t.shape, x.shape):
+            raise RuntimeError(f"{name}(): {argument} of shape {t.shape} does not broadcast to input's {x.shape}")
+    if options.causal:
+        ndim = max(x.ndim, 1)
+        query_axis(name, dim_from_end(settings.dim, x.ndim) + ndim, ndim)

@@ -32,8 +32,8 @@ def test_declarations_are_consistent(operation: object) -> None:
     assert all(set(output.needs) <= sums for output in operation.outputs)
     names = {operand.name for operand in operation.operands} | {output.name for output in operation.outputs}
     assert set(operation.saved) <= names
-    assert operation.backward == (operation.gradient == "")
-    assert operation.backward or OPERATIONS[operation.gradient].forward is operation
+    assert operation.backward == (operation.gradient_name == "")
+    assert operation.backward or OPERATIONS[operation.gradient_name].forward is operation
 
 
 def test_outputs_on_request_bring_their_sums() -> None:

@@ -242,6 +242,18 @@ def test_logsumexp_as_jax_has_it() -> None:
     assert sign.shape == (4, 5)
 
 
+def test_numbers_of_numpy() -> None:
+    expected = osj.softmax(X, scale=2.0, softcap=3.0)
+    for number in (np.int64, np.float32):
+        assert_close(osj.softmax(X, scale=number(2), softcap=number(3)), expected)
+
+
+class NotAnArray:
+    """A 0-d array of another library."""
+
+    shape, dtype = (), "another.float32"
+
+
 X = jnp.ones((2, 3))
 REFUSED = [
     ({"x": [1.0, 2.0]}, TypeError, "x must be an array, not list"),
@@ -253,7 +265,10 @@ REFUSED = [
     ({"where": jnp.ones((4, 3), bool)}, ValueError, r"where of shape \(4, 3\) does not broadcast to x's \(2, 3\)"),
     ({"bias": jnp.ones((2, 2, 3))}, ValueError, "bias of shape"),
     ({"bias": jnp.ones(3, int)}, TypeError, "bias must be floating point"),
+    ({"bias": "1"}, TypeError, "bias must be an array, not str"),
+    ({"where": object()}, TypeError, "where must be an array, not object"),
     ({"scale": "2"}, TypeError, "scale must be a number"),
+    ({"scale": NotAnArray()}, TypeError, "scale must be a number"),
     ({"scale": jnp.ones(2)}, TypeError, "scale must be a number"),
     ({"softcap": 0.0}, ValueError, "softcap must be positive"),
     ({"softcap": "1"}, TypeError, "softcap must be a number"),

@@ -220,7 +220,7 @@ def test_an_infinite_gradient_of_the_output(strategy: str, name: str, dtype: str
     y = getattr(jax.nn, name)(jnp.zeros((1, 1025 if strategy == "row" else 20000), dtype))
     dy = jnp.zeros_like(y).at[0, 3].set(jnp.inf)
     ours = primitives.bind(f"{name}_backward", y, dy, choice=Choice("pallas", strategy))
-    theirs = formulas.FORMULAS[f"{name}_backward"](y, dy)
+    theirs = formulas.EAGER_FUNCTIONS[f"{name}_backward"](y, dy)
     np.testing.assert_array_equal(ours.astype("float32"), theirs.astype("float32"))
 
 

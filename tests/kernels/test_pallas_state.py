@@ -101,6 +101,21 @@ def test_law(algebra: PallasAlgebra, law: Law) -> None:
     holds()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_dtype_of_the_result_decides_whether_sums_are_exact(dtype: str) -> None:
+    x, mask, bias = (jnp.ones((2, 3), kind) for kind in (dtype, bool, "float32"))
+    row, column = jnp.ones((2, 2)), jnp.zeros(2, int)
+    calls = [
+        ops.Op.for_call("softmax", (x,)),
+        ops.Op.for_call("softmax", (x, mask)),
+        ops.Op.for_call("softmax", (x, bias)),
+        ops.Op.for_call("softmax_backward", (x, x)),
+        ops.Op.for_call("logsumexp_backward", (x, mask, row, row[:, 0])),
+        ops.Op.for_call("token_logprobs", (x, mask, column), ("y", "m", "l", "entropy")),
+    ]
+    assert [op.exact for op in calls] == [dtype == "float32"] * len(calls)
+
+
 def test_lanes_merge_into_the_state_of_their_row() -> None:
     x = jnp.asarray(np.random.default_rng(5).normal(size=(1, 640)) * 9, jnp.float32)
     lanes = state.identity((1, 64), jnp.float32)

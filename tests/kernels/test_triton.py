@@ -177,8 +177,8 @@ def test_a_body_lies_on_16_bytes(vector: int) -> None:
 @triton.jit
 def _owned_rows(counts_ptr, adjacent, ROWS: tl.constexpr):
     pid = tl.program_id(0)
-    outer, near, row_mask = tiles.strip(pid, adjacent, ROWS)
-    at = counts_ptr + outer * adjacent + near
+    outer, inner, row_mask = tiles.strip(pid, adjacent, ROWS)
+    at = counts_ptr + outer * adjacent + inner
     tl.store(at, tl.load(at, mask=row_mask) + 1, mask=row_mask)
 
 

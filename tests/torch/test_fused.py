@@ -23,11 +23,11 @@ DEVICE = "cuda" if GPU else "cpu"
 SHAPE = (2, 9, 37)
 
 
-def _mask(shape: tuple[int, ...], *, dead: bool) -> torch.Tensor:
+def _mask(shape: tuple[int, ...], *, fully_masked: bool) -> torch.Tensor:
     generator = torch.Generator().manual_seed(len(shape))
     mask = torch.rand(shape, generator=generator) > 0.4
     mask[..., 0] |= ~mask.any(-1)
-    if dead:
+    if fully_masked:
         mask[0, 0] = False
     return mask
 
@@ -44,12 +44,12 @@ def options(dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> dict[str, dic
         "bias": {"bias": bias},
         "bias of a row": {"bias": bias[0]},
         "bias of a column": {"bias": outliers(shape[0], 1, 1, dtype=dtype, device="cpu")},
-        "mask": {"mask": _mask(shape, dead=False)},
-        "mask of a row": {"mask": _mask((shape[-2], cols), dead=False)[0]},
+        "mask": {"mask": _mask(shape, fully_masked=False)},
+        "mask of a row": {"mask": _mask((shape[-2], cols), fully_masked=False)[0]},
         "causal": {"causal": True},
-        "zero": {"mask": _mask(shape, dead=True), "fully_masked": "zero"},
+        "zero": {"mask": _mask(shape, fully_masked=True), "fully_masked": "zero"},
         "all": {
-            "scale": 1.5, "softcap": 8.0, "bias": bias, "mask": _mask(shape, dead=True), "causal": True,
+            "scale": 1.5, "softcap": 8.0, "bias": bias, "mask": _mask(shape, fully_masked=True), "causal": True,
             "fully_masked": "zero",
         },
     }  # fmt: skip
@@ -133,7 +133,9 @@ def test_forward(plan: str, name: str, operation: str, dtype: torch.dtype) -> No
 def test_long_masks_and_biases(plan: str, cols: int) -> None:
     """Rows that are cut at both ends, in several tiles; masks and biases that are not cut where they are."""
     x = outliers(5, cols, dtype=torch.float32, device=DEVICE)
-    given = moved({"mask": _mask((5, cols), dead=False), "bias": outliers(cols, dtype=torch.float32, device="cpu")})
+    given = moved(
+        {"mask": _mask((5, cols), fully_masked=False), "bias": outliers(cols, dtype=torch.float32, device="cpu")}
+    )
     ours = osm.softmax(x, **forced(plan), scale=0.5, **given)
     z = (x.double() * 0.5 + given["bias"]).masked_fill(~given["mask"], -torch.inf)
     torch.testing.assert_close(ours.double(), torch.softmax(z, -1), rtol=2e-6, atol=1e-7)
@@ -173,6 +175,15 @@ def test_numpy() -> None:
         ours, theirs = OPERATIONS[operation](x, **arrays), OPERATIONS[operation](torch.from_numpy(x), **given)
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-6, atol=1e-6)
         assert ours.dtype == x.dtype
+
+
+@pytest.mark.parametrize("number", [int, np.float32])
+def test_numbers_of_numpy(number: type) -> None:
+    x = outliers(3, 40, dtype=torch.float32, device=DEVICE)
+    for path in ({}, {"backend": "triton"}):
+        assert torch.equal(osm.softmax(x, scale=number(1), **path), osm.softmax(x, **path))
+        ours = osm.softmax(x, scale=number(2), softcap=number(3), **path)
+        assert torch.equal(ours, osm.softmax(x, scale=2.0, softcap=3.0, **path))
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

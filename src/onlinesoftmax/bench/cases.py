@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ..core.operations import OPERATIONS, Extent, Operation, Output
+from ..core.operations import OPERATIONS, Operation, Output, ValueKind
 from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
 
@@ -47,7 +47,7 @@ class Returned(NamedTuple):
     """
 
     name: str
-    kind: Extent
+    kind: ValueKind
     shape: Shape
     dtype: str
 
@@ -159,7 +159,7 @@ class Case:
     @property
     def gradient(self) -> Case:
         """The gradient operation alone, which a call with a gradient runs too."""
-        return replace(self, operation=self.declaration.gradient, with_gradient=False, reduction="")
+        return replace(self, operation=self.declaration.gradient_name, with_gradient=False, reduction="")
 
     @property
     def also_checked(self) -> tuple[Case, ...]:

@@ -46,11 +46,25 @@ def accumulator(x: Array) -> str:
     return "float64" if x.dtype.name == "float64" else "float32"
 
 
+def is_floating_dtype(dtype: np.dtype[Any]) -> bool:
+    """True for a floating-point dtype of NumPy or of ml_dtypes."""
+    # The dtypes of ml_dtypes, such as bfloat16 and float8, have kind "V"; their names identify them.
+    return dtype.kind == "f" or dtype.name.startswith(("bfloat", "float"))
+
+
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """True where an array of this shape broadcasts to the other shape.
+
+    >>> broadcasts((3, 1), (2, 3, 4)), broadcasts((2, 3), (3,))
+    (True, False)
+    """
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
+
+
 @cache
 def _numpy() -> SimpleNamespace:
     return SimpleNamespace(
-        # The dtypes of ml_dtypes, such as bfloat16 and float8, have kind "V"; their names identify them.
-        is_floating=lambda x: x.dtype.kind == "f" or x.dtype.name.startswith(("bfloat", "float")),
+        is_floating=lambda x: is_floating_dtype(x.dtype),
         accumulator=lambda x: _numpy_accumulator(x.dtype),
         astype=lambda x, dtype: np.asarray(x).astype(dtype, copy=False),
         max=lambda x, dim: np.max(x, axis=dim, keepdims=True),

@@ -53,6 +53,7 @@ class Layout:
 
     @cached_property
     def rows(self) -> int:
+        """Number of rows."""
         rows = 1
         for size in self.sizes:
             rows *= size
@@ -125,7 +126,7 @@ def rows_of(shape: tuple[int, ...], axis: int, strides: Mapping[str, tuple[int, 
                 continue
         merged.append((size, *steps))
     sizes, *columns = zip(*(merged or [(1,) + (0,) * len(tensors)]), strict=True)
-    # A dimension of one element has no neighbours: call it contiguous in the input and in what is written like it.
+    # A row of one element has no column stride.  Treat it as contiguous in x and in an element output.
     alike = ("x", *(name for name in strides if name == "y" and strides[name][axis]))
     single = alike if shape[axis] <= 1 else ()
     sides = {

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-Extent = Literal["element", "row", "call"]
-"""Number of values of an operand or an output: one per element of the input, one per row, or one per call."""
+ValueKind = Literal["element", "row", "call"]
+"""Which values an operand or an output has: one per element of the input, one per row, or one per call."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Operand:
     """
 
     name: str
-    kind: Extent
+    kind: ValueKind
     dtype: Literal["floating", "integer", "boolean"] = "floating"
     optional: bool = False
     number: bool = False
@@ -64,14 +64,14 @@ class Output:
             output per call is reduced from all rows; only the CUDA kernels write it.
         dtype: "result" for the dtype that the caller asks for, "input" for the dtype of the input, "accumulator" for
             float32 (float64 in float64).
-        exact: True where a float32 value must be as accurate as a float32 result.  False where it is kept in float32
-            only on its way to the caller's result, which may have 16 bits.
+        exact: True if a float32 value of this output needs float32 accuracy.  False if the caller receives it in the
+            dtype of the result, so 16-bit accuracy can be enough.
         needs: Names of the accumulators from which the output is computed.
         on_request: True where the output is written only if the caller asks for it.
     """
 
     name: str
-    kind: Extent
+    kind: ValueKind
     dtype: Literal["result", "input", "accumulator"] = "result"
     needs: tuple[str, ...] = ("l",)
     on_request: bool = False
@@ -103,8 +103,8 @@ class Operation:
         options: Names of the score options that its kernels apply (core/options.py).
         differentiated: How its gradient is computed; None for an operation that is itself a gradient.
         scores: True where the input is a logit, which the score options turn into a score.
-        may_keep_terms: True where the element output is a multiple of the term that was summed, apart from what does
-            not depend on the input, so that a kernel may hold the terms instead of the input.
+        may_keep_terms: True if y = c * exp(z - m) + d, with c and d constant along the row.  A kernel may then hold the
+            terms exp(z - m) instead of the logits.
     """
 
     name: str
@@ -127,11 +127,6 @@ class Operation:
     def element_operands(self) -> tuple[str, ...]:
         """Names of the tensors that every call reads element by element, the input first."""
         return tuple(operand.name for operand in self.operands if operand.kind == "element" and not operand.optional)
-
-    @cached_property
-    def optional_operands(self) -> tuple[str, ...]:
-        """Names of the operands that a call may leave out."""
-        return tuple(operand.name for operand in self.operands if operand.optional)
 
     @cached_property
     def row_operands(self) -> tuple[str, ...]:
@@ -179,7 +174,7 @@ class Operation:
         return self.differentiated is None
 
     @property
-    def gradient(self) -> str:
+    def gradient_name(self) -> str:
         """Name of the operation that computes its gradient; empty for a gradient."""
         return self.differentiated.operation if self.differentiated else ""
 
@@ -191,7 +186,7 @@ class Operation:
     @cached_property
     def forward(self) -> Operation:
         """The forward operation of a gradient; the operation itself if it is a forward operation."""
-        return next((other for other in OPERATIONS.values() if other.gradient == self.name), self)
+        return next((other for other in OPERATIONS.values() if other.gradient_name == self.name), self)
 
     @cached_property
     def always(self) -> tuple[str, ...]:
@@ -257,7 +252,10 @@ STATISTICS: tuple[Output, ...] = (
 """More outputs of every forward operation, on request: lse is m + log(l); m is finite; entropy is lse - zl / l."""
 
 STATE = (Operand("m", "row"), Operand("l", "row"))
-"""The state of each row, which a gradient reads.  The rounding error of lse would be an error of every probability."""
+"""The state of each row.
+
+Gradients read m and l, not lse: rounding lse would put one error into every probability.
+"""
 
 CLASSES = (
     Operand("weight", "element", optional=True),
@@ -278,7 +276,10 @@ ignore_index: Target of the rows that count for nothing.
 LOSSES_REDUCED = tuple(
     Output(name, "call", needs=("l", "wz"), on_request=True, exact=False) for name in ("mean_loss", "total_loss")
 )
-"""The scalars to which losses are reduced.  With one of them, y is its gradient, and no dy is given."""
+"""The scalars to which losses are reduced.
+
+If one of them is written, y is the gradient of that scalar, and the call has no dy.
+"""
 
 ALL_OPTIONS = ("scale", "softcap", "bias", "mask", "causal")
 """Names of all score options; core/options.py declares them."""

@@ -12,6 +12,7 @@ To declare an option: CONTRIBUTING.md, "To add a score option".
 from __future__ import annotations
 
 import math
+import numbers
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,26 +32,22 @@ class ScoreOption:
             "flag" for True or False.
         dtype: "floating" or "boolean".
         tensor: True where the option may be a tensor.
-        default: The value that changes nothing.
-        chain: True where the option adds a factor to the derivative of a score with respect to its logit.
     """
 
     name: str
     kind: Literal["call", "element", "flag"]
     dtype: Literal["floating", "boolean"] = "floating"
     tensor: bool = False
-    default: Any = None
-    chain: bool = False
 
 
 SCORE_OPTIONS: dict[str, ScoreOption] = {
     option.name: option
     for option in (
-        ScoreOption("scale", "call", tensor=True, default=1.0, chain=True),
-        ScoreOption("softcap", "call", chain=True),
+        ScoreOption("scale", "call", tensor=True),
+        ScoreOption("softcap", "call"),
         ScoreOption("bias", "element", tensor=True),
         ScoreOption("mask", "element", "boolean", tensor=True),
-        ScoreOption("causal", "flag", "boolean", default=False),
+        ScoreOption("causal", "flag", "boolean"),
     )
 }
 """By name, in the order in which the formula applies them."""
@@ -130,8 +127,8 @@ def checked_options(
     nothing = mask is None and bias is None and softcap is None and causal is False and fully_masked == "nan"
     if nothing and scale.__class__ is float and scale == 1.0:
         return None
-    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not is_number and not hasattr(scale, "dtype"):
+    number = is_number(scale)
+    if not number and not hasattr(scale, "dtype"):
         raise TypeError(f"{operation}(): scale must be a number or a 0-d tensor, not {type(scale).__name__}")
     check_softcap(f"{operation}()", softcap)
     for name, value in (("bias", bias), ("mask", mask)):
@@ -141,17 +138,23 @@ def checked_options(
         raise TypeError(f"{operation}(): causal must be a bool, not {type(causal).__name__}")
     if fully_masked not in ("nan", "zero"):
         raise ValueError(f"{operation}(): fully_masked must be 'nan' or 'zero', got {fully_masked!r}")
-    return ScoreOptions(
-        float(scale) if is_number else scale, None if softcap is None else float(softcap),
+    options = ScoreOptions(
+        float(scale) if number else scale, None if softcap is None else float(softcap),
         bias, mask, causal, fully_masked == "zero",
     )  # fmt: skip
+    return None if options.plain else options
+
+
+def is_number(value: Any) -> bool:
+    """True for a real number of Python or NumPy, but not for a bool or an array."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_softcap(caller: str, softcap: Any) -> None:
     """Check that a softcap is None or a positive finite number; an error begins with the caller's name."""
     if softcap is None:
         return
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+    if not is_number(softcap):
         raise TypeError(f"{caller}: softcap must be a number or None, not {type(softcap).__name__}")
     if not 0 < softcap < math.inf:
         raise ValueError(f"{caller}: softcap must be positive and finite, got {softcap}")
@@ -226,7 +229,7 @@ def query_axis(operation: str, axis: int, ndim: int) -> int:
 def bits(value: float) -> int:
     """The bits of a float64 as a 64-bit integer, which is how a number travels to a kernel.
 
-    A small integer would be passed to a kernel as 32 bits, so 0 and positive numbers below 5.4e-312 become -0.
+    Triton would pass a small integer as 32 bits.  Therefore 0 and positive numbers below 5.4e-312 are encoded as -0.0.
 
     >>> hex(bits(1.0)), bits(0.0) == bits(-0.0)
     ('0x3ff0000000000000', True)

@@ -1,6 +1,6 @@
-"""Exchanges between the processes of torch process groups: one collective for every exchange, the same for all callers.
+"""Exchanges between the processes of torch process groups.
 
-torch is imported when the first exchange is made.
+Every exchange uses one collective function, shared by all callers.  torch is imported when the first exchange is made.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def gathered(t: Any, *groups: Group) -> Any:
     """
     found = t.unsqueeze(0)
     for group in reversed(groups):
-        found = _along(found, group).flatten(0, 1)
+        found = _gathered_over_group(found, group).flatten(0, 1)
     return found
 
 
-def _along(t: Any, group: Group) -> Any:
+def _gathered_over_group(t: Any, group: Group) -> Any:
     import torch
 
     size = group.size()
@@ -80,7 +80,7 @@ def gathered_flat(t: Any, *groups: Group) -> Any:
     """
     import torch.distributed as dist
 
-    # The same collective; PyTorch has renamed it.
+    # PyTorch renamed all_gather_into_tensor to all_gather_single.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     for group in reversed(groups):
         size = group.size()

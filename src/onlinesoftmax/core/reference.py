@@ -9,7 +9,7 @@ Nothing here is fast.  Every kernel is tested against these functions; read them
 The public functions widen every input to float64, and every result is float64.  A 0-d input is treated as an array of
 shape (1,), and its result is 0-d.  The edge cases are those of PyTorch: a row with NaN gives NaN; a row of -inf alone
 and a row with +inf have no softmax (NaN) but have a logsumexp (-inf and +inf); an empty row has the logsumexp -inf.
-No function warns of inf or NaN except `naive`, whose overflow is the lesson.
+Only `naive` lets NumPy warn: its overflow is what it demonstrates.
 An axis out of range raises numpy.exceptions.AxisError.
 """
 
@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from . import targets
 from .arrays import Array, namespace
 from .operations import OPERATIONS
+from .state import shift
 
 Float64 = NDArray[np.float64]
 
@@ -56,13 +57,8 @@ class Formula:
     terms: Callable[..., tuple[Array, Array]] | None = None
 
 
-def _shift(xp: Any, m: Array) -> Array:
-    """The finite number nearest to the maximum: subtracting it from infinite scores never gives inf - inf."""
-    return xp.clip(m)
-
-
 def _exponential(xp: Any, x: Array, m: Array, **_: Array) -> Array:
-    return xp.exp(x - _shift(xp, m))
+    return xp.exp(x - shift(xp, m))
 
 
 def _weighted_score(xp: Any, x: Array, m: Array, **_: Array) -> Array:
@@ -80,7 +76,7 @@ def _log_softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
 
 
 def _logsumexp(xp: Any, m: Array, l: Array, **_: Array) -> Array:
-    return _shift(xp, m) + xp.log(l)
+    return shift(xp, m) + xp.log(l)
 
 
 def _entropy(xp: Any, m: Array, l: Array, zl: Array, **_: Array) -> Array:
@@ -92,7 +88,7 @@ _STATE: dict[str, Part] = {"l": _exponential, "zl": _weighted_score}
 
 _STATISTICS: dict[str, Part] = {
     "lse": _logsumexp,
-    "m": lambda xp, m, **_: _shift(xp, m),
+    "m": lambda xp, m, **_: shift(xp, m),
     "l": lambda xp, l, **_: l,
     "entropy": _entropy,
 }
@@ -232,8 +228,8 @@ def online(x: ArrayLike, axis: int = -1, block: int = 1) -> Float64:
     for part in np.split(wide, range(block, wide.shape[axis], block), axis):
         m_new = np.maximum(m, _max(part, axis))
         # While every element so far is -inf there is no sum to correct, and -inf - -inf would be NaN.
-        shift = np.where(m_new == -np.inf, 0.0, m_new)
-        l = l * np.exp(m - shift) + np.sum(np.exp(part - shift), axis, keepdims=True)
+        s = np.where(m_new == -np.inf, 0.0, m_new)
+        l = l * np.exp(m - s) + np.sum(np.exp(part - s), axis, keepdims=True)
         m = m_new
     return (np.exp(wide - m) / l).reshape(shape)
 

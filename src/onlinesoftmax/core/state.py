@@ -69,7 +69,7 @@ class State:
             weights: Names of the accumulators, all of which are 0.
         """
         xp = namespace(like)
-        dim = _negative(dim, like.ndim)
+        dim = dim_from_end(dim, like.ndim)
         shape = list(like.shape) or [1]
         shape[dim] = 1
         sums = {name: xp.full(like, shape, 0.0) for name in weights}
@@ -91,13 +91,13 @@ class State:
             IndexError: dim is out of range.
         """
         xp = namespace(x)
-        dim = _negative(dim, x.ndim)
+        dim = dim_from_end(dim, x.ndim)
         weights = weights or {}
         x = xp.astype(x, xp.accumulator(x)).reshape(tuple(x.shape) or (1,))
         if x.shape[dim] == 0:
             return cls.identity(x, dim, weights)
         m = xp.max(x, dim)
-        terms = xp.exp(x - _shift(xp, m))
+        terms = xp.exp(x - shift(xp, m))
         sums = {
             # -inf * 0 would be NaN, but an element of -inf is absent.
             name: xp.sum(xp.where(terms == 0, 0.0, xp.astype(w, x.dtype) * terms), dim)
@@ -118,8 +118,8 @@ class State:
             raise ValueError(f"merge: states with the sums {sorted(self.sums)} and {sorted(other.sums)} do not match")
         xp = namespace(self.m)
         m = xp.maximum(self.m, other.m)
-        shift = _shift(xp, m)
-        ours, theirs = xp.exp(self.m - shift), xp.exp(other.m - shift)
+        s = shift(xp, m)
+        ours, theirs = xp.exp(self.m - s), xp.exp(other.m - s)
         sums = {name: self.sums[name] * ours + other.sums[name] * theirs for name in self.sums}
         return State(m, self.l * ours + other.l * theirs, self.dim, sums)
 
@@ -173,12 +173,12 @@ class State:
             keepdim: Keep the reduced dimension with size 1.
         """
         xp = namespace(self.m)
-        lse = _shift(xp, self.m) + xp.log(self.l)
+        lse = shift(xp, self.m) + xp.log(self.l)
         return lse if keepdim else lse.squeeze(self.dim)
 
     @_quiet
     def mean(self, name: str, keepdim: bool = False) -> Array:
-        """The mean of a weight under the softmax of everything merged so far: its accumulator over l.
+        """Mean of a weight under the softmax: its accumulator divided by l.
 
         Raises:
             KeyError: no weight of this name was given to `of`.
@@ -210,10 +210,10 @@ class State:
 
     def _shifted(self, xp: Any, x: Array) -> Array:
         """Return x less the finite number nearest to m, in the dtype of m."""
-        return xp.astype(x, self.m.dtype) - _shift(xp, self.m)
+        return xp.astype(x, self.m.dtype) - shift(xp, self.m)
 
 
-def _shift(xp: Any, m: Array) -> Array:
+def shift(xp: Any, m: Array) -> Array:
     """Return the finite number nearest to m. This number is subtracted from x before exp.
 
     With an infinite m, m - m would be NaN. With the nearest finite number, a slice that holds only -inf has l = 0,
@@ -227,7 +227,12 @@ def _only_finite(xp: Any, m: Array, term: Array) -> Array:
     return xp.where(xp.isinf(m), np.nan, term)
 
 
-def _negative(dim: int, ndim: int) -> int:
+def dim_from_end(dim: int, ndim: int) -> int:
+    """`dim` counted from the end, from -ndim to -1; a 0-d array counts as one dimension.
+
+    Raises:
+        IndexError: dim is out of range.
+    """
     ndim = max(ndim, 1)
     if not -ndim <= dim < ndim:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import Array
+from .state import shift
 
 
 def picked(xp: Any, values: Mapping[str, Array], columns: Array, total: Callable[[Array], Array]) -> dict[str, Array]:
@@ -40,23 +41,21 @@ def picked(xp: Any, values: Mapping[str, Array], columns: Array, total: Callable
     return found
 
 
-def _finite(xp: Any, m: Array) -> Array:
-    """M with the largest finite numbers in place of infinities, so that x - m is not NaN."""
-    return xp.clip(m)
-
-
 def weighted_scores(xp: Any, x: Array, weight: Any = 1.0, **_: Array) -> Array:
-    """Weight * x, whose sum over a row is `wz`; 0 where the weight is 0, even if the score is infinite."""
+    """Product weight * x; its sum over a row is `wz`.  It is 0 where the weight is 0, even if the score is infinite."""
     return x if isinstance(weight, float) else xp.where(weight == 0, 0.0, weight * x)
 
 
 def _probabilities(xp: Any, x: Array, m: Array, l: Array) -> Array:
     """Softmax of the scores; NaN in the rows that have none (`_is_defined`)."""
-    return xp.where(_is_defined(xp, l), xp.exp(x - _finite(xp, m)) / l, np.nan)
+    return xp.where(_is_defined(xp, l), xp.exp(x - shift(xp, m)) / l, np.nan)
 
 
 def _is_defined(xp: Any, l: Array) -> Array:
-    """True for the rows that have a softmax: l is 0 if all scores are -inf, infinite if one is +inf, NaN if one is."""
+    """True for the rows that have a softmax.
+
+    l is 0 if all scores are -inf, infinite if one score is +inf, and NaN if one score is NaN.
+    """
     return (l > 0) & ~xp.isinf(l)
 
 
@@ -79,15 +78,15 @@ def _parts(row: Mapping[str, Array]) -> tuple[Any, Any, Any]:
 
 def log_probability(xp: Any, m: Array, l: Array, z_target: Array, **row: Array) -> Array:
     """Logarithm of the probability of the target; NaN where the target is no column, and where softmax is NaN."""
-    return xp.where(_is_column(row) & _is_defined(xp, l), (z_target - _finite(xp, m)) - xp.log(l), np.nan)
+    return xp.where(_is_column(row) & _is_defined(xp, l), (z_target - shift(xp, m)) - xp.log(l), np.nan)
 
 
 def loss(xp: Any, m: Array, l: Array, z_target: Array, **row: Array) -> Array:
     """Loss of each row: 0 where the target is `ignore_index`, NaN where it is no column or softmax is NaN."""
     own, spread, weight_sum = _parts(row)
     log_l = xp.log(l)
-    lse = _finite(xp, m) + log_l
-    y = own * ((_finite(xp, m) - z_target) + log_l)
+    lse = shift(xp, m) + log_l
+    y = own * ((shift(xp, m) - z_target) + log_l)
     if "smoothing" in row:
         y = y + spread * (weight_sum * lse - row["wz"])
     if "z_loss" in row:
@@ -104,7 +103,7 @@ def divisor(xp: Any, **row: Array) -> Array:
 def loss_terms(xp: Any, x: Array, dy: Array, m: Array, l: Array, **row: Array) -> tuple[Array, Array]:
     """The two terms whose difference is the gradient of the loss with respect to the scores."""
     own, spread, weight_sum = _parts(row)
-    counts, lse = _is_column(row) & ~_is_ignored(row), _finite(xp, m) + xp.log(l)
+    counts, lse = _is_column(row) & ~_is_ignored(row), shift(xp, m) + xp.log(l)
     minuend = dy * (own + spread * weight_sum + 2 * row.get("z_loss", 0.0) * lse) * _probabilities(xp, x, m, l)
     subtrahend = dy * ((row["columns"] == row["target"]) * own + spread * row.get("weight", 1.0))
     return xp.where(counts, minuend, 0.0), xp.where(counts, subtrahend, 0.0)
@@ -119,11 +118,11 @@ def loss_gradient(xp: Any, **values: Array) -> Array:
 def log_probability_terms(xp: Any, x: Array, dy: Array, m: Array, l: Array, **row: Array) -> tuple[Array, Array]:
     """The two terms whose difference is the gradient of logprob, lse and entropy with respect to the scores."""
     p = _probabilities(xp, x, m, l)
-    chosen = xp.where(_is_column(row), dy, 0.0)
-    factor = chosen - row.get("dlse", 0.0)
+    own = xp.where(_is_column(row), dy, 0.0)
+    factor = own - row.get("dlse", 0.0)
     if "dentropy" in row:
-        factor = factor + row["dentropy"] * (xp.where(p == 0, 0.0, x - _finite(xp, m) - xp.log(l)) + row["entropy"])
-    return (row["columns"] == row["target"]) * chosen, p * factor
+        factor = factor + row["dentropy"] * (xp.where(p == 0, 0.0, x - shift(xp, m) - xp.log(l)) + row["entropy"])
+    return (row["columns"] == row["target"]) * own, p * factor
 
 
 def log_probability_gradient(xp: Any, **values: Array) -> Array:

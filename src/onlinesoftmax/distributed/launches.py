@@ -31,7 +31,7 @@ from .shards import Shards
 Tensor = torch.Tensor
 
 _FORWARD = OPERATIONS["token_logprobs"]
-_BACKWARD = OPERATIONS[_FORWARD.gradient]
+_BACKWARD = OPERATIONS[_FORWARD.gradient_name]
 
 
 class Wanted(NamedTuple):

@@ -24,7 +24,7 @@ from .shards import Shards
 Tensor = torch.Tensor
 
 _FORWARD, _WITHOUT_TARGET = OPERATIONS["token_logprobs"], OPERATIONS["logsumexp"]
-_BACKWARD = OPERATIONS[_FORWARD.gradient]
+_BACKWARD = OPERATIONS[_FORWARD.gradient_name]
 
 
 class Sharded(NamedTuple):

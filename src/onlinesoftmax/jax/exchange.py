@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from ..core.arrays import Array
-from . import manual
+from . import array_types
 
 Names = tuple[str, ...]
 """Names of the mesh axes along which rows are sharded."""
 
 
-FLAT = -1000.0
+LOWEST_EXPONENT = -1000.0
 """Lower bound for exponents: exp(-1000) is 0 in every dtype."""
 
 
@@ -31,16 +31,16 @@ class RowStates(NamedTuple):
     Attributes:
         m: Maximum of the scores, made finite.
         l: sum(exp(z - m)).
-        below: sum((z - m) * exp(z - m)), from which the entropy is computed.
+        zl: sum((z - m) * exp(z - m)), from which the entropy is computed.
         mean: Mean of z - m, for label smoothing.
-        chosen: Score of the target, 0 where another device has it.
+        z_target: Score of the target, 0 where another device has it.
     """
 
     m: Array
     l: Array
-    below: Array | None = None
+    zl: Array | None = None
     mean: Array | None = None
-    chosen: Array | None = None
+    z_target: Array | None = None
 
 
 def checked_names(name: str, axis_name: Any) -> Names:
@@ -86,39 +86,39 @@ def whole_target(target: Array, cols: int, names: Names) -> Array:
     return jnp.where((wide >= 0) & (wide // cols < devices(names)), wide, -1)
 
 
-def target_here(target: Array, cols: int, names: Names) -> Array:
+def local_target(target: Array, cols: int, names: Names) -> Array:
     """Converts the result of `whole_target` to a local column.
 
     The local column is `cols` where another device has the target, and -1 where no device has it.
     """
-    here = target // cols == jax.lax.axis_index(names)
-    return jnp.where(target < 0, -1, jnp.where(here, target % cols, cols)).astype(jnp.int32)
+    is_local = target // cols == jax.lax.axis_index(names)
+    return jnp.where(target < 0, -1, jnp.where(is_local, target % cols, cols)).astype(jnp.int32)
 
 
 def merged(local: RowStates, names: Names) -> RowStates:
     """The states of whole rows, from those of the columns of all devices."""
-    given = [field for field, t in zip(RowStates._fields, local, strict=True) if t is not None]
+    present = [field for field, t in zip(RowStates._fields, local, strict=True) if t is not None]
     # One array travels, so that there is one collective.
     packed = jnp.stack([t for t in local if t is not None])
-    parts = dict(zip(given, jnp.moveaxis(_gathered(packed, names), 1, 0), strict=True))
+    parts = dict(zip(present, jnp.moveaxis(_gathered(packed, names), 1, 0), strict=True))
     m, l = jnp.max(parts["m"], axis=0), parts["l"]
     lower = parts["m"] - m
     factor = jnp.exp(lower)
     found = {"m": m, "l": jnp.sum(l * factor, axis=0)}
-    if "below" in parts:
+    if "zl" in parts:
         # The clamp keeps `lower * l` finite for finite l, so 0 * inf does not arise.
-        found["below"] = jnp.sum((parts["below"] + jnp.maximum(lower, FLAT) * l) * factor, axis=0)
+        found["zl"] = jnp.sum((parts["zl"] + jnp.maximum(lower, LOWEST_EXPONENT) * l) * factor, axis=0)
     if "mean" in parts:
         found["mean"] = jnp.mean(parts["mean"] + lower, axis=0)
-    if "chosen" in parts:
-        found["chosen"] = jnp.sum(parts["chosen"], axis=0)
+    if "z_target" in parts:
+        found["z_target"] = jnp.sum(parts["z_target"], axis=0)
     return RowStates(**found)
 
 
 def _gathered(t: Array, names: Names) -> Array:
     """The arrays of all devices, stacked along a new first axis."""
     gather: Callable[..., Array] = jax.lax.all_gather
-    if manual.varying(t).issuperset(names):
+    if array_types.varying(t).issuperset(names):
         # Use the all_gather whose result type is "not varying", so that `shard_map` accepts it as equal on all devices.
         # Older JAX: `all_gather_invariant`; newer: `all_gather` with to="invarying".
         gather = getattr(jax.lax, "all_gather_invariant", None) or partial(gather, to="invarying")

@@ -18,7 +18,7 @@ from ..core.task import Choice
 from ..planner.plan import PlanError
 from . import losses
 from .losses import TokenLogprobs
-from .reduced import Reduction
+from .reduced import LossReduction
 from .rows import Axis, AxisName, is_complex, is_plain, options_of, rows_of
 from .scores import scores
 from .targets import TargetOptions
@@ -174,22 +174,11 @@ def cross_entropy(
     labels q it is `optax.softmax_cross_entropy`, sum(q * (lse(z) - z)).  The scores are
     z = softcap * tanh(scale * logits / softcap).
 
-    The reductions "mean" and "sum" are the fastest to train with.  With integer labels, one pass reads the logits and
-    writes the losses and the gradient of the scalar, which is kept instead of the logits, in their dtype.  Without
-    differentiation, only the losses are computed.  The backward pass multiplies the gradient by the incoming gradient:
-
-    - Under `jit` of `jax.grad` or `jax.value_and_grad`, the incoming gradient is the constant 1, and XLA removes the
-      multiplication.
-    - Any other incoming gradient, of a scaled loss or of a call outside `jit`, costs up to one more pass, which reads
-      and writes the gradient.  XLA may fuse this pass with the operation that follows.
-    - The gradient is stored before it is multiplied, and numbers below 2^-24 become 0 in float16.  A float16 loss that
-      is scaled up against this underflow needs the reduction "none".
-
-    With the reduction "none", the forward pass keeps the logits: one pass reads them, and the backward pass reads them
-    again and writes the gradient.  The same holds for "mean" and "sum" with `axis_name`, with an array as `scale`, with
-    floating labels, and with `where` and label_smoothing together.  No array of the size of the logits is kept for the
-    gradient except one in the dtype of the logits, and floating labels.  All reductions have derivatives of every
-    order; a second derivative reads the logits again.
+    The reductions "mean" and "sum" are the fastest to train with: with integer labels, one pass reads the logits and
+    writes the losses and the gradient of the scalar.  The gradient is kept instead of the logits, in their dtype.  A
+    float16 loss that is scaled up against underflow needs the reduction "none", because the gradient is stored before
+    it is multiplied.  docs/jax.md has the cases in which the logits are read again.  All reductions have derivatives of
+    every order.
 
     Args:
         logits: Floating-point array of any shape.
@@ -267,7 +256,7 @@ def cross_entropy(
         [1.3862944 1.3862944]
     """
     options, numbers = options_of(scale, softcap, None, where), TargetOptions(label_smoothing, z_loss)
-    choice, reduced = Choice(backend, strategy), Reduction(reduction, ignore_index)
+    choice, reduced = Choice(backend, strategy), LossReduction(reduction, ignore_index)
     return losses.cross_entropy(logits, labels, axis, options, numbers, choice, axis_name, reduced)
 
 

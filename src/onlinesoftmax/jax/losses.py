@@ -16,7 +16,7 @@ from ..core.task import Choice
 from ..planner.plan import PlanError
 from . import ops, primitives, reduced
 from .exchange import whole_target
-from .reduced import Reduction
+from .reduced import LossReduction
 from .rows import Axis, Rows, axes_of, rows_of
 from .scores import filled, scores
 from .targets import TargetOptions
@@ -44,7 +44,7 @@ class TokenLogprobs(NamedTuple):
 
 def cross_entropy(
     logits: Any, labels: Any, axis: Axis, options: ScoreOptions, numbers: TargetOptions, choice: Choice,
-    axis_name: Any, reduction: Reduction,
+    axis_name: Any, reduction: LossReduction,
 ) -> Array:  # fmt: skip
     """The losses, reduced; the arguments are those of the public function, not checked."""
     primitives.check(CROSS_ENTROPY, choice)
@@ -59,7 +59,7 @@ def cross_entropy(
     weights = None if with_integers else _weights(labels, x, rows)
     counted = reduction.counted(labels) if with_integers else None
     if rows.x.size and target is not None and reduction.kind != "none" and _writes_gradient(rows, numbers):
-        call = reduced.Call(CROSS_ENTROPY, reduction, rows.options, numbers, choice)
+        call = reduced.ReducedLoss(CROSS_ENTROPY, reduction, rows.options, numbers, choice)
         return reduced.total(call, rows.x, rows.arrays, target, counted).astype(rows.dtype)
     return reduction.of(_losses(rows, target, weights, counted, numbers, choice), counted).astype(rows.dtype)
 

@@ -102,7 +102,7 @@ def scaled_rows(y: Array, t: Array) -> Array:
     return (y.astype(accumulator(y)) * t[..., None]).astype(y.dtype)
 
 
-FORMULAS: dict[str, Callable[..., Array]] = {
+EAGER_FUNCTIONS: dict[str, Callable[..., Array]] = {
     function.__name__: function
     for function in (
         softmax, log_softmax, logsumexp, softmax_backward, log_softmax_backward, log_softmax_tangent,

@@ -15,7 +15,7 @@ from ..core.arrays import Array
 from ..core.operations import OPERATIONS
 from ..core.options import PLAIN, ScoreOptions
 from . import ops
-from .exchange import Names, RowStates, devices, merged, target_here
+from .exchange import Names, RowStates, devices, local_target, merged
 from .scores import masked, scores
 from .targets import PLAIN_TARGET, TargetOptions
 
@@ -60,13 +60,13 @@ def apply(name: str, names: Names, run: Run, operands: tuple[Array, ...], **para
     """
     operation, x = OPERATIONS[name], operands[0]
     if name in ops.EXCHANGING:
-        return ops.FORMULAS[name](*operands, axis_name=names, **params)
+        return ops.EAGER_FUNCTIONS[name](*operands, axis_name=names, **params)
     options = params.get("options", PLAIN)
     first = operation.inputs + len(options.arrays)
     arrays, beside = operands[operation.inputs : first], operands[first:]
     if operation.backward:
         if operation.has_target:
-            beside = (target_here(beside[0], x.shape[-1], names), *beside[1:])
+            beside = (local_target(beside[0], x.shape[-1], names), *beside[1:])
             params["target_options"] = of_all_classes(params["target_options"], x, names)
         return run(name, *operands[:first], *beside, **params)
     target = beside[0] if operation.has_target else None
@@ -85,9 +85,9 @@ def _states(part: Part, names: Names, run: Run) -> RowStates:
     if target is None:
         state = run("logsumexp", x, *arrays, options=options)
         return RowStates(state[..., 0], state[..., 1])
-    target = target_here(target, x.shape[-1], names)
-    here = (target >= 0) & (target < x.shape[-1])
-    chosen = jnp.where(here, part.column(jnp.where(here, target, 0)), 0)
+    target = local_target(target, x.shape[-1], names)
+    is_local = (target >= 0) & (target < x.shape[-1])
+    z_target = jnp.where(is_local, part.column(jnp.where(is_local, target, 0)), 0)
     if target_options.smoothing:
         # With smoothing = 1, loss = log(l) - mean, and the target has no influence.  So mean = log(l) - loss.
         only = TargetOptions(smoothing=1.0)
@@ -96,54 +96,54 @@ def _states(part: Part, names: Names, run: Run) -> RowStates:
         loss, m, l = y[..., 0], y[..., 1], y[..., 2]
         # If the score of column 0, the dummy target, is -inf, the loss is NaN (0 * inf); the mean is then -inf.
         mean = jnp.where(part.column(first) == -jnp.inf, -jnp.inf, jnp.log(l) - loss)
-        return RowStates(m, l, None, mean, chosen)
+        return RowStates(m, l, None, mean, z_target)
     entropy = TargetOptions(entropy=target_options.entropy)
     y = run("token_logprobs", x, *arrays, target, options=options, target_options=entropy)
     m, l = y[..., 1], y[..., 2]
-    below = jnp.where(l == 0, 0, l * (jnp.log(l) - y[..., 3])) if entropy.entropy else None
-    return RowStates(m, l, below, None, chosen)
+    zl = jnp.where(l == 0, 0, l * (jnp.log(l) - y[..., 3])) if entropy.entropy else None
+    return RowStates(m, l, zl, None, z_target)
 
 
-def _softmax(part: Part, whole: RowStates, run: Run) -> tuple[Array, ...]:
+def _softmax(part: Part, merged_state: RowStates, run: Run) -> tuple[Array, ...]:
     # logsumexp_backward gives softmax when dy = 1.  Its kernel rounds the scores as the logsumexp kernel does.
-    l = whole.l
+    l = merged_state.l
     dy = jnp.where((l > 0) & (l < jnp.inf), jnp.ones_like(l), jnp.nan)
-    state = jnp.stack([whole.m, l], axis=-1)
+    state = jnp.stack([merged_state.m, l], axis=-1)
     return (run("logsumexp_backward", part.x, *part.arrays, state, dy, options=part.options, factor=1.0),)
 
 
-def _log_softmax(part: Part, whole: RowStates, run: Run) -> tuple[Array, ...]:
-    log_l = jnp.log(jnp.where(whole.l < jnp.inf, whole.l, jnp.nan))
-    y = (scores(part.x, part.arrays, part.options) - whole.m[..., None]) - log_l[..., None]
+def _log_softmax(part: Part, merged_state: RowStates, run: Run) -> tuple[Array, ...]:
+    log_l = jnp.log(jnp.where(merged_state.l < jnp.inf, merged_state.l, jnp.nan))
+    y = (scores(part.x, part.arrays, part.options) - merged_state.m[..., None]) - log_l[..., None]
     return (masked(y, part.arrays, part.options, ops.MASKED["log_softmax"]).astype(part.x.dtype),)
 
 
-def _logsumexp(part: Part, whole: RowStates, run: Run) -> tuple[Array, ...]:
-    return whole.m, whole.l
+def _logsumexp(part: Part, merged_state: RowStates, run: Run) -> tuple[Array, ...]:
+    return merged_state.m, merged_state.l
 
 
-def _cross_entropy(part: Part, whole: RowStates, run: Run) -> tuple[Array, ...]:
+def _cross_entropy(part: Part, merged_state: RowStates, run: Run) -> tuple[Array, ...]:
     smoothing, z_loss, *_ = part.target_options
-    log_l = jnp.log(whole.l)
-    y = log_l - (whole.chosen - whole.m)
-    if whole.mean is not None:
-        y = (1 - smoothing) * y + smoothing * (log_l - whole.mean)
+    log_l = jnp.log(merged_state.l)
+    y = log_l - (merged_state.z_target - merged_state.m)
+    if merged_state.mean is not None:
+        y = (1 - smoothing) * y + smoothing * (log_l - merged_state.mean)
     if z_loss:
-        y = y + z_loss * (whole.m + log_l) ** 2
-    return _of_known_rows(part, whole, y), whole.m, whole.l
+        y = y + z_loss * (merged_state.m + log_l) ** 2
+    return _of_known_rows(part, merged_state, y), merged_state.m, merged_state.l
 
 
-def _token_logprobs(part: Part, whole: RowStates, run: Run) -> tuple[Array, ...]:
-    log_l = jnp.log(whole.l)
-    y = _of_known_rows(part, whole, (whole.chosen - whole.m) - log_l)
-    more = () if whole.below is None else (log_l - whole.below / whole.l,)
-    return y, whole.m, whole.l, *more
+def _token_logprobs(part: Part, merged_state: RowStates, run: Run) -> tuple[Array, ...]:
+    log_l = jnp.log(merged_state.l)
+    y = _of_known_rows(part, merged_state, (merged_state.z_target - merged_state.m) - log_l)
+    more = () if merged_state.zl is None else (log_l - merged_state.zl / merged_state.l,)
+    return y, merged_state.m, merged_state.l, *more
 
 
-def _of_known_rows(part: Part, whole: RowStates, y: Array) -> Array:
+def _of_known_rows(part: Part, merged_state: RowStates, y: Array) -> Array:
     """`y`, with NaN where the target is invalid or l is infinite."""
     assert part.target is not None
-    return jnp.where((part.target >= 0) & (whole.l < jnp.inf), y, jnp.nan)
+    return jnp.where((part.target >= 0) & (merged_state.l < jnp.inf), y, jnp.nan)
 
 
 FINISH: dict[str, Callable[[Part, RowStates, Run], tuple[Array, ...]]] = {

@@ -35,7 +35,7 @@ from ..planner.measured import table_for
 from ..planner.plan import Plan, PlanError, plan
 from ..planner.strategies import FOR_JAX
 from ..planner.strategies.pallas import LARGEST
-from . import exchange, manual, ops, part, partitioning, targets
+from . import array_types, exchange, ops, part, partitioning, targets
 from .device import to_lower_for
 from .targets import PLAIN_TARGET, TargetOptions
 
@@ -45,7 +45,7 @@ def bind(name: str, *operands: Array, choice: Choice = ANY, **params: Any) -> Ar
 
     `params` are `options`, `factor`, `target_options` and `axis_name`, as in jax/ops.py.
     """
-    result: Array = PRIMITIVES[name].bind(*manual.alike(operands), choice=choice, **params)
+    result: Array = PRIMITIVES[name].bind(*array_types.alike(operands), choice=choice, **params)
     return result
 
 
@@ -130,16 +130,16 @@ def task_for(
 def _lowered(name: str, platform: str, *operands: Array, choice: Choice, **params: Any) -> Array:
     """A primitive, as the plan for a platform says."""
     operands, params = _without_classes(name, operands, params)
-    eager, of_device = partial(ops.FORMULAS[name], **params), partial(run, platform, choice)
+    eager, of_device = partial(ops.EAGER_FUNCTIONS[name], **params), partial(run, platform, choice)
     if kernel_plan(platform, choice, name, operands, params) is None:
         return eager(*operands)
 
-    def here(names: exchange.Names, *operands: Array) -> Array:
+    def on_device(names: exchange.Names, *operands: Array) -> Array:
         return part.apply(name, names, of_device, operands, **params) if names else of_device(name, *operands, **params)
 
     elements = OPERATIONS[name].inputs + len(params.get("options", PLAIN).arrays)
     has_row = [i < elements for i in range(len(operands))] + [not OPERATIONS[name].per_row]
-    return partitioning.by_rows(here, jax.eval_shape(eager, *operands), has_row, *operands)
+    return partitioning.by_rows(on_device, jax.eval_shape(eager, *operands), has_row, *operands)
 
 
 def run(platform: str, choice: Choice, name: str, *operands: Array, **params: Any) -> Array:
@@ -150,7 +150,7 @@ def run(platform: str, choice: Choice, name: str, *operands: Array, **params: An
     operands, params = _without_classes(name, operands, params)
     plan = kernel_plan(platform, choice, name, operands, params)
     if plan is None:
-        return ops.FORMULAS[name](*operands, **params)
+        return ops.EAGER_FUNCTIONS[name](*operands, **params)
     target_options = params.pop("target_options", PLAIN_TARGET)
     written, numbers = ops.outputs(name, target_options), ops.numbers(name, target_options)
     found = pallas.run(name, operands, plan, platform != "cuda", outputs=written, numbers=numbers, **params)
@@ -185,13 +185,13 @@ def kernel_plan(
 
 def _make(name: str) -> Primitive:
     """The primitive of this name, with all of its rules."""
-    primitive, function = Primitive(f"onlinesoftmax_{name}"), ops.FORMULAS[name]
+    primitive, function = Primitive(f"onlinesoftmax_{name}"), ops.EAGER_FUNCTIONS[name]
 
     def abstract(*avals: Any, choice: Choice, **params: Any) -> Any:
         # An exchange does not change a shape.
         params.pop("axis_name", None)
         result = jax.eval_shape(partial(function, **params), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-        return manual.result_type(avals[0], result.shape, result.dtype, name in ops.PER_ROW)
+        return array_types.result_type(avals[0], result.shape, result.dtype, name in ops.PER_ROW)
 
     def implementation(*operands: Array, **params: Any) -> Array:
         return _compiled(name, *operands, items=tuple(params.items()))
@@ -201,7 +201,7 @@ def _make(name: str) -> Primitive:
     partitioning.register(primitive)
     for platform in (None, "cuda"):
         lowering = mlir.lower_fun(partial(_lowered, name, platform or "any"), multiple_results=False)
-        mlir.register_lowering(primitive, manual.of_plain_arrays(lowering), platform=platform)
+        mlir.register_lowering(primitive, array_types.of_plain_arrays(lowering), platform=platform)
     batching.primitive_batchers[primitive] = partial(_batch, name)
     ad.primitive_jvps[primitive] = partial(_jvp if name in ops.TANGENTS else _linear_jvp, name)
     if name in ops.EXCHANGING:
@@ -244,7 +244,7 @@ def _batch_of_devices(
     """A batch of a primitive that exchanges a sum; the batch itself may be the axis of the exchange."""
     if axis.name in params.get("axis_name", ()):
         del params["choice"]
-        formula = partial(ops.FORMULAS[name], **params)
+        formula = partial(ops.EAGER_FUNCTIONS[name], **params)
         return jax.vmap(formula, in_axes=axes, axis_name=axis.name, axis_size=axis.size)(*operands), 0
     if all(one is None for one in axes):
         return bind(name, *operands, **params), None
@@ -288,7 +288,7 @@ def _linear_jvp(
 
         def function(*operands: Array) -> Array:
             given = dict(zip(changed, operands, strict=True))
-            return ops.FORMULAS[name](*(given.get(i, primal) for i, primal in enumerate(primals)), **params)
+            return ops.EAGER_FUNCTIONS[name](*(given.get(i, primal) for i, primal in enumerate(primals)), **params)
 
         parts.append(jax.jvp(function, [primals[i] for i in changed], [fixed[i] for i in changed])[1])
     return result, sum(parts[1:], parts[0]) if parts else _nothing(result)
@@ -302,4 +302,4 @@ def _transpose(name: str, cotangent: Any, *operands: Any, **params: Any) -> tupl
     return (*(None for _ in fixed), bind(ops.TRANSPOSES[name], *fixed, cotangent, **params))
 
 
-PRIMITIVES: dict[str, Primitive] = {name: _make(name) for name in ops.FORMULAS}
+PRIMITIVES: dict[str, Primitive] = {name: _make(name) for name in ops.EAGER_FUNCTIONS}

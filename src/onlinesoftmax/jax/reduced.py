@@ -25,7 +25,7 @@ from .targets import TargetOptions
 REDUCTIONS = ("none", "mean", "sum")
 
 
-class Reduction(NamedTuple):
+class LossReduction(NamedTuple):
     """The reduction of a call.
 
     Attributes:
@@ -36,7 +36,7 @@ class Reduction(NamedTuple):
     kind: str = "none"
     ignore_index: int | None = None
 
-    def checked(self, name: str) -> Reduction:
+    def checked(self, name: str) -> LossReduction:
         """The reduction with an index that is an int.
 
         Raises:
@@ -50,7 +50,7 @@ class Reduction(NamedTuple):
             return self
         if isinstance(index, bool) or not isinstance(index, int | np.integer):
             raise TypeError(f"{name}: ignore_index must be an int or None, not {type(index).__name__}")
-        return Reduction(kind, int(index))
+        return LossReduction(kind, int(index))
 
     def counted(self, labels: Array) -> Array | None:
         """True for the rows that count; None where every row counts."""
@@ -74,7 +74,7 @@ class Reduction(NamedTuple):
         return jnp.sum(losses) / jnp.asarray(self.divisor(losses.shape, counted, losses.dtype), losses.dtype)
 
 
-class Call(NamedTuple):
+class ReducedLoss(NamedTuple):
     """A call without its arrays.
 
     Attributes:
@@ -86,7 +86,7 @@ class Call(NamedTuple):
     """
 
     name: str
-    reduction: Reduction
+    reduction: LossReduction
     options: ScoreOptions
     target_options: TargetOptions
     choice: Choice
@@ -110,7 +110,7 @@ def without_empty(losses: Array, l: Array) -> Array:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def total(call: Call, x: Array, arrays: tuple[Array, ...], target: Array, counted: Array | None) -> Array:
+def total(call: ReducedLoss, x: Array, arrays: tuple[Array, ...], target: Array, counted: Array | None) -> Array:
     """The scalar of a call.
 
     Args:
@@ -124,7 +124,7 @@ def total(call: Call, x: Array, arrays: tuple[Array, ...], target: Array, counte
 
 
 @partial(total.defjvp, symbolic_zeros=True)
-def _jvp(call: Call, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+def _jvp(call: ReducedLoss, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
     x, arrays, target, counted = primals
     t = tangents[0]
     if isinstance(t, jax.custom_derivatives.SymbolicZero):

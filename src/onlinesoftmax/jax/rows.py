@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.arrays import Array
+from ..core.arrays import Array, broadcasts
 from ..core.operations import OPERATIONS
-from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_softcap
+from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_softcap, is_number
 from ..core.task import Choice
-from . import manual, ops, primitives, sharded
+from . import array_types, ops, primitives, sharded
 from .exchange import Names, checked_names, devices
 from .targets import TargetOptions
 
@@ -61,9 +61,10 @@ class Rows(NamedTuple):
         operands = (self.x, *self.arrays, *target)
         if self.names:
             # Results per row are the same along the axes of the exchange, so that the target must not vary there.
-            every = frozenset().union(*map(manual.varying, operands)) - set(self.names)
-            operands = tuple(manual.vary(t, every) for t in operands)
-            return sharded.apply(sharded.Call(name, self.names, self.options, choice, **target_options), *operands)
+            every = frozenset().union(*map(array_types.varying, operands)) - set(self.names)
+            operands = tuple(array_types.vary(t, every) for t in operands)
+            call = sharded.ShardedCall(name, self.names, self.options, choice, **target_options)
+            return sharded.apply(call, *operands)
         y = primitives.bind(name, *operands, options=self.options, choice=choice, **target_options)
         return ops.unstacked(name, y)
 
@@ -84,8 +85,8 @@ class Rows(NamedTuple):
 
 def options_of(scale: Any, softcap: Any, bias: Any, where: Any) -> ScoreOptions:
     """The score options, not checked; the mask is called `where` in jax.nn."""
-    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    return ScoreOptions(float(scale) if is_number else scale, softcap, bias, where)
+    scale, softcap = (float(value) if is_number(value) else value for value in (scale, softcap))
+    return ScoreOptions(scale, softcap, bias, where)
 
 
 def is_plain(options: ScoreOptions) -> bool:
@@ -111,7 +112,7 @@ def rows_of(name: str, x: Any, axis: Axis, options: ScoreOptions, axis_name: Any
         x = x.astype(narrow)
     elif jnp.finfo(narrow).bits < 16:
         x = x.astype(jnp.float32)
-    return Rows(manual.vary(_last(x, axes), frozenset(names)), arrays, options, axes, x.shape, narrow, names)
+    return Rows(array_types.vary(_last(x, axes), frozenset(names)), arrays, options, axes, x.shape, narrow, names)
 
 
 def _checked(name: str, x: Any) -> Array:
@@ -153,7 +154,7 @@ def _checked_options(
     """The options with ARRAY in the place of each array, and the arrays with x's layout."""
     scale = options.scale
     if not isinstance(scale, float):
-        is_array = hasattr(scale, "dtype") and math.prod(scale.shape) == 1
+        is_array = isinstance(scale, jax.Array | np.ndarray | np.generic) and math.prod(scale.shape) == 1
         if not is_array or not jnp.issubdtype(scale.dtype, jnp.floating):
             raise TypeError(f"{name}: scale must be a number or a floating-point array of one element, got {scale!r}")
         scale = scale.reshape((1,) * (x.ndim - len(axes) + 1))
@@ -169,12 +170,16 @@ def _checked_options(
 
 def _checked_array(name: str, x: Array, option: str, value: Any) -> Array:
     """An array of the score options, with as many axes as x."""
-    t, argument = jnp.asarray(value), ARGUMENTS.get(option, option)
+    argument = ARGUMENTS.get(option, option)
+    try:
+        t = jnp.asarray(value)
+    except TypeError:
+        raise TypeError(f"{name}: {argument} must be an array, not {type(value).__name__}") from None
     if SCORE_OPTIONS[option].dtype == "boolean" and t.dtype != jnp.bool_:
         raise ValueError(f"{name}: {argument} must be boolean, got {t.dtype}")
     if SCORE_OPTIONS[option].dtype == "floating" and not jnp.issubdtype(t.dtype, jnp.floating):
         raise TypeError(f"{name}: {argument} must be floating point, got {t.dtype}")
-    if t.ndim > x.ndim or any(n not in (1, m) for n, m in zip(t.shape[::-1], x.shape[::-1], strict=False)):
+    if not broadcasts(t.shape, x.shape):
         of_input = "logits of" if has_target(name) else "x's"
         raise ValueError(f"{name}: {argument} of shape {t.shape} does not broadcast to {of_input} {x.shape}")
     return t.reshape((1,) * (x.ndim - t.ndim) + t.shape)

@@ -18,13 +18,13 @@ from ..core.arrays import Array
 from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
 from ..core.task import Choice
-from . import manual, ops, primitives
-from .exchange import Names, target_here
+from . import array_types, ops, primitives
+from .exchange import Names, local_target
 from .part import Part, of_all_classes, outputs
 from .targets import PLAIN_TARGET, TargetOptions
 
 
-class Call(NamedTuple):
+class ShardedCall(NamedTuple):
     """A call without its arrays.
 
     Attributes:
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def apply(call: Call, *operands: Array) -> tuple[Array, ...]:
+def apply(call: ShardedCall, *operands: Array) -> tuple[Array, ...]:
     """The outputs of a forward operation, as those of `part.outputs`.
 
     Args:
@@ -61,7 +61,7 @@ def apply(call: Call, *operands: Array) -> tuple[Array, ...]:
 
 
 @partial(apply.defjvp, symbolic_zeros=True)
-def _jvp(call: Call, primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> Any:
+def _jvp(call: ShardedCall, primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> Any:
     found = apply(call, *primals)
     part = call.part(primals)
     is_zero = (isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents)
@@ -75,11 +75,11 @@ def _jvp(call: Call, primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> A
     else:
         exchanging = partial(primitives.bind, choice=call.choice, axis_name=call.names)
         changed = (ops.tangent(call.name, exchanging, primals, found[0], (change, factor), call.options),)
-    return found, tuple(manual.vary(t, manual.varying(y)) for t, y in zip(changed, found, strict=True))
+    return found, tuple(array_types.vary(t, array_types.varying(y)) for t, y in zip(changed, found, strict=True))
 
 
 def _tangents_per_row(
-    call: Call, primals: tuple[Array, ...], found: tuple[Array, ...], change: tuple[Array, float]
+    call: ShardedCall, primals: tuple[Array, ...], found: tuple[Array, ...], change: tuple[Array, float]
 ) -> tuple[Array, ...]:
     """The tangents of per-row outputs.  The tangent of m is 0."""
     t, factor = change
@@ -88,7 +88,7 @@ def _tangents_per_row(
     before = 1 if OPERATIONS[call.name].has_target else 0
     if before:
         more["target_options"] = of_all_classes(call.target_options, primals[0], call.names)
-        target = target_here(primals[-1], primals[0].shape[-1], call.names)
+        target = local_target(primals[-1], primals[0].shape[-1], call.names)
         primals = (*primals[:-1], target)
     local = primitives.bind(ops.TANGENTS[call.name], *primals, ops.stacked(found), t, **more)
     # Each result has its own psum, so that JAX removes the psum of an unused result.  This saves an exchange in forward

@@ -21,7 +21,7 @@ from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions, softcap_slope
 from ..core.task import ANY, Choice
 from ..kernels import pallas
-from . import exchange, manual, ops, part, partitioning, primitives
+from . import array_types, exchange, ops, part, partitioning, primitives
 from .scores import FUNCTIONS, filled, masked
 from .targets import TargetOptions
 
@@ -45,7 +45,7 @@ def bind(
         choice: The backend and the strategy that the caller forces.
     """
     params = {"options": options, "target_options": target_options._replace(gradient=True), "choice": choice}
-    results, gradient = _PRIMITIVE.bind(*manual.alike(operands), name=name, **params)
+    results, gradient = _PRIMITIVE.bind(*array_types.alike(operands), name=name, **params)
     return results, gradient
 
 
@@ -58,7 +58,7 @@ def in_two_passes(run: Run, name: str, *operands: Array, options: ScoreOptions, 
         # A row that the mask leaves without a class counts for nothing.
         dy = jnp.where(results[..., 2] == 0, 0, dy)
     given = jnp.stack([dy.astype(results.dtype), jnp.zeros_like(results[..., 0])], axis=-1)
-    gradient = run(OPERATIONS[name].gradient, x, *beside, results, given, factor=float(options.scale), **params)
+    gradient = run(OPERATIONS[name].gradient_name, x, *beside, results, given, factor=float(options.scale), **params)
     return results, _of_logits(gradient, x, tuple(beside[:-1]), options)
 
 
@@ -73,7 +73,7 @@ def _of_logits(y: Array, x: Array, arrays: tuple[Array, ...], options: ScoreOpti
 
 
 def _formula(name: str, *operands: Array, **params: Any) -> Array:
-    return ops.FORMULAS[name](*operands, **params)
+    return ops.EAGER_FUNCTIONS[name](*operands, **params)
 
 
 def _lowered(platform: str, *operands: Array, name: str, choice: Choice, **params: Any) -> Pair:
@@ -82,7 +82,7 @@ def _lowered(platform: str, *operands: Array, name: str, choice: Choice, **param
     if primitives.kernel_plan(platform, choice, name, operands, params) is None:
         return eager(*operands)
 
-    def here(names: exchange.Names, *operands: Array) -> Pair:
+    def on_device(names: exchange.Names, *operands: Array) -> Pair:
         if not names:
             return _run(platform, choice, name, *operands, **params)
         of_device = partial(primitives.run, platform, choice)
@@ -94,7 +94,7 @@ def _lowered(platform: str, *operands: Array, name: str, choice: Choice, **param
 
     elements = OPERATIONS[name].inputs + len(params["options"].arrays)
     has_row = [i < elements for i in range(len(operands))] + [False, True]
-    found: Pair = partitioning.by_rows(here, jax.eval_shape(eager, *operands), has_row, *operands)
+    found: Pair = partitioning.by_rows(on_device, jax.eval_shape(eager, *operands), has_row, *operands)
     return found
 
 
@@ -118,8 +118,8 @@ def _abstract(*avals: Any, name: str, choice: Choice, **params: Any) -> Any:
     whole = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
     results, gradient = jax.eval_shape(partial(in_two_passes, _formula, name, **params), *whole)
     return (
-        manual.result_type(avals[0], results.shape, results.dtype, True),
-        manual.result_type(avals[0], gradient.shape, gradient.dtype, False),
+        array_types.result_type(avals[0], results.shape, results.dtype, True),
+        array_types.result_type(avals[0], gradient.shape, gradient.dtype, False),
     )
 
 
@@ -174,7 +174,7 @@ def _make() -> Primitive:
     partitioning.register(primitive)
     for platform in (None, "cuda"):
         lowering = mlir.lower_fun(partial(_lowered, platform or "any"), multiple_results=True)
-        mlir.register_lowering(primitive, manual.of_plain_arrays(lowering), platform=platform)
+        mlir.register_lowering(primitive, array_types.of_plain_arrays(lowering), platform=platform)
     batching.primitive_batchers[primitive] = _batch
     ad.primitive_jvps[primitive] = _jvp
     pe.dce_rules[primitive] = _without_unused

@@ -47,6 +47,14 @@ class Request:
         return self.task.operation.summed(self.task.outputs, {*self.task.dtypes, *self.task.numbers})
 
     @property
+    def exact_sums(self) -> bool:
+        """True where sums need float64: a result is float32 or float64, or the entropy is written.
+
+        The entropy is lse - zl / l.  Near 0 it has the absolute rounding errors of l, which is at least 1, and of zl.
+        """
+        return self.task.exact or any(one.rescaled for one in self.sums[1:])
+
+    @property
     def peeled(self) -> bool:
         """True where unaligned rows are split into head, body and tail."""
         return self.plan.vector > 1

@@ -76,7 +76,7 @@ class Choices:
     """
 
     gpus: Sequence[str] = ("h200", "h100", "a100")
-    operations: Sequence[str] = (*FORWARD, OPERATIONS[FORWARD[0]].gradient)
+    operations: Sequence[str] = (*FORWARD, OPERATIONS[FORWARD[0]].gradient_name)
     with_options: Sequence[str] = FORWARD[:1]
     dtypes: Sequence[str] = ("bfloat16", "float32")
     rows: Sequence[int] = (1, 64, 4096, 65536)

@@ -112,7 +112,7 @@ def keep(ctx: Any, call: Call, y: Tensor, lse: Tensor | None, wants_scale: bool)
     ctx.bias_like = None if options.bias is None else (options.bias.shape, options.bias.dtype)
     scale = options.scale if isinstance(options.scale, Tensor) else None
     x_is_saved = "x" in call.operation.saved
-    gradient = OPERATIONS[call.operation.gradient]
+    gradient = OPERATIONS[call.operation.gradient_name]
     ctx.save_for_backward(
         None if x_is_saved else y,
         call.x if keeps_x(call, wants_scale) else None,

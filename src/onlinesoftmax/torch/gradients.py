@@ -103,7 +103,7 @@ def backward(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, to_logits: 
 def gradient_call(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, to_logits: bool = True) -> Call:
     """The call of the gradient operation.  Arguments as for `backward`."""
     operation, settings = call.operation, call.settings
-    gradient = OPERATIONS[operation.gradient]
+    gradient = OPERATIONS[operation.gradient_name]
     x = kept.x if gradient.scores else kept.y
     assert x is not None
     beside = {"dy": dy}

@@ -134,7 +134,7 @@ def loss_gradient(
     beside = _beside(x, target, weight, loss)
     beside |= {name: t.unsqueeze(loss.dim) for name, t in zip(("dy", "m", "l"), (dy, *state), strict=True)}
     settings = loss.settings._replace(dtype=None)
-    (dx,) = launch(Call(OPERATIONS[_LOSS.gradient], x, settings, loss.options, None, beside), ("y",))
+    (dx,) = launch(Call(OPERATIONS[_LOSS.gradient_name], x, settings, loss.options, None, beside), ("y",))
     return dx
 
 
@@ -311,8 +311,8 @@ class LogProbabilities(torch.autograd.Function):
             given |= {"entropy": entropy, "dentropy": dentropy}
         dim = call.settings.dim
         beside = dict(call.beside) | {name: t.unsqueeze(dim) for name, t in given.items() if t is not None}
-        options = call.options and call.options.of(OPERATIONS[_LOGPROBS.gradient].options)
-        gradient = call._replace(operation=OPERATIONS[_LOGPROBS.gradient], options=options, beside=beside)
+        options = call.options and call.options.of(OPERATIONS[_LOGPROBS.gradient_name].options)
+        gradient = call._replace(operation=OPERATIONS[_LOGPROBS.gradient_name], options=options, beside=beside)
         settings = call.settings._replace(dtype=x.dtype)
         (dx,) = launch(gradient._replace(settings=settings), ("y",))
         return (None, dx, *nothing[2:])

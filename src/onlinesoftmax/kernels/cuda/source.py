@@ -83,13 +83,10 @@ def types_of(request: Request) -> dict[str, str]:
 
 
 def _sum_type(request: Request) -> str:
-    """C++ type of a sum: wider than its summands where an output is float32 or float64, and for an entropy.
-
-    Near 0 an entropy has the absolute errors of l, which is at least 1.
-    """
+    """C++ type of a sum: wider than its summands where the request needs exact sums."""
     if request.task.accumulator == "float64":
         return "DoubleDouble"
-    return "double" if request.task.exact or any(one.rescaled for one in request.sums[1:]) else "float"
+    return "double" if request.exact_sums else "float"
 
 
 def vector(request: Request) -> int:

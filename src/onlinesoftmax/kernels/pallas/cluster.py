@@ -69,11 +69,11 @@ class Slice(NamedTuple):
         """(a, b) of the tile at column `at`; columns that another block or tile reduces become neutral elements."""
         column = mosaic.broadcasted_iota(jnp.int32, (self.tile,), 0, layout=self._layout(self.tile))
         first, end = self.bounds.owned(at, self.tile)
-        here = column >= first
+        owned = column >= first
         if self.bounds.unaligned:
-            here &= column < end
+            owned &= column < end
         pair = self.load_from_shared(at, self.tile)
-        a, b = (jnp.where(here, t, jnp.asarray(n, t.dtype)) for t, n in zip(pair, (self.op.neutral, 0.0), strict=True))
+        a, b = (jnp.where(owned, t, jnp.asarray(n, t.dtype)) for t, n in zip(pair, (self.op.neutral, 0.0), strict=True))
         return a, b
 
     def tiles(self, piece: int, overlap: bool) -> Tiles:
@@ -173,11 +173,14 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int, piece
     bounds = SliceBounds.of(row, rank, operands.rows, operands.cols, length, 16 // held[0].dtype.itemsize)
     slice_ = Slice(op, held, bounds, operands.accumulator, pieces, loaded)
     slice_.start_loads(reads[:inputs])
-    given = {name: ref[row] for name, ref in zip(op.given, operands.given_refs(reads), strict=True)}
-    if op.reduces and given:
-        column = jnp.clip(given["target"], 0, operands.cols - 1)
-        score = reads[0][row * operands.cols + column] if bounds.unaligned else reads[0][row, column]
-        op = op.at_target(given["target"], score.astype(operands.accumulator), operands.cols, given.get("dy"))
+    row_values = {
+        name: ref[row] for name, ref in zip(op.row_operand_names, operands.row_operand_refs(reads), strict=True)
+    }
+    if op.reduces and row_values:
+        column = jnp.clip(row_values["target"], 0, operands.cols - 1)
+        z_target = reads[0][row * operands.cols + column] if bounds.unaligned else reads[0][row, column]
+        z_target = z_target.astype(operands.accumulator)
+        op = op.at_target(row_values["target"], z_target, operands.cols, row_values.get("dy"))
         slice_ = slice_._replace(op=op)
     if op.reduces:
         state = slice_.state(size * length > operands.cols)
@@ -193,7 +196,7 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int, piece
                 ref[row] = value.astype(ref.dtype)
 
     for y_ref in elements:
-        constants = op.row_constants(state) if op.reduces else op.given_constants(tuple(given.values()))
+        constants = op.row_constants(state) if op.reduces else op.given_constants(tuple(row_values.values()))
         slice_.store(_in_slice(constants, bounds), y_ref)
     if op.reduces and size > 1:
         # No block leaves while another may still read its state.

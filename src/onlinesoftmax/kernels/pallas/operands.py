@@ -147,7 +147,7 @@ class Operands(NamedTuple):
         found = [t.reshape(self.shape) for t in operands[:inputs]]
         found += [t.reshape(-1, t.shape[-1]) for t in operands[inputs : inputs + len(self.maps)]]
         per_row = self.op.row_operands(*operands)
-        return found + [per_row[name] for name in self.op.given]
+        return found + [per_row[name] for name in self.op.row_operand_names]
 
     def outputs(self, dtype: Any) -> list[jax.ShapeDtypeStruct]:
         """The arrays that a kernel writes, for a main output of this dtype: per element first, then per row."""
@@ -172,12 +172,12 @@ class Operands(NamedTuple):
             return Tile.of_body(first, col, shape[1], self.cols, self.vector)
         return Tile.of_matrix(first, col, shape, self.rows, self.cols)
 
-    def edges(self, row: Any, here: Any = True) -> list[Tile]:
-        """The tile of the head and the tail of an unaligned row; it has no element where `here` is False."""
+    def edges(self, row: Any, enabled: Any = True) -> list[Tile]:
+        """The tile of the head and the tail of an unaligned row; it has no element where `enabled` is False."""
         if self.vector == 1:
             return []
         tile = Tile.of_edges(jnp.int32(row), self.cols, self.vector)
-        return [tile._replace(inside=tile.inside & here)]
+        return [tile._replace(inside=tile.inside & enabled)]
 
     def load(self, refs: tuple[Any, ...], tile: Tile) -> tuple[Array, Array, Array]:
         """(a, b, kept) of a tile: the pairs of ops.py, and True where an element exists and no mask forbids it."""
@@ -212,34 +212,35 @@ class Operands(NamedTuple):
         """The same where the state of each row is given."""
         inside = self._rows(first, rows)
         loaded = [
-            pltriton.load(ref.at[pl.ds(first, rows)], mask=inside, other=0)[:, None] for ref in self.given_refs(refs)
+            pltriton.load(ref.at[pl.ds(first, rows)], mask=inside, other=0)[:, None]
+            for ref in self.row_operand_refs(refs)
         ]
         floating = [value if value.dtype == jnp.int32 else value.astype(self.accumulator) for value in loaded]
         return self.op.given_constants(floating)
 
-    def given_refs(self, refs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def row_operand_refs(self, refs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The references of the operands per row."""
         at = self.op.inputs + len(self.maps)
-        return refs[at : at + len(self.op.given)]
+        return refs[at : at + len(self.op.row_operand_names)]
 
     def at_targets(self, refs: tuple[Any, ...], first: Any, rows: int) -> Operands:
         """The operands, with the targets of the rows from `first` on where the operation reduces rows with targets.
 
         The targets of several rows are columns of a tile; that of a single row is a number, as its state is.
         """
-        if not (self.op.reduces and self.op.given):
+        if not (self.op.reduces and self.op.row_operand_names):
             return self
         row = jnp.int32(first) + _lanes((rows, 1), 0) if rows > 1 else jnp.int32(first)
         inside = row < self.rows
-        given = {
+        row_values = {
             name: pltriton.load(ref.at[row], mask=inside, other=0)
-            for name, ref in zip(self.op.given, self.given_refs(refs), strict=True)
+            for name, ref in zip(self.op.row_operand_names, self.row_operand_refs(refs), strict=True)
         }
-        column, dy = given["target"], given.get("dy")
+        column, dy = row_values["target"], row_values.get("dy")
         there = jnp.clip(column, 0, self.cols - 1)
         at = (row, there) if self.vector == 1 else row * self.cols + there
-        score, _, _ = self.load(refs, Tile(at, inside, row, there))
-        return self._replace(op=self.op.at_target(column, score, self.cols, dy))
+        z_target, _, _ = self.load(refs, Tile(at, inside, row, there))
+        return self._replace(op=self.op.at_target(column, z_target, self.cols, dy))
 
     def store(self, ref: Any, tile: Tile, loaded: tuple[Array, Array, Array], constants: RowConstants) -> None:
         """Write a tile of the element output."""
@@ -252,11 +253,11 @@ class Operands(NamedTuple):
             y = jnp.where(kept, y, self.op.masked)
         pltriton.store(ref.at[tile.at], y.astype(ref.dtype), mask=tile.inside)
 
-    def store_rows(self, refs: tuple[Any, ...], first: Any, state: State, here: Any = True) -> None:
-        """Write the outputs per row from row `first` on, if any; nothing where `here` is False."""
+    def store_rows(self, refs: tuple[Any, ...], first: Any, state: State, enabled: Any = True) -> None:
+        """Write the outputs per row from row `first` on, if any; nothing where `enabled` is False."""
         for ref, values in zip(refs, self.op.row_outputs(state) if refs else (), strict=True):
             count = values.size
-            inside = self._rows(first, count) if here is True else self._rows(first, count) & here
+            inside = self._rows(first, count) if enabled is True else self._rows(first, count) & enabled
             pltriton.store(ref.at[pl.ds(first, count)], values.astype(ref.dtype).reshape(count), mask=inside)
 
     def _rows(self, first: Any, count: int) -> Array:

@@ -28,7 +28,7 @@ from ...core.arrays import Array
 from ...core.operations import OPERATIONS, Accumulator, Operation
 from . import state
 from .state import State, Tiles
-from .targets import Given, Target
+from .targets import GradientInputs, Target
 
 
 class RowConstants(NamedTuple):
@@ -58,11 +58,9 @@ class Op(NamedTuple):
         name: Name in OPERATIONS.
         outputs: Names of the outputs that are written; empty for those that every call writes.
         factor: Number that a gradient is multiplied by.
-        exact: True where sums need float64.  Without a target: where the last operand has more than 16 bits.  The last
-            operand is x or dy, or the last array of the score options if it follows them; so a masked float32 softmax
-            gives False.  With a target: where x has more than 16 bits, or a result per row is float32 to the last bit.
+        exact: True where the result is float32 or float64, so that sums need float64.
         numbers: Name and value of every operand that is a number.
-        given: Names of the operands per row, as the kernel reads them.
+        row_operand_names: Names of the operands per row, as the kernel reads them.
         target: The targets of the rows that a program reduces; None outside of such a program.
     """
 
@@ -71,7 +69,7 @@ class Op(NamedTuple):
     factor: float = 1.0
     exact: bool = False
     numbers: tuple[tuple[str, float], ...] = ()
-    given: tuple[str, ...] = ()
+    row_operand_names: tuple[str, ...] = ()
     target: Target | None = None
 
     @classmethod
@@ -81,12 +79,12 @@ class Op(NamedTuple):
     ) -> Op:  # fmt: skip
         """The operation of a call on these operands."""
         op = cls(name, outputs, factor, numbers=numbers)
-        given = tuple(jax.eval_shape(op.row_operands, *operands))
-        if "target" not in given:
-            return op._replace(given=given, exact=operands[-1].dtype.itemsize > 2)
-        per_row = [output for output in op.operation.written(op.written) if output.kind == "row"]
-        to_the_last_bit = op.reduces and any(output.exact for output in per_row)
-        return op._replace(given=given, exact=to_the_last_bit or operands[0].dtype.itemsize > 2)
+        names = tuple(jax.eval_shape(op.row_operands, *operands))
+        return op._replace(row_operand_names=names, exact=op.result_dtype(operands).itemsize > 2)
+
+    def result_dtype(self, operands: tuple[Array, ...]) -> Any:
+        """Dtype of the result: that of x, or that of dy where dy is read per element."""
+        return operands[self.inputs - 1].dtype
 
     @property
     def operation(self) -> Operation:
@@ -240,7 +238,7 @@ class Op(NamedTuple):
         if n:
             whole = reduce(jnp.maximum, [a[0] for a in slices])
             found = state.merge_slices(self._recentred([a[:n] for a in slices], whole))
-        return *found, *(state.by_twos(parts) for parts in zip(*(a[n:] for a in slices), strict=True))
+        return *found, *(state.pairwise_sum(parts) for parts in zip(*(a[n:] for a in slices), strict=True))
 
     def merge_all(self, a: State, axis: int | None = -1) -> State:
         """The state of all slices along an axis, kept with size 1; with axis None of all slices, as numbers."""
@@ -260,7 +258,7 @@ class Op(NamedTuple):
             return a
         n = self.scaled_parts
         with jax.enable_x64(self.exact):
-            return *a[:n], *(part for x in a[n:] for part in state.in_two(x, dtype))
+            return *a[:n], *(part for x in a[n:] for part in state.with_rounding_error(x, dtype))
 
     def unpacked(self, a: State) -> State:
         """The state that `packed` was given."""
@@ -294,7 +292,7 @@ class Op(NamedTuple):
         m, l = residual.reshape(-1, 2).T
         with jax.enable_x64(True):
             t = dy.reshape(-1).astype(jnp.float64) / l.astype(jnp.float64)
-        return {"shift": m, **self._in_two(t, m.dtype)}
+        return {"shift": m, **self._t_with_rounding_error(t, m.dtype)}
 
     def _with_target(self, operands: tuple[Array, ...]) -> dict[str, Array]:
         if self.reduces:
@@ -302,30 +300,34 @@ class Op(NamedTuple):
             return {name: t.reshape(-1) for name, t in zip(names, operands[-len(names) :], strict=True)}
         *_, target, residual, cotangents = operands
         cols, dtype = operands[0].shape[-1], residual.dtype
-        given = Given.of(target, residual, cotangents, cols, self.factor)
+        inputs = GradientInputs.of(target, residual, cotangents, cols, self.factor)
         is_loss = self.name == "cross_entropy_backward"
-        found = given.of_loss(cols, **self._weights()) if is_loss else given.of_log_probability()
+        found = inputs.of_loss(cols, **self._weights()) if is_loss else inputs.of_log_probability()
         with jax.enable_x64(True):
             narrow = {name: value.astype(dtype) for name, value in found.items() if name != "t"}
-            m = given.m.astype(dtype)
-        return {"target": target.reshape(-1), "shift": m, **self._in_two(found["t"], dtype), **narrow}
+            m = inputs.m.astype(dtype)
+        return {"target": target.reshape(-1), "shift": m, **self._t_with_rounding_error(found["t"], dtype), **narrow}
 
-    def _in_two(self, t: Array, dtype: Any) -> dict[str, Array]:
+    def _t_with_rounding_error(self, t: Array, dtype: Any) -> dict[str, Array]:
         with jax.enable_x64(True):
-            return dict(zip(("t", "low"), state.in_two(t, dtype), strict=True))
+            return dict(zip(("t", "low"), state.with_rounding_error(t, dtype), strict=True))
 
     def _weights(self) -> dict[str, float]:
         """The numbers of the loss, with 0 for those that are not given."""
         return {"smoothing": 0.0, "z_loss": 0.0} | dict(self.numbers)
 
     def given_constants(self, values: Sequence[Array]) -> RowConstants:
-        """Values for `output` of a row whose state is given, not reduced: one value for each name in `given`."""
-        constants = RowConstants(**dict(zip(self.given, values, strict=True)))
+        """Values for `output` of a row whose state is given, not reduced.
+
+        Args:
+            values: One value for each name in `row_operand_names`.
+        """
+        constants = RowConstants(**dict(zip(self.row_operand_names, values, strict=True)))
         return constants if self.exact else constants._replace(low=None)
 
-    def at_target(self, column: Array, score: Array, cols: int, dy: Array | None = None) -> Op:
+    def at_target(self, column: Array, z_target: Array, cols: int, dy: Array | None = None) -> Op:
         """The operation for rows with these targets, and with the gradients dy of their losses if there are any."""
-        return self._replace(target=Target(column, score, cols, dy if dy is None else self.factor * dy))
+        return self._replace(target=Target(column, z_target, cols, dy if dy is None else self.factor * dy))
 
     def output(self, a: Array, b: Array, constants: RowConstants, column: Array | None = None) -> Array:
         """The output for the elements (a, b); an operation with a target needs their columns."""

@@ -42,7 +42,7 @@ def state_kernel(*refs: Any, operands: Operands, block: int, splits: int, depth:
     op = operands.op
     state = state_of(operands, refs[:reads], Place(row, part * depth, depth, block, part == 0))
     # Every program of a row writes the score of the row's target, if there is one, beside its state.
-    target = () if op.target is None else (op.target.score,)
+    target = () if op.target is None else (op.target.z_target,)
     for ref, value in zip(refs[reads:], (*op.packed(state, operands.accumulator), *target), strict=True):
         pltriton.store(ref.at[pl.ds(program, 1)], value.reshape(1))
 
@@ -99,9 +99,9 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
         states = states[: op.packed_parts]
         return call(partial(write_kernel, **blocks), rows * splits, [*arrays, *states], out, plan, interpret)
     tables = [part.reshape(rows, splits) for part in states]
-    if op.given:
-        *tables, scores = tables
-        [targets] = operands.given_refs(tuple(arrays))
-        op = op.at_target(targets[:, None], scores[:, :1], operands.cols)
+    if op.row_operand_names:
+        *tables, z_targets = tables
+        [targets] = operands.row_operand_refs(tuple(arrays))
+        op = op.at_target(targets[:, None], z_targets[:, :1], operands.cols)
     merged = op.merge_all(op.unpacked(tuple(tables)))
     return [values[:, 0].astype(like.dtype) for values, like in zip(op.row_outputs(merged), out, strict=True)]

@@ -73,7 +73,7 @@ def _remainder(x: Array | int, t: Array, l: Array) -> Array:
     return (x - product) - error
 
 
-def in_two(x: Array, dtype: Any) -> tuple[Array, Array]:
+def with_rounding_error(x: Array, dtype: Any) -> tuple[Array, Array]:
     """A number as two numbers of a narrower dtype: the rounded number and the rounding error."""
     high = x.astype(dtype)
     # Infinity has no rounding error, and inf - inf would be NaN.
@@ -185,10 +185,10 @@ def merge_slices(slices: Sequence[State]) -> State:
     s = shift(m)
     factors = [jnp.exp(m - s) for m, *_ in slices]
     sums = zip(*(sums for _, *sums in slices), strict=True)
-    return m, *(by_twos([x * factor for x, factor in zip(parts, factors, strict=True)]) for parts in sums)
+    return m, *(pairwise_sum([x * factor for x, factor in zip(parts, factors, strict=True)]) for parts in sums)
 
 
-def by_twos(terms: Sequence[Array]) -> Array:
+def pairwise_sum(terms: Sequence[Array]) -> Array:
     """The sum of terms whose number is a power of two, as a tree: each term is rounded as few times as possible."""
     while len(terms) > 1:
         terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]

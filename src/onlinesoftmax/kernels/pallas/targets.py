@@ -30,20 +30,20 @@ class Target(NamedTuple):
 
     Attributes:
         column: The column; out of range where the row has no target.
-        score: The score of the column; any number where the row has no target.
+        z_target: The score of the column; any number where the row has no target.
         cols: Number of columns.
         dy: Gradient of the loss; None where no gradient is written.
     """
 
     column: Array
-    score: Array
+    z_target: Array
     cols: int
     dy: Array | None = None
 
     @property
     def centre(self) -> Array:
         """Number from which wz counts the scores: the score of the target, or 0 where that is not finite."""
-        return jnp.where(jnp.abs(self.score) < jnp.inf, self.score, jnp.zeros_like(self.score))
+        return jnp.where(jnp.abs(self.z_target) < jnp.inf, self.z_target, jnp.zeros_like(self.z_target))
 
     @property
     def is_column(self) -> Array:
@@ -55,7 +55,7 @@ class Target(NamedTuple):
 
         It is NaN where the row has no target, and where the maximum of the row is infinite: l is then 0 or infinite.
         """
-        y = (self.score - m) - jnp.log(l)
+        y = (self.z_target - m) - jnp.log(l)
         return jnp.where(self.is_column & (l < jnp.inf), y, jnp.full_like(y, jnp.nan))
 
     def loss(self, m: Array, l: Array, wz: Array | None, smoothing: float, z_loss: float) -> Array:
@@ -79,7 +79,7 @@ class Target(NamedTuple):
         return found | ({"spread": smoothing / self.cols * dy} if smoothing else {})
 
 
-class Given(NamedTuple):
+class GradientInputs(NamedTuple):
     """The arrays of a gradient per row, as vectors, in float64.
 
     Attributes:
@@ -96,7 +96,7 @@ class Given(NamedTuple):
     entropy: Array | None = None
 
     @classmethod
-    def of(cls, target: Array, residual: Array, cotangents: Array, cols: int, factor: float) -> Given:
+    def of(cls, target: Array, residual: Array, cotangents: Array, cols: int, factor: float) -> GradientInputs:
         """The arrays of a call.
 
         Args:

@@ -12,7 +12,7 @@ from .tiles import strip
 @triton.jit(do_not_specialize=("cols", "adjacent"))
 def column_kernel(
     p, places, cols, adjacent,
-    OP: tl.constexpr, UNITS: tl.constexpr, NEAR_UNIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    OP: tl.constexpr, UNITS: tl.constexpr, ADJACENT_UNIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     # One program: ROWS rows that are adjacent in memory, COLS columns at a time.  Each load reads adjacent elements,
@@ -20,16 +20,16 @@ def column_kernel(
     # Chosen: the softmax dimension is strided, and rows are dense beside each other.
     # Bytes: one read, one write where WHOLE (all columns fit one tile); else two reads, one write.
     # Limits: none on columns or rows.
-    outer, near, row_mask = strip(tl.program_id(0).to(tl.int64), adjacent * NEAR_UNIT, ROWS)
+    outer, inner, row_mask = strip(tl.program_id(0).to(tl.int64), adjacent * ADJACENT_UNIT, ROWS)
     first_at = operands.first_elements(p, places, outer, UNITS)
-    at = operands.skip_rows(p, places, first_at, near[None, :])
-    given = ()
+    at = operands.skip_rows(p, places, first_at, inner[None, :])
+    row_values = ()
     if OP.target:
-        row_at = operands.skip_rows(p, places, first_at, near)
-        given = operands.row_operands(p, places, row_at, outer, near, row_mask, cols, OP)
-        at = operands.aim(at, given[0][None, :])
+        row_at = operands.skip_rows(p, places, first_at, inner)
+        row_values = operands.row_operands(p, places, row_at, outer, inner, row_mask, cols, OP)
+        at = operands.with_target(at, operands.target_of(row_values)[None, :])
     if OP.writes_elements:
-        y_row = p.y + row_offset(outer, places.sizes, places.y, UNITS.y) + near * places.y.near
+        y_row = p.y + row_offset(outer, places.sizes, places.y, UNITS.y) + inner * places.y.adjacent_stride
     col = tl.arange(0, COLS)
     tiles = tl.cdiv(cols, COLS)
     # 64 bits before the first product that can exceed 2^31.
@@ -48,11 +48,11 @@ def column_kernel(
                 m_tile, sums_tile = ops.reduce(a, b, 0, OP)
                 m, sums = state.merge(m, sums, m_tile, sums_tile, OP)
     else:
-        m, sums = operands.given_state(p, places, outer, near, row_mask, OP)
+        m, sums = operands.given_state(p, places, outer, inner, row_mask, OP)
 
-    operands.store_row_outputs(p, places, outer, near, m, sums, given, cols, row_mask, OP, UNITS)
+    operands.store_row_outputs(p, places, outer, inner, m, sums, row_values, cols, row_mask, OP, UNITS)
     if OP.writes_elements:
-        constants = operands.expand(ops.row_constants(m, sums, given, cols, OP), 0)
+        constants = operands.expand(ops.row_constants(m, sums, row_values, cols, OP), 0)
         y_at = y_row[None, :] + (col.to(tl.int64) * places.y.col)[:, None]
         if WHOLE:
             y = operands.compute_output(p, places, at, col[:, None], element, constants, OP)
@@ -75,9 +75,9 @@ def program(request: TritonRequest) -> Program:
         column_kernel,
         plan.programs,
         (request.pointers,),
-        (request.places(adjacent=True), layout.cols, layout.adjacent // request.near_unit),
+        (request.places(adjacent=True), layout.cols, layout.adjacent // request.adjacent_unit),
         (
-            request.op_constants, request.column_units, request.near_unit,
+            request.op_constants, request.column_units, request.adjacent_unit,
             plan.rows_per_program, plan.block, plan.block >= layout.cols,
         ),
         plan.warps,

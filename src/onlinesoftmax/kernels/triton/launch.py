@@ -66,8 +66,7 @@ class TritonRequest(Request):
             # A gradient needs m only to find the rows whose gradient it must set to zero because of a mask.
             operation.scores or (task.zero and "mask" in operation.options),
             TL_DTYPES[task.accumulator],
-            # The entropy is the difference of lse and zl / l, so the rounding errors of l and zl must be small.
-            task.exact or any(one.rescaled for one in sums[1:]),
+            self.exact_sums,
             task.zero,
         )
 
@@ -88,7 +87,7 @@ class TritonRequest(Request):
         return Units(**{name: self.layout.column_unit(name) for name in ("x", *self.task.outputs)})
 
     @property
-    def near_unit(self) -> int:
+    def adjacent_unit(self) -> int:
         """The power of two that divides the number of rows side by side."""
         return power_of_two_divisor(self.layout.adjacent)
 

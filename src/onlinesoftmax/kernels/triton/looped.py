@@ -24,10 +24,10 @@ def looped_kernel(
     if OP.writes_elements:
         y_row = row_offset(row, places.sizes, places.y, UNITS.y)
     cols = cols.to(tl.int64) * UNITS.cols
-    given = ()
+    row_values = ()
     if OP.target:
-        given = operands.row_operands(p, places, row_at, row, 0, None, cols, OP)
-        row_at = operands.aim(row_at, given[0])
+        row_values = operands.row_operands(p, places, row_at, row, 0, None, cols, OP)
+        row_at = operands.with_target(row_at, operands.target_of(row_values))
     head, length = body(row_at[0], cols, VECTOR)
     at = operands.skip_head(p, places, row_at, head, VECTOR)
     if VECTOR > 1:
@@ -39,16 +39,16 @@ def looped_kernel(
             m, sums = state.merge(m, sums, m_edge, sums_edge, OP)
     else:
         m, sums = operands.given_state(p, places, row, 0, None, OP)
-    operands.store_row_outputs(p, places, row, 0, m, sums, given, cols, None, OP, UNITS)
+    operands.store_row_outputs(p, places, row, 0, m, sums, row_values, cols, None, OP, UNITS)
     if OP.writes_elements:
         if VECTOR > 1:
-            finish_edges(p, places, row_at, p.y + y_row, edge, head, length, cols, m, sums, given, OP, VECTOR)
+            finish_edges(p, places, row_at, p.y + y_row, edge, head, length, cols, m, sums, row_values, OP, VECTOR)
         y_body = p.y + (y_row + head) // VECTOR * VECTOR
         tiles = tl.cdiv(length, TILE)
         for i in range(tiles):
             # The newest tile first: L2 still holds it.
             first = (tiles - 1 - i) * TILE
-            finish_tile(p, places, at, y_body, first, length, cols, m, sums, given, OP, TILE)
+            finish_tile(p, places, at, y_body, first, length, cols, m, sums, row_values, OP, TILE)
 
 
 def program(request: TritonRequest) -> Program:

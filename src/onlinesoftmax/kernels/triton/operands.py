@@ -78,12 +78,13 @@ class Place(NamedTuple):
     Attributes:
         strides: Strides of the outer dimensions, the fastest first, in units; without the fastest for `column`.
         col: Distance from an element of a row to the next; 0 where a row has one value.
-        near: Distance from a row to the next for `column`; else 0, as Triton cannot read a tuple with a None in it.
+        adjacent_stride: Distance from a row to the next for `column`; else 0, as Triton cannot read a tuple with a
+            None in it.
     """
 
     strides: tuple[int, ...]
     col: int
-    near: int = 0
+    adjacent_stride: int = 0
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def row_offset(row, sizes, place, UNIT: tl.constexpr):
 @triton.jit
 def first_elements(p, places, row, UNITS: tl.constexpr):
     """Offsets of each row's first element in x, dy, bias, mask, logits and weight; the number of columns that its query
-    sees; and its target column, which `aim` sets.
+    sees; and its target column, which `with_target` sets.
     """
     x = row_offset(row, places.sizes, places.x, UNITS.x)
     # An absent tensor gets the offset of x, which is never used.
@@ -123,7 +124,7 @@ def first_elements(p, places, row, UNITS: tl.constexpr):
 
 
 @triton.jit
-def aim(at, target):
+def with_target(at, target):
     """The offsets `at` of the first elements of rows, with the target columns of these rows."""
     x, dy, bias, mask, logits, weight, seen, _ = at
     return x, dy, bias, mask, logits, weight, seen, target
@@ -164,19 +165,19 @@ def skip(p, places, at, cols):
 def skip_rows(p, places, at, rows):
     """The offsets `at` moved by `rows` rows, for rows that lie side by side."""
     x, dy, bias, mask, logits, weight, seen, target = at
-    x += rows * places.x.near
+    x += rows * places.x.adjacent_stride
     if p.dy is not None:
-        dy += rows * places.dy.near
+        dy += rows * places.dy.adjacent_stride
     if p.bias is not None:
-        bias += rows * places.bias.near
+        bias += rows * places.bias.adjacent_stride
     if p.mask is not None:
-        mask += rows * places.mask.near
+        mask += rows * places.mask.adjacent_stride
     if p.logits is not None:
-        logits += rows * places.logits.near
+        logits += rows * places.logits.adjacent_stride
     if p.weight is not None:
-        weight += rows * places.weight.near
+        weight += rows * places.weight.adjacent_stride
     if places.diagonal is not None:
-        seen += rows * places.query.near
+        seen += rows * places.query.adjacent_stride
     return x, dy, bias, mask, logits, weight, seen, target
 
 
@@ -216,16 +217,18 @@ def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
 def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
     """The output for an element = (a, b, kept) of `load`, given the per-row constants of ops.row_constants."""
     a, b, kept = element
-    y = ops.output(a, b, col == at[7], constants, OP)
+    x_at, _, _, _, logits_at, _, _, target = at
+    y = ops.output(a, b, col == target, constants, OP)
     if OP.gradient:
         if p.mask is not None or places.diagonal is not None:
             # An excluded element has no gradient, not even in a row that holds NaN or has no softmax.
             y = tl.where(kept, y, 0.0)
         if p.softcap is not None:
             if OP.scores:
-                x = tl.load(p.x + at[0] + col.to(tl.int64) * places.x.col, mask=kept, other=0.0).to(OP.acc)
+                x = tl.load(p.x + x_at + col.to(tl.int64) * places.x.col, mask=kept, other=0.0).to(OP.acc)
             else:
-                x = tl.load(p.logits + at[4] + col.to(tl.int64) * places.logits.col, mask=kept, other=0.0).to(OP.acc)
+                logits = p.logits + logits_at + col.to(tl.int64) * places.logits.col
+                x = tl.load(logits, mask=kept, other=0.0).to(OP.acc)
             y *= ops.softcap_slope(x, p.scale, p.softcap, OP.acc)
         if p.scale is not None:
             y *= ops.number(p.scale, OP.acc)
@@ -233,9 +236,9 @@ def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
 
 
 @triton.jit
-def row_value(pointer, places, place, row, near, mask, ACC: tl.constexpr):
+def row_value(pointer, places, place, row, inner, mask, ACC: tl.constexpr):
     """The value of a per-row operand; 0 where `mask` is False."""
-    offset = row_offset(row, places.sizes, place, 1) + near * place.near
+    offset = row_offset(row, places.sizes, place, 1) + inner * place.adjacent_stride
     if mask is None:  # noqa: SIM108  Triton's ternary compiles both
         value = tl.load(pointer + offset)
     else:
@@ -244,25 +247,26 @@ def row_value(pointer, places, place, row, near, mask, ACC: tl.constexpr):
 
 
 @triton.jit
-def given_state(p, places, row, near, mask, OP: tl.constexpr):
+def given_state(p, places, row, inner, mask, OP: tl.constexpr):
     """The state of an operation that reduces nothing: the saved state; or m = lse, and dy as the only sum."""
     if OP.target:
-        m = row_value(p.m, places, places.m, row, near, mask, OP.acc)
-        sums = (row_value(p.l, places, places.l, row, near, mask, OP.acc),)
+        m = row_value(p.m, places, places.m, row, inner, mask, OP.acc)
+        sums = (row_value(p.l, places, places.l, row, inner, mask, OP.acc),)
     else:
-        m = row_value(p.lse, places, places.lse, row, near, mask, OP.acc)
-        sums = (row_value(p.dy, places, places.dy, row, near, mask, OP.acc),)
+        m = row_value(p.lse, places, places.lse, row, inner, mask, OP.acc)
+        sums = (row_value(p.dy, places, places.dy, row, inner, mask, OP.acc),)
     return m, sums
 
 
 @triton.jit
-def row_operands(p, places, at, row, near, mask, cols, OP: tl.constexpr):
+def row_operands(p, places, at, row, inner, mask, cols, OP: tl.constexpr):
     """The per-row operands of an operation with a target column; an absent one is 0.
 
         target      the target column, -1 for a row that does not exist
         valid       True where the target is a column
         ignored     True where the target is ignore_index
-        z, w        score and weight of the target column
+        z_target    score of the target column
+        w_target    weight of the target column
         dy, dlse, entropy, dentropy
         smoothing, total, z_loss: numbers of the call; total is the sum of all weights
 
@@ -271,39 +275,46 @@ def row_operands(p, places, at, row, near, mask, cols, OP: tl.constexpr):
     """
     zero = tl.zeros([], OP.acc)
     smoothing, total, z_loss = zero, zero + cols.to(OP.acc), zero
-    target = row_value(p.target, places, places.target, row, near, mask, tl.int64)
+    target = row_value(p.target, places, places.target, row, inner, mask, tl.int64)
     if mask is not None:
         target = tl.where(mask, target, -1)
     valid = (target >= 0) & (target < cols)
     ignored = target < target
     if p.ignore_index is not None:
         ignored = target == ops.number(p.ignore_index, tl.float64).to(tl.int64)
-    z, w, _ = load(p, places, at, tl.where(valid, target, 0), valid, OP, "")
+    z_target, w_target, _ = load(p, places, at, tl.where(valid, target, 0), valid, OP, "")
     dy, dlse, entropy, dentropy = zero, zero, zero, zero
     if p.dy is not None:
-        dy = row_value(p.dy, places, places.dy, row, near, mask, OP.acc)
+        dy = row_value(p.dy, places, places.dy, row, inner, mask, OP.acc)
     if p.dlse is not None:
-        dlse = row_value(p.dlse, places, places.dlse, row, near, mask, OP.acc)
+        dlse = row_value(p.dlse, places, places.dlse, row, inner, mask, OP.acc)
     if p.dentropy is not None:
-        entropy = row_value(p.entropy, places, places.entropy, row, near, mask, OP.acc)
-        dentropy = row_value(p.dentropy, places, places.dentropy, row, near, mask, OP.acc)
+        entropy = row_value(p.entropy, places, places.entropy, row, inner, mask, OP.acc)
+        dentropy = row_value(p.dentropy, places, places.dentropy, row, inner, mask, OP.acc)
     if p.smoothing is not None:
         smoothing = ops.number(p.smoothing, OP.acc)
     if p.weight_sum is not None:
         total = ops.number(p.weight_sum, OP.acc)
     if p.z_loss is not None:
         z_loss = ops.number(p.z_loss, OP.acc)
-    return target, valid, ignored, z, w, dy, dlse, entropy, dentropy, smoothing, total, z_loss
+    return target, valid, ignored, z_target, w_target, dy, dlse, entropy, dentropy, smoothing, total, z_loss
 
 
 @triton.jit
-def store_row_outputs(p, places, row, near, m, sums, given, cols, mask, OP: tl.constexpr, UNITS: tl.constexpr):
+def target_of(row_values):
+    """The target columns of rows, from the result of `row_operands`."""
+    target, _, _, _, _, _, _, _, _, _, _, _ = row_values
+    return target
+
+
+@triton.jit
+def store_row_outputs(p, places, row, inner, m, sums, row_values, cols, mask, OP: tl.constexpr, UNITS: tl.constexpr):
     """Write every per-row output of the operation, from the rows' states and per-row operands."""
     for i in tl.static_range(len(OP.row_outputs)):
         place = places[OP.row_fields[i]]
         pointer = p[OP.row_fields[i]]
-        offset = row_offset(row, places.sizes, place, UNITS[OP.row_fields[i]]) + near * place.near
-        value = ops.row_output(m, sums, given, cols, i, OP)
+        offset = row_offset(row, places.sizes, place, UNITS[OP.row_fields[i]]) + inner * place.adjacent_stride
+        value = ops.row_output(m, sums, row_values, cols, i, OP)
         tl.store(pointer + offset, value.to(pointer.dtype.element_ty), mask=mask)
 
 

@@ -9,8 +9,8 @@ The state of a gradient has one plain sum, and its m has another meaning:
     log_softmax       dx = dy - exp(y) · dot    dot = sum(dy)       m = max(-y) with OP.maximum, else unused
     logsumexp         dx = dy · exp(z - lse)    none: given_state in operands.py is m = lse and the sum dy
 
-An operation with a target column per row reads `given`, the result of operands.row_operands; for all others `given` is
-the empty tuple.  core/targets.py has the formulas of these operations.
+An operation with a target column per row reads `row_values`, the result of operands.row_operands; for all others
+`row_values` is the empty tuple.  core/targets.py has the formulas of these operations.
 """
 
 from typing import Any, NamedTuple
@@ -108,7 +108,7 @@ def softcap_slope(x, scale, softcap, ACC: tl.constexpr):
 
 
 @triton.jit
-def peak(a, OP: tl.constexpr):
+def value_for_m(a, OP: tl.constexpr):
     """Value whose row maximum is m."""
     return a if OP.scores else -a
 
@@ -149,19 +149,18 @@ def summands(a, b, OP: tl.constexpr):
 @triton.jit
 def reduce(a, b, axis: tl.constexpr, OP: tl.constexpr):
     """The states of slices along `axis`."""
-    return state.of(peak(a, OP), summands(a, b, OP), axis, OP)
+    return state.of(value_for_m(a, OP), summands(a, b, OP), axis, OP)
 
 
 @triton.jit
 def reduce_both(a, b, axis: tl.constexpr, a_more, b_more, axis_more: tl.constexpr, OP: tl.constexpr):
     """The states of slices that lie in two tiles."""
-    return state.of_both(
-        peak(a, OP), summands(a, b, OP), axis, peak(a_more, OP), summands(a_more, b_more, OP), axis_more, OP
-    )
+    values, values_more = summands(a, b, OP), summands(a_more, b_more, OP)
+    return state.of_both(value_for_m(a, OP), values, axis, value_for_m(a_more, OP), values_more, axis_more, OP)
 
 
 @triton.jit
-def row_constants(m, sums, given, cols, OP: tl.constexpr):
+def row_constants(m, sums, row_values, cols, OP: tl.constexpr):
     """Per-row constants (s, l, t) for `output`, and more where rows have a target; l is the first sum, rounded.
 
         softmax                 s = shift(m)               t = 1 / l
@@ -195,27 +194,27 @@ def row_constants(m, sums, given, cols, OP: tl.constexpr):
         s = m
     constants = (s, narrow, t)
     if OP.target:
-        constants += target_constants(s, narrow, given, cols, OP)
+        constants += target_constants(s, narrow, row_values, cols, OP)
     return constants
 
 
 @triton.jit
-def target_constants(s, l, given, cols, OP: tl.constexpr):
+def target_constants(s, l, row_values, cols, OP: tl.constexpr):
     """Further constants of a row with a target.
 
-    cross_entropy   counts, factor, spike, flat:   dx = factor · p - flat · weight - spike at the target
-    token_logprobs  counts, factor, spike, slope, entropy, log(l):
-                    dx = spike at the target - p · (factor + slope · (log p + entropy))
+    cross_entropy   counts, factor, own, spread:   dx = factor · p - spread · weight - own at the target
+    token_logprobs  counts, factor, own, slope, entropy, log(l):
+                    dx = own at the target - p · (factor + slope · (log p + entropy))
     """
-    _, valid, ignored, _, w, dy, dlse, entropy, dentropy, smoothing, total, z_loss = given
+    _, valid, ignored, _, w_target, dy, dlse, entropy, dentropy, smoothing, total, z_loss = row_values
     if OP.name == "cross_entropy" or OP.name == "cross_entropy_backward":
-        own, spread = (1.0 - smoothing) * w, smoothing / cols
+        own, spread = (1.0 - smoothing) * w_target, smoothing / cols
         factor = dy * (own + spread * total + 2.0 * z_loss * (s + tl.log(l)))
         result = (valid & ~ignored, factor, dy * own, dy * spread)
     else:
-        spike = tl.where(valid, dy, 0.0)
+        own = tl.where(valid, dy, 0.0)
         counts = tl.abs(dy) + tl.abs(dlse) + tl.abs(dentropy) != 0.0
-        result = (counts, spike - dlse, spike, dentropy + 0.0 * spike, entropy + 0.0 * spike, tl.log(l))
+        result = (counts, own - dlse, own, dentropy + 0.0 * own, entropy + 0.0 * own, tl.log(l))
     return result
 
 
@@ -229,12 +228,12 @@ def target_output(a, b, hit, constants, OP: tl.constexpr):
         # One Newton step makes the product with 1 / l as accurate as the division by l.
         p = tl.fma(tl.fma(-p, l, e), t, p)
     if OP.name == "token_logprobs_backward":
-        _, _, _, counts, factor, spike, slope, entropy, log_l = constants
+        _, _, _, counts, factor, own, slope, entropy, log_l = constants
         log_p = tl.where(e == 0, 0.0, (a - s) - log_l)
-        y = tl.where(hit, spike, 0.0) - p * (factor + slope * (log_p + entropy))
+        y = tl.where(hit, own, 0.0) - p * (factor + slope * (log_p + entropy))
     else:
-        _, _, _, counts, factor, spike, flat = constants
-        y = factor * p - tl.where(hit, spike, 0.0) - flat * b
+        _, _, _, counts, factor, own, spread = constants
+        y = factor * p - tl.where(hit, own, 0.0) - spread * b
     # The gradient of a row that does not count, or has no incoming gradient, is 0, even where the row holds NaN.
     return tl.where(counts, y, 0.0)
 
@@ -279,7 +278,7 @@ def plain_output(a, b, constants, OP: tl.constexpr):
 
 
 @triton.jit
-def row_output(m, sums, given, cols, i: tl.constexpr, OP: tl.constexpr):
+def row_output(m, sums, row_values, cols, i: tl.constexpr, OP: tl.constexpr):
     """Per-row output i, from a row's state and its per-row operands.
 
     log(0) = -inf and log(inf) = inf are the right logsumexp.  Entropy is NaN where l is 0 or m is infinite.
@@ -290,10 +289,11 @@ def row_output(m, sums, given, cols, i: tl.constexpr, OP: tl.constexpr):
     elif OP.row_outputs[i] == "l":
         value = l
     elif OP.row_outputs[i] == "loss":
-        value = loss(m, sums, given, cols, OP)
+        value = loss(m, sums, row_values, cols, OP)
     elif OP.row_outputs[i] == "y" and OP.target:
-        defined = given[1] & (tl.abs(m) != float("inf"))
-        value = tl.where(defined, (given[3] - state.shift(m)) - tl.log(l), float("nan"))
+        _, valid, _, z_target, _, _, _, _, _, _, _, _ = row_values
+        defined = valid & (tl.abs(m) != float("inf"))
+        value = tl.where(defined, (z_target - state.shift(m)) - tl.log(l), float("nan"))
     else:
         # "lse", and "y" of logsumexp.
         value = state.shift(m) + tl.log(l)
@@ -306,17 +306,17 @@ def row_output(m, sums, given, cols, i: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
-def loss(m, sums, given, cols, OP: tl.constexpr):
+def loss(m, sums, row_values, cols, OP: tl.constexpr):
     """The cross-entropy of a row: 0 where the target is ignored, NaN where it is no column or softmax is NaN."""
-    _, valid, ignored, z, w, _, _, _, _, smoothing, total, z_loss = given
+    _, valid, ignored, z_target, w_target, _, _, _, _, smoothing, total, z_loss = row_values
     s, log_l = state.shift(m), tl.log(sums[0].to(m.dtype))
     lse = s + log_l
-    value = (1.0 - smoothing) * w * ((s - z) + log_l)
+    value = (1.0 - smoothing) * w_target * ((s - z_target) + log_l)
     for k in tl.static_range(len(OP.sums)):
         if OP.sums[k] == "wz":
             # Both terms of the difference are large where all scores are.
-            spread = total.to(sums[k].dtype) * lse.to(sums[k].dtype) - sums[k]
-            value += smoothing / cols * spread.to(m.dtype)
+            spread_loss = total.to(sums[k].dtype) * lse.to(sums[k].dtype) - sums[k]
+            value += smoothing / cols * spread_loss.to(m.dtype)
     value += z_loss * lse * lse
     defined = valid & (tl.abs(m) != float("inf"))
     return tl.where(ignored, 0.0, tl.where(defined, value, float("nan")))

@@ -41,11 +41,11 @@ def one_tile(
     if OP.writes_elements:
         y_row = row_offset(row, places.sizes, places.y, UNITS.y)
     cols = cols * UNITS.cols
-    given = ()
+    row_values = ()
     if OP.target:
         row_at = operands.first_elements(p, places, row, UNITS)
-        given = operands.row_operands(p, places, row_at, row, 0, row_mask, cols, OP)
-        at = operands.aim(at, given[0][:, None])
+        row_values = operands.row_operands(p, places, row_at, row, 0, row_mask, cols, OP)
+        at = operands.with_target(at, operands.target_of(row_values)[:, None])
     col = tl.arange(0, COLS)
     inside = row_mask[:, None]
     y_body = y_row
@@ -62,7 +62,7 @@ def one_tile(
         edge_inside = edge_inside & row_mask[None, :]
         edge_at = operands.first_elements(p, places, row[None, :], UNITS)
         if OP.target:
-            edge_at = operands.aim(edge_at, given[0][None, :])
+            edge_at = operands.with_target(edge_at, operands.target_of(row_values)[None, :])
         edge = operands.load(p, places, edge_at, edge_col, edge_inside, OP, "")
     elif not EVEN:
         inside = inside & (col < cols)[None, :]
@@ -75,9 +75,9 @@ def one_tile(
     else:
         m, sums = ops.reduce(element[0], element[1], 1, OP)
 
-    operands.store_row_outputs(p, places, row, 0, m, sums, given, cols, row_mask, OP, UNITS)
+    operands.store_row_outputs(p, places, row, 0, m, sums, row_values, cols, row_mask, OP, UNITS)
     if OP.writes_elements:
-        constants = ops.row_constants(m, sums, given, cols, OP)
+        constants = ops.row_constants(m, sums, row_values, cols, OP)
         y = operands.compute_output(p, places, at, col[None, :], element, operands.expand(constants, 1), OP)
         y_at = p.y + y_body[:, None] + (col.to(tl.int64) * places.y.col)[None, :]
         tl.store(y_at, y.to(p.y.dtype.element_ty), mask=inside)

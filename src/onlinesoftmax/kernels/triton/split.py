@@ -74,11 +74,11 @@ def split_merge_kernel(
     m, sums = state.merge_all(m, sums, 0, OP)
     if LAST:
         cols = cols.to(tl.int64) * UNITS.cols
-        given = ()
+        row_values = ()
         if OP.target:
             row_at = operands.first_elements(p, places, row, UNITS)
-            given = operands.row_operands(p, places, row_at, row, 0, None, cols, OP)
-        operands.store_row_outputs(p, places, row, 0, m, sums, given, cols, None, OP, UNITS)
+            row_values = operands.row_operands(p, places, row_at, row, 0, None, cols, OP)
+        operands.store_row_outputs(p, places, row, 0, m, sums, row_values, cols, None, OP, UNITS)
     # The last state is kept only for the elements.
     if OP.writes_elements or not LAST:
         store_state(merged, pid, m, sums, OP)
@@ -98,10 +98,10 @@ def split_finish_kernel(
     row_at = operands.first_elements(p, places, row, UNITS)
     y_row = row_offset(row, places.sizes, places.y, UNITS.y)
     cols = cols.to(tl.int64) * UNITS.cols
-    given = ()
+    row_values = ()
     if OP.target:
-        given = operands.row_operands(p, places, row_at, row, 0, None, cols, OP)
-        row_at = operands.aim(row_at, given[0])
+        row_values = operands.row_operands(p, places, row_at, row, 0, None, cols, OP)
+        row_at = operands.with_target(row_at, operands.target_of(row_values))
     head, length = body(row_at[0], cols, VECTOR)
     start = pid % tiles * TILE
     if len(OP.sums) > 0:
@@ -110,10 +110,10 @@ def split_finish_kernel(
         m, sums = operands.given_state(p, places, row, 0, None, OP)
     at = operands.skip_head(p, places, row_at, head, VECTOR)
     y_body = p.y + (y_row + head) // VECTOR * VECTOR
-    finish_tile(p, places, at, y_body, start, length, cols, m, sums, given, OP, TILE)
+    finish_tile(p, places, at, y_body, start, length, cols, m, sums, row_values, OP, TILE)
     if VECTOR > 1 and start == 0:
         edge = load_edges(p, places, row_at, head, length, cols, OP, VECTOR)
-        finish_edges(p, places, row_at, p.y + y_row, edge, head, length, cols, m, sums, given, OP, VECTOR)
+        finish_edges(p, places, row_at, p.y + y_row, edge, head, length, cols, m, sums, row_values, OP, VECTOR)
 
 
 FINISH_TILE = 2048

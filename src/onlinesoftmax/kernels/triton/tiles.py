@@ -37,13 +37,13 @@ def slice_bounds(i, slice_cols, length):
 
 @triton.jit
 def strip(pid, adjacent, ROWS: tl.constexpr):
-    """(outer, near, row_mask): the strip of up to ROWS of the `adjacent` rows side by side that program `pid` owns.
+    """(outer, inner, row_mask): the strip of up to ROWS of the `adjacent` rows side by side that program `pid` owns.
 
-    `outer` counts the groups of adjacent rows, `near` the rows in their group.
+    `outer` counts the groups of adjacent rows, `inner` the rows in their group.
     """
     strips = tl.cdiv(adjacent, ROWS)
-    near = pid % strips * ROWS + tl.arange(0, ROWS)
-    return pid // strips, near, near < adjacent
+    inner = pid % strips * ROWS + tl.arange(0, ROWS)
+    return pid // strips, inner, inner < adjacent
 
 
 @triton.jit
@@ -55,12 +55,12 @@ def load_edges(p, places, at, head, length, cols, OP: tl.constexpr, VECTOR: tl.c
 
 @triton.jit
 def finish_edges(
-    p, places, at, y_row, edge, head, length, cols, m, sums, given, OP: tl.constexpr,
+    p, places, at, y_row, edge, head, length, cols, m, sums, row_values, OP: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Write the output of the head and the tail; `edge` is the result of `load_edges`."""
     col, inside = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
-    constants = ops.row_constants(m, sums, given, cols, OP)
+    constants = ops.row_constants(m, sums, row_values, cols, OP)
     y = operands.compute_output(p, places, at, col, edge, constants, OP)
     tl.store(y_row + col, y.to(y_row.dtype.element_ty), mask=inside)
 
@@ -85,13 +85,13 @@ def reduce_slice(p, places, at, length, OP: tl.constexpr, DEPTH: tl.constexpr, B
 
 
 @triton.jit
-def finish_tile(p, places, at, y_body, first, length, cols, m, sums, given, OP: tl.constexpr, TILE: tl.constexpr):
+def finish_tile(p, places, at, y_body, first, length, cols, m, sums, row_values, OP: tl.constexpr, TILE: tl.constexpr):
     """Write the output for TILE columns of a body of `length`, from the column `first` on; `at` is its beginning."""
     col = tl.arange(0, TILE)
     inside = col < length - first
     tile_at = operands.skip(p, places, at, first)
     element = operands.load(p, places, tile_at, col, inside, OP, "evict_first")
-    constants = ops.row_constants(m, sums, given, cols, OP)
+    constants = ops.row_constants(m, sums, row_values, cols, OP)
     y = operands.compute_output(p, places, tile_at, col, element, constants, OP)
     y_at = y_body + first * places.y.col + col.to(tl.int64) * places.y.col
     tl.store(y_at, y.to(y_body.dtype.element_ty), mask=inside, eviction_policy="evict_first")

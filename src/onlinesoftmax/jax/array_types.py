@@ -1,8 +1,8 @@
-"""The other parts of the type of a JAX array besides shape and dtype.
+"""Varying axes and sharding: what a JAX array's type has besides shape and dtype.
 
-These parts are the varying axes inside `shard_map`, and the sharding on an explicit mesh.  An array varies along a mesh
-axis if its values may differ between the devices of that axis.  All operands of a primitive must vary along the same
-axes.  The lowering of a primitive ignores both parts, because kernels and formulas work on plain arrays.
+Inside `shard_map`, an array varies along a mesh axis if its values may differ between the devices of that axis.  All
+operands of a primitive must vary along the same axes.  On an explicit mesh, the type has the sharding of the array.
+The lowering of a primitive ignores both, because kernels and formulas work on plain arrays.
 """
 
 from __future__ import annotations
