@@ -5,6 +5,10 @@ variables are thread-local; they keep what the block before left, as on a GPU.
 
 The machine is a library of its own, which g++ compiles once.  A kernel sees only its declarations: standard headers,
 and the code that they generate, take the compiler longer than the kernel itself.
+
+In a process that has loaded ThreadSanitizer (tests/cuda_races.py), kernels are compiled for it, and the machine tells
+it which fiber runs and what orders the accesses of two threads.  Here a shuffle orders them as __syncwarp does, which
+CUDA does not promise.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ DECLARATIONS = """
 struct Dim { unsigned x, y, z; };
 struct Barrier {
     int arrived, round;
+    char rounds[2];   // what ThreadSanitizer knows of an even and of an odd round
     void wait(int threads);
 };
 // The block of a thread of the host, and which of its fibers runs.
@@ -38,11 +43,17 @@ struct Block {
 // One pointer is all that needs the fast access to thread-local variables, which few libraries can have.
 extern __thread Block* simulated_block __attribute__((tls_model("initial-exec")));
 extern Dim simulated_grid;
+// For ThreadSanitizer: accesses before `release` come before those after an `acquire` that follows it.
+void release(void* at);
+void acquire(void* at);
+// A copy that ThreadSanitizer does not see.
+void copy_unseen(void* to, const void* from, unsigned long size);
 // Lets the other fibers of the block run until they wait.
 void yield();
-// Runs `kernel` in every thread; `together` blocks run at the same time, and `between` runs when they have ended.
-void run_blocks(void (*kernel)(), void (*between)(), unsigned threads, unsigned programs, unsigned team,
-                unsigned together);
+// Runs `kernel` in every thread; `together` blocks run at the same time.  Before them, `begin` runs in the thread of
+// each block, and when they have ended, `between` runs once.
+void run_blocks(void (*kernel)(), void (*begin)(), void (*between)(), unsigned threads, unsigned programs,
+                unsigned team, unsigned together);
 """
 
 NUMBERS = """
@@ -98,28 +109,34 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 template <class T> const char (*given_by_lanes(T x))[16] {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     char (*const place)[16] = simulated_block->lanes[warp][simulated_block->side[warp][lane] ^= 1];
-    memcpy(place[lane], &x, sizeof(x));
+    copy_unseen(place[lane], &x, sizeof(x));
     simulated_block->warps[warp].wait(32);
     return place;
 }
-template <class T> T exchange_lanes(T x, int lane) { memcpy(&x, given_by_lanes(x)[lane], sizeof(x)); return x; }
+template <class T> T exchange_lanes(T x, int lane) {
+    copy_unseen(&x, given_by_lanes(x)[lane], sizeof(x));
+    return x;
+}
 template <class T> T __shfl_sync(unsigned, T x, int lane) { return exchange_lanes(x, lane); }
 template <class T> T __shfl_xor_sync(unsigned, T x, int step) { return exchange_lanes(x, threadIdx.x % 32 ^ step); }
 inline bool __all_sync(unsigned, bool x) {
     const auto given = given_by_lanes(x);
     bool all = true;
-    for (int i = 0; i < 32; ++i) all = all && given[i][0];
+    for (int i = 0; i < 32; ++i) copy_unseen(&x, given[i], 1), all = all && x;
     return all;
 }
 inline unsigned atomicAdd(unsigned* to, unsigned x) { return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+// ThreadSanitizer knows no fences.  Here a fence comes after all that came before earlier fences, whatever is sent.
+inline void __threadfence() {
+    static char all;
+    acquire(&all), release(&all);
+}
 """
 """CUDA's keywords, variables and functions."""
 
 MACHINE = """
 #include <pthread.h>
 #include <sched.h>
-#include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -131,31 +148,68 @@ MACHINE = """
 __thread Block* simulated_block __attribute__((tls_model("initial-exec")));
 Dim simulated_grid;
 
-// A fiber begins with setcontext and goes on with longjmp, because setcontext makes a system call.
-struct Fiber { ucontext_t context; jmp_buf place; bool begun, done; };
+// ThreadSanitizer's functions; null where it is not loaded.
+extern "C" {
+    [[gnu::weak]] void __tsan_acquire(void*);
+    [[gnu::weak]] void __tsan_release(void*);
+    [[gnu::weak]] void* __tsan_get_current_fiber();
+    [[gnu::weak]] void* __tsan_create_fiber(unsigned);
+    [[gnu::weak]] void __tsan_destroy_fiber(void*);
+    [[gnu::weak]] void __tsan_switch_to_fiber(void*, unsigned);
+}
+void acquire(void* at) { if (__tsan_acquire) __tsan_acquire(at); }
+void release(void* at) { if (__tsan_release) __tsan_release(at); }
+// To change the fiber orders nothing.
+static void announce(void* fiber) { if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(fiber, 1); }
+void copy_unseen(void* to, const void* from, unsigned long size) {
+    for (unsigned long i = 0; i < size; ++i) static_cast<volatile char*>(to)[i] = static_cast<const char*>(from)[i];
+}
+
+// A fiber begins with setcontext and goes on with a long jump, because setcontext makes a system call.  The jumps are
+// those of the compiler, which ThreadSanitizer does not replace.  A function must not jump to itself.
+struct Fiber { ucontext_t context; void* place[5]; bool begun, done; void* announced; };
 struct Running : Block {
     std::vector<Fiber> fibers;
-    jmp_buf scheduler;
+    void* scheduler[5];
+    void* announced;
     void (*kernel)();
     bool some_went_on;
+    char begun, ended;   // for ThreadSanitizer
 };
 static Running& running() { return *static_cast<Running*>(simulated_block); }
-void yield() { if (!_setjmp(running().fibers[simulated_block->thread.x].place)) _longjmp(running().scheduler, 1); }
+[[gnu::noinline]] static void leave(Running& r) {
+    announce(r.announced);
+    __builtin_longjmp(r.scheduler, 1);
+}
+[[gnu::noinline]] void yield() {
+    if (!__builtin_setjmp(running().fibers[simulated_block->thread.x].place)) leave(running());
+}
 void Barrier::wait(int threads) {
     const int now = round;
+    release(&rounds[now % 2]);
     if (++arrived == threads) arrived = 0, ++round;
     while (round == now) yield();
+    acquire(&rounds[now % 2]);
     running().some_went_on = true;
 }
 static void fiber_begins() {
     // A fiber runs the kernel once for every block that its thread of the host takes.
-    for (;;) running().kernel(), running().fibers[simulated_block->thread.x].done = true, yield();
+    for (;;) {
+        acquire(&running().begun);
+        running().kernel();
+        release(&running().ended);
+        running().fibers[simulated_block->thread.x].done = true;
+        yield();
+    }
 }
-__attribute__((noinline)) static void resume(Running& r, Fiber& fiber) {
-    if (_setjmp(r.scheduler)) return;
-    if (fiber.begun) _longjmp(fiber.place, 1);
+[[gnu::noinline]] static void enter(Fiber& fiber) {
+    announce(fiber.announced);
+    if (fiber.begun) __builtin_longjmp(fiber.place, 1);
     fiber.begun = true;
     setcontext(&fiber.context);
+}
+[[gnu::noinline]] static void resume(Running& r, Fiber& fiber) {
+    if (!__builtin_setjmp(r.scheduler)) enter(fiber);
 }
 
 // Stacks are kept, because the system takes long to make their memory.
@@ -184,6 +238,7 @@ static void keep(Stacks stacks) {
 static void run_block(Running& r, Dim place) {
     r.place = place, r.whole = {}, memset(r.warps, 0, sizeof(r.warps));
     for (Fiber& fiber : r.fibers) fiber.done = false;
+    release(&r.begun);
     bool backward = false;
     for (bool busy = true; busy; backward = !backward) {
         busy = r.some_went_on = false;
@@ -195,10 +250,11 @@ static void run_block(Running& r, Dim place) {
         // Other blocks run, whose messages this one may wait for.
         if (!r.some_went_on) sched_yield();
     }
+    acquire(&r.ended);
 }
 
-void run_blocks(void (*kernel)(), void (*between)(), unsigned threads, unsigned programs, unsigned team,
-                unsigned together) {
+void run_blocks(void (*kernel)(), void (*begin)(), void (*between)(), unsigned threads, unsigned programs,
+                unsigned team, unsigned together) {
     simulated_grid = {programs, team, 1};
     pthread_barrier_t ended;
     pthread_barrier_init(&ended, nullptr, together);
@@ -206,18 +262,23 @@ void run_blocks(void (*kernel)(), void (*between)(), unsigned threads, unsigned 
     const auto blocks_of = [&](unsigned first) {
         Running r{};
         r.fibers = std::vector<Fiber>(threads), r.kernel = kernel, simulated_block = &r;
+        r.announced = __tsan_get_current_fiber ? __tsan_get_current_fiber() : nullptr;
+        begin();
         const Stacks stacks = take_stacks(threads);
         for (unsigned i = 0; i < threads; ++i) {
             ucontext_t& context = r.fibers[i].context;
             getcontext(&context);
             context.uc_stack.ss_sp = stacks.memory + i * STACK, context.uc_stack.ss_size = STACK;
             makecontext(&context, fiber_begins, 0);
+            r.fibers[i].announced = __tsan_create_fiber ? __tsan_create_fiber(0) : nullptr;
         }
         for (unsigned i = first; i < programs * team; i += together) {
             run_block(r, {i / team, i % team, 0});
             if (pthread_barrier_wait(&ended) == PTHREAD_BARRIER_SERIAL_THREAD) between();
             pthread_barrier_wait(&ended);
         }
+        for (Fiber& fiber : r.fibers)
+            if (__tsan_destroy_fiber) __tsan_destroy_fiber(fiber.announced);
         keep(stacks);
     };
     std::vector<std::thread> hosts;
@@ -256,7 +317,10 @@ def load_kernel(text: str, folder: Path) -> Any:
     load_machine(folder)
     # A kernel runs on few elements, in less time than g++ would take to optimize it.  Linking with the standard library
     # would take four times as long.
-    return ctypes.CDLL(str(compiled(_command("-O0", "-fno-threadsafe-statics", "-nostdlib"), text, folder)))
+    options = ["-O0", "-fno-threadsafe-statics", "-nostdlib"]
+    if hasattr(ctypes.CDLL(None), "__tsan_acquire"):
+        options += ["-g", "-fsanitize=thread"]
+    return ctypes.CDLL(str(compiled(_command(*options), text, folder)))
 
 
 def _command(*options: str) -> list[str]:

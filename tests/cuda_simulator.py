@@ -76,14 +76,19 @@ REPLACED = {
             "{ *barrier = uint64(arrivals) << 48 | uint64(arrivals) << 32; }"
         ),
         "inline void arrive(uint64* barrier)": """{
-            *barrier -= uint64(1) << 32;
-            if (!(*barrier >> 32 & 0xffff)) *barrier += 1 + (*barrier >> 48 << 32);
+            const uint64 now = __atomic_sub_fetch(barrier, uint64(1) << 32, __ATOMIC_SEQ_CST);
+            if (!(now >> 32 & 0xffff)) __atomic_fetch_add(barrier, 1 + (now >> 48 << 32), __ATOMIC_SEQ_CST);
         }""",
         "inline void arrive_and_expect(uint64* barrier, unsigned bytes)": "{ arrive(barrier); }",
-        "inline void wait_for_phase(uint64* barrier, unsigned phase)": "{ while (*barrier % 2 == phase) yield(); }",
-        "inline bool has_ended(uint64* barrier, unsigned phase)": "{ return yield(), *barrier % 2 != phase; }",
+        "inline void wait_for_phase(uint64* barrier, unsigned phase)": (
+            "{ while (__atomic_load_n(barrier, __ATOMIC_SEQ_CST) % 2 == phase) yield(); }"
+        ),
+        "inline bool has_ended(uint64* barrier, unsigned phase)": (
+            "{ return yield(), __atomic_load_n(barrier, __ATOMIC_SEQ_CST) % 2 != phase; }"
+        ),
         "inline void copy_bulk(void* to, const void* from, unsigned bytes, uint64* barrier)": (
-            "{ memcpy(to, from, bytes); }"
+            # The thread has arrived before its copy, which the phase must wait for.
+            "{ memcpy(to, from, bytes); release(barrier); }"
         ),
         "inline void fence_for_bulk_copies()": "{}",
     },
@@ -114,14 +119,24 @@ template <class Word> Word look(const Word* from) {
 }
 """
 
+SHARED_ARRAY = re.compile(r"__shared__ (\w+) (\w+)(\[[^;]*\]);")
+SHARED_MEMORY = (
+    r"using \2_type = \1\3; alignas(16) __shared__ char \2_memory[sizeof(\2_type)]; "
+    r"\2_type& \2 = reinterpret_cast<\2_type&>(\2_memory);"
+)
+"""A shared array, and bytes in its place: g++ would note in a variable that it has called the constructors."""
+
 DRIVER = """
 static const PARAMETER* parameters;
 static void of_thread() { KERNEL(*parameters); }
+// The first access of a thread of the host makes the memory of its thread-local variables.
+static thread_local char any;
+static void begin() { any = 1; }
 static void between() { BETWEEN }
 extern "C" void run(const PARAMETER* p, unsigned programs, unsigned team, unsigned together) {
     parameters = p;
     BEGIN
-    run_blocks(of_thread, between, THREADS, programs, team, together);
+    run_blocks(of_thread, begin, between, THREADS, programs, team, together);
 }
 """
 
@@ -148,7 +163,8 @@ def _program(parts: list[str], driver: str, parameter: str, kernel: str) -> str:
     """A kernel of these parts as C++ for the host; `parameter` is the type of its parameter."""
     numbers = _replaced("numbers").replace("// The larger of each half", MAX_HALVES + "// The larger of each half", 1)
     driver = driver.replace("PARAMETER", parameter).replace("KERNEL", kernel)
-    return "\n".join([DECLARATIONS, NUMBERS, BUILT_IN, LOOK, numbers, *parts, driver])
+    text = "\n".join([LOOK, numbers, *parts, driver])
+    return "\n".join([DECLARATIONS, NUMBERS, BUILT_IN, SHARED_ARRAY.sub(SHARED_MEMORY, text)])
 
 
 @cache

@@ -1,0 +1,84 @@
+"""Run CUDA kernels on the host under ThreadSanitizer, which reports accesses of two threads that nothing orders.
+
+python tests/cuda_races.py FOLDER
+
+tests/kernels/test_cuda_races.py starts this program with ThreadSanitizer loaded.  Before each run it writes a line
+"run: NAME" to stderr; the reports of the run follow.  The last runs leave out a barrier: they must have a report.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import cuda_simulator
+from cuda_targets import ASKED, KERNELS, PIPELINE, STRATEGY_COLS, Ask, a_task, check, run, small_plan, some_values
+from onlinesoftmax.kernels.cuda import reduction, source
+from onlinesoftmax.kernels.reduction import Reduction
+from onlinesoftmax.kernels.request import Request
+
+ROWS = 20
+"""Rows of a call: several for each block."""
+
+ASKS = [
+    ask for ask in ASKED if "weight" in ask.given and "z_loss" in ask.given and "y" in ask.outputs and not ask.options
+]
+ASKS += [ask for ask in ASKED if "mean_loss" in ask.outputs and "entropy" in ask.outputs]
+"""The loss of every row with all operands, and a mean with statistics: both write a gradient."""
+
+MISSING = (("cluster", "levels.cuh", "__syncthreads();"), (PIPELINE, "ring.cuh", "__syncwarp();"),
+           ("reduction", "reduction.cuh", "__syncthreads();"))  # fmt: skip
+"""Kernels, and barriers that they need: the first such statement of a file."""
+
+
+def main(folder: Path) -> None:
+    """Run every kernel, then some without a barrier."""
+    # g++ must not load ThreadSanitizer.
+    os.environ.pop("LD_PRELOAD", None)
+    for kernel in (*KERNELS, "reduction"):
+        run_kernel(kernel, kernel, folder)
+    text = source.text
+    for kernel, file, barrier in MISSING:
+
+        def changed(name: str, file: str = file, barrier: str = barrier) -> Any:
+            return text(name).replace(barrier, "", 1) if name == file else text(name)
+
+        cuda_simulator._replaced.cache_clear()
+        with mock.patch.object(source, "text", changed):
+            run_kernel(kernel, f"{kernel} without {barrier} of {file}", folder)
+
+
+def run_kernel(kernel: str, name: str, folder: Path) -> None:
+    """Run a kernel for a few calls."""
+    sys.stderr.write(f"run: {name}\n")
+    if kernel == "reduction":
+        return reduce_losses(50000, folder)
+    for ask in ASKS:
+        call(kernel, ask, folder)
+    return None
+
+
+def call(kernel: str, ask: Ask, folder: Path) -> None:
+    """Run a kernel that writes its gradient over the logits."""
+    cols, dtype = STRATEGY_COLS[kernel][0], "float32"
+    task = a_task(ask, ROWS, cols, dtype, cols + 1 - cols % 2)
+    request = Request(task, small_plan(kernel, ROWS, cols, dtype, peel=True, terms=True))
+    values = some_values(ask, task, np.arange(ROWS))
+    check(ask, request, values, run(ask, request, values, folder, in_place=True))
+
+
+def reduce_losses(rows: int, folder: Path) -> None:
+    """Run the kernel that reduces the losses of all rows to their mean."""
+    one = Reduction(rows, "float32", "float32", False, "int64", None, ROWS, -100)
+    arrays = {"losses": np.ones(rows, np.float32), "target": np.zeros(rows, np.int64), "out": np.zeros(1, np.float32)}
+    cuda_simulator.simulate_reduction(one, arrays, np.zeros(reduction.SCRATCH_WORDS, np.uint64), folder)
+    assert arrays["out"] == 1
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
