@@ -5,21 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from commands import NOT_PLAIN, needs_torch, needs_triton, run, run_apart, run_json
 
 import onlinesoftmax
 from onlinesoftmax.cli import output
 from onlinesoftmax.cli.doctor import device_facts
-from onlinesoftmax.core import reference
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.operations import FORWARD, OPERATIONS
 from onlinesoftmax.core.task import ITEMSIZE
@@ -246,82 +243,6 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         assert "no GPU of any kind" in result.stderr
 
 
-# apply
-
-
-@pytest.fixture
-def numbers() -> np.ndarray:
-    return np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32)
-
-
-@pytest.mark.parametrize("axis", [-1, 0])
-def test_apply_round_trip(axis: int, numbers: np.ndarray, tmp_path: Path) -> None:
-    source, target = tmp_path / "x.npy", tmp_path / "y.npy"
-    np.save(source, numbers)
-    result = run("apply", source, target, "--axis", axis, "--chunk-mb", "0.01")
-    assert result.exit_code == 0, result.output
-    np.testing.assert_allclose(np.load(target), reference.two_pass(numbers, axis), rtol=1e-5)
-    assert len(result.stdout.splitlines()) == 1
-    assert "softmax of 1 tensor, 12,000 elements" in result.stdout
-    assert not result.stderr
-    report = run_json("apply", source, target, "--op", "logsumexp", "--dtype", "float64")
-    assert report["elements"] == 12000
-    assert report["bytes_written"] == 40 * 8
-    np.testing.assert_allclose(np.load(target), reference.logsumexp(numbers), rtol=1e-12)
-
-
-def test_apply_to_chosen_tensors(numbers: np.ndarray, tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
-    source, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
-    safetensors.save_file({"a": numbers, "b": numbers + 1, "c": np.zeros(3, np.int64)}, source)
-    assert run_json("apply", source, target, "--tensor", "a", "--tensor", "b")["tensors"] == 2
-    assert set(safetensors.load_file(target)) == {"a", "b"}
-    result = run("apply", source, target, "--tensor", "d")
-    assert result.exit_code == 2
-    assert "has no tensor 'd'" in result.stderr
-
-
-def test_apply_interrupted_leaves_no_file(numbers: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onlinesoftmax.files.chunks import state_of_chunks
-
-    def interrupt(*arguments: object, **named: object) -> object:
-        monkeypatch.setattr("onlinesoftmax.files.transfer.state_of_chunks", state_of_chunks)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("onlinesoftmax.files.transfer.state_of_chunks", interrupt)
-    np.save(tmp_path / "x.npy", numbers)
-    result = run("apply", tmp_path / "x.npy", tmp_path / "y.npy")
-    assert result.exit_code == 130
-    assert result.stderr == f"Interrupted: {tmp_path / 'y.npy'} was not written.\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
-
-
-def test_apply_names_a_file_that_stdout_cannot_encode(numbers: np.ndarray, tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", numbers)
-    found = run_apart("apply", str(tmp_path / "x.npy"), str(tmp_path / "é.npy"), PYTHONIOENCODING="ascii:strict")
-    assert (found.returncode, found.stderr) == (0, "")
-    assert found.stdout.startswith(str(tmp_path / "\\xe9.npy"))
-
-
-SIGNALLED = """
-import signal
-from onlinesoftmax.files import transfer
-transfer.state_of_chunks = lambda *arguments, **named: signal.raise_signal(signal.{name})
-from onlinesoftmax.cli import main
-main()
-"""
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_apply_ended_by_a_signal_leaves_no_file(name: str, numbers: np.ndarray, tmp_path: Path) -> None:
-    if not hasattr(signal, name):
-        pytest.skip(f"this system has no {name}")
-    np.save(tmp_path / "x.npy", numbers)
-    found = run_apart("apply", str(tmp_path / "x.npy"), str(tmp_path / "y.npy"), code=SIGNALLED.format(name=name))
-    assert (found.returncode, found.stderr) == (130, f"Interrupted: {tmp_path / 'y.npy'} was not written.\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
-
-
 # Wrong arguments
 
 
@@ -396,13 +317,3 @@ def test_wrong_variables_of_torchrun_are_a_sentence(
     assert result.exit_code == 2, result.output
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("option", ["axis", "op", "dtype", "chunk-mb"])
-def test_apply_with_wrong_options_leaves_no_file(option: str, numbers: np.ndarray, tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", numbers)
-    value = {"axis": 2, "op": "softplus", "dtype": "int8", "chunk-mb": 0}[option]
-    result = run("apply", tmp_path / "x.npy", tmp_path / "y.npy", f"--{option}", value)
-    assert result.exit_code == 2, result.output
-    assert result.stderr.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
