@@ -42,14 +42,14 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=None, help="number of torch threads (default: torch's default)")
     parser.add_argument("--folder", default=None, help="temporary folder; it needs twice --gigabytes")
-    parser.add_argument("--output", type=Path, default=None, help="JSON file (default: results/cpu-files.json)")
+    parser.add_argument("--output", type=Path, default=None, help="JSON file (default: results/files/cpu.json)")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         measure(*options.measure)
         return
     now = datetime.now(timezone.utc)
-    output = options.output or Path(__file__).parent / "results" / "cpu-files.json"
+    output = options.output or Path(__file__).parent / "results" / "files" / "cpu.json"
     record = {
         "date": now.isoformat(timespec="seconds"),
         **commit(),

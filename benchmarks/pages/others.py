@@ -63,7 +63,7 @@ def cpu_text(records: Records) -> str:
 
 def files_table(records: Records) -> str:
     """Softmax of a file of several gigabytes."""
-    found = records.document("cpu-files")
+    found = records.document("files/cpu")
     if found is None:
         return ABSENT
     rows = [
@@ -73,7 +73,7 @@ def files_table(records: Records) -> str:
     ]  # fmt: skip
     header = ("case", "file", "seconds", "MB/s of file", "peak resident MB", "of which imports")
     machine = f"{found['machine']['cores']} cores of {found['machine']['cpu']}"
-    said = f"Record: `cpu-files.json` ({machine}, commit {found['commit'][:7]}, {found['date'][:10]})."
+    said = f"Record: `files/cpu.json` ({machine}, commit {found['commit'][:7]}, {found['date'][:10]})."
     return f"{table(header, rows)}\n\n{said}"
 
 
