@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .core.arrays import array_kind
 from .core.device import Device, known
-from .core.operations import OPERATIONS
-from .core.options import ScoreOptions, checked_options
+from .core.layout import contiguous_strides
+from .core.operations import OPERATIONS, Operation
+from .core.options import PLAIN, ScoreOptions, checked_options
 from .core.problem import Problem
-from .core.task import ANY, ITEMSIZE, Choice, Flags, Task, TensorSpec, contiguous_spec, row_spec, task_of
+from .core.task import (
+    ANY,
+    ITEMSIZE,
+    Choice,
+    Flags,
+    Task,
+    TensorSpec,
+    contiguous_spec,
+    one_row_as_many,
+    operand_specs,
+    task_of,
+)
+from .jax import plans as jax_plans
 from .jax.device import from_jax
 from .kernels import registry
 from .kernels.report import Kernel
 from .kernels.request import Request
-from .planner import measured
-from .planner.plan import Plan, Refusal, alternatives, best, plan
-from .planner.strategies import FOR_JAX, TABLE
+from .planner.plan import Plan, Planner, Refusal, best
+from .torch import plans as torch_plans
 from .torch.device import from_torch, here
 
 
@@ -28,7 +42,7 @@ class Explanation:
     Attributes:
         task: What was asked: a call without its data.
         problem: The part of the task that the plan depends on.
-        device: The device that was planned for.
+        device: The device that was planned for.  A plan for an interpreter, on a CPU, is made for an H200.
         plan: The plan that would run.
         others: The plans that lost, fastest first, and the strategies that cannot run.
     """
@@ -108,14 +122,15 @@ def explain(
     """The plan that a call would run, and why.
 
     Args:
-        x: A torch tensor, a JAX array, or a shape: a tuple of sizes of a contiguous tensor.
+        x: A torch tensor, a JAX array, or a shape: a tuple of sizes of a contiguous tensor.  A NumPy array counts as
+            its shape and dtype.
         dim: The softmax dimension.
         operation: "softmax", "log_softmax", "logsumexp", "cross_entropy" or "token_logprobs"; or one of these with
-            "_backward", its gradient.
+            "_backward", its gradient, which takes the options of the function.
         dtype: Dtype name for a shape ("float32" by default); that of the tensor otherwise.
-        scale, causal, softcap, fully_masked, batch_invariant: As in `softmax`.
-        mask: As in `softmax`, or a shape that broadcasts to that of x.
-        bias: As in `softmax`, or a shape that broadcasts to that of x; the bias then has the dtype of x.
+        scale, causal, softcap, fully_masked, batch_invariant: As in the function; an error where it does not have them.
+        mask: As in the function, or a shape that broadcasts to that of x.
+        bias: As in the function, or a shape that broadcasts to that of x; the bias then has the dtype of x.
         device: Name of a known device ("h200", "a100", …); by default that of the tensor, or this
             machine's GPU, or its CPU.
         backend, strategy: Force a plan, as in `softmax`.
@@ -124,7 +139,8 @@ def explain(
     Raises:
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
         TypeError: an argument has the wrong type.
-        ValueError: unknown device, dtype, operation or framework, or a mask or bias that does not broadcast.
+        ValueError: unknown device, dtype, operation or framework, a dtype or framework that is not that of x, a mask
+            or bias that does not broadcast, or an option that the function does not have.
         IndexError: dim is out of range.
 
     Example:
@@ -138,30 +154,21 @@ def explain(
         raise ValueError(f"unknown framework {framework!r}; there are: torch, jax")
     if operation not in OPERATIONS:
         raise ValueError(f"unknown operation {operation!r}; operations: {', '.join(OPERATIONS)}")
-    in_jax = framework == "jax" or (hasattr(x, "shape") and not hasattr(x, "stride"))
-    shape, like = _input(x, dtype, in_jax)
-    if not -len(shape) <= dim < len(shape):
-        raise IndexError(
-            f"Dimension out of range (expected to be in range of [{-len(shape)}, {len(shape) - 1}], but got {dim})"
-        )
+    in_jax = _framework_of(x, framework) == "jax"
+    shape, like = _input(x, dtype)
+    axis, declaration = _axis(dim, len(shape)), OPERATIONS[operation]
     given = {name: _Shape(t) if isinstance(t, tuple | list) else t for name, t in (("bias", bias), ("mask", mask))}
-    options = checked_options(operation, scale, softcap, given["bias"], given["mask"], causal, fully_masked)
-    options = (options or ScoreOptions()).of(OPERATIONS[operation].options)
-    axis = dim % len(shape)
-    if in_jax:
-        # XLA moves the axis to the end.
-        moved = {name: t if t is None else _Shape(_to_end(tuple(t.shape), shape, axis)) for name, t in given.items()}
-        options = options._replace(bias=moved["bias"], mask=moved["mask"])
-        shape = _to_end(shape, shape, axis)
-        axis, like = len(shape) - 1, contiguous_spec(shape, like.dtype)
-    task = _task(operation, shape, axis, like, options)
+    options = checked_options(operation, scale, softcap, given["bias"], given["mask"], causal, fully_masked) or PLAIN
     choice = Choice(backend, strategy, batch_invariant)
+    _check_taken(declaration.forward, in_jax, options, batch_invariant)
     if in_jax:
         machine = known(device) if device else _device_of_jax()
-        return _of_task(task, machine, choice, (), FOR_JAX)
+        task = _task_in_jax(declaration, shape, axis, like.dtype, options)
+        # For a named device, plan with every backend, installed here or not.
+        return _of_task(task, jax_plans.planner_for(machine, choice, like.dtype, device is not None), choice)
     machine = known(device) if device else _this_device(x)
-    # For a GPU of the table every backend counts, whether or not it is installed here.
-    return _of_task(task, machine, choice, () if device else registry.missing(), TABLE)
+    task = _task(declaration, shape, axis, like, options.of(declaration.options), batch_invariant)
+    return _of_task(task, torch_plans.planner_for(machine, choice, device is not None), choice)
 
 
 class _Shape:
@@ -171,13 +178,53 @@ class _Shape:
         self.shape, self.dtype = tuple(int(size) for size in sizes), None
 
 
+def _framework_of(x: Any, framework: str | None) -> str:
+    """The framework of an input; a shape and a NumPy array have the framework that is asked for."""
+    kind = array_kind(x)
+    if kind is None and not isinstance(x, tuple | list):
+        raise TypeError(f"x must be a tensor, an array or a shape, not {type(x).__name__}")
+    if kind in (None, "numpy"):
+        return framework or "torch"
+    if framework not in (None, kind):
+        raise ValueError(f"framework={framework!r}, but x is an array of {kind}")
+    return str(kind)
+
+
+def _axis(dim: Any, ndim: int) -> int:
+    """The softmax dimension, counted from 0."""
+    try:
+        dim = operator.index(dim)
+    except TypeError:
+        raise TypeError(f"dim must be an int, not {type(dim).__name__}") from None
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
+    return int(dim % ndim)
+
+
+def _check_taken(function: Operation, in_jax: bool, options: ScoreOptions, batch_invariant: bool) -> None:
+    """Check that a public function has the options that are given.
+
+    Raises:
+        ValueError: the function does not have one of them.
+    """
+    taken: set[str] = {*function.options}
+    if in_jax:
+        # The argument `where` of the functions for JAX is a mask.
+        taken = {"scale", "softcap", "mask"} if function.has_target else {"scale", "softcap", "bias", "mask"}
+    else:
+        taken |= {"batch_invariant"} | ({"fully_masked"} if "mask" in taken else set())
+    given = {*options.given, *(("fully_masked",) if options.zero else ())}
+    if more := sorted((given | ({"batch_invariant"} if batch_invariant else set())) - taken):
+        raise ValueError(f"{function.name}() {'for JAX ' if in_jax else ''}has no {', '.join(more)}")
+
+
 def _to_end(shape: tuple[int, ...], like: tuple[int, ...], axis: int) -> tuple[int, ...]:
     """A shape that broadcasts to `like`, with the axis moved to the end."""
     whole = (*(1,) * (len(like) - len(shape)), *shape)
     return (*whole[:axis], *whole[axis + 1 :], whole[axis])
 
 
-def _input(x: Any, dtype: str | None, in_jax: bool) -> tuple[tuple[int, ...], TensorSpec]:
+def _input(x: Any, dtype: str | None) -> tuple[tuple[int, ...], TensorSpec]:
     """(shape, description) of the input."""
     if isinstance(x, tuple | list):
         shape = tuple(int(size) for size in x)
@@ -186,74 +233,107 @@ def _input(x: Any, dtype: str | None, in_jax: bool) -> tuple[tuple[int, ...], Te
         if dtype is not None and dtype not in ITEMSIZE:
             raise ValueError(f"unknown dtype {dtype!r}; dtypes: {', '.join(ITEMSIZE)}")
         return shape, contiguous_spec(shape, dtype or "float32")
-    shape = tuple(x.shape) or (1,)
-    name = dtype or str(x.dtype).removeprefix("torch.")
-    if in_jax:
-        return shape, contiguous_spec(shape, name)
-    return shape, TensorSpec(tuple(x.stride()) or (1,), name, x.data_ptr() % 16 == 0)
+    shape, name = tuple(x.shape) or (1,), _dtype_of(x)
+    if dtype not in (None, name):
+        raise ValueError(f"dtype={dtype!r} is for a shape, and x has dtype {name}")
+    if array_kind(x) == "torch":
+        return shape, TensorSpec(tuple(x.stride()) or (1,), name, x.data_ptr() % 16 == 0)
+    return shape, contiguous_spec(shape, name)
 
 
-def _task(operation: str, shape: tuple[int, ...], axis: int, like: TensorSpec, options: ScoreOptions) -> Task:
-    """The task of an operation on an input; all that is read and written besides it is contiguous, but the options."""
-    declaration = OPERATIONS[operation]
-    contiguous, wide = contiguous_spec(shape, like.dtype), "float64" if like.dtype == "float64" else "float32"
-    tensors = {"x": like}
-    for output in declaration.written(declaration.always):
-        dtype = wide if output.dtype == "accumulator" else like.dtype
-        tensors[output.name] = contiguous if output.kind == "element" else row_spec(shape, axis, dtype)
-    for operand in declaration.operands[1:]:
-        if operand.optional:
-            continue
-        dtype = wide if declaration.has_accumulator_dtype(operand.name) else like.dtype
-        dtype = "int64" if operand.dtype == "integer" else dtype
-        tensors[operand.name] = contiguous if operand.kind == "element" else row_spec(shape, axis, dtype)
-    tensors |= _option_specs(options, shape, like.dtype)
-    if options.softcap is not None and declaration.backward:
+def _dtype_of(t: Any) -> str:
+    """Name of the dtype of an array."""
+    return str(t.dtype).removeprefix("torch.")
+
+
+def _task(
+    declaration: Operation, shape: tuple[int, ...], axis: int, x: TensorSpec, options: ScoreOptions,
+    batch_invariant: bool,
+) -> Task:  # fmt: skip
+    """The task of a call on torch tensors, contiguous except the input and the tensors of the score options."""
+    tensors = {"x": x, **operand_specs(declaration, shape, axis, x.dtype)}
+    if batch_invariant:
+        # A call copies tensors whose rows are not contiguous.
+        rows_first = contiguous_strides(_to_end(shape, shape, axis))
+        strides = (*rows_first[:axis], rows_first[-1], *rows_first[axis:-1])
+        tensors |= {name: TensorSpec(strides, tensors[name].dtype) for name in declaration.element_operands}
+    tensors |= _option_specs(options, shape, x.dtype)
+    if options.softcap is not None and declaration.backward and not declaration.has_target:
         # The slope of the softcap is taken at the logits.
-        tensors["logits"] = contiguous
+        tensors["logits"] = contiguous_spec(shape, x.dtype)
     numbers = frozenset(name for name in options.given if name in ("scale", "softcap")) - tensors.keys()
-    flags = Flags(numbers, options.causal, options.zero, like.dtype in ("float32", "float64"))
-    return task_of(declaration, declaration.always, shape, axis, tensors, flags)
+    flags = Flags(numbers, options.causal, options.zero, x.dtype in ("float32", "float64"))
+    task = task_of(declaration, declaration.always, shape, axis, tensors, flags)
+    return one_row_as_many(task) if batch_invariant else task
 
 
-def _option_specs(options: ScoreOptions, shape: tuple[int, ...], dtype: str) -> Mapping[str, TensorSpec]:
+def _task_in_jax(declaration: Operation, shape: tuple[int, ...], axis: int, dtype: str, options: ScoreOptions) -> Task:
+    """The task of a call on JAX arrays.  XLA moves the axis to the end."""
+    name = declaration.name
+    # The other gradients are those in the scores; XLA computes the gradients in the logits from them.
+    given = options.given if declaration.scores else ()
+    arrays = {}
+    if "scale" in given and hasattr(options.scale, "dtype"):
+        arrays["scale"] = jax_plans.ArraySpec((1,) * len(shape), _dtype_of(options.scale))
+    for option in {"bias", "mask"} & {*given}:
+        t = getattr(options, option)
+        own = _to_end(_whole(option, tuple(t.shape), shape), shape, axis)
+        arrays[option] = jax_plans.ArraySpec(own, _dtype_of_option(option, t, dtype))
+    numbers = frozenset(given) & {"scale", "softcap"} - arrays.keys()
+    x = jax_plans.ArraySpec(_to_end(shape, shape, axis), dtype)
+    return jax_plans.task_for(name, jax_plans.outputs_of(name), x, arrays, numbers)
+
+
+def _option_specs(options: ScoreOptions, shape: tuple[int, ...], dtype: str) -> dict[str, TensorSpec]:
     """The tensors among the score options."""
     found = {}
     if hasattr(options.scale, "dtype"):
-        found["scale"] = TensorSpec((), str(options.scale.dtype).removeprefix("torch."))
+        found["scale"] = TensorSpec((), _dtype_of(options.scale))
     for name in ("bias", "mask"):
         t = getattr(options, name)
         if t is None:
             continue
-        own = tuple(t.shape)
-        whole = (*(1,) * (len(shape) - len(own)), *own)
-        if len(own) > len(shape) or any(size not in (1, full) for size, full in zip(whole, shape, strict=True)):
-            raise ValueError(f"{name} of shape {own} does not broadcast to x's {shape}")
-        if hasattr(t, "stride"):
+        whole = _whole(name, tuple(t.shape), shape)
+        if array_kind(t) == "torch":
             strides, is_aligned = tuple(t.expand(shape).stride()), t.data_ptr() % 16 == 0
         else:
-            steps = contiguous_spec(whole, dtype).strides
+            steps = contiguous_strides(whole)
             strides = tuple(0 if size == 1 else step for size, step in zip(whole, steps, strict=True))
             is_aligned = True
-        own_dtype = "bool" if name == "mask" else str(t.dtype or dtype).removeprefix("torch.")
-        found[name] = TensorSpec(strides, own_dtype, is_aligned)
+        found[name] = TensorSpec(strides, _dtype_of_option(name, t, dtype), is_aligned)
     return found
 
 
-def _of_task(
-    task: Task, machine: Device, choice: Choice, unavailable: Sequence[tuple[str, str]], strategies: Any
-) -> Explanation:
+def _whole(name: str, own: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a score option with as many dimensions as the input.
+
+    Raises:
+        ValueError: it does not broadcast to the input's shape.
+    """
+    whole = (*(1,) * (len(shape) - len(own)), *own)
+    if len(own) > len(shape) or any(size not in (1, full) for size, full in zip(whole, shape, strict=True)):
+        raise ValueError(f"{name} of shape {own} does not broadcast to x's {shape}")
+    return whole
+
+
+def _dtype_of_option(name: str, t: Any, dtype: str) -> str:
+    """Dtype of a mask or a bias; a bias that is known by its shape has the dtype of the input."""
+    if name == "mask":
+        return "bool"
+    return dtype if t.dtype is None else _dtype_of(t)
+
+
+def _of_task(task: Task, planner: Planner, choice: Choice) -> Explanation:
     """The plan for a task, and why."""
-    problem = Problem.of(task, choice.batch_invariant)
-    table = measured.table_for(machine)
-    every = alternatives(problem, machine, unavailable=unavailable, table=table, strategies=strategies)
+    every = planner.alternatives(task, Choice(batch_invariant=choice.batch_invariant))
     plans = [option for option in every if isinstance(option, Plan)]
     # Without a forced choice, the plan is among the alternatives, and need not be made twice.
     among = choice == ANY and plans
-    chosen = best(plans) if among else plan(problem, machine, choice, unavailable, table, strategies)
+    chosen = best(plans) if among else planner.plan(task, choice)
     others = [option for option in every if _pair(option) != _pair(chosen)]
     others.sort(key=lambda o: o.estimate_us if isinstance(o, Plan) else float("inf"))
-    return Explanation(task, problem, machine, chosen, tuple(others))
+    problem = Problem.of(task, choice.batch_invariant)
+    return Explanation(task, problem, planner.device, chosen, tuple(others))
 
 
 def _pair(option: Plan | Refusal) -> tuple[str, str]:
@@ -265,6 +345,6 @@ def _device_of_jax() -> Device:
 
 
 def _this_device(x: Any) -> Device:
-    if hasattr(x, "device"):
+    if array_kind(x) == "torch":
         return from_torch(x.device.type, x.device.index or 0)
     return here()

@@ -190,12 +190,11 @@ def task(shape: Shape) -> Task:
     operation, sizes = OPERATIONS[shape.operation], (shape.rows, shape.cols)
     outputs = shape.outputs or operation.always
     whole = contiguous_spec(sizes, shape.dtype)
-    written = operation.written(outputs)
-    tensors = {t.name: whole for t in written if t.kind == "element"}
     wide = "float32" if operation.has_target else shape.dtype
-    tensors |= {t.name: row_spec(sizes, 1, wide) for t in written if t.kind == "row"}
-    for operand in operation.operands:
-        if _given(operand, bool(tensors.keys() & {t.name for t in written if t.kind == "element"})):
+    writes_elements = any(output.kind == "element" for output in operation.written(outputs))
+    tensors = {"x": whole}
+    for operand in operation.operands[1:]:
+        if _given(operand, writes_elements):
             tensors[operand.name] = _spec(operand, sizes, whole, wide)
     # The result has the dtype of the input.  For a float32 input it must have float32 accuracy.
     return task_of(operation, outputs, sizes, 1, tensors, Flags(wide=shape.dtype == "float32"))

@@ -9,6 +9,7 @@ from ..core.operations import Operation
 from ..core.problem import Problem
 from ..core.task import Choice, Flags, Task, contiguous_spec, row_spec, task_of
 from ..explanation import Explanation, explain
+from ..planner.plan import PlanError
 from .cases import STATISTICS, Case
 from .exact import Inputs
 from .options import option_values
@@ -19,8 +20,10 @@ def planned(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
     """The plan that our library will run; with a gradient, the plan of the launch that writes the gradient.
 
     Raises:
-        PlanError: what was forced cannot run.
+        PlanError: what was forced cannot run, or only in JAX's interpreter, whose times mean nothing.
     """
+    if ours.framework == "jax" and ours.device_type == "cpu" and ours.backend == "pallas":
+        raise PlanError("Pallas kernels need an NVIDIA GPU; on a CPU, an interpreter runs them")
     if case.declaration.has_target and ours.framework == "torch":
         return _of_target(case, inputs, ours)
     if case.declaration.has_target and case.with_gradient and case.reduces_rows:
@@ -41,7 +44,7 @@ def _of_scalar_in_jax(case: Case, ours: Ours) -> Explanation:
     """The plan of the kernel that writes the losses and the gradient of a scalar loss in JAX."""
     import jax
 
-    from ..jax import primitives
+    from ..jax import plans, primitives
     from ..jax.device import from_jax
     from ..jax.targets import TargetOptions
 
@@ -49,8 +52,8 @@ def _of_scalar_in_jax(case: Case, ours: Ours) -> Explanation:
     operands, options = (x, jax.ShapeDtypeStruct(case.row_shape, "int32")), TargetOptions(gradient=True)
     device, choice = known("cpu") if ours.device_type == "cpu" else from_jax(), Choice(ours.backend, ours.strategy)
     task = primitives.task_for(case.operation, operands, target_options=options)
-    plan = primitives.plan_for(case.operation, operands, device, choice, target_options=options)
-    return Explanation(task, Problem.of(task), device, plan, ())
+    planner = plans.planner_for(device, choice, case.dtype)
+    return Explanation(task, Problem.of(task), planner.device, planner.plan(task, choice), ())
 
 
 def _of_target(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
@@ -60,7 +63,7 @@ def _of_target(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
     """
     from ..torch.device import from_torch
     from ..torch.losses import why_not_kernels
-    from ..torch.prepare import plan_of
+    from ..torch.plans import planner_for
 
     choice, where = Choice(ours.backend, ours.strategy), inputs[0].device
     if why_not_kernels(inputs[0], inputs[1], None, choice) is not None:
@@ -77,22 +80,18 @@ def _of_target(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
     elif statistics := STATISTICS.get(case.operation):
         outputs = (*operation.kept_outputs, "lse", *statistics)
     task = _task(case, operation, outputs)
-    plan = plan_of(task, where, choice)
-    return Explanation(task, Problem.of(task), from_torch(where.type, where.index or 0), plan, ())
+    planner = planner_for(from_torch(where.type, where.index or 0), choice)
+    return Explanation(task, Problem.of(task), planner.device, planner.plan(task, choice), ())
 
 
 def _task(case: Case, operation: Operation, outputs: tuple[str, ...]) -> Task:
     """The task of contiguous tensors; optional operands have a value per row at most, and change no plan."""
-    written = operation.written(outputs)
-    kinds = {operand.name: operand.kind for operand in operation.operands if not operand.optional}
-    dtypes = {name: case.dtype_of(name) for name in kinds}
-    for output in written:
-        kinds[output.name] = output.kind
-        dtypes[output.name] = case.accumulator if output.dtype == "accumulator" else case.dtype
     tensors = {
-        name: contiguous_spec(case.shape, dtypes[name]) if kind == "element"
-        else row_spec(case.shape, case.dim, dtypes[name])
-        for name, kind in kinds.items()
+        operand.name: contiguous_spec(case.shape, case.dtype_of(operand.name)) if operand.kind == "element"
+        else row_spec(case.shape, case.dim, case.dtype_of(operand.name))
+        for operand in operation.operands
+        if not operand.optional
     }  # fmt: skip
     flags = Flags(wide=case.dtype in ("float32", "float64"))
-    return task_of(operation, tuple(output.name for output in written), case.shape, case.dim, tensors, flags)
+    written = tuple(output.name for output in operation.written(outputs))
+    return task_of(operation, written, case.shape, case.dim, tensors, flags)

@@ -19,6 +19,11 @@ ValueKind = Literal["element", "row", "call"]
 """Which values an operand or an output has: one per element of the input, one per row, or one per call."""
 
 
+def accumulator_dtype(*dtypes: str) -> str:
+    """Name of the dtype in which a call on tensors of these dtypes accumulates."""
+    return "float64" if "float64" in dtypes else "float32"
+
+
 @dataclass(frozen=True)
 class Operand:
     """A tensor or a number that an operation reads.
@@ -76,6 +81,18 @@ class Output:
     needs: tuple[str, ...] = ("l",)
     on_request: bool = False
     exact: bool = True
+
+    def dtype_of(self, x: str, result: str) -> str:
+        """Name of its dtype.
+
+        Args:
+            x: Dtype of the input.
+            result: Dtype that the caller asks for.
+
+        >>> Output("lse", "row", "accumulator").dtype_of("bfloat16", "bfloat16")
+        'float32'
+        """
+        return {"result": result, "input": x, "accumulator": accumulator_dtype(x, result)}[self.dtype]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .layout import Layout, Side, contiguous_strides, rows_of
-from .operations import Operation, Output
+from .operations import Operation, Output, ValueKind, accumulator_dtype
 from .options import query_axis
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -125,7 +125,7 @@ class Task:
     @property
     def accumulator(self) -> str:
         """Name of the dtype in which states are kept."""
-        return "float64" if "float64" in (self.dtypes["x"], self.dtypes[self.outputs[0]]) else "float32"
+        return accumulator_dtype(self.dtypes["x"], self.dtypes[self.outputs[0]])
 
     @property
     def exact(self) -> bool:
@@ -191,7 +191,7 @@ class Task:
 
 def task_of(
     operation: Operation, outputs: tuple[str, ...], shape: tuple[int, ...], axis: int,
-    tensors: Mapping[str, TensorSpec], flags: Flags = NO_FLAGS,
+    tensors: Mapping[str, TensorSpec], flags: Flags = NO_FLAGS, result: str | None = None,
 ) -> Task:  # fmt: skip
     """The task of a call on tensors of a shape.
 
@@ -200,20 +200,24 @@ def task_of(
         outputs: Names of the outputs that are written.
         shape: Shape of the input.
         axis: The softmax dimension, counted from 0.
-        tensors: The input "x", the outputs, and every other tensor operand, by name.  A scale that is a tensor is
-            among them.
+        tensors: The input "x" and every other tensor operand, by name.  A scale that is a tensor is among them, and so
+            is an output that is given.  The call makes the other outputs (`output_specs`).
         flags: Numbers, causality, and zeros for fully masked rows.
+        result: Dtype that the caller asks for; None for the dtype of the input.
 
     Raises:
         ValueError: causality is asked for, and no dimension lies before the softmax dimension.
 
     Example:
         >>> from onlinesoftmax.core.operations import OPERATIONS
-        >>> spec = TensorSpec((512, 1), "float32")
-        >>> task = task_of(OPERATIONS["softmax"], ("y",), (64, 512), 1, {"x": spec, "y": spec})
-        >>> task.layout.rows, task.writes_elements, task.row_outputs
-        (64, True, ())
+        >>> x = TensorSpec((512, 1), "bfloat16")
+        >>> task = task_of(OPERATIONS["softmax"], ("y", "lse"), (64, 512), 1, {"x": x})
+        >>> task.layout.rows, task.writes_elements, task.row_outputs, task.dtypes["lse"]
+        (64, True, ('lse',), 'float32')
     """
+    dtype = tensors["x"].dtype
+    new = output_specs(operation, outputs, shape, axis, dtype, result or dtype)
+    tensors = {"x": tensors["x"], **{name: new[name] for name in new if name not in tensors}, **tensors}
     # An output per element, or else the main output, follows x: the order of the outer dimensions depends on both
     # (layout.py).
     second = next((output.name for output in operation.written(outputs) if output.kind == "element"), outputs[0])
@@ -259,3 +263,70 @@ def row_spec(shape: tuple[int, ...], axis: int, dtype: str) -> TensorSpec:
     """A contiguous tensor with one value per row of an input of this shape."""
     outer = contiguous_strides((*shape[:axis], *shape[axis + 1 :]))
     return TensorSpec((*outer[:axis], 0, *outer[axis:]), dtype)
+
+
+def output_specs(
+    operation: Operation, outputs: tuple[str, ...], shape: tuple[int, ...], axis: int, dtype: str, result: str
+) -> dict[str, TensorSpec]:
+    """The contiguous outputs of a call, by name, in the order of the declaration.
+
+    Args:
+        operation: Its declaration.
+        outputs: Names of the outputs that are written.
+        shape: Shape of the input.
+        axis: The softmax dimension, counted from 0.
+        dtype: Dtype of the input.
+        result: Dtype that the caller asks for.
+
+    Example:
+        >>> from onlinesoftmax.core.operations import OPERATIONS
+        >>> output_specs(OPERATIONS["logsumexp"], ("y",), (64, 512), 1, "bfloat16", "bfloat16")["y"].strides
+        (1, 0)
+    """
+    return {
+        output.name: _spec(output.kind, shape, axis, output.dtype_of(dtype, result))
+        for output in operation.written(outputs)
+    }
+
+
+def operand_specs(
+    operation: Operation, shape: tuple[int, ...], axis: int, dtype: str, integer: str = "int64"
+) -> dict[str, TensorSpec]:
+    """Contiguous tensors for the operands that every call reads beside the input, by name.
+
+    Args:
+        operation: Its declaration.
+        shape: Shape of the input.
+        axis: The softmax dimension, counted from 0.
+        dtype: Dtype of the input, and of the operands for which the declaration has no other.
+        integer: Dtype of operands that are integers.
+    """
+    found = {}
+    for operand in operation.operands[1:]:
+        if operand.optional:
+            continue
+        wide = accumulator_dtype(dtype) if operation.has_accumulator_dtype(operand.name) else dtype
+        found[operand.name] = _spec(operand.kind, shape, axis, integer if operand.dtype == "integer" else wide)
+    return found
+
+
+def _spec(kind: ValueKind, shape: tuple[int, ...], axis: int, dtype: str) -> TensorSpec:
+    """A contiguous tensor with a value per element, per row, or per call."""
+    if kind == "call":
+        return TensorSpec((), dtype)
+    return contiguous_spec(shape, dtype) if kind == "element" else row_spec(shape, axis, dtype)
+
+
+def output_shape(output: Output, shape: tuple[int, ...], axis: int, keepdim: bool = False) -> tuple[int, ...]:
+    """Shape of an output for an input of this shape; `keepdim` keeps the softmax dimension of an output per row.
+
+    >>> from onlinesoftmax.core.operations import OPERATIONS
+    >>> lse = OPERATIONS["softmax"].output("lse")
+    >>> output_shape(lse, (8, 3, 5), 1), output_shape(lse, (8, 3, 5), 1, keepdim=True)
+    ((8, 5), (8, 1, 5))
+    """
+    if output.kind == "call":
+        return ()
+    if output.kind == "element" or not shape:
+        return shape
+    return (*shape[:axis], *((1,) if keepdim else ()), *shape[axis + 1 :])

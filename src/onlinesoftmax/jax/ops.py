@@ -19,6 +19,7 @@ from ..core.operations import OPERATIONS
 from ..core.options import PLAIN, ScoreOptions, softcap_slope
 from . import targets
 from .exchange import Names
+from .plans import OUTPUTS, outputs_of
 from .scores import FUNCTIONS, filled, masked, peak, scores, shift
 from .targets import PLAIN_TARGET, TargetOptions
 
@@ -143,9 +144,6 @@ TANGENTS = {
 MASKED = {"softmax": 0.0, "log_softmax": -jnp.inf}
 """The output per element where the mask is False."""
 
-OUTPUTS = {"logsumexp": ("m", "l"), "cross_entropy": ("loss", "m", "l"), "token_logprobs": ("y", "m", "l")}
-"""Outputs that a kernel writes for a primitive, stacked along a new last axis; no entry for the declared ones."""
-
 PER_ROW = frozenset(OUTPUTS) | {TANGENTS[name] for name in OUTPUTS} | {"row_products"}
 """Primitives whose result has values per row; the results of the others have the shape of x."""
 
@@ -155,13 +153,7 @@ NUMBERS = ("smoothing", "z_loss")
 
 def outputs(name: str, target_options: TargetOptions = PLAIN_TARGET) -> tuple[str, ...]:
     """Names of the outputs that a kernel writes for a primitive, in the order of the declaration."""
-    operation = OPERATIONS[name]
-    if operation.backward:
-        return operation.always
-    named = {*OUTPUTS.get(name, operation.always), *(("entropy",) if target_options.entropy else ())}
-    if target_options.gradient:
-        named |= {output.name for output in operation.outputs if output.kind == "element"}
-    return tuple(output.name for output in operation.outputs if output.name in named)
+    return outputs_of(name, target_options.entropy, target_options.gradient)
 
 
 def numbers(name: str, target_options: TargetOptions) -> tuple[tuple[str, float], ...]:

@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 def outputs(name: str, part: Part, names: Names, run: Run) -> tuple[Array, ...]:
-    """The outputs of a forward operation: the local columns of y, or results per row as in `ops.OUTPUTS`."""
+    """The outputs of a forward operation: the local columns of y, or results per row as in `plans.OUTPUTS`."""
     return FINISH[name](part, merged(_states(part, names, run), names), run)
 
 

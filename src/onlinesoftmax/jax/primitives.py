@@ -14,9 +14,7 @@ as x's or 1, so that nothing is broadcast in memory, and a batch is one more axi
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -24,18 +22,15 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..core.arrays import Array, accumulator
+from ..core.arrays import Array
 from ..core.device import Device, known
 from ..core.operations import OPERATIONS
 from ..core.options import PLAIN, ScoreOptions
-from ..core.problem import Problem
-from ..core.task import ANY, ITEMSIZE, Choice, Flags, Task, TensorSpec, contiguous_spec, row_spec, task_of
+from ..core.task import ANY, Choice, Task
 from ..kernels import pallas
-from ..planner.measured import table_for
-from ..planner.plan import Plan, PlanError, plan
+from ..planner.plan import Plan, PlanError
 from ..planner.strategies import FOR_JAX
-from ..planner.strategies.pallas import LARGEST
-from . import array_types, exchange, ops, part, partitioning, targets
+from . import array_types, exchange, ops, part, partitioning, plans, targets
 from .device import to_lower_for
 from .targets import PLAIN_TARGET, TargetOptions
 
@@ -67,64 +62,35 @@ def check(name: str, choice: Choice) -> None:
 
 def plan_for(
     name: str, operands: tuple[Any, ...], device: Device, choice: Choice = ANY, options: ScoreOptions = PLAIN,
-    factor: float = 1.0, interpret: bool = False, target_options: TargetOptions = PLAIN_TARGET,
+    factor: float = 1.0, target_options: TargetOptions = PLAIN_TARGET,
 ) -> Plan:  # fmt: skip
     """The plan for an operation on arrays of these shapes and dtypes.
 
     Args:
         name: Name in OPERATIONS.
         operands: Arrays, or shapes and dtypes, as for the function of this name in jax/ops.py.
-        device: The device to plan for.
+        device: The device of the arrays.
         choice: The backend and the strategy that the caller forces.
         options: The score options.
         factor: Number that a gradient is multiplied by; the plan does not depend on it.
-        interpret: True where the interpreter runs the kernels.
         target_options: Options of an operation with a target.
 
     Raises:
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
     """
-    x = operands[0]
-    rows, cols, dtype = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.name
-    missing = []
-    if dtype not in ITEMSIZE:
-        missing.append(("pallas", f"kernels take {', '.join(ITEMSIZE)}, not {dtype}"))
-    elif max(rows, cols) > LARGEST:
-        missing.append(("pallas", f"{rows} x {cols}: a kernel's indices end at {LARGEST}"))
-    if interpret:
-        missing.append(("pallas/cluster", "Mosaic is not interpreted"))
-    elif find_spec("absl") is None:
-        missing.append(("pallas/cluster", "JAX's Mosaic needs absl-py: pip install absl-py"))
-    problem = Problem.of(task_for(name, operands, options, target_options))
-    return plan(problem, device, choice, missing, table_for(device), FOR_JAX)
+    planner = plans.planner_for(device, choice, operands[0].dtype.name)
+    return planner.plan(task_for(name, operands, options, target_options), choice)
 
 
 def task_for(
     name: str, operands: tuple[Any, ...], options: ScoreOptions = PLAIN, target_options: TargetOptions = PLAIN_TARGET
 ) -> Task:
-    """The task of an operation on arrays of these shapes and dtypes, which XLA lays out contiguously."""
-    operation, x = OPERATIONS[name], operands[0]
-    shape, axis, outputs = x.shape, len(x.shape) - 1, ops.outputs(name, target_options)
-    # Any dtype serves for an x that no kernel takes: the plan is XLA's.
-    dtype, wide = x.dtype.name if x.dtype.name in ITEMSIZE else "float32", accumulator(x)
-    kinds = {
-        operand.name: (operand.kind, "int32" if operand.dtype == "integer" else dtype)
-        for operand in operation.operands
-        if not operand.optional
-    }
-    for output in operation.written(outputs):
-        kinds[output.name] = output.kind, wide if output.dtype == "accumulator" else dtype
-    tensors = {
-        tensor: contiguous_spec(shape, of_dtype) if kind == "element" else row_spec(shape, axis, of_dtype)
-        for tensor, (kind, of_dtype) in kinds.items()
-    }
-    for option, array in zip(options.arrays, operands[operation.inputs :], strict=False):
-        strides = zip(array.shape, contiguous_spec(array.shape, dtype).strides, strict=True)
-        steps = tuple(0 if size == 1 else step for size, step in strides)
-        tensors[option] = TensorSpec(steps, array.dtype.name)
-    numbers = frozenset(options.given) & {"scale", "softcap"} - set(options.arrays)
+    """The task of an operation on arrays of these shapes and dtypes."""
+    x, *arrays = (plans.ArraySpec(t.shape, t.dtype.name) for t in (operands[0], *operands[OPERATIONS[name].inputs :]))
+    named = dict(zip(options.arrays, arrays, strict=False))
+    numbers = frozenset(options.given) & {"scale", "softcap"} - named.keys()
     numbers |= {number for number, _ in ops.numbers(name, target_options)}
-    return task_of(operation, outputs, shape, axis, tensors, Flags(numbers, wide=x.dtype.itemsize > 2))
+    return plans.task_for(name, ops.outputs(name, target_options), x, named, numbers)
 
 
 def _lowered(name: str, platform: str, *operands: Array, choice: Choice, **params: Any) -> Array:
@@ -176,10 +142,8 @@ def kernel_plan(
         # There is no kernel for the tangents of forward mode, for an exchange, and for a gradient that spreads a part
         # of the target over the classes of other devices.
         return None
-    on_gpu = platform == "cuda"
-    # The interpreter runs only where it is forced, and needs some GPU's numbers to plan with.
-    device = to_lower_for() if on_gpu else known("h200" if choice.backend == "pallas" else "cpu")
-    chosen = plan_for(name, operands, device, choice, **params, interpret=not on_gpu)
+    device = to_lower_for() if platform == "cuda" else known("cpu")
+    chosen = plan_for(name, operands, device, choice, **params)
     return chosen if chosen.backend == "pallas" else None
 
 

@@ -57,7 +57,7 @@ class Rows(NamedTuple):
         return ops.result(self.outputs(name, choice)).astype(self.dtype)
 
     def outputs(self, name: str, choice: Choice, *target: Array, **target_options: TargetOptions) -> tuple[Array, ...]:
-        """The outputs of an operation on these rows, as `ops.OUTPUTS` names them."""
+        """The outputs of an operation on these rows, as `plans.OUTPUTS` names them."""
         operands = (self.x, *self.arrays, *target)
         if self.names:
             # Results per row are the same along the axes of the exchange, so that the target must not vary there.

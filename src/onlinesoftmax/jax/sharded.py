@@ -21,6 +21,7 @@ from ..core.task import Choice
 from . import array_types, ops, primitives
 from .exchange import Names, local_target
 from .part import Part, of_all_classes, outputs
+from .plans import OUTPUTS
 from .targets import PLAIN_TARGET, TargetOptions
 
 
@@ -70,7 +71,7 @@ def _jvp(call: ShardedCall, primals: tuple[Array, ...], tangents: tuple[Any, ...
     change, factor = ops.score_tangent(part.x, part.arrays, call.options, named)
     if change is None:
         return found, tuple(map(jnp.zeros_like, found))
-    if call.name in ops.OUTPUTS:
+    if call.name in OUTPUTS:
         changed = _tangents_per_row(call, primals, found, (change, factor))
     else:
         exchanging = partial(primitives.bind, choice=call.choice, axis_name=call.names)

@@ -26,7 +26,7 @@ from .scores import FUNCTIONS, filled, masked
 from .targets import TargetOptions
 
 Pair = tuple[Array, Array]
-"""Results per row, as `ops.OUTPUTS` names them, along a last axis; and the gradient, of the shape of the logits."""
+"""Results per row, as `plans.OUTPUTS` names them, along a last axis; and the gradient, of the shape of the logits."""
 
 Run = Callable[..., Array]
 """Applies an operation: run(name, *operands, **params), with the arguments of `primitives.bind`."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 from ..core.device import Device
 from ..core.problem import Problem
-from ..core.task import ANY, Choice
+from ..core.task import ANY, Choice, Task
 from .forecast import Forecast, Propose
 from .measured import Table
 from .price import Plan, Price, priced
@@ -25,6 +26,7 @@ __all__ = [
     "INVARIANT_ROWS",
     "Plan",
     "PlanError",
+    "Planner",
     "Price",
     "Refusal",
     "Strategies",
@@ -40,6 +42,33 @@ Strategies = Sequence[tuple[str, str, Propose]]
 
 class PlanError(ValueError):
     """No plan: the message lists every reason."""
+
+
+class Planner(NamedTuple):
+    """The inputs of a plan that are the same for all tasks on a device.
+
+    Attributes:
+        device, unavailable, table, strategies: As for `plan`.
+    """
+
+    device: Device
+    unavailable: tuple[tuple[str, str], ...]
+    table: Table | None
+    strategies: Strategies
+
+    def plan(self, task: Task, choice: Choice = ANY) -> Plan:
+        """The plan for a task.
+
+        Raises:
+            PlanError: no strategy that the choice allows can run; the message lists every reason.
+        """
+        problem = Problem.of(task, choice.batch_invariant)
+        return plan(problem, self.device, choice, self.unavailable, self.table, self.strategies)
+
+    def alternatives(self, task: Task, choice: Choice = ANY) -> list[Plan | Refusal]:
+        """Every strategy's plan for a task, or why it has none."""
+        problem = Problem.of(task, choice.batch_invariant)
+        return alternatives(problem, self.device, choice, self.unavailable, self.table, self.strategies)
 
 
 @dataclass(frozen=True)
@@ -79,10 +108,7 @@ def plan(
         >>> plan(Problem("softmax", 1, 1 << 24), known("h200")).strategy
         'grid'
     """
-    for_plan = replace(problem, rows=INVARIANT_ROWS) if choice.batch_invariant else problem
-    if choice.batch_invariant and device.kind == "cuda":
-        unavailable = (*unavailable, ("eager", "the framework's sums depend on the number of rows"))
-    options = alternatives(for_plan, device, choice, unavailable, table, strategies)
+    options = _options(problem, device, choice, unavailable, table, strategies)
     plans = [option for option in options if isinstance(option, Plan)]
     if plans:
         fastest = best(plans)
@@ -108,7 +134,26 @@ def alternatives(
     Raises:
         PlanError: there is no such backend or strategy.
     """
-    backend, strategy, _ = choice
+    options = _options(problem, device, choice, unavailable, table, strategies)
+    if not choice.batch_invariant:
+        return options
+    return [_for_rows(option, problem, device) if isinstance(option, Plan) else option for option in options]
+
+
+def _options(
+    problem: Problem,
+    device: Device,
+    choice: Choice,
+    unavailable: Sequence[tuple[str, str]],
+    table: Table | None,
+    strategies: Strategies,
+) -> list[Plan | Refusal]:
+    """The same, but batch-invariant plans are for INVARIANT_ROWS rows: the fastest for these is taken."""
+    backend, strategy, is_invariant = choice
+    if is_invariant:
+        problem = replace(problem, rows=INVARIANT_ROWS)
+        if device.kind == "cuda":
+            unavailable = (*unavailable, ("eager", "the framework's sums depend on the number of rows"))
     for argument, value, names in (
         ("backend", backend, [row[0] for row in strategies]),
         ("strategy", strategy, [row[1] for row in strategies]),
@@ -159,4 +204,5 @@ def _for_rows(fastest: Plan, problem: Problem, device: Device) -> Plan:
     if not proposal.blocks.stages and proposal.strategy != "grid":
         programs = -(-problem.rows // proposal.rows_per_program) * proposal.splits
         proposal = replace(proposal, blocks=replace(proposal.blocks, programs=programs))
-    return priced(proposal, problem, device)
+    reason = f"{proposal.reason}; a batch-invariant plan is the fastest for {INVARIANT_ROWS} rows"
+    return priced(replace(proposal, reason=reason), problem, device)

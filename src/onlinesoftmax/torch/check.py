@@ -28,7 +28,7 @@ def checked_dim(operation: str, dim: Any, ndim: int) -> int:
     return dim % ndim
 
 
-def checked_out(operation: str, out: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+def checked_out(operation: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Raise PyTorch's error where a result of this shape, dtype and device does not fit `out`.
 
     Args:

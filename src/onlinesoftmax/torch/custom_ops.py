@@ -13,11 +13,11 @@ import torch
 from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS, Operation
 from ..core.options import SCORE_OPTIONS, ScoreOptions
-from ..core.task import Choice
+from ..core.task import Choice, output_shape
 from . import gradients
 from .autograd import keep, kept_by
-from .gradients import Kept, Wanted, accumulator_of
-from .prepare import result_shape, run, shape_of_rows
+from .gradients import Kept, Wanted
+from .prepare import DTYPE_NAMES, run
 
 Tensor = torch.Tensor
 
@@ -106,6 +106,19 @@ def _call(operation: Operation, arguments: tuple[Any, ...]) -> Call:
     return Call(operation, x, settings, None if options.plain else options, None, beside)
 
 
+def _fake(call: Call, outputs: tuple[str, ...]) -> list[Tensor]:
+    """Empty tensors of the shapes and dtypes of a call's outputs."""
+    x, (dim, dtype, keepdim, _), result = call.x, call.settings, call.operation.result
+    axis, names = dim % max(x.dim(), 1), (DTYPE_NAMES[x.dtype], DTYPE_NAMES[dtype or x.dtype])
+    return [
+        x.new_empty(
+            output_shape(output, x.shape, axis, keepdim and output is result),
+            dtype=getattr(torch, output.dtype_of(*names)),
+        )
+        for output in call.operation.written(outputs)
+    ]
+
+
 def _define_outputs(operation: Operation) -> None:
     """The operator of an operation with a target: any of its outputs; torch/targets.py adds derivatives."""
     count = len(operation.numbers) + 1
@@ -121,16 +134,7 @@ def _define_outputs(operation: Operation) -> None:
         return list(gradients.outputs_of(call, names))
 
     def fake(*arguments: Any) -> list[Tensor]:
-        call, names = call_of(arguments)
-        x, dim = call.x, call.settings.dim
-        dtypes = {"input": x.dtype, "result": call.settings.dtype or x.dtype}
-        wide = accumulator_of(x.dtype, x.dtype)
-        return [
-            x.new_empty(x.shape, dtype=dtypes[output.dtype])
-            if output.kind == "element"
-            else x.new_empty(shape_of_rows(x.shape, dim), dtype=dtypes.get(output.dtype, wide))
-            for output in operation.written(names)
-        ]
+        return _fake(*call_of(arguments))
 
     name = f"{NAMESPACE}::{operation.name}"
     operator = torch.library.custom_op(name, kernel, mutates_args=(), schema=schema(operation))
@@ -145,14 +149,8 @@ def _define(operation: Operation) -> None:
         return run(call, outputs) if operation.backward else gradients.forward(call, outputs)
 
     def fake(*arguments: Any) -> Any:
-        call = _call(operation, arguments)
-        x, (dim, dtype, keepdim, _) = call.x, call.settings
-        result = dtype or x.dtype
-        axis = dim % max(x.dim(), 1)
-        y = x.new_empty(result_shape(operation, x.shape, axis, keepdim), dtype=result)
-        wide = accumulator_of(x.dtype, result)
-        rest = [x.new_empty(shape_of_rows(x.shape, axis), dtype=wide) for _ in outputs[1:]]
-        return (y, *rest) if rest else y
+        found = _fake(_call(operation, arguments), outputs)
+        return tuple(found) if len(found) > 1 else found[0]
 
     name = f"{NAMESPACE}::{operation.name}"
     operator = torch.library.custom_op(name, kernel, mutates_args=(), schema=schema(operation))

@@ -115,7 +115,7 @@ TANGENTS: dict[str, Callable[[Saved, Tensor], Tensor]] = {
 """Tangent of the result from the tangent dz of the scores, for forward-mode differentiation."""
 
 
-def of_empty_rows(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def of_empty_rows(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A per-row output for rows without an element: what the identity state gives."""
     lowest = torch.finfo(dtype).min
     values = {"lse": -torch.inf, "m": lowest, "l": 0.0, "entropy": torch.nan}

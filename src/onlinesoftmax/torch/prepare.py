@@ -16,15 +16,14 @@ from ..core.call import Call, Settings
 from ..core.layout import contiguous_strides, strides_of_rows
 from ..core.operations import Operation
 from ..core.options import bits
-from ..core.problem import Problem
-from ..core.task import ITEMSIZE, Flags, Task, TensorSpec, one_row_as_many, task_of
+from ..core.task import ITEMSIZE, Choice, Flags, Task, TensorSpec, one_row_as_many, output_shape, task_of
 from ..kernels import registry
 from ..kernels.request import Request
-from ..planner import measured
-from ..planner.plan import Plan, plan
+from ..planner.plan import Plan
 from . import eager, ops
 from .check import checked_dim, checked_out
 from .device import from_torch
+from .plans import planner_for
 
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 """Names of the integer dtypes that an operand may have."""
@@ -230,7 +229,7 @@ def prepare(kind: Kind, follows_divisor: bool = False) -> Prepared:
 
 
 def _bound(
-    launch: Callable[..., None], kind: Kind, task: Task, shape: torch.Size, dtype: torch.dtype
+    launch: Callable[..., None], kind: Kind, task: Task, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]:
     """The function run(x, out, operands) that allocates the outputs that are not given, and launches the kernel."""
     x, outputs = kind.places[0], kind.outputs
@@ -261,7 +260,7 @@ def _bound(
     return run
 
 
-def _template(x: Place, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+def _template(x: Place, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     """A tensor without memory for empty_like, which takes half the host time of empty; None where x itself is one."""
     if (shape, dtype) == (x.shape, x.dtype) and x.strides == contiguous_strides(shape):
         return None
@@ -274,9 +273,9 @@ def _template(x: Place, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor |
 def _more_templates(kind: Kind, task: Task) -> list[tuple[str, torch.Tensor | None]]:
     """The name and the `_template` of every output besides the first."""
     x = kind.places[0]
-    shapes = {"element": x.shape, "row": shape_of_rows(x.shape, kind.settings.dim), "call": torch.Size(())}
+    axis = kind.settings.dim % max(len(x.shape), 1)
     return [
-        (output.name, _template(x, shapes[output.kind], getattr(torch, task.dtypes[output.name])))
+        (output.name, _template(x, output_shape(output, x.shape, axis), getattr(torch, task.dtypes[output.name])))
         for output in kind.operation.written(kind.outputs)
         if output.name != kind.outputs[0]
     ]
@@ -284,27 +283,14 @@ def _more_templates(kind: Kind, task: Task) -> list[tuple[str, torch.Tensor | No
 
 def _task(kind: Kind, axis: int, out: Place | None) -> Task:
     """The task of a kind whose result is `out`, or a new contiguous tensor if `out` is None."""
-    x, *beside = (place for place in kind.places if place.name != "out")
     operation, (_, dtype, keepdim, choice) = kind.operation, kind.settings
-    given = {place.name for place in beside}
-    result = dtype or x.dtype
-    wide = torch.promote_types(torch.promote_types(x.dtype, result), torch.float32)
-    tensors = {"x": _spec(x)}
-    for output in operation.written(kind.outputs):
-        is_result = output is operation.result
-        if output.name in given:
-            continue
-        shape = {"element": x.shape, "row": shape_of_rows(x.shape, axis), "call": torch.Size(())}[output.kind]
-        shape = result_shape(operation, x.shape, axis, keepdim) if is_result else shape
-        strides, is_aligned = contiguous_strides(shape), True
-        if is_result and out is not None:
-            strides, is_aligned = out.strides, out.aligned
-        if output.kind == "row" and x.shape:
-            strides = strides_of_rows(strides, axis, keepdim and is_result)
-        kept = {"result": result, "input": x.dtype, "accumulator": wide}[output.dtype]
-        tensors[output.name] = TensorSpec(strides, DTYPE_NAMES[kept], is_aligned)
-    tensors |= {place.name: _spec(place) for place in beside}
-    task = task_of(operation, kind.outputs, tuple(x.shape), axis, tensors, kind.flags)
+    tensors = {place.name: _spec(place) for place in kind.places if place.name != "out"}
+    shape, result = tuple(kind.places[0].shape), DTYPE_NAMES[dtype or kind.places[0].dtype]
+    if out is not None:
+        strides = strides_of_rows(out.strides, axis, keepdim) if operation.per_row and shape else out.strides
+        dtype_of_out = operation.result.dtype_of(tensors["x"].dtype, result)
+        tensors[operation.result.name] = TensorSpec(strides, dtype_of_out, out.aligned)
+    task = task_of(operation, kind.outputs, shape, axis, tensors, kind.flags, result)
     return one_row_as_many(task) if choice.batch_invariant else task
 
 
@@ -312,24 +298,19 @@ def _spec(place: Place) -> TensorSpec:
     return TensorSpec(place.strides, DTYPE_NAMES[place.dtype], place.aligned)
 
 
-def plan_of(task: Task, device: torch.device, choice: Any) -> Plan:
+def plan_of(task: Task, device: torch.device, choice: Choice) -> Plan:
     """The plan for a task on a torch device."""
-    machine = from_torch(device.type, device.index or 0)
-    if machine.kind == "cpu" and choice.backend == "triton" and registry.load("triton").interpreted():
-        # The interpreter needs some GPU's numbers to plan with.
-        machine = registry.load("triton").PLANNED_FOR
-    problem = Problem.of(task, choice.batch_invariant)
-    return plan(problem, machine, choice, registry.missing(), measured.table_for(machine))
+    return planner_for(from_torch(device.type, device.index or 0), choice).plan(task, choice)
 
 
-def _of_nothing(kind: Kind, axis: int, shape: torch.Size, dtype: torch.dtype) -> Callable[..., Any]:
+def _of_nothing(kind: Kind, axis: int, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Any]:
     """The function for an input without elements."""
     operation, x = kind.operation, kind.places[0]
     settings = kind.settings._replace(dim=axis, dtype=dtype)
     if operation.backward:
         return lambda x, out, _: torch.empty(shape, dtype=dtype, device=x.device)
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
-    rows = shape_of_rows(x.shape, axis)
+    rows = output_shape(operation.output("lse"), x.shape, axis)
 
     def run(x: torch.Tensor, out: torch.Tensor | None, _: Any) -> Any:
         y = eager.call(operation, x, settings, out)
@@ -339,23 +320,8 @@ def _of_nothing(kind: Kind, axis: int, shape: torch.Size, dtype: torch.dtype) ->
     return run
 
 
-def _shape_of_first(kind: Kind, axis: int) -> torch.Size:
-    """Shape of the first output: of the main output, or of a scalar that is asked for instead."""
-    if kind.outputs[0] in kind.operation.call_outputs:
-        return torch.Size(())
-    return result_shape(kind.operation, kind.places[0].shape, axis, kind.settings.keepdim)
-
-
-def result_shape(operation: Operation, shape: torch.Size, axis: int, keepdim: bool) -> torch.Size:
-    """Shape of the main output."""
-    if not operation.per_row or not shape:
-        return shape
-    return torch.Size((*shape[:axis], *((1,) if keepdim else ()), *shape[axis + 1 :]))
-
-
-def shape_of_rows(shape: torch.Size, axis: int) -> torch.Size:
-    """Shape of an output with one value per row, without the softmax dimension."""
-    if not shape:
-        return shape
-    axis %= len(shape)
-    return torch.Size((*shape[:axis], *shape[axis + 1 :]))
+def _shape_of_first(kind: Kind, axis: int) -> tuple[int, ...]:
+    """Shape of the first output: of the main output, or of another that is asked for instead."""
+    first = kind.operation.output(kind.outputs[0])
+    keepdim = kind.settings.keepdim and first is kind.operation.result
+    return output_shape(first, kind.places[0].shape, axis, keepdim)

@@ -35,7 +35,7 @@ def run(
     x = operands[0]
     op = Op.for_call(name, operands, outputs, factor, numbers)
     described = Operands.of(op, operands, options, plan.vector)
-    written = described.outputs(op.result_dtype(operands))
+    written = described.outputs(x.dtype, op.result_dtype(operands))
     arrays = strategy.run(described, described.matrices(operands), written, plan, interpret)
     per_element = [name for name in op.written if name not in op.row_names]
     by_name = dict(zip((*per_element, *op.row_names), arrays, strict=True))

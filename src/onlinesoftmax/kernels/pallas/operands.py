@@ -149,13 +149,19 @@ class Operands(NamedTuple):
         per_row = self.op.row_operands(*operands)
         return found + [per_row[name] for name in self.op.row_operand_names]
 
-    def outputs(self, dtype: Any) -> list[jax.ShapeDtypeStruct]:
-        """The arrays that a kernel writes, for a main output of this dtype: per element first, then per row."""
-        kinds = {output.name: output.dtype for output in self.op.operation.outputs}
-        found = [jax.ShapeDtypeStruct(self.shape, dtype)] if self.op.writes_elements else []
-        return found + [
-            jax.ShapeDtypeStruct((self.rows,), dtype if kinds[name] == "result" else self.accumulator)
-            for name in self.op.row_names
+    def outputs(self, x: Any, dtype: Any) -> list[jax.ShapeDtypeStruct]:
+        """The arrays that a kernel writes: per element first, then per row.
+
+        Args:
+            x: Dtype of the input.
+            dtype: Dtype of the main output.
+        """
+        written = self.op.operation.written(self.op.written)
+        return [
+            jax.ShapeDtypeStruct(
+                self.shape if output.kind == "element" else (self.rows,), output.dtype_of(x.name, dtype.name)
+            )
+            for output in sorted(written, key=lambda output: output.kind)
         ]
 
     def sides(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:

@@ -53,6 +53,13 @@ LARGEST = (1 << 31) - MOST_SPLITS * TILE_BYTES
 rows, columns, and all elements of unaligned rows."""
 
 
+def _refusal(problem: Problem, device: Device) -> str | None:
+    """Why no kernel of ours can run a problem; None where one may."""
+    if max(problem.rows, problem.cols) > LARGEST:
+        return f"{problem.rows} x {problem.cols}: a kernel's indices end at {LARGEST}"
+    return no_gpu("Pallas", device)
+
+
 def _plain(problem: Problem) -> bool:
     """True where logits are taken as they are, and have 32 bits at most."""
     return problem.itemsize < 8 and not problem.extra.fused
@@ -78,7 +85,7 @@ def _two_powers(cols: int) -> int:
 
 def row(problem: Problem, device: Device) -> list[Proposal] | str:
     """Whole rows in the registers of a program."""
-    if refusal := no_gpu("Pallas", device):
+    if refusal := _refusal(problem, device):
         return refusal
     (_, body), words, short = _body(problem), words_of(problem), problem.cols <= SHORT
     most = 1024 * REGISTER_ELEMENTS // words
@@ -140,7 +147,7 @@ def _tiles(problem: Problem) -> list[tuple[int, int, Variant]]:
 
 def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     """One program streams one row."""
-    if refusal := no_gpu("Pallas", device):
+    if refusal := _refusal(problem, device):
         return refusal
     vector, _ = _body(problem)
     reason = (
@@ -159,7 +166,7 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
 
 def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
     """Rows in the shared memory of several blocks that read each other's states."""
-    if refusal := no_gpu("Pallas", device) or _not_for_mosaic(problem, device):
+    if refusal := _refusal(problem, device) or _not_for_mosaic(problem, device):
         return refusal
     vector, ragged = problem.vector, problem.cols % problem.vector != 0
     tile, most = CLUSTER_THREADS * vector, device.shared_memory - OTHER_BYTES
@@ -232,7 +239,7 @@ def _quality_of_slices(problem: Problem, device: Device, size: int, length: int)
 
 def split(problem: Problem, device: Device) -> list[Proposal] | str:
     """Several programs share a row, and a second launch merges their states."""
-    if refusal := no_gpu("Pallas", device):
+    if refusal := _refusal(problem, device):
         return refusal
     vector, body = _body(problem)
     found = []

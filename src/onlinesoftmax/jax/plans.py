@@ -1,0 +1,88 @@
+"""The tasks and plans of JAX arrays: a call and `explain` take them from here.  This module does not import JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from ..core.device import Device, known
+from ..core.operations import OPERATIONS
+from ..core.task import ITEMSIZE, Choice, Flags, Task, TensorSpec, contiguous_spec, operand_specs, task_of
+from ..planner.measured import table_for
+from ..planner.plan import Planner
+from ..planner.strategies import FOR_JAX
+
+OUTPUTS = {"logsumexp": ("m", "l"), "cross_entropy": ("loss", "m", "l"), "token_logprobs": ("y", "m", "l")}
+"""Outputs that a kernel writes for a primitive, stacked along a new last axis; no entry for the declared ones."""
+
+INTERPRETED_FOR = known("h200")
+"""The GPU that plans are made for where Pallas kernels are interpreted."""
+
+
+class ArraySpec(NamedTuple):
+    """Shape of an array and name of its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def outputs_of(name: str, entropy: bool = False, gradient: bool = False) -> tuple[str, ...]:
+    """Names of the outputs that a kernel writes for a primitive, in the order of the declaration.
+
+    Args:
+        name: Name in OPERATIONS.
+        entropy: True where the entropy is computed too.
+        gradient: True where a forward kernel also writes the gradient of the losses.
+    """
+    operation = OPERATIONS[name]
+    if operation.backward:
+        return operation.always
+    named = {*OUTPUTS.get(name, operation.always), *(("entropy",) if entropy else ())}
+    if gradient:
+        named |= {output.name for output in operation.outputs if output.kind == "element"}
+    return tuple(output.name for output in operation.outputs if output.name in named)
+
+
+def task_for(
+    name: str, outputs: tuple[str, ...], x: ArraySpec, options: Mapping[str, ArraySpec],
+    numbers: frozenset[str] = frozenset(),
+) -> Task:  # fmt: skip
+    """The task of an operation along the last axis of arrays, which XLA lays out contiguously.
+
+    Args:
+        name: Name in OPERATIONS.
+        outputs: Names of the outputs that are written.
+        x: The input.
+        options: The arrays of the score options, by name, each with as many axes as x.
+        numbers: Names of the operands that are one number for the call.
+    """
+    operation, shape, axis = OPERATIONS[name], x.shape, len(x.shape) - 1
+    # Any dtype serves for an x that no kernel takes: the plan is XLA's.
+    dtype = x.dtype if x.dtype in ITEMSIZE else "float32"
+    tensors = {"x": contiguous_spec(shape, dtype), **operand_specs(operation, shape, axis, dtype, "int32")}
+    for option, array in options.items():
+        strides = zip(array.shape, contiguous_spec(array.shape, dtype).strides, strict=True)
+        tensors[option] = TensorSpec(tuple(0 if size == 1 else step for size, step in strides), array.dtype)
+    return task_of(operation, outputs, shape, axis, tensors, Flags(numbers, wide=ITEMSIZE[dtype] > 2))
+
+
+def planner_for(device: Device, choice: Choice, dtype: str, every_backend: bool = False) -> Planner:
+    """The planner for arrays on a device.
+
+    Args:
+        device: The device of the arrays.
+        choice: The parts of the plan that the caller forces.
+        dtype: Dtype of the input.
+        every_backend: True to plan also with the kernels that cannot be used on this machine.
+    """
+    missing = []
+    if dtype not in ITEMSIZE:
+        missing.append(("pallas", f"kernels take {', '.join(ITEMSIZE)}, not {dtype}"))
+    if device.kind == "cpu" and choice.backend == "pallas":
+        # The interpreter runs only where it is forced, and needs some GPU's numbers to plan with.
+        device = INTERPRETED_FOR
+        missing.append(("pallas/cluster", "Mosaic is not interpreted"))
+    elif find_spec("absl") is None and not every_backend:
+        missing.append(("pallas/cluster", "JAX's Mosaic needs absl-py: pip install absl-py"))
+    return Planner(device, tuple(missing), table_for(device), FOR_JAX)

@@ -1,0 +1,144 @@
+"""`explain` prints the plan that a call runs, and refuses what no call can ask for."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import onlinesoftmax as osm
+from onlinesoftmax.core.device import known
+from onlinesoftmax.core.operations import OPERATIONS
+from onlinesoftmax.core.task import Choice
+from onlinesoftmax.planner.plan import Plan, PlanError
+from onlinesoftmax.planner.proposal import Proposal
+
+H200 = known("h200")
+
+
+@pytest.fixture
+def torch_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans of the calls on torch tensors that a test makes, in order; Triton's interpreter runs them."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU, Triton's interpreter is off")
+    from onlinesoftmax.torch import launches, prepare
+
+    found, plan_of = [], prepare.plan_of
+
+    def recorded(*arguments: Any) -> Plan:
+        found.append(plan_of(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(prepare, "plan_of", recorded)
+    prepare.forget()
+    launches.LAUNCHES.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dim", "arguments"),
+    [
+        *itertools.product((0, 1), ({}, {"softcap": 3.0}, {"batch_invariant": True})),
+        (1, {"causal": True, "fully_masked": "zero"}),
+    ],
+)
+def test_explain_prints_the_plans_of_a_call_and_of_its_gradient(
+    torch_plans: list[Plan], dim: int, arguments: dict[str, Any]
+) -> None:
+    import torch
+
+    asked = {**arguments, "backend": "triton"}
+    x = torch.zeros(9, 40)[:, 3:36].requires_grad_()
+    y = osm.softmax(x, dim, **asked)
+    y.sum().backward()
+    assert torch_plans[0] == osm.explain(x, dim, **asked).plan
+    # The incoming gradient is one number for all elements, so only the kernel is the same.
+    backward = osm.explain(y, dim, operation="softmax_backward", **asked).plan
+    assert (torch_plans[1].backend, torch_plans[1].strategy) == (backward.backend, backward.strategy)
+    assert torch_plans[1].vector == backward.vector
+
+
+def test_explain_prints_the_plans_of_jax() -> None:
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    pytest.importorskip("jaxlib", reason="jax is not installed")
+    from onlinesoftmax.jax import primitives
+
+    for device, choice in ((H200, Choice()), (known("cpu"), Choice()), (known("cpu"), Choice("pallas"))):
+        name = "h200" if device is H200 else "cpu"
+        for operation in ("softmax", "log_softmax", "logsumexp", "cross_entropy", "token_logprobs"):
+            for shape in ((2, 4), (8, 1024), (4096, 50257), (1 << 31, 64)):
+                x = jax.ShapeDtypeStruct(shape, "bfloat16")
+                try:
+                    right = primitives.plan_for(operation, (x,), device, choice)
+                except PlanError:
+                    assert choice.backend == "pallas"
+                    continue
+                found = osm.explain(
+                    shape, operation=operation, dtype="bfloat16", framework="jax", device=name, backend=choice.backend
+                )
+                assert found.plan == right, (operation, shape, name, choice)
+    assert osm.explain((1 << 31, 64), framework="jax", device="h200").plan.backend == "eager"
+    # A call writes m and l.
+    states = osm.explain((8, 1024), operation="logsumexp", framework="jax", device="h200").plan
+    assert states.bytes_moved == 4 * 8 * (1024 + 2)
+
+
+def test_explain_compares_only_what_the_choice_allows() -> None:
+    found = osm.explain((3, 50000), batch_invariant=True, device="h200")
+    others = {(other.backend, other.strategy): found.why_not(other) for other in found.others}
+    assert others["eager", "row"] == "cannot: the framework's sums depend on the number of rows"
+    for other in found.others:
+        if isinstance(other, Proposal):
+            forced = {"backend": other.backend, "strategy": other.strategy}
+            assert osm.explain((3, 50000), batch_invariant=True, device="h200", **forced).plan == other
+
+
+def test_a_numpy_array_counts_as_its_shape_and_dtype() -> None:
+    x = np.zeros((7, 300), np.float16)
+    for framework, backends in ((None, {"cuda", "triton"}), ("torch", {"cuda", "triton"}), ("jax", {"pallas"})):
+        found = osm.explain(x, 0, framework=framework, device="h200")
+        assert (found.problem.rows, found.problem.cols, found.problem.dtype) == (300, 7, "float16")
+        assert {other.backend for other in found.others} - {"eager", found.plan.backend} <= backends
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"operation": "cross_entropy", "mask": (5, 5)}, ValueError, r"cross_entropy\(\) has no mask"),
+        ({"operation": "cross_entropy_backward", "causal": True}, ValueError, r"cross_entropy\(\) has no causal"),
+        ({"framework": "jax", "causal": True, "fully_masked": "zero"}, ValueError, "for JAX has no causal, fully_mask"),
+        ({"framework": "jax", "batch_invariant": True}, ValueError, "for JAX has no batch_invariant"),
+        ({"dim": "a"}, TypeError, "dim must be an int, not str"),
+        ({"x": [0.5, "b"]}, ValueError, "invalid literal"),
+        ({"x": "5x5"}, TypeError, "x must be a tensor, an array or a shape, not str"),
+        ({"x": np.zeros(5, np.float16), "dtype": "bfloat16"}, ValueError, "x has dtype float16"),
+    ],
+    ids=str,
+)
+def test_what_explain_refuses(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        osm.explain(**{"x": (5, 5), "device": "h200", **arguments})
+
+
+def test_the_dtype_and_the_framework_of_a_tensor_are_its_own() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = torch.zeros(3, 5)
+    assert osm.explain(x, dtype="float32").problem.dtype == "float32"
+    with pytest.raises(ValueError, match="dtype='bfloat16' is for a shape, and x has dtype float32"):
+        osm.explain(x, dtype="bfloat16")
+    with pytest.raises(ValueError, match="x is an array of torch"):
+        osm.explain(x, framework="jax")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_explain_of_a_gradient_takes_the_options_of_its_function(operation: str) -> None:
+    found = osm.explain((64, 1024), operation=operation, scale=0.5, softcap=3.0, device="h200")
+    declaration = OPERATIONS[operation]
+    assert ("logits" in found.task.dtypes) == (declaration.backward and not declaration.has_target)
+    if "mask" in declaration.forward.options:
+        masked = osm.explain((64, 1024), operation=operation, mask=(64, 1024), device="h200")
+        assert ("mask" in masked.task.dtypes) == ("mask" in declaration.options)
