@@ -9,8 +9,17 @@ import pytest
 
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.options import SCORE_OPTIONS
-from onlinesoftmax.core.problem import Problem
-from onlinesoftmax.core.task import Flags, Task, TensorSpec, contiguous_spec, one_row_as_many, row_spec, task_of
+from onlinesoftmax.core.problem import Extra, Problem
+from onlinesoftmax.core.task import (
+    Flags,
+    Task,
+    TensorSpec,
+    contiguous_spec,
+    one_row_as_many,
+    operand_specs,
+    row_spec,
+    task_of,
+)
 
 
 def softmax_of(
@@ -94,9 +103,39 @@ def test_bytes_of_what_is_read_beside_count_each_element_once(name: str, broadca
     steps = contiguous_spec(own, "float32").strides
     strides = tuple(0 if size == 1 else step for size, step in zip(own, steps, strict=True))
     task = softmax_of(shape, **{name: TensorSpec(strides, "bool" if name == "mask" else "float32")})
-    extra = Problem.of(task).extra
-    assert extra.nbytes == own[0] * own[1] * own[2] * (1 if name == "mask" else 4)
+    problem, extra = Problem.of(task), Problem.of(task).extra
+    nbytes = own[0] * own[1] * own[2] * (1 if name == "mask" else 4)
+    assert problem.read_bytes == Problem.of(softmax_of(shape)).read_bytes + nbytes
     assert (extra.fused, extra.masked, extra.bias_bytes) == (True, name == "mask", 4 * (name == "bias"))
+
+
+def test_bytes_that_are_read_are_those_of_the_operands_that_are_given() -> None:
+    # x and dy, the target, m and l of every row.
+    required = 1000 * (2 + 2 + 8 + 4 + 4)
+    assert Problem("token_logprobs_backward", 1000, 1, "bfloat16").read_bytes == required
+    with_entropy = Problem("token_logprobs_backward", 1000, 1, "bfloat16", extra=Extra(given=("entropy",)))
+    assert with_entropy.read_bytes == required + 1000 * 4
+    for name, operation in OPERATIONS.items():
+        shape = (7, 64)
+        tensors = {"x": contiguous_spec(shape, "bfloat16"), **operand_specs(operation, shape, 1, "bfloat16")}
+        problem = Problem.of(task_of(operation, operation.always, shape, 1, tensors))
+        assert problem.read_bytes == Problem(name, *shape, "bfloat16").read_bytes
+        assert problem.for_rows(14).read_bytes == 2 * problem.read_bytes
+
+
+def test_bytes_that_are_read_follow_dtypes_and_strides() -> None:
+    shape = (7, 64)
+    operation = OPERATIONS["softmax_backward"]
+    like = contiguous_spec(shape, "bfloat16")
+
+    def read(dy: TensorSpec, **more: TensorSpec) -> int:
+        return Problem.of(task_of(operation, ("y",), shape, 1, {"x": like, "dy": dy, **more})).read_bytes
+
+    whole = 7 * 64 * 2
+    assert read(like) == 2 * whole
+    assert read(contiguous_spec(shape, "float32")) == 3 * whole
+    assert read(TensorSpec((0, 0), "bfloat16")) == whole + 2
+    assert read(like, logits=like) == 3 * whole
 
 
 def test_a_causal_mask_follows_the_query() -> None:

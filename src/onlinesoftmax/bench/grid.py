@@ -12,7 +12,7 @@ from ..core.problem import Problem
 from ..core.task import ITEMSIZE, Flags, Task, TensorSpec, contiguous_spec, row_spec, task_of
 from ..kernels.request import Request
 from ..planner import strategies
-from ..planner.measured import stand_in
+from ..planner.measured import optional_operands, stand_in
 from ..planner.plan import Plan, priced
 from .cases import known
 
@@ -192,17 +192,14 @@ def task(shape: Shape) -> Task:
     whole = contiguous_spec(sizes, shape.dtype)
     wide = "float32" if operation.has_target else shape.dtype
     writes_elements = any(output.kind == "element" for output in operation.written(outputs))
-    tensors = {"x": whole}
-    for operand in operation.operands[1:]:
-        if _given(operand, writes_elements):
-            tensors[operand.name] = _spec(operand, sizes, whole, wide)
+    given = optional_operands(operation, writes_elements)
+    tensors = {
+        operand.name: _spec(operand, sizes, whole, wide)
+        for operand in operation.operands
+        if not operand.optional or operand.name in given
+    }
     # The result has the dtype of the input.  For a float32 input it must have float32 accuracy.
     return task_of(operation, outputs, sizes, 1, tensors, Flags(wide=shape.dtype == "float32"))
-
-
-def _given(operand: Operand, writes_elements: bool) -> bool:
-    """True for the operands that are measured: all that a call must have, and those per row that a gradient reads."""
-    return not operand.optional or (operand.kind == "row" and writes_elements)
 
 
 def _spec(operand: Operand, sizes: tuple[int, int], whole: TensorSpec, wide: str) -> TensorSpec:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .layout import power_of_two_divisor
-from .operations import OPERATIONS, Operation, Output
-from .task import ITEMSIZE, Task
+from .operations import OPERATIONS, Operation, Output, accumulator_dtype
+from .task import BYTES, ITEMSIZE, Task
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,25 @@ class Access:
 
 @dataclass(frozen=True)
 class Extra:
-    """Cost of the score options: the tensors that they read, and the scores.
+    """Tensors that not every call reads: those of the score options, and optional operands.
 
     Attributes:
-        nbytes: Bytes of the bias and the mask, each element counted once.
         bias_bytes: Bytes of one element of the bias, which a kernel holds on chip beside the input; 0 without a bias.
         masked: True where a boolean mask is read.
         fused: True where any score option is given (`Task.fused`).
+        logit_bytes: Bytes of one element of the logits that a gradient reads for the slope of the softcap while it
+            writes; 0 where they are not read.
+        given: Names of the optional operands that are read.
+        all_bytes: Bytes of everything that is read, each element counted once; None for contiguous operands of the
+            dtypes of the declaration, and for tensors of the score options that are not broadcast.
     """
 
-    nbytes: int = 0
     bias_bytes: int = 0
     masked: bool = False
     fused: bool = False
+    logit_bytes: int = 0
+    given: tuple[str, ...] = ()
+    all_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Problem:
         dtype: Dtype of the input.
         out_dtype: Dtype of the main output; None for the dtype of the input.
         access: How rows lie in memory.
-        extra: Cost of the score options.
+        extra: Tensors that not every call reads.
         outputs: Names of the outputs that are written; empty for those that every call writes.
     """
 
@@ -96,16 +102,19 @@ class Problem:
             aligned and task.congruent and not batch_invariant,
             all(layout.sides[name].col == 1 and task.dtypes[name] == task.dtypes["x"] for name in read),
         )  # fmt: skip
-        bias, mask = (name if name in layout.sides else None for name in ("bias", "mask"))
-        bytes_of = {name: 1 if name == "mask" else ITEMSIZE[task.dtypes[name]] for name in (bias, mask) if name}
-        extra = Extra(
-            sum(_elements(task, name) * size for name, size in bytes_of.items()), bytes_of.get("bias", 0),
-            mask is not None, task.fused,
-        )  # fmt: skip
+        bias_bytes, logit_bytes = (
+            BYTES[task.dtypes[name]] if name in task.dtypes else 0 for name in ("bias", "logits")
+        )
+        given = tuple(o.name for o in task.operation.operands if o.optional and o.name in task.dtypes)
+        extra = Extra(bias_bytes, "mask" in task.dtypes, task.fused, logit_bytes, given, _operand_bytes(task))
         return cls(
             task.operation.name, layout.rows, layout.cols, task.dtypes["x"], task.dtypes[task.outputs[0]], access,
             extra, task.outputs,
         )  # fmt: skip
+
+    def for_rows(self, rows: int) -> Problem:
+        """The problem of so many rows, whose operands are contiguous and not broadcast."""
+        return replace(self, rows=rows, extra=replace(self.extra, all_bytes=None))
 
     @cached_property
     def declaration(self) -> Operation:
@@ -140,16 +149,29 @@ class Problem:
     @cached_property
     def read_bytes(self) -> int:
         """Bytes of everything that is read, once."""
-        per_row = len(self.declaration.row_operands) * self.itemsize
-        return self.rows * (self.row_bytes + per_row) + self.extra.nbytes
+        if self.extra.all_bytes is not None:
+            return self.extra.all_bytes
+        sizes = {"integer": BYTES["int64"], "boolean": 1}
+        wide = ITEMSIZE[accumulator_dtype(self.dtype)]
+        per_row = sum(
+            sizes.get(operand.dtype, wide if self.declaration.has_accumulator_dtype(operand.name) else self.itemsize)
+            for operand in self.declaration.operands
+            if operand.kind == "row" and (not operand.optional or operand.name in self.extra.given)
+        )
+        options = self.cols * (self.extra.bias_bytes + self.extra.masked + self.extra.logit_bytes)
+        return self.rows * (self.row_bytes + per_row + options)
+
+    @property
+    def reread_bytes(self) -> int:
+        """Bytes that are read again where a row is read twice: all but the logits, which only the writing reads."""
+        return self.read_bytes - self.rows * self.cols * self.extra.logit_bytes
 
     @cached_property
     def write_bytes(self) -> int:
         """Bytes of the outputs, written once."""
-        wide = 8 if "float64" in (self.dtype, self.out_dtype) else 4
-        sizes = {"result": ITEMSIZE[self.out_dtype or self.dtype], "input": self.itemsize, "accumulator": wide}
         values = {"element": self.rows * self.cols, "row": self.rows, "call": 1}
-        return sum(values[output.kind] * sizes[output.dtype] for output in self.written)
+        result = self.out_dtype or self.dtype
+        return sum(values[output.kind] * ITEMSIZE[output.dtype_of(self.dtype, result)] for output in self.written)
 
     @cached_property
     def vector(self) -> int:
@@ -180,9 +202,17 @@ class Problem:
         return declaration.written(self.outputs or declaration.always)
 
 
+def _operand_bytes(task: Task) -> int:
+    """Bytes of every tensor that a task reads, each element counted once."""
+    return sum(_elements(task, name) * BYTES[dtype] for name, dtype in task.dtypes.items() if name not in task.outputs)
+
+
 def _elements(task: Task, name: str) -> int:
-    """Number of elements in memory of a tensor that is broadcast to the input's shape."""
-    layout, side = task.layout, task.layout.sides[name]
+    """Number of elements in memory of a tensor that may be broadcast to the input's shape."""
+    layout, side = task.layout, task.layout.sides.get(name)
+    if side is None:
+        # A scale, or an operand of the whole call.
+        return 1
     count = layout.cols if side.col else 1
     for size, stride in zip(layout.sizes, side.strides, strict=True):
         count *= size if stride else 1

@@ -18,6 +18,12 @@ from .options import query_axis
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of each floating dtype that the library takes."""
 
+INTEGER_BYTES = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
+"""Bytes of an element of each integer dtype that an operand may have."""
+
+BYTES = {**ITEMSIZE, **INTEGER_BYTES, "bool": 1}
+"""Bytes of an element of each dtype that an operand may have."""
+
 
 class Choice(NamedTuple):
     """The parts of the plan that the caller forces.

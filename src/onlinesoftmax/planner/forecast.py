@@ -60,7 +60,8 @@ class Forecast:
         """Part of the bandwidth that each variant uses for rows of another length (`price.busy`)."""
         if cols == self.problem.cols:
             return {}
-        return _busy_variants(propose, replace(self.problem, cols=cols), self.device)
+        like = replace(self.problem.for_rows(self.problem.rows), cols=cols)
+        return _busy_variants(propose, like, self.device)
 
     def _us(self, option: Proposal, busy_there: dict[int, dict[Variant, float]]) -> tuple[float, bool]:
         """Microseconds of a proposal, and True where a cell names its variant.

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from ..core.cache import cache_folder
 from ..core.device import Device
-from ..core.operations import OPERATIONS
-from ..core.problem import Problem
+from ..core.operations import OPERATIONS, Operation
+from ..core.problem import Extra, Problem
 from .variant import Variant
 
 KEPT = 1.5
@@ -52,6 +52,11 @@ def stand_in(problem: Problem) -> str:
     return min(reducing, key=lambda o: (o.per_row == problem.writes_elements, abs(o.inputs - problem.inputs))).name
 
 
+def optional_operands(operation: Operation, writes_elements: bool) -> tuple[str, ...]:
+    """Names of the optional operands of a measured call: those per row, which only a gradient reads."""
+    return tuple(o.name for o in operation.operands if o.optional and o.kind == "row" and writes_elements)
+
+
 class Key(NamedTuple):
     """The properties of a problem that measurements of another problem cannot stand for.
 
@@ -71,7 +76,10 @@ class Key(NamedTuple):
         """A problem of this operation that writes the same kinds of outputs."""
         operation = OPERATIONS[self.operation]
         outputs = tuple(o.name for o in operation.outputs if self.elements and o.kind == "element")
-        return Problem(self.operation, rows, cols, dtype, outputs=tuple(dict.fromkeys((*operation.always, *outputs))))
+        return Problem(
+            self.operation, rows, cols, dtype, outputs=tuple(dict.fromkeys((*operation.always, *outputs))),
+            extra=Extra(given=optional_operands(operation, self.elements)),
+        )  # fmt: skip
 
 
 class Timing(NamedTuple):

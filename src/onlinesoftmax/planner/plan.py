@@ -151,7 +151,7 @@ def _options(
     """The same, but batch-invariant plans are for INVARIANT_ROWS rows: the fastest for these is taken."""
     backend, strategy, is_invariant = choice
     if is_invariant:
-        problem = replace(problem, rows=INVARIANT_ROWS)
+        problem = problem.for_rows(INVARIANT_ROWS)
         if device.kind == "cuda":
             unavailable = (*unavailable, ("eager", "the framework's sums depend on the number of rows"))
     for argument, value, names in (

@@ -16,7 +16,7 @@ from ..core.call import Call, Settings
 from ..core.layout import contiguous_strides, strides_of_rows
 from ..core.operations import Operation
 from ..core.options import bits
-from ..core.task import ITEMSIZE, Choice, Flags, Task, TensorSpec, one_row_as_many, output_shape, task_of
+from ..core.task import BYTES, INTEGER_BYTES, Choice, Flags, Task, TensorSpec, one_row_as_many, output_shape, task_of
 from ..kernels import registry
 from ..kernels.request import Request
 from ..planner.plan import Plan
@@ -25,10 +25,10 @@ from .check import checked_dim, checked_out
 from .device import from_torch
 from .plans import planner_for
 
-INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+INTEGERS = tuple(INTEGER_BYTES)
 """Names of the integer dtypes that an operand may have."""
 
-DTYPE_NAMES = {getattr(torch, name): name for name in (*ITEMSIZE, "bool", *INTEGERS)}
+DTYPE_NAMES = {getattr(torch, name): name for name in BYTES}
 
 
 class Place(NamedTuple):

@@ -97,7 +97,7 @@ def _no_ring(problem: Problem, device: Device) -> str:
         return "bulk copies need inputs of one dtype, each with adjacent columns"
     if problem.out_dtype == "float64" != problem.dtype:
         return "the exponentials in float64 do not fit the places of narrower elements"
-    if problem.extra.nbytes:
+    if problem.extra.bias_bytes or problem.extra.masked:
         return "a bias or a mask would be read twice"
     if not (problem.reduces and problem.writes_elements):
         return "it is for operations that reduce rows and write elements"
