@@ -93,6 +93,35 @@ def test_the_device_of_a_cpu_tensor() -> None:
     assert here().kind in ("cpu", "cuda")
 
 
+@pytest.mark.parametrize(
+    ("name", "clock_mhz", "bus_bits", "bandwidth"),
+    [
+        ("NVIDIA H200", 3201, 6144, KNOWN["h200"].bandwidth),
+        ("NVIDIA H200", 0, 0, KNOWN["h200"].bandwidth),
+        ("NVIDIA H100 80GB HBM3", 2619, 5120, KNOWN["h100"].bandwidth),
+        ("NVIDIA H100 PCIe", 1593, 5120, 0.9 * 2039),
+        ("NVIDIA A100-SXM4-80GB", 1593, 5120, KNOWN["a100"].bandwidth),
+        ("NVIDIA A100-PCIE-40GB", 1215, 5120, 0.9 * 1555),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 9001, 256, 0.9 * 576),
+        ("NVIDIA H20", 0, 0, UNKNOWN_BANDWIDTH),
+    ],
+)
+def test_a_driver_s_bandwidth_comes_before_that_of_another_card_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, name: str, clock_mhz: int, bus_bits: int, bandwidth: float
+) -> None:
+    """The clocks and widths give the bandwidths of the datasheets; they are 0 where torch lacks them."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from onlinesoftmax.torch.device import from_torch
+
+    properties = SimpleNamespace(
+        name=name, major=9, minor=0, multi_processor_count=100, shared_memory_per_block_optin=1, L2_cache_size=1,
+        regs_per_multiprocessor=1, max_threads_per_multi_processor=1, memory_clock_rate=1000 * clock_mhz,
+        memory_bus_width=bus_bits,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert from_torch.__wrapped__("cuda").bandwidth == pytest.approx(bandwidth, rel=1e-3)
+
+
 @pytest.mark.gpu
 def test_the_driver_agrees_with_the_table() -> None:
     import torch
