@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -305,6 +306,14 @@ def test_a_gpu_has_the_table_of_its_model(monkeypatch: pytest.MonkeyPatch, tmp_p
             assert found.device == "NVIDIA H200"
     finally:
         table_for.cache_clear()
+
+
+def test_a_name_without_a_number_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is quality.json, which is no table."""
+    borrowed, opened, read = table_for(H200), [], measured._read
+    monkeypatch.setattr(measured, "_read", lambda place: opened.append(place.name) or read(place))
+    assert table_for.__wrapped__(replace(H200, name="NVIDIA TITAN V")) == borrowed
+    assert opened == [measured.ELSEWHERE]
 
 
 @pytest.mark.parametrize("strategies", [TABLE, FOR_JAX], ids=["torch", "jax"])

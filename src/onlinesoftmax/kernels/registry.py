@@ -17,13 +17,15 @@ BACKENDS = {
 
 @cache
 def load(name: str) -> ModuleType:
-    """The backend's module: it has `unavailable`; one with kernels of ours, `prepare` and `compile_request` too.
+    """The module of a backend with kernels of ours: it has `unavailable`, `prepare` and `compile_request`.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: there is no such backend, or it has no kernels of ours.
     """
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; backends: {', '.join(BACKENDS)}")
+    if not BACKENDS[name]:
+        raise ValueError(f"backend {name!r} has no module of kernels: the framework's own operations run")
     return importlib.import_module(BACKENDS[name])
 
 

@@ -300,14 +300,14 @@ def slug(name: str) -> str:
     return "-".join(name.lower().split())
 
 
-def model_of(name: str) -> str:
-    """The model in a device's name or in that of its table: the first word with a digit, or "" where there is none.
+def model_word(name: str) -> str | None:
+    """The model in the file name of a table: its first word with a digit; None where no word has one.
 
-    >>> model_of("nvidia-h100-80gb-hbm3.json"), model_of("nvidia-geforce-rtx-4090.json"), model_of("quality.json")
-    ('h100', '4090', '')
+    >>> model_word("nvidia-h100-80gb-hbm3.json"), model_word("nvidia-geforce-rtx-4090.json"), model_word("quality.json")
+    ('h100', '4090', None)
     """
     words = name.removesuffix(".json").split("-")
-    return next((word for word in words if any(letter.isdigit() for letter in word)), "")
+    return next((word for word in words if any(letter.isdigit() for letter in word)), None)
 
 
 ELSEWHERE = "nvidia-h200.json"
@@ -320,10 +320,10 @@ def table_for(device: Device) -> Table | None:
     if device.kind != "cuda":
         return None
     file_name = f"{slug(device.name)}.json"
-    own = cache_folder() / file_name
+    own, model = cache_folder() / file_name, model_word(file_name)
     shipped = resources.files(__package__).joinpath("tables")
     # The driver's names of one model differ by memory and socket.
-    of_model = sorted(place.name for place in shipped.iterdir() if model_of(place.name) == model_of(file_name))
+    of_model = sorted(place.name for place in shipped.iterdir() if model and model_word(place.name) == model)
     for place in (own, *(shipped.joinpath(name) for name in (file_name, *of_model, ELSEWHERE))):
         if place.is_file() and (table := _read(place)):
             return table
