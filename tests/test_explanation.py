@@ -87,6 +87,18 @@ def test_explain_prints_the_plans_of_jax() -> None:
     assert states.bytes_moved == 4 * 8 * (1024 + 2)
 
 
+def test_a_softcapped_gradient_also_reads_the_logits() -> None:
+    """As many bytes as x has, whatever the plan: the plan stays the same."""
+    for operation in ("softmax_backward", "log_softmax_backward"):
+        for rows, cols in ((4096, 4096), (7, 32000), (1, 1 << 24), (2048, 128256)):
+            asked: dict[str, Any] = {"operation": operation, "dtype": "bfloat16", "device": "a100"}
+            options: tuple[dict[str, Any], ...] = ({"scale": 0.5}, {"softcap": 30.0})
+            plain, capped = (osm.explain((rows, cols), **asked, **more).plan for more in options)
+            assert capped.bytes_moved - plain.bytes_moved == 2 * rows * cols
+            assert (capped.strategy, capped.variant) == (plain.strategy, plain.variant)
+            assert capped.estimate_us > plain.estimate_us
+
+
 def test_explain_compares_only_what_the_choice_allows() -> None:
     found = osm.explain((3, 50000), batch_invariant=True, device="h200")
     others = {(other.backend, other.strategy): found.why_not(other) for other in found.others}

@@ -161,10 +161,10 @@ class Problem:
         options = self.cols * (self.extra.bias_bytes + self.extra.masked + self.extra.logit_bytes)
         return self.rows * (self.row_bytes + per_row + options)
 
-    @property
-    def reread_bytes(self) -> int:
-        """Bytes that are read again where a row is read twice: all but the logits, which only the writing reads."""
-        return self.read_bytes - self.rows * self.cols * self.extra.logit_bytes
+    @cached_property
+    def logit_bytes(self) -> int:
+        """Bytes of the logits that are read, once, while a gradient is written."""
+        return self.rows * self.cols * self.extra.logit_bytes
 
     @cached_property
     def write_bytes(self) -> int:

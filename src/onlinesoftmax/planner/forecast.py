@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ..core.device import Device
 from ..core.problem import Problem
-from .measured import KEPT, LATENCY_US, UNSEEN, Anchor, Cell, Table
+from .measured import KEPT, LATENCY_US, UNSEEN, Anchor, Cell, Table, measured_bytes
 from .price import LAUNCH_US, Plan, busy, estimated_us, priced
 from .proposal import Proposal
 from .variant import Variant
@@ -66,7 +66,8 @@ class Forecast:
     def _us(self, option: Proposal, busy_there: dict[int, dict[Variant, float]]) -> tuple[float, bool]:
         """Microseconds of a proposal, and True where a cell names its variant.
 
-        The time is that of the launches plus the weighted times of the variant in all cells (`_time_in`).
+        The time is that of the launches plus the weighted times of the variant in all cells (`_time_in`).  Every
+        proposal reads logits once, which takes all of them as long.
         """
         launches = option.launches * LAUNCH_US
         busy_here = busy(option, self.problem, self.device)
@@ -82,7 +83,7 @@ class Forecast:
                 ratio = max(1.0, busy_there[cell.cols].get(option.variant, 0.0) / busy_here)
                 weight *= _slowed(self.problem, self.device.bandwidth, ratio)
             transfer += weight
-        us = launches + self.slower * transfer
+        us = launches + self.slower * transfer + self.problem.logit_bytes / (self.device.bandwidth * 1e3)
         if not seen:
             # No measured shape near the problem names this variant.  Take the larger of forecast and estimate, so that
             # an optimistic guess does not win.
@@ -112,7 +113,7 @@ def _slowed(problem: Problem, bandwidth: float, ratio: float) -> float:
 
     The latency counts as the bytes that memory of this bandwidth, in GB/s, delivers meanwhile.
     """
-    moved, latency = problem.read_bytes + problem.write_bytes, bandwidth * 1e3 * LATENCY_US
+    moved, latency = measured_bytes(problem), bandwidth * 1e3 * LATENCY_US
     return (latency + moved * ratio) / (latency + moved)
 
 

@@ -172,11 +172,11 @@ class Table:
         anchors = []
         for cols, weight in _between(problem.cols, told, math.log2):
             like = key.problem(problem.rows, cols, problem.dtype)
-            weight *= (latency + _bytes(problem)) / (latency + _bytes(like))
+            weight *= (latency + measured_bytes(problem)) / (latency + measured_bytes(like))
             cells = {cell.rows: cell for cell in lengths[cols]}
             pairs = _between(problem.rows, cells, float)
             for rows, part in pairs:
-                beyond = (latency + _bytes(like)) / (latency + _bytes(replace(like, rows=rows)))
+                beyond = (latency + measured_bytes(like)) / (latency + measured_bytes(replace(like, rows=rows)))
                 timings = tuple(timing for timing in cells[rows].timings if timing.backend in usable)
                 weight_here = weight * part * (beyond if len(pairs) == 1 else 1.0)
                 anchors.append(Anchor(replace(cells[rows], timings=timings), weight_here))
@@ -285,9 +285,9 @@ def _usable(key: Key, problem: Problem, backends: Collection[str]) -> Collection
     return backends
 
 
-def _bytes(problem: Problem) -> int:
-    """Bytes that a problem moves at least."""
-    return problem.read_bytes + problem.write_bytes
+def measured_bytes(problem: Problem) -> int:
+    """Bytes that a problem moves at least, without the logits, which no measured call read."""
+    return problem.read_bytes - problem.logit_bytes + problem.write_bytes
 
 
 def key_of(problem: Problem) -> Key:

@@ -137,7 +137,7 @@ def _width(proposal: Proposal, problem: Problem) -> float:
 
 def bytes_read_again(proposal: Proposal, problem: Problem) -> int:
     """Bytes of the reads after the first."""
-    return round((proposal.reads - 1) * proposal.traffic.again * problem.reread_bytes)
+    return round((proposal.reads - 1) * proposal.traffic.again * (problem.read_bytes - problem.logit_bytes))
 
 
 def bytes_from_l2(proposal: Proposal, problem: Problem, device: Device) -> float:
