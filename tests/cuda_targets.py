@@ -132,12 +132,12 @@ def small_plan(strategy: str, rows: int, cols: int, dtype: str, peel: bool, term
         # Two teams of three blocks of two warps and two more.  A tile has 64 chunks; a ring has a tile more than a row.
         tiles = -(-slice_chunks(chunks, 3) // 64)
         blocks = Blocks(6, tiles * 64 * vector, depth=1, warps=4, stages=tiles + 1, splits=3, vector=kept)
-        threads = Threads(lanes=64, shared=tiles + 1, terms=terms and dtype != "bfloat16")
+        threads = Threads(lanes=64, shared=tiles + 1, terms=terms and dtype != "bfloat16", kernel="pipeline")
         return Plan("cuda", "grid", "", blocks, threads)
     if strategy == STREAM:
         # Three teams of two blocks of one warp and two more.  A block keeps three tiles on chip, one in registers.
         blocks = Blocks(6, 32 * vector, depth=1, warps=3, stages=2, splits=2, vector=kept)
-        return Plan("cuda", "grid", "", blocks, Threads(lanes=32, shared=2), Traffic(reads=2))
+        return Plan("cuda", "grid", "", blocks, Threads(lanes=32, shared=2, kernel="stream"), Traffic(reads=2))
     return Plan("cuda", strategy, "", Blocks(rows, 64 * vector, warps=2, vector=kept), Threads(lanes=64))
 
 

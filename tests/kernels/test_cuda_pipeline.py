@@ -78,7 +78,8 @@ def run(
         sizes.team * TEAMS, sizes.tiles * sizes.depth * lanes * vector, depth=sizes.depth, warps=WARPS + SPECIAL_WARPS,
         stages=sizes.stages, splits=sizes.team, vector=vector,
     )  # fmt: skip
-    threads = Threads(lanes=lanes, shared=sizes.stages * sizes.depth, terms=terms)
+    kernel = "stream" if streams else "pipeline"
+    threads = Threads(lanes=lanes, shared=sizes.stages * sizes.depth, terms=terms, kernel=kernel)
     request = Request(task, Plan("cuda", "grid", "", blocks, threads, Traffic(reads=1 + streams)))
 
     rng = np.random.default_rng(cols)

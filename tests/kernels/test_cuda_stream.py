@@ -10,7 +10,7 @@ from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import priced
-from onlinesoftmax.planner.strategies.cuda_grid import grid, streams_tiles
+from onlinesoftmax.planner.strategies.cuda_grid import STREAM, grid
 from onlinesoftmax.torch.device import from_torch
 
 PART = 1 << 20
@@ -30,7 +30,7 @@ def test_every_variant_is_right(operation: str, rows: int, cols: int, dtype: tor
     problem, device = Problem.of(wanted), from_torch("cuda")
     proposals = grid(problem, device)
     assert not isinstance(proposals, str)
-    plans = [priced(one, problem, device) for one in proposals if streams_tiles(one)]
+    plans = [priced(one, problem, device) for one in proposals if one.threads.kernel == STREAM]
     assert plans
     x = torch.randn(rows, cols, device="cuda").to(dtype)
     more, dy = {}, torch.randn(rows, cols, device="cuda").to(dtype)

@@ -170,6 +170,19 @@ def test_several_long_rows_are_pipelined(rows: int, cols: int, dtype: str) -> No
     assert rows >= 3 * chosen.programs // chosen.splits
 
 
+def test_each_plan_of_grid_names_its_kernel() -> None:
+    kernels = {(64, 1 << 20): "pipeline", (1, 1 << 28): "stream", (1, 1 << 20): ""}
+    for (rows, cols), kernel in kernels.items():
+        chosen = plan(Problem("softmax", rows, cols, "bfloat16"), H200, Choice("cuda", "grid"), table=table_for(H200))
+        assert chosen.threads.kernel == kernel
+        proposals = next(propose for _, strategy, propose in TABLE if strategy == "grid")(
+            Problem("softmax", rows, cols, "bfloat16"), H200
+        )
+        assert not isinstance(proposals, str)
+        for proposal in proposals:
+            assert bool(proposal.blocks.stages) == bool(proposal.threads.kernel)
+
+
 def test_an_expanded_gradient_is_not_pipelined() -> None:
     """`y.sum().backward()` gives a dy whose elements are all one number in memory; a bulk copy could not load it."""
     shape, rows_apart = (512, 1 << 20), TensorSpec((1 << 20, 1), "bfloat16")

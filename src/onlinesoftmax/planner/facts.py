@@ -56,6 +56,8 @@ def _reads(plan: Plan) -> str:
 def _threads(plan: Plan) -> list[tuple[str, str]]:
     """How the threads of a program work, as far as the plan says."""
     found = []
+    if plan.threads.kernel:
+        found.append(("kernel", f"{plan.threads.kernel}.cuh, one of the kernels of {plan.strategy}"))
     if plan.warps:
         found.append(("warps", f"{plan.warps} per program"))
     if plan.threads.lanes:

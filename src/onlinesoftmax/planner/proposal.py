@@ -45,12 +45,15 @@ class Threads:
         resident: Number of blocks that a multiprocessor should hold; it limits the registers of each thread.
         shared: 16-byte chunks that a thread has in shared memory: of one row, or of the rows that are loaded ahead.
         terms: True where a thread holds the terms of a softmax's sum instead of its elements.
+        kernel: Name of the file of the kernel, for a strategy that has several; empty for the file that has the
+            strategy's name.
     """
 
     lanes: int = 0
     resident: int = 1
     shared: int = 0
     terms: bool = False
+    kernel: str = ""
 
 
 @dataclass(frozen=True)

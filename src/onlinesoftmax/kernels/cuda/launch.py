@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...planner.strategies.cuda_grid import streams_tiles
+from ...planner.strategies.cuda_grid import STREAM
 from ..request import Request
 from . import compile, driver
 from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, PLACES, POINTERS, pack
@@ -132,7 +132,7 @@ def _mail_words(request: Request) -> int:
     plan = request.plan
     if plan.strategy != "grid" or plan.splits == 1 or not request.operation.reduces:
         return 0
-    packets = SLOTS * plan.splits**2 * message_packets(request) + streams_tiles(plan)
+    packets = SLOTS * plan.splits**2 * message_packets(request) + (plan.threads.kernel == STREAM)
     return plan.programs // plan.splits * packets * 2
 
 

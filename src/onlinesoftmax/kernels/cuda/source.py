@@ -12,7 +12,7 @@ from importlib import resources
 from ...core.operations import OPERATIONS
 from ...core.task import ITEMSIZE
 from ...planner.plan import Plan
-from ...planner.strategies.cuda_grid import pipelined, slice_chunks, slice_tiles, streams_tiles
+from ...planner.strategies.cuda_grid import PIPELINE, STREAM, slice_chunks, slice_tiles
 from ..request import Request
 from .params import (
     CALL_OUTPUTS,
@@ -56,8 +56,8 @@ def source(request: Request) -> str:
 
 
 def kernel_file(plan: Plan) -> str:
-    """Name of the file of a plan's kernel: that of the strategy, except that `grid` has three kernels."""
-    return "pipeline" if pipelined(plan) else "stream" if streams_tiles(plan) else plan.strategy
+    """Name of the file of a plan's kernel."""
+    return plan.threads.kernel or plan.strategy
 
 
 def prologue(request: Request) -> str:
@@ -108,9 +108,9 @@ def shared_memory(request: Request) -> int:
 def slice_length(request: Request) -> int:
     """Chunks of a slice, which a block holds; in the kernels that load through a ring, chunks of a tile."""
     plan, chunks = request.plan, request.layout.cols // vector(request)
-    if streams_tiles(plan):
+    if plan.threads.kernel == STREAM:
         return plan.blocks.depth * plan.threads.lanes
-    tiles = _held_chunks(request) // plan.blocks.depth if pipelined(plan) else 1
+    tiles = _held_chunks(request) // plan.blocks.depth if plan.threads.kernel == PIPELINE else 1
     return slice_chunks(chunks, plan.splits * tiles)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ...core.device import Device
 from ...core.problem import Problem
@@ -59,22 +60,31 @@ def slice_tiles(chunks: int, team: int, threads: int) -> int:
     return max(1, -(-slice_chunks(chunks, team) // threads))
 
 
-def pipelined(proposal: Proposal) -> bool:
-    """True for the plans of `grid` that load and reduce the next rows while one row is written."""
-    return proposal.strategy == "grid" and proposal.blocks.stages > 0 and proposal.reads == 1
-
-
-def streams_tiles(proposal: Proposal) -> bool:
-    """True for the plans of `grid` that read through a ring a row that does not fit on chip."""
-    return proposal.strategy == "grid" and proposal.blocks.stages > 0 and proposal.reads > 1
-
+PIPELINE, STREAM = "pipeline", "stream"
+"""Files of the kernels that load through a ring: pipeline.cuh and stream.cuh."""
 
 SPECIAL_WARPS = 2
 """Warps of a pipelined block that hold no part of a row: one loads, one exchanges states."""
 
-PIPELINES = ((320, 112, (5, 3, 9), (2, 1, 3)), (448, 80, (3, 2, 6), (2, 1, 3)))
-"""Blocks of the pipelined kernel: threads that hold a row, their registers for chunks of it, and the chunks of a tile
-that each thread has, where a chunk takes 4 registers and where it takes more.
+
+class RingBlock(NamedTuple):
+    """A block of a kernel that loads through a ring, without its special warps.
+
+    Attributes:
+        threads: Threads that hold rows.
+        registers: Registers of each of them for chunks.
+        depths: Chunks of a tile that each thread has, likeliest first, where a chunk takes 4 registers.
+        depths_of_wide: The same where a chunk takes more registers.
+    """
+
+    threads: int
+    registers: int
+    depths: tuple[int, ...]
+    depths_of_wide: tuple[int, ...]
+
+
+RING_BLOCKS = (RingBlock(320, 112, (5, 3, 9), (2, 1, 3)), RingBlock(448, 80, (3, 2, 6), (2, 1, 3)))
+"""Blocks that are proposed, likeliest first.
 
 With the special warps, each quarter of a multiprocessor has four or three warps of a block, so a thread can have 128 or
 168 registers.
@@ -130,7 +140,7 @@ def _pipelines(problem: Problem, device: Device) -> list[Proposal]:
             propose(
                 problem, "grid", reason, programs=teams * team, block=tiles * depth * lanes * problem.vector,
                 depth=depth, warps=lanes // 32 + SPECIAL_WARPS, lanes=lanes, splits=team, stages=stages,
-                shared=stages * depth, terms=terms,
+                shared=stages * depth, terms=terms, kernel=PIPELINE,
                 variant=Variant(threads=lanes, chunks=held, depth=depth, stages=stages, team="teams"),
             )
         )  # fmt: skip
@@ -146,8 +156,8 @@ def _rings(problem: Problem, device: Device, terms: bool, more: int = 0) -> Iter
     if problem.dtype == "float16" and problem.inputs > 1:
         # It is widened in two steps, and the compiler then spills a few registers of the last chunk.
         more += words
-    for lanes, registers, *depths in PIPELINES:
-        for depth in depths[words > 4]:
+    for lanes, registers, depths, depths_of_wide in RING_BLOCKS:
+        for depth in depths_of_wide if words > 4 else depths:
             held = (registers - more + OTHER_REGISTERS - other_registers(problem, device)) // words // depth * depth
             # The ring shares the memory with the maxima that kept terms are relative to.
             maxima = held // depth * lanes * problem.itemsize if terms else 0
@@ -176,7 +186,7 @@ def _streams(problem: Problem, device: Device) -> list[Proposal]:
             propose(
                 problem, "grid", reason, programs=blocks, block=held * lanes * problem.vector, depth=depth,
                 warps=lanes // 32 + SPECIAL_WARPS, lanes=lanes, splits=blocks, stages=stages, shared=stages * depth,
-                reads=reads(problem), again=1 - on_chip / tiles,
+                reads=reads(problem), again=1 - on_chip / tiles, kernel=STREAM,
                 variant=Variant(threads=lanes, chunks=held, depth=depth, stages=stages, team="all"),
             )
         )  # fmt: skip
