@@ -165,10 +165,10 @@ def explain(
         machine = known(device) if device else _device_of_jax()
         task = _task_in_jax(declaration, shape, axis, like.dtype, options)
         # For a named device, plan with every backend, installed here or not.
-        return _of_task(task, jax_plans.planner_for(machine, choice, like.dtype, device is not None), choice)
+        return _explain_task(task, jax_plans.planner_for(machine, choice, like.dtype, device is not None), choice)
     machine = known(device) if device else _this_device(x)
     task = _task(declaration, shape, axis, like, options.of(declaration.options), batch_invariant)
-    return _of_task(task, torch_plans.planner_for(machine, choice, device is not None), choice)
+    return _explain_task(task, torch_plans.planner_for(machine, choice, device is not None), choice)
 
 
 class _Shape:
@@ -250,7 +250,10 @@ def _task(
     declaration: Operation, shape: tuple[int, ...], axis: int, x: TensorSpec, options: ScoreOptions,
     batch_invariant: bool,
 ) -> Task:  # fmt: skip
-    """The task of a call on torch tensors, contiguous except the input and the tensors of the score options."""
+    """The task of a call on torch tensors.
+
+    All tensors beside x are taken as contiguous, except those of the score options.
+    """
     tensors = {"x": x, **operand_specs(declaration, shape, axis, x.dtype)}
     if batch_invariant:
         # A call copies tensors whose rows are not contiguous.
@@ -323,20 +326,20 @@ def _dtype_of_option(name: str, t: Any, dtype: str) -> str:
     return dtype if t.dtype is None else _dtype_of(t)
 
 
-def _of_task(task: Task, planner: Planner, choice: Choice) -> Explanation:
+def _explain_task(task: Task, planner: Planner, choice: Choice) -> Explanation:
     """The plan for a task, and why."""
     every = planner.alternatives(task, Choice(batch_invariant=choice.batch_invariant))
     plans = [option for option in every if isinstance(option, Plan)]
     # Without a forced choice, the plan is among the alternatives, and need not be made twice.
-    among = choice == ANY and plans
-    chosen = best(plans) if among else planner.plan(task, choice)
-    others = [option for option in every if _pair(option) != _pair(chosen)]
+    is_listed = choice == ANY and plans
+    chosen = best(plans) if is_listed else planner.plan(task, choice)
+    others = [option for option in every if _name_of(option) != _name_of(chosen)]
     others.sort(key=lambda o: o.estimate_us if isinstance(o, Plan) else float("inf"))
     problem = Problem.of(task, choice.batch_invariant)
     return Explanation(task, problem, planner.device, chosen, tuple(others))
 
 
-def _pair(option: Plan | Refusal) -> tuple[str, str]:
+def _name_of(option: Plan | Refusal) -> tuple[str, str]:
     return option.backend, option.strategy
 
 

@@ -119,8 +119,8 @@ def lengths(vector: int) -> range:
 
 def test_rows_shorter_than_two_vectors_are_not_split() -> None:
     for dtype, vector in (("bfloat16", 8), ("float32", 4), ("float64", 2)):
-        assert not any(Problem("softmax", 5, cols, dtype).peels for cols in range(2 * vector))
-    assert Problem("softmax", 5, 17, "bfloat16").peels
+        assert not any(Problem("softmax", 5, cols, dtype).peels_narrow for cols in range(2 * vector))
+    assert Problem("softmax", 5, 17, "bfloat16").peels_narrow
 
 
 @triton.jit

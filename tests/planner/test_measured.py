@@ -14,7 +14,7 @@ from onlinesoftmax.core.device import KNOWN, known
 from onlinesoftmax.core.problem import Access, Problem
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.planner import measured
-from onlinesoftmax.planner.measured import KEPT, Cell, Key, Table, Timing, key_of, slug, table_for
+from onlinesoftmax.planner.measured import KEPT_RATIO, Cell, Key, Table, Timing, key_of, slug, table_for
 from onlinesoftmax.planner.plan import Plan, Strategies, alternatives, plan
 from onlinesoftmax.planner.price import LAUNCH_US
 from onlinesoftmax.planner.strategies import FOR_JAX, TABLE
@@ -171,7 +171,7 @@ def test_what_a_cell_does_not_name_counts_as_slow() -> None:
     found = {(o.backend, o.strategy): o for o in alternatives(softmax(1024, 4096), H200, table=table)}
     for option in found.values():
         if isinstance(option, Plan) and option.strategy != "looped":
-            assert option.estimate_us >= KEPT * 10.0 - 1e-9
+            assert option.estimate_us >= KEPT_RATIO * 10.0 - 1e-9
     # Backends that were not measured are compared among themselves by their estimates.
     assert plan(softmax(1024, 4096), H200, Choice("triton"), table=table) == plan(
         softmax(1024, 4096), H200, Choice("triton")
@@ -313,7 +313,7 @@ def test_a_name_without_a_number_is_no_model(monkeypatch: pytest.MonkeyPatch) ->
     borrowed, opened, read = table_for(H200), [], measured._read
     monkeypatch.setattr(measured, "_read", lambda place: opened.append(place.name) or read(place))
     assert table_for.__wrapped__(replace(H200, name="NVIDIA TITAN V")) == borrowed
-    assert opened == [measured.ELSEWHERE]
+    assert opened == [measured.FALLBACK_TABLE]
 
 
 @pytest.mark.parametrize("strategies", [TABLE, FOR_JAX], ids=["torch", "jax"])

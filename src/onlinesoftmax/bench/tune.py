@@ -16,7 +16,7 @@ from ..core.problem import Problem
 from ..core.task import ITEMSIZE
 from ..kernels import registry
 from ..kernels.request import Request
-from ..planner.measured import KEPT, Cell, Key, Table, Timing, key_of
+from ..planner.measured import KEPT_RATIO, Cell, Key, Table, Timing, key_of
 from ..planner.plan import Plan
 from .grid import Shape, can_measure, input_bytes, proposals, task
 from .timing import CudaClock
@@ -152,7 +152,7 @@ class Tuner:
         self.refused: dict[tuple[str, str, str], str] = {}
 
     def cell(self, shape: Shape, options: Sequence[Request]) -> tuple[Key, Cell]:
-        """The proposals of a shape that are at most KEPT times as slow as the fastest of their backend."""
+        """The proposals of a shape that are at most KEPT_RATIO times as slow as the fastest of their backend."""
         y, *inputs = self._tensors(shape)
         timings: list[Timing] = []
         backends = tuple(dict.fromkeys(option.plan.backend for option in options))
@@ -188,7 +188,7 @@ class Tuner:
         clock = self._clock(backend)
         # One round shows which calls are worth more.
         rough = clock.on_end([call for _, call in calls], 1, clean)
-        rest = [pair for pair, us in zip(calls, rough, strict=True) if us <= KEPT * min(rough)]
+        rest = [pair for pair, us in zip(calls, rough, strict=True) if us <= KEPT_RATIO * min(rough)]
         fine = clock.on_end([call for _, call in rest], 9, clean)
         # Calls that may be the fastest of their strategy run often enough to show it.
         fastest: dict[str, float] = {}

@@ -190,8 +190,8 @@ class Problem:
         return min(16, unit * self.itemsize)
 
     @cached_property
-    def peels(self) -> bool:
-        """True where unaligned rows are split into head, body and tail.  Loads of 8 bytes do not need it."""
+    def peels_narrow(self) -> bool:
+        """True where Triton and Pallas split rows into head, body and tail: loads would have fewer than 8 bytes."""
         splittable = self.contiguous and self.access.peelable
         return splittable and self.aligned_bytes < 8 and self.cols >= 2 * self.vector
 

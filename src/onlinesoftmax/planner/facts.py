@@ -35,7 +35,12 @@ def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, 
     if plan.reads > 1:
         from_l2 = bytes_from_l2(plan, problem, device)
         least = (plan.bytes_moved - from_l2) / (device.bandwidth * 1e3)
-        found.append(("floor with repeats", f"{duration(least)}: the bytes moved but for {size(int(from_l2))} from L2"))
+        found.append(
+            (
+                "floor with repeats",
+                f"{duration(least)}: time for the bytes moved, except {size(int(from_l2))} that L2 serves",
+            )
+        )
     if device.kind == "cuda":
         found.append(("quality", f"{plan.traffic.quality:.0%} of that bandwidth, with the device full"))
     return found

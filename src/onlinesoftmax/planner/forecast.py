@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ..core.device import Device
 from ..core.problem import Problem
-from .measured import KEPT, LATENCY_US, UNSEEN, Anchor, Cell, Table, measured_bytes
+from .measured import KEPT_RATIO, LATENCY_US, UNMEASURED_RATIO, Anchor, Cell, Table, measured_bytes
 from .price import LAUNCH_US, Plan, busy, estimated_us, priced
 from .proposal import Proposal
 from .variant import Variant
@@ -103,9 +103,9 @@ class Forecast:
         if not self.every_variant:
             own = [timing.us for timing in cell.timings if timing[:2] == (backend, strategy)]
             if own:
-                return UNSEEN * min(own), False
+                return UNMEASURED_RATIO * min(own), False
         same_backend = [timing.us for timing in cell.timings if timing.backend == backend]
-        return KEPT * min(same_backend or (timing.us for timing in cell.timings)), False
+        return KEPT_RATIO * min(same_backend or (timing.us for timing in cell.timings)), False
 
 
 def _slowed(problem: Problem, bandwidth: float, ratio: float) -> float:

@@ -20,10 +20,10 @@ from ..core.operations import OPERATIONS, Operation
 from ..core.problem import Extra, Problem
 from .variant import Variant
 
-KEPT = 1.5
-"""A cell keeps the variants that took at most KEPT times as long as the fastest variant of their backend.
+KEPT_RATIO = 1.5
+"""A cell keeps the variants that took at most KEPT_RATIO times as long as the fastest variant of their backend.
 
-A variant that a cell does not name is forecast to take KEPT times as long as the fastest.
+A variant that a cell does not name is forecast to take KEPT_RATIO times as long as the fastest.
 """
 
 FORMAT = 2
@@ -32,7 +32,7 @@ FORMAT = 2
 LATENCY_US = 0.9
 """Microseconds from a load to its data on a busy device."""
 
-UNSEEN = 1.05
+UNMEASURED_RATIO = 1.05
 """Forecast time of a variant without a measured time, divided by the time of the fastest variant of its strategy.
 
 Used for tables that keep only the fastest variant of each strategy.
@@ -97,7 +97,8 @@ class Cell:
 
     Attributes:
         rows, cols: The shape.
-        timings: The variants that took at most KEPT times as long as the fastest of their backend, the fastest first.
+        timings: The variants that took at most KEPT_RATIO times as long as the fastest of their backend, the fastest
+            first.
         backends: Backends that were measured.
     """
 
@@ -139,8 +140,8 @@ class Table:
         device: Its name.
         source: When and with what it was measured.
         bandwidth: Its bandwidth, as in Device: times for another GPU are scaled by it.
-        every_variant: True where a cell names every variant that took at most KEPT times the fastest of its backend;
-            False where it names the fastest of each strategy alone.
+        every_variant: True where a cell names every variant that took at most KEPT_RATIO times the fastest of its
+            backend; False where it names the fastest of each strategy alone.
     """
 
     device: str
@@ -163,14 +164,14 @@ class Table:
         if not lengths:
             return []
         # A length that was measured only with many rows says nothing about few rows; nor does one that is much longer.
-        told = {cols for cols, cells in lengths.items() if min(cell.rows for cell in cells) <= 2 * problem.rows}
-        told = told if told and min(told) <= 2 * problem.cols else set(lengths)
+        comparable = {cols for cols, cells in lengths.items() if min(cell.rows for cell in cells) <= 2 * problem.rows}
+        comparable = comparable if comparable and min(comparable) <= 2 * problem.cols else set(lengths)
         # The first load of a kernel takes as long as the device needs for this many bytes: below them, time hardly
         # depends on the shape.
         latency = self.bandwidth * 1e3 * LATENCY_US
         usable = _usable(key, problem, backends)
         anchors = []
-        for cols, weight in _between(problem.cols, told, math.log2):
+        for cols, weight in _between(problem.cols, comparable, math.log2):
             like = key.problem(problem.rows, cols, problem.dtype)
             weight *= (latency + measured_bytes(problem)) / (latency + measured_bytes(like))
             cells = {cell.rows: cell for cell in lengths[cols]}
@@ -310,13 +311,13 @@ def model_word(name: str) -> str | None:
     return next((word for word in words if any(letter.isdigit() for letter in word)), None)
 
 
-ELSEWHERE = "nvidia-h200.json"
+FALLBACK_TABLE = "nvidia-h200.json"
 """The table that a GPU without one borrows: its times are scaled by bandwidth, and their order is likely the same."""
 
 
 @cache
 def table_for(device: Device) -> Table | None:
-    """The table of this GPU, made here or shipped, or that of its model, or else ELSEWHERE; None for a CPU."""
+    """The table of this GPU, made here or shipped, or that of its model, or else FALLBACK_TABLE; None for a CPU."""
     if device.kind != "cuda":
         return None
     file_name = f"{slug(device.name)}.json"
@@ -324,7 +325,7 @@ def table_for(device: Device) -> Table | None:
     shipped = resources.files(__package__).joinpath("tables")
     # The driver's names of one model differ by memory and socket.
     of_model = sorted(place.name for place in shipped.iterdir() if model and model_word(place.name) == model)
-    for place in (own, *(shipped.joinpath(name) for name in (file_name, *of_model, ELSEWHERE))):
+    for place in (own, *(shipped.joinpath(name) for name in (file_name, *of_model, FALLBACK_TABLE))):
         if place.is_file() and (table := _read(place)):
             return table
     return None

@@ -178,7 +178,7 @@ def _options(
     return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
 
 
-SAME = 1.03
+EQUALLY_FAST = 1.03
 """Ratio of times up to which two backends count as equally fast: measured times of one kernel differ by 1 to 2 percent.
 """
 
@@ -188,7 +188,7 @@ def best(plans: Sequence[Plan]) -> Plan:
 
     Backends are in the order of `strategies`: the kernels of an earlier backend compile and launch in less host time.
     """
-    limit = SAME * min(plan.price.rank_us for plan in plans)
+    limit = EQUALLY_FAST * min(plan.price.rank_us for plan in plans)
     backend = next(plan.backend for plan in plans if plan.price.rank_us <= limit)
     return min((plan for plan in plans if plan.backend == backend), key=lambda plan: plan.price.rank_us)
 

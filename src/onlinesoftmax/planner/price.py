@@ -103,7 +103,7 @@ def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
 
 
 def _rounds_us(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Least microseconds by latency: only some rows are on chip at a time, and each of them waits for its data once.
+    """Lower limit from latency, in microseconds: rows run in rounds, and each round waits once for its loads.
 
     This limit holds for plans that give a whole block to a row of a few elements, and so use little bandwidth.
     """

@@ -18,8 +18,9 @@ class Blocks:
         programs: Programs of the largest launch.
         block: Columns that one program holds at a time.
         rows_per_program: Rows that one program holds at a time.
-        depth: Triton: columns of a block that share a lane and one rescaling of its state.  CUDA: rows that a group of
-            threads loads together (`row`), or tiles that are streamed together (`grid`).
+        depth: Triton: columns of a block that share a lane and one rescaling of its state.  CUDA `row`: rows that a
+            group of threads loads together.  CUDA `grid`: tiles that a block streams together; in the kernels that load
+            through a ring, 16-byte chunks of a tile that each thread has.
         warps: Warps of a program.
         stages: Tiles in flight in a persistent program; 0 where each program has one tile, or does not load ahead.
         splits: Programs that share a row.

@@ -1,4 +1,4 @@
-"""Numbers that were measured once, on an H200, for first proposals: tables/quality.json."""
+"""Bandwidth fractions, measured once on an H200, that rank proposals when there is no table: tables/quality.json."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quality(backend: str, strategy: str, case: str = "") -> float:
 
 
 def padded_from(column_bytes: int) -> int:
-    """Fewest columns from which a short row of Pallas' `row` is better padded to one power of two than to a sum of two.
+    """Row length from which Pallas `row` pads a short row to one power of two, not to a sum of two.
 
     Args:
         column_bytes: Bytes of a column of all inputs.

@@ -15,7 +15,7 @@ def body(offset, cols, VECTOR: tl.constexpr):
     """(head, length) of the row at `offset`: the column where its body begins, and the columns of the body.
 
     VECTOR is the number of elements in 16 bytes where rows are unaligned, and 1 where a whole row is body.  An
-    unaligned row has at least 2 · VECTOR columns (Problem.peels), so it is never shorter than its head.
+    unaligned row has at least 2 · VECTOR columns (Problem.peels_narrow), so it is never shorter than its head.
     """
     head = (VECTOR - offset % VECTOR) % VECTOR
     return head, (cols - head) // VECTOR * VECTOR

@@ -31,11 +31,14 @@ MOST_BLOCKS = (1 << 31) - 1
 """Most blocks of one launch."""
 
 
-def _light(found: list[Proposal], problem: Problem) -> list[Proposal]:
+def _within_score_registers(found: list[Proposal], problem: Problem) -> list[Proposal]:
     """The proposals within SCORE_REGISTERS; all of them where none is, or where no scores are made."""
     if not makes_scores(problem):
         return found
-    return [c for c in found if _held(c, problem) * chunk_words(problem, c.threads.terms) <= SCORE_REGISTERS] or found
+    light = [
+        c for c in found if _chunks_per_thread(c, problem) * chunk_words(problem, c.threads.terms) <= SCORE_REGISTERS
+    ]
+    return light or found
 
 
 def row(problem: Problem, device: Device) -> list[Proposal] | str:
@@ -68,23 +71,28 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
     found = [proposal for proposal in found if proposal.programs <= MOST_BLOCKS]
     # One block alone would not load while it computes, so two are resident.  Two chunks a thread are two loads in
     # flight; kept terms save an exponential; small blocks wait less for each other.
-    found.sort(
-        key=lambda c: (c.threads.resident < 2, abs(_held(c, problem) - 2), not c.threads.terms, c.blocks.depth, c.warps)
-    )
-    return _light(found, problem) or (
+    found.sort(key=lambda c: _rank(c, problem, 2))
+    return _within_score_registers(found, problem) or (
         f"a row of {problem.cols} columns does not fit the registers of one block: "
-        f"{_in_block(problem, device)} {problem.dtype} elements do"
+        f"{_elements_per_block(problem, device)} {problem.dtype} elements do"
     )
 
 
-def _in_block(problem: Problem, device: Device) -> int:
+def _elements_per_block(problem: Problem, device: Device) -> int:
     """Most elements that the registers of one block hold."""
     return max(threads * most_chunks(problem, threads, device) for threads in (512, 1024)) * problem.vector
 
 
-def _held(proposal: Proposal, problem: Problem) -> int:
+def _chunks_per_thread(proposal: Proposal, problem: Problem) -> int:
     """Chunks of a row that a thread holds in registers."""
     return proposal.block // (proposal.threads.lanes * problem.vector)
+
+
+def _rank(proposal: Proposal, problem: Problem, chunks: int) -> tuple[int, ...]:
+    """Sort key: the likeliest proposal has the smallest.  `chunks` is the best number of chunks of a thread."""
+    blocks, threads = proposal.blocks, proposal.threads
+    away = abs(_chunks_per_thread(proposal, problem) - chunks)
+    return threads.resident < 2, away, not threads.terms, blocks.splits, blocks.depth, blocks.warps
 
 
 def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
@@ -116,12 +124,10 @@ def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
         )  # fmt: skip
     # Variants are ranked as in `row`, but three chunks a thread are best, because a block also waits for the states of
     # the other blocks.
-    found.sort(
-        key=lambda c: (c.threads.resident < 2, abs(_held(c, problem) - 3), not c.threads.terms, c.splits, c.warps)
-    )
-    most = 16 * _in_block(problem, device)
+    found.sort(key=lambda c: _rank(c, problem, 3))
+    most = 16 * _elements_per_block(problem, device)
     return (
-        _light(found, problem)
+        _within_score_registers(found, problem)
         or f"a row of {problem.cols} columns does not fit 16 blocks: {most} {problem.dtype} elements do"
     )
 

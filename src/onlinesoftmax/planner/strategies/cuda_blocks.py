@@ -1,4 +1,4 @@
-"""What the CUDA strategies share: chunks of a row, registers of a thread, and blocks of a multiprocessor."""
+"""Helpers of the CUDA strategies: chunks of a row, registers of a thread, and blocks of a multiprocessor."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def row_chunks(problem: Problem) -> int:
     return max(1, problem.cols // problem.vector)
 
 
-def peels(problem: Problem) -> bool:
-    """True where unaligned rows are split into head, body and tail: narrower loads are never as fast here."""
+def peels_unaligned(problem: Problem) -> bool:
+    """True where CUDA kernels split unaligned rows into head, body and tail: loads of 8 bytes are slower too."""
     return (
         problem.contiguous and problem.access.peelable and problem.aligned_bytes < 16 and problem.cols >= problem.vector
     )
 
 
 def chunk_words(problem: Problem, terms: bool = False) -> int:
-    """Registers for a chunk: for everything that is loaded for it, or for the terms or scores that are made of it."""
+    """Registers of one chunk: of its loaded operands or of the terms or scores computed from it; the larger number."""
     loaded = 4 * problem.inputs + -(-problem.vector * (problem.extra.bias_bytes + problem.extra.masked) // 4)
     made = problem.vector * (2 if problem.itemsize == 8 else 1)
     return max(loaded, made) if terms or makes_scores(problem) else loaded
@@ -49,7 +49,10 @@ def most_chunks(problem: Problem, threads: int, device: Device, terms: bool = Fa
 
 
 def choices_of_terms(problem: Problem) -> tuple[bool, ...]:
-    """Choices of keeping terms: always where they take no more registers than the elements; else either may win."""
+    """Values of `terms` to propose: only True if terms take no more registers than elements; otherwise both.
+
+    An operation that keeps no terms has only False.
+    """
     if not problem.declaration.may_keep_terms or not problem.writes_elements:
         return (False,)
     return (True,) if chunk_words(problem, True) == chunk_words(problem, False) else (True, False)
@@ -77,7 +80,7 @@ _THREADS = {field.name for field in fields(Threads)}
 
 def propose(problem: Problem, strategy: str, reason: str, variant: Variant, **blocks: Any) -> Proposal:
     """A proposal; `blocks` are attributes of Blocks, Threads and Traffic by name."""
-    peeled = peels(problem)
+    peeled = peels_unaligned(problem)
     traffic = Traffic(blocks.pop("reads", 1), quality=quality("cuda", strategy), again=blocks.pop("again", 1.0))
     threads = Threads(**{name: blocks.pop(name) for name in _THREADS & blocks.keys()})
     kept = Blocks(**blocks, vector=problem.vector if peeled else 1)

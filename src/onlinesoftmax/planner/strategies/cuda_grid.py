@@ -20,7 +20,7 @@ from .cuda_blocks import (
     chunk_words,
     most_chunks,
     other_registers,
-    peels,
+    peels_unaligned,
     propose,
     resident_blocks,
     row_chunks,
@@ -101,12 +101,12 @@ def _no_ring(problem: Problem, device: Device) -> str:
     """Why the kernels of `grid` that load through a ring cannot run a problem; empty where they can."""
     if device.compute_capability < (9, 0):
         return "bulk copies need compute capability 9.0"
-    if not problem.contiguous or (problem.aligned_bytes < 16 and not peels(problem)):
+    if not problem.contiguous or (problem.aligned_bytes < 16 and not peels_unaligned(problem)):
         return "bulk copies need rows whose aligned columns are adjacent"
     if not problem.access.alike:
         return "bulk copies need inputs of one dtype, each with adjacent columns"
     if problem.out_dtype == "float64" != problem.dtype:
-        return "the exponentials in float64 do not fit the places of narrower elements"
+        return "float64 terms do not fit the registers of narrower elements"
     if problem.extra.bias_bytes or problem.extra.masked:
         return "a bias or a mask would be read twice"
     if not (problem.reduces and problem.writes_elements):

@@ -41,9 +41,9 @@ SLICE_BYTES = 50 << 10
 OTHER_BYTES = 7 << 10
 """Shared memory of a block beside its slices: states, barriers, and the scratch memory of reductions."""
 
-MEET_BYTES = 1 << 10
-"""Bytes that a block's share of the bandwidth moves in the eighth of a microsecond in which the blocks of a cluster
-exchange their states: a device of 4000 GB/s with four blocks on each of 132 multiprocessors."""
+EXCHANGE_BYTES = 1 << 10
+"""Bytes that one block could load while its cluster exchanges states, which takes an eighth of a microsecond: its share
+of the bandwidth of a device of 4000 GB/s with four blocks on each of 132 multiprocessors."""
 
 MOST_SPLITS = 2048
 """Programs that share a row of `split`: each of them merges the states of all."""
@@ -65,14 +65,14 @@ def _plain(problem: Problem) -> bool:
     return problem.itemsize < 8 and not problem.extra.fused
 
 
-def _bound(problem: Problem) -> bool:
+def _is_compute_bound(problem: Problem) -> bool:
     """True where instructions, not memory, limit the speed: exponentials of 16-bit elements."""
     return problem.itemsize == 2 and problem.inputs == 1
 
 
 def _body(problem: Problem) -> tuple[int, int]:
     """(elements of 16 bytes, columns in whole 16 bytes) where Triton splits unaligned rows, else (1, all columns)."""
-    long = problem.peels and problem.cols >= SHORT
+    long = problem.peels_narrow and problem.cols >= SHORT
     vector = problem.vector if long and problem.rows * problem.cols <= LARGEST else 1
     return vector, problem.cols // vector * vector
 
@@ -118,11 +118,11 @@ def _row(problem: Problem, tile: int, elements: int, padded: bool) -> Proposal:
     # A tile of one row would not share the instructions of its reduction.
     rows = max(2, tile // block) if tile else 1
     if tile and block != power_of_two(block):
-        # The smaller power of two of a row may be one column, with a whole warp for it: so rather more rows.
+        # The smaller tile may be one column but occupies a warp, so take more rows.
         rows = power_of_two(-(-17 * tile // (16 * block)))
     rows = min(rows, power_of_two(max(problem.rows, 1)))
     # Every warp more adds the instructions of a reduction, so where they limit the speed, its number is rounded down.
-    held = rows * block if _bound(problem) else power_of_two(rows * block)
+    held = rows * block if _is_compute_bound(problem) else power_of_two(rows * block)
     warps = power_of_two(clamp(held // (32 * elements), 1, 32) + 1) // 2
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
     reason += f"; {rows} rows share a program" if rows > 1 else unaligned(vector > 1)
@@ -223,18 +223,21 @@ def _cluster(problem: Problem, device: Device, size: int, length: int) -> Propos
 
 
 def _quality_of_slices(problem: Problem, device: Device, size: int, length: int) -> float:
-    """Part of the bandwidth that slices of this length leave: blocks lose time while they meet, or last tiles end."""
+    """Part of the bandwidth that is left for slices of this length.
+
+    Blocks lose time while they exchange states and in a partly filled last tile.
+    """
     held = length * problem.inputs * problem.itemsize
     if held > (device.shared_memory - OTHER_BYTES) // 2:
         return quality("pallas", "cluster", "alone, gradient" if problem.inputs > 1 else "alone")
     part = quality("pallas", "cluster")
     if size > 1:
-        return part * held / (held + MEET_BYTES)
-    if problem.cols % problem.vector and _bound(problem):
+        return part * held / (held + EXCHANGE_BYTES)
+    if problem.cols % problem.vector and _is_compute_bound(problem):
         # The last tile takes as long as the others, however few new columns it has.
         tile = CLUSTER_THREADS * problem.vector
         part = min(part, problem.cols / (-(-length // tile) * tile))
-    return part * held / (held + MEET_BYTES // 4)
+    return part * held / (held + EXCHANGE_BYTES // 4)
 
 
 def split(problem: Problem, device: Device) -> list[Proposal] | str:

@@ -17,10 +17,10 @@ from ..proposal import Blocks, Proposal, Traffic, clamp, no_gpu, power_of_two, r
 from ..quality import quality
 from ..variant import Variant
 
-REGISTER_ELEMENTS = 64
+ROW_WORDS_PER_THREAD = 64
 """32-bit words of a row that one thread keeps in registers, at most, beside its other values."""
 
-WHOLE = 32768
+MULTIPROCESSOR_WORDS = 32768
 """32-bit words of a tile that fill the registers of a multiprocessor, which has 65536 for all values."""
 
 STAGES = 3
@@ -46,23 +46,23 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
     """Whole rows in the registers of a program."""
     if refusal := no_gpu("Triton", device):
         return refusal
-    block = power_of_two(problem.cols // problem.vector * problem.vector if problem.peels else problem.cols)
+    block = power_of_two(problem.cols // problem.vector * problem.vector if problem.peels_narrow else problem.cols)
     words = words_of(problem)
-    most = 1024 * REGISTER_ELEMENTS // words
+    most = 1024 * ROW_WORDS_PER_THREAD // words
     if block > most:
         return (
             f"a row of {problem.cols} columns, padded to {block}, does not fit the registers of one program: "
             f"{most} {problem.dtype} elements do"
         )
-    if block * words >= WHOLE:
+    if block * words >= MULTIPROCESSOR_WORDS:
         return _whole_multiprocessor(problem, device, block)
     # A program that writes one number per row has only loads to wait for, so it takes twice the elements.
     light = not problem.writes_elements and problem.itemsize == 2
     # 16 elements of 16 bits a thread are two 16-byte loads in flight.  Short rows of wider elements, long unaligned
     # rows, and rows that give one number wait for reductions across threads, so fewer threads take 32 elements each.
-    busy = block * problem.itemsize > 512 if problem.peels else problem.itemsize > 2 and block <= 2048
-    first = (64 if light else 32 if busy or not problem.writes_elements else 16, 2048 if light else 1024)
-    if block * words >= WHOLE // 2 and (problem.peels or problem.itemsize == 2):
+    fewer_threads = block * problem.itemsize > 512 if problem.peels_narrow else problem.itemsize > 2 and block <= 2048
+    first = (64 if light else 32 if fewer_threads or not problem.writes_elements else 16, 2048 if light else 1024)
+    if block * words >= MULTIPROCESSOR_WORDS // 2 and (problem.peels_narrow or problem.itemsize == 2):
         # Two programs of 8 warps fit the registers, each thread with 64 elements.
         first = (64, first[1])
     choices = _nearest(itertools.product((16, 32, 64), (512, 1024, 2048)), first)
@@ -77,8 +77,10 @@ def _row(problem: Problem, block: int, elements: int, tile: int) -> Proposal:
         reason += f"; {rows} rows share a program"
     warps = clamp(rows * block * words_of(problem) // (32 * elements), 1, 16)
     return Proposal(
-        "triton", "row", reason + unaligned(problem.peels),
-        Blocks(-(-problem.rows // rows), block, rows, warps=warps, vector=problem.vector if problem.peels else 1),
+        "triton", "row", reason + unaligned(problem.peels_narrow),
+        Blocks(
+            -(-problem.rows // rows), block, rows, warps=warps, vector=problem.vector if problem.peels_narrow else 1
+        ),
         traffic=Traffic(quality=quality("triton", "row")), variant=Variant(elements=elements, tile=tile),
     )  # fmt: skip
 
@@ -88,10 +90,10 @@ def _whole_multiprocessor(problem: Problem, device: Device, block: int) -> list[
     words = block * words_of(problem)
     in_flight = STAGES * block * (problem.itemsize * problem.inputs + problem.extra.bias_bytes)
     # Loads ahead go through shared memory, which takes no unaligned or strided rows.
-    ahead = in_flight <= device.shared_memory and not problem.peels and problem.contiguous
+    ahead = in_flight <= device.shared_memory and not problem.peels_narrow and problem.contiguous
     ahead = ahead and problem.rows > device.multiprocessors
     # With 1024 threads a thread has 64 registers in all; a gradient's two tensors, and a head and a tail, need more.
-    first = (words // (512 if problem.inputs > 1 or problem.peels else 1024), STAGES if ahead else 0)
+    first = (words // (512 if problem.inputs > 1 or problem.peels_narrow else 1024), STAGES if ahead else 0)
     choices = _nearest(itertools.product((32, 64, 128), (STAGES, 0) if ahead else (0,)), first)
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
     found = []
@@ -103,10 +105,10 @@ def _whole_multiprocessor(problem: Problem, device: Device, block: int) -> list[
         case = _alone(problem, words, stages)
         found.append(
             Proposal(
-                "triton", "row", reason + more + unaligned(problem.peels),
+                "triton", "row", reason + more + unaligned(problem.peels_narrow),
                 Blocks(
                     device.multiprocessors if stages else problem.rows, block, 1, stages=stages,
-                    warps=clamp(words // (32 * elements), 8, 32), vector=problem.vector if problem.peels else 1,
+                    warps=clamp(words // (32 * elements), 8, 32), vector=problem.vector if problem.peels_narrow else 1,
                 ),
                 traffic=Traffic(quality=quality("triton", "row", case)),
                 variant=Variant(elements=elements, stages=stages),
@@ -121,11 +123,11 @@ def _alone(problem: Problem, words: int, stages: int) -> str:
         return "alone, row results"
     if stages:
         return ""
-    if problem.peels and problem.itemsize == 2:
+    if problem.peels_narrow and problem.itemsize == 2:
         return "alone, unaligned"
     if problem.inputs > 1 and problem.itemsize == 2:
         return "alone, gradient"
-    return "spilled" if words > WHOLE else "alone"
+    return "spilled" if words > MULTIPROCESSOR_WORDS else "alone"
 
 
 def looped(problem: Problem, device: Device) -> list[Proposal] | str:
@@ -138,13 +140,13 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     # Large programs leave few rows in flight, so that L2 still holds a row when it is read again.  An unaligned row has
     # a head and a tail to wait for, so there more and smaller programs take turns.
     again = problem.writes_elements and (problem.cols > 65536 or problem.inputs > 1)
-    lanes = 2048 if problem.peels and problem.inputs == 1 else 8192 if again or problem.extra.masked else 4096
+    lanes = 2048 if problem.peels_narrow and problem.inputs == 1 else 8192 if again or problem.extra.masked else 4096
     # Neighbouring elements of a thread: one 16-byte load of 16-bit elements.  With 1024 threads a thread has 64
     # registers, too few for two tensors of 32 bits; unaligned rows wait for loads, so more threads issue them.
     wide = problem.itemsize > 2
-    elements = 16 if wide and problem.inputs > 1 else 4 if wide and problem.peels else LANE_ELEMENTS
+    elements = 16 if wide and problem.inputs > 1 else 4 if wide and problem.peels_narrow else LANE_ELEMENTS
     # From compute capability 10 on, larger tiles of unaligned rows of 32 bits spill registers.
-    small = wide and problem.peels and device.compute_capability >= (10, 0)
+    small = wide and problem.peels_narrow and device.compute_capability >= (10, 0)
     sizes = (2048,) if small else (2048, 4096, 8192)
     choices = _nearest(itertools.product((depth,), sizes, (4, 8, 16)), (depth, lanes, elements))[:6]
     widest = power_of_two(problem.cols) // depth
@@ -165,9 +167,9 @@ def _streamed(
     problem: Problem, strategy: str, reason: str, blocks: Blocks, variant: Variant, traffic: Traffic
 ) -> Proposal:
     """A proposal of tiles that are streamed."""
-    vector = problem.vector if problem.peels else 1
+    vector = problem.vector if problem.peels_narrow else 1
     return Proposal(
-        "triton", strategy, reason + unaligned(problem.peels), replace(blocks, vector=vector),
+        "triton", strategy, reason + unaligned(problem.peels_narrow), replace(blocks, vector=vector),
         traffic=replace(traffic, quality=quality("triton", strategy, "" if problem.writes_elements else "row results")),
         variant=variant,
     )  # fmt: skip
@@ -219,9 +221,10 @@ def column(problem: Problem, device: Device) -> list[Proposal] | str:
     block, neighbours = power_of_two(problem.cols), power_of_two(problem.access.adjacent)
     # 32 neighbours are whole sectors of any dtype; more where the columns alone are no work.
     rows = clamp(max(32, 4096 // words // block), 8, neighbours)
-    whole = rows * block * words <= WHOLE
-    # A register holds two elements of 16 bits until they are used, so that their tiles can be the larger.
-    tiles = [WHOLE] if whole else sorted((WHOLE, WHOLE // 4), reverse=problem.itemsize == 2)
+    whole = rows * block * words <= MULTIPROCESSOR_WORDS
+    # A register holds two elements of 16 bits until they are used, so their tiles can be larger.
+    sizes = (MULTIPROCESSOR_WORDS // 4, MULTIPROCESSOR_WORDS)
+    tiles = sizes[1:] if whole else sorted(sizes, reverse=problem.itemsize == 2)
     found = []
     for tile in tiles:
         columns = block if whole else max(1, tile // words // rows)
