@@ -74,6 +74,24 @@ def test_wrong_arguments_name_themselves() -> None:
         osm.cross_entropy(x, x.softmax(1), backend="triton")
 
 
+@pytest.mark.parametrize("index", [2**53 + 1, 2**63 - 1, -(2**53) - 1])
+def test_an_ignore_index_that_kernels_would_round(index: int) -> None:
+    """Kernels take numbers as float64, so PyTorch's operations run a call with a larger integer."""
+    x, target = torch.randn(2, 4, device=DEVICE, requires_grad=True), torch.tensor([index, 0], device=DEVICE)
+    for reduction in ("mean", "none"):
+        want = functional.cross_entropy(x, target, ignore_index=index, reduction=reduction)
+        torch.testing.assert_close(osm.cross_entropy(x, target, ignore_index=index, reduction=reduction), want)
+        with pytest.raises(osm.PlanError, match="kernels take integers from -9007199254740992 to 9007199254740992"):
+            osm.cross_entropy(x, target, ignore_index=index, reduction=reduction, backend="triton")
+    with osm.override(backend="triton") as mode:
+        functional.cross_entropy(x, target, ignore_index=index)
+    assert list(mode.report().left.values()) == [1]
+    nearest = 2**53 if index > 0 else -(2**53)
+    target = target.where(target != index, nearest)
+    want = functional.cross_entropy(x, target, ignore_index=nearest)
+    torch.testing.assert_close(osm.cross_entropy(x, target, ignore_index=nearest, **HOW), want)
+
+
 def test_a_weight_gets_no_gradient() -> None:
     x, target = torch.randn(4, 8, device=DEVICE), torch.tensor([1, 0, 2, -100], device=DEVICE)
     weight = torch.rand(8, device=DEVICE)

@@ -104,7 +104,10 @@ def _why_cross_entropy(arguments: Arguments, backend: str | None) -> str | None:
     target, weight = arguments.get("target"), arguments.get("weight")
     if not isinstance(target, torch.Tensor):
         return f"target is a {type(target).__name__}, not a tensor"
-    return why_not_kernels(arguments["input"], target, weight, Choice(backend))
+    ignore_index = arguments.get("ignore_index")
+    # Our function raises the error for a value of another type.
+    ignore_index = ignore_index if isinstance(ignore_index, int) else -100
+    return why_not_kernels(arguments["input"], target, weight, Choice(backend), ignore_index)
 
 
 def _why_dims(dims: tuple[Any, ...]) -> str | None:

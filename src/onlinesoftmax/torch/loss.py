@@ -39,6 +39,10 @@ class Loss(NamedTuple):
         return dim
 
 
+MOST_EXACT_INDEX = 1 << 53
+"""Largest magnitude of an `ignore_index` for kernels: it travels to a kernel as a float64, which rounds larger ones."""
+
+
 def counted(target: torch.Tensor, loss: Loss) -> torch.Tensor:
     """True for the rows that count."""
     return target != loss.ignore_index if _can_ignore(target, loss) else torch.ones_like(target, dtype=torch.bool)

@@ -15,7 +15,7 @@ from ..planner.plan import PlanError
 from . import loss_launches, ops, targets_eager
 from .check import check_kind, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
-from .loss import Loss, counted, with_constants
+from .loss import MOST_EXACT_INDEX, Loss, counted, with_constants
 from .prepare import INTEGERS
 from .targets import LogProbabilities, PerRow, Reduced, log_probabilities, loss_rows, reduced, without_tensors
 
@@ -74,7 +74,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     check_loss(x, target, weight, loss)
     settings = loss.settings._replace(dim=1 if x.dim() > 1 else 0, dtype=loss.settings.dtype or result_dtype(x))
     loss = loss._replace(settings=settings)
-    reason = why_not_kernels(x, target, weight, settings.choice)
+    reason = why_not_kernels(x, target, weight, settings.choice, loss.ignore_index)
     _check_forced("cross_entropy", settings.choice, reason)
     if reason is None:
         with_gradient = torch.is_grad_enabled() and x.requires_grad
@@ -168,7 +168,9 @@ def token_logprobs(
     return TokenLogprobs(*LogProbabilities.apply(without_tensors(call), x, scores.mask, index, entropy))
 
 
-def why_not_kernels(x: Tensor, target: Tensor, weight: Tensor | None, choice: Choice) -> str | None:
+def why_not_kernels(
+    x: Tensor, target: Tensor, weight: Tensor | None, choice: Choice, ignore_index: int = -100
+) -> str | None:
     """Why PyTorch's operations compute this call; None where our kernels can."""
     if choice.backend == "eager":
         return "backend='eager' is forced"
@@ -176,6 +178,9 @@ def why_not_kernels(x: Tensor, target: Tensor, weight: Tensor | None, choice: Ch
         return "the targets are class probabilities, for which there is no kernel"
     if not x.numel():
         return "input has no elements"
+    if not -MOST_EXACT_INDEX <= ignore_index <= MOST_EXACT_INDEX:
+        taken = f"integers from -{MOST_EXACT_INDEX} to {MOST_EXACT_INDEX}"
+        return f"ignore_index is {ignore_index}, and kernels take {taken}"
     if weight is not None and weight.dtype not in DTYPES:
         return f"weight has the dtype {weight.dtype}"
     if weight is not None and not torch.compiler.is_compiling() and weight.is_neg():

@@ -99,10 +99,8 @@ def scalar_output(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, 
 
     Only CUDA's kernels can write a scalar, so they do if the plan for the losses of the rows takes CUDA.
     """
-    # The kernel receives ignore_index as a float64.
-    fits = type(loss.ignore_index) is int and -(2**53) <= loss.ignore_index <= 2**53
     # A trace comes first: a comparison with its sizes would limit them to the range that it found.
-    if not x.is_cuda or _traced(x) or not fits:
+    if not x.is_cuda or _traced(x):
         return ""
     if target.numel() > MOST_ROWS_IN_ONE_LAUNCH or not 0 < x.numel() * x.element_size() <= MOST_BYTES_IN_ONE_LAUNCH:
         return ""
