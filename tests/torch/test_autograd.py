@@ -343,6 +343,14 @@ def test_batch_invariant(plan: str, cols: int, dtype: torch.dtype) -> None:
         assert torch.equal(part.flatten(0, 1), all_of_it[:4])
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3)])
+def test_batch_invariant_without_elements(shape: tuple[int, int]) -> None:
+    x = torch.zeros(shape)
+    for operation, ours in OPERATIONS.items():
+        for dim in (0, 1, (0, 1)) if operation == "logsumexp" else (0, 1):
+            assert torch.equal(ours(x, dim, batch_invariant=True), ours(x, dim))
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_batch_invariant_on_pytorch_operations(operation: str) -> None:
     x = outliers(300, 1000, dtype=torch.float32, device=DEVICE)

@@ -42,8 +42,9 @@ def call_on_scores(call: Call) -> Any:
     operation, x, (dim, dtype, keepdim, choice), _, _, _ = call
     dtype = dtype or x.dtype
     z, dead = scores_of(x, dim, call.scores, dtype)
-    # A tensor without dimensions, and a call that reduces none, have no rows beside each other.
-    if choice.batch_invariant and operation.per_row and z.dim() and dim not in ((), []):
+    # A tensor without dimensions, and a call that reduces none, have no rows beside each other.  A row without elements
+    # has no maximum.
+    if choice.batch_invariant and operation.per_row and z.dim() and z.numel() and dim not in ((), []):
         y = _invariant_logsumexp(z, dim, keepdim)
     else:
         y = ops.result(operation.name, z, dim, keepdim)
