@@ -14,7 +14,9 @@ from torch.nn import functional
 
 import onlinesoftmax as osm
 from contract import DTYPES, outliers
+from onlinesoftmax.core.call import Settings
 from onlinesoftmax.torch import loss_launches, losses, reductions
+from onlinesoftmax.torch.loss import Loss
 from onlinesoftmax.torch.targets import MOST_ROWS_IN_ONE_LAUNCH
 
 GPU = torch.cuda.is_available()
@@ -199,6 +201,25 @@ def test_an_ignore_index_that_is_no_target() -> None:
         torch.testing.assert_close(osm.cross_entropy(x, target, **how), want)
     stats = osm.cross_entropy(x, target, z_loss=0.1, return_stats=True, **HOW)[1]
     assert (stats.z_loss > 0).all()
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_a_reduction_is_prepared_for_each_alignment(needs_gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton specialises a kernel for the tensors that begin on 16 bytes, so other tensors need another launch."""
+    monkeypatch.setattr(reductions, "backend_for", lambda _: "triton")
+    x = torch.randn(5, 33, device=DEVICE, requires_grad=needs_gradient)
+    targets = torch.randint(33, (7,), device=DEVICE)
+    weights = torch.rand(35, device=DEVICE)
+    reductions._prepared.cache_clear()
+    launches = set()
+    for target, weight in itertools.product((targets[:5], targets[1:6]), (weights[:33], weights[1:34])):
+        want = functional.cross_entropy(x, target, weight)
+        torch.testing.assert_close(osm.cross_entropy(x, target, weight, backend="triton"), want)
+        small = reductions.reducer(x, target, weight, Loss(Settings(1, x.dtype)), needs_gradient)
+        assert small is not None
+        launches.add(reductions._prepared.cache_info().currsize)
+    # One launch more for each pair of alignments, and with a gradient one that adds the losses of all of them.
+    assert launches == {number + needs_gradient for number in range(1, 5)}
 
 
 ROWS = MOST_ROWS_IN_ONE_LAUNCH + 34465

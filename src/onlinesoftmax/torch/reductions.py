@@ -43,15 +43,22 @@ def reducer(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_g
     if backend is None or (mean and not may_count(target, weight, loss)):
         return None
     wide = accumulator_of(x.dtype, x.dtype)
-    same_alignment = aligned(target) and (weight is None or aligned(weight))
     adds, counts = _reductions(x, target, weight, loss, x.shape[loss.dim])
     if not with_gradient:
-        return Reducer(None, _total(_prepared(backend, counts, x.device, same_alignment), result, x.device))
-    add = _prepared(backend, adds._replace(divides=mean), x.device, same_alignment)
+        return Reducer(
+            None, _total(_prepared(backend, counts, x.device, _alignments(target, weight)), result, x.device)
+        )
+    # The losses and the factor are new tensors.
+    add = _prepared(backend, adds._replace(divides=mean), x.device, ())
     if not mean:
         return Reducer(lambda _target, _weight: _ones(wide, x.device), _total(add, result, x.device))
-    count = _prepared(backend, counts._replace(result=None), x.device, same_alignment)
+    count = _prepared(backend, counts._replace(result=None), x.device, _alignments(target, weight))
     return Reducer(_factor(count, wide, x.device), _total(add, result, x.device))
+
+
+def _alignments(target: Tensor, weight: Tensor | None) -> tuple[bool, ...]:
+    """True for each tensor of the caller that begins on 16 bytes: the target, then the weight if there is one."""
+    return (aligned(target),) if weight is None else (aligned(target), aligned(weight))
 
 
 def _reductions(
@@ -84,8 +91,7 @@ def total_after_losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: L
     assert result is not None
     _, reduction = _reductions(x, target, weight, loss, classes)
     keeps = reduction.target is not None
-    same_alignment = aligned(target) and (weight is None or aligned(weight))
-    run = _prepared(backend, reduction._replace(keeps=keeps), x.device, same_alignment)
+    run = _prepared(backend, reduction._replace(keeps=keeps), x.device, _alignments(target, weight))
     scalar, pair = _template((), result, x.device), _template((2,), wide, x.device)
 
     def total(losses: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -136,8 +142,8 @@ def _factor(run: Run, dtype: torch.dtype, device: torch.device) -> Callable[...,
 
 
 @lru_cache(maxsize=4096)
-def _prepared(backend: str, reduction: Reduction, device: torch.device, _aligned: bool) -> Run:
-    """The launch of a reduction for tensors on a device, all of them on 16 bytes or not."""
+def _prepared(backend: str, reduction: Reduction, device: torch.device, _alignments: tuple[bool, ...]) -> Run:
+    """The launch of a reduction for tensors of these alignments on a device; the first call specialises the kernel."""
     run: Run = registry.load(backend).prepare_reduction(reduction)
     return on_device(run, device)
 
