@@ -58,6 +58,22 @@ def test_a_forced_backend_that_cannot_run_is_an_error() -> None:
         torch.softmax(sample().cpu(), 1)
 
 
+@pytest.mark.parametrize("backend", [BACKEND, "eager"])
+@pytest.mark.parametrize("rows", [0, 2])
+def test_every_function_is_taken_by_a_forced_backend(backend: str | None, rows: int) -> None:
+    x, target = sample(2, 3)[:rows], torch.tensor([0, 1], device=DEVICE)[:rows]
+
+    def results() -> list[torch.Tensor]:
+        loss = functional.cross_entropy(x, target, reduction="sum")
+        return [torch.softmax(x, 1), torch.log_softmax(x, 1), torch.logsumexp(x, 1), loss]
+
+    want = results()
+    with osm.override(backend=backend, strict=True) as mode:
+        found = results()
+    torch.testing.assert_close(found, want)
+    assert mode.report() == Report(dict.fromkeys(("softmax", "log_softmax", "logsumexp", "cross_entropy"), 1), {})
+
+
 def test_cross_entropy() -> None:
     """The function and the module are taken; calls that only PyTorch computes are left, with their reasons."""
     x, target = sample(2, 3), torch.tensor([0, 1], device=DEVICE)

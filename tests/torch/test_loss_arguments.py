@@ -62,6 +62,7 @@ def test_wrong_arguments_name_themselves() -> None:
         (ValueError, "softcap must be positive", (x, target), {"softcap": -1.0}),
         (TypeError, "scale must be a number", (x, target), {"scale": torch.ones((), device=DEVICE)}),
         (osm.PlanError, "unknown backend", (x, target), {"backend": "cudnn"}),
+        (osm.PlanError, "eager has no strategy 'looped'", (x, target), {"backend": "eager", "strategy": "looped"}),
     ):
         for how in ({}, HOW):
             with pytest.raises(error, match=message):
@@ -72,6 +73,24 @@ def test_wrong_arguments_name_themselves() -> None:
         osm.token_logprobs(x, target, 2)
     with pytest.raises(osm.PlanError, match="class probabilities"):
         osm.cross_entropy(x, x.softmax(1), backend="triton")
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "triton"])
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_inputs_without_elements(shape: tuple[int, int], backend: str | None) -> None:
+    """They run with every forced backend, as those of softmax do."""
+    x = torch.zeros(shape, device=DEVICE, requires_grad=True)
+    target = torch.full(shape[:1], -100, device=DEVICE)
+    for reduction in ("mean", "sum", "none"):
+        want = functional.cross_entropy(x, target, reduction=reduction)
+        loss, stats = osm.cross_entropy(x, target, reduction=reduction, return_stats=True, backend=backend)
+        torch.testing.assert_close(loss, want, equal_nan=True)
+        assert gradient(loss, x, torch.ones_like(loss)).shape == shape
+        assert stats.largest.tolist() == [-1] * shape[0]
+        assert not stats.correct.any()
+    found = osm.token_logprobs(x, target, backend=backend)
+    assert found.logprob.isnan().all()
+    assert found.lse.tolist() == [-torch.inf] * shape[0]
 
 
 @pytest.mark.parametrize("index", [2**53 + 1, 2**63 - 1, -(2**53) - 1])

@@ -66,7 +66,7 @@ def _of_target(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
     from ..torch.plans import planner_for
 
     choice, where = Choice(ours.backend, ours.strategy), inputs[0].device
-    if why_not_kernels(inputs[0], inputs[1], None, choice) is not None:
+    if ours.backend == "eager" or why_not_kernels(inputs[0], inputs[1], None, ours.backend) is not None:
         # PyTorch's operations run.
         return explain(inputs[0], case.dim, operation=case.operation, backend=ours.backend, strategy=ours.strategy)
     operation = case.declaration

@@ -13,7 +13,6 @@ import torch
 from .. import api
 from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS
-from ..core.task import Choice
 from ..torch.check import check_out_memory, checked_dim, checked_out
 from ..torch.dispatch import why_pytorch
 from ..torch.losses import why_not_kernels
@@ -107,7 +106,7 @@ def _why_cross_entropy(arguments: Arguments, backend: str | None) -> str | None:
     ignore_index = arguments.get("ignore_index")
     # Our function raises the error for a value of another type.
     ignore_index = ignore_index if isinstance(ignore_index, int) else -100
-    return why_not_kernels(arguments["input"], target, weight, Choice(backend), ignore_index)
+    return why_not_kernels(arguments["input"], target, weight, backend, ignore_index)
 
 
 def _why_dims(dims: tuple[Any, ...]) -> str | None:

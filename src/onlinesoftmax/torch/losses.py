@@ -12,6 +12,7 @@ from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
+from ..planner.strategies import TABLE
 from . import loss_launches, ops, targets_eager
 from .check import check_kind, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
@@ -20,6 +21,8 @@ from .prepare import INTEGERS
 from .targets import LogProbabilities, PerRow, Reduced, log_probabilities, loss_rows, reduced, without_tensors
 
 Tensor = torch.Tensor
+
+EAGER_STRATEGIES = tuple(strategy for backend, strategy, _ in TABLE if backend == "eager")
 
 TARGET_DTYPES = tuple(getattr(torch, name) for name in INTEGERS)
 
@@ -31,7 +34,7 @@ class LossStatistics(NamedTuple):
         lse: Logsumexp of the scores.
         z_loss: z_loss * lse**2, which the loss contains; 0 for an ignored row.
         entropy: Entropy of the softmax of the scores.
-        largest: The class with the largest score.
+        largest: The class with the largest score; -1 in a row without classes.
         correct: True where that class is the target, or the most probable class of the target; False for an ignored
             row.
     """
@@ -74,9 +77,8 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     check_loss(x, target, weight, loss)
     settings = loss.settings._replace(dim=1 if x.dim() > 1 else 0, dtype=loss.settings.dtype or result_dtype(x))
     loss = loss._replace(settings=settings)
-    reason = why_not_kernels(x, target, weight, settings.choice, loss.ignore_index)
-    _check_forced("cross_entropy", settings.choice, reason)
-    if reason is None:
+    reason = why_not_kernels(x, target, weight, settings.choice.backend, loss.ignore_index)
+    if _runs_kernels("cross_entropy", x, settings.choice, reason):
         with_gradient = torch.is_grad_enabled() and x.requires_grad
         if loss.inplace and with_gradient:
             _check_inplace(x)
@@ -120,7 +122,9 @@ def _by_kernels(
 
 
 def _largest(x: Tensor, loss: Loss) -> Tensor:
-    """The class of each row with the largest score."""
+    """The class of each row with the largest score; -1 in rows without classes."""
+    if not x.shape[loss.dim]:
+        return x.new_full((*x.shape[: loss.dim], *x.shape[loss.dim + 1 :]), -1, dtype=torch.int64)
     # The softcap keeps the order of the scores; a negative scale reverses it.
     negative = loss.options is not None and loss.options.scale < 0
     return x.argmin(loss.dim) if negative else x.argmax(loss.dim)
@@ -157,9 +161,7 @@ def token_logprobs(
             "token_logprobs(): scale requires a gradient, which this function does not compute; "
             "multiply the logits by it instead"
         )
-    reason = why_not_kernels(x, index, None, choice)
-    _check_forced("token_logprobs", choice, reason)
-    if reason is not None:
+    if not _runs_kernels("token_logprobs", x, choice, why_not_kernels(x, index, None, choice.backend)):
         return TokenLogprobs(*targets_eager.log_probabilities(call, entropy))
     if key and (run := loss_launches.add_log_probabilities(key, call, entropy)) is not None:
         return TokenLogprobs(*run(x, index, None))
@@ -169,15 +171,11 @@ def token_logprobs(
 
 
 def why_not_kernels(
-    x: Tensor, target: Tensor, weight: Tensor | None, choice: Choice, ignore_index: int = -100
+    x: Tensor, target: Tensor, weight: Tensor | None, backend: str | None, ignore_index: int = -100
 ) -> str | None:
-    """Why PyTorch's operations compute this call; None where our kernels can."""
-    if choice.backend == "eager":
-        return "backend='eager' is forced"
+    """Why PyTorch's operations compute this call; None if a kernel may run it, or the forced backend."""
     if target.is_floating_point():
         return "the targets are class probabilities, for which there is no kernel"
-    if not x.numel():
-        return "input has no elements"
     if not -MOST_EXACT_INDEX <= ignore_index <= MOST_EXACT_INDEX:
         taken = f"integers from -{MOST_EXACT_INDEX} to {MOST_EXACT_INDEX}"
         return f"ignore_index is {ignore_index}, and kernels take {taken}"
@@ -187,14 +185,29 @@ def why_not_kernels(
         return "weight is a lazily negated view; call resolve_neg() first"
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return "torch.func and forward mode need operations with derivatives of their own"
-    return why_pytorch(x, None, choice.backend)
+    return why_pytorch(x, None, backend)
 
 
-def _check_forced(name: str, choice: Choice, reason: str | None) -> None:
+def _runs_kernels(name: str, x: Tensor, choice: Choice, reason: str | None) -> bool:
+    """True where our kernels run a call, False where PyTorch's operations do.
+
+    Args:
+        name: Name of the public function, for errors.
+        x: The logits.
+        choice: What the caller forces of the plan.
+        reason: Result of `why_not_kernels`.
+
+    Raises:
+        PlanError: what the caller forces cannot run.
+    """
     backend, strategy, _ = choice
-    forced = backend not in (None, "eager") or strategy not in (None, "row")
-    if reason is not None and forced:
+    by_pytorch = backend in (None, "eager") and strategy in (None, *EAGER_STRATEGIES)
+    if backend == "eager":
+        reason = f"eager has no strategy {strategy!r}; its strategies: {', '.join(EAGER_STRATEGIES)}"
+    if reason is not None and not by_pytorch:
         raise PlanError(f"{name}() with backend={backend!r}, strategy={strategy!r}: {reason}")
+    # PyTorch's operations compute an input without elements, whichever backend is forced.
+    return reason is None and bool(x.numel())
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

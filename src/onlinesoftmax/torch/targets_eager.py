@@ -69,6 +69,9 @@ def log_probabilities(call: Call, entropy: bool) -> tuple[Tensor, Any, Tensor]:
     target = call.beside["target"].long()
     z = eager.scores_of(x, dim, call.scores, accumulator_of(x.dtype, x.dtype))[0]
     lse, log_p = z.logsumexp(dim), z.log_softmax(dim)
+    if not x.shape[dim]:
+        # `gather` takes no index of a row without columns.
+        return lse + torch.nan, _entropy(log_p, dim) if entropy else None, lse
     inside = (target >= 0) & (target < x.shape[dim])
     logprob = log_p.gather(dim, target.where(inside, 0)).where(inside, torch.nan).squeeze(dim)
     return logprob, _entropy(log_p, dim) if entropy else None, lse
