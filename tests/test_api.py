@@ -132,6 +132,9 @@ def test_errors_name_the_argument() -> None:
     x = torch.randn(2, 3, device=DEVICE)
     with pytest.raises(RuntimeError, match=r"out has shape \(3, 2\), and the result has \(2, 3\)"):
         osm.softmax(x, 1, out=torch.empty(3, 2, device=DEVICE), backend="triton")
+    for options in ({}, {"scale": 2.0}, {"backend": "triton"}):
+        with pytest.raises(TypeError, match="argument 'out' must be Tensor, not str"):
+            osm.softmax(x, 1, out="out", **options)
     base = torch.randn(10, device=DEVICE)
     with pytest.raises(RuntimeError, match="out overlaps input"):
         osm.softmax(base[:6], 0, out=base[2:8], backend="triton")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 import onlinesoftmax as osm
 from distributed import benchmark, dtensors, files, fsdp, gpus, passes, processes, usual
@@ -151,6 +154,34 @@ def test_a_mask_that_does_not_broadcast(shape: tuple[int, ...]) -> None:
                 RuntimeError, match=rf"{name}\(\): mask of shape .* does not broadcast to input's \(4, 1\)"
             ):
                 getattr(osm.distributed, name)(*arguments, mask=mask, group=group)
+
+
+def test_score_options_of_another_type() -> None:
+    x, index = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    wrong: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
+        (RuntimeError, "mask must be boolean", {"mask": torch.ones(4, 3)}),
+        (TypeError, "scale must be a number, not ndarray", {"scale": np.ones(4, "f")}),
+        (TypeError, "scale must be a number, not Tensor", {"scale": torch.ones(())}),
+    )
+    with osm.distributed.one_process() as group:
+        shards = osm.distributed.Shards(0, 3, 3)
+        for name in ("softmax", "log_softmax", "logsumexp", "token_logprobs"):
+            arguments = (x, index) if name == "token_logprobs" else (x,)
+            for error, message, options in wrong:
+                with pytest.raises(error, match=message):
+                    getattr(osm.distributed, name)(*arguments, group=group, shards=shards, **options)
+
+
+def test_numbers_of_a_sharded_loss_that_are_tensors_may_change() -> None:
+    """A kept launch must not hold the value of the first call."""
+    x, target, smoothing = torch.randn(4, 7), torch.tensor([1, 0, 2, 5]), torch.tensor(0.0)
+    with osm.distributed.one_process() as group:
+        given = {"group": group, "shards": osm.distributed.Shards(0, 7, 7), "backend": "triton"}
+        for _ in range(2):
+            for _ in range(2):
+                found = osm.distributed.cross_entropy(x, target, label_smoothing=smoothing, **given)
+                torch.testing.assert_close(found, functional.cross_entropy(x, target, label_smoothing=smoothing))
+            smoothing += 0.25
 
 
 def test_shards_that_do_not_fit() -> None:

@@ -203,6 +203,20 @@ def test_an_ignore_index_that_is_no_target() -> None:
     assert (stats.z_loss > 0).all()
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_numbers_that_are_tensors_may_change(reduction: str) -> None:
+    """PyTorch takes tensors for numbers, and reads them in every call."""
+    x, target = torch.randn(4, 33, device=DEVICE), torch.tensor([1, 0, 2, 5], device=DEVICE)
+    index, smoothing = torch.tensor(0, device=DEVICE), torch.tensor(0.0, device=DEVICE)
+    for _ in range(2):
+        numbers = {"ignore_index": index, "label_smoothing": smoothing, "reduction": reduction}
+        found = [osm.cross_entropy(x, target, **numbers, **HOW) for _ in range(2)]
+        for y in found:
+            torch.testing.assert_close(y, functional.cross_entropy(x, target, **numbers))
+        index += 1
+        smoothing += 0.25
+
+
 @pytest.mark.parametrize("needs_gradient", [False, True])
 def test_a_reduction_is_prepared_for_each_alignment(needs_gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton specialises a kernel for the tensors that begin on 16 bytes, so other tensors need another launch."""

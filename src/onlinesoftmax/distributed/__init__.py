@@ -34,7 +34,7 @@ from ..core.processes import group_or_default
 from ..core.task import Choice
 from ..torch.check import check_options
 from ..torch.loss import Loss
-from ..torch.losses import check_numbers
+from ..torch.losses import checked_numbers
 from . import losses, usual
 from . import softmax as _softmax
 from .launches import Given
@@ -156,9 +156,10 @@ def cross_entropy(
         return found[0]
     options = _checked("cross_entropy", local, (scale, softcap, None))
     loss = Loss(Settings(1), ignore_index, reduction, label_smoothing, z_loss, options)
-    check_numbers(loss)
-    call = _call(options, group, backend, strategy, shards)
-    return losses.cross_entropy(local, target, weight, loss, call._replace(key=key))
+    numbers = checked_numbers(loss)
+    # A tensor among the numbers may change its value, so it is no part of a key.
+    call = _call(options, group, backend, strategy, shards)._replace(key=key if numbers is loss else ())
+    return losses.cross_entropy(local, target, weight, numbers, call)
 
 
 def token_logprobs(
@@ -203,8 +204,8 @@ def _checked(name: str, local: Any, scores: tuple[Any, ...]) -> ScoreOptions | N
     if type(local).__name__ == "DTensor":
         raise TypeError(f"{name}(): local is a DTensor: call onlinesoftmax.{name}, or pass local.to_local()")
     scale, softcap, mask = scores
-    if isinstance(scale, Tensor):
-        raise TypeError(f"{name}(): scale must be a number")
+    if not isinstance(scale, int | float):
+        raise TypeError(f"{name}(): scale must be a number, not {type(scale).__name__}")
     options = checked_options(name, scale, softcap, None, mask, False, "nan")
     check_options(Call(OPERATIONS[name], local, Settings(-1), options))
     return options

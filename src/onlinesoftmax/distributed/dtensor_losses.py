@@ -36,8 +36,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         fields: The fields of `Loss`.
         return_stats: Return the statistics too.
     """
-    loss = Loss(*fields)
-    losses.check_loss(x, target, weight, loss)
+    loss = losses.checked_loss(x, target, weight, Loss(*fields))
     x, layout = laid_out("cross_entropy", x, (1 if x.dim() > 1 else 0,))
     probabilities = target.is_floating_point()
     target = layout.operand("target", target) if probabilities else layout.per_row("target", target)
@@ -92,7 +91,7 @@ def token_logprobs(
 
 def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     """Check the arguments, and the range of every target on every process, so that all raise the same error."""
-    losses.check_loss(x, target, weight, loss)
+    loss = losses.checked_loss(x, target, weight, loss)
     # Only the shape of x is used, so its partial sums are not added here.
     layout = layout_of("cross_entropy", x, (1 if x.dim() > 1 else 0,))
     losses.check_targets(x, layout.whole("target", target), None, loss)

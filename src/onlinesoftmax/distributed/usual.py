@@ -52,7 +52,11 @@ def found(
         return (), None
     group = group_or_default(group)
     key = key_of(given, (name, arguments, shards, group.size()))
-    launches = LAUNCHES.get(key) if key else None
+    try:
+        launches = LAUNCHES.get(key) if key else None
+    except TypeError:
+        # An argument that has no hash is of a wrong type, and the check of the arguments names it.
+        return (), None
     return key, None if launches is None else _run(launches, given, (group,))
 
 

@@ -92,8 +92,6 @@ def check_out_memory(call: Call) -> None:
     """Check that `out` may be written while the operands are read."""
     operation, x, _, options, out, _ = call
     name = operation.name
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"{name}(): argument 'out' must be Tensor, not {type(out).__name__}")
     if out.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{name}(): out requires a gradient, and functions with out=... do not support that")
     same = (

@@ -52,10 +52,12 @@ def _is_for_kernels(call: Call) -> bool:
 
 def run(call: Call) -> torch.Tensor:
     """Run one call on a torch tensor, for every function in api.py."""
-    operation, x, settings, options, _, _ = call
+    operation, x, settings, options, out, _ = call
     dim, dtype, _, (backend, strategy, _) = settings
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
+    if out is not None and not isinstance(out, torch.Tensor):
+        raise TypeError(f"{operation}(): argument 'out' must be Tensor, not {type(out).__name__}")
     if options is not None:
         check_options(call)
     elif x.is_cpu and call.plain and type(x) is torch.Tensor:

@@ -72,9 +72,12 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
         return run(x, target, weight)
     loss = Loss(*fields)
+    numbers = checked_loss(x, target, weight, loss)
+    if numbers is not loss:
+        # A tensor among the numbers may change its value, so a kept launch has only Python's numbers in its key.
+        return cross_entropy(x, target, weight, numbers, return_stats)
     if torch.compiler.is_dynamo_compiling():
         loss = with_constants(loss)
-    check_loss(x, target, weight, loss)
     settings = loss.settings._replace(dim=1 if x.dim() > 1 else 0, dtype=loss.settings.dtype or result_dtype(x))
     loss = loss._replace(settings=settings)
     reason = why_not_kernels(x, target, weight, settings.choice.backend, loss.ignore_index)
@@ -224,15 +227,18 @@ def _check_inplace(x: Tensor) -> None:
         raise RuntimeError("cross_entropy(): inplace_backward=True, and input has several elements at one location")
 
 
-def check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
-    """Check the arguments; raise the exception types that PyTorch raises, and name the argument."""
+def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
+    """The result of `checked_numbers` for arguments that are right.
+
+    The errors have the types that PyTorch raises, and name the argument.
+    """
     name = "cross_entropy()"
     for argument, value in (("input", x), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: argument '{argument}' must be Tensor, not {type(value).__name__}")
     if not x.is_floating_point():
         raise RuntimeError(f"{name}: input must be floating point, got {x.dtype}")
-    check_numbers(loss)
+    loss = checked_numbers(loss)
     if x.dim() == 0:
         raise ValueError(f"{name}: input needs a dimension of classes, got shape ()")
     dim = 1 if x.dim() > 1 else 0
@@ -247,23 +253,43 @@ def check_loss(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     check_weight(name, weight, x, x.shape[dim], not target.is_floating_point())
     for argument, value in (("target", target), ("weight", weight)):
         check_kind("cross_entropy", argument, value, x)
+    return loss
 
 
-def check_numbers(loss: Loss) -> None:
-    """Check the arguments that need no tensor: reduction, ignore_index, label_smoothing and z_loss."""
-    for argument, value, method, kind in (
-        ("ignore_index", loss.ignore_index, "__index__", "int"),
-        ("label_smoothing", loss.smoothing, "__float__", "float"),
-        ("z_loss", loss.z_loss, "__float__", "float"),
-    ):
-        # PyTorch takes a tensor of one element as a number, but a z_loss that requires a gradient would get none.
-        is_number = hasattr(value, method) and not (argument == "z_loss" and isinstance(value, Tensor))
-        if not is_number or (argument == "ignore_index" and isinstance(value, bool)):
-            raise TypeError(f"cross_entropy(): argument '{argument}' must be {kind}, not {type(value).__name__}")
+def checked_numbers(loss: Loss) -> Loss:
+    """The arguments with Python's numbers for those of another type; `loss` itself where there are none.
+
+    As in PyTorch, a tensor of one element is a number if it requires no gradient, and reading it waits for its GPU.
+    A z_loss, which PyTorch does not have, is no tensor.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: ignore_index, label_smoothing, z_loss or reduction is wrong.
+    """
+    _, index, _, smoothing, z_loss, _, _ = loss
+    plain = type(index) is int and type(smoothing) in (float, int) and type(z_loss) in (float, int)
+    if not plain:
+        loss = loss._replace(
+            ignore_index=_number("ignore_index", index, "__index__", int),
+            smoothing=_number("label_smoothing", smoothing, "__float__", float),
+            z_loss=_number("z_loss", z_loss, "__float__", float),
+        )
     if loss.reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{loss.reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
     if not 0.0 <= loss.smoothing <= 1.0:
         raise RuntimeError(f"cross_entropy(): label_smoothing must be between 0.0 and 1.0, got {loss.smoothing}")
+    return loss
+
+
+def _number(argument: str, value: Any, method: str, kind: type[Any]) -> Any:
+    """An argument as a number of Python's type `kind`, which takes values with this method."""
+    is_number = hasattr(value, method)
+    if isinstance(value, Tensor):
+        is_floating = value.is_floating_point() or value.dtype == torch.bool
+        is_number = value.numel() == 1 and not value.requires_grad and argument != "z_loss"
+        is_number = is_number and not (kind is int and is_floating)
+    if not is_number or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"cross_entropy(): argument '{argument}' must be {kind.__name__}, not {type(value).__name__}")
+    return kind(value)
 
 
 def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
@@ -272,7 +298,7 @@ def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     Raises:
         IndexError: a target is out of range; the message has its position and its value.
     """
-    check_loss(x, target, weight, loss)
+    loss = checked_loss(x, target, weight, loss)
     if not target.is_floating_point():
         classes = x.shape[1 if x.dim() > 1 else 0]
         _check_range("cross_entropy(): target", target, classes, counted(target, loss))
