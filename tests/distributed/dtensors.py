@@ -228,7 +228,10 @@ def autocast_is_followed(mesh: DeviceMesh) -> None:
     for placements in ((Shard(1),), (Shard(0),)):
         cut = cut_tensor(x, mesh, placements)
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
-            for function in (lambda t: osm.cross_entropy(t, target), osm.softmax, osm.logsumexp):
+            for function in (
+                lambda t: osm.cross_entropy(t, target), lambda t: osm.token_logprobs(t, target).logprob,
+                osm.softmax, osm.log_softmax, osm.logsumexp,
+            ):  # fmt: skip
                 assert function(cut).dtype == function(x).dtype
 
 

@@ -17,6 +17,7 @@ import torch
 import onlinesoftmax as osm
 from distributed.processes import COLS, close, device, inputs, kernels_run, random, same_everywhere, sharded
 from onlinesoftmax.distributed import usual
+from onlinesoftmax.torch import dispatch
 
 
 def how(first: int, end: int) -> dict[str, Any]:
@@ -204,6 +205,57 @@ def arguments_are_checked_in_every_call(first: int, end: int) -> None:
                 raise AssertionError("no error")
 
 
+def autocast_is_followed(first: int, end: int) -> None:
+    """Results and gradients have the dtypes of one process, before, under and after autocast."""
+    x, target, _ = inputs(torch.bfloat16)
+    target = target.clamp(min=0)
+
+    def dtypes(functions: Any, x: torch.Tensor, given: dict[str, Any]) -> list[torch.dtype]:
+        leaf = x.clone().requires_grad_()
+        results = [functions.cross_entropy(leaf, target, reduction=name, **given) for name in ("mean", "sum", "none")]
+        results += [function(leaf, **given) for function in (functions.softmax, functions.log_softmax)]
+        results += [functions.logsumexp(leaf, **given), *functions.token_logprobs(leaf, target, **given)]
+        return [t.dtype for y in results for t in (y, torch.autograd.grad(y.sum(), leaf, retain_graph=True)[0])]
+
+    for given in ({}, how(first, end)):
+        for enabled in (False, True, False):
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=enabled):
+                want = dtypes(osm, x, {})
+                assert dtypes(sharded, x[:, first:end], given) == want
+    local = x[:, first:end].clone().requires_grad_()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        ours = sharded.cross_entropy(local, target, **how(first, end))
+    torch.testing.assert_close(ours, osm.cross_entropy(x.float(), target))
+    ours.backward()
+    whole = x.float().requires_grad_()
+    osm.cross_entropy(whole, target).backward()
+    assert local.grad is not None
+    assert whole.grad is not None
+    torch.testing.assert_close(local.grad, whole.grad[:, first:end].bfloat16())
+
+
+def autocast_on_a_gpu_gives_float32(first: int, end: int) -> None:
+    """PyTorch's softmax, log_softmax and logsumexp have float32 results under autocast on a GPU alone."""
+    x = inputs(torch.bfloat16)[0]
+    before = dispatch._known_autocast_dtype
+    dispatch._known_autocast_dtype = lambda *_: torch.float32
+    try:
+        for given in ({}, how(first, end)):
+            for name in ("softmax", "log_softmax", "logsumexp"):
+                local, whole = x[:, first:end].clone().requires_grad_(), x.float().requires_grad_()
+                with torch.autocast(x.device.type, torch.bfloat16):
+                    ours = getattr(sharded, name)(local, **given)
+                theirs = getattr(osm, name)(whole)
+                cut = (lambda t: t) if name == "logsumexp" else (lambda t: t[:, first:end])
+                torch.testing.assert_close(ours, cut(theirs))
+                dy = random(*theirs.shape, seed=4)
+                (dx,) = torch.autograd.grad(ours, local, cut(dy))
+                (want,) = torch.autograd.grad(theirs, whole, dy)
+                torch.testing.assert_close(dx, want[:, first:end].bfloat16())
+    finally:
+        dispatch._known_autocast_dtype = before
+
+
 def no_tensor_is_kept(first: int, end: int) -> None:
     x, target, weight = (t.clone() for t in inputs(torch.float32))
     local = x[:, first:end].clone().requires_grad_()
@@ -220,7 +272,8 @@ def everything(first: int, end: int) -> None:
         return
     for check in (
         losses_are_as_good_as_those_of_one_process, hard_rows, log_probabilities_have_all_gradients, logsumexps,
-        other_tensors, arguments_are_checked_in_every_call, no_tensor_is_kept,
+        other_tensors, arguments_are_checked_in_every_call, autocast_is_followed, autocast_on_a_gpu_gives_float32,
+        no_tensor_is_kept,
     ):  # fmt: skip
         usual.LAUNCHES.clear()
         check(first, end)

@@ -65,7 +65,8 @@ def softmax(
         backend, strategy: Who computes the states and the gradients of the shard, as for `onlinesoftmax.softmax`.
 
     Returns:
-        The local part of the softmax, in the shape and the dtype of `local`.
+        The local part of the softmax, in the shape of `local`.  Its dtype is that of `local`, or under autocast the
+        dtype of `torch.softmax`.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -105,9 +106,10 @@ def logsumexp(
     softcap: float | None = None, mask: Tensor | None = None, shards: Shards | None = None, backend: str | None = None,
     strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """Logsumexp if the softmax dimension is sharded: the same on every process, in the dtype of `local`.
+    """Logsumexp if the softmax dimension is sharded: the same on every process.
 
-    The arguments are those of `softmax`; with `keepdim` the result keeps `dim` with size 1.
+    The dtype is that of `local`, or under autocast the dtype of `torch.logsumexp`.  The arguments are those of
+    `softmax`; with `keepdim` the result keeps `dim` with size 1.
 
     Example:
         >>> with one_process() as group:
@@ -135,8 +137,8 @@ def cross_entropy(
         shards, backend, strategy: As for `softmax`.
 
     Returns:
-        The loss in the dtype of `local`, a scalar, or with "none" in the shape of the rows.  A row whose target is no
-        class has the loss NaN and no gradient.
+        The loss in the dtype of `local`, or in float32 under autocast: a scalar, or with "none" in the shape of the
+        rows.  A row whose target is no class has the loss NaN and no gradient.
 
     Raises:
         TypeError: an argument is of the wrong type.

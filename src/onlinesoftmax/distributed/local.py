@@ -15,7 +15,7 @@ from ..core.options import PLAIN, ScoreOptions, softcap_slope
 from ..core.task import ANY, Choice
 from ..planner.plan import PlanError
 from ..torch import eager
-from ..torch.dispatch import why_pytorch
+from ..torch.dispatch import why_pytorch, with_autocast
 from ..torch.gradients import accumulator_of
 from ..torch.targets import launch
 from .rows import RowStates
@@ -98,6 +98,12 @@ class Incoming(NamedTuple):
     lse: Tensor | None
     entropy: Tensor | None
     spread: Tensor | None
+
+
+def autocast_dtype(name: str, x: Tensor) -> torch.dtype:
+    """The dtype of the result of an operation on x: that of x, or the one that autocast gives PyTorch's function."""
+    call = with_autocast(Call(OPERATIONS[name], x, Settings(-1)))
+    return call.settings.dtype or x.dtype
 
 
 def runs_kernels(shard: Shard) -> bool:

@@ -11,9 +11,9 @@ from ..core.processes import gathered
 from ..torch.check import checked_dim
 from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss, count_of, ignored
-from ..torch.losses import TokenLogprobs, check_index, check_weight
+from ..torch.losses import TokenLogprobs, check_index, check_weight, result_dtype
 from .launches import Given, Wanted
-from .local import Sharded
+from .local import Sharded, autocast_dtype
 from .shards import Shards, shards_of
 from .statistics import Request, Statistics
 from .usual import results
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 def cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: Sharded, row_groups: tuple[Any, ...] = ()
 ) -> Tensor:
-    """The loss if the softmax dimension is sharded, the same on every process; its dtype is that of x by default.
+    """The loss if the softmax dimension is sharded, the same on every process; float32 under autocast, as PyTorch's.
 
     Args:
         x, target, weight, loss, call: The arguments of the call.
@@ -34,7 +34,7 @@ def cross_entropy(
     shards = shards_of("cross_entropy", x, dim, call.groups, call.shards)
     _check_target("cross_entropy()", "target", x, target, dim)
     check_weight("cross_entropy()", weight, x, shards.total)
-    dtype = loss.settings.dtype or x.dtype
+    dtype = loss.settings.dtype or result_dtype(x)
     # The losses of the rows of several groups are reduced together.
     wide = accumulator_of(x.dtype, x.dtype) if row_groups else dtype
     each = loss._replace(
@@ -150,7 +150,8 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     shards = shards_of("logsumexp", x, dim, call.groups, call.shards)
     # A target that is no column anywhere has no gradient.
     nowhere = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1, device=x.device)
-    wanted = _wanted(dim, call, shards, ("lse",), x.dtype)
+    dtype = autocast_dtype("logsumexp", x)
+    wanted = _wanted(dim, call, shards, ("lse",), dtype)
     numbers = results(wanted, Given(x, call.options.mask, nowhere, None), call)
     if numbers is not None:
         return numbers[0].unsqueeze(dim) if keepdim else numbers[0]
@@ -158,7 +159,7 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     request = _request(dim, call, shards, False, False, shards.total)
     _, lse, _, _ = Statistics.apply(x, call.options.mask, rows, None, request)
     found: Tensor = lse.unsqueeze(dim) if keepdim else lse
-    return found.to(x.dtype)
+    return found.to(dtype)
 
 
 def _wanted(dim: int, call: Sharded, shards: Shards, outputs: tuple[str, ...], result: torch.dtype) -> Wanted:

@@ -14,7 +14,7 @@ from ..core.processes import gathered
 from ..torch import eager
 from ..torch.check import check_first_derivative, checked_dim
 from ..torch.gradients import accumulator_of
-from .local import Shard, Sharded, probabilities, runs_kernels, states
+from .local import Shard, Sharded, autocast_dtype, probabilities, runs_kernels, states
 from .rows import RowStates, merge
 from .shards import shards_of
 
@@ -102,7 +102,9 @@ def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -
     """Softmax or log-softmax of the local shard of each row."""
     dim = checked_dim(name, dim, x.dim())
     shards_of(name, x, dim, call.groups, call.shards)
+    dtype = autocast_dtype(name, x)
+    x = x.to(torch.promote_types(x.dtype, dtype))
     scores = call.options._replace(zero=False)
     z = x if scores.plain else eager.scores_of(x, dim, scores, accumulator_of(x.dtype, x.dtype))[0]
     y: Tensor = Softmax.apply(z, dim, call, logarithm)
-    return y.to(x.dtype)
+    return y.to(dtype)

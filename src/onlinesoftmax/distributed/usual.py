@@ -66,7 +66,7 @@ def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     if not _is_plain(x) or type(target) not in PLAIN_TYPES or x.is_neg() or not target.is_contiguous():
         return ()
     key: tuple[Any, ...] = (
-        arguments, x.requires_grad and torch.is_grad_enabled(),
+        arguments, x.requires_grad and torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type),
         x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16,
         target.shape, target.dtype, target.get_device(), target.data_ptr() % 16,
     )  # fmt: skip
