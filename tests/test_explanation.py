@@ -25,7 +25,7 @@ def torch_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("with a GPU, Triton's interpreter is off")
-    from onlinesoftmax.torch import launches, prepare
+    from onlinesoftmax.torch import cache, prepare
 
     found, plan_of = [], prepare.plan_of
 
@@ -34,8 +34,7 @@ def torch_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         return found[-1]
 
     monkeypatch.setattr(prepare, "plan_of", recorded)
-    prepare.forget()
-    launches.LAUNCHES.clear()
+    cache.forget()
     return found
 
 

@@ -30,6 +30,7 @@ from onlinesoftmax.kernels.report import find_cuobjdump, occupancy
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan, priced
 from onlinesoftmax.planner.strategies import TABLE
+from onlinesoftmax.torch import cache
 from onlinesoftmax.torch import prepare as prepared
 
 pytest.importorskip("cuda.core", reason="cuda.core is not installed")
@@ -68,7 +69,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
             return priced(proposals[0], problem, device)
 
         monkeypatch.setattr(prepared, "plan", first)
-        prepared.forget()
+        cache.forget()
         forward = operation.removesuffix("_backward")
         if outputs:
             settings = Settings(-1, options.get("dtype"), False, Choice("cuda", strategy))
@@ -85,7 +86,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
 
     monkeypatch.setattr(cuda, "prepare", record)
     yield ask
-    prepared.forget()
+    cache.forget()
 
 
 def no_memory(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 import onlinesoftmax as osm
 from contract import OPERATIONS, outliers
-from onlinesoftmax.torch import dispatch, launches
+from onlinesoftmax.torch import cache, dispatch, launches
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -24,9 +24,21 @@ def _usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not GPU:
         # Without a GPU, Triton's interpreter takes the calls on CPU tensors.
         monkeypatch.setattr(dispatch, "is_usual", lambda x: not x.is_neg())
-    launches.LAUNCHES.clear()
+    cache.forget()
     yield
-    launches.LAUNCHES.clear()
+    cache.forget()
+
+
+def test_a_cache_is_bounded_and_all_are_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    osm.softmax(torch.randn(3, 5, device=DEVICE), 1, **HOW)
+    assert launches.LAUNCHES
+    cache.forget()
+    assert not any(cache._CACHES)
+    monkeypatch.setattr(cache, "MOST_ENTRIES", 2)
+    found: dict[tuple[Any, ...], int] = {}
+    for number in range(3):
+        assert cache.keep(found, (number,), number) == number
+    assert found == {(2,): 2}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -15,7 +15,7 @@ from torch.nn import functional
 import onlinesoftmax as osm
 from contract import DTYPES, outliers
 from onlinesoftmax.core.call import Settings
-from onlinesoftmax.torch import loss_launches, losses, reductions
+from onlinesoftmax.torch import cache, loss_launches, losses, reductions
 from onlinesoftmax.torch.loss import Loss
 from onlinesoftmax.torch.targets import MOST_ROWS_IN_ONE_LAUNCH
 
@@ -29,9 +29,9 @@ def _usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not GPU:
         # Without a GPU, Triton's interpreter takes the calls on CPU tensors.
         monkeypatch.setattr(loss_launches, "is_usual", lambda x: not x.is_neg())
-    loss_launches.LAUNCHES.clear()
+    cache.forget()
     yield
-    loss_launches.LAUNCHES.clear()
+    cache.forget()
 
 
 @pytest.fixture

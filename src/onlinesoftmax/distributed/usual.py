@@ -1,11 +1,8 @@
-"""Usual losses and log-probabilities of sharded rows: their launches are found with little host time.
+"""Launches of usual calls (torch/cache.py) of losses and log-probabilities of sharded rows.
 
 Only properties that are the same on every process decide whether a call is usual.  So all processes merge by the
 same kernels and get the same bits.  A call that is not usual runs on the general path (statistics.py), which sends the
 same numbers.
-
-The launches are kept under the arguments of the public function, and the shapes, strides, dtypes, devices and alignment
-of the tensors.  The arguments are checked only when the launches are prepared.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from ..core.processes import group_or_default
+from ..torch.cache import described, keep, new_cache
 from ..torch.check import check_first_derivative
 from ..torch.dispatch import DTYPES
 from ..torch.ops import PLAIN_TYPES
@@ -28,10 +26,8 @@ from .shards import Shards
 
 Tensor = torch.Tensor
 
-LAUNCHES: dict[tuple[Any, ...], Launches] = {}
+LAUNCHES: dict[tuple[Any, ...], Launches] = new_cache()
 """The launches of usual calls by `key_of`."""
-
-MOST_LAUNCHES = 4096
 
 
 def found(
@@ -67,19 +63,18 @@ def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return ()
     key: tuple[Any, ...] = (
         arguments, x.requires_grad and torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type),
-        x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16,
-        target.shape, target.dtype, target.get_device(), target.data_ptr() % 16,
+        x.get_device(), *described(x), target.get_device(), *described(target),
     )  # fmt: skip
     if mask is not None:
         if type(mask) not in PLAIN_TYPES:
             return ()
-        key = (*key, mask.shape, mask.stride(), mask.dtype, mask.get_device(), mask.data_ptr() % 16)
+        key = (*key, mask.get_device(), *described(mask))
     if weight is not None:
         if type(weight) not in PLAIN_TYPES or weight.is_neg() or not weight.is_contiguous():
             return ()
         # A weight that needs a gradient has a key of its own: the general path raises the error.
         recorded = weight.requires_grad and torch.is_grad_enabled()
-        key = (*key, recorded, weight.shape, weight.dtype, weight.get_device(), weight.data_ptr() % 16)
+        key = (*key, recorded, weight.get_device(), *described(weight))
     return key
 
 
@@ -108,10 +103,7 @@ def results(wanted: Wanted, given: Given, call: Sharded) -> tuple[Tensor, ...] |
     launches = LAUNCHES.get(key)
     if launches is None:
         with_gradient = given.x.requires_grad and torch.is_grad_enabled()
-        launches = Launches(wanted, given, processes, with_gradient)
-        if len(LAUNCHES) >= MOST_LAUNCHES:
-            LAUNCHES.clear()
-        LAUNCHES[key] = launches
+        launches = keep(LAUNCHES, key, Launches(wanted, given, processes, with_gradient))
     return _run(launches, given, groups)
 
 

@@ -1,8 +1,7 @@
-"""Launches of usual calls, found with little host time, which dominates on small inputs.
+"""Launches of usual calls (cache.py) of softmax, log-softmax and logsumexp on a GPU.
 
-A call is usual if its input is a plain GPU tensor, the operation runs along one dimension, and the caller passes no
-score option, no `dtype` and no batch invariance.  The prepared kernel (prepare.py) is kept under a short key: shapes,
-strides, dtypes and alignment of the tensors, and the other arguments.
+The operation runs along one dimension, the caller passes no score option, no `dtype` and no batch invariance, and
+autocast is off.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch.autograd import forward_ad
 
 from ..core.call import NOTHING, Call, Settings
 from ..core.operations import Operation
+from .cache import keep, new_cache
 from .check import check_out_memory, extent
 from .gradients import lse_of, outputs_to_keep
 from .prepare import kind_of, prepare
@@ -36,10 +36,8 @@ class Launch(NamedTuple):
     keeps_lse: bool
 
 
-LAUNCHES: dict[tuple[Any, ...], Launch] = {}
+LAUNCHES: dict[tuple[Any, ...], Launch] = new_cache()
 """Launches by `key_of`."""
-
-MOST_LAUNCHES = 4096
 
 
 def is_usual(x: torch.Tensor) -> bool:
@@ -57,7 +55,10 @@ def is_usual(x: torch.Tensor) -> bool:
 def key_of(
     operation: Operation, x: torch.Tensor, dim: int, keepdim: bool, out: Any, choice: tuple[Any, ...], recorded: bool
 ) -> tuple[Any, ...]:
-    """The key of a usual call in LAUNCHES; () where `out` is no plain tensor, or requires a gradient."""
+    """The key of a usual call in LAUNCHES; () where `out` is no plain tensor, or requires a gradient.
+
+    The smallest calls make this key, so it is a flat tuple that is made without the function `described`.
+    """
     key = (operation, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16, dim, keepdim, choice, recorded)
     if out is None:
         return key
@@ -68,13 +69,10 @@ def key_of(
 
 def add(key: tuple[Any, ...], call: Call, recorded: bool) -> Launch:
     """Prepare the launch of a usual call, which autograd records or not, and keep it under its key."""
-    if len(LAUNCHES) >= MOST_LAUNCHES:
-        LAUNCHES.clear()
     keeps_lse = recorded and call.out is None and len(call.operation.kept_outputs) > 1
     run = _with_lse(call) if keeps_lse else prepare(kind_of(call, NOTHING))
     run = run if call.out is None else _checked(run, call)
-    launch = LAUNCHES[key] = Launch(run, call.settings, keeps_lse)
-    return launch
+    return keep(LAUNCHES, key, Launch(run, call.settings, keeps_lse))
 
 
 def _with_lse(call: Call) -> Run:

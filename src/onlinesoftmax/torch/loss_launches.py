@@ -1,9 +1,7 @@
-"""Launches of usual losses and log-probabilities, found with little host time.
+"""Launches of usual calls (cache.py) of losses and log-probabilities on a GPU.
 
-A call is usual if its tensors are plain GPU tensors, and no trace, autocast or functorch transform is active.  Its
-arguments are checked, and its plan and its launches prepared, only once for each key.  The key has the shapes, strides,
-dtypes, devices and alignment of the tensors, whether a gradient is needed, and the other arguments.  launches.py does
-the same for the operations without a target.
+Autocast is off, and the targets are contiguous.  Arguments are checked once for each key, because the key has all of
+them.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 from ..core.call import Call
+from .cache import keep, new_cache
 from .gradients import accumulator_of
 from .launches import is_usual
 from .loss import Loss
@@ -25,10 +24,8 @@ Tensor = torch.Tensor
 
 Run = Callable[[Tensor, Tensor, Tensor | None], Any]
 
-LAUNCHES: dict[tuple[Any, ...], Run] = {}
+LAUNCHES: dict[tuple[Any, ...], Run] = new_cache()
 """The function run(x, target, weight) of a usual call by its key."""
-
-MOST_LAUNCHES = 4096
 
 
 def key_of(x: Any, target: Any, weight: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -53,24 +50,19 @@ def key_of(x: Any, target: Any, weight: Any, arguments: tuple[Any, ...]) -> tupl
     )  # fmt: skip
 
 
-def _keep(key: tuple[Any, ...], run: Run) -> Run:
-    if len(LAUNCHES) >= MOST_LAUNCHES:
-        LAUNCHES.clear()
-    LAUNCHES[key] = run
-    return run
-
-
 def add_loss(key: tuple[Any, ...], x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Run | None:
     """Prepare a usual, checked loss and keep it under its key; None where it needs the general path."""
     with_gradient = torch.is_grad_enabled() and x.requires_grad
     if loss.settings.choice.batch_invariant or (loss.inplace and with_gradient) or not target.is_contiguous():
         return None
     if loss.reduction == "none":
-        return _keep(key, _per_row(x, target, weight, loss, with_gradient))
+        return keep(LAUNCHES, key, _per_row(x, target, weight, loss, with_gradient))
     if scalar := scalar_output(x, target, weight, loss, with_gradient):
-        return _keep(key, _in_one_launch(x, target, weight, loss, (scalar, "y") if with_gradient else (scalar,)))
+        return keep(
+            LAUNCHES, key, _in_one_launch(x, target, weight, loss, (scalar, "y") if with_gradient else (scalar,))
+        )
     small = reducer(x, target, weight, loss, with_gradient)
-    return small and _keep(key, _reduced(x, target, weight, loss, small))
+    return small and keep(LAUNCHES, key, _reduced(x, target, weight, loss, small))
 
 
 def _rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs: tuple[str, ...]) -> Callable[..., Any]:
@@ -201,10 +193,10 @@ def add_log_probabilities(key: tuple[Any, ...], call: Call, entropy: bool) -> Ru
 
     if with_gradient:
         bare = without_tensors(call)
-        return _keep(key, lambda x, target, _: _apply_log_probabilities(bare, x, None, target, rows))
+        return keep(LAUNCHES, key, lambda x, target, _: _apply_log_probabilities(bare, x, None, target, rows))
 
     def found(x: Tensor, target: Tensor, _: Any) -> Any:
         y, lse, *rest = rows(x, target)
         return y, rest[0] if rest else None, lse
 
-    return _keep(key, found)
+    return keep(LAUNCHES, key, found)

@@ -21,6 +21,7 @@ from ..kernels import registry
 from ..kernels.request import Request
 from ..planner.plan import Plan
 from . import eager, ops
+from .cache import described, keep, new_cache
 from .check import checked_dim, checked_out
 from .device import from_torch
 from .plans import planner_for
@@ -79,18 +80,12 @@ def prepared(call: Call, outputs: tuple[str, ...]) -> tuple[Prepared, Mapping[st
     """The prepared function of a checked call, and the call's operands."""
     operands = operands_of(call)
     key = key_of(call, operands, outputs)
-    found = _PREPARED.get(key)
-    if found is None:
-        if len(_PREPARED) >= MOST_PREPARED:
-            _PREPARED.clear()
-        found = _PREPARED[key] = prepare(kind_of(call, operands, outputs))
+    found = _PREPARED.get(key) or keep(_PREPARED, key, prepare(kind_of(call, operands, outputs)))
     return found, operands
 
 
-_PREPARED: dict[tuple[Any, ...], Prepared] = {}
+_PREPARED: dict[tuple[Any, ...], Prepared] = new_cache()
 """Prepared functions by `key_of`."""
-
-MOST_PREPARED = 4096
 
 
 def key_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...]) -> tuple[Any, ...]:
@@ -99,18 +94,16 @@ def key_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...]) ->
     An operand that is a number adds only its name, so a call with another number has the same key.
     """
     operation, x, settings, options, out, _ = call
-    key: tuple[Any, ...] = (
-        operation.name, outputs, settings, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0,
-    )  # fmt: skip
+    key: tuple[Any, ...] = (operation.name, outputs, settings, x.device, *described(x))
     for name, t in operands.items() if operands else ():
         if isinstance(t, torch.Tensor):
-            key += (name, t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0)
+            key += (name, *described(t))
         else:
             key += (name,)
     if options is not None:
         key += (options.causal, options.zero)
     if out is not None:
-        key += (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % 16 == 0)
+        key += (out.device, *described(out))
     return key
 
 
@@ -118,23 +111,15 @@ def backend_of(call: Call, outputs: tuple[str, ...]) -> str:
     """The backend that the plan of a checked call takes."""
     operands = operands_of(call)
     key = key_of(call, operands, outputs)
-    if key not in _BACKENDS:
-        if len(_BACKENDS) >= MOST_PREPARED:
-            _BACKENDS.clear()
-        kind = kind_of(call, operands, outputs)
-        task = _task(kind, checked_dim(call.operation.name, call.settings.dim, call.x.dim()), None)
-        _BACKENDS[key] = plan_of(task, call.x.device, call.settings.choice).backend
-    return _BACKENDS[key]
+    if found := _BACKENDS.get(key):
+        return found
+    kind = kind_of(call, operands, outputs)
+    task = _task(kind, checked_dim(call.operation.name, call.settings.dim, call.x.dim()), None)
+    return keep(_BACKENDS, key, plan_of(task, call.x.device, call.settings.choice).backend)
 
 
-_BACKENDS: dict[tuple[Any, ...], str] = {}
+_BACKENDS: dict[tuple[Any, ...], str] = new_cache()
 """Backends by `key_of`."""
-
-
-def forget() -> None:
-    """Forget every prepared function; for tests that change the plan."""
-    _PREPARED.clear()
-    _BACKENDS.clear()
 
 
 def operands_of(call: Call) -> Mapping[str, Any]:
