@@ -223,7 +223,7 @@ def cross_entropy(
     losses = _LOSSES.get(type(input)) or _find_losses("cross_entropy", type(input))
     by_default = backend is None and strategy is None and not batch_invariant
     settings = _LOSS_SETTINGS if by_default else Settings(1, None, False, Choice(backend, strategy, batch_invariant))
-    # The fields of `Loss`, which a usual call does not take the time to make.
+    # Fields of `Loss` as a tuple: a cached call is found by this tuple and never builds a `Loss`.
     fields = (settings, ignore_index, reduction, label_smoothing, z_loss, scores, inplace_backward)
     if check:
         losses.check_targets(input, target, weight, losses.Loss(*fields))

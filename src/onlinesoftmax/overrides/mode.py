@@ -105,7 +105,7 @@ class Override(TorchFunctionMode):
         kwargs = kwargs or {}
         replacement = REPLACEMENTS.get(func)
         if replacement is None:
-            return func(*args, **_beyond_this_file(kwargs))
+            return func(*args, **_with_deeper_stacklevel(kwargs))
         arguments = bind(replacement, args, kwargs)
         reason = why_left(replacement, arguments, self._backend)
         if arguments is not None and reason is None:
@@ -115,7 +115,7 @@ class Override(TorchFunctionMode):
         elif self._strict:
             raise RuntimeError(f"override(strict=True): PyTorch would run a call of {replacement.name}: {reason}")
         else:
-            y = func(*args, **_beyond_this_file(kwargs))
+            y = func(*args, **_with_deeper_stacklevel(kwargs))
         self._count(replacement.name, reason)
         return y
 
@@ -126,7 +126,7 @@ class Override(TorchFunctionMode):
             self._counts.add(name, reason)
 
 
-def _beyond_this_file(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_deeper_stacklevel(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments with a `_stacklevel` for which PyTorch's warning about dim=None names the line of the user.
 
     There are three more frames than without the mode: the function, which finds the mode; handle_torch_function of

@@ -40,11 +40,11 @@ def apply(call: Call) -> Tensor:
         # Function.apply would check for transforms once more, which costs host time.
         result: Tensor = _apply_plain(call.x, call.operation, call.settings, None)
         return result
-    bare, tensors = without_tensors(call)
+    bare, tensors = split_tensors(call)
     return (_Transformed if transformed else _Recorded).apply(bare, *tensors)
 
 
-def without_tensors(call: Call) -> tuple[Call, tuple[Tensor | None, ...]]:
+def split_tensors(call: Call) -> tuple[Call, tuple[Tensor | None, ...]]:
     """The call without its tensors, and (x, bias, scale, mask)."""
     options = call.scores
     scale = options.scale if isinstance(options.scale, Tensor) else None
@@ -53,7 +53,7 @@ def without_tensors(call: Call) -> tuple[Call, tuple[Tensor | None, ...]]:
 
 
 def with_tensors(bare: Call, tensors: tuple[Any, ...]) -> Call:
-    """The call that `without_tensors` was given."""
+    """The call that `split_tensors` was given."""
     x, bias, scale, mask = tensors
     options = bare.scores._replace(bias=bias, mask=mask)
     if scale is not None:
@@ -104,10 +104,10 @@ def record(x: Tensor, operation: Operation, launch: Launch) -> Tensor:
     return y
 
 
-def keep(ctx: Any, call: Call, y: Tensor, lse: Tensor | None, wants_scale: bool) -> None:
+def save_for_gradient(ctx: Any, call: Call, y: Tensor, lse: Tensor | None, wants_scale: bool) -> None:
     """Save in a context the tensors that the gradient reads, and no others."""
     options = call.scores
-    bare, _ = without_tensors(call)
+    bare, _ = split_tensors(call)
     ctx.bare, ctx.dtype = bare, call.x.dtype
     ctx.bias_like = None if options.bias is None else (options.bias.shape, options.bias.dtype)
     scale = options.scale if isinstance(options.scale, Tensor) else None
@@ -123,7 +123,7 @@ def keep(ctx: Any, call: Call, y: Tensor, lse: Tensor | None, wants_scale: bool)
     )
 
 
-def kept_by(ctx: Any) -> tuple[Call, Kept]:
+def saved_call(ctx: Any) -> tuple[Call, Kept]:
     """(call, kept) from a context; the call's input is not among its tensors."""
     y, x, lse, bias, scale, mask = ctx.saved_tensors
     return with_tensors(ctx.bare, (None, bias, scale, mask)), Kept(y, x, lse)
@@ -142,12 +142,12 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx: Any, bare: Call, *tensors: Any) -> Tensor:
         call = with_tensors(bare, tensors)
         y, lse = forward_to_keep(call)
-        keep(ctx, call, y, lse, ctx.needs_input_grad[3])
+        save_for_gradient(ctx, call, y, lse, ctx.needs_input_grad[3])
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        call, kept = kept_by(ctx)
+        call, kept = saved_call(ctx)
         wanted = _wanted(ctx)
         kernel = None if torch.is_grad_enabled() else backward
         return None, *gradients(call, kept, dy, wanted, kernel), None
@@ -164,14 +164,14 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         bare, *tensors = inputs
-        keep(ctx, with_tensors(bare, tuple(tensors)), output, None, ctx.needs_input_grad[3])
+        save_for_gradient(ctx, with_tensors(bare, tuple(tensors)), output, None, ctx.needs_input_grad[3])
         if forward_mode():
             # jvp runs right after forward, so saving these tensors does not prolong their lives.
             ctx.save_for_forward(output, *tensors)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        call, kept = kept_by(ctx)
+        call, kept = saved_call(ctx)
         kernel = None if torch.is_grad_enabled() else backward
         if kernel is not None and "lse" in call.operation.saved:
             # setup_context sees only the inputs and the result, so forward could not save lse; compute it here.

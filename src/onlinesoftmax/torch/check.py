@@ -47,8 +47,11 @@ def checked_out(operation: str, out: Any, shape: tuple[int, ...], dtype: torch.d
         raise RuntimeError(f"{operation}(): out has shape {tuple(out.shape)}, and the result has {tuple(shape)}")
 
 
-def check_kind(operation: str, argument: str, t: torch.Tensor, x: torch.Tensor) -> None:
-    """Raise an error for a DTensor beside an input that is none: a kernel would read the memory of the wrapper."""
+def check_not_dtensor(operation: str, argument: str, t: torch.Tensor, x: torch.Tensor) -> None:
+    """Raise an error for a DTensor operand if the input is not a DTensor.
+
+    A kernel would read the memory of the wrapper.
+    """
     if type(t) is not torch.Tensor and type(t).__name__ == "DTensor" and type(x).__name__ != "DTensor":
         raise TypeError(f"{operation}(): {argument} is a DTensor, and input is a {type(x).__name__}")
 
@@ -65,7 +68,7 @@ def check_options(call: Call) -> None:
             continue
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name_of}(): {name} must be Tensor, as input is, not {type(t).__name__}")
-        check_kind(name_of, name, t, x)
+        check_not_dtensor(name_of, name, t, x)
         if t.device != x.device:
             raise RuntimeError(f"{name_of}(): {name} is on {t.device}, and input on {x.device}")
         if option.dtype == "boolean" and t.dtype != torch.bool:

@@ -15,7 +15,7 @@ from ..core.operations import OPERATIONS, Operation
 from ..core.options import SCORE_OPTIONS, ScoreOptions
 from ..core.task import Choice, output_shape
 from . import gradients
-from .autograd import keep, kept_by
+from .autograd import save_for_gradient, saved_call
 from .gradients import Kept, Wanted
 from .prepare import DTYPE_NAMES, run
 
@@ -119,8 +119,11 @@ def _fake(call: Call, outputs: tuple[str, ...]) -> list[Tensor]:
     ]
 
 
-def _define_outputs(operation: Operation) -> None:
-    """The operator of an operation with a target: any of its outputs; torch/targets.py adds derivatives."""
+def _define_with_target(operation: Operation) -> None:
+    """Define the operator of an operation with a target; its last argument names the outputs.
+
+    torch/targets.py adds the derivatives.
+    """
     count = len(operation.numbers) + 1
 
     def call_of(arguments: tuple[Any, ...]) -> tuple[Call, tuple[str, ...]]:
@@ -164,10 +167,10 @@ def _define(operation: Operation) -> None:
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         ctx.count = len(inputs)
-        keep(ctx, _call(operation, inputs), y, lse, ctx.needs_input_grad[names.index("scale")])
+        save_for_gradient(ctx, _call(operation, inputs), y, lse, ctx.needs_input_grad[names.index("scale")])
 
     def differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
-        call, kept = kept_by(ctx)
+        call, kept = saved_call(ctx)
         needs = dict(zip(names, ctx.needs_input_grad, strict=False))
         wanted = Wanted(needs["x"], needs["bias"], needs["scale"], ctx.dtype, ctx.bias_like)
         found = dict(zip(("x", "bias", "scale"), gradients.gradients(call, kept, dy, wanted, _backward), strict=True))
@@ -184,4 +187,4 @@ def _backward(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, to_logits:
 
 
 for _operation in OPERATIONS.values():
-    (_define_outputs if _operation.has_target else _define)(_operation)
+    (_define_with_target if _operation.has_target else _define)(_operation)

@@ -101,8 +101,8 @@ def _have_kernels() -> bool:
     return registry.unavailable("cuda") is None or registry.unavailable("triton") is None
 
 
-# This attribute is all that torch.compiler.assume_constant_result sets.  Calling it would import the compiler, which
-# takes several seconds.
+# torch.compiler.assume_constant_result only sets this attribute, but calling it would import the compiler, which takes
+# seconds.
 _have_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute
 
 for _operation in OPERATIONS.values():

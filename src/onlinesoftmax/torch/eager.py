@@ -41,31 +41,32 @@ def call_on_scores(call: Call) -> Any:
     """The operation on the scores of a call, computed in float32 or wider and rounded once."""
     operation, x, (dim, dtype, keepdim, choice), _, _, _ = call
     dtype = dtype or x.dtype
-    z, dead = scores_of(x, dim, call.scores, dtype)
+    z, fully_masked_rows = scores_of(x, dim, call.scores, dtype)
     # A tensor without dimensions, and a call that reduces none, have no rows beside each other.  A row without elements
     # has no maximum.
     if choice.batch_invariant and operation.per_row and z.dim() and z.numel() and dim not in ((), []):
         y = _invariant_logsumexp(z, dim, keepdim)
     else:
         y = ops.result(operation.name, z, dim, keepdim)
-    if dead is not None:
-        dead = dead.squeeze(dim) if operation.per_row and not keepdim else dead
-        y = y.masked_fill(dead, ops.masked_result(operation.name))
+    if fully_masked_rows is not None:
+        fully_masked_rows = fully_masked_rows.squeeze(dim) if operation.per_row and not keepdim else fully_masked_rows
+        y = y.masked_fill(fully_masked_rows, ops.masked_result(operation.name))
     return y.to(dtype)
 
 
 def scores_of(x: Any, dim: Any, options: ScoreOptions, dtype: torch.dtype) -> tuple[Any, Any]:
-    """(scores, dead): dead is True for rows whose scores are all -inf, and None unless such rows give zeros.
+    """(scores, fully masked rows) of logits.
 
-    The scores of dead rows are replaced by 0.
+    The second is True for the rows whose scores are all -inf, and their scores are replaced by 0.  It is None unless
+    such rows give zeros.
     """
     wide = x.to(torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32))
     seen = causal_mask(torch.arange, x.shape, dim, device=x.device) if options.causal else None
     z = scores(FUNCTIONS, wide, options, seen)
     if not options.zero:
         return z, None
-    dead = (z.detach() == -torch.inf).all(dim, keepdim=True)
-    return z.masked_fill(dead, 0.0), dead
+    fully_masked_rows = (z.detach() == -torch.inf).all(dim, keepdim=True)
+    return z.masked_fill(fully_masked_rows, 0.0), fully_masked_rows
 
 
 def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:

@@ -232,11 +232,11 @@ def score_gradient(call: Call, kept: Kept, dy: Tensor) -> Tensor:
 def saved_of(call: Call, kept: Kept, dtype: torch.dtype) -> ops.Saved:
     """The tensors and settings that the formulas of ops.py read."""
     operation, dim, options = call.operation, call.settings.dim, call.scores
-    z = dead = None
+    z = fully_masked_rows = None
     if "x" in operation.saved:
         assert kept.x is not None
-        z, dead = eager.scores_of(kept.x, dim, options, dtype)
+        z, fully_masked_rows = eager.scores_of(kept.x, dim, options, dtype)
     y = kept.y if z is None else z
     assert y is not None
     mask = unmasked(options, y, dim)
-    return ops.Saved(y.to(dtype), z, mask, dead, options.zero, dim)
+    return ops.Saved(y.to(dtype), z, mask, fully_masked_rows, options.zero, dim)

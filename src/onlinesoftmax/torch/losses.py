@@ -14,7 +14,7 @@ from ..core.task import Choice
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
 from . import loss_launches, ops, targets_eager
-from .check import check_kind, check_options, checked_dim
+from .check import check_not_dtensor, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
 from .loss import MOST_EXACT_INDEX, Loss, counted, with_constants
 from .prepare import INTEGERS
@@ -252,7 +252,7 @@ def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
         check_index(name, "target", x, target, rows)
     check_weight(name, weight, x, x.shape[dim], not target.is_floating_point())
     for argument, value in (("target", target), ("weight", weight)):
-        check_kind("cross_entropy", argument, value, x)
+        check_not_dtensor("cross_entropy", argument, value, x)
     return loss
 
 
@@ -367,4 +367,4 @@ def check_token_arguments(x: Any, index: Any, dim: Any) -> None:
         raise ValueError(f"{name}: logits need a dimension of tokens, got shape ()")
     axis = checked_dim("token_logprobs", dim, x.dim())
     check_index(name, "index", x, index, (*x.shape[:axis], *x.shape[axis + 1 :]))
-    check_kind("token_logprobs", "index", index, x)
+    check_not_dtensor("token_logprobs", "index", index, x)

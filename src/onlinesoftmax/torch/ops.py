@@ -49,7 +49,7 @@ class Saved(NamedTuple):
         y: The result; the scores if the operation keeps its input.
         z: The scores if the operation keeps its input; else None.
         unmasked: True for the elements that are not masked, in a shape that broadcasts to y; None without a mask.
-        dead: True for the rows whose scores are all -inf; None unless `zero` is True and z is given.
+        fully_masked_rows: True for the rows whose scores are all -inf; None unless `zero` is True and z is given.
         zero: True where a row whose scores are all -inf gives zeros.
         dim: The softmax dimension.
     """
@@ -57,7 +57,7 @@ class Saved(NamedTuple):
     y: Tensor
     z: Tensor | None
     unmasked: Tensor | None
-    dead: Tensor | None
+    fully_masked_rows: Tensor | None
     zero: bool
     dim: int
 
@@ -80,7 +80,7 @@ def _logsumexp_gradient(saved: Saved, dy: Tensor) -> Tensor:
     assert saved.z is not None
     # Computed from the scores: the result may have been rounded to 16 bits.
     dz = dy * (saved.z - saved.z.logsumexp(saved.dim, keepdim=True)).exp()
-    return dz if saved.dead is None else torch.where(saved.dead, 0.0, dz)
+    return dz if saved.fully_masked_rows is None else torch.where(saved.fully_masked_rows, 0.0, dz)
 
 
 GRADIENTS: dict[str, Callable[[Saved, Tensor], Tensor]] = {

@@ -84,7 +84,7 @@ def total_after_losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: L
 
     Args:
         x, target, weight, loss: The arguments of the call, for which there is a backend, and `may_count` holds.
-        classes: Number of classes, of which x may have only some.
+        classes: Number of classes of whole rows; a shard x has only some of them.
     """
     backend, result, wide = backend_for(x), loss.settings.dtype, accumulator_of(x.dtype, x.dtype)
     assert backend is not None
