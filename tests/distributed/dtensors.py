@@ -18,7 +18,7 @@ from distributed import processes
 from onlinesoftmax.core.call import Settings
 from onlinesoftmax.core.options import ScoreOptions
 from onlinesoftmax.distributed import dtensor_losses, usual
-from onlinesoftmax.distributed.layout import laid_out
+from onlinesoftmax.distributed.layout import without_partial_sums
 from onlinesoftmax.torch.loss import Loss
 
 Placements = tuple[Any, ...]
@@ -205,7 +205,7 @@ def causal_is_a_mask_only_if_needed(mesh: DeviceMesh) -> None:
         ((Shard(0), Shard(1)), True), ((Shard(2), Shard(0)), True),
     ):  # fmt: skip
         cut = cut_tensor(x, mesh, placements)
-        options = laid_out("softmax", cut, (2,))[1].options(ScoreOptions(causal=True), cut.device)
+        options = without_partial_sums("softmax", cut, (2,))[1].options(ScoreOptions(causal=True), cut.device)
         assert options is not None
         assert (options.causal, options.mask is not None) == (not masked, masked), placements
         near(osm.softmax(cut, causal=True), osm.softmax(x, causal=True), placements)

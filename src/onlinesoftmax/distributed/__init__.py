@@ -153,7 +153,7 @@ def cross_entropy(
     """
     given = Given(local, None, target, weight)
     arguments = ignore_index, reduction, label_smoothing, z_loss, scale, softcap, backend, strategy
-    key, found = usual.found("cross_entropy", given, arguments, shards, group)
+    key, found = usual.look_up("cross_entropy", given, arguments, shards, group)
     if found is not None:
         return found[0]
     options = _checked("cross_entropy", local, (scale, softcap, None))
@@ -188,7 +188,7 @@ def token_logprobs(
     """
     given = Given(local, mask, index, None)
     arguments = dim, scale, softcap, entropy, backend, strategy
-    key, found = usual.found("token_logprobs", given, arguments, shards, group)
+    key, found = usual.look_up("token_logprobs", given, arguments, shards, group)
     if found is not None:
         return losses.named(found)
     options = _checked("token_logprobs", local, (scale, softcap, mask))

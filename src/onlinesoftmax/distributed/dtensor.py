@@ -18,7 +18,7 @@ from ..core.task import Choice
 from ..torch import dispatch, eager
 from ..torch.check import check_options, checked_dim
 from . import losses
-from .layout import Layout, laid_out, local_of
+from .layout import MeshLayout, local_of, without_partial_sums
 from .local import Sharded
 from .softmax import softmax
 
@@ -37,7 +37,7 @@ def run(call: Call) -> Tensor:
     if out is not None:
         raise NotImplementedError(f"{name}(): out is not available for a DTensor; use the result")
     check_options(call)
-    x, layout = laid_out(name, x, _dims(name, settings.dim, x.dim()))
+    x, layout = without_partial_sums(name, x, _dims(name, settings.dim, x.dim()))
     local = local_of(x, layout.placements)
     here = call._replace(x=local, options=layout.options(options, local.device))
     y = _sharded(here, layout) if layout.softmax_groups else dispatch.run(here)
@@ -51,7 +51,7 @@ def _dims(name: str, dim: Any, ndim: int) -> tuple[int, ...]:
     return (checked_dim(name, dim, ndim),) if ndim else ()
 
 
-def _sharded(call: Call, layout: Layout) -> Tensor:
+def _sharded(call: Call, layout: MeshLayout) -> Tensor:
     """The local part of the result if the softmax dimension is sharded."""
     name = call.operation.name
     x, settings, options = call.x, call.settings, call.scores
@@ -65,7 +65,7 @@ def _sharded(call: Call, layout: Layout) -> Tensor:
     return _FUNCTIONS[name](name, x, layout.dims[0], settings.keepdim, sharded).to(dtype)
 
 
-def sharded_call(name: str, layout: Layout, options: ScoreOptions, choice: Choice) -> Sharded:
+def sharded_call(name: str, layout: MeshLayout, options: ScoreOptions, choice: Choice) -> Sharded:
     """The arguments of a call whose softmax dimension is sharded.
 
     Raises:

@@ -21,7 +21,7 @@ from ..torch.loss import Loss
 from ..torch.losses import LossStatistics, TokenLogprobs
 from . import losses as sharded_losses
 from .dtensor import scored, sharded_call
-from .layout import laid_out, layout_of, local_of
+from .layout import layout_of, local_of, without_partial_sums
 
 __all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "token_logprobs"]
 
@@ -37,7 +37,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         return_stats: Return the statistics too.
     """
     loss = losses.checked_loss(x, target, weight, Loss(*fields))
-    x, layout = laid_out("cross_entropy", x, (1 if x.dim() > 1 else 0,))
+    x, layout = without_partial_sums("cross_entropy", x, (1 if x.dim() > 1 else 0,))
     probabilities = target.is_floating_point()
     target = layout.operand("target", target) if probabilities else layout.per_row("target", target)
     weight, local = layout.whole("weight", weight), local_of(x, layout.placements)
@@ -75,7 +75,7 @@ def token_logprobs(
     name = "token_logprobs"
     losses.check_token_arguments(x, index, dim)
     check_options(Call(OPERATIONS[name], x, Settings(dim), options))
-    x, layout = laid_out(name, x, (checked_dim(name, dim, x.dim()),))
+    x, layout = without_partial_sums(name, x, (checked_dim(name, dim, x.dim()),))
     index, local = layout.per_row("index", index), local_of(x, layout.placements)
     options = layout.options(options, local.device)
     if layout.softmax_groups:

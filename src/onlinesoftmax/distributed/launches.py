@@ -26,7 +26,7 @@ from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss
 from ..torch.prepare import DTYPE_NAMES, Prepared, aligned, prepared
 from ..torch.reductions import prepared_sharded, total_after_losses
-from .shards import Shards
+from .shards import Shards, to_local_columns
 
 Tensor = torch.Tensor
 
@@ -34,8 +34,8 @@ _FORWARD = OPERATIONS["token_logprobs"]
 _BACKWARD = OPERATIONS[_FORWARD.gradient_name]
 
 
-class Wanted(NamedTuple):
-    """A call without its tensors and its process groups.
+class ShardedKind(NamedTuple):
+    """Properties of a sharded call that its prepared launches depend on.
 
     Attributes:
         dim: The softmax dimension.
@@ -70,7 +70,7 @@ class Given(NamedTuple):
     weight: Tensor | None
 
 
-class Kept(NamedTuple):
+class SavedForShards(NamedTuple):
     """The tensors that backward reads besides x.
 
     Attributes:
@@ -94,32 +94,32 @@ class Launches:
     """The prepared launches of one kind of call; no tensor is kept.
 
     Args:
-        wanted: The call without its tensors.
+        kind: The properties of the call.
         given: The tensors of the first call: none is lazily negated, target and weight are contiguous.
         processes: Number of processes.
         with_gradient: True where backward may follow.
     """
 
-    def __init__(self, wanted: Wanted, given: Given, processes: int, with_gradient: bool) -> None:
+    def __init__(self, kind: ShardedKind, given: Given, processes: int, with_gradient: bool) -> None:
         x, _, target, weight = given
-        loss, shards = wanted.loss, wanted.shards
-        self.wanted, self.with_gradient = wanted, with_gradient
+        loss, shards = kind.loss, kind.shards
+        self.kind, self.with_gradient = kind, with_gradient
         self.device, self.count = x.device, target.numel()
         self.wide = accumulator_of(x.dtype, x.dtype)
         # The kernel of the states is prepared for outputs that lie on 16 bytes.
         self.in_place = self.count * self.wide.itemsize % 16 == 0
         self.total, self.divides = None, loss is not None and loss.reduction == "mean"
-        if loss is not None and wanted.reduces:
+        if loss is not None and kind.reduces:
             self.total = total_after_losses(x, target, weight, loss, shards.total)
         # Losses that are reduced have the accumulator's dtype.
-        result = self.wide if wanted.reduces else wanted.result
-        kept = ("m", "l") if with_gradient else ()
-        self.written = {name: result if name in ("y", "lse") else self.wide for name in (*wanted.outputs, *kept)}
+        result = self.wide if kind.reduces else kind.result
+        saved = ("m", "l") if with_gradient else ()
+        self.written = {name: result if name in ("y", "lse") else self.wide for name in (*kind.outputs, *saved)}
         weights = () if weight is None else ("weight",)
         self.rows = ShardedRows(
             self.count, processes, DTYPE_NAMES[self.wide], DTYPE_NAMES[result], DTYPE_NAMES[target.dtype],
-            None if weight is None else DTYPE_NAMES[weight.dtype], loss is not None, wanted.reduces, *shards,
-            scale=wanted.options.scale, names=("states", "target", *weights, *self.written),
+            None if weight is None else DTYPE_NAMES[weight.dtype], loss is not None, kind.reduces, *shards,
+            scale=kind.options.scale, names=("states", "target", *weights, *self.written),
         )  # fmt: skip
         if loss is not None:
             self.rows = self.rows._replace(ignore_index=loss.ignore_index, smoothing=loss.smoothing, z_loss=loss.z_loss)
@@ -133,25 +133,20 @@ class Launches:
         if not given.x.numel():
             return None, {}
         more = ("m", "l", *(("entropy",) if "entropy" in self.written else ()))
-        call = self._call(_FORWARD, given.x, given.mask, {"target": self._from_here(given.target)})
+        call = self._call(_FORWARD, given.x, given.mask, {"target": to_local_columns(given.target, self.kind.shards)})
         run, operands = prepared(call, ("y", *more))
         return run, {name: value for name, value in operands.items() if isinstance(value, int)}
 
     def _call(self, operation: Operation, x: Tensor, mask: Tensor | None, rows: dict[str, Tensor]) -> Call:
-        dim, options = self.wanted.dim, self.wanted.options._replace(mask=mask)
-        settings = Settings(dim, x.dtype if operation.backward else None, choice=self.wanted.choice)
+        dim, options = self.kind.dim, self.kind.options._replace(mask=mask)
+        settings = Settings(dim, x.dtype if operation.backward else None, choice=self.kind.choice)
         beside = {name: t.unsqueeze(dim) for name, t in rows.items()}
         return Call(operation, x, settings, None if options.plain else options, None, beside)
 
-    def _from_here(self, target: Tensor) -> Tensor:
-        """The targets counted from the first local column, in int64: a narrower difference could overflow."""
-        first = self.wanted.shards.first
-        return target.long() - first if first else target.long()
-
-    def forward(self, given: Given, groups: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Kept | None]:
+    def forward(self, given: Given, groups: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], SavedForShards | None]:
         """(the results, what backward reads)."""
         x, mask, target, weight = given
-        here = self._from_here(target)
+        here = to_local_columns(target, self.kind.shards)
         states = gathered_flat(self._states(x, mask, here), *groups)
         tensors: dict[str, Any] = {"states": states, "target": target, "weight": weight}
         for name, dtype in self.written.items():
@@ -159,13 +154,15 @@ class Launches:
         self.merge(tensors)
         divisor = None
         if self.total is None:
-            found = tuple(tensors[name] for name in self.wanted.outputs)
+            found = tuple(tensors[name] for name in self.kind.outputs)
         else:
             total, divisor = self.total(tensors["y"], target, weight)
             found = (total,)
         if not self.with_gradient:
             return found, None
-        return found, Kept(mask, target, weight, here, tensors["m"], tensors["l"], tensors.get("entropy"), divisor)
+        return found, SavedForShards(
+            mask, target, weight, here, tensors["m"], tensors["l"], tensors.get("entropy"), divisor
+        )
 
     def _states(self, x: Tensor, mask: Tensor | None, here: Tensor) -> Tensor:
         """The local states, flat: first number of all rows, second number of all rows, and so on."""
@@ -184,37 +181,37 @@ class Launches:
                 named["mask"] = mask
             self.states(x, named["logprob"], {**named, **self.numbers})
             if "weighted" in named:
-                total = x.sum(self.wanted.dim, dtype=self.wide).view(-1)
+                total = x.sum(self.kind.dim, dtype=self.wide).view(-1)
                 named["weighted"].copy_(total if self.rows.scale == 1 else total * self.rows.scale)
         return packed.view(-1) if self.in_place else torch.cat(parts)
 
-    def backward(self, x: Tensor, kept: Kept, dys: tuple[Tensor | None, ...]) -> Tensor:
+    def backward(self, x: Tensor, saved: SavedForShards, dys: tuple[Tensor | None, ...]) -> Tensor:
         """The gradient with respect to x, from the gradients of the results."""
         if self.states is None:
             return torch.empty_like(x)
-        given = {name: _contiguous(dy) for name, dy in zip(self.wanted.outputs, dys, strict=True) if dy is not None}
+        given = {name: _contiguous(dy) for name, dy in zip(self.kind.outputs, dys, strict=True) if dy is not None}
         dy, dlse, dentropy = given.get("y"), given.get("lse"), given.get("entropy")
-        to_y, to_lse, flat = torch.empty_like(kept.m), torch.empty_like(kept.m), None
+        to_y, to_lse, flat = torch.empty_like(saved.m), torch.empty_like(saved.m), None
         if self.rows.smoothing:
-            flat = torch.empty_like(kept.m)
+            flat = torch.empty_like(saved.m)
         self._incoming(dy is not None, dlse is not None)(
             {
-                "target": kept.target, "weight": kept.weight, "m": kept.m, "l": kept.l, "dy": dy, "dlse": dlse,
-                "count": kept.divisor, "to_y": to_y, "to_lse": to_lse, "to_flat": flat,
+                "target": saved.target, "weight": saved.weight, "m": saved.m, "l": saved.l, "dy": dy, "dlse": dlse,
+                "count": saved.divisor, "to_y": to_y, "to_lse": to_lse, "to_flat": flat,
             }
         )  # fmt: skip
-        rows = {"target": kept.here, "dy": to_y, "m": kept.m, "l": kept.l, "dlse": to_lse, **self.numbers}
+        rows = {"target": saved.here, "dy": to_y, "m": saved.m, "l": saved.l, "dlse": to_lse, **self.numbers}
         if dentropy is not None:
-            rows |= {"entropy": kept.entropy, "dentropy": dentropy}
+            rows |= {"entropy": saved.entropy, "dentropy": dentropy}
         run = self.gradient.get(dentropy is not None)
         if run is None:
             tensors = {name: t for name, t in rows.items() if isinstance(t, Tensor)}
-            call = self._call(_BACKWARD, x, kept.mask, tensors)
+            call = self._call(_BACKWARD, x, saved.mask, tensors)
             run = self.gradient[dentropy is not None] = prepared(call, ("y",))[0]
-        if kept.mask is not None:
-            rows["mask"] = kept.mask
+        if saved.mask is not None:
+            rows["mask"] = saved.mask
         dx: Tensor = run(x, None, rows)
-        return dx if flat is None else dx.sub_(flat.unsqueeze(self.wanted.dim))
+        return dx if flat is None else dx.sub_(flat.unsqueeze(self.kind.dim))
 
     def _incoming(self, dy: bool, dlse: bool) -> Any:
         """The launch that prepares the incoming gradients, of which some may be absent."""
@@ -226,7 +223,7 @@ class Launches:
                 "to_y": True, "to_lse": True, "to_flat": self.rows.smoothing != 0,
             }  # fmt: skip
             names = tuple(name for name, is_given in given.items() if is_given)
-            rows = self.rows._replace(names=names, processes=0, result=DTYPE_NAMES[self.wanted.result])
+            rows = self.rows._replace(names=names, processes=0, result=DTYPE_NAMES[self.kind.result])
             run = self.incoming[dy, dlse] = prepared_sharded("incoming", rows, self.device)
         return run
 

@@ -20,7 +20,7 @@ from .shards import Shards
 Tensor = torch.Tensor
 
 
-class Layout(NamedTuple):
+class MeshLayout(NamedTuple):
     """The position of the rows of a DTensor on its mesh.
 
     Attributes:
@@ -176,7 +176,7 @@ class Layout(NamedTuple):
         return seen.reshape(*seen.shape, *(1 for _ in shape[dim + 1 :]))
 
 
-def layout_of(name: str, x: Any, dims: tuple[int, ...]) -> Layout:
+def layout_of(name: str, x: Any, dims: tuple[int, ...]) -> MeshLayout:
     """The layout of x, with the placement Replicate for each Partial.  Nothing is exchanged.
 
     Args:
@@ -194,10 +194,10 @@ def layout_of(name: str, x: Any, dims: tuple[int, ...]) -> Layout:
     for placement in placements:
         if not placement.is_shard() and not placement.is_replicate():
             raise NotImplementedError(f"{name}(): input has the placement {placement}; redistribute() it to Shard")
-    return Layout(x.device_mesh, placements, tuple(x.shape), dims)
+    return MeshLayout(x.device_mesh, placements, tuple(x.shape), dims)
 
 
-def laid_out(name: str, x: Any, dims: tuple[int, ...]) -> tuple[Any, Layout]:
+def without_partial_sums(name: str, x: Any, dims: tuple[int, ...]) -> tuple[Any, MeshLayout]:
     """(x, layout of x); an x with partial sums is summed first, as PyTorch's own functions do.
 
     Arguments and errors as for `layout_of`.

@@ -12,11 +12,11 @@ from ..torch.check import checked_dim
 from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss, count_of, ignored
 from ..torch.losses import TokenLogprobs, check_index, check_weight, result_dtype
-from .launches import Given, Wanted
+from .launches import Given, ShardedKind
 from .local import Sharded, autocast_dtype
-from .shards import Shards, shards_of
-from .statistics import Request, Statistics
-from .usual import results
+from .shards import Shards, shards_of, to_local_columns
+from .statistics import Statistics, StatisticsWanted
+from .usual import run_if_possible
 
 Tensor = torch.Tensor
 
@@ -40,8 +40,8 @@ def cross_entropy(
     each = loss._replace(
         settings=Settings(dim, wide, choice=call.choice), reduction="none" if row_groups else loss.reduction
     )
-    wanted = Wanted(dim, shards, call.options, call.choice, each, ("y",), wide)
-    found = results(wanted, Given(x, None, target, weight), call)
+    kind = ShardedKind(dim, shards, call.options, call.choice, each, ("y",), wide)
+    found = run_if_possible(kind, Given(x, None, target, weight), call)
     if found is not None:
         return reduced(found[0], target, weight, loss, row_groups).to(dtype) if row_groups else found[0]
     rows = _loss_rows(x, target, weight, loss, call._replace(shards=shards))
@@ -55,8 +55,8 @@ def _loss_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, cal
     weight_sum: Any = shards.total if weight is None else weight.sum(dtype=torch.float64)
     smooth = loss.smoothing != 0
     local_weight = None if weight is None or not smooth else weight[shards.first : shards.first + shards.cols]
-    request = _request(dim, call, shards, False, smooth, weight_sum)
-    logprob, lse, _, spread = Statistics.apply(x, None, _from_here(target, shards), local_weight, request)
+    wanted = _statistics_wanted(dim, call, shards, False, smooth, weight_sum)
+    logprob, lse, _, spread = Statistics.apply(x, None, to_local_columns(target, shards), local_weight, wanted)
     return _rows((logprob, lse, spread), target, weight, loss, shards)
 
 
@@ -129,12 +129,12 @@ def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Shar
     shards = shards_of("token_logprobs", x, dim, call.groups, call.shards)
     _check_target("token_logprobs()", "index", x, index, dim)
     outputs = ("y", "lse", *(("entropy",) if entropy else ()))
-    wanted = _wanted(dim, call, shards, outputs, accumulator_of(x.dtype, x.dtype))
-    numbers = results(wanted, Given(x, call.options.mask, index, None), call)
+    kind = _kind_of(dim, call, shards, outputs, accumulator_of(x.dtype, x.dtype))
+    numbers = run_if_possible(kind, Given(x, call.options.mask, index, None), call)
     if numbers is not None:
         return named(numbers)
-    request = _request(dim, call, shards, entropy, False, shards.total)
-    logprob, lse, found, _ = Statistics.apply(x, call.options.mask, _from_here(index, shards), None, request)
+    wanted = _statistics_wanted(dim, call, shards, entropy, False, shards.total)
+    logprob, lse, found, _ = Statistics.apply(x, call.options.mask, to_local_columns(index, shards), None, wanted)
     return TokenLogprobs(logprob, found, lse)
 
 
@@ -151,29 +151,26 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     # A target that is no column anywhere has no gradient.
     nowhere = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1, device=x.device)
     dtype = autocast_dtype("logsumexp", x)
-    wanted = _wanted(dim, call, shards, ("lse",), dtype)
-    numbers = results(wanted, Given(x, call.options.mask, nowhere, None), call)
+    kind = _kind_of(dim, call, shards, ("lse",), dtype)
+    numbers = run_if_possible(kind, Given(x, call.options.mask, nowhere, None), call)
     if numbers is not None:
         return numbers[0].unsqueeze(dim) if keepdim else numbers[0]
-    rows = _from_here(nowhere, shards)
-    request = _request(dim, call, shards, False, False, shards.total)
-    _, lse, _, _ = Statistics.apply(x, call.options.mask, rows, None, request)
+    rows = to_local_columns(nowhere, shards)
+    wanted = _statistics_wanted(dim, call, shards, False, False, shards.total)
+    _, lse, _, _ = Statistics.apply(x, call.options.mask, rows, None, wanted)
     found: Tensor = lse.unsqueeze(dim) if keepdim else lse
     return found.to(dtype)
 
 
-def _wanted(dim: int, call: Sharded, shards: Shards, outputs: tuple[str, ...], result: torch.dtype) -> Wanted:
-    return Wanted(dim, shards, call.options._replace(mask=None), call.choice, None, outputs, result)
+def _kind_of(dim: int, call: Sharded, shards: Shards, outputs: tuple[str, ...], result: torch.dtype) -> ShardedKind:
+    return ShardedKind(dim, shards, call.options._replace(mask=None), call.choice, None, outputs, result)
 
 
-def _request(dim: int, call: Sharded, shards: Shards, entropy: bool, spread: bool, weight_sum: Any) -> Request:
+def _statistics_wanted(
+    dim: int, call: Sharded, shards: Shards, entropy: bool, spread: bool, weight_sum: Any
+) -> StatisticsWanted:
     bare = call._replace(options=call.options._replace(mask=None), key=())
-    return Request(dim, bare, shards, entropy, spread, weight_sum)
-
-
-def _from_here(target: Tensor, shards: Shards) -> Tensor:
-    """The targets counted from the first local column; a difference of narrow integers would not fit in them."""
-    return target.long() - shards.first
+    return StatisticsWanted(dim, bare, shards, entropy, spread, weight_sum)
 
 
 def _check_target(name: str, argument: str, x: Tensor, target: Any, dim: int) -> None:

@@ -15,7 +15,7 @@ from ..core.processes import gathered
 
 Tensor = torch.Tensor
 
-FLAT = -1000.0
+LOWEST_EXPONENT = -1000.0
 """Lower bound of the exponents that `merge` multiplies by: its exp is 0, and products with it are not NaN."""
 
 
@@ -74,7 +74,7 @@ def merge(local: RowStates, groups: tuple[Any, ...]) -> RowStates:
         whole = whole._replace(logprob=logprob.where(whole.has_softmax, torch.nan))
     if "entropy" in parts:
         # sum((z - m) * exp(z - m)) of each process, then relative to the common maximum.
-        lower = lower.clamp(min=FLAT)
+        lower = lower.clamp(min=LOWEST_EXPONENT)
         below = l_each * (l_each.log() - parts["entropy"]) + lower * l_each
         total = (below * lower.exp()).where(l_each != 0, 0.0).sum(0)
         whole = whole._replace(entropy=l.log() - total / l)

@@ -81,6 +81,11 @@ def shards_of(name: str, x: Tensor, dim: int, groups: tuple[Any, ...], given: Sh
     return given
 
 
+def to_local_columns(target: Tensor, shards: Shards) -> Tensor:
+    """The targets counted from the first local column, in int64: a narrower difference could overflow."""
+    return target.long() - shards.first if shards.first else target.long()
+
+
 def _name_of(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     return name if name in ITEMSIZE else _NAMES[-1]

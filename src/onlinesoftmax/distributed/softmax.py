@@ -39,17 +39,17 @@ class Softmax(torch.autograd.Function):
             y = probabilities(shard, whole.m.to(wide), l.to(wide))
         else:
             y = _by_pytorch(shard, whole, logarithm)
-        dead = (whole.l == 0).unsqueeze(dim) if call.options.zero else None
-        if dead is not None:
-            y.masked_fill_(dead, 0.0)
-        ctx.save_for_backward(y, dead)
+        fully_masked_rows = (whole.l == 0).unsqueeze(dim) if call.options.zero else None
+        if fully_masked_rows is not None:
+            y.masked_fill_(fully_masked_rows, 0.0)
+        ctx.save_for_backward(y, fully_masked_rows)
         ctx.where = dim, call.groups, logarithm
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative("the gradient of a softmax of sharded rows")
-        y, dead = ctx.saved_tensors
+        y, fully_masked_rows = ctx.saved_tensors
         dim, groups, logarithm = ctx.where
         wide = accumulator_of(y.dtype, y.dtype)
         dots = torch.zeros([*y.shape[:dim], 1, *y.shape[dim + 1 :]], dtype=torch.float64, device=y.device)
@@ -60,7 +60,7 @@ class Softmax(torch.autograd.Function):
         for part, out, dot, found in _pieces(dim, y, dy, total, dx):
             p = part.to(wide)
             found.copy_(out - p.exp() * dot if logarithm else p * (out - dot))
-        return dx if dead is None else dx.masked_fill_(dead, 0.0), None, None, None
+        return dx if fully_masked_rows is None else dx.masked_fill_(fully_masked_rows, 0.0), None, None, None
 
 
 def _by_pytorch(shard: Shard, whole: RowStates, logarithm: bool) -> Tensor:

@@ -18,7 +18,7 @@ from .shards import Shards
 Tensor = torch.Tensor
 
 
-class Request(NamedTuple):
+class StatisticsWanted(NamedTuple):
     """The statistics that a call asks for, without the tensors of the call.
 
     Attributes:
@@ -58,14 +58,14 @@ class Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mask: Tensor | None, target: Tensor, weight: Tensor | None, request: Request
+        ctx: Any, x: Tensor, mask: Tensor | None, target: Tensor, weight: Tensor | None, wanted: StatisticsWanted
     ) -> tuple[Tensor | None, ...]:
-        shard = request.shard(x, mask, target, weight)
+        shard = wanted.shard(x, mask, target, weight)
         ctx.kernels = runs_kernels(shard)
-        local = states(shard, ctx.kernels, request.entropy, request.spread)
-        whole = merge(local, request.call.groups)
-        ctx.request = request
-        numbers = (whole.m, whole.l, *_statistics(whole, target, request))
+        local = states(shard, ctx.kernels, wanted.entropy, wanted.spread)
+        whole = merge(local, wanted.call.groups)
+        ctx.wanted = wanted
+        numbers = (whole.m, whole.l, *_statistics(whole, target, wanted))
         m, l, *found = (None if t is None else t.to(local.m.dtype) for t in numbers)
         ctx.save_for_backward(x, mask, target, weight, m, l, found[2])
         ctx.set_materialize_grads(False)
@@ -77,17 +77,17 @@ class Statistics(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         check_first_derivative("the gradient of numbers of sharded rows")
         x, mask, target, weight, m, l, entropy = ctx.saved_tensors
-        dy = torch.zeros_like(m) if dy is None else dy.masked_fill(ctx.request.no_class(target), 0.0)
+        dy = torch.zeros_like(m) if dy is None else dy.masked_fill(ctx.wanted.no_class(target), 0.0)
         incoming = Incoming(dy, dlse, dentropy, dspread)
-        shard = ctx.request.shard(x, mask, target, weight)
-        dx = gradient(shard, ctx.kernels, RowStates(m, l), entropy, incoming, ctx.request.weight_sum)
+        shard = ctx.wanted.shard(x, mask, target, weight)
+        dx = gradient(shard, ctx.kernels, RowStates(m, l), entropy, incoming, ctx.wanted.weight_sum)
         return dx, None, None, None, None
 
 
-def _statistics(whole: RowStates, target: Tensor, request: Request) -> tuple[Tensor | None, ...]:
+def _statistics(whole: RowStates, target: Tensor, wanted: StatisticsWanted) -> tuple[Tensor | None, ...]:
     """(logprob, lse, entropy, spread) from the states of whole rows, in float64."""
     assert whole.logprob is not None
     # A row of only -inf gives NaN without more ado.  So does a row with NaN; one with +inf has an infinite l.
-    logprob = whole.logprob.masked_fill(request.no_class(target), torch.nan)
-    spread = None if whole.weighted is None else request.weight_sum * whole.lse - whole.weighted
+    logprob = whole.logprob.masked_fill(wanted.no_class(target), torch.nan)
+    spread = None if whole.weighted is None else wanted.weight_sum * whole.lse - whole.weighted
     return logprob, whole.lse, whole.entropy, spread

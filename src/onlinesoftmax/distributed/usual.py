@@ -20,7 +20,7 @@ from ..torch.check import check_first_derivative
 from ..torch.dispatch import DTYPES
 from ..torch.ops import PLAIN_TYPES
 from ..torch.reductions import backend_for, may_count
-from .launches import Given, Kept, Launches, Wanted
+from .launches import Given, Launches, SavedForShards, ShardedKind
 from .local import Sharded
 from .shards import Shards
 
@@ -30,7 +30,7 @@ LAUNCHES: dict[tuple[Any, ...], Launches] = new_cache()
 """The launches of usual calls by `key_of`."""
 
 
-def found(
+def look_up(
     name: str, given: Given, arguments: tuple[Any, ...], shards: Any, group: Any
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...] | None]:
     """(key, results) of a call of a public function.  Without launches under the key, the results are None: the caller
@@ -88,39 +88,39 @@ def _is_plain(x: Any) -> bool:
     )
 
 
-def results(wanted: Wanted, given: Given, call: Sharded) -> tuple[Tensor, ...] | None:
+def run_if_possible(kind: ShardedKind, given: Given, call: Sharded) -> tuple[Tensor, ...] | None:
     """The results of a checked call, the same on every process; None where it is not usual."""
     if not _is_plain(given.x) or any(t is not None and type(t) not in PLAIN_TYPES for t in given):
         return None
     # Processes may have different strides, and negations that are pending on one of them.
     weight = None if given.weight is None else given.weight.resolve_neg().contiguous()
     given = Given(given.x.resolve_neg(), given.mask, given.target.contiguous(), weight)
-    if not _is_usual(wanted, given):
+    if not _is_usual(kind, given):
         return None
     groups = call.groups
     processes = math.prod(group.size() for group in groups)
-    key = call.key or key_of(given, (wanted, processes))
+    key = call.key or key_of(given, (kind, processes))
     launches = LAUNCHES.get(key)
     if launches is None:
         with_gradient = given.x.requires_grad and torch.is_grad_enabled()
-        launches = keep(LAUNCHES, key, Launches(wanted, given, processes, with_gradient))
+        launches = keep(LAUNCHES, key, Launches(kind, given, processes, with_gradient))
     return _run(launches, given, groups)
 
 
-def _is_usual(wanted: Wanted, given: Given) -> bool:
+def _is_usual(kind: ShardedKind, given: Given) -> bool:
     """True where kernels take a call; the same on every process."""
     x, _, target, weight = given
-    backend, _, batch_invariant = wanted.choice
+    backend, _, batch_invariant = kind.choice
     # On a CPU, Triton's interpreter runs the kernels if the caller forces them.
     if not (x.is_cuda or backend == "triton") or backend == "eager" or batch_invariant or backend_for(x) is None:
         return False
-    if x.dtype not in DTYPES or not target.numel() or not wanted.shards.total:
+    if x.dtype not in DTYPES or not target.numel() or not kind.shards.total:
         return False
-    loss = wanted.loss
+    loss = kind.loss
     if loss is None:
         return True
     # Two cases have no kernel: smoothing with weights, and smoothing with a softcap.
-    smooth = loss.smoothing == 0 or (weight is None and wanted.options.softcap is None)
+    smooth = loss.smoothing == 0 or (weight is None and kind.options.softcap is None)
     return smooth and (weight is None or weight.dtype in DTYPES) and may_count(target, weight, loss)
 
 
@@ -140,9 +140,9 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, launches: Launches, given: Given, groups: tuple[Any, ...]) -> Any:
-        y, kept = launches.forward(given._replace(x=x), groups)
-        assert kept is not None
-        ctx.save_for_backward(x, *kept)
+        y, saved = launches.forward(given._replace(x=x), groups)
+        assert saved is not None
+        ctx.save_for_backward(x, *saved)
         ctx.launches = launches
         ctx.set_materialize_grads(False)
         return y
@@ -152,8 +152,8 @@ class _Rows(torch.autograd.Function):
         check_first_derivative("the gradient of numbers of sharded rows")
         if all(dy is None for dy in dys):
             return None, None, None, None
-        x, *kept = ctx.saved_tensors
-        return ctx.launches.backward(x, Kept(*kept), dys), None, None, None
+        x, *saved = ctx.saved_tensors
+        return ctx.launches.backward(x, SavedForShards(*saved), dys), None, None, None
 
 
 # `apply` of the base class in C++, without the check for transforms in torch.autograd.Function.
