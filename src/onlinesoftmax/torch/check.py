@@ -33,7 +33,7 @@ def checked_out(operation: str, out: Any, shape: tuple[int, ...], dtype: torch.d
 
     Args:
         operation: Name of the public function.
-        out: Description of the tensor (`Place`), or the tensor itself.
+        out: Properties of the tensor (`TensorKind`), or the tensor itself.
         shape, dtype, device: Properties of the result.
     """
     strides = out.stride() if isinstance(out, torch.Tensor) else out.strides

@@ -32,8 +32,8 @@ INTEGERS = tuple(INTEGER_BYTES)
 DTYPE_NAMES = {getattr(torch, name): name for name in BYTES}
 
 
-class Place(NamedTuple):
-    """The torch properties of one tensor that form part of a Kind."""
+class TensorKind(NamedTuple):
+    """The properties of one tensor that form part of a Kind; `strides` are those for the shape of the input."""
 
     name: str
     shape: torch.Size
@@ -48,14 +48,14 @@ class Kind(NamedTuple):
 
     Attributes:
         operation, outputs, settings: As in Call and Task.
-        places: The input, the other tensors that are read, and `out` where it is given.
+        tensors: The input, the other tensors that are read, and `out` where it is given.
         flags: Names of the options that are numbers, causality, and zeros for fully masked rows.
     """
 
     operation: Operation
     outputs: tuple[str, ...]
     settings: Settings
-    places: tuple[Place, ...]
+    tensors: tuple[TensorKind, ...]
     flags: Flags
 
 
@@ -146,37 +146,37 @@ def operands_of(call: Call) -> Mapping[str, Any]:
 def kind_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...] = ("y",)) -> Kind:
     """The kind of a call with these operands."""
     operation, x, settings, options, out, _ = call
-    places = [place_of("x", x, x.shape)]
+    tensors = [_tensor_kind("x", x, x.shape)]
     if operands:
-        places += [
-            _call_place(name, t)
+        tensors += [
+            _scalar_kind(name, t)
             if name == "scale" or name in operation.call_operands
-            else place_of(name, t, x.shape, name in operation.row_operands and settings.dim)
+            else _tensor_kind(name, t, x.shape, name in operation.row_operands and settings.dim)
             for name, t in operands.items()
             if isinstance(t, torch.Tensor)
         ]
     if out is not None:
-        places.append(Place("out", out.shape, out.stride(), out.dtype, aligned(out), out.device))
+        tensors.append(TensorKind("out", out.shape, out.stride(), out.dtype, aligned(out), out.device))
     wide = (settings.dtype or x.dtype) in WIDE
     numbers = frozenset(name for name, value in operands.items() if isinstance(value, int)) if operands else NO_NUMBERS
     flags = Flags(numbers, wide=wide) if options is None else Flags(numbers, options.causal, options.zero, wide)
-    return Kind(operation, outputs, settings, tuple(places), flags)
+    return Kind(operation, outputs, settings, tuple(tensors), flags)
 
 
-def _call_place(name: str, t: torch.Tensor) -> Place:
-    """The Place of a tensor of one element."""
-    return Place(name, t.shape, t.stride(), t.dtype, aligned(t), t.device)
+def _scalar_kind(name: str, t: torch.Tensor) -> TensorKind:
+    """The properties of a tensor of one element."""
+    return TensorKind(name, t.shape, t.stride(), t.dtype, aligned(t), t.device)
 
 
-def place_of(name: str, t: torch.Tensor, shape: torch.Size, row_axis: Any = False) -> Place:
-    """The Place of a tensor with its strides for `shape`; the stride along row_axis is 0 if row_axis is given."""
+def _tensor_kind(name: str, t: torch.Tensor, shape: torch.Size, row_axis: Any = False) -> TensorKind:
+    """The properties of a tensor with its strides for `shape`; the stride along row_axis is 0 if row_axis is given."""
     strides = t.stride()
     if t.shape != shape:
         strides = t.expand(shape).stride()
     if row_axis is not False and shape:
         axis = row_axis % len(shape)
         strides = (*strides[:axis], 0, *strides[axis + 1 :])
-    return Place(name, t.shape, strides, t.dtype, aligned(t), t.device)
+    return TensorKind(name, t.shape, strides, t.dtype, aligned(t), t.device)
 
 
 WIDE = (torch.float32, torch.float64)
@@ -196,13 +196,13 @@ def prepare(kind: Kind, follows_divisor: bool = False) -> Prepared:
         follows_divisor: As in Request: every call follows the kernel that computes its operand `dy`.
     """
     operation, settings = kind.operation, kind.settings
-    x, out = kind.places[0], kind.places[-1] if kind.places[-1].name == "out" else None
+    x, out = kind.tensors[0], kind.tensors[-1] if kind.tensors[-1].name == "out" else None
     axis = checked_dim(operation.name, settings.dim, len(x.shape))
     dtype, shape = settings.dtype or x.dtype, _shape_of_first(kind, axis)
     if out is not None:
         checked_out(operation.name, out, shape, dtype, x.device)
     if x.shape.numel() == 0:
-        return _of_nothing(kind, axis, shape, dtype)
+        return _for_empty_input(kind, axis, shape, dtype)
     resize = out is not None and out.shape != shape
     task = _task(kind, axis, out if not resize else None)
     the_plan = plan_of(task, x.device, settings.choice)
@@ -210,16 +210,16 @@ def prepare(kind: Kind, follows_divisor: bool = False) -> Prepared:
         eager_settings = settings._replace(dim=axis, dtype=dtype)
         return lambda x, out, _: eager.call(operation, x, eager_settings, out)
     launch = registry.load(the_plan.backend).prepare(Request(task, the_plan, follows_divisor))
-    return _bound(launch, kind, task, shape, getattr(torch, task.dtypes[kind.outputs[0]]))
+    return _with_outputs(launch, kind, task, shape, getattr(torch, task.dtypes[kind.outputs[0]]))
 
 
-def _bound(
+def _with_outputs(
     launch: Callable[..., None], kind: Kind, task: Task, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]:
     """The function run(x, out, operands) that allocates the outputs that are not given, and launches the kernel."""
-    x, outputs = kind.places[0], kind.outputs
+    x, outputs = kind.tensors[0], kind.outputs
     device, on_gpu, index = x.device, x.device.type == "cuda", x.device.index
-    resize = kind.places[-1].name == "out" and kind.places[-1].shape != shape
+    resize = kind.tensors[-1].name == "out" and kind.tensors[-1].shape != shape
     template = _template(x, shape, dtype)
     more_templates = _more_templates(kind, task)
     first, has_more, results = outputs[0], len(outputs) > 1, itemgetter(*outputs)
@@ -245,7 +245,7 @@ def _bound(
     return run
 
 
-def _template(x: Place, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+def _template(x: TensorKind, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     """A tensor without memory for empty_like, which takes half the host time of empty; None where x itself is one."""
     if (shape, dtype) == (x.shape, x.dtype) and x.strides == contiguous_strides(shape):
         return None
@@ -257,7 +257,7 @@ def _template(x: Place, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 
 def _more_templates(kind: Kind, task: Task) -> list[tuple[str, torch.Tensor | None]]:
     """The name and the `_template` of every output besides the first."""
-    x = kind.places[0]
+    x = kind.tensors[0]
     axis = kind.settings.dim % max(len(x.shape), 1)
     return [
         (output.name, _template(x, output_shape(output, x.shape, axis), getattr(torch, task.dtypes[output.name])))
@@ -266,11 +266,11 @@ def _more_templates(kind: Kind, task: Task) -> list[tuple[str, torch.Tensor | No
     ]
 
 
-def _task(kind: Kind, axis: int, out: Place | None) -> Task:
+def _task(kind: Kind, axis: int, out: TensorKind | None) -> Task:
     """The task of a kind whose result is `out`, or a new contiguous tensor if `out` is None."""
     operation, (_, dtype, keepdim, choice) = kind.operation, kind.settings
-    tensors = {place.name: _spec(place) for place in kind.places if place.name != "out"}
-    shape, result = tuple(kind.places[0].shape), DTYPE_NAMES[dtype or kind.places[0].dtype]
+    tensors = {t.name: _spec(t) for t in kind.tensors if t.name != "out"}
+    shape, result = tuple(kind.tensors[0].shape), DTYPE_NAMES[dtype or kind.tensors[0].dtype]
     if out is not None:
         strides = strides_of_rows(out.strides, axis, keepdim) if operation.per_row and shape else out.strides
         dtype_of_out = operation.result.dtype_of(tensors["x"].dtype, result)
@@ -279,8 +279,8 @@ def _task(kind: Kind, axis: int, out: Place | None) -> Task:
     return one_row_as_many(task) if choice.batch_invariant else task
 
 
-def _spec(place: Place) -> TensorSpec:
-    return TensorSpec(place.strides, DTYPE_NAMES[place.dtype], place.aligned)
+def _spec(t: TensorKind) -> TensorSpec:
+    return TensorSpec(t.strides, DTYPE_NAMES[t.dtype], t.aligned)
 
 
 def plan_of(task: Task, device: torch.device, choice: Choice) -> Plan:
@@ -288,9 +288,9 @@ def plan_of(task: Task, device: torch.device, choice: Choice) -> Plan:
     return planner_for(from_torch(device.type, device.index or 0), choice).plan(task, choice)
 
 
-def _of_nothing(kind: Kind, axis: int, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Any]:
+def _for_empty_input(kind: Kind, axis: int, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Any]:
     """The function for an input without elements."""
-    operation, x = kind.operation, kind.places[0]
+    operation, x = kind.operation, kind.tensors[0]
     settings = kind.settings._replace(dim=axis, dtype=dtype)
     if operation.backward:
         return lambda x, out, _: torch.empty(shape, dtype=dtype, device=x.device)
@@ -309,4 +309,4 @@ def _shape_of_first(kind: Kind, axis: int) -> tuple[int, ...]:
     """Shape of the first output: of the main output, or of another that is asked for instead."""
     first = kind.operation.output(kind.outputs[0])
     keepdim = kind.settings.keepdim and first is kind.operation.result
-    return output_shape(first, kind.places[0].shape, axis, keepdim)
+    return output_shape(first, kind.tensors[0].shape, axis, keepdim)
