@@ -1,6 +1,7 @@
-// Merges of states, level by level: lanes of a warp, warps that share a row, blocks of a cluster, blocks of a team.
-// Lanes, warps and clusters first find the largest m, so that each sum is rescaled once, and then add.  A team first
-// merges its messages pairwise in each thread.
+// Merges of states within a block: of the lanes of a warp, and of the warps that share a row.  cluster.cuh and team.cuh
+// use them for the states of other blocks, which lanes have received.
+//
+// A merge first finds the largest m, so that each sum is rescaled once, and then adds the sums.
 
 template <class T> __device__ inline T from_lane(T x, int lane) { return __shfl_sync(~0u, x, lane); }
 template <class T> __device__ inline T across(T x, int step) { return __shfl_xor_sync(~0u, x, step); }

@@ -2,7 +2,8 @@
 //
 // One block:  owns one row, in tiles of CHUNKS x THREADS chunks.
 // Chosen:     mostly for operations that write one number per row, which read a row once.
-// Bytes:      two reads, one write; the second read hits L2 for the part of the resident rows that is still there.
+// Bytes:      one read; with an output per element, a second read and one write.  L2 serves the part of the second read
+//             that it still holds.
 // Limits:     none on columns.
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(const __grid_constant__ Params p) {

@@ -142,7 +142,7 @@ template <CachePolicy POLICY> __device__ inline uint2 load_word(const uint2* fro
     return w;
 }
 
-// One element.  relaxed: the assembler, too, issues the load where it stands, and not after the first use of others.
+// One element.  relaxed: the assembler rarely moves the load behind the first use of another one.
 template <class T> __device__ inline T load_one(const T* from) {
     using W = typename Word<sizeof(T)>::type;
     W w;

@@ -35,8 +35,8 @@ __device__ inline ACC term(ACC a, Shift s) { return READS_SAVED_OUTPUT ? 0 : ::t
 
 // The summands of element (a, b), whose term is e, for every sum of the state.
 //
-// An element at -inf has the term 0, and -inf * 0 would be NaN in the sum zl.  So has one that is 1000 below m.  CLAMP
-// limits the exponent of each element.  Without CLAMP a caller whose sum is NaN adds up again.
+// An element at -inf has the term 0 and the exponent -inf, whose product is NaN.  CLAMP limits the exponent to -1000, below
+// which every term is 0.  Without CLAMP, a caller whose sum zl is NaN adds up again.
 template <bool CLAMP> __device__ inline Sums<Summand> summands(ACC a, ACC b, ACC e, Shift s) {
     Sums<Summand> terms{};
     if constexpr (OP == Op::SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(a) * b);

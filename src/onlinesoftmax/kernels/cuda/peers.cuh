@@ -1,5 +1,6 @@
 // Messages between the blocks of a cluster, for strategy `cluster`: each block stores its state in the shared memory of
-// every other, and waits on one barrier of its own until all bytes have come.  No fence is needed before or after.
+// every other, and waits on one barrier of its own until all bytes have come.  The barrier that counts the bytes also makes
+// them visible, so states need no fence.
 
 // The address of a shared variable in this block, and of the same variable in another block of the cluster.
 __device__ inline unsigned own(const void* variable) { return unsigned(__cvta_generic_to_shared(variable)); }

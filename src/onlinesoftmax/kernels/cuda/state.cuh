@@ -21,7 +21,7 @@ constexpr float LOG2E_LOW = 1.9259629911783e-08f;   // log2(e) - LOG2E
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float LN2_LOW = -1.9046543e-9f;           // ln(2) - LN2
 
-// The sums of a state; SUM_L, SUM_ZL and SUM_DOT are positions, -1 where a state does not keep that sum.
+// The sums of a state; SUM_L, SUM_ZL, SUM_WZ and SUM_DOT are positions, -1 where a state does not keep that sum.
 template <class T> struct Sums { T of[SUMS]; };
 
 template <class T, class U> __device__ inline Sums<T>& operator+=(Sums<T>& a, const Sums<U>& b) {

@@ -3,8 +3,8 @@
 // Blocks:     for a mean, the first p.counters blocks each count a part of the targets, and publish the divisor.  The block
 //             that owns the last row of a segment of SEGMENT rows adds the losses of the segment.  The block that owns the
 //             last row of all also adds the sums of the other segments, divides, and writes the scalar.
-// Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows and MOST_BYTES_IN_ONE_LAUNCH of logits (torch/targets.py); for more, small
-//             kernels before and after the loss kernel do this work (reduction.cuh).
+// Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows and MOST_BYTES_IN_ONE_LAUNCH of logits (16384 rows, 128 MiB; they stand in
+//             torch/targets.py); for more, small kernels before and after the loss kernel do this work (reduction.cuh).
 // Bytes:      one word for each row, written, read and emptied in L2; for a mean, all targets are read once more.
 // Limits:     a block waits only for blocks of lower numbers.  So blocks that count own no rows: for its rows, a counting
 //             block would wait for the counting blocks after it.  This relies on blocks starting in the order of their
