@@ -146,7 +146,7 @@ def simulated_source(request: Request) -> str:
 
 def _program(parts: list[str], driver: str, parameter: str, kernel: str) -> str:
     """A kernel of these parts as C++ for the host; `parameter` is the type of its parameter."""
-    numbers = _replaced("numbers").replace("// The larger of each half", MAX_HALVES + "// The larger of each half", 1)
+    numbers = _replaced("numbers").replace("// max_pair:", MAX_HALVES + "// max_pair:", 1)
     driver = driver.replace("PARAMETER", parameter).replace("KERNEL", kernel)
     return "\n".join([DECLARATIONS, NUMBERS, BUILT_IN, LOOK, numbers, *parts, driver])
 

@@ -3,7 +3,7 @@
 // One block:  owns CHUNKS x THREADS adjacent chunks of a row, in registers; CLUSTER blocks own a row.
 // Chosen:     for rows that need most registers of a multiprocessor or more, and for few rows, on Hopper and later.
 // Bytes:      one read, one write; states travel through distributed shared memory.
-// Limits:     CLUSTER is at most 16, and 8 on devices that promise no more.
+// Limits:     at most 16 blocks in a cluster; 8 on devices without larger clusters.
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(const __grid_constant__ Params p) {
     __shared__ State exchange[THREADS / 32];

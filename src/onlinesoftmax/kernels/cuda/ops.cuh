@@ -4,7 +4,7 @@
 // for the row and `output` for each element, or `write_rows` for the outputs per row, or both.  A new operation is a
 // branch here and a declaration in core/operations.py; strategies do not change.
 //
-// Two gradients keep one number for their row as the first sum of a state, whose m has another meaning:
+// Two gradients reduce a dot product, which is the first sum of their state.  Their m is not the maximum of scores:
 //     softmax           dx = y * (dy - dot)          dot = sum(dy * y)    m is unused
 //     log_softmax       dx = dy - exp(y) * dot       dot = sum(dy)        m = max(-y) with ZERO, else unused
 // The others reduce nothing, because lse or the state (m, l) is given.  p is exp(z - lse), or exp(z - m) / l; [c == t]
@@ -100,7 +100,7 @@ __device__ inline RowConstants row_constants(State state, int64 cols) {
     return r;
 }
 
-// True for cross-entropy and its gradient, which differ in the origin of the state alone.
+// True for cross-entropy and for its gradient.  The first reduces the state, the second is given it.
 constexpr bool OF_LOSS = OP == Op::CROSS_ENTROPY || OP == Op::CROSS_ENTROPY_BACKWARD;
 
 // A row of only -inf has l = 0, and a row with +inf an infinite l; neither has a softmax.
@@ -113,7 +113,7 @@ __device__ inline ACC output_of_term(ACC e, ACC b, RowConstants r) {
     return ZERO && !HAS_TARGET && r.zero ? 0 : y;
 }
 
-// The output for the element (a, b); without the part of the target column.
+// The output for the element (a, b), without the extra term of the target column.
 __device__ inline ACC output(ACC a, ACC b, RowConstants r) {
     ACC y;
     if constexpr (OP == Op::SOFTMAX || OF_LOSS) return output_of_term(::term(a, r.shift), b, r);

@@ -40,8 +40,8 @@ __device__ inline void arrive_and_expect(uint64* barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
                  :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
-// Waits until the phase of this parity has ended; a barrier's phases have the parities 0, 1, 0, 1, ...  The caller is
-// never more than one phase behind the barrier.
+// Waits until the phase of this parity has ended; a barrier's phases have the parities 0, 1, 0, 1, ...  A parity names only
+// the current phase and the one before, so a caller may not fall further behind.
 __device__ inline void wait_for_phase(uint64* barrier, unsigned phase) {
     asm volatile("{\n\t.reg .pred done;\n"
                  "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"

@@ -62,8 +62,8 @@ struct Slice {
             edge[i].make_scores(r.begin, n, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
     }
 
-    // Adds up the weighted scores of the columns that exist: the scores of others are -inf.  Strategies call this where
-    // they reduce a slice.
+    // Adds the weighted scores of the columns that exist to wz; the scores of other columns are -inf.  Call it once for each
+    // slice that is reduced.
     __device__ inline void weigh(const Params& p, const Cursor& at, int64 left) {
         const int end = within(left);
 #pragma unroll

@@ -137,7 +137,7 @@ def _most_in_head(request: Request) -> int:
 
 
 DIVISORS = 32
-"""Places in which the divisor of a mean is written, so that blocks read it from different addresses."""
+"""Copies of the divisor of a mean, so that blocks read different addresses."""
 
 COUNTERS = 32
 """Most blocks that count targets; each lane of a warp takes the count of one of them."""

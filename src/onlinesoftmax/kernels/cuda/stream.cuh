@@ -49,8 +49,8 @@ struct Position {
         : at(r.chunk(p, tile * TILE + threadIdx.x)), left(r.body - tile * TILE - threadIdx.x) {}
 };
 
-// The place of `left` for a streamed tile, in which no chunk of any thread is missing.  As it is a constant, the compiler
-// leaves out the tests of every chunk.
+// Stands for `left` in a streamed tile, which is always full.  As it is a constant, the compiler leaves out the tests of
+// every chunk.
 constexpr int64 WHOLE = TILE;
 
 constexpr int64 NO_TILE = -1;   // stands in `tile_in` after the last tile of a row that the block writes

@@ -129,6 +129,7 @@ struct Team {
         for (unsigned slot = 0; slot < min(rows, unsigned(SLOTS)); ++slot)
             for (int from = lane; from < size; from += N)
 #pragma unroll
-                for (int i = 0; i < PACKETS; ++i) put_packet(box(slot, rank, from)->packets + i, Packet{{~0u, ~0u, ~0u, ~0u}});
+                for (int i = 0; i < PACKETS; ++i)
+                    put_packet(box(slot, rank, from)->packets + i, Packet{{~0u, ~0u, ~0u, ~0u}});
     }
 };

@@ -13,8 +13,8 @@
 //
 // Only kernels with a gradient read the divisor before the end.  Every thread has read it before the state of the whole row
 // is known, and the loss of the row is sent after that.  So when all losses have arrived, nobody will read the divisor
-// again.  For the next kernel on this CUDA stream, the block that takes a count, a loss or a sum resets the word to EMPTY, and
-// the block that writes the scalar resets the words of the divisor.
+// again.  For the next kernel on this CUDA stream, the block that receives a count, a loss or a sum resets the word to
+// EMPTY, and the block that writes the scalar resets the words of the divisor.
 //
 // All floating-point sums are added in an order that depends on the launch alone, so every run gives the same bits.
 
