@@ -44,21 +44,21 @@ __device__ inline int64 row_offset(const Params& p, const Place& place, int64 ro
 }
 
 // The mailboxes of a loss that is reduced to a scalar (total.cuh), in p.loss_mail:
-//     divisors   DIVISORS copies of the divisor of the mean, 128 bytes apart, so that blocks read different addresses
-//     counts     for each part of the targets, its part of the divisor; used where classes have weights
-//     losses     the loss of each row
-//     sums       for each segment of rows, the sum of its losses
-// A count or a sum has two words of 64 bits, of which float32 uses one.  All words are EMPTY before and after a kernel.
-// Kernels that may run at the same time have mailboxes of their own.
+//     divisors      DIVISORS copies of the divisor of the mean, 128 bytes apart, so that blocks read different addresses
+//     part_counts   for each part of the targets, its part of the divisor; used where classes have weights
+//     losses        the loss of each row
+//     sums          for each segment of rows, the sum of its losses
+// A part count or a sum has two words of 64 bits, of which float32 uses one.  All words are EMPTY before and after a
+// kernel.  Kernels that may run at the same time have mailboxes of their own.
 struct LossMail {
     using Word = WordOf<sizeof(ACC)>::type;
-    uint64 *divisors, *counts, *sums;
+    uint64 *divisors, *part_counts, *sums;
     Word* losses;
 
     __device__ inline explicit LossMail(const Params& p)
-        : divisors(p.loss_mail), counts(divisors + 16 * DIVISORS),
-          sums(counts + 2 * COUNTERS + (p.rows * sizeof(Word) + 7) / 8),
-          losses(reinterpret_cast<Word*>(counts + 2 * COUNTERS)) {}
+        : divisors(p.loss_mail), part_counts(divisors + 16 * DIVISORS),
+          sums(part_counts + 2 * COUNTERS + (p.rows * sizeof(Word) + 7) / 8),
+          losses(reinterpret_cast<Word*>(part_counts + 2 * COUNTERS)) {}
 
     __device__ inline uint64* divisor(unsigned i) const { return divisors + i % DIVISORS * 16; }
     __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
@@ -248,7 +248,7 @@ template <int N> struct RegisterChunk {
     }
 
     // False where the mask or causality excludes element i.
-    __device__ inline bool counts(const Cursor& at, int64 offset, int i) const {
+    __device__ inline bool is_included(const Cursor& at, int64 offset, int i) const {
         return (!CAUSAL || offset + i < at.causal_left) && (!HAS_MASK || mask.at[i]);
     }
 
@@ -260,7 +260,7 @@ template <int N> struct RegisterChunk {
                 ACC z = score(wide(x, i), n);
                 if constexpr (HAS_BIAS) z += wide(bias, i);
                 // -inf must be set last: a softcap or a negative scale would change it.
-                scores[i] = present && counts(at, offset, i) ? z : -ACC(INF);
+                scores[i] = present && is_included(at, offset, i) ? z : -ACC(INF);
             }
         }
     }

@@ -217,7 +217,7 @@ __device__ inline RowConstants row_constants(
             r.zero = given.dy == 0 && (!GIVEN_DLSE || given.dlse == 0) && (!GIVEN_DENTROPY || given.dentropy == 0);
             r.target = output(given.score(row, n), 1, r);
             // An excluded column has no gradient.
-            if (given.chosen.counts(row.begin, row.target(), 0)) r.target += dy;
+            if (given.chosen.is_included(row.begin, row.target(), 0)) r.target += dy;
         }
     } else if constexpr (!REDUCES) {
         // lse is given, not reduced, so the shift is lse itself, infinite or not.

@@ -79,33 +79,34 @@ __device__ inline HeldRow reduce_row(
     return held;
 }
 
-// The warps that hold rows.  In one turn they write a row, take the next one out of the ring, and reduce the one after.
+// The warps that hold rows.  In one turn they write a row, move the next one from the ring to
+// registers, and reduce the one after.
 __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, Exchange& exchange, ACC* m_own) {
     const Numbers n = numbers(p);
     Slice<DEPTH, LANES, false, TERMS> tiles[GROUPS];   // of the row that is written
     HeldRow written_row, waiting_row;
     for (int64 turn = 0;; ++turn) {
-        const int64 reduced = blockIdx.x + turn * gridDim.x, taken = reduced - gridDim.x, written = taken - gridDim.x;
+        const int64 reduced = blockIdx.x + turn * gridDim.x, moved = reduced - gridDim.x, written = moved - gridDim.x;
         if (written >= p.rows) break;
-        const bool takes = turn > 0 && taken < p.rows, writes = turn > 1;
-        const RowPart now(p, writes ? written : reduced, team), next(p, takes ? taken : reduced, team);
+        const bool moves = turn > 0 && moved < p.rows, writes = turn > 1;
+        const RowPart now(p, writes ? written : reduced, team), next(p, moves ? moved : reduced, team);
         ops::RowConstants constants{};
         State state = identity();
         if (writes) {
-            state = exchange.take(unsigned(turn) - 2);
+            state = exchange.wait_for_row(unsigned(turn) - 2);
             if constexpr (WRITES_ROWS) {
                 if (team.rank == 0 && threadIdx.x == 0) ops::write_rows(p, now.r, written, written_row.given, n, state);
             }
             constants = ops::row_constants(p, now.r, written_row.given, n, state);
             written_row.edges.write_edges(p, now.r, n, constants, team.rank ? NO_EDGE : threadIdx.x);
         }
-        // The next row takes the registers tile by tile, so that the ring has room for loads early.
+        // The next row moves to the registers tile by tile, so that the ring has room for loads early.
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
             if (writes)
                 tiles[g].write(p, now.tile(p, g), n, tiles[g].own_constants(constants, state.m), now.left_in(p, g));
-            if (takes) {
-                ring.take(p, tiles[g], next.tile(p, g), next.left_in(p, g));
+            if (moves) {
+                ring.move_to_registers(p, tiles[g], next.tile(p, g), next.left_in(p, g));
                 if constexpr (TERMS) tiles[g].m_own = m_own[g * LANES + threadIdx.x];
                 else tiles[g].make_scores(next.tile(p, g), n, next.left_in(p, g));
             }

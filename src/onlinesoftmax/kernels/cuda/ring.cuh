@@ -5,7 +5,8 @@
 // block owned one long stretch instead, the team would read many distant places at once, which is slower.
 //
 // One thread of the block, the loader, issues a bulk copy for each tile, so loads in flight take no registers.  Every stage
-// of the ring has two barriers: `full` counts the bytes of the tile, `empty` the warps that have taken their part of it.
+// of the ring has two barriers: `full` counts the bytes of the tile, `empty` the warps that no longer need their
+// part of it.
 // Rows follow each other without a gap, so in pipeline.cuh loads are in flight while the blocks exchange states and while
 // they write.  In stream.cuh the ring is full during the exchange, and loads go on when the writing begins.
 //
@@ -140,17 +141,17 @@ struct Ring {
     Chunk<X, VECTOR>* x;     // this thread's first chunk in stage 0
     Chunk<DY, VECTOR>* dy;
     uint64 *full, *empty;
-    int reduced, taken;      // stages of the next tile to read, and of the next tile to take
+    int reduced, released;   // stages of the next tile to read, and of the next tile to release
     unsigned phase;          // of barrier full[reduced]
 
     __device__ inline explicit Ring(const Stages& stages)
         : x(stages.x + threadIdx.x), dy(stages.dy + threadIdx.x), full(stages.full), empty(stages.empty), reduced(0),
-          taken(0), phase(0) {}
+          released(0), phase(0) {}
 
     // Waits for the next tile to read.
     __device__ inline void wait() const { wait_for_phase(full + reduced, phase); }
-    // Waits for the next tile and reads it; the tile stays in its stage until it is taken.  `at` and `left` are those of
-    // this thread, as in Slice.
+    // Waits for the next tile and reads it; the tile stays in its stage until it is released.  `at` and `left` are those
+    // of this thread, as in Slice.
     template <class S> __device__ inline void read(const Params& p, S& slice, const Cursor& at, int64 left) {
         wait();
         slice.load_from_shared(p, at, x + reduced * TILE, dy + reduced * TILE, left);
@@ -165,22 +166,23 @@ struct Ring {
         if (++reduced == STAGES) reduced = 0, phase ^= 1;
     }
 
-    // Takes the next tile, which this thread has read before, into registers, and empties its stage.
-    template <class S> __device__ inline void take(const Params& p, S& slice, const Cursor& at, int64 left) {
+    // Moves the oldest tile, which this thread has read before, to registers, and releases its stage.
+    template <class S> __device__ inline void move_to_registers(
+        const Params& p, S& slice, const Cursor& at, int64 left) {
         if constexpr (TERMS) {
 #pragma unroll
             for (int i = 0; i < DEPTH; ++i)
-                slice.body[i].set_scores(reinterpret_cast<const Chunk<ACC, VECTOR>&>(x[taken * TILE + i * LANES]));
+                slice.body[i].set_scores(reinterpret_cast<const Chunk<ACC, VECTOR>&>(x[released * TILE + i * LANES]));
             fence_for_bulk_copies();
         } else {
-            slice.load_from_shared(p, at, x + taken * TILE, dy + taken * TILE, left);
+            slice.load_from_shared(p, at, x + released * TILE, dy + released * TILE, left);
         }
         release();
     }
     // Gives the oldest stage that is not yet empty back to the loader.  All threads call it, when they need no more of it.
     __device__ inline void release() {
         __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(empty + taken);
-        if (++taken == STAGES) taken = 0;
+        if (threadIdx.x % 32 == 0) arrive(empty + released);
+        if (++released == STAGES) released = 0;
     }
 };

@@ -234,7 +234,7 @@ struct Slice {
         if constexpr (WRITES_GRADIENT && (HAS_MASK || CAUSAL)) {
             // An excluded element has no gradient, not even in a row that holds NaN or has no softmax.
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] = chunk.counts(at, offset, i) ? y[i] : 0;
+            for (int i = 0; i < N; ++i) y[i] = chunk.is_included(at, offset, i) ? y[i] : 0;
         }
         if constexpr (WRITES_GRADIENT && (SCALE != Scale::NONE || SOFTCAP)) slope(p, at, n, y, chunk, offset);
         store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);

@@ -144,7 +144,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         edges.weigh_edges(p, r, edge_lane);
         given.finish_target_load();
         exchange.post(extend(state, edges), count);
-        state = exchange.take(count);
+        state = exchange.wait_for_row(count);
 
         if constexpr (WRITES_ROWS) {
             if (team.rank == 0 && threadIdx.x == 0) ops::write_rows(p, r, row, given, n, state);
@@ -160,7 +160,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         for (int i = GROUPS; i < ON_CHIP; ++i) {
             Tile tile;
             const Position in(p, r, tiles[tiles.own + i]);
-            ring.take(p, tile, in.at, in.left);
+            ring.move_to_registers(p, tile, in.at, in.left);
             write(tile, in.at, in.left);
         }
 #pragma unroll 1

@@ -62,20 +62,24 @@ __device__ inline Sum add_numbers(unsigned first, unsigned end, Load load, Numbe
     return sum;
 }
 
-// Sends a sum, and takes one out of its mailbox, when it has come.
+// `put` sends a sum.  `receive_and_empty` waits for a sum, and empties its mailbox.
 __device__ inline void put(uint64* to, double x) { put_word(to, bits(x)); }
 __device__ inline void put(uint64* to, DoubleDouble x) { put(to, x.high), put(to + 1, x.low); }
-__device__ inline void take(uint64* from, double& x) { from_bits(wait_for_word(from), x), put_word(from, EMPTY); }
-__device__ inline void take(uint64* from, DoubleDouble& x) { take(from, x.high), take(from + 1, x.low); }
+__device__ inline void receive_and_empty(uint64* from, double& x) {
+    from_bits(wait_for_word(from), x), put_word(from, EMPTY);
+}
+__device__ inline void receive_and_empty(uint64* from, DoubleDouble& x) {
+    receive_and_empty(from, x.high), receive_and_empty(from + 1, x.low);
+}
 
 // True if a row counts for the divisor.
-__device__ inline bool counts(const Params& p, int64 target) {
+__device__ inline bool row_counts(const Params& p, int64 target) {
     return !HAS_IGNORE_INDEX || target != int64(p.ignore_index);
 }
 // The weight that a row adds to the divisor.  A target out of range has none, so it adds 0.  The mean is NaN in any case,
 // because the loss of that row is NaN.
 __device__ inline ACC weight_of(const Params& p, int64 target) {
-    const bool has_weight = counts(p, target) && target >= 0 && target < p.cols;
+    const bool has_weight = row_counts(p, target) && target >= 0 && target < p.cols;
     return has_weight ? ACC(wide(load_one(p.weight + target * p.weight_place.col))) : 0;
 }
 
@@ -91,7 +95,7 @@ __device__ inline void count_part(const Params& p, int part) {
     const LossMail mail(p);
     if constexpr (!HAS_WEIGHT) {
         const unsigned sum = add_numbers<unsigned, AT_ONCE>(
-            first, end, load, [&](unsigned, TARGET target) { return unsigned(counts(p, target)); });
+            first, end, load, [&](unsigned, TARGET target) { return unsigned(row_counts(p, target)); });
         // Each lane adds to its own copy of the word.
         add_to_word(mail.divisor(threadIdx.x % 32), uint64(1) << 32 | add_lanes(sum));
     } else {
@@ -101,17 +105,17 @@ __device__ inline void count_part(const Params& p, int part) {
         const int lane = threadIdx.x, last = int(p.counters) - 1;
         if (lane >= 32) return;
         if (part < last) {
-            if (lane == 0) put(mail.counts + 2 * part, sum);
+            if (lane == 0) put(mail.part_counts + 2 * part, sum);
             return;
         }
-        if (lane < last) take(mail.counts + 2 * lane, sum);
+        if (lane < last) receive_and_empty(mail.part_counts + 2 * lane, sum);
         else if (lane > last) sum = Wide{};
         put_word(mail.divisor(lane), uint64(bits(ACC(double(add_lanes(sum))))));
     }
 }
 
 // The number of blocks that own no rows: those that count, rounded up to a multiple of CLUSTER.
-__device__ inline unsigned counting_blocks(const Params& p) {
+__device__ inline unsigned blocks_without_rows(const Params& p) {
     return CALL_MEAN_LOSS ? (unsigned(p.counters) + CLUSTER - 1) / CLUSTER * CLUSTER : 0;
 }
 
@@ -119,13 +123,13 @@ __device__ inline unsigned counting_blocks(const Params& p) {
 // `block_of_rows`.
 __device__ inline bool only_counts(const Params& p) {
     if constexpr (!CALL_MEAN_LOSS) return false;
-    if (blockIdx.x >= counting_blocks(p)) return false;
+    if (blockIdx.x >= blocks_without_rows(p)) return false;
     if (blockIdx.x < unsigned(p.counters)) count_part(p, blockIdx.x);
     return true;
 }
 
 // The number of this block among those that own rows.
-__device__ inline unsigned block_of_rows(const Params& p) { return blockIdx.x - counting_blocks(p); }
+__device__ inline unsigned block_of_rows(const Params& p) { return blockIdx.x - blocks_without_rows(p); }
 
 // In strategy `grid`, the first blocks count before they take their rows.  All threads call this.  The count is not inlined,
 // so that its code and its registers are not in the path of the other blocks.
@@ -149,7 +153,7 @@ __device__ __noinline__ void add_segment(const Params& p, unsigned segment) {
 #pragma unroll 1
     for (unsigned i = threadIdx.x; last && i < segment; i += THREADS) {
         Wide other;
-        take(mail.sums + 2 * i, other);
+        receive_and_empty(mail.sums + 2 * i, other);
         sum += other;
     }
     sum += add_numbers<Wide, BATCH>(
