@@ -136,7 +136,7 @@ namespace ops {
 using Summand = SUM;
 using LaneSum = SUM;
 constexpr bool READS_WEIGHTS = false;
-struct RowConstants { bool zero; ACC target; };
+struct RowConstants { bool zero; ACC target_gradient; };
 inline ACC weighted_score(ACC, ACC) { return 0; }
 inline ACC peak(ACC a) { return a; }
 inline ACC term(ACC a, Shift) { return a; }

@@ -27,8 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     given.load_target(p, r);
     slice.make_scores(at, n, left);
     slice.make_edge_scores(r, n, edge_lane);
-    slice.weigh(p, at, left);
-    slice.weigh_edges(p, r, edge_lane);
+    slice.add_weighted_scores(p, at, left);
+    slice.add_weighted_edges(p, r, edge_lane);
     State state = identity();
     if constexpr (REDUCES) {
         state = reduce<32>(slice, exchange);

@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
         given.load_target(p, r);
         held.make_scores(at, n, left);
         held.make_edge_scores(r, n, edge_lane);
-        held.weigh(p, at, left);
-        held.weigh_edges(p, r, edge_lane);
+        held.add_weighted_scores(p, at, left);
+        held.add_weighted_edges(p, r, edge_lane);
 
         State state = identity();
         if constexpr (REDUCES) {
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                     const int64 present = min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS;
                     tile.load_from_shared(p, from, shared.x + i * THREADS, shared.dy + i * THREADS, present);
                     tile.make_scores(from, n, present);
-                    tile.weigh(p, from, present);
+                    tile.add_weighted_scores(p, from, present);
                     state = extend(state, tile);
                 }
             }
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 Slice<DEPTH, THREADS, false, false, CachePolicy::LONG> tile;
                 tile.load(p, from, left_streamed - past);
                 tile.make_scores(from, n, left_streamed - past);
-                tile.weigh(p, from, left_streamed - past);
+                tile.add_weighted_scores(p, from, left_streamed - past);
                 state = extend(state, tile);
             }
             state = merge_lanes<32>(state);

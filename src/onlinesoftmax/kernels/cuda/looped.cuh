@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     // The tile's loads go first, because the load of the target's logit waits for that of the target.
     if (!REDUCES || tiles == 0) given.load_target(p, r);
     edges.make_edge_scores(r, n, lane);
-    edges.weigh_edges(p, r, lane);
+    edges.add_weighted_edges(p, r, lane);
     State state = identity();
     if constexpr (REDUCES) {
         state = extend(state, edges);
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
             tile.load(p, at, left);
             if (i == 0) given.load_target(p, r);
             tile.make_scores(at, n, left);
-            tile.weigh(p, at, left);
+            tile.add_weighted_scores(p, at, left);
             // Each lane keeps a state of its own, so that the loop has no barrier.
             state = extend(state, tile);
         }

@@ -303,8 +303,8 @@ struct RowOperands {
 #define FIELD(NAME, name) ACC name;
     ROW_OPERANDS(FIELD)
 #undef FIELD
-    RegisterChunk<1> chosen;
-    ACC chosen_weight;   // 1 without weights, and where the target is no column
+    RegisterChunk<1> target_logit;
+    ACC target_weight;   // 1 without weights, and where the target is no column
     Divisor divisor;
 
     // Loads the target column.  For a loss that is reduced to a scalar, it also sets dy, the derivative of the scalar with
@@ -319,10 +319,10 @@ struct RowOperands {
         // The next kernel adds the losses.  It may begin now, because it calls wait_for_kernel_before before it reads them.
         if constexpr (ROW_LOSS) let_next_kernel_begin();
         if constexpr (HAS_TARGET) {
-            chosen.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());
-            chosen_weight = 1;
+            target_logit.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());
+            target_weight = 1;
             if constexpr (HAS_WEIGHT)
-                if (r.has_target()) chosen_weight = wide(load_one(r.begin.weight + r.target() * p.weight_place.col));
+                if (r.has_target()) target_weight = wide(load_one(r.begin.weight + r.target() * p.weight_place.col));
         }
     }
 
@@ -333,19 +333,19 @@ struct RowOperands {
     __device__ inline void finish_target_load() const {
         if constexpr (HAS_TARGET && WRITES_ELEMENTS) {
             __shared__ volatile ACC unread;
-            if (threadIdx.x == 0) unread = wide(chosen.x, 0);
+            if (threadIdx.x == 0) unread = wide(target_logit.x, 0);
         }
     }
 
     // The score of the target column; -inf where the target is no column, or is excluded by the mask or by causality.
     __device__ inline ACC score(const Row& r, Numbers n) const {
-        RegisterChunk<1> scored = chosen;
+        RegisterChunk<1> scored = target_logit;
         scored.make_scores(r.begin, n, r.target(), r.has_target());
         return scored.template a<false>(0);
     }
     // The derivative of the softcap at the target column.
     __device__ inline ACC slope(const Row& r, Numbers n) const {
-        RegisterChunk<1> scored = chosen;
+        RegisterChunk<1> scored = target_logit;
         scored.make_scores(r.begin, n, r.target(), r.has_target());
         return scored.slope_of_score(0, n);
     }

@@ -59,11 +59,12 @@ __device__ inline ACC weighted_score(ACC a, ACC b) { return READS_WEIGHTS ? (b =
 //     log_softmax_backward                     t = dot
 //     logsumexp_backward       shift.m = lse   t = dy
 //     cross_entropy, and its gradient:
-//                              shift by m      t = dy * factor / l   low = rounding error of t   flat = dy * spread
+//                              shift by m      t = dy * factor / l   low = rounding error of t
+//                              smoothing_gradient = dy * spread
 //     token_logprobs_backward  shift by m      t = (dlse - dy + dentropy * (log(l) - entropy)) / l
 //                                              low = -dentropy / l
-// `target` is the gradient in the target column.
-struct RowConstants { Shift shift; ACC t, low; bool zero; ACC flat, target; };
+// `target_gradient` is the gradient in the target column.
+struct RowConstants { Shift shift; ACC t, low; bool zero; ACC smoothing_gradient, target_gradient; };
 
 __device__ inline float reciprocal(float l) { float t; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(l)); return t; }
 __device__ inline double reciprocal(double l) { return 1 / l; }
@@ -75,9 +76,9 @@ __device__ inline float quotient(float a, float b) {
     return fma(fma(-q, b, a), r, q);
 }
 
-// A row of only -inf, or with a +inf, has no softmax: PyTorch writes NaN to all its elements.  With ZERO, a row of only
-// -inf gives zeros, and so does its gradient.
-__device__ inline RowConstants row_constants(State state, int64 cols) {
+// The row constants from the state alone, for operations without operands per row.  A row of only -inf, or with a +inf, has
+// no softmax: PyTorch writes NaN to all its elements.  With ZERO, a row of only -inf gives zeros, and so does its gradient.
+__device__ inline RowConstants softmax_constants(State state, int64 cols) {
     const SUM sum = state.first();
     const ACC l = ACC(sum);
     RowConstants r{::shift(state.m), l, ACC(sum - l), false};
@@ -109,7 +110,7 @@ __device__ inline bool has_softmax(ACC l) { return l > 0 && l < INF; }
 // The output for an element whose term exp(a - m) is e, and whose second operand is b.
 __device__ inline ACC output_of_term(ACC e, ACC b, RowConstants r) {
     ACC y = EXACT ? fma(e, r.t, e * r.low) : e * r.t;
-    if constexpr (HAS_TARGET && HAS_SMOOTHING) y -= READS_WEIGHTS ? r.flat * b : r.flat;
+    if constexpr (HAS_TARGET && HAS_SMOOTHING) y -= READS_WEIGHTS ? r.smoothing_gradient * b : r.smoothing_gradient;
     return ZERO && !HAS_TARGET && r.zero ? 0 : y;
 }
 
@@ -167,14 +168,14 @@ __device__ inline bool ignored(const Params& p, const Row& row) {
     else return false;
 }
 
-// The factors of a row's loss, as in the formula above.
-struct LossFactors { ACC own, spread, whole; };
+// The numbers own, spread and factor of the formula at the top, for one row.
+struct LossFactors { ACC own, spread, factor; };
 __device__ inline LossFactors loss_factors(
     const Params& p, const Row& row, const RowOperands& given, Numbers n, ACC lse) {
-    LossFactors f{given.chosen_weight, 0, 0};
+    LossFactors f{given.target_weight, 0, 0};
     if constexpr (HAS_SMOOTHING) f.own *= ACC(1 - p.smoothing), f.spread = ACC(p.smoothing) / ACC(row.cols);
-    f.whole = HAS_SMOOTHING ? fma(f.spread, n.weight_sum, f.own) : f.own;
-    if constexpr (HAS_Z_LOSS) f.whole = fma(2 * ACC(p.z_loss), lse, f.whole);
+    f.factor = HAS_SMOOTHING ? fma(f.spread, n.weight_sum, f.own) : f.own;
+    if constexpr (HAS_Z_LOSS) f.factor = fma(2 * ACC(p.z_loss), lse, f.factor);
     return f;
 }
 
@@ -182,12 +183,12 @@ __device__ inline LossFactors loss_factors(
 __device__ inline RowConstants loss_constants(
     const Params& p, const Row& row, const RowOperands& given, Numbers n, RowConstants r, ACC lse) {
     const LossFactors f = loss_factors(p, row, given, n, lse);
-    const ACC dy = SCALE != Scale::NONE ? given.dy * n.scale : given.dy, t = dy * f.whole * r.t;
-    if constexpr (EXACT) r.low = fma(dy * f.whole, r.t, -t) + dy * f.whole * r.low;
+    const ACC dy = SCALE != Scale::NONE ? given.dy * n.scale : given.dy, t = dy * f.factor * r.t;
+    if constexpr (EXACT) r.low = fma(dy * f.factor, r.t, -t) + dy * f.factor * r.low;
     r.t = t;
-    r.flat = dy * f.spread;
+    r.smoothing_gradient = dy * f.spread;
     r.zero = !row.has_target() || ignored(p, row);
-    r.target = output(given.score(row, n), given.chosen_weight, r) - dy * f.own;
+    r.target_gradient = output(given.score(row, n), given.target_weight, r) - dy * f.own;
     return r;
 }
 
@@ -215,9 +216,9 @@ __device__ inline RowConstants row_constants(
             r.t = has_softmax(l) ? r.t / l : NOT_A_NUMBER;
             // A row without an incoming gradient has none, even if it holds NaN.
             r.zero = given.dy == 0 && (!GIVEN_DLSE || given.dlse == 0) && (!GIVEN_DENTROPY || given.dentropy == 0);
-            r.target = output(given.score(row, n), 1, r);
+            r.target_gradient = output(given.score(row, n), 1, r);
             // An excluded column has no gradient.
-            if (given.chosen.is_included(row.begin, row.target(), 0)) r.target += dy;
+            if (given.target_logit.is_included(row.begin, row.target(), 0)) r.target_gradient += dy;
         }
     } else if constexpr (!REDUCES) {
         // lse is given, not reduced, so the shift is lse itself, infinite or not.
@@ -226,9 +227,9 @@ __device__ inline RowConstants row_constants(
         r.zero = ZERO && given.lse == -INF;
         r.t = given.dy;
     } else {
-        return row_constants(state, row.cols);
+        return softmax_constants(state, row.cols);
     }
-    if constexpr (HAS_TARGET && SOFTCAP) r.target *= given.slope(row, n);
+    if constexpr (HAS_TARGET && SOFTCAP) r.target_gradient *= given.slope(row, n);
     return r;
 }
 

@@ -63,7 +63,7 @@ __device__ inline HeldRow reduce_row(
         const int left = part.left_in(p, g);
         ring.read(p, tile, at, left);
         tile.make_scores(at, n, left);
-        tile.weigh(p, at, left);
+        tile.add_weighted_scores(p, at, left);
         state = extend(state, tile);
         if constexpr (TERMS) {
             ring.store_terms(tile);
@@ -73,7 +73,7 @@ __device__ inline HeldRow reduce_row(
     }
     held.given.load_target(p, part.r);
     held.edges.make_edge_scores(part.r, n, edge_lane);
-    held.edges.weigh_edges(p, part.r, edge_lane);
+    held.edges.add_weighted_edges(p, part.r, edge_lane);
     held.given.finish_target_load();
     exchange.post(extend(state, held.edges), count);
     return held;

@@ -30,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
     for (int d = 0; d < DEPTH; ++d) {
         slice[d].make_scores(at[d], n, row[d].body - lane);
         slice[d].make_edge_scores(row[d], n, lane);
-        slice[d].weigh(p, at[d], row[d].body - lane);
-        slice[d].weigh_edges(p, row[d], lane);
+        slice[d].add_weighted_scores(p, at[d], row[d].body - lane);
+        slice[d].add_weighted_edges(p, row[d], lane);
         const State state = REDUCES ? reduce<LANES>(slice[d], exchange[d]) : identity();
         if constexpr (WRITES_ROWS) {
             const int64 index = first + d * GROUPS;

@@ -64,20 +64,20 @@ struct Slice {
 
     // Adds the weighted scores of the columns that exist to wz; the scores of other columns are -inf.  Call it once for each
     // slice that is reduced.
-    __device__ inline void weigh(const Params& p, const Cursor& at, int64 left) {
+    __device__ inline void add_weighted_scores(const Params& p, const Cursor& at, int64 left) {
         const int end = within(left);
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)
-            if (SUM_WZ > 0 && i * STEP < end) wz += SUM(weighted(p, at, i * STEP * VECTOR, body[i]));
+            if (SUM_WZ > 0 && i * STEP < end) wz += SUM(sum_of_weighted(p, at, i * STEP * VECTOR, body[i]));
     }
-    __device__ inline void weigh_edges(const Params& p, const Row& r, int lane) {
+    __device__ inline void add_weighted_edges(const Params& p, const Row& r, int lane) {
 #pragma unroll
         for (int i = 0; i < EDGE; ++i)
             if (SUM_WZ > 0 && r.has_edge(lane + i * STEP))
-                wz += SUM(weighted(p, r.begin, r.edge(lane + i * STEP), edge[i]));
+                wz += SUM(sum_of_weighted(p, r.begin, r.edge(lane + i * STEP), edge[i]));
     }
     template <int N>
-    static __device__ inline ACC weighted(
+    static __device__ inline ACC sum_of_weighted(
         const Params& p, const Cursor& at, int64 offset, const RegisterChunk<N>& chunk) {
         const Chunk<WEIGHT, N> weights = load_weights<N>(p, at, offset);
         ACC parts[N];
@@ -217,7 +217,7 @@ struct Slice {
 
     // Writes the target column after the chunk that has it: a thread's stores to one address keep their order.
     static __device__ inline void write_target(const Params& p, const Cursor& at, ops::RowConstants r, int64 offset) {
-        const ACC y[1] = {r.target};
+        const ACC y[1] = {r.target_gradient};
         store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
     }
 

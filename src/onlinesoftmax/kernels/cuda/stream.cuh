@@ -111,7 +111,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         State state = identity();
         const auto reduce = [&](Tile& tile, const Cursor& at, int64 left) {
             tile.make_scores(at, n, left);
-            tile.weigh(p, at, left);
+            tile.add_weighted_scores(p, at, left);
             state = extend(state, tile);
         };
 #pragma unroll 1
@@ -141,7 +141,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         }
         given.load_target(p, r);
         edges.make_edge_scores(r, n, edge_lane);
-        edges.weigh_edges(p, r, edge_lane);
+        edges.add_weighted_edges(p, r, edge_lane);
         given.finish_target_load();
         exchange.post(extend(state, edges), count);
         state = exchange.wait_for_row(count);
