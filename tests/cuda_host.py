@@ -144,11 +144,11 @@ template <bool CLAMP> Sums<Summand> summands(ACC a, ACC, ACC, Shift) {
     if (a > 0 && a <= elements) ++reduced[int64(a) - 1];
     return {};
 }
-inline RowConstants row_constants(const Params&, const Row&, const RowOperands&, Numbers, State) { return {}; }
+inline RowConstants row_constants(const Params&, const Row&, const RowOperands&, CallConstants, State) { return {}; }
 inline ACC output_of_term(ACC e, ACC, RowConstants) { return e; }
 inline ACC output(ACC a, ACC, RowConstants) { return a; }
 inline RowConstants relative(RowConstants r, ACC, ACC) { return r; }
-inline void write_rows(const Params& p, const Row&, int64 row, const RowOperands&, Numbers, State) {
+inline void write_rows(const Params& p, const Row&, int64 row, const RowOperands&, CallConstants, State) {
     p.lse[row_offset(p, p.lse_place, row)] += 1;
 }
 }  // namespace ops

@@ -92,15 +92,15 @@ struct Divisor {
 };
 
 // Numbers that are the same for all rows: scale, softcap, 1 / softcap, and the sum of the weights of all classes.
-struct Numbers { ACC scale, cap, inverse_cap, weight_sum; };
+struct CallConstants { ACC scale, cap, inverse_cap, weight_sum; };
 
-__device__ inline Numbers numbers(const Params& p) {
-    Numbers n{1, 1, 1, ACC(p.cols)};
-    if constexpr (SCALE == Scale::NUMBER) n.scale = ACC(p.scale);
-    if constexpr (SCALE == Scale::TENSOR) n.scale = ACC(wide(*p.scale_tensor));
-    if constexpr (SOFTCAP) n.cap = ACC(p.softcap), n.inverse_cap = 1 / n.cap;
-    if constexpr (HAS_WEIGHT_SUM) n.weight_sum = ACC(wide(*p.weight_sum));
-    return n;
+__device__ inline CallConstants call_constants(const Params& p) {
+    CallConstants call{1, 1, 1, ACC(p.cols)};
+    if constexpr (SCALE == Scale::NUMBER) call.scale = ACC(p.scale);
+    if constexpr (SCALE == Scale::TENSOR) call.scale = ACC(wide(*p.scale_tensor));
+    if constexpr (SOFTCAP) call.cap = ACC(p.softcap), call.inverse_cap = 1 / call.cap;
+    if constexpr (HAS_WEIGHT_SUM) call.weight_sum = ACC(wide(*p.weight_sum));
+    return call;
 }
 
 // A position in a row: a pointer into each tensor, the number of columns from there on that causality allows, and the
@@ -181,23 +181,23 @@ __device__ inline float tanh_of(float x) { return tanhf(x); }
 __device__ inline double tanh_of(double x) { return tanh(x); }
 
 // The score of a logit before bias and mask: softcap * tanh(x * scale / softcap), with the options that are given.
-__device__ inline ACC score(ACC x, Numbers n) {
-    if constexpr (SCALE != Scale::NONE) x *= n.scale;
-    if constexpr (SOFTCAP) x = n.cap * tanh_of(x / n.cap);
+__device__ inline ACC score(ACC x, CallConstants call) {
+    if constexpr (SCALE != Scale::NONE) x *= call.scale;
+    if constexpr (SOFTCAP) x = call.cap * tanh_of(x / call.cap);
     return x;
 }
 
 // The derivative of the softcap at the logit x.
-__device__ inline ACC softcap_slope(ACC x, Numbers n) {
+__device__ inline ACC softcap_slope(ACC x, CallConstants call) {
     if constexpr (!SOFTCAP) return 1;
-    const ACC y = tanh_of((SCALE != Scale::NONE ? x * n.scale : x) / n.cap);
+    const ACC y = tanh_of((SCALE != Scale::NONE ? x * call.scale : x) / call.cap);
     return 1 - y * y;
 }
 
 // The derivative of the score with respect to its logit.
-__device__ inline ACC score_slope(ACC x, Numbers n) {
-    const ACC d = softcap_slope(x, n);
-    return SCALE != Scale::NONE ? d * n.scale : d;
+__device__ inline ACC score_slope(ACC x, CallConstants call) {
+    const ACC d = softcap_slope(x, call);
+    return SCALE != Scale::NONE ? d * call.scale : d;
 }
 
 // N neighbouring elements of a row, in registers from load to store: as they lie in memory, which takes the fewest
@@ -253,11 +253,11 @@ template <int N> struct RegisterChunk {
     }
 
     // Computes the scores, after all loads of the slice are issued.
-    __device__ inline void make_scores(const Cursor& at, Numbers n, int64 offset, bool present) {
+    __device__ inline void make_scores(const Cursor& at, CallConstants call, int64 offset, bool present) {
         if constexpr (SCORES) {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                ACC z = score(wide(x, i), n);
+                ACC z = score(wide(x, i), call);
                 if constexpr (HAS_BIAS) z += wide(bias, i);
                 // -inf must be set last: a softcap or a negative scale would change it.
                 scores[i] = present && is_included(at, offset, i) ? z : -ACC(INF);
@@ -266,12 +266,12 @@ template <int N> struct RegisterChunk {
     }
 
     // The derivative of the softcap at element i, from its score: 1 - tanh².
-    __device__ inline ACC slope_of_score(int i, Numbers n) const {
+    __device__ inline ACC slope_of_score(int i, CallConstants call) const {
         ACC z = scores[i];
         if constexpr (HAS_BIAS) z -= wide(bias, i);
         // The gradient of an excluded element is 0, and 0 * inf would be NaN.
         if constexpr (HAS_BIAS || HAS_MASK || CAUSAL) z = scores[i] == -INF ? 0 : z;
-        const ACC y = z * n.inverse_cap;
+        const ACC y = z * call.inverse_cap;
         return fma(-y, y, ACC(1));
     }
 
@@ -338,26 +338,27 @@ struct RowOperands {
     }
 
     // The score of the target column; -inf where the target is no column, or is excluded by the mask or by causality.
-    __device__ inline ACC score(const Row& r, Numbers n) const {
+    __device__ inline ACC score(const Row& r, CallConstants call) const {
         RegisterChunk<1> scored = target_logit;
-        scored.make_scores(r.begin, n, r.target(), r.has_target());
+        scored.make_scores(r.begin, call, r.target(), r.has_target());
         return scored.template a<false>(0);
     }
     // The derivative of the softcap at the target column.
-    __device__ inline ACC slope(const Row& r, Numbers n) const {
+    __device__ inline ACC slope(const Row& r, CallConstants call) const {
         RegisterChunk<1> scored = target_logit;
-        scored.make_scores(r.begin, n, r.target(), r.has_target());
-        return scored.slope_of_score(0, n);
+        scored.make_scores(r.begin, call, r.target(), r.has_target());
+        return scored.slope_of_score(0, call);
     }
 };
 
 // Loads the operands of a row, except those of the target column.
 __device__ inline RowOperands row_operands(const Params& p, int64 row) {
-    RowOperands given;
-    if constexpr (CALL_MEAN_LOSS && WRITES_ELEMENTS) given.divisor.look(p, blockIdx.x);
+    RowOperands operands;
+    if constexpr (CALL_MEAN_LOSS && WRITES_ELEMENTS) operands.divisor.look(p, blockIdx.x);
 #define LOAD(NAME, name) \
-    if constexpr (GIVEN_##NAME) given.name = wide(load_one(p.name + row_offset(p, p.name##_place, existing(p, row))));
+    if constexpr (GIVEN_##NAME) \
+        operands.name = wide(load_one(p.name + row_offset(p, p.name##_place, existing(p, row))));
     ROW_OPERANDS(LOAD)
 #undef LOAD
-    return given;
+    return operands;
 }

@@ -171,83 +171,84 @@ __device__ inline bool ignored(const Params& p, const Row& row) {
 // The numbers own, spread and factor of the formula at the top, for one row.
 struct LossFactors { ACC own, spread, factor; };
 __device__ inline LossFactors loss_factors(
-    const Params& p, const Row& row, const RowOperands& given, Numbers n, ACC lse) {
-    LossFactors f{given.target_weight, 0, 0};
+    const Params& p, const Row& row, const RowOperands& operands, CallConstants call, ACC lse) {
+    LossFactors f{operands.target_weight, 0, 0};
     if constexpr (HAS_SMOOTHING) f.own *= ACC(1 - p.smoothing), f.spread = ACC(p.smoothing) / ACC(row.cols);
-    f.factor = HAS_SMOOTHING ? fma(f.spread, n.weight_sum, f.own) : f.own;
+    f.factor = HAS_SMOOTHING ? fma(f.spread, call.weight_sum, f.own) : f.own;
     if constexpr (HAS_Z_LOSS) f.factor = fma(2 * ACC(p.z_loss), lse, f.factor);
     return f;
 }
 
 // The row constants of the gradient of a loss: those of softmax, in r, times its factors.
 __device__ inline RowConstants loss_constants(
-    const Params& p, const Row& row, const RowOperands& given, Numbers n, RowConstants r, ACC lse) {
-    const LossFactors f = loss_factors(p, row, given, n, lse);
-    const ACC dy = SCALE != Scale::NONE ? given.dy * n.scale : given.dy, t = dy * f.factor * r.t;
+    const Params& p, const Row& row, const RowOperands& operands, CallConstants call, RowConstants r, ACC lse) {
+    const LossFactors f = loss_factors(p, row, operands, call, lse);
+    const ACC dy = SCALE != Scale::NONE ? operands.dy * call.scale : operands.dy, t = dy * f.factor * r.t;
     if constexpr (EXACT) r.low = fma(dy * f.factor, r.t, -t) + dy * f.factor * r.low;
     r.t = t;
     r.smoothing_gradient = dy * f.spread;
     r.zero = !row.has_target() || ignored(p, row);
-    r.target_gradient = output(given.score(row, n), given.target_weight, r) - dy * f.own;
+    r.target_gradient = output(operands.score(row, call), operands.target_weight, r) - dy * f.own;
     return r;
 }
 
 // The row constants of an operation that has operands with one value per row.
 __device__ inline RowConstants row_constants(
-    const Params& p, const Row& row, const RowOperands& given, Numbers n, State state) {
+    const Params& p, const Row& row, const RowOperands& operands, CallConstants call, State state) {
     RowConstants r{};
     if constexpr (OF_LOSS || OP == Op::TOKEN_LOGPROBS_BACKWARD) {
-        if constexpr (!REDUCES) state = {given.m, {SUM(given.l)}};
+        if constexpr (!REDUCES) state = {operands.m, {SUM(operands.l)}};
         const SUM sum = state.first();
         const ACC l = ACC(sum);
         r.shift = ::shift(state.m);
         if constexpr (OF_LOSS) {
             r.t = has_softmax(l) ? reciprocal(l) : NOT_A_NUMBER;
             if constexpr (EXACT) r.low = r.t * (fma(-r.t, l, ACC(1)) - r.t * ACC(sum - l));
-            r = loss_constants(p, row, given, n, r, r.shift.m + log_sum(state, r.shift));
+            r = loss_constants(p, row, operands, call, r, r.shift.m + log_sum(state, r.shift));
         } else {
-            const ACC scale = SCALE != Scale::NONE ? n.scale : 1, dy = row.has_target() ? scale * given.dy : 0;
-            r.t = (GIVEN_DLSE ? scale * given.dlse : 0) - dy;
+            const ACC scale = SCALE != Scale::NONE ? call.scale : 1, dy = row.has_target() ? scale * operands.dy : 0;
+            r.t = (GIVEN_DLSE ? scale * operands.dlse : 0) - dy;
             if constexpr (GIVEN_DENTROPY) {
-                r.low = -(scale * given.dentropy);
-                r.t = fma(r.low, given.entropy - log(l), r.t);
+                r.low = -(scale * operands.dentropy);
+                r.t = fma(r.low, operands.entropy - log(l), r.t);
                 r.low /= l;
             }
             r.t = has_softmax(l) ? r.t / l : NOT_A_NUMBER;
             // A row without an incoming gradient has none, even if it holds NaN.
-            r.zero = given.dy == 0 && (!GIVEN_DLSE || given.dlse == 0) && (!GIVEN_DENTROPY || given.dentropy == 0);
-            r.target_gradient = output(given.score(row, n), 1, r);
+            r.zero = operands.dy == 0 && (!GIVEN_DLSE || operands.dlse == 0)
+                && (!GIVEN_DENTROPY || operands.dentropy == 0);
+            r.target_gradient = output(operands.score(row, call), 1, r);
             // An excluded column has no gradient.
-            if (given.target_logit.is_included(row.begin, row.target(), 0)) r.target_gradient += dy;
+            if (operands.target_logit.is_included(row.begin, row.target(), 0)) r.target_gradient += dy;
         }
     } else if constexpr (!REDUCES) {
         // lse is given, not reduced, so the shift is lse itself, infinite or not.
-        r.shift = ::shift(given.lse);
-        r.shift.m = given.lse;
-        r.zero = ZERO && given.lse == -INF;
-        r.t = given.dy;
+        r.shift = ::shift(operands.lse);
+        r.shift.m = operands.lse;
+        r.zero = ZERO && operands.lse == -INF;
+        r.t = operands.dy;
     } else {
         return softmax_constants(state, row.cols);
     }
-    if constexpr (HAS_TARGET && SOFTCAP) r.target_gradient *= given.slope(row, n);
+    if constexpr (HAS_TARGET && SOFTCAP) r.target_gradient *= operands.slope(row, call);
     return r;
 }
 
 // The loss of a row, or the logarithm of the probability of its target.
 __device__ inline ACC target_output(
-    const Params& p, const Row& row, const RowOperands& given, Numbers n, State state) {
+    const Params& p, const Row& row, const RowOperands& operands, CallConstants call, State state) {
     if (ignored(p, row)) return 0;
     if (!row.has_target()) return NOT_A_NUMBER;
     const Shift s = ::shift(state.m);
-    const ACC log_l = log_sum(state, s), below = s.m - given.score(row, n);
+    const ACC log_l = log_sum(state, s), below = s.m - operands.score(row, call);
     if (!has_softmax(ACC(state.first()))) return ZERO && ACC(state.first()) == 0 ? 0 : NOT_A_NUMBER;
     if constexpr (OP == Op::TOKEN_LOGPROBS) return -below - log_l;
-    const LossFactors f = loss_factors(p, row, given, n, 0);
+    const LossFactors f = loss_factors(p, row, operands, call, 0);
     ACC y = f.own * (below + log_l);
     if constexpr (HAS_SMOOTHING) {
         // weight_sum * lse - wz, with m taken out of both before they are rounded.
-        const SUM above = state.sums.of[SUM_WZ > 0 ? SUM_WZ : 0] + SUM(n.weight_sum) * -s.m;
-        y += f.spread * (n.weight_sum * log_l - ACC(above));
+        const SUM above = state.sums.of[SUM_WZ > 0 ? SUM_WZ : 0] + SUM(call.weight_sum) * -s.m;
+        y += f.spread * (call.weight_sum * log_l - ACC(above));
     }
     if constexpr (HAS_Z_LOSS) y += ACC(p.z_loss) * ((s.m + log_l) * (s.m + log_l));
     return y;
@@ -260,12 +261,12 @@ template <RowOutput NAME> constexpr bool OF_TARGET =
 // Writes the outputs per row that the request asks for, and sends a loss that is reduced to a scalar.  One thread calls
 // this, for a row that exists.
 __device__ inline void write_rows(
-    const Params& p, const Row& r, int64 row, const RowOperands& given, Numbers n, State state) {
-    if constexpr (SCALAR_LOSS) LossMail(p).send(row, target_output(p, r, given, n, state));
+    const Params& p, const Row& r, int64 row, const RowOperands& operands, CallConstants call, State state) {
+    if constexpr (SCALAR_LOSS) LossMail(p).send(row, target_output(p, r, operands, call, state));
 #define WRITE(NAME, name) \
     if constexpr (ROW_##NAME) \
         narrow(p.name[row_offset(p, p.name##_place, row)], OF_TARGET<RowOutput::NAME> \
-            ? target_output(p, r, given, n, state) : row_output<RowOutput::NAME>(state));
+            ? target_output(p, r, operands, call, state) : row_output<RowOutput::NAME>(state));
     ROW_OUTPUTS(WRITE)
 #undef WRITE
 }

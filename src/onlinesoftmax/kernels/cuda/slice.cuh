@@ -51,15 +51,15 @@ struct Slice {
         }
     }
 
-    __device__ inline void make_scores(const Cursor& at, Numbers n, int64 left) {
+    __device__ inline void make_scores(const Cursor& at, CallConstants call, int64 left) {
         const int end = within(left);
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) body[i].make_scores(at, n, i * STEP * VECTOR, i * STEP < end);
+        for (int i = 0; i < CHUNKS; ++i) body[i].make_scores(at, call, i * STEP * VECTOR, i * STEP < end);
     }
-    __device__ inline void make_edge_scores(const Row& r, Numbers n, int lane) {
+    __device__ inline void make_edge_scores(const Row& r, CallConstants call, int lane) {
 #pragma unroll
         for (int i = 0; i < EDGE; ++i)
-            edge[i].make_scores(r.begin, n, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
+            edge[i].make_scores(r.begin, call, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
     }
 
     // Adds the weighted scores of the columns that exist to wz; the scores of other columns are -inf.  Call it once for each
@@ -179,7 +179,8 @@ struct Slice {
         else return r;
     }
 
-    __device__ inline void write(const Params& p, const Cursor& at, Numbers n, ops::RowConstants r, int64 left) {
+    __device__ inline void write(
+        const Params& p, const Cursor& at, CallConstants call, ops::RowConstants r, int64 left) {
         const int end = within(left);
         if (HAS_TARGET && r.zero) {
             // One branch for the row costs less than a selection for each element.
@@ -190,21 +191,21 @@ struct Slice {
         }
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)
-            if (i * STEP < end) write(p, at, n, r, body[i], i * STEP * VECTOR);
+            if (i * STEP < end) write(p, at, call, r, body[i], i * STEP * VECTOR);
         // The first column of chunk i of this lane is i * STEP * VECTOR columns after the cursor.
         const int64 target = HAS_TARGET ? at.target_left : -1;
         if (target >= 0 && target < int64(end) * VECTOR && int(target) % (STEP * VECTOR) < VECTOR)
             write_target(p, at, r, target);
     }
     __device__ inline void write_edges(
-        const Params& p, const Row& row, Numbers n, ops::RowConstants r, int lane) const {
+        const Params& p, const Row& row, CallConstants call, ops::RowConstants r, int lane) const {
 #pragma unroll
         for (int i = 0; i < EDGE; ++i) {
             if (!row.has_edge(lane + i * STEP)) continue;
             if (HAS_TARGET && r.zero) {
                 write_zeros<1>(p, row.begin, row.edge(lane + i * STEP));
             } else {
-                write(p, row.begin, n, r, edge[i], row.edge(lane + i * STEP));
+                write(p, row.begin, call, r, edge[i], row.edge(lane + i * STEP));
                 if (HAS_TARGET && row.edge(lane + i * STEP) == row.target())
                     write_target(p, row.begin, r, row.target());
             }
@@ -222,7 +223,7 @@ struct Slice {
     }
 
     template <int N> static __device__ inline void write(
-        const Params& p, const Cursor& at, Numbers n, ops::RowConstants r, const RegisterChunk<N>& chunk,
+        const Params& p, const Cursor& at, CallConstants call, ops::RowConstants r, const RegisterChunk<N>& chunk,
         int64 offset) {
         ACC y[N];
         const Chunk<WEIGHT, N> weights = load_weights<N>(p, at, offset);
@@ -236,23 +237,24 @@ struct Slice {
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] = chunk.is_included(at, offset, i) ? y[i] : 0;
         }
-        if constexpr (WRITES_GRADIENT && (SCALE != Scale::NONE || SOFTCAP)) slope(p, at, n, y, chunk, offset);
+        if constexpr (WRITES_GRADIENT && (SCALE != Scale::NONE || SOFTCAP)) slope(p, at, call, y, chunk, offset);
         store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
     }
 
     // Multiplies gradients by the derivatives of the scores with respect to the logits.
     template <int N> static __device__ inline void slope(
-        const Params& p, const Cursor& at, Numbers n, ACC (&y)[N], const RegisterChunk<N>& chunk, int64 offset) {
+        const Params& p, const Cursor& at, CallConstants call, ACC (&y)[N], const RegisterChunk<N>& chunk,
+        int64 offset) {
         if constexpr (HAS_TARGET) {
             // The row constants contain the scale.
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] *= SOFTCAP ? chunk.slope_of_score(i, n) : 1;
+            for (int i = 0; i < N; ++i) y[i] *= SOFTCAP ? chunk.slope_of_score(i, call) : 1;
         } else {
             Chunk<LOGITS, N> x;
             if constexpr (HAS_LOGITS)
                 load_columns<LOGITS_WIDTH, CachePolicy::NORMAL>(x, at.logits, offset, p.logits_place);
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] *= score_slope(HAS_LOGITS ? ACC(wide(x, i)) : 0, n);
+            for (int i = 0; i < N; ++i) y[i] *= score_slope(HAS_LOGITS ? ACC(wide(x, i)) : 0, call);
         }
     }
 };
