@@ -33,8 +33,8 @@ def bind(kernel: str, rows: ShardedRows) -> Callable[[dict[str, torch.Tensor]], 
         config = driver.launch_config(blocks, 1, THREADS, 0, 1, False, early)
         return driver.Arguments(values, config, _kernel(rows.kind, kernel, index))
 
-    spare = driver.Spare(new_call)
-    take, give_back = spare.take, spare.give_back
+    pool = driver.ArgumentPool(new_call)
+    take, give_back = pool.take, pool.give_back
 
     def run(tensors: dict[str, torch.Tensor]) -> None:
         index = tensors["target"].get_device()

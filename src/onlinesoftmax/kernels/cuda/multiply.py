@@ -28,17 +28,17 @@ def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
         factor: Floating-point tensor of one element on the same GPU.
     """
     index = x.get_device()
-    most, spare = _prepared(x.dtype, factor.dtype, index)
-    call = spare.take(index)
+    most, pool = _prepared(x.dtype, factor.dtype, index)
+    call = pool.take(index)
     call.fields[0], call.fields[1], call.fields[2] = x.data_ptr(), factor.data_ptr(), x.numel()
     call.config.grid[0] = max(1, min(most, -(-x.numel() * x.element_size() // (16 * BATCH * THREADS))))
     call.config.stream = torch._C._cuda_getCurrentRawStream(index)
     driver.launch(call, index, "launching multiply_kernel")
-    spare.give_back(call)
+    pool.give_back(call)
 
 
 @cache
-def _prepared(dtype: torch.dtype, factor: torch.dtype, index: int) -> tuple[int, driver.Spare]:
+def _prepared(dtype: torch.dtype, factor: torch.dtype, index: int) -> tuple[int, driver.ArgumentPool]:
     """(blocks that fill the device, arguments of launches)."""
     text_of_kernel = source(*(str(name).removeprefix("torch.") for name in (dtype, factor)))
 
@@ -46,7 +46,7 @@ def _prepared(dtype: torch.dtype, factor: torch.dtype, index: int) -> tuple[int,
         config = driver.launch_config(1, 1, THREADS, 0, 1, False, early=may_begin_early(index))
         return driver.Arguments(bytes(24), config, loaded(text_of_kernel, NAME, index, 0, 1))
 
-    return torch.cuda.get_device_properties(index).multi_processor_count, driver.Spare(new_call)
+    return torch.cuda.get_device_properties(index).multi_processor_count, driver.ArgumentPool(new_call)
 
 
 @cache

@@ -43,8 +43,8 @@ def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]
         early = reduction.result is not None and may_begin_early(index)
         return driver.Arguments(values, driver.launch_config(blocks, 1, THREADS, 0, 1, False, early), kernel)
 
-    spare = driver.Spare(new_call)
-    take, give_back = spare.take, spare.give_back
+    pool = driver.ArgumentPool(new_call)
+    take, give_back = pool.take, pool.give_back
 
     def run(out: torch.Tensor, tensors: dict[str, Any]) -> None:
         index = out.get_device()

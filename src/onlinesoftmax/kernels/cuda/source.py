@@ -126,7 +126,7 @@ CACHE_LINE = 128
 """Bytes of a cache line."""
 
 
-def _most_in_head(request: Request) -> int:
+def _head_unit(request: Request) -> int:
     """Columns in the unit of memory in which the body of an unaligned row begins; its head has fewer.
 
     The unit is a cache line where each thread has at most one column of head and tail, and otherwise a chunk.
@@ -186,7 +186,7 @@ def loss_mail_words(request: Request) -> int:
     return 16 * DIVISORS + 2 * COUNTERS + losses + 2 * segments
 
 
-def sums(request: Request) -> int:
+def sum_count(request: Request) -> int:
     """Number of sums that a state keeps; a state that is given instead of reduced keeps one number, too."""
     return max(1, len(request.sums))
 
@@ -198,7 +198,7 @@ def message_packets(request: Request) -> int:
     """
     words = {"float": 1, "double": 2, "DoubleDouble": 4}
     m = words[CPP_TYPES[request.task.accumulator]]
-    return -(-(m + sums(request) * words[_sum_type(request)]) // 3)
+    return -(-(m + sum_count(request) * words[_sum_type(request)]) // 3)
 
 
 SLOTS = 4
@@ -231,14 +231,14 @@ def _numbers(request: Request) -> dict[str, int]:
         "DIMS": len(request.layout.sizes),
         "VECTOR": vector(request),
         **{f"{name.upper()}_WIDTH": width for name, width in widths(request).items()},
-        "HEAD": _most_in_head(request),
+        "HEAD": _head_unit(request),
         "THREADS": 32 * plan.warps,
         "RESIDENT": threads.resident,
         "LANES": threads.lanes,
         "CHUNKS": _held_chunks(request),
         "DEPTH": plan.blocks.depth,
         "STAGES": plan.blocks.stages,
-        "SUMS": sums(request),
+        "SUMS": sum_count(request),
         "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),
         "PACKETS": message_packets(request),
         "DIVISORS": DIVISORS,
