@@ -104,9 +104,6 @@ __device__ inline RowConstants softmax_constants(State state, int64 cols) {
 // True for cross-entropy and for its gradient.  The first reduces the state, the second is given it.
 constexpr bool OF_LOSS = OP == Op::CROSS_ENTROPY || OP == Op::CROSS_ENTROPY_BACKWARD;
 
-// A row of only -inf has l = 0, and a row with +inf an infinite l; neither has a softmax.
-__device__ inline bool has_softmax(ACC l) { return l > 0 && l < INF; }
-
 // The output for an element whose term exp(a - m) is e, and whose second operand is b.
 __device__ inline ACC output_of_term(ACC e, ACC b, RowConstants r) {
     ACC y = EXACT ? fma(e, r.t, e * r.low) : e * r.t;

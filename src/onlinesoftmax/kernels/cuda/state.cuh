@@ -40,6 +40,9 @@ struct State {
 
 __device__ inline State identity() { return {-INF, {}}; }
 
+// A row of only -inf has l = 0, and a row with +inf an infinite l; neither has a softmax.
+__device__ inline bool has_softmax(ACC l) { return l > 0 && l < INF; }
+
 // The bare instruction: results under 2^-126 are 0, which saves three instructions an element.
 __device__ inline float exp2_approx(float x) {
     float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
