@@ -163,7 +163,7 @@ inline void expect_states(uint64*) {}
 inline void announce_beginning() {}
 inline void wait_for_beginnings() {}
 inline void send(State*, State, uint64*, int) {}
-inline void wait(uint64*) {}
+inline void wait_for_states(uint64*) {}
 struct Team {
     int size, rank;
     Team(const Params&) : size(gridDim.y), rank(blockIdx.y) {}

@@ -70,7 +70,7 @@ REPLACED = {
     },
     "ops": {"inline float reciprocal(float l)": "{ return 1 / l; }"},
     # A barrier counts its phases, below the arrivals that are missing and those of a phase.  A copy ends at once.
-    "ring": {
+    "barrier": {
         "inline unsigned shared_address(const void* at)": "{ return 0; }",
         "inline void prepare_barrier(uint64* barrier, unsigned arrivals)": (
             "{ *barrier = uint64(arrivals) << 48 | uint64(arrivals) << 32; }"

@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
         state = merge_warps<THREADS / 32>(state, exchange);
         wait_for_beginnings();
         if (lane < CLUSTER) send(&states[rank], state, &arrived, lane);
-        wait(&arrived);
+        wait_for_states(&arrived);
         state = merge_lanes<CLUSTER>(states[lane % CLUSTER]);
     }
     if constexpr (WRITES_ROWS) {

@@ -30,8 +30,9 @@ FILES = ("state", "mail", "operands", "ops", "levels", "slice", "total")
 """Files that every kernel needs, in the order of inclusion."""
 
 KERNEL_FILES = {
-    "row": ("row",), "cluster": ("peers", "cluster"), "grid": ("team", "grid"),
-    "pipeline": ("team", "ring", "exchange", "pipeline"), "stream": ("team", "ring", "exchange", "stream"),
+    "row": ("row",), "cluster": ("barrier", "peers", "cluster"), "grid": ("team", "grid"),
+    "pipeline": ("team", "barrier", "ring", "exchange", "pipeline"),
+    "stream": ("team", "barrier", "ring", "exchange", "stream"),
     "looped": ("looped",),
 }  # fmt: skip
 """Files of a kernel besides FILES, in the order of inclusion; the last one has the kernel's name."""
