@@ -221,7 +221,8 @@ def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], scrat
 def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) -> None:
     """Run the kernel of a reduction on the host with the parameter at an address."""
     driver = DRIVER.replace("BEGIN", "").replace("BETWEEN", "")
-    text = _program([reduction.prologue(one), _replaced("reduction")], driver, "Reduction", reduction.NAME)
+    parts = [reduction.prologue(one), _replaced("lanes"), _replaced("reduction")]
+    text = _program(parts, driver, "Reduction", reduction.NAME)
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)
 
 

@@ -1,8 +1,8 @@
 """The `cuda` backend: the strategies `row`, `cluster`, `grid` and `looped` in CUDA C++.
 
 Reading order: numbers.cuh (element types, loads and stores), state.cuh (the recurrence), operands.cuh (operands and
-scores), ops.cuh (the formulas of the operations), levels.cuh (merges), slice.cuh (the part of a row that a group of
-threads holds), then any strategy.
+scores), ops.cuh (the formulas of the operations), lanes.cuh (shuffles), levels.cuh (merges), slice.cuh (the part of a
+row that a group of threads holds), then any strategy.
 
 `row` and `looped` are one file each.  `cluster` has the messages between its blocks in peers.cuh.  `grid` has three
 kernels: grid.cuh, pipeline.cuh for several rows, and stream.cuh for rows that do not fit on chip.  team.cuh has the

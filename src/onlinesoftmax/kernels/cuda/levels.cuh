@@ -3,13 +3,6 @@
 //
 // A merge first finds the largest m, so that each sum is rescaled once, and then adds the sums.
 
-template <class T> __device__ inline T from_lane(T x, int lane) { return __shfl_sync(~0u, x, lane); }
-template <class T> __device__ inline T across(T x, int step) { return __shfl_xor_sync(~0u, x, step); }
-__device__ inline DoubleDouble from_lane(DoubleDouble x, int lane) {
-    return {from_lane(x.high, lane), from_lane(x.low, lane)};
-}
-__device__ inline DoubleDouble across(DoubleDouble x, int step) { return {across(x.high, step), across(x.low, step)}; }
-
 // The maximum of a whole warp's floats in one instruction.  As integers, non-negative floats have the same order and
 // negative floats the opposite.  m is never NaN.
 __device__ inline float warp_max(float m) {

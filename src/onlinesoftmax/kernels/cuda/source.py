@@ -26,7 +26,7 @@ from .params import (
     struct_text,
 )
 
-FILES = ("state", "mail", "operands", "ops", "levels", "slice", "total")
+FILES = ("state", "mail", "operands", "ops", "lanes", "levels", "slice", "total")
 """Files that every kernel needs, in the order of inclusion."""
 
 KERNEL_FILES = {

@@ -25,12 +25,6 @@ template <class T> struct WideOf { using type = double; };
 template <> struct WideOf<double> { using type = DoubleDouble; };
 using Wide = WideOf<ACC>::type;
 
-template <class T> __device__ inline T add_lanes(T a) {
-#pragma unroll
-    for (int step = 16; step; step /= 2) a += across(a, step);
-    return a;
-}
-
 // The sum over the threads of the block, all of which must call this.  The lanes of the first warp get the sum, the
 // others 0.
 __device__ inline Wide add_block(Wide a) {
