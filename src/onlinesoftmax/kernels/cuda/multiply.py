@@ -9,7 +9,7 @@ import torch
 from ...core.task import ITEMSIZE
 from . import driver
 from .launch import loaded, may_begin_early
-from .source import CPP_TYPES, text
+from .source import declarations, text, typed
 
 THREADS, BATCH = 512, 8
 """Threads of a block, and chunks that a thread loads at once.
@@ -52,11 +52,6 @@ def _prepared(dtype: torch.dtype, factor: torch.dtype, index: int) -> tuple[int,
 @cache
 def source(dtype: str, factor: str) -> str:
     """The source of the kernel for the dtypes of a gradient and its factor."""
-    accumulator = "double" if dtype == "float64" else "float"
-    constants = [
-        f"using T = {CPP_TYPES.get(dtype, dtype)};",
-        f"using ACC = {accumulator};",
-        f"using FACTOR = {CPP_TYPES.get(factor, factor)};",
-        f"constexpr int THREADS = {THREADS}, BATCH = {BATCH}, VECTOR = {16 // ITEMSIZE[dtype]};",
-    ]
-    return text("numbers.cuh") + '#line 1 "constants"\n' + "\n".join(constants) + "\n" + text("multiply.cuh")
+    types = {"T": dtype, "ACC": "float64" if dtype == "float64" else "float32", "FACTOR": factor}
+    numbers = {"THREADS": THREADS, "BATCH": BATCH, "VECTOR": 16 // ITEMSIZE[dtype]}
+    return text("numbers.cuh") + declarations(types, typed(numbers)) + text("multiply.cuh")

@@ -6,6 +6,7 @@ constant, so a kernel takes every row that fits its blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 
@@ -50,6 +51,29 @@ def text(name: str) -> str:
     return f'#line 1 "{name}"\n' + resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
+def declarations(
+    types: Mapping[str, str], constants: Iterable[tuple[str, str, object]], enums: Sequence[str] = ()
+) -> str:
+    """C++ text of types and constants, which stands before the files of a kernel.
+
+    Args:
+        types: Dtype or C++ type of each name.
+        constants: (type, name, value) of each constant.
+        enums: Enumerations, which stand before them.
+    """
+    lines = [f"using {name} = {CPP_TYPES.get(kind, kind)};" for name, kind in types.items()]
+    lines += [f"constexpr {kind} {name} = {value};" for kind, name, value in constants]
+    return '#line 1 "constants"\n' + "\n".join([*enums, *lines]) + "\n"
+
+
+def typed(values: Mapping[str, bool | int]) -> list[tuple[str, str, object]]:
+    """(type, name, value) of constants that are flags or integers, as C++ spells them."""
+    return [
+        ("bool", name, str(value).lower()) if isinstance(value, bool) else ("int", name, value)
+        for name, value in values.items()
+    ]
+
+
 def source(request: Request) -> str:
     """The whole source of a request's kernel; it includes no header."""
     names = (*FILES, *KERNEL_FILES[kernel_file(request.plan)])
@@ -68,9 +92,7 @@ def prologue(request: Request) -> str:
         f"enum class Op {{ {', '.join(OPERATIONS).upper()} }};",
         f"enum class RowOutput {{ {', '.join(ROW_OUTPUTS).upper()} }};",
     ]
-    types = [f"using {name} = {kind};" for name, kind in types_of(request).items()]
-    lines = [f"constexpr {kind} {name} = {value};" for kind, name, value in constants(request)]
-    return '#line 1 "constants"\n' + "\n".join([*enums, *types, *lines]) + "\n" + struct_text()
+    return declarations(types_of(request), constants(request), enums) + struct_text()
 
 
 def types_of(request: Request) -> dict[str, str]:
@@ -220,8 +242,8 @@ def constants(request: Request) -> list[tuple[str, str, object]]:
     return [
         ("Op", "OP", f"Op::{request.operation.name.upper()}"),
         ("Scale", "SCALE", f"Scale::{scale}"),
-        *(("bool", name, str(value).lower()) for name, value in _flags(request).items()),
-        *(("int", name, value) for name, value in _numbers(request).items()),
+        *typed(_flags(request)),
+        *typed(_numbers(request)),
     ]
 
 
