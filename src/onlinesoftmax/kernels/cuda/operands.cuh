@@ -44,23 +44,23 @@ __device__ inline int64 row_offset(const Params& p, const Place& place, int64 ro
 }
 
 // The mailboxes of a loss that is reduced to a scalar (total.cuh), in p.loss_mail:
-//     divisors      DIVISORS copies of the divisor of the mean, 128 bytes apart, so that blocks read different addresses
+//     divisors      DIVISORS copies of the divisor of the mean, so that blocks read different addresses
 //     part_counts   for each part of the targets, its part of the divisor; used where classes have weights
 //     losses        the loss of each row
 //     sums          for each segment of rows, the sum of its losses
-// A part count or a sum has two words of 64 bits, of which float32 uses one.  All words are EMPTY before and after a
-// kernel.  Kernels that may run at the same time have mailboxes of their own.
+// A part count or a sum has WIDE_WORDS words of 64 bits.  All words are EMPTY before and after a kernel.  Kernels that may
+// run at the same time have mailboxes of their own.
 struct LossMail {
     using Word = WordOf<sizeof(ACC)>::type;
     uint64 *divisors, *part_counts, *sums;
     Word* losses;
 
     __device__ inline explicit LossMail(const Params& p)
-        : divisors(p.loss_mail), part_counts(divisors + 16 * DIVISORS),
-          sums(part_counts + 2 * COUNTERS + (p.rows * sizeof(Word) + 7) / 8),
-          losses(reinterpret_cast<Word*>(part_counts + 2 * COUNTERS)) {}
+        : divisors(p.loss_mail), part_counts(divisors + DIVISOR_STEP * DIVISORS),
+          sums(part_counts + WIDE_WORDS * COUNTERS + (p.rows * sizeof(Word) + 7) / 8),
+          losses(reinterpret_cast<Word*>(part_counts + WIDE_WORDS * COUNTERS)) {}
 
-    __device__ inline uint64* divisor(unsigned i) const { return divisors + i % DIVISORS * 16; }
+    __device__ inline uint64* divisor(unsigned i) const { return divisors + i % DIVISORS * DIVISOR_STEP; }
     __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
 };
 

@@ -162,11 +162,17 @@ def _head_unit(request: Request) -> int:
 DIVISORS = 32
 """Copies of the divisor of a mean, so that blocks read different addresses."""
 
+DIVISOR_STEP = CACHE_LINE // 8
+"""64-bit words from one copy of the divisor to the next: each copy has a cache line of its own."""
+
 COUNTERS = 32
 """Most blocks that count targets; each lane of a warp takes the count of one of them."""
 
 SEGMENT = 1024
 """Rows whose losses one block adds."""
+
+WIDE_WORDS = 2
+"""64-bit words of the mailbox for a part of the divisor or a sum of losses, which total.cuh keeps in the type Wide."""
 
 BATCH = 4
 """Targets or losses that a thread loads at once, where a loss is reduced to a scalar.
@@ -206,7 +212,7 @@ def loss_mail_words(request: Request) -> int:
         return 0
     rows = request.layout.rows
     losses, segments = -(-rows * ITEMSIZE[request.task.accumulator] // 8), -(-rows // SEGMENT)
-    return 16 * DIVISORS + 2 * COUNTERS + losses + 2 * segments
+    return DIVISOR_STEP * DIVISORS + WIDE_WORDS * (COUNTERS + segments) + losses
 
 
 def sum_count(request: Request) -> int:
@@ -225,7 +231,7 @@ def message_packets(request: Request) -> int:
 
 
 SLOTS = 4
-"""Messages from one block to another that may be on their way, as in team.cuh."""
+"""Places for messages from one block of a team to another, which rows use in turn (team.cuh)."""
 
 
 def element_tensors(request: Request) -> set[str]:
@@ -264,8 +270,11 @@ def _numbers(request: Request) -> dict[str, int]:
         "SUMS": sum_count(request),
         "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),
         "PACKETS": message_packets(request),
+        "SLOTS": SLOTS,
         "DIVISORS": DIVISORS,
+        "DIVISOR_STEP": DIVISOR_STEP,
         "COUNTERS": COUNTERS,
+        "WIDE_WORDS": WIDE_WORDS,
         "SEGMENT": SEGMENT,
         "BATCH": BATCH,
         "CLUSTER": plan.splits if plan.strategy == "cluster" else 1,

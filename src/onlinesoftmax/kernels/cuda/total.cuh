@@ -24,6 +24,7 @@ namespace total {
 template <class T> struct WideOf { using type = double; };
 template <> struct WideOf<double> { using type = DoubleDouble; };
 using Wide = WideOf<ACC>::type;
+static_assert(sizeof(Wide) <= 8 * WIDE_WORDS, "a mailbox has too few words for a sum");
 
 // The sum over the threads of the block, all of which must call this.  The lanes of the first warp get the sum, the
 // others 0.
@@ -99,10 +100,10 @@ __device__ inline void count_part(const Params& p, int part) {
         const int lane = threadIdx.x, last = int(p.counters) - 1;
         if (lane >= 32) return;
         if (part < last) {
-            if (lane == 0) put(mail.part_counts + 2 * part, sum);
+            if (lane == 0) put(mail.part_counts + WIDE_WORDS * part, sum);
             return;
         }
-        if (lane < last) receive_and_empty(mail.part_counts + 2 * lane, sum);
+        if (lane < last) receive_and_empty(mail.part_counts + WIDE_WORDS * lane, sum);
         else if (lane > last) sum = Wide{};
         put_word(mail.divisor(lane), uint64(bits(ACC(double(add_lanes(sum))))));
     }
@@ -147,7 +148,7 @@ __device__ __noinline__ void add_segment(const Params& p, unsigned segment) {
 #pragma unroll 1
     for (unsigned i = threadIdx.x; last && i < segment; i += THREADS) {
         Wide other;
-        receive_and_empty(mail.sums + 2 * i, other);
+        receive_and_empty(mail.sums + WIDE_WORDS * i, other);
         sum += other;
     }
     sum += add_numbers<Wide, BATCH>(
@@ -163,7 +164,7 @@ __device__ __noinline__ void add_segment(const Params& p, unsigned segment) {
     const int lane = threadIdx.x;
     if (lane >= 32) return;
     if (!last) {
-        if (lane == 0) put(mail.sums + 2 * segment, sum);
+        if (lane == 0) put(mail.sums + WIDE_WORDS * segment, sum);
         return;
     }
     if constexpr (CALL_MEAN_LOSS) {
