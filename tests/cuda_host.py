@@ -1,9 +1,9 @@
 """CUDA strategies on the host: the real kernels, compiled by g++, with the arithmetic replaced by bookkeeping.
 
-The files that decide which elements a block owns are compiled as they are: the generated Params, operands.cuh,
-slice.cuh and the strategy.  The replacements below stand for the other files.  Element i of x has the code i + 1, so
-the place of `summands` counts how often each element is reduced, `store` how often each is written, and a kernel
-that is right copies x to y.  The threads of a launch run one after another; no state is exchanged.
+The files that decide which elements a block owns are compiled as they are: the generated Params, FILES and the
+strategy.  The replacements below stand for the other files.  Element i of x has the code i + 1, so the place of
+`summands` counts how often each element is reduced, `store` how often each is written, and a kernel that is right
+copies x to y.  The threads of a launch run one after another; no state is exchanged.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from onlinesoftmax.kernels.cuda import params, source
 from onlinesoftmax.kernels.request import Request
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+FILES = ("loss_mail", "operands", "slice")
+"""Files that are compiled as they are, besides the strategy."""
 
 NUMBERS = """
 #define __device__
@@ -190,9 +193,10 @@ extern "C" void run(const Params* p, const unsigned* grid, unsigned char* of_red
 
 def host_source(request: Request) -> str:
     """The kernel of a request as C++ for the host."""
-    real = {name: _without_asm(source.text(f"{name}.cuh")) for name in ("operands", "slice", request.plan.strategy)}
+    real = {name: _without_asm(source.text(f"{name}.cuh")) for name in (*FILES, request.plan.strategy)}
     numbers = STANDARD + NUMBERS
-    parts = [numbers, source.prologue(request), STATE, MAIL, real["operands"], OPS, real["slice"], EXCHANGE, TOTAL]
+    mail = MAIL + real["loss_mail"]
+    parts = [numbers, source.prologue(request), STATE, mail, real["operands"], OPS, real["slice"], EXCHANGE, TOTAL]
     return "\n".join([*parts, real[request.plan.strategy], DRIVER.replace("KERNEL", source.kernel_name(request))])
 
 

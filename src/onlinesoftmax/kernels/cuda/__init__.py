@@ -9,9 +9,9 @@ kernels: grid.cuh, pipeline.cuh for several rows, and stream.cuh for rows that d
 messages between the blocks of a team.  The last two kernels load through the ring of ring.cuh, and exchange states by
 the warp of exchange.cuh.  barrier.cuh has the barriers of peers.cuh and ring.cuh.
 
-total.cuh reduces the losses to a scalar, by the messages of mail.cuh.  reduction.cuh, merge.cuh and multiply.cuh are
-kernels of their own, before and after those of the strategies.  source.py and params.py generate the constants and the
-parameters of a kernel.
+total.cuh reduces the losses to a scalar, by the messages of mail.cuh and loss_mail.cuh.  reduction.cuh, merge.cuh and
+multiply.cuh are kernels of their own, before and after those of the strategies.  source.py and params.py generate the
+constants and the parameters of a kernel.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from .params import (
     struct_text,
 )
 
-FILES = ("state", "mail", "operands", "ops", "lanes", "levels", "slice", "total")
+FILES = ("state", "mail", "loss_mail", "operands", "ops", "lanes", "levels", "slice", "total")
 """Files that every kernel needs, in the order of inclusion."""
 
 KERNEL_FILES = {
@@ -207,7 +207,7 @@ def blocks(request: Request) -> int:
 
 
 def loss_mail_words(request: Request) -> int:
-    """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (operands.cuh); else 0."""
+    """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (loss_mail.cuh); else 0."""
     if not request.task.call_outputs:
         return 0
     rows = request.layout.rows
