@@ -5,8 +5,9 @@
 // strategies do not know them.  `if constexpr` removes every option that a request lacks.
 //
 // A row has a body, whole chunks of VECTOR neighbours, which is moved in instructions as wide as the row's alignment
-// allows; and edges, at most VECTOR - 1 elements before and after the body, which the lanes take one by one.  With PEEL
-// the body begins on 16 bytes wherever the row begins; without PEEL the row begins with the body.
+// allows; and edges, fewer than HEAD elements before the body and fewer than VECTOR after it, which the lanes take one by
+// one.  With PEEL the body begins on a multiple of the bytes of HEAD elements, wherever the row begins; without PEEL the
+// row begins with the body.
 //
 // An operation with a target reads one more logit for each row, at the target column, and the other operands with one
 // value per row.  They are loaded before anything is written, because the output may overwrite x.  A block waits at a

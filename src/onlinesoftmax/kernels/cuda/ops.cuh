@@ -60,11 +60,11 @@ __device__ inline ACC weighted_score(ACC a, ACC b) { return READS_WEIGHTS ? (b =
 //     logsumexp_backward       shift.m = lse   t = dy
 //     cross_entropy, and its gradient:
 //                              shift by m      t = dy * factor / l   low = rounding error of t
-//                              smoothing_gradient = dy * spread
+//                              spread = dy times that of the formula
 //     token_logprobs_backward  shift by m      t = (dlse - dy + dentropy * (log(l) - entropy)) / l
 //                                              low = -dentropy / l
 // `target_gradient` is the gradient in the target column.
-struct RowConstants { Shift shift; ACC t, low; bool zero; ACC smoothing_gradient, target_gradient; };
+struct RowConstants { Shift shift; ACC t, low; bool zero; ACC spread, target_gradient; };
 
 __device__ inline float reciprocal(float l) { float t; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(l)); return t; }
 __device__ inline double reciprocal(double l) { return 1 / l; }
@@ -107,7 +107,7 @@ constexpr bool OF_LOSS = OP == Op::CROSS_ENTROPY || OP == Op::CROSS_ENTROPY_BACK
 // The output for an element whose term exp(a - m) is e, and whose second operand is b.
 __device__ inline ACC output_of_term(ACC e, ACC b, RowConstants r) {
     ACC y = EXACT ? fma(e, r.t, e * r.low) : e * r.t;
-    if constexpr (HAS_TARGET && HAS_SMOOTHING) y -= READS_WEIGHTS ? r.smoothing_gradient * b : r.smoothing_gradient;
+    if constexpr (HAS_TARGET && HAS_SMOOTHING) y -= READS_WEIGHTS ? r.spread * b : r.spread;
     return ZERO && !HAS_TARGET && r.zero ? 0 : y;
 }
 
@@ -183,7 +183,7 @@ __device__ inline RowConstants loss_constants(
     const ACC dy = SCALE != Scale::NONE ? operands.dy * call.scale : operands.dy, t = dy * f.factor * r.t;
     if constexpr (EXACT) r.low = fma(dy * f.factor, r.t, -t) + dy * f.factor * r.low;
     r.t = t;
-    r.smoothing_gradient = dy * f.spread;
+    r.spread = dy * f.spread;
     r.zero = !row.has_target() || ignored(p, row);
     r.target_gradient = output(operands.score(row, call), operands.target_weight, r) - dy * f.own;
     return r;
