@@ -1,5 +1,5 @@
-// Barriers in shared memory (mbarrier), which count arrivals of threads and bytes that are copied, and the bulk copies whose
-// bytes they count.
+// Barriers in shared memory (mbarrier), which count arrivals of threads and bytes that are copied, and the bulk copies
+// whose bytes they count.
 //
 // A barrier has phases.  A phase ends when the expected arrivals and bytes have come, and the next phase begins.
 

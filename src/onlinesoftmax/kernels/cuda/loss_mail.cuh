@@ -21,10 +21,10 @@ struct LossMail {
     __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
 };
 
-// The divisor of a mean, which the blocks that count publish.  A thread looks for the divisor before it loads its row, and waits
-// for it after it has issued these loads: the divisor arrives first, because it comes from L2, and the row from device
-// memory.  The logit of the target is loaded after the wait.  If the code loaded this logit before the wait, the assembler
-// would place that load before the loads of the row, which would then wait for the target.
+// The divisor of a mean, which the blocks that count publish.  A thread looks for the divisor before it loads its row, and
+// waits for it after it has issued these loads: the divisor arrives first, because it comes from L2, and the row from
+// device memory.  The logit of the target is loaded after the wait.  If the code loaded this logit before the wait, the
+// assembler would place that load before the loads of the row, which would then wait for the target.
 //
 // Without weights, the divisor is a number of rows.  Each warp that counts adds to the word: 1 to the upper half, and its
 // number of rows to the lower half.  The sums are those of word - EMPTY.  Integers may be added in any order.  With weights,

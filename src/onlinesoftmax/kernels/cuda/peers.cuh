@@ -12,11 +12,13 @@ __device__ inline unsigned remote_address(const void* variable, int block) {
 // An asynchronous store to another block; the barrier `arrived` there counts its bytes.
 __device__ inline void send(float* to, float x, uint64* arrived, int block) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-                 :: "r"(remote_address(to, block)), "r"(__float_as_uint(x)), "r"(remote_address(arrived, block)) : "memory");
+                 :: "r"(remote_address(to, block)), "r"(__float_as_uint(x)), "r"(remote_address(arrived, block))
+                 : "memory");
 }
 __device__ inline void send(double* to, double x, uint64* arrived, int block) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];"
-                 :: "r"(remote_address(to, block)), "l"(__double_as_longlong(x)), "r"(remote_address(arrived, block)) : "memory");
+                 :: "r"(remote_address(to, block)), "l"(__double_as_longlong(x)), "r"(remote_address(arrived, block))
+                 : "memory");
 }
 __device__ inline void send(DoubleDouble* to, DoubleDouble x, uint64* arrived, int block) {
     send(&to->high, x.high, arrived, block);

@@ -6,8 +6,7 @@
 // block owned one long stretch instead, the team would read many distant places at once, which is slower.
 //
 // One thread of the block, the loader, issues a bulk copy for each tile, so loads in flight take no registers.  Every stage
-// of the ring has two barriers: `full` counts the bytes of the tile, `empty` the warps that no longer need their
-// part of it.
+// of the ring has two barriers: `full` counts the bytes of the tile, `empty` the warps that no longer need their part of it.
 // Rows follow each other without a gap, so in pipeline.cuh loads are in flight while the blocks exchange states and while
 // they write.  In stream.cuh the ring is full during the exchange, and loads go on when the writing begins.
 //
