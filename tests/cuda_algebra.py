@@ -64,7 +64,7 @@ extern "C" __global__ void algebra_merge_all(const State* from, int64 n, State* 
     if (threadIdx.x == 0) *to = a;
 }
 extern "C" __global__ void algebra_output(const State* from, const X* x, int64 n, Y* y) {
-    const ops::RowConstants r = ops::row_constants(*from, n);
+    const ops::RowConstants r = ops::softmax_constants(*from, n);
     for (int64 i = threadIdx.x; i < n; i += 32) narrow(y[i], ops::output(wide(x[i]), 0, r));
 }
 extern "C" __global__ void algebra_parts(const State* from, double* to) {

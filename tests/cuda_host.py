@@ -1,9 +1,9 @@
 """CUDA strategies on the host: the real kernels, compiled by g++, with the arithmetic replaced by bookkeeping.
 
-The files that decide which elements a block owns are compiled as they are: the generated Params, operands.cuh,
-slice.cuh and the strategy.  The replacements below stand for the other files.  Element i of x has the code i + 1, so
-the place of `summands` counts how often each element is reduced, `store` how often each is written, and a kernel
-that is right copies x to y.  The threads of a launch run one after another; no state is exchanged.
+The files that decide which elements a block owns are compiled as they are: the generated Params, FILES and the
+strategy.  The replacements below stand for the other files.  Element i of x has the code i + 1, so the place of
+`summands` counts how often each element is reduced, `store` how often each is written, and a kernel that is right
+copies x to y.  The threads of a launch run one after another; no state is exchanged.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from onlinesoftmax.kernels.cuda import params, source
 from onlinesoftmax.kernels.request import Request
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+FILES = ("loss_mail", "operands", "slice")
+"""Files that are compiled as they are, besides the strategy."""
 
 NUMBERS = """
 #define __device__
@@ -136,7 +139,7 @@ namespace ops {
 using Summand = SUM;
 using LaneSum = SUM;
 constexpr bool READS_WEIGHTS = false;
-struct RowConstants { bool zero; ACC target; };
+struct RowConstants { bool zero; ACC target_gradient; };
 inline ACC weighted_score(ACC, ACC) { return 0; }
 inline ACC peak(ACC a) { return a; }
 inline ACC term(ACC a, Shift) { return a; }
@@ -144,11 +147,11 @@ template <bool CLAMP> Sums<Summand> summands(ACC a, ACC, ACC, Shift) {
     if (a > 0 && a <= elements) ++reduced[int64(a) - 1];
     return {};
 }
-inline RowConstants row_constants(const Params&, const Row&, const RowOperands&, Numbers, State) { return {}; }
+inline RowConstants row_constants(const Params&, const Row&, const RowOperands&, CallConstants, State) { return {}; }
 inline ACC output_of_term(ACC e, ACC, RowConstants) { return e; }
 inline ACC output(ACC a, ACC, RowConstants) { return a; }
 inline RowConstants relative(RowConstants r, ACC, ACC) { return r; }
-inline void write_rows(const Params& p, const Row&, int64 row, const RowOperands&, Numbers, State) {
+inline void write_rows(const Params& p, const Row&, int64 row, const RowOperands&, CallConstants, State) {
     p.lse[row_offset(p, p.lse_place, row)] += 1;
 }
 }  // namespace ops
@@ -163,7 +166,7 @@ inline void expect_states(uint64*) {}
 inline void announce_beginning() {}
 inline void wait_for_beginnings() {}
 inline void send(State*, State, uint64*, int) {}
-inline void wait(uint64*) {}
+inline void wait_for_states(uint64*) {}
 struct Team {
     int size, rank;
     Team(const Params&) : size(gridDim.y), rank(blockIdx.y) {}
@@ -190,9 +193,10 @@ extern "C" void run(const Params* p, const unsigned* grid, unsigned char* of_red
 
 def host_source(request: Request) -> str:
     """The kernel of a request as C++ for the host."""
-    real = {name: _without_asm(source.text(f"{name}.cuh")) for name in ("operands", "slice", request.plan.strategy)}
+    real = {name: _without_asm(source.text(f"{name}.cuh")) for name in (*FILES, request.plan.strategy)}
     numbers = STANDARD + NUMBERS
-    parts = [numbers, source.prologue(request), STATE, MAIL, real["operands"], OPS, real["slice"], EXCHANGE, TOTAL]
+    mail = MAIL + real["loss_mail"]
+    parts = [numbers, source.prologue(request), STATE, mail, real["operands"], OPS, real["slice"], EXCHANGE, TOTAL]
     return "\n".join([*parts, real[request.plan.strategy], DRIVER.replace("KERNEL", source.kernel_name(request))])
 
 

@@ -70,7 +70,7 @@ REPLACED = {
     },
     "ops": {"inline float reciprocal(float l)": "{ return 1 / l; }"},
     # A barrier counts its phases, below the arrivals that are missing and those of a phase.  A copy ends at once.
-    "ring": {
+    "barrier": {
         "inline unsigned shared_address(const void* at)": "{ return 0; }",
         "inline void prepare_barrier(uint64* barrier, unsigned arrivals)": (
             "{ *barrier = uint64(arrivals) << 48 | uint64(arrivals) << 32; }"
@@ -161,7 +161,7 @@ def simulated_source(request: Request) -> str:
 
 def _program(parts: list[str], driver: str, parameter: str, kernel: str) -> str:
     """A kernel of these parts as C++ for the host; `parameter` is the type of its parameter."""
-    numbers = _replaced("numbers").replace("// The larger of each half", MAX_HALVES + "// The larger of each half", 1)
+    numbers = _replaced("numbers").replace("// max_pair:", MAX_HALVES + "// max_pair:", 1)
     driver = driver.replace("PARAMETER", parameter).replace("KERNEL", kernel)
     text = "\n".join([LOOK, numbers, *parts, driver])
     return "\n".join([DECLARATIONS, NUMBERS, BUILT_IN, SHARED_ARRAY.sub(SHARED_MEMORY, text)])
@@ -237,7 +237,8 @@ def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], scrat
 def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) -> None:
     """Run the kernel of a reduction on the host with the parameter at an address."""
     driver = DRIVER.replace("BEGIN", "").replace("BETWEEN", "")
-    text = _program([reduction.prologue(one), _replaced("reduction")], driver, "Reduction", reduction.NAME)
+    parts = [reduction.prologue(one), _replaced("lanes"), _replaced("reduction")]
+    text = _program(parts, driver, "Reduction", reduction.NAME)
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)
 
 

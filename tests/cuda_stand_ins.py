@@ -24,7 +24,7 @@ inline void send(State* to, State state, uint64* arrived, int block) {
            sizeof(State));
     __atomic_fetch_add(there, 1, __ATOMIC_SEQ_CST);
 }
-inline void wait(uint64* arrived) { while (seen(*arrived) < CLUSTER) yield(); }
+inline void wait_for_states(uint64* arrived) { while (seen(*arrived) < CLUSTER) yield(); }
 """
 
 TEAM = """

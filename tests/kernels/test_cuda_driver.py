@@ -49,7 +49,7 @@ def test_a_launch_without_a_context_is_made_again_with_one(
 ) -> None:
     fake = Driver(then)
     monkeypatch.setattr(driver, "library", lambda: fake)
-    assert driver.again(status, (), 3) == then
+    assert driver.retry_with_context(status, (), 3) == then
     assert fake.called == called
 
 

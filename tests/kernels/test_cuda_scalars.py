@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.cuda import compile, launch, source
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import plan
+from onlinesoftmax.torch.targets import MOST_BYTES_IN_ONE_LAUNCH, MOST_ROWS_IN_ONE_LAUNCH
 
 SCALARS = [
     Ask(LOSS, ("mean_loss", "y"), ("ignore_index",)),
@@ -163,3 +165,8 @@ def test_kernels_of_scalars_compile(strategy: str, ask: Ask, dtype: str) -> None
     text = source.source(planned(ask, *SHAPES[strategy], dtype, strategy))
     _, log, _ = compile.build(text, devices.known("h200").arch)
     assert strategy != "row" or compile.usage(log)["stack"] == 0
+
+
+def test_the_kernel_says_which_losses_it_reduces() -> None:
+    [limits] = re.findall(r"(\d+) rows, (\d+) MiB", source.text("total.cuh"))
+    assert [int(limit) for limit in limits] == [MOST_ROWS_IN_ONE_LAUNCH, MOST_BYTES_IN_ONE_LAUNCH >> 20]

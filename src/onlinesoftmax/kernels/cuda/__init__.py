@@ -1,10 +1,17 @@
 """The `cuda` backend: the strategies `row`, `cluster`, `grid` and `looped` in CUDA C++.
 
 Reading order: numbers.cuh (element types, loads and stores), state.cuh (the recurrence), operands.cuh (operands and
-scores), ops.cuh (the formulas of the operations), levels.cuh (merges), slice.cuh (the part of a row that a group of
-threads holds), then any strategy, which is a page.  `grid` has a second kernel, for several rows: ring.cuh, then
-pipeline.cuh.  mail.cuh has the messages between blocks, by which total.cuh reduces the losses to a scalar.
-source.py and params.py generate the constants and the parameters of a kernel.
+scores), ops.cuh (the formulas of the operations), lanes.cuh (shuffles), levels.cuh (merges), slice.cuh (the part of a
+row that a group of threads holds), then any strategy.
+
+`row` and `looped` are one file each.  `cluster` has the messages between its blocks in peers.cuh.  `grid` has three
+kernels: grid.cuh, pipeline.cuh for several rows, and stream.cuh for rows that do not fit on chip.  team.cuh has the
+messages between the blocks of a team.  The last two kernels load through the ring of ring.cuh, and exchange states by
+the warp of exchange.cuh.  barrier.cuh has the barriers of peers.cuh and ring.cuh.
+
+total.cuh reduces the losses to a scalar, by the messages of mail.cuh and loss_mail.cuh.  reduction.cuh, merge.cuh and
+multiply.cuh are kernels of their own, before and after those of the strategies.  source.py and params.py generate the
+constants and the parameters of a kernel.
 """
 
 from __future__ import annotations

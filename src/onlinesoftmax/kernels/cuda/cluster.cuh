@@ -3,7 +3,7 @@
 // One block:  owns CHUNKS x THREADS adjacent chunks of a row, in registers; CLUSTER blocks own a row.
 // Chosen:     for rows that need most registers of a multiprocessor or more, and for few rows, on Hopper and later.
 // Bytes:      one read, one write; states travel through distributed shared memory.
-// Limits:     CLUSTER is at most 16, and 8 on devices that promise no more.
+// Limits:     at most 16 blocks in a cluster; 8 on devices without larger clusters.
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(const __grid_constant__ Params p) {
     __shared__ State exchange[THREADS / 32];
@@ -15,8 +15,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     if constexpr (REDUCES) announce_beginning();
     const int64 row = total::block_of_rows(p) / CLUSTER;
     const Row r = row_at(p, row);
-    RowOperands given = row_operands(p, row);
-    const Numbers n = numbers(p);
+    RowOperands operands = row_operands(p, row);
+    const CallConstants call = call_constants(p);
     // All slices have one length, so that no block waits for a longer one; the first block owns the edges.
     const int64 left = min(p.slice, r.body - rank * p.slice) - lane;
     const Cursor at = r.chunk(p, rank * p.slice + lane);
@@ -24,29 +24,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     Slice<CHUNKS, THREADS, EDGES, TERMS> slice;
     slice.load(p, at, left);
     slice.load_edges(p, r, edge_lane);
-    given.load_target(p, r);
-    slice.make_scores(at, n, left);
-    slice.make_edge_scores(r, n, edge_lane);
-    slice.weigh(p, at, left);
-    slice.weigh_edges(p, r, edge_lane);
+    operands.load_target(p, r);
+    slice.make_scores(at, call, left);
+    slice.make_edge_scores(r, call, edge_lane);
+    slice.add_weighted_scores(p, at, left);
+    slice.add_weighted_edges(p, r, edge_lane);
     State state = identity();
     if constexpr (REDUCES) {
         state = reduce<32>(slice, exchange);
-        given.finish_target_load();
+        operands.finish_target_load();
         state = merge_warps<THREADS / 32>(state, exchange);
         wait_for_beginnings();
         if (lane < CLUSTER) send(&states[rank], state, &arrived, lane);
-        wait(&arrived);
+        wait_for_states(&arrived);
         state = merge_lanes<CLUSTER>(states[lane % CLUSTER]);
     }
     if constexpr (WRITES_ROWS) {
-        if (rank == 0 && lane == 0) ops::write_rows(p, r, row, given, n, state);
+        if (rank == 0 && lane == 0) ops::write_rows(p, r, row, operands, call, state);
     }
     if constexpr (WRITES_ELEMENTS) {
-        const ops::RowConstants whole = ops::row_constants(p, r, given, n, state);
+        const ops::RowConstants whole = ops::row_constants(p, r, operands, call, state);
         const ops::RowConstants constants = slice.own_constants(whole, state.m);
-        slice.write(p, at, n, constants, left);
-        slice.write_edges(p, r, n, constants, edge_lane);
+        slice.write(p, at, call, constants, left);
+        slice.write_edges(p, r, call, constants, edge_lane);
     }
     if (rank == 0) total::add_losses<1>(p, row);
 }

@@ -55,7 +55,7 @@ class Arguments:
         self.addresses = tuple(c_void_p(address) for address in of_launch)
 
 
-class Spare:
+class ArgumentPool:
     """The arguments of earlier launches of one kernel, kept for later ones.
 
     Args:
@@ -147,10 +147,10 @@ def launch(arguments: Arguments, index: int, doing: str) -> None:
     """
     status = library().cuLaunchKernelEx(*arguments.addresses)
     if status:
-        check(again(status, arguments.addresses, index), doing)
+        check(retry_with_context(status, arguments.addresses, index), doing)
 
 
-def again(status: int, arguments: tuple[Any, ...], index: int) -> int:
+def retry_with_context(status: int, arguments: tuple[Any, ...], index: int) -> int:
     """The status of a launch, repeated with the context of a device current where a missing context was the error.
 
     Args:

@@ -11,15 +11,15 @@ struct Exchange {
         for (int i = 0; i < 2; ++i) prepare_barrier(&reduced[i], WARPS), prepare_barrier(&merged[i], 1);
     }
     // Merges the states of a warp and hands the result over.  All threads that hold rows call `post` once for each row, and
-    // `take` once for each row, in the same order.
+    // `wait_for_row` once for each row, in the same order.
     __device__ inline void post(State state, unsigned count) {
         state = merge_lanes<32>(state);
         if (threadIdx.x % 32) return;
         of_warps[count % 2][threadIdx.x / 32] = state;
         arrive(&reduced[count % 2]);
     }
-    // Waits for the state of a whole row.
-    __device__ inline State take(unsigned count) {
+    // Waits for the state of a whole row, and returns it.
+    __device__ inline State wait_for_row(unsigned count) {
         wait_for_phase(&merged[count % 2], count / 2 % 2);
         return of_row[count % 2];
     }

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     const SharedChunks shared = shared_chunks(memory, p.shared_tiles);
     const int lane = threadIdx.x;
     const Team team(p);
-    const Numbers n = numbers(p);
+    const CallConstants call = call_constants(p);
     const int edge_lane = team.rank ? NO_EDGE : lane;
     total::count_in_teams(p);
     unsigned count = 0;
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
         // Each slice begins a multiple of 128 bytes of x after the beginning of the body.  A lane's chunks lie THREADS
         // apart: first CHUNKS in registers, then p.shared_tiles in shared memory, then the streamed ones.
         const Row r = row_at(p, row);
-        RowOperands given = row_operands(p, row);
+        RowOperands operands = row_operands(p, row);
         const Cursor at = r.chunk(p, team.rank * p.slice + lane);
         const int64 left = min(p.slice, r.body - team.rank * p.slice) - lane;
         const int64 left_shared = left - int64(CHUNKS) * THREADS;
@@ -70,11 +70,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             for (; i < (g + 1) * group && i < tiles; ++i) fetch(p, shared, i, at_shared, int64(i) * THREADS * VECTOR);
             commit();
         }
-        given.load_target(p, r);
-        held.make_scores(at, n, left);
-        held.make_edge_scores(r, n, edge_lane);
-        held.weigh(p, at, left);
-        held.weigh_edges(p, r, edge_lane);
+        operands.load_target(p, r);
+        held.make_scores(at, call, left);
+        held.make_edge_scores(r, call, edge_lane);
+        held.add_weighted_scores(p, at, left);
+        held.add_weighted_edges(p, r, edge_lane);
 
         State state = identity();
         if constexpr (REDUCES) {
@@ -86,8 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                     const Cursor from = skip(p, at_shared, int64(i) * THREADS * VECTOR);
                     const int64 present = min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS;
                     tile.load_from_shared(p, from, shared.x + i * THREADS, shared.dy + i * THREADS, present);
-                    tile.make_scores(from, n, present);
-                    tile.weigh(p, from, present);
+                    tile.make_scores(from, call, present);
+                    tile.add_weighted_scores(p, from, present);
                     state = extend(state, tile);
                 }
             }
@@ -97,12 +97,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 const Cursor from = skip(p, at_streamed, past * VECTOR);
                 Slice<DEPTH, THREADS, false, false, CachePolicy::LONG> tile;
                 tile.load(p, from, left_streamed - past);
-                tile.make_scores(from, n, left_streamed - past);
-                tile.weigh(p, from, left_streamed - past);
+                tile.make_scores(from, call, left_streamed - past);
+                tile.add_weighted_scores(p, from, left_streamed - past);
                 state = extend(state, tile);
             }
             state = merge_lanes<32>(state);
-            given.finish_target_load();
+            operands.finish_target_load();
             state = merge_warps<THREADS / 32>(state, exchange[slot][0]);
             if (team.size > 1) state = team.merge(state, count, exchange[slot][1]);
         } else if constexpr (SHARED) {
@@ -110,10 +110,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
         }
 
         if constexpr (WRITES_ROWS) {
-            if (team.rank == 0 && lane == 0) ops::write_rows(p, r, row, given, n, state);
+            if (team.rank == 0 && lane == 0) ops::write_rows(p, r, row, operands, call, state);
         }
         if constexpr (WRITES_ELEMENTS) {
-            const ops::RowConstants constants = ops::row_constants(p, r, given, n, state);
+            const ops::RowConstants constants = ops::row_constants(p, r, operands, call, state);
             const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * THREADS * VECTOR);
             // Newest first: L2 still holds those tiles.
             for (int64 i = streams - 1; STREAMED && i >= 0; --i) {
@@ -121,19 +121,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 const Cursor from = skip(p, at_streamed, past * VECTOR);
                 Slice<DEPTH, THREADS, false, false, CachePolicy::SHORT, CachePolicy::SHORT> tile;
                 tile.load(p, from, left_streamed - past);
-                tile.make_scores(from, n, left_streamed - past);
-                tile.write(p, from, n, constants, left_streamed - past);
+                tile.make_scores(from, call, left_streamed - past);
+                tile.write(p, from, call, constants, left_streamed - past);
             }
             const ops::RowConstants constants_held = held.own_constants(constants, state.m);
-            held.write(p, at, n, constants_held, left);
-            held.write_edges(p, r, n, constants_held, edge_lane);
+            held.write(p, at, call, constants_held, left);
+            held.write_edges(p, r, call, constants_held, edge_lane);
             for (int i = 0; SHARED && i < tiles; i += DEPTH) {
                 Slice<DEPTH, THREADS, false, false> tile;
                 const Cursor from = skip(p, at_shared, int64(i) * THREADS * VECTOR);
                 const int64 present = min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS;
                 tile.load_from_shared(p, from, shared.x + i * THREADS, shared.dy + i * THREADS, present);
-                tile.make_scores(from, n, present);
-                tile.write(p, from, n, constants, present);
+                tile.make_scores(from, call, present);
+                tile.write(p, from, call, constants, present);
             }
         }
     }

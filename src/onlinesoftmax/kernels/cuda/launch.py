@@ -29,6 +29,9 @@ from .source import (
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
+EMPTY = -1
+"""Value of a word of a mailbox without a message, as in mail.cuh."""
+
 
 def bind(request: Request) -> Run:
     """The function run(x, y, more) for tensors of the shapes and dtypes of a request, all on one device.
@@ -43,7 +46,7 @@ def bind(request: Request) -> Run:
     words = {MAIL: _mail_words(request), LOSS_MAIL: loss_mail_words(request)}
     # Rounded up to a power of two, so that calls with other numbers of rows share mailboxes.
     mail = tuple((FIELD_OF_POINTER[name], 1 << (count - 1).bit_length()) for name, count in words.items() if count)
-    more_than_two = bool(tensors or numbers or mail)
+    has_other_fields = bool(tensors or numbers or mail)
     launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
 
     def new_call(index: int) -> driver.Arguments:
@@ -52,8 +55,8 @@ def bind(request: Request) -> Run:
         early = request.follows_divisor and plan.strategy != "grid" and may_begin_early(index)
         return driver.Arguments(values, driver.launch_config(*config, early=early), kernel)
 
-    spare = driver.Spare(new_call)
-    take, give_back = spare.take, spare.give_back
+    pool = driver.ArgumentPool(new_call)
+    take, give_back = pool.take, pool.give_back
 
     def run(x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
         index = x.get_device()
@@ -61,7 +64,7 @@ def bind(request: Request) -> Run:
         fields = call.fields
         fields[x_field], fields[y_field] = x.data_ptr(), y.data_ptr()
         call.config.stream = stream = stream_of(index)
-        if more_than_two:
+        if has_other_fields:
             for field, name in tensors:
                 fields[field] = more[name].data_ptr()
             for field, name in numbers:
@@ -71,7 +74,7 @@ def bind(request: Request) -> Run:
                 fields[field] = words_of_stream(field, count, EMPTY, index, stream).data_ptr()
         status = launch(*call.addresses)
         if status:
-            status = driver.again(status, call.addresses, index)
+            status = driver.retry_with_context(status, call.addresses, index)
             driver.check(status, f"launching {plan.backend}/{plan.strategy}")
         give_back(call)
 
@@ -134,10 +137,6 @@ def _mail_words(request: Request) -> int:
         return 0
     packets = SLOTS * plan.splits**2 * message_packets(request) + (plan.threads.kernel == STREAM)
     return plan.programs // plan.splits * packets * 2
-
-
-EMPTY = -1
-"""Value of a word of a mailbox without a message."""
 
 
 def words_of_stream(use: int | str, count: int, value: int, index: int, stream: int) -> torch.Tensor:

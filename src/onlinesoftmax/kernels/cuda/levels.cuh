@@ -1,13 +1,7 @@
-// Merges of states, level by level: lanes of a warp, warps that share a row, blocks of a cluster, blocks of a team.
-// Lanes, warps and clusters first find the largest m, so that each sum is rescaled once, and then add.  A team first
-// merges its messages pairwise in each thread.
-
-template <class T> __device__ inline T from_lane(T x, int lane) { return __shfl_sync(~0u, x, lane); }
-template <class T> __device__ inline T across(T x, int step) { return __shfl_xor_sync(~0u, x, step); }
-__device__ inline DoubleDouble from_lane(DoubleDouble x, int lane) {
-    return {from_lane(x.high, lane), from_lane(x.low, lane)};
-}
-__device__ inline DoubleDouble across(DoubleDouble x, int step) { return {across(x.high, step), across(x.low, step)}; }
+// Merges of states within a block: of the lanes of a warp, and of the warps that share a row.  cluster.cuh and team.cuh
+// use them for the states of other blocks, which lanes have received.
+//
+// A merge first finds the largest m, so that each sum is rescaled once, and then adds the sums.
 
 // The maximum of a whole warp's floats in one instruction.  As integers, non-negative floats have the same order and
 // negative floats the opposite.  m is never NaN.

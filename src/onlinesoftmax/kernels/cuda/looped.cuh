@@ -2,7 +2,8 @@
 //
 // One block:  owns one row, in tiles of CHUNKS x THREADS chunks.
 // Chosen:     mostly for operations that write one number per row, which read a row once.
-// Bytes:      two reads, one write; the second read hits L2 for the part of the resident rows that is still there.
+// Bytes:      one read; with an output per element, a second read and one write.  L2 serves the part of the second read
+//             that it still holds.
 // Limits:     none on columns.
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(const __grid_constant__ Params p) {
@@ -11,17 +12,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     if (total::only_counts(p)) return;
     const int64 row = total::block_of_rows(p);
     const Row r = row_at(p, row);
-    RowOperands given = row_operands(p, row);
-    const Numbers n = numbers(p);
+    RowOperands operands = row_operands(p, row);
+    const CallConstants call = call_constants(p);
     const int lane = threadIdx.x;
     const int64 tiles = (r.body + TILE - 1) / TILE;
     // The edges are one small slice, which stays in registers.
     Slice<0, THREADS, EDGES, false> edges;
     edges.load_edges(p, r, lane);
     // The tile's loads go first, because the load of the target's logit waits for that of the target.
-    if (!REDUCES || tiles == 0) given.load_target(p, r);
-    edges.make_edge_scores(r, n, lane);
-    edges.weigh_edges(p, r, lane);
+    if (!REDUCES || tiles == 0) operands.load_target(p, r);
+    edges.make_edge_scores(r, call, lane);
+    edges.add_weighted_edges(p, r, lane);
     State state = identity();
     if constexpr (REDUCES) {
         state = extend(state, edges);
@@ -30,28 +31,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
             const Cursor at = r.chunk(p, i * TILE + lane);
             const int64 left = r.body - i * TILE - lane;
             tile.load(p, at, left);
-            if (i == 0) given.load_target(p, r);
-            tile.make_scores(at, n, left);
-            tile.weigh(p, at, left);
+            if (i == 0) operands.load_target(p, r);
+            tile.make_scores(at, call, left);
+            tile.add_weighted_scores(p, at, left);
             // Each lane keeps a state of its own, so that the loop has no barrier.
             state = extend(state, tile);
         }
         state = merge_warps<THREADS / 32>(merge_lanes<32>(state), exchange);
     }
     if constexpr (WRITES_ROWS) {
-        if (lane == 0) ops::write_rows(p, r, row, given, n, state);
+        if (lane == 0) ops::write_rows(p, r, row, operands, call, state);
     }
     if constexpr (WRITES_ELEMENTS) {
-        const ops::RowConstants constants = ops::row_constants(p, r, given, n, state);
-        edges.write_edges(p, r, n, constants, lane);
+        const ops::RowConstants constants = ops::row_constants(p, r, operands, call, state);
+        edges.write_edges(p, r, call, constants, lane);
         // Newest first: L2 still holds those tiles.
         for (int64 i = tiles - 1; i >= 0; --i) {
             Slice<CHUNKS, THREADS, false, false, CachePolicy::SHORT, CachePolicy::SHORT> tile;
             const Cursor at = r.chunk(p, i * TILE + lane);
             const int64 left = r.body - i * TILE - lane;
             tile.load(p, at, left);
-            tile.make_scores(at, n, left);
-            tile.write(p, at, n, constants, left);
+            tile.make_scores(at, call, left);
+            tile.write(p, at, call, constants, left);
         }
     }
     total::add_losses<1>(p, row);

@@ -50,8 +50,8 @@ template <class Word> __device__ inline Word wait_for_word(const Word* from) {
     return word;
 }
 
-// Four words that are written and read in one piece.  L2 evicts other lines first.  Otherwise, rows that stream through L2
-// would evict packets, and a reader would fetch them from device memory.
+// Four words that are written and read by one access.  They are marked to be evicted from L2 last: otherwise, rows that
+// stream through L2 would evict packets, and a reader would fetch them from device memory.
 struct alignas(16) Packet { unsigned words[4]; };
 __device__ inline uint64 half(const Packet& packet, int i) {
     return uint64(packet.words[2 * i + 1]) << 32 | packet.words[2 * i];

@@ -52,9 +52,6 @@ __device__ inline State state_of(const ShardedRows& p, int64 process, int64 row)
     return state;
 }
 
-// A row of only -inf has l = 0, and a row with +inf an infinite l; neither has a softmax.
-__device__ inline bool has_softmax(double l) { return l > 0 && l < INF; }
-
 // The loss of a row from the log-probability of its target: 0 where it is ignored, NaN where the target is no class.
 __device__ inline double loss_of(const ShardedRows& p, Target target, double logprob, double lse, double weighted) {
     if (!target.counts) return 0;

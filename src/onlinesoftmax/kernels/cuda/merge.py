@@ -11,7 +11,7 @@ import torch
 from ..sharded import ShardedRows
 from . import driver
 from .launch import loaded, may_begin_early
-from .source import CPP_TYPES, text
+from .source import declarations, text, typed
 
 THREADS = 128
 
@@ -33,8 +33,8 @@ def bind(kernel: str, rows: ShardedRows) -> Callable[[dict[str, torch.Tensor]], 
         config = driver.launch_config(blocks, 1, THREADS, 0, 1, False, early)
         return driver.Arguments(values, config, _kernel(rows.kind, kernel, index))
 
-    spare = driver.Spare(new_call)
-    take, give_back = spare.take, spare.give_back
+    pool = driver.ArgumentPool(new_call)
+    take, give_back = pool.take, pool.give_back
 
     def run(tensors: dict[str, torch.Tensor]) -> None:
         index = tensors["target"].get_device()
@@ -82,7 +82,4 @@ def prologue(rows: ShardedRows) -> str:
     flags |= {"LOSS": rows.loss, "SCALAR": rows.scalar}
     flags |= {"SMOOTHED": rows.smoothing != 0, "HAS_Z_LOSS": rows.z_loss != 0}
     numbers = {"SUMS": 1 + entropy, "RESCALED": 3 if entropy else 1, "SUM_ZL": 1 if entropy else -1, "THREADS": THREADS}
-    lines = [f"using {name} = {CPP_TYPES.get(dtype, dtype)};" for name, dtype in types.items()]
-    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
-    return '#line 1 "constants"\n' + "\n".join(lines) + "\n"
+    return declarations(types, typed(flags | numbers))

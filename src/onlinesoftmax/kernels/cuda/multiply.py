@@ -9,7 +9,7 @@ import torch
 from ...core.task import ITEMSIZE
 from . import driver
 from .launch import loaded, may_begin_early
-from .source import CPP_TYPES, text
+from .source import declarations, text, typed
 
 THREADS, BATCH = 512, 8
 """Threads of a block, and chunks that a thread loads at once.
@@ -28,17 +28,17 @@ def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
         factor: Floating-point tensor of one element on the same GPU.
     """
     index = x.get_device()
-    most, spare = _prepared(x.dtype, factor.dtype, index)
-    call = spare.take(index)
+    most, pool = _prepared(x.dtype, factor.dtype, index)
+    call = pool.take(index)
     call.fields[0], call.fields[1], call.fields[2] = x.data_ptr(), factor.data_ptr(), x.numel()
     call.config.grid[0] = max(1, min(most, -(-x.numel() * x.element_size() // (16 * BATCH * THREADS))))
     call.config.stream = torch._C._cuda_getCurrentRawStream(index)
     driver.launch(call, index, "launching multiply_kernel")
-    spare.give_back(call)
+    pool.give_back(call)
 
 
 @cache
-def _prepared(dtype: torch.dtype, factor: torch.dtype, index: int) -> tuple[int, driver.Spare]:
+def _prepared(dtype: torch.dtype, factor: torch.dtype, index: int) -> tuple[int, driver.ArgumentPool]:
     """(blocks that fill the device, arguments of launches)."""
     text_of_kernel = source(*(str(name).removeprefix("torch.") for name in (dtype, factor)))
 
@@ -46,17 +46,12 @@ def _prepared(dtype: torch.dtype, factor: torch.dtype, index: int) -> tuple[int,
         config = driver.launch_config(1, 1, THREADS, 0, 1, False, early=may_begin_early(index))
         return driver.Arguments(bytes(24), config, loaded(text_of_kernel, NAME, index, 0, 1))
 
-    return torch.cuda.get_device_properties(index).multi_processor_count, driver.Spare(new_call)
+    return torch.cuda.get_device_properties(index).multi_processor_count, driver.ArgumentPool(new_call)
 
 
 @cache
 def source(dtype: str, factor: str) -> str:
     """The source of the kernel for the dtypes of a gradient and its factor."""
-    accumulator = "double" if dtype == "float64" else "float"
-    constants = [
-        f"using T = {CPP_TYPES.get(dtype, dtype)};",
-        f"using ACC = {accumulator};",
-        f"using FACTOR = {CPP_TYPES.get(factor, factor)};",
-        f"constexpr int THREADS = {THREADS}, BATCH = {BATCH}, VECTOR = {16 // ITEMSIZE[dtype]};",
-    ]
-    return text("numbers.cuh") + '#line 1 "constants"\n' + "\n".join(constants) + "\n" + text("multiply.cuh")
+    types = {"T": dtype, "ACC": "float64" if dtype == "float64" else "float32", "FACTOR": factor}
+    numbers = {"THREADS": THREADS, "BATCH": BATCH, "VECTOR": 16 // ITEMSIZE[dtype]}
+    return text("numbers.cuh") + declarations(types, typed(numbers)) + text("multiply.cuh")

@@ -1,4 +1,4 @@
-// Element types, and loads and stores of up to 16 bytes an instruction, the widest before sm_100.
+// Element types, and loads and stores of up to 16 bytes per instruction, the most that GPUs before sm_100 can move.
 //
 // No header is included: users have NVRTC, which comes as a Python package, and need no CUDA toolkit.
 
@@ -33,6 +33,7 @@ __device__ inline DoubleDouble operator*(DoubleDouble a, double b) {
     const double product = a.high * b;
     return {product, fabs(product) == INF ? 0 : fma(a.high, b, -product) + a.low * b};
 }
+// The difference is rounded to float64: the result is an element, not a sum.
 __device__ inline double operator-(DoubleDouble a, double b) { return a.high - b + a.low; }
 
 // Converts two numbers to 16 bits in one instruction, rounded to nearest.
@@ -47,7 +48,7 @@ __device__ inline void narrow(bfloat16& y, float x) { y.bits = narrow_pair(x, 0,
 __device__ inline void narrow(float& y, double x) { y = float(x); }
 __device__ inline void narrow(double& y, double x) { y = x; }
 
-// Sets the neutral element: 0 of a sum, or else -inf of a maximum.
+// Sets x to the neutral element of a reduction: 0 for a sum, -inf for a maximum.
 __device__ inline void clear(float16& x, bool zero) { x.bits = zero ? 0 : 0xfc00; }
 __device__ inline void clear(bfloat16& x, bool zero) { x.bits = zero ? 0 : 0xff80; }
 __device__ inline void clear(float& x, bool zero) { x = zero ? 0 : -INF; }
@@ -77,7 +78,8 @@ template <int N> __device__ inline float wide_again(const Chunk<float16, N>& fro
     return wide(float16{(unsigned short)half});
 }
 
-// The larger of each half of two registers, and the larger half of one.  Of a number and a NaN the number is larger.
+// max_pair: elementwise maximum of two registers that hold two 16-bit numbers each.  max_half: the larger of the two
+// numbers in a register.  A NaN loses against a number.
 template <class T> __device__ inline unsigned max_pair(unsigned a, unsigned) { return a; }
 template <> __device__ inline unsigned max_pair<float16>(unsigned a, unsigned b) {
     asm("max.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b)); return a;
@@ -142,7 +144,7 @@ template <CachePolicy POLICY> __device__ inline uint2 load_word(const uint2* fro
     return w;
 }
 
-// One element.  relaxed: the assembler, too, issues the load where it stands, and not after the first use of others.
+// One element.  relaxed: the assembler rarely moves the load behind the first use of another one.
 template <class T> __device__ inline T load_one(const T* from) {
     using W = typename Word<sizeof(T)>::type;
     W w;
@@ -188,11 +190,10 @@ __device__ inline void store(T* to, const Chunk<T, N>& from, int64 step) {
             reinterpret_cast<Unit*>(to + (W == 1 ? i * step : i)), reinterpret_cast<const Unit&>(from.at[i]));
 }
 
-// Programmatic dependent launch, from sm_90 on: a kernel may be launched such that it begins before the kernel before it on
-// the stream has ended.  The first kernel allows this by `let_next_kernel_begin`, at the latest by its end; the next one
-// waits by `wait_for_kernel_before` until the first has ended and its stores can be seen.  Only the kernel directly before
-// is waited for.  So all threads of a kernel that is launched early call it, before their first load of what a kernel on
-// the stream may still write, and before their first store.
+// Programmatic dependent launch (sm_90): a kernel may begin before the previous kernel on the stream has ended.  The
+// previous kernel permits it with let_next_kernel_begin, or by its end.  wait_for_kernel_before returns when the previous
+// kernel has ended and its stores are visible.  Every thread of a kernel that is launched early calls it before it loads
+// anything that an unfinished kernel writes, and before its first store.
 __device__ inline void let_next_kernel_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

@@ -5,8 +5,9 @@
 // strategies do not know them.  `if constexpr` removes every option that a request lacks.
 //
 // A row has a body, whole chunks of VECTOR neighbours, which is moved in instructions as wide as the row's alignment
-// allows; and edges, at most VECTOR - 1 elements before and after the body, which the lanes take one by one.  With PEEL
-// the body begins on 16 bytes wherever the row begins; without PEEL the row begins with the body.
+// allows; and edges, fewer than HEAD elements before the body and fewer than VECTOR after it, which the lanes take one by
+// one.  With PEEL the body begins on a multiple of the bytes of HEAD elements, wherever the row begins; without PEEL the
+// row begins with the body.
 //
 // An operation with a target reads one more logit for each row, at the target column, and the other operands with one
 // value per row.  They are loaded before anything is written, because the output may overwrite x.  A block waits at a
@@ -43,64 +44,16 @@ __device__ inline int64 row_offset(const Params& p, const Place& place, int64 ro
     return offset + row * place.strides[DIMS - 1];
 }
 
-// The mailboxes of a loss that is reduced to a scalar (total.cuh), in p.loss_mail:
-//     divisors   DIVISORS copies of the divisor of the mean, 128 bytes apart, so that blocks read different addresses
-//     counts     for each part of the targets, its part of the divisor; used where classes have weights
-//     losses     the loss of each row
-//     sums       for each segment of rows, the sum of its losses
-// A count or a sum has two words of 64 bits, of which float32 uses one.  All words are EMPTY before and after a kernel.
-// Kernels that may run at the same time have mailboxes of their own.
-struct LossMail {
-    using Word = WordOf<sizeof(ACC)>::type;
-    uint64 *divisors, *counts, *sums;
-    Word* losses;
-
-    __device__ inline explicit LossMail(const Params& p)
-        : divisors(p.loss_mail), counts(divisors + 16 * DIVISORS),
-          sums(counts + 2 * COUNTERS + (p.rows * sizeof(Word) + 7) / 8),
-          losses(reinterpret_cast<Word*>(counts + 2 * COUNTERS)) {}
-
-    __device__ inline uint64* divisor(unsigned i) const { return divisors + i % DIVISORS * 16; }
-    __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
-};
-
-// The divisor of a mean, which counting blocks publish.  A thread looks for the divisor before it loads its row, and waits
-// for it after it has issued these loads: the divisor arrives first, because it comes from L2, and the row from device
-// memory.  The logit of the target is loaded after the wait.  If the code loaded this logit before the wait, the assembler
-// would place that load before the loads of the row, which would then wait for the target.
-//
-// Without weights, the divisor is a number of rows.  Each warp that counts adds to the word: 1 to the upper half, and its
-// number of rows to the lower half.  The sums are those of word - EMPTY.  Integers may be added in any order.  With weights,
-// the word is the bits of the divisor.
-struct Divisor {
-    uint64 word;   // as loaded by `look`
-
-    // Both read copy i % DIVISORS.
-    __device__ inline void look(const Params& p, unsigned i) { word = look_word(LossMail(p).divisor(i)); }
-    __device__ inline ACC wait(const Params& p, unsigned i) const {
-        uint64 now = word;
-        while (!is_complete(p, now)) now = look_word(LossMail(p).divisor(i));
-        if constexpr (!HAS_WEIGHT) return ACC(unsigned(now - EMPTY));
-        ACC x;
-        from_bits(now, x);
-        return x;
-    }
-    static __device__ inline bool is_complete(const Params& p, uint64 word) {
-        if constexpr (HAS_WEIGHT) return word != EMPTY;
-        else return unsigned((word - EMPTY) >> 32) == unsigned(p.counters) * (THREADS / 32);
-    }
-};
-
 // Numbers that are the same for all rows: scale, softcap, 1 / softcap, and the sum of the weights of all classes.
-struct Numbers { ACC scale, cap, inverse_cap, weight_sum; };
+struct CallConstants { ACC scale, cap, inverse_cap, weight_sum; };
 
-__device__ inline Numbers numbers(const Params& p) {
-    Numbers n{1, 1, 1, ACC(p.cols)};
-    if constexpr (SCALE == Scale::NUMBER) n.scale = ACC(p.scale);
-    if constexpr (SCALE == Scale::TENSOR) n.scale = ACC(wide(*p.scale_tensor));
-    if constexpr (SOFTCAP) n.cap = ACC(p.softcap), n.inverse_cap = 1 / n.cap;
-    if constexpr (HAS_WEIGHT_SUM) n.weight_sum = ACC(wide(*p.weight_sum));
-    return n;
+__device__ inline CallConstants call_constants(const Params& p) {
+    CallConstants call{1, 1, 1, ACC(p.cols)};
+    if constexpr (SCALE == Scale::NUMBER) call.scale = ACC(p.scale);
+    if constexpr (SCALE == Scale::TENSOR) call.scale = ACC(wide(*p.scale_tensor));
+    if constexpr (SOFTCAP) call.cap = ACC(p.softcap), call.inverse_cap = 1 / call.cap;
+    if constexpr (HAS_WEIGHT_SUM) call.weight_sum = ACC(wide(*p.weight_sum));
+    return call;
 }
 
 // A position in a row: a pointer into each tensor, the number of columns from there on that causality allows, and the
@@ -181,23 +134,23 @@ __device__ inline float tanh_of(float x) { return tanhf(x); }
 __device__ inline double tanh_of(double x) { return tanh(x); }
 
 // The score of a logit before bias and mask: softcap * tanh(x * scale / softcap), with the options that are given.
-__device__ inline ACC score(ACC x, Numbers n) {
-    if constexpr (SCALE != Scale::NONE) x *= n.scale;
-    if constexpr (SOFTCAP) x = n.cap * tanh_of(x / n.cap);
+__device__ inline ACC score(ACC x, CallConstants call) {
+    if constexpr (SCALE != Scale::NONE) x *= call.scale;
+    if constexpr (SOFTCAP) x = call.cap * tanh_of(x / call.cap);
     return x;
 }
 
 // The derivative of the softcap at the logit x.
-__device__ inline ACC softcap_slope(ACC x, Numbers n) {
+__device__ inline ACC softcap_slope(ACC x, CallConstants call) {
     if constexpr (!SOFTCAP) return 1;
-    const ACC y = tanh_of((SCALE != Scale::NONE ? x * n.scale : x) / n.cap);
+    const ACC y = tanh_of((SCALE != Scale::NONE ? x * call.scale : x) / call.cap);
     return 1 - y * y;
 }
 
 // The derivative of the score with respect to its logit.
-__device__ inline ACC score_slope(ACC x, Numbers n) {
-    const ACC d = softcap_slope(x, n);
-    return SCALE != Scale::NONE ? d * n.scale : d;
+__device__ inline ACC score_slope(ACC x, CallConstants call) {
+    const ACC d = softcap_slope(x, call);
+    return SCALE != Scale::NONE ? d * call.scale : d;
 }
 
 // N neighbouring elements of a row, in registers from load to store: as they lie in memory, which takes the fewest
@@ -248,30 +201,30 @@ template <int N> struct RegisterChunk {
     }
 
     // False where the mask or causality excludes element i.
-    __device__ inline bool counts(const Cursor& at, int64 offset, int i) const {
+    __device__ inline bool is_included(const Cursor& at, int64 offset, int i) const {
         return (!CAUSAL || offset + i < at.causal_left) && (!HAS_MASK || mask.at[i]);
     }
 
     // Computes the scores, after all loads of the slice are issued.
-    __device__ inline void make_scores(const Cursor& at, Numbers n, int64 offset, bool present) {
+    __device__ inline void make_scores(const Cursor& at, CallConstants call, int64 offset, bool present) {
         if constexpr (SCORES) {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                ACC z = score(wide(x, i), n);
+                ACC z = score(wide(x, i), call);
                 if constexpr (HAS_BIAS) z += wide(bias, i);
                 // -inf must be set last: a softcap or a negative scale would change it.
-                scores[i] = present && counts(at, offset, i) ? z : -ACC(INF);
+                scores[i] = present && is_included(at, offset, i) ? z : -ACC(INF);
             }
         }
     }
 
     // The derivative of the softcap at element i, from its score: 1 - tanh².
-    __device__ inline ACC slope_of_score(int i, Numbers n) const {
+    __device__ inline ACC slope_of_score(int i, CallConstants call) const {
         ACC z = scores[i];
         if constexpr (HAS_BIAS) z -= wide(bias, i);
         // The gradient of an excluded element is 0, and 0 * inf would be NaN.
         if constexpr (HAS_BIAS || HAS_MASK || CAUSAL) z = scores[i] == -INF ? 0 : z;
-        const ACC y = z * n.inverse_cap;
+        const ACC y = z * call.inverse_cap;
         return fma(-y, y, ACC(1));
     }
 
@@ -303,8 +256,8 @@ struct RowOperands {
 #define FIELD(NAME, name) ACC name;
     ROW_OPERANDS(FIELD)
 #undef FIELD
-    RegisterChunk<1> chosen;
-    ACC chosen_weight;   // 1 without weights, and where the target is no column
+    RegisterChunk<1> target_logit;
+    ACC target_weight;   // 1 without weights, and where the target is no column
     Divisor divisor;
 
     // Loads the target column.  For a loss that is reduced to a scalar, it also sets dy, the derivative of the scalar with
@@ -319,10 +272,10 @@ struct RowOperands {
         // The next kernel adds the losses.  It may begin now, because it calls wait_for_kernel_before before it reads them.
         if constexpr (ROW_LOSS) let_next_kernel_begin();
         if constexpr (HAS_TARGET) {
-            chosen.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());
-            chosen_weight = 1;
+            target_logit.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());
+            target_weight = 1;
             if constexpr (HAS_WEIGHT)
-                if (r.has_target()) chosen_weight = wide(load_one(r.begin.weight + r.target() * p.weight_place.col));
+                if (r.has_target()) target_weight = wide(load_one(r.begin.weight + r.target() * p.weight_place.col));
         }
     }
 
@@ -333,31 +286,32 @@ struct RowOperands {
     __device__ inline void finish_target_load() const {
         if constexpr (HAS_TARGET && WRITES_ELEMENTS) {
             __shared__ volatile ACC unread;
-            if (threadIdx.x == 0) unread = wide(chosen.x, 0);
+            if (threadIdx.x == 0) unread = wide(target_logit.x, 0);
         }
     }
 
     // The score of the target column; -inf where the target is no column, or is excluded by the mask or by causality.
-    __device__ inline ACC score(const Row& r, Numbers n) const {
-        RegisterChunk<1> scored = chosen;
-        scored.make_scores(r.begin, n, r.target(), r.has_target());
+    __device__ inline ACC score(const Row& r, CallConstants call) const {
+        RegisterChunk<1> scored = target_logit;
+        scored.make_scores(r.begin, call, r.target(), r.has_target());
         return scored.template a<false>(0);
     }
     // The derivative of the softcap at the target column.
-    __device__ inline ACC slope(const Row& r, Numbers n) const {
-        RegisterChunk<1> scored = chosen;
-        scored.make_scores(r.begin, n, r.target(), r.has_target());
-        return scored.slope_of_score(0, n);
+    __device__ inline ACC slope(const Row& r, CallConstants call) const {
+        RegisterChunk<1> scored = target_logit;
+        scored.make_scores(r.begin, call, r.target(), r.has_target());
+        return scored.slope_of_score(0, call);
     }
 };
 
 // Loads the operands of a row, except those of the target column.
 __device__ inline RowOperands row_operands(const Params& p, int64 row) {
-    RowOperands given;
-    if constexpr (CALL_MEAN_LOSS && WRITES_ELEMENTS) given.divisor.look(p, blockIdx.x);
+    RowOperands operands;
+    if constexpr (CALL_MEAN_LOSS && WRITES_ELEMENTS) operands.divisor.look(p, blockIdx.x);
 #define LOAD(NAME, name) \
-    if constexpr (GIVEN_##NAME) given.name = wide(load_one(p.name + row_offset(p, p.name##_place, existing(p, row))));
+    if constexpr (GIVEN_##NAME) \
+        operands.name = wide(load_one(p.name + row_offset(p, p.name##_place, existing(p, row))));
     ROW_OPERANDS(LOAD)
 #undef LOAD
-    return given;
+    return operands;
 }

@@ -4,7 +4,7 @@
 // for the row and `output` for each element, or `write_rows` for the outputs per row, or both.  A new operation is a
 // branch here and a declaration in core/operations.py; strategies do not change.
 //
-// Two gradients keep one number for their row as the first sum of a state, whose m has another meaning:
+// Two gradients reduce a dot product, which is the first sum of their state.  Their m is not the maximum of scores:
 //     softmax           dx = y * (dy - dot)          dot = sum(dy * y)    m is unused
 //     log_softmax       dx = dy - exp(y) * dot       dot = sum(dy)        m = max(-y) with ZERO, else unused
 // The others reduce nothing, because lse or the state (m, l) is given.  p is exp(z - lse), or exp(z - m) / l; [c == t]
@@ -35,8 +35,8 @@ __device__ inline ACC term(ACC a, Shift s) { return READS_SAVED_OUTPUT ? 0 : ::t
 
 // The summands of element (a, b), whose term is e, for every sum of the state.
 //
-// An element at -inf has the term 0, and -inf * 0 would be NaN in the sum zl.  So has one that is 1000 below m.  CLAMP
-// limits the exponent of each element.  Without CLAMP a caller whose sum is NaN adds up again.
+// An element at -inf has the term 0 and the exponent -inf, whose product is NaN.  CLAMP limits the exponent to -1000, below
+// which every term is 0.  Without CLAMP, a caller whose sum zl is NaN adds up again.
 template <bool CLAMP> __device__ inline Sums<Summand> summands(ACC a, ACC b, ACC e, Shift s) {
     Sums<Summand> terms{};
     if constexpr (OP == Op::SOFTMAX_BACKWARD) terms.of[0] = Summand(SUM(a) * b);
@@ -59,11 +59,12 @@ __device__ inline ACC weighted_score(ACC a, ACC b) { return READS_WEIGHTS ? (b =
 //     log_softmax_backward                     t = dot
 //     logsumexp_backward       shift.m = lse   t = dy
 //     cross_entropy, and its gradient:
-//                              shift by m      t = dy * factor / l   low = rounding error of t   flat = dy * spread
+//                              shift by m      t = dy * factor / l   low = rounding error of t
+//                              spread = dy times that of the formula
 //     token_logprobs_backward  shift by m      t = (dlse - dy + dentropy * (log(l) - entropy)) / l
 //                                              low = -dentropy / l
-// `target` is the gradient in the target column.
-struct RowConstants { Shift shift; ACC t, low; bool zero; ACC flat, target; };
+// `target_gradient` is the gradient in the target column.
+struct RowConstants { Shift shift; ACC t, low; bool zero; ACC spread, target_gradient; };
 
 __device__ inline float reciprocal(float l) { float t; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(l)); return t; }
 __device__ inline double reciprocal(double l) { return 1 / l; }
@@ -75,9 +76,9 @@ __device__ inline float quotient(float a, float b) {
     return fma(fma(-q, b, a), r, q);
 }
 
-// A row of only -inf, or with a +inf, has no softmax: PyTorch writes NaN to all its elements.  With ZERO, a row of only
-// -inf gives zeros, and so does its gradient.
-__device__ inline RowConstants row_constants(State state, int64 cols) {
+// The row constants from the state alone, for operations without operands per row.  A row of only -inf, or with a +inf, has
+// no softmax: PyTorch writes NaN to all its elements.  With ZERO, a row of only -inf gives zeros, and so does its gradient.
+__device__ inline RowConstants softmax_constants(State state, int64 cols) {
     const SUM sum = state.first();
     const ACC l = ACC(sum);
     RowConstants r{::shift(state.m), l, ACC(sum - l), false};
@@ -100,20 +101,17 @@ __device__ inline RowConstants row_constants(State state, int64 cols) {
     return r;
 }
 
-// True for cross-entropy and its gradient, which differ in the origin of the state alone.
+// True for cross-entropy and for its gradient.  The first reduces the state, the second is given it.
 constexpr bool OF_LOSS = OP == Op::CROSS_ENTROPY || OP == Op::CROSS_ENTROPY_BACKWARD;
-
-// A row of only -inf has l = 0, and a row with +inf an infinite l; neither has a softmax.
-__device__ inline bool has_softmax(ACC l) { return l > 0 && l < INF; }
 
 // The output for an element whose term exp(a - m) is e, and whose second operand is b.
 __device__ inline ACC output_of_term(ACC e, ACC b, RowConstants r) {
     ACC y = EXACT ? fma(e, r.t, e * r.low) : e * r.t;
-    if constexpr (HAS_TARGET && HAS_SMOOTHING) y -= READS_WEIGHTS ? r.flat * b : r.flat;
+    if constexpr (HAS_TARGET && HAS_SMOOTHING) y -= READS_WEIGHTS ? r.spread * b : r.spread;
     return ZERO && !HAS_TARGET && r.zero ? 0 : y;
 }
 
-// The output for the element (a, b); without the part of the target column.
+// The output for the element (a, b), without the extra term of the target column.
 __device__ inline ACC output(ACC a, ACC b, RowConstants r) {
     ACC y;
     if constexpr (OP == Op::SOFTMAX || OF_LOSS) return output_of_term(::term(a, r.shift), b, r);
@@ -167,86 +165,87 @@ __device__ inline bool ignored(const Params& p, const Row& row) {
     else return false;
 }
 
-// The factors of a row's loss, as in the formula above.
-struct LossFactors { ACC own, spread, whole; };
+// The numbers own, spread and factor of the formula at the top, for one row.
+struct LossFactors { ACC own, spread, factor; };
 __device__ inline LossFactors loss_factors(
-    const Params& p, const Row& row, const RowOperands& given, Numbers n, ACC lse) {
-    LossFactors f{given.chosen_weight, 0, 0};
+    const Params& p, const Row& row, const RowOperands& operands, CallConstants call, ACC lse) {
+    LossFactors f{operands.target_weight, 0, 0};
     if constexpr (HAS_SMOOTHING) f.own *= ACC(1 - p.smoothing), f.spread = ACC(p.smoothing) / ACC(row.cols);
-    f.whole = HAS_SMOOTHING ? fma(f.spread, n.weight_sum, f.own) : f.own;
-    if constexpr (HAS_Z_LOSS) f.whole = fma(2 * ACC(p.z_loss), lse, f.whole);
+    f.factor = HAS_SMOOTHING ? fma(f.spread, call.weight_sum, f.own) : f.own;
+    if constexpr (HAS_Z_LOSS) f.factor = fma(2 * ACC(p.z_loss), lse, f.factor);
     return f;
 }
 
 // The row constants of the gradient of a loss: those of softmax, in r, times its factors.
 __device__ inline RowConstants loss_constants(
-    const Params& p, const Row& row, const RowOperands& given, Numbers n, RowConstants r, ACC lse) {
-    const LossFactors f = loss_factors(p, row, given, n, lse);
-    const ACC dy = SCALE != Scale::NONE ? given.dy * n.scale : given.dy, t = dy * f.whole * r.t;
-    if constexpr (EXACT) r.low = fma(dy * f.whole, r.t, -t) + dy * f.whole * r.low;
+    const Params& p, const Row& row, const RowOperands& operands, CallConstants call, RowConstants r, ACC lse) {
+    const LossFactors f = loss_factors(p, row, operands, call, lse);
+    const ACC dy = SCALE != Scale::NONE ? operands.dy * call.scale : operands.dy, t = dy * f.factor * r.t;
+    if constexpr (EXACT) r.low = fma(dy * f.factor, r.t, -t) + dy * f.factor * r.low;
     r.t = t;
-    r.flat = dy * f.spread;
+    r.spread = dy * f.spread;
     r.zero = !row.has_target() || ignored(p, row);
-    r.target = output(given.score(row, n), given.chosen_weight, r) - dy * f.own;
+    r.target_gradient = output(operands.score(row, call), operands.target_weight, r) - dy * f.own;
     return r;
 }
 
 // The row constants of an operation that has operands with one value per row.
 __device__ inline RowConstants row_constants(
-    const Params& p, const Row& row, const RowOperands& given, Numbers n, State state) {
+    const Params& p, const Row& row, const RowOperands& operands, CallConstants call, State state) {
     RowConstants r{};
     if constexpr (OF_LOSS || OP == Op::TOKEN_LOGPROBS_BACKWARD) {
-        if constexpr (!REDUCES) state = {given.m, {SUM(given.l)}};
+        if constexpr (!REDUCES) state = {operands.m, {SUM(operands.l)}};
         const SUM sum = state.first();
         const ACC l = ACC(sum);
         r.shift = ::shift(state.m);
         if constexpr (OF_LOSS) {
             r.t = has_softmax(l) ? reciprocal(l) : NOT_A_NUMBER;
             if constexpr (EXACT) r.low = r.t * (fma(-r.t, l, ACC(1)) - r.t * ACC(sum - l));
-            r = loss_constants(p, row, given, n, r, r.shift.m + log_sum(state, r.shift));
+            r = loss_constants(p, row, operands, call, r, r.shift.m + log_sum(state, r.shift));
         } else {
-            const ACC scale = SCALE != Scale::NONE ? n.scale : 1, dy = row.has_target() ? scale * given.dy : 0;
-            r.t = (GIVEN_DLSE ? scale * given.dlse : 0) - dy;
+            const ACC scale = SCALE != Scale::NONE ? call.scale : 1, dy = row.has_target() ? scale * operands.dy : 0;
+            r.t = (GIVEN_DLSE ? scale * operands.dlse : 0) - dy;
             if constexpr (GIVEN_DENTROPY) {
-                r.low = -(scale * given.dentropy);
-                r.t = fma(r.low, given.entropy - log(l), r.t);
+                r.low = -(scale * operands.dentropy);
+                r.t = fma(r.low, operands.entropy - log(l), r.t);
                 r.low /= l;
             }
             r.t = has_softmax(l) ? r.t / l : NOT_A_NUMBER;
             // A row without an incoming gradient has none, even if it holds NaN.
-            r.zero = given.dy == 0 && (!GIVEN_DLSE || given.dlse == 0) && (!GIVEN_DENTROPY || given.dentropy == 0);
-            r.target = output(given.score(row, n), 1, r);
+            r.zero = operands.dy == 0 && (!GIVEN_DLSE || operands.dlse == 0)
+                && (!GIVEN_DENTROPY || operands.dentropy == 0);
+            r.target_gradient = output(operands.score(row, call), 1, r);
             // An excluded column has no gradient.
-            if (given.chosen.counts(row.begin, row.target(), 0)) r.target += dy;
+            if (operands.target_logit.is_included(row.begin, row.target(), 0)) r.target_gradient += dy;
         }
     } else if constexpr (!REDUCES) {
         // lse is given, not reduced, so the shift is lse itself, infinite or not.
-        r.shift = ::shift(given.lse);
-        r.shift.m = given.lse;
-        r.zero = ZERO && given.lse == -INF;
-        r.t = given.dy;
+        r.shift = ::shift(operands.lse);
+        r.shift.m = operands.lse;
+        r.zero = ZERO && operands.lse == -INF;
+        r.t = operands.dy;
     } else {
-        return row_constants(state, row.cols);
+        return softmax_constants(state, row.cols);
     }
-    if constexpr (HAS_TARGET && SOFTCAP) r.target *= given.slope(row, n);
+    if constexpr (HAS_TARGET && SOFTCAP) r.target_gradient *= operands.slope(row, call);
     return r;
 }
 
 // The loss of a row, or the logarithm of the probability of its target.
 __device__ inline ACC target_output(
-    const Params& p, const Row& row, const RowOperands& given, Numbers n, State state) {
+    const Params& p, const Row& row, const RowOperands& operands, CallConstants call, State state) {
     if (ignored(p, row)) return 0;
     if (!row.has_target()) return NOT_A_NUMBER;
     const Shift s = ::shift(state.m);
-    const ACC log_l = log_sum(state, s), below = s.m - given.score(row, n);
+    const ACC log_l = log_sum(state, s), below = s.m - operands.score(row, call);
     if (!has_softmax(ACC(state.first()))) return ZERO && ACC(state.first()) == 0 ? 0 : NOT_A_NUMBER;
     if constexpr (OP == Op::TOKEN_LOGPROBS) return -below - log_l;
-    const LossFactors f = loss_factors(p, row, given, n, 0);
+    const LossFactors f = loss_factors(p, row, operands, call, 0);
     ACC y = f.own * (below + log_l);
     if constexpr (HAS_SMOOTHING) {
         // weight_sum * lse - wz, with m taken out of both before they are rounded.
-        const SUM above = state.sums.of[SUM_WZ > 0 ? SUM_WZ : 0] + SUM(n.weight_sum) * -s.m;
-        y += f.spread * (n.weight_sum * log_l - ACC(above));
+        const SUM above = state.sums.of[SUM_WZ > 0 ? SUM_WZ : 0] + SUM(call.weight_sum) * -s.m;
+        y += f.spread * (call.weight_sum * log_l - ACC(above));
     }
     if constexpr (HAS_Z_LOSS) y += ACC(p.z_loss) * ((s.m + log_l) * (s.m + log_l));
     return y;
@@ -259,12 +258,12 @@ template <RowOutput NAME> constexpr bool OF_TARGET =
 // Writes the outputs per row that the request asks for, and sends a loss that is reduced to a scalar.  One thread calls
 // this, for a row that exists.
 __device__ inline void write_rows(
-    const Params& p, const Row& r, int64 row, const RowOperands& given, Numbers n, State state) {
-    if constexpr (SCALAR_LOSS) LossMail(p).send(row, target_output(p, r, given, n, state));
+    const Params& p, const Row& r, int64 row, const RowOperands& operands, CallConstants call, State state) {
+    if constexpr (SCALAR_LOSS) LossMail(p).send(row, target_output(p, r, operands, call, state));
 #define WRITE(NAME, name) \
     if constexpr (ROW_##NAME) \
         narrow(p.name[row_offset(p, p.name##_place, row)], OF_TARGET<RowOutput::NAME> \
-            ? target_output(p, r, given, n, state) : row_output<RowOutput::NAME>(state));
+            ? target_output(p, r, operands, call, state) : row_output<RowOutput::NAME>(state));
     ROW_OUTPUTS(WRITE)
 #undef WRITE
 }

@@ -1,22 +1,24 @@
 // Messages between the blocks of a cluster, for strategy `cluster`: each block stores its state in the shared memory of
-// every other, and waits on one barrier of its own until all bytes have come.  No fence is needed before or after.
+// every other, and waits on one barrier of its own until all bytes have come.  The barrier that counts the bytes also makes
+// them visible, so states need no fence.
 
-// The address of a shared variable in this block, and of the same variable in another block of the cluster.
-__device__ inline unsigned own(const void* variable) { return unsigned(__cvta_generic_to_shared(variable)); }
-__device__ inline unsigned remote(const void* variable, int block) {
+// The address of a shared variable of another block of the cluster.
+__device__ inline unsigned remote_address(const void* variable, int block) {
     unsigned there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own(variable)), "r"(block));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(variable)), "r"(block));
     return there;
 }
 
 // An asynchronous store to another block; the barrier `arrived` there counts its bytes.
 __device__ inline void send(float* to, float x, uint64* arrived, int block) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-                 :: "r"(remote(to, block)), "r"(__float_as_uint(x)), "r"(remote(arrived, block)) : "memory");
+                 :: "r"(remote_address(to, block)), "r"(__float_as_uint(x)), "r"(remote_address(arrived, block))
+                 : "memory");
 }
 __device__ inline void send(double* to, double x, uint64* arrived, int block) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];"
-                 :: "r"(remote(to, block)), "l"(__double_as_longlong(x)), "r"(remote(arrived, block)) : "memory");
+                 :: "r"(remote_address(to, block)), "l"(__double_as_longlong(x)), "r"(remote_address(arrived, block))
+                 : "memory");
 }
 __device__ inline void send(DoubleDouble* to, DoubleDouble x, uint64* arrived, int block) {
     send(&to->high, x.high, arrived, block);
@@ -30,15 +32,14 @@ __device__ inline void send(State* to, State state, uint64* arrived, int block) 
 
 // Prepares the barrier for one state from each block of the cluster; called by one thread.
 __device__ inline void expect_states(uint64* arrived) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" :: "r"(own(arrived)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                 :: "r"(own(arrived)), "r"(int(CLUSTER * (sizeof(ACC) + sizeof(Sums<SUM>)))) : "memory");
+    prepare_barrier(arrived, 1);
+    arrive_and_expect(arrived, CLUSTER * (sizeof(ACC) + sizeof(Sums<SUM>)));
 }
-__device__ inline void wait(uint64* arrived) {
+// Waits until the states have come.  Unlike wait_for_phase, it makes stores of other blocks of the cluster visible.
+__device__ inline void wait_for_states(uint64* arrived) {
     asm volatile("{\n\t.reg .pred done;\n"
                  "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n\t"
-                 "@!done bra again;\n\t}" :: "r"(own(arrived)) : "memory");
+                 "@!done bra again;\n\t}" :: "r"(shared_address(arrived)) : "memory");
 }
 
 // A block may be written to once it has begun.  Every block announces its beginning, and checks the others' only after

@@ -30,7 +30,7 @@ struct RowPart {
 
 // The operands of a row that are loaded when it is reduced, and used when it is written.
 struct HeldRow {
-    RowOperands given;
+    RowOperands operands;
     Slice<0, LANES, EDGES, false> edges;
 };
 
@@ -49,11 +49,12 @@ __device__ inline void load_rows(const Params& p, const Team& team, const Stages
 // Reduces a row in the ring, and hands the state of each warp to the warp that exchanges states.  The loop is not
 // unrolled, because unrolled code for reducing and for writing would not fit the instruction cache.
 __device__ inline HeldRow reduce_row(
-    const Params& p, const Team& team, Ring& ring, Numbers n, int64 row, unsigned count, Exchange& exchange, ACC* m_own) {
+    const Params& p, const Team& team, Ring& ring, CallConstants call, int64 row, unsigned count, Exchange& exchange,
+    ACC* m_own) {
     const RowPart part(p, row, team);
     const int edge_lane = team.rank ? NO_EDGE : threadIdx.x;
     HeldRow held;
-    held.given = row_operands(p, row);
+    held.operands = row_operands(p, row);
     held.edges.load_edges(p, part.r, edge_lane);
     State state = identity();
 #pragma unroll 1
@@ -62,8 +63,8 @@ __device__ inline HeldRow reduce_row(
         const Cursor at = part.tile(p, g);
         const int left = part.left_in(p, g);
         ring.read(p, tile, at, left);
-        tile.make_scores(at, n, left);
-        tile.weigh(p, at, left);
+        tile.make_scores(at, call, left);
+        tile.add_weighted_scores(p, at, left);
         state = extend(state, tile);
         if constexpr (TERMS) {
             ring.store_terms(tile);
@@ -71,47 +72,49 @@ __device__ inline HeldRow reduce_row(
         }
         ring.advance();
     }
-    held.given.load_target(p, part.r);
-    held.edges.make_edge_scores(part.r, n, edge_lane);
-    held.edges.weigh_edges(p, part.r, edge_lane);
-    held.given.finish_target_load();
+    held.operands.load_target(p, part.r);
+    held.edges.make_edge_scores(part.r, call, edge_lane);
+    held.edges.add_weighted_edges(p, part.r, edge_lane);
+    held.operands.finish_target_load();
     exchange.post(extend(state, held.edges), count);
     return held;
 }
 
-// The warps that hold rows.  In one turn they write a row, take the next one out of the ring, and reduce the one after.
+// The warps that hold rows.  In one turn they write a row, move the next one from the ring to
+// registers, and reduce the one after.
 __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, Exchange& exchange, ACC* m_own) {
-    const Numbers n = numbers(p);
+    const CallConstants call = call_constants(p);
     Slice<DEPTH, LANES, false, TERMS> tiles[GROUPS];   // of the row that is written
     HeldRow written_row, waiting_row;
     for (int64 turn = 0;; ++turn) {
-        const int64 reduced = blockIdx.x + turn * gridDim.x, taken = reduced - gridDim.x, written = taken - gridDim.x;
+        const int64 reduced = blockIdx.x + turn * gridDim.x, moved = reduced - gridDim.x, written = moved - gridDim.x;
         if (written >= p.rows) break;
-        const bool takes = turn > 0 && taken < p.rows, writes = turn > 1;
-        const RowPart now(p, writes ? written : reduced, team), next(p, takes ? taken : reduced, team);
+        const bool moves = turn > 0 && moved < p.rows, writes = turn > 1;
+        const RowPart now(p, writes ? written : reduced, team), next(p, moves ? moved : reduced, team);
         ops::RowConstants constants{};
         State state = identity();
         if (writes) {
-            state = exchange.take(unsigned(turn) - 2);
+            state = exchange.wait_for_row(unsigned(turn) - 2);
             if constexpr (WRITES_ROWS) {
-                if (team.rank == 0 && threadIdx.x == 0) ops::write_rows(p, now.r, written, written_row.given, n, state);
+                if (team.rank == 0 && threadIdx.x == 0)
+                    ops::write_rows(p, now.r, written, written_row.operands, call, state);
             }
-            constants = ops::row_constants(p, now.r, written_row.given, n, state);
-            written_row.edges.write_edges(p, now.r, n, constants, team.rank ? NO_EDGE : threadIdx.x);
+            constants = ops::row_constants(p, now.r, written_row.operands, call, state);
+            written_row.edges.write_edges(p, now.r, call, constants, team.rank ? NO_EDGE : threadIdx.x);
         }
-        // The next row takes the registers tile by tile, so that the ring has room for loads early.
+        // The next row moves to the registers tile by tile, so that the ring has room for loads early.
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
             if (writes)
-                tiles[g].write(p, now.tile(p, g), n, tiles[g].own_constants(constants, state.m), now.left_in(p, g));
-            if (takes) {
-                ring.take(p, tiles[g], next.tile(p, g), next.left_in(p, g));
+                tiles[g].write(p, now.tile(p, g), call, tiles[g].own_constants(constants, state.m), now.left_in(p, g));
+            if (moves) {
+                ring.move_to_registers(p, tiles[g], next.tile(p, g), next.left_in(p, g));
                 if constexpr (TERMS) tiles[g].m_own = m_own[g * LANES + threadIdx.x];
-                else tiles[g].make_scores(next.tile(p, g), n, next.left_in(p, g));
+                else tiles[g].make_scores(next.tile(p, g), call, next.left_in(p, g));
             }
         }
         written_row = waiting_row;
-        if (reduced < p.rows) waiting_row = reduce_row(p, team, ring, n, reduced, unsigned(turn), exchange, m_own);
+        if (reduced < p.rows) waiting_row = reduce_row(p, team, ring, call, reduced, unsigned(turn), exchange, m_own);
     }
 }
 

@@ -19,15 +19,12 @@ struct Reduction {
 
 struct RowSums { SUM total, divisor; };
 
-__device__ inline double shuffle(double x, int step) { return __shfl_xor_sync(~0u, x, step); }
-__device__ inline DoubleDouble shuffle(DoubleDouble x, int step) { return {shuffle(x.high, step), shuffle(x.low, step)}; }
-
-// The sums of the 32 lanes of a warp.  Every block adds in the same order on every run.
+// The sums of the 32 lanes of a warp, as in lanes.cuh; the shuffles of one sum are under way during those of the other.
 __device__ inline RowSums add_lanes(RowSums a) {
 #pragma unroll
     for (int step = 16; step; step /= 2) {
-        if constexpr (ADDS_LOSSES) a.total += shuffle(a.total, step);
-        if constexpr (COUNTS) a.divisor += shuffle(a.divisor, step);
+        if constexpr (ADDS_LOSSES) a.total += across(a.total, step);
+        if constexpr (COUNTS) a.divisor += across(a.divisor, step);
     }
     return a;
 }

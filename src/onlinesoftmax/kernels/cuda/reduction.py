@@ -12,7 +12,7 @@ import torch
 from ..reduction import Reduction
 from . import driver
 from .launch import loaded, may_begin_early, words_of_stream
-from .source import CPP_TYPES, text
+from .source import declarations, text, typed
 
 THREADS, BATCH = 1024, 16
 """Threads of a block, and rows that a thread loads at once."""
@@ -43,8 +43,8 @@ def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]
         early = reduction.result is not None and may_begin_early(index)
         return driver.Arguments(values, driver.launch_config(blocks, 1, THREADS, 0, 1, False, early), kernel)
 
-    spare = driver.Spare(new_call)
-    take, give_back = spare.take, spare.give_back
+    pool = driver.ArgumentPool(new_call)
+    take, give_back = pool.take, pool.give_back
 
     def run(out: torch.Tensor, tensors: dict[str, Any]) -> None:
         index = out.get_device()
@@ -81,13 +81,14 @@ def pack(reduction: Reduction) -> bytes:
 
 def source(reduction: Reduction) -> str:
     """The source of the kernel."""
-    return text("numbers.cuh") + prologue(reduction) + text("reduction.cuh")
+    return text("numbers.cuh") + prologue(reduction) + text("lanes.cuh") + text("reduction.cuh")
 
 
 def prologue(reduction: Reduction) -> str:
     """Types and constants of the kernel."""
     accumulator = reduction.accumulator
     types = {"ACC": accumulator, "RESULT": reduction.result or accumulator}
+    types["SUM"] = "DoubleDouble" if accumulator == "float64" else "double"
     # The type of an absent tensor is never used.
     types |= {"TARGET": reduction.target or "uint8", "WEIGHT": reduction.weight or accumulator}
     flags = {
@@ -97,11 +98,7 @@ def prologue(reduction: Reduction) -> str:
         "DIVIDES": reduction.divides,
         "KEEPS": reduction.keeps,
     }
-    lines = [f"using {name} = {CPP_TYPES.get(dtype, dtype)};" for name, dtype in types.items()]
-    lines.append(f"using SUM = {'DoubleDouble' if accumulator == 'float64' else 'double'};")
-    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-    lines.append(f"constexpr int THREADS = {THREADS}, BATCH = {BATCH};")
-    return '#line 1 "constants"\n' + "\n".join(lines) + "\n"
+    return declarations(types, typed({**flags, "THREADS": THREADS, "BATCH": BATCH}))
 
 
 SCRATCH_WORDS = 2 + 4 * MOST_BLOCKS

@@ -1,11 +1,12 @@
-// A ring of tiles in shared memory, for two kernels of strategy `grid`: pipeline.cuh and stream.cuh.
+// A ring of tiles in shared memory, for two kernels of strategy `grid`: pipeline.cuh and stream.cuh.  barrier.cuh has
+// the barriers and the copies.
 //
 // A tile is adjacent chunks of a row: p.slice in pipeline.cuh, TILE in stream.cuh, at most DEPTH for each of LANES threads.
 // The blocks of a team have the tiles of a row in turn, so at any time they read one stretch of memory together.  If each
 // block owned one long stretch instead, the team would read many distant places at once, which is slower.
 //
 // One thread of the block, the loader, issues a bulk copy for each tile, so loads in flight take no registers.  Every stage
-// of the ring has two barriers: `full` counts the bytes of the tile, `empty` the warps that have taken their part of it.
+// of the ring has two barriers: `full` counts the bytes of the tile, `empty` the warps that no longer need their part of it.
 // Rows follow each other without a gap, so in pipeline.cuh loads are in flight while the blocks exchange states and while
 // they write.  In stream.cuh the ring is full during the exchange, and loads go on when the writing begins.
 //
@@ -24,52 +25,6 @@ constexpr int WINDOW = WANTED < STAGES ? WANTED : STAGES;
 static_assert(CHUNKS % DEPTH == 0, "CHUNKS must be a multiple of DEPTH: registers hold whole tiles");
 static_assert(X_WIDTH == VECTOR && (!HAS_DY || DY_WIDTH == VECTOR), "a bulk copy moves adjacent columns");
 static_assert(!HAS_DY || sizeof(DY) == sizeof(X), "a bulk copy moves whole chunks of 16 bytes");
-
-__device__ inline unsigned shared_address(const void* at) { return unsigned(__cvta_generic_to_shared(at)); }
-
-// Prepares a barrier for a number of arrivals in each phase.
-__device__ inline void prepare_barrier(uint64* barrier, unsigned arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;"
-                 :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-__device__ inline void arrive(uint64* barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
-}
-// Arrives, and lets the phase end only when `bytes` bytes have been copied.
-__device__ inline void arrive_and_expect(uint64* barrier, unsigned bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                 :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-// Waits until the phase of this parity has ended; a barrier's phases have the parities 0, 1, 0, 1, ...  The caller is
-// never more than one phase behind the barrier.
-__device__ inline void wait_for_phase(uint64* barrier, unsigned phase) {
-    asm volatile("{\n\t.reg .pred done;\n"
-                 "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
-                 "@!done bra again;\n\t}" :: "r"(shared_address(barrier)), "r"(phase) : "memory");
-}
-// True where the phase of this parity has ended.
-__device__ inline bool has_ended(uint64* barrier, unsigned phase) {
-    unsigned ended;
-    asm volatile("{\n\t.reg .pred done;\n"
-                 "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n\t"
-                 "selp.u32 %0, 1, 0, done;\n\t}"
-                 : "=r"(ended) : "r"(shared_address(barrier)), "r"(phase) : "memory");
-    return ended;
-}
-// Begins an asynchronous copy from global to shared memory, whose bytes count for the barrier.  Both addresses and the
-// number of bytes are multiples of 16.
-template <CachePolicy POLICY>
-__device__ inline void copy_bulk(void* to, const void* from, unsigned bytes, uint64* barrier) {
-    if constexpr (POLICY == CachePolicy::NORMAL)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-    else
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                     :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)),
-                        "l"(policy_word<POLICY>()) : "memory");
-}
-// Makes this thread's accesses to shared memory visible to bulk copies, which other threads begin after a barrier.
-__device__ inline void fence_for_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The body of a row, as the loader needs it.
 struct RowBody {
@@ -140,17 +95,17 @@ struct Ring {
     Chunk<X, VECTOR>* x;     // this thread's first chunk in stage 0
     Chunk<DY, VECTOR>* dy;
     uint64 *full, *empty;
-    int reduced, taken;      // stages of the next tile to read, and of the next tile to take
+    int reduced, released;   // stages of the next tile to read, and of the next tile to release
     unsigned phase;          // of barrier full[reduced]
 
     __device__ inline explicit Ring(const Stages& stages)
         : x(stages.x + threadIdx.x), dy(stages.dy + threadIdx.x), full(stages.full), empty(stages.empty), reduced(0),
-          taken(0), phase(0) {}
+          released(0), phase(0) {}
 
     // Waits for the next tile to read.
     __device__ inline void wait() const { wait_for_phase(full + reduced, phase); }
-    // Waits for the next tile and reads it; the tile stays in its stage until it is taken.  `at` and `left` are those of
-    // this thread, as in Slice.
+    // Waits for the next tile and reads it; the tile stays in its stage until it is released.  `at` and `left` are those
+    // of this thread, as in Slice.
     template <class S> __device__ inline void read(const Params& p, S& slice, const Cursor& at, int64 left) {
         wait();
         slice.load_from_shared(p, at, x + reduced * TILE, dy + reduced * TILE, left);
@@ -165,22 +120,23 @@ struct Ring {
         if (++reduced == STAGES) reduced = 0, phase ^= 1;
     }
 
-    // Takes the next tile, which this thread has read before, into registers, and empties its stage.
-    template <class S> __device__ inline void take(const Params& p, S& slice, const Cursor& at, int64 left) {
+    // Moves the oldest tile, which this thread has read before, to registers, and releases its stage.
+    template <class S> __device__ inline void move_to_registers(
+        const Params& p, S& slice, const Cursor& at, int64 left) {
         if constexpr (TERMS) {
 #pragma unroll
             for (int i = 0; i < DEPTH; ++i)
-                slice.body[i].set_scores(reinterpret_cast<const Chunk<ACC, VECTOR>&>(x[taken * TILE + i * LANES]));
+                slice.body[i].set_scores(reinterpret_cast<const Chunk<ACC, VECTOR>&>(x[released * TILE + i * LANES]));
             fence_for_bulk_copies();
         } else {
-            slice.load_from_shared(p, at, x + taken * TILE, dy + taken * TILE, left);
+            slice.load_from_shared(p, at, x + released * TILE, dy + released * TILE, left);
         }
         release();
     }
     // Gives the oldest stage that is not yet empty back to the loader.  All threads call it, when they need no more of it.
     __device__ inline void release() {
         __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(empty + taken);
-        if (++taken == STAGES) taken = 0;
+        if (threadIdx.x % 32 == 0) arrive(empty + released);
+        if (++released == STAGES) released = 0;
     }
 };

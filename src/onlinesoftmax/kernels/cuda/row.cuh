@@ -11,37 +11,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
     const int lane = threadIdx.x % LANES;
     if (total::only_counts(p)) return;
     const int64 begin = int64(total::block_of_rows(p)) * (GROUPS * DEPTH), first = begin + threadIdx.x / LANES;
-    const Numbers n = numbers(p);
+    const CallConstants call = call_constants(p);
     Row row[DEPTH];
     Cursor at[DEPTH];
-    RowOperands given[DEPTH];
+    RowOperands operands[DEPTH];
     Slice<CHUNKS, LANES, EDGES, TERMS> slice[DEPTH];
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
         row[d] = row_at(p, first + d * GROUPS);
-        given[d] = row_operands(p, first + d * GROUPS);
+        operands[d] = row_operands(p, first + d * GROUPS);
         at[d] = row[d].chunk(p, lane);
         slice[d].load(p, at[d], row[d].body - lane);
         slice[d].load_edges(p, row[d], lane);
     }
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) given[d].load_target(p, row[d]);
+    for (int d = 0; d < DEPTH; ++d) operands[d].load_target(p, row[d]);
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
-        slice[d].make_scores(at[d], n, row[d].body - lane);
-        slice[d].make_edge_scores(row[d], n, lane);
-        slice[d].weigh(p, at[d], row[d].body - lane);
-        slice[d].weigh_edges(p, row[d], lane);
+        slice[d].make_scores(at[d], call, row[d].body - lane);
+        slice[d].make_edge_scores(row[d], call, lane);
+        slice[d].add_weighted_scores(p, at[d], row[d].body - lane);
+        slice[d].add_weighted_edges(p, row[d], lane);
         const State state = REDUCES ? reduce<LANES>(slice[d], exchange[d]) : identity();
         if constexpr (WRITES_ROWS) {
             const int64 index = first + d * GROUPS;
-            if (lane == 0 && index < p.rows) ops::write_rows(p, row[d], index, given[d], n, state);
+            if (lane == 0 && index < p.rows) ops::write_rows(p, row[d], index, operands[d], call, state);
         }
         if constexpr (WRITES_ELEMENTS) {
-            const ops::RowConstants whole = ops::row_constants(p, row[d], given[d], n, state);
+            const ops::RowConstants whole = ops::row_constants(p, row[d], operands[d], call, state);
             const ops::RowConstants r = slice[d].own_constants(whole, state.m);
-            slice[d].write(p, at[d], n, r, row[d].body - lane);
-            slice[d].write_edges(p, row[d], n, r, lane);
+            slice[d].write(p, at[d], call, r, row[d].body - lane);
+            slice[d].write_edges(p, row[d], call, r, lane);
         }
     }
     total::add_losses<GROUPS * DEPTH>(p, begin);

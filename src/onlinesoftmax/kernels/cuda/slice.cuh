@@ -51,33 +51,33 @@ struct Slice {
         }
     }
 
-    __device__ inline void make_scores(const Cursor& at, Numbers n, int64 left) {
+    __device__ inline void make_scores(const Cursor& at, CallConstants call, int64 left) {
         const int end = within(left);
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) body[i].make_scores(at, n, i * STEP * VECTOR, i * STEP < end);
+        for (int i = 0; i < CHUNKS; ++i) body[i].make_scores(at, call, i * STEP * VECTOR, i * STEP < end);
     }
-    __device__ inline void make_edge_scores(const Row& r, Numbers n, int lane) {
+    __device__ inline void make_edge_scores(const Row& r, CallConstants call, int lane) {
 #pragma unroll
         for (int i = 0; i < EDGE; ++i)
-            edge[i].make_scores(r.begin, n, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
+            edge[i].make_scores(r.begin, call, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
     }
 
-    // Adds up the weighted scores of the columns that exist: the scores of others are -inf.  Strategies call this where
-    // they reduce a slice.
-    __device__ inline void weigh(const Params& p, const Cursor& at, int64 left) {
+    // Adds the weighted scores of the columns that exist to wz; the scores of other columns are -inf.  Call it once for each
+    // slice that is reduced.
+    __device__ inline void add_weighted_scores(const Params& p, const Cursor& at, int64 left) {
         const int end = within(left);
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)
-            if (SUM_WZ > 0 && i * STEP < end) wz += SUM(weighted(p, at, i * STEP * VECTOR, body[i]));
+            if (SUM_WZ > 0 && i * STEP < end) wz += SUM(sum_of_weighted(p, at, i * STEP * VECTOR, body[i]));
     }
-    __device__ inline void weigh_edges(const Params& p, const Row& r, int lane) {
+    __device__ inline void add_weighted_edges(const Params& p, const Row& r, int lane) {
 #pragma unroll
         for (int i = 0; i < EDGE; ++i)
             if (SUM_WZ > 0 && r.has_edge(lane + i * STEP))
-                wz += SUM(weighted(p, r.begin, r.edge(lane + i * STEP), edge[i]));
+                wz += SUM(sum_of_weighted(p, r.begin, r.edge(lane + i * STEP), edge[i]));
     }
     template <int N>
-    static __device__ inline ACC weighted(
+    static __device__ inline ACC sum_of_weighted(
         const Params& p, const Cursor& at, int64 offset, const RegisterChunk<N>& chunk) {
         const Chunk<WEIGHT, N> weights = load_weights<N>(p, at, offset);
         ACC parts[N];
@@ -179,7 +179,8 @@ struct Slice {
         else return r;
     }
 
-    __device__ inline void write(const Params& p, const Cursor& at, Numbers n, ops::RowConstants r, int64 left) {
+    __device__ inline void write(
+        const Params& p, const Cursor& at, CallConstants call, ops::RowConstants r, int64 left) {
         const int end = within(left);
         if (HAS_TARGET && r.zero) {
             // One branch for the row costs less than a selection for each element.
@@ -190,21 +191,21 @@ struct Slice {
         }
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)
-            if (i * STEP < end) write(p, at, n, r, body[i], i * STEP * VECTOR);
+            if (i * STEP < end) write(p, at, call, r, body[i], i * STEP * VECTOR);
         // The first column of chunk i of this lane is i * STEP * VECTOR columns after the cursor.
         const int64 target = HAS_TARGET ? at.target_left : -1;
         if (target >= 0 && target < int64(end) * VECTOR && int(target) % (STEP * VECTOR) < VECTOR)
             write_target(p, at, r, target);
     }
     __device__ inline void write_edges(
-        const Params& p, const Row& row, Numbers n, ops::RowConstants r, int lane) const {
+        const Params& p, const Row& row, CallConstants call, ops::RowConstants r, int lane) const {
 #pragma unroll
         for (int i = 0; i < EDGE; ++i) {
             if (!row.has_edge(lane + i * STEP)) continue;
             if (HAS_TARGET && r.zero) {
                 write_zeros<1>(p, row.begin, row.edge(lane + i * STEP));
             } else {
-                write(p, row.begin, n, r, edge[i], row.edge(lane + i * STEP));
+                write(p, row.begin, call, r, edge[i], row.edge(lane + i * STEP));
                 if (HAS_TARGET && row.edge(lane + i * STEP) == row.target())
                     write_target(p, row.begin, r, row.target());
             }
@@ -217,12 +218,12 @@ struct Slice {
 
     // Writes the target column after the chunk that has it: a thread's stores to one address keep their order.
     static __device__ inline void write_target(const Params& p, const Cursor& at, ops::RowConstants r, int64 offset) {
-        const ACC y[1] = {r.target};
+        const ACC y[1] = {r.target_gradient};
         store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
     }
 
     template <int N> static __device__ inline void write(
-        const Params& p, const Cursor& at, Numbers n, ops::RowConstants r, const RegisterChunk<N>& chunk,
+        const Params& p, const Cursor& at, CallConstants call, ops::RowConstants r, const RegisterChunk<N>& chunk,
         int64 offset) {
         ACC y[N];
         const Chunk<WEIGHT, N> weights = load_weights<N>(p, at, offset);
@@ -234,25 +235,26 @@ struct Slice {
         if constexpr (WRITES_GRADIENT && (HAS_MASK || CAUSAL)) {
             // An excluded element has no gradient, not even in a row that holds NaN or has no softmax.
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] = chunk.counts(at, offset, i) ? y[i] : 0;
+            for (int i = 0; i < N; ++i) y[i] = chunk.is_included(at, offset, i) ? y[i] : 0;
         }
-        if constexpr (WRITES_GRADIENT && (SCALE != Scale::NONE || SOFTCAP)) slope(p, at, n, y, chunk, offset);
+        if constexpr (WRITES_GRADIENT && (SCALE != Scale::NONE || SOFTCAP)) slope(p, at, call, y, chunk, offset);
         store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
     }
 
     // Multiplies gradients by the derivatives of the scores with respect to the logits.
     template <int N> static __device__ inline void slope(
-        const Params& p, const Cursor& at, Numbers n, ACC (&y)[N], const RegisterChunk<N>& chunk, int64 offset) {
+        const Params& p, const Cursor& at, CallConstants call, ACC (&y)[N], const RegisterChunk<N>& chunk,
+        int64 offset) {
         if constexpr (HAS_TARGET) {
             // The row constants contain the scale.
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] *= SOFTCAP ? chunk.slope_of_score(i, n) : 1;
+            for (int i = 0; i < N; ++i) y[i] *= SOFTCAP ? chunk.slope_of_score(i, call) : 1;
         } else {
             Chunk<LOGITS, N> x;
             if constexpr (HAS_LOGITS)
                 load_columns<LOGITS_WIDTH, CachePolicy::NORMAL>(x, at.logits, offset, p.logits_place);
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] *= score_slope(HAS_LOGITS ? ACC(wide(x, i)) : 0, n);
+            for (int i = 0; i < N; ++i) y[i] *= score_slope(HAS_LOGITS ? ACC(wide(x, i)) : 0, call);
         }
     }
 };

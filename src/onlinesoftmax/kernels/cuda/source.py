@@ -6,6 +6,7 @@ constant, so a kernel takes every row that fits its blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 
@@ -26,12 +27,13 @@ from .params import (
     struct_text,
 )
 
-FILES = ("state", "mail", "operands", "ops", "levels", "slice", "total")
+FILES = ("state", "mail", "loss_mail", "operands", "ops", "lanes", "levels", "slice", "total")
 """Files that every kernel needs, in the order of inclusion."""
 
 KERNEL_FILES = {
-    "row": ("row",), "cluster": ("peers", "cluster"), "grid": ("team", "grid"),
-    "pipeline": ("team", "ring", "exchange", "pipeline"), "stream": ("team", "ring", "exchange", "stream"),
+    "row": ("row",), "cluster": ("barrier", "peers", "cluster"), "grid": ("team", "grid"),
+    "pipeline": ("team", "barrier", "ring", "exchange", "pipeline"),
+    "stream": ("team", "barrier", "ring", "exchange", "stream"),
     "looped": ("looped",),
 }  # fmt: skip
 """Files of a kernel besides FILES, in the order of inclusion; the last one has the kernel's name."""
@@ -47,6 +49,29 @@ CPP_TYPES = {
 def text(name: str) -> str:
     """One of the .cuh files; the compiler's messages give its name and its own line numbers."""
     return f'#line 1 "{name}"\n' + resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def declarations(
+    types: Mapping[str, str], constants: Iterable[tuple[str, str, object]], enums: Sequence[str] = ()
+) -> str:
+    """C++ text of types and constants, which stands before the files of a kernel.
+
+    Args:
+        types: Dtype or C++ type of each name.
+        constants: (type, name, value) of each constant.
+        enums: Enumerations, which stand before them.
+    """
+    lines = [f"using {name} = {CPP_TYPES.get(kind, kind)};" for name, kind in types.items()]
+    lines += [f"constexpr {kind} {name} = {value};" for kind, name, value in constants]
+    return '#line 1 "constants"\n' + "\n".join([*enums, *lines]) + "\n"
+
+
+def typed(values: Mapping[str, bool | int]) -> list[tuple[str, str, object]]:
+    """(type, name, value) of constants that are flags or integers, as C++ spells them."""
+    return [
+        ("bool", name, str(value).lower()) if isinstance(value, bool) else ("int", name, value)
+        for name, value in values.items()
+    ]
 
 
 def source(request: Request) -> str:
@@ -67,9 +92,7 @@ def prologue(request: Request) -> str:
         f"enum class Op {{ {', '.join(OPERATIONS).upper()} }};",
         f"enum class RowOutput {{ {', '.join(ROW_OUTPUTS).upper()} }};",
     ]
-    types = [f"using {name} = {kind};" for name, kind in types_of(request).items()]
-    lines = [f"constexpr {kind} {name} = {value};" for kind, name, value in constants(request)]
-    return '#line 1 "constants"\n' + "\n".join([*enums, *types, *lines]) + "\n" + struct_text()
+    return declarations(types_of(request), constants(request), enums) + struct_text()
 
 
 def types_of(request: Request) -> dict[str, str]:
@@ -123,7 +146,7 @@ CACHE_LINE = 128
 """Bytes of a cache line."""
 
 
-def _most_in_head(request: Request) -> int:
+def _head_unit(request: Request) -> int:
     """Columns in the unit of memory in which the body of an unaligned row begins; its head has fewer.
 
     The unit is a cache line where each thread has at most one column of head and tail, and otherwise a chunk.
@@ -134,13 +157,19 @@ def _most_in_head(request: Request) -> int:
 
 
 DIVISORS = 32
-"""Places in which the divisor of a mean is written, so that blocks read it from different addresses."""
+"""Copies of the divisor of a mean, so that blocks read different addresses."""
+
+DIVISOR_STEP = CACHE_LINE // 8
+"""64-bit words from one copy of the divisor to the next: each copy has a cache line of its own."""
 
 COUNTERS = 32
 """Most blocks that count targets; each lane of a warp takes the count of one of them."""
 
 SEGMENT = 1024
 """Rows whose losses one block adds."""
+
+WIDE_WORDS = 2
+"""64-bit words of the mailbox for a part of the divisor or a sum of losses, which total.cuh keeps in the type Wide."""
 
 BATCH = 4
 """Targets or losses that a thread loads at once, where a loss is reduced to a scalar.
@@ -175,15 +204,15 @@ def blocks(request: Request) -> int:
 
 
 def loss_mail_words(request: Request) -> int:
-    """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (operands.cuh); else 0."""
+    """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (loss_mail.cuh); else 0."""
     if not request.task.call_outputs:
         return 0
     rows = request.layout.rows
     losses, segments = -(-rows * ITEMSIZE[request.task.accumulator] // 8), -(-rows // SEGMENT)
-    return 16 * DIVISORS + 2 * COUNTERS + losses + 2 * segments
+    return DIVISOR_STEP * DIVISORS + WIDE_WORDS * (COUNTERS + segments) + losses
 
 
-def sums(request: Request) -> int:
+def sum_count(request: Request) -> int:
     """Number of sums that a state keeps; a state that is given instead of reduced keeps one number, too."""
     return max(1, len(request.sums))
 
@@ -195,11 +224,11 @@ def message_packets(request: Request) -> int:
     """
     words = {"float": 1, "double": 2, "DoubleDouble": 4}
     m = words[CPP_TYPES[request.task.accumulator]]
-    return -(-(m + sums(request) * words[_sum_type(request)]) // 3)
+    return -(-(m + sum_count(request) * words[_sum_type(request)]) // 3)
 
 
 SLOTS = 4
-"""Messages from one block to another that may be on their way, as in team.cuh."""
+"""Places for messages from one block of a team to another, which rows use in turn (team.cuh)."""
 
 
 def element_tensors(request: Request) -> set[str]:
@@ -216,8 +245,8 @@ def constants(request: Request) -> list[tuple[str, str, object]]:
     return [
         ("Op", "OP", f"Op::{request.operation.name.upper()}"),
         ("Scale", "SCALE", f"Scale::{scale}"),
-        *(("bool", name, str(value).lower()) for name, value in _flags(request).items()),
-        *(("int", name, value) for name, value in _numbers(request).items()),
+        *typed(_flags(request)),
+        *typed(_numbers(request)),
     ]
 
 
@@ -228,18 +257,21 @@ def _numbers(request: Request) -> dict[str, int]:
         "DIMS": len(request.layout.sizes),
         "VECTOR": vector(request),
         **{f"{name.upper()}_WIDTH": width for name, width in widths(request).items()},
-        "HEAD": _most_in_head(request),
+        "HEAD": _head_unit(request),
         "THREADS": 32 * plan.warps,
         "RESIDENT": threads.resident,
         "LANES": threads.lanes,
         "CHUNKS": _held_chunks(request),
         "DEPTH": plan.blocks.depth,
         "STAGES": plan.blocks.stages,
-        "SUMS": sums(request),
+        "SUMS": sum_count(request),
         "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),
         "PACKETS": message_packets(request),
+        "SLOTS": SLOTS,
         "DIVISORS": DIVISORS,
+        "DIVISOR_STEP": DIVISOR_STEP,
         "COUNTERS": COUNTERS,
+        "WIDE_WORDS": WIDE_WORDS,
         "SEGMENT": SEGMENT,
         "BATCH": BATCH,
         "CLUSTER": plan.splits if plan.strategy == "cluster" else 1,

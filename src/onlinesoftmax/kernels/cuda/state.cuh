@@ -3,8 +3,8 @@
 // A state is m = max(z) and one or more sums over the slice.  l = sum(exp(z - m)) is a rescaled sum: a merge multiplies
 // it by a factor.  So is zl = sum(z * exp(z - m)), which is kept as zl - m * l = sum((z - m) * exp(z - m)): the entropy
 // is the difference of lse and zl / l, and a large m would cost all their digits.  The dot product of a gradient is a
-// plain sum: a merge adds it.  Lanes, warps, blocks of a cluster and blocks of a grid all reduce with `rescale`, which is the part of
-// `merge` that works for any number of states.  tests/laws.py has the laws, for every language.
+// plain sum: a merge adds it.  Lanes, warps, blocks of a cluster and blocks of a grid all reduce with `rescale`, which is
+// the part of `merge` that works for any number of states.  tests/laws.py has the laws, for every language.
 //
 // EXACT is true where an output is float32 or float64, so that sums and exp must be more accurate than a 16-bit output
 // needs.  FOLDED is for outputs of 16 bits that depend on an element only through its term: exp(z - m) is
@@ -21,7 +21,7 @@ constexpr float LOG2E_LOW = 1.9259629911783e-08f;   // log2(e) - LOG2E
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float LN2_LOW = -1.9046543e-9f;           // ln(2) - LN2
 
-// The sums of a state; SUM_L, SUM_ZL and SUM_DOT are positions, -1 where a state does not keep that sum.
+// The sums of a state; SUM_L, SUM_ZL, SUM_WZ and SUM_DOT are positions, -1 where a state does not keep that sum.
 template <class T> struct Sums { T of[SUMS]; };
 
 template <class T, class U> __device__ inline Sums<T>& operator+=(Sums<T>& a, const Sums<U>& b) {
@@ -39,6 +39,9 @@ struct State {
 };
 
 __device__ inline State identity() { return {-INF, {}}; }
+
+// A row of only -inf has l = 0, and a row with +inf an infinite l; neither has a softmax.
+__device__ inline bool has_softmax(ACC l) { return l > 0 && l < INF; }
 
 // The bare instruction: results under 2^-126 are 0, which saves three instructions an element.
 __device__ inline float exp2_approx(float x) {

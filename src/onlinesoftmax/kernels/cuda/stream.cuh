@@ -49,8 +49,8 @@ struct Position {
         : at(r.chunk(p, tile * TILE + threadIdx.x)), left(r.body - tile * TILE - threadIdx.x) {}
 };
 
-// The place of `left` for a streamed tile, in which no chunk of any thread is missing.  As it is a constant, the compiler
-// leaves out the tests of every chunk.
+// Stands for `left` in a streamed tile, which is always full.  As it is a constant, the compiler leaves out the tests of
+// every chunk.
 constexpr int64 WHOLE = TILE;
 
 constexpr int64 NO_TILE = -1;   // stands in `tile_in` after the last tile of a row that the block writes
@@ -98,20 +98,20 @@ __device__ inline void load_rows(const Params& p, const Team& team, const Stages
 // The warps that hold rows.
 __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, Exchange& exchange, const int64* tile_in) {
     using Tile = Slice<DEPTH, LANES, false, false, CachePolicy::NORMAL, CachePolicy::SHORT>;
-    const Numbers n = numbers(p);
+    const CallConstants call = call_constants(p);
     const int edge_lane = team.rank ? NO_EDGE : threadIdx.x;
     unsigned count = 0;
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
         Tile held[GROUPS];
         const Row r = row_at(p, row);
         const Tiles tiles(team, r.body);
-        RowOperands given = row_operands(p, row);
+        RowOperands operands = row_operands(p, row);
         Slice<0, LANES, EDGES, false> edges;
         edges.load_edges(p, r, edge_lane);
         State state = identity();
         const auto reduce = [&](Tile& tile, const Cursor& at, int64 left) {
-            tile.make_scores(at, n, left);
-            tile.weigh(p, at, left);
+            tile.make_scores(at, call, left);
+            tile.add_weighted_scores(p, at, left);
             state = extend(state, tile);
         };
 #pragma unroll 1
@@ -139,28 +139,28 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
             ring.advance();
             reduce(tile, in.at, in.left);
         }
-        given.load_target(p, r);
-        edges.make_edge_scores(r, n, edge_lane);
-        edges.weigh_edges(p, r, edge_lane);
-        given.finish_target_load();
+        operands.load_target(p, r);
+        edges.make_edge_scores(r, call, edge_lane);
+        edges.add_weighted_edges(p, r, edge_lane);
+        operands.finish_target_load();
         exchange.post(extend(state, edges), count);
-        state = exchange.take(count);
+        state = exchange.wait_for_row(count);
 
         if constexpr (WRITES_ROWS) {
-            if (team.rank == 0 && threadIdx.x == 0) ops::write_rows(p, r, row, given, n, state);
+            if (team.rank == 0 && threadIdx.x == 0) ops::write_rows(p, r, row, operands, call, state);
         }
-        const ops::RowConstants constants = ops::row_constants(p, r, given, n, state);
-        edges.write_edges(p, r, n, constants, edge_lane);
+        const ops::RowConstants constants = ops::row_constants(p, r, operands, call, state);
+        edges.write_edges(p, r, call, constants, edge_lane);
         const auto write = [&](Tile& tile, const Cursor& at, int64 left) {
-            tile.make_scores(at, n, left);
-            tile.write(p, at, n, constants, left);
+            tile.make_scores(at, call, left);
+            tile.write(p, at, call, constants, left);
         };
         // First the tiles in the ring, so that their stages take further loads.
 #pragma unroll 1
         for (int i = GROUPS; i < ON_CHIP; ++i) {
             Tile tile;
             const Position in(p, r, tiles[tiles.own + i]);
-            ring.take(p, tile, in.at, in.left);
+            ring.move_to_registers(p, tile, in.at, in.left);
             write(tile, in.at, in.left);
         }
 #pragma unroll 1
@@ -178,7 +178,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
             const Position in(p, r, tiles[tiles.own + g]);
-            held[g].write(p, in.at, n, constants, in.left);
+            held[g].write(p, in.at, call, constants, in.left);
         }
     }
 }

@@ -12,7 +12,7 @@
 // has sent row i - 2 has received all messages of row i - 4.  So slot i % SLOTS may be overwritten.  Mailboxes are not
 // emptied between rows, but once, at the end of a kernel.
 
-constexpr int SLOTS = 4;
+static_assert(SLOTS >= 4, "a message could be overwritten before all blocks have read it");
 constexpr int ACC_WORDS = sizeof(ACC) / 4, SUM_WORDS = sizeof(SUM) / 4;
 constexpr int STATE_WORDS = ACC_WORDS + SUMS * SUM_WORDS;
 static_assert(PACKETS == (STATE_WORDS + 2) / 3, "PACKETS differs from message_packets() in source.py");
@@ -129,6 +129,7 @@ struct Team {
         for (unsigned slot = 0; slot < min(rows, unsigned(SLOTS)); ++slot)
             for (int from = lane; from < size; from += N)
 #pragma unroll
-                for (int i = 0; i < PACKETS; ++i) put_packet(box(slot, rank, from)->packets + i, Packet{{~0u, ~0u, ~0u, ~0u}});
+                for (int i = 0; i < PACKETS; ++i)
+                    put_packet(box(slot, rank, from)->packets + i, Packet{{~0u, ~0u, ~0u, ~0u}});
     }
 };

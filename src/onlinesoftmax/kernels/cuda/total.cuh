@@ -3,8 +3,8 @@
 // Blocks:     for a mean, the first p.counters blocks each count a part of the targets, and publish the divisor.  The block
 //             that owns the last row of a segment of SEGMENT rows adds the losses of the segment.  The block that owns the
 //             last row of all also adds the sums of the other segments, divides, and writes the scalar.
-// Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows and MOST_BYTES_IN_ONE_LAUNCH of logits (torch/targets.py); for more, small
-//             kernels before and after the loss kernel do this work (reduction.cuh).
+// Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows and MOST_BYTES_IN_ONE_LAUNCH of logits (16384 rows, 128 MiB; they stand in
+//             torch/targets.py); for more, small kernels before and after the loss kernel do this work (reduction.cuh).
 // Bytes:      one word for each row, written, read and emptied in L2; for a mean, all targets are read once more.
 // Limits:     a block waits only for blocks of lower numbers.  So blocks that count own no rows: for its rows, a counting
 //             block would wait for the counting blocks after it.  This relies on blocks starting in the order of their
@@ -13,8 +13,8 @@
 //
 // Only kernels with a gradient read the divisor before the end.  Every thread has read it before the state of the whole row
 // is known, and the loss of the row is sent after that.  So when all losses have arrived, nobody will read the divisor
-// again.  For the next kernel on this CUDA stream, the block that takes a count, a loss or a sum resets the word to EMPTY, and
-// the block that writes the scalar resets the words of the divisor.
+// again.  For the next kernel on this CUDA stream, the block that receives a count, a loss or a sum resets the word to
+// EMPTY, and the block that writes the scalar resets the words of the divisor.
 //
 // All floating-point sums are added in an order that depends on the launch alone, so every run gives the same bits.
 
@@ -24,12 +24,7 @@ namespace total {
 template <class T> struct WideOf { using type = double; };
 template <> struct WideOf<double> { using type = DoubleDouble; };
 using Wide = WideOf<ACC>::type;
-
-template <class T> __device__ inline T add_lanes(T a) {
-#pragma unroll
-    for (int step = 16; step; step /= 2) a += across(a, step);
-    return a;
-}
+static_assert(sizeof(Wide) <= 8 * WIDE_WORDS, "a mailbox has too few words for a sum");
 
 // The sum over the threads of the block, all of which must call this.  The lanes of the first warp get the sum, the
 // others 0.
@@ -62,20 +57,24 @@ __device__ inline Sum add_numbers(unsigned first, unsigned end, Load load, Numbe
     return sum;
 }
 
-// Sends a sum, and takes one out of its mailbox, when it has come.
+// `put` sends a sum.  `receive_and_empty` waits for a sum, and empties its mailbox.
 __device__ inline void put(uint64* to, double x) { put_word(to, bits(x)); }
 __device__ inline void put(uint64* to, DoubleDouble x) { put(to, x.high), put(to + 1, x.low); }
-__device__ inline void take(uint64* from, double& x) { from_bits(wait_for_word(from), x), put_word(from, EMPTY); }
-__device__ inline void take(uint64* from, DoubleDouble& x) { take(from, x.high), take(from + 1, x.low); }
+__device__ inline void receive_and_empty(uint64* from, double& x) {
+    from_bits(wait_for_word(from), x), put_word(from, EMPTY);
+}
+__device__ inline void receive_and_empty(uint64* from, DoubleDouble& x) {
+    receive_and_empty(from, x.high), receive_and_empty(from + 1, x.low);
+}
 
 // True if a row counts for the divisor.
-__device__ inline bool counts(const Params& p, int64 target) {
+__device__ inline bool row_counts(const Params& p, int64 target) {
     return !HAS_IGNORE_INDEX || target != int64(p.ignore_index);
 }
 // The weight that a row adds to the divisor.  A target out of range has none, so it adds 0.  The mean is NaN in any case,
 // because the loss of that row is NaN.
 __device__ inline ACC weight_of(const Params& p, int64 target) {
-    const bool has_weight = counts(p, target) && target >= 0 && target < p.cols;
+    const bool has_weight = row_counts(p, target) && target >= 0 && target < p.cols;
     return has_weight ? ACC(wide(load_one(p.weight + target * p.weight_place.col))) : 0;
 }
 
@@ -91,7 +90,7 @@ __device__ inline void count_part(const Params& p, int part) {
     const LossMail mail(p);
     if constexpr (!HAS_WEIGHT) {
         const unsigned sum = add_numbers<unsigned, AT_ONCE>(
-            first, end, load, [&](unsigned, TARGET target) { return unsigned(counts(p, target)); });
+            first, end, load, [&](unsigned, TARGET target) { return unsigned(row_counts(p, target)); });
         // Each lane adds to its own copy of the word.
         add_to_word(mail.divisor(threadIdx.x % 32), uint64(1) << 32 | add_lanes(sum));
     } else {
@@ -101,17 +100,17 @@ __device__ inline void count_part(const Params& p, int part) {
         const int lane = threadIdx.x, last = int(p.counters) - 1;
         if (lane >= 32) return;
         if (part < last) {
-            if (lane == 0) put(mail.counts + 2 * part, sum);
+            if (lane == 0) put(mail.part_counts + WIDE_WORDS * part, sum);
             return;
         }
-        if (lane < last) take(mail.counts + 2 * lane, sum);
+        if (lane < last) receive_and_empty(mail.part_counts + WIDE_WORDS * lane, sum);
         else if (lane > last) sum = Wide{};
         put_word(mail.divisor(lane), uint64(bits(ACC(double(add_lanes(sum))))));
     }
 }
 
 // The number of blocks that own no rows: those that count, rounded up to a multiple of CLUSTER.
-__device__ inline unsigned counting_blocks(const Params& p) {
+__device__ inline unsigned blocks_without_rows(const Params& p) {
     return CALL_MEAN_LOSS ? (unsigned(p.counters) + CLUSTER - 1) / CLUSTER * CLUSTER : 0;
 }
 
@@ -119,13 +118,13 @@ __device__ inline unsigned counting_blocks(const Params& p) {
 // `block_of_rows`.
 __device__ inline bool only_counts(const Params& p) {
     if constexpr (!CALL_MEAN_LOSS) return false;
-    if (blockIdx.x >= counting_blocks(p)) return false;
+    if (blockIdx.x >= blocks_without_rows(p)) return false;
     if (blockIdx.x < unsigned(p.counters)) count_part(p, blockIdx.x);
     return true;
 }
 
 // The number of this block among those that own rows.
-__device__ inline unsigned block_of_rows(const Params& p) { return blockIdx.x - counting_blocks(p); }
+__device__ inline unsigned block_of_rows(const Params& p) { return blockIdx.x - blocks_without_rows(p); }
 
 // In strategy `grid`, the first blocks count before they take their rows.  All threads call this.  The count is not inlined,
 // so that its code and its registers are not in the path of the other blocks.
@@ -149,7 +148,7 @@ __device__ __noinline__ void add_segment(const Params& p, unsigned segment) {
 #pragma unroll 1
     for (unsigned i = threadIdx.x; last && i < segment; i += THREADS) {
         Wide other;
-        take(mail.sums + 2 * i, other);
+        receive_and_empty(mail.sums + WIDE_WORDS * i, other);
         sum += other;
     }
     sum += add_numbers<Wide, BATCH>(
@@ -165,7 +164,7 @@ __device__ __noinline__ void add_segment(const Params& p, unsigned segment) {
     const int lane = threadIdx.x;
     if (lane >= 32) return;
     if (!last) {
-        if (lane == 0) put(mail.sums + 2 * segment, sum);
+        if (lane == 0) put(mail.sums + WIDE_WORDS * segment, sum);
         return;
     }
     if constexpr (CALL_MEAN_LOSS) {

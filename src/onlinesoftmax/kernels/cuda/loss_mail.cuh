@@ -1,0 +1,49 @@
+// The messages between blocks of a loss that is reduced to a scalar (total.cuh): the mailboxes, and the divisor of a mean.
+
+// The mailboxes, in p.loss_mail:
+//     divisors      DIVISORS copies of the divisor of the mean, so that blocks read different addresses
+//     part_counts   for each part of the targets, its part of the divisor; used where classes have weights
+//     losses        the loss of each row
+//     sums          for each segment of rows, the sum of its losses
+// A part count or a sum has WIDE_WORDS words of 64 bits.  All words are EMPTY before and after a kernel.  Kernels that may
+// run at the same time have mailboxes of their own.
+struct LossMail {
+    using Word = WordOf<sizeof(ACC)>::type;
+    uint64 *divisors, *part_counts, *sums;
+    Word* losses;
+
+    __device__ inline explicit LossMail(const Params& p)
+        : divisors(p.loss_mail), part_counts(divisors + DIVISOR_STEP * DIVISORS),
+          sums(part_counts + WIDE_WORDS * COUNTERS + (p.rows * sizeof(Word) + 7) / 8),
+          losses(reinterpret_cast<Word*>(part_counts + WIDE_WORDS * COUNTERS)) {}
+
+    __device__ inline uint64* divisor(unsigned i) const { return divisors + i % DIVISORS * DIVISOR_STEP; }
+    __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
+};
+
+// The divisor of a mean, which the blocks that count publish.  A thread looks for the divisor before it loads its row, and
+// waits for it after it has issued these loads: the divisor arrives first, because it comes from L2, and the row from
+// device memory.  The logit of the target is loaded after the wait.  If the code loaded this logit before the wait, the
+// assembler would place that load before the loads of the row, which would then wait for the target.
+//
+// Without weights, the divisor is a number of rows.  Each warp that counts adds to the word: 1 to the upper half, and its
+// number of rows to the lower half.  The sums are those of word - EMPTY.  Integers may be added in any order.  With weights,
+// the word is the bits of the divisor.
+struct Divisor {
+    uint64 word;   // as loaded by `look`
+
+    // Both read copy i % DIVISORS.
+    __device__ inline void look(const Params& p, unsigned i) { word = look_word(LossMail(p).divisor(i)); }
+    __device__ inline ACC wait(const Params& p, unsigned i) const {
+        uint64 now = word;
+        while (!is_complete(p, now)) now = look_word(LossMail(p).divisor(i));
+        if constexpr (!HAS_WEIGHT) return ACC(unsigned(now - EMPTY));
+        ACC x;
+        from_bits(now, x);
+        return x;
+    }
+    static __device__ inline bool is_complete(const Params& p, uint64 word) {
+        if constexpr (HAS_WEIGHT) return word != EMPTY;
+        else return unsigned((word - EMPTY) >> 32) == unsigned(p.counters) * (THREADS / 32);
+    }
+};
