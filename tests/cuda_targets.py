@@ -225,12 +225,12 @@ def expected(ask: Ask, values: Values, output: str) -> NDArray[np.float64]:
         y = np.asarray(evaluate(ask.operation, namespace(z), {**given, "x": z}, 1, output))
         if output == scalar:
             return y.reshape(1, 1)
-        # A row without a score gives zeros, if the caller asks for them; else it gives NaN.
-        dead = np.isneginf(z).all(1, keepdims=True) & (output == "y")
         if y.shape[1] == 1:
-            return np.where(dead & ("zero" in ask.options) & (values["target"] >= 0), 0, y)
-        # An excluded element of another row has no gradient, even where it is the target.
-        return np.where(dead, 0 if "zero" in ask.options else np.nan, np.where(slope == 0, 0, y * slope))
+            # A row without a score gives zero, if the caller asks for it; else it gives NaN.
+            dead = np.isneginf(z).all(1, keepdims=True) & (output == "y") & ("zero" in ask.options)
+            return np.where(dead & (values["target"] >= 0), 0, y)
+        # An excluded element has no gradient, even where it is the target or its row has no score.
+        return np.where(slope == 0, 0, y * slope)
 
 
 def run(

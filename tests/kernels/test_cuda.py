@@ -23,7 +23,7 @@ from onlinesoftmax.core.device import known
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.options import SCORE_OPTIONS
 from onlinesoftmax.core.problem import Problem
-from onlinesoftmax.core.task import Choice
+from onlinesoftmax.core.task import Choice, Task
 from onlinesoftmax.kernels import cuda
 from onlinesoftmax.kernels.cuda import compile, params, source
 from onlinesoftmax.kernels.report import find_cuobjdump, occupancy
@@ -63,12 +63,13 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
     ) -> Request:
         device = known(gpu)
 
-        def first(problem: Problem, *_: Any) -> Plan:
+        def first(task: Task, *_: Any) -> Plan:
+            problem = Problem.of(task, False)
             proposals = PROPOSALS[strategy](problem, device)
             assert not isinstance(proposals, str), proposals
             return priced(proposals[0], problem, device)
 
-        monkeypatch.setattr(prepared, "plan", first)
+        monkeypatch.setattr(prepared, "plan_of", first)
         cache.forget()
         forward = operation.removesuffix("_backward")
         if outputs:

@@ -214,9 +214,9 @@ __device__ inline RowConstants row_constants(
             // A row without an incoming gradient has none, even if it holds NaN.
             r.zero = operands.dy == 0 && (!GIVEN_DLSE || operands.dlse == 0)
                 && (!GIVEN_DENTROPY || operands.dentropy == 0);
-            r.target_gradient = output(operands.score(row, call), 1, r);
             // An excluded column has no gradient.
-            if (operands.target_logit.is_included(row.begin, row.target(), 0)) r.target_gradient += dy;
+            if (operands.target_logit.is_included(row.begin, row.target(), 0))
+                r.target_gradient = output(operands.score(row, call), 1, r) + dy;
         }
     } else if constexpr (!REDUCES) {
         // lse is given, not reduced, so the shift is lse itself, infinite or not.
