@@ -1,11 +1,12 @@
-"""Measure the records of benchmarks/results again, each beside the libraries that its page compares.
+"""Measure the records of benchmarks/results again, each beside the libraries that RECORDS names.
 
 python benchmarks/measure.py --list                       # the name and the command of every record
 python benchmarks/measure.py forward jax-gradients        # two of them
 python benchmarks/measure.py --minutes 9 --out FOLDER     # as many as nine minutes allow
 
-A complete record of this commit stays as it is, an incomplete one is continued, and an older one is replaced.  So the
-same command, given again, goes on where the last one stopped.  The exit code is 0 if every chosen record is complete.
+A complete record of this commit stays as it is, and an incomplete one is continued.  A record of another commit is
+replaced: its results are gone when the measurement begins.  So the same command, given again, goes on where the last
+one stopped.  The exit code is 0 if each chosen record is complete and all its results are right, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from onlinesoftmax.bench.naming import device_slug
 from onlinesoftmax.bench.record import git_state
+from onlinesoftmax.bench.suites import cases, suite_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -61,30 +64,37 @@ STOP_SECONDS = 60
 def main() -> int:
     """Measure the chosen records within the time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="*", metavar="RECORD", help=f"of: {', '.join(RECORDS)}; by default all that "
-                        "one GPU can measure")  # fmt: skip
+    parser.add_argument("records", nargs="*", metavar="RECORD", help=f"records to measure.  There are: "
+                        f"{', '.join(RECORDS)}.  By default all that one GPU can measure")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the commands, and measure nothing")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the records")
     parser.add_argument("--commit", help="commit to record, where the sources were copied without their history")
-    chosen = parser.parse_args()
-    if unknown := [name for name in chosen.records if name not in RECORDS]:
+    given = parser.parse_args()
+    if unknown := [name for name in given.records if name not in RECORDS]:
         parser.error(f"unknown record {unknown[0]!r}; there are: {', '.join(RECORDS)}")
-    if not chosen.out.is_dir():
-        parser.error(f"--out {chosen.out} is no folder")
-    names = chosen.records or [name for name in RECORDS if name not in ("distributed", "cpu")]
-    if not chosen.list and names != ["cpu"] and not torch.cuda.is_available():
+    if not given.out.is_dir():
+        parser.error(f"--out {given.out} is no folder")
+    names = given.records or [name for name in RECORDS if name not in ("distributed", "cpu")]
+    if not given.list and names != ["cpu"] and not torch.cuda.is_available():
         parser.error("torch sees no NVIDIA GPU here; only the record cpu can be measured")
-    end = time.monotonic() + 60 * chosen.minutes
-    incomplete = []
+    end = time.monotonic() + 60 * given.minutes
+    failed, not_started = [], []
     for name in names:
-        words = command(name, chosen.out, chosen.commit)
-        print(shlex.join(["python", *words[1:]]), flush=True)
-        if not chosen.list and run(words, end - time.monotonic()) != 0:
-            incomplete.append(name)
-    if incomplete:
-        print(f"incomplete, or with a wrong result: {', '.join(incomplete)}")
-    return int(bool(incomplete))
+        words = command(name, given.out, given.commit)
+        if given.list:
+            print(shlex.join(["python", *words[1:]]))
+        elif not is_complete(name, given.out, given.commit):
+            if time.monotonic() >= end:
+                not_started.append(name)
+                continue
+            print(shlex.join(["python", *words[1:]]), flush=True)
+            if run(words, end - time.monotonic()) != 0:
+                failed.append(name)
+    for said, records in (("incomplete, or with a wrong result", failed), ("not started", not_started)):
+        if records:
+            print(f"{said}: {', '.join(records)}")
+    return int(bool(failed or not_started))
 
 
 def command(name: str, folder: Path, commit: str | None = None) -> list[str]:
@@ -92,17 +102,16 @@ def command(name: str, folder: Path, commit: str | None = None) -> list[str]:
     words = [sys.executable, "-m"]
     if name == "distributed":
         words += ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    words += ["onlinesoftmax", "bench", *suite(name), *shlex.split(RECORDS[name]), "--out", str(folder)]
+    words += ["onlinesoftmax", "bench", *suite_options(name), *shlex.split(RECORDS[name]), "--out", str(folder)]
     words += ["--commit", commit] if commit else []
-    same = commit_of(folder, name) == (commit or git_state()["commit"])
-    return [*words, "--resume"] if same else words
+    return [*words, "--resume"] if record_of(name, folder, commit) else words
 
 
-def suite(name: str) -> list[str]:
+def suite_options(name: str) -> list[str]:
     """The options of `bench` that give a record this name.
 
     Example:
-        >>> suite("jax-forward"), suite("single-row")
+        >>> suite_options("jax-forward"), suite_options("single-row")
         (['--framework', 'jax', '--suite', 'forward'], ['--suite', 'single-row'])
     """
     first, _, rest = name.partition("-")
@@ -110,14 +119,29 @@ def suite(name: str) -> list[str]:
     return [option, first, "--suite", rest] if option else ["--suite", name]
 
 
-def commit_of(folder: Path, name: str) -> str | None:
-    """The commit of the record of this machine; None if there is no such record."""
+def record_of(name: str, folder: Path, commit: str | None) -> Any:
+    """The record of this machine in a folder; None if there is none of this commit, by default that of the checkout."""
     path = folder / f"{prefix(name)}{name}.json"
-    return json.loads(path.read_text(encoding="utf-8"))["git"]["commit"] if path.exists() else None
+    if not path.exists():
+        return None
+    record = json.loads(path.read_text(encoding="utf-8"))
+    # A commit may be given by its first letters.
+    there, here = record["git"]["commit"], commit or git_state()["commit"]
+    return record if there.startswith(here) or here.startswith(there) else None
+
+
+def is_complete(name: str, folder: Path, commit: str | None) -> bool:
+    """True if the record of this commit has a result for every case of its suite."""
+    record = record_of(name, folder, commit)
+    if record is None:
+        return False
+    options = record["options"]
+    todo = cases(suite_of(options["suite"]), dtypes=options.get("dtype") or [])
+    return len(record["cases"]) == len(todo) and not any(case["skipped"] for case in record["cases"])
 
 
 def prefix(name: str) -> str:
-    """The part of a record's file name before the suite: the device of this machine, and the number of GPUs."""
+    """The beginning of a record's file name, before the name in RECORDS; empty for "cpu"."""
     if name == "cpu":
         return ""
     device = device_slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
@@ -126,8 +150,6 @@ def prefix(name: str) -> str:
 
 def run(words: Sequence[str], seconds: float) -> int:
     """Run a command for this time at most, and return its exit code; an interruption lets it write its record."""
-    if seconds <= 0:
-        return 1
     with subprocess.Popen(words) as process:
         try:
             return process.wait(None if seconds == float("inf") else seconds)

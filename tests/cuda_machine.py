@@ -1,14 +1,15 @@
 """The machine of tests/cuda_simulator.py: blocks and threads on the host, and how a program for it is compiled.
 
-A thread of a block is a fiber, which runs until it waits for others.  A block is a thread of the host, so its shared
-variables are thread-local; they keep what the block before left, as on a GPU.
+A thread of a block is a fiber, which runs until it waits for others.  A thread of the host runs one block after
+another.  Shared variables are thread-local variables of this host thread, so a block finds the values of the block
+before, as on a GPU.
 
 The machine is a library of its own, which g++ compiles once.  A kernel sees only its declarations: standard headers,
 and the code that they generate, take the compiler longer than the kernel itself.
 
 In a process that has loaded ThreadSanitizer (tests/cuda_races.py), kernels are compiled for it, and the machine tells
-it which fiber runs and what orders the accesses of two threads.  Here a shuffle orders them as __syncwarp does, which
-CUDA does not promise.
+ThreadSanitizer which fiber runs, and when two threads synchronize.  A shuffle synchronizes a warp here, as __syncwarp
+does.  CUDA does not promise that, so a missing __syncwarp beside a shuffle is not found.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DECLARATIONS = """
 struct Dim { unsigned x, y, z; };
 struct Barrier {
     int arrived, round;
-    char rounds[2];   // what ThreadSanitizer knows of an even and of an odd round
+    char rounds[2];   // addresses for `release` and `acquire`: one for even rounds, one for odd rounds
     void wait(int threads);
 };
 // The block of a thread of the host, and which of its fibers runs.
@@ -40,18 +41,21 @@ struct Block {
     char lanes[32][2][32][16];
     unsigned char side[32][32];
 };
-// One pointer is all that needs the fast access to thread-local variables, which few libraries can have.
+// Libraries that are loaded late share little memory for the fast kind of thread-local variables (initial-exec), so
+// only this pointer is of that kind.
 extern __thread Block* simulated_block __attribute__((tls_model("initial-exec")));
 extern Dim simulated_grid;
-// For ThreadSanitizer: accesses before `release` come before those after an `acquire` that follows it.
+// For ThreadSanitizer: after `acquire(at)`, a thread sees what other threads did before an earlier `release(at)` of the
+// same address.
 void release(void* at);
 void acquire(void* at);
 // A copy that ThreadSanitizer does not see.
 void copy_unseen(void* to, const void* from, unsigned long size);
 // Lets the other fibers of the block run until they wait.
 void yield();
-// Runs `kernel` in every thread; `together` blocks run at the same time.  Before them, `begin` runs in the thread of
-// each block, and when they have ended, `between` runs once.
+// Runs `kernel` in every thread of every block.  Each thread of the host first calls `begin` once.  Then `together`
+// blocks run at the same time, one in each host thread; after each such group, one host thread calls `between`.  The
+// number of blocks, programs * team, must be a multiple of `together`.
 void run_blocks(void (*kernel)(), void (*begin)(), void (*between)(), unsigned threads, unsigned programs,
                 unsigned team, unsigned together);
 """
@@ -126,7 +130,8 @@ inline bool __all_sync(unsigned, bool x) {
     return all;
 }
 inline unsigned atomicAdd(unsigned* to, unsigned x) { return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }
-// ThreadSanitizer knows no fences.  Here a fence comes after all that came before earlier fences, whatever is sent.
+// ThreadSanitizer does not know fences.  So every fence here synchronizes with every earlier fence of any thread, even
+// where no message was passed.  Races that this hides are not found.
 inline void __threadfence() {
     static char all;
     acquire(&all), release(&all);
@@ -159,14 +164,15 @@ extern "C" {
 }
 void acquire(void* at) { if (__tsan_acquire) __tsan_acquire(at); }
 void release(void* at) { if (__tsan_release) __tsan_release(at); }
-// To change the fiber orders nothing.
+// A switch of the fiber is no synchronization, which the flag 1 says.
 static void announce(void* fiber) { if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(fiber, 1); }
 void copy_unseen(void* to, const void* from, unsigned long size) {
     for (unsigned long i = 0; i < size; ++i) static_cast<volatile char*>(to)[i] = static_cast<const char*>(from)[i];
 }
 
-// A fiber begins with setcontext and goes on with a long jump, because setcontext makes a system call.  The jumps are
-// those of the compiler, which ThreadSanitizer does not replace.  A function must not jump to itself.
+// The first switch to a fiber uses setcontext.  Later switches use the compiler's long jumps, because setcontext makes
+// a system call, and ThreadSanitizer replaces the library's longjmp.  A function may not jump to a place in itself, so
+// the functions below are not inlined.
 struct Fiber { ucontext_t context; void* place[5]; bool begun, done; void* announced; };
 struct Running : Block {
     std::vector<Fiber> fibers;
@@ -247,7 +253,8 @@ static void run_block(Running& r, Dim place) {
             const unsigned i = backward ? r.fibers.size() - 1 - j : j;
             if (!r.fibers[i].done) r.thread.x = i, busy = true, resume(r, r.fibers[i]);
         }
-        // Other blocks run, whose messages this one may wait for.
+        // No fiber has passed a barrier, so this block may wait for a message:  let the host threads of other blocks
+        // run.
         if (!r.some_went_on) sched_yield();
     }
     acquire(&r.ended);
@@ -290,9 +297,9 @@ void run_blocks(void (*kernel)(), void (*begin)(), void (*between)(), unsigned t
 
 OPTIONS = [
     "-std=c++17", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-x", "c++",
-    # Shared variables of one name must differ from one kernel to the next.
+    # Otherwise, static variables of one name would be one variable in all kernels that are loaded.
     "-fno-gnu-unique",
-    # A variable that is read before it is written must not happen to be zero, as memory of the host often is.
+    # Local variables begin with a pattern: one that is read before it is written must not happen to be zero.
     "-ftrivial-auto-var-init=pattern",
 ]  # fmt: skip
 
@@ -301,7 +308,7 @@ OPTIONS = [
 def load_machine(folder: Path) -> None:
     """Compile the machine into the folder unless it is there, and load it, so that kernels find its functions."""
     text = MACHINE.replace("\n__thread", DECLARATIONS + "\n__thread", 1)
-    # Kernels are linked without the standard library and find the mathematical functions by this one.
+    # Kernels are linked without the standard library and find the mathematical functions through the machine.
     library = compiled(_command("-O2", "-pthread", "-Wl,--no-as-needed", "-lm"), text, folder)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 

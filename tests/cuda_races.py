@@ -1,13 +1,17 @@
-"""Run CUDA kernels on the host under ThreadSanitizer, which reports accesses of two threads that nothing orders.
+"""Run CUDA kernels on the host under ThreadSanitizer, which reports data races.
 
-python tests/cuda_races.py FOLDER
+Two threads race if both access one address, at least one of them writes, and no barrier, message or atomic operation
+lies between the two accesses.
 
-tests/kernels/test_cuda_races.py starts this program with ThreadSanitizer loaded.  Before each run it writes a line
-"run: NAME" to stderr; the reports of the run follow.  The last runs leave out a barrier: they must have a report.
+python tests/cuda_races.py FOLDER    # FOLDER keeps the compiled kernels
+
+tests/kernels/test_cuda_races.py starts this program with ThreadSanitizer loaded.  Before each run, the program writes a
+line "run: NAME" to stderr; the reports of the run follow.  The last runs leave out a barrier, and must have a report.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -23,7 +27,10 @@ from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
 
 ROWS = 20
-"""Rows of a call: several for each block."""
+"""Rows of a call.  A block of row, pipeline and stream gets several."""
+
+CLASSES = 16
+"""Classes of the losses that are reduced."""
 
 ASKS = [
     ask for ask in ASKED if "weight" in ask.given and "z_loss" in ask.given and "y" in ask.outputs and not ask.options
@@ -31,19 +38,21 @@ ASKS = [
 ASKS += [ask for ask in ASKED if "mean_loss" in ask.outputs and "entropy" in ask.outputs]
 """The loss of every row with all operands, and a mean with statistics: both write a gradient."""
 
-MISSING = (("cluster", "levels.cuh", "__syncthreads();"), (PIPELINE, "ring.cuh", "__syncwarp();"),
-           ("reduction", "reduction.cuh", "__syncthreads();"))  # fmt: skip
+REMOVED_BARRIERS = (("cluster", "levels.cuh", "__syncthreads();"), (PIPELINE, "ring.cuh", "__syncwarp();"),
+                    ("reduction", "reduction.cuh", "__syncthreads();"))  # fmt: skip
 """Kernels, and barriers that they need: the first such statement of a file."""
 
 
 def main(folder: Path) -> None:
-    """Run every kernel, then some without a barrier."""
+    """Run each CUDA strategy with two losses, and the reduction; then some of them without a barrier."""
+    if not hasattr(ctypes.CDLL(None), "__tsan_acquire"):
+        sys.exit("ThreadSanitizer is not loaded; run: python -m pytest tests/kernels/test_cuda_races.py")
     # g++ must not load ThreadSanitizer.
     os.environ.pop("LD_PRELOAD", None)
     for kernel in (*KERNELS, "reduction"):
         run_kernel(kernel, kernel, folder)
     text = source.text
-    for kernel, file, barrier in MISSING:
+    for kernel, file, barrier in REMOVED_BARRIERS:
 
         def changed(name: str, file: str = file, barrier: str = barrier) -> Any:
             return text(name).replace(barrier, "", 1) if name == file else text(name)
@@ -74,7 +83,7 @@ def call(kernel: str, ask: Ask, folder: Path) -> None:
 
 def reduce_losses(rows: int, folder: Path) -> None:
     """Run the kernel that reduces the losses of all rows to their mean."""
-    one = Reduction(rows, "float32", "float32", False, "int64", None, ROWS, -100)
+    one = Reduction(rows, "float32", "float32", False, "int64", None, CLASSES, -100)
     arrays = {"losses": np.ones(rows, np.float32), "target": np.zeros(rows, np.int64), "out": np.zeros(1, np.float32)}
     cuda_simulator.simulate_reduction(one, arrays, np.zeros(reduction.SCRATCH_WORDS, np.uint64), folder)
     assert arrays["out"] == 1

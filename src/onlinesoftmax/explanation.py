@@ -44,7 +44,8 @@ class Explanation:
         problem: The part of the task that the plan depends on.
         device: The device that was planned for.  A plan for an interpreter, on a CPU, is made for an H200.
         plan: The plan that would run.
-        others: The plans that lost, fastest first, and the strategies that cannot run.
+        others: The other plans, shortest estimate first, and the strategies that cannot run.  If the caller forces a
+            plan, another plan can be faster.
     """
 
     task: Task
@@ -58,17 +59,17 @@ class Explanation:
         if isinstance(other, Refusal):
             return f"cannot: {other.reason}"
         slower = other.estimate_us / self.plan.estimate_us
-        guess = "" if other.price.measured else " by estimate"
+        guess = "" if other.price.measured and self.plan.price.measured else " by estimate"
         return f"{slower:.2f} times as long{guess}: {other.reason}"
 
     def compile(self) -> list[Kernel]:
-        """The plan's kernels, compiled for the device, present or not: registers, spills, listings.
+        """The plan's kernels, compiled for the device, which this machine need not have: registers, spills, listings.
 
         Returns:
-            A record for each launch; nothing for the eager backend, which has no kernels of ours.
+            A record for each launch; an empty list for the eager backend, which has no kernels of ours.
 
         Raises:
-            RuntimeError: the backend's compiler is missing, or Triton's interpreter is on.
+            RuntimeError: the backend's compiler is missing, Triton's interpreter is on, or the backend is Pallas.
         """
         if self.plan.backend == "eager":
             return []
@@ -79,7 +80,7 @@ class Explanation:
         return kernels
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """The problem, the device and all plans, for JSON."""
         return {
             "problem": asdict(self.problem),
             "device": self.device.as_dict(),
@@ -134,7 +135,7 @@ def explain(
         device: Name of a known device ("h200", "a100", …); by default that of the tensor, or this
             machine's GPU, or its CPU.
         backend, strategy: Force a plan, as in `softmax`.
-        framework: "torch" or "jax": whose array a shape is of; "torch" by default.
+        framework: "torch" or "jax", if x is a shape: the framework of the call; "torch" by default.
 
     Raises:
         PlanError: the forced backend or strategy cannot run; the message lists every reason.

@@ -298,6 +298,7 @@ def test_wrong_arguments_are_a_sentence(arguments: str, words: str) -> None:
     [
         ({"WORLD_SIZE": "many", "RANK": "0"}, "WORLD_SIZE='many' is set, and is no number"),
         ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK='-1' is set, and is no number"),
+        ({"WORLD_SIZE": "2"}, "RANK is not: start the processes with torchrun"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "a rank is less than the number of processes"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR is not: start the processes with torchrun"),
         (

@@ -1,6 +1,6 @@
-"""Two threads of a CUDA kernel never access one address without an order between them, if one of them writes.
+"""The CUDA kernels have no data race that ThreadSanitizer finds on the host (tests/cuda_races.py).
 
-tests/cuda_races.py runs the kernels on the host under ThreadSanitizer, as compute-sanitizer's racecheck does on a GPU.
+The tool racecheck of compute-sanitizer has a similar purpose on a GPU; it checks shared memory only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cuda_machine import COMPILER
-from cuda_races import MISSING
+from cuda_races import REMOVED_BARRIERS
 
 TESTS = Path(__file__).parents[1]
 
@@ -22,7 +22,7 @@ REPORT = "WARNING: ThreadSanitizer: data race"
 
 
 def under_thread_sanitizer(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command with ThreadSanitizer loaded, which needs addresses that are not random."""
+    """Run a command with ThreadSanitizer loaded.  It does not work with random addresses: setarch switches them off."""
     assert COMPILER is not None
     find = [COMPILER, "-print-file-name=libtsan.so"]
     library = Path(subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()).resolve()
@@ -45,13 +45,13 @@ def why_not() -> str | None:
 
 @pytest.mark.early
 def test_kernels_have_no_races(folder: Path) -> None:
-    """A kernel that lacks a barrier has a race, which is found; the real kernels have none."""
+    """ThreadSanitizer finds the races of kernels that lack a barrier, and none in the real kernels."""
     if reason := why_not():
         pytest.skip(reason)
     done = under_thread_sanitizer(sys.executable, TESTS / "cuda_races.py", folder)
     assert done.returncode == 0, done.stderr[-4000:]
     _, *runs = done.stderr.split("run: ")
     found = {name: text.count(REPORT) for name, _, text in (each.partition("\n") for each in runs)}
-    broken = {f"{kernel} without {barrier} of {file}" for kernel, file, barrier in MISSING}
+    broken = {f"{kernel} without {barrier} of {file}" for kernel, file, barrier in REMOVED_BARRIERS}
     assert len(found) > len(broken)
     assert {name for name, races in found.items() if races} == broken, done.stderr[:4000]

@@ -56,6 +56,7 @@ def test_every_suite_and_every_record_has_a_command(measure: Any) -> None:
 def test_a_record_of_the_same_commit_is_continued(measure: Any, tmp_path: Path) -> None:
     (tmp_path / "cpu.json").write_text(json.dumps({"git": {"commit": "feedbeef"}}))
     assert measure["command"]("cpu", tmp_path, "feedbeef")[-1] == "--resume"
+    assert measure["command"]("cpu", tmp_path, "feedbeef0ddba11")[-1] == "--resume"
     assert "--resume" not in measure["command"]("cpu", tmp_path, "0ddba11")
     assert "--resume" not in measure["command"]("gradients", tmp_path, "feedbeef")
 
@@ -64,7 +65,7 @@ def test_a_record_of_the_same_commit_is_continued(measure: Any, tmp_path: Path) 
     ("arguments", "code", "says"),
     [
         (["--list", "jax-forward"], 0, "bench --framework jax --suite forward --peers jax"),
-        (["--minutes", "0", "cpu"], 1, "incomplete, or with a wrong result: cpu"),
+        (["--minutes", "0", "cpu"], 1, "not started: cpu"),
         (["nothing"], 2, "unknown record 'nothing'; there are: cross-entropy"),
         (["--out", "nowhere", "cpu"], 2, "--out nowhere is no folder"),
     ],
@@ -73,6 +74,16 @@ def test_the_command_line(arguments: list[str], code: int, says: str) -> None:
     done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert says in done.stdout + done.stderr
+
+
+def test_a_complete_record_stays(measure: Any, tmp_path: Path) -> None:
+    suite = SUITES["cpu"]
+    record = {"git": {"commit": "feedbeef"}, "options": {"suite": "cpu", "dtype": None}}
+    every = [{"skipped": None} for _ in range(len(suite.entries) * len(suite.dtypes))]
+    for complete, found in ((True, every), (False, every[1:]), (False, [*every[1:], {"skipped": "too large"}])):
+        (tmp_path / "cpu.json").write_text(json.dumps(record | {"cases": found}))
+        assert measure["is_complete"]("cpu", tmp_path, "feedbeef") is complete
+        assert not measure["is_complete"]("cpu", tmp_path, "0ddba11")
 
 
 def test_an_interrupted_command_may_write_its_record(measure: Any) -> None:

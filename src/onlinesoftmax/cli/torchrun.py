@@ -13,15 +13,16 @@ NEEDED = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def processes() -> int:
-    """Number of processes that share the work; 1 without WORLD_SIZE and RANK.
+    """Number of processes that share the work; 1 without WORLD_SIZE.
 
     A variable that is wrong or missing ends the command with a sentence.
     """
-    if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
-        return 1
-    size, rank = _number("WORLD_SIZE"), _number("RANK")
+    size = _number("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
     if size < 2:
         return 1
+    if "RANK" not in os.environ:
+        output.fail(f"WORLD_SIZE={size} is set, and RANK is not: start the processes with torchrun")
+    rank = _number("RANK")
     if rank >= size:
         output.fail(f"RANK={rank} and WORLD_SIZE={size} are set: a rank is less than the number of processes")
     for name in NEEDED:

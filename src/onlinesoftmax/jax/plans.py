@@ -14,7 +14,10 @@ from ..planner.plan import Planner
 from ..planner.strategies import FOR_JAX
 
 OUTPUTS = {"logsumexp": ("m", "l"), "cross_entropy": ("loss", "m", "l"), "token_logprobs": ("y", "m", "l")}
-"""Outputs that a kernel writes for a primitive, stacked along a new last axis; no entry for the declared ones."""
+"""Outputs that a kernel writes for some primitives, which stack them along a new last axis.
+
+A primitive that is not listed here has the outputs `Operation.always`.
+"""
 
 INTERPRETED_FOR = known("h200")
 """The GPU that plans are made for where Pallas kernels are interpreted."""

@@ -16,8 +16,8 @@ def planner_for(device: Device, choice: Choice, every_backend: bool = False) -> 
     Args:
         device: The device of the tensors.
         choice: The parts of the plan that the caller forces.
-        every_backend: True for a device that need not be this machine's: the planner also takes backends that cannot
-            be used here, and no interpreter.
+        every_backend: True for a device that this machine need not have.  The planner then takes all backends,
+            installed here or not, and never plans for an interpreter.
     """
     if every_backend:
         return Planner(device, (), table_for(device), TABLE)
