@@ -170,7 +170,8 @@ def test_calls_that_need_the_general_path() -> None:
         lambda: osm.cross_entropy(h, target, batch_invariant=True, **HOW),
         lambda: osm.cross_entropy(h, target, return_stats=True, **HOW)[0],
         lambda: osm.cross_entropy(h, apart, **HOW),
-        lambda: osm.cross_entropy(h, target, torch.ones(18, device=DEVICE)[::2], **HOW),
+        # The planner may take Triton for rows as short as these.
+        lambda: osm.cross_entropy(h, target, torch.ones(18, device=DEVICE)[::2], **(HOW or {"backend": "cuda"})),
     ):
         for _ in range(2):
             torch.testing.assert_close(call(), want)
