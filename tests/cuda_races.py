@@ -85,7 +85,7 @@ def reduce_losses(rows: int, folder: Path) -> None:
     """Run the kernel that reduces the losses of all rows to their mean."""
     one = Reduction(rows, "float32", "float32", False, "int64", None, CLASSES, -100)
     arrays = {"losses": np.ones(rows, np.float32), "target": np.zeros(rows, np.int64), "out": np.zeros(1, np.float32)}
-    cuda_simulator.simulate_reduction(one, arrays, np.zeros(reduction.SCRATCH_WORDS, np.uint64), folder)
+    cuda_simulator.simulate_reduction(one, arrays, np.full(reduction.MAIL_WORDS, -1).view(np.uint64), folder)
     assert arrays["out"] == 1
 
 

@@ -219,17 +219,17 @@ def simulate(
     assert (mail == -1).all(), "the kernel left a message behind"
 
 
-def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], scratch: Any, folder: Path) -> None:
+def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], mail: Any, folder: Path) -> None:
     """Run a reduction on the host; all its blocks run at the same time.
 
     Args:
         one: The reduction.
         arrays: Memory of its inputs and of "out" by name; bfloat16 as uint16.
-        scratch: Memory of SCRATCH_WORDS words; the first is 0.
+        mail: Memory of MAIL_WORDS words, all EMPTY.
         folder: Where to put the shared libraries.
     """
     fields = np.frombuffer(bytearray(reduction.pack(one)), np.uint64)
-    for name, array in {**arrays, "scratch": scratch}.items():
+    for name, array in {**arrays, "mail": mail}.items():
         fields[reduction.POINTERS.index(name)] = array.ctypes.data
     launch_reduction(one, fields.ctypes.data, reduction.blocks_of(one), folder)
 
@@ -237,7 +237,7 @@ def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], scrat
 def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) -> None:
     """Run the kernel of a reduction on the host with the parameter at an address."""
     driver = DRIVER.replace("BEGIN", "").replace("BETWEEN", "")
-    parts = [reduction.prologue(one), _replaced("lanes"), _replaced("reduction")]
+    parts = [reduction.prologue(one), _replaced("lanes"), _replaced("mail"), _replaced("reduction")]
     text = _program(parts, driver, "Reduction", reduction.NAME)
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)
 

@@ -168,5 +168,5 @@ def test_kernels_of_scalars_compile(strategy: str, ask: Ask, dtype: str) -> None
 
 
 def test_the_kernel_says_which_losses_it_reduces() -> None:
-    [limits] = re.findall(r"(\d+) rows, (\d+) MiB", source.text("total.cuh"))
+    [limits] = re.findall(r"(\d+) rows,\n//\s+(\d+) MiB", source.text("total.cuh"))
     assert [int(limit) for limit in limits] == [MOST_ROWS_IN_ONE_LAUNCH, MOST_BYTES_IN_ONE_LAUNCH >> 20]

@@ -112,15 +112,20 @@ def as_array(x: torch.Tensor) -> NDArray[Any]:
     return found
 
 
+def new_mail() -> NDArray[np.uint64]:
+    """The empty mailboxes of the blocks."""
+    return np.full(cuda.MAIL_WORDS, -1).view(np.uint64)
+
+
 def new_out(one: Reduction) -> torch.Tensor:
     """The output of a reduction, filled with NaN."""
     dtype = getattr(torch, one.result or one.accumulator)
     return torch.full((1 if one.result else 2,), torch.nan, dtype=dtype)
 
 
-def by_simulator(one: Reduction, inputs: dict[str, torch.Tensor], scratch: Any, folder: Path) -> torch.Tensor:
+def by_simulator(one: Reduction, inputs: dict[str, torch.Tensor], mail: Any, folder: Path) -> torch.Tensor:
     out = new_out(one)
-    simulate_reduction(one, {name: as_array(x) for name, x in {**inputs, "out": out}.items()}, scratch, folder)
+    simulate_reduction(one, {name: as_array(x) for name, x in {**inputs, "out": out}.items()}, mail, folder)
     return out
 
 
@@ -137,13 +142,13 @@ def by_triton(one: Reduction, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize("one", _cells())
 def test_cuda(one: Reduction, folder: Path) -> None:
-    inputs, scratch = inputs_of(one), np.zeros(cuda.SCRATCH_WORDS, np.uint64)
-    first = by_simulator(one, inputs, scratch, folder)
+    inputs, mail = inputs_of(one), new_mail()
+    first = by_simulator(one, inputs, mail, folder)
     check(one, inputs, first)
-    # The counter is 0 again, and blocks that finish in another order change no bit.
+    # All words are empty again, and blocks that finish in another order change no bit.
     for _ in range(2):
-        assert scratch[0] == 0
-        assert torch.equal(by_simulator(one, inputs, scratch, folder), first)
+        assert np.array_equal(mail, new_mail())
+        assert torch.equal(by_simulator(one, inputs, mail, folder), first)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
@@ -166,7 +171,7 @@ def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeyp
 
         monkeypatch.setattr(driver, "library", lambda launch=launch: SimpleNamespace(cuLaunchKernelEx=launch))
         monkeypatch.setattr(cuda, "_kernel", lambda *_: 1)
-        # The scratch of a stream, filled when it is made.
+        # The words of a stream, filled when they are made.
         monkeypatch.setattr(
             cuda, "words_of_stream",
             lambda use, count, value, *_: made.setdefault(use, torch.full((count,), value, dtype=torch.int64)),
@@ -200,7 +205,7 @@ def test_all_rows_are_ignored(rows: int, adds: bool, weight: str | None, folder:
         inputs["losses"] = torch.zeros(rows)
     found = [by_triton(one, inputs)]
     if COMPILER is not None:
-        found.append(by_simulator(one, inputs, np.zeros(cuda.SCRATCH_WORDS, np.uint64), folder))
+        found.append(by_simulator(one, inputs, new_mail(), folder))
     for out in found:
         check(one, inputs, out)
 
@@ -213,7 +218,7 @@ def test_a_loss_that_is_not_finite(accumulator: str, value: float, folder: Path)
     inputs["losses"][39000] = value
     found = [by_triton(one, inputs)]
     if COMPILER is not None:
-        found.append(by_simulator(one, inputs, np.zeros(cuda.SCRATCH_WORDS, np.uint64), folder))
+        found.append(by_simulator(one, inputs, new_mail(), folder))
     for out in found:
         assert torch.equal(out.isnan(), torch.tensor([value != value]))
         assert value != value or out.item() == value
@@ -228,8 +233,8 @@ def test_an_ignore_index_that_the_dtype_of_the_targets_does_not_have(dtype: str,
         one = Reduction(3, "float32", None, False, dtype, None, 1000, ignored)
         found = [by_triton(one, {"target": target})]
         if COMPILER is not None:
-            scratch = np.zeros(cuda.SCRATCH_WORDS, np.uint64)
-            found.append(by_simulator(one, {"target": target}, scratch, folder))
+            mail = new_mail()
+            found.append(by_simulator(one, {"target": target}, mail, folder))
         for out in found:
             assert out[1] == 3
 
@@ -246,13 +251,12 @@ def test_cuda_compiles_without_spills(form: Form, arch: str) -> None:
             weight if form.weighted else None, keeps=form.keeps,
         )  # fmt: skip
         used = usage(build(cuda.source(one), arch)[1])
-        # 64 registers for each of 1024 threads are all that a multiprocessor has.
-        assert used["registers"] <= 64
+        assert used["registers"] <= 65536 // cuda.THREADS
         assert not used["spills"]
         assert not used["stack"]
 
 
 def test_one_block_takes_a_usual_batch() -> None:
-    blocks = [cuda.blocks_of(Reduction(rows, "float32")) for rows in (1, 16384, 16385, 1 << 20, 1 << 31)]
+    blocks = [cuda.blocks_of(Reduction(rows, "float32")) for rows in (1, 4096, 4097, 1 << 18, 1 << 31)]
     assert blocks == [1, 1, 2, 64, cuda.MOST_BLOCKS]
     assert cuda.MOST_BLOCKS <= cuda.THREADS

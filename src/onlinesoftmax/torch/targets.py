@@ -11,6 +11,7 @@ losses.py calls this module where our kernels can run, and targets_eager.py else
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ and backward of 16384 x 4096 bfloat16 are faster with one launch, and those of 6
 """
 
 MOST_BYTES_IN_ONE_LAUNCH = 128 << 20
-"""The largest number of bytes of logits for which the loss kernel writes the scalar itself.
+"""The largest number of bytes of logits for which a kernel that writes the gradient writes the scalar itself.
 
 For more bytes the GPU takes longer than the host, and three launches, which overlap, are faster: for example, forward
 and backward of 8192 x 32000 bfloat16 on an H200.
@@ -102,7 +103,8 @@ def scalar_output(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, 
     # A trace comes first: a comparison with its sizes would limit them to the range that it found.
     if not x.is_cuda or _traced(x):
         return ""
-    if target.numel() > MOST_ROWS_IN_ONE_LAUNCH or not 0 < x.numel() * x.element_size() <= MOST_BYTES_IN_ONE_LAUNCH:
+    most_bytes = MOST_BYTES_IN_ONE_LAUNCH if with_gradient else math.inf
+    if target.numel() > MOST_ROWS_IN_ONE_LAUNCH or not 0 < x.numel() * x.element_size() <= most_bytes:
         return ""
     dy = torch.empty((), dtype=accumulator_of(x.dtype, x.dtype), device=x.device) if with_gradient else None
     call = loss_call(x, target, weight, loss, dy)

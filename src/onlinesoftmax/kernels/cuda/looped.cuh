@@ -8,6 +8,10 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(const __grid_constant__ Params p) {
     constexpr int64 TILE = int64(CHUNKS) * THREADS;
+    // L2 is asked to keep what is read again.
+    constexpr CachePolicy AGAIN = WRITES_ELEMENTS ? CachePolicy::LONG : CachePolicy::NORMAL;
+    // The next tile is loaded before a tile is reduced, where nothing else keeps the memory busy and registers hold both.
+    constexpr bool AHEAD = !WRITES_ELEMENTS && CHUNKS <= 4 && SUM_ZL <= 0;
     __shared__ State exchange[THREADS / 32];
     if (total::only_counts(p)) return;
     const int64 row = total::block_of_rows(p);
@@ -26,16 +30,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     State state = identity();
     if constexpr (REDUCES) {
         state = extend(state, edges);
+        using Tile = Slice<CHUNKS, THREADS, false, false, AGAIN>;
+        const auto load = [&](Tile& to, int64 i) { to.load(p, r.chunk(p, i * TILE + lane), r.body - i * TILE - lane); };
+        Tile next;
+        if (tiles > 0) {
+            load(next, 0);
+            operands.load_target(p, r);
+        }
         for (int64 i = 0; i < tiles; ++i) {
-            Slice<CHUNKS, THREADS, false, false, CachePolicy::LONG> tile;
+            Tile tile = next;
+            if (AHEAD && i + 1 < tiles) load(next, i + 1);
             const Cursor at = r.chunk(p, i * TILE + lane);
             const int64 left = r.body - i * TILE - lane;
-            tile.load(p, at, left);
-            if (i == 0) operands.load_target(p, r);
             tile.make_scores(at, call, left);
             tile.add_weighted_scores(p, at, left);
             // Each lane keeps a state of its own, so that the loop has no barrier.
             state = extend(state, tile);
+            if (!AHEAD && i + 1 < tiles) load(next, i + 1);
         }
         state = merge_warps<THREADS / 32>(merge_lanes<32>(state), exchange);
     }

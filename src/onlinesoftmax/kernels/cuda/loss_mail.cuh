@@ -32,18 +32,18 @@ struct LossMail {
 struct Divisor {
     uint64 word;   // as loaded by `look`
 
-    // Both read copy i % DIVISORS.
-    __device__ inline void look(const Params& p, unsigned i) { word = look_word(LossMail(p).divisor(i)); }
-    __device__ inline ACC wait(const Params& p, unsigned i) const {
+    // Both read copy i % DIVISORS; `counters` is the number of blocks that count.
+    __device__ inline void look(const LossMail& mail, unsigned i) { word = look_word(mail.divisor(i)); }
+    __device__ inline ACC wait(const LossMail& mail, unsigned counters, unsigned i) const {
         uint64 now = word;
-        while (!is_complete(p, now)) now = look_word(LossMail(p).divisor(i));
+        while (!is_complete(counters, now)) now = look_word(mail.divisor(i));
         if constexpr (!HAS_WEIGHT) return ACC(unsigned(now - EMPTY));
         ACC x;
         from_bits(now, x);
         return x;
     }
-    static __device__ inline bool is_complete(const Params& p, uint64 word) {
+    static __device__ inline bool is_complete(unsigned counters, uint64 word) {
         if constexpr (HAS_WEIGHT) return word != EMPTY;
-        else return unsigned((word - EMPTY) >> 32) == unsigned(p.counters) * (THREADS / 32);
+        else return unsigned((word - EMPTY) >> 32) == counters * (THREADS / 32);
     }
 };

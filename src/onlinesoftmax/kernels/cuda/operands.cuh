@@ -264,7 +264,9 @@ struct RowOperands {
     // respect to the loss of a row.  Strategies call this after they have issued the loads of the row: the load of the logit
     // depends on that of the target, and the divisor comes from another block or from the kernel before.
     __device__ inline void load_target(const Params& p, const Row& r) {
-        if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) dy = CALL_MEAN_LOSS ? 1 / divisor.wait(p, blockIdx.x) : 1;
+        if constexpr (SCALAR_LOSS && WRITES_ELEMENTS) {
+            dy = CALL_MEAN_LOSS ? 1 / divisor.wait(LossMail(p), unsigned(p.counters), blockIdx.x) : 1;
+        }
         if constexpr (FOLLOWS_DIVISOR) {
             wait_for_kernel_before();
             dy = wide(load_one(p.dy));
@@ -307,7 +309,7 @@ struct RowOperands {
 // Loads the operands of a row, except those of the target column.
 __device__ inline RowOperands row_operands(const Params& p, int64 row) {
     RowOperands operands;
-    if constexpr (CALL_MEAN_LOSS && WRITES_ELEMENTS) operands.divisor.look(p, blockIdx.x);
+    if constexpr (CALL_MEAN_LOSS && WRITES_ELEMENTS) operands.divisor.look(LossMail(p), blockIdx.x);
 #define LOAD(NAME, name) \
     if constexpr (GIVEN_##NAME) \
         operands.name = wide(load_one(p.name + row_offset(p, p.name##_place, existing(p, row))));

@@ -1,19 +1,19 @@
 // Reduces the losses of all rows to the total, their targets to the divisor of the mean, or both at once.
 //
-// One block:  owns the tiles blockIdx.x, blockIdx.x + gridDim.x, ... of BATCH * THREADS rows.  The last block to finish
-//             adds the sums of all blocks.
+// One block:  owns the tiles blockIdx.x, blockIdx.x + gridDim.x, ... of BATCH * THREADS rows.  The last block adds the sums
+//             of all blocks, which send them by mail.cuh.
 // Chosen:     for the divisor before a loss kernel that also writes the gradient, and for the total after every loss
 //             kernel whose losses are reduced to a scalar.
 // Bytes:      one read of the losses, of the targets, or of both, and of one weight for each target.
-// Limits:     contiguous losses, targets and weights; at most THREADS blocks; one kernel at a time uses `scratch`, whose
-//             first word must be 0 before the launch and is 0 again after it.
+// Limits:     contiguous losses, targets and weights; at most THREADS blocks; one kernel at a time uses `mail`.  The last
+//             block waits for the others, which relies on blocks starting in the order of their numbers (total.cuh).
 
 struct Reduction {
     const ACC* losses; const TARGET* target; const WEIGHT* weight;
     const ACC* count;   // (1 / divisor, divisor) from an earlier launch; read where it DIVIDES
     ACC* divisor;       // the same of this launch; written where it KEEPS
     RESULT* out;
-    uint64* scratch;   // number of blocks that have finished, an empty word, then the sums of each block
+    uint64* mail;       // the sums of each block; every word is EMPTY before and after a launch
     int64 rows, classes, ignore_index;
 };
 
@@ -62,27 +62,28 @@ template <class Number> __device__ inline SUM add_rows(const Reduction& p, Numbe
     return sum;
 }
 
-// Writes the sums of this block.  Returns true in the last block that does so, which can read the sums of all blocks.
-__device__ inline bool is_last_block(const Reduction& p, RowSums sums, RowSums* all) {
-    __shared__ bool last;
-    unsigned* const finished = reinterpret_cast<unsigned*>(p.scratch);
-    if (threadIdx.x == 0) {
-        all[blockIdx.x] = sums;
-        __threadfence();
-        last = atomicAdd(finished, 1u) == gridDim.x - 1;
-        // The next kernel on this stream finds 0 again.
-        if (last) *finished = 0;
-    }
-    __syncthreads();
-    __threadfence();
-    return last;
-}
+constexpr int MAIL_WORDS = sizeof(RowSums) / sizeof(double);
 
-// volatile bypasses the L1 cache, which may hold values from before the stores of other multiprocessors.
-__device__ inline RowSums load_sums(const RowSums* from) {
+// Sends the sums of this block.
+__device__ inline void send(const Reduction& p, const RowSums& sums) {
+#pragma unroll
+    for (int i = 0; i < MAIL_WORDS; ++i)
+        put_word(p.mail + MAIL_WORDS * blockIdx.x + i, bits(reinterpret_cast<const double*>(&sums)[i]));
+}
+// Waits for the sums of a block, and empties their words for the next kernel on this stream.
+__device__ inline RowSums receive(const Reduction& p, int block) {
     RowSums sums;
-    for (int i = 0; i < int(sizeof(RowSums) / sizeof(double)); ++i)
-        reinterpret_cast<double*>(&sums)[i] = reinterpret_cast<const volatile double*>(from)[i];
+    uint64 *const from = p.mail + MAIL_WORDS * block, words[MAIL_WORDS];
+    for (bool come = false; !come;) {
+        come = true;
+#pragma unroll
+        for (int i = 0; i < MAIL_WORDS; ++i) words[i] = look_word(from + i), come &= words[i] != EMPTY;
+    }
+#pragma unroll
+    for (int i = 0; i < MAIL_WORDS; ++i) {
+        from_bits(words[i], reinterpret_cast<double*>(&sums)[i]);
+        put_word(from + i, EMPTY);
+    }
     return sums;
 }
 
@@ -113,10 +114,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduction_kernel(const __g
         sums.total = add_rows(p, [&](int64 row) { return p.losses[row]; });
     }
     sums = add_block(sums, exchange);
-    if (gridDim.x > 1) {
-        RowSums* const all = reinterpret_cast<RowSums*>(p.scratch + 2);
-        if (!is_last_block(p, sums, all)) return;
-        sums = add_block(threadIdx.x < gridDim.x ? load_sums(all + threadIdx.x) : RowSums{}, exchange);
+    const int last = int(gridDim.x) - 1, lane = threadIdx.x;
+    if (int(blockIdx.x) < last) {
+        if (lane == 0) send(p, sums);
+        return;
     }
-    if (threadIdx.x == 0) write(p, sums);
+    if (last > 0) {
+        __syncthreads();
+        sums = add_block(lane < last ? receive(p, lane) : lane == last ? sums : RowSums{}, exchange);
+    }
+    if (lane == 0) write(p, sums);
 }

@@ -11,24 +11,24 @@ import torch
 
 from ..reduction import Reduction
 from . import driver
-from .launch import loaded, may_begin_early, words_of_stream
+from .launch import EMPTY, loaded, may_begin_early, words_of_stream
 from .source import declarations, text, typed
 
-THREADS, BATCH = 1024, 16
+THREADS, BATCH = 512, 8
 """Threads of a block, and rows that a thread loads at once."""
 
 ROWS_PER_BLOCK = THREADS * BATCH
-"""Rows that one block takes.  A second block costs a fence, an atomic and a load, as long as the reading of a batch."""
+"""Rows that one block takes; a second block costs a message, which takes as long as the reading of a batch."""
 
 MOST_BLOCKS = 128
-"""Largest number of blocks; at most THREADS, because each thread of the last block loads the sums of one block."""
+"""Largest number of blocks; at most THREADS, because each thread of the last block receives the sums of one block."""
 
 NAME = "reduction_kernel"
 
-POINTERS = ("losses", "target", "weight", "count", "divisor", "out", "scratch")
+POINTERS = ("losses", "target", "weight", "count", "divisor", "out", "mail")
 """Fields of the kernel's parameter, in the order of the struct; then come rows, classes and ignore_index."""
 
-_OUT, _SCRATCH = POINTERS.index("out"), POINTERS.index("scratch")
+_OUT, _MAIL = POINTERS.index("out"), POINTERS.index("mail")
 
 
 def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]:
@@ -55,7 +55,7 @@ def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]
         fields[_OUT] = out.data_ptr()
         call.config.stream = stream = stream_of(index)
         if blocks > 1:
-            fields[_SCRATCH] = words_of_stream("reduction", SCRATCH_WORDS, 0, index, stream).data_ptr()
+            fields[_MAIL] = words_of_stream("reduction", MAIL_WORDS, EMPTY, index, stream).data_ptr()
         driver.launch(call, index, "launching reduction_kernel")
         give_back(call)
 
@@ -81,7 +81,7 @@ def pack(reduction: Reduction) -> bytes:
 
 def source(reduction: Reduction) -> str:
     """The source of the kernel."""
-    return text("numbers.cuh") + prologue(reduction) + text("lanes.cuh") + text("reduction.cuh")
+    return text("numbers.cuh") + prologue(reduction) + text("lanes.cuh") + text("mail.cuh") + text("reduction.cuh")
 
 
 def prologue(reduction: Reduction) -> str:
@@ -101,5 +101,5 @@ def prologue(reduction: Reduction) -> str:
     return declarations(types, typed({**flags, "THREADS": THREADS, "BATCH": BATCH}))
 
 
-SCRATCH_WORDS = 2 + 4 * MOST_BLOCKS
-"""64-bit words of the scratch: the counter, and two sums of up to two float64 for each block."""
+MAIL_WORDS = 4 * MOST_BLOCKS
+"""64-bit words of the mailboxes: for each block, two sums of up to two float64."""

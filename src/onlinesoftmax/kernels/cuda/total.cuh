@@ -3,8 +3,9 @@
 // Blocks:     for a mean, the first p.counters blocks each count a part of the targets, and publish the divisor.  The block
 //             that owns the last row of a segment of SEGMENT rows adds the losses of the segment.  The block that owns the
 //             last row of all also adds the sums of the other segments, divides, and writes the scalar.
-// Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows and MOST_BYTES_IN_ONE_LAUNCH of logits (16384 rows, 128 MiB; they stand in
-//             torch/targets.py); for more, small kernels before and after the loss kernel do this work (reduction.cuh).
+// Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows and, with a gradient, MOST_BYTES_IN_ONE_LAUNCH of logits (16384 rows,
+//             128 MiB; they stand in torch/targets.py); for more, small kernels before and after the loss kernel do this
+//             work (reduction.cuh).
 // Bytes:      one word for each row, written, read and emptied in L2; for a mean, all targets are read once more.
 // Limits:     a block waits only for blocks of lower numbers.  So blocks that count own no rows: for its rows, a counting
 //             block would wait for the counting blocks after it.  This relies on blocks starting in the order of their
@@ -137,13 +138,14 @@ __device__ inline void count_in_teams(const Params& p) {
 }
 
 // Waits for the losses of a segment, adds them, and empties their words.  For the last segment of all, it also adds the sums
-// of the others, and writes the scalar.  It is not inlined, because few blocks call it.
-__device__ __noinline__ void add_segment(const Params& p, unsigned segment) {
-    const LossMail mail(p);
-    const unsigned rows = unsigned(p.rows), first = segment * SEGMENT, end = min(first + SEGMENT, rows);
+// of the others, and writes the scalar.  It is not inlined, because few blocks call it; its arguments are numbers in
+// registers, because a function that is not inlined would load each field of Params by a slow generic access.
+template <class T>
+__device__ __noinline__ void add_segment(LossMail mail, unsigned counters, unsigned rows, unsigned segment, T* out) {
+    const unsigned first = segment * SEGMENT, end = min(first + SEGMENT, rows);
     const bool last = end == rows;
     Divisor divisor;
-    if (CALL_MEAN_LOSS && last) divisor.look(p, threadIdx.x);
+    if (CALL_MEAN_LOSS && last) divisor.look(mail, threadIdx.x);
     Wide sum{};
 #pragma unroll 1
     for (unsigned i = threadIdx.x; last && i < segment; i += THREADS) {
@@ -151,7 +153,7 @@ __device__ __noinline__ void add_segment(const Params& p, unsigned segment) {
         receive_and_empty(mail.sums + WIDE_WORDS * i, other);
         sum += other;
     }
-    sum += add_numbers<Wide, BATCH>(
+    sum += add_numbers<Wide, LOSSES_AT_ONCE>(
         first, end, [&](unsigned row) { return look_word(mail.losses + row); },
         [&](unsigned row, LossMail::Word word) {
             if (word == LossMail::Word(EMPTY)) word = wait_for_word(mail.losses + row);
@@ -167,13 +169,17 @@ __device__ __noinline__ void add_segment(const Params& p, unsigned segment) {
         if (lane == 0) put(mail.sums + WIDE_WORDS * segment, sum);
         return;
     }
+    double total = double(sum);
     if constexpr (CALL_MEAN_LOSS) {
-        const double count = double(divisor.wait(p, lane));
+        total /= double(divisor.wait(mail, counters, lane));
         put_word(mail.divisor(lane), EMPTY);
-        if (lane == 0) narrow(*p.mean_loss, ACC(double(sum) / count));
-    } else {
-        if (lane == 0) narrow(*p.total_loss, ACC(double(sum)));
     }
+    if (lane == 0) narrow(*out, ACC(total));
+}
+__device__ inline void add_segment(const Params& p, unsigned segment) {
+    const LossMail mail(p);
+    if constexpr (CALL_MEAN_LOSS) add_segment(mail, unsigned(p.counters), unsigned(p.rows), segment, p.mean_loss);
+    else add_segment(mail, 0, unsigned(p.rows), segment, p.total_loss);
 }
 
 // Adds a segment if its last row is among the OWNED rows of this block, from `first` on, of which the first exists.  The
