@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from . import formulas, losses
@@ -199,11 +200,13 @@ def _with_out(function: Any, case: Case, forced: dict[str, str]) -> Function | N
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, short enough for a table; the error's type where there is no message.
+    r"""The first line of an error's message, short enough for a table; the error's type where there is no message.
 
-    >>> first_line(AssertionError()), first_line(ValueError("no"))
-    ('AssertionError', 'no')
+    Codes that colour a terminal are left out.
+
+    >>> first_line(AssertionError()), first_line(ValueError("no")), first_line(ValueError("\n\x1b[91mred\x1b[0m"))
+    ('AssertionError', 'no', 'red')
     """
-    text = str(error).strip()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
     line = text.splitlines()[0] if text else type(error).__name__
     return line if len(line) <= 160 else line[:157] + "..."
