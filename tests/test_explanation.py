@@ -87,7 +87,7 @@ def test_explain_prints_the_plans_of_jax() -> None:
 
 
 def test_a_softcapped_gradient_also_reads_the_logits() -> None:
-    """As many bytes as x has, whatever the plan: the plan stays the same."""
+    """The gradient with a softcap reads one more tensor of the size of x, and its plan is that without a softcap."""
     for operation in ("softmax_backward", "log_softmax_backward"):
         for rows, cols in ((4096, 4096), (7, 32000), (1, 1 << 24), (2048, 128256)):
             asked: dict[str, Any] = {"operation": operation, "dtype": "bfloat16", "device": "a100"}

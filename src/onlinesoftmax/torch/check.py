@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..core.arrays import broadcasts
 from ..core.call import Call
 from ..core.options import SCORE_OPTIONS, query_axis
 
@@ -77,7 +78,7 @@ def check_options(call: Call) -> None:
             raise RuntimeError(f"{name_of}(): {name} must be floating point, got {t.dtype}")
         if option.kind == "call" and t.dim() != 0:
             raise RuntimeError(f"{name_of}(): {name} must be a number or a 0-d tensor, got shape {tuple(t.shape)}")
-        if not _broadcasts(t.shape, x.shape):
+        if not broadcasts(t.shape, x.shape):
             raise RuntimeError(
                 f"{name_of}(): {name} of shape {tuple(t.shape)} does not broadcast to input's {tuple(x.shape)}"
             )
@@ -85,10 +86,6 @@ def check_options(call: Call) -> None:
         if isinstance(settings.dim, tuple | list):
             raise ValueError(f"{name_of}(): causal needs one dim, got {settings.dim}")
         query_axis(name_of, checked_dim(name_of, settings.dim, x.dim()), max(x.dim(), 1))
-
-
-def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
 
 
 def check_out_memory(call: Call) -> None:
