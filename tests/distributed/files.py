@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.numpy import load_file, save_file
@@ -184,28 +185,22 @@ def a_process_that_dies_after_the_rename(folder: Path) -> None:
     source, target = no_file_of(folder)
     rank = dist.get_rank()
     patch = failing_before(5, end) if rank == 1 else contextlib.nullcontext()
-    try:
-        with patch:
-            osm.apply_file(source, target, chunk_bytes=400, group=dist.group.WORLD)
-    except FileError as error:
-        message = "was written, and then an exchange failed" if rank == 0 else "may or may not have been written"
-        assert f"{message}: another process has ended" in str(error), error  # noqa: PT017  runs outside of pytest
-        assert (np.load(target) == np.float32(0.001)).all()
-        os._exit(0)
-    raise AssertionError("no error")
+    message = "was written, and then an exchange failed" if rank == 0 else "may or may not have been written"
+    with pytest.raises(FileError, match=f"{message}: another process has ended"), patch:
+        osm.apply_file(source, target, chunk_bytes=400, group=dist.group.WORLD)
+    assert (np.load(target) == np.float32(0.001)).all()
+    # A group with a dead process cannot be taken down in an orderly way.
+    os._exit(0)
 
 
 def a_process_that_dies_before_the_rename(folder: Path) -> None:
     """The other processes cannot know whether process 0 has renamed the file."""
     source, target = no_file_of(folder)
-    try:
-        with mock.patch.object(Path, "replace", end):
-            osm.apply_file(source, target, chunk_bytes=400, group=dist.group.WORLD)
-    except FileError as error:
-        assert "may or may not have been written: another process has ended" in str(error), error  # noqa: PT017  as above
-        assert not target.exists()
-        os._exit(0)
-    raise AssertionError("no error")
+    said = pytest.raises(FileError, match="may or may not have been written: another process has ended")
+    with said, mock.patch.object(Path, "replace", end):
+        osm.apply_file(source, target, chunk_bytes=400, group=dist.group.WORLD)
+    assert not target.exists()
+    os._exit(0)
 
 
 def a_process_that_dies_leaves_no_file(folder: Path) -> None:
@@ -214,16 +209,12 @@ def a_process_that_dies_leaves_no_file(folder: Path) -> None:
     if dist.get_rank() == 0:
         np.save(source, np.zeros((1, 1000), np.float32))
     dist.barrier()
-    try:
-        progress = (lambda *_: os._exit(0)) if dist.get_rank() == 0 else None
+    progress = (lambda *_: os._exit(0)) if dist.get_rank() == 0 else None
+    with pytest.raises(FileError, match="another process has ended"):
         osm.apply_file(source, target, chunk_bytes=400, group=dist.group.WORLD, progress=progress)
-    except FileError as error:
-        assert "another process has ended" in str(error)  # noqa: PT017
-        assert not target.exists()
-        assert not list(folder.glob("*.tmp"))
-        # A group with a dead process cannot be taken down in an orderly way.
-        os._exit(0)
-    raise AssertionError("no error")
+    assert not target.exists()
+    assert not list(folder.glob("*.tmp"))
+    os._exit(0)
 
 
 def the_command_line(folder: Path) -> None:
