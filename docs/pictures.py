@@ -1,4 +1,4 @@
-"""Draw the pictures of strategies.md, which block owns which part of a row, and the chart of plans.md.
+"""Draw the pictures of docs/strategies, which show the block that owns each part of a row, and the chart of plans.md.
 
 python docs/pictures.py
 """
@@ -94,12 +94,12 @@ def split(axes: Axes) -> None:
     """One row over several programs, in three launches."""
     for launch, text in ((0, "launch 3: write"), (2, "launch 2: merge"), (4, "launch 1: states")):
         label(axes, WIDTH + 2.5, launch + 0.4, text)
-        for program in range(4):
-            if launch != 2:
-                bar(axes, launch, 4 * program, 4 * program + 4, COLORS[program], 0.9)
-                label(axes, 4 * program + 2, launch + 0.4, f"program {program}", "white")
-            arrow(axes, (4 * program + 2, 3.9), (WIDTH / 2, 2.9))
-            arrow(axes, (WIDTH / 2, 1.9), (4 * program + 2, 0.9))
+    for program in range(4):
+        for launch in (0, 4):
+            bar(axes, launch, 4 * program, 4 * program + 4, COLORS[program], 0.9)
+            label(axes, 4 * program + 2, launch + 0.4, f"program {program}", "white")
+        arrow(axes, (4 * program + 2, 3.9), (WIDTH / 2, 2.9))
+        arrow(axes, (WIDTH / 2, 1.9), (4 * program + 2, 0.9))
     bar(axes, 2, WIDTH / 2 - 1, WIDTH / 2 + 1, COLORS[4])
 
 
