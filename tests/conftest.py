@@ -47,9 +47,9 @@ os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "
 # JAX shares the GPU with PyTorch, and with the other processes of pytest-xdist: it takes what it needs, not most of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# --doctest-modules imports every file, and this one is Triton from its first line.
 # --doctest-modules would import these files a second time, all under one name.
 collect_ignore_glob = ["*/conftest.py"]
+# --doctest-modules imports every file, and this one imports Triton.
 collect_ignore = [] if importlib.util.find_spec("triton") else ["triton_algebra.py"]
 
 # A deadline measures the machine, not the code: the first example compiles, the others do not.
@@ -70,7 +70,6 @@ def device_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped, with that reason, where there is none")
     early = "takes several seconds and cannot be split: begins first, so that no process waits for it at the end"
     config.addinivalue_line("markers", f"early: {early}")
 

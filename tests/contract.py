@@ -24,7 +24,7 @@ OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 GPU = torch.cuda.is_available()
 
-# CUDA kernels have no interpreter: without a GPU they are compiled, by tests/test_cuda.py.
+# CUDA kernels have no interpreter: without a GPU they are compiled, by tests/kernels/test_cuda.py.
 PLANS = tuple(
     f"{backend}/{strategy}" for backend, strategy, _ in TABLE if backend != "eager" and (GPU or backend != "cuda")
 )

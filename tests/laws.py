@@ -34,9 +34,9 @@ class Algebra(Protocol):
     """One language's version of the state.
 
     Attributes:
-        name: What the test is called.
-        dtypes: The element types it takes, by name.
-        examples: How many examples it can afford for each law.
+        name: Name of the algebra in the names of the tests.
+        dtypes: Names of the element types that it takes.
+        examples: Number of examples that each law draws; fewer for a slow language.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Algebra(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """A row, where to cut it, and in what order to merge the slices.
+    """A row, the positions of its cuts, and the order in which the slices are merged.
 
     Attributes:
         row: The elements, before they are rounded to the dtype under test.
         cuts: Sorted positions in [0, n]; two that are equal make an empty slice.
-        order: For each merge, which two of the states at hand.
+        order: For each merge, the indices of the two states to take out; their merge is added at the end.
         dtype: The element type, by name.
     """
 
@@ -75,14 +75,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Law:
-    """A name, how to draw a Case for an algebra with these dtypes, and the assertion."""
+    """A name, the strategy that draws a Case for an algebra with these dtypes, and the assertion."""
 
     name: str
     cases: Callable[[Sequence[str]], st.SearchStrategy[Case]]
     check: Callable[[Algebra, Case], None]
 
-
-# ---- cases
 
 INF = math.inf
 MAX_CUTS = 4
@@ -141,14 +139,11 @@ def with_nan(dtypes: Sequence[str]) -> st.SearchStrategy[Case]:
 
 
 def long(dtypes: Sequence[str]) -> st.SearchStrategy[Case]:
-    """Rows that fill many vector registers; one size, for each is a compilation in JAX."""
+    """Rows that fill many vector registers; all have one size, because JAX compiles once for each size."""
     rows = st.builds(outliers, st.just(1000), st.integers(0, 2**32 - 1))
     offsets = st.sampled_from((0.0, 1e4, -1e4))
     row = st.builds(lambda values, offset: tuple((values + offset).tolist()), rows, offsets)
     return st.builds(Case, row, st.just(()), st.just(()), st.sampled_from(dtypes))
-
-
-# ---- comparison
 
 
 EPS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
@@ -233,9 +228,6 @@ def whole(algebra: Algebra, case: Case) -> Native:
 
 def slack_of(case: Case) -> float:
     return slack(len(case.row), len(case.cuts), case.dtype)
-
-
-# ---- laws
 
 
 def identity_is_neutral(algebra: Algebra, case: Case) -> None:

@@ -16,7 +16,7 @@ from onlinesoftmax.planner.strategies import TABLE
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-# CUDA kernels have no interpreter; tests/test_cuda.py compiles them.
+# CUDA kernels have no interpreter; tests/kernels/test_cuda.py compiles them.
 COLUMN = ("triton", "column")
 PAIRS = [(backend, strategy) for backend, strategy, _ in TABLE if GPU or backend != "cuda"]
 
