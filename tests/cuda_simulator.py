@@ -155,14 +155,21 @@ def simulated_source(request: Request) -> str:
     parts = [source.prologue(request), *(STAND_INS.get(name) or _replaced(name) for name in names)]
     shared = "extern __shared__ Chunk<X, VECTOR> memory[];"
     parts[-1] = parts[-1].replace(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];")
-    driver = DRIVER.replace("BEGIN", BEGIN.get(strategy, "")).replace("BETWEEN", BETWEEN.get(strategy, ""))
-    return _program(parts, driver, "Params", source.kernel_name(request))
+    return _program(parts, "Params", source.kernel_name(request), BEGIN.get(strategy, ""), BETWEEN.get(strategy, ""))
 
 
-def _program(parts: list[str], driver: str, parameter: str, kernel: str) -> str:
-    """A kernel of these parts as C++ for the host; `parameter` is the type of its parameter."""
+def _program(parts: list[str], parameter: str, kernel: str, begin: str = "", between: str = "") -> str:
+    """A kernel of these parts as C++ for the host.
+
+    Args:
+        parts: The files of the kernel, after `numbers`.
+        parameter: Type of the kernel's parameter.
+        kernel: Name of the kernel.
+        begin, between: Statements that run before all blocks, and between blocks that do not run together.
+    """
     numbers = _replaced("numbers").replace("// max_pair:", MAX_HALVES + "// max_pair:", 1)
-    driver = driver.replace("PARAMETER", parameter).replace("KERNEL", kernel)
+    driver = DRIVER.replace("PARAMETER", parameter).replace("KERNEL", kernel)
+    driver = driver.replace("BEGIN", begin).replace("BETWEEN", between)
     text = "\n".join([LOOK, numbers, *parts, driver])
     return "\n".join([DECLARATIONS, NUMBERS, BUILT_IN, SHARED_ARRAY.sub(SHARED_MEMORY, text)])
 
@@ -236,9 +243,8 @@ def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], mail:
 
 def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) -> None:
     """Run the kernel of a reduction on the host with the parameter at an address."""
-    driver = DRIVER.replace("BEGIN", "").replace("BETWEEN", "")
     parts = [reduction.prologue(one), _replaced("lanes"), _replaced("mail"), _replaced("reduction")]
-    text = _program(parts, driver, "Reduction", reduction.NAME)
+    text = _program(parts, "Reduction", reduction.NAME)
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)
 
 
@@ -259,7 +265,6 @@ def simulate_sharded(kernel: str, rows: ShardedRows, arrays: Mapping[str, NDArra
 
 def launch_sharded(kernel: str, rows: ShardedRows, parameter: int, folder: Path) -> None:
     """Run a kernel of sharded rows on the host with the parameter at an address."""
-    driver = DRIVER.replace("BEGIN", "").replace("BETWEEN", "")
     parts = [merge.prologue(rows.kind), _replaced("state"), _replaced("merge")]
-    text = _program(parts, driver, "ShardedRows", f"{kernel}_kernel")
+    text = _program(parts, "ShardedRows", f"{kernel}_kernel")
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), merge.blocks_of(rows), 1, 1)

@@ -252,10 +252,7 @@ def run(
             count = 1 if name in request.operation.call_outputs else rows
             arrays[name] = to_bits(np.full(count, poison), dtype)
         else:
-            kept = values[name].astype(dtype) if dtype in ("int64", "int32", "uint8", "bool") else values[name]
-            arrays[name] = np.ascontiguousarray(kept if dtype != "bfloat16" else to_bits(kept, dtype))
-            if dtype not in ("bfloat16", "bool"):
-                arrays[name] = arrays[name].astype(dtype)
+            arrays[name] = to_bits(values[name], dtype)
     if in_place:
         arrays["y"] = arrays["x"]
     numbers = {name: NUMBERS[name] for name in task.numbers}
