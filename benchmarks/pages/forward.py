@@ -72,18 +72,14 @@ def single_row_table(records: Records) -> str:
     rows = []
     for each in found:
         wide = records.result(replace(each.case, dtype="float32"), "ours", "h200-single-row")
-        theirs = records.result(each.case, "torch", "h200-single-row")
+        mine, theirs = ours(each), records.result(each.case, "torch", "h200-single-row")
         rows.append([
-            f"2^{each.case.shape[-1].bit_length() - 1}", strategy(each), _us(each.copy and each.copy.median_us),
-            _us(ours(each).times and ours(each).times.median_us), f"**{share(ours(each))}**", share(wide),
-            _us(theirs and theirs.times and theirs.times.median_us),
+            f"2^{each.case.shape[-1].bit_length() - 1}", strategy(each),
+            microseconds(each.copy and each.copy.median_us), microseconds(mine.times and mine.times.median_us),
+            f"**{share(mine)}**", share(wide), microseconds(theirs and theirs.times and theirs.times.median_us),
         ])  # fmt: skip
     header = ("columns", "strategy", "copy, µs", "ours, µs", "of the copy, bf16", "of the copy, fp32", "PyTorch, µs")
     return f"{table(header, rows)}\n\n{source(records.get('h200-single-row'))}"
-
-
-def _us(value: float | None) -> str:
-    return microseconds(value)
 
 
 def lengths_text(records: Records) -> str:

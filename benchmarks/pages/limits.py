@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from onlinesoftmax.bench.result import CaseResult, Result
 from onlinesoftmax.report.charts import NAMES
+from onlinesoftmax.report.records import Record
 
 from .markdown import NOTHING, SHORT, commit, shape, share, strategy, table
 from .records import LIBRARIES, Records, ours
@@ -23,15 +24,21 @@ FORCED = ("triton",)
 """Records of backends that the planner did not choose."""
 
 
-def _measured(records: Records) -> Iterator[tuple[str, CaseResult]]:
-    """The cases of device times of GPUs that the planner planned, with their records, without additions."""
+def _planned(records: Iterable[Record], left_out: Sequence[str]) -> Iterator[tuple[str, Record]]:
+    """The records of GPUs, without sharded rows, whose names have none of the words `left_out`; with their names."""
     for record in records:
         name = record.name.removesuffix(".json")
-        words = name.split("-")
-        if record.content["device"].get("kind") == "cuda" and not {*FORCED, *LIBRARIES} & {*words}:
-            for found in record.results:
-                if not found.skipped and found.copy is not None and not record.sharded:
-                    yield name, found
+        on_gpu = record.content["device"].get("kind") == "cuda"
+        if on_gpu and not record.sharded and not {*left_out} & {*name.split("-")}:
+            yield name, record
+
+
+def _measured(records: Records) -> Iterator[tuple[str, CaseResult]]:
+    """The cases of device times of GPUs that the planner planned, with their records, without additions."""
+    for name, record in _planned(records, (*FORCED, *LIBRARIES)):
+        for found in record.results:
+            if not found.skipped and found.copy is not None:
+                yield name, found
 
 
 def far_from_the_copy(records: Records) -> str:
@@ -71,10 +78,8 @@ def faster_libraries(records: Records) -> str:
 def _beside(records: Records) -> Iterator[tuple[str, CaseResult]]:
     """The cases of device times of GPUs that the planner planned, beside every library, each pair in one run."""
     seen: set[tuple[str, object, str]] = set()
-    for record in sorted(records, key=lambda record: record.content["date"], reverse=True):
-        name = record.name.removesuffix(".json")
-        if record.content["device"].get("kind") != "cuda" or {*FORCED} & {*name.split("-")} or record.sharded:
-            continue
+    newest_first = sorted(records, key=lambda record: record.content["date"], reverse=True)
+    for name, record in _planned(newest_first, FORCED):
         for found in record.results:
             kept = [r for r in found.results if r.who == "ours" or (_device(name), found.case, r.who) not in seen]
             seen |= {(_device(name), found.case, r.who) for r in kept if r.times}

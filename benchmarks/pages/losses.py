@@ -50,8 +50,7 @@ def _with_gradient(records: Records, name: str) -> str:
     found = records.cases(name)
     if not found:
         return ABSENT
-    header = ["rows × classes", "", "ours", *NAMES.values()]
-    header += ["extra: ours", "extra: PyTorch"]
+    header = ["rows × classes", "", "ours", *NAMES.values(), "extra: ours", "extra: PyTorch"]
     rows = []
     for each in sorted(found, key=lambda each: (each.case.reduction != "mean", each.case.dtype)):
         case, theirs = each.case, records.result(each.case, "torch", name)
@@ -112,8 +111,7 @@ def token_logprobs_text(records: Records) -> str:
     return (
         f"For {len(found)} shapes of vocabularies in bfloat16 on an H200, forward and backward through both take "
         f"{spread(ours(each).copies for each in found)} copies; PyTorch's operations take {theirs[0]:.0f} to "
-        f"{theirs[-1]:.0f} "
-        f"([Performance](performance.md#losses))."
+        f"{theirs[-1]:.0f} ([Performance](performance.md#losses))."
     )
 
 
@@ -172,7 +170,7 @@ def sharded(records: Records) -> list[ShardedCaseResult]:
 
 
 def distributed_text(records: Records) -> str:
-    """The floors and the speed-up over one GPU of the cases with a gradient."""
+    """Our times in copies of a shard, and the speed-up over one GPU."""
     said = []
     for each in sharded(records):
         times = {result.who: result.times.median_us for result in each.results if result.times}

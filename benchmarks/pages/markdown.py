@@ -31,7 +31,7 @@ def share(result: Result | None) -> str:
     if result is None:
         return NOTHING
     if result.of_copy is None:
-        return {"refused": "refuses"}.get(result.status, result.status)
+        return _without_time(result)
     return f"{result.of_copy:.2f}" if result.of_copy >= 0.005 else "< 0.01"
 
 
@@ -40,8 +40,13 @@ def copies(result: Result | None) -> str:
     if result is None:
         return NOTHING
     if result.copies is None:
-        return {"refused": "refuses"}.get(result.status, result.status)
+        return _without_time(result)
     return f"{result.copies:.2f}" if result.copies < 10 else f"{result.copies:.0f}"
+
+
+def _without_time(result: Result) -> str:
+    """The word for a result that has no time."""
+    return "refuses" if result.status == "refused" else result.status
 
 
 def spread(values: Iterable[float | None]) -> str:
@@ -99,6 +104,6 @@ def commit(record: Record) -> str:
 
 
 def source(*records: Record | None) -> str:
-    """A line that names records with their commits; records_table has their devices, versions and dates."""
+    """A line that names records with their commits; `records_list` has their devices, versions and dates."""
     said = [f"`{record.name}` ({commit(record)})" for record in records if record is not None]
     return f"*Record{'s' if len(said) > 1 else ''}: {', '.join(said)}.*"
