@@ -7,14 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.units import duration
-from .result import CaseResult, Result, made
+from .result import WORDS, CaseResult, Result, made
 from .timing import Times
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-WORDS = {"ok": "", "wrong": "WRONG: ", "failed": "FAILED: ", "refused": "refuses: "}
-"""Beginning of the last cell of a row, by the status of the result."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,8 @@ def _cells(result: CallsResult, names: Sequence[str]) -> tuple[str, ...]:
     who = f"{result.who} {result.plan.backend}/{result.plan.strategy}" if result.plan else result.who
     times = (duration(result.calls[name].median_us) if name in result.calls else "" for name in names)
     note = "; ".join(filter(None, (result.reason, result.analysis)))
-    return who, result.state, *times, WORDS[result.status] + note
+    word = "" if result.status == "ok" else f"{WORDS[result.status]}: "
+    return who, result.state, *times, word + note
 
 
 def as_calls(result: Result, **changes: Any) -> CallsResult:

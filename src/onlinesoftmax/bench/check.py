@@ -53,6 +53,13 @@ class Reference:
     def __init__(self, case: Case, *inputs: Any) -> None:
         self._parts = [_part(case, returned, inputs) for returned in case.returned]
 
+    def allowed(self, y: Any) -> tuple[float, ...]:
+        """The error that each tensor of a result may have: that of `y`, which the framework's own function returned.
+
+        It is 0 where `y` has NaN or infinity instead of a number.
+        """
+        return tuple(error if isfinite(error) else 0.0 for error in self.judge(y, inf, ours=False).errors)
+
     def judge(self, y: Any, allowed: float | tuple[float, ...] = 0.0, ours: bool = True) -> Verdict:
         """Judge a result: a tensor, or a tuple with the tensors of `Case.returned`.
 

@@ -80,18 +80,18 @@ def calls_of(case: Case, steps: Sequence[int] = STEPS) -> dict[str, Case]:
         other length: 1024x4000
     """
     rows = next((i for i, size in enumerate(case.shape) if i != case.dim and size > 1), None)
-
-    def with_size(axis: int, size: int) -> Case:
-        return replace(case, shape=tuple(size if i == axis else old for i, old in enumerate(case.shape)))
-
     cols = case.shape[case.dim]
     found = {"first": case, "again": case}
     if rows is not None:
-        found["new rows"] = with_size(rows, case.shape[rows] // 2)
+        found["new rows"] = _with_size(case, rows, case.shape[rows] // 2)
     return found | {
-        "new length": with_size(case.dim, cols + steps[0]),
-        "other length": with_size(case.dim, 4 * cols),
+        "new length": _with_size(case, case.dim, cols + steps[0]),
+        "other length": _with_size(case, case.dim, 4 * cols),
     }
+
+
+def _with_size(case: Case, axis: int, size: int) -> Case:
+    return replace(case, shape=tuple(size if i == axis else old for i, old in enumerate(case.shape)))
 
 
 def _measure(case: Case, peer: Peer, device: Any, count: int) -> list[CallsResult]:
@@ -142,12 +142,9 @@ def _without_times(peer: Peer, state: str, answer: Mapping[str, Any]) -> CallsRe
 def _planned_calls(case: Case, plan: Plan, ours: Ours, device: Any) -> tuple[dict[str, Case], list[str]]:
     """The calls that can be planned, with a length that the same kernel serves if there is one, and notes."""
     dim, notes = case.dim, []
-
-    def longer(step: int) -> Case:
-        return replace(case, shape=tuple(size + step * (i == dim) for i, size in enumerate(case.shape)))
-
-    steps = [step for step in STEPS if case.shape[dim] + step > 0]
-    same = [step for step in steps if _same(plan, _plan_or_none(longer(step), ours, device))]
+    cols = case.shape[dim]
+    steps = [step for step in STEPS if cols + step > 0]
+    same = [step for step in steps if _same(plan, _plan_or_none(_with_size(case, dim, cols + step), ours, device))]
     calls = calls_of(case, same or steps)
     if plan.backend != "eager":
         notes.append(f"new length {calls['new length'].shape[dim]}: {'the same' if same else 'another'} kernel")

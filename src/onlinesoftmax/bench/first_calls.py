@@ -90,8 +90,6 @@ def _peer(request: dict[str, Any], device: Any) -> Any:
 
 def _verdict(case: Any, inputs: Any, result: Any, ours: bool) -> dict[str, Any]:
     """The error of a result, and the error that is allowed: that of PyTorch's own function."""
-    from math import inf
-
     from onlinesoftmax.bench.check import Reference
     from onlinesoftmax.bench.peers import Ours, Peer
 
@@ -99,7 +97,7 @@ def _verdict(case: Any, inputs: Any, result: Any, ours: bool) -> dict[str, Any]:
     inputs = tuple(t.detach() for t in inputs)
     reference, own = Reference(case, *inputs), Ours(inputs[0].device.type)
     right = (own.yardstick if ours else own.own)(case)(*Peer("").arguments(case, inputs))
-    allowed = reference.judge(right, inf, ours=False).errors
+    allowed = reference.allowed(right)
     verdict = reference.judge(result, allowed, ours)
     return {"wrong": verdict.wrong, "error": verdict.error, "allowed": allowed[0]}
 

@@ -224,7 +224,9 @@ def proposals(shape: Shape, device: Device, backend: str = "cuda") -> list[Reque
     found: list[Plan] = []
     for its_backend, strategy, propose in (*strategies.TABLE, *strategies.FOR_JAX):
         options = propose(problem, device) if its_backend == backend else ""
-        if isinstance(options, str) or (strategy == "cluster" and backend == "pallas" and find_spec("absl") is None):
+        # JAX's Mosaic, which compiles this strategy, needs absl-py.
+        no_mosaic = backend == "pallas" and strategy == "cluster" and find_spec("absl") is None
+        if isinstance(options, str) or no_mosaic:
             continue
         found += [priced(option, problem, device) for option in options]
     least = min((plan.estimate_us for plan in found), default=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ..planner.plan import PlanError
 from . import formulas, losses
 from .cases import Case
 from .exact import Inputs
@@ -197,6 +198,16 @@ class Compiled(Torch):
 def _with_out(function: Any, case: Case, forced: dict[str, str]) -> Function | None:
     dim = case.dim
     return None if case.declaration.has_target else lambda x, y: function(x, dim, out=y, **forced)
+
+
+def reasons_of(error: PlanError) -> str:
+    r"""The reasons of an error about a plan, in one line.
+
+    >>> reasons_of(PlanError("no plan for softmax:\n  cuda/row: no GPU\n  triton/row: no GPU"))
+    'cuda/row: no GPU; triton/row: no GPU'
+    """
+    # The first line repeats the case; the reasons follow.
+    return "; ".join([line.strip() for line in str(error).splitlines()[1:]] or [str(error)])
 
 
 def first_line(error: BaseException) -> str:

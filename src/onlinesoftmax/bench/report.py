@@ -8,7 +8,7 @@ from typing import Any
 
 from .analysis import sentence
 from .cases import Case
-from .result import CPU_ADDED_US, CPU_RATIO, LARGE, CaseResult, Result
+from .result import CPU_ADDED_US, CPU_RATIO, LARGE, WORDS, CaseResult, Result
 
 BUSY = 0.3
 """Load per processor above which other work on the machine shows in the times."""
@@ -56,8 +56,7 @@ def _who(result: Result) -> str:
 
 def _figures(case_result: CaseResult, result: Result) -> tuple[str, ...]:
     if result.times is None or result.gbps is None or result.of_copy is None:
-        word = {"wrong": "WRONG", "failed": "FAILED", "refused": "refuses"}[result.status]
-        return *[""] * 6, f"{word}: {result.reason}"
+        return *[""] * 6, f"{WORDS[result.status]}: {result.reason}"
     return (
         f"{result.times.median_us:.{1 if result.times.median_us >= 10 else 2}f}",
         f"{result.gbps:.{0 if result.gbps >= 100 else 1}f}",

@@ -22,6 +22,9 @@ T = TypeVar("T")
 LARGE = 1 << 20
 """Number of elements from which a CPU spends its time on arithmetic, so that ours is held to a ratio."""
 
+WORDS = {"wrong": "WRONG", "failed": "FAILED", "refused": "refuses"}
+"""Words of the tables for a result without times, by its status."""
+
 CPU_RATIO, CPU_ADDED_US = 1.03, 5.0
 """The most that our layer may add to PyTorch on a CPU: a ratio from LARGE elements up, microseconds below."""
 
@@ -39,11 +42,12 @@ class Result:
         plan: Our plan; None for other libraries.
         times: Times of the call.
         gbps: Bandwidth in 10^9 bytes per second, counting the fewest bytes.
-        of_copy: That bandwidth over the bandwidth of the copy.
+        of_copy: `gbps` over the bandwidth of the copy.
         copies: Time of the call over the time of the copy.
         extra_bytes: Peak memory of one call beyond its input and its result; None on a CPU and for JAX.
         against_torch: Ratio to PyTorch's time, and difference from it.
         analysis: The reason why the time is what it is.
+        utilisation: `gbps` over the bandwidth of a large copy on this GPU; None on a CPU.
     """
 
     who: str

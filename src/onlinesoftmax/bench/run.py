@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf, isfinite
 from typing import Any
 
 from ..explanation import Explanation
@@ -18,7 +17,7 @@ from .exact import Inputs
 from .formulas import Function
 from .inputs import make_inputs
 from .memory import extra_bytes, lacks_memory, out_of_memory
-from .peers import Ours, Peer, first_line
+from .peers import Ours, Peer, first_line, reasons_of
 from .planned import planned
 from .result import CaseResult, Result
 from .timing import Against, Clock, Flush, Samples, Times, clock_for
@@ -163,8 +162,7 @@ class _Judge:
 
     def __init__(self, case: Case, reference: Reference, inputs: Inputs, yardstick: Function, ours: bool) -> None:
         self._case, self._reference, self._inputs, self._ours = case, reference, inputs, ours
-        errors = reference.judge(yardstick(*Peer("").arguments(case, inputs)), inf, ours=False).errors
-        self._allowed = tuple(error if isfinite(error) else 0.0 for error in errors)
+        self._allowed = reference.allowed(yardstick(*Peer("").arguments(case, inputs)))
 
     def of(self, peer: Peer, plan: Plan | None) -> tuple[Result, Callable[[], Any]]:
         """The result of a library without times, and its call without arguments."""
@@ -183,9 +181,7 @@ def ours_of(everybody: Sequence[Peer], device: Any) -> Ours:
 def refusal(peer: Peer, plan: Plan | None, error: Exception) -> Result:
     """The result of a library that raised an error; raises the error where our library has no memory."""
     if isinstance(error, PlanError):
-        # The first line repeats the case; the reasons follow.
-        reasons = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
-        return Result(peer.name, "refused", "; ".join(reasons))
+        return Result(peer.name, "refused", reasons_of(error))
     if out_of_memory(error):
         if isinstance(peer, Ours):
             raise error

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..cases import STATISTICS, Case
-from ..result import CaseResult, Result, made
+from ..result import WORDS, CaseResult, Result, made
 from ..timing import Times
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ def table(results: Sequence[ShardedCaseResult]) -> list[tuple[str, ...]]:
 
 def _figures(found: ShardedCaseResult, result: Result) -> tuple[str, ...]:
     if result.times is None or not isinstance(result, ShardedResult):
-        word = {"wrong": "WRONG", "failed": "FAILED", "refused": "refuses"}[result.status]
-        return (*[""] * 7, f"{word}: {result.reason}")
+        return (*[""] * 7, f"{WORDS[result.status]}: {result.reason}")
     return (
         _us(result.times.median_us),
         "" if result.host_us is None else _us(result.host_us),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ..check import Reference, poison
 from ..exact import Inputs
 from ..inputs import make_inputs
 from ..memory import extra_bytes, lacks_memory, out_of_memory
-from ..peers import Ours, Peer, first_line
+from ..peers import Ours, Peer, first_line, reasons_of
 from .clock import GroupClock
 from .collectives import collectives_of
 from .peers import Member
@@ -108,9 +107,7 @@ def _checked(case: Case, peer: Member, judges: Sequence[_Judge], device: Any) ->
 
 def _refusal(peer: Member, error: Exception) -> ShardedResult:
     if isinstance(error, PlanError):
-        # The first line repeats the case; the reasons follow.
-        reasons = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
-        return ShardedResult(peer.name, "refused", "; ".join(reasons))
+        return ShardedResult(peer.name, "refused", reasons_of(error))
     status = "failed" if peer.ours and not out_of_memory(error) else "refused"
     return ShardedResult(peer.name, status, first_line(error))
 
@@ -127,8 +124,7 @@ class _Judge:
         self._case, self._inputs, self._team = case, inputs, team
         self._reference = Reference(case, *inputs)
         yardstick = Ours(team.device.type).yardstick(case)
-        errors = self._reference.judge(yardstick(*Peer("").arguments(case, inputs)), inf, ours=False).errors
-        self._allowed = tuple(error if isfinite(error) else 0.0 for error in errors)
+        self._allowed = self._reference.allowed(yardstick(*Peer("").arguments(case, inputs)))
 
     def of(self, peer: Member) -> tuple[ShardedResult, Call]:
         """The result of a peer without times, and its call without arguments."""
