@@ -41,14 +41,10 @@ def store(answers: dict[str, Any]) -> None:
 
 def keys(combinations: Sequence[Combination]) -> list[str]:
     """A key for each combination, which changes with the sources of this package and with the tables of its GPU."""
-    own = {gpu: _digest([own_table(gpu)]) for gpu in {combination.gpu for combination in combinations}}
+    own = {gpu: _digest(own_table(gpu)) for gpu in {combination.gpu for combination in combinations}}
     return [f"{' '.join(map(str, each))} {own[each.gpu]} {sources()}" for each in combinations]
 
 
-def _digest(paths: Sequence[Path]) -> str:
-    """A digest of the files that exist."""
-    total = hashlib.sha256()
-    for path in paths:
-        if path.is_file():
-            total.update(path.read_bytes())
-    return total.hexdigest()[:16]
+def _digest(path: Path) -> str:
+    """A digest of a file; of no bytes where there is none."""
+    return hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()[:16]
