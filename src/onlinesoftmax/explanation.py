@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .core.arrays import array_kind
+from .core.arrays import array_kind, broadcasts
 from .core.device import Device, known
 from .core.layout import contiguous_strides
 from .core.operations import OPERATIONS, Operation
@@ -208,21 +208,19 @@ def _check_taken(function: Operation, in_jax: bool, options: ScoreOptions, batch
     Raises:
         ValueError: the function does not have one of them.
     """
-    taken: set[str] = {*function.options}
     if in_jax:
         # The argument `where` of the functions for JAX is a mask.
-        taken = {"scale", "softcap", "mask"} if function.has_target else {"scale", "softcap", "bias", "mask"}
+        taken = {"scale", "softcap", "mask"} | (set() if function.has_target else {"bias"})
     else:
-        taken |= {"batch_invariant"} | ({"fully_masked"} if "mask" in taken else set())
+        taken = {*function.options, "batch_invariant"} | ({"fully_masked"} if "mask" in function.options else set())
     given = {*options.given, *(("fully_masked",) if options.zero else ())}
     if more := sorted((given | ({"batch_invariant"} if batch_invariant else set())) - taken):
         raise ValueError(f"{function.name}() {'for JAX ' if in_jax else ''}has no {', '.join(more)}")
 
 
-def _to_end(shape: tuple[int, ...], like: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """A shape that broadcasts to `like`, with the axis moved to the end."""
-    whole = (*(1,) * (len(like) - len(shape)), *shape)
-    return (*whole[:axis], *whole[axis + 1 :], whole[axis])
+def _to_end(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """A shape with the axis moved to the end."""
+    return (*shape[:axis], *shape[axis + 1 :], shape[axis])
 
 
 def _input(x: Any, dtype: str | None) -> tuple[tuple[int, ...], TensorSpec]:
@@ -258,7 +256,7 @@ def _task(
     tensors = {"x": x, **operand_specs(declaration, shape, axis, x.dtype)}
     if batch_invariant:
         # A call copies tensors whose rows are not contiguous.
-        rows_first = contiguous_strides(_to_end(shape, shape, axis))
+        rows_first = contiguous_strides(_to_end(shape, axis))
         strides = (*rows_first[:axis], rows_first[-1], *rows_first[axis:-1])
         tensors |= {name: TensorSpec(strides, tensors[name].dtype) for name in declaration.element_operands}
     tensors |= _option_specs(options, shape, x.dtype)
@@ -281,10 +279,10 @@ def _task_in_jax(declaration: Operation, shape: tuple[int, ...], axis: int, dtyp
         arrays["scale"] = jax_plans.ArraySpec((1,) * len(shape), _dtype_of(options.scale))
     for option in {"bias", "mask"} & {*given}:
         t = getattr(options, option)
-        own = _to_end(_whole(option, tuple(t.shape), shape), shape, axis)
+        own = _to_end(_whole(option, tuple(t.shape), shape), axis)
         arrays[option] = jax_plans.ArraySpec(own, _dtype_of_option(option, t, dtype))
     numbers = frozenset(given) & {"scale", "softcap"} - arrays.keys()
-    x = jax_plans.ArraySpec(_to_end(shape, shape, axis), dtype)
+    x = jax_plans.ArraySpec(_to_end(shape, axis), dtype)
     return jax_plans.task_for(name, jax_plans.outputs_of(name), x, arrays, numbers)
 
 
@@ -314,10 +312,9 @@ def _whole(name: str, own: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int
     Raises:
         ValueError: it does not broadcast to the input's shape.
     """
-    whole = (*(1,) * (len(shape) - len(own)), *own)
-    if len(own) > len(shape) or any(size not in (1, full) for size, full in zip(whole, shape, strict=True)):
+    if not broadcasts(own, shape):
         raise ValueError(f"{name} of shape {own} does not broadcast to x's {shape}")
-    return whole
+    return (*(1,) * (len(shape) - len(own)), *own)
 
 
 def _dtype_of_option(name: str, t: Any, dtype: str) -> str:
