@@ -59,8 +59,3 @@ class Call(NamedTuple):
     def scores(self) -> ScoreOptions:
         """The score options, at their defaults where none is given."""
         return self.options or PLAIN
-
-    @property
-    def plain(self) -> bool:
-        """True where the call gives no score option and forces nothing of the plan."""
-        return self.options is None and self.settings.choice == ANY

@@ -28,8 +28,6 @@ from .gradients import (
 )
 from .launches import Launch
 
-__all__ = ["apply", "forward"]
-
 Tensor = torch.Tensor
 
 
@@ -106,20 +104,17 @@ def record(x: Tensor, operation: Operation, launch: Launch) -> Tensor:
 
 def save_for_gradient(ctx: Any, call: Call, y: Tensor, lse: Tensor | None, wants_scale: bool) -> None:
     """Save in a context the tensors that the gradient reads, and no others."""
-    options = call.scores
-    bare, _ = split_tensors(call)
-    ctx.bare, ctx.dtype = bare, call.x.dtype
-    ctx.bias_like = None if options.bias is None else (options.bias.shape, options.bias.dtype)
-    scale = options.scale if isinstance(options.scale, Tensor) else None
+    ctx.bare, (x, bias, scale, mask) = split_tensors(call)
+    ctx.dtype, ctx.bias_like = call.x.dtype, None if bias is None else (bias.shape, bias.dtype)
     x_is_saved = "x" in call.operation.saved
     gradient = OPERATIONS[call.operation.gradient_name]
     ctx.save_for_backward(
         None if x_is_saved else y,
-        call.x if keeps_x(call, wants_scale) else None,
+        x if keeps_x(call, wants_scale) else None,
         lse,
-        options.bias if "bias" in gradient.options else None,
+        bias if "bias" in gradient.options else None,
         scale,
-        options.mask if "mask" in gradient.options else None,
+        mask if "mask" in gradient.options else None,
     )
 
 

@@ -14,7 +14,7 @@ from ..core.options import ScoreOptions
 from ..core.task import ANY, ITEMSIZE, Choice
 from ..kernels import registry
 from ..planner.plan import PlanError
-from . import autograd, eager, launches, ops
+from . import autograd, eager, gradients, launches, ops
 from .check import TRACED_TYPES, check_options, check_out_memory, checked_dim, checked_out
 from .launches import LAUNCHES, is_usual, key_of
 from .prepare import run as run_kernel
@@ -35,19 +35,14 @@ def run_plain(
             launch = LAUNCHES.get(key)
             if launch is None and key:
                 call = Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out)
-                launch = launches.add(key, call, recorded) if _is_for_kernels(call) else None
+                may_run = choice[0] != "eager" and why_pytorch(x, None, choice[0]) is None
+                launch = launches.add(key, call, recorded) if may_run else None
             if launch is not None:
                 if not recorded:
                     return launch[0](x, out, NOTHING)
                 if out is None:
                     return autograd.record(x, operation, launch)
     return run(Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out))
-
-
-def _is_for_kernels(call: Call) -> bool:
-    backend = call.settings.choice.backend
-    may_run = _have_kernels() if backend is None else backend != "eager"
-    return may_run and _why_not_kernels(call.x, None) is None
 
 
 def run(call: Call) -> torch.Tensor:
@@ -60,8 +55,6 @@ def run(call: Call) -> torch.Tensor:
         raise TypeError(f"{operation}(): argument 'out' must be Tensor, not {type(out).__name__}")
     if options is not None:
         check_options(call)
-    elif x.is_cpu and call.plain and type(x) is torch.Tensor:
-        return _by_pytorch(call)
     # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
     by_default = backend is None and _why_not_by_default(x) is not None
     if (by_default or backend == "eager") and strategy in (None, "row"):
@@ -91,7 +84,7 @@ def _by_kernel(call: Call) -> torch.Tensor:
     if out is not None:
         check_out_memory(call)
     if settings.choice.batch_invariant:
-        y = autograd.forward(call._replace(out=None))
+        y = gradients.forward(call._replace(out=None))
         return y if out is None else _write(operation, y, out)
     found: torch.Tensor = run_kernel(call)
     return found
@@ -204,17 +197,14 @@ def _over_dims(call: Call) -> torch.Tensor:
     reduced = sorted({checked_dim(operation.name, dim, x.dim()) for dim in dims})
     if len(reduced) < len(dims):
         raise RuntimeError(f"{operation}(): dim {dims} names a dimension twice")
-    count = len(reduced)
-
-    def flat(t: torch.Tensor | None) -> torch.Tensor | None:
-        if t is None:
-            return None
-        return t.expand(x.shape).movedim(reduced, tuple(range(-count, 0))).flatten(-count)
-
-    last = x.movedim(reduced, tuple(range(-count, 0))).flatten(-count)
     if options is not None:
-        options = options._replace(bias=flat(options.bias), mask=flat(options.mask))
+        bias, mask = (
+            None if t is None else eager.flattened_last(t.expand(x.shape), reduced)
+            for t in (options.bias, options.mask)
+        )
+        options = options._replace(bias=bias, mask=mask)
     to = None if settings.keepdim else out
+    last = eager.flattened_last(x, reduced)
     y = run(Call(operation, last, settings._replace(dim=-1, keepdim=False), options, to))
     if not settings.keepdim:
         return y

@@ -6,6 +6,7 @@ kernels are tested against this backend.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,8 +77,12 @@ def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:
     largest log_softmax of a row is -log(l).
     """
     if isinstance(dim, tuple | list):
-        last = tuple(range(-len(dim), 0))
-        y = _invariant_logsumexp(z.movedim(tuple(dim), last).flatten(-len(dim)), -1, False)
+        y = _invariant_logsumexp(flattened_last(z, dim), -1, False)
         return y.reshape(z.amax(dim, keepdim=True).shape) if keepdim else y
     m = z.amax(dim, keepdim)
     return torch.where(m.isinf(), m, m - ops.by_pytorch("log_softmax", z, dim).amax(dim, keepdim))
+
+
+def flattened_last(t: Any, dims: Sequence[int]) -> Any:
+    """A tensor whose last dimension is these dimensions, flattened in this order; a view where the strides allow it."""
+    return t.movedim(tuple(dims), tuple(range(-len(dims), 0))).flatten(-len(dims))
