@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.operations import OPERATIONS
+from ..core.task import ITEMSIZE
 from .chunks import STREAMED
 from .convert import Converter, converter
 from .disk import FileError, write_from
-from .formats import ITEM_BYTES, Stored, new_header, read_header
+from .formats import Stored, new_header, read_header
 from .team import Team
 from .tiles import share_of
 from .transfer import Ends, Job, Transfer
@@ -156,8 +157,8 @@ def _check_request(source: Path, target: Path, operation: str, dtype: str | None
         raise FileError(f"{target}: must end in {source.suffix}, as {source} does: formats are not converted")
     if operation not in STREAMED:
         raise FileError(f"{source}: unknown operation {operation!r}; choose one of {', '.join(STREAMED)}")
-    if dtype is not None and dtype not in ITEM_BYTES:
-        raise FileError(f"{source}: unknown output dtype {dtype!r}; choose one of {', '.join(ITEM_BYTES)}")
+    if dtype is not None and dtype not in ITEMSIZE:
+        raise FileError(f"{source}: unknown output dtype {dtype!r}; choose one of {', '.join(ITEMSIZE)}")
     if chunk_bytes <= 0:
         raise FileError(f"{source}: chunk_bytes must be positive, got {chunk_bytes}")
 
@@ -175,9 +176,9 @@ def _select(source: Path, found: list[Stored], names: Sequence[str] | None) -> l
                 raise FileError(f"{source}: has no tensor {name!r}; it holds {', '.join(by_name) or 'none'}")
         found = [by_name[name] for name in chosen]
     for tensor in found:
-        if tensor.dtype not in ITEM_BYTES:
+        if tensor.dtype not in ITEMSIZE:
             hint = "; name the tensors to process (tensors=...) to leave it out" if named else ""
-            raise FileError(f"{source}: {_name(tensor)} is {tensor.dtype}, not one of {', '.join(ITEM_BYTES)}{hint}")
+            raise FileError(f"{source}: {_name(tensor)} is {tensor.dtype}, not one of {', '.join(ITEMSIZE)}{hint}")
     return found
 
 

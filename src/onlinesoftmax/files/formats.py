@@ -20,12 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ..core.task import ITEMSIZE
 from .disk import FileError, naming
 
 SUFFIXES = (".npy", ".safetensors")
-
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""Dtypes that can be processed, and the size of one element in bytes."""
 
 _SAFETENSORS_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
@@ -36,7 +34,7 @@ class Stored:
 
     Attributes:
         name: Name in the file; empty in a .npy file, which holds one array without a name.
-        dtype: Key of ITEM_BYTES; for a dtype that is not processed, the file's own name of the dtype.
+        dtype: Key of ITEMSIZE; for a dtype that is not processed, the file's own name of the dtype.
         shape: Shape of the array in the usual order of dimensions.
         offset: Bytes from the start of the file to the first element.
         fortran: True when the first dimension is the innermost in the file.
@@ -58,7 +56,7 @@ class Stored:
     @property
     def nbytes(self) -> int:
         """Size of the data in bytes."""
-        return self.elements * ITEM_BYTES[self.dtype]
+        return self.elements * ITEMSIZE[self.dtype]
 
     def split_at(self, axis: int) -> tuple[int, int, int]:
         """Return the sizes (outer, axis, inner) in file order: before, along and after `axis` (0 <= axis)."""
@@ -85,7 +83,7 @@ def read_header(path: Path) -> tuple[list[Stored], dict[str, str] | None]:
         else:
             tensors, metadata = _read_safetensors_header(path)
     for tensor in tensors:
-        if tensor.dtype in ITEM_BYTES and (promised := tensor.offset + tensor.nbytes) > size:
+        if tensor.dtype in ITEMSIZE and (promised := tensor.offset + tensor.nbytes) > size:
             raise FileError(f"{path}: truncated: the header promises {promised} bytes and the file holds {size}")
     return tensors, metadata
 
@@ -161,7 +159,7 @@ def _new_safetensors_header(
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     starts, end = {}, 0
     # The widest dtype comes first, as in files that the library writes. So every tensor is aligned to its elements.
-    for tensor in sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name)):
+    for tensor in sorted(tensors, key=lambda tensor: (-ITEMSIZE[tensor.dtype], tensor.name)):
         starts[tensor.name] = end
         end += tensor.nbytes
         entries[tensor.name] = {

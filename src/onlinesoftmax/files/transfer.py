@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from ..core.arrays import Array
-from ..core.operations import OPERATIONS
+from ..core.operations import OPERATIONS, accumulator_dtype
 from ..core.state import State
+from ..core.task import ITEMSIZE
 from .chunks import state_of_chunks
 from .convert import Converter, storage
 from .disk import read_into, write_from
-from .formats import ITEM_BYTES, Stored
+from .formats import Stored
 from .team import Team
 from .tiles import Band, Share, Sizes, Tile, bands, reads
 
@@ -60,18 +61,18 @@ class Job:
     @property
     def wide(self) -> str:
         """Dtype of the arithmetic."""
-        return "float64" if "float64" in (self.source.dtype, self.target.dtype) else "float32"
+        return accumulator_dtype(self.source.dtype, self.target.dtype)
 
     @property
     def limit(self) -> int:
         """Largest number of elements in a tile: memory holds its input, its output and four arrays of `State`."""
-        per_element = ITEM_BYTES[self.source.dtype] + ITEM_BYTES[self.target.dtype] + 4 * ITEM_BYTES[self.wide]
+        per_element = ITEMSIZE[self.source.dtype] + ITEMSIZE[self.target.dtype] + 4 * ITEMSIZE[self.wide]
         return max(1, self.chunk_bytes // per_element)
 
     @property
     def bytes_to_read(self) -> int:
         """Bytes of elements that this process reads; a row that is read twice counts twice."""
-        nbytes = math.prod(self.share.box.shape) * ITEM_BYTES[self.source.dtype]
+        nbytes = math.prod(self.share.box.shape) * ITEMSIZE[self.source.dtype]
         return nbytes * (1 if self.per_row else reads(self.share.largest, self.limit))
 
 
