@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
 
 from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS
@@ -13,7 +12,7 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
-from . import loss_launches, ops, targets_eager
+from . import loss_launches, targets_eager
 from .check import check_not_dtensor, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
 from .loss import MOST_EXACT_INDEX, Loss, counted, with_constants
@@ -78,7 +77,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         return cross_entropy(x, target, weight, numbers, return_stats)
     if torch.compiler.is_dynamo_compiling():
         loss = with_constants(loss)
-    settings = loss.settings._replace(dim=1 if x.dim() > 1 else 0, dtype=loss.settings.dtype or result_dtype(x))
+    settings = loss.settings._replace(dim=class_dim(x), dtype=loss.settings.dtype or result_dtype(x))
     loss = loss._replace(settings=settings)
     reason = why_not_kernels(x, target, weight, settings.choice.backend, loss.ignore_index)
     if _runs_kernels("cross_entropy", x, settings.choice, reason):
@@ -91,16 +90,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         largest = _largest(x, loss) if return_stats else None
         y, lse, entropy = _by_kernels(x, target, weight, loss, return_stats, with_gradient)
     elif not (return_stats or loss.options or loss.z_loss) and settings.dtype == result_dtype(x):
-        found: Tensor = ops.call_pytorch(
-            functional.cross_entropy,
-            x,
-            target if target.is_floating_point() else target.long(),
-            weight,
-            ignore_index=loss.ignore_index,
-            reduction=loss.reduction,
-            label_smoothing=loss.smoothing,
-        )
-        return found
+        return targets_eager.pytorch_loss(x, target, weight, loss)
     else:
         y = targets_eager.reduced(targets_eager.losses(x, target, weight, loss), target, weight, loss)
         lse, entropy = targets_eager.statistics(x, loss) if return_stats else (None, None)
@@ -213,6 +203,11 @@ def _runs_kernels(name: str, x: Tensor, choice: Choice, reason: str | None) -> b
     return reason is None and bool(x.numel())
 
 
+def class_dim(x: Tensor) -> int:
+    """The dimension of the classes, as PyTorch has it: the second, or the only one."""
+    return 1 if x.dim() > 1 else 0
+
+
 def result_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the loss: that of the logits; float32 under autocast, as PyTorch has it."""
     if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
@@ -241,7 +236,7 @@ def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
     loss = checked_numbers(loss)
     if x.dim() == 0:
         raise ValueError(f"{name}: input needs a dimension of classes, got shape ()")
-    dim = 1 if x.dim() > 1 else 0
+    dim = class_dim(x)
     rows = (*x.shape[:dim], *x.shape[dim + 1 :])
     if target.is_floating_point():
         if target.shape != x.shape:
@@ -260,7 +255,7 @@ def checked_numbers(loss: Loss) -> Loss:
     """The arguments with Python's numbers for those of another type; `loss` itself where there are none.
 
     As in PyTorch, a tensor of one element is a number if it requires no gradient, and reading it waits for its GPU.
-    A z_loss, which PyTorch does not have, is no tensor.
+    PyTorch has no z_loss, so a tensor as z_loss is an error.
 
     Raises:
         TypeError, ValueError, RuntimeError: ignore_index, label_smoothing, z_loss or reduction is wrong.
@@ -269,9 +264,9 @@ def checked_numbers(loss: Loss) -> Loss:
     plain = type(index) is int and type(smoothing) in (float, int) and type(z_loss) in (float, int)
     if not plain:
         loss = loss._replace(
-            ignore_index=_number("ignore_index", index, "__index__", int),
-            smoothing=_number("label_smoothing", smoothing, "__float__", float),
-            z_loss=_number("z_loss", z_loss, "__float__", float),
+            ignore_index=_number("ignore_index", index, int),
+            smoothing=_number("label_smoothing", smoothing, float),
+            z_loss=_number("z_loss", z_loss, float),
         )
     if loss.reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{loss.reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
@@ -280,9 +275,13 @@ def checked_numbers(loss: Loss) -> Loss:
     return loss
 
 
-def _number(argument: str, value: Any, method: str, kind: type[Any]) -> Any:
-    """An argument as a number of Python's type `kind`, which takes values with this method."""
-    is_number = hasattr(value, method)
+def _number(argument: str, value: Any, kind: type[Any]) -> Any:
+    """Convert an argument to Python's type `kind`: `int` needs a value with __index__, `float` one with __float__.
+
+    Raises:
+        TypeError: the value is not a number of this kind.
+    """
+    is_number = hasattr(value, "__index__" if kind is int else "__float__")
     if isinstance(value, Tensor):
         is_floating = value.is_floating_point() or value.dtype == torch.bool
         is_number = value.numel() == 1 and not value.requires_grad and argument != "z_loss"
@@ -300,8 +299,7 @@ def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     """
     loss = checked_loss(x, target, weight, loss)
     if not target.is_floating_point():
-        classes = x.shape[1 if x.dim() > 1 else 0]
-        _check_range("cross_entropy(): target", target, classes, counted(target, loss))
+        _check_range("cross_entropy(): target", target, x.shape[class_dim(x)], counted(target, loss))
 
 
 def check_tokens(x: Any, index: Any, dim: Any) -> None:
@@ -339,7 +337,8 @@ def check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[
 def check_weight(name: str, weight: Any, x: Tensor, classes: int, constant: bool = True) -> None:
     """Check type, shape and device of the weights of so many classes, if there are any.
 
-    With `constant`, the weights must not require a gradient: PyTorch has one only for class probabilities as targets.
+    With `constant`, the weights must not require a gradient: PyTorch computes the gradient with respect to the weights
+    only if the targets are class probabilities.
     """
     if weight is None:
         return

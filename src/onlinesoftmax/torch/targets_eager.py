@@ -19,14 +19,20 @@ from .loss import Loss, count_of, counted
 Tensor = torch.Tensor
 
 
+def pytorch_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
+    """The result of PyTorch's own cross_entropy, which knows neither z_loss nor score options."""
+    y: Tensor = ops.call_pytorch(
+        functional.cross_entropy, x, target if target.is_floating_point() else target.long(), weight,
+        ignore_index=loss.ignore_index, reduction=loss.reduction, label_smoothing=loss.smoothing,
+    )  # fmt: skip
+    return y
+
+
 def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
     """The loss of each row, in float32 (float64 in float64)."""
     z = _scores(x, loss)
     weight = None if weight is None else weight.to(z.dtype)
-    y: Tensor = ops.call_pytorch(
-        functional.cross_entropy, z, target if target.is_floating_point() else target.long(), weight,
-        ignore_index=loss.ignore_index, reduction="none", label_smoothing=loss.smoothing,
-    )  # fmt: skip
+    y = pytorch_loss(z, target, weight, loss._replace(reduction="none"))
     if not loss.z_loss:
         return y
     penalty = loss.z_loss * z.logsumexp(loss.dim) ** 2
