@@ -4,8 +4,8 @@ A call is *usual* if its launch follows from its tensors' shapes, strides, dtype
 other arguments.  These form a short key.  The first call with a key checks its arguments and prepares the launch; a
 repeated call finds the launch under the key and runs it.  On small inputs, host time dominates.
 
-No tensor of a usual call has a subclass, a layout but strided, or a negation that is pending, and no trace, functorch
-transform or forward mode is active.  Each kind of call adds conditions where it makes its keys:
+Every tensor of a usual call is strided, is not lazily negated, and is no subclass with functions of its own.  No trace,
+functorch transform or forward mode is active.  Each kind of call adds conditions where it makes its keys:
 
     launches.py            softmax, log-softmax and logsumexp on a GPU
     loss_launches.py       losses and log-probabilities on a GPU

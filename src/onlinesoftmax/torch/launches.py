@@ -6,7 +6,7 @@ autocast is off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,7 @@ from ..core.operations import Operation
 from .cache import keep, new_cache
 from .check import check_out_memory, extent
 from .gradients import lse_of, outputs_to_keep
-from .prepare import kind_of, prepare
-
-Run = Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]
+from .prepare import Prepared, kind_of, prepare
 
 
 class Launch(NamedTuple):
@@ -31,7 +29,7 @@ class Launch(NamedTuple):
         keeps_lse: True where `run` returns (result, lse), because the gradient reads lse.
     """
 
-    run: Run
+    run: Prepared
     settings: Settings
     keeps_lse: bool
 
@@ -75,7 +73,7 @@ def add(key: tuple[Any, ...], call: Call, recorded: bool) -> Launch:
     return keep(LAUNCHES, key, Launch(run, call.settings, keeps_lse))
 
 
-def _with_lse(call: Call) -> Run:
+def _with_lse(call: Call) -> Prepared:
     """The function run(x, out, operands) that returns (result, lse)."""
     outputs, settings = outputs_to_keep(call), call.settings
     run = prepare(kind_of(call, NOTHING, outputs))
@@ -89,7 +87,7 @@ def _with_lse(call: Call) -> Run:
     return with_lse
 
 
-def _checked(run: Run, call: Call) -> Run:
+def _checked(run: Prepared, call: Call) -> Prepared:
     """The function `run`, which first checks that writing `out` does not change elements that are still to be read."""
     out_bytes, x_bytes = extent(call.out), extent(call.x)
     # The function lives as long as the cache, and must not keep the tensors of the first call alive.

@@ -49,7 +49,7 @@ class Kind(NamedTuple):
     Attributes:
         operation, outputs, settings: As in Call and Task.
         tensors: The input, the other tensors that are read, and `out` where it is given.
-        flags: Names of the options that are numbers, causality, and zeros for fully masked rows.
+        flags: As in Task.
     """
 
     operation: Operation
@@ -57,6 +57,11 @@ class Kind(NamedTuple):
     settings: Settings
     tensors: tuple[TensorKind, ...]
     flags: Flags
+
+    @property
+    def out(self) -> TensorKind | None:
+        """The tensor that receives the result; None for a new one."""
+        return self.tensors[-1] if self.tensors[-1].name == "out" else None
 
 
 def run(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
@@ -146,37 +151,34 @@ def operands_of(call: Call) -> Mapping[str, Any]:
 def kind_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...] = ("y",)) -> Kind:
     """The kind of a call with these operands."""
     operation, x, settings, options, out, _ = call
-    tensors = [_tensor_kind("x", x, x.shape)]
-    if operands:
-        tensors += [
-            _scalar_kind(name, t)
-            if name == "scale" or name in operation.call_operands
-            else _tensor_kind(name, t, x.shape, name in operation.row_operands and settings.dim)
-            for name, t in operands.items()
-            if isinstance(t, torch.Tensor)
-        ]
+    tensors = [_tensor_kind("x", x, x.stride())]
+    for name, t in operands.items():
+        if not isinstance(t, torch.Tensor):
+            continue
+        if name == "scale" or name in operation.call_operands:
+            tensors.append(_tensor_kind(name, t, t.stride()))
+        else:
+            row_axis = settings.dim if name in operation.row_operands else None
+            tensors.append(_tensor_kind(name, t, _broadcast_strides(t, x.shape, row_axis)))
     if out is not None:
-        tensors.append(TensorKind("out", out.shape, out.stride(), out.dtype, aligned(out), out.device))
+        tensors.append(_tensor_kind("out", out, out.stride()))
     wide = (settings.dtype or x.dtype) in WIDE
     numbers = frozenset(name for name, value in operands.items() if isinstance(value, int)) if operands else NO_NUMBERS
     flags = Flags(numbers, wide=wide) if options is None else Flags(numbers, options.causal, options.zero, wide)
     return Kind(operation, outputs, settings, tuple(tensors), flags)
 
 
-def _scalar_kind(name: str, t: torch.Tensor) -> TensorKind:
-    """The properties of a tensor of one element."""
-    return TensorKind(name, t.shape, t.stride(), t.dtype, aligned(t), t.device)
-
-
-def _tensor_kind(name: str, t: torch.Tensor, shape: torch.Size, row_axis: Any = False) -> TensorKind:
-    """The properties of a tensor with its strides for `shape`; the stride along row_axis is 0 if row_axis is given."""
-    strides = t.stride()
-    if t.shape != shape:
-        strides = t.expand(shape).stride()
-    if row_axis is not False and shape:
-        axis = row_axis % len(shape)
-        strides = (*strides[:axis], 0, *strides[axis + 1 :])
+def _tensor_kind(name: str, t: torch.Tensor, strides: tuple[int, ...]) -> TensorKind:
     return TensorKind(name, t.shape, strides, t.dtype, aligned(t), t.device)
+
+
+def _broadcast_strides(t: torch.Tensor, shape: torch.Size, row_axis: int | None) -> tuple[int, ...]:
+    """The strides of a tensor for `shape`; the stride along row_axis is 0 if row_axis is given."""
+    strides = t.stride() if t.shape == shape else t.expand(shape).stride()
+    if row_axis is None or not shape:
+        return strides
+    axis = row_axis % len(shape)
+    return (*strides[:axis], 0, *strides[axis + 1 :])
 
 
 WIDE = (torch.float32, torch.float64)
@@ -196,15 +198,15 @@ def prepare(kind: Kind, follows_divisor: bool = False) -> Prepared:
         follows_divisor: As in Request: every call follows the kernel that computes its operand `dy`.
     """
     operation, settings = kind.operation, kind.settings
-    x, out = kind.tensors[0], kind.tensors[-1] if kind.tensors[-1].name == "out" else None
+    x, out = kind.tensors[0], kind.out
     axis = checked_dim(operation.name, settings.dim, len(x.shape))
     dtype, shape = settings.dtype or x.dtype, _shape_of_first(kind, axis)
     if out is not None:
         checked_out(operation.name, out, shape, dtype, x.device)
     if x.shape.numel() == 0:
         return _for_empty_input(kind, axis, shape, dtype)
-    resize = out is not None and out.shape != shape
-    task = _task(kind, axis, out if not resize else None)
+    # An `out` of another shape is empty, and will be resized to a contiguous tensor.
+    task = _task(kind, axis, out if out is not None and out.shape == shape else None)
     the_plan = plan_of(task, x.device, settings.choice)
     if the_plan.backend == "eager":
         eager_settings = settings._replace(dim=axis, dtype=dtype)
@@ -215,11 +217,11 @@ def prepare(kind: Kind, follows_divisor: bool = False) -> Prepared:
 
 def _with_outputs(
     launch: Callable[..., None], kind: Kind, task: Task, shape: tuple[int, ...], dtype: torch.dtype
-) -> Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]:
+) -> Prepared:
     """The function run(x, out, operands) that allocates the outputs that are not given, and launches the kernel."""
     x, outputs = kind.tensors[0], kind.outputs
     device, on_gpu, index = x.device, x.device.type == "cuda", x.device.index
-    resize = kind.tensors[-1].name == "out" and kind.tensors[-1].shape != shape
+    resize = kind.out is not None and kind.out.shape != shape
     template = _template(x, shape, dtype)
     more_templates = _more_templates(kind, task)
     first, has_more, results = outputs[0], len(outputs) > 1, itemgetter(*outputs)
@@ -288,7 +290,7 @@ def plan_of(task: Task, device: torch.device, choice: Choice) -> Plan:
     return planner_for(from_torch(device.type, device.index or 0), choice).plan(task, choice)
 
 
-def _for_empty_input(kind: Kind, axis: int, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Any]:
+def _for_empty_input(kind: Kind, axis: int, shape: tuple[int, ...], dtype: torch.dtype) -> Prepared:
     """The function for an input without elements."""
     operation, x = kind.operation, kind.tensors[0]
     settings = kind.settings._replace(dim=axis, dtype=dtype)
