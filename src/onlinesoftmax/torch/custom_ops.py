@@ -119,6 +119,14 @@ def _fake(call: Call, outputs: tuple[str, ...]) -> list[Tensor]:
     ]
 
 
+def _registered(operation: Operation, kernel: Any, fake: Any) -> Any:
+    """The new operator of an operation, with its kernel and its fake implementation."""
+    name = f"{NAMESPACE}::{operation.name}"
+    operator = torch.library.custom_op(name, kernel, mutates_args=(), schema=schema(operation))
+    operator.register_fake(fake)
+    return operator
+
+
 def _define_with_target(operation: Operation) -> None:
     """Define the operator of an operation with a target; its last argument names the outputs.
 
@@ -139,9 +147,7 @@ def _define_with_target(operation: Operation) -> None:
     def fake(*arguments: Any) -> list[Tensor]:
         return _fake(*call_of(arguments))
 
-    name = f"{NAMESPACE}::{operation.name}"
-    operator = torch.library.custom_op(name, kernel, mutates_args=(), schema=schema(operation))
-    operator.register_fake(fake)
+    _registered(operation, kernel, fake)
 
 
 def _define(operation: Operation) -> None:
@@ -155,9 +161,7 @@ def _define(operation: Operation) -> None:
         found = _fake(_call(operation, arguments), outputs)
         return tuple(found) if len(found) > 1 else found[0]
 
-    name = f"{NAMESPACE}::{operation.name}"
-    operator = torch.library.custom_op(name, kernel, mutates_args=(), schema=schema(operation))
-    operator.register_fake(fake)
+    operator = _registered(operation, kernel, fake)
     if operation.backward:
         return
     names = _tensors_of(operation)

@@ -31,7 +31,7 @@ def forward(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
 
 
 def outputs_of(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """The same, always as a tuple."""
+    """The outputs of a forward call, as `forward` computes them, in a tuple even if there is only one."""
     found = forward(call, outputs)
     return found if isinstance(found, tuple) else (found,)
 
@@ -202,7 +202,7 @@ def slope_of(options: ScoreOptions, x: Tensor | None) -> Any:
     if options.softcap is None:
         return 1.0
     assert x is not None
-    return softcap_slope(eager.FUNCTIONS, x.to(torch.promote_types(x.dtype, torch.float32)), options)
+    return softcap_slope(eager.FUNCTIONS, x.to(accumulator_of(x.dtype, x.dtype)), options)
 
 
 def unmasked(options: ScoreOptions, x: Tensor, dim: int) -> Tensor | None:
@@ -219,7 +219,7 @@ def score_gradient(call: Call, kept: Kept, dy: Tensor) -> Tensor:
     operation, (dim, _, keepdim, _) = call.operation, call.settings
     like = kept.x if kept.y is None else kept.y
     assert like is not None
-    wide = torch.promote_types(torch.promote_types(like.dtype, dy.dtype), torch.float32)
+    wide = accumulator_of(like.dtype, dy.dtype)
     dy = dy.to(wide)
     if operation.per_row and not keepdim and like.dim():
         dy = dy.unsqueeze(dim)
