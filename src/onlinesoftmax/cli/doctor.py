@@ -82,7 +82,7 @@ def _backends() -> list[dict[str, Any]]:
     for name in (*registry.BACKENDS, "pallas"):
         try:
             reason = _unavailable(name)
-            state, why = STATES.get(name, _plain_state)(name, reason)
+            state, why = STATES[name](reason)
         except Exception as error:  # a broken installation must not stop the diagnosis
             reason = why = f"cannot be imported: {type(error).__name__}: {error}"
             state = "not usable"
@@ -99,22 +99,17 @@ def _unavailable(name: str) -> str | None:
     return bridge.unavailable(here().kind) if name == "pallas" else registry.unavailable(name)
 
 
-def _plain_state(_: str, reason: str | None) -> tuple[str, str]:
-    return ("usable", "") if reason is None else ("not usable", reason)
+def _eager(_: str | None) -> tuple[str, str]:
+    return "usable", "runs the framework's own operations, on every device"
 
 
-def _eager(name: str, reason: str | None) -> tuple[str, str]:
-    state, why = _plain_state(name, reason)
-    return state, why or "runs the framework's own operations, on every device"
-
-
-def _cuda(name: str, reason: str | None) -> tuple[str, str]:
+def _cuda(reason: str | None) -> tuple[str, str]:
     from ..kernels import registry
     from ..planner import measured
     from ..torch.device import here
 
     if reason is not None:
-        missing = any(registry.module_missing(module, name) for module in ("torch", "cuda.core"))
+        missing = any(registry.module_missing(module, "cuda") for module in ("torch", "cuda.core"))
         return "not usable", reason if missing else f"{reason} here; explain compiles the kernels for any GPU"
     machine = here()
     table = measured.table_for(machine)
@@ -126,15 +121,15 @@ def _cuda(name: str, reason: str | None) -> tuple[str, str]:
     return "usable", f"kernels run on {machine.name}; {source}"
 
 
-def _triton(name: str, reason: str | None) -> tuple[str, str]:
+def _triton(reason: str | None) -> tuple[str, str]:
     """The state of Triton: a GPU runs its kernels; without one there are its interpreter and its compiler."""
     from ..kernels import registry
 
-    if any(registry.module_missing(module, name) for module in ("torch", "triton")):
-        return _plain_state(name, reason)
+    if reason is not None and any(registry.module_missing(module, "triton") for module in ("torch", "triton")):
+        return "not usable", reason
     import torch
 
-    if torch.cuda.is_available() and not registry.load(name).interpreted():
+    if torch.cuda.is_available() and not registry.load("triton").interpreted():
         return "usable", f"kernels run on {torch.cuda.get_device_name()}"
     if reason is None:
         return (
@@ -148,7 +143,7 @@ def _triton(name: str, reason: str | None) -> tuple[str, str]:
     )
 
 
-def _pallas(_: str, reason: str | None) -> tuple[str, str]:
+def _pallas(reason: str | None) -> tuple[str, str]:
     """The state of JAX's kernels."""
     from ..jax.device import from_jax
     from ..torch.device import here
@@ -163,7 +158,7 @@ def _pallas(_: str, reason: str | None) -> tuple[str, str]:
 
 
 STATES = {"eager": _eager, "cuda": _cuda, "triton": _triton, "pallas": _pallas}
-"""How the state of a backend is found where its availability does not say everything."""
+"""For each backend, the function (reason why it cannot be used here, or None) that returns its state and why."""
 
 
 def _versions() -> dict[str, str | None]:
