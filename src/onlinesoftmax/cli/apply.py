@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -103,14 +103,8 @@ def _run(source: str, target: str, request: dict[str, Any]) -> Report:
     from ..files.disk import FileError
 
     try:
-        with output.progress_bar(nbytes=True) if os.environ.get("RANK", "0") == "0" else nullcontext() as bar:
-            show: Callable[[int, int], None] | None = None
-            if bar is not None:
-                task = bar.add_task(request["operation"], total=None)
-
-                def show(done: int, total: int) -> None:
-                    bar.update(task, completed=done, total=total)
-
+        shown = output.progress_of(request["operation"], nbytes=True)
+        with shown if os.environ.get("RANK", "0") == "0" else nullcontext() as show:
             return apply_file(source, target, progress=show, **request)
     except FileError as error:
         output.fail(error)

@@ -142,10 +142,8 @@ def write_record(out: str | None, record: dict[str, Any]) -> None:
 
     if out is None:
         return
-    try:
+    with output.writing(f"--out {out}"):
         write(Path(out), record)
-    except OSError as error:
-        output.fail(f"--out {out} cannot be written: {error.strerror or error}")
 
 
 def show(recording: Recording, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +18,10 @@ from ..core.units import duration, size
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["duration", "facts", "fail", "heading", "note", "print_json", "progress_bar", "size", "table", "warn"]
+__all__ = [
+    "duration", "facts", "fail", "heading", "note", "print_json", "progress_bar", "progress_of", "size", "table",
+    "warn", "writing",
+]  # fmt: skip
 
 STYLES = {
     "pass": "green",
@@ -131,6 +134,26 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+@contextmanager
+def writing(name: str) -> Iterator[None]:
+    """End the command with a sentence if the block cannot write the file of this name."""
+    try:
+        yield
+    except OSError as error:
+        fail(f"{name} cannot be written: {error.strerror or error}")
+
+
+@contextmanager
+def progress_of(description: str, *, nbytes: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """The function show(done, total) that moves a `progress_bar`; None where stderr is no terminal."""
+    with progress_bar(nbytes=nbytes) as bar:
+        if bar is None:
+            yield None
+            return
+        task = bar.add_task(description, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager

@@ -88,10 +88,8 @@ def _write_chart(records: list[Record], svg: Path) -> None:
 def _write(option: str, path: Path, content: bytes) -> None:
     from ..core.cache import write_whole
 
-    try:
+    with output.writing(f"{option} {path}"):
         write_whole(path, content)
-    except OSError as error:
-        output.fail(f"{option} {path} cannot be written: {error.strerror or error}")
 
 
 def _choices(**given: Any) -> Choices:
@@ -117,13 +115,7 @@ def _write_page(paths: list[Path], choices: Choices, out: Path, svg: Path | None
         output.warn(sentence)
     if svg is not None:
         _write_chart(records, svg)
-    with output.progress_bar() as bar:
-        task = bar.add_task("planning", total=None) if bar else None
-
-        def show(done: int, total: int) -> None:
-            if bar is not None and task is not None:
-                bar.update(task, completed=done, total=total)
-
+    with output.progress_of("planning") as show:
         content = page(records, choices, wrong, show).encode()
     _write("--out", out, content)
     seconds = time.perf_counter() - begin

@@ -229,10 +229,8 @@ def _report(
 def _write(path: Path, table: Table) -> None:
     from ..core.cache import write_whole
 
-    try:
+    with output.writing(str(path)):
         write_whole(path, as_text(table.as_json()).encode())
-    except OSError as error:
-        output.fail(f"{path} cannot be written: {error.strerror or error}")
 
 
 def as_text(document: dict[str, Any]) -> str:

@@ -86,14 +86,7 @@ def _run(
                 output.fail(f"backend {name} cannot be used here: {absent[name]}")
         if len(absent) == len(chosen):
             output.fail("; ".join(f"backend {name} cannot be used here: {reason}" for name, reason in absent.items()))
-        with output.progress_bar() as bar:
-            show = None
-            if bar is not None:
-                task = bar.add_task("checking", total=None)
-
-                def show(done: int, total: int) -> None:
-                    bar.update(task, completed=done, total=total)
-
+        with output.progress_of("checking") as show:
             cells = verification.verify(
                 backends=backends, strategies=strategies, operations=operations, dtypes=dtypes,
                 device=device, quick=quick, progress=show,
