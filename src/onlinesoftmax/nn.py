@@ -63,12 +63,13 @@ class _WithOptions(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """PyTorch's, then the options that are not at their defaults."""
-        changed = [
-            f"{name}={getattr(self, name)!r}"
-            for name in ("scale", "causal", "softcap", "fully_masked", "batch_invariant")
-            if getattr(self, name) != getattr(type(self), name)
-        ]
-        return ", ".join([super().extra_repr(), *changed])
+        names = ("scale", "causal", "softcap", "fully_masked", "batch_invariant")
+        return ", ".join([super().extra_repr(), *_changed(self, names)])
+
+
+def _changed(module: torch.nn.Module, names: tuple[str, ...]) -> list[str]:
+    """The text name=value of each option of a module that is not at the default of its class."""
+    return [f"{n}={getattr(module, n)!r}" for n in names if getattr(module, n) != getattr(type(module), n)]
 
 
 class _OverDim(_WithOptions):
@@ -270,7 +271,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     def extra_repr(self) -> str:
         """The options of ours that are not at their defaults."""
         names = ("z_loss", "scale", "softcap", "inplace_backward", "batch_invariant", "check")
-        return ", ".join(f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != getattr(type(self), n))
+        return ", ".join(_changed(self, names))
 
 
 @torch.fx.wrap

@@ -105,14 +105,14 @@ def _saved(operation: str, x: Any, y: Any, dim: int, backend: str | None) -> np.
     # is as wide, else a number whose rounding error is far below a unit of the 16-bit gradient.
     rounded = backend in (None, "eager") or (y.element_size() >= 4 and backend not in KEEPS_STATES)
     # An operation with a target keeps states, which `exact_gradient` computes.
-    if functions.takes_target(operation) or not kept or rounded:
+    if forward.has_target or not kept or rounded:
         return wide(y)
     return np.squeeze(_evaluate(forward.name, {"x": wide(x)}, dim, kept[0].name), dim)
 
 
 def _target(operation: str, x: Any, dim: int) -> np.ndarray | None:
     """The target of each row of an input, with size 1 along `dim`; None for an operation without targets."""
-    if not functions.takes_target(operation):
+    if not OPERATIONS[operation].has_target:
         return None
     return np.expand_dims(functions.target_of(x, dim).cpu().numpy(), dim)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import api
-from ..core.operations import OPERATIONS, Operation
+from ..core.operations import Operation
 from ..jax import bridge
 
 Function = Callable[..., Any]
@@ -54,11 +54,6 @@ def _in_jax(operation: Operation) -> Function:
         return function(x, dim, target_of(x, dim), **how).to(x.dtype)
 
     return of_targets
-
-
-def takes_target(operation: str) -> bool:
-    """True for an operation with a target column per row."""
-    return OPERATIONS[operation].has_target
 
 
 def target_of(x: Any, dim: int) -> Any:
