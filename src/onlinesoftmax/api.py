@@ -105,7 +105,9 @@ def log_softmax(
     backend: str | None = None,
     strategy: str | None = None,
 ) -> Array:
-    """Z - logsumexp(z) along `dim`: `torch.log_softmax`.  z, arguments and errors as for `softmax`.
+    """The logarithm of softmax, z - logsumexp(z), along `dim`: `torch.log_softmax`.
+
+    The scores z, the arguments and the errors are those of `softmax`.
 
     Example:
         >>> import torch

@@ -205,7 +205,15 @@ def _measure(
 def _report(
     table: Table, path: Path, left: tuple[int, bool], refused: dict[tuple[str, str, str], str], as_json: bool
 ) -> None:
-    """Tell what was measured; `left` is the number of shapes that were not, and whether --resume continues."""
+    """Tell what was measured.
+
+    Args:
+        table: The table with the new times.
+        path: The file of the table.
+        left: (number of shapes that were not measured, True if --resume measures them).
+        refused: Reason for each proposal that the compiler or the driver refused.
+        as_json: Print one JSON document.
+    """
     count, continued = left
     cells = [cell for found in table.cells.values() for cell in found]
     first = Counter(f"{cell.timings[0].backend}/{cell.timings[0].strategy}" for cell in cells if cell.timings)
