@@ -42,16 +42,16 @@ def cross_entropy(
     )
     kind = ShardedKind(dim, shards, call.options, call.choice, each, ("y",), wide)
     found = run_if_possible(kind, Given(x, None, target, weight), call)
-    if found is not None:
-        return reduced(found[0], target, weight, loss, row_groups).to(dtype) if row_groups else found[0]
-    rows = _loss_rows(x, target, weight, loss, call._replace(shards=shards))
+    if found is not None and not row_groups:
+        return found[0]
+    rows = _loss_rows(x, target, weight, loss, dim, shards, call) if found is None else found[0]
     return reduced(rows, target, weight, loss, row_groups).to(dtype)
 
 
-def _loss_rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: Sharded) -> Tensor:
+def _loss_rows(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dim: int, shards: Shards, call: Sharded
+) -> Tensor:
     """The loss of each row in float32 (float64 in float64); the same on every process."""
-    dim, shards = 1 if x.dim() > 1 else 0, call.shards
-    assert shards is not None
     weight_sum: Any = shards.total if weight is None else weight.sum(dtype=torch.float64)
     smooth = loss.smoothing != 0
     local_weight = None if weight is None or not smooth else weight[shards.first : shards.first + shards.cols]
@@ -129,13 +129,7 @@ def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Shar
     shards = shards_of("token_logprobs", x, dim, call.groups, call.shards)
     _check_target("token_logprobs()", "index", x, index, dim)
     outputs = ("y", "lse", *(("entropy",) if entropy else ()))
-    kind = _kind_of(dim, call, shards, outputs, accumulator_of(x.dtype, x.dtype))
-    numbers = run_if_possible(kind, Given(x, call.options.mask, index, None), call)
-    if numbers is not None:
-        return named(numbers)
-    wanted = _statistics_wanted(dim, call, shards, entropy, False, shards.total)
-    logprob, lse, found, _ = Statistics.apply(x, call.options.mask, to_local_columns(index, shards), None, wanted)
-    return TokenLogprobs(logprob, found, lse)
+    return named(_statistics(x, index, dim, shards, call, outputs, accumulator_of(x.dtype, x.dtype)))
 
 
 def named(numbers: tuple[Tensor, ...]) -> TokenLogprobs:
@@ -151,19 +145,25 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     # A target that is no column anywhere has no gradient.
     nowhere = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1, device=x.device)
     dtype = autocast_dtype("logsumexp", x)
-    kind = _kind_of(dim, call, shards, ("lse",), dtype)
-    numbers = run_if_possible(kind, Given(x, call.options.mask, nowhere, None), call)
-    if numbers is not None:
-        return numbers[0].unsqueeze(dim) if keepdim else numbers[0]
-    rows = to_local_columns(nowhere, shards)
-    wanted = _statistics_wanted(dim, call, shards, False, False, shards.total)
-    _, lse, _, _ = Statistics.apply(x, call.options.mask, rows, None, wanted)
-    found: Tensor = lse.unsqueeze(dim) if keepdim else lse
-    return found.to(dtype)
+    (lse,) = _statistics(x, nowhere, dim, shards, call, ("lse",), dtype)
+    return (lse.unsqueeze(dim) if keepdim else lse).to(dtype)
 
 
-def _kind_of(dim: int, call: Sharded, shards: Shards, outputs: tuple[str, ...], result: torch.dtype) -> ShardedKind:
-    return ShardedKind(dim, shards, call.options._replace(mask=None), call.choice, None, outputs, result)
+def _statistics(
+    x: Tensor, target: Tensor, dim: int, shards: Shards, call: Sharded, outputs: tuple[str, ...], result: torch.dtype
+) -> tuple[Tensor, ...]:
+    """The statistics of each row that are named in `outputs`, in this order; by kernels alone if possible.
+
+    Kernels alone return "y" and "lse" in the dtype `result`; otherwise all statistics have the accumulator's dtype.
+    """
+    kind = ShardedKind(dim, shards, call.options._replace(mask=None), call.choice, None, outputs, result)
+    found = run_if_possible(kind, Given(x, call.options.mask, target, None), call)
+    if found is not None:
+        return found
+    wanted = _statistics_wanted(dim, call, shards, "entropy" in outputs, False, shards.total)
+    logprob, lse, entropy, _ = Statistics.apply(x, call.options.mask, to_local_columns(target, shards), None, wanted)
+    by_name = {"y": logprob, "lse": lse, "entropy": entropy}
+    return tuple(by_name[name] for name in outputs)
 
 
 def _statistics_wanted(
