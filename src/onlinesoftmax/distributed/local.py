@@ -5,6 +5,7 @@ Our kernels run where they can, PyTorch's operations elsewhere.  No pass needs a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -132,12 +133,14 @@ def states(shard: Shard, kernels: bool, entropy: bool = False, weighted: bool = 
         entropy: Compute the entropy, too.
         weighted: Compute the sum of the weighted scores, too.
     """
-    if not kernels:
-        return _states_by_pytorch(shard, entropy, weighted)
+    found = _states_by_kernel(shard, entropy) if kernels else _states_by_pytorch(shard, entropy)
+    return found._replace(weighted=_weighted_sum(shard)) if weighted else found
+
+
+def _states_by_kernel(shard: Shard, entropy: bool) -> RowStates:
     outputs = (*(() if shard.target is None else ("y",)), "m", "l", *(("entropy",) if entropy else ()))
     found = dict(zip(outputs, launch(_forward_call(shard), outputs), strict=True))
-    sum_of_scores = _weighted_sum(shard) if weighted else None
-    return RowStates(found["m"], found["l"], found.get("y"), found.get("entropy"), sum_of_scores)
+    return RowStates(found["m"], found["l"], found.get("y"), found.get("entropy"))
 
 
 def _forward_call(shard: Shard) -> Call:
@@ -150,19 +153,18 @@ def _forward_call(shard: Shard) -> Call:
     return call._replace(operation=_FORWARD, beside={"target": shard.target.unsqueeze(shard.dim)})
 
 
-def _states_by_pytorch(shard: Shard, entropy: bool, weighted: bool) -> RowStates:
+def _states_by_pytorch(shard: Shard, entropy: bool) -> RowStates:
     x, dim = shard.x, shard.dim
     z = _scores(shard)
     limits = torch.finfo(z.dtype)
-    weighted_sum = _weighted_sum(shard) if weighted else None
     if not x.shape[dim]:
         zero = z.sum(dim)
         none = None if shard.target is None else zero + torch.nan
-        return RowStates(zero + limits.min, zero, none, zero if entropy else None, weighted_sum)
+        return RowStates(zero + limits.min, zero, none, zero if entropy else None)
     m = z.amax(dim, keepdim=True).clamp(limits.min, limits.max)
     terms = (z - m).exp()
     l = terms.sum(dim)
-    found = RowStates(m.squeeze(dim), l, weighted=weighted_sum)
+    found = RowStates(m.squeeze(dim), l)
     if shard.target is not None:
         logprob = _chosen(shard) - found.m - l.log()
         found = found._replace(logprob=logprob.where(shard.owned, torch.nan))
@@ -189,12 +191,11 @@ def _scores(shard: Shard) -> Tensor:
 
 def _chosen(shard: Shard) -> Tensor:
     """The score of the local column nearest to the target of each row; there must be a local column."""
-    x, dim, options, _, _, _ = shard
+    x, dim, options, *_ = shard
     index = shard.nearest.unsqueeze(dim)
     if options.mask is not None:
         options = options._replace(mask=options.mask.expand(x.shape).gather(dim, index))
-    z: Tensor = eager.scores_of(x.gather(dim, index), dim, options, accumulator_of(x.dtype, x.dtype))[0]
-    return z.squeeze(dim)
+    return _scores(shard._replace(x=x.gather(dim, index), options=options)).squeeze(dim)
 
 
 def gradient(
@@ -222,7 +223,7 @@ def gradient(
         dlse = weight_sum * incoming.spread if dlse is None else dlse + weight_sum * incoming.spread
     if not kernels or (incoming.spread is not None and shard.options.softcap is not None):
         return _gradient_by_pytorch(shard, whole, entropy, incoming._replace(lse=dlse))
-    x, dim, options, target, *_ = shard
+    dim, options, target = shard.dim, shard.options, shard.target
     assert target is not None
     # If another process owns the target, the kernel treats the target as invalid and omits -dlogprob * p.  Subtracting
     # dlogprob from dlse adds that term again.
@@ -232,9 +233,7 @@ def gradient(
         dlse = torch.where(shard.owned, dlse, dlse - incoming.logprob)
     given: dict[str, Tensor | None] = {"target": target, "dy": incoming.logprob, "m": whole.m, "l": whole.l}
     given |= {"dlse": dlse, "entropy": None if incoming.entropy is None else entropy, "dentropy": incoming.entropy}
-    beside = {name: t.contiguous().unsqueeze(dim) for name, t in given.items() if t is not None}
-    settings = Settings(dim, x.dtype, choice=shard.choice)
-    (dx,) = launch(Call(_BACKWARD, x, settings, None if options.plain else options, None, beside), ("y",))
+    dx = _gradient_by_kernel(shard, given)
     if incoming.spread is None:
         return dx
     # The kernel does not know the term -dspread * weight: in place, so that nothing of the size of the shard is made.
@@ -247,12 +246,18 @@ def probabilities(shard: Shard, m: Tensor, l: Tensor) -> Tensor:
 
     This is the gradient of lse with the incoming gradient 1.  A target of -1 is no column, so nothing is added to it.
     """
-    x, dim, *_ = shard
     target = torch.full_like(m, -1, dtype=torch.int64)
     given = {"target": target, "dy": torch.zeros_like(m), "m": m, "l": l, "dlse": torch.ones_like(m)}
-    beside = {name: t.contiguous().unsqueeze(dim) for name, t in given.items()}
-    (y,) = launch(Call(_BACKWARD, x, Settings(dim, x.dtype, choice=shard.choice), None, None, beside), ("y",))
-    return y
+    return _gradient_by_kernel(shard, given)
+
+
+def _gradient_by_kernel(shard: Shard, given: Mapping[str, Tensor | None]) -> Tensor:
+    """The gradient of token_logprobs with respect to the local logits, from these operands with one value per row."""
+    x, dim, options, *_, choice = shard
+    beside = {name: t.contiguous().unsqueeze(dim) for name, t in given.items() if t is not None}
+    settings = Settings(dim, x.dtype, choice=choice)
+    (dx,) = launch(Call(_BACKWARD, x, settings, None if options.plain else options, None, beside), ("y",))
+    return dx
 
 
 def _gradient_by_pytorch(shard: Shard, whole: RowStates, entropy: Tensor | None, incoming: Incoming) -> Tensor:
