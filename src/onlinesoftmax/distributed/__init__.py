@@ -81,7 +81,7 @@ def softmax(
         ...     softmax(torch.zeros(1, 4), group=group)
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
-    options = _checked("softmax", local, (scale, softcap, mask))
+    options = _checked("softmax", local, scale, softcap, mask)
     return _softmax.softmax("softmax", local, dim, _call(options, group, backend, strategy, shards), logarithm=False)
 
 
@@ -97,7 +97,7 @@ def log_softmax(
         ...     log_softmax(torch.zeros(1, 2), group=group)
         tensor([[-0.6931, -0.6931]])
     """
-    options = _checked("log_softmax", local, (scale, softcap, mask))
+    options = _checked("log_softmax", local, scale, softcap, mask)
     return _softmax.softmax("log_softmax", local, dim, _call(options, group, backend, strategy, shards), logarithm=True)
 
 
@@ -116,7 +116,7 @@ def logsumexp(
         ...     logsumexp(torch.zeros(2, 4), group=group)
         tensor([1.3863, 1.3863])
     """
-    options = _checked("logsumexp", local, (scale, softcap, mask))
+    options = _checked("logsumexp", local, scale, softcap, mask)
     return losses.logsumexp(local, dim, keepdim, _call(options, group, backend, strategy, shards))
 
 
@@ -156,7 +156,7 @@ def cross_entropy(
     key, found = usual.look_up("cross_entropy", given, arguments, shards, group)
     if found is not None:
         return found[0]
-    options = _checked("cross_entropy", local, (scale, softcap, None))
+    options = _checked("cross_entropy", local, scale, softcap, None)
     loss = Loss(Settings(1), ignore_index, reduction, label_smoothing, z_loss, options)
     numbers = checked_numbers(loss)
     # A tensor among the numbers may change its value, so it is no part of a key.
@@ -191,12 +191,12 @@ def token_logprobs(
     key, found = usual.look_up("token_logprobs", given, arguments, shards, group)
     if found is not None:
         return losses.named(found)
-    options = _checked("token_logprobs", local, (scale, softcap, mask))
+    options = _checked("token_logprobs", local, scale, softcap, mask)
     call = _call(options, group, backend, strategy, shards)
     return losses.token_logprobs(local, index, dim, entropy, call._replace(key=key))
 
 
-def _checked(name: str, local: Any, scores: tuple[Any, ...]) -> ScoreOptions | None:
+def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> ScoreOptions | None:
     if not isinstance(local, Tensor):
         raise TypeError(f"{name}(): argument 'local' must be Tensor, not {type(local).__name__}")
     if not local.is_floating_point():
@@ -205,7 +205,6 @@ def _checked(name: str, local: Any, scores: tuple[Any, ...]) -> ScoreOptions | N
         raise ValueError(f"{name}(): local needs a softmax dimension, got shape ()")
     if type(local).__name__ == "DTensor":
         raise TypeError(f"{name}(): local is a DTensor: call onlinesoftmax.{name}, or pass local.to_local()")
-    scale, softcap, mask = scores
     if not isinstance(scale, int | float):
         raise TypeError(f"{name}(): scale must be a number, not {type(scale).__name__}")
     options = checked_options(name, scale, softcap, None, mask, False, "nan")

@@ -101,6 +101,7 @@ def _pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -> Tensor:
     """Softmax or log-softmax of the local shard of each row."""
     dim = checked_dim(name, dim, x.dim())
+    # A softmax does not need the position of its columns: this call only checks that the shards form whole rows.
     shards_of(name, x, dim, call.groups, call.shards)
     dtype = autocast_dtype(name, x)
     x = x.to(torch.promote_types(x.dtype, dtype))
