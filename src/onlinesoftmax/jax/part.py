@@ -20,7 +20,7 @@ from .scores import masked, scores
 from .targets import PLAIN_TARGET, TargetOptions
 
 Run = Callable[..., Array]
-"""Applies an operation to local columns: run(name, *operands, **params), with the arguments of `primitives.bind`."""
+"""Applies an operation: run(name, *operands, **params), with the arguments of `primitives.bind`."""
 
 
 class Part(NamedTuple):

@@ -14,6 +14,7 @@ as x's or 1, so that nothing is broadcast in memory, and a batch is one more axi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -62,7 +63,7 @@ def check(name: str, choice: Choice) -> None:
 
 def plan_for(
     name: str, operands: tuple[Any, ...], device: Device, choice: Choice = ANY, options: ScoreOptions = PLAIN,
-    factor: float = 1.0, target_options: TargetOptions = PLAIN_TARGET,
+    target_options: TargetOptions = PLAIN_TARGET,
 ) -> Plan:  # fmt: skip
     """The plan for an operation on arrays of these shapes and dtypes.
 
@@ -72,7 +73,6 @@ def plan_for(
         device: The device of the arrays.
         choice: The backend and the strategy that the caller forces.
         options: The score options.
-        factor: Number that a gradient is multiplied by; the plan does not depend on it.
         target_options: Options of an operation with a target.
 
     Raises:
@@ -103,9 +103,14 @@ def _lowered(name: str, platform: str, *operands: Array, choice: Choice, **param
     def on_device(names: exchange.Names, *operands: Array) -> Array:
         return part.apply(name, names, of_device, operands, **params) if names else of_device(name, *operands, **params)
 
-    elements = OPERATIONS[name].inputs + len(params.get("options", PLAIN).arrays)
-    has_row = [i < elements for i in range(len(operands))] + [not OPERATIONS[name].per_row]
+    has_row = [*have_row(name, operands, params.get("options", PLAIN)), not OPERATIONS[name].per_row]
     return partitioning.by_rows(on_device, jax.eval_shape(eager, *operands), has_row, *operands)
+
+
+def have_row(name: str, operands: tuple[Array, ...], options: ScoreOptions) -> list[bool]:
+    """True for the operands whose last axis is a row: the inputs of the operation and the arrays of the options."""
+    elements = OPERATIONS[name].inputs + len(options.arrays)
+    return [i < elements for i in range(len(operands))]
 
 
 def run(platform: str, choice: Choice, name: str, *operands: Array, **params: Any) -> Array:
@@ -138,12 +143,13 @@ def kernel_plan(
     platform: str, choice: Choice, name: str, operands: tuple[Array, ...], params: dict[str, Any]
 ) -> Plan | None:
     """The plan for a platform; None where XLA's operations run."""
-    if name not in OPERATIONS or "axis_name" in params or params.get("target_options", PLAIN_TARGET).classes:
+    target_options = params.get("target_options", PLAIN_TARGET)
+    if name not in OPERATIONS or "axis_name" in params or target_options.classes:
         # There is no kernel for the tangents of forward mode, for an exchange, and for a gradient that spreads a part
         # of the target over the classes of other devices.
         return None
     device = to_lower_for() if platform == "cuda" else known("cpu")
-    chosen = plan_for(name, operands, device, choice, **params)
+    chosen = plan_for(name, operands, device, choice, params.get("options", PLAIN), target_options)
     return chosen if chosen.backend == "pallas" else None
 
 
@@ -157,15 +163,8 @@ def _make(name: str) -> Primitive:
         result = jax.eval_shape(partial(function, **params), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
         return array_types.result_type(avals[0], result.shape, result.dtype, name in ops.PER_ROW)
 
-    def implementation(*operands: Array, **params: Any) -> Array:
-        return _compiled(name, *operands, items=tuple(params.items()))
-
-    primitive.def_impl(implementation)
     primitive.def_abstract_eval(abstract)
-    partitioning.register(primitive)
-    for platform in (None, "cuda"):
-        lowering = mlir.lower_fun(partial(_lowered, name, platform or "any"), multiple_results=False)
-        mlir.register_lowering(primitive, array_types.of_plain_arrays(lowering), platform=platform)
+    set_lowering(primitive, partial(_lowered, name))
     batching.primitive_batchers[primitive] = partial(_batch, name)
     ad.primitive_jvps[primitive] = partial(_jvp if name in ops.TANGENTS else _linear_jvp, name)
     if name in ops.EXCHANGING:
@@ -175,9 +174,27 @@ def _make(name: str) -> Primitive:
     return primitive
 
 
-@partial(jax.jit, static_argnames=("name", "items"))
-def _compiled(name: str, *operands: Array, items: tuple[tuple[str, Any], ...]) -> Array:
-    return bind(name, *operands, **dict(items))
+def set_lowering(primitive: Primitive, lowered: Callable[..., Any]) -> None:
+    """Give a primitive its lowering for each platform; outside of `jit` the primitive is compiled by itself.
+
+    Args:
+        primitive: The primitive.
+        lowered: Function of the platform, "cuda" or "any", of the operands, and of the parameters of the primitive.
+    """
+
+    def implementation(*operands: Array, **params: Any) -> Any:
+        return _compiled(primitive, *operands, items=tuple(params.items()))
+
+    primitive.def_impl(implementation)
+    partitioning.register(primitive)
+    for platform in (None, "cuda"):
+        lowering = mlir.lower_fun(partial(lowered, platform or "any"), multiple_results=primitive.multiple_results)
+        mlir.register_lowering(primitive, array_types.of_plain_arrays(lowering), platform=platform)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="items")
+def _compiled(primitive: Primitive, *operands: Array, items: tuple[tuple[str, Any], ...]) -> Any:
+    return primitive.bind(*operands, **dict(items))
 
 
 def _batch(name: str, operands: tuple[Array, ...], axes: tuple[int | None, ...], **params: Any) -> tuple[Array, int]:

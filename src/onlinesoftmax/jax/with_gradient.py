@@ -6,14 +6,13 @@ are sharded along their columns, the gradient takes a second pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
 from ..core.arrays import Array, accumulator
@@ -27,9 +26,6 @@ from .targets import TargetOptions
 
 Pair = tuple[Array, Array]
 """Results per row, as `plans.OUTPUTS` names them, along a last axis; and the gradient, of the shape of the logits."""
-
-Run = Callable[..., Array]
-"""Applies an operation: run(name, *operands, **params), with the arguments of `primitives.bind`."""
 
 
 def bind(
@@ -49,7 +45,9 @@ def bind(
     return results, gradient
 
 
-def in_two_passes(run: Run, name: str, *operands: Array, options: ScoreOptions, target_options: TargetOptions) -> Pair:
+def in_two_passes(
+    run: part.Run, name: str, *operands: Array, options: ScoreOptions, target_options: TargetOptions
+) -> Pair:
     """The results by the operation and by its gradient, one after the other."""
     x, *beside, dy = operands
     params: dict[str, Any] = {"options": options, "target_options": target_options._replace(gradient=False)}
@@ -92,8 +90,7 @@ def _lowered(platform: str, *operands: Array, name: str, choice: Choice, **param
 
         return in_two_passes(of_part, name, *operands, **params)
 
-    elements = OPERATIONS[name].inputs + len(params["options"].arrays)
-    has_row = [i < elements for i in range(len(operands))] + [False, True]
+    has_row = [*primitives.have_row(name, operands, params["options"]), False, True]
     found: Pair = partitioning.by_rows(on_device, jax.eval_shape(eager, *operands), has_row, *operands)
     return found
 
@@ -121,16 +118,6 @@ def _abstract(*avals: Any, name: str, choice: Choice, **params: Any) -> Any:
         array_types.result_type(avals[0], results.shape, results.dtype, True),
         array_types.result_type(avals[0], gradient.shape, gradient.dtype, False),
     )
-
-
-@partial(jax.jit, static_argnames=("items",))
-def _compiled(*operands: Array, items: tuple[tuple[str, Any], ...]) -> list[Array]:
-    found: list[Array] = _PRIMITIVE.bind(*operands, **dict(items))
-    return found
-
-
-def _implementation(*operands: Array, **params: Any) -> list[Array]:
-    return _compiled(*operands, items=tuple(params.items()))
 
 
 def _batch(operands: tuple[Array, ...], axes: tuple[int | None, ...], **params: Any) -> Any:
@@ -169,12 +156,8 @@ def _without_unused(used: list[bool], equation: Any) -> Any:
 def _make() -> Primitive:
     primitive = Primitive("onlinesoftmax_with_gradient")
     primitive.multiple_results = True
-    primitive.def_impl(_implementation)
     primitive.def_abstract_eval(_abstract)
-    partitioning.register(primitive)
-    for platform in (None, "cuda"):
-        lowering = mlir.lower_fun(partial(_lowered, platform or "any"), multiple_results=True)
-        mlir.register_lowering(primitive, array_types.of_plain_arrays(lowering), platform=platform)
+    primitives.set_lowering(primitive, _lowered)
     batching.primitive_batchers[primitive] = _batch
     ad.primitive_jvps[primitive] = _jvp
     pe.dce_rules[primitive] = _without_unused
