@@ -120,7 +120,6 @@ template <int SIZE> struct WordOf { using type = uint64; };
 inline uint64 bits(double) { return 0; }
 template <class T> void from_bits(uint64, T&) {}
 template <class T> T look_word(const T*) { return 0; }
-template <class T> T wait_for_word(const T*) { return 0; }
 inline void put_word(uint64*, uint64) {}
 """
 

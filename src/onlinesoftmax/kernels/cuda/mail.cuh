@@ -43,12 +43,42 @@ __device__ inline void add_to_word(uint64* to, uint64 x) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(to), "l"(x) : "memory");
 }
 
-// Waits until a word has been written, and returns it.
-template <class Word> __device__ inline Word wait_for_word(const Word* from) {
-    Word word;
-    do word = look_word(from); while (word == Word(EMPTY));
-    return word;
-}
+// A value made of doubles, each of which is sent as a word.  After `look`, `take` waits for the words that had not come,
+// empties the mailbox, and returns the value.  Other work may be done between the two.
+template <class T> struct Letter {
+    static constexpr int WORDS = sizeof(T) / sizeof(double);
+    uint64 words[WORDS];
+
+    __device__ inline void look(const uint64* from) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) words[i] = look_word(from + i);
+    }
+    __device__ inline bool has_come() const {
+        bool come = true;
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) come &= words[i] != EMPTY;
+        return come;
+    }
+    __device__ inline T take(uint64* from) {
+        while (!has_come()) look(from);
+        T value;
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            from_bits(words[i], reinterpret_cast<double*>(&value)[i]);
+            put_word(from + i, EMPTY);
+        }
+        return value;
+    }
+    static __device__ inline void put(uint64* to, const T& value) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) put_word(to + i, bits(reinterpret_cast<const double*>(&value)[i]));
+    }
+    static __device__ inline T wait_and_take(uint64* from) {
+        Letter letter;
+        letter.look(from);
+        return letter.take(from);
+    }
+};
 
 // Four words that are written and read by one access.  They are marked to be evicted from L2 last: otherwise, rows that
 // stream through L2 would evict packets, and a reader would fetch them from device memory.

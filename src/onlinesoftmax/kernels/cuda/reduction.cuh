@@ -62,30 +62,10 @@ template <class Number> __device__ inline SUM add_rows(const Reduction& p, Numbe
     return sum;
 }
 
-constexpr int MAIL_WORDS = sizeof(RowSums) / sizeof(double);
+using SumsLetter = Letter<RowSums>;
 
-// Sends the sums of this block.
-__device__ inline void send(const Reduction& p, const RowSums& sums) {
-#pragma unroll
-    for (int i = 0; i < MAIL_WORDS; ++i)
-        put_word(p.mail + MAIL_WORDS * blockIdx.x + i, bits(reinterpret_cast<const double*>(&sums)[i]));
-}
-// Waits for the sums of a block, and empties their words for the next kernel on this stream.
-__device__ inline RowSums receive(const Reduction& p, int block) {
-    RowSums sums;
-    uint64 *const from = p.mail + MAIL_WORDS * block, words[MAIL_WORDS];
-    for (bool come = false; !come;) {
-        come = true;
-#pragma unroll
-        for (int i = 0; i < MAIL_WORDS; ++i) words[i] = look_word(from + i), come &= words[i] != EMPTY;
-    }
-#pragma unroll
-    for (int i = 0; i < MAIL_WORDS; ++i) {
-        from_bits(words[i], reinterpret_cast<double*>(&sums)[i]);
-        put_word(from + i, EMPTY);
-    }
-    return sums;
-}
+// The mailbox of a block.
+__device__ inline uint64* mailbox(const Reduction& p, int block) { return p.mail + SumsLetter::WORDS * block; }
 
 __device__ inline void write(const Reduction& p, RowSums sums) {
     // The divisor is rounded to ACC, because a launch of its own stores it in ACC.  So the mean is the same in both cases.
@@ -116,12 +96,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduction_kernel(const __g
     sums = add_block(sums, exchange);
     const int last = int(gridDim.x) - 1, lane = threadIdx.x;
     if (int(blockIdx.x) < last) {
-        if (lane == 0) send(p, sums);
+        if (lane == 0) SumsLetter::put(mailbox(p, blockIdx.x), sums);
         return;
     }
     if (last > 0) {
         __syncthreads();
-        sums = add_block(lane < last ? receive(p, lane) : lane == last ? sums : RowSums{}, exchange);
+        if (lane != last) sums = lane < last ? SumsLetter::wait_and_take(mailbox(p, lane)) : RowSums{};
+        sums = add_block(sums, exchange);
     }
     if (lane == 0) write(p, sums);
 }

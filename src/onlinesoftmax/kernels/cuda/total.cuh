@@ -58,15 +58,7 @@ __device__ inline Sum add_numbers(unsigned first, unsigned end, Load load, Numbe
     return sum;
 }
 
-// `put` sends a sum.  `receive_and_empty` waits for a sum, and empties its mailbox.
-__device__ inline void put(uint64* to, double x) { put_word(to, bits(x)); }
-__device__ inline void put(uint64* to, DoubleDouble x) { put(to, x.high), put(to + 1, x.low); }
-__device__ inline void receive_and_empty(uint64* from, double& x) {
-    from_bits(wait_for_word(from), x), put_word(from, EMPTY);
-}
-__device__ inline void receive_and_empty(uint64* from, DoubleDouble& x) {
-    receive_and_empty(from, x.high), receive_and_empty(from + 1, x.low);
-}
+using SumLetter = Letter<Wide>;
 
 // True if a row counts for the divisor.
 __device__ inline bool row_counts(const Params& p, int64 target) {
@@ -101,10 +93,10 @@ __device__ inline void count_part(const Params& p, int part) {
         const int lane = threadIdx.x, last = int(p.counters) - 1;
         if (lane >= 32) return;
         if (part < last) {
-            if (lane == 0) put(mail.part_counts + WIDE_WORDS * part, sum);
+            if (lane == 0) SumLetter::put(mail.part_counts + WIDE_WORDS * part, sum);
             return;
         }
-        if (lane < last) receive_and_empty(mail.part_counts + WIDE_WORDS * lane, sum);
+        if (lane < last) sum = SumLetter::wait_and_take(mail.part_counts + WIDE_WORDS * lane);
         else if (lane > last) sum = Wide{};
         put_word(mail.divisor(lane), uint64(bits(ACC(double(add_lanes(sum))))));
     }
@@ -137,36 +129,59 @@ __device__ inline void count_in_teams(const Params& p) {
     }
 }
 
-// Waits for the losses of a segment, adds them, and empties their words.  For the last segment of all, it also adds the sums
-// of the others, and writes the scalar.  It is not inlined, because few blocks call it; its arguments are numbers in
-// registers, because a function that is not inlined would load each field of Params by a slow generic access.
+// The sum of the losses of the rows `first` + threadIdx.x, and from there every THREADS-th before `end`.  Waits for them, and
+// empties their words.
+__device__ inline Wide take_losses(LossMail mail, unsigned first, unsigned end) {
+    Wide sum{};
+#pragma unroll 1
+    for (unsigned begin = first + threadIdx.x; begin < end; begin += LOSSES_AT_ONCE * THREADS) {
+        LossMail::Word words[LOSSES_AT_ONCE];
+        // A thread looks at a whole batch until all of it has come.  If it waited for one word after the other, each that
+        // comes late would take a trip to L2 of its own.
+        for (bool come = false; !come;) {
+            come = true;
+#pragma unroll
+            for (int i = 0; i < LOSSES_AT_ONCE; ++i) {
+                if (begin + i * THREADS >= end) break;
+                words[i] = look_word(mail.losses + begin + i * THREADS);
+                come &= words[i] != LossMail::Word(EMPTY);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < LOSSES_AT_ONCE; ++i) {
+            if (begin + i * THREADS >= end) break;
+            put_word(mail.losses + begin + i * THREADS, LossMail::Word(EMPTY));
+            ACC loss;
+            from_bits(words[i], loss);
+            sum += loss;
+        }
+    }
+    return sum;
+}
+
+// Adds the losses of a segment.  For the last segment of all, it also adds the sums of the others, and writes the scalar.
+// It is not inlined, because few blocks call it; its arguments are numbers in registers, because a function that is not
+// inlined would load each field of Params by a slow generic access.
 template <class T>
 __device__ __noinline__ void add_segment(LossMail mail, unsigned counters, unsigned rows, unsigned segment, T* out) {
     const unsigned first = segment * SEGMENT, end = min(first + SEGMENT, rows);
     const bool last = end == rows;
+    // The divisor and the other sums are looked at before the losses, which come after them, and then taken.
     Divisor divisor;
+    SumLetter other;
     if (CALL_MEAN_LOSS && last) divisor.look(mail, threadIdx.x);
-    Wide sum{};
+    if (last && threadIdx.x < segment) other.look(mail.sums + WIDE_WORDS * threadIdx.x);
+    Wide sum = take_losses(mail, first, end);
 #pragma unroll 1
     for (unsigned i = threadIdx.x; last && i < segment; i += THREADS) {
-        Wide other;
-        receive_and_empty(mail.sums + WIDE_WORDS * i, other);
-        sum += other;
+        sum += other.take(mail.sums + WIDE_WORDS * i);
+        if (i + THREADS < segment) other.look(mail.sums + WIDE_WORDS * (i + THREADS));
     }
-    sum += add_numbers<Wide, LOSSES_AT_ONCE>(
-        first, end, [&](unsigned row) { return look_word(mail.losses + row); },
-        [&](unsigned row, LossMail::Word word) {
-            if (word == LossMail::Word(EMPTY)) word = wait_for_word(mail.losses + row);
-            put_word(mail.losses + row, LossMail::Word(EMPTY));
-            ACC loss;
-            from_bits(word, loss);
-            return loss;
-        });
     sum = add_block(sum);
     const int lane = threadIdx.x;
     if (lane >= 32) return;
     if (!last) {
-        if (lane == 0) put(mail.sums + WIDE_WORDS * segment, sum);
+        if (lane == 0) SumLetter::put(mail.sums + WIDE_WORDS * segment, sum);
         return;
     }
     double total = double(sum);
