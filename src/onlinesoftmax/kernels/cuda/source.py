@@ -168,8 +168,8 @@ COUNTERS = 32
 SEGMENT = 1024
 """Rows whose losses one block adds.
 
-A block that adds keeps other rows from its multiprocessor, and reads each batch of losses through a busy L2.  With 512 or
-4096, a loss of 16384 x 4096 bfloat16 with its gradient takes 2 or 3 microseconds more on an H200.
+A block that adds keeps other rows from its multiprocessor, and reads each batch of losses through a busy L2.  With 512
+or 4096, a loss of 16384 x 4096 bfloat16 with its gradient takes 2 or 3 microseconds more on an H200.
 """
 
 WIDE_WORDS = 2
