@@ -26,7 +26,7 @@ def by_length(
     """A function that draws a measure over the row length.
 
     Args:
-        names: Names of records; those of the same suite beside one other library take part, too.
+        names: Names of records.
         title: Title of a panel: an operation and a dtype.
         measure: Name of the measure in `onlinesoftmax.report.charts`.
         height: Pixels.
@@ -34,7 +34,7 @@ def by_length(
     """
 
     def draw(records: Records) -> str:
-        found = [record for name in names for record in records.family(name)]
+        found = [record for name in names if (record := records.get(name))]
         return svg([point for point in points_of(found, title) if point["joined"] or not lines_only], measure, height)
 
     return draw

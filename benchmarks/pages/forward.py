@@ -10,7 +10,7 @@ from onlinesoftmax.bench.result import CaseResult
 from onlinesoftmax.report.charts import NAMES
 
 from .markdown import ABSENT, SHORT, microseconds, shape, share, source, spread, strategy, table, together
-from .records import Records, ours
+from .records import Records, ours, result_of
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -18,7 +18,7 @@ VERDICTS = {"refuses": "refused", "wrong": "wrong", "fails": "failed"}
 """Words for a result that has no time, and its status in a record."""
 
 
-def _beside(records: Records, name: str, *more: str) -> str:
+def _beside(records: Records, name: str) -> str:
     """Our share of the copy in each dtype, and that of each library in bfloat16."""
     found = records.cases(name, dtype="bfloat16")
     if not found:
@@ -29,9 +29,9 @@ def _beside(records: Records, name: str, *more: str) -> str:
     rows = []
     for each in found:
         mine = [share(records.result(replace(each.case, dtype=dtype), "ours", name)) for dtype in dtypes]
-        theirs = [share(records.result(each.case, who, name, *more)) for who in NAMES]
+        theirs = [share(result_of(each, who)) for who in NAMES]
         rows.append([shape(each.case), strategy(each), f"**{mine[0]}**", *mine[1:], *theirs])
-    return f"{table(header, rows)}\n\n{source(*records.family(name))}"
+    return f"{table(header, rows)}\n\n{source(records.get(name))}"
 
 
 def softmax_table(records: Records) -> str:
@@ -53,7 +53,7 @@ def gradients_table(records: Records) -> str:
     said = []
     for who in ("ours", *NAMES):
         for dtype in ("bfloat16", "float32"):
-            results = [records.result(each.case, who, name) for each in found if each.case.dtype == dtype]
+            results = [result_of(each, who) for each in found if each.case.dtype == dtype]
             there = [result for result in results if result]
             if there:
                 bad = [f"{word} in {count} of {len(there)} cases" for word, status in VERDICTS.items()
@@ -61,7 +61,7 @@ def gradients_table(records: Records) -> str:
                 shares = spread(result.of_copy for result in there)
                 said.append(f"| {NAMES.get(who, who)} | {dtype} | {shares} | {'; '.join(bad)} |")
     header = "| library | dtype | of the copy | |\n|---|---|---|---|\n"
-    return header + "\n".join(said) + f"\n\n{source(*records.family(name))}"
+    return header + "\n".join(said) + f"\n\n{source(records.get(name))}"
 
 
 def single_row_table(records: Records) -> str:
@@ -72,7 +72,7 @@ def single_row_table(records: Records) -> str:
     rows = []
     for each in found:
         wide = records.result(replace(each.case, dtype="float32"), "ours", "h200-single-row")
-        mine, theirs = ours(each), records.result(each.case, "torch", "h200-single-row")
+        mine, theirs = ours(each), result_of(each, "torch")
         rows.append([
             f"2^{each.case.shape[-1].bit_length() - 1}", strategy(each),
             microseconds(each.copy and each.copy.median_us), microseconds(mine.times and mine.times.median_us),
@@ -221,34 +221,35 @@ def triton_table(records: Records) -> str:
 
 
 def jax_table(records: Records) -> str:
-    """Softmax and its gradient in JAX on an H200."""
-    forward, lengths, gradients = "h200-jax-forward", "h200-jax-lengths", "h200-jax-gradients"
-    names = (forward, f"{forward}-lengths", lengths)
-    cases = [each.case for name in names for each in records.cases(name, dtype="bfloat16")]
-    if not cases:
+    """Softmax in JAX on an H200: the suites forward and lengths."""
+    return _beside_jax(records, "h200-jax-forward", "h200-jax-lengths")
+
+
+def jax_gradients_table(records: Records) -> str:
+    """The gradient of softmax in JAX on an H200."""
+    return _beside_jax(records, "h200-jax-gradients")
+
+
+def _beside_jax(records: Records, *names: str) -> str:
+    """Shares of XLA's copy in bfloat16 and float32, of ours and of jax.nn; short rows first."""
+    found = [(each.case, name) for name in names for each in records.cases(name, dtype="bfloat16")]
+    if not found:
         return ABSENT
     rows = []
-    for case in sorted(cases, key=lambda case: (case.shape[-1], case.rows)):
-        backward = replace(case, operation="softmax_backward")
+    for case, name in sorted(found, key=lambda pair: (pair[0].shape[-1], pair[0].rows)):
         cells = [
-            together(
-                share(records.result(replace(each, dtype=dtype), who, *found)) for dtype in ("bfloat16", "float32")
-            )
-            for each, found in ((case, (forward, lengths)), (backward, (gradients,)))
+            together(share(records.result(replace(case, dtype=dtype), who, name)) for dtype in ("bfloat16", "float32"))
             for who in ("ours", "jax.nn")
         ]
         rows.append([shape(case), *cells])
-    header = ["rows × cols", "ours", "jax.nn", "gradient: ours", "gradient: jax.nn"]
-    return (
-        f"{table(header, rows)}\n\n{source(*records.family(forward), records.get(lengths), *records.family(gradients))}"
-    )
+    return f"{table(('rows × cols', 'ours', 'jax.nn'), rows)}\n\n{source(*map(records.get, names))}"
 
 
 BLOCKS: dict[str, Callable[[Records], str]] = {
     block.__name__: block
     for block in (
         softmax_table, rows1024_table, gradients_table, single_row_table, lengths_text, fused_table, operations_table,
-        h100_table, strategies_table, triton_table, jax_table,
+        h100_table, strategies_table, triton_table, jax_table, jax_gradients_table,
     )
 }  # fmt: skip
 """The blocks by name."""

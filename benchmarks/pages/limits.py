@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from onlinesoftmax.bench.result import CaseResult, Result
 from onlinesoftmax.report.charts import NAMES
 from onlinesoftmax.report.records import Record
 
 from .markdown import NOTHING, SHORT, commit, shape, share, strategy, table
-from .records import LIBRARIES, Records, ours
+from .records import Records, ours
 
 FAR = 0.95
 """Share of the copy's bandwidth below which a case is listed as a loss."""
@@ -20,36 +20,26 @@ SHOWN = 3
 SLOWER = 1.02
 """Ratio of two times above which a library counts as faster: two runs of one plan differ by 1 to 2 %."""
 
-FORCED = ("triton",)
-"""Records of backends that the planner did not choose."""
 
-
-def _planned(records: Iterable[Record], left_out: Sequence[str]) -> Iterator[tuple[str, Record]]:
-    """The records of GPUs, without sharded rows, whose names have none of the words `left_out`; with their names."""
+def _measured(records: Records) -> Iterator[tuple[Record, CaseResult]]:
+    """The cases of device times of GPUs, with their records; without sharded rows and without forced backends."""
     for record in records:
-        name = record.name.removesuffix(".json")
         on_gpu = record.content["device"].get("kind") == "cuda"
-        if on_gpu and not record.sharded and not {*left_out} & {*name.split("-")}:
-            yield name, record
-
-
-def _measured(records: Records) -> Iterator[tuple[str, CaseResult]]:
-    """The cases of device times of GPUs that the planner planned, with their records, without additions."""
-    for name, record in _planned(records, (*FORCED, *LIBRARIES)):
-        for found in record.results:
-            if not found.skipped and found.copy is not None:
-                yield name, found
+        if on_gpu and not record.sharded and not record.content["options"].get("backend"):
+            for found in record.results:
+                if not found.skipped and found.copy is not None:
+                    yield record, found
 
 
 def far_from_the_copy(records: Records) -> str:
     """The cases of ours that reach less than FAR of the copy, by device, operation and strategy."""
     groups: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
-    for name, found in _measured(records):
+    for record, found in _measured(records):
         part = ours(found).of_copy
         if part is not None:
             words = " ".join([shape(found.case), *found.case.fused, SHORT[found.case.dtype]])
             operation = f"`{found.case.operation}`" + (" and its gradient" if found.case.with_gradient else "")
-            key = (_device(name).upper().replace("-", ", "), operation, strategy(found))
+            key = (_device(record.name).upper().replace("-", ", "), operation, strategy(found))
             groups.setdefault(key, []).append((part, words))
     rows = []
     for (device, operation, chosen), cases in sorted(groups.items()):
@@ -65,26 +55,14 @@ def far_from_the_copy(records: Records) -> str:
 def faster_libraries(records: Records) -> str:
     """Every case where another library takes at most 1/SLOWER of our time, in the same run."""
     rows = []
-    for name, found in _beside(records):
+    for record, found in _measured(records):
         mine = ours(found).times
         for result in found.results:
             if mine and result.who != "ours" and result.times and mine.median_us > SLOWER * result.times.median_us:
-                rows.append(_row(name, found, result, mine.median_us / result.times.median_us))
+                rows.append(_row(record, found, result, mine.median_us / result.times.median_us))
     if not rows:
         return f"In no run was another library faster by more than {SLOWER - 1:.0%}."
     return table(("record", "case", "faster library", "its share", "ours", "our time / its time"), rows)
-
-
-def _beside(records: Records) -> Iterator[tuple[str, CaseResult]]:
-    """The cases of device times of GPUs that the planner planned, beside every library, each pair in one run."""
-    seen: set[tuple[str, object, str]] = set()
-    newest_first = sorted(records, key=lambda record: record.content["date"], reverse=True)
-    for name, record in _planned(newest_first, FORCED):
-        for found in record.results:
-            kept = [r for r in found.results if r.who == "ours" or (_device(name), found.case, r.who) not in seen]
-            seen |= {(_device(name), found.case, r.who) for r in kept if r.times}
-            if found.copy is not None and len(kept) > 1:
-                yield f"{name} ({commit(record)})", CaseResult(found.case, results=kept)
 
 
 def _device(name: str) -> str:
@@ -92,10 +70,11 @@ def _device(name: str) -> str:
     return "-".join(name.split("-")[: 2 if "-jax-" in name else 1])
 
 
-def _row(name: str, found: CaseResult, result: Result, ratio: float) -> list[str]:
+def _row(record: Record, found: CaseResult, result: Result, ratio: float) -> list[str]:
     case = found.case
     words = " ".join([f"`{case.operation}`", shape(case), *case.fused, SHORT[case.dtype]])
     times = share(result) if result.of_copy is not None else NOTHING
+    name = f"{record.name.removesuffix('.json')} ({commit(record)})"
     return [name, words, NAMES.get(result.who, result.who), times, share(ours(found)), f"{ratio:.2f}"]
 
 

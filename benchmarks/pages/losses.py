@@ -25,7 +25,7 @@ from .markdown import (
     table,
     together,
 )
-from .records import Records, ours
+from .records import Records, ours, result_of
 
 CROSS_ENTROPY, TOKENS, IN_JAX = "h200-cross-entropy", "h200-token-logprobs", "h200-jax-cross-entropy"
 
@@ -53,13 +53,13 @@ def _with_gradient(records: Records, name: str) -> str:
     header = ["rows × classes", "", "ours", *NAMES.values(), "extra: ours", "extra: PyTorch"]
     rows = []
     for each in sorted(found, key=lambda each: (each.case.reduction != "mean", each.case.dtype)):
-        case, theirs = each.case, records.result(each.case, "torch", name)
+        case, theirs = each.case, result_of(each, "torch")
         rows.append([
             shape(case), together(filter(None, (SHORT[case.dtype], case.reduction))), f"**{copies(ours(each))}**",
-            *(copies(records.result(case, who, name)) for who in NAMES),
+            *(copies(result_of(each, who)) for who in NAMES),
             size(ours(each).extra_bytes), size(theirs.extra_bytes if theirs else None),
         ])  # fmt: skip
-    return f"{table(header, rows)}\n\n{source(*records.family(name))}"
+    return f"{table(header, rows)}\n\n{source(records.get(name))}"
 
 
 def read_only_table(records: Records) -> str:
@@ -122,7 +122,7 @@ def jax_losses_table(records: Records) -> str:
         return ABSENT
     rows = [
         [shape(each.case), SHORT[each.case.dtype], each.case.reduction, f"**{copies(ours(each))}**",
-         copies(records.result(each.case, "jax.nn", IN_JAX))]
+         copies(result_of(each, "jax.nn"))]
         for each in found
     ]  # fmt: skip
     return f"{table(('rows × classes', 'dtype', 'reduction', 'ours', 'jax.nn'), rows)}\n\n{source(records.get(IN_JAX))}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from onlinesoftmax.bench.calls import CallsResult
 from onlinesoftmax.bench.cases import Case
@@ -13,7 +12,7 @@ from onlinesoftmax.report.charts import NAMES
 
 from .losses import sharded
 from .markdown import ABSENT, NOTHING, commit, copies, microseconds, share, spread, table
-from .records import Records
+from .records import Records, result_of
 
 LIBRARIES = ("ours", *NAMES)
 """Columns of the table, by their names in records."""
@@ -49,7 +48,7 @@ def _caption(records: Records, page: str) -> str:
     record = records.get("h200-forward")
     if record is None:
         return ABSENT
-    mine, theirs = (spread(_shares(records, found, who, FORWARD)) for who in ("ours", "torch"))
+    mine, theirs = (spread(result.of_copy for result in _results(found, who)) for who in ("ours", "torch"))
     return (
         f"*Softmax of bfloat16 rows on an NVIDIA H200 (commit {commit(record)}). The dashed line is a copy of the same "
         "size in the same run. It is the ceiling, up to the noise of the measurement: softmax must read and write each "
@@ -62,15 +61,12 @@ def _caption(records: Records, page: str) -> str:
 def readme_speed(records: Records) -> str:
     """Speed beside other libraries, in bfloat16 on H200s."""
     rows = [
-        _range("softmax, aligned rows of {} columns", records, _field(records, FORWARD), FORWARD),
-        _range("softmax, unaligned rows of {} columns", records, _field(records, FORWARD, True), FORWARD),
+        _range("softmax, aligned rows of {} columns", _field(records, FORWARD)),
+        _range("softmax, unaligned rows of {} columns", _field(records, FORWARD, True)),
         _one("softmax, one row of 2^24", records, "h200-single-row", Case("softmax", (1, 1 << 24), 1, BF16)),
-        _range("gradient of softmax, {} columns", records,
-               records.cases("h200-gradients", dtype=BF16), ("h200-gradients",)),
-        _range("softmax in JAX, aligned rows of {} columns, of XLA's copy", records,
-               _field(records, IN_JAX), IN_JAX),
-        _range("softmax in JAX, unaligned rows of {} columns, of XLA's copy", records,
-               _field(records, IN_JAX, True), IN_JAX),
+        _range("gradient of softmax, {} columns", records.cases("h200-gradients", dtype=BF16)),
+        _range("softmax in JAX, aligned rows of {} columns, of XLA's copy", _field(records, IN_JAX)),
+        _range("softmax in JAX, unaligned rows of {} columns, of XLA's copy", _field(records, IN_JAX, True)),
         _one("cross-entropy and its gradient, 8192 × 128256, in times of the copy", records, "h200-cross-entropy",
              Case("cross_entropy", VOCABULARY, 1, BF16, with_gradient=True), copies),
         _one("the same in JAX, of XLA's copy", records, "h200-jax-cross-entropy",
@@ -95,33 +91,27 @@ def _versions(records: Records) -> str:
 
 
 def _field(records: Records, names: Sequence[str], unaligned: bool = False) -> list[CaseResult]:
-    """The cases of many rows in bfloat16, aligned or unaligned, of these records and those with an addition."""
-    found = [Path(record.name).stem for name in names for record in records.family(name)]
-    cases = {each.case: each for name in found for each in records.cases(name, dtype=BF16)}
+    """The cases of many rows in bfloat16, aligned or unaligned, of these records."""
     return [
-        each for each in cases.values()
+        each for name in names for each in records.cases(name, dtype=BF16)
         if SHORTEST <= each.case.shape[-1] <= LONGEST and bool(each.case.shape[-1] % ALIGNED) is unaligned
         and each.case.dim == len(each.case.shape) - 1
     ]  # fmt: skip
 
 
-def _results(records: Records, found: Sequence[CaseResult], who: str, names: Sequence[str]) -> list[Result]:
-    results = (records.result(each.case, who, *names) for each in found)
+def _results(found: Sequence[CaseResult], who: str) -> list[Result]:
+    results = (result_of(each, who) for each in found)
     return [result for result in results if result is not None]
 
 
-def _shares(records: Records, found: Sequence[CaseResult], who: str, names: Sequence[str]) -> list[float | None]:
-    return [result.of_copy for result in _results(records, found, who, names)]
-
-
-def _range(title: str, records: Records, found: Sequence[CaseResult], names: Sequence[str]) -> list[str]:
+def _range(title: str, found: Sequence[CaseResult]) -> list[str]:
     """The smallest and the largest share of each library, and the number of cases that it refuses or has wrong.
 
     The braces in the title stand for the shortest and the longest row.
     """
     cells, lengths = [], [each.case.shape[-1] for each in found] or [0]
     for who in LIBRARIES:
-        results = _results(records, found, who, names)
+        results = _results(found, who)
         text = spread(result.of_copy for result in results)
         for status, verb in (("refused", "refuses"), ("wrong", "wrong in")):
             count = sum(result.status == status for result in results)

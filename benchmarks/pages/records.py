@@ -11,16 +11,9 @@ from onlinesoftmax.bench.cases import Case
 from onlinesoftmax.bench.result import CaseResult, Result
 from onlinesoftmax.report.records import Record, read
 
-LIBRARIES, CASES = ("liger", "quack"), ("lengths",)
-"""Additions to the name of a record: another library, or other cases than those of the suite."""
-
 
 class Records:
-    """Every record of a folder.
-
-    A name is that of a file without its suffix, as "h200-forward".  A name may have an addition, as
-    "h200-forward-quack": a run of the same suite with other libraries or other lengths.
-    """
+    """Every record of a folder, by the name of its file without the suffix, as "h200-forward"."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,19 +30,6 @@ class Records:
         """A record, or None where it has not been measured."""
         return self._records.get(name)
 
-    def family(self, name: str) -> list[Record]:
-        """The record of this name, and those with an addition to it."""
-        names = (name, *(f"{name}-{each}" for each in (*LIBRARIES, *CASES)))
-        return [self._records[each] for each in names if each in self._records]
-
-    def superseded(self) -> list[str]:
-        """The names of records that were added for a library, where the record of the suite has that library now."""
-        found = []
-        for name, record in self._records.items():
-            here = {each.who for case in record.results for each in case.results if each.times}
-            found += [f"{name}-{who}" for who in LIBRARIES if who in here and f"{name}-{who}" in self._records]
-        return found
-
     def document(self, name: str) -> Any:
         """The content of a file that `onlinesoftmax bench` did not write; None where there is none."""
         path = self.folder / f"{name}.json"
@@ -60,23 +40,19 @@ class Records:
         record = self._records.get(name)
         return [found for found in record.results if not found.skipped and fits(found.case, fields)] if record else []
 
-    def result(self, case: Case, who: str, *names: str) -> Result | None:
-        """The result of a library for a case, from the first of these families of records that has one."""
-        found = [
-            result
-            for name in names
-            for record in self.family(name)
-            for each in record.results
-            if each.case == case
-            for result in each.results
-            if result.who == who
-        ]
-        return next((result for result in found if result.times), found[0] if found else None)
+    def result(self, case: Case, who: str, name: str) -> Result | None:
+        """The result of a library for a case of a record; None where there is none."""
+        return next((result_of(each, who) for each in self.cases(name) if each.case == case), None)
 
 
 def fits(case: Case, fields: dict[str, Any]) -> bool:
     """True where the case has these values."""
     return all(getattr(case, name) == value for name, value in fields.items())
+
+
+def result_of(found: CaseResult, who: str) -> Result | None:
+    """The result of a library for a case; None where the library was not measured."""
+    return next((each for each in found.results if each.who == who), None)
 
 
 def ours(found: CaseResult) -> Result:
