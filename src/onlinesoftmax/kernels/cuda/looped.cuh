@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     // L2 is asked to keep what is read again.
     constexpr CachePolicy AGAIN = WRITES_ELEMENTS ? CachePolicy::LONG : CachePolicy::NORMAL;
     // The next tile is loaded before a tile is reduced, where nothing else keeps the memory busy and registers hold both.
-    constexpr bool AHEAD = !WRITES_ELEMENTS && CHUNKS <= 4 && SUM_ZL <= 0;
+    constexpr bool AHEAD = !WRITES_ELEMENTS && CHUNKS <= 4;
     __shared__ State exchange[THREADS / 32];
     if (total::only_counts(p)) return;
     const int64 row = total::block_of_rows(p);

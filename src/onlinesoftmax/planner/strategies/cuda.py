@@ -139,7 +139,7 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     if problem.rows > MOST_BLOCKS:
         return f"{problem.rows} rows are more blocks than one launch takes"
     found = []
-    for threads, held in ((512, 4), (1024, 2), (512, 2), (256, 4), (1024, 4), (256, 8), (128, 4)):
+    for threads, held in ((512, 4), (1024, 2), (512, 2), (256, 4), (1024, 4), (256, 8), (128, 4), (256, 3)):
         held = min(held, most_chunks(problem, threads, device))
         if not held:
             continue
