@@ -77,6 +77,27 @@ def files_table(records: Records) -> str:
     return f"{table(header, rows)}\n\n{said}"
 
 
+STAMPS = {
+    "first tile there": "first_tile", "slice reduced": "reduced", "state of the row known": "state_known",
+    "slice written": "written",
+}  # fmt: skip
+"""Columns of the table of time stamps, and their names in the record."""
+
+
+def stamps_table(records: Records) -> str:
+    """The times of the blocks of one row: the mean over the blocks, and the first and the last block."""
+    found = records.document("stamps/h200")
+    if found is None:
+        return ABSENT
+    rows = [
+        [case["name"], *("{} ({} to {})".format(*map(microseconds, case[name])) for name in STAMPS.values()),
+         microseconds(case["between_events"])]
+        for case in found["cases"]
+    ]  # fmt: skip
+    said = f"*Record: `stamps/h200.json` ({found['device']}, commit {found['commit'][:7]}, {found['date'][:10]}).*"
+    return f"{table(('columns', *STAMPS, 'between two events'), rows)}\n\n{said}"
+
+
 def records_list(records: Records) -> str:
     """Every record with its device, date, commit and versions; those of one commit and device stand together."""
     groups: dict[tuple[str, ...], list[str]] = {}
@@ -92,6 +113,6 @@ def records_list(records: Records) -> str:
 
 
 BLOCKS: dict[str, Callable[[Records], str]] = {
-    block.__name__: block for block in (host_table, cold_table, cpu_text, files_table, records_list)
+    block.__name__: block for block in (host_table, cold_table, cpu_text, files_table, stamps_table, records_list)
 }
 """The blocks by name."""
