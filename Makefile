@@ -39,7 +39,8 @@ records: $(READY) ## Measure benchmarks/results again on this machine's GPU, bes
 bench: $(READY) ## Measure times and GB/s for a table of shapes on this machine
 	@$(BIN)/onlinesoftmax bench
 
-release-check: $(READY) ## Build the package into dist, check it, and try it in empty environments
+release-check: $(READY) ## Run .ci/run, build the package into dist, check it, and try it in empty environments
+	@.ci/run
 	@.ci/release-check
 
 clean: ## Remove the environment, caches and build outputs
