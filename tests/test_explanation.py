@@ -86,6 +86,16 @@ def test_explain_prints_the_plans_of_jax() -> None:
     assert states.bytes_moved == 4 * 8 * (1024 + 2)
 
 
+def test_a_faster_plan_than_the_forced_one_is_named() -> None:
+    """The reason says why the faster plan was not taken, and only for plans that are faster."""
+    forced = osm.explain((4096, 50257), dtype="bfloat16", device="h200", backend="cuda", strategy="looped")
+    plans = [other for other in forced.others if isinstance(other, Plan)]
+    assert plans[0].estimate_us < forced.plan.estimate_us < plans[-1].estimate_us
+    for other in plans:
+        faster = other.estimate_us < forced.plan.estimate_us
+        assert (", but another plan is forced: " in forced.why_not(other)) == faster
+
+
 def test_a_softcapped_gradient_also_reads_the_logits() -> None:
     """The gradient with a softcap reads one more tensor of the size of x, and its plan is that without a softcap."""
     for operation in ("softmax_backward", "log_softmax_backward"):

@@ -60,7 +60,8 @@ class Explanation:
             return f"cannot: {other.reason}"
         slower = other.estimate_us / self.plan.estimate_us
         guess = "" if other.price.measured and self.plan.price.measured else " by estimate"
-        return f"{slower:.2f} times as long{guess}: {other.reason}"
+        forced = ", but another plan is forced" if slower < 1 else ""
+        return f"{slower:.2f} times as long{guess}{forced}: {other.reason}"
 
     def compile(self) -> list[Kernel]:
         """The plan's kernels, compiled for the device, which this machine need not have: registers, spills, listings.

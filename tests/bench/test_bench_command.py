@@ -53,6 +53,12 @@ def test_the_suites_of_softmax_are_the_table_of_the_field() -> None:
     assert shapes("single-row") == [(1, 1 << k) for k in range(16, 31)]
 
 
+def test_nothing_but_skipped_cases_is_wrong_input() -> None:
+    done = call("--suite", "cpu", "--quick", "--shape", "3x1099511627776", "--dtype", "float32")
+    assert done.exit_code == 2
+    assert "no case was measured; the first was skipped: needs" in done.output
+
+
 def test_the_record_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     done = call(*SMALL, "--json", "--peers", "torch,liger", "--out", str(path))

@@ -149,6 +149,8 @@ def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
     measure(recording, partial(_steps, suite, everybody, where, options), options["out"])
     show(recording, options["as_json"])
     found = recording.found
+    if found and all(each.skipped for each in found):
+        output.fail(f"no case was measured; the first was skipped: {found[0].skipped}")
     if found and all(_ours_refused(each) for each in found):
         who = "the forced plan" if backend or strategy else "onlinesoftmax"
         output.fail(f"{who} can run none of these cases: {found[0].results[0].reason}")
