@@ -166,7 +166,8 @@ template <class T>
 __device__ __noinline__ void add_segment(LossMail mail, unsigned counters, unsigned rows, unsigned segment, T* out) {
     const unsigned first = segment * SEGMENT, end = min(first + SEGMENT, rows);
     const bool last = end == rows;
-    // The divisor and the other sums are looked at before the losses, which come after them, and then taken.
+    // The divisor and the sums of the other segments come before the last losses.  So they are looked at first, and taken
+    // after the losses.
     Divisor divisor;
     SumLetter other;
     if (CALL_MEAN_LOSS && last) divisor.look(mail, threadIdx.x);
