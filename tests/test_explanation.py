@@ -96,6 +96,17 @@ def test_a_faster_plan_than_the_forced_one_is_named() -> None:
         assert (", but another plan is forced: " in forced.why_not(other)) == faster
 
 
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_no_plan_of_the_forced_backend_is_faster(backend: str) -> None:
+    """The plans that the choice allows are listed with the times by which the chosen one won."""
+    for rows, cols in ((262144, 197), (65536, 1025), (1, 65536), (4, 50257), (1335, 50257)):
+        for dtype in ("bfloat16", "float32"):
+            found = osm.explain((rows, cols), dtype=dtype, device="h200", backend=backend)
+            others = [o.estimate_us for o in found.others if isinstance(o, Plan) and o.backend == backend]
+            assert others
+            assert found.plan.estimate_us <= min(others)
+
+
 def test_a_softcapped_gradient_also_reads_the_logits() -> None:
     """The gradient with a softcap reads one more tensor of the size of x, and its plan is that without a softcap."""
     for operation in ("softmax_backward", "log_softmax_backward"):

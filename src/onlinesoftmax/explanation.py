@@ -327,13 +327,15 @@ def _dtype_of_option(name: str, t: Any, dtype: str) -> str:
 
 def _explain_task(task: Task, planner: Planner, choice: Choice) -> Explanation:
     """The plan for a task, and why."""
-    every = planner.alternatives(task, Choice(batch_invariant=choice.batch_invariant))
-    plans = [option for option in every if isinstance(option, Plan)]
+    every = {_name_of(o): o for o in planner.alternatives(task, Choice(batch_invariant=choice.batch_invariant))}
+    plans = [option for option in every.values() if isinstance(option, Plan)]
     # Without a forced choice, the plan is among the alternatives, and need not be made twice.
-    is_listed = choice == ANY and plans
-    chosen = best(plans) if is_listed else planner.plan(task, choice)
-    others = [option for option in every if _name_of(option) != _name_of(chosen)]
-    others.sort(key=lambda o: o.estimate_us if isinstance(o, Plan) else float("inf"))
+    chosen = best(plans) if choice == ANY and plans else planner.plan(task, choice)
+    if choice != ANY:
+        # A plan that the choice allows was compared with the chosen one by times of the allowed backends alone.
+        every |= {_name_of(o): o for o in planner.alternatives(task, choice) if isinstance(o, Plan)}
+    del every[_name_of(chosen)]
+    others = sorted(every.values(), key=lambda o: o.estimate_us if isinstance(o, Plan) else float("inf"))
     problem = Problem.of(task, choice.batch_invariant)
     return Explanation(task, problem, planner.device, chosen, tuple(others))
 

@@ -166,6 +166,26 @@ def test_fewer_blocks_on_chip_than_measured_count_against_a_variant() -> None:
     assert plan(softmax(341, cell + 4480), H200, table=table).variant == many
 
 
+def test_times_of_long_rows_say_nothing_of_short_ones_except_with_cuda() -> None:
+    """The H200's unaligned rows were measured with Triton from 32001 columns on."""
+    table = table_for(known("h200"))
+    assert table is not None
+    short, long = (Problem("softmax", 65536, cols, "bfloat16") for cols in (1025, 32001))
+    assert not table.anchors(short, ["triton"])
+    assert table.anchors(short, ["cuda"])
+    assert table.anchors(long, ["triton"])
+    chosen = plan(short, known("h200"), Choice("triton", None, False), table=table)
+    assert (chosen.strategy, chosen.price.measured) == ("row", False)
+
+
+def test_one_long_row_is_not_given_to_one_program() -> None:
+    """Triton was measured with many rows of 2^17 to 2^20 columns, where each program takes one."""
+    table = table_for(known("h200"))
+    for cols in (1 << 17, 1 << 18, 1 << 20):
+        problem = Problem("softmax", 1, cols, "bfloat16")
+        assert plan(problem, known("h200"), Choice("triton", None, False), table=table).splits > 1, cols
+
+
 def test_what_a_cell_does_not_name_counts_as_slow() -> None:
     table = table_of(Cell(1024, 4096, (looped(10.0),)))
     found = {(o.backend, o.strategy): o for o in alternatives(softmax(1024, 4096), H200, table=table)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ..core.device import Device
 from ..core.problem import Problem
@@ -84,11 +84,20 @@ class Forecast:
                 weight *= _slowed(self.problem, self.device.bandwidth, ratio)
             transfer += weight
         us = launches + self.slower * transfer + self.problem.logit_bytes / (self.device.bandwidth * 1e3)
-        if not seen:
-            # No measured shape near the problem names this variant.  Take the larger of forecast and estimate, so that
-            # an optimistic guess does not win.
+        if not seen or (self._few_rows and option.backend != "cuda"):
+            # No measured shape near the problem names this variant, or none has so few rows.  Take the larger of forecast
+            # and estimate, so that an optimistic guess does not win.
             us = max(us, estimated_us(option, self.problem, self.device))
         return us, seen
+
+    @cached_property
+    def _few_rows(self) -> bool:
+        """True where all measured shapes have many more rows.
+
+        With many rows, one program for each row fills the device; with one row, it does not, but its share of the
+        measured time is small.  CUDA was measured with few rows, too, so only the other backends need this caution.
+        """
+        return min(cell.rows for cell, _ in self.anchors) > 2 * self.problem.rows
 
     def _time_in(self, cell: Cell, option: Proposal) -> tuple[float, bool]:
         """(microseconds of a proposal's variant in a cell, True where the cell names it)."""

@@ -32,6 +32,11 @@ FORMAT = 2
 LATENCY_US = 0.9
 """Microseconds from a load to its data on a busy device."""
 
+SHORT_COLS = 64
+"""Columns of a measured length that stands for all shorter ones: a program of each strategy then holds whole rows."""
+
+_CUDA = frozenset({"cuda"})
+
 UNMEASURED_RATIO = 1.05
 """Forecast time of a variant without a measured time, divided by the time of the fastest variant of its strategy.
 
@@ -160,18 +165,14 @@ class Table:
         if not problem.contiguous or not problem.rows * problem.cols:
             # Only rows whose elements are neighbours were measured.
             return []
-        key, lengths = self._lengths(problem, backends)
+        key, usable, lengths = self._lengths(problem, backends)
         if not lengths:
             return []
-        # A length that was measured only with many rows says nothing about few rows; nor does one that is much longer.
-        comparable = {cols for cols, cells in lengths.items() if min(cell.rows for cell in cells) <= 2 * problem.rows}
-        comparable = comparable if comparable and min(comparable) <= 2 * problem.cols else set(lengths)
         # The first load of a kernel takes as long as the device needs for this many bytes: below them, time hardly
         # depends on the shape.
         latency = self.bandwidth * 1e3 * LATENCY_US
-        usable = _usable(key, problem, backends)
         anchors = []
-        for cols, weight in _between(problem.cols, comparable, math.log2):
+        for cols, weight in _between(problem.cols, lengths, math.log2):
             like = key.problem(problem.rows, cols, problem.dtype)
             weight *= (latency + measured_bytes(problem)) / (latency + measured_bytes(like))
             cells = {cell.rows: cell for cell in lengths[cols]}
@@ -183,20 +184,34 @@ class Table:
                 anchors.append(Anchor(replace(cells[rows], timings=timings), weight_here))
         return anchors
 
-    def _lengths(self, problem: Problem, backends: Collection[str]) -> tuple[Key, dict[int, list[Cell]]]:
-        """The cells of these backends that are like a problem, by their columns, and the key under which they are."""
+    def _lengths(
+        self, problem: Problem, backends: Collection[str]
+    ) -> tuple[Key, Collection[str], dict[int, list[Cell]]]:
+        """The cells that are like a problem, by their columns; their key, and the backends whose times are used."""
         own = key_of(problem)
         other = own._replace(operation=stand_in(problem))
         # If no unaligned rows were measured, the times of aligned rows are used.
         for key in (own, other, own._replace(unaligned=False), other._replace(unaligned=False)):
-            lengths: dict[int, list[Cell]] = {}
             usable = _usable(key, problem, backends)
-            for cell in self.cells.get(key, []):
-                if any(timing.backend in usable for timing in cell.timings):
-                    lengths.setdefault(cell.cols, []).append(cell)
+            lengths = self._of_backends(key, usable)
+            # For a much shorter row than any measured one, the fastest strategy of CUDA is still the best guess.  Programs of
+            # the other compilers differ more: one may hold the row that was too long for it.
+            if lengths and min(lengths) > max(2 * problem.cols, SHORT_COLS):
+                usable = _CUDA & {*usable}
+                lengths = self._of_backends(key, usable)
             if lengths:
-                return key, lengths
-        return own, {}
+                # A length that was measured only with many rows says nothing about few rows; nor does one that is much longer.
+                near = {cols: cells for cols, cells in lengths.items() if min(c.rows for c in cells) <= 2 * problem.rows}
+                return key, usable, near if near and min(near) <= 2 * problem.cols else lengths
+        return own, (), {}
+
+    def _of_backends(self, key: Key, backends: Collection[str]) -> dict[int, list[Cell]]:
+        """The cells under a key that have times of these backends, by their columns."""
+        lengths: dict[int, list[Cell]] = {}
+        for cell in self.cells.get(key, []):
+            if any(timing.backend in backends for timing in cell.timings):
+                lengths.setdefault(cell.cols, []).append(cell)
+        return lengths
 
     def with_cell(self, key: Key, cell: Cell) -> Table:
         """The table with one more cell, merged into the cell of the same shape where there is one."""
@@ -282,7 +297,7 @@ def _usable(key: Key, problem: Problem, backends: Collection[str]) -> Collection
     of it is read as an aligned one.  The other compilers make slower code of unaligned rows.
     """
     if key_of(problem).unaligned and not key.unaligned:
-        return {"cuda"} & {*backends}
+        return _CUDA & {*backends}
     return backends
 
 
