@@ -85,8 +85,8 @@ class Forecast:
             transfer += weight
         us = launches + self.slower * transfer + self.problem.logit_bytes / (self.device.bandwidth * 1e3)
         if not seen or (self._few_rows and option.backend != "cuda"):
-            # No measured shape near the problem names this variant, or none has so few rows.  Take the larger of forecast
-            # and estimate, so that an optimistic guess does not win.
+            # No measured shape near the problem names this variant, or none has so few rows.  Take the larger of
+            # forecast and estimate, so that an optimistic guess does not win.
             us = max(us, estimated_us(option, self.problem, self.device))
         return us, seen
 

@@ -194,15 +194,16 @@ class Table:
         for key in (own, other, own._replace(unaligned=False), other._replace(unaligned=False)):
             usable = _usable(key, problem, backends)
             lengths = self._of_backends(key, usable)
-            # For a much shorter row than any measured one, the fastest strategy of CUDA is still the best guess.  Programs of
-            # the other compilers differ more: one may hold the row that was too long for it.
+            # For a much shorter row than any measured one, the fastest strategy of CUDA is still the best guess.  With
+            # the other compilers, a strategy that was slow for long rows may be the best for it.
             if lengths and min(lengths) > max(2 * problem.cols, SHORT_COLS):
                 usable = _CUDA & {*usable}
                 lengths = self._of_backends(key, usable)
             if lengths:
-                # A length that was measured only with many rows says nothing about few rows; nor does one that is much longer.
-                near = {cols: cells for cols, cells in lengths.items() if min(c.rows for c in cells) <= 2 * problem.rows}
-                return key, usable, near if near and min(near) <= 2 * problem.cols else lengths
+                # A length that was measured only with many rows says nothing about few rows; nor does one that is much
+                # longer.
+                few = {cols: cells for cols, cells in lengths.items() if min(c.rows for c in cells) <= 2 * problem.rows}
+                return key, usable, few if few and min(few) <= 2 * problem.cols else lengths
         return own, (), {}
 
     def _of_backends(self, key: Key, backends: Collection[str]) -> dict[int, list[Cell]]:
