@@ -5,6 +5,7 @@ Every exchange uses one collective function, shared by all callers.  torch is im
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -78,22 +79,52 @@ def gathered_flat(t: Any, *groups: Group) -> Any:
         t: A contiguous tensor of one dimension.
         groups: The process groups.
     """
+    for group in reversed(groups):
+        found = t.new_empty(group.size() * t.numel())
+        try:
+            _all_gather()(found, t, group=group)
+        except RuntimeError as error:
+            raise _failure(group, error) from error
+        t = found
+    return t
+
+
+def start_gathering(t: Any, *groups: Group) -> Callable[[], Any]:
+    """Starts `gathered_flat`, and returns the function that waits for it and returns its result.
+
+    What is computed before that function is called overlaps the exchange over the last group.
+    """
+    *others, group = groups
+    found = t.new_empty(group.size() * t.numel())
+    try:
+        work = _all_gather()(found, t, group=group, async_op=True)
+    except RuntimeError as error:
+        raise _failure(group, error) from error
+
+    def finish() -> Any:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _failure(group, error) from error
+        return gathered_flat(found, *others)
+
+    return finish
+
+
+def _all_gather() -> Callable[..., Any]:
     import torch.distributed as dist
 
     # PyTorch renamed all_gather_into_tensor to all_gather_single.
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    for group in reversed(groups):
-        size = group.size()
-        found = t.new_empty(size * t.numel())
-        try:
-            all_gather(found, t, group=group)
-        except RuntimeError as error:
-            raise ExchangeError(
-                f"an exchange between {size} processes failed on rank {dist.get_rank(group)}: another process has "
-                f"ended, or did not make the same call within the group's timeout ({error})"
-            ) from error
-        t = found
-    return t
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _failure(group: Group, error: RuntimeError) -> ExchangeError:
+    import torch.distributed as dist
+
+    return ExchangeError(
+        f"an exchange between {group.size()} processes failed on rank {dist.get_rank(group)}: another process has "
+        f"ended, or did not make the same call within the group's timeout ({error})"
+    )
 
 
 def gathered_arrays(arrays: list[Array], group: Group) -> list[list[Array]]:

@@ -1,7 +1,7 @@
 """The launches of losses and log-probabilities of sharded rows.
 
     states     one kernel reads the shard, and writes the state of each row where it is sent from
-    exchange   one all-gather of the states for each process group
+    exchange   one all-gather of the states for each process group, and for each chunk of rows where they are many
     merge      one small kernel merges the states, and writes the results of each row (kernels/sharded.py)
     total      one small kernel reduces the losses to a scalar (torch/reductions.py)
     backward   one small kernel prepares the incoming gradients, and one reads the shard and writes its gradient
@@ -19,7 +19,7 @@ import torch
 from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS, Operation
 from ..core.options import ScoreOptions
-from ..core.processes import gathered_flat
+from ..core.processes import gathered_flat, start_gathering
 from ..core.task import Choice
 from ..kernels.sharded import STATES, ShardedRows
 from ..torch.gradients import accumulator_of
@@ -90,84 +90,49 @@ class SavedForShards(NamedTuple):
     divisor: Tensor | None
 
 
-class Launches:
-    """The prepared launches of one kind of call; no tensor is kept.
+OVERLAP_BYTES = 4 << 20
+"""Bytes that a process receives in one exchange from which on rows are cut into chunks.
+
+An all-gather of less takes little more than its latency, which every chunk would add.
+"""
+
+MOST_CHUNKS = 8
+"""Most chunks of rows of a call."""
+
+CHUNK_STEP = 16
+"""The indices of the first dimension in a chunk are a multiple of this: then every chunk is aligned as the whole is."""
+
+
+class Chunk:
+    """The launches of a chunk of rows: their local states, and the merge of the states of all processes.
 
     Args:
         kind: The properties of the call.
-        given: The tensors of the first call: none is lazily negated, target and weight are contiguous.
-        processes: Number of processes.
-        with_gradient: True where backward may follow.
+        given: The tensors of the chunk.
+        rows: The rows of the call; the chunk has another number of them.
     """
 
-    def __init__(self, kind: ShardedKind, given: Given, processes: int, with_gradient: bool) -> None:
-        x, _, target, weight = given
-        loss, shards = kind.loss, kind.shards
-        self.kind, self.with_gradient = kind, with_gradient
-        self.device, self.count = x.device, target.numel()
+    def __init__(self, kind: ShardedKind, given: Given, rows: ShardedRows) -> None:
+        x, mask, target, _ = given
+        self.dim, self.device = kind.dim, x.device
+        self.rows = rows._replace(rows=target.numel())
         self.wide = accumulator_of(x.dtype, x.dtype)
         # The kernel of the states is prepared for outputs that lie on 16 bytes.
-        self.in_place = self.count * self.wide.itemsize % 16 == 0
-        self.total, self.divides = None, loss is not None and loss.reduction == "mean"
-        if loss is not None and kind.reduces:
-            self.total = total_after_losses(x, target, weight, loss, shards.total)
-        # Losses that are reduced have the accumulator's dtype.
-        result = self.wide if kind.reduces else kind.result
-        saved = ("m", "l") if with_gradient else ()
-        self.written = {name: result if name in ("y", "lse") else self.wide for name in (*kind.outputs, *saved)}
-        weights = () if weight is None else ("weight",)
-        self.rows = ShardedRows(
-            self.count, processes, DTYPE_NAMES[self.wide], DTYPE_NAMES[result], DTYPE_NAMES[target.dtype],
-            None if weight is None else DTYPE_NAMES[weight.dtype], loss is not None, kind.reduces, *shards,
-            scale=kind.options.scale, names=("states", "target", *weights, *self.written),
-        )  # fmt: skip
-        if loss is not None:
-            self.rows = self.rows._replace(ignore_index=loss.ignore_index, smoothing=loss.smoothing, z_loss=loss.z_loss)
+        self.in_place = self.rows.rows * self.wide.itemsize % 16 == 0
         self.merge = prepared_sharded("merge", self.rows, self.device)
-        self.incoming: dict[tuple[bool, bool], Any] = {}
-        self.states, self.numbers = self._prepared_states(given)
-        self.gradient: dict[bool, Prepared] = {}
+        self.states: Prepared | None = None
+        self.numbers: dict[str, int] = {}
+        # A process without columns has nothing to launch.
+        if x.numel():
+            call = call_of(_FORWARD, kind, x, mask, {"target": to_local_columns(target, kind.shards)})
+            more = ("entropy",) if "entropy" in self.rows.sent else ()
+            self.states, operands = prepared(call, ("y", "m", "l", *more))
+            self.numbers = {name: value for name, value in operands.items() if isinstance(value, int)}
 
-    def _prepared_states(self, given: Given) -> tuple[Prepared | None, dict[str, int]]:
-        """The launch that computes the local states, None without local columns, and its operands that are numbers."""
-        if not given.x.numel():
-            return None, {}
-        more = ("m", "l", *(("entropy",) if "entropy" in self.written else ()))
-        call = self._call(_FORWARD, given.x, given.mask, {"target": to_local_columns(given.target, self.kind.shards)})
-        run, operands = prepared(call, ("y", *more))
-        return run, {name: value for name, value in operands.items() if isinstance(value, int)}
-
-    def _call(self, operation: Operation, x: Tensor, mask: Tensor | None, rows: dict[str, Tensor]) -> Call:
-        dim, options = self.kind.dim, self.kind.options._replace(mask=mask)
-        settings = Settings(dim, x.dtype if operation.backward else None, choice=self.kind.choice)
-        beside = {name: t.unsqueeze(dim) for name, t in rows.items()}
-        return Call(operation, x, settings, None if options.plain else options, None, beside)
-
-    def forward(self, given: Given, groups: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], SavedForShards | None]:
-        """(the results, what backward reads)."""
-        x, mask, target, weight = given
-        here = to_local_columns(target, self.kind.shards)
-        states = gathered_flat(self._states(x, mask, here), *groups)
-        tensors: dict[str, Any] = {"states": states, "target": target, "weight": weight}
-        for name, dtype in self.written.items():
-            tensors[name] = torch.empty_like(here, dtype=dtype)
-        self.merge(tensors)
-        divisor = None
-        if self.total is None:
-            found = tuple(tensors[name] for name in self.kind.outputs)
-        else:
-            total, divisor = self.total(tensors["y"], target, weight)
-            found = (total,)
-        if not self.with_gradient:
-            return found, None
-        return found, SavedForShards(
-            mask, target, weight, here, tensors["m"], tensors["l"], tensors.get("entropy"), divisor
-        )
-
-    def _states(self, x: Tensor, mask: Tensor | None, here: Tensor) -> Tensor:
+    def local_states(self, x: Tensor, mask: Tensor | None, here: Tensor) -> Tensor:
         """The local states, flat: first number of all rows, second number of all rows, and so on."""
         sent = self.rows.sent
-        packed = torch.empty((len(sent), self.count), dtype=self.wide, device=self.device)
+        packed = torch.empty((len(sent), self.rows.rows), dtype=self.wide, device=self.device)
         parts = packed.unbind(0) if self.in_place else tuple(torch.empty_like(part) for part in packed)
         named: dict[str, Any] = dict(zip(sent, parts, strict=True))
         if self.states is None:
@@ -181,13 +146,110 @@ class Launches:
                 named["mask"] = mask
             self.states(x, named["logprob"], {**named, **self.numbers})
             if "weighted" in named:
-                total = x.sum(self.kind.dim, dtype=self.wide).view(-1)
+                total = x.sum(self.dim, dtype=self.wide).view(-1)
                 named["weighted"].copy_(total if self.rows.scale == 1 else total * self.rows.scale)
         return packed.view(-1) if self.in_place else torch.cat(parts)
 
+
+def call_of(operation: Operation, kind: ShardedKind, x: Tensor, mask: Tensor | None, rows: dict[str, Tensor]) -> Call:
+    """The call of an operation on the local columns; `rows` are its operands with one value per row."""
+    options = kind.options._replace(mask=mask)
+    settings = Settings(kind.dim, x.dtype if operation.backward else None, choice=kind.choice)
+    beside = {name: t.unsqueeze(kind.dim) for name, t in rows.items()}
+    return Call(operation, x, settings, None if options.plain else options, None, beside)
+
+
+class Launches:
+    """The prepared launches of one kind of call; no tensor is kept.
+
+    Where many bytes are exchanged, rows are cut into chunks along the first dimension.  While the states of one chunk
+    travel, the states of the next are computed.
+
+    Args:
+        kind: The properties of the call.
+        given: The tensors of the first call: none is lazily negated, target and weight are contiguous.
+        processes: Number of processes.
+        with_gradient: True where backward may follow.
+    """
+
+    def __init__(self, kind: ShardedKind, given: Given, processes: int, with_gradient: bool) -> None:
+        x, _, target, weight = given
+        loss, shards = kind.loss, kind.shards
+        self.kind, self.with_gradient, self.device = kind, with_gradient, x.device
+        wide = accumulator_of(x.dtype, x.dtype)
+        self.total, self.divides = None, loss is not None and loss.reduction == "mean"
+        if loss is not None and kind.reduces:
+            self.total = total_after_losses(x, target, weight, loss, shards.total)
+        # Losses that are reduced have the accumulator's dtype.
+        result = wide if kind.reduces else kind.result
+        saved = ("m", "l") if with_gradient else ()
+        self.written = {name: result if name in ("y", "lse") else wide for name in (*kind.outputs, *saved)}
+        weights = () if weight is None else ("weight",)
+        self.rows = ShardedRows(
+            target.numel(), processes, DTYPE_NAMES[wide], DTYPE_NAMES[result], DTYPE_NAMES[target.dtype],
+            None if weight is None else DTYPE_NAMES[weight.dtype], loss is not None, kind.reduces, *shards,
+            scale=kind.options.scale, names=("states", "target", *weights, *self.written),
+        )  # fmt: skip
+        if loss is not None:
+            self.rows = self.rows._replace(ignore_index=loss.ignore_index, smoothing=loss.smoothing, z_loss=loss.z_loss)
+        self.incoming: dict[tuple[bool, bool], Any] = {}
+        self.gradient: dict[bool, Prepared] = {}
+        # For each chunk, its launches, and its indices of the first dimension, from the first on to the end.
+        self.chunks: list[tuple[Chunk, int, int]] = []
+        kinds: dict[int, Chunk] = {}
+        step = self._chunk_length(len(x), wide.itemsize)
+        for first in range(0, max(len(x), 1), step):
+            end = min(first + step, len(x))
+            if end - first not in kinds:
+                kinds[end - first] = Chunk(kind, cut(given, first, end), self.rows)
+            self.chunks.append((kinds[end - first], first, end))
+
+    def _chunk_length(self, length: int, itemsize: int) -> int:
+        """Indices of the first dimension in a chunk; the same on every process."""
+        received = self.rows.processes * len(self.rows.sent) * itemsize * self.rows.rows
+        count = min(MOST_CHUNKS, received // OVERLAP_BYTES)
+        if count < 2 or not self.kind.dim:
+            return max(length, 1)
+        return -(-length // (count * CHUNK_STEP)) * CHUNK_STEP
+
+    def forward(self, given: Given, groups: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], SavedForShards | None]:
+        """(the results, what backward reads)."""
+        x, mask, target, weight = given
+        here = to_local_columns(target, self.kind.shards)
+        tensors: dict[str, Any] = {"target": target}
+        for name, dtype in self.written.items():
+            tensors[name] = torch.empty_like(here, dtype=dtype)
+        if len(self.chunks) == 1:
+            chunk = self.chunks[0][0]
+            states = gathered_flat(chunk.local_states(x, mask, here), *groups)
+            chunk.merge({"states": states, "weight": weight, **tensors})
+        else:
+            self._run_chunks(given, here, tensors, groups)
+        divisor = None
+        if self.total is None:
+            found = tuple(tensors[name] for name in self.kind.outputs)
+        else:
+            total, divisor = self.total(tensors["y"], target, weight)
+            found = (total,)
+        if not self.with_gradient:
+            return found, None
+        return found, SavedForShards(
+            mask, target, weight, here, tensors["m"], tensors["l"], tensors.get("entropy"), divisor
+        )
+
+    def _run_chunks(self, given: Given, here: Tensor, tensors: dict[str, Tensor], groups: tuple[Any, ...]) -> None:
+        """Writes the numbers of the rows to the tensors.  All exchanges are started before the first is waited for."""
+        finish = []
+        for chunk, first, end in self.chunks:
+            x, mask, _, _ = cut(given, first, end)
+            finish.append(start_gathering(chunk.local_states(x, mask, here[first:end]), *groups))
+        for (chunk, first, end), finished in zip(self.chunks, finish, strict=True):
+            rows = {name: t[first:end] for name, t in tensors.items()}
+            chunk.merge({"states": finished(), "weight": given.weight, **rows})
+
     def backward(self, x: Tensor, saved: SavedForShards, dys: tuple[Tensor | None, ...]) -> Tensor:
         """The gradient with respect to x, from the gradients of the results."""
-        if self.states is None:
+        if not x.numel():
             return torch.empty_like(x)
         given = {name: _contiguous(dy) for name, dy in zip(self.kind.outputs, dys, strict=True) if dy is not None}
         dy, dlse, dentropy = given.get("y"), given.get("lse"), given.get("entropy")
@@ -200,13 +262,14 @@ class Launches:
                 "count": saved.divisor, "to_y": to_y, "to_lse": to_lse, "to_flat": flat,
             }
         )  # fmt: skip
-        rows = {"target": saved.here, "dy": to_y, "m": saved.m, "l": saved.l, "dlse": to_lse, **self.numbers}
+        rows: dict[str, Any] = {"target": saved.here, "dy": to_y, "m": saved.m, "l": saved.l, "dlse": to_lse}
+        rows |= self.chunks[0][0].numbers
         if dentropy is not None:
             rows |= {"entropy": saved.entropy, "dentropy": dentropy}
         run = self.gradient.get(dentropy is not None)
         if run is None:
             tensors = {name: t for name, t in rows.items() if isinstance(t, Tensor)}
-            call = self._call(_BACKWARD, x, saved.mask, tensors)
+            call = call_of(_BACKWARD, self.kind, x, saved.mask, tensors)
             run = self.gradient[dentropy is not None] = prepared(call, ("y",))[0]
         if saved.mask is not None:
             rows["mask"] = saved.mask
@@ -226,6 +289,16 @@ class Launches:
             rows = self.rows._replace(names=names, processes=0, result=DTYPE_NAMES[self.kind.result])
             run = self.incoming[dy, dlse] = prepared_sharded("incoming", rows, self.device)
         return run
+
+
+def cut(given: Given, first: int, end: int) -> Given:
+    """The tensors of the rows with the indices [first, end) of the first dimension."""
+    x, mask, target, weight = given
+    if end - first == len(x):
+        return given
+    if mask is not None and mask.dim() == x.dim() and len(mask) > 1:
+        mask = mask[first:end]
+    return Given(x[first:end], mask, target[first:end], weight)
 
 
 def _contiguous(dy: Tensor) -> Tensor:
