@@ -178,13 +178,18 @@ def test_the_largest_record_of_torch_is_shown_first(tmp_path: Path) -> None:
     newest, small, large = record(date="2026-01-04T00:00:00+00:00"), record(date="2026-01-03T00:00:00+00:00"), record()
     newest["options"] = {"framework": "jax"}
     small["cases"] = small["cases"][:1]
-    for name, content in (("newest", newest), ("small", small), ("large", large)):
+    forced = record(date="2026-01-05T00:00:00+00:00") | {"note": "of older blocks"}
+    forced["options"] = {"backend": "triton"}
+    for name, content in (("newest", newest), ("small", small), ("large", large), ("forced", forced)):
         write(tmp_path, content, f"{name}.json")
     records, _, _ = read([tmp_path])
     chosen = shown_first(records, range(len(records)))
     assert chosen is not None
     assert records[chosen].name == "large.json"
     assert shown_first(records, []) is None
+    [found] = [series(one) for one in records if one.name == "forced.json"]
+    assert "(triton alone, " in found["label"]
+    assert found["notes"][-1] == "of older blocks"
 
 
 @pytest.mark.skipif(not RESULTS.is_dir(), reason="the recorded runs are in the repository, not in the archives")

@@ -117,11 +117,12 @@ def _devices(shown: Sequence[dict[str, Any]]) -> list[tuple[str, list[int]]]:
 
 
 def shown_first(records: Sequence[Record], places: Sequence[int]) -> int | None:
-    """The one of these records that is shown first: of torch rather than JAX, with the most cases, and the newest."""
+    """The one of these records that is shown first: no forced backend, torch, the most cases, and the newest."""
 
-    def rank(place: int) -> tuple[bool, int, int]:
+    def rank(place: int) -> tuple[bool, bool, int, int]:
         record = records[place]
-        return record.content["options"].get("framework") != "jax", len(record.results), -place
+        options = record.content["options"]
+        return options.get("backend") is None, options.get("framework") != "jax", len(record.results), -place
 
     return max(places, key=rank, default=None)
 

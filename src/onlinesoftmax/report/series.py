@@ -38,7 +38,7 @@ def series(record: Record) -> dict[str, Any]:
         "label": _label(record),
         "device": record.content["device"].get("processor") or record.content["device"]["name"],
         "facts": record.facts,
-        "notes": [*table.above, *table.below],
+        "notes": [*table.above, *table.below, *([record.content["note"]] if record.content.get("note") else [])],
         "panels": [{"title": name, "points": points, "ends": ends(points)} for name, points in sorted(panels.items())],
         "gradients": any(found.case.with_gradient for found in drawn),
         "header": table.header,
@@ -81,10 +81,12 @@ def title(found: CaseResult) -> str:
 
 
 def _label(record: Record) -> str:
-    """The text of a record in the list of all: kind of measurement, operations, framework, commit and date."""
+    """The text of a record in the list of all: measurement, framework or forced backend, commit, date and name."""
     operations = ", ".join(dict.fromkeys(found.case.operation for found in record.results)) or "no cases"
     framework = "JAX, " if any(found.framework == "jax" for found in record.results) else ""
     content, kind = record.content, measures(record.content)
+    if backend := content["options"].get("backend"):
+        framework += f"{backend} alone, "
     operations = operations if kind == "device time" else f"{kind}: {operations}"
     return f"{operations} ({framework}{content['git']['commit'][:7]}, {content['date'][:10]}, {record.name})"
 
