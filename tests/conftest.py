@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,13 @@ import fast_xla
 
 # Imports and the collection of tests make many objects that all stay; pytest_collection_finish enables it again.
 gc.disable()
+
+# Some tests interrupt a command.  A shell that starts the tests in the background, or nohup, makes all commands ignore
+# these signals.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # There is one worker per processor.  With more threads, PyTorch's operations wait for threads that do not run.
