@@ -273,13 +273,13 @@ def chunks_of_rows_give_the_same_results(first: int, end: int) -> None:
     target[0], target[52] = -100, COLS
     weight = random(COLS, seed=25, normal=False) + 0.1
     mask = (random(53, COLS, 2, seed=26, normal=False) < 0.9).scatter(1, target.clamp(0, COLS - 1).unsqueeze(1), True)
-    limit, begin = launches.OVERLAP_BYTES, launches.start_gathering
+    limit, begin = launches.CHUNK_BYTES, launches.start_gathering
     launches.start_gathering = start_gathering
     try:
         log_probabilities = ({"entropy": True}, {"entropy": False, "masked": True}, {"entropy": True, "mask": mask[0]})
         for i, options in enumerate((*LOSSES, *log_probabilities)):
             found = []
-            for launches.OVERLAP_BYTES in (limit, 1):
+            for launches.CHUNK_BYTES in (limit, 1):
                 usual.LAUNCHES.clear()
                 started.clear()
                 local = x[:, first:end].clone().requires_grad_()
@@ -302,7 +302,7 @@ def chunks_of_rows_give_the_same_results(first: int, end: int) -> None:
             for one, other in zip(*found, strict=True):
                 torch.testing.assert_close(one, other, equal_nan=True)
     finally:
-        launches.OVERLAP_BYTES, launches.start_gathering = limit, begin
+        launches.CHUNK_BYTES, launches.start_gathering = limit, begin
 
 
 def no_tensor_is_kept(first: int, end: int) -> None:

@@ -90,17 +90,17 @@ class SavedForShards(NamedTuple):
     divisor: Tensor | None
 
 
-OVERLAP_BYTES = 4 << 20
-"""Bytes that a process receives in one exchange from which on rows are cut into chunks.
+CHUNK_BYTES = 4 << 20
+"""Least bytes that each process receives for a chunk of rows.
 
-An all-gather of less takes little more than its latency, which every chunk would add.
+An all-gather of fewer bytes takes little more than its latency, and every chunk adds this latency.
 """
 
 MOST_CHUNKS = 8
-"""Most chunks of rows of a call."""
+"""Most chunks of a call."""
 
 CHUNK_STEP = 16
-"""The indices of the first dimension in a chunk are a multiple of this: then every chunk is aligned as the whole is."""
+"""The length of a chunk in the first dimension is a multiple of this, so that a chunk is aligned as the whole is."""
 
 
 class Chunk:
@@ -109,7 +109,7 @@ class Chunk:
     Args:
         kind: The properties of the call.
         given: The tensors of the chunk.
-        rows: The rows of the call; the chunk has another number of them.
+        rows: The description of all rows of the call.
     """
 
     def __init__(self, kind: ShardedKind, given: Given, rows: ShardedRows) -> None:
@@ -162,8 +162,8 @@ def call_of(operation: Operation, kind: ShardedKind, x: Tensor, mask: Tensor | N
 class Launches:
     """The prepared launches of one kind of call; no tensor is kept.
 
-    Where many bytes are exchanged, rows are cut into chunks along the first dimension.  While the states of one chunk
-    travel, the states of the next are computed.
+    Where many bytes are exchanged, the rows are cut into chunks along the first dimension.  While the states of one
+    chunk are exchanged, those of the next are computed.
 
     Args:
         kind: The properties of the call.
@@ -194,7 +194,7 @@ class Launches:
             self.rows = self.rows._replace(ignore_index=loss.ignore_index, smoothing=loss.smoothing, z_loss=loss.z_loss)
         self.incoming: dict[tuple[bool, bool], Any] = {}
         self.gradient: dict[bool, Prepared] = {}
-        # For each chunk, its launches, and its indices of the first dimension, from the first on to the end.
+        # The launches of each chunk, and its indices [first, end) of the first dimension.
         self.chunks: list[tuple[Chunk, int, int]] = []
         kinds: dict[int, Chunk] = {}
         step = self._chunk_length(len(x), wide.itemsize)
@@ -205,9 +205,9 @@ class Launches:
             self.chunks.append((kinds[end - first], first, end))
 
     def _chunk_length(self, length: int, itemsize: int) -> int:
-        """Indices of the first dimension in a chunk; the same on every process."""
+        """Length of a chunk in the first dimension; the same on every process."""
         received = self.rows.processes * len(self.rows.sent) * itemsize * self.rows.rows
-        count = min(MOST_CHUNKS, received // OVERLAP_BYTES)
+        count = min(MOST_CHUNKS, received // CHUNK_BYTES)
         if count < 2 or not self.kind.dim:
             return max(length, 1)
         return -(-length // (count * CHUNK_STEP)) * CHUNK_STEP
@@ -238,7 +238,7 @@ class Launches:
         )
 
     def _run_chunks(self, given: Given, here: Tensor, tensors: dict[str, Tensor], groups: tuple[Any, ...]) -> None:
-        """Writes the numbers of the rows to the tensors.  All exchanges are started before the first is waited for."""
+        """Writes the results of each row to the tensors.  All exchanges are started before the first is waited for."""
         finish = []
         for chunk, first, end in self.chunks:
             x, mask, _, _ = cut(given, first, end)
