@@ -42,6 +42,32 @@ def test_every_kind_of_call_has_a_time() -> None:
     assert list(hosts(LOSS, Torch("cpu"))["torch"].calls) == [PLAIN, RECORDING, BOTH]
 
 
+class CountingClock(CpuClock):
+    """A clock that keeps the names of the calls that it times together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together: list[list[str]] = []
+
+    def host_us(self, calls: Any, budget_ms: float) -> Any:
+        self.together.append(list(calls))
+        return super().host_us(calls, budget_ms)
+
+
+def test_the_calls_of_one_shape_are_interleaved() -> None:
+    """A machine that slows down then affects all operations alike, and their times can be compared."""
+    cases = [replace(LOSS, operation="softmax", reduction=""), LOSS, replace(LOSS, shape=(3, 8))]
+    clock = CountingClock()
+    found = list(run_host(cases, [Ours("cpu"), Torch("cpu")], CPU, 0.1, clock))
+    assert [one.case for one in found] == cases
+    # softmax has a call with out=.
+    assert [len(names) for names in clock.together] == [2 * (4 + 3), 2 * 3]
+    for one in found:
+        assert isinstance(one, CallsCaseResult)
+        assert [result.who for result in one.results] == ["ours", "torch"]
+        assert all(result.calls for result in one.results)
+
+
 @pytest.mark.parametrize("case", [LOSS, replace(LOSS, operation="token_logprobs", reduction="")])
 def test_the_bare_launch_runs_the_kernel_of_the_plan(case: Case) -> None:
     """Triton's interpreter stands for a GPU."""

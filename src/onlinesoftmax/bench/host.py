@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from ..explanation import Explanation
@@ -33,7 +34,10 @@ Calls = dict[str, Call]
 def run_host(
     cases: Iterable[Case], everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock | None = None
 ) -> Iterator[CallsCaseResult]:
-    """Measure the host time of the cases, one at a time.
+    """Measure the host time of the cases.
+
+    All calls of neighbouring cases with one shape are interleaved, so that drift of the machine affects them alike: the
+    times of two operations can be compared, too.
 
     Args:
         cases: Forward cases without a gradient.
@@ -43,16 +47,31 @@ def run_host(
         clock: The clock; by default `clock_of` these libraries.
     """
     clock = clock or clock_of(everybody, device)
-    for case in cases:
-        if lacking := lacks_memory(replace(case, with_gradient=True), device):
-            yield CallsCaseResult(case, skipped=lacking)
+    for _, group in groupby(cases, key=lambda case: case.shape):
+        yield from _together(list(group), everybody, device, repeat_ms, clock)
+
+
+def _together(
+    cases: Sequence[Case], everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock
+) -> Iterator[CallsCaseResult]:
+    """The results of cases whose calls are interleaved."""
+    lacking = [lacks_memory(replace(case, with_gradient=True), device) for case in cases]
+    prepared = [
+        ([], {}) if reason else _prepared(case, everybody, device) for case, reason in zip(cases, lacking, strict=True)
+    ]
+    flat = {
+        f"{place} {who} {name}": call
+        for place, (_, calls) in enumerate(prepared)
+        for who, named in calls.items()
+        for name, call in named.items()
+    }
+    samples = clock.host_us(flat, repeat_ms) if flat else {}
+    for place, (case, reason, (results, calls)) in enumerate(zip(cases, lacking, prepared, strict=True)):
+        if reason:
+            yield CallsCaseResult(case, skipped=reason)
             continue
-        results, calls = _prepared(case, everybody, device)
-        # All calls of all libraries are interleaved, so that drift of the machine affects them alike.
-        flat = {f"{who} {name}": call for who, named in calls.items() for name, call in named.items()}
-        samples = clock.host_us(flat, repeat_ms) if flat else {}
         timed = {
-            who: {name: Times.of(samples[f"{who} {name}"]) for name in named} for who, named in calls.items()
+            who: {name: Times.of(samples[f"{place} {who} {name}"]) for name in named} for who, named in calls.items()
         }  # fmt: skip
         yield CallsCaseResult(case, results=[replace(each, calls=timed.get(each.who, {})) for each in results])
 
