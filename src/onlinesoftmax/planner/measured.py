@@ -33,15 +33,15 @@ LATENCY_US = 0.9
 """Microseconds from a load to its data on a busy device."""
 
 SHORT_COLS = 64
-"""Columns of a measured length that stands for all shorter ones: a program of each strategy then holds whole rows."""
-
-_CUDA = frozenset({"cuda"})
+"""Rows of at most so many columns behave alike: if such a length was measured, it counts for all shorter rows."""
 
 UNMEASURED_RATIO = 1.05
 """Forecast time of a variant without a measured time, divided by the time of the fastest variant of its strategy.
 
 Used for tables that keep only the fastest variant of each strategy.
 """
+
+_CUDA = frozenset({"cuda"})
 
 
 def stand_in(problem: Problem) -> str:
@@ -194,8 +194,8 @@ class Table:
         for key in (own, other, own._replace(unaligned=False), other._replace(unaligned=False)):
             usable = _usable(key, problem, backends)
             lengths = self._of_backends(key, usable)
-            # For a much shorter row than any measured one, the fastest strategy of CUDA is still the best guess.  With
-            # the other compilers, a strategy that was slow for long rows may be the best for it.
+            # If all measured rows are much longer than those of the problem, the fastest strategy of CUDA is still a
+            # good guess.  With the other backends, a strategy that was slow for long rows may be the best for short ones.
             if lengths and min(lengths) > max(2 * problem.cols, SHORT_COLS):
                 usable = _CUDA & {*usable}
                 lengths = self._of_backends(key, usable)
