@@ -195,7 +195,8 @@ class Table:
             usable = _usable(key, problem, backends)
             lengths = self._of_backends(key, usable)
             # If all measured rows are much longer than those of the problem, the fastest strategy of CUDA is still a
-            # good guess.  With the other backends, a strategy that was slow for long rows may be the best for short ones.
+            # good guess.  With the other backends, a strategy that was slow for long rows may be the best for short
+            # ones.
             if lengths and min(lengths) > max(2 * problem.cols, SHORT_COLS):
                 usable = _CUDA & {*usable}
                 lengths = self._of_backends(key, usable)
