@@ -168,9 +168,12 @@ inline void send(State*, State, uint64*, int) {}
 inline void wait_for_states(uint64*) {}
 struct Team {
     int size, rank;
-    Team(const Params&) : size(gridDim.y), rank(blockIdx.y) {}
+    Team() : size(gridDim.y), rank(blockIdx.y) {}
+};
+struct Mailboxes {
+    Mailboxes(const Params&, const Team&) {}
     State merge(State a, unsigned, State*) const { return a; }
-    template <int N> void clear(unsigned, int) const {}
+    void clear(unsigned) const {}
 };
 """
 

@@ -59,8 +59,16 @@ REPLACED = {
         "inline uint64 look_word(const uint64* from)": "{ return look(from); }",
         "inline unsigned look_word(const unsigned* from)": "{ return look(from); }",
         "inline void add_to_word(uint64* to, uint64 x)": "{ __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }",
-        "inline void put_packet(Packet* to, const Packet& packet)": "{ *to = packet; }",
-        "inline Packet look_packet(const Packet* from)": "{ return *from; }",
+        "inline uint64 add_and_look(uint64* to, uint64 x)": (
+            "{ return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }"
+        ),
+        "inline void prefetch(const void* at)": "{}",
+        "inline void put_packet(Packet* to, const Packet& packet)": (
+            "{ lock_packets(); *to = packet; unlock_packets(); }"
+        ),
+        "inline Packet look_packet(const Packet* from)": (
+            "{ yield(); lock_packets(); const Packet found = *from; unlock_packets(); return found; }"
+        ),
     },
     "state": {
         "inline float exp2_approx(float x)": (
@@ -112,6 +120,10 @@ template <class T> unsigned max_halves(unsigned a, unsigned b) {
 """
 
 LOOK = """
+// An access to a packet is one instruction on a GPU.
+static char packet_lock;
+inline void lock_packets() { while (__atomic_test_and_set(&packet_lock, __ATOMIC_ACQUIRE)) {} }
+inline void unlock_packets() { __atomic_clear(&packet_lock, __ATOMIC_RELEASE); }
 template <class Word> Word look(const Word* from) {
     const Word word = __atomic_load_n(from, __ATOMIC_RELAXED);
     yield();
@@ -135,17 +147,11 @@ static void begin() { any = 1; }
 static void between() { BETWEEN }
 extern "C" void run(const PARAMETER* p, unsigned programs, unsigned team, unsigned together) {
     parameters = p;
-    BEGIN
     run_blocks(of_thread, begin, between, THREADS, programs, team, together);
 }
 """
 
-BEGIN = {"grid": "memset(posted, 0, sizeof(posted)), memset(counters, 255, sizeof(counters));"}
-BETWEEN = {
-    "cluster": "for (auto& beginning : beginnings) beginning = nullptr;",
-    # The program ends with a signal if a kernel leaves a counter that the next one would not find empty.
-    "grid": "for (auto& of_team : counters) for (unsigned counter : of_team) if (~counter) abort();",
-}
+BETWEEN = {"cluster": "for (auto& beginning : beginnings) beginning = nullptr;"}
 
 
 def simulated_source(request: Request) -> str:
@@ -155,21 +161,21 @@ def simulated_source(request: Request) -> str:
     parts = [source.prologue(request), *(STAND_INS.get(name) or _replaced(name) for name in names)]
     shared = "extern __shared__ Chunk<X, VECTOR> memory[];"
     parts[-1] = parts[-1].replace(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];")
-    return _program(parts, "Params", source.kernel_name(request), BEGIN.get(strategy, ""), BETWEEN.get(strategy, ""))
+    return _program(parts, "Params", source.kernel_name(request), BETWEEN.get(strategy, ""))
 
 
-def _program(parts: list[str], parameter: str, kernel: str, begin: str = "", between: str = "") -> str:
+def _program(parts: list[str], parameter: str, kernel: str, between: str = "") -> str:
     """A kernel of these parts as C++ for the host.
 
     Args:
         parts: The files of the kernel, after `numbers`.
         parameter: Type of the kernel's parameter.
         kernel: Name of the kernel.
-        begin, between: Statements that run before all blocks, and between blocks that do not run together.
+        between: Statements that run between blocks that do not run together.
     """
     numbers = _replaced("numbers").replace("// max_pair:", MAX_HALVES + "// max_pair:", 1)
     driver = DRIVER.replace("PARAMETER", parameter).replace("KERNEL", kernel)
-    driver = driver.replace("BEGIN", begin).replace("BETWEEN", between)
+    driver = driver.replace("BETWEEN", between)
     text = "\n".join([LOOK, numbers, *parts, driver])
     return "\n".join([DECLARATIONS, NUMBERS, BUILT_IN, SHARED_ARRAY.sub(SHARED_MEMORY, text)])
 
@@ -216,14 +222,16 @@ def simulate(
         fields[params.FIELD_OF_POINTER[name]] = array.ctypes.data
     for name, number in numbers.items():
         fields[params.FIELD[name]] = struct.unpack("Q", struct.pack("d", number))[0]
-    mail = np.full(source.loss_mail_words(request), -1, np.int64)
-    fields[params.FIELD_OF_POINTER[params.LOSS_MAIL]] = mail.ctypes.data
+    words = {params.MAIL: source.team_mail_words(request), params.LOSS_MAIL: source.loss_mail_words(request)}
+    mail = {name: np.full(count, -1, np.int64) for name, count in words.items()}
+    for name, memory in mail.items():
+        fields[params.FIELD_OF_POINTER[name]] = memory.ctypes.data
     team = plan.splits if plan.strategy == "grid" else 1
     blocks = source.blocks(request)
     together = {"grid": blocks, "cluster": plan.splits}.get(plan.strategy, blocks if at_once else 1)
     library = load_kernel(simulated_source(request), folder)
     library.run(ctypes.c_void_p(fields.ctypes.data), blocks // team, team, together)
-    assert (mail == -1).all(), "the kernel left a message behind"
+    assert all((memory == -1).all() for memory in mail.values()), "the kernel left a message behind"
 
 
 def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], mail: Any, folder: Path) -> None:

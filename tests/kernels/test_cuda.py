@@ -323,17 +323,18 @@ MAILED += [(torch.float32, torch.bfloat16, ("y",))]
 MAILED += [(dtype, dtype, ("y", "entropy")) for dtype in (torch.bfloat16, torch.float64)]
 
 
+@pytest.mark.parametrize("rows", [1, 48])
 @pytest.mark.parametrize(("dtype", "out", "outputs"), MAILED, ids=_name)
-def test_mailboxes_have_the_words_that_the_kernel_counts(
-    ask: Ask, dtype: torch.dtype, out: torch.dtype, outputs: tuple[str, ...]
+def test_messages_have_the_words_that_the_kernel_counts(
+    ask: Ask, dtype: torch.dtype, out: torch.dtype, outputs: tuple[str, ...], rows: int
 ) -> None:
-    from onlinesoftmax.kernels.cuda import launch
-
-    request = ask("h200", "grid", "softmax", no_memory(8, 1 << 20, dtype=dtype), outputs, dtype=out)
-    words, team = launch._mail_words(request), request.plan.splits
+    request = ask("h200", "grid", "softmax", no_memory(rows, 1 << 20, dtype=dtype), outputs, dtype=out)
+    words, team = source.team_mail_words(request), request.plan.splits
     assert team > 1
-    teams = request.plan.programs // team
-    check = f"static_assert({teams} * SLOTS * {team} * {team} * sizeof(Message) == {8 * words});"
+    teams, has_board = request.plan.programs // team, bool(request.plan.threads.kernel)
+    assert has_board == (rows > 1 and dtype != torch.float64)
+    of_team = f"Board::board_words({team})" if has_board else f"SLOTS * {team} * {team} * sizeof(Message) / 8"
+    check = f"static_assert({teams} * ({of_team}) == {words});"
     check += f"static_assert({1 + ('entropy' in outputs)} == SUMS);"
     compile.build(source.source(request) + check, "sm_90")
 

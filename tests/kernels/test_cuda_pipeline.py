@@ -111,8 +111,8 @@ CASES += [("softmax", "float64", True), ("softmax_backward", "float32", False)]
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(("operation", "dtype", "terms"), CASES)
 def test_rows_of_every_length(operation: str, dtype: str, terms: bool, sizes: Sizes, folder: Path) -> None:
-    # One row, two rows of one team, and enough rows for both slots of every exchange and all phases of the ring.
-    for cols, rows in itertools.product(lengths(sizes, 16 // ITEMSIZE[dtype]), (1, 3, 9)):
+    # One row, two rows of one team, and enough rows to use every slot for messages and every phase of the ring again.
+    for cols, rows in itertools.product(lengths(sizes, 16 // ITEMSIZE[dtype]), (1, 3, 17)):
         run(operation, dtype, sizes, rows, cols, terms, folder)
 
 

@@ -6,8 +6,9 @@ row that a group of threads holds), then any strategy.
 
 `row` and `looped` are one file each.  `cluster` has the messages between its blocks in peers.cuh.  `grid` has three
 kernels: grid.cuh, pipeline.cuh for several rows, and stream.cuh for rows that do not fit on chip.  team.cuh has the
-messages between the blocks of a team.  The last two kernels load through the ring of ring.cuh, and exchange states by
-the warp of exchange.cuh.  barrier.cuh has the barriers of peers.cuh and ring.cuh.
+messages between the blocks of a team, which the first kernel exchanges through mailboxes.cuh.  The other two load
+through the ring of ring.cuh, and exchange states through board.cuh, by the warp of exchange.cuh.  barrier.cuh has the
+barriers of peers.cuh and ring.cuh.
 
 total.cuh reduces the losses to a scalar, by the messages of mail.cuh and loss_mail.cuh.  reduction.cuh, merge.cuh and
 multiply.cuh are kernels of their own, before and after those of the strategies.  source.py and params.py generate the

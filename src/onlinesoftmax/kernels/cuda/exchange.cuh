@@ -25,9 +25,9 @@ struct Exchange {
     }
 };
 
-// The warp that exchanges states.  It sends the state of a row as soon as the block has reduced the row, even while it
-// waits for messages about the row before: through a busy L2, a message takes several microseconds.
-__device__ inline void exchange_states(const Params& p, const Team& team, Exchange& exchange) {
+// The warp that exchanges states.  It posts the state of a row as soon as the block has reduced the row, even while it
+// waits for the row before: through a busy L2, a message takes several microseconds.
+__device__ inline void exchange_states(const Params& p, const Board& board, Exchange& exchange) {
     const int lane = threadIdx.x % 32;
     const unsigned rows = blockIdx.x < p.rows ? unsigned((p.rows - 1 - blockIdx.x) / gridDim.x) + 1 : 0;
     for (unsigned sent = 0, received = 0; received < rows;) {
@@ -35,16 +35,16 @@ __device__ inline void exchange_states(const Params& p, const Team& team, Exchan
         if (received == sent) wait_for_phase(reduced, sent / 2 % 2);
         if (sent < rows && __all_sync(~0u, has_ended(reduced, sent / 2 % 2))) {
             const State state = merge_lanes<32>(lane < WARPS ? exchange.of_warps[sent % 2][lane] : identity());
-            team.send<32>(state, sent++, lane);
+            if (lane == 0) board.post(state, sent);
+            ++sent;
         }
-        State state;
-        if (!__all_sync(~0u, team.receive<32, 5>(state, received, lane))) continue;
-        state = merge_lanes<32>(state);
+        if (!__all_sync(~0u, board.all_have_posted(received))) continue;
+        const State state = board.merge(received);
         if (lane == 0) {
             exchange.of_row[received % 2] = state;
             arrive(&exchange.merged[received % 2]);
         }
         ++received;
     }
-    team.clear<32>(rows, lane);
+    board.leave();
 }

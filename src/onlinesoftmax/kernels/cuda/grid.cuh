@@ -43,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     extern __shared__ Chunk<X, VECTOR> memory[];
     const SharedChunks shared = shared_chunks(memory, p.shared_tiles);
     const int lane = threadIdx.x;
-    const Team team(p);
+    const Team team;
+    const Mailboxes mailboxes(p, team);
     const CallConstants call = call_constants(p);
     const int edge_lane = team.rank ? NO_EDGE : lane;
     total::count_in_teams(p);
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             state = merge_lanes<32>(state);
             operands.finish_target_load();
             state = merge_warps<THREADS / 32>(state, exchange[slot][0]);
-            if (team.size > 1) state = team.merge(state, count, exchange[slot][1]);
+            if (team.size > 1) state = mailboxes.merge(state, count, exchange[slot][1]);
         } else if constexpr (SHARED) {
             wait_groups(0);
         }
@@ -138,5 +139,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
         }
     }
     if (team.rank == 0) total::add_losses_of_team(p);
-    if (REDUCES && team.size > 1) team.clear<THREADS>(count, threadIdx.x);
+    if (REDUCES && team.size > 1) mailboxes.clear(count);
 }

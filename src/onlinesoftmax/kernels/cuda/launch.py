@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 
-from ...planner.strategies.cuda_grid import STREAM
 from ..request import Request
 from . import compile, driver
 from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, PLACES, POINTERS, pack
 from .source import (
-    SLOTS,
     blocks,
     counters,
     kernel_name,
     loss_mail_words,
-    message_packets,
     shared_memory,
     slice_length,
     source,
+    team_mail_words,
 )
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
@@ -43,7 +41,7 @@ def bind(request: Request) -> Run:
     x_field, y_field = (FIELD_OF_POINTER[name] for name in ("x", request.task.outputs[0]))
     tensors = tuple((FIELD_OF_POINTER[name], name) for name in _filled_in(request))
     numbers = tuple((FIELD[name], name) for name in NUMBERS if name in request.task.numbers)
-    words = {MAIL: _mail_words(request), LOSS_MAIL: loss_mail_words(request)}
+    words = {MAIL: team_mail_words(request), LOSS_MAIL: loss_mail_words(request)}
     # Rounded up to a power of two, so that calls with other numbers of rows share mailboxes.
     mail = tuple((FIELD_OF_POINTER[name], 1 << (count - 1).bit_length()) for name, count in words.items() if count)
     has_other_fields = bool(tensors or numbers or mail)
@@ -130,18 +128,6 @@ def loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int:
     if cluster > driver.PORTABLE_CLUSTER:
         driver.set_attribute(kernel, driver.NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, index)
     return kernel
-
-
-def _mail_words(request: Request) -> int:
-    """64-bit words of the mailboxes of all teams: in each slot, one message from every block to every block.
-
-    The kernel that streams tiles has two counters of 32 bits for each team behind them, in a packet of 16 bytes.
-    """
-    plan = request.plan
-    if plan.strategy != "grid" or plan.splits == 1 or not request.operation.reduces:
-        return 0
-    packets = SLOTS * plan.splits**2 * message_packets(request) + (plan.threads.kernel == STREAM)
-    return plan.programs // plan.splits * packets * 2
 
 
 def words_of_stream(use: int | str, count: int, value: int, index: int, stream: int) -> torch.Tensor:

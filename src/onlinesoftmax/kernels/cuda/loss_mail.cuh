@@ -13,11 +13,11 @@ struct LossMail {
     Word* losses;
 
     __device__ inline explicit LossMail(const Params& p)
-        : divisors(p.loss_mail), part_counts(divisors + DIVISOR_STEP * DIVISORS),
+        : divisors(p.loss_mail), part_counts(divisors + LINE_WORDS * DIVISORS),
           sums(part_counts + WIDE_WORDS * COUNTERS + (p.rows * sizeof(Word) + 7) / 8),
           losses(reinterpret_cast<Word*>(part_counts + WIDE_WORDS * COUNTERS)) {}
 
-    __device__ inline uint64* divisor(unsigned i) const { return divisors + i % DIVISORS * DIVISOR_STEP; }
+    __device__ inline uint64* divisor(unsigned i) const { return divisors + i % DIVISORS * LINE_WORDS; }
     __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
 };
 

@@ -43,6 +43,16 @@ __device__ inline void add_to_word(uint64* to, uint64 x) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(to), "l"(x) : "memory");
 }
 
+// The same, and returns the word before.
+__device__ inline uint64 add_and_look(uint64* to, uint64 x) {
+    uint64 word;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(word) : "l"(to), "l"(x) : "memory");
+    return word;
+}
+
+// Brings what lies at an address into L2.
+__device__ inline void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
+
 // A value made of doubles, each of which is sent as a word.  After `look`, `take` waits for the words that had not come,
 // empties the mailbox, and returns the value.  Other work may be done between the two.
 template <class T> struct Letter {

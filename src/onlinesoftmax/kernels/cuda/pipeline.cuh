@@ -123,13 +123,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) pipeline_kernel(
     __shared__ uint64 barriers[2 * STAGES];
     __shared__ ACC m_own[TERMS ? GROUPS * LANES : 1];   // the maxima that the terms in the ring are relative to
     extern __shared__ Chunk<X, VECTOR> memory[];
-    const Team team(p);
+    const Team team;
+    const Board board(p, team);
     const Stages stages(memory, barriers);
     if (threadIdx.x == 0) stages.prepare(), exchange.prepare();
     total::count_in_teams(p);
     __syncthreads();
     if (threadIdx.x < LANES) hold_rows(p, team, Ring(stages), exchange, m_own);
-    else if (threadIdx.x < LANES + 32) exchange_states(p, team, exchange);
+    else if (threadIdx.x < LANES + 32) exchange_states(p, board, exchange);
     else if (threadIdx.x == LANES + 32) load_rows(p, team, stages);
     __syncwarp();
     if (team.rank == 0) total::add_losses_of_team(p);

@@ -31,9 +31,9 @@ FILES = ("state", "mail", "loss_mail", "operands", "ops", "lanes", "levels", "sl
 """Files that every kernel needs, in the order of inclusion."""
 
 KERNEL_FILES = {
-    "row": ("row",), "cluster": ("barrier", "peers", "cluster"), "grid": ("team", "grid"),
-    "pipeline": ("team", "barrier", "ring", "exchange", "pipeline"),
-    "stream": ("team", "barrier", "ring", "exchange", "stream"),
+    "row": ("row",), "cluster": ("barrier", "peers", "cluster"), "grid": ("team", "mailboxes", "grid"),
+    "pipeline": ("team", "board", "barrier", "ring", "exchange", "pipeline"),
+    "stream": ("team", "board", "barrier", "ring", "exchange", "stream"),
     "looped": ("looped",),
 }  # fmt: skip
 """Files of a kernel besides FILES, in the order of inclusion; the last one has the kernel's name."""
@@ -159,8 +159,8 @@ def _head_unit(request: Request) -> int:
 DIVISORS = 32
 """Copies of the divisor of a mean, so that blocks read different addresses."""
 
-DIVISOR_STEP = CACHE_LINE // 8
-"""64-bit words from one copy of the divisor to the next: each copy has a cache line of its own."""
+LINE_WORDS = CACHE_LINE // 8
+"""64-bit words of a cache line; words that many blocks use at once lie on lines of their own."""
 
 COUNTERS = 32
 """Most blocks that count targets; each lane of a warp takes the count of one of them."""
@@ -216,7 +216,7 @@ def loss_mail_words(request: Request) -> int:
         return 0
     rows = request.layout.rows
     losses, segments = -(-rows * ITEMSIZE[request.task.accumulator] // 8), -(-rows // SEGMENT)
-    return DIVISOR_STEP * DIVISORS + WIDE_WORDS * (COUNTERS + segments) + losses
+    return LINE_WORDS * DIVISORS + WIDE_WORDS * (COUNTERS + segments) + losses
 
 
 def sum_count(request: Request) -> int:
@@ -236,6 +236,20 @@ def message_packets(request: Request) -> int:
 
 SLOTS = 4
 """Places for messages from one block of a team to another, which rows use in turn (team.cuh)."""
+
+
+def team_mail_words(request: Request) -> int:
+    """64-bit words of the messages of all teams: mailboxes.cuh for grid.cuh, else board.cuh; 0 without messages."""
+    plan = request.plan
+    if plan.strategy != "grid" or not request.operation.reduces:
+        return 0
+    words = 2 * SLOTS * plan.splits * message_packets(request)
+    if plan.threads.kernel:
+        # In whole cache lines, as board.cuh has them: messages, the count of each slot, `done`, and `tile_counter`.
+        of_team = (-(-words // LINE_WORDS) + SLOTS + 2) * LINE_WORDS
+    else:
+        of_team = words * plan.splits if plan.splits > 1 else 0
+    return plan.programs // plan.splits * of_team
 
 
 def element_tensors(request: Request) -> set[str]:
@@ -276,7 +290,7 @@ def _numbers(request: Request) -> dict[str, int]:
         "PACKETS": message_packets(request),
         "SLOTS": SLOTS,
         "DIVISORS": DIVISORS,
-        "DIVISOR_STEP": DIVISOR_STEP,
+        "LINE_WORDS": LINE_WORDS,
         "COUNTERS": COUNTERS,
         "WIDE_WORDS": WIDE_WORDS,
         "SEGMENT": SEGMENT,

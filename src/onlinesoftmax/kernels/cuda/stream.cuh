@@ -56,19 +56,19 @@ constexpr int64 WHOLE = TILE;
 constexpr int64 NO_TILE = -1;   // stands in `tile_in` after the last tile of a row that the block writes
 
 // The loader of the block.  For each row it loads the block's own tiles, and then the tiles that the block is to write.
-__device__ inline void load_rows(const Params& p, const Team& team, const Stages& stages, int64* tile_in) {
+__device__ inline void load_rows(const Params& p, const Board& board, const Stages& stages, int64* tile_in) {
     Loader loader(stages);
     unsigned count = 0;
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
         const RowBody body(p, row);
-        const Tiles tiles(team, body.chunks);
+        const Tiles tiles(board.team, body.chunks);
         const int64 first_in_l2 = tiles.streamed - IN_L2 / TILE_BYTES / gridDim.x;
         for (int64 i = 0; i < tiles.own + ON_CHIP; ++i) {
             loader.wait();
             if (i < tiles.own && tiles[i] >= first_in_l2) loader.load<CachePolicy::LONG>(body, tiles[i] * TILE, TILE);
             else loader.load<CachePolicy::SHORT>(body, tiles[i] * TILE, TILE);
         }
-        unsigned* const counter = team.counter(count);
+        unsigned* const counter = board.tile_counter(count);
         for (unsigned before = atomicAdd(counter, 1u);;) {
             loader.wait();
             // The numbers are 0, 1, 2, ...: before the first one the counter is EMPTY, that is -1.  One is added only here,
@@ -79,7 +79,7 @@ __device__ inline void load_rows(const Params& p, const Team& team, const Stages
                 // back to EMPTY, as no block will take another one for this row.  The row after the next uses the same
                 // word.  A block takes a number for that row when it has begun to reduce that row, so it has a message from
                 // this block about the row between the two, which this block sends after the reset.
-                if (number == tiles.streamed + team.size - 1) {
+                if (number == tiles.streamed + tiles.size - 1) {
                     put_word(counter, unsigned(EMPTY));
                     __threadfence();
                 }
@@ -188,14 +188,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stream_kernel(co
     __shared__ uint64 barriers[2 * STAGES];
     __shared__ int64 tile_in[STAGES];   // for each stage, the tile that is to be written, or NO_TILE; unused before that
     extern __shared__ Chunk<X, VECTOR> memory[];
-    const Team team(p);
+    const Team team;
+    const Board board(p, team);
     const Stages stages(memory, barriers);
     if (threadIdx.x == 0) stages.prepare(), exchange.prepare();
     total::count_in_teams(p);
     __syncthreads();
     if (threadIdx.x < LANES) hold_rows(p, team, Ring(stages), exchange, tile_in);
-    else if (threadIdx.x < LANES + 32) exchange_states(p, team, exchange);
-    else if (threadIdx.x == LANES + 32) load_rows(p, team, stages, tile_in);
+    else if (threadIdx.x < LANES + 32) exchange_states(p, board, exchange);
+    else if (threadIdx.x == LANES + 32) load_rows(p, board, stages, tile_in);
     __syncwarp();
     if (team.rank == 0) total::add_losses_of_team(p);
 }

@@ -1,16 +1,19 @@
-// Messages between the blocks of a team, which are resident together and hold a row; for strategy `grid`.
+// A team of blocks, which are resident together and hold a row, and the messages between them; for strategy `grid`.
 //
 // A message is a state in packets of 16 bytes: three words of the state, and the tag of the row, which is its number
 // in the team plus one.  A packet is stored and loaded by one 16-byte access, so its tag shows that its words have come,
-// and a message needs no flag or fence of its own.  In each slot, every block has one message from each block of its team.
+// and a message needs no flag or fence of its own.
 //
 // Where the state does not fill the last packet, the tag stands in the words that are left, and the receiver compares all
 // of them.  If it used only some words of a packet, the assembler would load these by several narrower accesses, and
 // the state could be loaded before, and the tag after, the moment at which the packet comes.
 //
-// Rows use SLOTS slots in turn.  A block sends row i only after it has received row i - 2 from every block.  A block that
-// has sent row i - 2 has received all messages of row i - 4.  So slot i % SLOTS may be overwritten.  Mailboxes are not
-// emptied between rows, but once, at the end of a kernel.
+// There are two ways to exchange messages.  mailboxes.cuh has the fewest steps, for blocks that have nothing else to do.
+// board.cuh moves the fewest bytes, for blocks that load and write other rows meanwhile.  With both:
+//
+// Rows use SLOTS places for messages in turn.  A block sends row i only after it has received row i - 2 from every block.
+// A block that has sent row i - 2 has received all messages of row i - 4.  So slot i % SLOTS may be overwritten.  Messages
+// are not removed between rows, but once, at the end of a kernel.
 
 static_assert(SLOTS >= 4, "a message could be overwritten before all blocks have read it");
 constexpr int ACC_WORDS = sizeof(ACC) / 4, SUM_WORDS = sizeof(SUM) / 4;
@@ -61,75 +64,41 @@ __device__ inline bool has_come(Message message, unsigned tag) {
     return come;
 }
 
-// Team blockIdx.x, of gridDim.x teams, owns every gridDim.x-th row from its own number on; `count` is the number of a row
-// among these.
-struct Team {
-    const Params& p;
-    int size, rank;
-
-    __device__ inline Team(const Params& p) : p(p), size(gridDim.y), rank(blockIdx.y) {
-        // L2 may have evicted the mailboxes since the last launch.  This loads those of the first two rows.
-        for (int slot = 0; REDUCES && size > 1 && slot < 2; ++slot)
-            for (int from = threadIdx.x; from < size; from += THREADS)
-                asm volatile("prefetch.global.L2 [%0];" :: "l"(box(slot, rank, from)));
-    }
-
-    __device__ inline Message* box(unsigned count, int to, int from) const {
-        Message* const boxes = reinterpret_cast<Message*>(p.mail) + int64(blockIdx.x) * (SLOTS * size * size);
-        return boxes + (int(count % SLOTS) * size + to) * size + from;
-    }
-
-    // The counter of a row, for stream.cuh.  Each team has two, which rows use in turn.  They lie behind all mailboxes, and
-    // are EMPTY between rows.
-    __device__ inline unsigned* counter(unsigned count) const {
-        const int64 packets = int64(gridDim.x) * (SLOTS * size * size) * PACKETS;
-        return reinterpret_cast<Packet*>(p.mail)[packets + blockIdx.x].words + count % 2;
-    }
-
-    // Sends this block's state to every block of the team; called by N threads with the numbers `lane`.
-    template <int N> __device__ inline void send(const State& a, unsigned count, int lane) const {
-        const Message mine = message(a, count + 1);
-        for (int to = lane; to < size; to += N)
+__device__ inline void put_message(Message* to, const State& state, unsigned tag) {
+    const Message from = message(state, tag);
 #pragma unroll
-            for (int i = 0; i < PACKETS; ++i) put_packet(box(count, to, rank)->packets + i, mine.packets[i]);
-    }
+    for (int i = 0; i < PACKETS; ++i) put_packet(to->packets + i, from.packets[i]);
+}
+__device__ inline void remove_message(Message* from) {
+#pragma unroll
+    for (int i = 0; i < PACKETS; ++i) put_packet(from->packets + i, Packet{{~0u, ~0u, ~0u, ~0u}});
+}
 
-    // Looks once at the messages lane, lane + N, ..., of which BATCH are loaded at a time.  Returns true if all of them have
-    // come; `a` is then their merged state, and otherwise undefined.
-    template <int N, int BATCH> __device__ inline bool receive(State& a, unsigned count, int lane) const {
-        bool come = true;
-        a = identity();
-        for (int first = lane; first < size; first += N * BATCH) {
-            Message found[BATCH];
+// Looks once at the messages lane, lane + N, ... of `count` messages, of which BATCH are loaded at a time.  Returns true if
+// all of them have come; `a` is then their merged state, and otherwise undefined.
+template <int N, int BATCH>
+__device__ inline bool receive(State& a, const Message* messages, int count, unsigned tag, int lane) {
+    bool come = true;
+    a = identity();
+    for (int first = lane; first < count; first += N * BATCH) {
+        Message found[BATCH];
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i)
+        for (int i = 0; i < BATCH; ++i)
 #pragma unroll
-                for (int j = 0; j < PACKETS; ++j)
-                    if (first + i * N < size)
-                        found[i].packets[j] = look_packet(box(count, rank, first + i * N)->packets + j);
+            for (int j = 0; j < PACKETS; ++j)
+                if (first + i * N < count) found[i].packets[j] = look_packet(messages[first + i * N].packets + j);
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                if (first + i * N >= size) continue;
-                come = come && has_come(found[i], count + 1);
-                if (come) a = ::merge(a, read(found[i]));
-            }
+        for (int i = 0; i < BATCH; ++i) {
+            if (first + i * N >= count) continue;
+            come = come && has_come(found[i], tag);
+            if (come) a = ::merge(a, read(found[i]));
         }
-        return come;
     }
+    return come;
+}
 
-    // Sends this block's state, and merges the states of all blocks.
-    __device__ inline State merge(State a, unsigned count, State* exchange) const {
-        send<THREADS>(a, count, threadIdx.x);
-        while (!receive<THREADS, 1>(a, count, threadIdx.x)) {}
-        return merge_warps<THREADS / 32>(merge_lanes<32>(a), exchange);
-    }
-
-    // Empties this block's mailboxes after its last row; called by N threads with the numbers `lane`.
-    template <int N> __device__ inline void clear(unsigned rows, int lane) const {
-        for (unsigned slot = 0; slot < min(rows, unsigned(SLOTS)); ++slot)
-            for (int from = lane; from < size; from += N)
-#pragma unroll
-                for (int i = 0; i < PACKETS; ++i)
-                    put_packet(box(slot, rank, from)->packets + i, Packet{{~0u, ~0u, ~0u, ~0u}});
-    }
+// Team blockIdx.x, of gridDim.x teams, owns every gridDim.x-th row from its own number on.
+struct Team {
+    int size, rank;
+    __device__ inline Team() : size(gridDim.y), rank(blockIdx.y) {}
 };
