@@ -59,9 +59,7 @@ REPLACED = {
         "inline uint64 look_word(const uint64* from)": "{ return look(from); }",
         "inline unsigned look_word(const unsigned* from)": "{ return look(from); }",
         "inline void add_to_word(uint64* to, uint64 x)": "{ __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }",
-        "inline uint64 add_and_look(uint64* to, uint64 x)": (
-            "{ return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }"
-        ),
+        "inline uint64 add_and_look(uint64* to, uint64 x)": ("{ return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }"),
         "inline void prefetch(const void* at)": "{}",
         "inline void put_packet(Packet* to, const Packet& packet)": (
             "{ lock_packets(); *to = packet; unlock_packets(); }"
