@@ -1,11 +1,11 @@
-// The board of a team: in each slot, every block posts one message, and all blocks of the team read it.
+// The board of a team: every block posts one message about each row, and all blocks of the team read it.
 //
-// While a block waits, it looks at one word, which counts the messages in the slot, and reads them only when all have been
-// posted.  If all blocks looked at all messages again and again, or had a message from every block to every block as in
-// mailboxes.cuh, this traffic would delay the loads and stores of rows, and rows would delay the messages.
+// Messages and the loads and stores of other rows delay each other, so a board moves few bytes.  A block writes one message
+// for all, not one to each block as in mailboxes.cuh.  While it waits, it looks at one word, which counts the messages about
+// the row.  It reads the messages when all blocks have posted theirs, usually once.
 //
-// Nothing orders a message and its count, since a fence would wait for all stores of the block to reach L2.  So the count may
-// come first; then the tag of the message is still old, and the reader looks again.
+// Nothing makes a message arrive before it is counted: a fence would, but it waits until all stores of the thread are in L2.
+// So a counted message may still be on its way.  Then its tag is that of an older row, and the reader looks again.
 struct Board {
     Team team;
     uint64* words;   // of the team
@@ -14,27 +14,29 @@ struct Board {
     static constexpr __device__ int64 message_words(int size) {
         return (SLOTS * size * int64(sizeof(Message) / 8) + LINE_WORDS - 1) / LINE_WORDS * LINE_WORDS;
     }
-    // 64-bit words of the board of a team: its messages; a line for the count of each slot; one for `done`, and one for
-    // `tile_counter`.
+    // 64-bit words of the board of a team: its messages, and a cache line for each counter, those of the slots and `done`;
+    // the two of `tile_counter` share a line.
     static constexpr __device__ int64 board_words(int size) { return message_words(size) + (SLOTS + 2) * LINE_WORDS; }
 
     __device__ inline Board(const Params& p, const Team& team)
         : team(team), words(p.mail + blockIdx.x * board_words(team.size)) {
-        // L2 may have evicted the board since the last launch.  This loads the messages of the first two rows, and all counts.
+        // L2 may have evicted the board since the last launch.  This loads the messages of two rows, and all counters.
         for (unsigned slot = 0; slot < 2; ++slot)
             for (int from = threadIdx.x; from < team.size; from += THREADS) prefetch(messages(slot) + from);
         if (threadIdx.x < SLOTS + 2) prefetch(line(threadIdx.x));
     }
 
-    // The messages of all blocks about a row; `count` is the number of the row among those of the team.
+    // The messages about a row, one from each block; `count` is the number of the row among those of the team.
     __device__ inline Message* messages(unsigned count) const {
         return reinterpret_cast<Message*>(words) + int(count % SLOTS) * team.size;
     }
     __device__ inline uint64* line(int i) const { return words + message_words(team.size) + i * LINE_WORDS; }
+    // Counts the blocks that have posted their messages, over all rows that use the same slot.
     __device__ inline uint64* posted(unsigned count) const { return line(int(count % SLOTS)); }
-    // Counts the blocks that have received all rows.
+    // Counts the blocks that have received the states of all rows.
     __device__ inline uint64* done() const { return line(SLOTS); }
-    // The counter of the tiles of a row, for stream.cuh.  There are two, which rows use in turn; they are EMPTY between rows.
+    // The counter of the tiles of a row, for stream.cuh.  There are two, which rows use in turn.  They are EMPTY between
+    // rows.
     __device__ inline unsigned* tile_counter(unsigned count) const {
         return reinterpret_cast<unsigned*>(line(SLOTS + 1)) + count % 2;
     }
@@ -44,7 +46,7 @@ struct Board {
         put_message(messages(count) + team.rank, a, count + 1);
         add_to_word(posted(count), 1);
     }
-    // Looks once whether all blocks have posted their states of a row.  A count begins at EMPTY, which is -1.
+    // Looks once whether all blocks have posted their states of a row.  A counter begins at EMPTY, which is -1.
     __device__ inline bool all_have_posted(unsigned count) const {
         return look_word(posted(count)) - EMPTY >= (count / SLOTS + 1) * uint64(team.size);
     }
@@ -55,7 +57,8 @@ struct Board {
         return merge_lanes<32>(a);
     }
 
-    // Called by a warp when the block has received all rows.  The last block of the team to do so empties the board.
+    // Called by a warp when the block has received the states of all rows.  The last block of the team that calls it empties
+    // the board, because then no block will read it again.
     __device__ inline void leave() const {
         const int lane = threadIdx.x % 32;
         const uint64 before = lane ? 0 : add_and_look(done(), 1) - EMPTY;

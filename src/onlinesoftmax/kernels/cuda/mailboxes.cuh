@@ -1,4 +1,4 @@
-// Mailboxes: in each slot, every block of a team has a message of its own from each block, and looks at all of them until
+// Mailboxes: about each row, every block of a team sends a message to each block, and looks at all messages to itself until
 // they have come.
 struct Mailboxes {
     Team team;

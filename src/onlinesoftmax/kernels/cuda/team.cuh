@@ -8,12 +8,12 @@
 // of them.  If it used only some words of a packet, the assembler would load these by several narrower accesses, and
 // the state could be loaded before, and the tag after, the moment at which the packet comes.
 //
-// There are two ways to exchange messages.  mailboxes.cuh has the fewest steps, for blocks that have nothing else to do.
-// board.cuh moves the fewest bytes, for blocks that load and write other rows meanwhile.  With both:
+// There are two ways to exchange messages.  With mailboxes.cuh a message arrives soonest: it is for blocks that have nothing
+// else to do.  board.cuh moves fewer bytes: it is for blocks that load and write other rows meanwhile.  With both:
 //
-// Rows use SLOTS places for messages in turn.  A block sends row i only after it has received row i - 2 from every block.
-// A block that has sent row i - 2 has received all messages of row i - 4.  So slot i % SLOTS may be overwritten.  Messages
-// are not removed between rows, but once, at the end of a kernel.
+// Rows use SLOTS places for messages, the slots, in turn.  A block sends row i only after it has received row i - 2 from
+// every block.  A block that has sent row i - 2 has received all messages of row i - 4.  So slot i % SLOTS may be
+// overwritten.  Messages are not removed between rows, but once, at the end of a kernel.
 
 static_assert(SLOTS >= 4, "a message could be overwritten before all blocks have read it");
 constexpr int ACC_WORDS = sizeof(ACC) / 4, SUM_WORDS = sizeof(SUM) / 4;
