@@ -129,6 +129,17 @@ def test_explain_compares_only_what_the_choice_allows() -> None:
             assert osm.explain((3, 50000), batch_invariant=True, device="h200", **forced).plan == other
 
 
+@pytest.mark.parametrize(
+    ("operation", "options"),
+    [("softmax", {"scale": 0.5}), ("softmax", {"causal": True}), ("softmax_backward", {}), ("cross_entropy", {})],
+)
+def test_forced_eager_runs_every_operation_and_option(operation: str, options: dict[str, Any]) -> None:
+    asked: dict[str, Any] = {"operation": operation, "device": "h200", **options}
+    found = osm.explain((64, 100), backend="eager", **asked)
+    assert (found.plan.backend, found.plan.strategy) == ("eager", "row")
+    assert osm.explain((64, 100), **asked).plan.backend != "eager"
+
+
 def test_a_numpy_array_counts_as_its_shape_and_dtype() -> None:
     x = np.zeros((7, 300), np.float16)
     for framework, backends in ((None, {"cuda", "triton"}), ("torch", {"cuda", "triton"}), ("jax", {"pallas"})):

@@ -7,7 +7,7 @@ from ..core.task import Choice
 from ..kernels import registry
 from ..planner.measured import table_for
 from ..planner.plan import Planner
-from ..planner.strategies import TABLE
+from ..planner.strategies import FORCED_EAGER, TABLE
 
 
 def planner_for(device: Device, choice: Choice, every_backend: bool = False) -> Planner:
@@ -19,10 +19,11 @@ def planner_for(device: Device, choice: Choice, every_backend: bool = False) -> 
         every_backend: True for a device that this machine need not have.  The planner then takes all backends,
             installed here or not, and never plans for an interpreter.
     """
+    strategies = FORCED_EAGER if choice.backend == "eager" else TABLE
     if every_backend:
-        return Planner(device, (), table_for(device), TABLE)
+        return Planner(device, (), table_for(device), strategies)
     if device.kind == "cpu" and choice.backend == "triton" and registry.unavailable("triton") is None:
         triton = registry.load("triton")
         # The interpreter needs some GPU's numbers to plan with.
         device = triton.PLANNED_FOR if triton.interpreted() else device
-    return Planner(device, registry.missing(), table_for(device), TABLE)
+    return Planner(device, registry.missing(), table_for(device), strategies)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..forecast import Propose
 from . import cuda, cuda_grid, eager, pallas, triton
 
-__all__ = ["FOR_JAX", "TABLE", "Propose"]
+__all__ = ["FORCED_EAGER", "FOR_JAX", "TABLE", "Propose"]
 
 TABLE: tuple[tuple[str, str, Propose], ...] = (
     ("cuda", "row", cuda.row),
@@ -19,6 +19,9 @@ TABLE: tuple[tuple[str, str, Propose], ...] = (
     ("eager", "row", eager.pytorch),
 )
 """(backend, strategy, its proposals)."""
+
+FORCED_EAGER: tuple[tuple[str, str, Propose], ...] = (*TABLE[:-1], ("eager", "row", eager.framework))
+"""The same for a call that forces PyTorch's operations: several of them run what has no kernel of PyTorch."""
 
 FOR_JAX: tuple[tuple[str, str, Propose], ...] = (
     ("pallas", "row", pallas.row),
