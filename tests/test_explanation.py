@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import onlinesoftmax as osm
+from onlinesoftmax import explanation
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import Choice
@@ -84,6 +85,18 @@ def test_explain_prints_the_plans_of_jax() -> None:
     # A call writes m and l.
     states = osm.explain((8, 1024), operation="logsumexp", framework="jax", device="h200").plan
     assert states.bytes_moved == 4 * 8 * (1024 + 2)
+
+
+def test_an_array_of_jax_on_a_cpu_is_planned_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where JAX has a GPU.  A tracer, like a shape, counts as an array on the GPU."""
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    monkeypatch.setattr(explanation, "from_jax", lambda: H200)
+    x = jax.device_put(np.ones((64, 128), np.float32), jax.devices("cpu")[0])
+    assert osm.explain(x).device.kind == "cpu"
+    assert osm.explain((64, 128), framework="jax").device is H200
+    found = []
+    jax.make_jaxpr(lambda y: found.append(osm.explain(y).device) or y)(x)
+    assert found == [H200]
 
 
 def test_a_faster_plan_than_the_forced_one_is_named() -> None:

@@ -26,7 +26,7 @@ from .core.task import (
     task_of,
 )
 from .jax import plans as jax_plans
-from .jax.device import from_jax
+from .jax.device import from_jax, is_on_cpu
 from .kernels import registry
 from .kernels.report import Kernel
 from .kernels.request import Request
@@ -164,7 +164,7 @@ def explain(
     choice = Choice(backend, strategy, batch_invariant)
     _check_taken(declaration.forward, in_jax, options, batch_invariant)
     if in_jax:
-        machine = known(device) if device else _device_of_jax()
+        machine = known(device) if device else _device_of_jax(x)
         task = _task_in_jax(declaration, shape, axis, like.dtype, options)
         # For a named device, plan with every backend, installed here or not.
         return _explain_task(task, jax_plans.planner_for(machine, choice, like.dtype, device is not None), choice)
@@ -344,8 +344,10 @@ def _name_of(option: Plan | Refusal) -> tuple[str, str]:
     return option.backend, option.strategy
 
 
-def _device_of_jax() -> Device:
-    return from_jax() if registry.module_missing("jax", "jax") is None else known("cpu")
+def _device_of_jax(x: Any) -> Device:
+    if registry.module_missing("jax", "jax") is not None or (array_kind(x) == "jax" and is_on_cpu(x)):
+        return known("cpu")
+    return from_jax()
 
 
 def _this_device(x: Any) -> Device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from ..core.device import KNOWN, Device, generic, model_of
 
@@ -18,6 +19,15 @@ H100 PCIe, the fewest of an H100 or H200 (NVIDIA H100 architecture whitepaper).
 def from_jax() -> Device:
     """Return the first GPU that JAX has, or the CPU where JAX has no GPU."""
     return _gpu() or KNOWN["cpu"]
+
+
+def is_on_cpu(x: Any) -> bool:
+    """Return True for an array whose devices are all CPUs; a tracer has no devices."""
+    import jax
+
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return False
+    return all(device.platform == "cpu" for device in x.devices())
 
 
 def to_lower_for() -> Device:
