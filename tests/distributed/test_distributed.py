@@ -176,7 +176,9 @@ def test_numbers_of_a_sharded_loss_that_are_tensors_may_change() -> None:
     """A kept launch must not hold the value of the first call."""
     x, target, smoothing = torch.randn(4, 7), torch.tensor([1, 0, 2, 5]), torch.tensor(0.0)
     with osm.distributed.one_process() as group:
-        given = {"group": group, "shards": osm.distributed.Shards(0, 7, 7), "backend": "triton"}
+        given: dict[str, Any] = {"group": group, "shards": osm.distributed.Shards(0, 7, 7)}
+        if processes.kernels_run():
+            given["backend"] = "triton"
         for _ in range(2):
             for _ in range(2):
                 found = osm.distributed.cross_entropy(x, target, label_smoothing=smoothing, **given)
