@@ -361,6 +361,13 @@ def test_batch_invariant_on_pytorch_operations(operation: str) -> None:
         )
 
 
+def test_the_gradient_of_a_batch_invariant_logsumexp_where_scores_are_nearly_equal() -> None:
+    """log_softmax rounds the three scores to the same number."""
+    x = torch.tensor([[1e-9, 2e-9, 0.0]], requires_grad=True)
+    osm.logsumexp(x, batch_invariant=True, backend="eager").backward()
+    torch.testing.assert_close(x.grad, torch.full((1, 3), 1 / 3))
+
+
 @pytest.mark.parametrize("keepdim", [False, True])
 def test_batch_invariant_over_several_dims_on_pytorch_operations(keepdim: bool) -> None:
     x = outliers(4, 6, 50, dtype=torch.float64, device=DEVICE)

@@ -73,14 +73,26 @@ def scores_of(x: Any, dim: Any, options: ScoreOptions, dtype: torch.dtype) -> tu
 def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:
     """Logsumexp whose bits do not depend on the number of rows.
 
-    The summation order of torch.logsumexp depends on the number of rows; the order of torch.log_softmax does not.  The
-    largest log_softmax of a row is -log(l).
+    The summation order of torch.logsumexp depends on the number of rows; the order of torch.log_softmax does not.
     """
     if isinstance(dim, tuple | list):
         y = _invariant_logsumexp(flattened_last(z, dim), -1, False)
         return y.reshape(z.amax(dim, keepdim=True).shape) if keepdim else y
-    m = z.amax(dim, keepdim)
-    return torch.where(m.isinf(), m, m - ops.by_pytorch("log_softmax", z, dim).amax(dim, keepdim))
+    return logsumexp_from(z, ops.by_pytorch("log_softmax", z, dim), dim, keepdim)
+
+
+def logsumexp_from(z: Any, log_p: Any, dim: int, keepdim: bool) -> Any:
+    """Logsumexp of scores whose log_softmax is known, without computing the exponentials again.
+
+    Where a score is the maximum m, log_softmax is m - lse.
+    """
+    if not z.shape[dim]:
+        return z.logsumexp(dim, keepdim)
+    # Both terms have the same element: the maxima of `z` and of `log_p` by themselves could be others where scores are
+    # nearly equal, and the gradient would be wrong.
+    m, at = z.max(dim, keepdim=True)
+    y = torch.where(m.isinf(), m, m - log_p.gather(dim, at))
+    return y if keepdim else y.squeeze(dim)
 
 
 def flattened_last(t: Any, dims: Sequence[int]) -> Any:

@@ -55,7 +55,8 @@ def statistics(x: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     """(lse, entropy) of each row, in float32 (float64 in float64)."""
     with torch.no_grad():
         z = _scores(x, loss)
-        return z.logsumexp(loss.dim), _entropy(z.log_softmax(loss.dim), loss.dim)
+        log_p = z.log_softmax(loss.dim)
+        return eager.logsumexp_from(z, log_p, loss.dim, keepdim=False), _entropy(log_p, loss.dim)
 
 
 def _scores(x: Tensor, loss: Loss) -> Tensor:
@@ -74,7 +75,8 @@ def log_probabilities(call: Call, entropy: bool) -> tuple[Tensor, Any, Tensor]:
     x, dim = call.x, call.settings.dim
     target = call.beside["target"].long()
     z = eager.scores_of(x, dim, call.scores, accumulator_of(x.dtype, x.dtype))[0]
-    lse, log_p = z.logsumexp(dim), z.log_softmax(dim)
+    log_p = z.log_softmax(dim)
+    lse = eager.logsumexp_from(z, log_p, dim, keepdim=False)
     if not x.shape[dim]:
         # `gather` takes no index of a row without columns.
         return lse + torch.nan, _entropy(log_p, dim) if entropy else None, lse
