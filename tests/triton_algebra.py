@@ -1,6 +1,6 @@
 """The algebra of kernels/triton/state.py: each function in a kernel of one block, for tests/laws.py.
 
-A state has the exponent sum l and the weighted sum zl = sum(z * exp(z - m)), so the laws of l also test accumulators.
+A state has l and zl, so the laws of l also test further accumulators.
 Without a GPU the kernels run in Triton's interpreter (tests/conftest.py), on the CPU.
 """
 
@@ -118,8 +118,9 @@ class TritonAlgebra:
         return float(state[0]), float(state[1])
 
     def weighted(self, state: TritonState) -> float:
-        """The accumulator with weight x: sum(x * exp(x - m))."""
-        return float(state[2])
+        """The accumulator with weight x, sum(x * exp(x - m)); the kernel counts x from m."""
+        m, l, zl = (float(part) for part in state)
+        return zl + l * np.nan_to_num(m)
 
     def logsumexp(self, state: TritonState) -> float:
         lse = torch.full_like(state[0], torch.nan)

@@ -50,6 +50,22 @@ def test_token_logprobs_and_gradients(plan: str, dtype: torch.dtype, masked: boo
         assert_as_good(found, other.to(dtype), want, 32 * float(max(dy.abs().max() for dy in dys)))
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_entropy_of_large_scores_keeps_its_digits(plan: str) -> None:
+    """A number that all scores of a row have in common changes no probability."""
+    shape, dim = ((2, 37, 16), 1) if plan == "triton/column" else ((4, 1001), -1)
+    x = (1e4 + torch.randn(shape, generator=torch.Generator().manual_seed(3))).to(DEVICE).requires_grad_()
+    index = torch.zeros_like(x.select(dim, 0), dtype=torch.long)
+    exact_x = x.detach().double().requires_grad_()
+    log_p = exact_x.log_softmax(dim)
+    exact = -(log_p * log_p.exp()).sum(dim)
+    found = osm.token_logprobs(x, index, dim, **forced(plan)).entropy
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+    dy = torch.ones_like(exact)
+    dx, exact_dx = gradient(found, x, dy.float()), gradient(exact, exact_x, dy)
+    torch.testing.assert_close(dx.double(), exact_dx, rtol=0, atol=1e-6 * float(exact_dx.abs().max()))
+
+
 def test_without_the_entropy() -> None:
     x, index = torch.randn(3, 9, device=DEVICE, requires_grad=True), torch.tensor([0, 8, 4], device=DEVICE)
     found = osm.token_logprobs(x, index, entropy=False, **HOW)

@@ -117,8 +117,8 @@ def state_of(p, n, process, row, FORM: tl.constexpr):
     m, l = sent(p, n, process, 0, row, FORM), sent(p, n, process, 1, row, FORM)
     sums = (l,)
     if FORM.entropy:
-        # entropy = m + log(l) - zl / l.  Without a score above -inf, the entropy is NaN.
-        zl = l * (m + tl.log(l) - sent(p, n, process, 3, row, FORM))
+        # Without a score above -inf, the entropy is NaN.
+        zl = l * (tl.log(l) - sent(p, n, process, 3, row, FORM))
         sums += (tl.where(l == 0, 0.0, zl),)
     return m, sums
 
@@ -167,7 +167,7 @@ def merge_kernel(p, n, FORM: tl.constexpr, BLOCK: tl.constexpr):
     if p.lse is not None:
         store(p.lse + row, lse, inside, FORM)
     if FORM.entropy:
-        store(p.entropy + row, lse - sums[1] / l, inside, FORM)
+        store(p.entropy + row, log_l - sums[1] / l, inside, FORM)
     if p.m is not None:
         store(p.m + row, m, inside, FORM)
         store(p.l + row, l, inside, FORM)

@@ -115,7 +115,7 @@ def value_for_m(a, OP: tl.constexpr):
 
 @triton.jit
 def summand(a, b, i: tl.constexpr, OP: tl.constexpr):
-    """Value for accumulator i: the weight of exp(z - m), or the summand of a plain sum.
+    """Summand of the plain sum i; l and zl read none.
 
     The sum that a gradient subtracts may cancel all but the last places, so OP.exact sums in float64; a memory-bound
     kernel has time for it even where float64 is slow.
@@ -132,7 +132,6 @@ def summand(a, b, i: tl.constexpr, OP: tl.constexpr):
             product = b.to(tl.float64) * a.to(tl.float64)
         value = tl.where(b == 0, 0.0, product)
     else:
-        # The weight of zl is the score; that of l is 1 and is not read.
         value = a
     return value
 
@@ -300,8 +299,7 @@ def row_output(m, sums, row_values, cols, i: tl.constexpr, OP: tl.constexpr):
         if OP.row_outputs[i] == "entropy":
             for k in tl.static_range(len(OP.sums)):
                 if OP.sums[k] == "zl":
-                    # lse - zl / l, with m taken out of both before they are rounded.
-                    value = tl.log(l) - (sums[k] / sums[0] - state.shift(m)).to(m.dtype)
+                    value = tl.log(l) - (sums[k] / sums[0]).to(m.dtype)
     return value
 
 

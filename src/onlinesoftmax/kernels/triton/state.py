@@ -1,11 +1,14 @@
 """The state (m, sums) in Triton: the recurrence, written once for this language.
 
 A state is the maximum m of a slice and a tuple of sums, one for each accumulator of the operation:
-    the exponent sum  l = sum(exp(z - m)): the first sum, where an operation has scores
-    a weighted sum    sum(w * exp(z - m)): merges with the same factor as l
-    a plain sum       sum(w): merges by addition
+    l            sum(exp(z - m)): the first sum, where an operation has scores
+    zl           sum((z - m) * exp(z - m)): merges with the same factor as l; the entropy is log(l) - zl / l
+    a plain sum  sum(w): merges by addition
 `OP.rescaled[i]` is True for the first two kinds (ops.OpConstants).  A tuple of one sum costs no more than a number:
 the loops over sums run in the compiler.
+
+zl counts scores from m, so a merge corrects it where m changes (`lowered`).  sum(z * exp(z - m)) would need no
+correction, but the entropy of large scores would be the difference of two large numbers, and would lose its digits.
 
 Every strategy in this folder reduces with `identity`, `of`, `of_both`, `merge` and `merge_all`, and nothing else.
 These functions obey the table of laws in tests/laws.py, which NumPy, torch and JAX share.
@@ -22,6 +25,7 @@ LOG2E_LOW = tl.constexpr(1.9259629911783e-08)  # the rounding error of LOG2E
 LN2 = tl.constexpr(0.6931471805599453)
 LARGEST32 = tl.constexpr(3.4028234663852886e38)  # the largest finite float32
 LARGEST64 = tl.constexpr(1.7976931348623157e308)
+LOWEST_EXPONENT = tl.constexpr(-1000.0)  # exp of it is 0
 
 
 @triton.jit
@@ -127,19 +131,20 @@ def identity(BLOCK: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def sums_of(z, weights, m, axis: tl.constexpr, OP: tl.constexpr):
-    """The sums of slices along `axis`, relative to m; the weight of l is 1, and its place in `weights` is not read."""
+    """The sums of slices along `axis`, relative to m; only plain sums read `weights`."""
     if OP.rescaled[0]:
-        e = exp(z - tl.expand_dims(shift(m), axis), OP.exact)
+        t = z - tl.expand_dims(shift(m), axis)
+        e = exp(t, OP.exact)
         sums = (total(e, axis, OP.exact),)
     else:
         sums = (tl.sum(weights[0], axis),)
     for i in tl.static_range(1, len(OP.rescaled)):
         if OP.rescaled[i]:
-            # An infinite weight times a term of 0 would be NaN.
+            # An infinite t times a term of 0 would be NaN.
             if OP.exact:
-                term = tl.where(e == 0, 0.0, weights[i].to(tl.float64) * e.to(tl.float64))
+                term = tl.where(e == 0, 0.0, t.to(tl.float64) * e.to(tl.float64))
             else:
-                term = tl.where(e == 0, 0.0, weights[i] * e)
+                term = tl.where(e == 0, 0.0, t * e)
         else:
             term = weights[i]
         sums += (tl.sum(term, axis),)
@@ -147,11 +152,20 @@ def sums_of(z, weights, m, axis: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
+def lowered(sums, t, i: tl.constexpr):
+    """Sum i of a state whose scores are to be counted from a larger maximum; t is the old one less the new one."""
+    v = sums[i]
+    if i > 0:
+        # A t of -inf times an l of 0 would be NaN.
+        v += sums[0] * tl.maximum(t, LOWEST_EXPONENT).to(v.dtype)
+    return v
+
+
+@triton.jit
 def of(z, weights, axis: tl.constexpr, OP: tl.constexpr):
     """The states of the slices of z along `axis`.
 
-    z is the value whose maximum is m, and `weights` has one value per sum: w of a weighted sum, or the summand of a
-    plain sum.
+    z is the value whose maximum is m, and `weights` has one value per sum: the summand of a plain sum.
     """
     if OP.maximum:
         m = tl.max(z, axis)
@@ -189,7 +203,7 @@ def merge(m_a, sums_a, m_b, sums_b, OP: tl.constexpr):
     sums = ()
     for i in tl.static_range(len(OP.rescaled)):
         if OP.rescaled[i]:
-            sums += (sums_a[i] * factor_a + sums_b[i] * factor_b,)
+            sums += (lowered(sums_a, m_a - s, i) * factor_a + lowered(sums_b, m_b - s, i) * factor_b,)
         else:
             sums += (sums_a[i] + sums_b[i],)
     return m, sums
@@ -202,12 +216,13 @@ def merge_all(m, sums, axis: tl.constexpr, OP: tl.constexpr):
     OP.exact returns the sums in float64, so a row's sum is rounded once, however many times slices merge.
     """
     m_all = tl.max(m, axis)
-    factor = rescale_factor(m - tl.expand_dims(shift(m_all), axis), OP.exact)
+    t = m - tl.expand_dims(shift(m_all), axis)
+    factor = rescale_factor(t, OP.exact)
     merged = ()
     for i in tl.static_range(len(OP.rescaled)):
         v = sums[i]
         if OP.rescaled[i]:
-            v = v * factor
+            v = lowered(sums, t, i) * factor
         # Only the terms of l are positive, as split_sum needs them; other sums arrive in float64.
         if OP.exact and OP.rescaled[i] and i == 0 and v.dtype == m.dtype:
             # Twice a rough sum bounds the sum; sigma must be finite.
