@@ -312,9 +312,9 @@ def loss(m, sums, row_values, cols, OP: tl.constexpr):
     value = (1.0 - smoothing) * w_target * ((s - z_target) + log_l)
     for k in tl.static_range(len(OP.sums)):
         if OP.sums[k] == "wz":
-            # Both terms of the difference are large where all scores are.
-            spread_loss = total.to(sums[k].dtype) * lse.to(sums[k].dtype) - sums[k]
-            value += smoothing / cols * spread_loss.to(m.dtype)
+            # total * lse - wz, with m taken out of both before they are rounded.
+            above = sums[k] - total.to(sums[k].dtype) * s.to(sums[k].dtype)
+            value += smoothing / cols * (total * log_l - above.to(m.dtype))
     value += z_loss * lse * lse
     defined = valid & (tl.abs(m) != float("inf"))
     return tl.where(ignored, 0.0, tl.where(defined, value, float("nan")))
