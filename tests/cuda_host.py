@@ -139,7 +139,8 @@ using Summand = SUM;
 using LaneSum = SUM;
 constexpr bool READS_WEIGHTS = false;
 struct RowConstants { bool zero; ACC target_gradient; };
-inline ACC weighted_score(ACC, ACC) { return 0; }
+using WeightedScore = SUM;
+inline WeightedScore weighted_score(ACC, ACC) { return 0; }
 inline ACC peak(ACC a) { return a; }
 inline ACC term(ACC a, Shift) { return a; }
 template <bool CLAMP> Sums<Summand> summands(ACC a, ACC, ACC, Shift) {

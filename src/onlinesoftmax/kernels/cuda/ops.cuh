@@ -49,8 +49,12 @@ template <bool CLAMP> __device__ inline Sums<Summand> summands(ACC a, ACC b, ACC
 // True where each element reads the weight of its class.
 constexpr bool READS_WEIGHTS = HAS_WEIGHT && HAS_SMOOTHING;
 
-// The summand of wz for an element with score a and weight b.
-__device__ inline ACC weighted_score(ACC a, ACC b) { return READS_WEIGHTS ? (b == 0 ? 0 : a * b) : a; }
+// The summand of wz for an element with score a and weight b.  The scores of a row may all be large.  `target_output`
+// subtracts the large part, and it needs the digits that are left, so the products are made and added in the wide type.
+using WeightedScore = PlainOf<SUM>::type;
+__device__ inline WeightedScore weighted_score(ACC a, ACC b) {
+    return READS_WEIGHTS ? (b == 0 ? 0 : WeightedScore(a) * b) : a;
+}
 
 // The per-row constants of `output`; with `zero` the row gives zeros.
 //     softmax                  shift by m      t = 1 / l           low = rounding error of t

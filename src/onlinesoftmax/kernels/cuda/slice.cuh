@@ -77,10 +77,10 @@ struct Slice {
                 wz += SUM(sum_of_weighted(p, r.begin, r.edge(lane + i * STEP), edge[i]));
     }
     template <int N>
-    static __device__ inline ACC sum_of_weighted(
+    static __device__ inline ops::WeightedScore sum_of_weighted(
         const Params& p, const Cursor& at, int64 offset, const RegisterChunk<N>& chunk) {
         const Chunk<WEIGHT, N> weights = load_weights<N>(p, at, offset);
-        ACC parts[N];
+        ops::WeightedScore parts[N];
 #pragma unroll
         for (int j = 0; j < N; ++j)
             parts[j] = ops::weighted_score(chunk.template a<false>(j), ops::READS_WEIGHTS ? wide(weights, j) : 1);
