@@ -89,7 +89,7 @@ def test_commands_print_the_output_shown(page: str) -> None:
 
 
 def test_the_backend_of_the_page_passes_the_contract(tmp_path: Path) -> None:
-    """Its two files and the lines of its diffs are added to a copy of the package."""
+    """Its two files and the lines of its diffs are added to a copy of the package.  The backend is for a CPU."""
     text = text_of("backend")
     package = tmp_path / "src" / "onlinesoftmax"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -105,10 +105,10 @@ def test_the_backend_of_the_page_passes_the_contract(tmp_path: Path) -> None:
         assert path.read_text().count(before) == 1, (name, before)
         path.write_text(path.read_text().replace(before, after))
     contract = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "pythonpath=tests"]
+    env = os.environ | {"PYTHONPATH": str(package.parent), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*contract, "tests/test_contract.py", "-k", "tiled"],
-        cwd=TESTS.parent, env=os.environ | {"PYTHONPATH": str(package.parent)}, capture_output=True, text=True,
-        check=False,
+        cwd=TESTS.parent, env=env, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert re.search(r"\d\d passed", done.stdout), done.stdout + done.stderr
     assert "failed" not in done.stdout
