@@ -42,6 +42,9 @@ With many rows, the plan with the fastest blocks wins: for operations that write
 LONG = 32000
 """Columns from which large inputs are measured: those of vocabularies."""
 
+BEYOND_CHIP = (3 << 22, 3 << 23, 1 << 25)
+"""Long rows of which a large GPU holds most on chip, so that a plan's time depends on how much it keeps there."""
+
 SHORTEST_OF_TARGETS = 256
 """Fewest columns that are measured of operations with a target: a vocabulary is rarely shorter."""
 
@@ -81,9 +84,9 @@ def shapes(quick: bool = False) -> list[Shape]:
     full, unaligned, few = [], [], []
     for operation in measured:
         per_row, plain = OPERATIONS[operation].per_row, OPERATIONS[operation].inputs == 1
-        # Operations that write one number per row have few plans to choose from, so lengths between powers of two are
-        # left out.
-        lengths = [*CLASSES, *powers[::-1], *(() if per_row else between), *long, *SHORTEST]
+        # Operations that write one number per row have few plans to choose from, so fewer lengths are measured.
+        more, longest = ((), ()) if per_row else (between, BEYOND_CHIP)
+        lengths = [*CLASSES, *powers[::-1], *more, *long, *SHORTEST, *longest]
         for cols in lengths:
             for dtype in ("bfloat16", "float32"):
                 rows = max(FULL_BYTES // (cols * ITEMSIZE[dtype]), 1)
