@@ -98,6 +98,23 @@ def stamps_table(records: Records) -> str:
     return f"{table(('columns', *STAMPS, 'between two events'), rows)}\n\n{said}"
 
 
+def memory_traffic_table(records: Records) -> str:
+    """What one row moves between L2 and memory, as the profiler counts it."""
+    found = records.document("profiles/h200")
+    if found is None:
+        return ABSENT
+    item = {"bfloat16": 2, "float32": 4}[found["dtype"]]
+    rows = [
+        [case["name"],
+         *(f"{size / 1e6:.0f}" for size in (case["columns"] * item, case["read_bytes"], case["written_bytes"])),
+         microseconds(case["nanoseconds"] / 1e3)]
+        for case in found["cases"]
+    ]  # fmt: skip
+    header = ("columns", "size of the row (MB)", "read from memory (MB)", "written to memory (MB)", "kernel alone (µs)")
+    said = f"*Record: `profiles/h200.json` ({found['device']}, commit {found['commit'][:7]}, {found['date'][:10]}).*"
+    return f"{table(header, rows)}\n\n{said}"
+
+
 def records_list(records: Records) -> str:
     """Every record with its device, date, commit and versions; those of one commit and device stand together."""
     groups: dict[tuple[str, ...], list[str]] = {}
@@ -113,6 +130,9 @@ def records_list(records: Records) -> str:
 
 
 BLOCKS: dict[str, Callable[[Records], str]] = {
-    block.__name__: block for block in (host_table, cold_table, cpu_text, files_table, stamps_table, records_list)
-}
+    block.__name__: block
+    for block in (
+        host_table, cold_table, cpu_text, files_table, stamps_table, memory_traffic_table, records_list
+    )
+}  # fmt: skip
 """The blocks by name."""
