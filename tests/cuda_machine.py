@@ -36,7 +36,7 @@ struct Barrier {
 };
 // The block of a thread of the host, and which of its fibers runs.
 struct Block {
-    Dim thread, place;
+    Dim thread, place, grid;
     Barrier whole, warps[32];
     char lanes[32][2][32][16];
     unsigned char side[32][32];
@@ -44,7 +44,6 @@ struct Block {
 // Libraries that are loaded late share little memory for the fast kind of thread-local variables (initial-exec), so
 // only this pointer is of that kind.
 extern __thread Block* simulated_block __attribute__((tls_model("initial-exec")));
-extern Dim simulated_grid;
 // For ThreadSanitizer: after `acquire(at)`, a thread sees what other threads did before an earlier `release(at)` of the
 // same address.
 void release(void* at);
@@ -86,7 +85,7 @@ BUILT_IN = """
 #define __launch_bounds__(...)
 #define threadIdx simulated_block->thread
 #define blockIdx simulated_block->place
-#define gridDim simulated_grid
+#define gridDim simulated_block->grid
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 template <class A, class B> A bits_as(B b) { A a; memcpy(&a, &b, sizeof(a)); return a; }
@@ -151,7 +150,6 @@ MACHINE = """
 #include <vector>
 
 __thread Block* simulated_block __attribute__((tls_model("initial-exec")));
-Dim simulated_grid;
 
 // ThreadSanitizer's functions; null where it is not loaded.
 extern "C" {
@@ -262,13 +260,12 @@ static void run_block(Running& r, Dim place) {
 
 void run_blocks(void (*kernel)(), void (*begin)(), void (*between)(), unsigned threads, unsigned programs,
                 unsigned team, unsigned together) {
-    simulated_grid = {programs, team, 1};
     pthread_barrier_t ended;
     pthread_barrier_init(&ended, nullptr, together);
     // Blocks with the same remainder modulo `together` run in one thread of the host.
     const auto blocks_of = [&](unsigned first) {
         Running r{};
-        r.fibers = std::vector<Fiber>(threads), r.kernel = kernel, simulated_block = &r;
+        r.fibers = std::vector<Fiber>(threads), r.kernel = kernel, r.grid = {programs, team, 1}, simulated_block = &r;
         r.announced = __tsan_get_current_fiber ? __tsan_get_current_fiber() : nullptr;
         begin();
         const Stacks stacks = take_stacks(threads);

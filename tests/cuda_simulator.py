@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,12 @@ REPLACED = {
         ),
         "inline void fence_for_bulk_copies()": "{}",
     },
+    "shards": {
+        "inline void put_word_far(uint64* to, uint64 word)": "{ __atomic_store_n(to, word, __ATOMIC_RELAXED); }",
+        "inline uint64 look_word_far(const uint64* from)": "{ return look(from); }",
+        "inline uint64 now()": "{ return 0; }",
+        "void fail()": "{ abort(); }",
+    },
     "levels": {
         "inline float warp_max(float m)": (
             "{ for (int step = 16; step; step /= 2) m = fmaxf(m, across(m, step)); return m; }"
@@ -159,6 +165,9 @@ def simulated_source(request: Request) -> str:
     parts = [source.prologue(request), *(STAND_INS.get(name) or _replaced(name) for name in names)]
     shared = "extern __shared__ Chunk<X, VECTOR> memory[];"
     parts[-1] = parts[-1].replace(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];")
+    if request.task.part is not None:
+        # Each process has a library of its own, with its own static variables.
+        parts.append(f"// process {request.task.part.process}")
     return _program(parts, "Params", source.kernel_name(request), BETWEEN.get(strategy, ""))
 
 
@@ -195,7 +204,7 @@ def _replaced(name: str) -> str:
 
 def simulate(
     request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path, *,
-    at_once: bool = False,
+    at_once: bool = False, shard_mail: Sequence[NDArray[Any]] = (), tag: int = 0,
 ) -> None:  # fmt: skip
     """Run a request's kernel on the host.
 
@@ -205,21 +214,21 @@ def simulate(
         numbers: Every number of the request, by name.
         folder: Where to put the shared libraries.
         at_once: True to run all blocks of `row` and `looped` at the same time.
+        shard_mail: The mailboxes of each process that has a part of the rows; their kernels must run at the same time.
+        tag: The tag of the messages between these processes.
     """
     layout, plan = request.layout, request.plan
     assert arrays.keys() == request.dtypes.keys()
     assert numbers.keys() == request.task.numbers
-    sizes = {
-        "rows": layout.rows, "cols": layout.cols, "diagonal": request.task.diagonal or 0,
-        "shared_tiles": plan.threads.shared, "counters": source.counters(request),
-        "slice": source.slice_length(request),
-    }  # fmt: skip
     places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in params.PLACES}
-    fields = np.frombuffer(bytearray(params.pack(sizes, layout.sizes, places)), np.uint64)
+    fields = np.frombuffer(bytearray(params.pack(source.sizes_of(request), layout.sizes, places)), np.uint64)
     for name, array in arrays.items():
         fields[params.FIELD_OF_POINTER[name]] = array.ctypes.data
     for name, number in numbers.items():
         fields[params.FIELD[name]] = struct.unpack("Q", struct.pack("d", number))[0]
+    for name, box in zip(params.SHARD_MAIL, shard_mail):
+        fields[params.FIELD_OF_POINTER[name]] = box.ctypes.data
+    fields[params.FIELD["tag"]] = tag
     words = {params.MAIL: source.team_mail_words(request), params.LOSS_MAIL: source.loss_mail_words(request)}
     mail = {name: np.full(count, -1, np.int64) for name, count in words.items()}
     for name, memory in mail.items():

@@ -98,7 +98,9 @@ def a_task(ask: Ask, rows: int, cols: int, dtype: str, stride: int = 0, target: 
     for one in operation.operands[1:]:
         if (one.optional and one.name not in ask.given) or one.number:
             continue
-        if one.kind == "row":
+        if one.kind == "element" and not one.optional:
+            tensors[one.name] = elements
+        elif one.kind == "row":
             tensors[one.name] = row_spec(shape, 1, target) if one.dtype == "integer" else per_row
         else:
             tensors[one.name] = TensorSpec((0, one.kind == "element"), wide)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .arrays import Array
 from .operations import Operation
 from .options import PLAIN, ScoreOptions
-from .task import ANY, Choice
+from .task import ANY, Choice, Part
 
 NOTHING: Mapping[str, Array] = MappingProxyType({})
 """No operands besides the input."""
@@ -28,12 +28,14 @@ class Settings(NamedTuple):
         dtype: Dtype of the result; None for the dtype of the input.
         keepdim: True where a result per row keeps the softmax dimension with size 1.
         choice: The parts of the plan that the caller forces.
+        part: Position of the columns in longer rows; None where the rows are whole.
     """
 
     dim: Any
     dtype: Any = None
     keepdim: bool = False
     choice: Choice = ANY
+    part: Part | None = None
 
 
 class Call(NamedTuple):

@@ -44,6 +44,7 @@ class Extra:
         given: Names of the optional operands that are read.
         all_bytes: Bytes of everything that is read, each element counted once; None for contiguous operands of the
             dtypes of the declaration, and for tensors of the score options that are not broadcast.
+        sharded: True where the columns are a part of longer rows (`Task.part`).
     """
 
     bias_bytes: int = 0
@@ -52,6 +53,7 @@ class Extra:
     logit_bytes: int = 0
     given: tuple[str, ...] = ()
     all_bytes: int | None = None
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,10 @@ class Problem:
             BYTES[task.dtypes[name]] if name in task.dtypes else 0 for name in ("bias", "logits")
         )
         given = tuple(o.name for o in task.operation.operands if o.optional and o.name in task.dtypes)
-        extra = Extra(bias_bytes, "mask" in task.dtypes, task.fused, logit_bytes, given, _operand_bytes(task))
+        extra = Extra(
+            bias_bytes, "mask" in task.dtypes, task.fused, logit_bytes, given, _operand_bytes(task),
+            task.part is not None,
+        )  # fmt: skip
         return cls(
             task.operation.name, layout.rows, layout.cols, task.dtypes["x"], task.dtypes[task.outputs[0]], access,
             extra, task.outputs,

@@ -57,6 +57,29 @@ class TensorSpec(NamedTuple):
     aligned: bool = True
 
 
+MOST_PROCESSES = 8
+"""Most processes whose GPUs exchange states from kernel to kernel; a host with NVLink has at most 8 GPUs."""
+
+
+class Part(NamedTuple):
+    """The position of a call's columns in longer rows, whose other columns lie on other GPUs.
+
+    The kernels of all GPUs run at the same time, and exchange the states of their parts through mailboxes.
+
+    Attributes:
+        first: Number of columns before this part.
+        total: Number of columns of a whole row.
+        process, processes: Number of this process, and how many there are: at most MOST_PROCESSES.
+        mail: Name of the mailboxes.
+    """
+
+    first: int
+    total: int
+    process: int
+    processes: int
+    mail: str
+
+
 class Flags(NamedTuple):
     """Properties of a call that are neither a tensor nor a part of the plan.
 
@@ -65,12 +88,14 @@ class Flags(NamedTuple):
         causal: True with a causal mask.
         zero: True where a row whose scores are all -inf gives zeros.
         wide: True where the caller's result is float32 or float64.
+        part: Position of the columns in longer rows; None where the rows are whole.
     """
 
     numbers: frozenset[str] = frozenset()
     causal: bool = False
     zero: bool = False
     wide: bool = False
+    part: Part | None = None
 
 
 NO_FLAGS = Flags()
@@ -107,6 +132,11 @@ class Task:
     def zero(self) -> bool:
         """True where a row whose scores are all -inf gives zeros."""
         return self.flags.zero
+
+    @property
+    def part(self) -> Part | None:
+        """Position of the columns in longer rows; None where the rows are whole."""
+        return self.flags.part
 
     @property
     def written(self) -> tuple[Output, ...]:

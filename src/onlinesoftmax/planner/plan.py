@@ -154,6 +154,9 @@ def _options(
         problem = problem.for_rows(INVARIANT_ROWS)
         if device.kind == "cuda":
             unavailable = (*unavailable, ("eager", "the framework's sums depend on the number of rows"))
+    if problem.extra.sharded:
+        others = dict.fromkeys(row[0] for row in strategies if row[0] != "cuda")
+        unavailable = (*unavailable, *((name, "only CUDA kernels exchange states with other GPUs") for name in others))
     for argument, value, names in (
         ("backend", backend, [row[0] for row in strategies]),
         ("strategy", strategy, [row[1] for row in strategies]),

@@ -180,7 +180,7 @@ class _Transformed(torch.autograd.Function):
     def jvp(ctx: Any, _bare: Any, dx: Any, dbias: Any, dscale: Any, _mask: Any) -> Tensor:
         y, *tensors = ctx.saved_tensors
         call = with_tensors(ctx.bare, tuple(tensors))
-        x, options, (dim, _, keepdim, _) = call.x, call.scores, call.settings
+        x, options, (dim, _, keepdim, *_) = call.x, call.scores, call.settings
         slope = slope_of(options, x)
         dz: Any = 0.0
         if dx is not None:

@@ -80,7 +80,7 @@ def _outputs_of(operation: Operation) -> tuple[str, ...]:
 
 def _flat(call: Call) -> tuple[Any, ...]:
     """The arguments of a call's operator."""
-    options, (dim, dtype, keepdim, choice) = call.scores, call.settings
+    options, (dim, dtype, keepdim, choice, _) = call.scores, call.settings
     is_tensor = isinstance(options.scale, Tensor)
     given = {"x": call.x, **call.beside, "bias": options.bias, "mask": options.mask}
     given["scale"] = options.scale if is_tensor else None

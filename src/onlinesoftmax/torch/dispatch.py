@@ -48,7 +48,7 @@ def run_plain(
 def run(call: Call) -> torch.Tensor:
     """Run one call on a torch tensor, for every function in api.py."""
     operation, x, settings, options, out, _ = call
-    dim, dtype, _, (backend, strategy, _) = settings
+    dim, dtype, _, (backend, strategy, _), _ = settings
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
     if out is not None and not isinstance(out, torch.Tensor):

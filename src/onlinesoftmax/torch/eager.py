@@ -30,7 +30,7 @@ def call_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
 
 def call(operation: Operation, x: Any, settings: Settings, out: Any) -> Any:
     """The operation on a torch tensor by PyTorch itself, with its gradients and its errors."""
-    name, (dim, dtype, keepdim, _) = operation.name, settings
+    name, (dim, dtype, keepdim, *_) = operation.name, settings
     if operation.per_row:
         return ops.by_pytorch(name, x if dtype is None else x.to(dtype), dim, keepdim, out=out)
     if out is None:

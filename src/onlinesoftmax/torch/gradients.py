@@ -122,7 +122,7 @@ def gradient_call(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, to_log
             assert kept.x is not None
             beside["logits"] = kept.x
         options = None if options.plain else options
-    settings = Settings(settings.dim, dtype, False, settings.choice)
+    settings = settings._replace(dtype=dtype, keepdim=False)
     if settings.choice.batch_invariant:
         beside = {
             name: canonical(t, settings.dim) if t.shape == x.shape and name not in gradient.row_operands else t
@@ -216,7 +216,7 @@ def unmasked(options: ScoreOptions, x: Tensor, dim: int) -> Tensor | None:
 
 def score_gradient(call: Call, kept: Kept, dy: Tensor) -> Tensor:
     """The gradient with respect to the scores by PyTorch operations, whose autograd graph includes the kept tensors."""
-    operation, (dim, _, keepdim, _) = call.operation, call.settings
+    operation, (dim, _, keepdim, *_) = call.operation, call.settings
     like = kept.x if kept.y is None else kept.y
     assert like is not None
     wide = accumulator_of(like.dtype, dy.dtype)

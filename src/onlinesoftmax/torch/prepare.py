@@ -164,7 +164,8 @@ def kind_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...] = 
         tensors.append(_tensor_kind("out", out, out.stride()))
     wide = (settings.dtype or x.dtype) in WIDE
     numbers = frozenset(name for name, value in operands.items() if isinstance(value, int)) if operands else NO_NUMBERS
-    flags = Flags(numbers, wide=wide) if options is None else Flags(numbers, options.causal, options.zero, wide)
+    causal, zero = (False, False) if options is None else (options.causal, options.zero)
+    flags = Flags(numbers, causal, zero, wide, settings.part)
     return Kind(operation, outputs, settings, tuple(tensors), flags)
 
 
@@ -270,7 +271,7 @@ def _more_templates(kind: Kind, task: Task) -> list[tuple[str, torch.Tensor | No
 
 def _task(kind: Kind, axis: int, out: TensorKind | None) -> Task:
     """The task of a kind whose result is `out`, or a new contiguous tensor if `out` is None."""
-    operation, (_, dtype, keepdim, choice) = kind.operation, kind.settings
+    operation, (_, dtype, keepdim, choice, _) = kind.operation, kind.settings
     tensors = {t.name: _spec(t) for t in kind.tensors if t.name != "out"}
     shape, result = tuple(kind.tensors[0].shape), DTYPE_NAMES[dtype or kind.tensors[0].dtype]
     if out is not None:

@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
         if (lane < CLUSTER) send(&states[rank], state, &arrived, lane);
         wait_for_states(&arrived);
         state = merge_lanes<CLUSTER>(states[lane % CLUSTER]);
+        state = complete_row<THREADS>(p, r, operands, call, state, row, lane, rank == 0);
     }
     if constexpr (WRITES_ROWS) {
         if (rank == 0 && lane == 0) ops::write_rows(p, r, row, operands, call, state);

@@ -5,6 +5,7 @@
 // each; rows use them in turn.
 struct Exchange {
     State of_warps[2][WARPS], of_row[2];
+    ACC own_score[2], score[2];     // SHARDED: of the target column, as this GPU has it, and of the whole row
     uint64 reduced[2], merged[2];   // barriers: all warps have reduced a row; the state of a row has arrived
 
     __device__ inline void prepare() {
@@ -12,25 +13,31 @@ struct Exchange {
     }
     // Merges the states of a warp and hands the result over.  All threads that hold rows call `post` once for each row, and
     // `wait_for_row` once for each row, in the same order.
-    __device__ inline void post(State state, unsigned count) {
+    __device__ inline void post(
+        State state, unsigned count, const RowOperands& operands, const Row& r, CallConstants call) {
         state = merge_lanes<32>(state);
         if (threadIdx.x % 32) return;
+        if (SHARDED && threadIdx.x == 0) own_score[count % 2] = operands.own_score(r, call);
         of_warps[count % 2][threadIdx.x / 32] = state;
         arrive(&reduced[count % 2]);
     }
-    // Waits for the state of a whole row, and returns it.
-    __device__ inline State wait_for_row(unsigned count) {
+    // Waits for the state of a whole row, and returns it; sets the score of the target.
+    __device__ inline State wait_for_row(unsigned count, RowOperands& operands) {
         wait_for_phase(&merged[count % 2], count / 2 % 2);
+        if constexpr (SHARDED) operands.target_score = score[count % 2];
         return of_row[count % 2];
     }
 };
 
 // The warp that exchanges states.  It posts the state of a row as soon as the block has reduced the row, even while it
-// waits for the row before: through a busy L2, a message takes several microseconds.
+// waits for the row before: through a busy L2, a message takes several microseconds.  With SHARDED, the first block of the
+// team merges the states of the blocks and sends the result to the other GPUs, and every block receives from all GPUs.
 __device__ inline void exchange_states(const Params& p, const Board& board, Exchange& exchange) {
     const int lane = threadIdx.x % 32;
     const unsigned rows = blockIdx.x < p.rows ? unsigned((p.rows - 1 - blockIdx.x) / gridDim.x) + 1 : 0;
-    for (unsigned sent = 0, received = 0; received < rows;) {
+    const auto row_of = [](unsigned count) { return blockIdx.x + int64(count) * gridDim.x; };
+    Patience patience;
+    for (unsigned sent = 0, told = 0, received = 0; received < rows;) {
         uint64* const reduced = &exchange.reduced[sent % 2];
         if (received == sent) wait_for_phase(reduced, sent / 2 % 2);
         if (sent < rows && __all_sync(~0u, has_ended(reduced, sent / 2 % 2))) {
@@ -38,10 +45,25 @@ __device__ inline void exchange_states(const Params& p, const Board& board, Exch
             if (lane == 0) board.post(state, sent);
             ++sent;
         }
-        if (!__all_sync(~0u, board.all_have_posted(received))) continue;
-        const State state = board.merge(received);
+        ShardState row;
+        if constexpr (SHARDED) {
+            if (board.team.rank == 0 && told < sent && __all_sync(~0u, board.all_have_posted(told))) {
+                row = {board.merge(told), exchange.own_score[told % 2]};
+                if (lane < p.processes) send_shard(p, row, row_of(told), lane);
+                ++told;
+            }
+            if (!receive_shards(p, row, row_of(received))) {
+                patience.check(p);
+                continue;
+            }
+            patience = {};
+        } else {
+            if (!__all_sync(~0u, board.all_have_posted(received))) continue;
+            row.state = board.merge(received);
+        }
         if (lane == 0) {
-            exchange.of_row[received % 2] = state;
+            exchange.of_row[received % 2] = row.state;
+            if constexpr (SHARDED) exchange.score[received % 2] = row.target_score;
             arrive(&exchange.merged[received % 2]);
         }
         ++received;

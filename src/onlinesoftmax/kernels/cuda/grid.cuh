@@ -106,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             operands.finish_target_load();
             state = merge_warps<THREADS / 32>(state, exchange[slot][0]);
             if (team.size > 1) state = mailboxes.merge(state, count, exchange[slot][1]);
+            state = complete_row<THREADS>(p, r, operands, call, state, row, lane, team.rank == 0);
         } else if constexpr (SHARED) {
             wait_groups(0);
         }

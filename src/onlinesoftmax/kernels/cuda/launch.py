@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from ..request import Request
-from . import compile, driver
-from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, PLACES, POINTERS, pack
+from . import compile, driver, shard_mail
+from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, PLACES, POINTERS, SHARD_MAIL, pack
 from .source import (
     blocks,
-    counters,
     kernel_name,
     loss_mail_words,
     shared_memory,
-    slice_length,
+    sizes_of,
     source,
     team_mail_words,
 )
@@ -44,7 +43,10 @@ def bind(request: Request) -> Run:
     words = {MAIL: team_mail_words(request), LOSS_MAIL: loss_mail_words(request)}
     # Rounded up to a power of two, so that calls with other numbers of rows share mailboxes.
     mail = tuple((FIELD_OF_POINTER[name], 1 << (count - 1).bit_length()) for name, count in words.items() if count)
-    has_other_fields = bool(tensors or numbers or mail)
+    part = request.task.part
+    # A gradient that is given the states of whole rows exchanges nothing.
+    shards = part.mail if part is not None and request.operation.reduces else None
+    has_other_fields = bool(tensors or numbers or mail or shards)
     launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
 
     def new_call(index: int) -> driver.Arguments:
@@ -75,6 +77,10 @@ def bind(request: Request) -> Run:
                     if stream
                     else _default_stream_words(field, count, EMPTY, index)
                 )
+            if shards is not None:
+                of_shards = shard_mail.MAIL[shards]
+                fields[_FIRST_SHARD : _FIRST_SHARD + len(SHARD_MAIL)], fields[_TAG] = of_shards.next_launch(stream, index)
+                fields[_TIMEOUT] = of_shards.timeout
         status = launch(*call.addresses)
         if status:
             status = driver.retry_with_context(status, call.addresses, index)
@@ -82,6 +88,10 @@ def bind(request: Request) -> Run:
         give_back(call)
 
     return run
+
+
+_FIRST_SHARD = FIELD_OF_POINTER[SHARD_MAIL[0]]
+_TAG, _TIMEOUT = FIELD["tag"], FIELD["timeout"]
 
 
 def _configuration(request: Request) -> tuple[int, int, tuple[int, int, int, int, int, bool]]:
@@ -105,17 +115,9 @@ def _filled_in(request: Request) -> list[str]:
 
 def _values(request: Request) -> bytes:
     """Params with zeros for everything that a call fills in."""
-    layout, plan = request.layout, request.plan
-    sizes = {
-        "rows": layout.rows,
-        "cols": layout.cols,
-        "diagonal": request.task.diagonal or 0,
-        "slice": slice_length(request),
-        "shared_tiles": plan.threads.shared,
-        "counters": counters(request),
-    }
+    layout = request.layout
     places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in PLACES}
-    return pack(sizes, layout.sizes, places)
+    return pack(sizes_of(request), layout.sizes, places)
 
 
 @cache

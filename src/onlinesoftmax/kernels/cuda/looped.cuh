@@ -49,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
             if (!AHEAD && i + 1 < tiles) load(next, i + 1);
         }
         state = merge_warps<THREADS / 32>(merge_lanes<32>(state), exchange);
+        state = complete_row<THREADS>(p, r, operands, call, state, row, lane);
     }
     if constexpr (WRITES_ROWS) {
         if (lane == 0) ops::write_rows(p, r, row, operands, call, state);

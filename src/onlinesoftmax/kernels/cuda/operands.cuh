@@ -44,11 +44,14 @@ __device__ inline int64 row_offset(const Params& p, const Place& place, int64 ro
     return offset + row * place.strides[DIMS - 1];
 }
 
+// Columns of a whole row; with SHARDED, other GPUs hold some of them.
+__device__ inline int64 columns_of_row(const Params& p) { return SHARDED ? p.total : p.cols; }
+
 // Numbers that are the same for all rows: scale, softcap, 1 / softcap, and the sum of the weights of all classes.
 struct CallConstants { ACC scale, cap, inverse_cap, weight_sum; };
 
 __device__ inline CallConstants call_constants(const Params& p) {
-    CallConstants call{1, 1, 1, ACC(p.cols)};
+    CallConstants call{1, 1, 1, ACC(columns_of_row(p))};
     if constexpr (SCALE == Scale::NUMBER) call.scale = ACC(p.scale);
     if constexpr (SCALE == Scale::TENSOR) call.scale = ACC(wide(*p.scale_tensor));
     if constexpr (SOFTCAP) call.cap = ACC(p.softcap), call.inverse_cap = 1 / call.cap;
@@ -88,9 +91,13 @@ struct Row {
     // Column of edge j: column j of the head for j < HEAD, column j - HEAD of the tail for larger j.
     __device__ inline int64 edge(int j) const { return j < HEAD ? j : head + body * VECTOR + j - HEAD; }
     __device__ inline bool has_edge(int j) const { return j < HEAD ? j < head : j < NO_EDGE && edge(j) < cols; }
-    // The target column, as the caller gives it; true where it is a column of the row.
+    // The target column, counted from the first column of this GPU.
     __device__ inline int64 target() const { return begin.target_left; }
-    __device__ inline bool has_target() const { return target() >= 0 && target() < cols; }
+    // True where it is a column of this GPU, and where it is a column of the row.
+    __device__ inline bool holds_target() const { return target() >= 0 && target() < cols; }
+    __device__ inline bool has_target(const Params& p) const {
+        return SHARDED ? target() >= -p.first && target() < p.total - p.first : holds_target();
+    }
     // The position of the first column of chunk i of the body.
     __device__ inline Cursor chunk(const Params& p, int64 i) const {
         Cursor at = skip(p, begin, head + i * VECTOR);
@@ -123,6 +130,7 @@ __device__ inline Row row_at(const Params& p, int64 row) {
     r.cols = row < p.rows ? p.cols : 0;
     if constexpr (HAS_TARGET) {
         r.begin.target_left = load_one(p.target + row_offset(p, p.target_place, existing(p, row)));
+        if constexpr (SHARDED) r.begin.target_left -= p.first;
     }
     r.head = head_of(r.begin.x, r.cols);
     r.body = uint64(r.cols - r.head) / VECTOR;
@@ -257,6 +265,7 @@ struct RowOperands {
     ROW_OPERANDS(FIELD)
 #undef FIELD
     RegisterChunk<1> target_logit;
+    ACC target_score;    // SHARDED: the score of the target column, from the GPU that holds it
     ACC target_weight;   // 1 without weights, and where the target is no column
     Divisor divisor;
 
@@ -274,10 +283,11 @@ struct RowOperands {
         // The next kernel adds the losses.  It may begin now, because it calls wait_for_kernel_before before it reads them.
         if constexpr (ROW_LOSS) let_next_kernel_begin();
         if constexpr (HAS_TARGET) {
-            target_logit.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.has_target());
+            target_logit.template load<CachePolicy::NORMAL>(p, r.begin, r.target(), r.holds_target());
             target_weight = 1;
+            // With SHARDED, the weights of this GPU's columns lie among those of all columns.
             if constexpr (HAS_WEIGHT)
-                if (r.has_target()) target_weight = wide(load_one(r.begin.weight + r.target() * p.weight_place.col));
+                if (r.has_target(p)) target_weight = wide(load_one(r.begin.weight + r.target() * p.weight_place.col));
         }
     }
 
@@ -292,16 +302,20 @@ struct RowOperands {
         }
     }
 
-    // The score of the target column; -inf where the target is no column, or is excluded by the mask or by causality.
-    __device__ inline ACC score(const Row& r, CallConstants call) const {
+    // The score of the target column, if this GPU holds it; -inf elsewhere, and where the mask or causality excludes it.
+    __device__ inline ACC own_score(const Row& r, CallConstants call) const {
         RegisterChunk<1> scored = target_logit;
-        scored.make_scores(r.begin, call, r.target(), r.has_target());
+        scored.make_scores(r.begin, call, r.target(), r.holds_target());
         return scored.template a<false>(0);
+    }
+    // The same for the whole row, whose state is known.
+    __device__ inline ACC score(const Row& r, CallConstants call) const {
+        return SHARDED && REDUCES ? target_score : own_score(r, call);
     }
     // The derivative of the softcap at the target column.
     __device__ inline ACC slope(const Row& r, CallConstants call) const {
         RegisterChunk<1> scored = target_logit;
-        scored.make_scores(r.begin, call, r.target(), r.has_target());
+        scored.make_scores(r.begin, call, r.target(), r.holds_target());
         return scored.slope_of_score(0, call);
     }
 };

@@ -165,7 +165,7 @@ template <RowOutput NAME> __device__ inline ACC row_output(State state) {
 
 // True where the row is not to count, whatever it holds.
 __device__ inline bool ignored(const Params& p, const Row& row) {
-    if constexpr (HAS_IGNORE_INDEX) return row.target() == int64(p.ignore_index);
+    if constexpr (HAS_IGNORE_INDEX) return row.target() + (SHARDED ? p.first : 0) == int64(p.ignore_index);
     else return false;
 }
 
@@ -174,7 +174,7 @@ struct LossFactors { ACC own, spread, factor; };
 __device__ inline LossFactors loss_factors(
     const Params& p, const Row& row, const RowOperands& operands, CallConstants call, ACC lse) {
     LossFactors f{operands.target_weight, 0, 0};
-    if constexpr (HAS_SMOOTHING) f.own *= ACC(1 - p.smoothing), f.spread = ACC(p.smoothing) / ACC(row.cols);
+    if constexpr (HAS_SMOOTHING) f.own *= ACC(1 - p.smoothing), f.spread = ACC(p.smoothing) / ACC(columns_of_row(p));
     f.factor = HAS_SMOOTHING ? fma(f.spread, call.weight_sum, f.own) : f.own;
     if constexpr (HAS_Z_LOSS) f.factor = fma(2 * ACC(p.z_loss), lse, f.factor);
     return f;
@@ -188,7 +188,7 @@ __device__ inline RowConstants loss_constants(
     if constexpr (EXACT) r.low = fma(dy * f.factor, r.t, -t) + dy * f.factor * r.low;
     r.t = t;
     r.spread = dy * f.spread;
-    r.zero = !row.has_target() || ignored(p, row);
+    r.zero = !row.has_target(p) || ignored(p, row);
     r.target_gradient = output(operands.score(row, call), operands.target_weight, r) - dy * f.own;
     return r;
 }
@@ -207,7 +207,7 @@ __device__ inline RowConstants row_constants(
             if constexpr (EXACT) r.low = r.t * (fma(-r.t, l, ACC(1)) - r.t * ACC(sum - l));
             r = loss_constants(p, row, operands, call, r, r.shift.m + log_sum(state, r.shift));
         } else {
-            const ACC scale = SCALE != Scale::NONE ? call.scale : 1, dy = row.has_target() ? scale * operands.dy : 0;
+            const ACC scale = SCALE != Scale::NONE ? call.scale : 1, dy = row.has_target(p) ? scale * operands.dy : 0;
             r.t = (GIVEN_DLSE ? scale * operands.dlse : 0) - dy;
             if constexpr (GIVEN_DENTROPY) {
                 r.low = -(scale * operands.dentropy);
@@ -229,7 +229,7 @@ __device__ inline RowConstants row_constants(
         r.zero = ZERO && operands.lse == -INF;
         r.t = operands.dy;
     } else {
-        return softmax_constants(state, row.cols);
+        return softmax_constants(state, columns_of_row(p));
     }
     if constexpr (HAS_TARGET && SOFTCAP) r.target_gradient *= operands.slope(row, call);
     return r;
@@ -239,7 +239,7 @@ __device__ inline RowConstants row_constants(
 __device__ inline ACC target_output(
     const Params& p, const Row& row, const RowOperands& operands, CallConstants call, State state) {
     if (ignored(p, row)) return 0;
-    if (!row.has_target()) return NOT_A_NUMBER;
+    if (!row.has_target(p)) return NOT_A_NUMBER;
     const Shift s = ::shift(state.m);
     const ACC log_l = log_sum(state, s), below = s.m - operands.score(row, call);
     if (!has_softmax(ACC(state.first()))) return ZERO && ACC(state.first()) == 0 ? 0 : NOT_A_NUMBER;

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ...core.operations import OPERATIONS, Operand, Output
 from ...core.options import SCORE_OPTIONS
+from ...core.task import MOST_PROCESSES
 
 LOGITS = Operand("logits", "element")
 """The logits beside a saved output: a gradient reads them for the slope of a score option such as softcap."""
@@ -91,7 +92,10 @@ ROW_OPERANDS = tuple(tensor.name for tensor in TENSORS if tensor.read and not te
 MAIL, LOSS_MAIL = "mail", "loss_mail"
 """Fields of the mailboxes of teams, and of those of a loss that is reduced to a scalar."""
 
-POINTERS = (*(tensor.name for tensor in TENSORS), MAIL, LOSS_MAIL)
+SHARD_MAIL = tuple(f"shard_mail_{process}" for process in range(MOST_PROCESSES))
+"""Fields of the mailboxes in the memory of each process that has a part of the rows."""
+
+POINTERS = (*(tensor.name for tensor in TENSORS), MAIL, LOSS_MAIL, *SHARD_MAIL)
 """Pointers, by the names of the tensors that a call fills in."""
 
 OPERAND_NUMBERS = tuple(
@@ -109,8 +113,14 @@ SIZES = {
     "slice": "chunks of a row that each block of a team or of a cluster owns; with a ring, chunks of a tile",
     "shared_tiles": "chunks that a thread keeps in shared memory",
     "counters": "blocks that count the targets of a mean that the kernel writes",
+    "first": "columns of the whole row before those of this process",
+    "total": "columns of the whole row",
+    "process": "number of this process among those that have a part of the row",
+    "processes": "",
+    "tag": "of the messages between processes in this launch",
+    "timeout": "nanoseconds for which a message of another process is waited for",
 }
-"""Integers that follow from the layout and the plan, each with its comment."""
+"""Integers that follow from the layout and the plan, each with its comment; a call fills in the last two."""
 
 PLACES = (*(tensor.name for tensor in TENSORS if tensor.element or tensor.row), "query")
 """Tensors whose rows have a place: strides of the outer dimensions and of a column."""
@@ -137,6 +147,7 @@ def struct_text() -> str:
             *pointers,
             "    uint64* mail;   // mailboxes of teams",
             "    uint64* loss_mail;   // mailboxes of a loss that is reduced to a scalar",
+            f"    uint64* shard_mail[{MOST_PROCESSES}];   // mailboxes in the memory of each process",
             f"    double {', '.join(NUMBERS)};",
             *sizes,
             "    int64 sizes[DIMS];   // of the outer dimensions",

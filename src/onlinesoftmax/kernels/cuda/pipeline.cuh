@@ -76,7 +76,7 @@ __device__ inline HeldRow reduce_row(
     held.edges.make_edge_scores(part.r, call, edge_lane);
     held.edges.add_weighted_edges(p, part.r, edge_lane);
     held.operands.finish_target_load();
-    exchange.post(extend(state, held.edges), count);
+    exchange.post(extend(state, held.edges), count, held.operands, part.r, call);
     return held;
 }
 
@@ -94,7 +94,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         ops::RowConstants constants{};
         State state = identity();
         if (writes) {
-            state = exchange.wait_for_row(unsigned(turn) - 2);
+            state = exchange.wait_for_row(unsigned(turn) - 2, written_row.operands);
             if constexpr (WRITES_ROWS) {
                 if (team.rank == 0 && threadIdx.x == 0)
                     ops::write_rows(p, now.r, written, written_row.operands, call, state);

@@ -32,9 +32,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
         slice[d].make_edge_scores(row[d], call, lane);
         slice[d].add_weighted_scores(p, at[d], row[d].body - lane);
         slice[d].add_weighted_edges(p, row[d], lane);
-        const State state = REDUCES ? reduce<LANES>(slice[d], exchange[d]) : identity();
+        const int64 index = first + d * GROUPS;
+        const State reduced = REDUCES ? reduce<LANES>(slice[d], exchange[d]) : identity();
+        const State state = complete_row<LANES>(p, row[d], operands[d], call, reduced, index, lane);
         if constexpr (WRITES_ROWS) {
-            const int64 index = first + d * GROUPS;
             if (lane == 0 && index < p.rows) ops::write_rows(p, row[d], index, operands[d], call, state);
         }
         if constexpr (WRITES_ELEMENTS) {

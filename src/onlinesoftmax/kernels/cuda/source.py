@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 
 from ...core.operations import OPERATIONS
-from ...core.task import ITEMSIZE
+from ...core.task import ITEMSIZE, MOST_PROCESSES
 from ...planner.plan import Plan
 from ...planner.strategies.cuda_grid import PIPELINE, STREAM, slice_chunks, slice_tiles
 from ..request import Request
@@ -27,7 +27,7 @@ from .params import (
     struct_text,
 )
 
-FILES = ("state", "mail", "loss_mail", "operands", "ops", "lanes", "levels", "slice", "total")
+FILES = ("state", "message", "mail", "loss_mail", "operands", "ops", "lanes", "levels", "shards", "slice", "total")
 """Files that every kernel needs, in the order of inclusion."""
 
 KERNEL_FILES = {
@@ -140,6 +140,25 @@ def slice_length(request: Request) -> int:
 def _held_chunks(request: Request) -> int:
     """Chunks of a row that a thread holds in registers."""
     return request.plan.block // (request.plan.threads.lanes * vector(request))
+
+
+def sizes_of(request: Request) -> dict[str, int]:
+    """The value of every name in params.SIZES; 0 for those that a call fills in."""
+    layout, part = request.layout, request.task.part
+    return {
+        "rows": layout.rows,
+        "cols": layout.cols,
+        "diagonal": request.task.diagonal or 0,
+        "slice": slice_length(request),
+        "shared_tiles": request.plan.threads.shared,
+        "counters": counters(request),
+        "first": part.first if part else 0,
+        "total": part.total if part else layout.cols,
+        "process": part.process if part else 0,
+        "processes": part.processes if part else 1,
+        "tag": 0,
+        "timeout": 0,
+    }
 
 
 CACHE_LINE = 128
@@ -297,6 +316,7 @@ def _numbers(request: Request) -> dict[str, int]:
         "BATCH": BATCH,
         "LOSSES_AT_ONCE": LOSSES_AT_ONCE,
         "CLUSTER": plan.splits if plan.strategy == "cluster" else 1,
+        "MOST_PROCESSES": MOST_PROCESSES,
     }
     # Position of each accumulator among the sums of a state; -1 where the state does not keep it.
     kept = [one.name for one in request.sums]
@@ -317,6 +337,7 @@ def _flags(request: Request) -> dict[str, bool]:
         # True where the losses are reduced to a scalar.
         "SCALAR_LOSS": bool(task.call_outputs),
         "FOLLOWS_DIVISOR": request.follows_divisor,
+        "SHARDED": task.part is not None,
         "REDUCES": operation.reduces,
         # True where x is the saved output of the forward pass and dy has a value for each element; no scores are made.
         "READS_SAVED_OUTPUT": not operation.scores,

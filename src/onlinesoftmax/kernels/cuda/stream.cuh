@@ -143,8 +143,8 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         edges.make_edge_scores(r, call, edge_lane);
         edges.add_weighted_edges(p, r, edge_lane);
         operands.finish_target_load();
-        exchange.post(extend(state, edges), count);
-        state = exchange.wait_for_row(count);
+        exchange.post(extend(state, edges), count, operands, r, call);
+        state = exchange.wait_for_row(count, operands);
 
         if constexpr (WRITES_ROWS) {
             if (team.rank == 0 && threadIdx.x == 0) ops::write_rows(p, r, row, operands, call, state);

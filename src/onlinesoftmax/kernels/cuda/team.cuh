@@ -16,8 +16,6 @@
 // overwritten.  Messages are not removed between rows, but once, at the end of a kernel.
 
 static_assert(SLOTS >= 4, "a message could be overwritten before all blocks have read it");
-constexpr int ACC_WORDS = sizeof(ACC) / 4, SUM_WORDS = sizeof(SUM) / 4;
-constexpr int STATE_WORDS = ACC_WORDS + SUMS * SUM_WORDS;
 static_assert(PACKETS == (STATE_WORDS + 2) / 3, "PACKETS differs from message_packets() in source.py");
 
 struct Message { Packet packets[PACKETS]; };
@@ -25,35 +23,14 @@ struct Message { Packet packets[PACKETS]; };
 // Word i of the state in a message.
 __device__ inline unsigned& word_of(Message& message, int i) { return message.packets[i / 3].words[i % 3]; }
 
-__device__ inline void put(Message& to, int i, float x) { word_of(to, i) = __float_as_uint(x); }
-__device__ inline void put(Message& to, int i, double x) {
-    const uint64 bits = __double_as_longlong(x);
-    word_of(to, i) = unsigned(bits), word_of(to, i + 1) = unsigned(bits >> 32);
-}
-__device__ inline void put(Message& to, int i, DoubleDouble x) { put(to, i, x.high), put(to, i + 2, x.low); }
-__device__ inline void get(Message& from, int i, float& x) { x = __uint_as_float(word_of(from, i)); }
-__device__ inline void get(Message& from, int i, double& x) {
-    x = __longlong_as_double(uint64(word_of(from, i + 1)) << 32 | word_of(from, i));
-}
-__device__ inline void get(Message& from, int i, DoubleDouble& x) { get(from, i, x.high), get(from, i + 2, x.low); }
-
 __device__ inline Message message(const State& state, unsigned tag) {
     Message to;
-    put(to, 0, state.m);
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) put(to, ACC_WORDS + i * SUM_WORDS, state.sums.of[i]);
+    put_state(to, state);
 #pragma unroll
     for (int i = STATE_WORDS; i < 3 * PACKETS; ++i) word_of(to, i) = tag;
 #pragma unroll
     for (int i = 0; i < PACKETS; ++i) to.packets[i].words[3] = tag;
     return to;
-}
-__device__ inline State read(Message from) {
-    State state;
-    get(from, 0, state.m);
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) get(from, ACC_WORDS + i * SUM_WORDS, state.sums.of[i]);
-    return state;
 }
 __device__ inline bool has_come(Message message, unsigned tag) {
     bool come = true;
@@ -91,7 +68,7 @@ __device__ inline bool receive(State& a, const Message* messages, int count, uns
         for (int i = 0; i < BATCH; ++i) {
             if (first + i * N >= count) continue;
             come = come && has_come(found[i], tag);
-            if (come) a = ::merge(a, read(found[i]));
+            if (come) a = ::merge(a, read_state(found[i]));
         }
     }
     return come;

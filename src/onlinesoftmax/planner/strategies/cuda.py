@@ -12,6 +12,7 @@ import itertools
 
 from ...core.device import Device
 from ...core.problem import Problem
+from ...core.task import MOST_PROCESSES
 from ..proposal import Proposal, no_gpu, reads
 from ..variant import Variant
 from .cuda_blocks import (
@@ -51,6 +52,9 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
     for lanes, (threads, depth, terms) in itertools.product((1 << i for i in range(2, 11)), blocks):
         held, most = -(-chunks // lanes), most_of[threads, terms]
         if held > most or (lanes > 4 and held * lanes >= 2 * max(chunks, 4)):
+            continue
+        if problem.extra.sharded and lanes < MOST_PROCESSES:
+            # Each lane of a row receives the state of one process.
             continue
         if threads < lanes or (threads > 256 and lanes < threads):
             continue

@@ -1,0 +1,33 @@
+// A state as words of 32 bits, for messages.  A type of messages has a function word_of(message, i) for its word i.
+
+constexpr int ACC_WORDS = sizeof(ACC) / 4, SUM_WORDS = sizeof(SUM) / 4;
+constexpr int STATE_WORDS = ACC_WORDS + SUMS * SUM_WORDS;
+
+// Writes a number to the words from i on, and reads it from there.
+template <class M> __device__ inline void put(M& to, int i, float x) { word_of(to, i) = __float_as_uint(x); }
+template <class M> __device__ inline void put(M& to, int i, double x) {
+    const uint64 bits = __double_as_longlong(x);
+    word_of(to, i) = unsigned(bits), word_of(to, i + 1) = unsigned(bits >> 32);
+}
+template <class M> __device__ inline void put(M& to, int i, DoubleDouble x) { put(to, i, x.high), put(to, i + 2, x.low); }
+template <class M> __device__ inline void get(M& from, int i, float& x) { x = __uint_as_float(word_of(from, i)); }
+template <class M> __device__ inline void get(M& from, int i, double& x) {
+    x = __longlong_as_double(uint64(word_of(from, i + 1)) << 32 | word_of(from, i));
+}
+template <class M> __device__ inline void get(M& from, int i, DoubleDouble& x) {
+    get(from, i, x.high), get(from, i + 2, x.low);
+}
+
+// Writes a state to the first STATE_WORDS words, and reads it from there.
+template <class M> __device__ inline void put_state(M& to, const State& state) {
+    put(to, 0, state.m);
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) put(to, ACC_WORDS + i * SUM_WORDS, state.sums.of[i]);
+}
+template <class M> __device__ inline State read_state(M& from) {
+    State state;
+    get(from, 0, state.m);
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) get(from, ACC_WORDS + i * SUM_WORDS, state.sums.of[i]);
+    return state;
+}

@@ -1,0 +1,52 @@
+"""The mailboxes through which the GPUs of several processes exchange the states of their shards (shards.cuh).
+
+A process has mailboxes in the memory of its GPU, and knows the addresses at which its GPU reaches those of the others.
+distributed/peers.py makes them; a kernel finds them by their name, which is part of its task (`Part.mail`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...core.task import MOST_PROCESSES
+
+MAIL: dict[str, ShardMail] = {}
+"""The mailboxes by name."""
+
+
+class ShardMail:
+    """The mailboxes of a group of processes, as this process reaches them.
+
+    Args:
+        addresses: For each process, the address of its mailboxes, which are zeros.
+        words: Number of 64-bit words of one process's mailboxes.
+        timeout: Seconds for which a kernel waits for a message.
+        memory: What keeps the mailboxes alive.
+    """
+
+    def __init__(self, addresses: list[int], words: int, timeout: float, memory: Any) -> None:
+        self.words = words // 2
+        self.timeout = int(timeout * 1e9)
+        self._memory = memory
+        absent = (0,) * (MOST_PROCESSES - len(addresses))
+        # Successive launches use two sets of mailboxes in turn.
+        self._sets = tuple(tuple(a + 8 * self.words * i for a in addresses) + absent for i in (0, 1))
+        self._launches = 0
+        self._stream: int | None = None
+
+    def next_launch(self, stream: int, index: int) -> tuple[tuple[int, ...], int]:
+        """(the address of each process's mailboxes, the tag of the messages) for the next launch.
+
+        All processes make the same launches in the same order.  Kernels on several streams must not use the mailboxes at
+        the same time, so a launch on another stream than that of the launch before waits for that stream.
+        """
+        if stream != self._stream:
+            if self._stream is not None:
+                before = torch.cuda.ExternalStream(self._stream, device=index)
+                torch.cuda.ExternalStream(stream, device=index).wait_stream(before)
+            self._stream = stream
+        self._launches += 1
+        # No tag is 0, which an empty mailbox has.
+        return self._sets[self._launches % 2], 1 + self._launches % 0xFFFFFFFF

@@ -1,0 +1,144 @@
+// Messages between the GPUs that share rows: each holds a part of the columns of every row, its shard.
+//
+// The kernels of all GPUs run at the same time.  For each row, a GPU sends the state of its shard to every GPU, itself
+// included, by stores to a mailbox in the memory of the receiver.  A receiver looks only at its own memory.  All GPUs merge
+// the same states in the same order, so the state of the whole row has the same bits everywhere.
+//
+// A word of a message has 64 bits: 32 bits of the message, and above them the tag of the launch.  GPUs store and load
+// aligned words of 64 bits as a whole, through NVLink too, so a tag shows that its 32 bits have come, and no flag or fence
+// is needed.  The tags of successive launches differ.
+//
+// The host gives successive launches two sets of mailboxes in turn.  A GPU sends in launch n + 2 only after it has received
+// a message of launch n + 1 from every GPU, and a GPU sends in launch n + 1 only after its launch n has ended.  So all
+// messages of launch n have been read when they are overwritten.
+//
+// A GPU may wait for a row of another GPU only if that GPU needs no later row first.  Every strategy takes the rows in the
+// order of their numbers, except for rows that are in flight at the same time; those are sent before any is waited for, or
+// in the order of their numbers.  As in total.cuh, this relies on blocks starting in the order of their numbers.
+
+constexpr int SCORE_WORDS = HAS_TARGET ? ACC_WORDS : 0;
+
+// What a GPU tells the others about a row: the state of its shard, and the score of the target column; -inf if that column
+// is on another GPU.
+struct ShardState {
+    State state;
+    ACC target_score;
+};
+
+struct ShardMessage {
+    static constexpr int WORDS = STATE_WORDS + SCORE_WORDS;
+    unsigned words[WORDS];
+};
+__device__ inline unsigned& word_of(ShardMessage& message, int i) { return message.words[i]; }
+
+// Accesses that other GPUs can see.
+__device__ inline void put_word_far(uint64* to, uint64 word) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
+}
+__device__ inline uint64 look_word_far(const uint64* from) {
+    uint64 word;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    return word;
+}
+
+// Nanoseconds since some moment.
+__device__ inline uint64 now() {
+    uint64 time;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time) :: "memory");
+    return time;
+}
+
+// The driver's function behind `assert`: prints the message, and ends the kernel and all later work of this process.
+extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, decltype(sizeof(0)));
+__device__ __noinline__ void fail() {
+    __assertfail("another process has ended, or did not make the same call within the timeout of the process group",
+                 "onlinesoftmax", 0, "complete_row", 1);
+}
+
+// Ends the kernel when a thread has waited too long.
+struct Patience {
+    uint64 end = 0;   // 0 before the first check
+    __device__ inline void check(const Params& p) {
+        const uint64 time = now();
+        if (end == 0) end = time + uint64(p.timeout);
+        else if (time > end) {
+            fail();
+            // No registers need be kept over the call.
+            __builtin_unreachable();
+        }
+    }
+};
+
+// The mailbox for the message of process `from` about a row, in the memory of process `in`.
+__device__ inline uint64* shard_mailbox(const Params& p, int in, int64 row, int from) {
+    return p.shard_mail[in] + (row * int(p.processes) + from) * ShardMessage::WORDS;
+}
+
+// Sends the state of this shard to process `to`.
+__device__ inline void send_shard(const Params& p, const ShardState& own, int64 row, int to) {
+    ShardMessage message;
+    put_state(message, own.state);
+    if constexpr (HAS_TARGET) put(message, STATE_WORDS, own.target_score);
+    uint64* const box = shard_mailbox(p, to, row, int(p.process));
+#pragma unroll
+    for (int i = 0; i < ShardMessage::WORDS; ++i) put_word_far(box + i, uint64(p.tag) << 32 | message.words[i]);
+}
+
+// Looks once at the message of a process.  Returns true if all of it has come; `found` is then its content.
+__device__ inline bool look_for_shard(const Params& p, ShardState& found, int64 row, int from) {
+    const uint64* const box = shard_mailbox(p, int(p.process), row, from);
+    ShardMessage message;
+    bool come = true;
+#pragma unroll
+    for (int i = 0; i < ShardMessage::WORDS; ++i) {
+        const uint64 word = look_word_far(box + i);
+        come &= unsigned(word >> 32) == unsigned(p.tag);
+        message.words[i] = unsigned(word);
+    }
+    if (!come) return false;
+    found.state = read_state(message);
+    if constexpr (HAS_TARGET) get(message, STATE_WORDS, found.target_score);
+    return true;
+}
+
+// Merges the shards that the first lanes of each group of WIDTH have received.  Other lanes have identities, which change
+// no bit, so the result does not depend on WIDTH.
+template <int WIDTH> __device__ inline ShardState merge_shards(const ShardState& found) {
+    ShardState whole{merge_lanes<WIDTH>(found.state), found.target_score};
+    if constexpr (HAS_TARGET) whole.target_score = lane_max<WIDTH>(found.target_score);
+    return whole;
+}
+
+// Looks once whether the shards of a row have come; called by a warp.  If they have, `whole` is the whole row.
+__device__ inline bool receive_shards(const Params& p, ShardState& whole, int64 row) {
+    const int lane = threadIdx.x % 32;
+    ShardState found{identity(), -INF};
+    const bool come = lane >= p.processes || look_for_shard(p, found, row, lane);
+    if (!__all_sync(~0u, come)) return false;
+    whole = merge_shards<32>(found);
+    return true;
+}
+
+// Completes a row: from the state of this GPU's columns to that of all columns, and sets the score of the target.  All
+// threads of a warp call this.  `lane` is the number of a thread among the LANES that hold the row, of which the first ones
+// send where `sends` is true.
+template <int LANES> __device__ inline State complete_row(
+    const Params& p, const Row& r, RowOperands& operands, CallConstants call, State state, int64 row, int lane,
+    bool sends = true) {
+    if constexpr (!SHARDED || !REDUCES) return state;
+    constexpr int WIDTH = LANES < 32 ? LANES : 32;
+    static_assert(!SHARDED || WIDTH >= MOST_PROCESSES, "a lane receives the state of one process");
+    const bool exists = row < p.rows;
+    if (exists && sends && lane < p.processes) send_shard(p, {state, operands.own_score(r, call)}, row, lane);
+    const int from = lane % WIDTH;
+    ShardState found{identity(), -INF};
+    bool come = !exists || from >= p.processes;
+    for (Patience patience;;) {
+        come = come || look_for_shard(p, found, row, from);
+        if (__all_sync(~0u, come)) break;
+        patience.check(p);
+    }
+    const ShardState whole = merge_shards<WIDTH>(found);
+    operands.target_score = whole.target_score;
+    return whole.state;
+}

@@ -1,0 +1,132 @@
+"""Kernels of several GPUs that share rows, run by the host (tests/cuda_shards.py), against whole rows in float64."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuda_machine import COMPILER
+from cuda_shards import MAIL_WORDS, Shard, requests_of, run_shards, shards_of
+from cuda_targets import KERNELS, LOGPROB, LOGPROB_BACKWARD, LOSS, LOSS_BACKWARD, PIPELINE, SMOOTH, STREAM, UNIT, Ask
+from cuda_targets import a_task, expected, rounded, scores, some_values
+from onlinesoftmax.core.arrays import namespace
+from onlinesoftmax.core.operations import OPERATIONS
+from onlinesoftmax.core.reference import evaluate
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+
+ASKED = [
+    Ask("softmax", ("y", "lse")),
+    Ask("log_softmax", ("y",), (), ("scale", "mask", "zero")),
+    Ask("logsumexp", ("y", "m", "l"), (), ("softcap",)),
+    Ask("softmax_backward", ("y",)),
+    Ask("log_softmax_backward", ("y",)),
+    Ask(LOSS, ("loss", "y"), ("dy", "ignore_index")),
+    Ask(LOSS, ("loss", "y"), ("dy", *SMOOTH, "z_loss"), ("scale",)),
+    Ask(LOSS, ("loss", "y"), ("dy", "weight"), ("scale", "softcap")),
+    Ask(LOSS, ("loss", "m", "l"), ("smoothing", "ignore_index")),
+    Ask(LOSS_BACKWARD, ("y",), (*SMOOTH, "z_loss"), ("scale", "softcap")),
+    Ask(LOGPROB, ("y", "lse", "entropy"), (), ("scale", "mask")),
+    Ask(LOGPROB_BACKWARD, ("y",), ("dlse", "entropy", "dentropy"), ("scale", "softcap")),
+]
+
+CUTS = {
+    "row": (0, 20, 37), "cluster": (0, 70, 133), "looped": (0, 150, 293), "grid": (0, 611, 1000),
+    PIPELINE: (0, 611, 1222), STREAM: (0, 2021, 4042),
+}  # fmt: skip
+"""Columns at which the rows are cut for the kernels of each strategy."""
+
+
+def _cells() -> list[Any]:
+    cells = []
+    for (i, strategy), (j, ask) in itertools.product(enumerate(KERNELS), enumerate(ASKED)):
+        operation = OPERATIONS[ask.operation]
+        writes = any(operation.output(name).kind == "element" for name in ask.outputs)
+        if strategy in (PIPELINE, STREAM) and (not writes or not operation.reduces or "mask" in ask.options):
+            # These kernels are for operations that reduce rows and write elements, without a mask.
+            continue
+        dtype = ("float32", "bfloat16", "float64")[(i + j) % 3]
+        cells.append(pytest.param(strategy, ask, dtype, j % 2 == 0, id=f"{strategy}-{dtype}-{ask}"))
+    return cells
+
+
+def _expected(ask: Ask, values: Any, name: str) -> Any:
+    """One output of whole rows in float64; an output per element is a gradient, except for softmax and log_softmax."""
+    if ask.operation not in ("softmax", "log_softmax"):
+        return expected(ask, values, name)
+    z = scores(ask, values)[0]
+    with np.errstate(all="ignore"):
+        return evaluate(ask.operation, namespace(z), {"x": z}, 1, name)
+
+
+def _compare(ask: Ask, shards: list[Shard], total: int, values: Any, found: list[Any], dtypes: Any) -> None:
+    """Every process against float64, and the results of the rows against those of the first process."""
+    accumulator = "float64" if dtypes["x"] == "float64" else "float32"
+    for name in ask.outputs:
+        right = _expected(ask, values, name)
+        for shard, outputs in zip(shards, found, strict=True):
+            y, part = outputs[name], right
+            if right.shape[1] == total:
+                part = right[:, shard.first : shard.end]
+                if shard.first == total:
+                    continue
+            else:
+                np.testing.assert_array_equal(y, found[0][name], "the processes have different bits")
+            tolerance = 16 * UNIT[accumulator] * np.maximum(1, np.abs(part)) * (1 + total**0.5 / 4)
+            tolerance = tolerance + UNIT[dtypes[name]] * np.abs(part)
+            with np.errstate(invalid="ignore"):
+                same = (np.abs(y - part) <= tolerance) | (y == part) | (np.isnan(y) & np.isnan(part))
+            assert same.all(), (name, shard, np.argwhere(~same)[:5], y[~same][:5], part[~same][:5])
+
+
+def _check(ask: Ask, shards: list[Shard], total: int, dtype: str, terms: bool, folder: Path) -> None:
+    every = np.arange(total) if total < 100 else np.r_[0:9, shards[0].end - 3 : shards[0].end + 4, total - 9 : total]
+    # Two targets of the last four are columns of no process.
+    targets = np.r_[every, -100, -1, total, 1 << 40].astype(np.int64)
+    values = _values(ask, len(targets), total, dtype, targets)
+    requests = requests_of(ask, len(targets), dtype, shards, total, terms)
+    mail = [np.zeros(MAIL_WORDS, np.uint64) for _ in shards]
+    _compare(ask, shards, total, values, run_shards(requests, values, folder, mail), requests[0].dtypes)
+
+
+def _values(ask: Ask, rows: int, total: int, dtype: str, targets: Any) -> Any:
+    task = a_task(ask, rows, total, dtype)
+    values = some_values(ask, task, targets)
+    if not OPERATIONS[ask.operation].scores:
+        # A saved output and its gradient: log-probabilities for log_softmax, probabilities for softmax.
+        rng = np.random.default_rng(1)
+        y = values["x"] - np.log(np.exp(values["x"]).sum(1, keepdims=True))
+        y = np.exp(y) if ask.operation == "softmax_backward" else y
+        values["x"], values["dy"] = rounded(y, dtype), rounded(rng.standard_normal(y.shape), dtype)
+    return values
+
+
+@pytest.mark.parametrize(("strategy", "ask", "dtype", "terms"), _cells())
+def test_two_shards(strategy: str, ask: Ask, dtype: str, terms: bool, folder: Path) -> None:
+    """Every column beside a cut is the target of a row; others are ignored, or columns of no process."""
+    cuts = CUTS[strategy]
+    _check(ask, shards_of((strategy, strategy), cuts), cuts[-1], dtype, terms, folder)
+
+
+@pytest.mark.parametrize("ask", [ASKED[0], ASKED[5], ASKED[6]], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_processes_with_different_kernels(ask: Ask, dtype: str, folder: Path) -> None:
+    """Three processes with different strategies; the last has no column."""
+    shards = shards_of(("looped", "row", "row"), (0, 293, 330, 330))
+    _check(ask, shards, 330, dtype, True, folder)
+
+
+def test_successive_launches_use_two_sets_of_mailboxes_in_turn(folder: Path) -> None:
+    """Five launches of different operations, whose messages have different lengths, without clearing a mailbox."""
+    mail = [np.zeros(MAIL_WORDS, np.uint64) for _ in range(2)]
+    sets = [[box[: MAIL_WORDS // 2] for box in mail], [box[MAIL_WORDS // 2 :] for box in mail]]
+    shards, targets = shards_of(("row", "row"), (0, 20, 37)), np.arange(20)
+    for launch, ask in enumerate((ASKED[0], ASKED[5], ASKED[0], ASKED[10], ASKED[5])):
+        values = _values(ask, 20, 37, "float32", targets)
+        requests = requests_of(ask, 20, "float32", shards, 37, True)
+        found = run_shards(requests, values, folder, sets[launch % 2], tag=launch + 1)
+        _compare(ask, shards, 37, values, found, requests[0].dtypes)
