@@ -27,8 +27,8 @@ class Shard(NamedTuple):
 
     Attributes:
         strategy: The kernel that takes it.
-        first, end: Its columns [first, end) of the whole row.  A process without columns has one, past the end, whose
-            logits are -inf.
+        first, end: Its columns [first, end) of the whole row.  A process without columns has one, past the end, which
+            its kernel neither reads nor writes.
     """
 
     strategy: str
@@ -70,13 +70,10 @@ def run_shards(
     """
     arrays = [_arrays(request, values) for request in requests]
     with ThreadPoolExecutor(len(requests)) as pool:
-        runs = [
-            pool.submit(
-                simulate, request, given, {name: NUMBERS[name] for name in request.task.numbers}, folder,
-                shard_mail=mail, tag=tag,
-            )  # fmt: skip
-            for request, given in zip(requests, arrays, strict=True)
-        ]
+        runs = []
+        for request, given in zip(requests, arrays, strict=True):
+            numbers = {name: NUMBERS[name] for name in request.task.numbers}
+            runs.append(pool.submit(simulate, request, given, numbers, folder, shard_mail=mail, tag=tag))
         for one in runs:
             one.result()
     return [_outputs(request, given) for request, given in zip(requests, arrays, strict=True)]
@@ -91,11 +88,9 @@ def _arrays(request: Request, values: Values) -> Values:
     arrays: Values = {}
     for name, dtype in task.dtypes.items():
         if name in ("x", "dy") and name in values and values[name].shape[1] == total:
-            memory = np.full((layout.rows, stride), -np.inf if first == total else POISON)
+            memory = np.full((layout.rows, stride), POISON)
             if first < total:
                 memory[:, : layout.cols] = values[name][:, first:end]
-            elif name == "dy":
-                memory[:] = 0
             arrays[name] = aligned(to_bits(memory, dtype))
         elif name in task.outputs:
             shape = (layout.rows, stride) if task.operation.output(name).kind == "element" else layout.rows
@@ -117,7 +112,9 @@ def _outputs(request: Request, arrays: Values) -> Values:
     for name in task.outputs:
         y = from_bits(arrays[name], task.dtypes[name])
         if y.ndim == 2:
-            assert (y[:, cols:] == POISON).all(), "elements past the end of a row are written"
+            assert task.part is not None
+            written = cols if task.part.first < task.part.total else 0
+            assert (y[:, written:] == POISON).all(), "elements past the end of a row are written"
             y = y[:, :cols]
         found[name] = y.reshape(request.layout.rows, -1)
     return found

@@ -226,7 +226,7 @@ def simulate(
         fields[params.FIELD_OF_POINTER[name]] = array.ctypes.data
     for name, number in numbers.items():
         fields[params.FIELD[name]] = struct.unpack("Q", struct.pack("d", number))[0]
-    for name, box in zip(params.SHARD_MAIL, shard_mail):
+    for name, box in zip(params.SHARD_MAIL[: len(shard_mail)], shard_mail, strict=True):
         fields[params.FIELD_OF_POINTER[name]] = box.ctypes.data
     fields[params.FIELD["tag"]] = tag
     words = {params.MAIL: source.team_mail_words(request), params.LOSS_MAIL: source.loss_mail_words(request)}

@@ -62,6 +62,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "kernels.cuda.merge": {"torch"},
     "kernels.cuda.multiply": {"torch"},
     "kernels.cuda.reduction": {"torch"},
+    "kernels.cuda.shard_mail": {"torch"},
     "bench.sharded": {"torch"},
     "bench.sharded.*": {"torch"},
     "cli.*": {"typer", "rich"},

@@ -30,7 +30,7 @@ def run_plain(operation: Operation, x: Any, dim: Any, keepdim: bool, out: Any, c
 def run(call: Call) -> Any:
     """The operation on a NumPy array."""
     _check(call)
-    operation, x, (dim, dtype, keepdim, _), options, _, _ = call
+    operation, x, (dim, dtype, keepdim, *_), options, _, _ = call
     x = x if dtype is None else x.astype(dtype)
     if options is None:
         return _result(operation, x, dim, keepdim)
@@ -57,7 +57,7 @@ def _result(operation: Operation, x: Any, dim: int, keepdim: bool) -> Any:
 
 def _check(call: Call) -> None:
     """Raise an error for arguments that NumPy arrays do not support."""
-    operation, x, (dim, dtype, _, choice), _, out, _ = call
+    operation, x, (dim, dtype, _, choice, _), _, out, _ = call
     name = operation.name
     if choice.backend not in (None, "eager") or choice.strategy not in (None, "row"):
         raise TypeError(

@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 import onlinesoftmax as osm
 import triton_interpreter
 from onlinesoftmax.core.processes import gathered
+from onlinesoftmax.distributed import peers
 
 sharded = osm.distributed
 
@@ -85,9 +86,19 @@ def _with_variables(rank: int, check: Callable[[Path], None], folder: Path, wher
     check(folder)
 
 
-def run(check: Callable[..., None], cuts: tuple[int, ...], folder: Path, backend: str = "gloo") -> None:
-    """Run check(first, end) in a process for each slice of the columns between two cuts."""
-    _start(_one, (check, cuts, str(folder / "store"), backend), len(cuts) - 1)
+def run(
+    check: Callable[..., None], cuts: tuple[int, ...], folder: Path, backend: str = "gloo", exchange: str = "collective"
+) -> None:
+    """Run check(first, end) in a process for each slice of the columns between two cuts.
+
+    Args:
+        check: The function.
+        cuts: The cuts.
+        folder: Where the processes find each other.
+        backend: Backend of the process group.
+        exchange: How calls exchange states if they do not say it; peer memory needs GPUs.
+    """
+    _start(_one, (check, cuts, str(folder / "store"), backend, exchange), len(cuts) - 1)
 
 
 def _start(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
@@ -98,7 +109,7 @@ def _start(function: Callable[..., None], arguments: tuple[Any, ...], size: int)
     mp.start_processes(function, arguments, nprocs=size, start_method=how)
 
 
-def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str, backend: str) -> None:
+def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str, backend: str, exchange: str) -> None:
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
         triton_interpreter.patch()
@@ -109,6 +120,8 @@ def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: st
         how |= {"timeout": timedelta(minutes=5), "device_id": torch.device("cuda", rank)}
     else:
         how["timeout"] = timedelta(seconds=20)
+    if exchange == "collective":
+        peers.MOST_PROCESSES = 1
     dist.init_process_group(backend, **how)
     check(cuts[rank], cuts[rank + 1])
     dist.destroy_process_group()

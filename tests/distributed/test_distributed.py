@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 import onlinesoftmax as osm
-from distributed import benchmark, dtensors, files, fsdp, gpus, passes, processes, usual
+from distributed import benchmark, dtensors, files, fsdp, gpus, passes, peer_memory, processes, usual
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -43,9 +43,24 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.mark.gpu
 @two_gpus
-def test_shards_on_two_gpus(tmp_path: Path) -> None:
-    """The same checks with NCCL."""
-    processes.run(gpus.everything, (0, 1, 2), tmp_path, "nccl")
+@pytest.mark.parametrize("exchange", ["collective", "peer_memory"])
+def test_shards_on_two_gpus(exchange: str, tmp_path: Path) -> None:
+    """The same checks with NCCL, and through peer memory."""
+    processes.run(gpus.everything, (0, 1, 2), tmp_path, "nccl", exchange)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("check", [peer_memory.everything, processes.everything, peer_memory.a_process_is_late])
+def test_peer_memory(check: Callable[..., None], tmp_path: Path) -> None:
+    """Two GPUs exchange states from kernel to kernel."""
+    processes.run(check, (0, 20, 37), tmp_path, "nccl", "peer_memory")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_peer_memory_of_four_gpus(tmp_path: Path) -> None:
+    processes.run(peer_memory.everything, (0, 7, 7, 8, 37), tmp_path, "nccl", "peer_memory")
 
 
 @pytest.mark.gpu

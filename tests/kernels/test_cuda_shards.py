@@ -11,8 +11,23 @@ import pytest
 
 from cuda_machine import COMPILER
 from cuda_shards import MAIL_WORDS, Shard, requests_of, run_shards, shards_of
-from cuda_targets import KERNELS, LOGPROB, LOGPROB_BACKWARD, LOSS, LOSS_BACKWARD, PIPELINE, SMOOTH, STREAM, UNIT, Ask
-from cuda_targets import a_task, expected, rounded, scores, some_values
+from cuda_targets import (
+    KERNELS,
+    LOGPROB,
+    LOGPROB_BACKWARD,
+    LOSS,
+    LOSS_BACKWARD,
+    PIPELINE,
+    SMOOTH,
+    STREAM,
+    UNIT,
+    Ask,
+    a_task,
+    expected,
+    rounded,
+    scores,
+    some_values,
+)
 from onlinesoftmax.core.arrays import namespace
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.reference import evaluate

@@ -67,7 +67,8 @@ class Part(NamedTuple):
     The kernels of all GPUs run at the same time, and exchange the states of their parts through mailboxes.
 
     Attributes:
-        first: Number of columns before this part.
+        first: Number of columns before this part.  If it is the number of all columns, the part has none, and the one
+            column of the call's tensors is neither read nor written.
         total: Number of columns of a whole row.
         process, processes: Number of this process, and how many there are: at most MOST_PROCESSES.
         mail: Name of the mailboxes.

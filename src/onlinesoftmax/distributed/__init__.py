@@ -48,8 +48,8 @@ Tensor = torch.Tensor
 
 def softmax(
     local: Tensor, dim: int = -1, group: Any = None, *, scale: float = 1.0, softcap: float | None = None,
-    mask: Tensor | None = None, shards: Shards | None = None, backend: str | None = None,
-    strategy: str | None = None,
+    mask: Tensor | None = None, shards: Shards | None = None, exchange: str | None = None,
+    backend: str | None = None, strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Softmax if the softmax dimension is sharded.
 
@@ -62,6 +62,9 @@ def softmax(
         softcap: Soft bound on the magnitude of scale * local: a positive number.
         mask: Boolean, broadcasts to the shape of `local`: False excludes an element.
         shards: Position of the local columns in the whole row, if the caller knows it: no shapes are exchanged.
+        exchange: How the states of rows travel.  "peer_memory": from kernel to kernel, which needs 2 to 8 GPUs of one
+            host and the CUDA kernels.  "collective": by a collective of the process group.  None: through peer memory
+            where that can be used.
         backend, strategy: Who computes the states and the gradients of the shard, as for `onlinesoftmax.softmax`.
 
     Returns:
@@ -71,8 +74,8 @@ def softmax(
     Raises:
         TypeError: an argument is of the wrong type.
         IndexError: dim is out of range.
-        ValueError: the processes have different rows or dtypes, `shards` does not fit `local`, or softcap is not
-            positive.
+        ValueError: the processes have different rows or dtypes, `shards` does not fit `local`, softcap is not
+            positive, or `exchange` is unknown or cannot be used.
         RuntimeError: no process group is initialised, this process is not part of the group, another process has
             ended, or the mask does not broadcast to `local`.
 
@@ -82,13 +85,14 @@ def softmax(
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     options = _checked("softmax", local, scale, softcap, mask)
-    return _softmax.softmax("softmax", local, dim, _call(options, group, backend, strategy, shards), logarithm=False)
+    call = _call(options, group, backend, strategy, shards, exchange)
+    return _softmax.softmax("softmax", local, dim, call, logarithm=False)
 
 
 def log_softmax(
     local: Tensor, dim: int = -1, group: Any = None, *, scale: float = 1.0, softcap: float | None = None,
-    mask: Tensor | None = None, shards: Shards | None = None, backend: str | None = None,
-    strategy: str | None = None,
+    mask: Tensor | None = None, shards: Shards | None = None, exchange: str | None = None,
+    backend: str | None = None, strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Log-softmax if the softmax dimension is sharded.  The arguments are those of `softmax`.
 
@@ -98,13 +102,14 @@ def log_softmax(
         tensor([[-0.6931, -0.6931]])
     """
     options = _checked("log_softmax", local, scale, softcap, mask)
-    return _softmax.softmax("log_softmax", local, dim, _call(options, group, backend, strategy, shards), logarithm=True)
+    call = _call(options, group, backend, strategy, shards, exchange)
+    return _softmax.softmax("log_softmax", local, dim, call, logarithm=True)
 
 
 def logsumexp(
     local: Tensor, dim: int = -1, keepdim: bool = False, group: Any = None, *, scale: float = 1.0,
-    softcap: float | None = None, mask: Tensor | None = None, shards: Shards | None = None, backend: str | None = None,
-    strategy: str | None = None,
+    softcap: float | None = None, mask: Tensor | None = None, shards: Shards | None = None, exchange: str | None = None,
+    backend: str | None = None, strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Logsumexp if the softmax dimension is sharded: the same on every process.
 
@@ -117,14 +122,14 @@ def logsumexp(
         tensor([1.3863, 1.3863])
     """
     options = _checked("logsumexp", local, scale, softcap, mask)
-    return losses.logsumexp(local, dim, keepdim, _call(options, group, backend, strategy, shards))
+    return losses.logsumexp(local, dim, keepdim, _call(options, group, backend, strategy, shards, exchange))
 
 
 def cross_entropy(
     local: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0, group: Any = None, *, z_loss: float = 0.0, scale: float = 1.0,
-    softcap: float | None = None, shards: Shards | None = None, backend: str | None = None,
-    strategy: str | None = None,
+    softcap: float | None = None, shards: Shards | None = None, exchange: str | None = None,
+    backend: str | None = None, strategy: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy if the softmax dimension, that of the classes, is sharded: the same loss on every process.
 
@@ -134,7 +139,7 @@ def cross_entropy(
         weight: A factor for each class of all processes, of shape (C), the same on every process.
         ignore_index, reduction, label_smoothing, z_loss, scale, softcap: As for `onlinesoftmax.cross_entropy`.
         group: Process group; the default group if None.
-        shards, backend, strategy: As for `softmax`.
+        shards, exchange, backend, strategy: As for `softmax`.
 
     Returns:
         The loss in the dtype of `local`, or in float32 under autocast: a scalar, or with "none" in the shape of the
@@ -152,7 +157,7 @@ def cross_entropy(
         tensor(1.3863)
     """
     given = Given(local, None, target, weight)
-    arguments = ignore_index, reduction, label_smoothing, z_loss, scale, softcap, backend, strategy
+    arguments = ignore_index, reduction, label_smoothing, z_loss, scale, softcap, exchange, backend, strategy
     key, found = usual.look_up("cross_entropy", given, arguments, shards, group)
     if found is not None:
         return found[0]
@@ -160,14 +165,14 @@ def cross_entropy(
     loss = Loss(Settings(1), ignore_index, reduction, label_smoothing, z_loss, options)
     numbers = checked_numbers(loss)
     # A tensor among the numbers may change its value, so it is no part of a key.
-    call = _call(options, group, backend, strategy, shards)._replace(key=key if numbers is loss else ())
+    call = _call(options, group, backend, strategy, shards, exchange)._replace(key=key if numbers is loss else ())
     return losses.cross_entropy(local, target, weight, numbers, call)
 
 
 def token_logprobs(
     local: Tensor, index: Tensor, dim: int = -1, group: Any = None, *, scale: float = 1.0,
     softcap: float | None = None, mask: Tensor | None = None, entropy: bool = True, shards: Shards | None = None,
-    backend: str | None = None, strategy: str | None = None,
+    exchange: str | None = None, backend: str | None = None, strategy: str | None = None,
 ) -> Any:  # fmt: skip
     """Log-probability of the chosen token, entropy and logsumexp if the softmax dimension is sharded.
 
@@ -176,7 +181,7 @@ def token_logprobs(
         index: The chosen token of each row, counted over all processes; the same on every process.
         dim, group, scale, softcap, mask: As for `softmax`; the mask is that of the local tokens.
         entropy: Compute the entropy too.
-        shards, backend, strategy: As for `softmax`.
+        shards, exchange, backend, strategy: As for `softmax`.
 
     Returns:
         The named tuple (logprob, entropy, lse) of `onlinesoftmax.token_logprobs`, the same on every process.
@@ -187,12 +192,12 @@ def token_logprobs(
         tensor([-1.3863])
     """
     given = Given(local, mask, index, None)
-    arguments = dim, scale, softcap, entropy, backend, strategy
+    arguments = dim, scale, softcap, entropy, exchange, backend, strategy
     key, found = usual.look_up("token_logprobs", given, arguments, shards, group)
     if found is not None:
         return losses.named(found)
     options = _checked("token_logprobs", local, scale, softcap, mask)
-    call = _call(options, group, backend, strategy, shards)
+    call = _call(options, group, backend, strategy, shards, exchange)
     return losses.token_logprobs(local, index, dim, entropy, call._replace(key=key))
 
 
@@ -213,9 +218,10 @@ def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> Scor
 
 
 def _call(
-    options: ScoreOptions | None, group: Any, backend: str | None, strategy: str | None, shards: Shards | None
-) -> Sharded:
-    return Sharded((group_or_default(group),), options or PLAIN, Choice(backend, strategy), shards)
+    options: ScoreOptions | None, group: Any, backend: str | None, strategy: str | None, shards: Shards | None,
+    exchange: str | None,
+) -> Sharded:  # fmt: skip
+    return Sharded((group_or_default(group),), options or PLAIN, Choice(backend, strategy), shards, exchange=exchange)
 
 
 @contextmanager

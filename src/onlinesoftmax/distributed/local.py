@@ -37,6 +37,7 @@ class Sharded(NamedTuple):
         choice: What the caller forces of the local plan.
         shards: The local columns as the caller gives them; None where an exchange finds them.
         key: Key of the call among the usual ones (usual.py); () where it has none.
+        exchange: How the caller wants states to be exchanged (peers.py); None for either way.
     """
 
     groups: tuple[Any, ...]
@@ -44,6 +45,7 @@ class Sharded(NamedTuple):
     choice: Choice = ANY
     shards: Shards | None = None
     key: tuple[Any, ...] = ()
+    exchange: str | None = None
 
 
 class Shard(NamedTuple):

@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 
+from ..core.call import Call, Settings
+from ..core.operations import OPERATIONS
 from ..core.processes import gathered
-from ..torch import eager
+from ..core.task import Part
+from ..torch import autograd, eager
 from ..torch.check import check_first_derivative, checked_dim
 from ..torch.gradients import accumulator_of
 from .local import Shard, Sharded, autocast_dtype, probabilities, runs_kernels, states
+from .peers import part_of, with_a_column
 from .rows import RowStates, merge
-from .shards import shards_of
+from .shards import Shards, shards_of
 
 Tensor = torch.Tensor
 
@@ -101,11 +105,25 @@ def _pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -> Tensor:
     """Softmax or log-softmax of the local shard of each row."""
     dim = checked_dim(name, dim, x.dim())
-    # A softmax does not need the position of its columns: this call only checks that the shards form whole rows.
-    shards_of(name, x, dim, call.groups, call.shards)
+    # With a collective, softmax needs no position: the call then only checks that the shards form whole rows.
+    shards = shards_of(name, x, dim, call.groups, call.shards)
     dtype = autocast_dtype(name, x)
+    part = _part(x, dim, shards, call)
+    if part is not None:
+        settings = Settings(dim, dtype, choice=call.choice, part=part)
+        options = call.options if x.shape[dim] else call.options._replace(mask=None)
+        local = Call(OPERATIONS[name], with_a_column(x, dim), settings, None if options.plain else options)
+        return autograd.apply(local).narrow(dim, 0, x.shape[dim])
     x = x.to(torch.promote_types(x.dtype, dtype))
     scores = call.options._replace(zero=False)
     z = x if scores.plain else eager.scores_of(x, dim, scores, accumulator_of(x.dtype, x.dtype))[0]
     y: Tensor = Softmax.apply(z, dim, call, logarithm)
     return y.to(dtype)
+
+
+def _part(x: Tensor, dim: int, shards: Shards, call: Sharded) -> Part | None:
+    """The position of the shard for kernels that exchange states through peer memory; None for a collective."""
+    # A bias that is broadcast along the row, and a scale that is a tensor, have gradients that sum over the whole row.
+    tensors = call.options.bias is not None or isinstance(call.options.scale, Tensor)
+    backend = "eager" if tensors and call.exchange is None else call.choice.backend
+    return part_of(call.groups, x, dim, shards.first, shards.total, call.exchange, backend)

@@ -38,7 +38,7 @@ class StatisticsWanted(NamedTuple):
 
     def shard(self, x: Tensor, mask: Tensor | None, target: Tensor, weight: Tensor | None) -> Shard:
         """The local part with its tensors."""
-        _, options, choice, _, _ = self.call
+        _, options, choice, *_ = self.call
         return Shard(x, self.dim, options._replace(mask=mask), target, weight, choice)
 
     def no_class(self, target: Tensor) -> Tensor:

@@ -22,11 +22,13 @@ from ..torch.ops import PLAIN_TYPES
 from ..torch.reductions import backend_for, may_count
 from .launches import Given, Launches, SavedForShards, ShardedKind
 from .local import Sharded
+from .peer_launches import PeerLaunches
+from .peers import known_mail, part_of, with_a_column
 from .shards import Shards
 
 Tensor = torch.Tensor
 
-LAUNCHES: dict[tuple[Any, ...], Launches] = new_cache()
+LAUNCHES: dict[tuple[Any, ...], Launches | PeerLaunches] = new_cache()
 """The launches of usual calls by `key_of`."""
 
 
@@ -47,7 +49,8 @@ def look_up(
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return (), None
     group = group_or_default(group)
-    key = key_of(given, (name, arguments, shards, group.size()))
+    mail = known_mail(group) if getattr(given.x, "is_cuda", False) else ""
+    key = key_of(given, (name, arguments, shards, group.size(), mail))
     try:
         launches = LAUNCHES.get(key) if key else None
     except TypeError:
@@ -97,14 +100,28 @@ def run_if_possible(kind: ShardedKind, given: Given, call: Sharded) -> tuple[Ten
     given = Given(given.x.resolve_neg(), given.mask, given.target.contiguous(), weight)
     if not _is_usual(kind, given):
         return None
-    groups = call.groups
+    groups, (first, _, total) = call.groups, kind.shards
+    part = part_of(groups, given.x, kind.dim, first, total, call.exchange, kind.choice.backend)
     processes = math.prod(group.size() for group in groups)
-    key = call.key or key_of(given, (kind, processes))
+    # The key of the public function ends its arguments with the mailboxes that were known before this call.
+    known = part is None or (call.key and call.key[0][-1] == part.mail)
+    key = (known and call.key) or key_of(given, (kind, processes, part))
     launches = LAUNCHES.get(key)
     if launches is None:
         with_gradient = given.x.requires_grad and torch.is_grad_enabled()
-        launches = keep(LAUNCHES, key, Launches(kind, given, processes, with_gradient))
+        launches = keep(
+            LAUNCHES, key,
+            Launches(kind, given, processes, with_gradient) if part is None
+            else PeerLaunches(kind, _with_a_column(given, kind.dim), part, with_gradient),
+        )  # fmt: skip
     return _run(launches, given, groups)
+
+
+def _with_a_column(given: Given, dim: int) -> Given:
+    """The tensors of a call; a shard without columns gets one (peers.py)."""
+    if given.x.shape[dim]:
+        return given
+    return given._replace(x=with_a_column(given.x, dim), mask=None)
 
 
 def _is_usual(kind: ShardedKind, given: Given) -> bool:
@@ -124,7 +141,9 @@ def _is_usual(kind: ShardedKind, given: Given) -> bool:
     return smooth and (weight is None or weight.dtype in DTYPES) and may_count(target, weight, loss)
 
 
-def _run(launches: Launches, given: Given, groups: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def _run(launches: Launches | PeerLaunches, given: Given, groups: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    if isinstance(launches, PeerLaunches):
+        return launches(_with_a_column(given, launches.dim))
     if not launches.with_gradient:
         return launches.forward(given, groups)[0]
     # The other tensors travel in a tuple, so that autograd need not look at them.

@@ -108,7 +108,7 @@ def _call(operation: Operation, arguments: tuple[Any, ...]) -> Call:
 
 def _fake(call: Call, outputs: tuple[str, ...]) -> list[Tensor]:
     """Empty tensors of the shapes and dtypes of a call's outputs."""
-    x, (dim, dtype, keepdim, _), result = call.x, call.settings, call.operation.result
+    x, (dim, dtype, keepdim, *_), result = call.x, call.settings, call.operation.result
     axis, names = dim % max(x.dim(), 1), (DTYPE_NAMES[x.dtype], DTYPE_NAMES[dtype or x.dtype])
     return [
         x.new_empty(

@@ -40,7 +40,7 @@ def call(operation: Operation, x: Any, settings: Settings, out: Any) -> Any:
 
 def call_on_scores(call: Call) -> Any:
     """The operation on the scores of a call, computed in float32 or wider and rounded once."""
-    operation, x, (dim, dtype, keepdim, choice), _, _, _ = call
+    operation, x, (dim, dtype, keepdim, choice, _), _, _, _ = call
     dtype = dtype or x.dtype
     z, fully_masked_rows = scores_of(x, dim, call.scores, dtype)
     # A tensor without dimensions, and a call that reduces none, have no rows beside each other.  A row without elements

@@ -17,6 +17,7 @@ from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions, causal_mask, softcap_slope
 from . import eager, ops
+from .check import check_first_derivative
 from .prepare import aligned, run
 
 Tensor = torch.Tensor
@@ -176,6 +177,9 @@ def gradients(
     """
     if not (wanted.x or wanted.bias or wanted.scale):
         return None, None, None
+    if call.settings.part is not None:
+        # PyTorch's operations would take the shard for a whole row.
+        check_first_derivative("the gradient of a softmax of sharded rows")
     if kernel is not None and not wanted.bias and not wanted.scale:
         return kernel(call, kept, dy, wanted.dtype, True), None, None
     options = call.scores

@@ -127,7 +127,18 @@ def _reduced(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, small
     if factor_of is None:
         rows = _rows(x, target, weight, loss, ("loss",))
         return lambda x, target, weight: total(rows(x, target, weight), target, weight, None)
-    rows = _rows(x, target, weight, loss, ("loss", "y"))
+    return reduced_with_gradient(_rows(x, target, weight, loss, ("loss", "y")), small)
+
+
+def reduced_with_gradient(rows: Callable[..., Any], small: Reducer) -> Run:
+    """A loss that is reduced to a scalar by small kernels before and after the loss kernel, which writes the gradient.
+
+    Args:
+        rows: The function (x, target, weight, factor) that launches the loss kernel and returns (losses, gradient).
+        small: The other launches.
+    """
+    factor_of, total = small
+    assert factor_of is not None
 
     def run(x: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         factor = factor_of(target, weight)

@@ -37,13 +37,21 @@ class Reducer(NamedTuple):
     total: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
-def reducer(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> Reducer | None:
-    """The launches for a loss with the reduction "mean" or "sum"; None where PyTorch's operations must do it."""
+def reducer(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool, classes: int | None = None
+) -> Reducer | None:
+    """The launches for a loss with the reduction "mean" or "sum"; None where PyTorch's operations must do it.
+
+    Args:
+        x, target, weight, loss: The arguments of the call.
+        with_gradient: True where the loss kernel writes the gradient, and needs the factor of it.
+        classes: Number of classes of whole rows; None if x has all of them.
+    """
     backend, mean, result = backend_for(x), loss.reduction == "mean", loss.settings.dtype
     if backend is None or (mean and not may_count(target, weight, loss)):
         return None
     wide = accumulator_of(x.dtype, x.dtype)
-    adds, counts = _reductions(x, target, weight, loss, x.shape[loss.dim])
+    adds, counts = _reductions(x, target, weight, loss, classes or x.shape[loss.dim])
     if not with_gradient:
         return Reducer(
             None, _total(_prepared(backend, counts, x.device, _alignments(target, weight)), result, x.device)

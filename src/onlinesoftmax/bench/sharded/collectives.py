@@ -1,4 +1,7 @@
-"""The collectives of one call, counted where PyTorch dispatches them, in forward and backward."""
+"""The exchanges of one call, in forward and backward.
+
+Collectives are counted where PyTorch dispatches them, and messages through peer memory where kernels are launched.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...kernels.cuda.shard_mail import MAIL
 
 SENT = {
     "_allgather_base_": 1, "allgather_": 1, "allgather_into_tensor_coalesced_": 1, "allreduce_": 0, "broadcast_": 0,
@@ -25,25 +30,34 @@ NO_DATA = ("barrier", "wait_tensor", "_wrap_tensor_autograd")
 
 
 class Collectives(NamedTuple):
-    """The collectives of one call on this process.
+    """The exchanges of one call on this process.
 
     Attributes:
         number: Number of collectives.
-        sent_bytes: Bytes of the tensors that this process gives to them.
+        sent_bytes: Bytes of the tensors that this process gives to them, and of its messages to each other process.
+        by_peer_memory: True where kernels sent messages.
         unknown: Operators that communicate and are not in the table SENT; they are not counted.
     """
 
     number: int
     sent_bytes: int
+    by_peer_memory: bool
     unknown: tuple[str, ...]
 
 
 def collectives_of(call: Callable[[], Any]) -> Collectives:
-    """Run a call and count its collectives."""
-    counter = _Counter()
+    """Run a call and count its exchanges."""
+    counter, before = _Counter(), _message_bytes()
     with counter:
         call()
-    return Collectives(len(counter.sent), sum(counter.sent), tuple(dict.fromkeys(counter.unknown)))
+    messages = _message_bytes() - before
+    unknown = tuple(dict.fromkeys(counter.unknown))
+    return Collectives(len(counter.sent), sum(counter.sent) + messages, messages > 0, unknown)
+
+
+def _message_bytes() -> int:
+    """Bytes that this process has sent to each other process through peer memory."""
+    return 8 * sum(mail.sent for mail in MAIL.values())
 
 
 class _Counter(TorchDispatchMode):

@@ -45,13 +45,19 @@ class Member(Peer):
 
 
 class OursSharded(Member):
-    """Our functions in `onlinesoftmax.distributed`, which are told where the columns of the process are."""
+    """Our functions in `onlinesoftmax.distributed`, which are told where the columns of the process are.
+
+    Attributes:
+        exchange: The argument of this name; None where our functions choose.
+    """
 
     name, ours = "ours", True
 
+    exchange: str | None = None
+
     def __init__(self, team: Team, backend: str | None = None, strategy: str | None = None) -> None:
         super().__init__(team)
-        forced = {"backend": backend, "strategy": strategy}
+        forced = {"backend": backend, "strategy": strategy, "exchange": self.exchange}
         self._forced = {name: value for name, value in forced.items() if value is not None}
 
     def prepare(self, case: Case) -> Function:
@@ -60,6 +66,12 @@ class OursSharded(Member):
             "group": self.team.group, "shards": self.team.shards(case), **self._forced
         })  # fmt: skip
         return losses.with_gradient(case, forward) if case.with_gradient else forward
+
+
+class OursByCollective(OursSharded):
+    """The same functions, which exchange states by a collective, also where peer memory could be used."""
+
+    name, exchange = "collective", "collective"
 
 
 class OursWhole(Member):
@@ -190,5 +202,7 @@ def _called(case: Case, module: Any, given: dict[str, Any]) -> Function:
     return lambda x: function(x, dim, **given)
 
 
-PEERS: dict[str, type[Member]] = {peer.name: peer for peer in (OursOnDTensors, LossParallel, AllGather, OursWhole)}
-"""The peers by name on the command line; `dtensor` and `one-process` are our own functions, called in another way."""
+PEERS: dict[str, type[Member]] = {
+    peer.name: peer for peer in (OursByCollective, OursOnDTensors, LossParallel, AllGather, OursWhole)
+}
+"""The peers by name on the command line; `collective`, `dtensor` and `one-process` are our own functions."""

@@ -33,7 +33,8 @@ class ShardedResult(Result):
     Attributes:
         host_us: Microseconds until the call returns to the host; None on a CPU.
         collectives: Number of collectives of a call.
-        sent_row_bytes: Bytes that a process gives to the collectives of a call, per row; the most of any process.
+        sent_row_bytes: Bytes per row that a process gives to the collectives of a call, or sends to each other process
+            through peer memory; the most of any process.
         formula_row_bytes: The same by the formula of the documentation; None where the peer has none.
     """
 
@@ -71,15 +72,26 @@ class ShardedCaseResult(CaseResult):
         return {**super().as_dict(), **more, "within_cpu_bound": None}
 
 
-def row_bytes(case: Case) -> int:
-    """Bytes per row that a process of ours gives to the collectives of a call, by the formula of docs/distributed.md.
+def row_bytes(case: Case, by_peer_memory: bool = False) -> int:
+    """Bytes per row that a process of ours sends in a call, by the formulas of docs/distributed.md.
 
-    Forward sends numbers of the accumulator's dtype: m and l; the score of the target for a result per row; the sum for
-    the entropy.  Backward of an operation with a result per element sends one float64 number.
+    In a collective, forward sends numbers of the accumulator's dtype: m and l; the score of the target for a result per
+    row; the sum for the entropy.  Backward of an operation with a result per element sends one float64 number.
+
+    Through peer memory, 32 bits of the same numbers travel in 64 bits, and sums of 32-bit logits have 64 bits.
 
     >>> row_bytes(Case("softmax", (4, 8), 1, "bfloat16")), row_bytes(Case("token_logprobs", (4, 8), 1, "float64"))
     (8, 32)
+    >>> row_bytes(Case("softmax", (4, 8), 1, "bfloat16"), True), row_bytes(Case("softmax", (4, 8), 1, "float32"), True)
+    (16, 24)
     """
+    if by_peer_memory:
+        m = 2 if case.dtype == "float64" else 1
+        entropy = "entropy" in STATISTICS.get(case.operation, ())
+        a_sum = 2 * m if case.dtype in ("float32", "float64") or entropy else 1
+        forward = m + (1 + entropy) * a_sum + m * case.declaration.has_target
+        backward = (m + a_sum) * (case.with_gradient and not case.declaration.per_row)
+        return 8 * (forward + backward)
     numbers = 2 + case.declaration.per_row + len(STATISTICS.get(case.operation, ()))
     backward = case.with_gradient and not case.declaration.per_row
     return numbers * (8 if case.dtype == "float64" else 4) + 8 * backward

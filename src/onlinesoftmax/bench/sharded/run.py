@@ -97,7 +97,7 @@ def _checked(case: Case, peer: Member, judges: Sequence[_Judge], device: Any) ->
         extra = extra_bytes(lambda: _parts(case, peer, call()), device)
     except Exception as error:  # whatever another library raises is its refusal, not our crash
         return _refusal(peer, error), lambda: None
-    formula = row_bytes(case) if peer.ours and not peer.whole else None
+    formula = row_bytes(case, exchanged.by_peer_memory) if peer.ours and not peer.whole else None
     uncounted = f"not counted: {', '.join(exchanged.unknown)}" if exchanged.unknown else ""
     return replace(
         result, extra_bytes=extra, collectives=exchanged.number, sent_row_bytes=exchanged.sent_bytes / case.rows,

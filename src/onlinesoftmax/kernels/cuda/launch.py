@@ -18,6 +18,7 @@ from .source import (
     blocks,
     kernel_name,
     loss_mail_words,
+    shard_message_words,
     shared_memory,
     sizes_of,
     source,
@@ -46,6 +47,7 @@ def bind(request: Request) -> Run:
     part = request.task.part
     # A gradient that is given the states of whole rows exchanges nothing.
     shards = part.mail if part is not None and request.operation.reduces else None
+    shard_words = request.layout.rows * part.processes * shard_message_words(request) if part and shards else 0
     has_other_fields = bool(tensors or numbers or mail or shards)
     launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
 
@@ -78,9 +80,9 @@ def bind(request: Request) -> Run:
                     else _default_stream_words(field, count, EMPTY, index)
                 )
             if shards is not None:
-                of_shards = shard_mail.MAIL[shards]
-                fields[_FIRST_SHARD : _FIRST_SHARD + len(SHARD_MAIL)], fields[_TAG] = of_shards.next_launch(stream, index)
-                fields[_TIMEOUT] = of_shards.timeout
+                boxes = shard_mail.MAIL[shards]
+                fields[_FIRST_SHARD:_AFTER_SHARDS], fields[_TAG] = boxes.next_launch(shard_words, stream, index)
+                fields[_TIMEOUT] = boxes.timeout
         status = launch(*call.addresses)
         if status:
             status = driver.retry_with_context(status, call.addresses, index)
@@ -90,7 +92,7 @@ def bind(request: Request) -> Run:
     return run
 
 
-_FIRST_SHARD = FIELD_OF_POINTER[SHARD_MAIL[0]]
+_FIRST_SHARD, _AFTER_SHARDS = FIELD_OF_POINTER[SHARD_MAIL[0]], FIELD_OF_POINTER[SHARD_MAIL[-1]] + 1
 _TAG, _TIMEOUT = FIELD["tag"], FIELD["timeout"]
 
 

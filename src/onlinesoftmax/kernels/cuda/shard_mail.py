@@ -21,27 +21,41 @@ class ShardMail:
 
     Args:
         addresses: For each process, the address of its mailboxes, which are zeros.
-        words: Number of 64-bit words of one process's mailboxes.
+        words: Number of 64-bit words of one process's mailboxes, of both sets together.
         timeout: Seconds for which a kernel waits for a message.
-        memory: What keeps the mailboxes alive.
+        memory: The objects that keep the mailboxes alive.
+
+    Attributes:
+        words: Number of 64-bit words of one process's mailboxes, in each of the two sets.
+        timeout: Nanoseconds for which a kernel waits for a message.
+        sent: Number of 64-bit words that this process has sent to each process.
     """
 
     def __init__(self, addresses: list[int], words: int, timeout: float, memory: Any) -> None:
         self.words = words // 2
         self.timeout = int(timeout * 1e9)
         self._memory = memory
-        absent = (0,) * (MOST_PROCESSES - len(addresses))
+        absent = [0] * (MOST_PROCESSES - len(addresses))
         # Successive launches use two sets of mailboxes in turn.
-        self._sets = tuple(tuple(a + 8 * self.words * i for a in addresses) + absent for i in (0, 1))
-        self._launches = 0
+        self._sets: tuple[list[Any], ...] = tuple([a + 8 * self.words * i for a in addresses] + absent for i in (0, 1))
+        self._launches = self.sent = 0
+        self._processes = len(addresses)
         self._stream: int | None = None
 
-    def next_launch(self, stream: int, index: int) -> tuple[tuple[int, ...], int]:
+    def next_launch(self, words: int, stream: int, index: int) -> tuple[list[Any], int]:
         """(the address of each process's mailboxes, the tag of the messages) for the next launch.
 
-        All processes make the same launches in the same order.  Kernels on several streams must not use the mailboxes at
-        the same time, so a launch on another stream than that of the launch before waits for that stream.
+        All processes make the same launches in the same order.  Kernels on several streams must not use the mailboxes
+        at the same time, so a launch on another stream than that of the launch before waits for that stream.
+
+        Args:
+            words: Number of 64-bit words that each process receives.
+            stream: The stream of the launch, as PyTorch's raw handle.
+            index: Number of the device.
         """
+        if words > self.words:
+            raise RuntimeError(f"the messages of a launch have {words} words, and the mailboxes {self.words}")
+        self.sent += words // self._processes
         if stream != self._stream:
             if self._stream is not None:
                 before = torch.cuda.ExternalStream(self._stream, device=index)

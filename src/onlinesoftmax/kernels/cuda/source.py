@@ -147,7 +147,7 @@ def sizes_of(request: Request) -> dict[str, int]:
     layout, part = request.layout, request.task.part
     return {
         "rows": layout.rows,
-        "cols": layout.cols,
+        "cols": 0 if part and part.first == part.total else layout.cols,
         "diagonal": request.task.diagonal or 0,
         "slice": slice_length(request),
         "shared_tiles": request.plan.threads.shared,
@@ -248,9 +248,22 @@ def message_packets(request: Request) -> int:
 
     A packet has three words of 32 bits besides its tag.
     """
-    words = {"float": 1, "double": 2, "DoubleDouble": 4}
-    m = words[CPP_TYPES[request.task.accumulator]]
-    return -(-(m + sum_count(request) * words[_sum_type(request)]) // 3)
+    return -(-_state_words(request) // 3)
+
+
+_WORDS = {"float": 1, "double": 2, "DoubleDouble": 4}
+"""Words of 32 bits of a number, by its C++ type."""
+
+
+def _state_words(request: Request) -> int:
+    """Words of 32 bits of a state."""
+    return _WORDS[CPP_TYPES[request.task.accumulator]] + sum_count(request) * _WORDS[_sum_type(request)]
+
+
+def shard_message_words(request: Request) -> int:
+    """64-bit words of the message by which a process tells another the state of its part of a row (shards.cuh)."""
+    score = _WORDS[CPP_TYPES[request.task.accumulator]] if request.operation.has_target else 0
+    return _state_words(request) + score
 
 
 SLOTS = 4

@@ -1,0 +1,209 @@
+"""Peer memory: mailboxes through which the kernels of several GPUs of one host exchange the states of rows.
+
+A GPU writes to the memory of another one through NVLink.  So one kernel reads a shard, exchanges the states, and writes
+its results, without a collective and while the row is still on chip (kernels/cuda/shards.cuh).
+
+Only properties that are the same on every process decide whether a call does this, because the kernels of all processes
+wait for each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.processes import device_of_small_exchanges, gathered
+from ..core.task import ITEMSIZE, MOST_PROCESSES, Part
+from ..kernels import registry
+from ..torch.dispatch import DTYPES
+from ..torch.prepare import DTYPE_NAMES
+
+Tensor = torch.Tensor
+
+PEER_MEMORY, COLLECTIVE = "peer_memory", "collective"
+"""Values of the argument `exchange` of the public functions."""
+
+MESSAGE_WORDS = {4: 6, 8: 12}
+"""Most 64-bit words of a message, by the bytes of a number of the state: m, two sums of twice the bytes, a score."""
+
+SETS = 2
+"""Sets of mailboxes, which launches use in turn."""
+
+LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
+"""Bytes of the mailboxes of a process: the smallest, and the largest; calls with more rows use a collective."""
+
+
+class Peers(NamedTuple):
+    """The mailboxes of one process group, as this process knows them.
+
+    Attributes:
+        group: The process group.
+        reason: Why its GPUs cannot use peer memory; empty if they can.
+        mail: Name of the mailboxes; empty before the first call.
+        bytes: Bytes of the mailboxes of each process.
+    """
+
+    group: Any
+    reason: str
+    mail: str = ""
+    bytes: int = 0
+
+
+_PEERS: dict[str, Peers] = {}
+"""What was found out about each group, by its name."""
+
+
+def part_of(
+    groups: tuple[Any, ...], x: Tensor, dim: int, first: int, total: int, exchange: str | None, backend: str | None
+) -> Part | None:
+    """The position of a shard for kernels that exchange states through peer memory; None for a collective.
+
+    Args:
+        groups: Process groups over which the softmax dimension is sharded.
+        x: The shard.
+        dim: The softmax dimension.
+        first, total: Number of columns before the shard, and of whole rows.
+        exchange: What the caller asks for: PEER_MEMORY, COLLECTIVE, or None for either.
+        backend: The backend that the caller asks for, or None.
+
+    Raises:
+        ValueError: `exchange` is unknown, or peer memory is asked for and cannot be used.
+    """
+    if exchange not in (None, PEER_MEMORY, COLLECTIVE):
+        raise ValueError(f"exchange must be {PEER_MEMORY!r}, {COLLECTIVE!r} or None, got {exchange!r}")
+    if exchange == COLLECTIVE:
+        return None
+    rows = math.prod(x.shape[:dim]) * math.prod(x.shape[dim + 1 :])
+    reason = _why_not(groups, x, rows, total, backend)
+    if not reason:
+        (group,) = groups
+        peers = _peers(group, x.device, rows * group.size() * _message_bytes(x) * SETS)
+        reason = peers.reason
+    if reason:
+        if exchange == PEER_MEMORY:
+            raise ValueError(f"exchange={PEER_MEMORY!r} cannot be used: {reason}")
+        return None
+    return Part(first if x.shape[dim] else total, total, group.rank(), group.size(), peers.mail)
+
+
+def known_mail(group: Any) -> str:
+    """Name of the mailboxes of a group for a repeated call; empty where it has none, or a CUDA graph is captured."""
+    found = _PEERS.get(group.group_name)
+    if found is None or found.group is not group or torch.cuda.is_current_stream_capturing():
+        return ""
+    return found.mail
+
+
+def with_a_column(x: Tensor, dim: int) -> Tensor:
+    """A shard that is not empty: one without columns gets a column, which kernels neither read nor write (`Part`)."""
+    if x.shape[dim]:
+        return x
+    return torch.cat([x, x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])], dim)
+
+
+def _message_bytes(x: Tensor) -> int:
+    return 8 * MESSAGE_WORDS[max(4, ITEMSIZE[DTYPE_NAMES[x.dtype]])]
+
+
+def _why_not(groups: tuple[Any, ...], x: Tensor, rows: int, total: int, backend: str | None) -> str:
+    """Why a call cannot use peer memory, whatever its group; empty if it can.  The same on every process."""
+    if torch.compiler.is_compiling():
+        return "torch.compile traces the collective"
+    if not x.is_cuda:
+        return "the shard is not on a GPU"
+    if backend not in (None, "cuda"):
+        return f"only CUDA kernels exchange states with other GPUs, and backend is {backend!r}"
+    if x.dtype not in DTYPES:
+        return f"the dtype is {x.dtype}"
+    if not rows or not total:
+        return "there are no rows or no columns"
+    if len(groups) > 1:
+        return "several process groups share the softmax dimension"
+    size = groups[0].size()
+    if not 1 < size <= MOST_PROCESSES:
+        return f"the group has {size} process{'es' if size > 1 else ''}, not 2 to {MOST_PROCESSES}"
+    if rows * size * _message_bytes(x) * SETS > MOST_BYTES:
+        return f"the messages of {rows} rows take more than {MOST_BYTES >> 20} MiB"
+    if torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is captured, and a replay must not use mailboxes that other launches use"
+    return ""
+
+
+def _peers(group: Any, device: torch.device, size: int) -> Peers:
+    """The mailboxes of a group, with at least `size` bytes for each process.
+
+    All processes make them together, in the first call and in a call that needs more.
+    """
+    found = _PEERS.get(group.group_name)
+    if found is None or found.group is not group:
+        found = _PEERS[group.group_name] = Peers(group, _why_not_reached(group, device))
+    if not found.reason and found.bytes < size:
+        found = _PEERS[group.group_name] = _made(group, device, max(LEAST_BYTES, 1 << (size - 1).bit_length()))
+    return found
+
+
+def _why_not_reached(group: Any, device: torch.device) -> str:
+    """Why the GPUs of a group cannot reach each other's memory; empty if they can.  The same on every process."""
+    here = registry.unavailable("cuda") or ""
+    properties = torch.cuda.get_device_properties(device)
+    host = f"{socket.gethostname()} {_boot_id()}"
+    told = [not here, _number(host), _number(str(properties.uuid))]
+    message = torch.tensor(told, dtype=torch.int64, device=device_of_small_exchanges(group, device))
+    each = gathered(message, group).tolist()
+    if not all(can for can, _, _ in each):
+        return here or "the CUDA kernels cannot run on another process"
+    if len({host for _, host, _ in each}) > 1:
+        return "the processes run on several hosts"
+    if len({gpu for _, _, gpu in each}) < len(each):
+        return "several processes share a GPU"
+    return ""
+
+
+def _boot_id() -> str:
+    """A number that containers of one host share, and two hosts of one name do not."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _number(text: str) -> int:
+    """A 63-bit number for a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _made(group: Any, device: torch.device, size: int) -> Peers:
+    """New mailboxes of so many bytes in the memory of each process, filled with zeros."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    from ..kernels.cuda.shard_mail import MAIL, ShardMail
+
+    reason, handle = "", None
+    try:
+        memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+        memory.zero_()
+        # Another process may write as soon as it has the address.
+        torch.cuda.synchronize(device)
+        handle = symmetric.rendezvous(memory, group.group_name)
+    except RuntimeError as error:
+        reason = f"PyTorch's symmetric memory failed: {error}"
+    failed = torch.tensor([bool(reason)], device=device_of_small_exchanges(group, device))
+    if gathered(failed, group).any():
+        return Peers(group, reason or "PyTorch's symmetric memory failed on another process")
+    assert handle is not None
+    name = f"{group.group_name} {len(MAIL)}"
+    MAIL[name] = ShardMail(list(handle.buffer_ptrs), size // 8, _timeout(group, device), (memory, handle))
+    return Peers(group, "", name, size)
+
+
+def _timeout(group: Any, device: torch.device) -> float:
+    """Seconds for which the collectives of a group wait."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", None) or timedelta(minutes=10)
+    return timeout.total_seconds()

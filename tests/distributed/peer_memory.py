@@ -1,0 +1,248 @@
+"""Sharded rows whose GPUs exchange states through peer memory, in real processes on GPUs.
+
+tests/kernels/test_cuda_shards.py runs the same kernels without a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import onlinesoftmax as osm
+from distributed.processes import close, device, random, same_everywhere
+from onlinesoftmax.distributed import peers
+from onlinesoftmax.kernels.cuda.shard_mail import MAIL
+
+sharded = osm.distributed
+
+PEER = {"exchange": "peer_memory"}
+
+
+def shard_of(cols: int, *, empty: bool = False) -> sharded.Shards:
+    """The columns of this process: uneven shares, or all columns on the last process."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    cuts = [0] * size + [cols] if empty else [cols * i * (i + 3) // (size * (size + 3)) for i in range(size + 1)]
+    return sharded.Shards(cuts[rank], cuts[rank + 1] - cuts[rank], cols)
+
+
+def launches() -> int:
+    """Launches that have exchanged states through peer memory."""
+    return sum(mail._launches for mail in MAIL.values())
+
+
+LOSSES: tuple[dict[str, Any], ...] = (
+    {}, {"weighted": True}, {"label_smoothing": 0.1, "weighted": True, "z_loss": 0.01}, {"softcap": 5.0},
+    {"label_smoothing": 0.1, "softcap": 5.0, "scale": -0.5}, {"z_loss": 0.01, "scale": 0.7, "ignore_index": 3},
+)  # fmt: skip
+
+SHAPES = ((48, 37), (7, 1001), (300, 4099), (20, 70001))
+"""Rows and columns: rows of less than a warp, of a group, of a block, and of a cluster."""
+
+
+def some_logits(rows: int, cols: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logits, targets, weights); some columns have large logits, one row is ignored, and one has a large offset."""
+    x = random(rows, cols, seed=rows)
+    x[:, ::50] *= 20
+    x[1] += 50
+    target = (random(rows, seed=1, normal=False) * cols).long()
+    target[0], target[1], target[2], target[3] = 0, cols - 1, cols // 2, -100
+    return x.to(dtype), target, random(cols, seed=2, normal=False).to(dtype)
+
+
+def losses() -> None:
+    """Every option and reduction with its gradient, on uneven and empty shards."""
+    for i, (rows, cols) in enumerate(SHAPES):
+        for j, (one, reduction) in enumerate(itertools.product(LOSSES, ("mean", "sum", "none"))):
+            dtype = (torch.bfloat16, torch.float32, torch.float64)[(i + j) % 3]
+            x, target, weights = some_logits(rows, cols, dtype)
+            options = {name: value for name, value in one.items() if name != "weighted"} | {"reduction": reduction}
+            if "ignore_index" in one:
+                target = target.clamp(min=0)
+            weight = weights if "weighted" in one else None
+            shards = shard_of(cols, empty=j % 4 == 3)
+            end = shards.first + shards.cols
+            local, whole = x[:, shards.first : end].clone().requires_grad_(), x.clone().requires_grad_()
+            wide, before = x.double().requires_grad_(), launches()
+            ours = sharded.cross_entropy(local, target, weight, **options, shards=shards, **PEER)
+            assert launches() == before + 1
+            theirs = osm.cross_entropy(whole, target, weight, **options, backend="eager")
+            exact_weight = None if weight is None else weight.double()
+            exact = osm.cross_entropy(wide, target, exact_weight, **options, backend="eager")
+            same_everywhere(ours)
+            close(ours.detach(), theirs.detach(), exact.detach(), 4 * float(exact.detach().abs().max().clamp(min=15)))
+            dy = random(*exact.shape, seed=3, normal=False).to(dtype)
+            (found,) = torch.autograd.grad(ours, local, dy)
+            (own,) = torch.autograd.grad(theirs, whole, dy)
+            (want,) = torch.autograd.grad(exact, wide, dy.double())
+            close(found, own[:, shards.first : end], want[:, shards.first : end], 16.0)
+            # Without a gradient another kernel may run, which adds the columns in another order.
+            again = sharded.cross_entropy(local.detach(), target, weight, **options, shards=shards, **PEER)
+            same_everywhere(again)
+            torch.testing.assert_close(again, ours.detach())
+            assert launches() == before + 2
+
+
+def log_probabilities() -> None:
+    """The three statistics and their gradients, with a mask and score options."""
+    for (rows, cols), (i, options) in itertools.product(
+        SHAPES, enumerate(({}, {"masked": True}, {"scale": 0.5, "softcap": 10.0, "entropy": False}))
+    ):
+        dtype = (torch.bfloat16, torch.float32)[i % 2]
+        x, target, _ = some_logits(rows, cols, dtype)
+        target = target.clamp(min=0)
+        options, cut = dict(options), {}
+        shards = shard_of(cols, empty=i == 2)
+        end = shards.first + shards.cols
+        if options.pop("masked", False):
+            mask = (random(rows, cols, seed=5, normal=False) < 0.7).scatter(1, target[:, None], True)
+            options["mask"], cut["mask"] = mask, mask[:, shards.first : end]
+        local, whole = x[:, shards.first : end].clone().requires_grad_(), x.clone().requires_grad_()
+        wide = x.double().requires_grad_()
+        ours = sharded.token_logprobs(local, target, 1, **{**options, **cut}, shards=shards, **PEER)
+        theirs, exact = (osm.token_logprobs(t, target, 1, **options, backend="eager") for t in (whole, wide))
+        gradients = []
+        for y, leaf in ((ours, local), (theirs, whole), (exact, wide)):
+            total = y.logprob.sum() + 2 * y.lse.sum() + (0 if y.entropy is None else 0.25 * y.entropy.sum())
+            gradients.append(torch.autograd.grad(total, leaf)[0])
+        for y, own, want in zip(ours, theirs, exact, strict=True):
+            if y is not None:
+                same_everywhere(y)
+                close(y.detach(), own.detach(), want.detach(), 4 * float(want.detach().abs().max().clamp(min=15)))
+        close(gradients[0], gradients[1][:, shards.first : end], gradients[2][:, shards.first : end], 64.0)
+
+
+def softmax_and_its_like() -> None:
+    """Softmax, log-softmax and logsumexp with options and gradients, by every strategy."""
+    strategies = (None, "row", "cluster", "looped", "grid")
+    for (rows, cols), (i, name), strategy in itertools.product(
+        (*SHAPES[:3], (6, 3000001)), enumerate(("softmax", "log_softmax", "logsumexp")), strategies
+    ):
+        dtype = (torch.bfloat16, torch.float32, torch.float64)[(i + len(str(strategy))) % 3]
+        shards = shard_of(cols, empty=strategy is None)
+        end = shards.first + shards.cols
+        if strategy in ("row", "cluster") and cols > 10000:
+            continue
+        x, _, _ = some_logits(rows, cols, dtype)
+        options = {"scale": 0.5, "softcap": 30.0} if i == strategies.index(strategy) % 3 else {}
+        local, whole = x[:, shards.first : end].clone().requires_grad_(), x.clone().requires_grad_()
+        wide = x.double().requires_grad_()
+        ours = getattr(sharded, name)(local, 1, **options, shards=shards, strategy=strategy, **PEER)
+        theirs, exact = (getattr(osm, name)(t, 1, **options, backend="eager") for t in (whole, wide))
+        part = (lambda t: t) if name == "logsumexp" else (lambda t, first=shards.first, end=end: t[:, first:end])
+        size = 4 * float(exact.detach().abs().max().clamp(min=15))
+        close(ours.detach(), part(theirs.detach()), part(exact.detach()), size)
+        dy = random(*exact.shape, seed=4, normal=False).to(dtype)
+        (found,) = torch.autograd.grad(ours, local, part(dy))
+        (own,) = torch.autograd.grad(theirs, whole, dy)
+        (want,) = torch.autograd.grad(exact, wide, dy.double())
+        close(found, own[:, shards.first : end], want[:, shards.first : end], 64.0)
+
+
+def calls_follow_each_other_closely() -> None:
+    """Many calls of different sizes without a wait between them have the bits of calls that are waited for."""
+    calls: list[Callable[[], torch.Tensor]] = []
+    for rows, cols in ((64, 500), (3000, 70), (1, 40001), (700, 4096)):
+        shards = shard_of(cols)
+        x = random(rows, cols, seed=rows)[:, shards.first : shards.first + shards.cols].bfloat16().contiguous()
+        target = (random(rows, seed=6, normal=False) * cols).long()
+        given = {"shards": shards, **PEER}
+        calls.append(lambda x=x, given=given: sharded.softmax(x, 1, **given))
+        calls.append(lambda x=x, t=target, given=given: sharded.cross_entropy(x, t, reduction="none", **given))
+    want = []
+    for call in calls:
+        want.append(call())
+        torch.cuda.synchronize()
+        dist.barrier()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    found = []
+    for i in range(400):
+        # Every tenth call is made on another stream; the processes get ahead of each other by turns.
+        with torch.cuda.stream(streams[i // 10 % 2]):
+            if i % 50 == 7 * dist.get_rank():
+                torch.cuda._sleep(2_000_000)
+            found.append((i % len(calls), calls[i % len(calls)]()))
+    torch.cuda.synchronize()
+    for which, y in found:
+        assert torch.equal(y, want[which])
+
+
+def calls_that_cannot_use_peer_memory() -> None:
+    """A forced exchange that cannot run is an error with the reason; others use a collective."""
+    shards = shard_of(40)
+    x = random(8, 40, seed=1)[:, shards.first : shards.first + shards.cols]
+    want = torch.softmax(random(8, 40, seed=1), 1)[:, shards.first : shards.first + shards.cols]
+    for arguments, reason in (
+        ({"backend": "triton"}, "only CUDA kernels exchange states"), ({"exchange": "letters"}, "exchange must be"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=reason):
+            sharded.softmax(x, 1, shards=shards, **{**PEER, **arguments})
+    before = launches()
+    for more in ({"exchange": "collective"}, {"backend": "triton"}, {"backend": "eager"}):
+        torch.testing.assert_close(sharded.softmax(x, 1, shards=shards, **more), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(ValueError, match="a CUDA graph is captured"):
+        sharded.softmax(x, 1, shards=shards, **PEER)
+    assert launches() == before
+    torch.testing.assert_close(sharded.softmax(x, 1, shards=shards), want)
+    assert launches() == before + 1
+    leaf = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(sharded.softmax(leaf, 1, shards=shards)[0].sum(), leaf, retain_graph=True)
+    assert dx.shape == leaf.shape
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(sharded.softmax(leaf, 1, shards=shards)[0].sum(), leaf, create_graph=True)
+
+
+def another_group() -> None:
+    """Groups have mailboxes of their own; those of a group that grows are replaced."""
+    group = dist.new_group()
+    shards = shard_of(64)
+    for rows in (5, 5000, 100_000, 7):
+        x = random(rows, 64, seed=rows)
+        local = x[:, shards.first : shards.first + shards.cols]
+        found = sharded.softmax(local, 1, group, shards=shards, **PEER)
+        torch.testing.assert_close(found, x.softmax(1)[:, shards.first : shards.first + shards.cols])
+    assert peers.known_mail(group)
+    assert peers.known_mail(group) != peers.known_mail(dist.group.WORLD)
+
+
+def everything(*_: int) -> None:
+    for check in (
+        losses, log_probabilities, softmax_and_its_like, calls_follow_each_other_closely,
+        calls_that_cannot_use_peer_memory, another_group,
+    ):  # fmt: skip
+        begin = time.perf_counter()
+        try:
+            check()
+        except BaseException as error:
+            raise AssertionError(check.__name__) from error
+        print(f"{check.__name__}: {time.perf_counter() - begin:.1f} s", flush=True)
+
+
+def a_process_is_late(*_: int) -> None:
+    """A kernel that waits longer than the timeout of the group ends its process with an error."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    shards = shard_of(64)
+    x = torch.zeros(4, shards.cols, device=device())
+    sharded.softmax(x, 1, group, shards=shards, **PEER)
+    torch.cuda.synchronize()
+    if dist.get_rank():
+        time.sleep(8)
+    else:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="device-side assert"):  # noqa: PT012  the launch returns before the error
+            sharded.softmax(x, 1, group, shards=shards, **PEER)
+            torch.cuda.synchronize()
+        assert time.monotonic() - start < 6
+    # No further call on the GPU is possible in the first process.
+    import os
+
+    os._exit(0)
