@@ -23,7 +23,7 @@ from ..torch.reductions import backend_for, may_count
 from .launches import Given, Launches, SavedForShards, ShardedKind
 from .local import Sharded
 from .peer_launches import PeerLaunches
-from .peers import known_mail, part_of, with_a_column
+from .peers import PEER_MEMORY, known_mail, part_of, with_a_column
 from .shards import Shards
 
 Tensor = torch.Tensor
@@ -93,15 +93,21 @@ def _is_plain(x: Any) -> bool:
 
 def run_if_possible(kind: ShardedKind, given: Given, call: Sharded) -> tuple[Tensor, ...] | None:
     """The results of a checked call, the same on every process; None where it is not usual."""
-    if not _is_plain(given.x) or any(t is not None and type(t) not in PLAIN_TYPES for t in given):
+    reason = _why_not_plain(given)
+    if reason:
+        _check_general_path(call, reason)
         return None
     # Processes may have different strides, and negations that are pending on one of them.
     weight = None if given.weight is None else given.weight.resolve_neg().contiguous()
     given = Given(given.x.resolve_neg(), given.mask, given.target.contiguous(), weight)
-    if not _is_usual(kind, given):
+    reason = _why_not_usual(kind, given)
+    if reason:
+        _check_general_path(call, reason)
         return None
     groups, (first, _, total) = call.groups, kind.shards
     part = part_of(groups, given.x, kind.dim, first, total, call.exchange, kind.choice.backend)
+    if part is None and not _merges(kind, weight):
+        return None
     processes = math.prod(group.size() for group in groups)
     # The key of the public function ends its arguments with the mailboxes that were known before this call.
     known = part is None or (call.key and call.key[0][-1] == part.mail)
@@ -124,21 +130,41 @@ def _with_a_column(given: Given, dim: int) -> Given:
     return given._replace(x=with_a_column(given.x, dim), mask=None)
 
 
-def _is_usual(kind: ShardedKind, given: Given) -> bool:
-    """True where kernels take a call; the same on every process."""
+def _check_general_path(call: Sharded, reason: str) -> None:
+    """Raise an error if a call that is not usual asks for peer memory."""
+    if call.exchange == PEER_MEMORY:
+        raise ValueError(f"exchange={PEER_MEMORY!r} cannot be used: {reason}")
+
+
+def _why_not_plain(given: Given) -> str:
+    """Why kernels cannot take the tensors of a call; empty if they can."""
+    plain = all(t is None or type(t) in PLAIN_TYPES for t in given)
+    return "" if plain and _is_plain(given.x) else "a tensor has functions of its own, or the call is transformed"
+
+
+def _why_not_usual(kind: ShardedKind, given: Given) -> str:
+    """Why kernels cannot take a call; empty if they can.  The same on every process."""
     x, _, target, weight = given
     backend, _, batch_invariant = kind.choice
     # On a CPU, Triton's interpreter runs the kernels if the caller forces them.
     if not (x.is_cuda or backend == "triton") or backend == "eager" or batch_invariant or backend_for(x) is None:
-        return False
-    if x.dtype not in DTYPES or not target.numel() or not kind.shards.total:
-        return False
+        return "the call runs PyTorch's operations"
+    if x.dtype not in DTYPES or (weight is not None and weight.dtype not in DTYPES):
+        return f"the kernels do not take a dtype of {x.dtype} and {None if weight is None else weight.dtype}"
+    if not target.numel() or not kind.shards.total:
+        return "there are no rows or no columns"
+    if kind.loss is not None and not may_count(target, weight, kind.loss):
+        return f"the kernels do not take ignore_index={kind.loss.ignore_index}"
+    return ""
+
+
+def _merges(kind: ShardedKind, weight: Tensor | None) -> bool:
+    """True where the kernel that merges gathered states has the options of a call.
+
+    It has no smoothing with weights, and no smoothing with a softcap.
+    """
     loss = kind.loss
-    if loss is None:
-        return True
-    # Two cases have no kernel: smoothing with weights, and smoothing with a softcap.
-    smooth = loss.smoothing == 0 or (weight is None and kind.options.softcap is None)
-    return smooth and (weight is None or weight.dtype in DTYPES) and may_count(target, weight, loss)
+    return loss is None or loss.smoothing == 0 or (weight is None and kind.options.softcap is None)
 
 
 def _run(launches: Launches | PeerLaunches, given: Given, groups: tuple[Any, ...]) -> tuple[Tensor, ...]:

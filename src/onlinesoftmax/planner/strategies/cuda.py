@@ -51,10 +51,9 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
     most_of = {(threads, terms): most_chunks(problem, threads, device, terms) for threads, _, terms in blocks}
     for lanes, (threads, depth, terms) in itertools.product((1 << i for i in range(2, 11)), blocks):
         held, most = -(-chunks // lanes), most_of[threads, terms]
-        if held > most or (lanes > 4 and held * lanes >= 2 * max(chunks, 4)):
-            continue
-        if problem.extra.sharded and lanes < MOST_PROCESSES:
-            # Each lane of a row receives the state of one process.
+        # In a sharded row, each lane receives the state of one process.
+        fewest = MOST_PROCESSES if problem.extra.sharded else 4
+        if held > most or lanes < fewest or (lanes > fewest and held * lanes >= 2 * max(chunks, fewest)):
             continue
         if threads < lanes or (threads > 256 and lanes < threads):
             continue
