@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,14 @@ def test_shards_on_two_gpus(exchange: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("check", [peer_memory.everything, processes.everything, peer_memory.a_process_is_late])
+@pytest.mark.parametrize(
+    "check",
+    [
+        *(functools.partial(peer_memory.one_check, check.__name__) for check in peer_memory.CHECKS),
+        processes.everything,
+        peer_memory.a_process_is_late,
+    ],
+)
 def test_peer_memory(check: Callable[..., None], tmp_path: Path) -> None:
     """Two GPUs exchange states from kernel to kernel."""
     processes.run(check, (0, 20, 37), tmp_path, "nccl", "peer_memory")
@@ -59,8 +67,9 @@ def test_peer_memory(check: Callable[..., None], tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
-def test_peer_memory_of_four_gpus(tmp_path: Path) -> None:
-    processes.run(peer_memory.everything, (0, 7, 7, 8, 37), tmp_path, "nccl", "peer_memory")
+@pytest.mark.parametrize("check", [check.__name__ for check in peer_memory.CHECKS])
+def test_peer_memory_of_four_gpus(check: str, tmp_path: Path) -> None:
+    processes.run(functools.partial(peer_memory.one_check, check), (0, 7, 7, 8, 37), tmp_path, "nccl", "peer_memory")
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from cuda_targets import (
 from onlinesoftmax.core.arrays import namespace
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.reference import evaluate
-from onlinesoftmax.planner.strategies.cuda_grid import slice_chunks
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
@@ -135,21 +133,6 @@ def test_processes_with_different_kernels(ask: Ask, dtype: str, folder: Path) ->
     """Three processes with different strategies; the last has no column."""
     shards = shards_of(("looped", "row", "row"), (0, 293, 330, 330))
     _check(ask, shards, 330, dtype, True, folder)
-
-
-@pytest.mark.parametrize("ask", [ASKED[0], ASKED[6]], ids=str)
-def test_pipelined_blocks_that_have_whole_rows(ask: Ask, folder: Path) -> None:
-    """Only sharded rows are pipelined by single blocks, which wait for other GPUs but not for other blocks."""
-    shards, total = shards_of((PIPELINE, PIPELINE), (0, 211, 422)), 422
-    values = _values(ask, 30, total, "float32", np.arange(30) * 14)
-    requests = []
-    for request in requests_of(ask, 30, "float32", shards, total, True):
-        tiles = -(-slice_chunks(request.layout.cols // 4, 1) // 64)
-        blocks = replace(request.plan.blocks, programs=4, splits=1, block=tiles * 64 * 4, stages=tiles + 1)
-        threads = replace(request.plan.threads, shared=tiles + 1)
-        requests.append(replace(request, plan=replace(request.plan, blocks=blocks, threads=threads)))
-    mail = [np.zeros(MAIL_WORDS, np.uint64) for _ in shards]
-    _compare(ask, shards, total, values, run_shards(requests, values, folder, mail), requests[0].dtypes)
 
 
 def test_successive_launches_use_two_sets_of_mailboxes_in_turn(folder: Path) -> None:

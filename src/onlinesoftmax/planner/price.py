@@ -99,36 +99,19 @@ def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
         quality *= 1.0 if proposal.backend == "eager" else _width(proposal, problem)
     from_memory = bytes_moved - bytes_from_l2(proposal, problem, device)
     transfer = from_memory / (device.bandwidth * 1e3 * quality)
-    moved = max(transfer, _rounds(proposal, problem, device) * LATENCY_US)
-    return proposal.launches * LAUNCH_US + moved + exchange_us(proposal, problem, device)
+    return proposal.launches * LAUNCH_US + max(transfer, _rounds_us(proposal, problem, device))
 
 
-def _rounds(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Number of rounds of rows; each round waits once for its loads.
+def _rounds_us(proposal: Proposal, problem: Problem, device: Device) -> float:
+    """Lower limit from latency, in microseconds: rows run in rounds, and each round waits once for its loads.
 
-    This sets a limit for plans that give a whole block to a row of a few elements, and so use little bandwidth.
+    This limit holds for plans that give a whole block to a row of a few elements, and so use little bandwidth.
     """
     if device.kind != "cuda" or proposal.backend == "eager":
         # The blocks of the framework's kernels are not known.
         return 0.0
     at_once = _programs_at_once(proposal, device) * proposal.rows_per_program / max(proposal.splits, 1)
-    return problem.rows / max(at_once, 1.0)
-
-
-EXCHANGE_US = 3.0
-"""Microseconds from the sending of a state to another GPU of the host until that GPU's own state has come."""
-
-
-def exchange_us(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Microseconds for which rows wait for the states of other GPUs.
-
-    Each round of rows waits once.  A pipelined kernel loads and reduces the next rows meanwhile, so only its last row
-    waits.
-    """
-    if not (problem.extra.sharded and problem.reduces):
-        return 0.0
-    rounds = 1.0 if proposal.overlaps_exchange else max(1.0, _rounds(proposal, problem, device))
-    return EXCHANGE_US * rounds
+    return problem.rows / max(at_once, 1.0) * LATENCY_US
 
 
 def _programs_at_once(proposal: Proposal, device: Device) -> int:

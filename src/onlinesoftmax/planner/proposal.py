@@ -95,11 +95,6 @@ class Proposal:
     variant: Variant = ONLY
 
     @property
-    def overlaps_exchange(self) -> bool:
-        """True where the next rows are loaded and reduced while the states of a row are exchanged."""
-        return self.blocks.stages > 0 and self.reads == 1 and bool(self.threads.kernel)
-
-    @property
     def programs(self) -> int:
         """Programs of the largest launch."""
         return self.blocks.programs

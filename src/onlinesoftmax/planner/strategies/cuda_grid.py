@@ -125,8 +125,8 @@ def _pipelines(problem: Problem, device: Device) -> list[Proposal]:
     found = []
     for lanes, depth, held, stages in _rings(problem, device, terms):
         smallest = -(-chunks // (lanes * held))
-        # One block for a row is what `row` and `cluster` are for, but they do nothing while a row waits for other GPUs.
-        if not (smallest > 1 or problem.extra.sharded) or smallest > blocks or stages <= held // depth:
+        # One block for a row is what `row` and `cluster` are for.
+        if not 1 < smallest <= blocks or stages <= held // depth:
             continue
         rounds = -(-problem.rows // (blocks // smallest))
         if rounds < PIPELINED_ROWS:
