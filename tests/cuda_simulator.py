@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cuda_machine import BUILT_IN, DECLARATIONS, NUMBERS, load_kernel
 from cuda_stand_ins import STAND_INS
-from onlinesoftmax.kernels.cuda import merge, params, reduction, source
+from onlinesoftmax.kernels.cuda import merge, messages, params, reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.kernels.sharded import ShardedRows
@@ -229,7 +229,7 @@ def simulate(
     for name, box in zip(params.SHARD_MAIL[: len(shard_mail)], shard_mail, strict=True):
         fields[params.FIELD_OF_POINTER[name]] = box.ctypes.data
     fields[params.FIELD["tag"]] = tag
-    words = {params.MAIL: source.team_mail_words(request), params.LOSS_MAIL: source.loss_mail_words(request)}
+    words = {params.MAIL: messages.team_mail_words(request), params.LOSS_MAIL: source.loss_mail_words(request)}
     mail = {name: np.full(count, -1, np.int64) for name, count in words.items()}
     for name, memory in mail.items():
         fields[params.FIELD_OF_POINTER[name]] = memory.ctypes.data

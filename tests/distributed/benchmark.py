@@ -113,7 +113,7 @@ def options_that_do_not_fit(_: Path) -> None:
     for arguments, message in (
         (("--framework", "jax"), "leave out --framework jax"),
         (("--fused", "scale"), "--fused does not go with"),
-        (("--peers", "liger"), "unknown peer 'liger'; there are: dtensor, loss-parallel"),
+        (("--peers", "liger"), "unknown peer 'liger'; there are: collective, dtensor, loss-parallel"),
         (("--device", "cuda:1"), "each process has a GPU of its own"),
         (("--device", "cuda"), "2 processes need as many GPUs"),
         (("--strategy", "square"), "unknown strategy 'square'"),
@@ -183,7 +183,7 @@ def collectives_are_counted(team: Team) -> None:
         torch.autograd.grad(y.sum(), x)
         dist.barrier()
 
-    assert tuple(collectives_of(call)) == (3, 48 + 40 + 48 * team.size, ())
+    assert tuple(collectives_of(call)) == (3, 48 + 40 + 48 * team.size, False, ())
 
 
 def rank() -> int:

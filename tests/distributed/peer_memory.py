@@ -57,7 +57,7 @@ def some_logits(rows: int, cols: int, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 
 def losses() -> None:
-    """Every option meets every reduction, with its gradient, on uneven and empty shards; shapes and dtypes take turns."""
+    """Every option and reduction with its gradient, on uneven and empty shards; shapes and dtypes take turns."""
     for i, (rows, cols) in enumerate(SHAPES):
         for j, (one, reduction) in enumerate(itertools.product(LOSSES, ("mean", "sum", "none"))):
             if (i - j) % 2:

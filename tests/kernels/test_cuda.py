@@ -25,7 +25,7 @@ from onlinesoftmax.core.options import SCORE_OPTIONS
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice, Task
 from onlinesoftmax.kernels import cuda
-from onlinesoftmax.kernels.cuda import compile, params, source
+from onlinesoftmax.kernels.cuda import compile, messages, params, source
 from onlinesoftmax.kernels.report import find_cuobjdump, occupancy
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan, priced
@@ -332,7 +332,7 @@ def test_messages_have_the_words_that_the_kernel_counts(
     ask: Ask, dtype: torch.dtype, out: torch.dtype, outputs: tuple[str, ...], rows: int
 ) -> None:
     request = ask("h200", "grid", "softmax", no_memory(rows, 1 << 20, dtype=dtype), outputs, dtype=out)
-    words, team = source.team_mail_words(request), request.plan.splits
+    words, team = messages.team_mail_words(request), request.plan.splits
     assert team > 1
     teams, has_board = request.plan.programs // team, bool(request.plan.threads.kernel)
     assert has_board == (rows > 1 and dtype != torch.float64)
@@ -361,7 +361,7 @@ def test_a_packet_of_a_message_is_loaded_by_one_instruction(
     request = ask(gpu, "grid", "softmax", no_memory(1, 1 << 20, dtype=dtype), outputs)
     kernel = compile.compile_kernel(request, known(gpu))
     loads = re.findall(r"LDG?\.E\S*STRONG\.GPU", kernel.listings["sass"])
-    assert len(loads) >= source.message_packets(request)
+    assert len(loads) >= messages.message_packets(request)
     assert all(".128." in load for load in loads)
 
 

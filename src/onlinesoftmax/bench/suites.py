@@ -150,7 +150,7 @@ READ_ONLY = _each(_READERS, (65536, 1024), (8192, 8192), (8192, 32000), (512, 15
 
 SHARDED = (
     _rows((8192, 128256), (8192, 32000), (4096, 262144), operation="cross_entropy", with_gradient=True)
-    + _rows((1, 1 << 30), (8192, 128256))
+    + _rows((1, 1 << 30), (1, 1 << 24), (8192, 128256), (64, 128256))
     + _rows((8192, 128256), operation="token_logprobs", with_gradient=True)
 )
 """Rows that are sharded over processes: shapes of the whole input."""

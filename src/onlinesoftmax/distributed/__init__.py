@@ -84,9 +84,12 @@ def softmax(
         ...     softmax(torch.zeros(1, 4), group=group)
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
-    options = _checked("softmax", local, scale, softcap, mask)
-    call = _call(options, group, backend, strategy, shards, exchange)
-    return _softmax.softmax("softmax", local, dim, call, logarithm=False)
+    arguments = dim, scale, softcap, mask, shards, exchange, backend, strategy
+    key, found = usual.look_up_softmax(OPERATIONS["softmax"], local, arguments, group)
+    if found is not None:
+        return found
+    call = _call(_checked("softmax", local, scale, softcap, mask), group, backend, strategy, shards, exchange)
+    return _softmax.softmax("softmax", local, dim, call._replace(key=key), logarithm=False)
 
 
 def log_softmax(
@@ -101,9 +104,12 @@ def log_softmax(
         ...     log_softmax(torch.zeros(1, 2), group=group)
         tensor([[-0.6931, -0.6931]])
     """
-    options = _checked("log_softmax", local, scale, softcap, mask)
-    call = _call(options, group, backend, strategy, shards, exchange)
-    return _softmax.softmax("log_softmax", local, dim, call, logarithm=True)
+    arguments = dim, scale, softcap, mask, shards, exchange, backend, strategy
+    key, found = usual.look_up_softmax(OPERATIONS["log_softmax"], local, arguments, group)
+    if found is not None:
+        return found
+    call = _call(_checked("log_softmax", local, scale, softcap, mask), group, backend, strategy, shards, exchange)
+    return _softmax.softmax("log_softmax", local, dim, call._replace(key=key), logarithm=True)
 
 
 def logsumexp(

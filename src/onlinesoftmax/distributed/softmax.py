@@ -14,7 +14,7 @@ from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS
 from ..core.processes import gathered
 from ..core.task import Part
-from ..torch import autograd, eager
+from ..torch import autograd, eager, launches
 from ..torch.check import check_first_derivative, checked_dim
 from ..torch.gradients import accumulator_of
 from .local import Shard, Sharded, autocast_dtype, probabilities, runs_kernels, states
@@ -113,6 +113,8 @@ def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -
         settings = Settings(dim, dtype, choice=call.choice, part=part)
         options = call.options if x.shape[dim] else call.options._replace(mask=None)
         local = Call(OPERATIONS[name], with_a_column(x, dim), settings, None if options.plain else options)
+        if call.key and x.shape[dim]:
+            launches.add(call.key, local, call.key[-1])
         return autograd.apply(local).narrow(dim, 0, x.shape[dim])
     x = x.to(torch.promote_types(x.dtype, dtype))
     scores = call.options._replace(zero=False)

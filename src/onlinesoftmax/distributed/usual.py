@@ -1,4 +1,4 @@
-"""Launches of usual calls (torch/cache.py) of losses and log-probabilities of sharded rows.
+"""Launches of usual calls (torch/cache.py) of sharded rows: losses and log-probabilities, and softmax by peer memory.
 
 Only properties that are the same on every process decide whether a call is usual.  So all processes merge by the
 same kernels and get the same bits.  A call that is not usual runs on the general path (statistics.py), which sends the
@@ -14,10 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
 
+from ..core.call import NOTHING
+from ..core.operations import Operation
 from ..core.processes import group_or_default
+from ..torch.autograd import record
 from ..torch.cache import described, keep, new_cache
 from ..torch.check import check_first_derivative
 from ..torch.dispatch import DTYPES
+from ..torch.launches import LAUNCHES as SOFTMAXES
+from ..torch.launches import is_usual
 from ..torch.ops import PLAIN_TYPES
 from ..torch.reductions import backend_for, may_count
 from .launches import Given, Launches, SavedForShards, ShardedKind
@@ -57,6 +62,45 @@ def look_up(
         # An argument that has no hash is of a wrong type, and the check of the arguments names it.
         return (), None
     return key, None if launches is None else _run(launches, given, (group,))
+
+
+def look_up_softmax(operation: Operation, x: Any, arguments: tuple[Any, ...], group: Any) -> Any:
+    """(key, result) of a softmax or log-softmax.  Without a launch under the key, the result is None.
+
+    Args:
+        operation: Its declaration.
+        x: The shard.
+        arguments: dim, scale, softcap, mask, shards, exchange, backend and strategy.
+        group: The argument of the public function.
+    """
+    key = key_of_softmax(operation, x, arguments, group)
+    try:
+        launch = SOFTMAXES.get(key) if key else None
+    except TypeError:
+        return (), None
+    if launch is None:
+        return key, None
+    return key, record(x, operation, launch) if key[-1] else launch.run(x, None, NOTHING)
+
+
+def key_of_softmax(operation: Operation, x: Any, arguments: tuple[Any, ...], group: Any) -> tuple[Any, ...]:
+    """The key of a call in torch/launches.py, which ends with the mailboxes, and True where autograd records the call.
+
+    () where there are score options, the launch does not follow from the key, or the group has no mailboxes yet.
+    """
+    _, scale, softcap, mask, shards, *_ = arguments
+    plain = type(scale) is float and scale == 1.0 and softcap is None and mask is None
+    if not plain or type(x) is not Tensor or type(shards) is not Shards or torch.compiler.is_compiling():
+        return ()
+    if not is_usual(x) or not (dist.is_available() and dist.is_initialized()):
+        return ()
+    mail = known_mail(group_or_default(group))
+    if not mail:
+        return ()
+    return (
+        operation, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16, arguments, mail,
+        x.requires_grad and torch.is_grad_enabled(),
+    )  # fmt: skip
 
 
 def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -13,16 +13,15 @@ import torch
 
 from ..request import Request
 from . import compile, driver, shard_mail
+from .messages import shard_message_words, team_mail_words
 from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, PLACES, POINTERS, SHARD_MAIL, pack
 from .source import (
     blocks,
     kernel_name,
     loss_mail_words,
-    shard_message_words,
     shared_memory,
     sizes_of,
     source,
-    team_mail_words,
 )
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]

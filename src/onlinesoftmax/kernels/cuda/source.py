@@ -15,6 +15,15 @@ from ...core.task import ITEMSIZE, MOST_PROCESSES
 from ...planner.plan import Plan
 from ...planner.strategies.cuda_grid import PIPELINE, STREAM, slice_chunks, slice_tiles
 from ..request import Request
+from .messages import (
+    CACHE_LINE,
+    CPP_TYPES,
+    LINE_WORDS,
+    SLOTS,
+    message_packets,
+    sum_count,
+    sum_type,
+)
 from .params import (
     CALL_OUTPUTS,
     CALL_TENSORS,
@@ -37,12 +46,6 @@ KERNEL_FILES = {
     "looped": ("looped",),
 }  # fmt: skip
 """Files of a kernel besides FILES, in the order of inclusion; the last one has the kernel's name."""
-
-CPP_TYPES = {
-    "float32": "float", "float64": "double", "bool": "unsigned char",
-    "int64": "long long", "int32": "int", "int16": "short", "int8": "signed char", "uint8": "unsigned char",
-}  # fmt: skip
-"""C++ types of dtypes; float16 and bfloat16 are declared in numbers.cuh under these names."""
 
 
 @cache
@@ -102,14 +105,7 @@ def types_of(request: Request) -> dict[str, str]:
     # A mask's element is a byte, and no tensor's type may depend on whether the tensor is given.
     elements["MASK"] = "unsigned char"
     accumulator = CPP_TYPES[request.task.accumulator]
-    return elements | {"ACC": accumulator, "SUM": _sum_type(request)}
-
-
-def _sum_type(request: Request) -> str:
-    """C++ type of a sum: wider than its summands where the request needs exact sums."""
-    if request.task.accumulator == "float64":
-        return "DoubleDouble"
-    return "double" if request.exact_sums else "float"
+    return elements | {"ACC": accumulator, "SUM": sum_type(request)}
 
 
 def vector(request: Request) -> int:
@@ -161,10 +157,6 @@ def sizes_of(request: Request) -> dict[str, int]:
     }
 
 
-CACHE_LINE = 128
-"""Bytes of a cache line."""
-
-
 def _head_unit(request: Request) -> int:
     """Columns in the unit of memory in which the body of an unaligned row begins; its head has fewer.
 
@@ -177,9 +169,6 @@ def _head_unit(request: Request) -> int:
 
 DIVISORS = 32
 """Copies of the divisor of a mean, so that blocks read different addresses."""
-
-LINE_WORDS = CACHE_LINE // 8
-"""64-bit words of a cache line; words that many blocks use at once lie on lines of their own."""
 
 COUNTERS = 32
 """Most blocks that count targets; each lane of a warp takes the count of one of them."""
@@ -236,52 +225,6 @@ def loss_mail_words(request: Request) -> int:
     rows = request.layout.rows
     losses, segments = -(-rows * ITEMSIZE[request.task.accumulator] // 8), -(-rows // SEGMENT)
     return LINE_WORDS * DIVISORS + WIDE_WORDS * (COUNTERS + segments) + losses
-
-
-def sum_count(request: Request) -> int:
-    """Number of sums that a state keeps; a state that is given instead of reduced keeps one number, too."""
-    return max(1, len(request.sums))
-
-
-def message_packets(request: Request) -> int:
-    """Packets of the message by which one block of a team tells another its state.
-
-    A packet has three words of 32 bits besides its tag.
-    """
-    return -(-_state_words(request) // 3)
-
-
-_WORDS = {"float": 1, "double": 2, "DoubleDouble": 4}
-"""Words of 32 bits of a number, by its C++ type."""
-
-
-def _state_words(request: Request) -> int:
-    """Words of 32 bits of a state."""
-    return _WORDS[CPP_TYPES[request.task.accumulator]] + sum_count(request) * _WORDS[_sum_type(request)]
-
-
-def shard_message_words(request: Request) -> int:
-    """64-bit words of the message by which a process tells another the state of its part of a row (shards.cuh)."""
-    score = _WORDS[CPP_TYPES[request.task.accumulator]] if request.operation.has_target else 0
-    return _state_words(request) + score
-
-
-SLOTS = 4
-"""Places for messages from one block of a team to another, which rows use in turn (team.cuh)."""
-
-
-def team_mail_words(request: Request) -> int:
-    """64-bit words of the messages of all teams: mailboxes.cuh for grid.cuh, else board.cuh; 0 without messages."""
-    plan = request.plan
-    if plan.strategy != "grid" or not request.operation.reduces:
-        return 0
-    words = 2 * SLOTS * plan.splits * message_packets(request)
-    if plan.threads.kernel:
-        # In whole cache lines, as board.cuh has them: messages, the count of each slot, `done`, and `tile_counter`.
-        of_team = (-(-words // LINE_WORDS) + SLOTS + 2) * LINE_WORDS
-    else:
-        of_team = words * plan.splits if plan.splits > 1 else 0
-    return plan.programs // plan.splits * of_team
 
 
 def element_tensors(request: Request) -> set[str]:
