@@ -24,7 +24,7 @@ template <class M> __device__ inline void put_state(M& to, const State& state) {
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) put(to, ACC_WORDS + i * SUM_WORDS, state.sums.of[i]);
 }
-template <class M> __device__ inline State read_state(M& from) {
+template <class M> __device__ inline State read_state(M from) {
     State state;
     get(from, 0, state.m);
 #pragma unroll
