@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from ..core.device import Device
 from ..core.problem import Problem
 from .measured import KEPT_RATIO, LATENCY_US, UNMEASURED_RATIO, Anchor, Cell, Table, measured_bytes
-from .price import LAUNCH_US, Plan, busy, estimated_us, priced
+from .price import LAUNCH_US, Plan, busy, estimated_us, exchange_us, priced
 from .proposal import Proposal
 from .variant import Variant
 
@@ -84,6 +84,7 @@ class Forecast:
                 weight *= _slowed(self.problem, self.device.bandwidth, ratio)
             transfer += weight
         us = launches + self.slower * transfer + self.problem.logit_bytes / (self.device.bandwidth * 1e3)
+        us += exchange_us(option, self.problem, self.device)
         if not seen or (self._few_rows and option.backend != "cuda"):
             # No measured shape near the problem names this variant, or none has so few rows.  Take the larger of
             # forecast and estimate, so that an optimistic guess does not win.

@@ -99,19 +99,34 @@ def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
         quality *= 1.0 if proposal.backend == "eager" else _width(proposal, problem)
     from_memory = bytes_moved - bytes_from_l2(proposal, problem, device)
     transfer = from_memory / (device.bandwidth * 1e3 * quality)
-    return proposal.launches * LAUNCH_US + max(transfer, _rounds_us(proposal, problem, device))
+    # Each round waits once for its loads.  This limit holds for plans that give a whole block to a row of a few
+    # elements, and so use little bandwidth.
+    moved = max(transfer, _rounds(proposal, problem, device) * LATENCY_US)
+    return proposal.launches * LAUNCH_US + moved + exchange_us(proposal, problem, device)
 
 
-def _rounds_us(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Lower limit from latency, in microseconds: rows run in rounds, and each round waits once for its loads.
-
-    This limit holds for plans that give a whole block to a row of a few elements, and so use little bandwidth.
-    """
+def _rounds(proposal: Proposal, problem: Problem, device: Device) -> float:
+    """Number of rounds in which the rows run, where as many rows run at a time as the device holds."""
     if device.kind != "cuda" or proposal.backend == "eager":
         # The blocks of the framework's kernels are not known.
         return 0.0
     at_once = _programs_at_once(proposal, device) * proposal.rows_per_program / max(proposal.splits, 1)
-    return problem.rows / max(at_once, 1.0) * LATENCY_US
+    return problem.rows / max(at_once, 1.0)
+
+
+EXCHANGE_US = 3.0
+"""Microseconds by which a round of rows takes longer if it waits for the states of another GPU of the host.
+
+It is about 4 on two H200s and 2 on two H100s.  Where elements are written it is half of that, because other rows are
+written meanwhile.
+"""
+
+
+def exchange_us(proposal: Proposal, problem: Problem, device: Device) -> float:
+    """Microseconds for which rows wait for the states of other GPUs; 0 for whole rows."""
+    if not (problem.extra.sharded and problem.reduces):
+        return 0.0
+    return EXCHANGE_US / (2 if problem.writes_elements else 1) * _rounds(proposal, problem, device)
 
 
 def _programs_at_once(proposal: Proposal, device: Device) -> int:

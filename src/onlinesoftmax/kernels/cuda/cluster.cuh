@@ -25,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     slice.load(p, at, left);
     slice.load_edges(p, r, edge_lane);
     operands.load_target(p, r);
+    prefetch_mailboxes(p, row, lane);
     slice.make_scores(at, call, left);
     slice.make_edge_scores(r, call, edge_lane);
     slice.add_weighted_scores(p, at, left);

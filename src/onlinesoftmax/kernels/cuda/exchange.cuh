@@ -43,6 +43,7 @@ __device__ inline void exchange_states(const Params& p, const Board& board, Exch
         if (sent < rows && __all_sync(~0u, has_ended(reduced, sent / 2 % 2))) {
             const State state = merge_lanes<32>(lane < WARPS ? exchange.of_warps[sent % 2][lane] : identity());
             if (lane == 0) board.post(state, sent);
+            prefetch_mailboxes(p, row_of(sent), lane);
             ++sent;
         }
         ShardState row;

@@ -72,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             commit();
         }
         operands.load_target(p, r);
+        prefetch_mailboxes(p, row, lane);
         held.make_scores(at, call, left);
         held.make_edge_scores(r, call, edge_lane);
         held.add_weighted_scores(p, at, left);

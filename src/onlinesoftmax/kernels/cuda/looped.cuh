@@ -25,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     edges.load_edges(p, r, lane);
     // The tile's loads go first, because the load of the target's logit waits for that of the target.
     if (!REDUCES || tiles == 0) operands.load_target(p, r);
+    prefetch_mailboxes(p, row, lane);
     edges.make_edge_scores(r, call, lane);
     edges.add_weighted_edges(p, r, lane);
     State state = identity();

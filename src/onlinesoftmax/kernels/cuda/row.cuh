@@ -25,7 +25,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
         slice[d].load_edges(p, row[d], lane);
     }
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) operands[d].load_target(p, row[d]);
+    for (int d = 0; d < DEPTH; ++d) {
+        operands[d].load_target(p, row[d]);
+        prefetch_mailboxes(p, first + d * GROUPS, lane);
+    }
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
         slice[d].make_scores(at[d], call, row[d].body - lane);

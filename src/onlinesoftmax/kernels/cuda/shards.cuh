@@ -55,10 +55,13 @@ __device__ __noinline__ void fail() {
                  "onlinesoftmax", 0, "complete_row", 1);
 }
 
-// Ends the kernel when a thread has waited too long.
+// Ends the kernel when a thread has waited too long.  A thread calls `check` after each look that has found nothing.
 struct Patience {
-    uint64 end = 0;   // 0 before the first check
+    uint64 end = 0;   // 0 before the clock is read
+    unsigned looks = 0;
     __device__ inline void check(const Params& p) {
+        // The clock is read seldom, because messages mostly come after a few looks.
+        if (++looks % 256) return;
         const uint64 time = now();
         if (end == 0) end = time + uint64(p.timeout);
         else if (time > end) {
@@ -72,6 +75,14 @@ struct Patience {
 // The mailbox for the message of process `from` about a row, in the memory of process `in`.
 __device__ inline uint64* shard_mailbox(const Params& p, int in, int64 row, int from) {
     return p.shard_mail[in] + (row * int(p.processes) + from) * ShardMessage::WORDS;
+}
+
+// Brings the mailboxes of a row into L2, which may have evicted them since the last launch.  A strategy calls this after it
+// has issued the loads of the row.  Otherwise the first look would fetch them from device memory.
+// `lane` is the number of a thread among those that hold the row.
+__device__ inline void prefetch_mailboxes(const Params& p, int64 row, int lane) {
+    if constexpr (SHARDED && REDUCES)
+        if (row < p.rows && lane < p.processes) prefetch(shard_mailbox(p, int(p.process), row, lane));
 }
 
 // Sends the state of this shard to process `to`.
