@@ -150,9 +150,10 @@ def losses_by_kernels(mesh: DeviceMesh, placements: Placements) -> None:
     for reduction, options in (("mean", {}), ("sum", {"label_smoothing": 0.1}), ("none", {"z_loss": 0.01})):
         whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
         want = osm.cross_entropy(whole, target, reduction=reduction, **options, backend="eager")
-        before = len(usual.LAUNCHES)
+        # On a mesh with a dimension of one process, two placements have the same launches.
+        usual.LAUNCHES.clear()
         found = osm.cross_entropy(cut, target, reduction=reduction, **options, **how)
-        assert len(usual.LAUNCHES) == before + bool(cut.to_local().shape[0])
+        assert len(usual.LAUNCHES) == bool(cut.to_local().shape[0])
         near(found, want, rows_of(placements) if reduction == "none" else (Replicate(),) * mesh.ndim)
         dx = torch.autograd.grad(found.sum(), cut)[0]
         near(dx, torch.autograd.grad(want.sum(), whole)[0], placements)
