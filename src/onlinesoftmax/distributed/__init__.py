@@ -39,6 +39,7 @@ from . import losses, usual
 from . import softmax as _softmax
 from .launches import Given
 from .local import Sharded
+from .peers import checked_exchange
 from .shards import Shards
 
 __all__ = ["Shards", "cross_entropy", "log_softmax", "logsumexp", "one_process", "softmax", "token_logprobs"]
@@ -88,7 +89,8 @@ def softmax(
     key, found = usual.look_up_softmax(OPERATIONS["softmax"], local, arguments, group)
     if found is not None:
         return found
-    call = _call(_checked("softmax", local, scale, softcap, mask), group, backend, strategy, shards, exchange)
+    options = _checked("softmax", local, scale, softcap, mask)
+    call = _call("softmax", options, group, backend, strategy, shards, exchange)
     return _softmax.softmax("softmax", local, dim, call._replace(key=key), logarithm=False)
 
 
@@ -108,7 +110,8 @@ def log_softmax(
     key, found = usual.look_up_softmax(OPERATIONS["log_softmax"], local, arguments, group)
     if found is not None:
         return found
-    call = _call(_checked("log_softmax", local, scale, softcap, mask), group, backend, strategy, shards, exchange)
+    options = _checked("log_softmax", local, scale, softcap, mask)
+    call = _call("log_softmax", options, group, backend, strategy, shards, exchange)
     return _softmax.softmax("log_softmax", local, dim, call._replace(key=key), logarithm=True)
 
 
@@ -128,7 +131,9 @@ def logsumexp(
         tensor([1.3863, 1.3863])
     """
     options = _checked("logsumexp", local, scale, softcap, mask)
-    return losses.logsumexp(local, dim, keepdim, _call(options, group, backend, strategy, shards, exchange))
+    return losses.logsumexp(
+        local, dim, keepdim, _call("logsumexp", options, group, backend, strategy, shards, exchange)
+    )
 
 
 def cross_entropy(
@@ -171,7 +176,8 @@ def cross_entropy(
     loss = Loss(Settings(1), ignore_index, reduction, label_smoothing, z_loss, options)
     numbers = checked_numbers(loss)
     # A tensor among the numbers may change its value, so it is no part of a key.
-    call = _call(options, group, backend, strategy, shards, exchange)._replace(key=key if numbers is loss else ())
+    key = key if numbers is loss else ()
+    call = _call("cross_entropy", options, group, backend, strategy, shards, exchange)._replace(key=key)
     return losses.cross_entropy(local, target, weight, numbers, call)
 
 
@@ -203,7 +209,7 @@ def token_logprobs(
     if found is not None:
         return losses.named(found)
     options = _checked("token_logprobs", local, scale, softcap, mask)
-    call = _call(options, group, backend, strategy, shards, exchange)
+    call = _call("token_logprobs", options, group, backend, strategy, shards, exchange)
     return losses.token_logprobs(local, index, dim, entropy, call._replace(key=key))
 
 
@@ -224,9 +230,10 @@ def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> Scor
 
 
 def _call(
-    options: ScoreOptions | None, group: Any, backend: str | None, strategy: str | None, shards: Shards | None,
-    exchange: str | None,
+    name: str, options: ScoreOptions | None, group: Any, backend: str | None, strategy: str | None,
+    shards: Shards | None, exchange: str | None,
 ) -> Sharded:  # fmt: skip
+    exchange = checked_exchange(name, exchange)
     return Sharded((group_or_default(group),), options or PLAIN, Choice(backend, strategy), shards, exchange=exchange)
 
 

@@ -59,6 +59,32 @@ _PEERS: dict[str, Peers] = {}
 """What was found out about each group, by its name."""
 
 
+def checked_exchange(name: str, exchange: Any) -> str | None:
+    """The argument `exchange` of a public function.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    if exchange not in (None, PEER_MEMORY, COLLECTIVE):
+        raise ValueError(f"{name}(): exchange must be {PEER_MEMORY!r}, {COLLECTIVE!r} or None, got {exchange!r}")
+    found: str | None = exchange
+    return found
+
+
+def check_peer_memory(exchange: str | None, reason: str) -> None:
+    """Raise an error if the caller asks for peer memory, and there is a reason why it cannot be used.
+
+    Args:
+        exchange: The argument of the public function.
+        reason: The reason; empty if peer memory can be used.
+
+    Raises:
+        ValueError: peer memory cannot be used.
+    """
+    if reason and exchange == PEER_MEMORY:
+        raise ValueError(f"exchange={PEER_MEMORY!r} cannot be used: {reason}")
+
+
 def part_of(
     groups: tuple[Any, ...], x: Tensor, dim: int, first: int, total: int, exchange: str | None, backend: str | None
 ) -> Part | None:
@@ -73,10 +99,8 @@ def part_of(
         backend: The backend that the caller asks for, or None.
 
     Raises:
-        ValueError: `exchange` is unknown, or peer memory is asked for and cannot be used.
+        ValueError: peer memory is asked for and cannot be used.
     """
-    if exchange not in (None, PEER_MEMORY, COLLECTIVE):
-        raise ValueError(f"exchange must be {PEER_MEMORY!r}, {COLLECTIVE!r} or None, got {exchange!r}")
     if exchange == COLLECTIVE:
         return None
     rows = math.prod(x.shape[:dim]) * math.prod(x.shape[dim + 1 :])
@@ -85,9 +109,8 @@ def part_of(
         (group,) = groups
         peers = _peers(group, x.device, rows * group.size() * _message_bytes(x) * SETS)
         reason = peers.reason
+    check_peer_memory(exchange, reason)
     if reason:
-        if exchange == PEER_MEMORY:
-            raise ValueError(f"exchange={PEER_MEMORY!r} cannot be used: {reason}")
         return None
     return Part(first if x.shape[dim] else total, total, group.rank(), group.size(), peers.mail)
 

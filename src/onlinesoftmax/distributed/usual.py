@@ -28,7 +28,7 @@ from ..torch.reductions import backend_for, may_count
 from .launches import Given, Launches, SavedForShards, ShardedKind
 from .local import Sharded
 from .peer_launches import PeerLaunches
-from .peers import PEER_MEMORY, known_mail, part_of, with_a_column
+from .peers import check_peer_memory, known_mail, part_of, with_a_column
 from .shards import Shards
 
 Tensor = torch.Tensor
@@ -138,15 +138,15 @@ def _is_plain(x: Any) -> bool:
 def run_if_possible(kind: ShardedKind, given: Given, call: Sharded) -> tuple[Tensor, ...] | None:
     """The results of a checked call, the same on every process; None where it is not usual."""
     reason = _why_not_plain(given)
+    check_peer_memory(call.exchange, reason)
     if reason:
-        _check_general_path(call, reason)
         return None
     # Processes may have different strides, and negations that are pending on one of them.
     weight = None if given.weight is None else given.weight.resolve_neg().contiguous()
     given = Given(given.x.resolve_neg(), given.mask, given.target.contiguous(), weight)
     reason = _why_not_usual(kind, given)
+    check_peer_memory(call.exchange, reason)
     if reason:
-        _check_general_path(call, reason)
         return None
     groups, (first, _, total) = call.groups, kind.shards
     part = part_of(groups, given.x, kind.dim, first, total, call.exchange, kind.choice.backend)
@@ -172,12 +172,6 @@ def _with_a_column(given: Given, dim: int) -> Given:
     if given.x.shape[dim]:
         return given
     return given._replace(x=with_a_column(given.x, dim), mask=None)
-
-
-def _check_general_path(call: Sharded, reason: str) -> None:
-    """Raise an error if a call that is not usual asks for peer memory."""
-    if call.exchange == PEER_MEMORY:
-        raise ValueError(f"exchange={PEER_MEMORY!r} cannot be used: {reason}")
 
 
 def _why_not_plain(given: Given) -> str:

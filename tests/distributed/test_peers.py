@@ -1,0 +1,156 @@
+"""Which calls exchange states through peer memory, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import onlinesoftmax as osm
+from onlinesoftmax.core.task import Part
+from onlinesoftmax.distributed import peers
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+
+sharded = osm.distributed
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    with sharded.one_process() as found:
+        yield found
+
+
+X, TARGET = torch.zeros(2, 4), torch.tensor([0, 3])
+
+CALLS = {
+    "softmax": lambda **kw: sharded.softmax(X, **kw),
+    "log_softmax": lambda **kw: sharded.log_softmax(X, **kw),
+    "logsumexp": lambda **kw: sharded.logsumexp(X, **kw),
+    "cross_entropy": lambda **kw: sharded.cross_entropy(X, TARGET, **kw),
+    "token_logprobs": lambda **kw: sharded.token_logprobs(X, TARGET, **kw).logprob,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_argument_exchange(name: str, group: Any) -> None:
+    """A value that is unknown, or that cannot be used here, is an error that says so; a collective can be used."""
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"{name}\(\): exchange must be 'peer_memory', 'collective' or None"):
+            CALLS[name](group=group, exchange="pigeons")
+        with pytest.raises(ValueError, match="exchange='peer_memory' cannot be used: "):
+            CALLS[name](group=group, exchange="peer_memory")
+    assert torch.equal(CALLS[name](group=group, exchange="collective"), CALLS[name](group=group))
+
+
+class OnGpu:
+    """A tensor's properties, as those of one on a GPU."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.shape, self.dtype = torch.Size(shape), dtype
+
+
+def a_group(size: int, rank: int = 1) -> Any:
+    return SimpleNamespace(group_name="a group", size=lambda: size, rank=lambda: rank)
+
+
+@pytest.fixture
+def reachable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """GPUs that reach each other; the list gets the bytes of the mailboxes that are made."""
+    made: list[int] = []
+
+    def make(group: Any, device: Any, size: int) -> peers.Peers:
+        made.append(size)
+        return peers.Peers(group, "", f"mail {len(made)}", size)
+
+    monkeypatch.setattr(peers, "_PEERS", {})
+    monkeypatch.setattr(peers, "_why_not_reached", lambda *_: "")
+    monkeypatch.setattr(peers, "_made", make)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+def part(x: Any, *groups: Any, backend: str | None = None, exchange: str | None = None) -> Part | None:
+    return peers.part_of(groups or (a_group(2),), x, 1, 10, 100, exchange, backend)
+
+
+def test_the_part_of_a_shard(reachable: list[int]) -> None:
+    group = a_group(2)
+    assert part(OnGpu(8, 90), group) == Part(10, 100, 1, 2, "mail 1")
+    # A shard without columns counts as one behind the last column.
+    assert part(OnGpu(8, 0), group) == Part(100, 100, 1, 2, "mail 1")
+    assert part(OnGpu(8, 90), group, exchange="collective") is None
+    assert reachable == [peers.LEAST_BYTES]
+
+
+def test_mailboxes_grow(reachable: list[int]) -> None:
+    """Mailboxes are made for the largest call so far, and for another group of the same name again."""
+    group = a_group(2)
+    names = [part(OnGpu(rows, 90), group).mail for rows in (8, 4096, 100_000, 8)]  # type: ignore[union-attr]  a part
+    assert names == ["mail 1", "mail 1", "mail 2", "mail 2"]
+    assert reachable[1] >= 100_000 * 2 * peers.SETS * 8 * peers.MESSAGE_WORDS[4]
+    assert part(OnGpu(8, 90), a_group(2)).mail == "mail 3"  # type: ignore[union-attr]  a part
+
+
+@pytest.mark.parametrize(
+    ("reason", "x", "groups", "backend"),
+    [
+        ("the shard is not on a GPU", X, (), None),
+        ("backend is 'triton'", OnGpu(8, 90), (), "triton"),
+        ("the dtype is torch.float8_e4m3fn", OnGpu(8, 90, dtype=torch.float8_e4m3fn), (), None),
+        ("there are no rows", OnGpu(0, 90), (), None),
+        ("several process groups", OnGpu(8, 90), (a_group(2), a_group(2)), None),
+        ("the group has 9 processes", OnGpu(8, 90), (a_group(9),), None),
+        ("the group has 1 process, not 2 to 8", OnGpu(8, 90), (a_group(1),), None),
+        ("more than 64 MiB", OnGpu(1 << 20, 90), (), None),
+    ],
+)
+def test_calls_that_need_a_collective(
+    reachable: list[int], reason: str, x: Any, groups: tuple[Any, ...], backend: str | None
+) -> None:
+    assert part(x, *groups, backend=backend) is None
+    with pytest.raises(ValueError, match=reason):
+        part(x, *groups, backend=backend, exchange="peer_memory")
+    assert not reachable
+
+
+def test_a_captured_graph_needs_a_collective(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ValueError, match="a CUDA graph is captured"):
+        part(OnGpu(8, 90), exchange="peer_memory")
+
+
+def test_gpus_that_do_not_reach_each_other(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question is asked once for each group."""
+    asked: list[str] = []
+    monkeypatch.setattr(peers, "_why_not_reached", lambda *_: asked.append("") or "the processes run on several hosts")
+    group = a_group(2)
+    assert part(OnGpu(8, 90), group) is None
+    with pytest.raises(ValueError, match="several hosts"):
+        part(OnGpu(8, 90), group, exchange="peer_memory")
+    assert len(asked) == 1
+    assert not reachable
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ([[1, 7, 1], [1, 7, 2]], ""),
+        ([[1, 7, 1], [1, 8, 2]], "several hosts"),
+        ([[1, 7, 1], [1, 7, 1]], "share a GPU"),
+        ([[1, 7, 1], [0, 7, 2]], "cannot run on another process"),
+    ],
+)
+def test_what_processes_tell_each_other(told: list[list[int]], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.registry, "unavailable", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a GPU"))
+    monkeypatch.setattr(peers, "gathered", lambda *_: torch.tensor(told))
+    monkeypatch.setattr(peers, "device_of_small_exchanges", lambda *_: "cpu")
+    found = peers._why_not_reached(a_group(2), torch.device("cuda", 0))
+    assert reason in found
+    assert bool(found) == bool(reason)
