@@ -188,11 +188,59 @@ def distributed_text(records: Records) -> str:
     return "\n".join(said) or ABSENT
 
 
+NETWORK_BYTES = 50e3
+"""Bytes that one GPU is assumed to receive from other hosts in a microsecond: 400 Gbit/s."""
+
+FORECAST = ((8, "peer memory"), (8, "collective"), (64, "collective"), (1024, "collective"))
+"""Numbers of processes, and how they exchange states."""
+
+
+def distributed_forecast(records: Records) -> str:
+    """The time of a loss with its gradient on many GPUs: a forecast from its times on two."""
+    each = next((each for each in sharded(records) if each.case.operation == "cross_entropy" and each.copy), None)
+    times = {result.who: result.times.median_us for result in each.results if result.times} if each else {}
+    if each is None or each.copy is None or not {"ours", "collective", "one-process"} <= times.keys():
+        return ABSENT
+    copy, rows = each.copy.median_us, each.case.rows
+    wait, latency = times["ours"] - copy, times["collective"] - 1.5 * copy
+    lines = []
+    for processes, way in FORECAST:
+        part = each.processes / processes
+        by_peers = way == "peer memory"
+        local = copy * part * (1 if by_peers else 1.5)
+        received = (processes - 1) * rows * (24 if by_peers else 12)
+        # A shorter shard leaves room for more rows on chip, which wait together.
+        exchange = wait * part if by_peers else latency + received / NETWORK_BYTES * (processes > LARGEST_HOST)
+        total = local + exchange
+        efficiency = times["one-process"] / (processes * total)
+        lines.append([
+            str(processes), way, str(each.case.elements // rows // processes), microseconds(local), size(received),
+            microseconds(exchange), microseconds(total), f"{100 * efficiency:.2g}\u00a0%",
+        ])  # fmt: skip
+    header = (
+        "processes", "exchange", "columns of each", "local passes, µs", "received by each", "exchange, µs", "time, µs",
+        "efficiency",
+    )  # fmt: skip
+    said = (
+        f"On {each.processes} GPUs, a copy of a shard takes {copy:.0f} µs, rows wait {wait:.0f} µs longer than that "
+        f"through peer memory, and the collective adds {latency:.0f} µs to 1.5 copies; these times are in "
+        f"`{_of_many(records)[0].name}`. The forecast scales the copy and the wait with the columns. It assumes that a "
+        f"GPU receives {NETWORK_BYTES / 1e3:.0f} GB/s from other hosts, and that the latency of a collective stays, "
+        f"though it grows with the number of hosts. Efficiency is compared with the {times['one-process']:.0f} µs of "
+        "one GPU with all columns."
+    )
+    return f"{table(header, lines)}\n\n{said}"
+
+
+LARGEST_HOST = 8
+"""GPUs of one host, which exchange data without a network."""
+
+
 BLOCKS: dict[str, Callable[[Records], str]] = {
     block.__name__: block
     for block in (
         cross_entropy_table, token_logprobs_table, read_only_table, reductions_table, token_logprobs_text,
-        jax_losses_table, distributed_table, distributed_text,
+        jax_losses_table, distributed_table, distributed_text, distributed_forecast,
     )
 }  # fmt: skip
 """The blocks by name."""

@@ -1,8 +1,9 @@
 """Softmax and its family if the softmax dimension is sharded over the processes of a group, as a vocabulary is.
 
 Each process passes its columns of every row.  Shards may be uneven, and empty on some processes.  Forward exchanges one
-state per row, of 8 to 16 bytes, in one collective.  The backward pass of a loss exchanges nothing, that of softmax one
-number per row.  Results are the same on every process, and the same on every run.
+state per row: on 2 to 8 GPUs of one host from kernel to kernel, through peer memory, and otherwise in one collective.
+The backward pass of a loss exchanges nothing, that of softmax one state or number per row.  Results per row are the
+same on every process, and all results are the same on every run.
 
 Every process of the group must make the same calls in the same order.  A call exchanges the shapes of the shards first,
 and waits for the other processes; it does not with `shards=`, which says where the local columns are::

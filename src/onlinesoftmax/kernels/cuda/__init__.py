@@ -10,9 +10,12 @@ messages between the blocks of a team, which the first kernel exchanges through 
 through the ring of ring.cuh, and exchange states through board.cuh, by the warp of exchange.cuh.  barrier.cuh has the
 barriers of peers.cuh and ring.cuh.
 
+shards.cuh exchanges the states of rows with the GPUs of other processes, after a strategy has merged the states of its
+own blocks; shard_mail.py has the addresses of the mailboxes.  message.cuh writes a state into the words of a message.
+
 total.cuh reduces the losses to a scalar, by the messages of mail.cuh and loss_mail.cuh.  reduction.cuh, merge.cuh and
-multiply.cuh are kernels of their own, before and after those of the strategies.  source.py and params.py generate the
-constants and the parameters of a kernel.
+multiply.cuh are kernels of their own, before and after those of the strategies.  source.py, messages.py and params.py
+generate the constants and the parameters of a kernel.
 """
 
 from __future__ import annotations
