@@ -154,3 +154,21 @@ def test_what_processes_tell_each_other(told: list[list[int]], reason: str, monk
     found = peers._why_not_reached(a_group(2), torch.device("cuda", 0))
     assert reason in found
     assert bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize("step", ["_zeros", "_exchanged_addresses"])
+def test_symmetric_memory_that_fails_is_a_reason(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes agree after each step, so that none waits for one that has failed."""
+    agreed: list[bool] = []
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no peer access")
+
+    monkeypatch.setattr(peers, "_zeros", lambda *_: None)
+    monkeypatch.setattr(peers, step, fails)
+    monkeypatch.setattr(peers, "gathered", lambda t, _: agreed.append(bool(t.any())) or t)
+    monkeypatch.setattr(peers, "device_of_small_exchanges", lambda *_: "cpu")
+    found = peers._made(a_group(2), torch.device("cuda", 0), 1 << 20)
+    assert found.reason == "PyTorch's symmetric memory failed: no peer access"
+    assert not found.mail
+    assert agreed == ([True] if step == "_zeros" else [False, True])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,26 +204,49 @@ def _number(text: str) -> int:
 
 def _made(group: Any, device: torch.device, size: int) -> Peers:
     """New mailboxes of so many bytes in the memory of each process, filled with zeros."""
-    from torch.distributed import _symmetric_memory as symmetric
-
     from ..kernels.cuda.shard_mail import MAIL, ShardMail
 
-    reason, handle = "", None
-    try:
-        memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-        memory.zero_()
-        # Another process may write as soon as it has the address.
-        torch.cuda.synchronize(device)
-        handle = symmetric.rendezvous(memory, group.group_name)
-    except RuntimeError as error:
-        reason = f"PyTorch's symmetric memory failed: {error}"
-    failed = torch.tensor([bool(reason)], device=device_of_small_exchanges(group, device))
-    if gathered(failed, group).any():
-        return Peers(group, reason or "PyTorch's symmetric memory failed on another process")
-    assert handle is not None
+    memory, reason = _tried(group, device, lambda: _zeros(device, size))
+    if not reason:
+        # All processes have memory now, so none waits in vain for the address of another.
+        handle, reason = _tried(group, device, lambda: _exchanged_addresses(memory, group))
+    if reason:
+        return Peers(group, reason)
     name = f"{group.group_name} {len(MAIL)}"
     MAIL[name] = ShardMail(list(handle.buffer_ptrs), size // 8, _timeout(group, device), (memory, handle))
     return Peers(group, "", name, size)
+
+
+def _tried(group: Any, device: torch.device, step: Callable[[], Any]) -> tuple[Any, str]:
+    """(the result of a step, "") where it succeeds on every process; else (None, the reason)."""
+    found, reason = None, ""
+    try:
+        found = step()
+    except (RuntimeError, ImportError, AttributeError) as error:
+        # Older versions of PyTorch lack these functions, and not every machine lets GPUs reach each other.
+        reason = f"PyTorch's symmetric memory failed: {error}"
+    failed = torch.tensor([bool(reason)], device=device_of_small_exchanges(group, device))
+    if gathered(failed, group).any():
+        return None, reason or "PyTorch's symmetric memory failed on another process"
+    return found, ""
+
+
+def _zeros(device: torch.device, size: int) -> Any:
+    """Memory that other GPUs can reach, in a tensor of zeros."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    memory.zero_()
+    # Another process may write as soon as it has the address.
+    torch.cuda.synchronize(device)
+    return memory
+
+
+def _exchanged_addresses(memory: Any, group: Any) -> Any:
+    """PyTorch's handle of the memory of all processes."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    return symmetric.rendezvous(memory, group.group_name)
 
 
 def _timeout(group: Any, device: torch.device) -> float:
