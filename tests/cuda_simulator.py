@@ -99,8 +99,8 @@ REPLACED = {
         "inline void fence_for_bulk_copies()": "{}",
     },
     "shards": {
-        "inline void put_word_far(uint64* to, uint64 word)": "{ __atomic_store_n(to, word, __ATOMIC_RELAXED); }",
-        "inline uint64 look_word_far(const uint64* from)": "{ return look(from); }",
+        "inline void put_word_system(uint64* to, uint64 word)": "{ __atomic_store_n(to, word, __ATOMIC_RELAXED); }",
+        "inline uint64 look_word_system(const uint64* from)": "{ return look(from); }",
         "inline uint64 now()": "{ return 0; }",
         "void fail()": "{ abort(); }",
     },

@@ -235,7 +235,7 @@ def a_process_is_late(*_: int) -> None:
     sharded.softmax(x, 1, shards=shards, **PEER)
     torch.cuda.synchronize()
     (mail,) = MAIL.values()
-    mail.timeout = int(2e9)
+    mail.timeout_ns = int(2e9)
     if dist.get_rank():
         time.sleep(8)
         os._exit(0)

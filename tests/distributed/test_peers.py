@@ -69,8 +69,8 @@ def reachable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return peers.Peers(group, "", f"mail {len(made)}", size)
 
     monkeypatch.setattr(peers, "_PEERS", {})
-    monkeypatch.setattr(peers, "_why_not_reached", lambda *_: "")
-    monkeypatch.setattr(peers, "_made", make)
+    monkeypatch.setattr(peers, "_why_unreachable", lambda *_: "")
+    monkeypatch.setattr(peers, "_make_mailboxes", make)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
 
@@ -128,7 +128,7 @@ def test_a_captured_graph_needs_a_collective(reachable: list[int], monkeypatch: 
 def test_gpus_that_do_not_reach_each_other(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The question is asked once for each group."""
     asked: list[str] = []
-    monkeypatch.setattr(peers, "_why_not_reached", lambda *_: asked.append("") or "the processes run on several hosts")
+    monkeypatch.setattr(peers, "_why_unreachable", lambda *_: asked.append("") or "the processes run on several hosts")
     group = a_group(2)
     assert part(OnGpu(8, 90), group) is None
     with pytest.raises(ValueError, match="several hosts"):
@@ -151,12 +151,12 @@ def test_what_processes_tell_each_other(told: list[list[int]], reason: str, monk
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a GPU"))
     monkeypatch.setattr(peers, "gathered", lambda *_: torch.tensor(told))
     monkeypatch.setattr(peers, "device_of_small_exchanges", lambda *_: "cpu")
-    found = peers._why_not_reached(a_group(2), torch.device("cuda", 0))
+    found = peers._why_unreachable(a_group(2), torch.device("cuda", 0))
     assert reason in found
     assert bool(found) == bool(reason)
 
 
-@pytest.mark.parametrize("step", ["_zeros", "_exchanged_addresses"])
+@pytest.mark.parametrize("step", ["_allocate", "_rendezvous"])
 def test_symmetric_memory_that_fails_is_a_reason(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes agree after each step, so that none waits for one that has failed."""
     agreed: list[bool] = []
@@ -164,11 +164,11 @@ def test_symmetric_memory_that_fails_is_a_reason(step: str, monkeypatch: pytest.
     def fails(*_: Any) -> Any:
         raise RuntimeError("no peer access")
 
-    monkeypatch.setattr(peers, "_zeros", lambda *_: None)
+    monkeypatch.setattr(peers, "_allocate", lambda *_: None)
     monkeypatch.setattr(peers, step, fails)
     monkeypatch.setattr(peers, "gathered", lambda t, _: agreed.append(bool(t.any())) or t)
     monkeypatch.setattr(peers, "device_of_small_exchanges", lambda *_: "cpu")
-    found = peers._made(a_group(2), torch.device("cuda", 0), 1 << 20)
+    found = peers._make_mailboxes(a_group(2), torch.device("cuda", 0), 1 << 20)
     assert found.reason == "PyTorch's symmetric memory failed: no peer access"
     assert not found.mail
-    assert agreed == ([True] if step == "_zeros" else [False, True])
+    assert agreed == ([True] if step == "_allocate" else [False, True])

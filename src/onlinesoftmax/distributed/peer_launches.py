@@ -1,11 +1,12 @@
-"""The launches of losses and log-probabilities of sharded rows whose GPUs exchange states through peer memory.
+"""The launches of sharded losses, log-probabilities and logsumexp whose GPUs exchange states through peer memory.
 
     a mean or a sum     a small kernel counts the targets (for a mean); one kernel reads the shard, exchanges states,
     with its gradient   and writes the losses and the gradient of the shard; a small kernel adds the losses
     other results       one kernel reads the shard, exchanges states, and writes the results of the rows; a small
                         kernel adds the losses (for a mean or a sum); backward is one kernel, which exchanges nothing
 
-launches.py has the launches of calls that use a collective.  Either way, all processes get the same results of rows.
+A loss with label smoothing and class weights adds the weights in one more launch.  launches.py has the launches of
+calls that use a collective.  Either way, a result per row has the same bits on every process.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ class PeerLaunches:
         self.outputs = tuple(output.name for output in self.operation.outputs if output.name in asked)
         beside = self._beside(target, weight)
         if in_forward:
+            # For planning; each call passes its own dy.
             beside["dy"] = torch.empty((), dtype=accumulator_of(x.dtype, x.dtype), device=x.device)
-        # The kernel that adds the weights would come between.
+        # With `weight_sum`, the kernel that adds the weights runs between the one that counts and the loss kernel.
+        # Then the loss kernel does not follow the kernel that computes dy.
         counts = loss is not None and loss.reduction == "mean"
         follows_divisor = in_forward and counts and "weight_sum" not in beside
         call = self._call(self.operation, x, mask, beside)
@@ -108,7 +111,10 @@ class PeerLaunches:
         return beside
 
     def _local(self, weight: Tensor) -> Tensor:
-        """The weights of this shard.  A kernel finds the weights of all other classes beside them in memory."""
+        """The weights of this shard, a view of all weights.
+
+        A kernel may need the weight of a target on another GPU, and reads it before or behind the view.
+        """
         first, cols = self.part.first, self.kind.shards.cols
         if not cols:
             # The one column of an empty shard has a weight, which is not read.
@@ -149,7 +155,7 @@ class PeerLaunches:
 
 
 def _numbers(ignore_index: int, smoothing: float, z_loss: float) -> dict[str, int]:
-    """The numbers of a loss as operands: integers with the same bits.  Those that change nothing are left out."""
+    """The numbers of a loss, each float64 as the integer that has its bits.  Those that change nothing are left out."""
     numbers = {"ignore_index": bits(float(ignore_index))}
     if smoothing:
         numbers["smoothing"] = bits(smoothing)
@@ -162,7 +168,7 @@ _SAVED = ("mask", "target", "weight", "m", "l", "entropy")
 
 
 class _Rows(torch.autograd.Function):
-    """The results of the rows of a call in the accumulator's dtype, with a gradient.  Backward needs no exchange."""
+    """The results per row in the accumulator's dtype, with a gradient.  Backward needs no exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, launches: PeerLaunches, given: Given) -> Any:

@@ -1,10 +1,10 @@
 """Peer memory: mailboxes through which the kernels of several GPUs of one host exchange the states of rows.
 
-A GPU writes to the memory of another one through NVLink.  So one kernel reads a shard, exchanges the states, and writes
-its results, without a collective and while the row is still on chip (kernels/cuda/shards.cuh).
+A GPU writes to the memory of another one, through NVLink or PCIe.  So one kernel reads a shard, exchanges the states,
+and writes its results, without a collective and while the row is still on chip (kernels/cuda/shards.cuh).
 
-Only properties that are the same on every process decide whether a call does this, because the kernels of all processes
-wait for each other.
+All processes must choose the same way, because their kernels wait for each other.  So the choice uses only properties
+that are equal on all processes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ PEER_MEMORY, COLLECTIVE = "peer_memory", "collective"
 """Values of the argument `exchange` of the public functions."""
 
 MESSAGE_WORDS = {4: 6, 8: 12}
-"""Most 64-bit words of a message, by the bytes of a number of the state: m, two sums of twice the bytes, a score."""
+"""Largest number of 64-bit words of a message, by the bytes of the accumulator's dtype.
+
+A message has 64 bits for each 32 bits of m, of two sums that are twice as wide, and of a score.
+"""
 
 SETS = 2
 """Sets of mailboxes, which launches use in turn."""
 
 LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
-"""Bytes of the mailboxes of a process: the smallest, and the largest; calls with more rows use a collective."""
+"""Smallest and largest size of the mailboxes of a process; a call that needs more uses a collective."""
 
 
 class Peers(NamedTuple):
@@ -57,7 +60,10 @@ class Peers(NamedTuple):
 
 
 _PEERS: dict[str, Peers] = {}
-"""What was found out about each group, by its name."""
+"""The mailboxes of each group by its name, or the reason why it has none.
+
+A new group may have the name of one that was destroyed.
+"""
 
 
 def checked_exchange(name: str, exchange: Any) -> str | None:
@@ -95,7 +101,8 @@ def part_of(
         groups: Process groups over which the softmax dimension is sharded.
         x: The shard.
         dim: The softmax dimension.
-        first, total: Number of columns before the shard, and of whole rows.
+        first: Number of columns before the shard.
+        total: Number of columns of a whole row.
         exchange: What the caller asks for: PEER_MEMORY, COLLECTIVE, or None for either.
         backend: The backend that the caller asks for, or None.
 
@@ -117,7 +124,7 @@ def part_of(
 
 
 def known_mail(group: Any) -> str:
-    """Name of the mailboxes of a group for a repeated call; empty where it has none, or a CUDA graph is captured."""
+    """Name of the mailboxes that earlier calls of a group made; empty if there are none, or during graph capture."""
     found = _PEERS.get(group.group_name)
     if found is None or found.group is not group or torch.cuda.is_current_stream_capturing():
         return ""
@@ -125,7 +132,7 @@ def known_mail(group: Any) -> str:
 
 
 def with_a_column(x: Tensor, dim: int) -> Tensor:
-    """A shard that is not empty: one without columns gets a column, which kernels neither read nor write (`Part`)."""
+    """The shard, or a copy with one column if it has none; kernels neither read nor write this column (`Part`)."""
     if x.shape[dim]:
         return x
     return torch.cat([x, x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])], dim)
@@ -136,7 +143,10 @@ def _message_bytes(x: Tensor) -> int:
 
 
 def _why_not(groups: tuple[Any, ...], x: Tensor, rows: int, total: int, backend: str | None) -> str:
-    """Why a call cannot use peer memory, whatever its group; empty if it can.  The same on every process."""
+    """Why a call cannot use peer memory, the same on every process; empty if it can.
+
+    This makes no exchange, and does not ask whether the GPUs reach each other.
+    """
     if torch.compiler.is_compiling():
         return "torch.compile traces the collective"
     if not x.is_cuda:
@@ -166,18 +176,20 @@ def _peers(group: Any, device: torch.device, size: int) -> Peers:
     """
     found = _PEERS.get(group.group_name)
     if found is None or found.group is not group:
-        found = _PEERS[group.group_name] = Peers(group, _why_not_reached(group, device))
+        found = _PEERS[group.group_name] = Peers(group, _why_unreachable(group, device))
     if not found.reason and found.bytes < size:
-        found = _PEERS[group.group_name] = _made(group, device, max(LEAST_BYTES, 1 << (size - 1).bit_length()))
+        size = max(LEAST_BYTES, 1 << (size - 1).bit_length())
+        found = _PEERS[group.group_name] = _make_mailboxes(group, device, size)
     return found
 
 
-def _why_not_reached(group: Any, device: torch.device) -> str:
+def _why_unreachable(group: Any, device: torch.device) -> str:
     """Why the GPUs of a group cannot reach each other's memory; empty if they can.  The same on every process."""
     here = registry.unavailable("cuda") or ""
     properties = torch.cuda.get_device_properties(device)
+    # Containers of other names count as other hosts, because they may not be able to share memory.
     host = f"{socket.gethostname()} {_boot_id()}"
-    told = [not here, _number(host), _number(str(properties.uuid))]
+    told = [not here, _hashed(host), _hashed(str(properties.uuid))]
     message = torch.tensor(told, dtype=torch.int64, device=device_of_small_exchanges(group, device))
     each = gathered(message, group).tolist()
     if not all(can for can, _, _ in each):
@@ -190,26 +202,26 @@ def _why_not_reached(group: Any, device: torch.device) -> str:
 
 
 def _boot_id() -> str:
-    """A number that containers of one host share, and two hosts of one name do not."""
+    """The boot id of the kernel, which differs between hosts of one name; empty if it cannot be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
 
 
-def _number(text: str) -> int:
-    """A 63-bit number for a text."""
+def _hashed(text: str) -> int:
+    """The first 63 bits of a hash of a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _made(group: Any, device: torch.device, size: int) -> Peers:
+def _make_mailboxes(group: Any, device: torch.device, size: int) -> Peers:
     """New mailboxes of so many bytes in the memory of each process, filled with zeros."""
     from ..kernels.cuda.shard_mail import MAIL, ShardMail
 
-    memory, reason = _tried(group, device, lambda: _zeros(device, size))
+    memory, reason = _on_all_processes(group, device, lambda: _allocate(device, size))
     if not reason:
         # All processes have memory now, so none waits in vain for the address of another.
-        handle, reason = _tried(group, device, lambda: _exchanged_addresses(memory, group))
+        handle, reason = _on_all_processes(group, device, lambda: _rendezvous(memory, group))
     if reason:
         return Peers(group, reason)
     name = f"{group.group_name} {len(MAIL)}"
@@ -217,7 +229,7 @@ def _made(group: Any, device: torch.device, size: int) -> Peers:
     return Peers(group, "", name, size)
 
 
-def _tried(group: Any, device: torch.device, step: Callable[[], Any]) -> tuple[Any, str]:
+def _on_all_processes(group: Any, device: torch.device, step: Callable[[], Any]) -> tuple[Any, str]:
     """(the result of a step, "") where it succeeds on every process; else (None, the reason)."""
     found, reason = None, ""
     try:
@@ -231,7 +243,7 @@ def _tried(group: Any, device: torch.device, step: Callable[[], Any]) -> tuple[A
     return found, ""
 
 
-def _zeros(device: torch.device, size: int) -> Any:
+def _allocate(device: torch.device, size: int) -> Any:
     """Memory that other GPUs can reach, in a tensor of zeros."""
     from torch.distributed import _symmetric_memory as symmetric
 
@@ -242,7 +254,7 @@ def _zeros(device: torch.device, size: int) -> Any:
     return memory
 
 
-def _exchanged_addresses(memory: Any, group: Any) -> Any:
+def _rendezvous(memory: Any, group: Any) -> Any:
     """PyTorch's handle of the memory of all processes."""
     from torch.distributed import _symmetric_memory as symmetric
 
@@ -250,7 +262,7 @@ def _exchanged_addresses(memory: Any, group: Any) -> Any:
 
 
 def _timeout(group: Any, device: torch.device) -> float:
-    """Seconds for which the collectives of a group wait."""
+    """Seconds for which the collectives of a group wait; 10 minutes where the backend does not say."""
     options = getattr(group._get_backend(device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", None) or timedelta(minutes=10)
     return timeout.total_seconds()

@@ -36,7 +36,7 @@ __device__ inline void exchange_states(const Params& p, const Board& board, Exch
     const int lane = threadIdx.x % 32;
     const unsigned rows = blockIdx.x < p.rows ? unsigned((p.rows - 1 - blockIdx.x) / gridDim.x) + 1 : 0;
     const auto row_of = [](unsigned count) { return blockIdx.x + int64(count) * gridDim.x; };
-    Patience patience;
+    WaitLimit limit;
     for (unsigned sent = 0, told = 0, received = 0; received < rows;) {
         uint64* const reduced = &exchange.reduced[sent % 2];
         if (received == sent) wait_for_phase(reduced, sent / 2 % 2);
@@ -50,14 +50,14 @@ __device__ inline void exchange_states(const Params& p, const Board& board, Exch
         if constexpr (SHARDED) {
             if (board.team.rank == 0 && told < sent && __all_sync(~0u, board.all_have_posted(told))) {
                 row = {board.merge(told), exchange.own_score[told % 2]};
-                if (lane < p.processes) send_shard(p, row, row_of(told), lane);
+                if (lane < p.processes) send_state(p, row, row_of(told), lane);
                 ++told;
             }
-            if (!receive_shards(p, row, row_of(received))) {
-                patience.check(p);
+            if (!look_for_states(p, row, row_of(received))) {
+                limit.check(p);
                 continue;
             }
-            patience = {};
+            limit = {};
         } else {
             if (!__all_sync(~0u, board.all_have_posted(received))) continue;
             row.state = board.merge(received);

@@ -81,7 +81,7 @@ def bind(request: Request) -> Run:
             if shards is not None:
                 boxes = shard_mail.MAIL[shards]
                 fields[_FIRST_SHARD:_AFTER_SHARDS], fields[_TAG] = boxes.next_launch(shard_words, stream, index)
-                fields[_TIMEOUT] = boxes.timeout
+                fields[_TIMEOUT] = boxes.timeout_ns
         status = launch(*call.addresses)
         if status:
             status = driver.retry_with_context(status, call.addresses, index)

@@ -1,9 +1,10 @@
-// A state as words of 32 bits, for messages.  A type of messages has a function word_of(message, i) for its word i.
+// A state as words of 32 bits, for messages.  Every type of messages M defines word_of(message, i), which returns a
+// reference to its word i.
 
 constexpr int ACC_WORDS = sizeof(ACC) / 4, SUM_WORDS = sizeof(SUM) / 4;
 constexpr int STATE_WORDS = ACC_WORDS + SUMS * SUM_WORDS;
 
-// Writes a number to the words from i on, and reads it from there.
+// `put` writes x to the words from i on; `get` reads x from them.
 template <class M> __device__ inline void put(M& to, int i, float x) { word_of(to, i) = __float_as_uint(x); }
 template <class M> __device__ inline void put(M& to, int i, double x) {
     const uint64 bits = __double_as_longlong(x);
@@ -18,7 +19,7 @@ template <class M> __device__ inline void get(M& from, int i, DoubleDouble& x) {
     get(from, i, x.high), get(from, i + 2, x.low);
 }
 
-// Writes a state to the first STATE_WORDS words, and reads it from there.
+// `put_state` writes a state to the first STATE_WORDS words; `read_state` reads it from them.
 template <class M> __device__ inline void put_state(M& to, const State& state) {
     put(to, 0, state.m);
 #pragma unroll

@@ -21,23 +21,25 @@ class ShardMail:
 
     Args:
         addresses: For each process, the address of its mailboxes, which are zeros.
-        words: Number of 64-bit words of one process's mailboxes, of both sets together.
-        timeout: Seconds for which a kernel waits for a message.
+        total_words: Number of 64-bit words of one process's mailboxes, of both sets together.
+        timeout_s: Seconds for which a kernel waits for a message.
         memory: The objects that keep the mailboxes alive.
 
     Attributes:
-        words: Number of 64-bit words of one process's mailboxes, in each of the two sets.
-        timeout: Nanoseconds for which a kernel waits for a message.
+        set_words: Number of 64-bit words of one process's mailboxes, in each of the two sets.
+        timeout_ns: Nanoseconds for which a kernel waits for a message.
         sent: Number of 64-bit words that this process has sent to each process.
     """
 
-    def __init__(self, addresses: list[int], words: int, timeout: float, memory: Any) -> None:
-        self.words = words // 2
-        self.timeout = int(timeout * 1e9)
+    def __init__(self, addresses: list[int], total_words: int, timeout_s: float, memory: Any) -> None:
+        self.set_words = total_words // 2
+        self.timeout_ns = int(timeout_s * 1e9)
         self._memory = memory
         absent = [0] * (MOST_PROCESSES - len(addresses))
         # Successive launches use two sets of mailboxes in turn.
-        self._sets: tuple[list[Any], ...] = tuple([a + 8 * self.words * i for a in addresses] + absent for i in (0, 1))
+        self._sets: tuple[list[Any], ...] = tuple(
+            [a + 8 * self.set_words * i for a in addresses] + absent for i in (0, 1)
+        )
         self._launches = self.sent = 0
         self._processes = len(addresses)
         self._stream: int | None = None
@@ -53,13 +55,13 @@ class ShardMail:
             stream: The stream of the launch, as PyTorch's raw handle.
             index: Number of the device.
         """
-        if words > self.words:
-            raise RuntimeError(f"the messages of a launch have {words} words, and the mailboxes {self.words}")
+        if words > self.set_words:
+            raise RuntimeError(f"the messages of a launch have {words} words, and the mailboxes {self.set_words}")
         self.sent += words // self._processes
         if stream != self._stream:
             if self._stream is not None:
-                before = torch.cuda.ExternalStream(self._stream, device=index)
-                torch.cuda.ExternalStream(stream, device=index).wait_stream(before)
+                previous = torch.cuda.ExternalStream(self._stream, device=index)
+                torch.cuda.ExternalStream(stream, device=index).wait_stream(previous)
             self._stream = stream
         self._launches += 1
         # No tag is 0, which an empty mailbox has.

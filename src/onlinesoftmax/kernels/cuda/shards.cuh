@@ -5,16 +5,18 @@
 // the same states in the same order, so the state of the whole row has the same bits everywhere.
 //
 // A word of a message has 64 bits: 32 bits of the message, and above them the tag of the launch.  GPUs store and load
-// aligned words of 64 bits as a whole, through NVLink too, so a tag shows that its 32 bits have come, and no flag or fence
-// is needed.  The tags of successive launches differ.
+// aligned words of 64 bits as a whole, also through NVLink, so a tag shows that its 32 bits have come, and no flag or fence
+// is needed.  Each launch has a new tag, so a message that an earlier launch left in the same mailbox has another one.
 //
 // The host gives successive launches two sets of mailboxes in turn.  A GPU sends in launch n + 2 only after it has received
 // a message of launch n + 1 from every GPU, and a GPU sends in launch n + 1 only after its launch n has ended.  So all
-// messages of launch n have been read when they are overwritten.
+// messages of launch n have been read when they are overwritten.  A kernel that begins before the kernel before it has ended
+// waits for that kernel (load_target) before it sends.
 //
-// A GPU may wait for a row of another GPU only if that GPU needs no later row first.  Every strategy takes the rows in the
-// order of their numbers, except for rows that are in flight at the same time; those are sent before any is waited for, or
-// in the order of their numbers.  As in total.cuh, this relies on blocks starting in the order of their numbers.
+// GPUs cannot wait for each other in a circle, because a block sends its rows in the order of their numbers: before it waits
+// for a row, it has sent that row and all its earlier ones.  Take the first row that some GPU has not sent.  All earlier rows
+// are sent, so no block of that GPU waits for one of them for ever, and the block of this row begins and sends it.  As in
+// total.cuh, this relies on blocks starting in the order of their numbers.
 
 constexpr int SCORE_WORDS = HAS_TARGET ? ACC_WORDS : 0;
 
@@ -31,11 +33,11 @@ struct ShardMessage {
 };
 __device__ inline unsigned& word_of(ShardMessage& message, int i) { return message.words[i]; }
 
-// Accesses that other GPUs can see.
-__device__ inline void put_word_far(uint64* to, uint64 word) {
+// Accesses at system scope: a store here is visible to a load on another GPU.
+__device__ inline void put_word_system(uint64* to, uint64 word) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
 }
-__device__ inline uint64 look_word_far(const uint64* from) {
+__device__ inline uint64 look_word_system(const uint64* from) {
     uint64 word;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
     return word;
@@ -48,15 +50,15 @@ __device__ inline uint64 now() {
     return time;
 }
 
-// The driver's function behind `assert`: prints the message, and ends the kernel and all later work of this process.
+// The driver's function behind `assert`: prints the message and ends the kernel; the process can then use this GPU no more.
 extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, decltype(sizeof(0)));
 __device__ __noinline__ void fail() {
     __assertfail("another process has ended, or did not make the same call within the timeout of the process group",
-                 "onlinesoftmax", 0, "complete_row", 1);
+                 "onlinesoftmax", 0, "wait for other GPUs", 1);
 }
 
 // Ends the kernel when a thread has waited too long.  A thread calls `check` after each look that has found nothing.
-struct Patience {
+struct WaitLimit {
     uint64 end = 0;   // 0 before the clock is read
     unsigned looks = 0;
     __device__ inline void check(const Params& p) {
@@ -66,7 +68,7 @@ struct Patience {
         if (end == 0) end = time + uint64(p.timeout);
         else if (time > end) {
             fail();
-            // No registers need be kept over the call.
+            // `fail` does not return, so the compiler need not save registers for the time after it.
             __builtin_unreachable();
         }
     }
@@ -77,32 +79,32 @@ __device__ inline uint64* shard_mailbox(const Params& p, int in, int64 row, int 
     return p.shard_mail[in] + (row * int(p.processes) + from) * ShardMessage::WORDS;
 }
 
-// Brings the mailboxes of a row into L2, which may have evicted them since the last launch.  A strategy calls this after it
-// has issued the loads of the row.  Otherwise the first look would fetch them from device memory.
-// `lane` is the number of a thread among those that hold the row.
+// Prefetches the mailboxes of a row into L2, because L2 may have evicted them since the last launch.  Without the prefetch,
+// the first look reads device memory.  A strategy calls this after it has issued the loads of the row; `lane` is the number
+// of a thread among those that hold the row.
 __device__ inline void prefetch_mailboxes(const Params& p, int64 row, int lane) {
     if constexpr (SHARDED && REDUCES)
         if (row < p.rows && lane < p.processes) prefetch(shard_mailbox(p, int(p.process), row, lane));
 }
 
 // Sends the state of this shard to process `to`.
-__device__ inline void send_shard(const Params& p, const ShardState& own, int64 row, int to) {
+__device__ inline void send_state(const Params& p, const ShardState& own, int64 row, int to) {
     ShardMessage message;
     put_state(message, own.state);
     if constexpr (HAS_TARGET) put(message, STATE_WORDS, own.target_score);
     uint64* const box = shard_mailbox(p, to, row, int(p.process));
 #pragma unroll
-    for (int i = 0; i < ShardMessage::WORDS; ++i) put_word_far(box + i, uint64(p.tag) << 32 | message.words[i]);
+    for (int i = 0; i < ShardMessage::WORDS; ++i) put_word_system(box + i, uint64(p.tag) << 32 | message.words[i]);
 }
 
 // Looks once at the message of a process.  Returns true if all of it has come; `found` is then its content.
-__device__ inline bool look_for_shard(const Params& p, ShardState& found, int64 row, int from) {
+__device__ inline bool look_for_state(const Params& p, ShardState& found, int64 row, int from) {
     const uint64* const box = shard_mailbox(p, int(p.process), row, from);
     ShardMessage message;
     bool come = true;
 #pragma unroll
     for (int i = 0; i < ShardMessage::WORDS; ++i) {
-        const uint64 word = look_word_far(box + i);
+        const uint64 word = look_word_system(box + i);
         come &= unsigned(word >> 32) == unsigned(p.tag);
         message.words[i] = unsigned(word);
     }
@@ -112,27 +114,28 @@ __device__ inline bool look_for_shard(const Params& p, ShardState& found, int64 
     return true;
 }
 
-// Merges the shards that the first lanes of each group of WIDTH have received.  Other lanes have identities, which change
-// no bit, so the result does not depend on WIDTH.
-template <int WIDTH> __device__ inline ShardState merge_shards(const ShardState& found) {
+// Merges the states of all processes.  In each group of WIDTH lanes, lane i has received the state of process i, and the
+// other lanes have the identity, which changes nothing.  So every WIDTH gives the same bits.
+template <int WIDTH> __device__ inline ShardState merge_processes(const ShardState& found) {
     ShardState whole{merge_lanes<WIDTH>(found.state), found.target_score};
     if constexpr (HAS_TARGET) whole.target_score = lane_max<WIDTH>(found.target_score);
     return whole;
 }
 
-// Looks once whether the shards of a row have come; called by a warp.  If they have, `whole` is the whole row.
-__device__ inline bool receive_shards(const Params& p, ShardState& whole, int64 row) {
+// Looks once whether the states of all processes have come; called by a warp.  If they have, `whole` is their merged state.
+__device__ inline bool look_for_states(const Params& p, ShardState& whole, int64 row) {
     const int lane = threadIdx.x % 32;
     ShardState found{identity(), -INF};
-    const bool come = lane >= p.processes || look_for_shard(p, found, row, lane);
+    const bool come = lane >= p.processes || look_for_state(p, found, row, lane);
     if (!__all_sync(~0u, come)) return false;
-    whole = merge_shards<32>(found);
+    whole = merge_processes<32>(found);
     return true;
 }
 
-// Completes a row: from the state of this GPU's columns to that of all columns, and sets the score of the target.  All
-// threads of a warp call this.  `lane` is the number of a thread among the LANES that hold the row, of which the first ones
-// send where `sends` is true.
+// Merges the state of this GPU's columns with those of the other GPUs, returns the state of the whole row, and stores the
+// score of the target in `operands`.  LANES threads hold the row, and `lane` is the number of this thread among them.  If
+// `sends` is true, the first of them send, one to each process.  All threads of a warp call this, and each warp receives all
+// messages.
 template <int LANES> __device__ inline State complete_row(
     const Params& p, const Row& r, RowOperands& operands, CallConstants call, State state, int64 row, int lane,
     bool sends = true) {
@@ -140,16 +143,16 @@ template <int LANES> __device__ inline State complete_row(
     constexpr int WIDTH = LANES < 32 ? LANES : 32;
     static_assert(!SHARDED || WIDTH >= MOST_PROCESSES, "a lane receives the state of one process");
     const bool exists = row < p.rows;
-    if (exists && sends && lane < p.processes) send_shard(p, {state, operands.own_score(r, call)}, row, lane);
+    if (exists && sends && lane < p.processes) send_state(p, {state, operands.own_score(r, call)}, row, lane);
     const int from = lane % WIDTH;
     ShardState found{identity(), -INF};
     bool come = !exists || from >= p.processes;
-    for (Patience patience;;) {
-        come = come || look_for_shard(p, found, row, from);
+    for (WaitLimit limit;;) {
+        come = come || look_for_state(p, found, row, from);
         if (__all_sync(~0u, come)) break;
-        patience.check(p);
+        limit.check(p);
     }
-    const ShardState whole = merge_shards<WIDTH>(found);
+    const ShardState whole = merge_processes<WIDTH>(found);
     operands.target_score = whole.target_score;
     return whole.state;
 }
