@@ -226,7 +226,7 @@ def distributed_forecast(records: Records) -> str:
         f"through peer memory, and the collective adds {latency:.0f} µs to 1.5 copies; these times are in "
         f"`{_of_many(records)[0].name}`. The forecast scales the copy and the wait with the columns. It assumes that a "
         f"GPU receives {NETWORK_BYTES / 1e3:.0f} GB/s from other hosts, and that a collective has the latency of two "
-        f"GPUs, which in fact grows with the number of hosts. Efficiency is compared with one GPU that has all columns, "
+        f"GPUs, which in fact grows with the number of hosts. Efficiency is compared with one GPU with all columns, "
         f"{times['one-process']:.0f} µs."
     )
     return f"{table(header, lines)}\n\n{said}"
