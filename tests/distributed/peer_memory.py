@@ -163,13 +163,13 @@ def calls_follow_each_other_closely() -> None:
         want.append(call())
         torch.cuda.synchronize()
         dist.barrier()
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
     found = []
     for i in range(400):
         # Every tenth call is made on another stream; the processes get ahead of each other by turns.
-        with torch.cuda.stream(streams[i // 10 % 2]):
+        with torch.cuda.stream(streams[i // 10 % 3]):
             if i % 50 == 7 * dist.get_rank():
                 torch.cuda._sleep(2_000_000)
             found.append((i % len(calls), calls[i % len(calls)]()))

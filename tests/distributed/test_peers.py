@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from onlinesoftmax.core.task import Part
+from onlinesoftmax.core.task import ANY, Choice, Part
 from onlinesoftmax.distributed import peers
+from onlinesoftmax.kernels.cuda.shard_mail import ShardMail
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -49,10 +50,14 @@ def test_the_argument_exchange(name: str, group: Any) -> None:
 class OnGpu:
     """A tensor's properties, as those of one on a GPU."""
 
-    is_cuda, device = True, torch.device("cuda", 0)
+    is_cuda, device, layout = True, torch.device("cuda", 0), torch.strided
 
     def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.shape, self.dtype = torch.Size(shape), dtype
+
+
+class OtherTensor(OnGpu):
+    """A tensor of another type, with functions of its own."""
 
 
 def a_group(size: int, rank: int = 1) -> Any:
@@ -69,14 +74,15 @@ def reachable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return peers.Peers(group, "", f"mail {len(made)}", size)
 
     monkeypatch.setattr(peers, "_PEERS", {})
+    monkeypatch.setattr(peers, "PLAIN_TYPES", (OnGpu,))
     monkeypatch.setattr(peers, "_why_unreachable", lambda *_: "")
     monkeypatch.setattr(peers, "_make_mailboxes", make)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
 
 
-def part(x: Any, *groups: Any, backend: str | None = None, exchange: str | None = None) -> Part | None:
-    return peers.part_of(groups or (a_group(2),), x, 1, 10, 100, exchange, backend)
+def part(x: Any, *groups: Any, choice: Choice = ANY, exchange: str | None = None) -> Part | None:
+    return peers.part_of(groups or (a_group(2),), x, 1, 10, 100, exchange, choice)
 
 
 def test_the_part_of_a_shard(reachable: list[int]) -> None:
@@ -98,24 +104,26 @@ def test_mailboxes_grow(reachable: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "x", "groups", "backend"),
+    ("reason", "x", "groups", "choice"),
     [
-        ("the shard is not on a GPU", X, (), None),
-        ("backend is 'triton'", OnGpu(8, 90), (), "triton"),
-        ("the dtype is torch.float8_e4m3fn", OnGpu(8, 90, dtype=torch.float8_e4m3fn), (), None),
-        ("there are no rows", OnGpu(0, 90), (), None),
-        ("several process groups", OnGpu(8, 90), (a_group(2), a_group(2)), None),
-        ("the group has 9 processes", OnGpu(8, 90), (a_group(9),), None),
-        ("the group has 1 process, not 2 to 8", OnGpu(8, 90), (a_group(1),), None),
-        ("more than 64 MiB", OnGpu(1 << 20, 90), (), None),
+        ("the shard is not on a GPU", X, (), ANY),
+        ("backend is 'triton'", OnGpu(8, 90), (), Choice("triton")),
+        ("CUDA kernels have no strategy 'split'", OnGpu(8, 90), (), Choice(strategy="split")),
+        ("the shard is no plain tensor", OtherTensor(8, 90), (), ANY),
+        ("the dtype is torch.float8_e4m3fn", OnGpu(8, 90, dtype=torch.float8_e4m3fn), (), ANY),
+        ("there are no rows", OnGpu(0, 90), (), ANY),
+        ("several process groups", OnGpu(8, 90), (a_group(2), a_group(2)), ANY),
+        ("the group has 9 processes", OnGpu(8, 90), (a_group(9),), ANY),
+        ("the group has 1 process, not 2 to 8", OnGpu(8, 90), (a_group(1),), ANY),
+        ("more than 64 MiB", OnGpu(1 << 20, 90), (), ANY),
     ],
 )
 def test_calls_that_need_a_collective(
-    reachable: list[int], reason: str, x: Any, groups: tuple[Any, ...], backend: str | None
+    reachable: list[int], reason: str, x: Any, groups: tuple[Any, ...], choice: Choice
 ) -> None:
-    assert part(x, *groups, backend=backend) is None
+    assert part(x, *groups, choice=choice) is None
     with pytest.raises(ValueError, match=reason):
-        part(x, *groups, backend=backend, exchange="peer_memory")
+        part(x, *groups, choice=choice, exchange="peer_memory")
     assert not reachable
 
 
@@ -135,6 +143,43 @@ def test_gpus_that_do_not_reach_each_other(reachable: list[int], monkeypatch: py
         part(OnGpu(8, 90), group, exchange="peer_memory")
     assert len(asked) == 1
     assert not reachable
+
+
+def test_the_key_of_a_call_knows_how_its_group_exchanges(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group is unknown before its first call, in which all processes find out about it together."""
+    near, far = a_group(2), SimpleNamespace(**vars(a_group(2)) | {"group_name": "far"})
+    assert peers.known_exchange(near) == peers.known_exchange(far) == ""
+    part(OnGpu(8, 90), near)
+    assert (peers.known_exchange(near), peers.known_mail(near)) == ("mail 1", "mail 1")
+    monkeypatch.setattr(peers, "_why_unreachable", lambda *_: "the processes run on several hosts")
+    part(OnGpu(8, 90), far)
+    assert (peers.known_exchange(far), peers.known_mail(far)) == ("collective", "")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert (peers.known_exchange(near), peers.known_mail(near)) == ("collective", "")
+
+
+def test_launches_on_several_streams_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handle of the default stream is 0, of which ExternalStream would make another stream."""
+    waits: list[tuple[int, int]] = []
+
+    def stream(handle: int) -> Any:
+        return SimpleNamespace(handle=handle, wait_stream=lambda other: waits.append((handle, other.handle)))
+
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: stream(0))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: stream(handle) if handle else None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    mail = ShardMail([1 << 20, 1 << 21], 128, 1.0, None)
+    launches = [mail.next_launch(24, handle, 0) for handle in (0, 0, 7, 7, 0)]
+    assert waits == [(7, 0), (0, 7)]
+    assert [tag for _, tag in launches] == [2, 3, 4, 5, 6]
+    first, second = [(1 << 20) + 512, (1 << 21) + 512], [1 << 20, 1 << 21]
+    assert [addresses[:2] for addresses, _ in launches] == [first, second, first, second, first]
+    assert mail.sent == 5 * 12
+    with pytest.raises(RuntimeError, match="the messages of a launch have 65 words"):
+        mail.next_launch(65, 0, 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
+        mail.next_launch(24, 7, 0)
 
 
 @pytest.mark.parametrize(

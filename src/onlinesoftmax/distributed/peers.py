@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from ..core.processes import device_of_small_exchanges, gathered
-from ..core.task import ITEMSIZE, MOST_PROCESSES, Part
+from ..core.task import ANY, ITEMSIZE, MOST_PROCESSES, Choice, Part
 from ..kernels import registry
+from ..planner.strategies import TABLE
 from ..torch.dispatch import DTYPES
+from ..torch.ops import PLAIN_TYPES
 from ..torch.prepare import DTYPE_NAMES
 
 Tensor = torch.Tensor
@@ -38,6 +41,9 @@ A message has 64 bits for each 32 bits of m, of two sums that are twice as wide,
 
 SETS = 2
 """Sets of mailboxes, which launches use in turn."""
+
+_STRATEGIES = tuple(strategy for backend, strategy, _ in TABLE if backend == "cuda")
+"""Strategies of the CUDA kernels."""
 
 LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
 """Smallest and largest size of the mailboxes of a process; a call that needs more uses a collective."""
@@ -93,7 +99,7 @@ def check_peer_memory(exchange: str | None, reason: str) -> None:
 
 
 def part_of(
-    groups: tuple[Any, ...], x: Tensor, dim: int, first: int, total: int, exchange: str | None, backend: str | None
+    groups: tuple[Any, ...], x: Tensor, dim: int, first: int, total: int, exchange: str | None, choice: Choice = ANY
 ) -> Part | None:
     """The position of a shard for kernels that exchange states through peer memory; None for a collective.
 
@@ -104,7 +110,7 @@ def part_of(
         first: Number of columns before the shard.
         total: Number of columns of a whole row.
         exchange: What the caller asks for: PEER_MEMORY, COLLECTIVE, or None for either.
-        backend: The backend that the caller asks for, or None.
+        choice: What the caller forces of the plan.
 
     Raises:
         ValueError: peer memory is asked for and cannot be used.
@@ -112,7 +118,7 @@ def part_of(
     if exchange == COLLECTIVE:
         return None
     rows = math.prod(x.shape[:dim]) * math.prod(x.shape[dim + 1 :])
-    reason = _why_not(groups, x, rows, total, backend)
+    reason = _why_not(groups, x, rows, total, choice)
     if not reason:
         (group,) = groups
         peers = _peers(group, x.device, rows * group.size() * _message_bytes(x) * SETS)
@@ -125,24 +131,54 @@ def part_of(
 
 def known_mail(group: Any) -> str:
     """Name of the mailboxes that earlier calls of a group made; empty if there are none, or during graph capture."""
-    found = _PEERS.get(group.group_name)
-    if found is None or found.group is not group or torch.cuda.is_current_stream_capturing():
+    found = _found(group)
+    return "" if found is None or torch.cuda.is_current_stream_capturing() else found.mail
+
+
+def known_exchange(group: Any) -> str:
+    """The way of exchange of a group for the key of a call: its mailboxes, or a collective.
+
+    Empty before the first call of the group.  That call finds out about the group together with all other processes, so
+    no process may find a launch under a key instead.
+    """
+    found = _found(group)
+    if found is None:
         return ""
-    return found.mail
+    return known_mail(group) or COLLECTIVE
+
+
+def _found(group: Any) -> Peers | None:
+    """What earlier calls found out about a group."""
+    found = _PEERS.get(group.group_name)
+    return found if found is not None and found.group is group else None
+
+
+def is_plain(x: Any) -> bool:
+    """True for a tensor without functions of its own, outside of traces, functorch transforms and forward mode."""
+    return (
+        type(x) in PLAIN_TYPES
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
 
 
 def with_a_column(x: Tensor, dim: int) -> Tensor:
     """The shard, or a copy with one column if it has none; kernels neither read nor write this column (`Part`)."""
     if x.shape[dim]:
         return x
-    return torch.cat([x, x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])], dim)
+    found = torch.cat([x, x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])], dim)
+    if found.requires_grad:
+        # The kernel of the gradient does not write this column.
+        found.register_hook(torch.zeros_like)
+    return found
 
 
 def _message_bytes(x: Tensor) -> int:
     return 8 * MESSAGE_WORDS[max(4, ITEMSIZE[DTYPE_NAMES[x.dtype]])]
 
 
-def _why_not(groups: tuple[Any, ...], x: Tensor, rows: int, total: int, backend: str | None) -> str:
+def _why_not(groups: tuple[Any, ...], x: Tensor, rows: int, total: int, choice: Choice) -> str:
     """Why a call cannot use peer memory, the same on every process; empty if it can.
 
     This makes no exchange, and does not ask whether the GPUs reach each other.
@@ -151,8 +187,12 @@ def _why_not(groups: tuple[Any, ...], x: Tensor, rows: int, total: int, backend:
         return "torch.compile traces the collective"
     if not x.is_cuda:
         return "the shard is not on a GPU"
-    if backend not in (None, "cuda"):
-        return f"only CUDA kernels exchange states with other GPUs, and backend is {backend!r}"
+    if choice.backend not in (None, "cuda"):
+        return f"only CUDA kernels exchange states with other GPUs, and backend is {choice.backend!r}"
+    if choice.strategy not in (None, *_STRATEGIES):
+        return f"CUDA kernels have no strategy {choice.strategy!r}"
+    if not is_plain(x) or x.layout is not torch.strided:
+        return "the shard is no plain tensor, or the call is transformed"
     if x.dtype not in DTYPES:
         return f"the dtype is {x.dtype}"
     if not rows or not total:
@@ -174,8 +214,8 @@ def _peers(group: Any, device: torch.device, size: int) -> Peers:
 
     All processes make them together, in the first call and in a call that needs more.
     """
-    found = _PEERS.get(group.group_name)
-    if found is None or found.group is not group:
+    found = _found(group)
+    if found is None:
         found = _PEERS[group.group_name] = Peers(group, _why_unreachable(group, device))
     if not found.reason and found.bytes < size:
         size = max(LEAST_BYTES, 1 << (size - 1).bit_length())

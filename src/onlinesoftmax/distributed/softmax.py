@@ -112,10 +112,13 @@ def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -
     if part is not None:
         settings = Settings(dim, dtype, choice=call.choice, part=part)
         options = call.options if x.shape[dim] else call.options._replace(mask=None)
-        local = Call(OPERATIONS[name], with_a_column(x, dim), settings, None if options.plain else options)
+        shard = with_a_column(x.resolve_neg(), dim)
+        local = Call(OPERATIONS[name], shard, settings, None if options.plain else options)
         if call.key and x.shape[dim]:
             launches.add(call.key, local, call.key[-1])
-        return autograd.apply(local).narrow(dim, 0, x.shape[dim])
+        found = autograd.apply(local)
+        # `narrow` of all columns would copy the gradient.
+        return found if x.shape[dim] else found.narrow(dim, 0, 0)
     x = x.to(torch.promote_types(x.dtype, dtype))
     scores = call.options._replace(zero=False)
     z = x if scores.plain else eager.scores_of(x, dim, scores, accumulator_of(x.dtype, x.dtype))[0]
@@ -127,5 +130,5 @@ def _part(x: Tensor, dim: int, shards: Shards, call: Sharded) -> Part | None:
     """The position of the shard for kernels that exchange states through peer memory; None for a collective."""
     # A bias that is broadcast along the row, and a scale that is a tensor, have gradients that sum over the whole row.
     tensors = call.options.bias is not None or isinstance(call.options.scale, Tensor)
-    backend = "eager" if tensors and call.exchange is None else call.choice.backend
-    return part_of(call.groups, x, dim, shards.first, shards.total, call.exchange, backend)
+    choice = call.choice._replace(backend="eager") if tensors else call.choice
+    return part_of(call.groups, x, dim, shards.first, shards.total, call.exchange, choice)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import forward_ad
 
 from ..core.call import NOTHING
 from ..core.operations import Operation
@@ -23,12 +22,13 @@ from ..torch.check import check_first_derivative
 from ..torch.dispatch import DTYPES
 from ..torch.launches import LAUNCHES as SOFTMAXES
 from ..torch.launches import is_usual
+from ..torch.loss import MOST_EXACT_INDEX
 from ..torch.ops import PLAIN_TYPES
 from ..torch.reductions import backend_for, may_count
 from .launches import Given, Launches, SavedForShards, ShardedKind
 from .local import Sharded
 from .peer_launches import PeerLaunches
-from .peers import check_peer_memory, known_mail, part_of, with_a_column
+from .peers import COLLECTIVE, check_peer_memory, is_plain, known_exchange, known_mail, part_of, with_a_column
 from .shards import Shards
 
 Tensor = torch.Tensor
@@ -54,8 +54,8 @@ def look_up(
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return (), None
     group = group_or_default(group)
-    mail = known_mail(group) if getattr(given.x, "is_cuda", False) else ""
-    key = key_of(given, (name, arguments, shards, group.size(), mail))
+    way = known_exchange(group) if getattr(given.x, "is_cuda", False) else COLLECTIVE
+    key = key_of(given, (name, arguments, shards, group.size(), way)) if way else ()
     try:
         launches = LAUNCHES.get(key) if key else None
     except TypeError:
@@ -106,7 +106,7 @@ def key_of_softmax(operation: Operation, x: Any, arguments: tuple[Any, ...], gro
 def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The key of a call in LAUNCHES; () where the kernels cannot take its tensors, or the call is traced."""
     x, mask, target, weight = given
-    if not _is_plain(x) or type(target) not in PLAIN_TYPES or x.is_neg() or not target.is_contiguous():
+    if not is_plain(x) or type(target) not in PLAIN_TYPES or x.is_neg() or not target.is_contiguous():
         return ()
     key: tuple[Any, ...] = (
         arguments, x.requires_grad and torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type),
@@ -125,16 +125,6 @@ def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return key
 
 
-def _is_plain(x: Any) -> bool:
-    """True for a tensor without functions of its own, outside of traces, functorch transforms and forward mode."""
-    return (
-        type(x) in PLAIN_TYPES
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )
-
-
 def run_if_possible(kind: ShardedKind, given: Given, call: Sharded) -> tuple[Tensor, ...] | None:
     """The results of a checked call, the same on every process; None where it is not usual."""
     reason = _why_not_plain(given)
@@ -149,11 +139,15 @@ def run_if_possible(kind: ShardedKind, given: Given, call: Sharded) -> tuple[Ten
     if reason:
         return None
     groups, (first, _, total) = call.groups, kind.shards
-    part = part_of(groups, given.x, kind.dim, first, total, call.exchange, kind.choice.backend)
-    if part is None and not _merges(kind, weight):
+    part = None
+    if _is_exact(kind):
+        part = part_of(groups, given.x, kind.dim, first, total, call.exchange, kind.choice)
+    else:
+        check_peer_memory(call.exchange, "the kernels take an ignore_index as a float64")
+    if part is None and (backend_for(given.x) is None or not _merges(kind, weight)):
         return None
     processes = math.prod(group.size() for group in groups)
-    # The key of the public function ends its arguments with the mailboxes that were known before this call.
+    # The key of the public function ends its arguments with the way of exchange that was known before this call.
     known = part is None or (call.key and call.key[0][-1] == part.mail)
     key = (known and call.key) or key_of(given, (kind, processes, part))
     launches = LAUNCHES.get(key)
@@ -177,7 +171,7 @@ def _with_a_column(given: Given, dim: int) -> Given:
 def _why_not_plain(given: Given) -> str:
     """Why kernels cannot take the tensors of a call; empty if they can."""
     plain = all(t is None or type(t) in PLAIN_TYPES for t in given)
-    return "" if plain and _is_plain(given.x) else "a tensor has functions of its own, or the call is transformed"
+    return "" if plain and is_plain(given.x) else "a tensor has functions of its own, or the call is transformed"
 
 
 def _why_not_usual(kind: ShardedKind, given: Given) -> str:
@@ -185,7 +179,7 @@ def _why_not_usual(kind: ShardedKind, given: Given) -> str:
     x, _, target, weight = given
     backend, _, batch_invariant = kind.choice
     # On a CPU, Triton's interpreter runs the kernels if the caller forces them.
-    if not (x.is_cuda or backend == "triton") or backend == "eager" or batch_invariant or backend_for(x) is None:
+    if not (x.is_cuda or backend == "triton") or backend == "eager" or batch_invariant:
         return "the call runs PyTorch's operations"
     if x.dtype not in DTYPES or (weight is not None and weight.dtype not in DTYPES):
         return f"the kernels do not take a dtype of {x.dtype} and {None if weight is None else weight.dtype}"
@@ -194,6 +188,11 @@ def _why_not_usual(kind: ShardedKind, given: Given) -> str:
     if kind.loss is not None and not may_count(target, weight, kind.loss):
         return f"the kernels do not take ignore_index={kind.loss.ignore_index}"
     return ""
+
+
+def _is_exact(kind: ShardedKind) -> bool:
+    """True where a float64, as which the loss kernel takes `ignore_index`, is exact."""
+    return kind.loss is None or abs(kind.loss.ignore_index) <= MOST_EXACT_INDEX
 
 
 def _merges(kind: ShardedKind, weight: Tensor | None) -> bool:

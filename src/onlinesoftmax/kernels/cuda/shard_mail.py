@@ -58,11 +58,23 @@ class ShardMail:
         if words > self.set_words:
             raise RuntimeError(f"the messages of a launch have {words} words, and the mailboxes {self.set_words}")
         self.sent += words // self._processes
+        # The default stream, whose handle is 0, cannot be captured, so it is not asked, which would take host time.
+        if stream and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a kernel that exchanges states through peer memory cannot be captured in a CUDA graph; "
+                "capture forward and backward together, or pass exchange='collective'"
+            )
         if stream != self._stream:
             if self._stream is not None:
-                previous = torch.cuda.ExternalStream(self._stream, device=index)
-                torch.cuda.ExternalStream(stream, device=index).wait_stream(previous)
+                _stream(stream, index).wait_stream(_stream(self._stream, index))
             self._stream = stream
         self._launches += 1
         # No tag is 0, which an empty mailbox has.
         return self._sets[self._launches % 2], 1 + self._launches % 0xFFFFFFFF
+
+
+def _stream(handle: int, index: int) -> torch.cuda.Stream:
+    """The stream of PyTorch's raw handle; ExternalStream would make another stream for the default one."""
+    if not handle:
+        return torch.cuda.default_stream(index)
+    return torch.cuda.ExternalStream(handle, device=index)
