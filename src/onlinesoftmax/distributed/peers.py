@@ -148,7 +148,7 @@ def known_exchange(group: Any) -> str:
 
 
 def _found(group: Any) -> Peers | None:
-    """What earlier calls found out about a group."""
+    """The entry of a group in _PEERS; None before its first call."""
     found = _PEERS.get(group.group_name)
     return found if found is not None and found.group is group else None
 

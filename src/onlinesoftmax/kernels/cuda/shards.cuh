@@ -20,8 +20,8 @@
 
 constexpr int SCORE_WORDS = HAS_TARGET ? ACC_WORDS : 0;
 
-// What a GPU tells the others about a row: the state of its shard, and the score of the target column; -inf if that column
-// is on another GPU.
+// The content of a message about a row: the state of the sender's shard, and the score of the target column, which is -inf if
+// that column is on another GPU.
 struct ShardState {
     State state;
     ACC target_score;
