@@ -59,6 +59,7 @@ def test_shards_on_two_gpus(exchange: str, tmp_path: Path) -> None:
         processes.everything,
         peer_memory.a_process_is_late,
     ],
+    ids=[*(check.__name__ for check in peer_memory.CHECKS), "processes", "a_process_is_late"],
 )
 def test_peer_memory(check: Callable[..., None], tmp_path: Path) -> None:
     """Two GPUs exchange states from kernel to kernel."""
@@ -80,7 +81,11 @@ def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @two_gpus
-@pytest.mark.parametrize("check", [processes.everything, dtensors.everything, passes.everything, usual.everything])
+@pytest.mark.parametrize(
+    "check",
+    [processes.everything, dtensors.everything, passes.everything, usual.everything],
+    ids=lambda check: check.__module__.rpartition(".")[2],
+)
 def test_all_options_of_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:
     """Every combination of the options with NCCL: it compiles a few hundred kernels."""
     processes.run(check, (0, 20, 37), tmp_path, "nccl")
