@@ -51,7 +51,7 @@ def test_shards_on_two_gpus(exchange: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @pytest.mark.parametrize(
     "check",
     [

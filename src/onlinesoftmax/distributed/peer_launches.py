@@ -18,13 +18,13 @@ import torch
 
 from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS, Operation
-from ..core.options import bits
 from ..core.task import Part
 from ..torch.check import check_first_derivative
 from ..torch.gradients import accumulator_of
 from ..torch.loss_launches import reduced_with_gradient
 from ..torch.prepare import kind_of, operands_of, prepare, prepared
 from ..torch.reductions import reducer
+from ..torch.targets import loss_numbers
 from .launches import Given, ShardedKind
 
 Tensor = torch.Tensor
@@ -47,7 +47,7 @@ class PeerLaunches:
         loss = kind.loss
         self.kind, self.part, self.dim = kind, part, kind.dim
         self.operation = _LOGPROBS if loss is None else _LOSS
-        self.numbers = {} if loss is None else _numbers(loss.ignore_index, loss.smoothing, loss.z_loss)
+        self.numbers = {} if loss is None else loss_numbers(loss)
         self.results = tuple("loss" if name == "y" and loss is not None else name for name in kind.outputs)
         self.with_gradient, in_forward = with_gradient, with_gradient and kind.reduces
         saved = ("m", "l") if with_gradient and not in_forward else ()
@@ -152,16 +152,6 @@ class PeerLaunches:
         run, operands = prepared(call, ("y",))
         dx: Tensor = run(x, None, operands)
         return dx
-
-
-def _numbers(ignore_index: int, smoothing: float, z_loss: float) -> dict[str, int]:
-    """The numbers of a loss, each float64 as the integer that has its bits.  Those that change nothing are left out."""
-    numbers = {"ignore_index": bits(float(ignore_index))}
-    if smoothing:
-        numbers["smoothing"] = bits(smoothing)
-    if z_loss:
-        numbers["z_loss"] = bits(z_loss)
-    return numbers
 
 
 _SAVED = ("mask", "target", "weight", "m", "l", "entropy")

@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from ..core.processes import device_of_small_exchanges, gathered
 from ..core.task import ANY, ITEMSIZE, MOST_PROCESSES, Choice, Part
 from ..kernels import registry
+from ..kernels.cuda.shard_mail import MAIL, SETS, ShardMail
 from ..planner.strategies import TABLE
 from ..torch.dispatch import DTYPES
 from ..torch.ops import PLAIN_TYPES
@@ -38,9 +39,6 @@ MESSAGE_WORDS = {4: 6, 8: 12}
 
 A message has 64 bits for each 32 bits of m, of two sums that are twice as wide, and of a score.
 """
-
-SETS = 2
-"""Sets of mailboxes, which launches use in turn."""
 
 _STRATEGIES = tuple(strategy for backend, strategy, _ in TABLE if backend == "cuda")
 """Strategies of the CUDA kernels."""
@@ -256,8 +254,6 @@ def _hashed(text: str) -> int:
 
 def _make_mailboxes(group: Any, device: torch.device, size: int) -> Peers:
     """New mailboxes of so many bytes in the memory of each process, filled with zeros."""
-    from ..kernels.cuda.shard_mail import MAIL, ShardMail
-
     memory, reason = _on_all_processes(group, device, lambda: _allocate(device, size))
     if not reason:
         # All processes have memory now, so none waits in vain for the address of another.
@@ -275,7 +271,7 @@ def _on_all_processes(group: Any, device: torch.device, step: Callable[[], Any])
     try:
         found = step()
     except (RuntimeError, ImportError, AttributeError) as error:
-        # Older versions of PyTorch lack these functions, and not every machine lets GPUs reach each other.
+        # Some builds of PyTorch lack these functions, and not every machine lets GPUs reach each other.
         reason = f"PyTorch's symmetric memory failed: {error}"
     failed = torch.tensor([bool(reason)], device=device_of_small_exchanges(group, device))
     if gathered(failed, group).any():

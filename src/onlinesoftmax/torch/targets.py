@@ -141,16 +141,22 @@ def loss_gradient(
 def _beside(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> dict[str, Any]:
     """The operands that forward and backward of a cross-entropy share; a number is the integer with the same bits."""
     dim = loss.dim
-    beside: dict[str, Any] = {"target": target.unsqueeze(dim), "ignore_index": bits(float(loss.ignore_index))}
+    beside: dict[str, Any] = {"target": target.unsqueeze(dim), **loss_numbers(loss)}
     if weight is not None:
         beside["weight"] = weight.reshape(-1, *[1] * (x.dim() - 1 - dim))
         if loss.smoothing:
             beside["weight_sum"] = weight.sum(dtype=accumulator_of(weight.dtype, weight.dtype))
-    if loss.smoothing:
-        beside["smoothing"] = bits(loss.smoothing)
-    if loss.z_loss:
-        beside["z_loss"] = bits(loss.z_loss)
     return beside
+
+
+def loss_numbers(loss: Loss) -> dict[str, int]:
+    """The numbers of a loss, each float64 as the integer that has its bits.  Those that change nothing are left out."""
+    numbers = {"ignore_index": bits(float(loss.ignore_index))}
+    if loss.smoothing:
+        numbers["smoothing"] = bits(loss.smoothing)
+    if loss.z_loss:
+        numbers["z_loss"] = bits(loss.z_loss)
+    return numbers
 
 
 def launch(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:

@@ -12,6 +12,9 @@ import torch
 
 from ...core.task import MOST_PROCESSES
 
+SETS = 2
+"""Sets of mailboxes, which successive launches use in turn (shards.cuh)."""
+
 MAIL: dict[str, ShardMail] = {}
 """The mailboxes by name."""
 
@@ -21,24 +24,23 @@ class ShardMail:
 
     Args:
         addresses: For each process, the address of its mailboxes, which are zeros.
-        total_words: Number of 64-bit words of one process's mailboxes, of both sets together.
+        total_words: Number of 64-bit words of one process's mailboxes, of all sets together.
         timeout_s: Seconds for which a kernel waits for a message.
         memory: The objects that keep the mailboxes alive.
 
     Attributes:
-        set_words: Number of 64-bit words of one process's mailboxes, in each of the two sets.
+        set_words: Number of 64-bit words of one process's mailboxes, in each set.
         timeout_ns: Nanoseconds for which a kernel waits for a message.
         sent: Number of 64-bit words that this process has sent to each process.
     """
 
     def __init__(self, addresses: list[int], total_words: int, timeout_s: float, memory: Any) -> None:
-        self.set_words = total_words // 2
+        self.set_words = total_words // SETS
         self.timeout_ns = int(timeout_s * 1e9)
         self._memory = memory
         absent = [0] * (MOST_PROCESSES - len(addresses))
-        # Successive launches use two sets of mailboxes in turn.
         self._sets: tuple[list[Any], ...] = tuple(
-            [a + 8 * self.set_words * i for a in addresses] + absent for i in (0, 1)
+            [a + 8 * self.set_words * i for a in addresses] + absent for i in range(SETS)
         )
         self._launches = self.sent = 0
         self._processes = len(addresses)
@@ -70,7 +72,7 @@ class ShardMail:
             self._stream = stream
         self._launches += 1
         # No tag is 0, which an empty mailbox has.
-        return self._sets[self._launches % 2], 1 + self._launches % 0xFFFFFFFF
+        return self._sets[self._launches % SETS], 1 + self._launches % 0xFFFFFFFF
 
 
 def _stream(handle: int, index: int) -> torch.cuda.Stream:
