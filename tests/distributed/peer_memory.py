@@ -34,7 +34,7 @@ def shard_of(cols: int, *, empty: bool = False) -> sharded.Shards:
 
 def launches() -> int:
     """Launches that have exchanged states through peer memory."""
-    return sum(mail._launches for mail in MAIL.values())
+    return sum(mail.launches for mail in MAIL.values())
 
 
 LOSSES: tuple[dict[str, Any], ...] = (
@@ -178,6 +178,57 @@ def calls_follow_each_other_closely() -> None:
         assert torch.equal(y, want[which])
 
 
+def graphs() -> None:
+    """Replays of captured calls, forward and backward, have the bits of calls, between which they stand."""
+    shards = shard_of(70001)
+    x = torch.empty(6, shards.cols, device=device(), dtype=torch.bfloat16).requires_grad_()
+    target, given = (random(6, seed=6, normal=False) * 70001).long(), {"shards": shards, **PEER}
+
+    def softmaxes() -> list[torch.Tensor]:
+        strategies = (None, "cluster", "looped", "grid") if shards.cols > 1 else (None,)
+        return [sharded.softmax(x.detach(), 1, strategy=strategy, **given) for strategy in strategies]
+
+    def losses() -> list[torch.Tensor]:
+        found = []
+        for reduction in ("mean", "none"):
+            loss = sharded.cross_entropy(x, target, reduction=reduction, **given)
+            found += [loss.detach(), *torch.autograd.grad(loss.sum(), x)]
+        logprobs = sharded.token_logprobs(x, target, **given)
+        return [*found, logprobs.entropy.detach(), *torch.autograd.grad(logprobs.logprob.sum(), x)]
+
+    def on_two_streams() -> list[torch.Tensor]:
+        here, other = torch.cuda.current_stream(), torch.cuda.Stream()
+        other.wait_stream(here)
+        with torch.cuda.stream(other):
+            found = sharded.logsumexp(x.detach(), 1, **given)
+        again = sharded.log_softmax(x.detach(), 1, **given)
+        here.wait_stream(other)
+        return [found, again]
+
+    captured = []
+    for calls in (softmaxes, losses, on_two_streams):
+        with torch.no_grad():
+            x.copy_(random(6, shards.cols, seed=7))
+        calls()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = calls()
+        captured.append((calls, graph, results))
+    before = launches()
+    for i in range(30):
+        calls, graph, results = captured[i * 7 % 3]
+        with torch.no_grad():
+            x.copy_(random(6, shards.cols, seed=100 + i))
+        if i % 5 == dist.get_rank():
+            torch.cuda._sleep(2_000_000)
+        for _ in range(1 + i % 2):
+            graph.replay()
+        for found, want in zip(results, calls(), strict=True):
+            assert torch.equal(found, want)
+    # The calls, not the replays.
+    assert launches() - before == 10 * (4 + 3 + 2)
+
+
 def calls_that_cannot_use_peer_memory() -> None:
     """A forced exchange that cannot run is an error with the reason; others use a collective."""
     shards = shard_of(40)
@@ -191,9 +242,12 @@ def calls_that_cannot_use_peer_memory() -> None:
     before = launches()
     for more in ({"exchange": "collective"}, {"backend": "triton"}, {"backend": "eager"}):
         torch.testing.assert_close(sharded.softmax(x, 1, shards=shards, **more), want)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), pytest.raises(ValueError, match="a CUDA graph is captured"):
-        sharded.softmax(x, 1, shards=shards, **PEER)
+    many = x.new_zeros(100_000, shards.cols)
+    with (
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+        pytest.raises(ValueError, match="a CUDA graph is captured; make a call"),
+    ):
+        sharded.softmax(many, 1, shards=shards, **PEER)
     assert launches() == before
     torch.testing.assert_close(sharded.softmax(x, 1, shards=shards), want)
     assert launches() == before + 1
@@ -218,8 +272,8 @@ def another_group() -> None:
 
 
 CHECKS: tuple[Callable[[], None], ...] = (
-    losses, log_probabilities, softmax_and_its_like, calls_follow_each_other_closely, calls_that_cannot_use_peer_memory,
-    another_group,
+    losses, log_probabilities, softmax_and_its_like, calls_follow_each_other_closely, graphs,
+    calls_that_cannot_use_peer_memory, another_group,
 )  # fmt: skip
 
 
@@ -231,9 +285,10 @@ def one_check(name: str, *_: int) -> None:
 def a_process_is_late(*_: int) -> None:
     """A kernel that waits longer than the timeout ends its process with an error."""
     shards = shard_of(64)
-    x = torch.zeros(4, shards.cols, device=device())
-    sharded.softmax(x, 1, shards=shards, **PEER)
+    x = torch.zeros(5, shards.cols, device=device())
+    sharded.softmax(x[:4], 1, shards=shards, **PEER)
     torch.cuda.synchronize()
+    # Launches of another shape are prepared with this timeout.
     (mail,) = MAIL.values()
     mail.timeout_ns = int(2e9)
     if dist.get_rank():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import onlinesoftmax as osm
 from onlinesoftmax.core.task import ANY, Choice, Part
 from onlinesoftmax.distributed import peers
-from onlinesoftmax.kernels.cuda.shard_mail import ShardMail
+from onlinesoftmax.kernels.cuda.shard_mail import ShardMail, words_of_mail
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -99,7 +100,7 @@ def test_mailboxes_grow(reachable: list[int]) -> None:
     group = a_group(2)
     names = [part(OnGpu(rows, 90), group).mail for rows in (8, 4096, 100_000, 8)]  # type: ignore[union-attr]  a part
     assert names == ["mail 1", "mail 1", "mail 2", "mail 2"]
-    assert reachable[1] >= 100_000 * 2 * peers.SETS * 8 * peers.MESSAGE_WORDS[4]
+    assert reachable[1] >= 8 * peers.words_of_mail(100_000 * 2 * peers.MESSAGE_WORDS[4])
     assert part(OnGpu(8, 90), a_group(2)).mail == "mail 3"  # type: ignore[union-attr]  a part
 
 
@@ -127,10 +128,18 @@ def test_calls_that_need_a_collective(
     assert not reachable
 
 
-def test_a_captured_graph_needs_a_collective(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(ValueError, match="a CUDA graph is captured"):
-        part(OnGpu(8, 90), exchange="peer_memory")
+def test_a_captured_call_makes_no_mailboxes(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It uses those of an earlier call, and a collective where there are none or they are too small."""
+    group = a_group(2)
+    for made in ([], [peers.LEAST_BYTES]):
+        with monkeypatch.context() as capture:
+            capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            assert part(OnGpu(100_000, 90), group) is None
+            with pytest.raises(ValueError, match="a CUDA graph is captured; make a call of this size once before"):
+                part(OnGpu(100_000, 90), group, exchange="peer_memory")
+            assert reachable == made
+            assert (part(OnGpu(8, 90), group) is None) == (not made)
+        part(OnGpu(8, 90), group)
 
 
 def test_gpus_that_do_not_reach_each_other(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,32 +163,64 @@ def test_the_key_of_a_call_knows_how_its_group_exchanges(reachable: list[int], m
     monkeypatch.setattr(peers, "_why_unreachable", lambda *_: "the processes run on several hosts")
     part(OnGpu(8, 90), far)
     assert (peers.known_exchange(far), peers.known_mail(far)) == ("collective", "")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert (peers.known_exchange(near), peers.known_mail(near)) == ("collective", "")
 
 
-def test_launches_on_several_streams_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handle of the default stream is 0, of which ExternalStream would make another stream."""
-    waits: list[tuple[int, int]] = []
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The streams of PyTorch: `waits` gets (a stream, the stream that it waits for), `captured` has those of a graph.
+
+    The handle of the default stream is 0, of which ExternalStream would make another stream.
+    """
+    found = SimpleNamespace(waits=[], captured=set(), current=0)
 
     def stream(handle: int) -> Any:
-        return SimpleNamespace(handle=handle, wait_stream=lambda other: waits.append((handle, other.handle)))
+        return SimpleNamespace(handle=handle, wait_stream=lambda other: found.waits.append((handle, other.handle)))
+
+    @contextlib.contextmanager
+    def entered(one: Any) -> Iterator[None]:
+        before, found.current = found.current, one.handle
+        yield
+        found.current = before
 
     monkeypatch.setattr(torch.cuda, "default_stream", lambda _: stream(0))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: stream(handle) if handle else None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    mail = ShardMail([1 << 20, 1 << 21], 128, 1.0, None)
-    launches = [mail.next_launch(24, handle, 0) for handle in (0, 0, 7, 7, 0)]
-    assert waits == [(7, 0), (0, 7)]
-    assert [tag for _, tag in launches] == [2, 3, 4, 5, 6]
-    first, second = [(1 << 20) + 512, (1 << 21) + 512], [1 << 20, 1 << 21]
-    assert [addresses[:2] for addresses, _ in launches] == [first, second, first, second, first]
-    assert mail.sent == 5 * 12
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.current in found.captured)
+    return found
+
+
+def _launch(mail: ShardMail, streams: SimpleNamespace, *handles: int) -> None:
+    for handle in handles:
+        streams.current = handle
+        mail.before_launch(24, handle, 0)
+
+
+def test_launches_on_several_streams_follow_each_other(streams: SimpleNamespace) -> None:
+    mail = ShardMail([1 << 20, 1 << 21], words_of_mail(64), 1.0, None)
+    assert (mail.addresses, mail.set_words) == ([1 << 20, 1 << 21, *[0] * 6], 64)
+    _launch(mail, streams, 0, 0, 7, 7, 0)
+    assert streams.waits == [(7, 0), (0, 7)]
+    assert (mail.launches, mail.sent) == (5, 5 * 12)
     with pytest.raises(RuntimeError, match="the messages of a launch have 65 words"):
-        mail.next_launch(65, 0, 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
-        mail.next_launch(24, 7, 0)
+        mail.before_launch(65, 0, 0)
+
+
+def test_launches_of_a_graph_wait_for_each_other_alone(streams: SimpleNamespace) -> None:
+    """CUDA has no wait between a stream that is captured and one that is not."""
+    mail = ShardMail([1 << 20, 1 << 21], words_of_mail(64), 1.0, None)
+    _launch(mail, streams, 5)
+    streams.captured = {7, 8}
+    _launch(mail, streams, 7, 7, 8)
+    assert streams.waits == [(8, 7)]
+    streams.captured = set()
+    _launch(mail, streams, 5)
+    streams.captured = {9}
+    _launch(mail, streams, 9)
+    # Stream 8 belongs to a graph whose capture has ended.
+    assert streams.waits == [(8, 7)]
+    streams.captured = set()
+    _launch(mail, streams, 0)
+    assert streams.waits == [(8, 7), (0, 5)]
 
 
 @pytest.mark.parametrize(

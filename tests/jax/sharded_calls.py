@@ -34,6 +34,7 @@ def mesh_of(*sizes: int, kind: AxisType = AxisType.Auto) -> Any:
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], Any, Any]] = {
     "columns": ((4,), None, "v"),
+    "columns of two": ((2,), None, "v"),
     "both": ((2, 2), "d", "v"),
     "columns along two axes": ((2, 2), None, ("d", "v")),
 }

@@ -31,6 +31,7 @@ from cuda_targets import (
 from onlinesoftmax.core.arrays import namespace
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.reference import evaluate
+from onlinesoftmax.kernels.cuda.messages import LINE_WORDS, SETS
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
@@ -135,13 +136,31 @@ def test_processes_with_different_kernels(ask: Ask, dtype: str, folder: Path) ->
     _check(ask, shards, 330, dtype, True, folder)
 
 
-def test_successive_launches_use_two_sets_of_mailboxes_in_turn(folder: Path) -> None:
-    """Five launches of different operations, whose messages have different lengths, without clearing a mailbox."""
+LAUNCHES = 2**32 - 2
+"""Number after which launches are counted from 0 again (shards.cuh)."""
+
+
+@pytest.mark.parametrize("strategy", CUTS)
+@pytest.mark.parametrize("first", [0, LAUNCHES - 3])
+def test_successive_launches_use_two_sets_of_mailboxes_in_turn(strategy: str, first: int, folder: Path) -> None:
+    """Launches of different operations, whose messages have different lengths, without clearing a mailbox.
+
+    Each process counts them itself, and begins again after a very large number.
+    """
+    counter = SETS * ((MAIL_WORDS - LINE_WORDS) // SETS)
     mail = [np.zeros(MAIL_WORDS, np.uint64) for _ in range(2)]
-    sets = [[box[: MAIL_WORDS // 2] for box in mail], [box[MAIL_WORDS // 2 :] for box in mail]]
-    shards, targets = shards_of(("row", "row"), (0, 20, 37)), np.arange(20)
-    for launch, ask in enumerate((ASKED[0], ASKED[5], ASKED[0], ASKED[10], ASKED[5])):
-        values = _values(ask, 20, 37, "float32", targets)
-        requests = requests_of(ask, 20, "float32", shards, 37, True)
-        found = run_shards(requests, values, folder, sets[launch % 2], tag=launch + 1)
-        _compare(ask, shards, 37, values, found, requests[0].dtypes)
+    for box in mail:
+        box[counter] = first << 32
+    shards, total = shards_of((strategy, strategy), CUTS[strategy]), CUTS[strategy][-1]
+    for launch, which in enumerate((0, 5, 0, 6, 5)):
+        ask = ASKED[which]
+        values = _values(ask, 20, total, "float32", np.arange(20))
+        requests = requests_of(ask, 20, "float32", shards, total, which % 2 == 0)
+        before = [box.reshape(-1, LINE_WORDS).copy() for box in mail]
+        found = run_shards(requests, values, folder, mail)
+        _compare(ask, shards, total, values, found, requests[0].dtypes)
+        number = first + launch
+        for box, old in zip(mail, before, strict=True):
+            assert int(box[counter]) == (number + 1) % LAUNCHES << 32
+            used = np.flatnonzero((box != old.ravel())[:counter]) // (counter // SETS)
+            assert set(used.tolist()) == {number % SETS}

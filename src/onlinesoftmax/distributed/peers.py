@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from ..core.processes import device_of_small_exchanges, gathered
 from ..core.task import ANY, ITEMSIZE, MOST_PROCESSES, Choice, Part
 from ..kernels import registry
-from ..kernels.cuda.shard_mail import MAIL, SETS, ShardMail
+from ..kernels.cuda.shard_mail import MAIL, ShardMail, words_of_mail
 from ..planner.strategies import TABLE
 from ..torch.dispatch import DTYPES
 from ..torch.ops import PLAIN_TYPES
@@ -45,6 +45,9 @@ _STRATEGIES = tuple(strategy for backend, strategy, _ in TABLE if backend == "cu
 
 LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
 """Smallest and largest size of the mailboxes of a process; a call that needs more uses a collective."""
+
+_CAPTURED = "a CUDA graph is captured; make a call of this size once before the capture, which makes the mailboxes"
+"""Why a captured call that needs new mailboxes uses a collective."""
 
 
 class Peers(NamedTuple):
@@ -119,7 +122,7 @@ def part_of(
     reason = _why_not(groups, x, rows, total, choice)
     if not reason:
         (group,) = groups
-        peers = _peers(group, x.device, rows * group.size() * _message_bytes(x) * SETS)
+        peers = _peers(group, x.device, _mail_bytes(x, rows, group))
         reason = peers.reason
     check_peer_memory(exchange, reason)
     if reason:
@@ -128,9 +131,9 @@ def part_of(
 
 
 def known_mail(group: Any) -> str:
-    """Name of the mailboxes that earlier calls of a group made; empty if there are none, or during graph capture."""
+    """Name of the mailboxes that earlier calls of a group made; empty if there are none."""
     found = _found(group)
-    return "" if found is None or torch.cuda.is_current_stream_capturing() else found.mail
+    return "" if found is None else found.mail
 
 
 def known_exchange(group: Any) -> str:
@@ -172,8 +175,9 @@ def with_a_column(x: Tensor, dim: int) -> Tensor:
     return found
 
 
-def _message_bytes(x: Tensor) -> int:
-    return 8 * MESSAGE_WORDS[max(4, ITEMSIZE[DTYPE_NAMES[x.dtype]])]
+def _mail_bytes(x: Tensor, rows: int, group: Any) -> int:
+    """Bytes of the mailboxes of a process for a call."""
+    return 8 * words_of_mail(rows * group.size() * MESSAGE_WORDS[max(4, ITEMSIZE[DTYPE_NAMES[x.dtype]])])
 
 
 def _why_not(groups: tuple[Any, ...], x: Tensor, rows: int, total: int, choice: Choice) -> str:
@@ -200,10 +204,8 @@ def _why_not(groups: tuple[Any, ...], x: Tensor, rows: int, total: int, choice: 
     size = groups[0].size()
     if not 1 < size <= MOST_PROCESSES:
         return f"the group has {size} process{'es' if size > 1 else ''}, not 2 to {MOST_PROCESSES}"
-    if rows * size * _message_bytes(x) * SETS > MOST_BYTES:
+    if _mail_bytes(x, rows, groups[0]) > MOST_BYTES:
         return f"the messages of {rows} rows take more than {MOST_BYTES >> 20} MiB"
-    if torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is captured, and a replay must not use mailboxes that other launches use"
     return ""
 
 
@@ -213,9 +215,13 @@ def _peers(group: Any, device: torch.device, size: int) -> Peers:
     All processes make them together, in the first call and in a call that needs more.
     """
     found = _found(group)
+    if found is not None and (found.reason or found.bytes >= size):
+        return found
+    if torch.cuda.is_current_stream_capturing():
+        return Peers(group, _CAPTURED)
     if found is None:
         found = _PEERS[group.group_name] = Peers(group, _why_unreachable(group, device))
-    if not found.reason and found.bytes < size:
+    if not found.reason:
         size = max(LEAST_BYTES, 1 << (size - 1).bit_length())
         found = _PEERS[group.group_name] = _make_mailboxes(group, device, size)
     return found

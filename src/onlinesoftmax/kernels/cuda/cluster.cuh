@@ -10,6 +10,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     __shared__ State states[CLUSTER];
     __shared__ uint64 arrived;
     if (total::only_counts(p)) return;
+    const Joining joining = begin_to_join(p);
     const int rank = blockIdx.x % CLUSTER, lane = threadIdx.x;
     if (REDUCES && lane == 0) expect_states(&arrived);
     if constexpr (REDUCES) announce_beginning();
@@ -25,7 +26,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     slice.load(p, at, left);
     slice.load_edges(p, r, edge_lane);
     operands.load_target(p, r);
-    prefetch_mailboxes(p, row, lane);
+    const Launch launch = join(p, joining);
+    prefetch_mailboxes(p, launch, row, lane);
     slice.make_scores(at, call, left);
     slice.make_edge_scores(r, call, edge_lane);
     slice.add_weighted_scores(p, at, left);
@@ -39,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
         if (lane < CLUSTER) send(&states[rank], state, &arrived, lane);
         wait_for_states(&arrived);
         state = merge_lanes<CLUSTER>(states[lane % CLUSTER]);
-        state = complete_row<THREADS>(p, r, operands, call, state, row, lane, rank == 0);
+        state = complete_row<THREADS>(p, launch, r, operands, call, state, row, lane, rank == 0);
     }
     if constexpr (WRITES_ROWS) {
         if (rank == 0 && lane == 0) ops::write_rows(p, r, row, operands, call, state);

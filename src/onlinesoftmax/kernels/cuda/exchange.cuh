@@ -36,6 +36,12 @@ __device__ inline void exchange_states(const Params& p, const Board& board, Exch
     const int lane = threadIdx.x % 32;
     const unsigned rows = blockIdx.x < p.rows ? unsigned((p.rows - 1 - blockIdx.x) / gridDim.x) + 1 : 0;
     const auto row_of = [](unsigned count) { return blockIdx.x + int64(count) * gridDim.x; };
+    Launch launch{};
+    if constexpr (SHARDED) {
+        Joining joining;
+        if (lane == 0) joining.begin(p), launch = joining.end(p);
+        launch.number = from_lane(launch.number, 0);
+    }
     WaitLimit limit;
     for (unsigned sent = 0, told = 0, received = 0; received < rows;) {
         uint64* const reduced = &exchange.reduced[sent % 2];
@@ -43,17 +49,17 @@ __device__ inline void exchange_states(const Params& p, const Board& board, Exch
         if (sent < rows && __all_sync(~0u, has_ended(reduced, sent / 2 % 2))) {
             const State state = merge_lanes<32>(lane < WARPS ? exchange.of_warps[sent % 2][lane] : identity());
             if (lane == 0) board.post(state, sent);
-            prefetch_mailboxes(p, row_of(sent), lane);
+            prefetch_mailboxes(p, launch, row_of(sent), lane);
             ++sent;
         }
         ShardState row;
         if constexpr (SHARDED) {
             if (board.team.rank == 0 && told < sent && __all_sync(~0u, board.all_have_posted(told))) {
                 row = {board.merge(told), exchange.own_score[told % 2]};
-                if (lane < p.processes) send_state(p, row, row_of(told), lane);
+                if (lane < p.processes) send_state(p, launch, row, row_of(told), lane);
                 ++told;
             }
-            if (!look_for_states(p, row, row_of(received))) {
+            if (!look_for_states(p, launch, row, row_of(received))) {
                 limit.check(p);
                 continue;
             }

@@ -48,6 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     const CallConstants call = call_constants(p);
     const int edge_lane = team.rank ? NO_EDGE : lane;
     total::count_in_teams(p);
+    const Joining joining = begin_to_join(p);
+    Launch launch{};
     unsigned count = 0;
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
         const int slot = count % 2;
@@ -72,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             commit();
         }
         operands.load_target(p, r);
-        prefetch_mailboxes(p, row, lane);
+        if (count == 0) launch = join(p, joining);
+        prefetch_mailboxes(p, launch, row, lane);
         held.make_scores(at, call, left);
         held.make_edge_scores(r, call, edge_lane);
         held.add_weighted_scores(p, at, left);
@@ -107,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             operands.finish_target_load();
             state = merge_warps<THREADS / 32>(state, exchange[slot][0]);
             if (team.size > 1) state = mailboxes.merge(state, count, exchange[slot][1]);
-            state = complete_row<THREADS>(p, r, operands, call, state, row, lane, team.rank == 0);
+            state = complete_row<THREADS>(p, launch, r, operands, call, state, row, lane, team.rank == 0);
         } else if constexpr (SHARED) {
             wait_groups(0);
         }

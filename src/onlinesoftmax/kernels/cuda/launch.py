@@ -54,7 +54,12 @@ def bind(request: Request) -> Run:
         kernel = loaded(source(request), kernel_name(request), index, dynamic, cluster)
         # The driver starts a cooperative kernel only when the device is empty.
         early = request.follows_divisor and plan.strategy != "grid" and may_begin_early(index)
-        return driver.Arguments(values, driver.launch_config(*config, early=early), kernel)
+        call = driver.Arguments(values, driver.launch_config(*config, early=early), kernel)
+        if shards is not None:
+            boxes = shard_mail.MAIL[shards]
+            call.fields[_FIRST_SHARD:_AFTER_SHARDS] = boxes.addresses
+            call.fields[_SET_WORDS], call.fields[_TIMEOUT] = boxes.set_words, boxes.timeout_ns
+        return call
 
     pool = driver.ArgumentPool(new_call)
     take, give_back = pool.take, pool.give_back
@@ -79,9 +84,7 @@ def bind(request: Request) -> Run:
                     else _default_stream_words(field, count, EMPTY, index)
                 )
             if shards is not None:
-                boxes = shard_mail.MAIL[shards]
-                fields[_FIRST_SHARD:_AFTER_SHARDS], fields[_TAG] = boxes.next_launch(shard_words, stream, index)
-                fields[_TIMEOUT] = boxes.timeout_ns
+                shard_mail.MAIL[shards].before_launch(shard_words, stream, index)
         status = launch(*call.addresses)
         if status:
             status = driver.retry_with_context(status, call.addresses, index)
@@ -92,7 +95,7 @@ def bind(request: Request) -> Run:
 
 
 _FIRST_SHARD, _AFTER_SHARDS = FIELD_OF_POINTER[SHARD_MAIL[0]], FIELD_OF_POINTER[SHARD_MAIL[-1]] + 1
-_TAG, _TIMEOUT = FIELD["tag"], FIELD["timeout"]
+_SET_WORDS, _TIMEOUT = FIELD["set_words"], FIELD["timeout"]
 
 
 def _configuration(request: Request) -> tuple[int, int, tuple[int, int, int, int, int, bool]]:

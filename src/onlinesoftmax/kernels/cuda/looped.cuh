@@ -14,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     constexpr bool AHEAD = !WRITES_ELEMENTS && CHUNKS <= 4;
     __shared__ State exchange[THREADS / 32];
     if (total::only_counts(p)) return;
+    const Joining joining = begin_to_join(p);
     const int64 row = total::block_of_rows(p);
     const Row r = row_at(p, row);
     RowOperands operands = row_operands(p, row);
@@ -25,7 +26,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     edges.load_edges(p, r, lane);
     // The tile's loads go first, because the load of the target's logit waits for that of the target.
     if (!REDUCES || tiles == 0) operands.load_target(p, r);
-    prefetch_mailboxes(p, row, lane);
     edges.make_edge_scores(r, call, lane);
     edges.add_weighted_edges(p, r, lane);
     State state = identity();
@@ -38,6 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
             load(next, 0);
             operands.load_target(p, r);
         }
+        const Launch launch = join(p, joining);
+        prefetch_mailboxes(p, launch, row, lane);
         for (int64 i = 0; i < tiles; ++i) {
             Tile tile = next;
             if (AHEAD && i + 1 < tiles) load(next, i + 1);
@@ -50,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
             if (!AHEAD && i + 1 < tiles) load(next, i + 1);
         }
         state = merge_warps<THREADS / 32>(merge_lanes<32>(state), exchange);
-        state = complete_row<THREADS>(p, r, operands, call, state, row, lane);
+        state = complete_row<THREADS>(p, launch, r, operands, call, state, row, lane);
     }
     if constexpr (WRITES_ROWS) {
         if (lane == 0) ops::write_rows(p, r, row, operands, call, state);

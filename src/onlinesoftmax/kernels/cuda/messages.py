@@ -48,6 +48,10 @@ def _state_words(request: Request) -> int:
     return _WORDS[CPP_TYPES[request.task.accumulator]] + sum_count(request) * _WORDS[sum_type(request)]
 
 
+SETS = 2
+"""Sets of mailboxes between processes, which launches use in turn (shards.cuh)."""
+
+
 def shard_message_words(request: Request) -> int:
     """64-bit words of the message by which a process tells another the state of its part of a row (shards.cuh)."""
     score = _WORDS[CPP_TYPES[request.task.accumulator]] if request.operation.has_target else 0

@@ -117,10 +117,10 @@ SIZES = {
     "total": "columns of the whole row",
     "process": "number of this process among those that have a part of the row",
     "processes": "",
-    "tag": "of the messages between processes in this launch",
+    "set_words": "64-bit words of the mailboxes of a process, in each set",
     "timeout": "nanoseconds for which a message of another process is waited for",
 }
-"""Integers that follow from the layout and the plan, each with its comment; a call fills in the last two."""
+"""Integers that follow from the layout and the plan, each with its comment; a launch fills in the last two."""
 
 PLACES = (*(tensor.name for tensor in TENSORS if tensor.element or tensor.row), "query")
 """Tensors whose rows have a place: strides of the outer dimensions and of a column."""

@@ -11,6 +11,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
     const int lane = threadIdx.x % LANES;
     if (total::only_counts(p)) return;
     const int64 begin = int64(total::block_of_rows(p)) * (GROUPS * DEPTH), first = begin + threadIdx.x / LANES;
+    const Joining joining = begin_to_join(p);
     const CallConstants call = call_constants(p);
     Row row[DEPTH];
     Cursor at[DEPTH];
@@ -25,10 +26,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
         slice[d].load_edges(p, row[d], lane);
     }
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) {
-        operands[d].load_target(p, row[d]);
-        prefetch_mailboxes(p, first + d * GROUPS, lane);
-    }
+    for (int d = 0; d < DEPTH; ++d) operands[d].load_target(p, row[d]);
+    const Launch launch = join(p, joining);
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) prefetch_mailboxes(p, launch, first + d * GROUPS, lane);
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
         slice[d].make_scores(at[d], call, row[d].body - lane);
@@ -37,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
         slice[d].add_weighted_edges(p, row[d], lane);
         const int64 index = first + d * GROUPS;
         const State reduced = REDUCES ? reduce<LANES>(slice[d], exchange[d]) : identity();
-        const State state = complete_row<LANES>(p, row[d], operands[d], call, reduced, index, lane);
+        const State state = complete_row<LANES>(p, launch, row[d], operands[d], call, reduced, index, lane);
         if constexpr (WRITES_ROWS) {
             if (lane == 0 && index < p.rows) ops::write_rows(p, row[d], index, operands[d], call, state);
         }

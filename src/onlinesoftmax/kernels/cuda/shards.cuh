@@ -8,10 +8,13 @@
 // aligned words of 64 bits as a whole, also through NVLink, so a tag shows that its 32 bits have come, and no flag or fence
 // is needed.  Each launch has a new tag, so a message that an earlier launch left in the same mailbox has another one.
 //
-// The host gives successive launches two sets of mailboxes in turn.  A GPU sends in launch n + 2 only after it has received
-// a message of launch n + 1 from every GPU, and a GPU sends in launch n + 1 only after its launch n has ended.  So all
-// messages of launch n have been read when they are overwritten.  A kernel that begins before the kernel before it has ended
-// waits for that kernel (load_target) before it sends.
+// Each GPU counts the launches itself, so that a CUDA graph can be replayed: the host is not asked for a number.  All GPUs
+// make the same launches in the same order, so they count alike.
+//
+// Successive launches use two sets of mailboxes in turn.  A GPU sends in launch n + 2 only after it has received a message
+// of launch n + 1 from every GPU, and a GPU sends in launch n + 1 only after its launch n has ended.  So all messages of
+// launch n have been read when they are overwritten.  Only a kernel that follows that of a
+// divisor begins before the kernel before it has ended, and the kernel of a divisor begins when all before it have ended.
 //
 // GPUs cannot wait for each other in a circle, because a block sends its rows in the order of their numbers: before it waits
 // for a row, it has sent that row and all its earlier ones.  Take the first row that some GPU has not sent.  All earlier rows
@@ -74,38 +77,86 @@ struct WaitLimit {
     }
 };
 
-// The mailbox for the message of process `from` about a row, in the memory of process `in`.
-__device__ inline uint64* shard_mailbox(const Params& p, int in, int64 row, int from) {
-    return p.shard_mail[in] + (row * int(p.processes) + from) * ShardMessage::WORDS;
+// Launches are numbered from 0 to LAUNCHES - 1, again and again.  This is an even number, so the sets of mailboxes stay in turn.
+// No tag is 0, which an empty mailbox has.
+constexpr unsigned LAUNCHES = ~0u - 1;
+
+// A launch among those that exchange states with other GPUs.
+struct Launch {
+    unsigned number;
+
+    __device__ inline unsigned tag() const { return number + 1; }
+    // The mailbox for the message of process `from` about a row, in the memory of process `in`.
+    __device__ inline uint64* mailbox(const Params& p, int in, int64 row, int from) const {
+        return p.shard_mail[in] + number % SETS * p.set_words + (row * int(p.processes) + from) * ShardMessage::WORDS;
+    }
+};
+
+// A block joins its launch in two steps: the access of the first takes as long as a load, and the row is loaded meanwhile.
+//
+// The word behind the mailboxes of this GPU has the number of the launch, and below it the number of blocks that have joined.
+// One access reads the one and adds to the other.  So when the last block has joined, all have the number, and that block
+// writes the number of the next launch.
+struct Joining {
+    uint64 word = 0;   // as it was before this block was counted
+
+    static __device__ inline uint64* counter(const Params& p) { return p.shard_mail[p.process] + SETS * p.set_words; }
+
+    // One thread of each block calls this once, before it loads its first row.
+    __device__ inline void begin(const Params& p) {
+        static_assert(!SHARDED || !CALL_MEAN_LOSS, "blocks that count would have to join, too");
+        word = add_and_look(counter(p), 1);
+    }
+    // The same thread calls this once, after it has issued these loads.
+    __device__ inline Launch end(const Params& p) const {
+        const Launch launch{unsigned(word >> 32)};
+        if (unsigned(word) + 1 == gridDim.x * gridDim.y)
+            put_word(counter(p), uint64((launch.number + 1) % LAUNCHES) << 32);
+        return launch;
+    }
+};
+
+// The two steps for all threads of a block.
+__device__ inline Joining begin_to_join(const Params& p) {
+    Joining joining;
+    if (SHARDED && REDUCES && threadIdx.x == 0) joining.begin(p);
+    return joining;
+}
+__device__ inline Launch join(const Params& p, const Joining& joining) {
+    if constexpr (!SHARDED || !REDUCES) return {};
+    __shared__ Launch launch;
+    if (threadIdx.x == 0) launch = joining.end(p);
+    __syncthreads();
+    return launch;
 }
 
 // Prefetches the mailboxes of a row into L2, because L2 may have evicted them since the last launch.  Without the prefetch,
 // the first look reads device memory.  A strategy calls this after it has issued the loads of the row; `lane` is the number
 // of a thread among those that hold the row.
-__device__ inline void prefetch_mailboxes(const Params& p, int64 row, int lane) {
+__device__ inline void prefetch_mailboxes(const Params& p, Launch launch, int64 row, int lane) {
     if constexpr (SHARDED && REDUCES)
-        if (row < p.rows && lane < p.processes) prefetch(shard_mailbox(p, int(p.process), row, lane));
+        if (row < p.rows && lane < p.processes) prefetch(launch.mailbox(p, int(p.process), row, lane));
 }
 
 // Sends the state of this shard to process `to`.
-__device__ inline void send_state(const Params& p, const ShardState& own, int64 row, int to) {
+__device__ inline void send_state(const Params& p, Launch launch, const ShardState& own, int64 row, int to) {
     ShardMessage message;
     put_state(message, own.state);
     if constexpr (HAS_TARGET) put(message, STATE_WORDS, own.target_score);
-    uint64* const box = shard_mailbox(p, to, row, int(p.process));
+    uint64* const box = launch.mailbox(p, to, row, int(p.process));
 #pragma unroll
-    for (int i = 0; i < ShardMessage::WORDS; ++i) put_word_system(box + i, uint64(p.tag) << 32 | message.words[i]);
+    for (int i = 0; i < ShardMessage::WORDS; ++i) put_word_system(box + i, uint64(launch.tag()) << 32 | message.words[i]);
 }
 
 // Looks once at the message of a process.  Returns true if all of it has come; `found` is then its content.
-__device__ inline bool look_for_state(const Params& p, ShardState& found, int64 row, int from) {
-    const uint64* const box = shard_mailbox(p, int(p.process), row, from);
+__device__ inline bool look_for_state(const Params& p, Launch launch, ShardState& found, int64 row, int from) {
+    const uint64* const box = launch.mailbox(p, int(p.process), row, from);
     ShardMessage message;
     bool come = true;
 #pragma unroll
     for (int i = 0; i < ShardMessage::WORDS; ++i) {
         const uint64 word = look_word_system(box + i);
-        come &= unsigned(word >> 32) == unsigned(p.tag);
+        come &= unsigned(word >> 32) == launch.tag();
         message.words[i] = unsigned(word);
     }
     if (!come) return false;
@@ -123,10 +174,10 @@ template <int WIDTH> __device__ inline ShardState merge_processes(const ShardSta
 }
 
 // Looks once whether the states of all processes have come; called by a warp.  If they have, `whole` is their merged state.
-__device__ inline bool look_for_states(const Params& p, ShardState& whole, int64 row) {
+__device__ inline bool look_for_states(const Params& p, Launch launch, ShardState& whole, int64 row) {
     const int lane = threadIdx.x % 32;
     ShardState found{identity(), -INF};
-    const bool come = lane >= p.processes || look_for_state(p, found, row, lane);
+    const bool come = lane >= p.processes || look_for_state(p, launch, found, row, lane);
     if (!__all_sync(~0u, come)) return false;
     whole = merge_processes<32>(found);
     return true;
@@ -137,18 +188,18 @@ __device__ inline bool look_for_states(const Params& p, ShardState& whole, int64
 // `sends` is true, the first of them send, one to each process.  All threads of a warp call this, and each warp receives all
 // messages.
 template <int LANES> __device__ inline State complete_row(
-    const Params& p, const Row& r, RowOperands& operands, CallConstants call, State state, int64 row, int lane,
-    bool sends = true) {
+    const Params& p, Launch launch, const Row& r, RowOperands& operands, CallConstants call, State state, int64 row,
+    int lane, bool sends = true) {
     if constexpr (!SHARDED || !REDUCES) return state;
     constexpr int WIDTH = LANES < 32 ? LANES : 32;
     static_assert(!SHARDED || WIDTH >= MOST_PROCESSES, "a lane receives the state of one process");
     const bool exists = row < p.rows;
-    if (exists && sends && lane < p.processes) send_state(p, {state, operands.own_score(r, call)}, row, lane);
+    if (exists && sends && lane < p.processes) send_state(p, launch, {state, operands.own_score(r, call)}, row, lane);
     const int from = lane % WIDTH;
     ShardState found{identity(), -INF};
     bool come = !exists || from >= p.processes;
     for (WaitLimit limit;;) {
-        come = come || look_for_state(p, found, row, from);
+        come = come || look_for_state(p, launch, found, row, from);
         if (__all_sync(~0u, come)) break;
         limit.check(p);
     }

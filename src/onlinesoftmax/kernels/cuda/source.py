@@ -19,6 +19,7 @@ from .messages import (
     CACHE_LINE,
     CPP_TYPES,
     LINE_WORDS,
+    SETS,
     SLOTS,
     message_packets,
     sum_count,
@@ -152,7 +153,7 @@ def sizes_of(request: Request) -> dict[str, int]:
         "total": part.total if part else layout.cols,
         "process": part.process if part else 0,
         "processes": part.processes if part else 1,
-        "tag": 0,
+        "set_words": 0,
         "timeout": 0,
     }
 
@@ -263,6 +264,7 @@ def _numbers(request: Request) -> dict[str, int]:
         "SUMS": sum_count(request),
         "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),
         "PACKETS": message_packets(request),
+        "SETS": SETS,
         "SLOTS": SLOTS,
         "DIVISORS": DIVISORS,
         "LINE_WORDS": LINE_WORDS,
