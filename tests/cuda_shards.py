@@ -56,21 +56,24 @@ def requests_of(ask: Ask, rows: int, dtype: str, shards: Sequence[Shard], total:
     return found
 
 
-def run_shards(requests: Sequence[Request], values: Values, folder: Path, mail: Sequence[NDArray[Any]]) -> list[Values]:
+def run_shards(
+    requests: Sequence[Request], values: Values, folder: Path, mail: Sequence[NDArray[Any]], number: int = 1
+) -> list[Values]:
     """The outputs of each process in float64.
 
     Args:
         requests: The request of each process.
         values: Every operand of the whole rows, as in `cuda_targets.some_values`.
         folder: Where to put the shared libraries.
-        mail: The mailboxes of each process, and its counter of launches behind them.
+        mail: The mailboxes of each process, and its numbers of launches behind them.
+        number: The number of this launch among those that the host makes; 0 as in a CUDA graph.
     """
     arrays = [_arrays(request, values) for request in requests]
     with ThreadPoolExecutor(len(requests)) as pool:
         runs = []
         for request, given in zip(requests, arrays, strict=True):
             numbers = {name: NUMBERS[name] for name in request.task.numbers}
-            runs.append(pool.submit(simulate, request, given, numbers, folder, shard_mail=mail))
+            runs.append(pool.submit(simulate, request, given, numbers, folder, shard_mail=mail, number=number))
         for one in runs:
             one.result()
     return [_outputs(request, given) for request, given in zip(requests, arrays, strict=True)]

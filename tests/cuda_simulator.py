@@ -204,7 +204,7 @@ def _replaced(name: str) -> str:
 
 def simulate(
     request: Request, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, float], folder: Path, *,
-    at_once: bool = False, shard_mail: Sequence[NDArray[Any]] = (),
+    at_once: bool = False, shard_mail: Sequence[NDArray[Any]] = (), number: int = 0,
 ) -> None:  # fmt: skip
     """Run a request's kernel on the host.
 
@@ -214,8 +214,9 @@ def simulate(
         numbers: Every number of the request, by name.
         folder: Where to put the shared libraries.
         at_once: True to run all blocks of `row` and `looped` at the same time.
-        shard_mail: The mailboxes of each process that has a part of the rows, and its counter of launches behind them;
+        shard_mail: The mailboxes of each process that has a part of the rows, and its numbers of launches behind them;
             the kernels of all processes must run at the same time.
+        number: The number of this launch among those that the host makes; 0 as in a CUDA graph.
     """
     layout, plan = request.layout, request.plan
     assert arrays.keys() == request.dtypes.keys()
@@ -224,11 +225,12 @@ def simulate(
     fields = np.frombuffer(bytearray(params.pack(source.sizes_of(request), layout.sizes, places)), np.uint64)
     for name, array in arrays.items():
         fields[params.FIELD_OF_POINTER[name]] = array.ctypes.data
-    for name, number in numbers.items():
-        fields[params.FIELD[name]] = struct.unpack("Q", struct.pack("d", number))[0]
+    for name, value in numbers.items():
+        fields[params.FIELD[name]] = struct.unpack("Q", struct.pack("d", value))[0]
     for name, box in zip(params.SHARD_MAIL[: len(shard_mail)], shard_mail, strict=True):
         fields[params.FIELD_OF_POINTER[name]] = box.ctypes.data
     if shard_mail:
+        fields[params.FIELD["number"]] = number
         fields[params.FIELD["set_words"]] = (shard_mail[0].size - messages.LINE_WORDS) // messages.SETS
     words = {params.MAIL: messages.team_mail_words(request), params.LOSS_MAIL: source.loss_mail_words(request)}
     mail = {name: np.full(count, -1, np.int64) for name, count in words.items()}

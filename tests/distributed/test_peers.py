@@ -189,38 +189,50 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def _launch(mail: ShardMail, streams: SimpleNamespace, *handles: int) -> None:
+def _launches(mail: ShardMail, streams: SimpleNamespace, *handles: int) -> list[int]:
+    """The numbers of launches on streams of these handles."""
+    found = []
     for handle in handles:
         streams.current = handle
-        mail.before_launch(24, handle, 0)
+        found.append(mail.next_launch(24, handle, 0))
+        if not found[-1]:
+            mail.count_replays()
+    return found
 
 
 def test_launches_on_several_streams_follow_each_other(streams: SimpleNamespace) -> None:
-    mail = ShardMail([1 << 20, 1 << 21], words_of_mail(64), 1.0, None)
+    memory = torch.zeros(words_of_mail(64), dtype=torch.int64)
+    mail = ShardMail([1 << 20, 1 << 21], memory, 1.0, None)
     assert (mail.addresses, mail.set_words) == ([1 << 20, 1 << 21, *[0] * 6], 64)
-    _launch(mail, streams, 0, 0, 7, 7, 0)
+    assert _launches(mail, streams, 0, 0, 7, 7, 0) == [1, 2, 3, 4, 5]
     assert streams.waits == [(7, 0), (0, 7)]
     assert (mail.launches, mail.sent) == (5, 5 * 12)
     with pytest.raises(RuntimeError, match="the messages of a launch have 65 words"):
-        mail.before_launch(65, 0, 0)
+        mail.next_launch(65, 0, 0)
 
 
 def test_launches_of_a_graph_wait_for_each_other_alone(streams: SimpleNamespace) -> None:
-    """CUDA has no wait between a stream that is captured and one that is not."""
-    mail = ShardMail([1 << 20, 1 << 21], words_of_mail(64), 1.0, None)
-    _launch(mail, streams, 5)
+    """CUDA has no wait between a stream that is captured and one that is not.
+
+    A small kernel counts the replays beside the mailboxes.
+    """
+    memory = torch.zeros(words_of_mail(64), dtype=torch.int64)
+    mail = ShardMail([1 << 20, 1 << 21], memory, 1.0, None)
+    assert _launches(mail, streams, 5) == [1]
     streams.captured = {7, 8}
-    _launch(mail, streams, 7, 7, 8)
+    assert _launches(mail, streams, 7, 7, 8) == [0, 0, 0]
     assert streams.waits == [(8, 7)]
     streams.captured = set()
-    _launch(mail, streams, 5)
+    assert _launches(mail, streams, 5) == [2]
     streams.captured = {9}
-    _launch(mail, streams, 9)
+    assert _launches(mail, streams, 9) == [0]
     # Stream 8 belongs to a graph whose capture has ended.
     assert streams.waits == [(8, 7)]
     streams.captured = set()
-    _launch(mail, streams, 0)
+    assert _launches(mail, streams, 0) == [3]
     assert streams.waits == [(8, 7), (0, 5)]
+    assert memory.nonzero().tolist() == [[2 * 64 + 1]]
+    assert memory.sum() == 4
 
 
 @pytest.mark.parametrize(

@@ -276,8 +276,8 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
     assert layout.sides.keys() == {"x", "y", "mask", "query"}
     strides = {name: (*side.strides, side.col) for name, side in layout.sides.items()}
     # 64 columns of bfloat16 are 8 chunks, which one block has.  No block counts targets.
-    # The rows are whole: process 0 of 1 has them, and no message has a tag.
-    whole = (0, 64, 0, 1, 0, 0)
+    # The rows are whole: process 0 of 1 has them, and there are no mailboxes of other processes.
+    whole = (0, 64, 0, 1, 0, 0, 0)
     numbers = (layout.rows, 64, request.task.diagonal, 8, request.plan.threads.shared, 0, *whole, *layout.sizes)
     places = itertools.chain.from_iterable(strides.get(name, (0,) * (dims + 1)) for name in params.PLACES)
     assert struct.unpack(f"={len(packed) // 8}q", packed) == ((0,) * at["rows"] + numbers + tuple(places))

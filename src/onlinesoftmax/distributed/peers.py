@@ -267,7 +267,7 @@ def _make_mailboxes(group: Any, device: torch.device, size: int) -> Peers:
     if reason:
         return Peers(group, reason)
     name = f"{group.group_name} {len(MAIL)}"
-    MAIL[name] = ShardMail(list(handle.buffer_ptrs), size // 8, _timeout(group, device), (memory, handle))
+    MAIL[name] = ShardMail(list(handle.buffer_ptrs), memory, _timeout(group, device), handle)
     return Peers(group, "", name, size)
 
 
@@ -289,7 +289,7 @@ def _allocate(device: torch.device, size: int) -> Any:
     """Memory that other GPUs can reach, in a tensor of zeros."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    memory = symmetric.empty(size // 8, dtype=torch.int64, device=device)
     memory.zero_()
     # Another process may write as soon as it has the address.
     torch.cuda.synchronize(device)

@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     __shared__ State states[CLUSTER];
     __shared__ uint64 arrived;
     if (total::only_counts(p)) return;
-    const Joining joining = begin_to_join(p);
+    const Launch launch = this_launch(p, threadIdx.x);
     const int rank = blockIdx.x % CLUSTER, lane = threadIdx.x;
     if (REDUCES && lane == 0) expect_states(&arrived);
     if constexpr (REDUCES) announce_beginning();
@@ -26,7 +26,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     slice.load(p, at, left);
     slice.load_edges(p, r, edge_lane);
     operands.load_target(p, r);
-    const Launch launch = join(p, joining);
     prefetch_mailboxes(p, launch, row, lane);
     slice.make_scores(at, call, left);
     slice.make_edge_scores(r, call, edge_lane);

@@ -36,12 +36,7 @@ __device__ inline void exchange_states(const Params& p, const Board& board, Exch
     const int lane = threadIdx.x % 32;
     const unsigned rows = blockIdx.x < p.rows ? unsigned((p.rows - 1 - blockIdx.x) / gridDim.x) + 1 : 0;
     const auto row_of = [](unsigned count) { return blockIdx.x + int64(count) * gridDim.x; };
-    Launch launch{};
-    if constexpr (SHARDED) {
-        Joining joining;
-        if (lane == 0) joining.begin(p), launch = joining.end(p);
-        launch.number = from_lane(launch.number, 0);
-    }
+    const Launch launch = this_launch(p, lane);
     WaitLimit limit;
     for (unsigned sent = 0, told = 0, received = 0; received < rows;) {
         uint64* const reduced = &exchange.reduced[sent % 2];

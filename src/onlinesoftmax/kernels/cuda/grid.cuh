@@ -48,8 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     const CallConstants call = call_constants(p);
     const int edge_lane = team.rank ? NO_EDGE : lane;
     total::count_in_teams(p);
-    const Joining joining = begin_to_join(p);
-    Launch launch{};
+    const Launch launch = this_launch(p, threadIdx.x);
     unsigned count = 0;
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
         const int slot = count % 2;
@@ -74,7 +73,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             commit();
         }
         operands.load_target(p, r);
-        if (count == 0) launch = join(p, joining);
         prefetch_mailboxes(p, launch, row, lane);
         held.make_scores(at, call, left);
         held.make_edge_scores(r, call, edge_lane);

@@ -84,18 +84,21 @@ def bind(request: Request) -> Run:
                     else _default_stream_words(field, count, EMPTY, index)
                 )
             if shards is not None:
-                shard_mail.MAIL[shards].before_launch(shard_words, stream, index)
+                boxes = shard_mail.MAIL[shards]
+                fields[_NUMBER] = boxes.next_launch(shard_words, stream, index)
         status = launch(*call.addresses)
         if status:
             status = driver.retry_with_context(status, call.addresses, index)
             driver.check(status, f"launching {plan.backend}/{plan.strategy}")
+        if shards is not None and not fields[_NUMBER]:
+            boxes.count_replays()
         give_back(call)
 
     return run
 
 
 _FIRST_SHARD, _AFTER_SHARDS = FIELD_OF_POINTER[SHARD_MAIL[0]], FIELD_OF_POINTER[SHARD_MAIL[-1]] + 1
-_SET_WORDS, _TIMEOUT = FIELD["set_words"], FIELD["timeout"]
+_SET_WORDS, _NUMBER, _TIMEOUT = FIELD["set_words"], FIELD["number"], FIELD["timeout"]
 
 
 def _configuration(request: Request) -> tuple[int, int, tuple[int, int, int, int, int, bool]]:

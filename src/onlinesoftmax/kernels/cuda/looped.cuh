@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     constexpr bool AHEAD = !WRITES_ELEMENTS && CHUNKS <= 4;
     __shared__ State exchange[THREADS / 32];
     if (total::only_counts(p)) return;
-    const Joining joining = begin_to_join(p);
+    const Launch launch = this_launch(p, threadIdx.x);
     const int64 row = total::block_of_rows(p);
     const Row r = row_at(p, row);
     RowOperands operands = row_operands(p, row);
@@ -26,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     edges.load_edges(p, r, lane);
     // The tile's loads go first, because the load of the target's logit waits for that of the target.
     if (!REDUCES || tiles == 0) operands.load_target(p, r);
+    prefetch_mailboxes(p, launch, row, lane);
     edges.make_edge_scores(r, call, lane);
     edges.add_weighted_edges(p, r, lane);
     State state = identity();
@@ -38,8 +39,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
             load(next, 0);
             operands.load_target(p, r);
         }
-        const Launch launch = join(p, joining);
-        prefetch_mailboxes(p, launch, row, lane);
         for (int64 i = 0; i < tiles; ++i) {
             Tile tile = next;
             if (AHEAD && i + 1 < tiles) load(next, i + 1);

@@ -118,9 +118,10 @@ SIZES = {
     "process": "number of this process among those that have a part of the row",
     "processes": "",
     "set_words": "64-bit words of the mailboxes of a process, in each set",
+    "number": "of this launch among those that the host has made for these mailboxes; 0 in a CUDA graph",
     "timeout": "nanoseconds for which a message of another process is waited for",
 }
-"""Integers that follow from the layout and the plan, each with its comment; a launch fills in the last two."""
+"""Integers that follow from the layout and the plan, each with its comment; a launch fills in the last three."""
 
 PLACES = (*(tensor.name for tensor in TENSORS if tensor.element or tensor.row), "query")
 """Tensors whose rows have a place: strides of the outer dimensions and of a column."""

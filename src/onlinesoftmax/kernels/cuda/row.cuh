@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
     const int lane = threadIdx.x % LANES;
     if (total::only_counts(p)) return;
     const int64 begin = int64(total::block_of_rows(p)) * (GROUPS * DEPTH), first = begin + threadIdx.x / LANES;
-    const Joining joining = begin_to_join(p);
+    const Launch launch = this_launch(p, threadIdx.x);
     const CallConstants call = call_constants(p);
     Row row[DEPTH];
     Cursor at[DEPTH];
@@ -26,10 +26,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
         slice[d].load_edges(p, row[d], lane);
     }
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) operands[d].load_target(p, row[d]);
-    const Launch launch = join(p, joining);
-#pragma unroll
-    for (int d = 0; d < DEPTH; ++d) prefetch_mailboxes(p, launch, first + d * GROUPS, lane);
+    for (int d = 0; d < DEPTH; ++d) {
+        operands[d].load_target(p, row[d]);
+        prefetch_mailboxes(p, launch, first + d * GROUPS, lane);
+    }
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
         slice[d].make_scores(at[d], call, row[d].body - lane);

@@ -18,7 +18,7 @@ MAIL: dict[str, ShardMail] = {}
 
 
 def words_of_mail(launch_words: int) -> int:
-    """64-bit words of the mailboxes of a process, and of the counter of launches behind them.
+    """64-bit words of the mailboxes of a process, and of the numbers of launches behind them.
 
     Args:
         launch_words: Number of 64-bit words that a process receives in one launch.
@@ -30,35 +30,38 @@ class ShardMail:
     """The mailboxes of a group of processes, as this process reaches them.
 
     Args:
-        addresses: For each process, the address of its mailboxes, which are zeros.
-        total_words: Number of 64-bit words of one process's mailboxes and its counter.
+        addresses: For each process, the address of its mailboxes.
+        memory: The mailboxes of this process, zeros of int64.
         timeout_s: Seconds for which a kernel waits for a message.
-        memory: The objects that keep the mailboxes alive.
+        handle: The object through which the other mailboxes stay alive.
 
     Attributes:
         addresses: `addresses`, and 0 for each process that the group lacks.
         set_words: Number of 64-bit words of one process's mailboxes, in each set.
         timeout_ns: Nanoseconds for which a kernel waits for a message.
-        launches: Number of launches that the host has made; a replay of a CUDA graph does not count.
+        launches: Number of launches that the host has made or captured; the replays of a CUDA graph do not count.
         sent: Number of 64-bit words that this process has sent to each process in these launches.
     """
 
-    def __init__(self, addresses: list[Any], total_words: int, timeout_s: float, memory: Any) -> None:
+    def __init__(self, addresses: list[Any], memory: torch.Tensor, timeout_s: float, handle: Any) -> None:
         self.addresses = [*addresses, *[0] * (MOST_PROCESSES - len(addresses))]
-        self.set_words = (total_words - LINE_WORDS) // SETS
+        self.set_words = (len(memory) - LINE_WORDS) // SETS
         self.timeout_ns = int(timeout_s * 1e9)
         self.launches = self.sent = 0
-        self._memory = memory
+        self._numbered = 0
+        self._replays = memory[SETS * self.set_words + 1]
+        self._memory = memory, handle
         self._processes = len(addresses)
         self._stream: int | None = None
         self._captured: int | None = None
 
-    def before_launch(self, words: int, stream: int, index: int) -> None:
-        """Make the next launch wait for the launch before where that is on another stream.
+    def next_launch(self, words: int, stream: int, index: int) -> int:
+        """The number of the next launch among those that the host makes; 0 where a CUDA graph captures it.
 
         All processes make the same launches in the same order, and kernels on several streams must not use the
-        mailboxes at the same time.  In a CUDA graph, only the launches of the graph wait for each other: whoever
-        replays it orders the replays and the other launches.
+        mailboxes at the same time.  So a launch on another stream than that of the launch before waits for that stream.
+        In a CUDA graph, only the launches of the graph wait for each other: whoever replays it orders the replays and
+        the other launches.
 
         Args:
             words: Number of 64-bit words that each process receives.
@@ -77,10 +80,17 @@ class ShardMail:
             before, self._captured = self._captured, stream
             if before not in (None, stream) and _is_captured(_stream(before, index)):
                 _stream(stream, index).wait_stream(_stream(before, index))
-        elif stream != self._stream:
+            return 0
+        if stream != self._stream:
             before, self._stream = self._stream, stream
             if before is not None:
                 _stream(stream, index).wait_stream(_stream(before, index))
+        self._numbered += 1
+        return self._numbered
+
+    def count_replays(self) -> None:
+        """Capture the kernel that counts the replays of the launch that has just been captured."""
+        self._replays.add_(1)
 
 
 def _is_captured(stream: torch.cuda.Stream) -> bool:

@@ -8,13 +8,10 @@
 // aligned words of 64 bits as a whole, also through NVLink, so a tag shows that its 32 bits have come, and no flag or fence
 // is needed.  Each launch has a new tag, so a message that an earlier launch left in the same mailbox has another one.
 //
-// Each GPU counts the launches itself, so that a CUDA graph can be replayed: the host is not asked for a number.  All GPUs
-// make the same launches in the same order, so they count alike.
-//
 // Successive launches use two sets of mailboxes in turn.  A GPU sends in launch n + 2 only after it has received a message
 // of launch n + 1 from every GPU, and a GPU sends in launch n + 1 only after its launch n has ended.  So all messages of
-// launch n have been read when they are overwritten.  Only a kernel that follows that of a
-// divisor begins before the kernel before it has ended, and the kernel of a divisor begins when all before it have ended.
+// launch n have been read when they are overwritten.  A kernel that begins before the kernel before it has ended waits for
+// that kernel (load_target) before it sends.
 //
 // GPUs cannot wait for each other in a circle, because a block sends its rows in the order of their numbers: before it waits
 // for a row, it has sent that row and all its earlier ones.  Take the first row that some GPU has not sent.  All earlier rows
@@ -77,57 +74,29 @@ struct WaitLimit {
     }
 };
 
-// Launches are numbered from 0 to LAUNCHES - 1, again and again.  This is an even number, so the sets of mailboxes stay in turn.
-// No tag is 0, which an empty mailbox has.
-constexpr unsigned LAUNCHES = ~0u - 1;
-
-// A launch among those that exchange states with other GPUs.
+// A launch among those that exchange states with other GPUs.  All GPUs make the same launches in the same order, so they
+// number them alike.
 struct Launch {
     unsigned number;
 
-    __device__ inline unsigned tag() const { return number + 1; }
+    // No tag is 0, which an empty mailbox has.
+    __device__ inline unsigned tag() const { return number | 1u << 31; }
     // The mailbox for the message of process `from` about a row, in the memory of process `in`.
     __device__ inline uint64* mailbox(const Params& p, int in, int64 row, int from) const {
         return p.shard_mail[in] + number % SETS * p.set_words + (row * int(p.processes) + from) * ShardMessage::WORDS;
     }
 };
 
-// A block joins its launch in two steps: the access of the first takes as long as a load, and the row is loaded meanwhile.
-//
-// The word behind the mailboxes of this GPU has the number of the launch, and below it the number of blocks that have joined.
-// One access reads the one and adds to the other.  So when the last block has joined, all have the number, and that block
-// writes the number of the next launch.
-struct Joining {
-    uint64 word = 0;   // as it was before this block was counted
-
-    static __device__ inline uint64* counter(const Params& p) { return p.shard_mail[p.process] + SETS * p.set_words; }
-
-    // One thread of each block calls this once, before it loads its first row.
-    __device__ inline void begin(const Params& p) {
-        static_assert(!SHARDED || !CALL_MEAN_LOSS, "blocks that count would have to join, too");
-        word = add_and_look(counter(p), 1);
-    }
-    // The same thread calls this once, after it has issued these loads.
-    __device__ inline Launch end(const Params& p) const {
-        const Launch launch{unsigned(word >> 32)};
-        if (unsigned(word) + 1 == gridDim.x * gridDim.y)
-            put_word(counter(p), uint64((launch.number + 1) % LAUNCHES) << 32);
-        return launch;
-    }
-};
-
-// The two steps for all threads of a block.
-__device__ inline Joining begin_to_join(const Params& p) {
-    Joining joining;
-    if (SHARDED && REDUCES && threadIdx.x == 0) joining.begin(p);
-    return joining;
-}
-__device__ inline Launch join(const Params& p, const Joining& joining) {
+// The number of this launch: the number of launches that the host has made, and of those that replays of CUDA graphs have
+// made.  The host knows the first and passes it as p.number.  The second stands behind the mailboxes: in a graph, a small
+// kernel after this one adds 1.  A launch that is replayed cannot get a number from the host, which passes 0.  So the other
+// launches leave their p.number there, too.  `lane` is the number of a thread among those of the block that call this.
+__device__ inline Launch this_launch(const Params& p, int lane) {
     if constexpr (!SHARDED || !REDUCES) return {};
-    __shared__ Launch launch;
-    if (threadIdx.x == 0) launch = joining.end(p);
-    __syncthreads();
-    return launch;
+    int64* const launches = reinterpret_cast<int64*>(p.shard_mail[p.process] + SETS * p.set_words);
+    const int64 by_host = p.number ? p.number : launches[0] + 1, by_replays = launches[1];
+    if (p.number && blockIdx.x + blockIdx.y + lane == 0) launches[0] = p.number;
+    return {unsigned(by_host + by_replays)};
 }
 
 // Prefetches the mailboxes of a row into L2, because L2 may have evicted them since the last launch.  Without the prefetch,

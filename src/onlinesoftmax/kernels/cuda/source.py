@@ -154,6 +154,7 @@ def sizes_of(request: Request) -> dict[str, int]:
         "process": part.process if part else 0,
         "processes": part.processes if part else 1,
         "set_words": 0,
+        "number": 0,
         "timeout": 0,
     }
 
