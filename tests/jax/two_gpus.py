@@ -6,10 +6,15 @@ four_devices.py checks more, also the functions that no kernel computes.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from exact_losses import classes, logits
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from sharded_calls import (
     NAMES,
     ROWS,
@@ -22,6 +27,8 @@ from sharded_calls import (
     specs_of,
     with_gradients,
 )
+
+import onlinesoftmax.jax as osj
 
 MOST = 2 * 4 * ROWS
 """Most numbers that a collective moves: every device receives the states of two, each of at most four numbers."""
@@ -46,3 +53,24 @@ def test_jit_of_sharded_arrays_gathers_no_row(kind: AxisType) -> None:
     assert_small_exchanges(program, MOST)
     for name, (_, dx) in found.items():
         assert dx.sharding.is_equivalent_to(cut["x"].sharding, 2), name
+
+
+@pytest.mark.parametrize(("mine", "axis"), [(P("v"), None), (P(None, "v"), "v")], ids=["rows", "columns"])
+def test_long_rows_under_shard_map(mine: P, axis: str | None) -> None:
+    """Rows that clusters of blocks hold, sharded along their rows and along their columns, against one GPU."""
+    x, target = logits(64, 2 * 17408, dtype="bfloat16"), classes(64, cols=2 * 17408)
+
+    def results(x: Any, target: Any, **more: Any) -> dict[str, Any]:
+        loss, of_loss = jax.vjp(lambda x: osj.cross_entropy(x, target, label_smoothing=0.1, **more), x)
+        tokens, of_tokens = jax.vjp(lambda x: osj.token_logprobs(x, target, **more).logprob, x)
+        gradients = of_loss(jnp.ones_like(loss))[0], of_tokens(jnp.ones_like(tokens))[0]
+        return {"elements": (osj.softmax(x, **more), *gradients), "rows": (loss, tokens)}
+
+    per_row = P("v") if axis is None else P()
+    specs = {"elements": (mine,) * 3, "rows": (per_row,) * 2}
+    sharded = jax.shard_map(partial(results, **({} if axis is None else {"axis_name": axis})),
+                            mesh=mesh_of(2), in_specs=(mine, per_row), out_specs=specs)  # fmt: skip
+    ours, whole = jax.jit(sharded)(x, target), jax.jit(results)(x, target)
+    for name, units in (("elements", 2.0**-7), ("rows", 4e-6)):
+        for one, other in zip(ours[name], whole[name], strict=True):
+            np.testing.assert_allclose(*(np.asarray(t, np.float32) for t in (one, other)), rtol=units, atol=1e-8)

@@ -13,6 +13,8 @@ pytest.importorskip("jaxlib", reason="jax is not installed")
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from test_pallas import DTYPES, FORWARD, ON_GPU, OUTPUTS, STRATEGIES, covering
 
 import onlinesoftmax.jax as osj
@@ -137,6 +139,32 @@ def test_several_outputs_lower_for_cuda(name: str, cols: int, dtype: str) -> Non
     plan = primitives.plan_for(name, (x,), known("h200"), Choice("pallas", "cluster"))
     program = lowered(lambda x: pallas.run(name, (x,), plan, False, outputs=OUTPUTS[name]), x)
     assert re.search("mosaic_gpu.*onlinesoftmax_cluster", program, re.DOTALL)
+
+
+@pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
+@pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
+@pytest.mark.parametrize(
+    ("strategy", "name", "axis"),
+    covering((*STRATEGIES, "cluster"), (*FORWARD, "loss", "results"), ("rows", "columns")),
+)
+def test_operations_on_shards_lower_for_cuda(strategy: str, name: str, axis: str) -> None:
+    """Under shard_map a constant of a kernel varies over the devices; Mosaic takes such a constant not everywhere."""
+    spec = P("v") if axis == "rows" else P(None, "v")
+    more = {"backend": "pallas", "strategy": strategy} | ({} if axis == "rows" else {"axis_name": "v"})
+    calls = {
+        "loss": lambda x, t: osj.cross_entropy(x, t, label_smoothing=0.1, z_loss=0.1, **more),
+        "results": lambda x, t: jnp.stack(osj.token_logprobs(x, t, **more)).sum(0),
+    }
+    call = calls.get(name, lambda x, t: getattr(osj, name)(x, -1, **more))
+    per_row = name in ("loss", "results", "logsumexp")
+    mapped = jax.shard_map(
+        call,
+        mesh=jax.make_mesh((1,), ("v",), axis_types=(AxisType.Auto,)),
+        in_specs=(spec, P("v") if axis == "rows" else P()),
+        out_specs=(P("v") if axis == "rows" else P()) if per_row else spec,
+    )
+    program = lowered(jax.grad(lambda x, t: jnp.sum(mapped(x, t) ** 2)), shapes(16, 8192), shapes(16, dtype="int32"))
+    assert re.search("mosaic_gpu|triton", program)
 
 
 def test_what_a_cluster_refuses() -> None:

@@ -60,7 +60,9 @@ __device__ inline CallConstants call_constants(const Params& p) {
 }
 
 // A position in a row: a pointer into each tensor, the number of columns from there on that causality allows, and the
-// number of columns from there to the target column.
+// number of columns from there to the target column.  With SHARDED, `target_left` counts from the first column of the whole
+// row instead: the columns before those of this GPU are subtracted where it is used.  Subtracted earlier, they would wait
+// for the load of the target before the loads of the row are issued.
 struct Cursor {
 #define FIELD(TYPE, name) decltype(Params::name) name;
     ELEMENT_TENSORS(FIELD)
@@ -78,6 +80,12 @@ __device__ inline Cursor skip(const Params& p, Cursor at, int64 columns) {
     return at;
 }
 
+// The number of columns from a position to the target column; `before` is the number of columns before those of this GPU.
+__device__ inline int64 columns_to_target(const Cursor& at, int64 before) {
+    if constexpr (SHARDED) return at.target_left - before;
+    else return at.target_left;
+}
+
 // Number of a lane that owns no edge: `has_edge` is false from this number on.
 constexpr int NO_EDGE = HEAD + VECTOR;
 
@@ -87,16 +95,17 @@ struct Row {
     int64 cols;
     int64 body;   // chunks
     int head;     // columns before the body
+    int64 before;   // SHARDED: columns of the whole row before those of this GPU
 
     // Column of edge j: column j of the head for j < HEAD, column j - HEAD of the tail for larger j.
     __device__ inline int64 edge(int j) const { return j < HEAD ? j : head + body * VECTOR + j - HEAD; }
     __device__ inline bool has_edge(int j) const { return j < HEAD ? j < head : j < NO_EDGE && edge(j) < cols; }
     // The target column, counted from the first column of this GPU.
-    __device__ inline int64 target() const { return begin.target_left; }
+    __device__ inline int64 target() const { return columns_to_target(begin, before); }
     // True where it is a column of this GPU, and where it is a column of the row.
     __device__ inline bool holds_target() const { return target() >= 0 && target() < cols; }
     __device__ inline bool has_target(const Params& p) const {
-        return SHARDED ? target() >= -p.first && target() < p.total - p.first : holds_target();
+        return SHARDED ? begin.target_left >= 0 && begin.target_left < p.total : holds_target();
     }
     // The position of the first column of chunk i of the body.
     __device__ inline Cursor chunk(const Params& p, int64 i) const {
@@ -130,7 +139,7 @@ __device__ inline Row row_at(const Params& p, int64 row) {
     r.cols = row < p.rows ? p.cols : 0;
     if constexpr (HAS_TARGET) {
         r.begin.target_left = load_one(p.target + row_offset(p, p.target_place, existing(p, row)));
-        if constexpr (SHARDED) r.begin.target_left -= p.first;
+        if constexpr (SHARDED) r.before = p.first;
     }
     r.head = head_of(r.begin.x, r.cols);
     r.body = uint64(r.cols - r.head) / VECTOR;

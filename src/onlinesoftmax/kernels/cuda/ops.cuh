@@ -165,7 +165,7 @@ template <RowOutput NAME> __device__ inline ACC row_output(State state) {
 
 // True where the row is not to count, whatever it holds.
 __device__ inline bool ignored(const Params& p, const Row& row) {
-    if constexpr (HAS_IGNORE_INDEX) return row.target() + (SHARDED ? p.first : 0) == int64(p.ignore_index);
+    if constexpr (HAS_IGNORE_INDEX) return row.begin.target_left == int64(p.ignore_index);
     else return false;
 }
 

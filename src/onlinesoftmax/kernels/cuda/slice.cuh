@@ -193,7 +193,7 @@ struct Slice {
         for (int i = 0; i < CHUNKS; ++i)
             if (i * STEP < end) write(p, at, call, r, body[i], i * STEP * VECTOR);
         // The first column of chunk i of this lane is i * STEP * VECTOR columns after the cursor.
-        const int64 target = HAS_TARGET ? at.target_left : -1;
+        const int64 target = HAS_TARGET ? columns_to_target(at, p.first) : -1;
         if (target >= 0 && target < int64(end) * VECTOR && int(target) % (STEP * VECTOR) < VECTOR)
             write_target(p, at, r, target);
     }

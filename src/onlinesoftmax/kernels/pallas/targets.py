@@ -56,7 +56,7 @@ class Target(NamedTuple):
         It is NaN where the row has no target, and where the maximum of the row is infinite: l is then 0 or infinite.
         """
         y = (self.z_target - m) - jnp.log(l)
-        return jnp.where(self.is_column & (l < jnp.inf), y, jnp.full_like(y, jnp.nan))
+        return jnp.where(self.is_column & (l < jnp.inf), y, jnp.nan)
 
     def loss(self, m: Array, l: Array, wz: Array | None, smoothing: float, z_loss: float) -> Array:
         """Loss, from a finite m and the sum wz, if there is smoothing; NaN where the logarithm is."""
@@ -72,7 +72,7 @@ class Target(NamedTuple):
         # A row without a finite score has an infinite lse; it counts for nothing where dy is 0.
         factor = dy * (1 + 2 * z_loss * (m + jnp.log(l))) if z_loss else dy
         factor = jnp.where(dy == 0, jnp.zeros_like(dy), factor)
-        t, low = quotient(factor, jnp.where(l < jnp.inf, l, jnp.full_like(l, jnp.nan)))
+        t, low = quotient(factor, jnp.where(l < jnp.inf, l, jnp.nan))
         # 0 stays 0, also in a row that holds NaN.
         t, low = (jnp.where(factor == 0, jnp.zeros_like(part), part) for part in (t, low))
         found = {"t": t, "low": low, "own": (1 - smoothing) * dy}
