@@ -231,7 +231,7 @@ def simulate(
         fields[params.FIELD_OF_POINTER[name]] = box.ctypes.data
     if shard_mail:
         fields[params.FIELD["number"]] = number
-        fields[params.FIELD["set_words"]] = (shard_mail[0].size - messages.LINE_WORDS) // messages.SETS
+        fields[params.FIELD["set_words"]] = set_words_of(shard_mail[0])
     words = {params.MAIL: messages.team_mail_words(request), params.LOSS_MAIL: source.loss_mail_words(request)}
     mail = {name: np.full(count, -1, np.int64) for name, count in words.items()}
     for name, memory in mail.items():
@@ -242,6 +242,11 @@ def simulate(
     library = load_kernel(simulated_source(request), folder)
     library.run(ctypes.c_void_p(fields.ctypes.data), blocks // team, team, together)
     assert all((memory == -1).all() for memory in mail.values()), "the kernel left a message behind"
+
+
+def set_words_of(mail: NDArray[Any]) -> int:
+    """64-bit words of each set of the mailboxes of a process."""
+    return int(mail.size - messages.COPIES * messages.LINE_WORDS) // messages.SETS
 
 
 def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], mail: Any, folder: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from cuda_machine import COMPILER
 from cuda_shards import MAIL_WORDS, Shard, requests_of, run_shards, shards_of
+from cuda_simulator import set_words_of
 from cuda_targets import (
     KERNELS,
     LOGPROB,
@@ -31,7 +32,7 @@ from cuda_targets import (
 from onlinesoftmax.core.arrays import namespace
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.reference import evaluate
-from onlinesoftmax.kernels.cuda.messages import LINE_WORDS, SETS
+from onlinesoftmax.kernels.cuda.messages import COPIES, LINE_WORDS, SETS
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
@@ -143,8 +144,9 @@ def test_successive_launches_use_two_sets_of_mailboxes_in_turn(strategy: str, fi
 
     The host numbers some; the others are like those of a CUDA graph, which a small kernel counts.
     """
-    by_host, by_replays = (SETS * ((MAIL_WORDS - LINE_WORDS) // SETS) + i for i in range(2))
     mail = [np.zeros(MAIL_WORDS, np.uint64) for _ in range(2)]
+    end = SETS * set_words_of(mail[0])
+    by_host, by_replays = (slice(end + i, end + COPIES * LINE_WORDS, LINE_WORDS) for i in range(2))
     for box in mail:
         box[by_host] = first
     shards, total = shards_of((strategy, strategy), CUTS[strategy]), CUTS[strategy][-1]
@@ -153,11 +155,11 @@ def test_successive_launches_use_two_sets_of_mailboxes_in_turn(strategy: str, fi
         values = _values(ask, 20, total, "float32", np.arange(20))
         requests = requests_of(ask, 20, "float32", shards, total, which % 2 == 0)
         before = [box.copy() for box in mail]
-        number = 0 if replayed else int(mail[0][by_host]) + 1
+        number = 0 if replayed else int(mail[0][end]) + 1
         found = run_shards(requests, values, folder, mail, number)
         _compare(ask, shards, total, values, found, requests[0].dtypes)
         for box, old in zip(mail, before, strict=True):
-            assert int(box[by_host]) == int(old[by_host]) + (not replayed)
-            used = np.flatnonzero((box != old)[:by_host]) // (by_host // SETS)
+            assert (box[by_host] == old[by_host] + (not replayed)).all()
+            used = np.flatnonzero((box != old)[:end]) // (end // SETS)
             assert set(used.tolist()) == {(first + launch + 1) % SETS}
             box[by_replays] += replayed

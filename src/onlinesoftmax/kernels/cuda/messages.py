@@ -52,6 +52,10 @@ SETS = 2
 """Sets of mailboxes between processes, which launches use in turn (shards.cuh)."""
 
 
+COPIES = 32
+"""Copies of the numbers of launches behind the mailboxes, on cache lines of their own (shards.cuh)."""
+
+
 def shard_message_words(request: Request) -> int:
     """64-bit words of the message by which a process tells another the state of its part of a row (shards.cuh)."""
     score = _WORDS[CPP_TYPES[request.task.accumulator]] if request.operation.has_target else 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...core.task import MOST_PROCESSES
-from .messages import LINE_WORDS, SETS
+from .messages import COPIES, LINE_WORDS, SETS
 
 MAIL: dict[str, ShardMail] = {}
 """The mailboxes by name."""
@@ -23,7 +23,7 @@ def words_of_mail(launch_words: int) -> int:
     Args:
         launch_words: Number of 64-bit words that a process receives in one launch.
     """
-    return SETS * launch_words + LINE_WORDS
+    return SETS * launch_words + COPIES * LINE_WORDS
 
 
 class ShardMail:
@@ -45,11 +45,11 @@ class ShardMail:
 
     def __init__(self, addresses: list[Any], memory: torch.Tensor, timeout_s: float, handle: Any) -> None:
         self.addresses = [*addresses, *[0] * (MOST_PROCESSES - len(addresses))]
-        self.set_words = (len(memory) - LINE_WORDS) // SETS
+        self.set_words = (len(memory) - COPIES * LINE_WORDS) // SETS
         self.timeout_ns = int(timeout_s * 1e9)
         self.launches = self.sent = 0
         self._numbered = 0
-        self._replays = memory[SETS * self.set_words + 1]
+        self._replays = memory[SETS * self.set_words :][: COPIES * LINE_WORDS].view(COPIES, LINE_WORDS)[:, 1]
         self._memory = memory, handle
         self._processes = len(addresses)
         self._stream: int | None = None

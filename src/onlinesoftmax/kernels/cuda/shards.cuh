@@ -90,12 +90,14 @@ struct Launch {
 // The number of this launch: the number of launches that the host has made, and of those that replays of CUDA graphs have
 // made.  The host knows the first and passes it as p.number.  The second stands behind the mailboxes: in a graph, a small
 // kernel after this one adds 1.  A launch that is replayed cannot get a number from the host, which passes 0.  So the other
-// launches leave their p.number there, too.  `lane` is the number of a thread among those of the block that call this.
+// launches leave their p.number there, too.  There are COPIES of the two, because hundreds of thousands of warps that read
+// one address wait for each other.  `lane` is the number of a thread among those of the block that call this.
 __device__ inline Launch this_launch(const Params& p, int lane) {
     if constexpr (!SHARDED || !REDUCES) return {};
-    int64* const launches = reinterpret_cast<int64*>(p.shard_mail[p.process] + SETS * p.set_words);
+    int64* const copies = reinterpret_cast<int64*>(p.shard_mail[p.process] + SETS * p.set_words);
+    const int64* const launches = copies + (blockIdx.x + blockIdx.y) % COPIES * LINE_WORDS;
     const int64 by_host = p.number ? p.number : launches[0] + 1, by_replays = launches[1];
-    if (p.number && blockIdx.x + blockIdx.y + lane == 0) launches[0] = p.number;
+    if (p.number && blockIdx.x + blockIdx.y == 0 && lane < COPIES) copies[lane * LINE_WORDS] = p.number;
     return {unsigned(by_host + by_replays)};
 }
 

@@ -17,6 +17,7 @@ from ...planner.strategies.cuda_grid import PIPELINE, STREAM, slice_chunks, slic
 from ..request import Request
 from .messages import (
     CACHE_LINE,
+    COPIES,
     CPP_TYPES,
     LINE_WORDS,
     SETS,
@@ -265,6 +266,7 @@ def _numbers(request: Request) -> dict[str, int]:
         "SUMS": sum_count(request),
         "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),
         "PACKETS": message_packets(request),
+        "COPIES": COPIES,
         "SETS": SETS,
         "SLOTS": SLOTS,
         "DIVISORS": DIVISORS,
