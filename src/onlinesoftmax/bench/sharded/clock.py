@@ -42,7 +42,7 @@ class GroupClock:
 
     Before each repetition the processes meet: on a GPU in an all-reduce of one number, which is queued behind flushes
     of the L2 cache, so that all GPUs begin the call together.  The flushes take longer than the host needs to queue the
-    call, so the events around it measure the GPUs alone; the host's time is measured apart.
+    all-reduce and the call, so the events around it measure the GPUs alone; the host's time is measured apart.
     """
 
     def __init__(self, team: Team) -> None:
@@ -50,6 +50,7 @@ class GroupClock:
         self._one = torch.zeros(1, device=team.device)
         self._flush = torch.empty(FLUSH_BYTES if self._cuda else 0, dtype=torch.int8, device=team.device)
         self._flush_us = max(1.0, self._of_flush()) if self._cuda else 1.0
+        self._meet_us = self._of_meeting() if self._cuda else 0.0
 
     def measure(self, calls: Mapping[str, Callable[[], Any]], budget_ms: float) -> dict[str, Timed]:
         """The times of every call, as many as fit into `budget_ms` milliseconds for each call.
@@ -57,7 +58,9 @@ class GroupClock:
         Every process must pass the same names in the same order.
         """
         host, whole = self._trial(calls)
-        flushes = {name: min(MOST_FLUSHES, 1 + ceil(1.5 * host[name] / self._flush_us)) for name in calls}
+        flushes = {
+            name: min(MOST_FLUSHES, 1 + ceil(1.5 * (self._meet_us + host[name]) / self._flush_us)) for name in calls
+        }
         each = {name: whole[name] + flushes[name] * self._flush_us * self._cuda for name in calls}
         counts = {name: int(max(FEWEST, min(MOST, 1e3 * budget_ms / each[name]))) for name in calls}
         samples = self._rounds(calls, counts, flushes)
@@ -126,6 +129,17 @@ class GroupClock:
         events[1].record()
         self._synchronize()
         return self._team.largest(1e2 * events[0].elapsed_time(events[1]))[0]
+
+    def _of_meeting(self) -> float:
+        """Microseconds that the host needs to queue a meeting, the median of the slowest process."""
+        found = []
+        for _ in range(1 + TRIALS):
+            self._synchronize()
+            start = perf_counter_ns()
+            self._meet()
+            found.append((perf_counter_ns() - start) / 1e3)
+        # The first meeting makes the connections.
+        return self._team.largest(statistics.median(found[1:]))[0]
 
     def _meet(self) -> None:
         """Wait for the other processes: on a GPU its queue waits, not the host."""
