@@ -8,11 +8,14 @@ import itertools
 import multiprocessing
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -55,10 +58,16 @@ LOSS_OPTIONS = {
 
 
 PRELOADED = [
-    __name__, "onlinesoftmax.kernels.triton.launch", "torch.distributed.tensor", "torch._dynamo",
-    "torch.fx.experimental.symbolic_shapes",
+    __name__,
+    *(f"{__package__}.{name}" for name in ("benchmark", "dtensors", "files", "fsdp", "gpus", "passes", "usual")),
+    *(f"onlinesoftmax.kernels.triton.{name}" for name in ("split", "merge", "reduction")),
+    "triton.experimental.gluon", "typer.main", "onlinesoftmax.cli.bench", "torch._dynamo.backends.debugging",
+    "torch._inductor.lowering", "torch.fx.experimental.symbolic_shapes",
 ]  # fmt: skip
-"""Modules that the checks import; torch.autograd.grad imports the last one."""
+"""The checks, and modules that they import in a call; a compilation and torch.autograd.grad import the last three.
+
+The server leaves out a module that it does not find.
+"""
 
 
 def team(check: Callable[[Path], None], size: int, folder: Path) -> None:
@@ -104,8 +113,13 @@ def run(
 def _start(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
     # A server forks the processes from one that has already imported what takes long.  A process that has used CUDA
     # must not be forked.
-    multiprocessing.set_forkserver_preload(PRELOADED)
     how = "spawn" if torch.cuda.is_available() else "forkserver"
+    if how == "forkserver":
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        # The server has its modules from these folders; it does not get the search path of this process.
+        folders = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))
+        with mock.patch.dict(os.environ, {"PYTHONPATH": folders}):
+            forkserver.ensure_running()
     mp.start_processes(function, arguments, nprocs=size, start_method=how)
 
 
