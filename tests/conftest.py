@@ -87,7 +87,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
     _leave_out_of_collections()
     # Traces of JAX and kernels in the interpreter make many objects, and few of them are cycles.
-    gc.set_threshold(20000, 20, 20)
+    gc.set_threshold(100000, 20, 20)
 
 
 def _leave_out_of_collections() -> None:

@@ -26,4 +26,9 @@ def environment(devices: int = 1) -> dict[str, str]:
         known = version("jaxlib").startswith(CHECKED)
     except PackageNotFoundError:
         known = False
-    return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join([*flags, *(FLAGS if known else ())])}
+    return {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        # No line of Python for each operation of a program: nothing reads them.
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+        "XLA_FLAGS": " ".join([*flags, *(FLAGS if known else ())]),
+    }

@@ -6,6 +6,7 @@ takes less time than many programs.
 
 from __future__ import annotations
 
+import gc
 import re
 from functools import partial
 from typing import Any
@@ -38,6 +39,10 @@ from sharded_calls import (
 )
 
 import onlinesoftmax.jax as osj
+
+# As in tests/conftest.py, which is not read here: traces make many objects, and few of them are cycles.
+gc.freeze()
+gc.set_threshold(100000, 20, 20)
 
 
 @pytest.mark.parametrize(
