@@ -255,6 +255,18 @@ def test_what_processes_tell_each_other(told: list[list[int]], reason: str, monk
     assert bool(found) == bool(reason)
 
 
+def test_mailboxes_that_are_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph that is captured outside of it adds to them."""
+    symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
+    monkeypatch.setattr(symmetric, "empty", torch.empty)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    with torch.inference_mode():
+        memory = peers._allocate(torch.device("cpu"), 8 * words_of_mail(64))
+        mail = ShardMail([1 << 20, 1 << 21], memory, 1.0, None)
+    mail.count_replays()
+    assert memory.sum() == 32
+
+
 @pytest.mark.parametrize("step", ["_allocate", "_rendezvous"])
 def test_symmetric_memory_that_fails_is_a_reason(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes agree after each step, so that none waits for one that has failed."""

@@ -289,7 +289,9 @@ def _allocate(device: torch.device, size: int) -> Any:
     """Memory that other GPUs can reach, in a tensor of zeros."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    memory = symmetric.empty(size // 8, dtype=torch.int64, device=device)
+    # The first call may be made in inference mode, and a graph that adds to this tensor captured outside of it.
+    with torch.inference_mode(False):
+        memory = symmetric.empty(size // 8, dtype=torch.int64, device=device)
     memory.zero_()
     # Another process may write as soon as it has the address.
     torch.cuda.synchronize(device)
