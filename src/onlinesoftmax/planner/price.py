@@ -12,7 +12,7 @@ from ..core.layout import power_of_two_divisor
 from ..core.problem import Problem
 from .measured import LATENCY_US
 from .proposal import Proposal
-from .quality import narrow, served_by_l2
+from .quality import exchange_wait_us, narrow, served_by_l2
 
 
 @dataclass(frozen=True)
@@ -114,19 +114,11 @@ def _rounds(proposal: Proposal, problem: Problem, device: Device) -> float:
     return problem.rows / max(at_once, 1.0)
 
 
-EXCHANGE_US = 3.0
-"""Microseconds by which a round of rows takes longer if it waits for the states of another GPU of the host.
-
-It is about 4 on two H200s and 2 on two H100s.  Where elements are written it is half of that, because other rows are
-written meanwhile.
-"""
-
-
 def exchange_us(proposal: Proposal, problem: Problem, device: Device) -> float:
     """Microseconds for which rows wait for the states of other GPUs; 0 for whole rows."""
     if not (problem.extra.sharded and problem.reduces):
         return 0.0
-    return EXCHANGE_US / (2 if problem.writes_elements else 1) * _rounds(proposal, problem, device)
+    return exchange_wait_us(problem.writes_elements) * _rounds(proposal, problem, device)
 
 
 def _programs_at_once(proposal: Proposal, device: Device) -> int:

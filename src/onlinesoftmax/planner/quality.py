@@ -1,4 +1,4 @@
-"""Bandwidth fractions, measured once on an H200, that rank proposals when there is no table: tables/quality.json."""
+"""Numbers, measured once on an H200, that rank proposals where no table has times: tables/quality.json."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ def narrow(load_bytes: int) -> float:
     """
     found: dict[str, float] = _table("narrow")
     return found[str(load_bytes)]
+
+
+def exchange_wait_us(writes_elements: bool) -> float:
+    """Microseconds by which a round of rows takes longer if it waits for the states of another GPU of the host.
+
+    >>> exchange_wait_us(True) < exchange_wait_us(False)
+    True
+    """
+    found: dict[str, float] = _table("exchange_us")
+    return found["written" if writes_elements else "read"]
 
 
 def served_by_l2(l2: int, between: int) -> float:
