@@ -167,11 +167,14 @@ inline void announce_beginning() {}
 inline void wait_for_beginnings() {}
 inline void send(State*, State, uint64*, int) {}
 inline void wait_for_states(uint64*) {}
+struct Launch {};
+inline Launch this_launch(const Params&, int) { return {}; }
 template <int LANES>
-State complete_row(const Params&, const Row&, RowOperands&, CallConstants, State state, int64, int, bool = true) {
+State complete_row(
+    const Params&, Launch, const Row&, RowOperands&, CallConstants, State state, int64, int, bool = true) {
     return state;
 }
-inline void prefetch_mailboxes(const Params&, int64, int) {}
+inline void prefetch_mailboxes(const Params&, Launch, int64, int) {}
 struct Team {
     int size, rank;
     Team() : size(gridDim.y), rank(blockIdx.y) {}

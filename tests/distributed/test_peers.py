@@ -128,6 +128,19 @@ def test_calls_that_need_a_collective(
     assert not reachable
 
 
+def test_mailboxes_that_cannot_grow_serve_smaller_calls(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure to make larger ones is remembered, so that large calls do not try again and again."""
+    group, tried = a_group(2), []
+    assert part(OnGpu(8, 90), group) == Part(10, 100, 1, 2, "mail 1")
+    monkeypatch.setattr(peers, "_make_mailboxes", lambda g, *_: tried.append(g) or peers.Peers(g, "out of memory"))
+    for _ in range(2):
+        assert part(OnGpu(100_000, 90), group) is None
+        with pytest.raises(ValueError, match="out of memory"):
+            part(OnGpu(100_000, 90), group, exchange="peer_memory")
+        assert part(OnGpu(8, 90), group) == Part(10, 100, 1, 2, "mail 1")
+    assert tried == [group]
+
+
 def test_a_captured_call_makes_no_mailboxes(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """It uses those of an earlier call, and a collective where there are none or they are too small."""
     group = a_group(2)
@@ -231,6 +244,12 @@ def test_launches_of_a_graph_wait_for_each_other_alone(streams: SimpleNamespace)
     streams.captured = set()
     assert _launches(mail, streams, 0) == [3]
     assert streams.waits == [(8, 7), (0, 5)]
+    # A stream that is captured now has made an earlier launch.
+    assert _launches(mail, streams, 6) == [4]
+    streams.waits.clear()
+    streams.captured = {6}
+    assert _launches(mail, streams, 5) == [5]
+    assert not streams.waits
     numbers = memory[2 * 64 :].view(32, 16)
     assert (numbers[:, 1] == 4).all()
     assert memory.sum() == 4 * 32
@@ -253,6 +272,16 @@ def test_what_processes_tell_each_other(told: list[list[int]], reason: str, monk
     found = peers._why_unreachable(a_group(2), torch.device("cuda", 0))
     assert reason in found
     assert bool(found) == bool(reason)
+
+
+def test_addresses_in_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of PyTorch that know an offset give the addresses of segments."""
+    symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
+    for offset in ({}, {"offset": 512}):
+        handle = SimpleNamespace(buffer_ptrs=[4096, 8192], **offset)
+        monkeypatch.setattr(symmetric, "rendezvous", lambda *_, handle=handle: handle)
+        more = offset.get("offset", 0)
+        assert peers._rendezvous(torch.empty(0), a_group(2)) == (handle, [4096 + more, 8192 + more])
 
 
 def test_mailboxes_that_are_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:

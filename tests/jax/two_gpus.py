@@ -31,7 +31,7 @@ from sharded_calls import (
 import onlinesoftmax.jax as osj
 
 MOST = 2 * 4 * ROWS
-"""Most numbers that a collective moves: every device receives the states of two, each of at most four numbers."""
+"""Most numbers that a collective moves: the states of two devices, at most four numbers for each row."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -57,7 +57,7 @@ def test_jit_of_sharded_arrays_gathers_no_row(kind: AxisType) -> None:
 
 @pytest.mark.parametrize(("mine", "axis"), [(P("v"), None), (P(None, "v"), "v")], ids=["rows", "columns"])
 def test_long_rows_under_shard_map(mine: P, axis: str | None) -> None:
-    """Rows that clusters of blocks hold, sharded along their rows and along their columns, against one GPU."""
+    """Rows that clusters of blocks hold, split over the GPUs by rows and by columns, against one GPU."""
     x, target = logits(64, 2 * 17408, dtype="bfloat16"), classes(64, cols=2 * 17408)
 
     def results(x: Any, target: Any, **more: Any) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class Peers(NamedTuple):
 
     Attributes:
         group: The process group.
-        reason: Why its GPUs cannot use peer memory; empty if they can.
-        mail: Name of the mailboxes; empty before the first call.
+        reason: Why its GPUs cannot use peer memory, or why the mailboxes could not be made larger; empty if they can.
+        mail: Name of the mailboxes; empty if there are none.
         bytes: Bytes of the mailboxes of each process.
     """
 
@@ -139,8 +139,8 @@ def known_mail(group: Any) -> str:
 def known_exchange(group: Any) -> str:
     """The way of exchange of a group for the key of a call: its mailboxes, or a collective.
 
-    Empty before the first call of the group.  That call finds out about the group together with all other processes, so
-    no process may find a launch under a key instead.
+    Empty before the first call of the group.  In that call all processes find out about the group together; a process
+    that found a kept launch would not take part.
     """
     found = _found(group)
     if found is None:
@@ -215,23 +215,28 @@ def _peers(group: Any, device: torch.device, size: int) -> Peers:
     All processes make them together, in the first call and in a call that needs more.
     """
     found = _found(group)
-    if found is not None and (found.reason or found.bytes >= size):
+    if found is not None and found.bytes >= size:
+        return found._replace(reason="")
+    if found is not None and found.reason:
         return found
     if torch.cuda.is_current_stream_capturing():
         return Peers(group, _CAPTURED)
-    if found is None:
-        found = _PEERS[group.group_name] = Peers(group, _why_unreachable(group, device))
-    if not found.reason:
-        size = max(LEAST_BYTES, 1 << (size - 1).bit_length())
-        found = _PEERS[group.group_name] = _make_mailboxes(group, device, size)
-    return found
+    if found is None and (reason := _why_unreachable(group, device)):
+        made = Peers(group, reason)
+    else:
+        made = _make_mailboxes(group, device, max(LEAST_BYTES, 1 << (size - 1).bit_length()))
+        if made.reason and found is not None:
+            # Smaller calls keep their mailboxes.
+            made = found._replace(reason=made.reason)
+    _PEERS[group.group_name] = made
+    return made
 
 
 def _why_unreachable(group: Any, device: torch.device) -> str:
     """Why the GPUs of a group cannot reach each other's memory; empty if they can.  The same on every process."""
     here = registry.unavailable("cuda") or ""
     properties = torch.cuda.get_device_properties(device)
-    # Containers of other names count as other hosts, because they may not be able to share memory.
+    # Containers with different host names count as different hosts, because they may not be able to share memory.
     host = f"{socket.gethostname()} {_boot_id()}"
     told = [not here, _hashed(host), _hashed(str(properties.uuid))]
     message = torch.tensor(told, dtype=torch.int64, device=device_of_small_exchanges(group, device))
@@ -262,12 +267,13 @@ def _make_mailboxes(group: Any, device: torch.device, size: int) -> Peers:
     """New mailboxes of so many bytes in the memory of each process, filled with zeros."""
     memory, reason = _on_all_processes(group, device, lambda: _allocate(device, size))
     if not reason:
-        # All processes have memory now, so none waits in vain for the address of another.
-        handle, reason = _on_all_processes(group, device, lambda: _rendezvous(memory, group))
+        # All processes have memory now, so all of them come to the exchange of addresses.
+        found, reason = _on_all_processes(group, device, lambda: _rendezvous(memory, group))
     if reason:
         return Peers(group, reason)
+    handle, addresses = found
     name = f"{group.group_name} {len(MAIL)}"
-    MAIL[name] = ShardMail(list(handle.buffer_ptrs), memory, _timeout(group, device), handle)
+    MAIL[name] = ShardMail(addresses, memory, _timeout(group, device), handle)
     return Peers(group, "", name, size)
 
 
@@ -276,8 +282,9 @@ def _on_all_processes(group: Any, device: torch.device, step: Callable[[], Any])
     found, reason = None, ""
     try:
         found = step()
-    except (RuntimeError, ImportError, AttributeError) as error:
-        # Some builds of PyTorch lack these functions, and not every machine lets GPUs reach each other.
+    except Exception as error:
+        # Some builds of PyTorch lack these functions, and not every machine lets GPUs reach each other.  Whatever the
+        # error is, the other processes wait to hear of it.
         reason = f"PyTorch's symmetric memory failed: {error}"
     failed = torch.tensor([bool(reason)], device=device_of_small_exchanges(group, device))
     if gathered(failed, group).any():
@@ -298,11 +305,14 @@ def _allocate(device: torch.device, size: int) -> Any:
     return memory
 
 
-def _rendezvous(memory: Any, group: Any) -> Any:
-    """PyTorch's handle of the memory of all processes."""
+def _rendezvous(memory: Any, group: Any) -> tuple[Any, list[int]]:
+    """(PyTorch's handle of the memory of all processes, the address of the memory of each)."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    return symmetric.rendezvous(memory, group.group_name)
+    handle = symmetric.rendezvous(memory, group.group_name)
+    # Some versions of PyTorch give the addresses of the segments in which the memory lies.
+    offset = getattr(handle, "offset", 0)
+    return handle, [address + offset for address in handle.buffer_ptrs]
 
 
 def _timeout(group: Any, device: torch.device) -> float:

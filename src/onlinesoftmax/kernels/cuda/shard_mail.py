@@ -46,8 +46,10 @@ class ShardMail:
     def __init__(self, addresses: list[Any], memory: torch.Tensor, timeout_s: float, handle: Any) -> None:
         self.addresses = [*addresses, *[0] * (MOST_PROCESSES - len(addresses))]
         self.set_words = (len(memory) - COPIES * LINE_WORDS) // SETS
-        self.timeout_ns = int(timeout_s * 1e9)
+        self.timeout_ns = min(int(timeout_s * 1e9), 1 << 62)
         self.launches = self.sent = 0
+        # The two numbers of this_launch in shards.cuh: of the launches that were not captured, and, in the memory of
+        # the GPU, copies of the number of those that graphs have made.
         self._numbered = 0
         self._replays = memory[SETS * self.set_words :][: COPIES * LINE_WORDS].view(COPIES, LINE_WORDS)[:, 1]
         self._memory = memory, handle
@@ -59,9 +61,9 @@ class ShardMail:
         """The number of the next launch among those that the host makes; 0 where a CUDA graph captures it.
 
         All processes make the same launches in the same order, and kernels on several streams must not use the
-        mailboxes at the same time.  So a launch on another stream than that of the launch before waits for that stream.
-        In a CUDA graph, only the launches of the graph wait for each other: whoever replays it orders the replays and
-        the other launches.
+        mailboxes at the same time.  So where the stream changes, the launch first waits for the stream of the last
+        launch.  In a CUDA graph, only the launches of the graph wait for each other: whoever replays it orders the
+        replays and the other launches.
 
         Args:
             words: Number of 64-bit words that each process receives.
@@ -75,26 +77,30 @@ class ShardMail:
             raise RuntimeError(f"the messages of a launch have {words} words, and the mailboxes {self.set_words}")
         self.launches += 1
         self.sent += words // self._processes
-        # The default stream, whose handle is 0, cannot be captured, so it is not asked, which would take host time.
+        # The default stream, whose handle is 0, cannot be captured; the question would take host time.
         if stream and torch.cuda.is_current_stream_capturing():
-            before, self._captured = self._captured, stream
-            if before not in (None, stream) and _is_captured(_stream(before, index)):
-                _stream(stream, index).wait_stream(_stream(before, index))
+            self._wait(stream, self._captured, index, captured=True)
+            self._captured = stream
             return 0
         if stream != self._stream:
-            before, self._stream = self._stream, stream
-            if before is not None:
-                _stream(stream, index).wait_stream(_stream(before, index))
+            self._wait(stream, self._stream, index, captured=False)
+            self._stream = stream
         self._numbered += 1
         return self._numbered
+
+    def _wait(self, stream: int, before: int | None, index: int, *, captured: bool) -> None:
+        """Make a stream wait for the stream of the last launch, if both are captured or neither is."""
+        if before not in (None, stream) and _is_captured(before, index) == captured:
+            _stream(stream, index).wait_stream(_stream(before, index))
 
     def count_replays(self) -> None:
         """Capture the kernel that counts the replays of the launch that has just been captured."""
         self._replays.add_(1)
 
 
-def _is_captured(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
+def _is_captured(handle: int, index: int) -> bool:
+    """True while a CUDA graph captures a stream."""
+    with torch.cuda.stream(_stream(handle, index)):
         return torch.cuda.is_current_stream_capturing()
 
 

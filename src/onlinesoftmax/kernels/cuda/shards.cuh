@@ -10,13 +10,13 @@
 //
 // Successive launches use two sets of mailboxes in turn.  A GPU sends in launch n + 2 only after it has received a message
 // of launch n + 1 from every GPU, and a GPU sends in launch n + 1 only after its launch n has ended.  So all messages of
-// launch n have been read when they are overwritten.  A kernel that begins before the kernel before it has ended waits for
-// that kernel (load_target) before it sends.
+// launch n have been read when they are overwritten.  A loss kernel may begin early, while the kernel that counts its targets
+// still runs.  That one begins after all launches before it have ended.
 //
 // GPUs cannot wait for each other in a circle, because a block sends its rows in the order of their numbers: before it waits
-// for a row, it has sent that row and all its earlier ones.  Take the first row that some GPU has not sent.  All earlier rows
-// are sent, so no block of that GPU waits for one of them for ever, and the block of this row begins and sends it.  As in
-// total.cuh, this relies on blocks starting in the order of their numbers.
+// for a row, it has sent that row and all its earlier ones.  Take the first row that some GPU has not sent.  Every GPU
+// has sent all earlier rows, so no block of that GPU waits for one of them for ever, and the block of this row begins and
+// sends it.  As in total.cuh, this relies on blocks starting in the order of their numbers.
 
 constexpr int SCORE_WORDS = HAS_TARGET ? ACC_WORDS : 0;
 
@@ -79,7 +79,7 @@ struct WaitLimit {
 struct Launch {
     unsigned number;
 
-    // No tag is 0, which an empty mailbox has.
+    // No tag is 0, which an empty mailbox has.  After 2^31 launches the tags begin again.
     __device__ inline unsigned tag() const { return number | 1u << 31; }
     // The mailbox for the message of process `from` about a row, in the memory of process `in`.
     __device__ inline uint64* mailbox(const Params& p, int in, int64 row, int from) const {
@@ -87,12 +87,16 @@ struct Launch {
     }
 };
 
-// The number of this launch: the number of launches that the host has made, and of those that replays of CUDA graphs have
-// made.  The host knows the first and passes it as p.number.  The second stands behind the mailboxes: in a graph, a small
-// kernel after this one adds 1.  A launch that is replayed cannot get a number from the host, which passes 0.  So the other
-// launches leave their p.number there, too.  There are COPIES of the two, because hundreds of thousands of warps that read
-// one address wait for each other.  `lane` is the number of a thread among those of the block that call this.
+// The number of this launch is a sum of two numbers:
+// - of the launches that the host has made.  The host passes it as p.number, and each launch stores it behind the mailboxes.
+//   In a CUDA graph p.number is 0, because a replay gets no number from the host; then the next one after the stored number
+//   counts.
+// - of the launches that graphs have made.  It stands behind the mailboxes, and in a graph a small kernel after each launch
+//   adds 1.
+// Both are stored COPIES times, because hundreds of thousands of warps that read one address wait for each other.  `lane` is
+// the number of a thread among those of the block that call this, at least COPIES.
 __device__ inline Launch this_launch(const Params& p, int lane) {
+    static_assert(COPIES <= 32, "a warp stores all copies");
     if constexpr (!SHARDED || !REDUCES) return {};
     int64* const copies = reinterpret_cast<int64*>(p.shard_mail[p.process] + SETS * p.set_words);
     const int64* const launches = copies + (blockIdx.x + blockIdx.y) % COPIES * LINE_WORDS;
@@ -156,8 +160,8 @@ __device__ inline bool look_for_states(const Params& p, Launch launch, ShardStat
 
 // Merges the state of this GPU's columns with those of the other GPUs, returns the state of the whole row, and stores the
 // score of the target in `operands`.  LANES threads hold the row, and `lane` is the number of this thread among them.  If
-// `sends` is true, the first of them send, one to each process.  All threads of a warp call this, and each warp receives all
-// messages.
+// `sends` is true, the first p.processes of them each send to one process.  All threads of a warp call this, and each warp
+// receives all messages.
 template <int LANES> __device__ inline State complete_row(
     const Params& p, Launch launch, const Row& r, RowOperands& operands, CallConstants call, State state, int64 row,
     int lane, bool sends = true) {
