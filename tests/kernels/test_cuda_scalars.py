@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,10 +159,18 @@ def test_blocks_that_count(strategy: str) -> None:
                 assert blocks % cluster == 0
 
 
+def _compiled() -> list[Any]:
+    """Every strategy meets every call, each with one of the dtypes; with the other dtype only if there is a GPU."""
+    dtypes = ("float64", "bfloat16")
+    product = itertools.product(enumerate(SHAPES), enumerate(SEVERAL), enumerate(dtypes))
+    return [
+        pytest.param(strategy, ask, dtype, marks=pytest.mark.gpu if (i + j + k) % 2 else ())
+        for (i, strategy), (j, ask), (k, dtype) in product
+    ]
+
+
 @pytest.mark.skipif(registry.module_missing("cuda.core", "cuda") is not None, reason="NVRTC is not installed")
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("ask", SEVERAL, ids=str)
-@pytest.mark.parametrize("strategy", SHAPES)
+@pytest.mark.parametrize(("strategy", "ask", "dtype"), _compiled(), ids=str)
 def test_kernels_of_scalars_compile(strategy: str, ask: Ask, dtype: str) -> None:
     text = source.source(planned(ask, *SHAPES[strategy], dtype, strategy))
     _, log, _ = compile.build(text, devices.known("h200").arch)
