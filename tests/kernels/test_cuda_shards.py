@@ -137,12 +137,12 @@ def test_processes_with_different_kernels(ask: Ask, dtype: str, folder: Path) ->
     _check(ask, shards, 330, dtype, True, folder)
 
 
-@pytest.mark.parametrize("strategy", CUTS)
-@pytest.mark.parametrize("first", [0, 2**31 - 4])
+@pytest.mark.parametrize(("strategy", "first"), list(zip(CUTS, (0, 2**31 - 4) * 3, strict=True)))
 def test_successive_launches_use_two_sets_of_mailboxes_in_turn(strategy: str, first: int, folder: Path) -> None:
     """Launches of different operations, whose messages have different lengths, without clearing a mailbox.
 
-    The host numbers some; the others are like those of a CUDA graph, which a small kernel counts.
+    The host numbers some; the others are like those of a CUDA graph, which a small kernel counts.  From the larger
+    first number on, the tags begin again.
     """
     mail = [np.zeros(MAIL_WORDS, np.uint64) for _ in range(2)]
     end = SETS * set_words_of(mail[0])
