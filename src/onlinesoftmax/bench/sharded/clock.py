@@ -50,7 +50,7 @@ class GroupClock:
         self._one = torch.zeros(1, device=team.device)
         self._flush = torch.empty(FLUSH_BYTES if self._cuda else 0, dtype=torch.int8, device=team.device)
         self._flush_us = max(1.0, self._of_flush()) if self._cuda else 1.0
-        self._meet_us = self._of_meeting() if self._cuda else 0.0
+        self._meet_us = self._trial({"meeting": self._meet})[0]["meeting"] if self._cuda else 0.0
 
     def measure(self, calls: Mapping[str, Callable[[], Any]], budget_ms: float) -> dict[str, Timed]:
         """The times of every call, as many as fit into `budget_ms` milliseconds for each call.
@@ -129,17 +129,6 @@ class GroupClock:
         events[1].record()
         self._synchronize()
         return self._team.largest(1e2 * events[0].elapsed_time(events[1]))[0]
-
-    def _of_meeting(self) -> float:
-        """Microseconds that the host needs to queue a meeting, the median of the slowest process."""
-        found = []
-        for _ in range(1 + TRIALS):
-            self._synchronize()
-            start = perf_counter_ns()
-            self._meet()
-            found.append((perf_counter_ns() - start) / 1e3)
-        # The first meeting makes the connections.
-        return self._team.largest(statistics.median(found[1:]))[0]
 
     def _meet(self) -> None:
         """Wait for the other processes: on a GPU its queue waits, not the host."""
