@@ -142,7 +142,7 @@ def test_mailboxes_that_cannot_grow_serve_smaller_calls(reachable: list[int], mo
 
 
 def test_a_captured_call_makes_no_mailboxes(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It uses those of an earlier call, and a collective where there are none or they are too small."""
+    """A captured call uses the mailboxes of an earlier one, and a collective if these are absent or too small."""
     group = a_group(2)
     for made in ([], [peers.LEAST_BYTES]):
         with monkeypatch.context() as capture:

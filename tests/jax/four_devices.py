@@ -40,7 +40,7 @@ from sharded_calls import (
 
 import onlinesoftmax.jax as osj
 
-# As in tests/conftest.py, which is not read here: traces make many objects, and few of them are cycles.
+# Traces make many objects, and few of them are cycles.  tests/conftest.py, with the same setting, is not read here.
 gc.freeze()
 gc.set_threshold(100000, 20, 20)
 

@@ -183,7 +183,7 @@ def _mail_bytes(x: Tensor, rows: int, group: Any) -> int:
 def _why_not(groups: tuple[Any, ...], x: Tensor, rows: int, total: int, choice: Choice) -> str:
     """Why a call cannot use peer memory, the same on every process; empty if it can.
 
-    This makes no exchange, and does not ask whether the GPUs reach each other.
+    The answer needs no exchange; whether the GPUs reach each other is not asked here.
     """
     if torch.compiler.is_compiling():
         return "torch.compile traces the collective"

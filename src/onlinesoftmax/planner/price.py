@@ -99,8 +99,8 @@ def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
         quality *= 1.0 if proposal.backend == "eager" else _width(proposal, problem)
     from_memory = bytes_moved - bytes_from_l2(proposal, problem, device)
     transfer = from_memory / (device.bandwidth * 1e3 * quality)
-    # Each round waits once for its loads.  This limit holds for plans that give a whole block to a row of a few
-    # elements, and so use little bandwidth.
+    # Each round waits once for its loads, which takes longer than the transfer where a plan gives a whole block to a
+    # row of a few elements.
     moved = max(transfer, _rounds(proposal, problem, device) * LATENCY_US)
     return proposal.launches * LAUNCH_US + moved + exchange_us(proposal, problem, device)
 

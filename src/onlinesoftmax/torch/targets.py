@@ -150,7 +150,7 @@ def _beside(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> dic
 
 
 def loss_numbers(loss: Loss) -> dict[str, int]:
-    """The numbers of a loss, each float64 as the integer that has its bits.  Those that change nothing are left out."""
+    """The numbers of a loss that change something, each float64 as the integer that has its bits."""
     numbers = {"ignore_index": bits(float(loss.ignore_index))}
     if loss.smoothing:
         numbers["smoothing"] = bits(loss.smoothing)

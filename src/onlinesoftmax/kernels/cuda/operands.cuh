@@ -61,8 +61,8 @@ __device__ inline CallConstants call_constants(const Params& p) {
 
 // A position in a row: a pointer into each tensor, the number of columns from there on that causality allows, and the
 // number of columns from there to the target column.  With SHARDED, `target_left` counts from the first column of the whole
-// row instead: the columns before those of this GPU are subtracted where it is used.  Subtracted earlier, they would wait
-// for the load of the target before the loads of the row are issued.
+// row instead: the columns before those of this GPU are subtracted where it is used.  An earlier subtraction would wait for
+// the load of the target before the loads of the row are issued.
 struct Cursor {
 #define FIELD(TYPE, name) decltype(Params::name) name;
     ELEMENT_TENSORS(FIELD)

@@ -11,7 +11,7 @@
 // Successive launches use two sets of mailboxes in turn.  A GPU sends in launch n + 2 only after it has received a message
 // of launch n + 1 from every GPU, and a GPU sends in launch n + 1 only after its launch n has ended.  So all messages of
 // launch n have been read when they are overwritten.  A loss kernel may begin early, while the kernel that counts its targets
-// still runs.  That one begins after all launches before it have ended.
+// still runs; but the counting kernel begins only after all launches before it have ended.
 //
 // GPUs cannot wait for each other in a circle, because a block sends its rows in the order of their numbers: before it waits
 // for a row, it has sent that row and all its earlier ones.  Take the first row that some GPU has not sent.  Every GPU
@@ -91,10 +91,10 @@ struct Launch {
 // - of the launches that the host has made.  The host passes it as p.number, and each launch stores it behind the mailboxes.
 //   In a CUDA graph p.number is 0, because a replay gets no number from the host; then the next one after the stored number
 //   counts.
-// - of the launches that graphs have made.  It stands behind the mailboxes, and in a graph a small kernel after each launch
-//   adds 1.
-// Both are stored COPIES times, because hundreds of thousands of warps that read one address wait for each other.  `lane` is
-// the number of a thread among those of the block that call this, at least COPIES.
+// - of the launches that graphs have made.  This number stands behind the mailboxes, too; in a graph, a small kernel after
+//   each launch adds 1.
+// The numbers behind the mailboxes are stored COPIES times, because hundreds of thousands of warps that read one address
+// wait for each other.  `lane` is the number of a thread among those of the block that call this, at least COPIES.
 __device__ inline Launch this_launch(const Params& p, int lane) {
     static_assert(COPIES <= 32, "a warp stores all copies");
     if constexpr (!SHARDED || !REDUCES) return {};
