@@ -163,8 +163,8 @@ def simulated_source(request: Request) -> str:
     strategy = request.plan.strategy
     names = (*source.FILES, *source.KERNEL_FILES[source.kernel_file(request.plan)])
     parts = [source.prologue(request), *(STAND_INS.get(name) or _replaced(name) for name in names)]
-    shared = "extern __shared__ Chunk<X, VECTOR> memory[];"
-    parts[-1] = parts[-1].replace(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];")
+    shared = r"extern __shared__ (__align__\(LINE\) )?Chunk<X, VECTOR> memory\[\];"
+    parts[-1] = re.sub(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];", parts[-1])
     if request.task.part is not None:
         # Each process has a library of its own, with its own static variables.
         parts.append(f"// process {request.task.part.process}")

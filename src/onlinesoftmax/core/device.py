@@ -112,6 +112,9 @@ fewer registers or threads.
 UNKNOWN_BANDWIDTH = 1000.0
 """Bandwidth in GB/s of a GPU whose bandwidth cannot be found out."""
 
+CACHE_LINE = 128
+"""Bytes of a cache line of NVIDIA GPUs."""
+
 UNKNOWN_L2 = 4 * _MIB
 """L2 cache in bytes of a GPU whose cache cannot be found out: the cache of a T4, the smallest of a data-centre GPU."""
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from .device import CACHE_LINE
 from .layout import power_of_two_divisor
 from .operations import OPERATIONS, Operation, Output, accumulator_dtype
 from .task import BYTES, ITEMSIZE, Task
+
+LONG_COLS = 1 << 19
+"""Columns from which a row can be too long for a cluster of blocks."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,15 @@ class Problem:
         """Bytes, at most 16, that divide the length and the address of every contiguous row."""
         unit = power_of_two_divisor(self.cols) if self.access.unit is None else self.access.unit
         return min(16, unit * self.itemsize)
+
+    @cached_property
+    def unaligned(self) -> bool:
+        """True where rows are planned as unaligned ones.
+
+        Such rows begin on no multiple of 16 bytes, or they are long and some of them begin on no cache line.
+        """
+        off_lines = self.access.peelable and self.rows > 1 and self.cols * self.itemsize % CACHE_LINE != 0
+        return self.aligned_bytes < 16 or (off_lines and self.cols >= LONG_COLS)
 
     @cached_property
     def peels_narrow(self) -> bool:

@@ -75,7 +75,7 @@ def _threads(plan: Plan) -> list[tuple[str, str]]:
         ring = ", in a ring in shared memory" if plan.threads.shared else ""
         found.append(("stages", f"{plan.blocks.stages} tiles in flight per program{ring}"))
     if plan.vector > 1:
-        found.append(("vector", f"{plan.vector} elements: unaligned rows are split at 16-byte boundaries"))
+        found.append(("vector", f"{plan.vector} elements: rows are split into head, body and tail"))
     return found
 
 

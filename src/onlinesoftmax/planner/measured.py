@@ -190,10 +190,12 @@ class Table:
         """The cells that are like a problem, by their columns; their key, and the backends whose times are used."""
         own = key_of(problem)
         other = own._replace(operation=stand_in(problem))
-        # If no unaligned rows were measured, the times of aligned rows are used.
-        for key in (own, other, own._replace(unaligned=False), other._replace(unaligned=False)):
+        # If no unaligned rows were measured, or only much shorter ones, the times of aligned rows are used.
+        keys = dict.fromkeys((own, other, own._replace(unaligned=False), other._replace(unaligned=False)))
+        found = [(key, self._of_backends(key, _usable(key, problem, backends))) for key in keys]
+        long_enough = [pair for pair in found if pair[1] and 2 * max(pair[1]) >= problem.cols]
+        for key, lengths in [*long_enough, *found]:
             usable = _usable(key, problem, backends)
-            lengths = self._of_backends(key, usable)
             # If all measured rows are much longer than those of the problem, the fastest strategy of CUDA is still a
             # good guess.  With the other backends, a strategy that was slow for long rows may be the best for short
             # ones.
@@ -310,7 +312,7 @@ def measured_bytes(problem: Problem) -> int:
 
 def key_of(problem: Problem) -> Key:
     """The key of the cells of a problem's own operation."""
-    return Key(problem.operation, problem.writes_elements, min(problem.itemsize, 4), problem.aligned_bytes < 16)
+    return Key(problem.operation, problem.writes_elements, min(problem.itemsize, 4), problem.unaligned)
 
 
 def slug(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core.device import CACHE_LINE
 from ..request import Request
 
 CPP_TYPES = {
@@ -9,10 +10,6 @@ CPP_TYPES = {
     "int64": "long long", "int32": "int", "int16": "short", "int8": "signed char", "uint8": "unsigned char",
 }  # fmt: skip
 """C++ types of dtypes; float16 and bfloat16 are declared in numbers.cuh under these names."""
-
-
-CACHE_LINE = 128
-"""Bytes of a cache line."""
 
 
 LINE_WORDS = CACHE_LINE // 8

@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) pipeline_kernel(
     __shared__ Exchange exchange;
     __shared__ uint64 barriers[2 * STAGES];
     __shared__ ACC m_own[TERMS ? GROUPS * LANES : 1];   // the maxima that the terms in the ring are relative to
-    extern __shared__ Chunk<X, VECTOR> memory[];
+    extern __shared__ __align__(LINE) Chunk<X, VECTOR> memory[];
     const Team team;
     const Board board(p, team);
     const Stages stages(memory, barriers);

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 
+from ...core.device import CACHE_LINE
 from ...core.operations import OPERATIONS
 from ...core.task import ITEMSIZE, MOST_PROCESSES
 from ...planner.plan import Plan
 from ...planner.strategies.cuda_grid import PIPELINE, STREAM, slice_chunks, slice_tiles
 from ..request import Request
 from .messages import (
-    CACHE_LINE,
     COPIES,
     CPP_TYPES,
     LINE_WORDS,

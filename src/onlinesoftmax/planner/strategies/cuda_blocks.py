@@ -78,9 +78,20 @@ def resident_blocks(problem: Problem, threads: int, chunks: int, terms: bool, de
 _THREADS = {field.name for field in fields(Threads)}
 
 
-def propose(problem: Problem, strategy: str, reason: str, variant: Variant, **blocks: Any) -> Proposal:
-    """A proposal; `blocks` are attributes of Blocks, Threads and Traffic by name."""
-    peeled = peels_unaligned(problem)
+def propose(
+    problem: Problem, strategy: str, reason: str, variant: Variant, peeled: bool | None = None, **blocks: Any
+) -> Proposal:
+    """A proposal.
+
+    Args:
+        problem: What is computed.
+        strategy: Name of the strategy.
+        reason: Why this proposal, in a clause.
+        variant: The proposal among those of the strategy.
+        peeled: True if rows are split into head, body and tail; by default unaligned rows are.
+        blocks: Attributes of Blocks, Threads and Traffic by name.
+    """
+    peeled = peels_unaligned(problem) if peeled is None else peeled
     traffic = Traffic(blocks.pop("reads", 1), quality=quality("cuda", strategy), again=blocks.pop("again", 1.0))
     threads = Threads(**{name: blocks.pop(name) for name in _THREADS & blocks.keys()})
     kept = Blocks(**blocks, vector=problem.vector if peeled else 1)

@@ -144,6 +144,7 @@ def _pipelines(problem: Problem, device: Device) -> list[Proposal]:
                 depth=depth, warps=lanes // 32 + SPECIAL_WARPS, lanes=lanes, splits=team, stages=stages,
                 shared=stages * depth, terms=terms, kernel=PIPELINE,
                 variant=Variant(threads=lanes, chunks=held, depth=depth, stages=stages, team="teams"),
+                peeled=problem.unaligned,
             )
         )  # fmt: skip
     return found
@@ -190,6 +191,7 @@ def _streams(problem: Problem, device: Device) -> list[Proposal]:
                 warps=lanes // 32 + SPECIAL_WARPS, lanes=lanes, splits=blocks, stages=stages, shared=stages * depth,
                 reads=reads(problem), again=1 - on_chip / tiles, kernel=STREAM,
                 variant=Variant(threads=lanes, chunks=held, depth=depth, stages=stages, team="all"),
+                peeled=problem.unaligned,
             )
         )  # fmt: skip
     return found
