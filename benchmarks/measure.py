@@ -42,6 +42,7 @@ RECORDS: dict[str, str] = {
     "gradients": f"--peers {KERNELS}",
     "lengths": "--peers torch",
     "single-row": "--peers torch",
+    "long-rows": "--peers torch",
     "fused": "--peers torch,compile",
     "operations": "--peers torch,compile",
     "host": "--peers torch",

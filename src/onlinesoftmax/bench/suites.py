@@ -100,6 +100,12 @@ ROWS_1024 = _rows(*((1024, 1 << k) for k in range(9, 16)))
 SINGLE_ROW = _rows(*((1, 1 << k) for k in range(16, 31)))
 """One row, too long for one multiprocessor."""
 
+LONG_ROWS = _rows(
+    (256, 1 << 20), (16, 1 << 22), (16, (1 << 22) + 8), (64, 3000001), (64, 3000008), (3, 100000007), (1, 1 << 26),
+    (1, 1 << 28),
+)  # fmt: skip
+"""Rows that many multiprocessors share: aligned, unaligned, and beside cache lines; the last three do not fit on chip."""
+
 LENGTHS = _rows(
     (2064888, 65), (1056832, 127), (1342177, 100), (671088, 200), (526344, 255), (522247, 257), (268435, 500),
     (261632, 513), (223696, 600), (172738, 777), (65536, 2049), (32760, 4097), (10872, 12345), (8192, 16383),
@@ -177,6 +183,7 @@ SUITES: dict[str, Suite] = {
     "lengths": Suite("softmax of lengths that are no powers of two", LENGTHS,
                      few=_rows((1024, 65), (1024, 1025), (256, 12345))),
     "single-row": Suite("one row of 2^16 to 2^30 elements", SINGLE_ROW, few=SINGLE_ROW[:7:3]),
+    "long-rows": Suite("rows that many multiprocessors share", LONG_ROWS, few=_rows((4, 1 << 20), (2, (1 << 20) + 8))),
     "gradients": Suite("the gradient of softmax: reads y and dy, writes dx", GRADIENTS,
                        few=_rows((1024, 1024), (256, 16384), operation="softmax_backward")),
     "operations": Suite("log-softmax, its gradient, and the gradient of logsumexp", RELATIVES,
