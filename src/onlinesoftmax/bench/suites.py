@@ -104,7 +104,7 @@ LONG_ROWS = _rows(
     (256, 1 << 20), (16, 1 << 22), (16, (1 << 22) + 8), (64, 3000001), (64, 3000008), (3, 100000007), (1, 1 << 26),
     (1, 1 << 28),
 )  # fmt: skip
-"""Rows that many multiprocessors share: aligned, unaligned, and beside cache lines; the last three do not fit on chip."""
+"""Rows that many multiprocessors share, on cache lines and beside them; the last three shapes do not fit on chip."""
 
 LENGTHS = _rows(
     (2064888, 65), (1056832, 127), (1342177, 100), (671088, 200), (526344, 255), (522247, 257), (268435, 500),
