@@ -19,7 +19,7 @@ from contract import DTYPES
 from contract import OPERATIONS as FORWARD
 from cuda_algebra import FORMS, PAIRS, Form, algebra_source
 from onlinesoftmax.core.call import Call, Settings
-from onlinesoftmax.core.device import known
+from onlinesoftmax.core.device import CACHE_LINE, known
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.options import SCORE_OPTIONS
 from onlinesoftmax.core.problem import Problem
@@ -30,6 +30,7 @@ from onlinesoftmax.kernels.report import find_cuobjdump, occupancy
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan, priced
 from onlinesoftmax.planner.strategies import TABLE
+from onlinesoftmax.planner.strategies.cuda_grid import STREAM
 from onlinesoftmax.torch import cache
 from onlinesoftmax.torch import prepare as prepared
 
@@ -156,6 +157,16 @@ def test_a_pipelined_kernel_keeps_its_rows_on_chip(ask: Ask, gpu: str, operation
     assert used["shared_memory"] + source.shared_memory(request) <= known(gpu).shared_memory
     assert occupancy(known(gpu), request.plan.warps, used["registers"], used["shared_memory"]) > 0
     assert request.plan.programs <= known(gpu).multiprocessors
+    # The ring follows the other variables in shared memory, and begins on a cache line as they end on one.
+    assert used["shared_memory"] % CACHE_LINE == 0
+
+
+@pytest.mark.parametrize(("operation", "dtype"), [("softmax", torch.bfloat16), ("softmax_backward", torch.float32)])
+def test_the_ring_of_a_streaming_kernel_begins_on_a_cache_line(ask: Ask, operation: str, dtype: torch.dtype) -> None:
+    request = ask("h200", "grid", operation, no_memory(1, 1 << 28, dtype=dtype))
+    assert request.plan.threads.kernel == STREAM
+    _, log, _ = compile.build(source.source(request), "sm_90")
+    assert compile.usage(log)["shared_memory"] % CACHE_LINE == 0
 
 
 WITH_BIAS = (*FORWARD, "logsumexp_backward")

@@ -236,6 +236,17 @@ def test_a_table_says_nothing_of_other_layouts_and_dtypes() -> None:
     assert plan(softmax(200, 1001), H200, table=table).strategy == "looped"
 
 
+def test_times_of_aligned_rows_stand_for_those_of_much_longer_unaligned_ones() -> None:
+    short, long = Cell(1 << 16, 1024, (looped(10.0),)), Cell(64, 1 << 20, (looped(20.0),))
+    key = Key("softmax", True, 2, unaligned=True)
+    table = replace(table_of(long), cells={key: [short], key._replace(unaligned=False): [long]})
+    lengths = [[anchor.cell.cols for anchor in table.anchors(softmax(64, cols), ("cuda",))] for cols in (2047, 2049)]
+    assert lengths == [[1024], [1 << 20]]
+    # With no other times than those of much shorter rows, these are used.
+    [anchor] = table_of(short, unaligned=True).anchors(softmax(64, (1 << 20) + 1), ("cuda",))
+    assert anchor.cell.cols == 1024
+
+
 def test_jax_is_planned_by_the_rows_of_pallas() -> None:
     cuda_alone = table_of(Cell(1024, 4096, (looped(1.0),)))
     problem = softmax(1024, 4096)

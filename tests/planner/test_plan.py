@@ -213,6 +213,22 @@ def test_a_plan_of_several_long_rows_says_why_it_is_not_pipelined() -> None:
     assert "pipelined" not in reason(Problem("softmax", 1, 1 << 20, "bfloat16"))
 
 
+def test_long_rows_beside_cache_lines_are_split() -> None:
+    def vector(rows: int, cols: int, access: Access | None = None) -> int:
+        problem = Problem("softmax", rows, cols, "bfloat16", access=access or Access())
+        chosen = plan(problem, H200, table=table_for(H200))
+        assert access or bool(chosen.threads.kernel) == (cols >= 1 << 20)
+        return chosen.vector
+
+    # 8 elements have 16 bytes, and 64 have a cache line.
+    assert (vector(16, (1 << 22) + 8), vector(3, 100000008)) == (8, 8)
+    assert (vector(16, 1 << 22), vector(16, (1 << 22) + 64)) == (1, 1)
+    # A single row begins where its tensor does, a cluster loads its rows without bulk copies, and rows that begin
+    # differently in x and y cannot be split.
+    assert (vector(1, (1 << 28) + 8), vector(4096, 50256)) == (1, 1)
+    assert vector(16, (1 << 22) + 8, Access(unit=8, peelable=False)) == 1
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("cols", [(1 << 20) + 1, (1 << 22) + 1, (1 << 24) + 1, 100000007])
 @pytest.mark.parametrize("rows", [1, 3])

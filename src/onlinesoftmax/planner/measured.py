@@ -6,6 +6,7 @@ them (forecast.py).  A GPU without a table borrows another's, which is a better 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -190,12 +191,14 @@ class Table:
         """The cells that are like a problem, by their columns; their key, and the backends whose times are used."""
         own = key_of(problem)
         other = own._replace(operation=stand_in(problem))
-        # If no unaligned rows were measured, or only much shorter ones, the times of aligned rows are used.
-        keys = dict.fromkeys((own, other, own._replace(unaligned=False), other._replace(unaligned=False)))
-        found = [(key, self._of_backends(key, _usable(key, problem, backends))) for key in keys]
-        long_enough = [pair for pair in found if pair[1] and 2 * max(pair[1]) >= problem.cols]
-        for key, lengths in [*long_enough, *found]:
+        # If no unaligned rows were measured, or only much shorter ones, the times of aligned rows are used.  If all
+        # measured rows are much shorter, the first key that has any is used.
+        keys = (own, other, own._replace(unaligned=False), other._replace(unaligned=False))
+        for least, key in itertools.product((problem.cols / 2, 0), keys):
             usable = _usable(key, problem, backends)
+            lengths = self._of_backends(key, usable)
+            if max(lengths, default=0) < least:
+                continue
             # If all measured rows are much longer than those of the problem, the fastest strategy of CUDA is still a
             # good guess.  With the other backends, a strategy that was slow for long rows may be the best for short
             # ones.
