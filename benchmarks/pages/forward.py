@@ -44,6 +44,11 @@ def rows1024_table(records: Records) -> str:
     return _beside(records, "h200-rows1024")
 
 
+def long_rows_table(records: Records) -> str:
+    """The suite long-rows on an H200."""
+    return _beside(records, "h200-long-rows")
+
+
 def gradients_table(records: Records) -> str:
     """The suite gradients on an H200: ranges, and what other libraries cannot."""
     name = "h200-gradients"
@@ -248,8 +253,8 @@ def _beside_jax(records: Records, *names: str) -> str:
 BLOCKS: dict[str, Callable[[Records], str]] = {
     block.__name__: block
     for block in (
-        softmax_table, rows1024_table, gradients_table, single_row_table, lengths_text, fused_table, operations_table,
-        h100_table, strategies_table, triton_table, jax_table, jax_gradients_table,
+        softmax_table, rows1024_table, gradients_table, single_row_table, long_rows_table, lengths_text, fused_table,
+        operations_table,        h100_table, strategies_table, triton_table, jax_table, jax_gradients_table,
     )
 }  # fmt: skip
 """The blocks by name."""
