@@ -17,6 +17,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 VERDICTS = {"refuses": "refused", "wrong": "wrong", "fails": "failed"}
 """Words for a result that has no time, and its status in a record."""
 
+SHORT_ROW = 64
+"""Rows with fewer columns have lines of their own in `h100_table`, because most of them are far from the copy."""
+
 
 def _beside(records: Records, name: str) -> str:
     """Our share of the copy in each dtype, and that of each library in bfloat16."""
@@ -164,22 +167,31 @@ def _pair(found: Iterable[CaseResult], size: Sequence[int]) -> str:
 
 
 def h100_table(records: Records) -> str:
-    """Softmax and its gradient on an H100, by strategy: how many cases, and the range of their shares."""
-    names = ("h100-forward", "h100-rows1024", "h100-single-row", "h100-gradients")
+    """The records of an H100, by strategy: how many cases, and the range of their shares of the copy."""
+    suites = ("forward", "rows1024", "single-row", "long-rows", "gradients", "cross-entropy")
+    names = [f"h100-{suite}" for suite in suites]
     rows = []
     for name in names:
         found = records.cases(name)
-        for chosen in dict.fromkeys(strategy(each) for each in found):
-            mine = [each for each in found if strategy(each) == chosen]
+        for kind in dict.fromkeys(_kind(each) for each in found):
+            mine = [each for each in found if _kind(each) == kind]
             theirs = [result.of_copy for each in mine for result in each.results if result.who == "torch"]
             rows.append([
-                name.removeprefix("h100-"), chosen, _lengths(each.case for each in mine), str(len(mine)),
+                name.removeprefix("h100-"), kind, _lengths(each.case for each in mine), str(len(mine)),
                 spread(ours(each).of_copy for each in mine), spread(theirs),
             ])  # fmt: skip
     if not rows:
         return ABSENT
     header = ("suite", "strategy", "columns", "cases", "ours", "PyTorch")
     return f"{table(header, rows)}\n\n{source(*map(records.get, names))}"
+
+
+def _kind(found: CaseResult) -> str:
+    """The strategy of our plan, and the reason if the case is far from the copy with every strategy."""
+    plan, cols = ours(found).plan, found.case.shape[found.case.dim]
+    if cols < SHORT_ROW:
+        return f"{strategy(found)}, fewer than {SHORT_ROW} columns"
+    return f"{strategy(found)}, rows read twice" if plan is not None and plan.reads > 1 else strategy(found)
 
 
 def _lengths(cases: Iterable[Case]) -> str:
