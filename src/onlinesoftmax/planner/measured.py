@@ -191,9 +191,9 @@ class Table:
         """The cells that are like a problem, by their columns; their key, and the backends whose times are used."""
         own = key_of(problem)
         other = own._replace(operation=stand_in(problem))
-        # If no unaligned rows were measured, or only much shorter ones, the times of aligned rows are used: those of the
-        # same operation before those of another, whose fastest plan may be slow here.  If all measured rows are much
-        # shorter, the first key that has any is used.
+        # If no unaligned rows were measured, or only much shorter ones, the times of aligned rows are used.  Those of
+        # the same operation come before those of another, whose fastest plan may be slow here.  If all measured rows
+        # are much shorter, the first key that has any is used.
         keys = (own, own._replace(unaligned=False), other, other._replace(unaligned=False))
         for least, key in itertools.product((problem.cols / 2, 0), keys):
             usable = _usable(key, problem, backends)
