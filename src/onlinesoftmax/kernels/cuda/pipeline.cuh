@@ -1,16 +1,17 @@
-// Strategy `grid`, pipelined: a team of blocks, resident together, holds three rows: one is written, the states
-// of the next one are on their way, and the one after that is reduced.
+// Strategy `grid`, pipelined: a team of blocks, resident together, works on three rows at a time: one is written, the
+// states of the next one are on their way, and the one after that is reduced.
 //
 // One block:  owns GROUPS tiles of each row, which come through a ring of STAGES tiles in shared memory (ring.cuh).  A row
-//             is reduced in the ring, and moves into registers when it is the next to be written.  Two further warps hold
-//             no part of a row: one loads tiles, and the other sends and receives states (exchange.cuh).
+//             is reduced in the ring.  It then moves into registers, each tile in the place of a tile of the row before,
+//             as soon as that is written.  Two further warps hold no part of a row: one loads tiles, and the other sends
+//             and receives states (exchange.cuh).
 // Chosen:     for rows that are too long for a cluster, where each team has three or more of them in turn.
 // Bytes:      one read, one write.  States travel through L2.
 // Limits:     compute capability 9.0; operations that reduce rows and write elements; rows whose columns are adjacent in
 //             memory, and whose tiles fit registers and ring.  All blocks must be resident at once, so the launch is
 //             cooperative.
 
-static_assert(GROUPS < STAGES, "the ring needs more stages than a block has tiles of a row");
+static_assert(GROUPS < STAGES, "the ring needs a stage for the next row beside those of a row that waits for registers");
 static_assert(!TERMS || sizeof(ACC) == sizeof(X), "terms take the places of elements");
 
 // A thread's part of a row: a part of each tile of its block.  A row that fits on chip has fewer chunks than an int counts.
@@ -28,13 +29,13 @@ struct RowPart {
     }
 };
 
-// The operands of a row that are loaded when it is reduced, and used when it is written.
+// What a thread keeps of a row besides its tiles, from the time when the row is reduced until it is written.
 struct HeldRow {
     RowOperands operands;
     Slice<0, LANES, EDGES, false> edges;
 };
 
-// The loader of the block: loads its tiles of all rows of the team.
+// The loader of the block.  Teams have the rows in turn: blockIdx.x is the number of the team, gridDim.x that of all teams.
 __device__ inline void load_rows(const Params& p, const Team& team, const Stages& stages) {
     Loader loader(stages);
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -46,8 +47,8 @@ __device__ inline void load_rows(const Params& p, const Team& team, const Stages
     }
 }
 
-// Reduces a row in the ring, and hands the state of each warp to the warp that exchanges states.  The loop is not
-// unrolled, because unrolled code for reducing and for writing would not fit the instruction cache.
+// Reduces a row in the ring, and hands its state, merged over each warp by `post`, to the warp that exchanges states.  The
+// loop is not unrolled, because unrolled code for reducing and for writing would not fit the instruction cache.
 __device__ inline HeldRow reduce_row(
     const Params& p, const Team& team, Ring& ring, CallConstants call, int64 row, unsigned count, Exchange& exchange,
     ACC* m_own) {
@@ -84,7 +85,7 @@ __device__ inline HeldRow reduce_row(
 // registers, and reduce the one after.
 __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, Exchange& exchange, ACC* m_own) {
     const CallConstants call = call_constants(p);
-    Slice<DEPTH, LANES, false, TERMS> tiles[GROUPS];   // of the row that is written
+    Slice<DEPTH, LANES, false, TERMS> tiles[GROUPS];   // of the row that is written, and then of the next one
     HeldRow written_row, waiting_row;
     for (int64 turn = 0;; ++turn) {
         const int64 reduced = blockIdx.x + turn * gridDim.x, moved = reduced - gridDim.x, written = moved - gridDim.x;
@@ -121,7 +122,8 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) pipeline_kernel(const __grid_constant__ Params p) {
     __shared__ Exchange exchange;
     __shared__ uint64 barriers[2 * STAGES];
-    __shared__ ACC m_own[TERMS ? GROUPS * LANES : 1];   // the maxima that the terms in the ring are relative to
+    // TERMS: for each tile and thread, the maximum that the thread's terms in the ring are relative to.
+    __shared__ ACC m_own[TERMS ? GROUPS * LANES : 1];
     extern __shared__ __align__(LINE) Chunk<X, VECTOR> memory[];
     const Team team;
     const Board board(p, team);

@@ -1,36 +1,39 @@
 // A ring of tiles in shared memory, for two kernels of strategy `grid`: pipeline.cuh and stream.cuh.  barrier.cuh has
 // the barriers and the copies.
 //
-// A tile is adjacent chunks of a row: p.slice in pipeline.cuh, TILE in stream.cuh, at most DEPTH for each of LANES threads.
-// The blocks of a team have the tiles of a row in turn, so at any time they read one stretch of memory together.  If each
-// block owned one long stretch instead, the team would read many distant places at once, which is slower.
+// A tile is adjacent chunks of 16 bytes of a row's body, which begins on a cache line (head_of in operands.cuh).  It has
+// p.slice chunks in pipeline.cuh and TILE chunks in stream.cuh: at most DEPTH for each of LANES threads.  Of a row's tiles
+// a block owns every n-th one, where n is the number of blocks in the team, so at any time the team reads one stretch of
+// memory.  If each block owned one long stretch instead, the team would read many distant places at once, which is slower.
 //
-// One thread of the block, the loader, issues a bulk copy for each tile, so loads in flight take no registers.  Every stage
-// of the ring has two barriers: `full` counts the bytes of the tile, `empty` the warps that no longer need their part of it.
-// Rows follow each other without a gap, so in pipeline.cuh loads are in flight while the blocks exchange states and while
-// they write.  In stream.cuh the ring is full during the exchange, and loads go on when the writing begins.
+// One thread of the block, the loader, issues the bulk copies of all tiles, so loads in flight take no registers.  A stage
+// is the place of one tile in the ring.  It has two barriers: `full` counts the bytes of the tile that have arrived, `empty`
+// the warps that no longer need their part of the tile.  When the loader has loaded a row it goes on with the next one, as
+// long as a stage is free.  So in pipeline.cuh loads are in flight while the blocks exchange states and while they write.
+// In stream.cuh every stage holds a tile of the row during the exchange, and loads go on when the first of them is written.
 //
-// The tiles lie on cache lines in both memories.  Where the address of a bulk copy has another remainder of 128 bytes in
-// shared memory than in global memory, the copies are slower: softmax of one row of 2^28 took 7 % more time on an H200.
+// Tiles begin on a cache line, of 128 bytes, in both memories.  If a bulk copy's address in shared memory and its address
+// in global memory are not equal modulo 128, the copy is slower: softmax of one row of 2^28 columns in bfloat16 took 7 %
+// more time on an H200.
 //
-// At most WINDOW tiles are in flight, which is enough for the bandwidth.  More would wait in the queues of the memory
-// system, and the messages between blocks would wait behind them.
+// At most WINDOW tiles are in flight.  Many more would wait in the queues of the memory system, and the messages between
+// blocks would wait behind them.
 
-// Bytes in flight for a block.  Bandwidth times latency is some 20 KB for a multiprocessor of an H200.  Half of this limit
-// is slower, and twice as much is no faster.
+// Bytes in flight on a multiprocessor, divided among its blocks.  Bandwidth times latency is some 20 KB on an H200, but
+// 32 KB were slower there than 64 KB; 128 KB were no faster.
 constexpr int IN_FLIGHT = (64 << 10) / RESIDENT;
-constexpr int LINE = 8 * LINE_WORDS;      // bytes of a cache line; the first tile in shared memory begins on one
+constexpr int LINE = 8 * LINE_WORDS;      // bytes of a cache line
 constexpr int WARPS = LANES / 32;         // warps that hold rows
-constexpr int TILE = LANES * DEPTH;       // most chunks of a tile
+constexpr int TILE = LANES * DEPTH;       // the largest number of chunks in a tile
 constexpr int GROUPS = CHUNKS / DEPTH;    // tiles of a row that registers hold
 constexpr int TILE_BYTES = TILE * int(sizeof(Chunk<X, VECTOR>) + (HAS_DY ? sizeof(Chunk<DY, VECTOR>) : 0));
 constexpr int WANTED = (IN_FLIGHT - 1) / TILE_BYTES + 1;
 constexpr int WINDOW = WANTED < STAGES ? WANTED : STAGES;
 static_assert(CHUNKS % DEPTH == 0, "CHUNKS must be a multiple of DEPTH: registers hold whole tiles");
-static_assert(X_WIDTH == VECTOR && (!HAS_DY || DY_WIDTH == VECTOR), "a bulk copy moves adjacent columns");
-static_assert(!HAS_DY || sizeof(DY) == sizeof(X), "a bulk copy moves whole chunks of 16 bytes");
+static_assert(X_WIDTH == VECTOR && (!HAS_DY || DY_WIDTH == VECTOR), "a bulk copy needs columns adjacent in memory");
+static_assert(!HAS_DY || sizeof(DY) == sizeof(X), "a chunk of dy has 16 bytes, as one of x has");
 
-// The body of a row, as the loader needs it.
+// The body of a row, the whole chunks between its head and its tail, as the loader needs it.
 struct RowBody {
     const X* x;
     const DY* dy = nullptr;
@@ -44,11 +47,10 @@ struct RowBody {
     }
 };
 
-// The stages of the ring.
 struct Stages {
     Chunk<X, VECTOR>* x;     // the tiles of all stages
     Chunk<DY, VECTOR>* dy;
-    uint64 *full, *empty;    // barriers
+    uint64 *full, *empty;
 
     __device__ inline Stages(Chunk<X, VECTOR>* memory, uint64* barriers)
         : x(memory), dy(reinterpret_cast<Chunk<DY, VECTOR>*>(memory + STAGES * TILE)), full(barriers),
@@ -70,7 +72,8 @@ struct Stages {
     }
 };
 
-// The thread that fills the ring.  It waits while all stages are full, and while WINDOW tiles are in flight.
+// The thread that fills the ring.  Before each tile it waits until the tile's stage has been released, and until the tile
+// that it loaded WINDOW tiles earlier has arrived.
 struct Loader {
     const Stages& stages;
     int stage = 0, oldest = 0;   // the stage of the next tile, and that of the oldest tile that may be in flight
@@ -99,32 +102,32 @@ struct Ring {
     Chunk<X, VECTOR>* x;     // this thread's first chunk in stage 0
     Chunk<DY, VECTOR>* dy;
     uint64 *full, *empty;
-    int reduced, released;   // stages of the next tile to read, and of the next tile to release
-    unsigned phase;          // of barrier full[reduced]
+    int next, released;      // stages of the next tile to read, and of the next tile to release
+    unsigned phase;          // of barrier full[next]
 
     __device__ inline explicit Ring(const Stages& stages)
-        : x(stages.x + threadIdx.x), dy(stages.dy + threadIdx.x), full(stages.full), empty(stages.empty), reduced(0),
+        : x(stages.x + threadIdx.x), dy(stages.dy + threadIdx.x), full(stages.full), empty(stages.empty), next(0),
           released(0), phase(0) {}
 
-    // Waits for the next tile to read.
-    __device__ inline void wait() const { wait_for_phase(full + reduced, phase); }
-    // Waits for the next tile and reads it; the tile stays in its stage until it is released.  `at` and `left` are those
-    // of this thread, as in Slice.
+    __device__ inline void wait() const { wait_for_phase(full + next, phase); }
+    // Waits for the next tile and reads it; `advance` then goes on to the tile after it.  The tile stays in its stage until
+    // `release`.  `at` is the position of this thread's first chunk, and `left` the number of chunks from there to the end
+    // of the body, or of the tile.
     template <class S> __device__ inline void read(const Params& p, S& slice, const Cursor& at, int64 left) {
         wait();
-        slice.load_from_shared(p, at, x + reduced * TILE, dy + reduced * TILE, left);
+        slice.load_from_shared(p, at, x + next * TILE, dy + next * TILE, left);
     }
-    // Stores the terms of the tile that was read, in the place of its elements.
+    // Stores the terms of the tile that was read (TERMS in slice.cuh) in the place of its elements, before `advance`.
     template <class S> __device__ inline void store_terms(const S& slice) {
 #pragma unroll
         for (int i = 0; i < DEPTH; ++i)
-            reinterpret_cast<Chunk<ACC, VECTOR>&>(x[reduced * TILE + i * LANES]) = slice.body[i].scores_in_memory();
+            reinterpret_cast<Chunk<ACC, VECTOR>&>(x[next * TILE + i * LANES]) = slice.body[i].scores_in_memory();
     }
     __device__ inline void advance() {
-        if (++reduced == STAGES) reduced = 0, phase ^= 1;
+        if (++next == STAGES) next = 0, phase ^= 1;
     }
 
-    // Moves the oldest tile, which this thread has read before, to registers, and releases its stage.
+    // Reads again the oldest tile that this thread has read and not released, and releases its stage.
     template <class S> __device__ inline void move_to_registers(
         const Params& p, S& slice, const Cursor& at, int64 left) {
         if constexpr (TERMS) {
@@ -137,7 +140,8 @@ struct Ring {
         }
         release();
     }
-    // Gives the oldest stage that is not yet empty back to the loader.  All threads call it, when they need no more of it.
+    // Says that this warp needs no more of the oldest tile that it has not released.  When every warp that holds rows has
+    // said so, the loader fills the stage again.
     __device__ inline void release() {
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(empty + released);

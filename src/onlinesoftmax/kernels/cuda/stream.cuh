@@ -7,28 +7,32 @@
 //             receives states (exchange.cuh).
 // Chosen:     for rows that do not fit on chip.
 // Bytes:      one write, one read of the tiles that stay on chip, two reads of the streamed ones; L2 serves some of the
-//             second reads, because they begin with the tiles that were read last.
+//             second reads, because they begin with the last of the streamed tiles.
 // Limits:     those of pipeline.cuh, except that a row need not fit registers and ring.
 //
 // The streamed tiles of a row are reduced by the blocks that own them, in a fixed order, so that every run gives the same
-// bits.  They are written by any block, because the order of writing changes no bit: a block that has written a tile takes
-// the number of another from a counter.  With a fixed share for each block, the fastest blocks of one row of 2^28 on an H200
-// were done a fifth earlier than the slowest, since multiprocessors differ in the bandwidth that they get.
+// bits.  Any block may write them, because the order of writing changes no bit: a block with a free stage in its ring takes
+// the number of the next tile from a counter of the team.  With a fixed share for each block, the fastest blocks of one row
+// of 2^28 columns in bfloat16 on an H200 were done a fifth earlier than the slowest, since multiprocessors differ in the
+// bandwidth that they get.
 //
 // The output may overwrite x.  A block writes only when it has the states of all blocks, so the owner of every tile has
 // read it, and only the block that takes the number of a tile reads it again.
 
 static_assert(!TERMS, "streamed tiles keep no terms");
-static_assert(GROUPS > 0, "the loader could take a number of a row before the block has begun to reduce the row");
+// Otherwise all tiles of a row fit the ring, and the loader could take a number of the row before the block reduces it; see
+// the end of load_rows.
+static_assert(GROUPS > 0, "a row needs more tiles on chip than the ring has stages");
 
-// Tiles of a row that a block keeps on chip.
-constexpr int ON_CHIP = GROUPS + STAGES;
-// Bytes of the last streamed tiles, of all teams together, that L2 is asked to keep for the second read.  L2 has 50 MB on
-// an H100, but what is written passes through it too.  36 MB were no faster on an H200.
+constexpr int ON_CHIP = GROUPS + STAGES;   // tiles of a row that a block keeps
+// The second read begins with the last streamed tiles.  IN_L2 is how many bytes of them L2 is asked to keep
+// (CachePolicy::LONG), of all teams together.  L2 has 50 MB on an H100, but what is written passes through it too.  36 MB
+// were no faster on an H200.
 constexpr int IN_L2 = 24 << 20;
-// Bytes of the tiles before them that L2 is asked to evict early, as it is for the tiles that stay on chip, so that they do
-// not take the place of the last streamed ones.  Earlier tiles have left L2 by then.  They are loaded without a request,
-// because a request for early eviction makes loads slower: by 1 % for one row of 2^28 on an H200.
+// BEFORE_L2 is how many bytes of the streamed tiles before these L2 is asked to evict early (CachePolicy::SHORT), as it is
+// for the tiles that stay on chip, so that they do not displace the tiles that L2 keeps.  Tiles still earlier in the row
+// have left L2 when those arrive.  They are loaded without a request, because a request for early eviction makes loads
+// slower: by 1 % for one row of 2^28 columns on an H200.
 constexpr int BEFORE_L2 = 64 << 20;
 
 // The division of a row into tiles: those from `streamed` on stay on chip.
@@ -44,7 +48,7 @@ struct Tiles {
     __device__ inline int64 operator[](int64 i) const { return i * size + rank; }
 };
 
-// A thread's position in a tile.
+// A thread's first chunk in a tile.
 struct Position {
     Cursor at;
     int64 left;   // chunks from there to the end of the body
@@ -53,13 +57,15 @@ struct Position {
         : at(r.chunk(p, tile * TILE + threadIdx.x)), left(r.body - tile * TILE - threadIdx.x) {}
 };
 
-// Stands for `left` in a streamed tile, which is always full.  As it is a constant, the compiler leaves out the tests of
-// every chunk.
+// Stands for `left` in a streamed tile, which has TILE chunks, so that all chunks of the thread exist.  As it is a constant,
+// the compiler leaves out the tests of every chunk.
 constexpr int64 WHOLE = TILE;
 
-constexpr int64 NO_TILE = -1;   // stands in `tile_in` after the last tile of a row that the block writes
+// Stands in `tile_in` when the block has no further streamed tile of a row to write.
+constexpr int64 NO_TILE = -1;
 
-// The loader of the block.  For each row it loads the block's own tiles, and then the tiles that the block is to write.
+// The loader of the block.  For each row it loads the block's own tiles, and then the streamed tiles that the block is to
+// write.
 __device__ inline void load_rows(const Params& p, const Board& board, const Stages& stages, int64* tile_in) {
     Loader loader(stages);
     unsigned count = 0;
@@ -78,14 +84,15 @@ __device__ inline void load_rows(const Params& p, const Board& board, const Stag
         unsigned* const counter = board.tile_counter(count);
         for (unsigned before = atomicAdd(counter, 1u);;) {
             loader.wait();
-            // The numbers are 0, 1, 2, ...: before the first one the counter is EMPTY, that is -1.  One is added only here,
-            // so that the loader does not wait for the counter and then for a stage, but for both at once.
+            // The numbers are 0, 1, 2, ...: before the first one the counter is EMPTY, that is -1.  `before` is first used
+            // here, so that the loader does not wait for the counter and then for a stage, but for both at once.
             const unsigned number = before + 1;
             if (number >= tiles.streamed) {
                 // Every block takes one number past the last tile.  The block with the largest of these sets the counter
-                // back to EMPTY, as no block will take another one for this row.  The row after the next uses the same
-                // word.  A block takes a number for that row when it has begun to reduce that row, so it has a message from
-                // this block about the row between the two, which this block sends after the reset.
+                // back to EMPTY, as no block will take another one for this row.  Two counters serve the rows in turn, so
+                // this one serves the row after the next again.  No block takes a number for that row before the reset: it
+                // does so only when it has begun to reduce that row, and so has the states of the row between the two from
+                // all blocks.  This block sends its state of the row between when it has read NO_TILE, stored below.
                 if (number == tiles.streamed + tiles.size - 1) {
                     put_word(counter, unsigned(EMPTY));
                     __threadfence();
@@ -102,7 +109,8 @@ __device__ inline void load_rows(const Params& p, const Board& board, const Stag
     }
 }
 
-// The warps that hold rows.
+// The warps that hold rows.  They reduce the block's tiles of a row, wait for the state of the whole row, and write: first
+// the tiles that are in the ring, then the streamed tiles that the loader has taken, then the tiles in registers.
 __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, Exchange& exchange, const int64* tile_in) {
     using Tile = Slice<DEPTH, LANES, false, false, CachePolicy::NORMAL, CachePolicy::SHORT>;
     const CallConstants call = call_constants(p);
@@ -162,7 +170,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
             tile.make_scores(at, call, left);
             tile.write(p, at, call, constants, left);
         };
-        // First the tiles in the ring, so that their stages take further loads.
+        // The tiles in the ring come first, so that their stages take further loads.
 #pragma unroll 1
         for (int i = GROUPS; i < ON_CHIP; ++i) {
             Tile tile;
@@ -173,7 +181,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
 #pragma unroll 1
         for (;;) {
             ring.wait();
-            const int64 index = tile_in[ring.reduced];
+            const int64 index = tile_in[ring.next];
             Tile tile;
             const Position in(p, r, index);
             if (index != NO_TILE) ring.read(p, tile, in.at, WHOLE);
@@ -193,7 +201,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stream_kernel(const __grid_constant__ Params p) {
     __shared__ Exchange exchange;
     __shared__ uint64 barriers[2 * STAGES];
-    __shared__ int64 tile_in[STAGES];   // for each stage, the tile that is to be written, or NO_TILE; unused before that
+    __shared__ int64 tile_in[STAGES];   // for each stage with a tile to write, the tile's number in the row, or NO_TILE
     extern __shared__ __align__(LINE) Chunk<X, VECTOR> memory[];
     const Team team;
     const Board board(p, team);
