@@ -129,6 +129,17 @@ def test_a_time_is_launches_plus_bytes() -> None:
     assert LAUNCH_US < tiny.estimate_us < 10.0
 
 
+def test_float64_takes_the_times_of_float32_for_twice_the_bytes() -> None:
+    times = {}
+    for dtype in ("float32", "float64"):
+        problem = Problem("softmax", 4096, 4096, dtype)
+        chosen = plan(problem, H200, Choice("cuda", "looped", False), table=table_for(H200))
+        assert chosen.price.measured
+        assert chosen.price.rank_us > chosen.floor_us
+        times[dtype] = chosen.price.rank_us
+    assert times["float64"] == pytest.approx(2 * times["float32"], rel=0.1)
+
+
 def test_times_between_cells_lie_between_theirs() -> None:
     times = {(rows, cols): rows * cols / 50000 for rows in (512, 1024) for cols in (4096, 8192)}
     table = table_of(*(Cell(*shape, (looped(us),)) for shape, us in times.items()))

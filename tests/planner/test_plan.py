@@ -9,7 +9,7 @@ import pytest
 from onlinesoftmax.core.device import KNOWN, Device, known
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.problem import Access, Extra, Problem
-from onlinesoftmax.core.task import Choice, Flags, TensorSpec, task_of
+from onlinesoftmax.core.task import ITEMSIZE, Choice, Flags, TensorSpec, task_of
 from onlinesoftmax.planner.measured import table_for
 from onlinesoftmax.planner.plan import Plan, PlanError, Refusal, Strategies, alternatives, plan
 from onlinesoftmax.planner.price import LAUNCH_US
@@ -36,6 +36,25 @@ def test_every_device_has_a_plan_for_every_operation(name: str, framework: str) 
             chosen = plan(problem, known(name), strategies=STRATEGIES[framework])
             assert chosen.device == known(name).name
             assert chosen.reason
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", ["h200", "a100"])
+def test_a_strategy_proposes_blocks_that_hold_columns_or_says_why_not(name: str, dtype: str) -> None:
+    """Also with a bias of wider elements than the input, which leaves a thread few registers."""
+    device = known(name)
+    for operation, bias_bytes, masked in itertools.product(OPERATIONS, (0, 2, 4, 8), (False, True)):
+        extra = Extra(bias_bytes, masked, fused=bool(bias_bytes or masked))
+        for (rows, cols), (backend, strategy, propose) in itertools.product([(2, 64), (64, 4096), (3, 1 << 20)], TABLE):
+            options = propose(Problem(operation, rows, cols, dtype, extra=extra), device)
+            case = (operation, bias_bytes, masked, rows, cols, backend, strategy)
+            assert options, case
+            if isinstance(options, str):
+                continue
+            assert all(option.block > 0 for option in options), case
+            if strategy == "grid":
+                # Blocks own slices of whole cache lines; a block without a slice would only wait.
+                assert all(option.splits <= -(-cols // (128 // ITEMSIZE[dtype])) for option in options), case
 
 
 @pytest.mark.parametrize("framework", STRATEGIES)
@@ -208,7 +227,7 @@ def test_a_plan_of_several_long_rows_says_why_it_is_not_pipelined() -> None:
     apart = Problem("softmax_backward", *long, access=Access(alike=False))
     assert "not pipelined: bulk copies need inputs of one dtype, each with adjacent columns" in reason(apart)
     wider = Problem("softmax", 64, 1 << 20, "float32", out_dtype="float64")
-    assert "not pipelined: float64 terms" in reason(wider)
+    assert "not pipelined: float64 results" in reason(wider)
     # One row leaves nothing to load while it is written, so there is nothing to explain.
     assert "pipelined" not in reason(Problem("softmax", 1, 1 << 20, "bfloat16"))
 

@@ -11,7 +11,7 @@ from .operations import OPERATIONS, Operation, Output, accumulator_dtype
 from .task import BYTES, ITEMSIZE, Task
 
 LONG_COLS = 1 << 19
-"""Columns from which a row can be too long for a cluster of blocks."""
+"""Columns from which rows are divided over many blocks (strategy `grid`), each of which begins on a cache line."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,13 @@ class Access:
 
     Attributes:
         contiguous: True where the elements of a row are neighbours.
-        adjacent: Where a row's elements are not neighbours: number of rows that lie side by side.  Else 1.
+        adjacent: Where a row's elements are not neighbours: the number of rows whose elements of one column are, as 32
+            for the rows along the middle dimension of a tensor of 8 x 512 x 32.  Else 1.
         unit: Power of two, in elements, that divides the row length and the offset of every row; None to take it from
             cols.
         peelable: True where each row has the same alignment in x, dy and the element output, so that an unaligned row
-            can be split into head, body and tail with an aligned body in every tensor.
+            can be split into head, body and tail with an aligned body in every tensor; False for calls that are
+            batch-invariant.
         alike: True where every tensor that is read element by element has the dtype of x and adjacent columns.
     """
 
@@ -46,8 +48,9 @@ class Extra:
         logit_bytes: Bytes of one element of the logits that a gradient reads for the slope of the softcap while it
             writes; 0 where they are not read.
         given: Names of the optional operands that are read.
-        all_bytes: Bytes of everything that is read, each element counted once; None for contiguous operands of the
-            dtypes of the declaration, and for tensors of the score options that are not broadcast.
+        all_bytes: Bytes of everything that is read, each element counted once.  None: `read_bytes` computes them, for
+            contiguous operands of the dtypes of the declaration, and for tensors of the score options that are not
+            broadcast.
         sharded: True where the columns are a part of longer rows (`Task.part`).
     """
 
@@ -122,7 +125,7 @@ class Problem:
         )  # fmt: skip
 
     def for_rows(self, rows: int) -> Problem:
-        """The problem of so many rows, whose operands are contiguous and not broadcast."""
+        """The problem of so many rows; what is read is counted as if no operand were broadcast."""
         return replace(self, rows=rows, extra=replace(self.extra, all_bytes=None))
 
     @cached_property
@@ -157,7 +160,7 @@ class Problem:
 
     @cached_property
     def read_bytes(self) -> int:
-        """Bytes of everything that is read, once."""
+        """Bytes of everything that is read, each element counted once."""
         if self.extra.all_bytes is not None:
             return self.extra.all_bytes
         sizes = {"integer": BYTES["int64"], "boolean": 1}
@@ -172,7 +175,7 @@ class Problem:
 
     @cached_property
     def logit_bytes(self) -> int:
-        """Bytes of the logits that are read, once, while a gradient is written."""
+        """Bytes of the logits that are read while a gradient is written, each element counted once."""
         return self.rows * self.cols * self.extra.logit_bytes
 
     @cached_property
@@ -202,14 +205,17 @@ class Problem:
     def unaligned(self) -> bool:
         """True where rows are planned as unaligned ones.
 
-        Such rows begin on no multiple of 16 bytes, or they are long and some of them begin on no cache line.
+        Not all of them begin on a multiple of 16 bytes, or they are long and not all of them begin on a cache line.
         """
         off_lines = self.access.peelable and self.rows > 1 and self.cols * self.itemsize % CACHE_LINE != 0
         return self.aligned_bytes < 16 or (off_lines and self.cols >= LONG_COLS)
 
     @cached_property
     def peels_narrow(self) -> bool:
-        """True where Triton and Pallas split rows into head, body and tail: loads would have fewer than 8 bytes."""
+        """True where Triton and Pallas split rows into head, body and tail.
+
+        Otherwise they would load fewer than 8 bytes at a time.
+        """
         splittable = self.contiguous and self.access.peelable
         return splittable and self.aligned_bytes < 8 and self.cols >= 2 * self.vector
 

@@ -24,7 +24,8 @@ from .variant import Variant
 KEPT_RATIO = 1.5
 """A cell keeps the variants that took at most KEPT_RATIO times as long as the fastest variant of their backend.
 
-A variant that a cell does not name is forecast to take KEPT_RATIO times as long as the fastest.
+In such a table, a variant that a cell does not name is forecast to take KEPT_RATIO times as long as the fastest.  Some
+tables keep only the fastest variant of each strategy (`Table.every_variant`).
 """
 
 FORMAT = 2
@@ -48,13 +49,15 @@ _CUDA = frozenset({"cuda"})
 def stand_in(problem: Problem) -> str:
     """The operation whose measured times stand for a problem's where a table has none of its own operation.
 
-    It reduces rows, has no target, and moves the same tensors.
+    It reduces rows, has no target, and writes elements if the problem does.  Of such operations it is the one that
+    reads about as many tensors as the problem.
 
     >>> stand_in(Problem("log_softmax", 1, 1)), stand_in(Problem("logsumexp_backward", 1, 1))
     ('softmax', 'softmax')
     """
     reducing = [operation for operation in OPERATIONS.values() if operation.reduces and not operation.has_target]
-    # An operation that writes elements and per-row results costs as one that writes elements.
+    # The first part is False, so that it is least, for an operation that writes elements where the problem does.  One
+    # that also writes results per row takes as long as one that writes elements alone.
     return min(reducing, key=lambda o: (o.per_row == problem.writes_elements, abs(o.inputs - problem.inputs))).name
 
 
@@ -69,8 +72,8 @@ class Key(NamedTuple):
     Attributes:
         operation: Name of the operation that was measured.
         elements: True where one of the outputs had a value for each element.
-        itemsize: Bytes of an element: 2 or 4.
-        unaligned: True where rows do not all start on 16 bytes.
+        itemsize: Bytes of an element: 2 or 4.  For elements of 8 bytes, times of 4 bytes are scaled by the bytes moved.
+        unaligned: True where rows are planned as unaligned ones (`Problem.unaligned`).
     """
 
     operation: str
@@ -130,8 +133,8 @@ class Anchor(NamedTuple):
 
     Attributes:
         cell: The shape and its times.
-        weight: Factor for its time without launches: its part in the interpolation times the ratio of the bytes moved,
-            latency included.
+        weight: Factor for its time without launches: its part in the interpolation, times the ratio of the bytes that
+            the problem and the measured shape move.  The latency of a load counts as bytes in both.
     """
 
     cell: Cell
@@ -157,10 +160,10 @@ class Table:
     every_variant: bool = True
 
     def anchors(self, problem: Problem, backends: Collection[str]) -> list[Anchor]:
-        """The measured shapes between which a problem lies, of these backends; empty where no shape is similar.
+        """The measured shapes between which a problem lies, of these backends; empty where none stands for it.
 
         Columns are between the nearest measured lengths on both sides, by their logarithms: the time of a byte
-        changes slowly with them.  Rows are between the nearest numbers on both sides: the time of a launch grows
+        changes slowly with them.  Rows are between the nearest numbers on both sides: the time of a kernel grows
         linearly with them, from the latency of one row to the bandwidth of many.
         """
         if not problem.contiguous or not problem.rows * problem.cols:
@@ -169,12 +172,13 @@ class Table:
         key, usable, lengths = self._lengths(problem, backends)
         if not lengths:
             return []
-        # The first load of a kernel takes as long as the device needs for this many bytes: below them, time hardly
-        # depends on the shape.
+        # The latency of a load, as the bytes that the device moves in that time (`bandwidth` is in GB/s).  For a shape
+        # of fewer bytes, time hardly depends on the shape.
         latency = self.bandwidth * 1e3 * LATENCY_US
+        measured_dtype = problem.dtype if key.itemsize == problem.itemsize else "float32"
         anchors = []
         for cols, weight in _between(problem.cols, lengths, math.log2):
-            like = key.problem(problem.rows, cols, problem.dtype)
+            like = key.problem(problem.rows, cols, measured_dtype)
             weight *= (latency + measured_bytes(problem)) / (latency + measured_bytes(like))
             cells = {cell.rows: cell for cell in lengths[cols]}
             pairs = _between(problem.rows, cells, float)
@@ -207,8 +211,8 @@ class Table:
                 usable = _CUDA & {*usable}
                 lengths = self._of_backends(key, usable)
             if lengths:
-                # A length that was measured only with many rows says nothing about few rows; nor does one that is much
-                # longer.
+                # A length that was measured only with many rows says nothing about few rows, so it is left out.  If all
+                # that remain are much longer than the problem's, none is left out: they would say even less.
                 few = {cols: cells for cols, cells in lengths.items() if min(c.rows for c in cells) <= 2 * problem.rows}
                 return key, usable, few if few and min(few) <= 2 * problem.cols else lengths
         return own, (), {}
@@ -289,7 +293,10 @@ class _Cells(Mapping[Key, list[Cell]]):
 
 
 def _between(value: int, measured: Collection[int], scale: Callable[[float], float]) -> list[tuple[int, float]]:
-    """The measured numbers below and above a value with their parts in the interpolation; one alone beyond the ends."""
+    """The measured numbers below and above a value with their parts in the interpolation.
+
+    One number alone if the value was measured, or is beyond the ends.
+    """
     below = max((n for n in measured if n <= value), default=min(measured))
     above = min((n for n in measured if n >= value), default=max(measured))
     if below == above or not below <= value <= above:
@@ -346,7 +353,7 @@ def table_for(device: Device) -> Table | None:
     file_name = f"{slug(device.name)}.json"
     own, model = cache_folder() / file_name, model_word(file_name)
     shipped = resources.files(__package__).joinpath("tables")
-    # The driver's names of one model differ by memory and socket.
+    # The driver's names of one model differ by memory and socket, so the table of another name of it serves too.
     of_model = sorted(place.name for place in shipped.iterdir() if model and model_word(place.name) == model)
     for place in (own, *(shipped.joinpath(name) for name in (file_name, *of_model, FALLBACK_TABLE))):
         if place.is_file() and (table := _read(place)):

@@ -22,7 +22,7 @@ class Blocks:
             group of threads loads together.  CUDA `grid`: tiles that a block streams together; in the kernels that load
             through a ring, 16-byte chunks of a tile that each thread has.
         warps: Warps of a program.
-        stages: Tiles in flight in a persistent program; 0 where each program has one tile, or does not load ahead.
+        stages: Tiles in flight in a program that loads ahead; 0 where programs do not.
         splits: Programs that share a row.
         vector: Number of elements in 16 bytes if unaligned rows are split into head, body and tail; else 1.
     """
@@ -45,7 +45,8 @@ class Threads:
         lanes: Threads that share a row.
         resident: Number of blocks that a multiprocessor should hold; it limits the registers of each thread.
         shared: 16-byte chunks that a thread has in shared memory: of one row, or of the rows that are loaded ahead.
-        terms: True where a thread holds the terms of a softmax's sum instead of its elements.
+        terms: True where a thread holds the terms of a softmax's sum instead of its elements, and so computes each
+            exponential once.
         kernel: Name of the file of the kernel, for a strategy that has several; empty for the file that has the
             strategy's name.
     """
@@ -65,7 +66,7 @@ class Traffic:
         reads: Times the input is read.
         launches: Kernel launches.
         quality: Part of copy bandwidth that the blocks reach when the device is full.
-        again: Part of the input that is read more than once, where `reads` is more than 1; the rest stays on chip.
+        again: Where `reads` is more than 1: the part of the input that is read more than once; the rest stays on chip.
     """
 
     reads: int = 1

@@ -2,8 +2,9 @@
 likeliest first.  cuda_grid.py has those of `grid`.
 
 A row is divided into chunks of 16 bytes, and each thread holds the same number of chunks, so no row is padded to a
-power of two.  The choices that remain are the number of threads that share a row, and the numbers of rows and blocks
-in flight.  `onlinesoftmax tune` measures them; without its table, the first proposal is taken.
+power of two.  The choices that remain are the number of threads that share a row, the numbers of rows and blocks in
+flight, and whether a thread keeps the terms of a row's sum or its elements.  `onlinesoftmax tune` measures them; where
+no table of times is given, the first proposal is taken.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ...core.task import MOST_PROCESSES
 from ..proposal import Proposal, no_gpu, reads
 from ..variant import Variant
 from .cuda_blocks import (
+    NO_REGISTERS,
     choices_of_terms,
     chunk_words,
     makes_scores,
@@ -26,7 +28,10 @@ from .cuda_blocks import (
 )
 
 SCORE_REGISTERS = 32
-"""Preferred limit when a thread holds scores; above it the compiler starts computing before all loads are issued."""
+"""Most registers for a thread's chunks where it holds scores, if any proposal keeps to them.
+
+With more, the compiler starts computing before all loads are issued.
+"""
 
 MOST_BLOCKS = (1 << 31) - 1
 """Most blocks of one launch."""
@@ -51,7 +56,7 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
     most_of = {(threads, terms): most_chunks(problem, threads, device, terms) for threads, _, terms in blocks}
     for lanes, (threads, depth, terms) in itertools.product((1 << i for i in range(2, 11)), blocks):
         held, most = -(-chunks // lanes), most_of[threads, terms]
-        # In a sharded row, each lane receives the state of one process.
+        # In a sharded row, each lane receives the state of one process, so there is a lane for each.
         fewest = MOST_PROCESSES if problem.extra.sharded else 4
         if held > most or lanes < fewest or (lanes > fewest and held * lanes >= 2 * max(chunks, fewest)):
             continue
@@ -72,8 +77,8 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
             )
         )  # fmt: skip
     found = [proposal for proposal in found if proposal.programs <= MOST_BLOCKS]
-    # One block alone would not load while it computes, so two are resident.  Two chunks a thread are two loads in
-    # flight; kept terms save an exponential; small blocks wait less for each other.
+    # One block alone would not load while it computes, so two resident ones are preferred.  Two chunks a thread are two
+    # loads in flight; kept terms save an exponential; the threads of small blocks wait less for each other.
     found.sort(key=lambda c: _rank(c, problem, 2))
     return _within_score_registers(found, problem) or (
         f"a row of {problem.cols} columns does not fit the registers of one block: "
@@ -145,7 +150,7 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     for threads, held in ((512, 4), (1024, 2), (512, 2), (256, 4), (1024, 4), (256, 8), (128, 4), (256, 3)):
         held = min(held, most_chunks(problem, threads, device))
         if not held:
-            continue
+            continue  # The bias and the mask of one chunk fill more registers than the thread has.
         resident = resident_blocks(problem, threads, held, False, device)
         reason = (
             f"one block streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
@@ -158,4 +163,4 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
                 variant=Variant(threads=threads, chunks=held),
             )
         )  # fmt: skip
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found)) or NO_REGISTERS

@@ -12,10 +12,14 @@ from ..quality import quality
 from ..variant import Variant
 
 HELD_REGISTERS = 64
-"""Most registers of a thread for its chunks of a row."""
+"""Most registers of a thread for its chunks of a row, in the kernels without a ring (cuda_grid.py)."""
 
 OTHER_REGISTERS = 32
-"""Registers of a thread for everything but its chunks of a row."""
+"""Fewest registers of a thread for everything but its chunks; `other_registers` has the number of a problem."""
+
+
+NO_REGISTERS = "a thread has too few registers for its elements with their bias and mask"
+"""Why a strategy has no proposal where the bias has wider elements than the input."""
 
 
 def row_chunks(problem: Problem) -> int:
@@ -24,26 +28,32 @@ def row_chunks(problem: Problem) -> int:
 
 
 def peels_unaligned(problem: Problem) -> bool:
-    """True where CUDA kernels split unaligned rows into head, body and tail: loads of 8 bytes are slower too."""
+    """True where CUDA kernels split unaligned rows into head, body and tail.
+
+    Otherwise they would load fewer than 16 bytes at a time.
+    """
     return (
         problem.contiguous and problem.access.peelable and problem.aligned_bytes < 16 and problem.cols >= problem.vector
     )
 
 
 def chunk_words(problem: Problem, terms: bool = False) -> int:
-    """Registers of one chunk: of its loaded operands or of the terms or scores computed from it; the larger number."""
+    """Registers of one chunk, 16 bytes of the input: those of its operands as they are loaded.
+
+    Where terms or scores are computed from them and kept, the larger number of the two.
+    """
     loaded = 4 * problem.inputs + -(-problem.vector * (problem.extra.bias_bytes + problem.extra.masked) // 4)
     made = problem.vector * (2 if problem.itemsize == 8 else 1)
     return max(loaded, made) if terms or makes_scores(problem) else loaded
 
 
 def makes_scores(problem: Problem) -> bool:
-    """True where a thread holds scores instead of logits."""
+    """True where a thread holds scores, logits after the score options, instead of logits."""
     return problem.extra.fused and problem.inputs == 1
 
 
 def most_chunks(problem: Problem, threads: int, device: Device, terms: bool = False) -> int:
-    """Most chunks that each thread may hold where a multiprocessor has so many threads."""
+    """Most chunks that each thread may hold where so many threads share the registers of a multiprocessor."""
     free = device.registers // threads - other_registers(problem, device)
     return max(0, min(HELD_REGISTERS, free)) // chunk_words(problem, terms)
 
@@ -60,7 +70,8 @@ def choices_of_terms(problem: Problem) -> tuple[bool, ...]:
 
 def other_registers(problem: Problem, device: Device) -> int:
     """Registers of a thread for everything but its chunks; arithmetic in float64 takes more, and so does a target."""
-    # The sums of a float32 gradient have 64 bits; on Hopper the compiler needs no more registers for them.
+    # The sums of a float32 gradient have 64 bits.  Before compute capability 10.0 the compiler needs no more registers
+    # for them.
     sums_wide = problem.inputs > 1 and problem.itemsize == 4 and device.compute_capability >= (10, 0)
     target = 0
     if problem.declaration.has_target:
@@ -88,8 +99,8 @@ def propose(
         strategy: Name of the strategy.
         reason: Why this proposal, in a clause.
         variant: The proposal among those of the strategy.
-        peeled: True if rows are split into head, body and tail; by default unaligned rows are.
-        blocks: Attributes of Blocks, Threads and Traffic by name.
+        peeled: True if rows are split into head, body and tail; by default `peels_unaligned` says it.
+        blocks: Attributes of Blocks and Threads by name, and `reads` and `again` of Traffic.
     """
     peeled = peels_unaligned(problem) if peeled is None else peeled
     traffic = Traffic(blocks.pop("reads", 1), quality=quality("cuda", strategy), again=blocks.pop("again", 1.0))

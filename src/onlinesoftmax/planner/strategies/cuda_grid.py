@@ -15,6 +15,7 @@ from ...core.problem import Problem
 from ..proposal import Proposal, no_gpu, reads
 from ..variant import Variant
 from .cuda_blocks import (
+    NO_REGISTERS,
     OTHER_REGISTERS,
     choices_of_terms,
     chunk_words,
@@ -28,7 +29,7 @@ from .cuda_blocks import (
 
 
 def grid(problem: Problem, device: Device) -> list[Proposal] | str:
-    """Rows in the registers and shared memory of a team of blocks: all of the device, or a part of it for each row."""
+    """Rows in the registers and shared memory of a team of blocks: all blocks of the device, or a part for each row."""
     if refusal := no_gpu("CUDA", device):
         return refusal
     found = [
@@ -40,19 +41,21 @@ def grid(problem: Problem, device: Device) -> list[Proposal] | str:
         )
     ]
     if not problem.extra.fused:
-        # Shared memory holds logits; a bias or a mask would be read again beside them.
+        # Shared memory holds logits, from which scores would be made a second time, with a bias or a mask read again.
         for threads, resident, held in (
             (1024, 1, 2), (1024, 1, 4), (512, 2, 4), (512, 1, 8), (512, 1, 16), (256, 4, 4), (256, 2, 8),
         ):  # fmt: skip
             most = min(max(1, held * 4 // chunk_words(problem)), most_chunks(problem, threads * resident, device))
-            found += _teams(problem, device, threads, most, resident, True)
+            if most:
+                found += _teams(problem, device, threads, most, resident, True)
+    # Likeliest first: rows that are read once, without shared memory, with the most columns on chip at a time.
     found.sort(key=lambda c: (c.reads, c.threads.shared > 0, -c.block * c.programs))
-    return list(dict.fromkeys([*_pipelines(problem, device), *_streams(problem, device), *found]))
+    return list(dict.fromkeys([*_pipelines(problem, device), *_streams(problem, device), *found])) or NO_REGISTERS
 
 
 def slice_chunks(chunks: int, team: int) -> int:
-    """Chunks of a block's slice of a row; slices start on 128 bytes."""
-    return -(-chunks // (8 * team)) * 8
+    """Chunks of a block's slice of a row; slices start on a cache line."""
+    return -(-chunks // (LEAST_CHUNKS * team)) * LEAST_CHUNKS
 
 
 def slice_tiles(chunks: int, team: int, threads: int) -> int:
@@ -62,6 +65,9 @@ def slice_tiles(chunks: int, team: int, threads: int) -> int:
 
 PIPELINE, STREAM = "pipeline", "stream"
 """Files of the kernels that load through a ring: pipeline.cuh and stream.cuh."""
+
+LEAST_CHUNKS = 8
+"""Chunks of a cache line, so of the smallest slice of a row that a block owns."""
 
 SPECIAL_WARPS = 2
 """Warps of a pipelined block that hold no part of a row: one loads, one exchanges states."""
@@ -73,7 +79,7 @@ class RingBlock(NamedTuple):
     Attributes:
         threads: Threads that hold rows.
         registers: Registers of each of them for chunks.
-        depths: Chunks of a tile that each thread has, likeliest first, where a chunk takes 4 registers.
+        depths: Numbers of chunks that each thread has of a tile, likeliest first, where a chunk takes 4 registers.
         depths_of_wide: The same where a chunk takes more registers.
     """
 
@@ -88,19 +94,23 @@ RING_BLOCKS = (
 )  # fmt: skip
 """Blocks that are proposed, likeliest first.
 
-With the special warps, a quarter of a multiprocessor has three, four or five warps of a block, so a thread can have
-168, 128 or 96 registers.  The last block spills some where rows are aligned, but is the fastest for some other rows.
+With the special warps a block has 12, 16 or 18 warps, so each quarter of a multiprocessor has 3, 4 or up to 5 of
+them, and a thread can have 168, 128 or 96 registers.  The last block spills some where rows are aligned, but it is the
+fastest for some unaligned rows.
 """
 
 STREAM_REGISTERS = 20
-"""Registers that a thread of the kernel that streams tiles needs more than one of the pipelined kernel."""
+"""Registers that a thread of stream.cuh needs in addition to those of a thread of pipeline.cuh."""
 
 PIPELINED_ROWS = 3
-"""Fewest rows of each team for the pipelined kernel: one is written, one waits for its state, and one is reduced."""
+"""Fewest rows, for the team that has the most, with which the pipelined kernel is proposed.
+
+One row is written, one waits for its state, and one is reduced.
+"""
 
 
-def _no_ring(problem: Problem, device: Device) -> str:
-    """Why the kernels of `grid` that load through a ring cannot run a problem; empty where they can."""
+def _no_ring(problem: Problem, device: Device) -> str | None:
+    """Why the kernels of `grid` that load through a ring cannot run a problem; None where they can."""
     if device.compute_capability < (9, 0):
         return "bulk copies need compute capability 9.0"
     if not problem.contiguous or (problem.aligned_bytes < 16 and not peels_unaligned(problem)):
@@ -108,12 +118,12 @@ def _no_ring(problem: Problem, device: Device) -> str:
     if not problem.access.alike:
         return "bulk copies need inputs of one dtype, each with adjacent columns"
     if problem.out_dtype == "float64" != problem.dtype:
-        return "float64 terms do not fit the registers of narrower elements"
+        return "float64 results of narrower elements take too many registers"
     if problem.extra.bias_bytes or problem.extra.masked:
         return "a bias or a mask would be read twice"
     if not (problem.reduces and problem.writes_elements):
         return "it is for operations that reduce rows and write elements"
-    return ""
+    return None
 
 
 def _pipelines(problem: Problem, device: Device) -> list[Proposal]:
@@ -125,7 +135,8 @@ def _pipelines(problem: Problem, device: Device) -> list[Proposal]:
     found = []
     for lanes, depth, held, stages in _rings(problem, device, terms):
         smallest = -(-chunks // (lanes * held))
-        # One block for a row is what `row` and `cluster` are for.
+        # One block for a row is what `row` and `cluster` are for.  The ring needs a stage for the next row beside those
+        # of the row that waits for registers.
         if not 1 < smallest <= blocks or stages <= held // depth:
             continue
         rounds = -(-problem.rows // (blocks // smallest))
@@ -153,16 +164,16 @@ def _pipelines(problem: Problem, device: Device) -> list[Proposal]:
 def _rings(problem: Problem, device: Device, terms: bool, more: int = 0) -> Iterator[tuple[int, int, int, int]]:
     """Blocks with a ring: threads that hold rows, a thread's chunks in a tile and in registers, stages of the ring.
 
-    `more` is the number of registers that a thread needs beside its chunks and those that every kernel needs.
+    `more` is the number of further registers that a thread of the kernel needs for other things than chunks.
     """
     words = chunk_words(problem, terms)
     if problem.dtype == "float16" and problem.inputs > 1:
-        # It is widened in two steps, and the compiler then spills a few registers of the last chunk.
+        # The compiler widens float16 in two steps, and would spill a few registers of the last chunk.
         more += words
     for lanes, registers, depths, depths_of_wide in RING_BLOCKS:
         for depth in depths_of_wide if words > 4 else depths:
             held = (registers - more + OTHER_REGISTERS - other_registers(problem, device)) // words // depth * depth
-            # The ring shares the memory with the maxima that kept terms are relative to.
+            # The ring shares the memory with the maxima that kept terms are relative to, one of each thread and tile.
             maxima = held // depth * lanes * problem.itemsize if terms else 0
             # The states of all warps and the barriers; states in float64 take twice the bytes.
             fixed = 4096 if problem.itemsize == 8 else 2048
@@ -200,17 +211,18 @@ def _streams(problem: Problem, device: Device) -> list[Proposal]:
 def _teams(
     problem: Problem, device: Device, threads: int, held: int, resident: int, with_shared: bool
 ) -> list[Proposal]:
-    """Teams of blocks with `held` chunks a thread in registers: the most that fit, or one."""
+    """Teams of blocks with `held` chunks a thread in registers: as many teams as fit, or one."""
     chunks, blocks = row_chunks(problem), resident * device.multiprocessors
     room = (device.shared_memory // resident - 2048) // (threads * 16 * problem.inputs) if with_shared else 0
     smallest = min(blocks, -(-chunks // (threads * (held + room))))
     # "teams": as many teams of equal size as fit, but no more than needed for the same number of rounds.
-    # "all": one team of all blocks that have a tile.
+    # "all": a team of all blocks, or of as many as have a full tile; in the second case several teams may fit.
     rounds = max(1, -(-problem.rows // max(1, blocks // smallest)))
-    teams = {"teams": blocks // max(1, -(-problem.rows // rounds)), "all": min(blocks, -(-chunks // threads))}
+    of_equal_size = blocks // max(1, -(-problem.rows // rounds))
+    teams = {"teams": min(of_equal_size, -(-chunks // LEAST_CHUNKS)), "all": min(blocks, -(-chunks // threads))}
     found = []
     for word, team in teams.items():
-        # A block reads the state of every other block of its team; for thousands this takes longer than a row.
+        # A block reads the state of every other block of its team.  For thousands of them this takes longer than a row.
         if team > 2 * max(threads, device.multiprocessors):
             continue
         if word == "teams" and (problem.rows == 1 or team == teams["all"]):
