@@ -154,6 +154,10 @@ def test_rows1024_has_a_sentence_about_each_case() -> None:
         (["--device", "cuda:99"], "torch sees"),
         ([*SMALL, "--strategy", "split"], "can run none of these cases"),
         ([*SMALL, "--out", "."], "--out . is a folder for records of whole suites; with --shape, name a file"),
+        (
+            ["--quick", "--out", "no-folder"],
+            "--out no-folder: there is no such folder; a file for a record ends in .json",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], says: str) -> None:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from commands import run, run_apart, run_json
 
+from onlinesoftmax.cli.apply import OF_FILES
 from onlinesoftmax.core import reference
+from onlinesoftmax.files.chunks import STREAMED
 
 
 @pytest.fixture
@@ -31,6 +33,10 @@ def test_apply_round_trip(axis: int, numbers: np.ndarray, tmp_path: Path) -> Non
     assert report["elements"] == 12000
     assert report["bytes_written"] == 40 * 8
     np.testing.assert_allclose(np.load(target), reference.logsumexp(numbers), rtol=1e-12)
+
+
+def test_the_operations_of_apply_are_those_of_apply_file() -> None:
+    assert OF_FILES == STREAMED
 
 
 def test_apply_to_chosen_tensors(numbers: np.ndarray, tmp_path: Path) -> None:
@@ -85,11 +91,27 @@ def test_apply_ended_by_a_signal_leaves_no_file(name: str, numbers: np.ndarray, 
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
 
 
-@pytest.mark.parametrize("option", ["axis", "op", "dtype", "chunk-mb"])
-def test_apply_with_wrong_options_leaves_no_file(option: str, numbers: np.ndarray, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--axis", 2, r"axis 2 is out of range for the array of shape (40, 300): it is -2 to 1"),
+        ("--dim", -3, r"axis -3 is out of range for the array of shape (40, 300): it is -2 to 1"),
+        (
+            "--op",
+            "cross_entropy",
+            "--op cross_entropy: unknown operation; choose one of softmax, log_softmax, logsumexp",
+        ),
+        ("--dtype", "int8", "--dtype int8: unknown dtype; choose one of float16"),
+        ("--chunk-mb", 0, "--chunk-mb must be a positive number of MiB, got 0.0"),
+        ("--chunk-mb", 1e-9, "--chunk-mb must be a positive number of MiB, got 1e-09"),
+    ],
+)
+def test_apply_with_wrong_options_leaves_no_file(
+    option: str, value: object, message: str, numbers: np.ndarray, tmp_path: Path
+) -> None:
     np.save(tmp_path / "x.npy", numbers)
-    value = {"axis": 2, "op": "softplus", "dtype": "int8", "chunk-mb": 0}[option]
-    result = run("apply", tmp_path / "x.npy", tmp_path / "y.npy", f"--{option}", value)
+    result = run("apply", tmp_path / "x.npy", tmp_path / "y.npy", option, value)
     assert result.exit_code == 2, result.output
     assert result.stderr.count("\n") == 1
+    assert message in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]

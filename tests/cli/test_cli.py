@@ -16,9 +16,10 @@ from commands import NOT_PLAIN, needs_torch, needs_triton, run, run_apart, run_j
 
 import onlinesoftmax
 from onlinesoftmax.cli import output
+from onlinesoftmax.cli.apply import OF_FILES
 from onlinesoftmax.cli.doctor import device_facts
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.operations import FORWARD, OPERATIONS
+from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.registry import unavailable
 
@@ -50,7 +51,7 @@ def test_help_has_an_example_and_loads_no_framework() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "operations"), [("explain", OPERATIONS), ("verify", OPERATIONS), ("apply", FORWARD)]
+    ("command", "operations"), [("explain", OPERATIONS), ("verify", OPERATIONS), ("apply", OF_FILES)]
 )
 def test_help_names_every_operation_and_dtype(command: str, operations: Iterable[str]) -> None:
     shown = " ".join(run(command, "--help").stdout.split())
@@ -273,7 +274,7 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         ("apply missing.npy y.npy", "missing.npy: cannot be read: No such file or directory"),
         ("apply x.txt y.txt", "x.txt"),
         ("apply missing.npy", "Missing argument 'OUT'"),
-        ("apply missing.npy y.npy --chunk-mb nan", "--chunk-mb must be a number"),
+        ("apply missing.npy y.npy --chunk-mb nan", "--chunk-mb must be a positive number"),
         pytest.param("verify --dtype float8", "unknown dtype 'float8'", marks=needs_torch),
         pytest.param("verify --op softplus", "unknown operation 'softplus'", marks=needs_torch),
         pytest.param("verify --backend metal", "unknown backend 'metal'", marks=needs_torch),

@@ -94,7 +94,13 @@ def a_failure_of_one_is_a_failure_of_all(folder: Path) -> None:
             check(OSError, "the disk is on fire", progress=fail)
         else:
             check(FileError, f"process {failing} failed: the disk is on fire")
-    check(FileError, "have different arguments", operation=("softmax", "log_softmax")[rank % 2])
+    check(FileError, "have different files or arguments", operation=("softmax", "log_softmax")[rank % 2])
+    check(FileError, "have different files or arguments", axis=rank % 2)
+    kept = target
+    target = folder / f"of_{rank % 2}.npy"
+    target.write_bytes(b"old")
+    check(FileError, "have different files or arguments")
+    target = kept
     if rank == 1:
         check(FileError, "unknown operation", operation="sort")
     else:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 import onlinesoftmax as osm
-from distributed import benchmark, dtensors, files, fsdp, gpus, passes, peer_memory, processes, usual
+from distributed import benchmark, dtensors, files, fsdp, gpus, mistakes, passes, peer_memory, processes, usual
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -22,6 +22,11 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 def test_shards_are_as_good_as_whole_rows(cuts: tuple[int, ...], tmp_path: Path) -> None:
     """Two, three and four processes; uneven shards, and empty ones."""
     processes.run(processes.everything, cuts, tmp_path)
+
+
+@pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 7, 7, 8, 37)], ids=str)
+def test_different_calls_are_an_error_on_every_process(cuts: tuple[int, ...], tmp_path: Path) -> None:
+    processes.run(mistakes.everything, cuts, tmp_path)
 
 
 @pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
@@ -83,7 +88,7 @@ def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
 @two_gpus
 @pytest.mark.parametrize(
     "check",
-    [processes.everything, dtensors.everything, passes.everything, usual.everything],
+    [processes.everything, mistakes.everything, dtensors.everything, passes.everything, usual.everything],
     ids=lambda check: check.__module__.rpartition(".")[2],
 )
 def test_all_options_of_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:
@@ -103,12 +108,20 @@ def test_a_model_wrapped_by_fsdp_on_gpus(tmp_path: Path) -> None:
     processes.run(fsdp.training_follows_pytorch, tuple(range(size + 1)), tmp_path, "nccl")
 
 
+def test_a_whole_graph_needs_shards() -> None:
+    x, target = torch.zeros(2, 4), torch.tensor([0, 3])
+    with osm.distributed.one_process() as group:
+        compiled = torch.compile(osm.distributed.cross_entropy, fullgraph=True, backend="eager")
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="pass shards=: without it, the host reads the shapes"):
+            compiled(x, target, group=group)
+
+
 def test_a_dead_process_ends_the_others(tmp_path: Path) -> None:
-    processes.run(processes.a_process_dies, (0, 20, 30, 37), tmp_path)
+    processes.run(mistakes.a_process_dies, (0, 20, 30, 37), tmp_path)
 
 
 def test_a_late_process_ends_the_calls_of_the_others(tmp_path: Path) -> None:
-    processes.run(processes.a_process_is_late, (0, 20, 37), tmp_path)
+    processes.run(mistakes.a_process_is_late, (0, 20, 37), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,8 @@ def above(content: Mapping[str, Any]) -> list[str]:
     commit = git["commit"][:12] + (" with changes" if git["dirty"] else "")
     name = device.get("processor") or device["name"]
     what = ", ".join(dict.fromkeys(case["operation"] for case in content["cases"]))
-    lines = [f"{what} on {name}, torch {version['torch']}, commit {commit}, {content['date']}"]
+    framework = content["options"].get("framework") or "torch"
+    lines = [f"{what} on {name}, {framework} {version[framework]}, commit {commit}, {content['date']}"]
     load = device.get("load")
     if load is not None and load > BUSY * (os.cpu_count() or 1):
         lines.append(f"The machine is busy (load {load:.1f}): other work slows these times.")

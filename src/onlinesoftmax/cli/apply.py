@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..core.operations import FORWARD
+from ..core.operations import FORWARD, OPERATIONS
 from ..core.task import ITEMSIZE
 from . import output
 from .torchrun import joining, processes
@@ -21,12 +21,17 @@ from .torchrun import joining, processes
 if TYPE_CHECKING:
     from ..files.apply import Report
 
+OF_FILES = tuple(name for name in FORWARD if not OPERATIONS[name].has_target)
+"""Names of the operations that need no other tensor beside the rows."""
+
 
 def apply(
     source: str = typer.Argument(metavar="IN", help="A .npy or .safetensors file, of any size."),
     target: str = typer.Argument(metavar="OUT", help="The file to write, with the same suffix; it may be IN itself."),
-    axis: int = typer.Option(-1, help="Dimension to normalise or reduce; negative counts from the end."),
-    op: str = typer.Option("softmax", help=f"The operation: {', '.join(FORWARD)}."),
+    axis: int = typer.Option(
+        -1, "--axis", "--dim", help="Dimension to normalise or reduce; negative counts from the end."
+    ),
+    op: str = typer.Option("softmax", help=f"The operation: {', '.join(OF_FILES)}."),
     dtype: str | None = typer.Option(None, help=f"Dtype of OUT: {', '.join(ITEMSIZE)}; by default the dtype of IN."),
     chunk_mb: float = typer.Option(16.0, help="Working memory, in MiB."),
     tensor: list[str] | None = typer.Option(
@@ -45,8 +50,12 @@ def apply(
       onlinesoftmax apply logits.npy probabilities.npy --axis -1 --chunk-mb 64
       torchrun --nproc-per-node 4 --no-python onlinesoftmax apply logits.npy probabilities.npy
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
-    if not math.isfinite(chunk_mb):
-        output.fail(f"--chunk-mb must be a number of MiB, got {chunk_mb}")
+    if op not in OF_FILES:
+        output.fail(f"--op {op}: unknown operation; choose one of {', '.join(OF_FILES)}")
+    if dtype is not None and dtype not in ITEMSIZE:
+        output.fail(f"--dtype {dtype}: unknown dtype; choose one of {', '.join(ITEMSIZE)}")
+    if not math.isfinite(chunk_mb) or chunk_mb * 2**20 < 1:
+        output.fail(f"--chunk-mb must be a positive number of MiB, got {chunk_mb}")
     request = {
         "axis": axis,
         "operation": op,

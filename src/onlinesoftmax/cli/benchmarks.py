@@ -70,6 +70,8 @@ def check_options(suite: str, excluded: Sequence[str], options: Mapping[str, Any
     if options["resume"] and options["out"] is None:
         output.fail("--resume continues a record; name its file with --out")
     out, other = options["out"], excluded_by(options)
+    if out is not None and not Path(out).exists() and not Path(out).suffix:
+        output.fail(f"--out {out}: there is no such folder; a file for a record ends in .json")
     if other and out is not None and Path(out).is_dir():
         output.fail(f"--out {out} is a folder for records of whole suites; with {other}, name a file")
 

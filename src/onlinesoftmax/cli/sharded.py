@@ -119,6 +119,9 @@ def _device_type(name: str | None) -> str:
             f"--device {name}: with --suite distributed it is cpu or cuda, and each process has a GPU of its own"
         )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if name == "cuda" and gpus < local:
-        output.fail(f"--device cuda: {local} processes need as many GPUs, and torch sees {gpus or 'no GPU'}")
-    return name or ("cuda" if gpus >= local else "cpu")
+    if name != "cpu" and gpus < local:
+        output.fail(
+            f"--device cuda, the default: {local} processes need as many GPUs, and torch sees {gpus or 'no GPU'}; "
+            "--device cpu measures them over gloo"
+        )
+    return name or "cuda"

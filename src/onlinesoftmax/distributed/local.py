@@ -47,6 +47,19 @@ class Sharded(NamedTuple):
     key: tuple[Any, ...] = ()
     exchange: str | None = None
 
+    @property
+    def same(self) -> dict[str, Any]:
+        """The arguments that every process must give alike.
+
+        The value of a tensor is not read, because that would wait for a GPU.
+        """
+        scale, softcap = self.options.scale, self.options.softcap
+        return {
+            "scale": "a tensor" if isinstance(scale, Tensor) else float(scale),
+            "softcap": softcap if softcap is None else float(softcap),
+            "exchange": self.exchange,
+        }
+
 
 class Shard(NamedTuple):
     """The local part of the rows of one call.

@@ -31,7 +31,11 @@ def cross_entropy(
         row_groups: Process groups over which a row dimension is sharded.
     """
     dim = 1 if x.dim() > 1 else 0
-    shards = shards_of("cross_entropy", x, dim, call.groups, call.shards)
+    same = {
+        "ignore_index": int(loss.ignore_index), "reduction": loss.reduction, "label_smoothing": float(loss.smoothing),
+        "z_loss": float(loss.z_loss),
+    }  # fmt: skip
+    shards = shards_of("cross_entropy", x, dim, call.groups, call.shards, {**same, **call.same})
     _check_target("cross_entropy()", "target", x, target, dim)
     check_weight("cross_entropy()", weight, x, shards.total)
     dtype = loss.settings.dtype or result_dtype(x)
@@ -126,7 +130,7 @@ class OverRows(torch.autograd.Function):
 def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Sharded) -> TokenLogprobs:
     """(logprob, entropy, lse) if the softmax dimension is sharded; the same on every process."""
     dim = checked_dim("token_logprobs", dim, x.dim())
-    shards = shards_of("token_logprobs", x, dim, call.groups, call.shards)
+    shards = shards_of("token_logprobs", x, dim, call.groups, call.shards, {"entropy": entropy, **call.same})
     _check_target("token_logprobs()", "index", x, index, dim)
     outputs = ("y", "lse", *(("entropy",) if entropy else ()))
     return named(_statistics(x, index, dim, shards, call, outputs, accumulator_of(x.dtype, x.dtype)))
@@ -141,7 +145,7 @@ def named(numbers: tuple[Tensor, ...]) -> TokenLogprobs:
 def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     """The logsumexp if the softmax dimension is sharded; the same on every process."""
     dim = checked_dim("logsumexp", dim, x.dim())
-    shards = shards_of("logsumexp", x, dim, call.groups, call.shards)
+    shards = shards_of("logsumexp", x, dim, call.groups, call.shards, call.same)
     # A target that is no column anywhere has no gradient.
     nowhere = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1, device=x.device)
     dtype = autocast_dtype("logsumexp", x)

@@ -98,7 +98,7 @@ def apply_file(
     with team.failing_together():
         request = _Request(source, target, axis, operation, dtype, chunk_bytes, tensors)
         jobs, header = _jobs(request, team)
-        read = _run(jobs, source, header, team, progress)
+        read = _run(request, jobs, header, team, progress)
     elements, written = sum(job.source.elements for job in jobs), sum(job.target.nbytes for job in jobs)
     return Report(len(jobs), elements, read, written, time.perf_counter() - began)
 
@@ -113,6 +113,11 @@ class _Request(NamedTuple):
     dtype: str | None
     chunk_bytes: int
     tensors: Sequence[str] | None
+
+    def described(self) -> str:
+        """The request as the processes of a team compare it: each may have named the files from its own folder."""
+        source, target = (str(path.absolute()) for path in (self.source, self.target))
+        return repr((self._replace(source=Path(source), target=Path(target)), self.source.stat().st_size))
 
 
 def _jobs(request: _Request, team: Team) -> tuple[list[Job], bytes]:
@@ -131,9 +136,10 @@ def _jobs(request: _Request, team: Team) -> tuple[list[Job], bytes]:
     ], header
 
 
-def _run(jobs: Sequence[Job], source: Path, header: bytes, team: Team, progress: Progress | None) -> int:
+def _run(request: _Request, jobs: Sequence[Job], header: bytes, team: Team, progress: Progress | None) -> int:
     """Run all jobs; return the bytes of elements that all processes have read."""
-    arrays, target = _converter_for(source, jobs), team.path
+    source, target = request.source, request.target
+    arrays = _converter_for(source, jobs)
     done, total = 0, sum(job.bytes_to_read for job in jobs)
 
     def count(nbytes: int) -> None:
@@ -143,8 +149,7 @@ def _run(jobs: Sequence[Job], source: Path, header: bytes, team: Team, progress:
             progress(done, total)
 
     size = len(header) + sum(job.target.nbytes for job in jobs)
-    request = repr((source.stat().st_size, [(job.source, job.target, job.operation, job.chunk_bytes) for job in jobs]))
-    with source.open("rb", buffering=0) as reader, team.replacing(size, request) as writer:
+    with source.open("rb", buffering=0) as reader, team.replacing(size, request.described()) as writer:
         if team.rank == 0:
             write_from(writer, 0, memoryview(header), target)
         for job in jobs:
@@ -186,7 +191,10 @@ def _axis_of(source: Path, tensor: Stored, axis: int) -> int:
     """Return `axis` counted from 0."""
     ndim = max(len(tensor.shape), 1)
     if not -ndim <= axis < ndim:
-        raise FileError(f"{source}: axis {axis} is out of range for {_name(tensor)} of shape {tensor.shape}")
+        raise FileError(
+            f"{source}: axis {axis} is out of range for {_name(tensor)} of shape {tensor.shape}: "
+            f"it is {-ndim} to {ndim - 1}"
+        )
     return axis % ndim
 
 

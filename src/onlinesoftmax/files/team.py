@@ -121,7 +121,7 @@ class Team:
 
         Args:
             size: Bytes of the new file.
-            request: Description of the request; it must be the same on every process.
+            request: The request as a text; it must be the same on every process.
         """
         if self.rank == 0:
             # The processes flush at the same time; process 0 does so in `replacing`, before the agreement `ready`.
@@ -165,7 +165,8 @@ class Team:
         different = next((rank for rank, (text, _) in enumerate(every) if text != every[0][0]), None)
         if different is not None:
             raise FileError(
-                f"{self.path}: process 0 and process {different} have different arguments, or sources of different size"
+                f"{self.path}: process 0 and process {different} have different files or arguments, or sources of "
+                "different size"
             )
         path: str = every[0][1]
         return path

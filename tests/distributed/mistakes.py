@@ -1,0 +1,107 @@
+"""What processes see that make different calls, or whose group loses one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import onlinesoftmax as osm
+from distributed.processes import COLS, device
+
+sharded = osm.distributed
+
+
+def different_rows_are_an_error(first: int, end: int) -> None:
+    """Every process gets the same error, with the shape of each."""
+    rows = 4 + dist.get_rank() % 2
+    with pytest.raises(ValueError, match=r"rank 0: \(4, .*rank 1: \(5, "):
+        sharded.logsumexp(torch.zeros(rows, end - first, device=device()))
+
+
+def different_dtypes_are_an_error(first: int, end: int) -> None:
+    """States of different dtypes have different sizes: their exchange would end the process."""
+    x = torch.zeros(4, end - first, device=device(), dtype=torch.float64 if dist.get_rank() else torch.float32)
+    with pytest.raises(ValueError, match=r"float32 with dim 1, rank 1: \(4, .*float64 with dim 1"):
+        sharded.softmax(x)
+
+
+def different_calls_are_an_error(first: int, end: int) -> None:
+    """Their exchanges of states would have different sizes or meanings.  Afterwards the processes go on together."""
+    x, odd = torch.zeros(4, end - first, device=device()), dist.get_rank() % 2
+    target = torch.zeros(4, dtype=torch.long, device=device())
+    calls: tuple[tuple[Callable[[], object], str], ...] = (
+        (lambda: (sharded.logsumexp if odd else sharded.softmax)(x), r"rank 0: softmax\(.*; rank 1: logsumexp\("),
+        (lambda: sharded.softmax(x, scale=1 + odd), r"rank 0: softmax\(scale=1\.0, .*; rank 1: softmax\(scale=2\.0, "),
+        (lambda: sharded.logsumexp(x, softcap=9 if odd else None), "softcap=None, .*softcap=9.0, "),
+        (lambda: sharded.token_logprobs(x, target, entropy=not odd), "entropy=True, .*entropy=False, "),
+        (lambda: sharded.cross_entropy(x, target, label_smoothing=odd / 4), "label_smoothing=0.0, .*smoothing=0.25, "),
+        (lambda: sharded.cross_entropy(x, target, reduction=("mean", "sum")[odd]), "reduction='mean', .*='sum', "),
+        (
+            lambda: sharded.cross_entropy(x, target, exchange=(None, "collective")[odd]),
+            "exchange=.*exchange='collective'",
+        ),
+    )
+    for call, message in calls:
+        with pytest.raises(ValueError, match=r"the processes make different calls; .*" + message):
+            call()
+    sharded.cross_entropy(x, target, label_smoothing=0)
+
+
+def a_process_outside_of_the_group(first: int, end: int) -> None:
+    """PyTorch gives a number instead of a group to the processes that are not part of it."""
+    group = dist.new_group([0])
+    x, target = (
+        torch.zeros(4, end - first, device=device()),
+        torch.zeros(4, dtype=torch.long, device=device()),
+    )
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: sharded.softmax(x, group=group),
+        lambda: sharded.cross_entropy(x, target, group=group, shards=sharded.Shards(first, end - first, COLS)),
+        lambda: osm.State.of(x, 1).all_reduce(group),
+    )
+    for call in calls:
+        outside = pytest.raises(RuntimeError, match="this process is not part of the group")
+        with outside if dist.get_rank() else contextlib.nullcontext():
+            call()
+
+
+def a_process_is_late(first: int, end: int) -> None:
+    """A process that raises an error of its own and lives on ends the calls of the others within the timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        return
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="did not make the same call within the group's timeout"):
+        sharded.logsumexp(torch.zeros(4, end - first), group=group)
+    assert time.monotonic() - start < 2
+
+
+def a_process_dies(first: int, end: int) -> None:
+    """The others end with an error before the group's timeout, and do not wait forever."""
+    x = torch.zeros(4, end - first)
+    sharded.logsumexp(x)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="another process has ended"):  # noqa: PT012  the process ends meanwhile
+        for _ in range(100):
+            sharded.logsumexp(x)
+    assert time.monotonic() - start < 30
+    # A group with a dead process cannot be taken down in an orderly way.
+    os._exit(0)
+
+
+def everything(first: int, end: int) -> None:
+    """All mistakes after which the processes go on together."""
+    different_rows_are_an_error(first, end)
+    different_dtypes_are_an_error(first, end)
+    different_calls_are_an_error(first, end)
+    a_process_outside_of_the_group(first, end)
