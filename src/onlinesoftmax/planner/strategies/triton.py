@@ -201,7 +201,7 @@ def _split(problem: Problem, device: Device, depth: int, lanes: int) -> Proposal
         merges, count = merges + 1, -(-count // MERGE_FAN)
     reason = f"{splits} programs share each row; their states merge in {merges} launch{'es' if merges > 1 else ''}"
     if splits == 1:
-        reason = "a row is no more than one program's slice, so that splitting it only adds launches"
+        reason = "one program holds a whole row, so that splitting it would only add a launch"
     launches = (1 + merges) * problem.reduces + problem.writes_elements
     warps = lanes // (32 * LANE_ELEMENTS)
     blocks = Blocks(problem.rows * splits, depth * lanes, depth=depth, warps=warps, splits=splits)
