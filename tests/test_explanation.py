@@ -169,7 +169,13 @@ def test_a_numpy_array_counts_as_its_shape_and_dtype() -> None:
         ({"framework": "jax", "causal": True, "fully_masked": "zero"}, ValueError, "for JAX has no causal, fully_mask"),
         ({"framework": "jax", "batch_invariant": True}, ValueError, "for JAX has no batch_invariant"),
         ({"dim": "a"}, TypeError, "dim must be an int, not str"),
-        ({"x": [0.5, "b"]}, ValueError, "invalid literal"),
+        ({"x": [0.5, "b"]}, TypeError, "x: a shape has integers, got"),
+        ({"x": np.zeros(3, np.complex64)}, ValueError, "x has dtype complex64; dtypes: "),
+        ({"device": 3}, TypeError, "device must be the name of a known device, not int"),
+        ({"device": ""}, ValueError, "unknown device"),
+        ({"dim": True}, TypeError, "dim must be an int, not bool"),
+        ({"mask": np.ones((5, 5))}, ValueError, "mask must be boolean, got float64"),
+        ({"bias": (1.5,)}, TypeError, "bias or mask: a shape has integers"),
         ({"x": "5x5"}, TypeError, "x must be a tensor, an array or a shape, not str"),
         ({"x": np.zeros(5, np.float16), "dtype": "bfloat16"}, ValueError, "x has dtype float16"),
     ],
@@ -188,6 +194,8 @@ def test_the_dtype_and_the_framework_of_a_tensor_are_its_own() -> None:
         osm.explain(x, dtype="bfloat16")
     with pytest.raises(ValueError, match="x is an array of torch"):
         osm.explain(x, framework="jax")
+    with pytest.raises(TypeError, match=r"x must be a strided tensor, not one of layout torch\.sparse_coo"):
+        osm.explain(x.to_sparse())
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -154,7 +154,9 @@ def explain(
     """
     if framework not in (None, "torch", "jax"):
         raise ValueError(f"unknown framework {framework!r}; there are: torch, jax")
-    if operation not in OPERATIONS:
+    if device is not None and not isinstance(device, str):
+        raise TypeError(f"device must be the name of a known device, not {type(device).__name__}")
+    if not isinstance(operation, str) or operation not in OPERATIONS:
         raise ValueError(f"unknown operation {operation!r}; operations: {', '.join(OPERATIONS)}")
     in_jax = _framework_of(x, framework) == "jax"
     shape, like = _input(x, dtype)
@@ -164,11 +166,11 @@ def explain(
     choice = Choice(backend, strategy, batch_invariant)
     _check_taken(declaration.forward, in_jax, options, batch_invariant)
     if in_jax:
-        machine = known(device) if device else _device_of_jax(x)
+        machine = known(device) if device is not None else _device_of_jax(x)
         task = _task_in_jax(declaration, shape, axis, like.dtype, options)
         # For a named device, plan with every backend, installed here or not.
         return _explain_task(task, jax_plans.planner_for(machine, choice, like.dtype, device is not None), choice)
-    machine = known(device) if device else _this_device(x)
+    machine = known(device) if device is not None else _this_device(x)
     task = _task(declaration, shape, axis, like, options.of(declaration.options), batch_invariant)
     return _explain_task(task, torch_plans.planner_for(machine, choice, device is not None), choice)
 
@@ -177,7 +179,15 @@ class _Shape:
     """A contiguous tensor that is known by its shape alone."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.shape, self.dtype = tuple(int(size) for size in sizes), None
+        self.shape, self.dtype = _sizes("bias or mask", sizes), None
+
+
+def _sizes(name: str, sizes: Sequence[Any]) -> tuple[int, ...]:
+    """The sizes of a shape as integers."""
+    try:
+        return tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        raise TypeError(f"{name}: a shape has integers, got {tuple(sizes)}") from None
 
 
 def _framework_of(x: Any, framework: str | None) -> str:
@@ -194,10 +204,9 @@ def _framework_of(x: Any, framework: str | None) -> str:
 
 def _axis(dim: Any, ndim: int) -> int:
     """The softmax dimension, counted from 0."""
-    try:
-        dim = operator.index(dim)
-    except TypeError:
-        raise TypeError(f"dim must be an int, not {type(dim).__name__}") from None
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        raise TypeError(f"dim must be an int, not {type(dim).__name__}")
+    dim = operator.index(dim)
     if not -ndim <= dim < ndim:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
     return int(dim % ndim)
@@ -227,13 +236,15 @@ def _to_end(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 def _input(x: Any, dtype: str | None) -> tuple[tuple[int, ...], TensorSpec]:
     """(shape, description) of the input."""
     if isinstance(x, tuple | list):
-        shape = tuple(int(size) for size in x)
+        shape = _sizes("x", x)
         if not shape or min(shape) < 1:
             raise ValueError(f"shape must have sizes of at least 1, got {shape}")
         if dtype is not None and dtype not in ITEMSIZE:
             raise ValueError(f"unknown dtype {dtype!r}; dtypes: {', '.join(ITEMSIZE)}")
         return shape, contiguous_spec(shape, dtype or "float32")
-    shape, name = tuple(x.shape) or (1,), _dtype_of(x)
+    if array_kind(x) == "torch" and str(x.layout) != "torch.strided":
+        raise TypeError(f"x must be a strided tensor, not one of layout {x.layout}")
+    shape, name = tuple(x.shape) or (1,), _dtype_of("x", x)
     if dtype not in (None, name):
         raise ValueError(f"dtype={dtype!r} is for a shape, and x has dtype {name}")
     if array_kind(x) == "torch":
@@ -241,9 +252,16 @@ def _input(x: Any, dtype: str | None) -> tuple[tuple[int, ...], TensorSpec]:
     return shape, contiguous_spec(shape, name)
 
 
-def _dtype_of(t: Any) -> str:
-    """Name of the dtype of an array."""
-    return str(t.dtype).removeprefix("torch.")
+def _dtype_of(argument: str, t: Any) -> str:
+    """Name of the dtype of an array.
+
+    Raises:
+        ValueError: it is none of the dtypes that can be planned for.
+    """
+    name = str(t.dtype).removeprefix("torch.")
+    if name not in ITEMSIZE:
+        raise ValueError(f"{argument} has dtype {name}; dtypes: {', '.join(ITEMSIZE)}")
+    return name
 
 
 def _task(
@@ -277,7 +295,7 @@ def _task_in_jax(declaration: Operation, shape: tuple[int, ...], axis: int, dtyp
     given = options.given if declaration.scores else ()
     arrays = {}
     if "scale" in given and hasattr(options.scale, "dtype"):
-        arrays["scale"] = jax_plans.ArraySpec((1,) * len(shape), _dtype_of(options.scale))
+        arrays["scale"] = jax_plans.ArraySpec((1,) * len(shape), _dtype_of("scale", options.scale))
     for option in {"bias", "mask"} & {*given}:
         t = getattr(options, option)
         own = _to_end(_whole(option, tuple(t.shape), shape), axis)
@@ -291,7 +309,7 @@ def _option_specs(options: ScoreOptions, shape: tuple[int, ...], dtype: str) -> 
     """The tensors among the score options."""
     found = {}
     if hasattr(options.scale, "dtype"):
-        found["scale"] = TensorSpec((), _dtype_of(options.scale))
+        found["scale"] = TensorSpec((), _dtype_of("scale", options.scale))
     for name in ("bias", "mask"):
         t = getattr(options, name)
         if t is None:
@@ -321,8 +339,10 @@ def _whole(name: str, own: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int
 def _dtype_of_option(name: str, t: Any, dtype: str) -> str:
     """Dtype of a mask or a bias; a bias that is known by its shape has the dtype of the input."""
     if name == "mask":
+        if t.dtype is not None and str(t.dtype).removeprefix("torch.") != "bool":
+            raise ValueError(f"mask must be boolean, got {t.dtype}")
         return "bool"
-    return dtype if t.dtype is None else _dtype_of(t)
+    return dtype if t.dtype is None else _dtype_of(name, t)
 
 
 def _explain_task(task: Task, planner: Planner, choice: Choice) -> Explanation:

@@ -151,13 +151,13 @@ def is_number(value: Any) -> bool:
 
 
 def check_softcap(caller: str, softcap: Any) -> None:
-    """Check that a softcap is None or a positive finite number; an error begins with the caller's name."""
+    """Check that a softcap is None or a positive finite number in float32; an error begins with the caller's name."""
     if softcap is None:
         return
     if not is_number(softcap):
         raise TypeError(f"{caller}: softcap must be a number or None, not {type(softcap).__name__}")
-    if not 0 < softcap < math.inf:
-        raise ValueError(f"{caller}: softcap must be positive and finite, got {softcap}")
+    if not 2.0**-126 <= float(softcap) < 2.0**128:
+        raise ValueError(f"{caller}: softcap must be positive and finite in float32, got {softcap}")
 
 
 class Functions(NamedTuple):

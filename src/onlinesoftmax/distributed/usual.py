@@ -18,7 +18,7 @@ from ..core.operations import Operation
 from ..core.processes import group_or_default
 from ..torch.autograd import record
 from ..torch.cache import described, keep, new_cache
-from ..torch.check import check_first_derivative
+from ..torch.check import autocasts, check_first_derivative
 from ..torch.dispatch import DTYPES
 from ..torch.launches import LAUNCHES as SOFTMAXES
 from ..torch.launches import is_usual
@@ -109,7 +109,7 @@ def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     if not is_plain(x) or type(target) not in PLAIN_TYPES or x.is_neg() or not target.is_contiguous():
         return ()
     key: tuple[Any, ...] = (
-        arguments, x.requires_grad and torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type),
+        arguments, x.requires_grad and torch.is_grad_enabled(), autocasts(x),
         x.get_device(), *described(x), target.get_device(), *described(target),
     )  # fmt: skip
     if mask is not None:

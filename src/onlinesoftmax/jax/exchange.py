@@ -79,11 +79,17 @@ def whole_target(target: Array, cols: int, names: Names) -> Array:
         cols: Number of columns of each device.
         names: Axes along which rows are sharded.
     """
-    # The number of all columns may not fit into the dtype of the target.  No signed integer has all numbers of uint64;
-    # the largest ones become negative in int64, and no device has them.
-    is_uint64 = target.dtype == jnp.uint64
-    wide = target.astype(jnp.int64 if is_uint64 else jnp.promote_types(target.dtype, jnp.int32))
+    wide = signed(target)
     return jnp.where((wide >= 0) & (wide // cols < devices(names)), wide, -1)
+
+
+def signed(target: Array) -> Array:
+    """Targets as signed integers of 32 bits or more.
+
+    Numbers such as -1 and the number of columns may not fit into the dtype of the targets: JAX would take them modulo
+    its range.  No signed integer has all numbers of uint64; the largest become negative, and are no columns either.
+    """
+    return target.astype(jnp.int64 if target.dtype == jnp.uint64 else jnp.promote_types(target.dtype, jnp.int32))
 
 
 def local_target(target: Array, cols: int, names: Names) -> Array:

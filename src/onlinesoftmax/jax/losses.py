@@ -15,7 +15,7 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
 from . import ops, primitives, reduced
-from .exchange import whole_target
+from .exchange import signed, whole_target
 from .reduced import LossReduction
 from .rows import Axis, Rows, axes_of, rows_of
 from .scores import filled, scores
@@ -81,6 +81,10 @@ def _losses(
     """The loss of every row, in the dtype of the computation."""
     if rows.x.size == 0:
         return jnp.full(rows.x.shape[:-1], jnp.nan, accumulator(rows.x))
+    if target is not None and counted is not None:
+        # The label of a row that counts for nothing is often no class, and its loss, which is replaced by 0, would be
+        # NaN: an error with `jax_debug_nans`.
+        target = jnp.where(counted, target, 0)
     if target is not None and not _of_kept(rows, numbers):
         return _of_targets(rows, target, numbers, choice)
     if choice.backend not in (None, EAGER.backend) or choice.strategy not in (None, EAGER.strategy):
@@ -221,7 +225,8 @@ def _target(name: str, argument: str, index: Array, rows: Rows) -> Array:
         )
     if rows.names and cols:
         return whole_target(index, cols, rows.names)
-    return jnp.where((index >= 0) & (index < cols), index, -1).astype(jnp.int32)
+    wide = signed(index)
+    return jnp.where((wide >= 0) & (wide < cols), wide, -1).astype(jnp.int32)
 
 
 def _weights(labels: Array, x: Array, rows: Rows) -> Array:

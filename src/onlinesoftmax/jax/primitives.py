@@ -14,6 +14,7 @@ as x's or 1, so that nothing is broadcast in memory, and a batch is one more axi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -177,12 +178,17 @@ def _make(name: str) -> Primitive:
 def set_lowering(primitive: Primitive, lowered: Callable[..., Any]) -> None:
     """Give a primitive its lowering for each platform; outside of `jit` the primitive is compiled by itself.
 
+    Where JAX wants to run operations one by one, XLA's operations run: under `jax.disable_jit`, and when
+    `jax_debug_nans` looks for the operation that made a NaN.
+
     Args:
         primitive: The primitive.
         lowered: Function of the platform, "cuda" or "any", of the operands, and of the parameters of the primitive.
     """
 
     def implementation(*operands: Array, **params: Any) -> Any:
+        if jax.config.jax_disable_jit or _OneByOne.wanted:  # type: ignore[attr-defined]  # in every version
+            return lowered("any", *operands, **params)
         return _compiled(primitive, *operands, items=tuple(params.items()))
 
     primitive.def_impl(implementation)
@@ -192,9 +198,22 @@ def set_lowering(primitive: Primitive, lowered: Callable[..., Any]) -> None:
         mlir.register_lowering(primitive, array_types.of_plain_arrays(lowering), platform=platform)
 
 
+class _ThisThread(threading.local):
+    """True inside `_compiled`: JAX traces it there, or runs it without `jit` to find a NaN."""
+
+    wanted = False
+
+
+_OneByOne = _ThisThread()
+
+
 @partial(jax.jit, static_argnums=0, static_argnames="items")
 def _compiled(primitive: Primitive, *operands: Array, items: tuple[tuple[str, Any], ...]) -> Any:
-    return primitive.bind(*operands, **dict(items))
+    before, _OneByOne.wanted = _OneByOne.wanted, True
+    try:
+        return primitive.bind(*operands, **dict(items))
+    finally:
+        _OneByOne.wanted = before
 
 
 def _batch(name: str, operands: tuple[Array, ...], axes: tuple[int | None, ...], **params: Any) -> tuple[Array, int]:

@@ -230,7 +230,9 @@ def _has_target(target: Array, x: Array, target_options: TargetOptions) -> Array
 
 def _hits(x: Array, target: Array) -> Array:
     """True at the target of each row."""
-    return jnp.arange(x.shape[-1], dtype=target.dtype) == target[..., None]
+    # With as many axes as the target, so that nothing is promoted to a higher rank.
+    columns = jnp.arange(x.shape[-1], dtype=target.dtype)[(None,) * target.ndim]
+    return columns == target[..., None]
 
 
 def _picked(w: Array, target: Array) -> Array:

@@ -13,7 +13,7 @@ import torch
 from .. import api
 from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS
-from ..torch.check import check_out_memory, checked_dim, checked_out
+from ..torch.check import autocasts, check_out_memory, checked_dim, checked_out
 from ..torch.dispatch import why_pytorch
 from ..torch.losses import why_not_kernels
 
@@ -103,6 +103,8 @@ def _why_cross_entropy(arguments: Arguments, backend: str | None) -> str | None:
     target, weight = arguments.get("target"), arguments.get("weight")
     if not isinstance(target, torch.Tensor):
         return f"target is a {type(target).__name__}, not a tensor"
+    if weight is not None and not isinstance(weight, torch.Tensor):
+        return f"weight is a {type(weight).__name__}, not a tensor"
     ignore_index = arguments.get("ignore_index")
     # Our function raises the error for a value of another type.
     ignore_index = ignore_index if isinstance(ignore_index, int) else -100
@@ -125,7 +127,7 @@ def _why_out(arguments: Arguments, call: Call, shape: torch.Size) -> str | None:
         return None
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         return "out is given, and a tensor requires a gradient"
-    if torch.is_autocast_enabled(x.device.type):
+    if autocasts(x):
         return "out is given under autocast"
     try:
         checked_out(call.operation.name, out, shape, arguments.get("dtype") or x.dtype, x.device)

@@ -13,6 +13,7 @@ import torch
 from ..core.call import NOTHING, Call, Settings
 from ..core.operations import OPERATIONS, Operation
 from . import ops
+from .check import is_batched
 from .gradients import (
     Kept,
     Wanted,
@@ -86,8 +87,8 @@ class _Plain(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         call = Call(ctx.operation, None, ctx.settings)
         kept = Kept(None, *ctx.saved_tensors) if "x" in call.operation.saved else Kept(*ctx.saved_tensors)
-        # PyTorch's operations compute a gradient that is itself to be differentiated.
-        kernel = None if torch.is_grad_enabled() else backward
+        # PyTorch's operations compute a gradient that is itself to be differentiated, and batched ones.
+        kernel = None if torch.is_grad_enabled() or is_batched(dy) else backward
         wanted = Wanted(True, False, False, ctx.dtype)
         return gradients(call, kept, dy, wanted, kernel)[0], None, None, None
 
@@ -144,7 +145,7 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         call, kept = saved_call(ctx)
         wanted = _wanted(ctx)
-        kernel = None if torch.is_grad_enabled() else backward
+        kernel = None if torch.is_grad_enabled() or is_batched(dy) else backward
         return None, *gradients(call, kept, dy, wanted, kernel), None
 
 

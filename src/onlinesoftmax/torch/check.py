@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ def checked_dim(operation: str, dim: Any, ndim: int) -> int:
         IndexError: dim is out of range.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
+        if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+            raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
+        # An integer of another type, as numpy.int64.
+        dim = operator.index(dim)
     ndim = max(ndim, 1)
     if not -ndim <= dim < ndim:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
@@ -46,6 +50,23 @@ def checked_out(operation: str, out: Any, shape: tuple[int, ...], dtype: torch.d
         raise RuntimeError(f"{operation}(): out is on {out.device}, and input on {device}")
     if out.shape != shape and out.shape.numel():
         raise RuntimeError(f"{operation}(): out has shape {tuple(out.shape)}, and the result has {tuple(shape)}")
+
+
+def autocasts(x: torch.Tensor) -> bool:
+    """True where autocast is on for the device of a tensor; meta tensors have no autocast."""
+    return not x.is_meta and torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
+
+
+def is_batched(t: torch.Tensor | None) -> bool:
+    """True for a tensor in which vmap hides a dimension, as for the gradients of `is_grads_batched=True`.
+
+    It has no memory that a kernel could read.
+    """
+    # dynamo cannot trace these functions, and hides no dimensions.
+    if t is None or torch.compiler.is_dynamo_compiling():
+        return False
+    functions = torch._C._functorch
+    return bool(functions.is_legacy_batchedtensor(t) or functions.is_batchedtensor(t))
 
 
 def check_not_dtensor(operation: str, argument: str, t: torch.Tensor, x: torch.Tensor) -> None:

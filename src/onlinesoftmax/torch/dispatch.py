@@ -15,7 +15,7 @@ from ..core.task import ANY, ITEMSIZE, Choice
 from ..kernels import registry
 from ..planner.plan import PlanError
 from . import autograd, eager, gradients, launches, ops
-from .check import TRACED_TYPES, check_options, check_out_memory, checked_dim, checked_out
+from .check import TRACED_TYPES, autocasts, check_options, check_out_memory, checked_dim, checked_out
 from .launches import LAUNCHES, is_usual, key_of
 from .prepare import run as run_kernel
 
@@ -124,22 +124,44 @@ def _wants_derivatives(x: torch.Tensor, options: ScoreOptions | None) -> bool:
 def _by_pytorch(call: Call) -> torch.Tensor:
     """Run a call by PyTorch's operations."""
     operation, x, settings, options, out, _ = call
-    if options is None and not (settings.choice.batch_invariant and operation.per_row):
+    if out is not None:
+        _check_out_of_pytorch(call)
+    if options is None and not settings.choice.batch_invariant:
         y: torch.Tensor = eager.call(operation, x, settings, out)
         return y
     if not x.is_floating_point() and settings.dtype is None:
         raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is not floating point; pass dtype=")
-    if settings.dtype is None and torch.is_autocast_enabled(x.device.type):
+    if settings.dtype is not None and not settings.dtype.is_floating_point:
+        raise NotImplementedError(f"{operation}(): dtype {settings.dtype} is not floating point")
+    if out is not None and _wants_derivatives(x, options):
+        raise RuntimeError(f"{operation}(): functions with out=... do not support gradients, and one is needed")
+    if settings.dtype is None and autocasts(x):
         dtype = _autocast_dtype(operation, x.dtype, x.device.type)
         call = call._replace(settings=settings._replace(dtype=dtype))
     y = eager.call_on_scores(call)
     return y if out is None else _write(operation, y, out)
 
 
+def _check_out_of_pytorch(call: Call) -> None:
+    """Check `out` where PyTorch's operations would resize it, or write it while they read the input."""
+    operation, x, settings, _, out, _ = call
+    if type(x) not in ops.PLAIN_TYPES or x.layout != torch.strided or x.is_meta or torch.compiler.is_compiling():
+        return
+    check_out_memory(call)
+    shape, dim = tuple(x.shape), settings.dim
+    if operation.per_row:
+        dims = dim if isinstance(dim, tuple | list) else (dim,)
+        reduced = {checked_dim(operation.name, each, x.dim()) for each in dims or range(x.dim())}
+        sizes = [1 if axis in reduced else size for axis, size in enumerate(shape)]
+        shape = tuple(size for axis, size in enumerate(sizes) if settings.keepdim or axis not in reduced)
+    if out.numel() and out.shape != shape:
+        raise RuntimeError(f"{operation}(): out has shape {tuple(out.shape)}, and the result has {shape}")
+
+
 def with_autocast(call: Call) -> Call:
     """The call with the dtype that autocast gives its result."""
     operation, x, settings, _, _, _ = call
-    if settings.dtype is not None or not torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
+    if settings.dtype is not None or not autocasts(x):
         return call
     find = _autocast_dtype if _is_traced(x) else _known_autocast_dtype
     return call._replace(settings=settings._replace(dtype=find(operation, x.dtype, x.device.type)))

@@ -45,8 +45,8 @@ def call_on_scores(call: Call) -> Any:
     z, fully_masked_rows = scores_of(x, dim, call.scores, dtype)
     # A tensor without dimensions, and a call that reduces none, have no rows beside each other.  A row without elements
     # has no maximum.
-    if choice.batch_invariant and operation.per_row and z.dim() and z.numel() and dim not in ((), []):
-        y = _invariant_logsumexp(z, dim, keepdim)
+    if choice.batch_invariant and z.dim() and z.numel() and dim not in ((), []):
+        y = _invariant_logsumexp(z, dim, keepdim) if operation.per_row else _invariant(operation.name, z, dim)
     else:
         y = ops.result(operation.name, z, dim, keepdim)
     if fully_masked_rows is not None:
@@ -70,15 +70,20 @@ def scores_of(x: Any, dim: Any, options: ScoreOptions, dtype: torch.dtype) -> tu
     return z.masked_fill(fully_masked_rows, 0.0), fully_masked_rows
 
 
-def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:
-    """Logsumexp whose bits do not depend on the number of rows.
+def _invariant(name: str, z: Any, dim: int) -> Any:
+    """Softmax or log-softmax whose bits do not depend on the number of rows.
 
-    The summation order of torch.logsumexp depends on the number of rows; the order of torch.log_softmax does not.
+    PyTorch's functions sum in an order that does not depend on it along the last dimension, and there alone.
     """
+    return ops.by_pytorch(name, z.movedim(dim, -1), -1).movedim(-1, dim)
+
+
+def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:
+    """Logsumexp whose bits do not depend on the number of rows; the order of torch.logsumexp depends on it."""
     if isinstance(dim, tuple | list):
         y = _invariant_logsumexp(flattened_last(z, dim), -1, False)
         return y.reshape(z.amax(dim, keepdim=True).shape) if keepdim else y
-    return logsumexp_from(z, ops.by_pytorch("log_softmax", z, dim), dim, keepdim)
+    return logsumexp_from(z, _invariant("log_softmax", z, dim), dim, keepdim)
 
 
 def logsumexp_from(z: Any, log_p: Any, dim: int, keepdim: bool) -> Any:

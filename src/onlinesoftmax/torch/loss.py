@@ -77,6 +77,8 @@ def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtyp
     counts = counted(target, loss)
     if weight is None:
         return counts.sum().to(dtype)
+    if not weight.numel():
+        return weight.to(dtype).sum()
     # A target out of range makes its row NaN, and must not make this sum an error.
     inside = counts & (target >= 0) & (target < weight.numel())
     # An index without dimensions would be read by the host, which vmap and traces do not allow.

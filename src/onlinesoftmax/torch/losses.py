@@ -13,7 +13,7 @@ from ..core.task import Choice
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
 from . import loss_launches, targets_eager
-from .check import check_not_dtensor, check_options, checked_dim
+from .check import autocasts, check_not_dtensor, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
 from .loss import MOST_EXACT_INDEX, Loss, counted, with_constants
 from .prepare import INTEGERS
@@ -128,7 +128,7 @@ def _statistics(target: Tensor, loss: Loss, lse: Any, entropy: Any, largest: Any
         counts = torch.ones_like(lse, dtype=torch.bool)
         classes = target
         if target.is_floating_point():
-            classes = target.argmax(loss.dim)
+            classes = target.argmax(loss.dim) if target.shape[loss.dim] else largest
         else:
             counts = counted(target, loss)
         penalty = (loss.z_loss * lse * lse).where(counts, 0.0)
@@ -210,7 +210,7 @@ def class_dim(x: Tensor) -> int:
 
 def result_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the loss: that of the logits; float32 under autocast, as PyTorch has it."""
-    if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
+    if x.dtype in (torch.float16, torch.bfloat16) and autocasts(x):
         return torch.float32
     return x.dtype
 

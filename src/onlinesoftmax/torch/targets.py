@@ -21,7 +21,7 @@ from ..core.operations import OPERATIONS
 from ..core.options import bits
 from ..kernels import registry
 from . import targets_eager
-from .check import TRACED_TYPES, check_first_derivative
+from .check import TRACED_TYPES, check_first_derivative, is_batched
 from .gradients import accumulator_of, outputs_of
 from .loss import Loss, count_of
 from .prepare import aligned, backend_of
@@ -239,7 +239,7 @@ def _scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
 
     Our kernel reads and writes nothing where the factor is 1; PyTorch's `mul_` always does.
     """
-    if _traced(factor):
+    if _traced(factor) or is_batched(factor):
         return gradient * factor
     backend = backend_for(gradient)
     if backend is None or not gradient.is_contiguous() or not aligned(gradient):
@@ -271,12 +271,14 @@ class PerRow(torch.autograd.Function):
         if dy is None:
             return None, None, None, None, None
         x, target, weight, *state = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            # The gradient is itself to be differentiated, so PyTorch's operations compute it.
+        again = torch.is_grad_enabled()
+        if again or is_batched(dy):
+            # The gradient is itself to be differentiated, or a batch of gradients, so PyTorch's operations compute it.
             # A target out of range, which PyTorch's operations do not take, has no gradient.
             inside = (target >= 0) & (target < x.shape[ctx.loss.dim])
-            rows = targets_eager.losses(x, target.where(inside, 0), weight, ctx.loss)
-            (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype).where(inside, 0.0), create_graph=True)
+            with torch.enable_grad():
+                rows = targets_eager.losses(x, target.where(inside, 0), weight, ctx.loss)
+            (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype).where(inside, 0.0), create_graph=again)
             return dx, None, None, None, None
         return loss_gradient(x, target, weight, ctx.loss, tuple(state), dy), None, None, None, None
 
@@ -307,10 +309,12 @@ class LogProbabilities(torch.autograd.Function):
             return nothing
         x, mask, target, m, l, entropy = ctx.saved_tensors
         call = with_mask(ctx.bare, x, mask, target)
-        if torch.is_grad_enabled():
-            found = targets_eager.log_probabilities(call, entropy is not None)
+        again = torch.is_grad_enabled()
+        if again or any(is_batched(each) for each in (dy, dentropy, dlse)):
+            with torch.enable_grad():
+                found = targets_eager.log_probabilities(call, entropy is not None)
             pairs = [(y, g) for y, g in zip(found, (dy, dentropy, dlse), strict=True) if g is not None]
-            (dx,) = torch.autograd.grad([y for y, _ in pairs], x, [g for _, g in pairs], create_graph=True)
+            (dx,) = torch.autograd.grad([y for y, _ in pairs], x, [g for _, g in pairs], create_graph=again)
             return (None, dx, *nothing[2:])
         given = {"dy": torch.zeros_like(m) if dy is None else dy, "m": m, "l": l, "dlse": dlse}
         if dentropy is not None:

@@ -1,0 +1,70 @@
+"""Calls that are rare and must not surprise: narrow labels, no jit, a search for NaN, no promotion of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jaxlib", reason="jax is not installed")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import onlinesoftmax.jax as osj
+
+
+@pytest.mark.parametrize("backend", [None, "pallas"])
+@pytest.mark.parametrize(
+    ("dtype", "cols"),
+    [("uint8", 256), ("uint8", 300), ("int8", 128), ("int8", 1000), ("int16", 50257), ("uint32", 300)],
+)
+def test_labels_narrower_than_the_number_of_classes(dtype: str, cols: int, backend: str | None) -> None:
+    """JAX takes the number of classes modulo the range of the labels: every row would have another target, or none."""
+    x = jax.random.normal(jax.random.key(0), (4, cols))
+    labels = jnp.array([0, 7, 100, 127])
+    narrow = labels.astype(dtype)
+
+    def calls(labels: Any) -> tuple[Any, ...]:
+        def mean(x: Any) -> Any:
+            return osj.cross_entropy(x, labels, reduction="mean", backend=backend)
+
+        loss = osj.cross_entropy(x, labels, backend=backend)
+        return loss, jax.grad(mean)(x), osj.token_logprobs(x, labels, backend=backend).logprob
+
+    for ours, want in zip(calls(narrow), calls(labels), strict=True):
+        np.testing.assert_array_equal(ours, want)
+    assert jnp.isfinite(calls(narrow)[0]).all()
+
+
+def test_without_jit() -> None:
+    x, labels = jnp.arange(6.0).reshape(2, 3), jnp.array([0, 2])
+    with jax.disable_jit():
+        np.testing.assert_allclose(osj.softmax(x), jax.nn.softmax(x), rtol=1e-6)
+        gradient = jax.grad(lambda x: osj.cross_entropy(x, labels, reduction="mean"))(x)
+        hessian = jax.hessian(osj.logsumexp)(x[0])
+    np.testing.assert_allclose(gradient, (jax.nn.softmax(x) - jax.nn.one_hot(labels, 3)) / 2, rtol=1e-6)
+    np.testing.assert_allclose(hessian, jax.hessian(jax.nn.logsumexp)(x[0]), rtol=1e-5, atol=1e-7)
+
+
+def test_a_search_for_nan_names_the_operation() -> None:
+    labels = jnp.array([1, -100])
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError, match="invalid value"):
+            osj.softmax(jnp.array([jnp.inf, 1.0]))
+        # The label of a row that counts for nothing is no class.
+        loss = osj.cross_entropy(jnp.zeros((2, 3)), labels, ignore_index=-100)
+        gradient = jax.grad(lambda x: osj.cross_entropy(x, labels, ignore_index=-100).sum())(jnp.zeros((2, 3)))
+    np.testing.assert_allclose(loss, [np.log(3), 0], rtol=1e-6)
+    assert not gradient[1].any()
+
+
+def test_ranks_need_no_promotion() -> None:
+    x, labels = jnp.ones((3, 6)), jnp.array([0, 1, 2])
+    options: dict[str, Any]
+    with jax.numpy_rank_promotion("raise"):
+        for options in ({}, {"label_smoothing": 0.1}, {"z_loss": 0.1}, {"ignore_index": 1, "reduction": "sum"}):
+            jax.grad(lambda x, options=options: osj.cross_entropy(x, labels, **options).sum())(x)
+        jax.grad(lambda x: osj.token_logprobs(x, labels).logprob.sum())(x)
+        jax.hessian(lambda x: osj.cross_entropy(x, labels).sum())(x)

@@ -1,0 +1,141 @@
+"""Calls that are rare and must not surprise: batched gradients, meta tensors, `out` on a CPU, other integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loss_accuracy import DEVICE, HOW
+from torch.nn import functional
+
+import onlinesoftmax as osm
+
+CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "softmax": (lambda x, t, **how: osm.softmax(x, 1, **how), lambda x, t: x.softmax(1)),
+    "scaled": (lambda x, t, **how: osm.log_softmax(x, 1, scale=0.5, **how), lambda x, t: (0.5 * x).log_softmax(1)),
+    "logsumexp": (lambda x, t, **how: osm.logsumexp(x, 1, **how), lambda x, t: x.logsumexp(1)),
+    "losses": (
+        lambda x, t, **how: osm.cross_entropy(x, t, reduction="none", **how),
+        lambda x, t: functional.cross_entropy(x, t, reduction="none"),
+    ),
+    "mean": (
+        lambda x, t, **how: osm.cross_entropy(x, t, **how).reshape(1),
+        lambda x, t: functional.cross_entropy(x, t).reshape(1),
+    ),
+    "logprob": (
+        lambda x, t, **how: osm.token_logprobs(x, t, **how).logprob,
+        lambda x, t: x.log_softmax(1).gather(1, t[:, None])[:, 0],
+    ),
+    "entropy": (
+        lambda x, t, **how: osm.token_logprobs(x, t, **how).entropy,
+        lambda x, t: -(x.softmax(1) * x.log_softmax(1)).sum(1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("how", [HOW, {}], ids=["kernels", "default"])
+def test_a_batch_of_gradients(name: str, how: dict[str, Any]) -> None:
+    """A kernel cannot read the gradients of `is_grads_batched=True`: vmap hides a dimension of them."""
+    x, target = torch.randn(3, 5, device=DEVICE), torch.tensor([0, 4, 2], device=DEVICE)
+    ours, theirs = (
+        torch.autograd.functional.jacobian(lambda x, f=f, how=how: f(x, target, **how), x, vectorize=True)
+        for f, how in zip(CALLS[name], (how, {}), strict=True)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_meta_tensors_have_the_shapes_and_dtypes_of_the_results() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x, target = torch.empty(3, 4, device="meta", dtype=dtype), torch.empty(3, device="meta", dtype=torch.int64)
+        for y in (
+            osm.softmax(x, 1), osm.softmax(x, 1, scale=2.0), osm.nn.Softmax(-1, causal=True)(x),
+            osm.log_softmax(x, 0, batch_invariant=True),
+        ):  # fmt: skip
+            assert (y.device.type, y.shape, y.dtype) == ("meta", x.shape, dtype)
+        assert osm.logsumexp(x, 1, batch_invariant=True).shape == (3,)
+        assert osm.cross_entropy(x, target).dtype == dtype
+        assert osm.nn.CrossEntropyLoss()(x, target).shape == ()
+        with osm.override():
+            assert torch.softmax(x, 1).shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=str)
+def test_a_row_along_any_dimension_has_the_same_bits_in_any_batch(
+    name: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    function, how = getattr(osm, name), {"batch_invariant": True, **options}
+    x = torch.randn(37, 130, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    for shape in ((37, 130), (37, 13, 10)):
+        batch = function(x.view(shape), 0, **how).flatten(-(len(shape) - 1))
+        for row in range(0, 130, 7):
+            alone = function(x[:, row : row + 1].clone(), 0, **how)
+            assert torch.equal(batch[..., row], alone[..., 0]), row
+        torch.testing.assert_close(batch, function(x, 0, **options), equal_nan=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 2.0}], ids=str)
+def test_out_fits_on_a_cpu_too(options: dict[str, Any]) -> None:
+    x = torch.randn(5, 4)
+    for out in (torch.empty(5), torch.empty(4, 5)):
+        with pytest.raises(RuntimeError, match=r"softmax\(\): out has shape .* and the result has \(5, 4\)"):
+            osm.softmax(x, 1, out=out, **options)
+    with pytest.raises(RuntimeError, match=r"logsumexp\(\): out has shape \(4,\), and the result has \(5, 1\)"):
+        osm.logsumexp(x, 1, keepdim=True, out=torch.empty(4), **options)
+    with pytest.raises(RuntimeError, match="out overlaps input in memory"):
+        osm.softmax(x[:4], 1, out=x[1:], **options)
+    # PyTorch's own softmax with `out` raises its error in the backward pass.
+    for name in ("softmax", "log_softmax", "logsumexp") if options else ("logsumexp",):
+        with pytest.raises(RuntimeError, match="out="):
+            getattr(osm, name)(x.clone().requires_grad_(), 1, out=torch.empty(0), **options)
+    want = osm.softmax(x, 1, **options)
+    assert osm.softmax(x, 1, out=x, **options) is x
+    torch.testing.assert_close(x, want)
+    want = osm.logsumexp(x, (0, 1), **options)
+    torch.testing.assert_close(osm.logsumexp(x, (0, 1), out=torch.empty(0), **options), want)
+
+
+def test_a_result_that_is_not_floating_is_refused_with_and_without_options() -> None:
+    for options in ({}, {"scale": 2.0}, {"batch_invariant": True}):
+        with pytest.raises(NotImplementedError):
+            osm.softmax(torch.randn(2, 3), 1, dtype=torch.int32, **options)
+
+
+@pytest.mark.parametrize("how", [HOW, {}], ids=["kernels", "default"])
+def test_integers_of_other_types_are_dimensions(how: dict[str, Any]) -> None:
+    x, target = torch.randn(3, 4, device=DEVICE), torch.tensor([0, 1, 2], device=DEVICE)
+    dim: Any = np.int64(1)
+    for options in ({}, {"scale": 2.0}, {"causal": True}):
+        torch.testing.assert_close(osm.softmax(x, dim, **options, **how), osm.softmax(x, 1, **options, **how))
+    assert osm.token_logprobs(x, target, dim, **how).logprob.shape == (3,)
+    wrong: Any
+    for wrong in (True, 1.0, "1"):
+        with pytest.raises(TypeError, match=r"'dim' .*must be int"):
+            osm.softmax(x, wrong, causal=True, **how)
+
+
+def test_a_loss_over_no_classes() -> None:
+    x, weight, target = torch.zeros(3, 0), torch.zeros(0), torch.full((3,), -100)
+    for options in ({"z_loss": 0.1}, {"scale": 0.5}):
+        assert osm.cross_entropy(x, target, weight, **options).isnan()
+    loss, stats = osm.cross_entropy(x, torch.zeros(3, 0), return_stats=True)
+    assert loss.shape == ()
+    assert stats.correct.shape == (3,)
+
+
+@pytest.mark.parametrize("softcap", [1e39, 1e-46])
+def test_a_softcap_must_be_a_number_of_float32(softcap: float) -> None:
+    """It would be inf or 0 in the kernels, and every result NaN."""
+    with pytest.raises(ValueError, match="softcap must be positive and finite in float32"):
+        osm.softmax(torch.randn(3), 0, softcap=softcap)
+
+
+def test_override_leaves_the_error_for_a_weight_that_is_no_tensor_to_pytorch() -> None:
+    weight: Any = [1.0] * 4
+    with osm.override(), pytest.raises(TypeError, match="'weight'"):
+        functional.cross_entropy(torch.randn(3, 4), torch.tensor([0, 1, 2]), weight)
