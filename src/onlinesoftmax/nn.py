@@ -321,6 +321,8 @@ def replace(model: Model) -> Replaced[Model]:
     Subclasses are left alone, as they may do something else.  Functions that the model calls, such as `torch.softmax`,
     are left alone too: `onlinesoftmax.override` replaces them.
 
+    `torch.compile`, `torch.export` and `torch.jit.trace` take our modules; `torch.jit.script` does not.
+
     Args:
         model: Any module.
 
