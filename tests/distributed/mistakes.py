@@ -48,10 +48,20 @@ def different_calls_are_an_error(first: int, end: int) -> None:
             "exchange=.*exchange='collective'",
         ),
     )
+    calls = (
+        *calls,
+        (lambda: sharded.softmax(x, backend="eager" if odd else None), r"backend=None.*backend='eager'"),
+        (lambda: sharded.cross_entropy(x, target[: 4 - odd]), r"target='\(4,\) int64'.*target='\(3,\) int64'"),
+        (
+            lambda: sharded.cross_entropy(x, target, torch.ones(COLS, device=device()) if odd else None),
+            r"weight='NoneType'.*weight='\(37,\) float32'",
+        ),
+    )
     for call, message in calls:
         with pytest.raises(ValueError, match=r"the processes make different calls; .*" + message):
             call()
     sharded.cross_entropy(x, target, label_smoothing=0)
+    sharded.token_logprobs(x, target, entropy=bool(odd) or 1)
 
 
 def a_process_outside_of_the_group(first: int, end: int) -> None:

@@ -53,7 +53,7 @@ def test_a_strategy_proposes_blocks_that_hold_columns_or_says_why_not(name: str,
                 continue
             assert all(option.block > 0 for option in options), case
             if strategy == "grid":
-                # Blocks own slices of whole cache lines; a block without a slice would only wait.
+                # Blocks own slices of whole cache lines.
                 assert all(option.splits <= -(-cols // (128 // ITEMSIZE[dtype])) for option in options), case
 
 

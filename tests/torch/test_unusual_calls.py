@@ -48,6 +48,20 @@ def test_a_batch_of_gradients(name: str, how: dict[str, Any]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["losses", "logprob"])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_hooks_of_the_logits_run_once_for_a_batch_of_gradients(name: str, create_graph: bool) -> None:
+    x, target = torch.randn(3, 5, device=DEVICE, requires_grad=True), torch.tensor([0, 4, 2], device=DEVICE)
+    ours, theirs = CALLS[name]
+    found = []
+    for call in (lambda z: ours(z, target, **HOW), lambda z: theirs(z, target)):
+        z = x * 1
+        z.register_hook(lambda g: 2 * g)
+        dy = torch.eye(3, device=DEVICE)
+        found.append(torch.autograd.grad(call(z), x, dy, is_grads_batched=True, create_graph=create_graph)[0])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 def test_meta_tensors_have_the_shapes_and_dtypes_of_the_results() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x, target = torch.empty(3, 4, device="meta", dtype=dtype), torch.empty(3, device="meta", dtype=torch.int64)
@@ -76,6 +90,7 @@ def test_a_row_along_any_dimension_has_the_same_bits_in_any_batch(
         for row in range(0, 130, 7):
             alone = function(x[:, row : row + 1].clone(), 0, **how)
             assert torch.equal(batch[..., row], alone[..., 0]), row
+        assert name == "logsumexp" or function(x.view(shape), 0, **how).is_contiguous()
         torch.testing.assert_close(batch, function(x, 0, **options), equal_nan=True)
 
 
@@ -110,11 +125,11 @@ def test_a_result_that_is_not_floating_is_refused_with_and_without_options() -> 
 def test_integers_of_other_types_are_dimensions(how: dict[str, Any]) -> None:
     x, target = torch.randn(3, 4, device=DEVICE), torch.tensor([0, 1, 2], device=DEVICE)
     dim: Any = np.int64(1)
-    for options in ({}, {"scale": 2.0}, {"causal": True}):
+    for options in ({}, {"scale": 2.0}, {"causal": True}, {"batch_invariant": True}):
         torch.testing.assert_close(osm.softmax(x, dim, **options, **how), osm.softmax(x, 1, **options, **how))
     assert osm.token_logprobs(x, target, dim, **how).logprob.shape == (3,)
     wrong: Any
-    for wrong in (True, 1.0, "1"):
+    for wrong in (True, 1.0, "1", torch.tensor(1), np.ones(2, int)):
         with pytest.raises(TypeError, match=r"'dim' .*must be int"):
             osm.softmax(x, wrong, causal=True, **how)
 
@@ -128,7 +143,7 @@ def test_a_loss_over_no_classes() -> None:
     assert stats.correct.shape == (3,)
 
 
-@pytest.mark.parametrize("softcap", [1e39, 1e-46])
+@pytest.mark.parametrize("softcap", [1e39, 1e-46, float(np.nextafter(2.0**128, 0)), 10**400])
 def test_a_softcap_must_be_a_number_of_float32(softcap: float) -> None:
     """It would be inf or 0 in the kernels, and every result NaN."""
     with pytest.raises(ValueError, match="softcap must be positive and finite in float32"):

@@ -150,13 +150,20 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
+
+
 def check_softcap(caller: str, softcap: Any) -> None:
     """Check that a softcap is None or a positive finite number in float32; an error begins with the caller's name."""
     if softcap is None:
         return
     if not is_number(softcap):
         raise TypeError(f"{caller}: softcap must be a number or None, not {type(softcap).__name__}")
-    if not 2.0**-126 <= float(softcap) < 2.0**128:
+    try:
+        holds = 2.0**-126 <= float(softcap) <= LARGEST_FLOAT32
+    except OverflowError:
+        holds = False
+    if not holds:
         raise ValueError(f"{caller}: softcap must be positive and finite in float32, got {softcap}")
 
 

@@ -57,8 +57,8 @@ class Sharded(NamedTuple):
         return {
             "scale": "a tensor" if isinstance(scale, Tensor) else float(scale),
             "softcap": softcap if softcap is None else float(softcap),
-            "exchange": self.exchange,
-        }
+            "exchange": self.exchange, "backend": self.choice.backend, "strategy": self.choice.strategy,
+        }  # fmt: skip
 
 
 class Shard(NamedTuple):

@@ -14,7 +14,7 @@ from ..torch.loss import Loss, count_of, ignored
 from ..torch.losses import TokenLogprobs, check_index, check_weight, result_dtype
 from .launches import Given, ShardedKind
 from .local import Sharded, autocast_dtype
-from .shards import Shards, shards_of, to_local_columns
+from .shards import Shards, kind_of, shards_of, to_local_columns
 from .statistics import Statistics, StatisticsWanted
 from .usual import run_if_possible
 
@@ -31,11 +31,15 @@ def cross_entropy(
         row_groups: Process groups over which a row dimension is sharded.
     """
     dim = 1 if x.dim() > 1 else 0
-    same = {
-        "ignore_index": int(loss.ignore_index), "reduction": loss.reduction, "label_smoothing": float(loss.smoothing),
-        "z_loss": float(loss.z_loss),
-    }  # fmt: skip
-    shards = shards_of("cross_entropy", x, dim, call.groups, call.shards, {**same, **call.same})
+
+    def same() -> dict[str, Any]:
+        return {
+            "target": kind_of(target), "weight": kind_of(weight), "ignore_index": int(loss.ignore_index),
+            "reduction": loss.reduction, "label_smoothing": float(loss.smoothing), "z_loss": float(loss.z_loss),
+            **call.same,
+        }  # fmt: skip
+
+    shards = shards_of("cross_entropy", x, dim, call.groups, call.shards, same)
     _check_target("cross_entropy()", "target", x, target, dim)
     check_weight("cross_entropy()", weight, x, shards.total)
     dtype = loss.settings.dtype or result_dtype(x)
@@ -130,7 +134,11 @@ class OverRows(torch.autograd.Function):
 def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Sharded) -> TokenLogprobs:
     """(logprob, entropy, lse) if the softmax dimension is sharded; the same on every process."""
     dim = checked_dim("token_logprobs", dim, x.dim())
-    shards = shards_of("token_logprobs", x, dim, call.groups, call.shards, {"entropy": entropy, **call.same})
+
+    def same() -> dict[str, Any]:
+        return {"index": kind_of(index), "entropy": bool(entropy), **call.same}
+
+    shards = shards_of("token_logprobs", x, dim, call.groups, call.shards, same)
     _check_target("token_logprobs()", "index", x, index, dim)
     outputs = ("y", "lse", *(("entropy",) if entropy else ()))
     return named(_statistics(x, index, dim, shards, call, outputs, accumulator_of(x.dtype, x.dtype)))
@@ -145,7 +153,7 @@ def named(numbers: tuple[Tensor, ...]) -> TokenLogprobs:
 def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     """The logsumexp if the softmax dimension is sharded; the same on every process."""
     dim = checked_dim("logsumexp", dim, x.dim())
-    shards = shards_of("logsumexp", x, dim, call.groups, call.shards, call.same)
+    shards = shards_of("logsumexp", x, dim, call.groups, call.shards, lambda: call.same)
     # A target that is no column anywhere has no gradient.
     nowhere = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1, device=x.device)
     dtype = autocast_dtype("logsumexp", x)

@@ -6,7 +6,7 @@ fails, hangs or mixes results.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -71,7 +71,7 @@ class Shards(NamedTuple):
 
 
 def shards_of(
-    name: str, x: Tensor, dim: int, groups: tuple[Any, ...], given: Shards | None, same: Mapping[str, Any]
+    name: str, x: Tensor, dim: int, groups: tuple[Any, ...], given: Shards | None, same: Callable[[], Mapping[str, Any]]
 ) -> Shards:
     """The shards of a tensor: those that the caller gives, else those of an exchange, which waits for all processes.
 
@@ -81,7 +81,8 @@ def shards_of(
         dim: The softmax dimension, counted from 0.
         groups: Process groups; there is one group if no shards are given.
         given: The argument `shards` of the public function.
-        same: The arguments that every process must give alike, by name; an exchange compares them.
+        same: Function that returns the arguments that every process must give alike, by name; an exchange compares
+            them.
 
     Raises:
         TypeError: the given shards are no `Shards`.
@@ -92,7 +93,7 @@ def shards_of(
             # With fullgraph=True this is an error, which shows the sentence.
             torch._dynamo.graph_break(msg="pass shards=: without it, the host reads the shapes of all processes")
         (group,) = groups
-        return _exchanged(name, x, dim, group, same)
+        return _exchanged(name, x, dim, group, same())
     if not isinstance(given, Shards):
         raise TypeError(f"{name}(): argument 'shards' must be Shards, not {type(given).__name__}")
     if given.cols != x.shape[dim] or not 0 <= given.first <= given.first + given.cols <= given.total:
@@ -103,20 +104,25 @@ def shards_of(
     return given
 
 
+def kind_of(t: Any) -> str:
+    """The shape and the dtype of a tensor that every process gives alike, or the type of what is no tensor."""
+    return f"{tuple(t.shape)} {_name_of(t.dtype)}" if isinstance(t, Tensor) else type(t).__name__
+
+
 def to_local_columns(target: Tensor, shards: Shards) -> Tensor:
     """The targets counted from the first local column, in int64: a narrower difference could overflow."""
     return target.long() - shards.first if shards.first else target.long()
 
 
 def _name_of(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return name if name in ITEMSIZE else _NAMES[-1]
+    return str(dtype).removeprefix("torch.")
 
 
 def _exchanged(name: str, x: Tensor, dim: int, group: Any, same: Mapping[str, Any]) -> Shards:
     call = f"{name}({', '.join(f'{key}={value!r}' for key, value in same.items())})"
     digest = int.from_bytes(blake2b(call.encode(), digest_size=7).digest(), "big")
-    told = (digest, _NAMES.index(_name_of(x.dtype)), x.dim(), dim, *x.shape)
+    dtype = _name_of(x.dtype) if _name_of(x.dtype) in ITEMSIZE else _NAMES[-1]
+    told = (digest, _NAMES.index(dtype), x.dim(), dim, *x.shape)
     # Every process sends the same number of integers, so processes with different shapes make the same exchange.
     message = torch.zeros(4 + MOST_DIMENSIONS, dtype=torch.int64)
     message[: len(told)] = torch.tensor(told)

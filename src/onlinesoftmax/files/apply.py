@@ -114,10 +114,11 @@ class _Request(NamedTuple):
     chunk_bytes: int
     tensors: Sequence[str] | None
 
-    def described(self) -> str:
+    def described(self, jobs: Sequence[Job]) -> str:
         """The request as the processes of a team compare it: each may have named the files from its own folder."""
-        source, target = (str(path.absolute()) for path in (self.source, self.target))
-        return repr((self._replace(source=Path(source), target=Path(target)), self.source.stat().st_size))
+        work = [(job.source, job.target, job.split, job.operation, job.chunk_bytes) for job in jobs]
+        files = [os.path.realpath(path) for path in (self.source, self.target)]
+        return repr((files, self.source.stat().st_size, work))
 
 
 def _jobs(request: _Request, team: Team) -> tuple[list[Job], bytes]:
@@ -149,7 +150,7 @@ def _run(request: _Request, jobs: Sequence[Job], header: bytes, team: Team, prog
             progress(done, total)
 
     size = len(header) + sum(job.target.nbytes for job in jobs)
-    with source.open("rb", buffering=0) as reader, team.replacing(size, request.described()) as writer:
+    with source.open("rb", buffering=0) as reader, team.replacing(size, request.described(jobs)) as writer:
         if team.rank == 0:
             write_from(writer, 0, memoryview(header), target)
         for job in jobs:

@@ -178,8 +178,8 @@ def _make(name: str) -> Primitive:
 def set_lowering(primitive: Primitive, lowered: Callable[..., Any]) -> None:
     """Give a primitive its lowering for each platform; outside of `jit` the primitive is compiled by itself.
 
-    Where JAX wants to run operations one by one, XLA's operations run: under `jax.disable_jit`, and when
-    `jax_debug_nans` looks for the operation that made a NaN.
+    Where JAX wants to run operations one by one, XLA's operations run, or the kernel that the caller forces: under
+    `jax.disable_jit`, and when `jax_debug_nans` looks for the operation that made a NaN.
 
     Args:
         primitive: The primitive.
@@ -199,7 +199,7 @@ def set_lowering(primitive: Primitive, lowered: Callable[..., Any]) -> None:
 
 
 class _ThisThread(threading.local):
-    """True inside `_compiled`: JAX traces it there, or runs it without `jit` to find a NaN."""
+    """`wanted` is True while a thread runs the body of `_compiled`: to trace it, or without `jit` to find a NaN."""
 
     wanted = False
 

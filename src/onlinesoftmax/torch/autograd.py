@@ -168,7 +168,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         call, kept = saved_call(ctx)
-        kernel = None if torch.is_grad_enabled() else backward
+        kernel = None if torch.is_grad_enabled() or is_batched(dy) else backward
         if kernel is not None and "lse" in call.operation.saved:
             # setup_context sees only the inputs and the result, so forward could not save lse; compute it here.
             assert kept.x is not None

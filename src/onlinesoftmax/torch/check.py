@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ def checked_dim(operation: str, dim: Any, ndim: int) -> int:
         IndexError: dim is out of range.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
-        if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        # An integer of another type, as numpy.int64, is one too.  For a tensor on a GPU the host would have to wait.
+        if isinstance(dim, bool | torch.Tensor) or not hasattr(dim, "__index__"):
             raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
-        # An integer of another type, as numpy.int64.
-        dim = operator.index(dim)
+        try:
+            dim = operator.index(dim)
+        except TypeError:
+            raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, got {dim!r}") from None
     ndim = max(ndim, 1)
     if not -ndim <= dim < ndim:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
@@ -65,8 +69,12 @@ def is_batched(t: torch.Tensor | None) -> bool:
     # dynamo cannot trace these functions, and hides no dimensions.
     if t is None or torch.compiler.is_dynamo_compiling():
         return False
-    functions = torch._C._functorch
-    return bool(functions.is_legacy_batchedtensor(t) or functions.is_batchedtensor(t))
+    return _hides_for_autograd(t) or _hides_for_func(t)
+
+
+# torch.autograd.grad and torch.func hide dimensions in two ways.
+_hides_for_autograd: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+_hides_for_func: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 
 def check_not_dtensor(operation: str, argument: str, t: torch.Tensor, x: torch.Tensor) -> None:

@@ -151,7 +151,9 @@ def _check_out_of_pytorch(call: Call) -> None:
     shape, dim = tuple(x.shape), settings.dim
     if operation.per_row:
         dims = dim if isinstance(dim, tuple | list) else (dim,)
-        reduced = {checked_dim(operation.name, each, x.dim()) for each in dims or range(x.dim())}
+        if not dims:
+            return
+        reduced = {checked_dim(operation.name, each, x.dim()) for each in dims}
         sizes = [1 if axis in reduced else size for axis, size in enumerate(shape)]
         shape = tuple(size for axis, size in enumerate(sizes) if settings.keepdim or axis not in reduced)
     if out.numel() and out.shape != shape:

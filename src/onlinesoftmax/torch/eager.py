@@ -43,9 +43,10 @@ def call_on_scores(call: Call) -> Any:
     operation, x, (dim, dtype, keepdim, choice, _), _, _, _ = call
     dtype = dtype or x.dtype
     z, fully_masked_rows = scores_of(x, dim, call.scores, dtype)
-    # A tensor without dimensions, and a call that reduces none, have no rows beside each other.  A row without elements
+    # A tensor without dimensions, and a call that names none, have no rows beside each other.  A row without elements
     # has no maximum.
-    if choice.batch_invariant and z.dim() and z.numel() and dim not in ((), []):
+    names_none = isinstance(dim, tuple | list) and not dim
+    if choice.batch_invariant and z.dim() and z.numel() and not names_none:
         y = _invariant_logsumexp(z, dim, keepdim) if operation.per_row else _invariant(operation.name, z, dim)
     else:
         y = ops.result(operation.name, z, dim, keepdim)
@@ -75,7 +76,7 @@ def _invariant(name: str, z: Any, dim: int) -> Any:
 
     PyTorch's functions sum in an order that does not depend on it along the last dimension, and there alone.
     """
-    return ops.by_pytorch(name, z.movedim(dim, -1), -1).movedim(-1, dim)
+    return ops.by_pytorch(name, z.movedim(dim, -1), -1).movedim(-1, dim).contiguous()
 
 
 def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:

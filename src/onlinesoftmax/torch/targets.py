@@ -277,6 +277,8 @@ class PerRow(torch.autograd.Function):
             # A target out of range, which PyTorch's operations do not take, has no gradient.
             inside = (target >= 0) & (target < x.shape[ctx.loss.dim])
             with torch.enable_grad():
+                # The view has no hooks: those of x run once, after this function.
+                x = x.view_as(x)
                 rows = targets_eager.losses(x, target.where(inside, 0), weight, ctx.loss)
             (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype).where(inside, 0.0), create_graph=again)
             return dx, None, None, None, None
@@ -312,7 +314,9 @@ class LogProbabilities(torch.autograd.Function):
         again = torch.is_grad_enabled()
         if again or any(is_batched(each) for each in (dy, dentropy, dlse)):
             with torch.enable_grad():
-                found = targets_eager.log_probabilities(call, entropy is not None)
+                # The view has no hooks: those of x run once, after this function.
+                x = x.view_as(x)
+                found = targets_eager.log_probabilities(call._replace(x=x), entropy is not None)
             pairs = [(y, g) for y, g in zip(found, (dy, dentropy, dlse), strict=True) if g is not None]
             (dx,) = torch.autograd.grad([y for y, _ in pairs], x, [g for _, g in pairs], create_graph=again)
             return (None, dx, *nothing[2:])

@@ -216,7 +216,7 @@ def _teams(
     room = (device.shared_memory // resident - 2048) // (threads * 16 * problem.inputs) if with_shared else 0
     smallest = min(blocks, -(-chunks // (threads * (held + room))))
     # "teams": as many teams of equal size as fit, but no more than needed for the same number of rounds.
-    # "all": a team of all blocks, or of as many as have a full tile; in the second case several teams may fit.
+    # "all": a team of all blocks, or of as many as there are tiles; in the second case several teams may fit.
     rounds = max(1, -(-problem.rows // max(1, blocks // smallest)))
     of_equal_size = blocks // max(1, -(-problem.rows // rounds))
     teams = {"teams": min(of_equal_size, -(-chunks // LEAST_CHUNKS)), "all": min(blocks, -(-chunks // threads))}
