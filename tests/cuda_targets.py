@@ -20,7 +20,7 @@ from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan
 from onlinesoftmax.planner.proposal import Blocks, Threads, Traffic
 from onlinesoftmax.planner.strategies import TABLE
-from onlinesoftmax.planner.strategies.cuda_grid import slice_chunks
+from onlinesoftmax.planner.strategies.cuda_blocks import slice_chunks
 
 PROPOSALS = {strategy: propose for backend, strategy, propose in TABLE if backend == "cuda"}
 

@@ -204,12 +204,15 @@ def _framework_of(x: Any, framework: str | None) -> str:
 
 def _axis(dim: Any, ndim: int) -> int:
     """The softmax dimension, counted from 0."""
-    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+    try:
+        axis = None if isinstance(dim, bool) else operator.index(dim)
+    except TypeError:
+        axis = None
+    if axis is None:
         raise TypeError(f"dim must be an int, not {type(dim).__name__}")
-    dim = operator.index(dim)
-    if not -ndim <= dim < ndim:
+    if not -ndim <= axis < ndim:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
-    return int(dim % ndim)
+    return axis % ndim
 
 
 def _check_taken(function: Operation, in_jax: bool, options: ScoreOptions, batch_invariant: bool) -> None:

@@ -104,6 +104,7 @@ def test_apply_ended_by_a_signal_leaves_no_file(name: str, numbers: np.ndarray, 
         ("--dtype", "int8", "--dtype int8: unknown dtype; choose one of float16"),
         ("--chunk-mb", 0, "--chunk-mb must be a positive number of MiB, got 0.0"),
         ("--chunk-mb", 1e-9, "--chunk-mb must be a positive number of MiB, got 1e-09"),
+        ("--chunk-mb", 1e308, "--chunk-mb must be a positive number of MiB, got 1e+308"),
     ],
 )
 def test_apply_with_wrong_options_leaves_no_file(

@@ -1,4 +1,4 @@
-"""What processes see that make different calls, or whose group loses one of them."""
+"""Errors of processes that make different calls, or whose group loses a process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def different_dtypes_are_an_error(first: int, end: int) -> None:
 
 
 def different_calls_are_an_error(first: int, end: int) -> None:
-    """Their exchanges of states would have different sizes or meanings.  Afterwards the processes go on together."""
+    """Exchanges of the states of different calls would have different sizes or meanings.
+
+    After the error, the processes go on together.
+    """
     x, odd = torch.zeros(4, end - first, device=device()), dist.get_rank() % 2
     target = torch.zeros(4, dtype=torch.long, device=device())
     calls: tuple[tuple[Callable[[], object], str], ...] = (
@@ -47,9 +50,6 @@ def different_calls_are_an_error(first: int, end: int) -> None:
             lambda: sharded.cross_entropy(x, target, exchange=(None, "collective")[odd]),
             "exchange=.*exchange='collective'",
         ),
-    )
-    calls = (
-        *calls,
         (lambda: sharded.softmax(x, backend="eager" if odd else None), r"backend=None.*backend='eager'"),
         (lambda: sharded.cross_entropy(x, target[: 4 - odd]), r"target='\(4,\) int64'.*target='\(3,\) int64'"),
         (
@@ -67,10 +67,7 @@ def different_calls_are_an_error(first: int, end: int) -> None:
 def a_process_outside_of_the_group(first: int, end: int) -> None:
     """PyTorch gives a number instead of a group to the processes that are not part of it."""
     group = dist.new_group([0])
-    x, target = (
-        torch.zeros(4, end - first, device=device()),
-        torch.zeros(4, dtype=torch.long, device=device()),
-    )
+    x, target = torch.zeros(4, end - first, device=device()), torch.zeros(4, dtype=torch.long, device=device())
     calls: tuple[Callable[[], object], ...] = (
         lambda: sharded.softmax(x, group=group),
         lambda: sharded.cross_entropy(x, target, group=group, shards=sharded.Shards(first, end - first, COLS)),

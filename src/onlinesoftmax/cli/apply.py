@@ -54,7 +54,7 @@ def apply(
         output.fail(f"--op {op}: unknown operation; choose one of {', '.join(OF_FILES)}")
     if dtype is not None and dtype not in ITEMSIZE:
         output.fail(f"--dtype {dtype}: unknown dtype; choose one of {', '.join(ITEMSIZE)}")
-    if not math.isfinite(chunk_mb) or chunk_mb * 2**20 < 1:
+    if not 1 <= chunk_mb * 2**20 < math.inf:
         output.fail(f"--chunk-mb must be a positive number of MiB, got {chunk_mb}")
     request = {
         "axis": axis,

@@ -150,7 +150,8 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
+SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The smallest positive number of float32 that has all bits, and the largest that is finite."""
 
 
 def check_softcap(caller: str, softcap: Any) -> None:
@@ -160,7 +161,7 @@ def check_softcap(caller: str, softcap: Any) -> None:
     if not is_number(softcap):
         raise TypeError(f"{caller}: softcap must be a number or None, not {type(softcap).__name__}")
     try:
-        holds = 2.0**-126 <= float(softcap) <= LARGEST_FLOAT32
+        holds = SMALLEST_FLOAT32 <= float(softcap) <= LARGEST_FLOAT32
     except OverflowError:
         holds = False
     if not holds:

@@ -205,7 +205,7 @@ class Problem:
     def unaligned(self) -> bool:
         """True where rows are planned as unaligned ones.
 
-        Not all of them begin on a multiple of 16 bytes, or they are long and not all of them begin on a cache line.
+        Some rows do not begin on a multiple of 16 bytes, or rows are long and some do not begin on a cache line.
         """
         off_lines = self.access.peelable and self.rows > 1 and self.cols * self.itemsize % CACHE_LINE != 0
         return self.aligned_bytes < 16 or (off_lines and self.cols >= LONG_COLS)
@@ -214,7 +214,7 @@ class Problem:
     def peels_narrow(self) -> bool:
         """True where Triton and Pallas split rows into head, body and tail.
 
-        Otherwise they would load fewer than 8 bytes at a time.
+        Whole rows would be loaded fewer than 8 bytes at a time.
         """
         splittable = self.contiguous and self.access.peelable
         return splittable and self.aligned_bytes < 8 and self.cols >= 2 * self.vector

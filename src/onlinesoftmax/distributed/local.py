@@ -47,7 +47,6 @@ class Sharded(NamedTuple):
     key: tuple[Any, ...] = ()
     exchange: str | None = None
 
-    @property
     def same(self) -> dict[str, Any]:
         """The arguments that every process must give alike.
 

@@ -36,7 +36,7 @@ def cross_entropy(
         return {
             "target": kind_of(target), "weight": kind_of(weight), "ignore_index": int(loss.ignore_index),
             "reduction": loss.reduction, "label_smoothing": float(loss.smoothing), "z_loss": float(loss.z_loss),
-            **call.same,
+            **call.same(),
         }  # fmt: skip
 
     shards = shards_of("cross_entropy", x, dim, call.groups, call.shards, same)
@@ -136,7 +136,7 @@ def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Shar
     dim = checked_dim("token_logprobs", dim, x.dim())
 
     def same() -> dict[str, Any]:
-        return {"index": kind_of(index), "entropy": bool(entropy), **call.same}
+        return {"index": kind_of(index), "entropy": bool(entropy), **call.same()}
 
     shards = shards_of("token_logprobs", x, dim, call.groups, call.shards, same)
     _check_target("token_logprobs()", "index", x, index, dim)
@@ -153,7 +153,7 @@ def named(numbers: tuple[Tensor, ...]) -> TokenLogprobs:
 def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     """The logsumexp if the softmax dimension is sharded; the same on every process."""
     dim = checked_dim("logsumexp", dim, x.dim())
-    shards = shards_of("logsumexp", x, dim, call.groups, call.shards, lambda: call.same)
+    shards = shards_of("logsumexp", x, dim, call.groups, call.shards, call.same)
     # A target that is no column anywhere has no gradient.
     nowhere = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1, device=x.device)
     dtype = autocast_dtype("logsumexp", x)

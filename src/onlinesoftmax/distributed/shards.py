@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +26,6 @@ _NAMES = (*ITEMSIZE, "another dtype")
 
 _TEXT_BYTES = 512
 """Bytes of the text of a call that processes send each other where their calls differ; a longer text is cut off."""
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Shards(NamedTuple):
@@ -67,7 +64,7 @@ class Shards(NamedTuple):
             RuntimeError: no process group is initialised, or another process has ended.
         """
         dim = checked_dim("Shards.of", dim, local.dim())
-        return _exchanged("Shards.of", local, dim, group_or_default(group), _NOTHING)
+        return _exchanged("Shards.of", local, dim, group_or_default(group), {})
 
 
 def shards_of(
@@ -121,8 +118,8 @@ def _name_of(dtype: torch.dtype) -> str:
 def _exchanged(name: str, x: Tensor, dim: int, group: Any, same: Mapping[str, Any]) -> Shards:
     call = f"{name}({', '.join(f'{key}={value!r}' for key, value in same.items())})"
     digest = int.from_bytes(blake2b(call.encode(), digest_size=7).digest(), "big")
-    dtype = _name_of(x.dtype) if _name_of(x.dtype) in ITEMSIZE else _NAMES[-1]
-    told = (digest, _NAMES.index(dtype), x.dim(), dim, *x.shape)
+    own = _name_of(x.dtype)
+    told = (digest, _NAMES.index(own if own in ITEMSIZE else _NAMES[-1]), x.dim(), dim, *x.shape)
     # Every process sends the same number of integers, so processes with different shapes make the same exchange.
     message = torch.zeros(4 + MOST_DIMENSIONS, dtype=torch.int64)
     message[: len(told)] = torch.tensor(told)

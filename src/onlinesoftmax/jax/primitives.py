@@ -187,7 +187,8 @@ def set_lowering(primitive: Primitive, lowered: Callable[..., Any]) -> None:
     """
 
     def implementation(*operands: Array, **params: Any) -> Any:
-        if jax.config.jax_disable_jit or _OneByOne.wanted:  # type: ignore[attr-defined]  # in every version
+        # JAX has this setting in every version, but does not declare it.
+        if jax.config.jax_disable_jit or _one_by_one.wanted:  # type: ignore[attr-defined]
             return lowered("any", *operands, **params)
         return _compiled(primitive, *operands, items=tuple(params.items()))
 
@@ -198,22 +199,22 @@ def set_lowering(primitive: Primitive, lowered: Callable[..., Any]) -> None:
         mlir.register_lowering(primitive, array_types.of_plain_arrays(lowering), platform=platform)
 
 
-class _ThisThread(threading.local):
+class _OneByOne(threading.local):
     """`wanted` is True while a thread runs the body of `_compiled`: to trace it, or without `jit` to find a NaN."""
 
     wanted = False
 
 
-_OneByOne = _ThisThread()
+_one_by_one = _OneByOne()
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="items")
 def _compiled(primitive: Primitive, *operands: Array, items: tuple[tuple[str, Any], ...]) -> Any:
-    before, _OneByOne.wanted = _OneByOne.wanted, True
+    before, _one_by_one.wanted = _one_by_one.wanted, True
     try:
         return primitive.bind(*operands, **dict(items))
     finally:
-        _OneByOne.wanted = before
+        _one_by_one.wanted = before
 
 
 def _batch(name: str, operands: tuple[Array, ...], axes: tuple[int | None, ...], **params: Any) -> tuple[Array, int]:

@@ -13,7 +13,7 @@ import torch
 from .. import api
 from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS
-from ..torch.check import autocasts, check_out_memory, checked_dim, checked_out
+from ..torch.check import autocasts, check_out_memory, checked_dim, checked_out, reduced_shape
 from ..torch.dispatch import why_pytorch
 from ..torch.losses import why_not_kernels
 
@@ -90,8 +90,7 @@ def _why_logsumexp(arguments: Arguments, backend: str | None) -> str | None:
     reduced = [checked_dim("logsumexp", dim, x.dim()) for dim in dims]
     if len(set(reduced)) < max(len(dims), 1):
         return "dim names no dimension, or one dimension twice"
-    keepdim = arguments.get("keepdim")
-    shape = [1 if i in reduced else size for i, size in enumerate(x.shape) if keepdim or i not in reduced]
+    shape = reduced_shape(x.shape, reduced, bool(arguments.get("keepdim")))
     return _why_out(arguments, Call(OPERATIONS["logsumexp"], x, Settings(dims)), torch.Size(shape))
 
 

@@ -24,8 +24,8 @@ from .variant import Variant
 KEPT_RATIO = 1.5
 """A cell keeps the variants that took at most KEPT_RATIO times as long as the fastest variant of their backend.
 
-In such a table, a variant that a cell does not name is forecast to take KEPT_RATIO times as long as the fastest.  Some
-tables keep only the fastest variant of each strategy (`Table.every_variant`).
+A variant that a cell does not name is therefore forecast to take KEPT_RATIO times as long as the fastest.  Some tables
+keep only the fastest variant of each strategy (`Table.every_variant`), and have another ratio (UNMEASURED_RATIO).
 """
 
 FORMAT = 2

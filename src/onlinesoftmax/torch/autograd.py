@@ -65,6 +65,14 @@ def forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def _kernel_for(dy: Tensor) -> Any:
+    """The function of the gradient kernels; None where PyTorch's operations compute the gradient.
+
+    PyTorch's operations compute a gradient that is itself to be differentiated, and a batch of gradients.
+    """
+    return None if torch.is_grad_enabled() or is_batched(dy) else backward
+
+
 class _Plain(torch.autograd.Function):
     """A call without score options in eager mode; it saves the host time that `_Recorded` spends on options."""
 
@@ -87,8 +95,7 @@ class _Plain(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         call = Call(ctx.operation, None, ctx.settings)
         kept = Kept(None, *ctx.saved_tensors) if "x" in call.operation.saved else Kept(*ctx.saved_tensors)
-        # PyTorch's operations compute a gradient that is itself to be differentiated, and batched ones.
-        kernel = None if torch.is_grad_enabled() or is_batched(dy) else backward
+        kernel = _kernel_for(dy)
         wanted = Wanted(True, False, False, ctx.dtype)
         return gradients(call, kept, dy, wanted, kernel)[0], None, None, None
 
@@ -145,7 +152,7 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         call, kept = saved_call(ctx)
         wanted = _wanted(ctx)
-        kernel = None if torch.is_grad_enabled() or is_batched(dy) else backward
+        kernel = _kernel_for(dy)
         return None, *gradients(call, kept, dy, wanted, kernel), None
 
 
@@ -168,7 +175,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         call, kept = saved_call(ctx)
-        kernel = None if torch.is_grad_enabled() or is_batched(dy) else backward
+        kernel = _kernel_for(dy)
         if kernel is not None and "lse" in call.operation.saved:
             # setup_context sees only the inputs and the result, so forward could not save lse; compute it here.
             assert kept.x is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,17 +25,25 @@ def checked_dim(operation: str, dim: Any, ndim: int) -> int:
         IndexError: dim is out of range.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
-        # An integer of another type, as numpy.int64, is one too.  For a tensor on a GPU the host would have to wait.
-        if isinstance(dim, bool | torch.Tensor) or not hasattr(dim, "__index__"):
-            raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
-        try:
-            dim = operator.index(dim)
-        except TypeError:
-            raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, got {dim!r}") from None
+        dim = _converted_dim(operation, dim)
     ndim = max(ndim, 1)
     if not -ndim <= dim < ndim:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
     return dim % ndim
+
+
+def _converted_dim(operation: str, dim: Any) -> int:
+    """A dimension that is no `int`: an integer of another type, as numpy.int64, is converted."""
+    # The host would have to wait for a tensor on a GPU.
+    if not isinstance(dim, bool | torch.Tensor):
+        with suppress(TypeError):
+            return operator.index(dim)
+    raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
+
+
+def reduced_shape(shape: Sequence[int], dims: Collection[int], keepdim: bool) -> tuple[int, ...]:
+    """The shape of a result per row, from that of the input and the dimensions of a row, counted from 0."""
+    return tuple(1 if i in dims else size for i, size in enumerate(shape) if keepdim or i not in dims)
 
 
 def checked_out(operation: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -52,6 +61,11 @@ def checked_out(operation: str, out: Any, shape: tuple[int, ...], dtype: torch.d
         raise RuntimeError(f"{operation}(): Expected out tensor to have dtype {dtype}, but got {out.dtype} instead")
     if out.device != device:
         raise RuntimeError(f"{operation}(): out is on {out.device}, and input on {device}")
+    check_out_shape(operation, out, shape)
+
+
+def check_out_shape(operation: str, out: Any, shape: tuple[int, ...]) -> None:
+    """Check that `out` has the shape of the result or is empty; arguments as for `checked_out`."""
     if out.shape != shape and out.shape.numel():
         raise RuntimeError(f"{operation}(): out has shape {tuple(out.shape)}, and the result has {tuple(shape)}")
 
@@ -62,9 +76,9 @@ def autocasts(x: torch.Tensor) -> bool:
 
 
 def is_batched(t: torch.Tensor | None) -> bool:
-    """True for a tensor in which vmap hides a dimension, as for the gradients of `is_grads_batched=True`.
+    """True for a tensor in which vmap hides a dimension, as in the gradients of `is_grads_batched=True`.
 
-    It has no memory that a kernel could read.
+    A kernel cannot read such a tensor, which has no memory of its own.
     """
     # dynamo cannot trace these functions, and hides no dimensions.
     if t is None or torch.compiler.is_dynamo_compiling():

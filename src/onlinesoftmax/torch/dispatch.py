@@ -15,7 +15,16 @@ from ..core.task import ANY, ITEMSIZE, Choice
 from ..kernels import registry
 from ..planner.plan import PlanError
 from . import autograd, eager, gradients, launches, ops
-from .check import TRACED_TYPES, autocasts, check_options, check_out_memory, checked_dim, checked_out
+from .check import (
+    TRACED_TYPES,
+    autocasts,
+    check_options,
+    check_out_memory,
+    check_out_shape,
+    checked_dim,
+    checked_out,
+    reduced_shape,
+)
 from .launches import LAUNCHES, is_usual, key_of
 from .prepare import run as run_kernel
 
@@ -78,8 +87,7 @@ def _by_kernel(call: Call) -> torch.Tensor:
         y = custom_ops.forward(call._replace(settings=settings._replace(dim=dim), out=None))
         return y if out is None else _write(operation, y, out)
     if _wants_derivatives(x, options):
-        if out is not None:
-            raise RuntimeError(f"{operation}(): functions with out=... do not support gradients, and one is needed")
+        _check_no_out(call)
         return autograd.apply(call)
     if out is not None:
         check_out_memory(call)
@@ -121,6 +129,12 @@ def _wants_derivatives(x: torch.Tensor, options: ScoreOptions | None) -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def _check_no_out(call: Call) -> None:
+    """Raise PyTorch's error for `out` in a call whose derivatives are wanted."""
+    if call.out is not None:
+        raise RuntimeError(f"{call.operation}(): functions with out=... do not support gradients, and one is needed")
+
+
 def _by_pytorch(call: Call) -> torch.Tensor:
     """Run a call by PyTorch's operations."""
     operation, x, settings, options, out, _ = call
@@ -133,8 +147,8 @@ def _by_pytorch(call: Call) -> torch.Tensor:
         raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is not floating point; pass dtype=")
     if settings.dtype is not None and not settings.dtype.is_floating_point:
         raise NotImplementedError(f"{operation}(): dtype {settings.dtype} is not floating point")
-    if out is not None and _wants_derivatives(x, options):
-        raise RuntimeError(f"{operation}(): functions with out=... do not support gradients, and one is needed")
+    if _wants_derivatives(x, options):
+        _check_no_out(call)
     if settings.dtype is None and autocasts(x):
         dtype = _autocast_dtype(operation, x.dtype, x.device.type)
         call = call._replace(settings=settings._replace(dtype=dtype))
@@ -148,16 +162,11 @@ def _check_out_of_pytorch(call: Call) -> None:
     if type(x) not in ops.PLAIN_TYPES or x.layout != torch.strided or x.is_meta or torch.compiler.is_compiling():
         return
     check_out_memory(call)
-    shape, dim = tuple(x.shape), settings.dim
+    shape, dims = tuple(x.shape), settings.dim if isinstance(settings.dim, tuple | list) else (settings.dim,)
     if operation.per_row:
-        dims = dim if isinstance(dim, tuple | list) else (dim,)
-        if not dims:
-            return
-        reduced = {checked_dim(operation.name, each, x.dim()) for each in dims}
-        sizes = [1 if axis in reduced else size for axis, size in enumerate(shape)]
-        shape = tuple(size for axis, size in enumerate(sizes) if settings.keepdim or axis not in reduced)
-    if out.numel() and out.shape != shape:
-        raise RuntimeError(f"{operation}(): out has shape {tuple(out.shape)}, and the result has {shape}")
+        shape = reduced_shape(shape, [checked_dim(operation.name, dim, x.dim()) for dim in dims], settings.keepdim)
+    if dims:
+        check_out_shape(operation.name, out, shape)
 
 
 def with_autocast(call: Call) -> Call:

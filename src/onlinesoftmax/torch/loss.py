@@ -78,6 +78,7 @@ def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtyp
     if weight is None:
         return counts.sum().to(dtype)
     if not weight.numel():
+        # There is no class, and `index_select` takes nothing from an empty tensor.
         return weight.to(dtype).sum()
     # A target out of range makes its row NaN, and must not make this sum an error.
     inside = counts & (target >= 0) & (target < weight.numel())

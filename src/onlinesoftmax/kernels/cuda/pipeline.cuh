@@ -29,7 +29,8 @@ struct RowPart {
     }
 };
 
-// What a thread keeps of a row besides its tiles, from the time when the row is reduced until it is written.
+// Operands and edges of a row: a thread keeps them, besides its tiles, from the time when the row is reduced until it is
+// written.
 struct HeldRow {
     RowOperands operands;
     Slice<0, LANES, EDGES, false> edges;

@@ -14,7 +14,8 @@ from ...core.device import CACHE_LINE
 from ...core.operations import OPERATIONS
 from ...core.task import ITEMSIZE, MOST_PROCESSES
 from ...planner.plan import Plan
-from ...planner.strategies.cuda_grid import PIPELINE, STREAM, slice_chunks, slice_tiles
+from ...planner.strategies.cuda_blocks import slice_chunks
+from ...planner.strategies.cuda_grid import PIPELINE, STREAM, slice_tiles
 from ..request import Request
 from .messages import (
     COPIES,

@@ -20,8 +20,8 @@
 // read it, and only the block that takes the number of a tile reads it again.
 
 static_assert(!TERMS, "streamed tiles keep no terms");
-// Otherwise all tiles of a row fit the ring, and the loader could take a number of the row before the block reduces it; see
-// the end of load_rows.
+// With GROUPS = 0 all tiles of a row could fit the ring, and the loader could take a number of the row before the block
+// reduces it; see the end of load_rows.
 static_assert(GROUPS > 0, "a row needs more tiles on chip than the ring has stages");
 
 constexpr int ON_CHIP = GROUPS + STAGES;   // tiles of a row that a block keeps
@@ -109,8 +109,8 @@ __device__ inline void load_rows(const Params& p, const Board& board, const Stag
     }
 }
 
-// The warps that hold rows.  They reduce the block's tiles of a row, wait for the state of the whole row, and write: first
-// the tiles that are in the ring, then the streamed tiles that the loader has taken, then the tiles in registers.
+// The warps that hold rows reduce the block's tiles of a row, wait for the state of the whole row, and write: first the
+// tiles that are in the ring, then the streamed tiles that the loader has taken, then the tiles in registers.
 __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, Exchange& exchange, const int64* tile_in) {
     using Tile = Slice<DEPTH, LANES, false, false, CachePolicy::NORMAL, CachePolicy::SHORT>;
     const CallConstants call = call_constants(p);

@@ -25,6 +25,7 @@ from .cuda_blocks import (
     propose,
     resident_blocks,
     row_chunks,
+    slice_chunks,
 )
 
 SCORE_REGISTERS = 32
@@ -114,8 +115,7 @@ def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
     chunks = row_chunks(problem)
     found: list[Proposal] = []
     for threads, blocks, terms in itertools.product((128, 256, 512, 1024), (2, 4, 8, 16), choices_of_terms(problem)):
-        # Slices start on 128 bytes, a cache line, so that no two blocks load the same one.
-        length = -(-chunks // blocks // 8) * 8
+        length = slice_chunks(chunks, blocks)
         held = -(-length // threads)
         if (length < 64 and blocks > 2) or (threads == 1024 and found) or problem.rows * blocks > MOST_BLOCKS:
             continue

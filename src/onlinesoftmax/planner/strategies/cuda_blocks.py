@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from ...core.device import Device
+from ...core.device import CACHE_LINE, Device
 from ...core.problem import Problem
 from ..proposal import Blocks, Proposal, Threads, Traffic, unaligned
 from ..quality import quality
 from ..variant import Variant
+
+LINE_CHUNKS = CACHE_LINE // 16
+"""Chunks of a cache line: the fewest that a block owns of a row which it shares with other blocks."""
 
 HELD_REGISTERS = 64
 """Most registers of a thread for its chunks of a row, in the kernels without a ring (cuda_grid.py)."""
@@ -27,10 +30,15 @@ def row_chunks(problem: Problem) -> int:
     return max(1, problem.cols // problem.vector)
 
 
+def slice_chunks(chunks: int, blocks: int) -> int:
+    """Chunks of each block's slice of a row.  Slices start on a cache line, so no two blocks load the same one."""
+    return -(-chunks // (LINE_CHUNKS * blocks)) * LINE_CHUNKS
+
+
 def peels_unaligned(problem: Problem) -> bool:
     """True where CUDA kernels split unaligned rows into head, body and tail.
 
-    Otherwise they would load fewer than 16 bytes at a time.
+    Whole rows would be loaded fewer than 16 bytes at a time.
     """
     return (
         problem.contiguous and problem.access.peelable and problem.aligned_bytes < 16 and problem.cols >= problem.vector

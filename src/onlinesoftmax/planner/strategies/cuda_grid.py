@@ -15,6 +15,7 @@ from ...core.problem import Problem
 from ..proposal import Proposal, no_gpu, reads
 from ..variant import Variant
 from .cuda_blocks import (
+    LINE_CHUNKS,
     NO_REGISTERS,
     OTHER_REGISTERS,
     choices_of_terms,
@@ -25,6 +26,7 @@ from .cuda_blocks import (
     propose,
     resident_blocks,
     row_chunks,
+    slice_chunks,
 )
 
 
@@ -53,11 +55,6 @@ def grid(problem: Problem, device: Device) -> list[Proposal] | str:
     return list(dict.fromkeys([*_pipelines(problem, device), *_streams(problem, device), *found])) or NO_REGISTERS
 
 
-def slice_chunks(chunks: int, team: int) -> int:
-    """Chunks of a block's slice of a row; slices start on a cache line."""
-    return -(-chunks // (LEAST_CHUNKS * team)) * LEAST_CHUNKS
-
-
 def slice_tiles(chunks: int, team: int, threads: int) -> int:
     """Tiles of a block's slice of a row."""
     return max(1, -(-slice_chunks(chunks, team) // threads))
@@ -65,9 +62,6 @@ def slice_tiles(chunks: int, team: int, threads: int) -> int:
 
 PIPELINE, STREAM = "pipeline", "stream"
 """Files of the kernels that load through a ring: pipeline.cuh and stream.cuh."""
-
-LEAST_CHUNKS = 8
-"""Chunks of a cache line, so of the smallest slice of a row that a block owns."""
 
 SPECIAL_WARPS = 2
 """Warps of a pipelined block that hold no part of a row: one loads, one exchanges states."""
@@ -219,7 +213,7 @@ def _teams(
     # "all": a team of all blocks, or of as many as there are tiles; in the second case several teams may fit.
     rounds = max(1, -(-problem.rows // max(1, blocks // smallest)))
     of_equal_size = blocks // max(1, -(-problem.rows // rounds))
-    teams = {"teams": min(of_equal_size, -(-chunks // LEAST_CHUNKS)), "all": min(blocks, -(-chunks // threads))}
+    teams = {"teams": min(of_equal_size, -(-chunks // LINE_CHUNKS)), "all": min(blocks, -(-chunks // threads))}
     found = []
     for word, team in teams.items():
         # A block reads the state of every other block of its team.  For thousands of them this takes longer than a row.
