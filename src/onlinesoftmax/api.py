@@ -190,7 +190,8 @@ def cross_entropy(
         ignore_index: Target of the rows that count for nothing: no loss, no gradient, no part in a mean.
         reduction: "mean" (over the weights of the targets that count), "sum" or "none".
         label_smoothing: Part of the target that is spread over all classes, from 0 to 1.
-        z_loss: Factor of logsumexp(z)**2, which is added to the loss of each row that counts before the reduction.
+        z_loss: Factor of logsumexp(z)**2, which is added to the loss of each row that counts.  In a mean, this part is
+            averaged over the rows that count, without their weights.
         scale: Factor of the input, an inverse temperature.
         softcap: Soft bound on the magnitude of scale * input: a positive number.
         return_stats: Return (loss, statistics): lse, z_loss, entropy, the largest class and whether it is the target,

@@ -219,7 +219,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         ignore_index: Target of the rows that count for nothing.
         reduction: "mean", "sum" or "none".
         label_smoothing: Part of the target that is spread over all classes, from 0 to 1.
-        z_loss: Factor of logsumexp(input)**2, which is added to the loss of each row.
+        z_loss: Factor of logsumexp(input)**2, which is added to the loss of each row.  Its mean is not weighted.
         scale: Factor of the input: a number.
         softcap: Soft bound on the magnitude of scale * input: a positive number.
         inplace_backward: Allow the gradient to overwrite the input.

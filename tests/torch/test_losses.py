@@ -50,13 +50,13 @@ def expected_losses(x: torch.Tensor, target: torch.Tensor, options: dict[str, An
     rows = functional.cross_entropy(z, target, weight, reduction="none", label_smoothing=smoothing)
     dim = 1 if x.dim() > 1 else 0
     counts = target != -100
-    rows = rows + options.get("z_loss", 0.0) * (z.logsumexp(dim) ** 2).where(counts, 0.0)
+    penalty = options.get("z_loss", 0.0) * (z.logsumexp(dim) ** 2).where(counts, 0.0)
     if reduction == "none":
-        return rows
+        return rows + penalty
     if reduction == "sum":
-        return rows.sum()
+        return (rows + penalty).sum()
     of_row = counts.to(x.dtype) if weight is None else weight[target.where(counts, 0)].where(counts, 0.0)
-    return rows.sum() / of_row.sum()
+    return rows.sum() / of_row.sum() + penalty.sum() / counts.sum()
 
 
 @pytest.mark.parametrize("plan", PLANS)

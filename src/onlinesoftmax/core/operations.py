@@ -295,7 +295,9 @@ LOSSES_REDUCED = tuple(
 )
 """The scalars to which losses are reduced.
 
-If one of them is written, y is the gradient of that scalar, and the call has no dy.
+If one of them is written, y is the gradient of that scalar, and the call has no dy.  The mean divides everything by the
+sum of the weights.  A caller with weights and z_loss scales the weights first, so that this sum is the number of rows
+that count (`scaled_weight` in torch/loss.py).
 """
 
 ALL_OPTIONS = ("scale", "softcap", "bias", "mask", "causal")

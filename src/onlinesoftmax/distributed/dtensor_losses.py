@@ -48,6 +48,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         loss = loss._replace(settings=loss.settings._replace(dtype=dtype))
         y = sharded_losses.cross_entropy(local, target, weight, loss, call, layout.row_groups)
     else:
+        weight = sharded_losses.weight_of_mean(local, target, weight, loss, layout.row_groups)
         wide = loss.settings._replace(dtype=accumulator_of(local.dtype, local.dtype))
         rows = losses.cross_entropy(local, target, weight, loss._replace(settings=wide, reduction="none"), return_stats)
         if return_stats:

@@ -10,7 +10,7 @@ from ..core.call import Settings
 from ..core.processes import gathered
 from ..torch.check import checked_dim
 from ..torch.gradients import accumulator_of
-from ..torch.loss import Loss, count_of, ignored
+from ..torch.loss import Loss, count_of, ignored, scaled, scales_weight
 from ..torch.losses import TokenLogprobs, check_index, check_weight, result_dtype
 from .launches import Given, ShardedKind
 from .local import Sharded, autocast_dtype
@@ -42,6 +42,9 @@ def cross_entropy(
     shards = shards_of("cross_entropy", x, dim, call.groups, call.shards, same)
     _check_target("cross_entropy()", "target", x, target, dim)
     check_weight("cross_entropy()", weight, x, shards.total)
+    if scales_weight(target, weight, loss):
+        # The launches under the key of the public function would take the weights as they are.
+        weight, call = weight_of_mean(x, target, weight, loss, row_groups), call._replace(key=())
     dtype = loss.settings.dtype or result_dtype(x)
     # The losses of the rows of several groups are reduced together.
     wide = accumulator_of(x.dtype, x.dtype) if row_groups else dtype
@@ -54,6 +57,19 @@ def cross_entropy(
         return found[0]
     rows = _loss_rows(x, target, weight, loss, dim, shards, call) if found is None else found[0]
     return reduced(rows, target, weight, loss, row_groups).to(dtype)
+
+
+def weight_of_mean(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, row_groups: tuple[Any, ...]
+) -> Tensor | None:
+    """The weights of the rows of all groups, as torch.loss.scaled_weight has them for those of one process."""
+    if weight is None or not scales_weight(target, weight, loss):
+        return weight
+    wide = accumulator_of(x.dtype, weight.dtype)
+    sums = torch.stack([count_of(target, each, loss, wide) for each in (None, weight)])
+    if row_groups:
+        sums = gathered(sums, *row_groups).sum(0)
+    return scaled(weight, sums[0], sums[1])
 
 
 def _loss_rows(

@@ -85,3 +85,22 @@ def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtyp
     # An index without dimensions would be read by the host, which vmap and traces do not allow.
     of_row = weight.to(dtype).index_select(0, target.where(inside, 0).long().flatten())
     return of_row.where(inside.flatten(), 0).sum()
+
+
+def scales_weight(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss) -> bool:
+    """True for a weighted mean with z_loss, which takes `scaled_weight` instead of its weights."""
+    return weight is not None and loss.z_loss != 0 and loss.reduction == "mean" and not target.is_floating_point()
+
+
+def scaled_weight(target: torch.Tensor, weight: torch.Tensor, loss: Loss, dtype: torch.dtype) -> torch.Tensor:
+    """The weights times a number, in this dtype, with which the divisor of a mean is the number of rows that count.
+
+    The mean of the weighted losses stays the same, and z_loss * lse**2 is averaged over the rows that count.
+    """
+    return scaled(weight, count_of(target, None, loss, dtype), count_of(target, weight, loss, dtype))
+
+
+def scaled(weight: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weights times rows / weights: the number of rows that count over the sum of the weights of their targets."""
+    # Without such a row every gradient is 0, and the factor 0 / 0 would make some of them NaN.
+    return weight.to(rows.dtype) * (rows / weights).where(rows > 0, 1.0)

@@ -15,9 +15,9 @@ from ..core.call import Call
 from .cache import keep, new_cache
 from .gradients import accumulator_of
 from .launches import is_usual
-from .loss import Loss
+from .loss import Loss, scales_weight
 from .prepare import kind_of, operands_of, prepare, prepared
-from .reductions import Reducer, reducer
+from .reductions import Reducer, reducer, weight_scaler
 from .targets import LogProbabilities, PerRow, ScalarLoss, by_cuda, loss_call, scalar_output, without_tensors
 
 Tensor = torch.Tensor
@@ -57,12 +57,22 @@ def add_loss(key: tuple[Any, ...], x: Tensor, target: Tensor, weight: Tensor | N
         return None
     if loss.reduction == "none":
         return keep(LAUNCHES, key, _per_row(x, target, weight, loss, with_gradient))
+    if weight is None or not scales_weight(target, weight, loss):
+        run = _scalar(x, target, weight, loss, with_gradient)
+        return run and keep(LAUNCHES, key, run)
+    scale = weight_scaler(x, target, weight, loss)
+    of_scaled = _scalar(x, target, scale(target, weight), loss, with_gradient)
+    if of_scaled is None:
+        return None
+    return keep(LAUNCHES, key, lambda x, target, weight: of_scaled(x, target, scale(target, weight)))
+
+
+def _scalar(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> Run | None:
+    """A usual loss that is reduced to a scalar; None where it needs the general path."""
     if scalar := scalar_output(x, target, weight, loss, with_gradient):
-        return keep(
-            LAUNCHES, key, _in_one_launch(x, target, weight, loss, (scalar, "y") if with_gradient else (scalar,))
-        )
+        return _in_one_launch(x, target, weight, loss, (scalar, "y") if with_gradient else (scalar,))
     small = reducer(x, target, weight, loss, with_gradient)
-    return small and keep(LAUNCHES, key, _reduced(x, target, weight, loss, small))
+    return small and _reduced(x, target, weight, loss, small)
 
 
 def _rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs: tuple[str, ...]) -> Callable[..., Any]:

@@ -15,7 +15,8 @@ from ..planner.strategies import TABLE
 from . import loss_launches, targets_eager
 from .check import autocasts, check_not_dtensor, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
-from .loss import MOST_EXACT_INDEX, Loss, counted, with_constants
+from .gradients import accumulator_of
+from .loss import MOST_EXACT_INDEX, Loss, counted, scaled_weight, scales_weight, with_constants
 from .prepare import INTEGERS
 from .targets import LogProbabilities, PerRow, Reduced, log_probabilities, loss_rows, reduced, without_tensors
 
@@ -86,17 +87,25 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
             _check_inplace(x)
         if key and (run := loss_launches.add_loss(key, x, target, weight, loss)) is not None:
             return run(x, target, weight)
+        weight = _weight_of_mean(x, target, weight, loss)
         # Found before the kernel runs, because the gradient may overwrite the logits.
         largest = _largest(x, loss) if return_stats else None
         y, lse, entropy = _by_kernels(x, target, weight, loss, return_stats, with_gradient)
     elif not (return_stats or loss.options or loss.z_loss) and settings.dtype == result_dtype(x):
         return targets_eager.pytorch_loss(x, target, weight, loss)
     else:
+        weight = _weight_of_mean(x, target, weight, loss)
         y = targets_eager.reduced(targets_eager.losses(x, target, weight, loss), target, weight, loss)
         lse, entropy = targets_eager.statistics(x, loss) if return_stats else (None, None)
         largest = _largest(x, loss) if return_stats else None
     y = y.to(settings.dtype)
     return (y, _statistics(target, loss, lse, entropy, largest)) if return_stats else y
+
+
+def _weight_of_mean(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor | None:
+    if weight is None or not scales_weight(target, weight, loss):
+        return weight
+    return scaled_weight(target, weight, loss, accumulator_of(x.dtype, weight.dtype))
 
 
 def _by_kernels(

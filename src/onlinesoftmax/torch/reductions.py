@@ -16,7 +16,7 @@ from ..kernels import registry
 from ..kernels.reduction import Reduction
 from ..kernels.sharded import ShardedRows
 from .gradients import accumulator_of
-from .loss import Loss
+from .loss import Loss, scaled, scaled_weight
 from .prepare import DTYPE_NAMES, aligned
 
 Tensor = torch.Tensor
@@ -81,6 +81,20 @@ def _reductions(
     return adds, Reduction(
         adds.rows, adds.accumulator, adds.result, False, DTYPE_NAMES[target.dtype], kind, classes, loss.ignore_index
     )
+
+
+def weight_scaler(x: Tensor, target: Tensor, weight: Tensor, loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function (target, weight) that returns `scaled_weight`, by two launches where the kernels can count.
+
+    Args:
+        x, target, weight, loss: The arguments of a weighted mean with z_loss.
+    """
+    wide = accumulator_of(x.dtype, weight.dtype)
+    rows, weights = (reducer(x, target, each, loss, True) for each in (None, weight))
+    if rows is None or weights is None or rows.factor is None or weights.factor is None:
+        return lambda target, weight: scaled_weight(target, weight, loss, wide)
+    count, add = rows.factor, weights.factor
+    return lambda target, weight: scaled(weight, count(target, None)[1], add(target, weight)[1])
 
 
 Total = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]

@@ -1,0 +1,93 @@
+"""The losses and log-probabilities of rows and their gradients in NumPy's float64, written out from the papers.
+
+Nothing here comes from the package or from a framework, so that an error of one formula is not in both.
+
+    p = softmax(z)                  z = softcap * tanh(scale * x / softcap), and -inf where the mask is False
+    loss of a row = -sum(q * log(p)) + z_loss * lse²                            Chowdhery et al., arXiv:2204.02311
+    q = weight[t] * (1 - smoothing) at the target t, and weight[c] * smoothing / classes at each class c, or
+        weight[c] * ((1 - smoothing) * target[c] + smoothing / classes)         Szegedy et al., arXiv:1512.00567
+    mean = sum(-sum(q * log(p))) / sum(weight[t]) + z_loss * sum(lse²) / rows, each over the rows that count
+
+With class probabilities, the mean divides both sums by the number of rows, as PyTorch does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+class Expected(NamedTuple):
+    """A loss, its gradient, and the statistics of each row."""
+
+    loss: Array
+    gradient: Array
+    lse: Array
+    z_loss: Array
+    entropy: Array
+
+
+class _Scores(NamedTuple):
+    """Numbers of scores along the last axis; `slope` is the derivative of a score with respect to its logit."""
+
+    slope: Array
+    p: Array
+    log_p: Array
+    lse: Array
+    entropy: Array
+    kept: Array
+
+
+def _scores(x: Array, scale: float, softcap: float | None, mask: Any) -> _Scores:
+    z, slope = scale * x, np.full_like(x, scale)
+    if softcap is not None:
+        bounded = np.tanh(z / softcap)
+        z, slope = softcap * bounded, slope * (1 - bounded**2)
+    kept = np.broadcast_to(np.array(True) if mask is None else mask, x.shape)
+    z, slope = np.where(kept, z, -np.inf), np.where(kept, slope, 0.0)
+    m = z.max(-1, keepdims=True)
+    lse = m + np.log(np.exp(z - m).sum(-1, keepdims=True))
+    log_p = z - lse
+    p = np.exp(log_p)
+    entropy = -(p * np.where(p > 0, log_p, 0.0)).sum(-1)
+    return _Scores(slope, p, log_p, lse[..., 0], entropy, kept)
+
+
+def expected_loss(
+    x: Array, target: Array, dy: Any = 1.0, *, weight: Any = None, ignore_index: int = -100, reduction: str = "mean",
+    label_smoothing: float = 0.0, z_loss: float = 0.0, scale: float = 1.0, softcap: float | None = None,
+    mask: Any = None,
+) -> Expected:  # fmt: skip
+    """A cross-entropy of float64 logits; dy is the incoming gradient of the loss.
+
+    Classes are the second dimension, or the only one.  The mask has the shape of x.
+    """
+    dim = 1 if x.ndim > 1 else 0
+    last = lambda a: np.moveaxis(np.asarray(a), dim, -1)  # noqa: E731  one line in two places
+    s = _scores(last(x), scale, softcap, None if mask is None else last(mask))
+    cols, w = x.shape[dim], np.ones(x.shape[dim]) if weight is None else np.asarray(weight, np.float64)
+    spread = label_smoothing * np.where(s.kept, 1 / s.kept.sum(-1, keepdims=True), 0.0)
+    if target.dtype.kind == "f":
+        q, counts = w * ((1 - label_smoothing) * last(target) + spread), np.ones(s.lse.shape, bool)
+        divisor = counts.sum()
+    else:
+        counts = target != ignore_index
+        own = np.where(counts, w[np.where(counts, target, 0)], 0.0)
+        q = (1 - label_smoothing) * own[..., None] * (np.arange(cols) == target[..., None]) + w * spread
+        divisor = own.sum()
+    q = np.where(counts[..., None], q, 0.0)
+    nll, penalty = -np.where(q == 0, 0.0, q * s.log_p).sum(-1), np.where(counts, z_loss * s.lse**2, 0.0)
+    of_nll, of_penalty, loss = 1.0, 1.0, nll + penalty
+    if reduction == "sum":
+        loss = loss.sum()
+    elif reduction == "mean":
+        of_nll, of_penalty = 1 / divisor, 1 / counts.sum()
+        loss = nll.sum() * of_nll + penalty.sum() * of_penalty
+    factor = of_nll * q.sum(-1) + of_penalty * np.where(counts, 2 * z_loss * s.lse, 0.0)
+    dz = factor[..., None] * s.p - of_nll * q
+    dx = np.asarray(dy)[..., None] * dz * s.slope
+    return Expected(np.asarray(loss), np.moveaxis(dx, -1, dim), s.lse, penalty, s.entropy)
