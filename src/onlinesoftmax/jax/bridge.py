@@ -51,7 +51,8 @@ def forward(name: str) -> Function:
     class OnTensor(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any, others: tuple[Any, ...], function: Function) -> Any:
-            ctx.x = x
+            # The arrays share the memory of the tensors, which must not change before backward.
+            ctx.save_for_backward(x, *others)
             with _precision(x):
                 arrays = tuple(map(_array, others))
                 y, ctx.vjp = _jax().vjp(lambda a: function(a, *arrays), _array(x))
@@ -59,7 +60,7 @@ def forward(name: str) -> Function:
 
         @staticmethod
         def backward(ctx: Any, *dy: Any) -> Any:
-            with _precision(ctx.x):
+            with _precision(ctx.saved_tensors[0]):
                 return _tensor(ctx.vjp(_array(dy[0]))[0]), None, None
 
     def call(x: Any, dim: int, *others: Any, **arguments: Any) -> Any:

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from ..core.call import Call
+from ..core.call import NOTHING, Call
+from .autograd import split_tensors
 from .cache import keep, new_cache
 from .gradients import accumulator_of
 from .launches import is_usual
 from .loss import Loss, scales_weight
 from .prepare import kind_of, operands_of, prepare, prepared
 from .reductions import Reducer, reducer, weight_scaler
-from .targets import LogProbabilities, PerRow, ScalarLoss, by_cuda, loss_call, scalar_output, without_tensors
+from .targets import LogProbabilities, PerRow, ScalarLoss, by_cuda, loss_call, scalar_output
 
 Tensor = torch.Tensor
 
@@ -185,11 +186,12 @@ class _LogProbabilities(LogProbabilities):
     """The usual log-probabilities, with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, bare: Call, x: Tensor, mask: Tensor | None, target: Tensor, rows: Any) -> Any:
-        y, lse, m, l, *rest = rows(x, target)
+    def forward(ctx: Any, bare: Call, target: Tensor, rows: Any, *tensors: Tensor | None) -> Any:
+        y, lse, m, l, *rest = rows(*tensors, target)
         found = rest[0] if rest else None
         ctx.bare = bare
-        ctx.save_for_backward(x, mask, target, m, l, found)
+        # No bias, scale or mask is a tensor, so only x is given.
+        ctx.save_for_backward(target, m, l, found, *tensors, None, None, None)
         ctx.set_materialize_grads(False)
         return y, found, lse
 
@@ -213,8 +215,8 @@ def add_log_probabilities(key: tuple[Any, ...], call: Call, entropy: bool) -> Ru
         return run(x, torch.empty_like(target, dtype=wide), {"target": target, **numbers})
 
     if with_gradient:
-        bare = without_tensors(call)
-        return keep(LAUNCHES, key, lambda x, target, _: _apply_log_probabilities(bare, x, None, target, rows))
+        bare = split_tensors(call)[0]._replace(beside=NOTHING)
+        return keep(LAUNCHES, key, lambda x, target, _: _apply_log_probabilities(bare, target, rows, x))
 
     def found(x: Tensor, target: Tensor, _: Any) -> Any:
         y, lse, *rest = rows(x, target)

@@ -6,19 +6,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.call import Call, Settings
+from ..core.call import NOTHING, Call, Settings
 from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
 from . import loss_launches, targets_eager
+from .autograd import split_tensors
 from .check import autocasts, check_not_dtensor, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
 from .gradients import accumulator_of
 from .loss import MOST_EXACT_INDEX, Loss, counted, scaled_weight, scales_weight, with_constants
 from .prepare import INTEGERS
-from .targets import LogProbabilities, PerRow, Reduced, log_probabilities, loss_rows, reduced, without_tensors
+from .targets import LogProbabilities, PerRow, Reduced, log_probabilities, loss_rows, reduced
 
 Tensor = torch.Tensor
 
@@ -169,7 +170,8 @@ def token_logprobs(
         return TokenLogprobs(*run(x, index, None))
     if not (torch.is_grad_enabled() and x.requires_grad):
         return TokenLogprobs(*log_probabilities(call, entropy))
-    return TokenLogprobs(*LogProbabilities.apply(without_tensors(call), x, scores.mask, index, entropy))
+    bare, tensors = split_tensors(call)
+    return TokenLogprobs(*LogProbabilities.apply(bare._replace(beside=NOTHING), index, entropy, *tensors))
 
 
 def why_not_kernels(

@@ -21,6 +21,7 @@ from ..core.operations import OPERATIONS
 from ..core.options import bits
 from ..kernels import registry
 from . import targets_eager
+from .autograd import with_tensors
 from .check import TRACED_TYPES, check_first_derivative, is_batched
 from .gradients import accumulator_of, outputs_of
 from .loss import Loss, count_of
@@ -295,22 +296,22 @@ class LogProbabilities(torch.autograd.Function):
     """(logprob, entropy, lse) of all rows; backward computes the gradient of all three from the logits."""
 
     @staticmethod
-    def forward(ctx: Any, bare: Call, x: Tensor, mask: Tensor | None, target: Tensor, entropy: bool) -> Any:
-        call = with_mask(bare, x, mask, target)
+    def forward(ctx: Any, bare: Call, target: Tensor, entropy: bool, *tensors: Tensor | None) -> Any:
+        call = _with_target(with_tensors(bare, tensors), target)
         y, lse, m, l, *rest = launch(call, ("y", "lse", "m", "l", *(("entropy",) if entropy else ())))
         found = rest[0] if rest else None
         ctx.bare = bare
-        ctx.save_for_backward(x, mask, target, m, l, found)
+        ctx.save_for_backward(target, m, l, found, *tensors)
         ctx.set_materialize_grads(False)
         return y, found, lse
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None) -> Any:
-        nothing = (None, None, None, None, None)
         if dy is None and dentropy is None and dlse is None:
-            return nothing
-        x, mask, target, m, l, entropy = ctx.saved_tensors
-        call = with_mask(ctx.bare, x, mask, target)
+            return (None,) * 7
+        target, m, l, entropy, *tensors = ctx.saved_tensors
+        call = _with_target(with_tensors(ctx.bare, tensors), target)
+        x = call.x
         again = torch.is_grad_enabled()
         if again or any(is_batched(each) for each in (dy, dentropy, dlse)):
             with torch.enable_grad():
@@ -319,7 +320,7 @@ class LogProbabilities(torch.autograd.Function):
                 found = targets_eager.log_probabilities(call._replace(x=x), entropy is not None)
             pairs = [(y, g) for y, g in zip(found, (dy, dentropy, dlse), strict=True) if g is not None]
             (dx,) = torch.autograd.grad([y for y, _ in pairs], x, [g for _, g in pairs], create_graph=again)
-            return (None, dx, *nothing[2:])
+            return None, None, None, dx, None, None, None
         given = {"dy": torch.zeros_like(m) if dy is None else dy, "m": m, "l": l, "dlse": dlse}
         if dentropy is not None:
             given |= {"entropy": entropy, "dentropy": dentropy}
@@ -329,16 +330,9 @@ class LogProbabilities(torch.autograd.Function):
         gradient = call._replace(operation=OPERATIONS[_LOGPROBS.gradient_name], options=options, beside=beside)
         settings = call.settings._replace(dtype=x.dtype)
         (dx,) = launch(gradient._replace(settings=settings), ("y",))
-        return (None, dx, *nothing[2:])
+        return None, None, None, dx, None, None, None
 
 
-def with_mask(bare: Call, x: Tensor, mask: Tensor | None, target: Tensor) -> Call:
-    """Put x, mask and target into a call.  They travel apart from it: autograd tracks only arguments of `apply`."""
-    options = bare.scores._replace(mask=mask)
-    beside = {"target": target.unsqueeze(bare.settings.dim)}
-    return bare._replace(x=x, options=None if options.plain else options, beside=beside)
-
-
-def without_tensors(call: Call) -> Call:
-    """A call without x, mask and target; a scale that is a tensor stays."""
-    return call._replace(x=None, options=call.scores._replace(mask=None), beside={})
+def _with_target(call: Call, target: Tensor) -> Call:
+    """Put the target into a call; it travels apart from the call, because autograd tracks only arguments of `apply`."""
+    return call._replace(beside={"target": target.unsqueeze(call.settings.dim)})

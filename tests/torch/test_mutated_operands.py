@@ -1,0 +1,211 @@
+"""Operands that change in place between forward and backward: PyTorch's error, or the gradient of the old values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import onlinesoftmax as osm
+from onlinesoftmax import distributed
+from onlinesoftmax.core.call import Call, Settings
+from onlinesoftmax.core.operations import OPERATIONS
+from onlinesoftmax.core.options import PLAIN
+from onlinesoftmax.core.task import Choice
+from onlinesoftmax.torch import cache, custom_ops, dispatch, loss_launches, losses
+from onlinesoftmax.torch.autograd import with_tensors
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+BACKENDS = (None, "triton", "cuda") if GPU else (None, "triton")
+
+Tensors = dict[str, torch.Tensor]
+Function = Callable[[Tensors, "str | None"], torch.Tensor]
+
+
+def tensors() -> Tensors:
+    generator = torch.Generator().manual_seed(5)
+    random = {
+        "x": torch.randn(3, 11, generator=generator),
+        "dy": torch.randn(3, 11, generator=generator),
+        "bias": torch.randn(11, generator=generator),
+        "scale": torch.tensor(0.7),
+        "mask": torch.rand(3, 11, generator=generator) < 0.8,
+        "target": torch.tensor([2, 7, 10]),
+        "weight": torch.rand(11, generator=generator),
+    }
+    return {name: t.to(DEVICE) for name, t in random.items()}
+
+
+def scored(name: str, **options: Any) -> Function:
+    def call(t: Tensors, backend: str | None) -> torch.Tensor:
+        given = {each: t[each] for each in ("bias", "scale", "mask")}
+        y: torch.Tensor = getattr(osm, name)(t["x"], -1, **given, **options, backend=backend)
+        return y
+
+    return call
+
+
+def plain(name: str) -> Function:
+    def call(t: Tensors, backend: str | None) -> torch.Tensor:
+        y: torch.Tensor = getattr(osm, name)(t["x"], -1, backend=backend)
+        return y
+
+    return call
+
+
+def operator(name: str) -> Function:
+    """The custom operator, which torch.compile calls."""
+
+    def call(t: Tensors, backend: str | None) -> torch.Tensor:
+        choice = Choice(backend or (None if GPU else "triton"))
+        bare = Call(OPERATIONS[name], None, Settings(1, choice=choice), PLAIN._replace(softcap=5.0))
+        return custom_ops.forward(with_tensors(bare, (t["x"], t["bias"], t["scale"], t["mask"])))
+
+    return call
+
+
+def loss(reduction: str, **options: Any) -> Function:
+    def call(t: Tensors, backend: str | None) -> torch.Tensor:
+        y: torch.Tensor = osm.cross_entropy(
+            t["x"], t["target"], t["weight"], reduction=reduction, z_loss=0.01, **options, backend=backend
+        )
+        return y
+
+    return call
+
+
+def tokens(**options: Any) -> Function:
+    def call(t: Tensors, backend: str | None) -> torch.Tensor:
+        given = {each: t[each] for each in options}
+        found = osm.token_logprobs(t["x"], t["target"], **given, backend=backend)
+        return found.logprob + found.entropy * found.lse
+
+    return call
+
+
+FUNCTIONS: dict[str, Function] = {
+    **{name: plain(name) for name in ("softmax", "log_softmax", "logsumexp")},
+    **{f"{name}, scored": scored(name, softcap=5.0) for name in ("softmax", "log_softmax", "logsumexp")},
+    **{f"{name}, operator": operator(name) for name in ("softmax", "log_softmax", "logsumexp")},
+    **{f"loss, {reduction}": loss(reduction, label_smoothing=0.1) for reduction in ("none", "mean", "sum")},
+    "tokens": tokens(),
+    "tokens, scored": tokens(scale=True, mask=True),
+}
+
+
+@pytest.fixture(params=["usual", "general"])
+def path(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The path of usual calls, whose launches are kept, and the general path."""
+    if request.param == "usual" and not GPU:
+        for module in (loss_launches, dispatch):
+            monkeypatch.setattr(module, "is_usual", lambda x: not x.is_neg())
+    if request.param == "general":
+        monkeypatch.setattr(losses.loss_launches, "key_of", lambda *_: ())
+    cache.forget()
+    yield request.param
+    cache.forget()
+
+
+def change(t: torch.Tensor) -> None:
+    with torch.no_grad():
+        if t.dtype == torch.bool:
+            t.logical_not_()
+        elif t.is_floating_point():
+            t.mul_(3).add_(1)
+        else:
+            t.sub_(1)
+
+
+def assert_changes_are_noticed(call: Callable[[Tensors], torch.Tensor], names: set[str]) -> None:
+    """Mutate each operand in turn: the gradient must be that of the old values, or autograd's error."""
+
+    def gradient(changed: str | None) -> torch.Tensor:
+        t = tensors()
+        leaf = t["x"].requires_grad_()
+        t["x"] = leaf.clone()
+        y = call(t)
+        dy = t["dy"] if y.dim() == 2 else t["dy"][:, 0] if y.dim() == 1 else t["dy"][0, 0]
+        if changed == "result":
+            # A view of the result has the same version.
+            change(y.detach())
+        elif changed is not None:
+            change(t[changed])
+        (dx,) = torch.autograd.grad(y, leaf, dy)
+        return dx
+
+    want = gradient(None)
+    assert want.abs().max() > 1e-3
+    for name in (*names, "result"):
+        error, found = "", want
+        try:
+            found = gradient(name)
+        except RuntimeError as raised:
+            error = str(raised)
+        assert not error or "modified by an inplace operation" in error, name
+        torch.testing.assert_close(found, want, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.usefixtures("path")
+def test_a_change_of_an_operand_is_noticed(name: str, backend: str | None) -> None:
+    assert_changes_are_noticed(
+        lambda t: FUNCTIONS[name](t, backend), {"x", "bias", "scale", "mask", "target", "weight"}
+    )
+
+
+SHARDED: dict[str, Callable[..., torch.Tensor]] = {
+    "softmax": lambda t, how: distributed.softmax(t["x"], mask=t["mask"], softcap=5.0, **how),
+    "log_softmax": lambda t, how: distributed.log_softmax(t["x"], mask=t["mask"], **how),
+    "logsumexp": lambda t, how: distributed.logsumexp(t["x"], mask=t["mask"], **how),
+    "mean": lambda t, how: distributed.cross_entropy(
+        t["x"], t["target"], t["weight"], label_smoothing=0.1, z_loss=0.01, **how
+    ),
+    "none": lambda t, how: distributed.cross_entropy(t["x"], t["target"], t["weight"], reduction="none", **how),
+    "tokens": lambda t, how: sum(distributed.token_logprobs(t["x"], t["target"], mask=t["mask"], **how)),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("shards", [None, distributed.Shards(0, 11, 11)])
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_change_of_an_operand_of_a_shard_is_noticed(name: str, shards: Any, backend: str) -> None:
+    with distributed.one_process() as group:
+        how = {"backend": backend, "shards": shards, "group": group}
+        assert_changes_are_noticed(lambda t: SHARDED[name](t, how), {"x", "mask", "target", "weight"})
+
+
+def test_the_example_of_a_temperature_that_changes() -> None:
+    x, target = torch.randn(2, 5, device=DEVICE, requires_grad=True), torch.tensor([1, 4], device=DEVICE)
+    scale = torch.tensor(1.0, device=DEVICE)
+    y = osm.token_logprobs(x, target, scale=scale, backend="triton").logprob
+    scale.mul_(10)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), x)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.usefixtures("path")
+def test_saved_tensors_travel_through_hooks(name: str) -> None:
+    def gradient() -> torch.Tensor:
+        t = tensors()
+        t["x"].requires_grad_()
+        y = FUNCTIONS[name](t, "triton")
+        (dx,) = torch.autograd.grad(y, t["x"], torch.ones_like(y))
+        return dx
+
+    def on_cpu() -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return gradient()
+
+    torch.testing.assert_close(on_cpu(), gradient(), rtol=0, atol=0)
+    t = tensors()
+    t["x"].requires_grad_()
+    y = torch.utils.checkpoint.checkpoint(
+        lambda x: FUNCTIONS[name]({**t, "x": x}, "triton"), t["x"], use_reentrant=False
+    )
+    (dx,) = torch.autograd.grad(y, t["x"], torch.ones_like(y))
+    torch.testing.assert_close(dx, gradient(), rtol=0, atol=0)
