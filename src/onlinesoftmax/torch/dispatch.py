@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -62,6 +62,8 @@ def run(call: Call) -> torch.Tensor:
         raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
     if out is not None and not isinstance(out, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'out' must be Tensor, not {type(out).__name__}")
+    if out is not None and _requires_grad(x, options):
+        _refuse_out(operation)
     if options is not None:
         check_options(call)
     # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
@@ -87,7 +89,8 @@ def _by_kernel(call: Call) -> torch.Tensor:
         y = custom_ops.forward(call._replace(settings=settings._replace(dim=dim), out=None))
         return y if out is None else _write(operation, y, out)
     if _wants_derivatives(x, options):
-        _check_no_out(call)
+        if out is not None:
+            _refuse_out(operation)
         return autograd.apply(call)
     if out is not None:
         check_out_memory(call)
@@ -119,20 +122,22 @@ def _is_traced(x: torch.Tensor) -> bool:
 
 
 def _wants_derivatives(x: torch.Tensor, options: ScoreOptions | None) -> bool:
-    if torch.is_grad_enabled():
-        if x.requires_grad:
-            return True
-        if options is not None and any(
-            isinstance(t, torch.Tensor) and t.requires_grad for t in (options.scale, options.bias)
-        ):
-            return True
+    if _requires_grad(x, options):
+        return True
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def _check_no_out(call: Call) -> None:
+def _requires_grad(x: torch.Tensor, options: ScoreOptions | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    if x.requires_grad or options is None:
+        return x.requires_grad
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in (options.scale, options.bias))
+
+
+def _refuse_out(operation: Operation) -> NoReturn:
     """Raise PyTorch's error for `out` in a call whose derivatives are wanted."""
-    if call.out is not None:
-        raise RuntimeError(f"{call.operation}(): functions with out=... do not support gradients, and one is needed")
+    raise RuntimeError(f"{operation}(): functions with out=... do not support gradients, and one is needed")
 
 
 def _by_pytorch(call: Call) -> torch.Tensor:
@@ -147,8 +152,8 @@ def _by_pytorch(call: Call) -> torch.Tensor:
         raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is not floating point; pass dtype=")
     if settings.dtype is not None and not settings.dtype.is_floating_point:
         raise NotImplementedError(f"{operation}(): dtype {settings.dtype} is not floating point")
-    if _wants_derivatives(x, options):
-        _check_no_out(call)
+    if out is not None and _wants_derivatives(x, options):
+        _refuse_out(operation)
     if settings.dtype is None and autocasts(x):
         dtype = _autocast_dtype(operation, x.dtype, x.device.type)
         call = call._replace(settings=settings._replace(dtype=dtype))
