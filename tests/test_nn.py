@@ -237,6 +237,17 @@ def test_replace_leaves_alone_what_is_not_exactly_pytorchs() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_replacing_nothing_points_to_override_unless_the_modules_are_ours() -> None:
+    attention = torch.nn.MultiheadAttention(4, 1)
+    with pytest.warns(
+        UserWarning, match=r"replace\(\): MultiheadAttention has no module of Softmax, .*override\(\)"
+    ) as found:
+        osm.nn.replace(attention)
+    assert found[0].filename == __file__
+    model = torch.nn.Sequential(torch.nn.Softmax(1))
+    assert [int(osm.nn.replace(model)) for _ in range(2)] == [1, 0]
+
+
 def test_compiles_as_one_graph() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(6, 6), osm.nn.Softmax(-1, scale=0.5, causal=True), osm.nn.LogSoftmax(0), osm.nn.LogSumExp(1)

@@ -313,6 +313,9 @@ _OURS: dict[type[torch.nn.Module], tuple[str, type[torch.nn.Module]]] = {
 }
 
 
+_TAKEN = tuple(ours for _, ours in _OURS.values())
+
+
 def replace(model: Model) -> Replaced[Model]:
     """Make every `torch.nn.Softmax`, `LogSoftmax`, `Softmax2d` and `CrossEntropyLoss` in a model ours, in place.
 
@@ -332,6 +335,9 @@ def replace(model: Model) -> Replaced[Model]:
     Raises:
         TypeError: model is not a module.
 
+    Warns:
+        UserWarning: the model has no such module, neither PyTorch's nor ours, so nothing has changed.
+
     Example:
         >>> done = replace(torch.nn.Sequential(torch.nn.LogSoftmax(1), torch.nn.ReLU()))
         >>> done
@@ -347,4 +353,11 @@ def replace(model: Model) -> Replaced[Model]:
         name, ours = _OURS[type(module)]
         module.__class__ = ours
         counts[name] += 1
+    if not found and not any(isinstance(module, _TAKEN) for module in model.modules()):
+        kinds = ", ".join(kind.__name__ for kind in _OURS)
+        warnings.warn(
+            f"replace(): {type(model).__name__} has no module of {kinds}, so nothing has changed. "
+            "Where a model calls functions such as torch.softmax, use onlinesoftmax.override().",
+            stacklevel=2,
+        )
     return Replaced(model, **counts)

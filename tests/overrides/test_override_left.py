@@ -13,6 +13,7 @@ from spellings import BACKEND, DEVICE, FLOATS, WIDE, Function, cases, sample
 from torch.nn import functional
 
 import onlinesoftmax as osm
+from onlinesoftmax import PlanError
 from onlinesoftmax.overrides import Report
 
 
@@ -237,3 +238,24 @@ def test_a_call_of_ours_inside_the_block_is_not_replaced(ours: list[str]) -> Non
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
     assert mode.report() == Report({}, {})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_left_to_pytorch(layout: torch.layout) -> None:
+    rows = [sample()[0, :1], sample()[0, :2]]
+    nested = torch.nested.nested_tensor(rows, layout=layout)
+    with osm.override(backend=BACKEND) as mode:
+        found = torch.softmax(nested, -1)
+        with pytest.raises(RuntimeError):
+            functional.cross_entropy(nested, torch.zeros(3, dtype=torch.long, device=DEVICE))
+    for row, y in zip(rows, found.unbind(), strict=True):
+        torch.testing.assert_close(y, torch.softmax(row, -1))
+    reason = f"input is a nested tensor of layout {layout}, not a plain strided tensor"
+    # PyTorch's error comes before the count.
+    assert mode.report() == Report({}, {("softmax", reason): 1})
+    with pytest.raises(PlanError, match="input is a nested tensor"):
+        osm.softmax(nested, -1, backend=BACKEND)
+    for loss in (osm.cross_entropy, osm.token_logprobs):
+        with pytest.raises(RuntimeError, match=r"\(\): (input|logits) is a nested tensor"):
+            loss(nested, torch.zeros(3, dtype=torch.long, device=DEVICE), backend=BACKEND)

@@ -122,12 +122,12 @@ def test_out_takes_no_gradient_on_any_backend(name: str, backend: str | None) ->
         shapes += [{"dim": (0, 1), "keepdim": keepdim} for keepdim in (False, True)]
     for given in ({**shape, **options, "backend": backend} for shape in shapes for options in score_options):
         out = torch.empty(0, dtype=given.get("dtype", torch.float32))
-        with pytest.raises(RuntimeError, match="out=... do not support gradients"):
+        with pytest.raises(RuntimeError, match="do not support gradients"):
             function(leaf, out=out, **given)
         with torch.no_grad():
             assert function(leaf, out=out, **given) is out
             torch.testing.assert_close(out, function(leaf, **given))
-    with pytest.raises(RuntimeError, match="out=... do not support gradients"):
+    with pytest.raises(RuntimeError, match="do not support gradients"):
         function(leaf.detach(), 1, bias=leaf, out=torch.empty(0), backend=backend)
 
 

@@ -27,6 +27,7 @@ def override(*, strict: bool = False, backend: str | None = None) -> Override:
     - calls inside other functions of PyTorch, such as `softmin`, `gumbel_softmax`,
       `scaled_dot_product_attention` and `multi_head_attention_forward`, and calls inside TorchScript;
     - calls on other threads: PyTorch keeps its modes per thread, so each thread must enter the block;
+    - calls in asyncio tasks that were not started inside the block, while the block waits;
     - calls during backward, where PyTorch turns its modes off.  Activation checkpointing repeats the forward there; to
       replace these calls too, decorate the function that is checkpointed.
 
@@ -36,7 +37,9 @@ def override(*, strict: bool = False, backend: str | None = None) -> Override:
     function works too, but counts nothing.
 
     Of two nested blocks, the inner one decides first.  A call that the inner block leaves goes on to the outer block,
-    as with all modes of PyTorch.  If a block is already open on a thread, entering it again has no effect.
+    as with all modes of PyTorch.  If a block is already open on a thread, entering it again has no effect.  A decorated
+    coroutine or generator runs its steps inside the block; the code between its steps is outside.  `torch.compile`
+    traces a function with all blocks that are open on the thread, those of other asyncio tasks too.
 
     Args:
         strict: Raise an error where PyTorch would run the call.
@@ -48,9 +51,10 @@ def override(*, strict: bool = False, backend: str | None = None) -> Override:
 
     Raises:
         ModuleNotFoundError: torch is not installed.
-        TypeError: strict is not a bool, or the decorated object is a class, a coroutine or a generator.
+        TypeError: strict is not a bool, or the decorated object is a class or an asynchronous generator.
         ValueError: there is no such backend.
-        RuntimeError: with strict=True, inside the block: PyTorch would run the call; the message says why.
+        RuntimeError: with strict=True, inside the block: PyTorch would run the call; the message says why.  Or a block
+            is left that is not open.
         PlanError: inside the block: the forced backend cannot run the call; the message lists every reason.
 
     Source:

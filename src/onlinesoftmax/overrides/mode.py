@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-import threading
 from collections.abc import Callable
+from contextvars import ContextVar
+from threading import get_ident
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch._C import _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._contextlib import _wrap_generator
 
 from ..kernels.registry import BACKENDS
 from .report import Counts, Report
@@ -29,18 +33,12 @@ class Overridden(Protocol[P, R_co]):
         """Number of calls that were taken and left, over all calls of the decorated function."""
 
 
-class _Blocks(threading.local):
-    """Blocks that this thread has entered and not left, outermost first.
+_INSIDE: ContextVar[tuple[Override, ...]] = ContextVar("blocks of override around this code", default=())
+"""The modes of the blocks around the running code, outermost first.
 
-    Attributes:
-        open: (mode, pushed) of each block: pushed is False if the mode was already active.
-    """
-
-    def __init__(self) -> None:
-        self.open: list[tuple[Override, bool]] = []
-
-
-_BLOCKS = _Blocks()
+PyTorch's stack of modes belongs to a thread, and all asyncio tasks of the thread share it.  Each task has a context of
+its own, so a mode on the stack knows whether its block is around this task.
+"""
 
 
 class Override(TorchFunctionMode):
@@ -53,50 +51,88 @@ class Override(TorchFunctionMode):
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"override(): unknown backend {backend!r}; backends: {', '.join(BACKENDS)}")
         self._strict, self._backend, self._counts = strict, backend, Counts()
-        # Index of this mode in _BLOCKS.open.  A compiled model is guarded by this number instead of by the identity of
-        # the mode, so that it is not compiled again for a new block.
+        # Index of a block's mode in _INSIDE; None for other objects.  A compiled model is guarded by this number, not
+        # by the identity of the mode, so that it is not compiled again for a new block.
         self._level: int | None = None
+        # How often the block has been entered and not left, and the thread of the block.
+        self._entered, self._thread = 0, 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy and a pickle are a new object, which is in no block and has counted nothing."""
+        return type(self), (self._strict, self._backend)
 
     def report(self) -> Report:
         """Number of calls that were taken and left until now, over all blocks of this object."""
         return self._counts.report()
 
     def __enter__(self) -> Override:
-        # torch.compile cannot trace _BLOCKS, so a block inside a compiled function counts nothing.
+        # torch.compile cannot trace a context, so a block inside a compiled function counts nothing.
         if torch.compiler.is_dynamo_compiling():
             super().__enter__()
             return self
-        # PyTorch's stack, not _BLOCKS, says whether the mode is active: PyTorch empties its stack during backward.
-        pushed = not any(mode is self for mode in _get_current_function_mode_stack())
-        if pushed:
-            super().__enter__()
-            self._level = len(_BLOCKS.open)
-        _BLOCKS.open.append((self, pushed))
+        inside = _INSIDE.get()
+        # PyTorch's stack says which blocks are open on this thread: PyTorch empties its stack during backward.
+        blocks = (mode for mode in _get_current_function_mode_stack() if mode in inside)
+        block = next((mode for mode in blocks if mode._counts is self._counts), None)
+        if block is None:
+            # Each block has a mode of its own: tasks that enter and leave blocks in turn keep their own order.
+            block = copy.copy(self)
+            block._counts, block._level, block._thread = self._counts, len(inside), get_ident()
+            _push_on_torch_function_stack(block)
+        block._entered += 1
+        _INSIDE.set((*inside, block))
         return self
 
     def __exit__(self, *error: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             super().__exit__(*error)
             return
-        _, pushed = _BLOCKS.open.pop()
-        if pushed:
-            super().__exit__(*error)
+        inside = _INSIDE.get()
+        # A block that was entered in another context, as by a fixture, is on the stack only.
+        blocks = (*_get_current_function_mode_stack(), *inside)
+        mine = (mode for mode in reversed(blocks) if isinstance(mode, Override) and mode._counts is self._counts)
+        block = next((mode for mode in mine if mode._entered and mode._thread == get_ident()), None)
+        if block is None:
+            raise RuntimeError("override(): the block is not open on this thread: enter it before leaving it")
+        _INSIDE.set(_without_last(block, inside))
+        block._entered -= 1
+        if not block._entered:
+            _remove_from_stack(block)
 
     def __call__(self, function: Callable[P, R_co]) -> Overridden[P, R_co]:
-        """Decorate a function: each call of the function runs inside the block."""
+        """Decorate a function: each call of the function runs inside the block.
+
+        The steps of a generator and of a coroutine run inside the block, and the code between them does not.
+        """
         if not callable(function) or inspect.isclass(function):
             raise TypeError(f"override() decorates functions, not {function!r}")
-        for returns_early in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
-            if returns_early(function):
-                raise TypeError("override() decorates no coroutine and no generator; open a block inside the function")
+        called = function if inspect.isroutine(function) else type(function).__call__
+        if inspect.isasyncgenfunction(called):
+            raise TypeError("override() decorates no asynchronous generator; decorate the functions that it calls")
+        if inspect.iscoroutinefunction(called):
+            overridden = self._around_coroutine(function)
+        elif inspect.isgeneratorfunction(called):
+            overridden = _wrap_generator(lambda: self, function)
+        else:
+            overridden = self._around(function)
+        overridden.report = self.report
+        return overridden
 
+    def _around(self, function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
-        def overridden(*args: P.args, **kwargs: P.kwargs) -> R_co:
+        def overridden(*args: Any, **kwargs: Any) -> Any:
             with self:
                 return function(*args, **kwargs)
 
-        overridden.report = self.report  # type: ignore[attr-defined]  # functions take any attribute
-        return overridden  # type: ignore[return-value]  # mypy does not see the attribute
+        return overridden
+
+    def _around_coroutine(self, function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        async def overridden(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return await function(*args, **kwargs)
+
+        return overridden
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -104,7 +140,7 @@ class Override(TorchFunctionMode):
         """Run our function or PyTorch's.  PyTorch turns this mode off meanwhile."""
         kwargs = kwargs or {}
         replacement = REPLACEMENTS.get(func)
-        if replacement is None:
+        if replacement is None or not self._is_around():
             return func(*args, **_with_deeper_stacklevel(kwargs))
         arguments = bind(replacement, args, kwargs)
         reason = why_left(replacement, arguments, self._backend)
@@ -119,11 +155,32 @@ class Override(TorchFunctionMode):
         self._count(replacement.name, reason)
         return y
 
+    def _is_around(self) -> bool:
+        """True where the block is around the running code; a trace takes every mode of its thread."""
+        return torch.compiler.is_dynamo_compiling() or self._level is None or self in _INSIDE.get()
+
     def _count(self, name: str, reason: str | None) -> None:
         if torch.compiler.is_dynamo_compiling():
             _count_traced(self._level, name, reason)
         else:
             self._counts.add(name, reason)
+
+
+def _without_last(block: Override, inside: tuple[Override, ...]) -> tuple[Override, ...]:
+    """The blocks without the last occurrence of one of them, if there is any."""
+    for i in reversed(range(len(inside))):
+        if inside[i] is block:
+            return inside[:i] + inside[i + 1 :]
+    return inside
+
+
+def _remove_from_stack(block: Override) -> None:
+    """Remove a mode from PyTorch's stack, also from below the modes of blocks that other tasks have entered since."""
+    above = []
+    while torch._C._len_torch_function_stack() and (mode := _pop_torch_function_stack()) is not block:
+        above.append(mode)
+    for mode in reversed(above):
+        _push_on_torch_function_stack(mode)
 
 
 def _with_deeper_stacklevel(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -137,9 +194,9 @@ def _with_deeper_stacklevel(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _count_traced(level: int | None, name: str, reason: str | None) -> None:
     """Count a call that torch.compile traces."""
-    if level is not None and level < len(_BLOCKS.open):
-        mode, _ = _BLOCKS.open[level]
-        mode._counts.add(name, reason)
+    inside = _INSIDE.get()
+    if level is not None and level < len(inside):
+        inside[level]._counts.add(name, reason)
 
 
 # torch.compile runs a function with this attribute while it traces, and puts nothing into the graph.

@@ -217,6 +217,8 @@ def _why_not_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
     for given in (x.dtype, dtype or x.dtype):
         if given not in DTYPES:
             return f"dtype must be one of {', '.join(ITEMSIZE)}, got {given}"
+    if x.is_nested:
+        return f"input is a nested tensor of layout {x.layout}, not a plain strided tensor"
     if (type(x) not in ops.PLAIN_TYPES and type(x).__name__ not in TRACED_TYPES) or x.layout != torch.strided:
         return f"input is a {type(x).__name__} of layout {x.layout}, not a plain strided tensor"
     if not torch.compiler.is_compiling() and x.is_neg():

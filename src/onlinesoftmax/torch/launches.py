@@ -39,10 +39,11 @@ LAUNCHES: dict[tuple[Any, ...], Launch] = new_cache()
 
 
 def is_usual(x: torch.Tensor) -> bool:
-    """True for a strided, not lazily negated GPU tensor, with no functorch transform, forward mode or autocast."""
+    """True for a strided GPU tensor that is not nested and not lazily negated, outside of transforms and autocast."""
     return (
         x.is_cuda
         and x.layout is torch.strided
+        and not x.is_nested
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled()

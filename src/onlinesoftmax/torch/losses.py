@@ -240,8 +240,7 @@ def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
     """
     name = "cross_entropy()"
     for argument, value in (("input", x), ("target", target)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: argument '{argument}' must be Tensor, not {type(value).__name__}")
+        _check_tensor(name, argument, value)
     if not x.is_floating_point():
         raise RuntimeError(f"{name}: input must be floating point, got {x.dtype}")
     loss = checked_numbers(loss)
@@ -335,6 +334,13 @@ def _check_range(name: str, index: Tensor, classes: int, counts: Tensor) -> None
     raise IndexError(f"{name} is {value}{where}, which is not in [0, {classes}){more}")
 
 
+def _check_tensor(name: str, argument: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: argument '{argument}' must be Tensor, not {type(value).__name__}")
+    if value.is_nested:
+        raise RuntimeError(f"{name}: {argument} is a nested tensor; pass its values, whose rows have one length")
+
+
 def check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[int, ...]) -> None:
     """Check dtype, shape and device of the targets of rows of this shape; an error names the argument."""
     if index.dtype not in TARGET_DTYPES:
@@ -369,8 +375,7 @@ def check_token_arguments(x: Any, index: Any, dim: Any) -> None:
     """Check the arguments of `token_logprobs`; each error names the argument."""
     name = "token_logprobs()"
     for argument, value in (("logits", x), ("index", index)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: argument '{argument}' must be Tensor, not {type(value).__name__}")
+        _check_tensor(name, argument, value)
     if not x.is_floating_point():
         raise RuntimeError(f"{name}: logits must be floating point, got {x.dtype}")
     if x.dim() == 0:
