@@ -54,7 +54,7 @@ RECORDS: dict[str, str] = {
     "triton-forward": "--peers torch",
     "triton-gradients": "--peers torch",
     "triton-single-row": "--peers torch",
-    "distributed": "--peers collective,dtensor,loss-parallel,all-gather,one-process",
+    "distributed": "--peers without-shards,collective,dtensor,loss-parallel,all-gather,one-process",
     "cpu": "--peers torch --device cpu",
 }
 """The records by their names without the device, in the order of importance, and the options of `bench` for each."""

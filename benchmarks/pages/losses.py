@@ -30,8 +30,9 @@ from .records import Records, ours, result_of
 CROSS_ENTROPY, TOKENS, IN_JAX = "h200-cross-entropy", "h200-token-logprobs", "h200-jax-cross-entropy"
 
 WAYS = {
-    "ours": "ours", "collective": "ours by a collective", "dtensor": "ours on a DTensor",
-    "loss-parallel": "`loss_parallel`", "all-gather": "all-gather", "one-process": "ours on one GPU",
+    "ours": "ours", "without-shards": "ours without `shards=`", "collective": "ours by a collective",
+    "dtensor": "ours on a DTensor", "loss-parallel": "`loss_parallel`", "all-gather": "all-gather",
+    "one-process": "ours on one GPU",
 }  # fmt: skip
 """Ways to compute rows that are sharded, by their names in records."""
 

@@ -23,7 +23,7 @@ from onlinesoftmax.bench.sharded.team import Team
 from onlinesoftmax.cli import main
 
 SMALL = ("--shape", "6x135", "--dtype", "bfloat16", "--device", "cpu", "--repeat", "1")
-OURS = ("ours", "dtensor", "one-process")
+OURS = ("ours", "without-shards", "dtensor", "one-process")
 
 
 def command(*arguments: str) -> tuple[int, str, str]:
@@ -63,10 +63,10 @@ def the_record(folder: Path) -> None:
         assert set(results) == {"ours", *peers.PEERS}
         assert all(results[name]["times"]["median_us"] > 0 for name in OURS), results
         assert "equal shards only" in results["all-gather"]["reason"]
-        for name in ("ours", "dtensor"):
+        for name in ("ours", "without-shards", "dtensor"):
             assert results[name]["sent_row_bytes"] == results[name]["formula_row_bytes"]
             assert results[name]["collectives"] == 1
-    assert found["cross_entropy"]["results"][2]["times"]["median_us"] > 0
+    assert found["cross_entropy"]["results"][3]["times"]["median_us"] > 0
     assert [found[name]["results"][0]["sent_row_bytes"] for name in found] == [12, 8, 16]
 
 
@@ -113,7 +113,7 @@ def options_that_do_not_fit(_: Path) -> None:
     for arguments, message in (
         (("--framework", "jax"), "leave out --framework jax"),
         (("--fused", "scale"), "--fused does not go with"),
-        (("--peers", "liger"), "unknown peer 'liger'; there are: collective, dtensor, loss-parallel"),
+        (("--peers", "liger"), "unknown peer 'liger'; there are: without-shards, collective, dtensor"),
         (("--device", "cuda:1"), "each process has a GPU of its own"),
         (("--device", "cuda"), "2 processes need as many GPUs"),
         ((), "2 processes need as many GPUs"),

@@ -7,22 +7,40 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import onlinesoftmax as osm
-from distributed.processes import COLS, device
+from distributed.processes import COLS, device, random
+from onlinesoftmax.core import agreement
 
 sharded = osm.distributed
 
 
 def different_rows_are_an_error(first: int, end: int) -> None:
-    """Every process gets the same error, with the shape of each."""
-    rows = 4 + dist.get_rank() % 2
-    with pytest.raises(ValueError, match=r"rank 0: \(4, .*rank 1: \(5, "):
-        sharded.logsumexp(torch.zeros(rows, end - first, device=device()))
+    """Every process gets the same error, with the shape of each, also where calls of both shapes have been made."""
+    odd = dist.get_rank() % 2
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"rank 0: \(4, .*rank 1: \(5, "):
+            sharded.logsumexp(torch.zeros(4 + odd, end - first, device=device()))
+        for rows in (4, 5):
+            sharded.logsumexp(torch.zeros(rows, end - first, device=device()))
+
+
+def other_columns_are_no_error(first: int, end: int) -> None:
+    """A repeated call finds the columns of the other processes anew."""
+    x, target, last = random(4, COLS, seed=3), torch.tensor([0, 35, 9, 5], device=device()), dist.get_world_size() - 1
+    for cols in (COLS, COLS - 1, COLS):
+        local = x[:, first : end - (dist.get_rank() == last) * (COLS - cols)]
+        want = torch.nn.functional.cross_entropy(x[:, :cols], target)
+        for _ in range(2):
+            torch.testing.assert_close(sharded.cross_entropy(local, target), want)
+            torch.testing.assert_close(
+                sharded.softmax(local), x[:, :cols].softmax(1)[:, first : first + local.shape[1]]
+            )
 
 
 def different_dtypes_are_an_error(first: int, end: int) -> None:
@@ -37,31 +55,42 @@ def different_calls_are_an_error(first: int, end: int) -> None:
 
     After the error, the processes go on together.
     """
-    x, odd = torch.zeros(4, end - first, device=device()), dist.get_rank() % 2
+    x, rank = torch.zeros(4, end - first, device=device()), dist.get_rank()
     target = torch.zeros(4, dtype=torch.long, device=device())
-    calls: tuple[tuple[Callable[[], object], str], ...] = (
-        (lambda: (sharded.logsumexp if odd else sharded.softmax)(x), r"rank 0: softmax\(.*; rank 1: logsumexp\("),
-        (lambda: sharded.softmax(x, scale=1 + odd), r"rank 0: softmax\(scale=1\.0, .*; rank 1: softmax\(scale=2\.0, "),
-        (lambda: sharded.logsumexp(x, softcap=9 if odd else None), "softcap=None, .*softcap=9.0, "),
-        (lambda: sharded.token_logprobs(x, target, entropy=not odd), "entropy=True, .*entropy=False, "),
-        (lambda: sharded.cross_entropy(x, target, label_smoothing=odd / 4), "label_smoothing=0.0, .*smoothing=0.25, "),
-        (lambda: sharded.cross_entropy(x, target, reduction=("mean", "sum")[odd]), "reduction='mean', .*='sum', "),
+    calls: tuple[tuple[Callable[[int], object], str], ...] = (
+        (lambda odd: (sharded.logsumexp if odd else sharded.softmax)(x), r"rank 0: softmax\(.*; rank 1: logsumexp\("),
         (
-            lambda: sharded.cross_entropy(x, target, exchange=(None, "collective")[odd]),
+            lambda odd: sharded.softmax(x, scale=1 + odd),
+            r"rank 0: softmax\(scale=1\.0, .*1: softmax\(scale=2\.0, ",
+        ),
+        (lambda odd: sharded.logsumexp(x, softcap=9 if odd else None), "softcap=None, .*softcap=9.0, "),
+        (lambda odd: sharded.token_logprobs(x, target, entropy=not odd), "entropy=True, .*entropy=False, "),
+        (
+            lambda odd: sharded.cross_entropy(x, target, label_smoothing=odd / 4),
+            "smoothing=0.0, .*smoothing=0.25, ",
+        ),
+        (lambda odd: sharded.cross_entropy(x, target, reduction=("mean", "sum")[odd]), "reduction='mean', .*='sum', "),
+        (
+            lambda odd: sharded.cross_entropy(x, target, exchange=(None, "collective")[odd]),
             "exchange=.*exchange='collective'",
         ),
-        (lambda: sharded.softmax(x, backend="eager" if odd else None), r"backend=None.*backend='eager'"),
-        (lambda: sharded.cross_entropy(x, target[: 4 - odd]), r"target='\(4,\) int64'.*target='\(3,\) int64'"),
+        (lambda odd: sharded.softmax(x, backend="eager" if odd else None), r"backend=None.*backend='eager'"),
+        (lambda odd: sharded.cross_entropy(x, target[: 4 - odd]), r"target='\(4,\) int64'.*target='\(3,\) int64'"),
         (
-            lambda: sharded.cross_entropy(x, target, torch.ones(COLS, device=device()) if odd else None),
+            lambda odd: sharded.cross_entropy(x, target, torch.ones(COLS, device=device()) if odd else None),
             r"weight='NoneType'.*weight='\(37,\) float32'",
         ),
     )
     for call, message in calls:
-        with pytest.raises(ValueError, match=r"the processes make different calls; .*" + message):
-            call()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"the processes make different calls; .*" + message):
+                call(rank % 2)
+            # A repeated call is compared with what the other processes call now.
+            for alike in (0, 1, 0):
+                with contextlib.suppress(ValueError):
+                    call(alike)
     sharded.cross_entropy(x, target, label_smoothing=0)
-    sharded.token_logprobs(x, target, entropy=bool(odd) or 1)
+    sharded.token_logprobs(x, target, entropy=bool(rank % 2) or 1)
 
 
 def a_process_outside_of_the_group(first: int, end: int) -> None:
@@ -81,14 +110,20 @@ def a_process_outside_of_the_group(first: int, end: int) -> None:
 
 def a_process_is_late(first: int, end: int) -> None:
     """A process that raises an error of its own and lives on ends the calls of the others within the timeout."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    if dist.get_rank() == 1:
-        time.sleep(2)
-        return
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="did not make the same call within the group's timeout"):
-        sharded.logsumexp(torch.zeros(4, end - first), group=group)
-    assert time.monotonic() - start < 2
+    x = torch.zeros(4, end - first)
+    for called_before in (False, True):
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        if called_before:
+            sharded.logsumexp(x, group=group)
+        if dist.get_rank() == 1:
+            time.sleep(2)
+            continue
+        start = time.monotonic()
+        # The second call does not take the late answer to the first one for its own.
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="did not make the same call within the group's timeout"):
+                sharded.logsumexp(x, group=group)
+        assert time.monotonic() - start < 2
 
 
 def a_process_dies(first: int, end: int) -> None:
@@ -106,9 +141,20 @@ def a_process_dies(first: int, end: int) -> None:
     os._exit(0)
 
 
+def without_sockets(first: int, end: int) -> None:
+    """Processes on several hosts compare their calls by a collective."""
+    with mock.patch.object(agreement, "_connections", return_value=None if dist.get_rank() else []):
+        sharded.logsumexp(torch.zeros(1, 1, device=device()))
+    assert not agreement.are_near((dist.group.WORLD,), device())
+    different_rows_are_an_error(first, end)
+    different_calls_are_an_error(first, end)
+
+
 def everything(first: int, end: int) -> None:
     """All mistakes after which the processes go on together."""
     different_rows_are_an_error(first, end)
+    other_columns_are_no_error(first, end)
+    assert agreement.are_near((dist.group.WORLD,), device())
     different_dtypes_are_an_error(first, end)
     different_calls_are_an_error(first, end)
     a_process_outside_of_the_group(first, end)

@@ -29,6 +29,10 @@ def test_different_calls_are_an_error_on_every_process(cuts: tuple[int, ...], tm
     processes.run(mistakes.everything, cuts, tmp_path)
 
 
+def test_different_calls_are_an_error_on_several_hosts(tmp_path: Path) -> None:
+    processes.run(mistakes.without_sockets, (0, 20, 37), tmp_path)
+
+
 @pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
 def test_the_passes_over_a_shard(cuts: tuple[int, ...], tmp_path: Path) -> None:
     processes.run(passes.everything, cuts, tmp_path)

@@ -61,8 +61,8 @@ def bench(
     peers: str | None = typer.Option(
         None,
         help="Libraries to compare, with commas between them: torch, compile, liger, quack, jax; with --framework jax, "
-        "jax and torch; with --suite distributed, dtensor, loss-parallel, all-gather and one-process.  By default "
-        "torch, jax, or all four.",
+        "jax and torch; with --suite distributed, without-shards, collective, dtensor, loss-parallel, all-gather and "
+        "one-process.  By default torch, jax, or all of those for several processes.",
     ),
     device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; by default the GPU where there is one."),
     repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; by default the suite's."),

@@ -6,6 +6,7 @@ Every exchange uses one collective function, shared by all callers.  torch is im
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ def gathered_flat(t: Any, *groups: Group) -> Any:
         try:
             _all_gather()(found, t, group=group)
         except RuntimeError as error:
-            raise _failure(group, error) from error
+            raise failure(group, error) from error
         t = found
     return t
 
@@ -99,13 +100,13 @@ def start_gathering(t: Any, *groups: Group) -> Callable[[], Any]:
     try:
         work = _all_gather()(found, t, group=group, async_op=True)
     except RuntimeError as error:
-        raise _failure(group, error) from error
+        raise failure(group, error) from error
 
     def finish() -> Any:
         try:
             work.wait()
         except RuntimeError as error:
-            raise _failure(group, error) from error
+            raise failure(group, error) from error
         return gathered_flat(found, *others)
 
     return finish
@@ -118,7 +119,8 @@ def _all_gather() -> Callable[..., Any]:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _failure(group: Group, error: RuntimeError) -> ExchangeError:
+def failure(group: Group, error: Exception) -> ExchangeError:
+    """The error of an exchange that has failed."""
     import torch.distributed as dist
 
     return ExchangeError(
@@ -153,3 +155,17 @@ def device_of_small_exchanges(group: Group, device: Any) -> Any:
     import torch.distributed as dist
 
     return "cpu" if "cpu:" in dist.get_backend_config(group) else device
+
+
+def timeout_of(group: Group, device: Any) -> float:
+    """Seconds for which the collectives of a group wait; 10 minutes where the backend does not say.
+
+    Args:
+        group: The group.
+        device: Device of the tensors that are exchanged.
+    """
+    import torch
+
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", None) or timedelta(minutes=10)
+    return timeout.total_seconds()

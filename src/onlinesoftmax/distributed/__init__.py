@@ -5,8 +5,8 @@ state per row: on 2 to 8 GPUs of one host from kernel to kernel, through peer me
 The backward pass of a loss exchanges nothing, that of softmax one state or number per row.  Results per row are the
 same on every process, and all results are the same on every run.
 
-Every process of the group must make the same calls in the same order.  A call exchanges the shapes of the shards first,
-and waits for the other processes; it does not with `shards=`, which says where the local columns are::
+Every process of the group must make the same calls in the same order.  A call first compares the calls of all processes
+and exchanges their numbers of columns; it does not with `shards=`, which says where the local columns are::
 
     # torchrun --nproc-per-node 2 train.py
     loss = onlinesoftmax.distributed.cross_entropy(local_logits, target, group=group)
@@ -86,13 +86,15 @@ def softmax(
         ...     softmax(torch.zeros(1, 4), group=group)
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
+    compared = dim, scale, softcap, exchange, backend, strategy
+    shards, announced = usual.agree("softmax", (local,), compared, shards, group)
     arguments = dim, scale, softcap, mask, shards, exchange, backend, strategy
     key, found = usual.look_up_softmax(OPERATIONS["softmax"], local, arguments, group)
     if found is not None:
         return found
     options = _checked("softmax", local, scale, softcap, mask)
     call = _call("softmax", options, group, backend, strategy, shards, exchange)
-    return _softmax.softmax("softmax", local, dim, call._replace(key=key), logarithm=False)
+    return _softmax.softmax("softmax", local, dim, call._replace(key=key, announced=announced), logarithm=False)
 
 
 def log_softmax(
@@ -107,13 +109,15 @@ def log_softmax(
         ...     log_softmax(torch.zeros(1, 2), group=group)
         tensor([[-0.6931, -0.6931]])
     """
+    compared = dim, scale, softcap, exchange, backend, strategy
+    shards, announced = usual.agree("log_softmax", (local,), compared, shards, group)
     arguments = dim, scale, softcap, mask, shards, exchange, backend, strategy
     key, found = usual.look_up_softmax(OPERATIONS["log_softmax"], local, arguments, group)
     if found is not None:
         return found
     options = _checked("log_softmax", local, scale, softcap, mask)
     call = _call("log_softmax", options, group, backend, strategy, shards, exchange)
-    return _softmax.softmax("log_softmax", local, dim, call._replace(key=key), logarithm=True)
+    return _softmax.softmax("log_softmax", local, dim, call._replace(key=key, announced=announced), logarithm=True)
 
 
 def logsumexp(
@@ -131,10 +135,11 @@ def logsumexp(
         ...     logsumexp(torch.zeros(2, 4), group=group)
         tensor([1.3863, 1.3863])
     """
+    compared = dim, scale, softcap, exchange, backend, strategy
+    shards, announced = usual.agree("logsumexp", (local,), compared, shards, group)
     options = _checked("logsumexp", local, scale, softcap, mask)
-    return losses.logsumexp(
-        local, dim, keepdim, _call("logsumexp", options, group, backend, strategy, shards, exchange)
-    )
+    call = _call("logsumexp", options, group, backend, strategy, shards, exchange)
+    return losses.logsumexp(local, dim, keepdim, call._replace(announced=announced))
 
 
 def cross_entropy(
@@ -170,6 +175,7 @@ def cross_entropy(
     """
     given = Given(local, None, target, weight)
     arguments = ignore_index, reduction, label_smoothing, z_loss, scale, softcap, exchange, backend, strategy
+    shards, announced = usual.agree("cross_entropy", (local, target, weight), arguments, shards, group)
     key, found = usual.look_up("cross_entropy", given, arguments, shards, group)
     if found is not None:
         return found[0]
@@ -178,8 +184,8 @@ def cross_entropy(
     numbers = checked_numbers(loss)
     # A tensor among the numbers may change its value, so it is no part of a key.
     key = key if numbers is loss else ()
-    call = _call("cross_entropy", options, group, backend, strategy, shards, exchange)._replace(key=key)
-    return losses.cross_entropy(local, target, weight, numbers, call)
+    call = _call("cross_entropy", options, group, backend, strategy, shards, exchange)
+    return losses.cross_entropy(local, target, weight, numbers, call._replace(key=key, announced=announced))
 
 
 def token_logprobs(
@@ -206,12 +212,13 @@ def token_logprobs(
     """
     given = Given(local, mask, index, None)
     arguments = dim, scale, softcap, entropy, exchange, backend, strategy
+    shards, announced = usual.agree("token_logprobs", (local, index), arguments, shards, group)
     key, found = usual.look_up("token_logprobs", given, arguments, shards, group)
     if found is not None:
         return losses.named(found)
     options = _checked("token_logprobs", local, scale, softcap, mask)
     call = _call("token_logprobs", options, group, backend, strategy, shards, exchange)
-    return losses.token_logprobs(local, index, dim, entropy, call._replace(key=key))
+    return losses.token_logprobs(local, index, dim, entropy, call._replace(key=key, announced=announced))
 
 
 def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> ScoreOptions | None:

@@ -38,6 +38,7 @@ class Sharded(NamedTuple):
         shards: The local columns as the caller gives them; None where an exchange finds them.
         key: Key of the call among the usual ones (usual.py); () where it has none.
         exchange: How the caller wants states to be exchanged (peers.py); None for either way.
+        announced: Key of the call in shards.ANNOUNCEMENTS; () where it has none.
     """
 
     groups: tuple[Any, ...]
@@ -46,6 +47,7 @@ class Sharded(NamedTuple):
     shards: Shards | None = None
     key: tuple[Any, ...] = ()
     exchange: str | None = None
+    announced: tuple[Any, ...] = ()
 
     def same(self) -> dict[str, Any]:
         """The arguments that every process must give alike.

@@ -39,7 +39,7 @@ def cross_entropy(
             **call.same(),
         }  # fmt: skip
 
-    shards = shards_of("cross_entropy", x, dim, call.groups, call.shards, same)
+    shards = shards_of("cross_entropy", x, dim, call.groups, call.shards, same, call.announced)
     _check_target("cross_entropy()", "target", x, target, dim)
     check_weight("cross_entropy()", weight, x, shards.total)
     if scales_weight(target, weight, loss):
@@ -154,7 +154,7 @@ def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Shar
     def same() -> dict[str, Any]:
         return {"index": kind_of(index), "entropy": bool(entropy), **call.same()}
 
-    shards = shards_of("token_logprobs", x, dim, call.groups, call.shards, same)
+    shards = shards_of("token_logprobs", x, dim, call.groups, call.shards, same, call.announced)
     _check_target("token_logprobs()", "index", x, index, dim)
     outputs = ("y", "lse", *(("entropy",) if entropy else ()))
     return named(_statistics(x, index, dim, shards, call, outputs, accumulator_of(x.dtype, x.dtype)))
@@ -169,7 +169,7 @@ def named(numbers: tuple[Tensor, ...]) -> TokenLogprobs:
 def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
     """The logsumexp if the softmax dimension is sharded; the same on every process."""
     dim = checked_dim("logsumexp", dim, x.dim())
-    shards = shards_of("logsumexp", x, dim, call.groups, call.shards, call.same)
+    shards = shards_of("logsumexp", x, dim, call.groups, call.shards, call.same, call.announced)
     # A target that is no column anywhere has no gradient.
     nowhere = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1, device=x.device)
     dtype = autocast_dtype("logsumexp", x)

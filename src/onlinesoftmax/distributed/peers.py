@@ -13,14 +13,13 @@ import hashlib
 import math
 import socket
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from ..core.processes import device_of_small_exchanges, gathered
+from ..core.processes import device_of_small_exchanges, gathered, timeout_of
 from ..core.task import ANY, ITEMSIZE, MOST_PROCESSES, Choice, Part
 from ..kernels import registry
 from ..kernels.cuda.shard_mail import MAIL, ShardMail, words_of_mail
@@ -273,7 +272,7 @@ def _make_mailboxes(group: Any, device: torch.device, size: int) -> Peers:
         return Peers(group, reason)
     handle, addresses = found
     name = f"{group.group_name} {len(MAIL)}"
-    MAIL[name] = ShardMail(addresses, memory, _timeout(group, device), handle)
+    MAIL[name] = ShardMail(addresses, memory, timeout_of(group, device), handle)
     return Peers(group, "", name, size)
 
 
@@ -313,10 +312,3 @@ def _rendezvous(memory: Any, group: Any) -> tuple[Any, list[int]]:
     # Some versions of PyTorch give the addresses of the segments in which the memory lies.
     offset = getattr(handle, "offset", 0)
     return handle, [address + offset for address in handle.buffer_ptrs]
-
-
-def _timeout(group: Any, device: torch.device) -> float:
-    """Seconds for which the collectives of a group wait; 10 minutes where the backend does not say."""
-    options = getattr(group._get_backend(device), "options", None)
-    timeout: timedelta = getattr(options, "_timeout", None) or timedelta(minutes=10)
-    return timeout.total_seconds()

@@ -7,33 +7,27 @@ fails, hangs or mixes results.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.processes import device_of_small_exchanges, gathered, group_or_default
-from ..core.task import ITEMSIZE
+from ..core.agreement import Announcement, numbers_of_all
+from ..core.processes import group_or_default
+from ..torch.cache import keep, new_cache
 from ..torch.check import checked_dim
 
 Tensor = torch.Tensor
 
-MOST_DIMENSIONS = 64
-"""PyTorch's own limit of a tensor's dimensions."""
-
-_NAMES = (*ITEMSIZE, "another dtype")
-"""Names of the dtypes of shards; a name is sent as its position."""
-
-_TEXT_BYTES = 512
-"""Bytes of the text of a call that processes send each other where their calls differ; a longer text is cut off."""
+ANNOUNCEMENTS: dict[tuple[Any, ...], tuple[Announcement, int]] = new_cache()
+"""The announcements of calls without `shards=`, and their softmax dimensions, by the keys of usual.py."""
 
 
 class Shards(NamedTuple):
     """The position of this process's columns in the whole row.
 
-    A call without `shards=` exchanges the shapes every time, because another process may have changed its shape, and
-    this process cannot see that.  A call with `shards=` exchanges no shapes, so it neither waits for a GPU nor compares
-    the rows and the arguments of the processes.
+    A call without `shards=` compares the calls of all processes and exchanges their numbers of columns, every time,
+    because another process may have changed its shape, and this process cannot see that.  A call with `shards=`
+    exchanges and compares nothing.
 
     Attributes:
         first: Number of columns on the processes before this one.
@@ -64,12 +58,13 @@ class Shards(NamedTuple):
             RuntimeError: no process group is initialised, or another process has ended.
         """
         dim = checked_dim("Shards.of", dim, local.dim())
-        return _exchanged("Shards.of", local, dim, group_or_default(group), {})
+        return agreed(announced("Shards.of", local, dim, {}), local, dim, group_or_default(group))
 
 
 def shards_of(
-    name: str, x: Tensor, dim: int, groups: tuple[Any, ...], given: Shards | None, same: Callable[[], Mapping[str, Any]]
-) -> Shards:
+    name: str, x: Tensor, dim: int, groups: tuple[Any, ...], given: Shards | None,
+    same: Callable[[], Mapping[str, Any]], key: tuple[Any, ...] = (),
+) -> Shards:  # fmt: skip
     """The shards of a tensor: those that the caller gives, else those of an exchange, which waits for all processes.
 
     Args:
@@ -80,6 +75,7 @@ def shards_of(
         given: The argument `shards` of the public function.
         same: Function that returns the arguments that every process must give alike, by name; an exchange compares
             them.
+        key: Key of the call in ANNOUNCEMENTS; () where it has none.
 
     Raises:
         TypeError: the given shards are no `Shards`.
@@ -90,7 +86,11 @@ def shards_of(
             # With fullgraph=True this is an error, which shows the sentence.
             torch._dynamo.graph_break(msg="pass shards=: without it, the host reads the shapes of all processes")
         (group,) = groups
-        return _exchanged(name, x, dim, group, same())
+        call = announced(name, x, dim, same())
+        # A tensor among the arguments may change its value.
+        if key and not any(isinstance(argument, Tensor) for argument in key[1]):
+            keep(ANNOUNCEMENTS, key, (call, dim))
+        return agreed(call, x, dim, group)
     if not isinstance(given, Shards):
         raise TypeError(f"{name}(): argument 'shards' must be Shards, not {type(given).__name__}")
     if given.cols != x.shape[dim] or not 0 <= given.first <= given.first + given.cols <= given.total:
@@ -115,36 +115,18 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _exchanged(name: str, x: Tensor, dim: int, group: Any, same: Mapping[str, Any]) -> Shards:
-    call = f"{name}({', '.join(f'{key}={value!r}' for key, value in same.items())})"
-    digest = int.from_bytes(blake2b(call.encode(), digest_size=7).digest(), "big")
-    own = _name_of(x.dtype)
-    told = (digest, _NAMES.index(own if own in ITEMSIZE else _NAMES[-1]), x.dim(), dim, *x.shape)
-    # Every process sends the same number of integers, so processes with different shapes make the same exchange.
-    message = torch.zeros(4 + MOST_DIMENSIONS, dtype=torch.int64)
-    message[: len(told)] = torch.tensor(told)
-    device = device_of_small_exchanges(group, x.device)
-    found = gathered(message.to(device), group).tolist()
-    if len({digest for digest, *_ in found}) > 1:
-        raise ValueError(f"{name}(): the processes make different calls; {_different_calls(call, group, device)}")
-    shapes = [(_NAMES[dtype], axis, tuple(more[:ndim])) for _, dtype, ndim, axis, *more in found]
-    rows = {(dtype, len(shape), axis, shape[:axis] + shape[axis + 1 :]) for dtype, axis, shape in shapes}
-    if len(rows) > 1:
-        each = [f"rank {rank}: {shape} {dtype} with dim {axis}" for rank, (dtype, axis, shape) in enumerate(shapes)]
-        raise ValueError(
-            f"{name}(): the shards must have the same dtype, and the same shape except in the softmax dimension; "
-            + ", ".join(each)
-        )
-    sizes = [shape[axis] for _, axis, shape in shapes]
-    here = group.rank()
+def announced(name: str, x: Tensor, dim: int, same: Mapping[str, Any]) -> Announcement:
+    """The announcement of a call; arguments as for `shards_of`."""
+    dtype, shape = _name_of(x.dtype), tuple(x.shape)
+    rows = dtype, dim, shape[:dim] + shape[dim + 1 :]
+    return Announcement.of(name, same, rows, f"{shape} {dtype} with dim {dim}")
+
+
+def agreed(call: Announcement, x: Tensor, dim: int, group: Any) -> Shards:
+    """The shards of a tensor, if all processes of a group make the same call.
+
+    Raises:
+        ValueError: the processes have different rows, dtypes or arguments.
+    """
+    sizes, here = numbers_of_all(call, x.shape[dim], (group,), x.device), group.rank()
     return Shards(sum(sizes[:here]), sizes[here], sum(sizes))
-
-
-def _different_calls(call: str, group: Any, device: Any) -> str:
-    """The different calls of the processes, each with the first rank that makes it.  All processes call this."""
-    text = call.encode()[:_TEXT_BYTES]
-    message = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    message[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    found = gathered(message.to(device), group).tolist()
-    texts = [bytes(each).rstrip(b"\0").decode(errors="replace") for each in found]
-    return "; ".join(f"rank {texts.index(each)}: {each}" for each in dict.fromkeys(texts))

@@ -106,7 +106,7 @@ def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -
     """Softmax or log-softmax of the local shard of each row."""
     dim = checked_dim(name, dim, x.dim())
     # With a collective, softmax needs no position: the call then only checks that the shards form whole rows.
-    shards = shards_of(name, x, dim, call.groups, call.shards, call.same)
+    shards = shards_of(name, x, dim, call.groups, call.shards, call.same, call.announced)
     dtype = autocast_dtype(name, x)
     part = _part(x, dim, shards, call)
     if part is not None:

@@ -29,12 +29,35 @@ from .launches import Given, Launches, SavedForShards, ShardedKind
 from .local import Sharded
 from .peer_launches import PeerLaunches
 from .peers import COLLECTIVE, check_peer_memory, is_plain, known_exchange, known_mail, part_of, with_a_column
-from .shards import Shards
+from .shards import ANNOUNCEMENTS, Shards, agreed
 
 Tensor = torch.Tensor
 
 LAUNCHES: dict[tuple[Any, ...], Launches | PeerLaunches] = new_cache()
 """The launches of usual calls by `key_of`."""
+
+
+def agree(
+    name: str, tensors: tuple[Any, ...], arguments: tuple[Any, ...], shards: Any, group: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    """(the shards of a call, its key in ANNOUNCEMENTS).  Without an announcement under the key, the shards are None:
+    the caller then checks the arguments, and `shards_of` agrees with the other processes.
+
+    Args:
+        name: Name of the public function.
+        tensors: The shard, and the tensors that every process gives alike, or None for absent ones.
+        arguments: All other arguments except the mask, `shards` and `group`.
+        shards, group: Its arguments of these names; shards that are given are returned.
+    """
+    plain = all(t is None or type(t) in PLAIN_TYPES for t in tensors)
+    if shards is not None or not plain or torch.compiler.is_compiling():
+        return shards, ()
+    key = name, arguments, *(None if t is None else (t.shape, t.dtype) for t in tensors)
+    try:
+        found = ANNOUNCEMENTS.get(key)
+    except TypeError:
+        return None, ()
+    return None if found is None else agreed(found[0], tensors[0], found[1], group_or_default(group)), key
 
 
 def look_up(

@@ -14,7 +14,7 @@ GREY = "#808890"
 COLORS = ("#4c8dd6", "#e0913a", "#58a866", "#c05a8c", "#8a74c9", "#4fb0b5", "#c9a93b", "#b5694f")
 """Colours of libraries, of strategies and of blocks."""
 
-SHARDED = ("dtensor", "loss-parallel", "all-gather", "one-process", "collective")
+SHARDED = ("dtensor", "loss-parallel", "all-gather", "one-process", "collective", "without-shards")
 """Ways to compute rows that are sharded over processes, besides ours; no record has them beside other libraries."""
 
 LIBRARIES = ("ours", *PEERS, "jax.nn", *SHARDED, COPY)

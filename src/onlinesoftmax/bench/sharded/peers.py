@@ -74,6 +74,17 @@ class OursByCollective(OursSharded):
     name, exchange = "collective", "collective"
 
 
+class OursUntold(OursSharded):
+    """The same functions without `shards=`: every call compares the calls of the processes."""
+
+    name = "without-shards"
+
+    def prepare(self, case: Case) -> Function:
+        """Our function, with autograd where the case has a gradient."""
+        forward = _called(case, distributed, {"group": self.team.group, **self._forced})
+        return losses.with_gradient(case, forward) if case.with_gradient else forward
+
+
 class OursWhole(Member):
     """Our function on the whole rows: every process computes all of them, as one GPU would."""
 
@@ -203,6 +214,6 @@ def _called(case: Case, module: Any, given: dict[str, Any]) -> Function:
 
 
 PEERS: dict[str, type[Member]] = {
-    peer.name: peer for peer in (OursByCollective, OursOnDTensors, LossParallel, AllGather, OursWhole)
+    peer.name: peer for peer in (OursUntold, OursByCollective, OursOnDTensors, LossParallel, AllGather, OursWhole)
 }
-"""The peers by name on the command line; `collective`, `dtensor` and `one-process` are our own functions."""
+"""The peers by name on the command line; all but `loss-parallel` and `all-gather` are our own functions."""
