@@ -174,6 +174,19 @@ def test_numpy(operation: str, dtype: type) -> None:
     assert OPERATIONS[operation](np.float32([1, 2]), 0, dtype="float64").dtype == np.float64
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_numpy_neither_warns_nor_raises_about_its_own_arithmetic(operation: str, dtype: type) -> None:
+    values = [[1.0, -60000.0, 5e-8], [-np.inf] * 3, [np.inf, 0, 1], [np.nan, 0, 1], [60000.0, -60000.0, 0]]
+    x = np.array(values).astype(dtype)
+    mask, bias = np.array([True, False, True]), np.full(3, 1e300)
+    with np.errstate(all="raise"):
+        for arguments in ({}, {"mask": mask}, {"bias": bias}, {"softcap": 30.0, "scale": 1e30}, {"dtype": np.float16}):
+            for options in (arguments, {**arguments, "fully_masked": "zero"}):
+                OPERATIONS[operation](x, **options)
+        OPERATIONS[operation](np.array([10**6, 1]), dtype=np.float16)
+
+
 def test_numpy_errors() -> None:
     with pytest.raises(NotImplementedError, match="int64 is not floating point"):
         osm.softmax(np.arange(3))

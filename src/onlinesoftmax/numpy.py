@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .core.arrays import broadcasts, is_floating_dtype
+from .core.arrays import broadcasts, is_floating_dtype, quiet
 from .core.call import Call, Settings
 from .core.operations import Operation
 from .core.options import SCORE_OPTIONS, Functions, causal_mask, query_axis, scores
@@ -27,6 +27,7 @@ def run_plain(operation: Operation, x: Any, dim: Any, keepdim: bool, out: Any, c
     return run(Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out))
 
 
+@quiet
 def run(call: Call) -> Any:
     """The operation on a NumPy array."""
     _check(call)
@@ -34,13 +35,12 @@ def run(call: Call) -> Any:
     x = x if dtype is None else x.astype(dtype)
     if options is None:
         return _result(operation, x, dim, keepdim)
-    with np.errstate(all="ignore"):
-        wide = x.astype(np.promote_types(np.float32, x.dtype) if x.dtype.kind == "f" else np.float32)
-        # A float64 array beside float32 logits would widen the scores.
-        scale, bias = (t.astype(wide.dtype) if isinstance(t, ARRAY_TYPES) else t for t in (options.scale, options.bias))
-        options = options._replace(scale=scale, bias=bias)
-        seen = causal_mask(np.arange, x.shape, dim) if options.causal else None
-        z = scores(FUNCTIONS, wide, options, seen).astype(np.float64 if x.dtype.itemsize >= 8 else np.float32)
+    wide = x.astype(np.promote_types(np.float32, x.dtype) if x.dtype.kind == "f" else np.float32)
+    # A float64 array beside float32 logits would widen the scores.
+    scale, bias = (t.astype(wide.dtype) if isinstance(t, ARRAY_TYPES) else t for t in (options.scale, options.bias))
+    options = options._replace(scale=scale, bias=bias)
+    seen = causal_mask(np.arange, x.shape, dim) if options.causal else None
+    z = scores(FUNCTIONS, wide, options, seen).astype(np.float64 if x.dtype.itemsize >= 8 else np.float32)
     y = _result(operation, z, dim, keepdim)
     if options.zero and not operation.per_row:
         y = np.where(np.all(z == -np.inf, dim, keepdims=True), 0.0, y)

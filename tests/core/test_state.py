@@ -197,6 +197,34 @@ def test_float64_of_another_byte_order_stays_float64() -> None:
     np.testing.assert_allclose(state.softmax(x), reference.two_pass(x), rtol=1e-15)
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((50257, 2), 0), ((1 << 20, 2), 0), ((2, 50257, 3), 1), ((50257, 1), 0)])
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_sums_along_any_dimension_keep_small_terms_beside_a_large_one(
+    name: str, shape: tuple[int, ...], dim: int
+) -> None:
+    arrays = ALGEBRAS[name]()
+    torch = pytest.importorskip("torch", reason="torch's own error is the tolerance")
+    exact = np.log1p((shape[dim] - 1) * np.exp(np.float64(np.float32(-16.7))))
+    ours, theirs = [], []
+    for at in (0, 1000, 25_128, -1):
+        values = np.full(shape, -16.7)
+        values[(*[slice(None)] * dim, at)] = 0
+        state = State.of(arrays.array(values, "float32"), dim, {"two": arrays.array(np.full(shape, 2.0), "float32")})
+        ours += [arrays.numpy(state.logsumexp()), np.log(arrays.numpy(state.sums["two"]) / 2)]
+        theirs += [torch.from_numpy(values).float().logsumexp(dim).double()]
+    # The sum is at least 1 in float32, so half a unit of its last place is lost in any order.
+    tolerance = max(float(abs(t - exact).max()) for t in theirs) + np.finfo(np.float32).eps
+    assert max(float(abs(y - exact).max()) for y in ours) <= tolerance
+
+
+@pytest.mark.parametrize("shape", [(rows, *more) for rows in (0, 1, 16, 17, 23, 127, 1000) for more in ((3,), (2, 1))])
+def test_numpy_sums_every_row_once(shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(0).integers(1, 100, shape).astype(np.float64)
+    for dim in range(x.ndim):
+        for t in (x, np.asfortranarray(x), x[::-1], np.broadcast_to(x[..., :1], shape)):
+            np.testing.assert_array_equal(array_libraries.namespace(t).sum(t, dim), t.sum(dim, keepdims=True))
+
+
 def test_the_first_exp_on_tensors_has_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """MKL chooses its code in the first call; several threads in that call may run code of low accuracy."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -209,6 +237,24 @@ def test_the_first_exp_on_tensors_has_one_number(monkeypatch: pytest.MonkeyPatch
         array_libraries._torch.cache_clear()
     assert sizes[:2] == [(1, torch.float32), (1, torch.float64)]
     assert sizes[2][0] == 4000
+
+
+INF, NAN = np.inf, np.nan
+
+
+@pytest.mark.parametrize("values", [[1, 2, -200], [-INF, -INF], [INF, 1], [NAN, 1], [3e38, -3e38]])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_no_warning_and_no_error_of_numpys_arithmetic(values: list[float], dtype: str) -> None:
+    with np.errstate(all="ignore"):
+        x = np.array(values).astype(dtype)
+    with np.errstate(all="raise"):
+        state = State.of(x, weights={"x": x}).merge(State.of(x[:1], weights={"x": x[:1]}))
+        state.logsumexp(), state.softmax(x), state.log_softmax(x), state.mean("x")
+        for function in (reference.two_pass, reference.online, reference.log_softmax, reference.logsumexp):
+            function(x)
+        y = reference.two_pass(x)
+        reference.softmax_backward(x, y), reference.log_softmax_backward(x, y)
+        reference.naive([0.0, -1000.0])
 
 
 def test_errors() -> None:

@@ -122,6 +122,17 @@ def test_chunks_round_as_a_tree() -> None:
     assert abs(float(lse) - (np.float64(np.float32(0.1)) + np.log(20_001))) < 2e-6
 
 
+@pytest.mark.parametrize("operation", STREAMED)
+def test_numpy_neither_warns_nor_raises_about_underflow(
+    tmp_path: Path, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = np.array([[1.0, -60000.0, 6e-8, -np.inf], [np.nan, 0, 1, 2], [np.inf, 0, 1, 2]], np.float32)
+    np.save(tmp_path / "x.npy", x)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with np.errstate(all="raise"):
+        apply_file(tmp_path / "x.npy", tmp_path / "y.npy", operation=operation, dtype="float16", chunk_bytes=100)
+
+
 def test_chunks_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="empty"):
         state_of_chunks([])

@@ -9,7 +9,7 @@ Nothing here is fast.  Every kernel is tested against these functions; read them
 The public functions widen every input to float64, and every result is float64.  A 0-d input is treated as an array of
 shape (1,), and its result is 0-d.  The edge cases are those of PyTorch: a row with NaN gives NaN; a row of -inf alone
 and a row with +inf have no softmax (NaN) but have a logsumexp (-inf and +inf); an empty row has the logsumexp -inf.
-Only `naive` lets NumPy warn: its overflow is what it demonstrates.
+Only `naive` lets NumPy warn, except about underflow: its overflow is what it demonstrates.
 An axis out of range raises numpy.exceptions.AxisError.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import targets
-from .arrays import Array, namespace
+from .arrays import Array, namespace, quiet
 from .operations import OPERATIONS
 from .state import shift
 
@@ -37,8 +37,6 @@ to one another, by name: every operand; "m", the maximum of each row; every sum;
 the number of columns, "cols"; and the results of `targets.picked`.  A per-row array has size 1 along the softmax
 dimension.  The input "x" is the score where the operation takes score options, not the logit.
 """
-
-_quiet = np.errstate(all="ignore")
 
 
 @dataclass(frozen=True)
@@ -126,6 +124,7 @@ FORMULAS: dict[str, Formula] = {
 """The formula of every operation, by name."""
 
 
+@quiet
 def with_sums(operation: str, xp: Any, values: Mapping[str, Array], axis: int, output: str = "y") -> dict[str, Array]:
     """The values, with the maximum and the sums of each row that an output needs.
 
@@ -148,6 +147,7 @@ def with_sums(operation: str, xp: Any, values: Mapping[str, Array], axis: int, o
     return found
 
 
+@quiet
 def evaluate(operation: str, xp: Any, values: Mapping[str, Array], axis: int, output: str = "y") -> Array:
     """One output of an operation: of size 1 along the axis with one value per row, 0-d with one value per call.
 
@@ -160,6 +160,7 @@ def evaluate(operation: str, xp: Any, values: Mapping[str, Array], axis: int, ou
     return FORMULAS[operation].outputs[output](xp, **with_sums(operation, xp, values, axis, output))
 
 
+@quiet
 def size_of_terms(operation: str, xp: Any, values: Mapping[str, Array]) -> Array | None:
     """The size of the larger of the two terms whose difference is the main output; None where there are none.
 
@@ -187,11 +188,12 @@ def naive(x: ArrayLike, axis: int = -1) -> Float64:
     array([nan, nan])
     """
     wide, shape = _widen(x)
-    e = np.exp(wide)
-    return (e / np.sum(e, axis, keepdims=True)).reshape(shape)
+    with np.errstate(under="ignore"):
+        e = np.exp(wide)
+        return (e / np.sum(e, axis, keepdims=True)).reshape(shape)
 
 
-@_quiet
+@quiet
 def two_pass(x: ArrayLike, axis: int = -1) -> Float64:
     """Softmax with the maximum subtracted, so that no exponent is above 0; any shape, same shape out.
 
@@ -205,7 +207,7 @@ def two_pass(x: ArrayLike, axis: int = -1) -> Float64:
     return (e / np.sum(e, axis, keepdims=True)).reshape(shape)
 
 
-@_quiet
+@quiet
 def online(x: ArrayLike, axis: int = -1, block: int = 1) -> Float64:
     """Softmax with m and l found together in one pass over blocks of the row; any shape, same shape out.
 
@@ -234,7 +236,7 @@ def online(x: ArrayLike, axis: int = -1, block: int = 1) -> Float64:
     return (np.exp(wide - m) / l).reshape(shape)
 
 
-@_quiet
+@quiet
 def log_softmax(x: ArrayLike, axis: int = -1) -> Float64:
     """The logarithm of softmax, x - m - log(l), exact even where softmax underflows; any shape, same shape out.
 
@@ -245,7 +247,7 @@ def log_softmax(x: ArrayLike, axis: int = -1) -> Float64:
     return _evaluate("log_softmax", axis, x=wide, m=_max(wide, axis)).reshape(shape)
 
 
-@_quiet
+@quiet
 def logsumexp(x: ArrayLike, axis: int = -1) -> Float64:
     """log(sum(exp(x))) = m + log(l); the shape of x without `axis`.
 
@@ -256,7 +258,7 @@ def logsumexp(x: ArrayLike, axis: int = -1) -> Float64:
     return _evaluate("logsumexp", axis, x=wide, m=_max(wide, axis)).squeeze(axis)
 
 
-@_quiet
+@quiet
 def softmax_backward(dy: ArrayLike, y: ArrayLike, axis: int = -1) -> Float64:
     """The gradient with respect to x of y = softmax(x): dx = y * (dy - sum(dy * y)).  dy, y and dx share one shape.
 
@@ -267,7 +269,7 @@ def softmax_backward(dy: ArrayLike, y: ArrayLike, axis: int = -1) -> Float64:
     return _evaluate("softmax_backward", axis, x=y, dy=dy).reshape(shape)
 
 
-@_quiet
+@quiet
 def log_softmax_backward(dy: ArrayLike, y: ArrayLike, axis: int = -1) -> Float64:
     """The gradient with respect to x of y = log_softmax(x): dx = dy - exp(y) * sum(dy).  dy, y and dx share one shape.
 
@@ -278,7 +280,7 @@ def log_softmax_backward(dy: ArrayLike, y: ArrayLike, axis: int = -1) -> Float64
     return _evaluate("log_softmax_backward", axis, x=y, dy=dy).reshape(shape)
 
 
-@_quiet
+@quiet
 def logsumexp_backward(dlse: ArrayLike, x: ArrayLike, lse: ArrayLike, axis: int = -1) -> Float64:
     """The gradient with respect to x of lse = logsumexp(x): dx = dlse * exp(x - lse), the softmax times dlse.
 

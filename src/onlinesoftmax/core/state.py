@@ -19,11 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, namespace
+from .arrays import Array, namespace, quiet
 from .processes import gathered_arrays, group_or_default
-
-_quiet = np.errstate(divide="ignore", over="ignore", invalid="ignore")
-"""Turns off NumPy's warnings about 0, inf and NaN, which are ordinary values here."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class State:
         return cls(xp.full(like, shape, -np.inf), xp.full(like, shape, 0.0), dim, sums)
 
     @classmethod
-    @_quiet
+    @quiet
     def of(cls, x: Array, dim: int = -1, weights: Mapping[str, Array] | None = None) -> State:
         """Return the state of `x` along `dim`.
 
@@ -105,7 +102,7 @@ class State:
         }
         return cls(m, xp.sum(terms, dim), dim, sums)
 
-    @_quiet
+    @quiet
     def merge(self, other: State) -> State:
         """Return the state of both slices together. The merge is associative and commutative.
 
@@ -163,7 +160,7 @@ class State:
         every = gathered_arrays(arrays, group_or_default(group))
         return State.merge_all(State(m, l, self.dim, dict(zip(names, sums, strict=True))) for m, l, *sums in every)
 
-    @_quiet
+    @quiet
     def logsumexp(self, keepdim: bool = False) -> Array:
         """Return log(sum(exp(x))) over all merged slices, in the dtype of the state.
 
@@ -176,7 +173,7 @@ class State:
         lse = shift(xp, self.m) + xp.log(self.l)
         return lse if keepdim else lse.squeeze(self.dim)
 
-    @_quiet
+    @quiet
     def mean(self, name: str, keepdim: bool = False) -> Array:
         """Mean of a weight under the softmax: its accumulator divided by l.
 
@@ -186,7 +183,7 @@ class State:
         mean = self.sums[name] / self.l
         return mean if keepdim else mean.squeeze(self.dim)
 
-    @_quiet
+    @quiet
     def softmax(self, x: Array) -> Array:
         """Return exp(x) / sum(exp) with the sum over all merged slices; shape and dtype of x.
 
@@ -197,7 +194,7 @@ class State:
         y = xp.exp(self._shifted(xp, x)) * _only_finite(xp, self.m, 1 / self.l)
         return xp.astype(y, x.dtype).reshape(x.shape)
 
-    @_quiet
+    @quiet
     def log_softmax(self, x: Array) -> Array:
         """Return x minus the logsumexp over all merged slices; shape and dtype of x.
 

@@ -65,11 +65,12 @@ class _Torch:
 
 class _NumPy:
     def widen(self, raw: np.ndarray, dtype: str, wide: str) -> Array:
-        return raw.view(_numpy_dtype(dtype)).astype(wide, copy=False)
+        with np.errstate(all="ignore"):
+            return raw.view(_numpy_dtype(dtype)).astype(wide, copy=False)
 
     def narrow(self, x: Array, dtype: str) -> np.ndarray:
-        # A number that is too large for the narrower dtype becomes inf without a warning, as in torch.
-        with np.errstate(over="ignore"):
+        # A number that is too large or too small for the narrower dtype becomes inf or 0 without a warning.
+        with np.errstate(all="ignore"):
             return np.ascontiguousarray(x.astype(_numpy_dtype(dtype), copy=False)).view(storage(dtype))
 
 
