@@ -80,7 +80,7 @@ def expected_loss(
         q = (1 - label_smoothing) * own[..., None] * (np.arange(cols) == target[..., None]) + w * spread
         divisor = own.sum()
     q = np.where(counts[..., None], q, 0.0)
-    nll, penalty = -np.where(q == 0, 0.0, q * s.log_p).sum(-1), np.where(counts, z_loss * s.lse**2, 0.0)
+    nll, penalty = -(q * np.where(q == 0, 0.0, s.log_p)).sum(-1), np.where(counts, z_loss * s.lse**2, 0.0)
     of_nll, of_penalty, loss = 1.0, 1.0, nll + penalty
     if reduction == "sum":
         loss = loss.sum()

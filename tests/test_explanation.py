@@ -164,7 +164,8 @@ def test_a_numpy_array_counts_as_its_shape_and_dtype() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"operation": "cross_entropy", "mask": (5, 5)}, ValueError, r"cross_entropy\(\) has no mask"),
+        ({"operation": "cross_entropy", "bias": (5, 5)}, ValueError, r"cross_entropy\(\) has no bias"),
+        ({"operation": "cross_entropy", "fully_masked": "zero"}, ValueError, r"cross_entropy\(\) has no fully_masked"),
         ({"operation": "cross_entropy_backward", "causal": True}, ValueError, r"cross_entropy\(\) has no causal"),
         ({"framework": "jax", "causal": True, "fully_masked": "zero"}, ValueError, "for JAX has no causal, fully_mask"),
         ({"framework": "jax", "batch_invariant": True}, ValueError, "for JAX has no batch_invariant"),

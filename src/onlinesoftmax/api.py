@@ -164,6 +164,8 @@ def cross_entropy(
     z_loss: float = 0.0,
     scale: float = 1.0,
     softcap: float | None = None,
+    mask: Array | None = None,
+    dtype: Any = None,
     return_stats: bool = False,
     inplace_backward: bool = False,
     batch_invariant: bool = False,
@@ -194,6 +196,11 @@ def cross_entropy(
             averaged over the rows that count, without their weights.
         scale: Factor of the input, an inverse temperature.
         softcap: Soft bound on the magnitude of scale * input: a positive number.
+        mask: Boolean, broadcasts to the shape of `input`: True for the classes that are kept.  The others have
+            probability 0 and no part of the smoothing, which is spread over the classes that are kept.  A row whose
+            target is not kept has the loss inf, and a row without a class that is kept NaN.
+        dtype: Dtype of the loss.  Float32 gives the loss of 16-bit logits without rounding it to 16 bits; the gradient
+            has the dtype of the logits.
         return_stats: Return (loss, statistics): lse, z_loss, entropy, the largest class and whether it is the target,
             for each row, detached.
         inplace_backward: Allow the gradient to overwrite `input`, which saves its memory.  Autograd raises an error if
@@ -203,9 +210,9 @@ def cross_entropy(
         backend, strategy: As for `softmax`.
 
     Returns:
-        The loss, a scalar, or with "none" in the shape of the rows.  Its dtype is that of `input`, or float32 under
-        autocast.  With a DTensor, the mean and the sum are over the rows of all processes, which all have the result.
-        On a GPU a row whose target is out of range has the loss NaN and no gradient.
+        The loss, a scalar, or with "none" in the shape of the rows.  Its dtype is `dtype`, or that of `input`, or
+        float32 under autocast.  With a DTensor, the mean and the sum are over the rows of all processes, which all have
+        the result.  On a GPU a row whose target is out of range has the loss NaN and no gradient.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -220,12 +227,12 @@ def cross_entropy(
         >>> cross_entropy(torch.tensor([[0.0, 0.0], [3.0, 0.0]]), torch.tensor([0, -100]))
         tensor(0.6931)
     """
-    scores = checked_options("cross_entropy", scale, softcap, None, None, False, "nan")
+    scores = checked_options("cross_entropy", scale, softcap, None, mask, False, "nan")
     if scores is not None and not isinstance(scores.scale, float):
         raise TypeError(f"cross_entropy(): scale must be a number, not {type(scale).__name__}")
     losses = _LOSSES.get(type(input)) or _find_losses("cross_entropy", type(input))
-    by_default = backend is None and strategy is None and not batch_invariant
-    settings = _LOSS_SETTINGS if by_default else Settings(1, None, False, Choice(backend, strategy, batch_invariant))
+    by_default = backend is None and strategy is None and not batch_invariant and dtype is None
+    settings = _LOSS_SETTINGS if by_default else Settings(1, dtype, False, Choice(backend, strategy, batch_invariant))
     # Fields of `Loss` as a tuple: a cached call is found by this tuple and never builds a `Loss`.
     fields = (settings, ignore_index, reduction, label_smoothing, z_loss, scores, inplace_backward)
     if check:

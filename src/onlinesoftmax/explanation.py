@@ -225,7 +225,7 @@ def _check_taken(function: Operation, in_jax: bool, options: ScoreOptions, batch
         # The argument `where` of the functions for JAX is a mask.
         taken = {"scale", "softcap", "mask"} | (set() if function.has_target else {"bias"})
     else:
-        taken = {*function.options, "batch_invariant"} | ({"fully_masked"} if "mask" in function.options else set())
+        taken = {*function.options, "batch_invariant"} | ({"fully_masked"} if "bias" in function.options else set())
     given = {*options.given, *(("fully_masked",) if options.zero else ())}
     if more := sorted((given | ({"batch_invariant"} if batch_invariant else set())) - taken):
         raise ValueError(f"{function.name}() {'for JAX ' if in_jax else ''}has no {', '.join(more)}")

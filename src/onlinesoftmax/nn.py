@@ -222,12 +222,14 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         z_loss: Factor of logsumexp(input)**2, which is added to the loss of each row.  Its mean is not weighted.
         scale: Factor of the input: a number.
         softcap: Soft bound on the magnitude of scale * input: a positive number.
+        dtype: Dtype of the loss, for example float32 for that of 16-bit logits.
         inplace_backward: Allow the gradient to overwrite the input.
         batch_invariant: Give a row the same bits however many rows are beside it, for some speed.
         check: Raise an error for a target that is out of range.  The call then waits for the GPU.
 
     Shape:
-        input (C), (N, C) or (N, C, d1, ...); target without C, or with class probabilities the shape of the input.
+        input (C), (N, C) or (N, C, d1, ...); target without C, or with class probabilities the shape of the input;
+        `mask` (boolean, True keeps a class) broadcasts to the input.
 
     Raises:
         TypeError, ValueError: scale or softcap is of the wrong type, or makes no sense: when the module is made.
@@ -244,6 +246,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     z_loss: float = 0.0
     scale: float = 1.0
     softcap: float | None = None
+    dtype: torch.dtype | None = None
     inplace_backward: bool = False
     batch_invariant: bool = False
     check: bool = False
@@ -251,26 +254,27 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     def __init__(
         self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
         label_smoothing: float = 0.0, *, z_loss: float = 0.0, scale: float = 1.0, softcap: float | None = None,
-        inplace_backward: bool = False, batch_invariant: bool = False, check: bool = False,
+        dtype: torch.dtype | None = None, inplace_backward: bool = False, batch_invariant: bool = False,
+        check: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         if isinstance(scale, torch.Tensor):
             raise TypeError("CrossEntropyLoss(): scale must be a number")
         checked_options("CrossEntropyLoss", scale, softcap, None, None, False, "nan")
-        self.z_loss, self.scale, self.softcap = z_loss, scale, softcap
+        self.z_loss, self.scale, self.softcap, self.dtype = z_loss, scale, softcap, dtype
         self.inplace_backward, self.batch_invariant, self.check = inplace_backward, batch_invariant, check
 
-    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, target: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
         """The loss of `input`."""
         return _cross_entropy(
             input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, z_loss=self.z_loss,
-            scale=self.scale, softcap=self.softcap, inplace_backward=self.inplace_backward,
-            batch_invariant=self.batch_invariant, check=self.check,
+            scale=self.scale, softcap=self.softcap, mask=mask, dtype=self.dtype,
+            inplace_backward=self.inplace_backward, batch_invariant=self.batch_invariant, check=self.check,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         """The options of ours that are not at their defaults."""
-        names = ("z_loss", "scale", "softcap", "inplace_backward", "batch_invariant", "check")
+        names = ("z_loss", "scale", "softcap", "dtype", "inplace_backward", "batch_invariant", "check")
         return ", ".join(_changed(self, names))
 
 

@@ -127,6 +127,20 @@ def losses(mesh: DeviceMesh, placements: Placements) -> None:
             near(mine, dx, placements)
 
 
+def losses_with_a_mask(mesh: DeviceMesh, placements: Placements) -> None:
+    """The mask is cut as the rows are.  A loss of sharded classes takes none (`bad_input_is_an_error`)."""
+    x, target = random(ROWS, COLS), tensor([0, 12, -100, 7, 3])
+    mask = (random(ROWS, COLS, seed=1) > -0.5).scatter(1, target.clamp(min=0)[:, None], True)
+    whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
+    if Shard(1) in placements:
+        return
+    options = {"mask": mask, "dtype": torch.float64, "label_smoothing": 0.1, "z_loss": 0.1}
+    want, found = osm.cross_entropy(whole, target, **options), osm.cross_entropy(cut, target, **options)
+    assert found.dtype == torch.float64
+    near(found, want, (Replicate(),) * mesh.ndim)
+    near(torch.autograd.grad(found, cut)[0], torch.autograd.grad(want, whole)[0], placements)
+
+
 def log_probabilities(mesh: DeviceMesh, placements: Placements) -> None:
     x, index = random(ROWS, COLS), tensor([0, 12, 5, 7, 3])
     mask = (random(ROWS, COLS, seed=1) > -4).scatter(1, index[:, None], True)
@@ -248,6 +262,8 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
         (NotImplementedError, "target with class probabilities is not", lambda: osm.cross_entropy(cut, x.softmax(1))),
         (NotImplementedError, "return_stats is not", lambda: osm.cross_entropy(cut, target, return_stats=True)),
         (NotImplementedError, "inplace_backward", lambda: osm.cross_entropy(cut, target, inplace_backward=True)),
+        (NotImplementedError, "mask is not", lambda: osm.cross_entropy(cut, target, mask=x > 0)),
+        (NotImplementedError, "dtype=torch.float64", lambda: osm.cross_entropy(cut, target, dtype=torch.float64)),
         (NotImplementedError, "pass dtype=", lambda: osm.softmax(cut.long())),
         (IndexError, "Dimension out of range", lambda: osm.softmax(cut, 2)),
         (ValueError, "target has shape", lambda: osm.cross_entropy(cut, target[:3])),
@@ -286,7 +302,13 @@ def everything(*_: int) -> None:
     line, square = meshes()
     for mesh in (line, square):
         for placements in BY_DIMENSIONS[mesh.ndim]:
-            for check in (softmax_and_its_like, gradients_of_operands, losses, log_probabilities):
+            for check in (
+                softmax_and_its_like,
+                gradients_of_operands,
+                losses,
+                losses_with_a_mask,
+                log_probabilities,
+            ):
                 try:
                     check(mesh, placements)
                 except BaseException as error:

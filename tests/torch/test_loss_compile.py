@@ -27,7 +27,14 @@ def test_compile(backend: str) -> None:
         per_row = osm.cross_entropy(2 * x, target, reduction="none", **HOW)
         return found.logprob.sum() + found.entropy.sum() + found.lse.sum() + (per_row * per_row).sum()
 
-    for function in (loss, rows):
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        mask = torch.arange(37, device=x.device) < 35
+        options: dict[str, Any] = {"mask": mask, "dtype": torch.float64, "softcap": 5.0, **HOW}
+        mean = osm.cross_entropy(2 * x, target.clamp(max=34), **options)
+        per_row = osm.cross_entropy(2 * x, target.clamp(max=34), reduction="none", **options)
+        return mean + (per_row * per_row).sum()
+
+    for function in (loss, rows, masked):
         ours, compiled = function(x), torch.compile(function, fullgraph=True, backend=backend)(x)
         torch.testing.assert_close(compiled, ours)
         one = torch.tensor(1.0)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from loss_accuracy import DEVICE, GPU
+from torch.nn import functional
 
 import onlinesoftmax as osm
 from loss_formula import expected_loss
@@ -26,6 +27,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "scale": (1.0, -0.5),
     "softcap": (None, 3.0),
     "ignore_index": (-100, 4),
+    "mask": (None, "classes", "elements"),
     "return_stats": (False, True),
 }
 """A weight of 0.5 is that of every class, with which a mean is the one without weights."""
@@ -69,6 +71,21 @@ def made(one: dict[str, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor, di
         target.view(-1)[0] = 0
         if rows:
             target.view(-1)[1] = options["ignore_index"]
+    if options["mask"] is not None:
+        # Every target is kept: another has an infinite loss, which has a test of its own.
+        classes = torch.arange(COLS).view(-1, *[1] * max(0, len(rows) - 1))
+        kept = (
+            (classes != 5) & (classes != 7)
+            if one["mask"] == "classes"
+            else torch.rand(shape, generator=generator) < 0.6
+        )
+        if kind == "probabilities":
+            target = target * kept
+        elif one["mask"] == "classes":
+            target = target + ((target == 5) | (target == 7)).to(target.dtype)
+        else:
+            kept |= classes == target.unsqueeze(min(1, len(rows)))
+        options["mask"] = kept
     weight = options["weight"]
     if weight is not None:
         random_weight = torch.rand(COLS, generator=generator, dtype=torch.float64)
@@ -78,18 +95,23 @@ def made(one: dict[str, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor, di
 
 def assert_as_expected(one: dict[str, Any], dtype: torch.dtype, seed: int, **how: Any) -> None:
     x, target, options = made(one, seed)
+    mask = options.pop("mask")
     stats = options.pop("return_stats")
     cast = lambda t: t.to(DEVICE, dtype) if t.is_floating_point() else t.to(DEVICE)  # noqa: E731  in three places
     leaf, weight = cast(x).clone().requires_grad_(), options.pop("weight")
     y = osm.cross_entropy(
-        leaf, cast(target), None if weight is None else cast(weight), return_stats=stats, **options, **how
-    )
+        leaf, cast(target), None if weight is None else cast(weight), mask=None if mask is None else mask.to(DEVICE),
+        return_stats=stats, **options, **how,
+    )  # fmt: skip
     y, more = y if stats else (y, None)
     dy = torch.rand(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.5
     (dx,) = torch.autograd.grad(y, leaf, cast(dy))
     # The expected numbers are those of the rounded inputs.
     given = (cast(t).double().cpu().numpy() if t.is_floating_point() else t.numpy() for t in (x, target, dy))
-    exact = expected_loss(*given, weight=None if weight is None else cast(weight).double().cpu().numpy(), **options)
+    exact = expected_loss(
+        *given, weight=None if weight is None else cast(weight).double().cpu().numpy(),
+        mask=None if mask is None else mask.expand_as(x).numpy(), **options,
+    )  # fmt: skip
     eps = torch.finfo(dtype).eps
     named = {"loss": (y, exact.loss), "gradient": (dx, exact.gradient)}
     if more is not None:
@@ -101,6 +123,14 @@ def assert_as_expected(one: dict[str, Any], dtype: torch.dtype, seed: int, **how
         np.testing.assert_allclose(found, want, 0, size * eps, err_msg=f"{name} of {one}")
 
 
+def kernels_of(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """The combinations that kernels take: no class probabilities, and no smoothing with a mask."""
+    return [
+        {**one, "label_smoothing": 0.0} if one["mask"] else one
+        for one in pairs({**choices, "target": choices["target"][:2]}, seed=1)
+    ]
+
+
 HOWS: dict[str, dict[str, Any]] = {"default": {}, "triton": {"backend": "triton"}, "cuda": {"backend": "cuda"}}
 
 
@@ -109,11 +139,7 @@ HOWS: dict[str, dict[str, Any]] = {"default": {}, "triton": {"backend": "triton"
 def test_every_pair_of_options_is_as_written_by_hand(how: str, dtype: torch.dtype) -> None:
     if how == "cuda" and not GPU:
         pytest.skip("needs an NVIDIA GPU")
-    choices = dict(CHOICES)
-    if how != "default":
-        # Kernels take no class probabilities.
-        choices["target"] = choices["target"][:2]
-    for seed, one in enumerate(pairs(choices, seed=len(how))):
+    for seed, one in enumerate(pairs(CHOICES, seed=0) if how == "default" else kernels_of(CHOICES)):
         assert_as_expected(one, dtype, seed, **HOWS[how])
 
 
@@ -135,3 +161,87 @@ def test_the_mean_of_z_loss_is_over_the_rows_that_count(how: str) -> None:
     y = osm.cross_entropy(x, torch.full_like(target, -100), weight, z_loss=0.1, label_smoothing=0.1, **HOWS[how])
     assert y.isnan()
     assert (torch.autograd.grad(y, x)[0] == 0).all()
+
+
+@pytest.mark.parametrize("how", ["default", "triton"])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_a_target_that_the_mask_excludes_is_as_a_logit_of_minus_infinity_in_pytorch(how: str, reduction: str) -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(4, COLS, device=DEVICE, requires_grad=True), torch.tensor([0, 3, -100, 6], device=DEVICE)
+    mask = torch.ones(COLS, dtype=torch.bool, device=DEVICE)
+    mask[3:5] = False
+    y = osm.cross_entropy(x, target, mask=mask, reduction=reduction, **HOWS[how])
+    want = functional.cross_entropy(x.masked_fill(~mask, -torch.inf), target, reduction=reduction)
+    torch.testing.assert_close(y, want)
+    assert y.isinf().any()
+    found, exact = (torch.autograd.grad(z.sum(), x)[0] for z in (y, want))
+    torch.testing.assert_close(found, exact)
+    # A row without a class is NaN, as PyTorch's, and its logits have the gradient 0.
+    nothing = mask.expand(4, COLS).clone()
+    nothing[3] = False
+    y = osm.cross_entropy(x, target, mask=nothing, reduction="none", **HOWS[how])
+    assert y.isnan().tolist() == [False, False, False, True]
+    assert (torch.autograd.grad(y.sum(), x)[0][3] == 0).all()
+
+
+def test_the_smoothing_of_excluded_classes_is_spread_over_those_that_are_kept() -> None:
+    """The loss is that of the logits without the excluded classes, as if the vocabulary had not been padded."""
+    torch.manual_seed(0)
+    x, target = torch.randn(6, COLS, device=DEVICE), torch.tensor([0, 1, -100, 6, 7, 2], device=DEVICE)
+    mask, weight = torch.arange(COLS, device=DEVICE) < 8, torch.rand(COLS, device=DEVICE)
+    for z_loss, w in ((0.0, None), (0.1, weight)):
+        options: dict[str, Any] = {"label_smoothing": 0.3, "softcap": 4.0, "z_loss": z_loss}
+        found = osm.cross_entropy(x, target, w, mask=mask, **options)
+        torch.testing.assert_close(found, osm.cross_entropy(x[:, :8], target, None if w is None else w[:8], **options))
+
+
+DTYPES_OF_LOSS = [
+    (torch.bfloat16, torch.float32), (torch.float16, torch.float64), (torch.float32, torch.float64),
+    (torch.float32, torch.float16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), DTYPES_OF_LOSS, ids=str)
+@pytest.mark.parametrize("how", HOWS)
+def test_the_dtype_of_the_loss(how: str, dtype: torch.dtype, wanted: torch.dtype) -> None:
+    if how == "cuda" and not GPU:
+        pytest.skip("needs an NVIDIA GPU")
+    torch.manual_seed(0)
+    x, target = torch.randn(6, COLS, device=DEVICE, dtype=dtype, requires_grad=True), torch.arange(6, device=DEVICE)
+    weight = torch.rand(COLS, device=DEVICE, dtype=dtype)
+    for reduction, options in (
+        ("mean", {"z_loss": 0.01, "weight": weight}), ("sum", {}), ("none", {"weight": weight, "label_smoothing": 0.1}),
+    ):  # fmt: skip
+        y, stats = osm.cross_entropy(
+            x, target, dtype=wanted, reduction=reduction, return_stats=True, **options, **HOWS[how]
+        )
+        without = osm.cross_entropy(x, target, dtype=wanted, reduction=reduction, **options, **HOWS[how])
+        plain = {name: t.double().cpu().numpy() if name == "weight" else t for name, t in options.items()}
+        exact = expected_loss(x.detach().double().cpu().numpy(), target.cpu().numpy(), reduction=reduction, **plain)
+        assert y.dtype == without.dtype == wanted
+        # Nothing is rounded to the dtype of the logits, or to float32 if more is asked for.
+        unit = torch.finfo(wanted).eps * max(1.0, float(np.abs(exact.loss).max()))
+        unit += 8 * torch.finfo(torch.promote_types(wanted, torch.float32)).eps
+        for found in (y, without):
+            np.testing.assert_allclose(found.detach().double().cpu().numpy(), exact.loss, 0, unit)
+        assert stats.lse.dtype == torch.promote_types(wanted, torch.float32)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert dx.dtype == dtype
+        size = float(np.abs(exact.gradient).max())
+        np.testing.assert_allclose(dx.double().cpu().numpy(), exact.gradient, 0, 2 * torch.finfo(dtype).eps * size)
+
+
+def test_errors_of_mask_and_dtype_name_the_argument() -> None:
+    x, target = torch.randn(4, COLS), torch.zeros(4, dtype=torch.long)
+    for error, name, options in (
+        (RuntimeError, "mask must be boolean", {"mask": torch.ones(COLS)}),
+        (RuntimeError, "mask of shape", {"mask": torch.ones(3, dtype=torch.bool)}),
+        (TypeError, "mask must be a tensor", {"mask": True}),
+        (TypeError, "'dtype'", {"dtype": "float32"}),
+        (RuntimeError, "dtype must be floating point", {"dtype": torch.int32}),
+        (osm.PlanError, "label_smoothing with a mask", {
+            "mask": torch.ones(COLS, dtype=torch.bool), "label_smoothing": 0.1, "backend": "triton",
+        }),
+    ):  # fmt: skip
+        with pytest.raises(error, match=name):
+            osm.cross_entropy(x, target, **options)

@@ -343,11 +343,12 @@ OPERATIONS: dict[str, Operation] = {
                 Output("y", "element", "input", on_request=True),
                 *(replace(output, exact=False) for output in STATISTICS),
             ),
-            ("scale", "softcap"), Gradient("cross_entropy_backward", ("x", "target", "m", "l")), may_keep_terms=True,
+            ("scale", "softcap", "mask"), Gradient("cross_entropy_backward", ("x", "target", "m", "l")),
+            may_keep_terms=True,
         ),
         Operation(
             "cross_entropy_backward", (X, TARGET, Operand("dy", "row"), *STATE, *CLASSES), (),
-            (Output("y", "element", needs=()),), ("scale", "softcap"),
+            (Output("y", "element", needs=()),), ("scale", "softcap", "mask"),
         ),
         # The logarithm of the probability of one column of every row.
         Operation(

@@ -35,7 +35,7 @@ from ..core.processes import group_or_default
 from ..core.task import Choice
 from ..torch.check import check_options
 from ..torch.loss import Loss
-from ..torch.losses import checked_numbers
+from ..torch.loss_arguments import checked_numbers
 from . import losses, usual
 from . import softmax as _softmax
 from .launches import Given

@@ -14,7 +14,7 @@ from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
 from ..core.task import Choice
-from ..torch import losses
+from ..torch import loss_arguments, losses
 from ..torch.check import check_options, checked_dim
 from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss
@@ -36,21 +36,25 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         fields: The fields of `Loss`.
         return_stats: Return the statistics too.
     """
-    loss = losses.checked_loss(x, target, weight, Loss(*fields))
+    loss = loss_arguments.checked_loss(x, target, weight, Loss(*fields))
     x, layout = without_partial_sums("cross_entropy", x, (1 if x.dim() > 1 else 0,))
     probabilities = target.is_floating_point()
     target = layout.operand("target", target) if probabilities else layout.per_row("target", target)
     weight, local = layout.whole("weight", weight), local_of(x, layout.placements)
-    stats, dtype = None, losses.result_dtype(local)
+    stats, dtype = None, loss.settings.dtype or losses.result_dtype(local)
+    wide = accumulator_of(local.dtype, dtype)
     if layout.softmax_groups:
-        _check_available(probabilities, return_stats, loss)
+        _check_available(probabilities, return_stats, loss, wide != accumulator_of(local.dtype, local.dtype))
         call = sharded_call("cross_entropy", layout, loss.options or ScoreOptions(), loss.settings.choice)
         loss = loss._replace(settings=loss.settings._replace(dtype=dtype))
         y = sharded_losses.cross_entropy(local, target, weight, loss, call, layout.row_groups)
     else:
         weight = sharded_losses.weight_of_mean(local, target, weight, loss, layout.row_groups)
-        wide = loss.settings._replace(dtype=accumulator_of(local.dtype, local.dtype))
-        rows = losses.cross_entropy(local, target, weight, loss._replace(settings=wide, reduction="none"), return_stats)
+        each = loss._replace(
+            settings=loss.settings._replace(dtype=wide), reduction="none",
+            options=layout.options(loss.options, local.device),
+        )  # fmt: skip
+        rows = losses.cross_entropy(local, target, weight, each, return_stats)
         if return_stats:
             rows, stats = rows
         y = sharded_losses.reduced(rows, target, weight, loss, layout.row_groups).to(dtype)
@@ -58,11 +62,13 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     return y if stats is None else (y, LossStatistics(*map(layout.rows, stats)))
 
 
-def _check_available(probabilities: bool, return_stats: bool, loss: Loss) -> None:
+def _check_available(probabilities: bool, return_stats: bool, loss: Loss, wider: bool) -> None:
     named = {
         "target with class probabilities": probabilities,
         "return_stats": return_stats,
         "inplace_backward": loss.inplace,
+        "mask": loss.mask is not None,
+        "dtype=torch.float64": wider,
     }
     for name, given in named.items():
         if given:
@@ -74,7 +80,7 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """(logprob, entropy, lse) as DTensors, sharded as the rows are."""
     name = "token_logprobs"
-    losses.check_token_arguments(x, index, dim)
+    loss_arguments.check_token_arguments(x, index, dim)
     check_options(Call(OPERATIONS[name], x, Settings(dim), options))
     x, layout = without_partial_sums(name, x, (checked_dim(name, dim, x.dim()),))
     index, local = layout.per_row("index", index), local_of(x, layout.placements)
@@ -92,14 +98,14 @@ def token_logprobs(
 
 def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     """Check the arguments, and the range of every target on every process, so that all raise the same error."""
-    loss = losses.checked_loss(x, target, weight, loss)
+    loss = loss_arguments.checked_loss(x, target, weight, loss)
     # Only the shape of x is used, so its partial sums are not added here.
     layout = layout_of("cross_entropy", x, (1 if x.dim() > 1 else 0,))
-    losses.check_targets(x, layout.whole("target", target), None, loss)
+    loss_arguments.check_targets(x, layout.whole("target", target), None, loss)
 
 
 def check_tokens(x: Any, index: Any, dim: Any) -> None:
     """Check the arguments, and the range of every index on every process, so that all raise the same error."""
-    losses.check_token_arguments(x, index, dim)
+    loss_arguments.check_token_arguments(x, index, dim)
     layout = layout_of("token_logprobs", x, (checked_dim("token_logprobs", dim, x.dim()),))
-    losses.check_tokens(x, layout.whole("index", index), dim)
+    loss_arguments.check_tokens(x, layout.whole("index", index), dim)

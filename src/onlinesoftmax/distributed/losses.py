@@ -11,7 +11,8 @@ from ..core.processes import gathered
 from ..torch.check import checked_dim
 from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss, count_of, ignored, scaled, scales_weight
-from ..torch.losses import TokenLogprobs, check_index, check_weight, result_dtype
+from ..torch.loss_arguments import check_index, check_weight
+from ..torch.losses import TokenLogprobs, result_dtype
 from .launches import Given, ShardedKind
 from .local import Sharded, autocast_dtype
 from .shards import Shards, kind_of, shards_of, to_local_columns

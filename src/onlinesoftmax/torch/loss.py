@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.call import Settings
-from ..core.options import ScoreOptions
+from ..core.options import PLAIN, ScoreOptions
+from .gradients import accumulator_of
 
 
 class Loss(NamedTuple):
@@ -20,7 +21,7 @@ class Loss(NamedTuple):
         reduction: "mean", "sum" or "none".
         smoothing: Part of the target that is spread over all classes.
         z_loss: Factor of lse², which is added to the loss of each row.
-        options: Scale and softcap; None where both are at their default.
+        options: Scale, softcap and mask; None where all are at their default.
         inplace: True where the gradient may overwrite the logits.
     """
 
@@ -37,6 +38,20 @@ class Loss(NamedTuple):
         """The dimension of the classes."""
         dim: int = self.settings.dim
         return dim
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """True for the classes that are kept; None where all are."""
+        return None if self.options is None else self.options.mask
+
+    def with_mask(self, mask: torch.Tensor | None) -> Loss:
+        """The arguments with another mask.  It travels apart from them: autograd tracks only arguments of `apply`."""
+        options = (self.options or PLAIN)._replace(mask=mask)
+        return self._replace(options=None if options.plain else options)
+
+    def wide(self, x: torch.Tensor) -> torch.dtype:
+        """The dtype in which the losses of logits are computed."""
+        return accumulator_of(x.dtype, self.settings.dtype or x.dtype)
 
 
 MOST_EXACT_INDEX = 1 << 53

@@ -54,7 +54,8 @@ def key_of(x: Any, target: Any, weight: Any, arguments: tuple[Any, ...]) -> tupl
 def add_loss(key: tuple[Any, ...], x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Run | None:
     """Prepare a usual, checked loss and keep it under its key; None where it needs the general path."""
     with_gradient = torch.is_grad_enabled() and x.requires_grad
-    if loss.settings.choice.batch_invariant or (loss.inplace and with_gradient) or not target.is_contiguous():
+    apart = loss.settings.choice.batch_invariant or loss.mask is not None
+    if apart or (loss.inplace and with_gradient) or not target.is_contiguous():
         return None
     if loss.reduction == "none":
         return keep(LAUNCHES, key, _per_row(x, target, weight, loss, with_gradient))
@@ -81,7 +82,7 @@ def _rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs:
 
     With the output "loss" and the gradient of a mean, the launch before it must be the one that computes dy.
     """
-    wide = accumulator_of(x.dtype, x.dtype)
+    wide = loss.wide(x)
     of_rows = outputs[0] == "loss"
     dy = torch.empty((), dtype=wide, device=x.device) if of_rows and "y" in outputs else None
     call = loss_call(x, target, weight, loss, dy)
@@ -102,7 +103,7 @@ def _rows(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs:
         if weight is not None:
             given["weight"] = weight
             if adds_weights:
-                given["weight_sum"] = weight.sum(dtype=accumulator_of(weight.dtype, weight.dtype))
+                given["weight_sum"] = weight.sum(dtype=accumulator_of(wide, weight.dtype))
         # empty_like takes half the host time of empty.
         return run(x, torch.empty_like(target, dtype=wide) if of_rows else None, given)
 
@@ -163,9 +164,11 @@ class _PerRow(PerRow):
     """The usual losses of all rows, with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, rows: Any) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss: Loss, rows: Any
+    ) -> Any:
         losses, m, l = rows(x, target, weight)
-        ctx.save_for_backward(x, target, weight, m, l)
+        ctx.save_for_backward(x, target, weight, mask, m, l)
         ctx.loss = loss
         ctx.set_materialize_grads(False)
         return losses
@@ -178,7 +181,7 @@ def _per_row(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_
     dtype = loss.settings.dtype
     rows = _rows(x, target, weight, loss, ("loss", "m", "l") if with_gradient else ("loss",))
     if with_gradient:
-        return lambda x, target, weight: _apply_per_row(x, target, weight, loss, rows).to(dtype)
+        return lambda x, target, weight: _apply_per_row(x, target, weight, None, loss, rows).to(dtype)
     return lambda x, target, weight: rows(x, target, weight).to(dtype)
 
 

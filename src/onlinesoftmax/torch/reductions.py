@@ -50,7 +50,7 @@ def reducer(
     backend, mean, result = backend_for(x), loss.reduction == "mean", loss.settings.dtype
     if backend is None or (mean and not may_count(target, weight, loss)):
         return None
-    wide = accumulator_of(x.dtype, x.dtype)
+    wide = loss.wide(x)
     adds, counts = _reductions(x, target, weight, loss, classes or x.shape[loss.dim])
     if not with_gradient:
         return Reducer(
@@ -73,7 +73,7 @@ def _reductions(
     x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, classes: int
 ) -> tuple[Reduction, Reduction]:
     """The sum of the losses, and the whole reduction of a loss: the same for a sum, the mean in one launch."""
-    wide = accumulator_of(x.dtype, x.dtype)
+    wide = loss.wide(x)
     adds = Reduction(target.numel(), DTYPE_NAMES[wide], DTYPE_NAMES[loss.settings.dtype])
     if loss.reduction == "sum":
         return adds, adds
@@ -89,7 +89,7 @@ def weight_scaler(x: Tensor, target: Tensor, weight: Tensor, loss: Loss) -> Call
     Args:
         x, target, weight, loss: The arguments of a weighted mean with z_loss.
     """
-    wide = accumulator_of(x.dtype, weight.dtype)
+    wide = accumulator_of(loss.wide(x), weight.dtype)
     rows, weights = (reducer(x, target, each, loss, True) for each in (None, weight))
     if rows is None or weights is None or rows.factor is None or weights.factor is None:
         return lambda target, weight: scaled_weight(target, weight, loss, wide)
@@ -108,7 +108,7 @@ def total_after_losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: L
         x, target, weight, loss: The arguments of the call, for which there is a backend, and `may_count` holds.
         classes: Number of classes of whole rows; a shard x has only some of them.
     """
-    backend, result, wide = backend_for(x), loss.settings.dtype, accumulator_of(x.dtype, x.dtype)
+    backend, result, wide = backend_for(x), loss.settings.dtype, loss.wide(x)
     assert backend is not None
     assert result is not None
     _, reduction = _reductions(x, target, weight, loss, classes)

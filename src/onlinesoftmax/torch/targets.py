@@ -107,7 +107,7 @@ def scalar_output(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, 
     most_bytes = MOST_BYTES_IN_ONE_LAUNCH if with_gradient else math.inf
     if target.numel() > MOST_ROWS_IN_ONE_LAUNCH or not 0 < x.numel() * x.element_size() <= most_bytes:
         return ""
-    dy = torch.empty((), dtype=accumulator_of(x.dtype, x.dtype), device=x.device) if with_gradient else None
+    dy = torch.empty((), dtype=loss.wide(x), device=x.device) if with_gradient else None
     call = loss_call(x, target, weight, loss, dy)
     if backend_of(call, ("loss", "y") if with_gradient else ("loss",)) != "cuda":
         return ""
@@ -146,7 +146,7 @@ def _beside(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> dic
     if weight is not None:
         beside["weight"] = weight.reshape(-1, *[1] * (x.dim() - 1 - dim))
         if loss.smoothing:
-            beside["weight_sum"] = weight.sum(dtype=accumulator_of(weight.dtype, weight.dtype))
+            beside["weight_sum"] = weight.sum(dtype=accumulator_of(loss.wide(x), weight.dtype))
     return beside
 
 
@@ -186,7 +186,7 @@ def reduced(
         factor = small.factor and small.factor(target, weight)
         rows = loss_rows(x, target, weight, loss, outputs, None if factor is None else factor[0])
         return small.total(rows.loss, target, weight, factor), rows
-    dtype = accumulator_of(x.dtype, x.dtype)
+    dtype = loss.wide(x)
     divisor = count_of(target, weight, loss, dtype) if loss.reduction == "mean" else None
     dy = None
     if with_gradient:
@@ -211,13 +211,13 @@ class ScalarLoss(torch.autograd.Function):
         )
         gradient, ctx.gradient = ctx.gradient, None
         if dy is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         if gradient is None:
             raise RuntimeError(
                 "cross_entropy(): backward ran a second time, and the gradient of the first time is not kept; "
                 "use reduction='none' and reduce the losses yourself"
             )
-        return _scale_gradient(gradient, dy), None, None, None, None
+        return _scale_gradient(gradient, dy), None, None, None, None, None
 
 
 class Reduced(ScalarLoss):
@@ -227,8 +227,10 @@ class Reduced(ScalarLoss):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> Any:
-        total, rows = reduced(x, target, weight, loss, stats, True)
+    def forward(
+        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss: Loss, stats: bool
+    ) -> Any:
+        total, rows = reduced(x, target, weight, loss.with_mask(mask), stats, True)
         ctx.gradient = rows.gradient
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in (rows.lse, rows.entropy) if t is not None))
@@ -258,9 +260,12 @@ class PerRow(torch.autograd.Function):
     """The losses of all rows; backward computes the gradient from the logits and the states."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> Any:
-        rows = loss_rows(x, target, weight, loss, ("lse", "m", "l", "entropy") if stats else ("m", "l"))
-        ctx.save_for_backward(x, target, weight, rows.m, rows.l)
+    def forward(
+        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss: Loss, stats: bool
+    ) -> Any:
+        outputs = ("lse", "m", "l", "entropy") if stats else ("m", "l")
+        rows = loss_rows(x, target, weight, loss.with_mask(mask), outputs)
+        ctx.save_for_backward(x, target, weight, mask, rows.m, rows.l)
         ctx.loss = loss
         ctx.set_materialize_grads(False)
         found = rows.loss, rows.lse, rows.entropy
@@ -269,21 +274,23 @@ class PerRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
+        nothing = (None, None, None, None, None)
         if dy is None:
-            return None, None, None, None, None
-        x, target, weight, *state = ctx.saved_tensors
+            return None, *nothing
+        x, target, weight, mask, *state = ctx.saved_tensors
+        loss = ctx.loss.with_mask(mask)
         again = torch.is_grad_enabled()
         if again or is_batched(dy):
             # The gradient is itself to be differentiated, or a batch of gradients, so PyTorch's operations compute it.
             # A target out of range, which PyTorch's operations do not take, has no gradient.
-            inside = (target >= 0) & (target < x.shape[ctx.loss.dim])
+            inside = (target >= 0) & (target < x.shape[loss.dim])
             with torch.enable_grad():
                 # The view has no hooks: those of x run once, after this function.
                 x = x.view_as(x)
-                rows = targets_eager.losses(x, target.where(inside, 0), weight, ctx.loss)
+                rows = targets_eager.losses(x, target.where(inside, 0), weight, loss)
             (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype).where(inside, 0.0), create_graph=again)
-            return dx, None, None, None, None
-        return loss_gradient(x, target, weight, ctx.loss, tuple(state), dy), None, None, None, None
+            return dx, *nothing
+        return loss_gradient(x, target, weight, loss, tuple(state), dy), *nothing
 
 
 def log_probabilities(call: Call, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -31,12 +31,31 @@ def pytorch_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -
 def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
     """The loss of each row, in float32 (float64 in float64)."""
     z = _scores(x, loss)
-    weight = None if weight is None else weight.to(z.dtype)
-    y = pytorch_loss(z, target, weight, loss._replace(reduction="none"))
+    weight, loss = None if weight is None else weight.to(z.dtype), loss._replace(reduction="none")
+    if loss.mask is None:
+        y = pytorch_loss(z, target, weight, loss)
+    else:
+        y = _of_kept(z, loss.mask.expand_as(z), target, weight, loss)
     if not loss.z_loss:
         return y
     penalty = loss.z_loss * z.logsumexp(loss.dim) ** 2
     return y + (penalty if target.is_floating_point() else penalty.where(counted(target, loss), 0.0))
+
+
+def _of_kept(z: Tensor, kept: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
+    """The loss of each row whose scores are -inf where the mask is False; such a class has no part of the smoothing."""
+    dim, shape = loss.dim, (-1, *[1] * (z.dim() - 1 - loss.dim))
+    log_p, w = z.log_softmax(dim), 1.0 if weight is None else weight.reshape(shape)
+    spread = loss.smoothing / kept.sum(dim, keepdim=True, dtype=z.dtype) * kept
+    if target.is_floating_point():
+        q = (1 - loss.smoothing) * target.to(z.dtype) + spread
+        # A class that is excluded counts only if the target has it: 0 * -inf would be NaN.
+        return -(w * q * log_p.where(kept | (q != 0), 0.0)).sum(dim)
+    y = pytorch_loss(z, target, weight, loss._replace(smoothing=0.0))
+    if not loss.smoothing:
+        return y
+    of_spread = -(w * spread * log_p.where(kept, 0.0)).sum(dim)
+    return (1 - loss.smoothing) * y + of_spread.where(counted(target, loss), 0.0)
 
 
 def reduced(rows: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
@@ -60,8 +79,7 @@ def statistics(x: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
 
 
 def _scores(x: Tensor, loss: Loss) -> Tensor:
-    wide = accumulator_of(x.dtype, x.dtype)
-    z: Tensor = eager.scores_of(x, loss.dim, loss.options or PLAIN, wide)[0]
+    z: Tensor = eager.scores_of(x, loss.dim, loss.options or PLAIN, loss.wide(x))[0]
     return z
 
 

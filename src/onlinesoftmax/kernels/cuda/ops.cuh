@@ -189,7 +189,9 @@ __device__ inline RowConstants loss_constants(
     r.t = t;
     r.spread = dy * f.spread;
     r.zero = !row.has_target(p) || ignored(p, row);
-    r.target_gradient = output(operands.score(row, call), operands.target_weight, r) - dy * f.own;
+    // An excluded column has no gradient.
+    if (operands.target_logit.is_included(row.begin, row.target(), 0))
+        r.target_gradient = output(operands.score(row, call), operands.target_weight, r) - dy * f.own;
     return r;
 }
 

@@ -1,0 +1,188 @@
+"""The checks of the arguments of cross_entropy and token_logprobs on torch tensors.
+
+The errors have the types that PyTorch raises, and name the argument.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..core.call import Call
+from ..core.operations import OPERATIONS
+from .check import check_not_dtensor, check_options, checked_dim
+from .loss import Loss, counted
+from .prepare import INTEGERS
+
+Tensor = torch.Tensor
+
+TARGET_DTYPES = tuple(getattr(torch, name) for name in INTEGERS)
+
+
+def class_dim(x: Tensor) -> int:
+    """The dimension of the classes, as PyTorch has it: the second, or the only one."""
+    return 1 if x.dim() > 1 else 0
+
+
+def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
+    """The result of `checked_numbers` for arguments that are right.
+
+    The errors have the types that PyTorch raises, and name the argument.
+    """
+    name = "cross_entropy()"
+    for argument, value in (("input", x), ("target", target)):
+        _check_tensor(name, argument, value)
+    if not x.is_floating_point():
+        raise RuntimeError(f"{name}: input must be floating point, got {x.dtype}")
+    loss = checked_numbers(loss)
+    if x.dim() == 0:
+        raise ValueError(f"{name}: input needs a dimension of classes, got shape ()")
+    dim = class_dim(x)
+    rows = (*x.shape[:dim], *x.shape[dim + 1 :])
+    if target.is_floating_point():
+        if target.shape != x.shape:
+            raise RuntimeError(
+                f"{name}: target with class probabilities has shape {tuple(target.shape)}, and input {tuple(x.shape)}"
+            )
+    else:
+        check_index(name, "target", x, target, rows)
+    check_weight(name, weight, x, x.shape[dim], not target.is_floating_point())
+    _check_dtype(name, loss.settings.dtype)
+    check_options(Call(OPERATIONS["cross_entropy"], x, loss.settings, loss.options))
+    for argument, value in (("target", target), ("weight", weight)):
+        check_not_dtensor("cross_entropy", argument, value, x)
+    return loss
+
+
+def _check_dtype(name: str, dtype: Any) -> None:
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}: argument 'dtype' must be torch.dtype, not {type(dtype).__name__}")
+    if not dtype.is_floating_point:
+        raise RuntimeError(f"{name}: dtype must be floating point, got {dtype}")
+
+
+def checked_numbers(loss: Loss) -> Loss:
+    """The arguments with Python's numbers for those of another type; `loss` itself where there are none.
+
+    As in PyTorch, a tensor of one element is a number if it requires no gradient, and reading it waits for its GPU.
+    PyTorch has no z_loss, so a tensor as z_loss is an error.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: ignore_index, label_smoothing, z_loss or reduction is wrong.
+    """
+    _, index, _, smoothing, z_loss, _, _ = loss
+    plain = type(index) is int and type(smoothing) in (float, int) and type(z_loss) in (float, int)
+    if not plain:
+        loss = loss._replace(
+            ignore_index=_number("ignore_index", index, int),
+            smoothing=_number("label_smoothing", smoothing, float),
+            z_loss=_number("z_loss", z_loss, float),
+        )
+    if loss.reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{loss.reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
+    if not 0.0 <= loss.smoothing <= 1.0:
+        raise RuntimeError(f"cross_entropy(): label_smoothing must be between 0.0 and 1.0, got {loss.smoothing}")
+    return loss
+
+
+def _number(argument: str, value: Any, kind: type[Any]) -> Any:
+    """Convert an argument to Python's type `kind`: `int` needs a value with __index__, `float` one with __float__.
+
+    Raises:
+        TypeError: the value is not a number of this kind.
+    """
+    is_number = hasattr(value, "__index__" if kind is int else "__float__")
+    if isinstance(value, Tensor):
+        is_floating = value.is_floating_point() or value.dtype == torch.bool
+        is_number = value.numel() == 1 and not value.requires_grad and argument != "z_loss"
+        is_number = is_number and not (kind is int and is_floating)
+    if not is_number or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"cross_entropy(): argument '{argument}' must be {kind.__name__}, not {type(value).__name__}")
+    return kind(value)
+
+
+def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
+    """Check the arguments, and the range of every target that counts, which waits for the GPU.
+
+    Raises:
+        IndexError: a target is out of range; the message has its position and its value.
+    """
+    loss = checked_loss(x, target, weight, loss)
+    if not target.is_floating_point():
+        _check_range("cross_entropy(): target", target, x.shape[class_dim(x)], counted(target, loss))
+
+
+def check_tokens(x: Any, index: Any, dim: Any) -> None:
+    """Check the arguments, and the range of every index, which waits for the GPU.
+
+    Raises:
+        IndexError: an index is out of range; the message has its position and its value.
+    """
+    check_token_arguments(x, index, dim)
+    tokens = x.shape[checked_dim("token_logprobs", dim, x.dim())]
+    _check_range("token_logprobs(): index", index, tokens, torch.ones_like(index, dtype=torch.bool))
+
+
+def _check_range(name: str, index: Tensor, classes: int, counts: Tensor) -> None:
+    wrong = ((index < 0) | (index >= classes)) & counts
+    if not wrong.any():
+        return
+    position = wrong.nonzero()[0].tolist()
+    where = f" at position {position[0] if len(position) == 1 else tuple(position)}" if position else ""
+    value, count = index[tuple(position)].item(), int(wrong.sum())
+    more = f"; {count} of {index.numel()} are out of range" if count > 1 else ""
+    raise IndexError(f"{name} is {value}{where}, which is not in [0, {classes}){more}")
+
+
+def _check_tensor(name: str, argument: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: argument '{argument}' must be Tensor, not {type(value).__name__}")
+    if value.is_nested:
+        raise RuntimeError(f"{name}: {argument} is a nested tensor; pass its values, whose rows have one length")
+
+
+def check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[int, ...]) -> None:
+    """Check dtype, shape and device of the targets of rows of this shape; an error names the argument."""
+    if index.dtype not in TARGET_DTYPES:
+        raise RuntimeError(f"{name}: {argument} must have an integer dtype, got {index.dtype}")
+    if tuple(index.shape) != rows:
+        raise ValueError(f"{name}: {argument} has shape {tuple(index.shape)}, and the rows of input {rows}")
+    if index.device != x.device:
+        raise RuntimeError(f"{name}: {argument} is on {index.device}, and input on {x.device}")
+
+
+def check_weight(name: str, weight: Any, x: Tensor, classes: int, constant: bool = True) -> None:
+    """Check type, shape and device of the weights of so many classes, if there are any.
+
+    With `constant`, the weights must not require a gradient: PyTorch computes the gradient with respect to the weights
+    only if the targets are class probabilities.
+    """
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name}: argument 'weight' must be Tensor, not {type(weight).__name__}")
+    if weight.dim() != 1 or weight.numel() != classes:
+        raise RuntimeError(
+            f"{name}: weight must have shape ({classes},), one value per class, got {tuple(weight.shape)}"
+        )
+    if weight.device != x.device:
+        raise RuntimeError(f"{name}: weight is on {weight.device}, and input on {x.device}")
+    if constant and weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name}: weight requires a gradient, which is not computed; detach() it")
+
+
+def check_token_arguments(x: Any, index: Any, dim: Any) -> None:
+    """Check the arguments of `token_logprobs`; each error names the argument."""
+    name = "token_logprobs()"
+    for argument, value in (("logits", x), ("index", index)):
+        _check_tensor(name, argument, value)
+    if not x.is_floating_point():
+        raise RuntimeError(f"{name}: logits must be floating point, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError(f"{name}: logits need a dimension of tokens, got shape ()")
+    axis = checked_dim("token_logprobs", dim, x.dim())
+    check_index(name, "index", x, index, (*x.shape[:axis], *x.shape[axis + 1 :]))
+    check_not_dtensor("token_logprobs", "index", index, x)
