@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..kernels.registry import LOADING
+
 if TYPE_CHECKING:
     from .functions import TokenLogprobs, cross_entropy, log_softmax, logsumexp, softmax, token_logprobs
 
@@ -17,7 +19,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'onlinesoftmax.jax' has no attribute {name!r}")
     try:
-        from . import functions
+        with LOADING:
+            from . import functions
     except ModuleNotFoundError as error:
         if error.name != "jax":
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import threading
 from functools import cache
 from types import ModuleType
 
@@ -13,6 +14,13 @@ BACKENDS = {
     "eager": "",
 }
 """Module of each backend's kernels; empty for the framework's own operations, which are always there."""
+
+LOADING = threading.RLock()
+"""Held while a compiler or another optional dependency is imported or starts.
+
+Their modules import each other in circles.  Python then gives a thread that imports at the same time as another one a
+module that lacks names.  Hazard: code that runs when a module of this package is imported must not take the lock.
+"""
 
 
 @cache
@@ -26,7 +34,8 @@ def load(name: str) -> ModuleType:
         raise ValueError(f"unknown backend {name!r}; backends: {', '.join(BACKENDS)}")
     if not BACKENDS[name]:
         raise ValueError(f"backend {name!r} has no module of kernels: the framework's own operations run")
-    return importlib.import_module(BACKENDS[name])
+    with LOADING:
+        return importlib.import_module(BACKENDS[name])
 
 
 @cache
@@ -34,7 +43,8 @@ def unavailable(name: str) -> str | None:
     """Why this backend cannot be used on this machine, in one sentence; None when it can."""
     if name in BACKENDS and not BACKENDS[name]:
         return None
-    reason: str | None = load(name).unavailable()
+    with LOADING:
+        reason: str | None = load(name).unavailable()
     return reason
 
 
@@ -51,7 +61,8 @@ def module_missing(module: str, extra: str) -> str | None:
         extra: Name of the extra of this package that installs the module.
     """
     try:
-        found = importlib.util.find_spec(module) is not None
+        with LOADING:
+            found = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package that should hold the module is missing
         found = False
     return None if found else f"{module} is not installed: pip install 'onlinesoftmax[{extra}]'"

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...core.cache import load_entry, store_entry
 from ...core.device import Device
+from ..registry import LOADING
 from ..report import Kernel, cuobjdump, find_cuobjdump, occupancy
 from ..request import Request
 from .source import kernel_name, shared_memory
@@ -50,13 +51,15 @@ def build(source: str, arch: str) -> tuple[bytes, str, Any]:
     Raises:
         RuntimeError: the source does not compile; NVRTC's messages name file and line.
     """
-    from cuda.core import Program, ProgramOptions
-
     global compiled
     compiled += 1
     log = io.StringIO()
-    # With a hit in NVRTC's own cache, the log would lack registers and spills.
-    program = Program(source, "c++", ProgramOptions(arch=arch, std=STANDARD, ptxas_options=["-v"], no_cache=True))
+    with LOADING:
+        # The first program loads NVRTC.
+        from cuda.core import Program, ProgramOptions
+
+        # With a hit in NVRTC's own cache, the log would lack registers and spills.
+        program = Program(source, "c++", ProgramOptions(arch=arch, std=STANDARD, ptxas_options=["-v"], no_cache=True))
     try:
         code = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core's exception types are not public
@@ -117,9 +120,10 @@ def nvrtc_version() -> str:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    from cuda.bindings import nvrtc
+    with LOADING:
+        from cuda.bindings import nvrtc
 
-    return ".".join(str(number) for number in nvrtc.nvrtcVersion()[1:])
+        return ".".join(str(number) for number in nvrtc.nvrtcVersion()[1:])
 
 
 def usage(log: str) -> dict[str, int]:

@@ -7,6 +7,7 @@ from importlib import import_module
 from ...core.arrays import Array
 from ...core.options import PLAIN, ScoreOptions
 from ...planner.plan import Plan
+from ..registry import LOADING
 from .operands import Operands
 from .ops import Op
 
@@ -31,7 +32,8 @@ def run(
         One array per output in the order of `outputs`: of x's shape, or without the last axis.
     """
     # Mosaic GPU is imported only for the strategy that uses it.
-    strategy = import_module(f".{plan.strategy}", __name__)
+    with LOADING:
+        strategy = import_module(f".{plan.strategy}", __name__)
     x = operands[0]
     op = Op.for_call(name, operands, outputs, factor, numbers)
     described = Operands.of(op, operands, options, plan.vector)

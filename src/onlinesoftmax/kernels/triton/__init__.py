@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.device import KNOWN, Device
 from ..reduction import Reduction
-from ..registry import module_missing
+from ..registry import LOADING, module_missing
 from ..report import Kernel
 from ..request import Request
 from ..sharded import ShardedRows
@@ -83,8 +83,9 @@ def _not_installed() -> str | None:
 
 def program(request: Request) -> Any:
     """The launches of a request."""
-    from . import column, looped, row, split
-    from .launch import TritonRequest
+    with LOADING:
+        from . import column, looped, row, split
+        from .launch import TritonRequest
 
     strategies = {"row": row, "looped": looped, "split": split, "column": column}
     return strategies[request.plan.strategy].program(TritonRequest(request.task, request.plan))

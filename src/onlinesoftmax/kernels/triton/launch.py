@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ...core.layout import power_of_two_divisor
+from ..registry import LOADING
 from ..request import Request
 from .operands import TENSORS, Place, Places, Pointers, Units
 from .ops import OpConstants
@@ -163,7 +164,9 @@ class _Step:
             self.compiled(*tensors, *self.arguments)
             return
         grid = (self.launch.programs, 1, 1)
-        kernel = self.launch.kernel[grid](*tensors, *self.arguments, num_warps=self.launch.warps)
+        # Triton's compiler and its interpreter have state that all threads share.
+        with LOADING:
+            kernel = self.launch.kernel[grid](*tensors, *self.arguments, num_warps=self.launch.warps)
         # The interpreter compiles nothing and returns None.
         if isinstance(kernel, triton.compiler.CompiledKernel):
             self.compiled = kernel[grid]

@@ -7,6 +7,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ..registry import LOADING
+
 BLOCK = 4096
 
 
@@ -32,4 +34,5 @@ def multiply(x: Any, factor: Any) -> None:
     """
     if x.numel():
         accumulator = tl.float64 if x.dtype.itemsize == 8 else tl.float32
-        multiply_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, factor, x.numel(), accumulator, BLOCK, num_warps=8)
+        with LOADING:
+            multiply_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, factor, x.numel(), accumulator, BLOCK, num_warps=8)
