@@ -354,3 +354,17 @@ LAWS = [
     Law("special rows agree with float64", anything, agrees_with_reference),
     Law("softmax sums to one", finite, softmax_sums_to_one),
 ]
+
+UNREAL_ARRAYS: list[Any] = [
+    np.array([1, 2j]),
+    np.array([1.0, 2.0], object),
+    np.array([1, 2], "m8[s]"),
+    np.array([1, 2], "M8[s]"),
+    np.array(["1", "2"]),
+    np.array([b"1", b"2"]),
+    np.zeros(2, [("float", "f4")]),
+    np.ma.array([1.0, 2.0], mask=[False, True]),
+    np.ma.array([1.0, 2.0]),
+    np.zeros((1, 2)).view(np.matrix),
+]
+"""Arrays that hold more or other things than real numbers: every function refuses them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import laws
-from laws import LAWS, Algebra, Float64, Law, Native
+from laws import LAWS, UNREAL_ARRAYS, Algebra, Float64, Law, Native
 from onlinesoftmax.core import arrays as array_libraries
 from onlinesoftmax.core import reference
 from onlinesoftmax.core.state import State
@@ -255,6 +256,80 @@ def test_no_warning_and_no_error_of_numpys_arithmetic(values: list[float], dtype
         y = reference.two_pass(x)
         reference.softmax_backward(x, y), reference.log_softmax_backward(x, y)
         reference.naive([0.0, -1000.0])
+
+
+def test_an_infinite_weight_is_infinite_however_the_row_is_cut(arrays: Algebra) -> None:
+    def of(weights: list[float], x: list[float]) -> State:
+        return State.of(arrays.array(np.array(x), "float32"), weights={"w": arrays.array(np.array(weights), "float32")})
+
+    # exp(0 - 60) is positive in float32, exp(0 - 120) is 0.
+    x, cases = [0.0, 60.0, 120.0], {INF: [INF, 1.0, 1.0], -INF: [-INF, 1.0, 1.0], NAN: [INF, 1.0, -INF]}
+    for expected, w in cases.items():
+        a, b, c = (of([w[i]], [x[i]]) for i in range(3))
+        for state in (a.merge(b).merge(c), a.merge(b.merge(c)), c.merge(a).merge(b), of(w, x)):
+            np.testing.assert_array_equal(arrays.numpy(state.sums["w"]), [expected])
+    # An element of -inf is absent, whatever its weight; so is a slice of absent elements.
+    for w0 in (INF, -INF, NAN, 2.0):
+        empty = of([w0], [-INF])
+        for state in (empty.merge(of([3.0], [1.0])), of([3.0], [1.0]).merge(empty), of([w0, 3.0], [-INF, 1.0])):
+            np.testing.assert_array_equal(arrays.numpy(state.sums["w"]), [3.0])
+    # A finite weight adds 0 where its factor underflows.
+    np.testing.assert_array_equal(arrays.numpy(of([3e38, 1.0], [0.0, 200.0]).sums["w"]), [1.0])
+
+
+def test_shapes_that_do_not_belong_together(arrays: Algebra) -> None:
+    def zeros(*shape: int, dtype: str = "float32") -> Native:
+        return arrays.array(np.zeros(shape), dtype)
+
+    state = State.of(zeros(2, 3))
+    for other, message in (
+        (zeros(1, 3), r"merge: m has shape \(2, 1\) .* \(1, 1\)"),
+        (zeros(3), r"merge: m has shape \(2, 1\) .* \(1,\)"),
+        (zeros(4, 2, 3), r"merge: m has shape \(2, 1\) .* \(4, 2, 1\)"),
+        (zeros(2, 3, dtype="float64"), r"merge: m .*float32 in one state.*float64 in the other"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            state.merge(State.of(other))
+    sums = {"w": State.of(zeros(1, 3)).l}
+    with pytest.raises(ValueError, match=r"merge: sums\['w'\] has shape \(2, 1\) .* \(1, 1\)"):
+        State.of(zeros(2, 3), weights={"w": zeros(2, 3)}).merge(State(state.m, state.l, -1, sums))
+    for shape in ((1, 3), (3,), (3, 2), (2, 2, 3), ()):
+        for function in (state.softmax, state.log_softmax):
+            with pytest.raises(ValueError, match=rf"softmax: x of shape {re.escape(str(shape))} .* shape \(2, 1\)"):
+                function(zeros(*shape))
+    assert tuple(state.softmax(zeros(2, 5)).shape) == (2, 5)
+    for shape in ((2,), (4, 2, 3), (2, 4)):
+        with pytest.raises(ValueError, match=rf"weights\['w'\] of shape {re.escape(str(shape))} .* \(2, 3\) of x"):
+            State.of(zeros(2, 3), weights={"w": zeros(*shape)})
+
+
+@pytest.mark.parametrize("wrong", UNREAL_ARRAYS, ids=lambda x: f"{type(x).__name__} {x.dtype.name}")
+def test_arrays_whose_meaning_would_be_lost_are_refused(wrong: Any) -> None:
+    x = np.ones(2)
+    state = State.of(x)
+    message = "masked array" if np.ma.isMaskedArray(wrong) else "matrix" if wrong.ndim == 2 else "dtype"
+    for call in (State.of, State.identity, state.softmax, state.log_softmax):
+        with pytest.raises(TypeError, match=message):
+            call(wrong)
+    with pytest.raises(TypeError, match=rf"weights\['w'\] .*{message}"):
+        State.of(x, weights={"w": wrong})
+
+
+def test_weights_of_other_kinds() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, n = torch.ones(2), np.ones(2)
+    for array, w in ((x, n), (n, x), (x, 1.0)):
+        with pytest.raises(TypeError, match=r"weights\['w'\] must be an array of the library of x"):
+            State.of(array, weights={"w": w})
+    with pytest.raises(TypeError, match=r"weights\['w'\] must hold real numbers, got dtype torch.complex64"):
+        State.of(x, weights={"w": torch.ones(2, dtype=torch.complex64)})
+    with pytest.raises(TypeError, match="merge: m is Tensor in one state and ndarray in the other"):
+        State.of(x).merge(State.of(n))
+    with pytest.raises(TypeError, match="softmax: x is ndarray, and the state has Tensor"):
+        State.of(x).softmax(n)
+    for w in ([1, 2], [True, False], np.array([1, 2], np.int8)):
+        assert float(State.of(n, weights={"w": w}).sums["w"][0]) == sum(w)
+    assert float(State.of(x, weights={"w": torch.tensor([1, 2])}).sums["w"][0]) == 3
 
 
 def test_errors() -> None:

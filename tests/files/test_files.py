@@ -133,15 +133,6 @@ def test_numpy_neither_warns_nor_raises_about_underflow(
         apply_file(tmp_path / "x.npy", tmp_path / "y.npy", operation=operation, dtype="float16", chunk_bytes=100)
 
 
-def test_chunks_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        state_of_chunks([])
-    with pytest.raises(ValueError, match="'logsumexp'"):
-        next(softmax_chunks(lambda: [np.zeros(3)], operation="logsumexp"))
-    with pytest.raises(TypeError):
-        state_of_chunks([np.zeros(3, int)])
-
-
 @given(st.tuples(*[st.integers(0, 7)] * 3), st.integers(1, 200), st.integers(1, 4))
 def test_tiles_of_all_processes_cover_everything_once_and_fit(
     split: tuple[int, int, int], limit: int, size: int

@@ -34,11 +34,12 @@ def namespace(x: Array) -> Any:
     """Return the functions for the array library of x.
 
     Raises:
-        TypeError: x is not a NumPy, torch or JAX array, or its dtype is not floating point.
+        TypeError: x is not a NumPy, torch or JAX array, is masked or a matrix, or its dtype is not floating point.
     """
     kind = array_kind(x)
     if kind is None:
         raise TypeError(f"expected a NumPy, torch or JAX array, got {type(x).__module__}.{type(x).__qualname__}")
+    check_plain("the array", x)
     xp = _BUILDERS[kind]()
     if not xp.is_floating(x):
         raise TypeError(f"expected a floating-point array, got dtype {x.dtype}")
@@ -58,6 +59,21 @@ def array_kind(x: Array) -> str | None:
     return None
 
 
+def check_plain(what: str, x: Array) -> None:
+    """Check that arithmetic keeps the meaning of an array; the error begins with `what`.
+
+    Raises:
+        TypeError: x is a masked array or a matrix of NumPy.
+    """
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{what} is a masked array, whose mask would be lost; pass an array: filled(-numpy.inf) of the logits "
+            "leaves the masked elements out of softmax"
+        )
+    if isinstance(x, np.matrix):
+        raise TypeError(f"{what} is a numpy.matrix, which has two dimensions in every result; pass numpy.asarray of it")
+
+
 def accumulator(x: Array) -> str:
     """Name of the dtype in which an operation on x computes: float32, or float64 for float64."""
     return "float64" if x.dtype.name == "float64" else "float32"
@@ -67,6 +83,11 @@ def is_floating_dtype(dtype: np.dtype[Any]) -> bool:
     """True for a floating-point dtype of NumPy or of ml_dtypes."""
     # The dtypes of ml_dtypes, such as bfloat16 and float8, have kind "V"; their names identify them.
     return dtype.kind == "f" or dtype.name.startswith(("bfloat", "float"))
+
+
+def is_real_dtype(dtype: np.dtype[Any]) -> bool:
+    """True for the dtypes of booleans, integers and floating-point numbers, of NumPy or of ml_dtypes."""
+    return dtype.kind in "biu" or is_floating_dtype(dtype) or dtype.name.startswith(("int", "uint"))
 
 
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:

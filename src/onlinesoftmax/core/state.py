@@ -13,13 +13,13 @@ Method: Milakov and Gimelshein, "Online normalizer calculation for softmax", arX
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .arrays import Array, namespace, quiet
+from .arrays import Array, array_kind, broadcasts, check_plain, is_real_dtype, namespace, quiet
 from .processes import gathered_arrays, group_or_default
 
 
@@ -80,24 +80,25 @@ class State:
         Args:
             x: Floating-point array of any shape; float16 and bfloat16 are accumulated in float32.
             dim: Dimension to reduce.
-            weights: Weights w of further accumulators, by name; each broadcasts to the shape of x.  Where exp(x - m) is
-                0 an element adds 0, whatever its weight.
+            weights: Weights w of further accumulators, by name; each broadcasts to the shape of x.  An element of -inf
+                is absent and adds 0, whatever its weight.  Any other element with an infinite weight adds this weight.
 
         Raises:
-            TypeError: x is not a floating-point NumPy, torch or JAX array.
+            TypeError: x is not a floating-point NumPy, torch or JAX array, or a weight is no array of real numbers of
+                the same kind; masked arrays and matrices are refused.
+            ValueError: a weight does not broadcast to the shape of x.
             IndexError: dim is out of range.
         """
         xp = namespace(x)
         dim = dim_from_end(dim, x.ndim)
-        weights = weights or {}
+        weights = {name: _checked_weight(name, w, x) for name, w in (weights or {}).items()}
         x = xp.astype(x, xp.accumulator(x)).reshape(tuple(x.shape) or (1,))
         if x.shape[dim] == 0:
             return cls.identity(x, dim, weights)
         m = xp.max(x, dim)
         terms = xp.exp(x - shift(xp, m))
         sums = {
-            # -inf * 0 would be NaN, but an element of -inf is absent.
-            name: xp.sum(xp.where(terms == 0, 0.0, xp.astype(w, x.dtype) * terms), dim)
+            name: xp.sum(_weighted(xp, xp.where(x == -np.inf, 0.0, xp.astype(w, x.dtype)), terms), dim)
             for name, w in weights.items()
         }
         return cls(m, xp.sum(terms, dim), dim, sums)
@@ -107,18 +108,39 @@ class State:
         """Return the state of both slices together. The merge is associative and commutative.
 
         Raises:
-            ValueError: the states were reduced over different dimensions, or keep different accumulators.
+            ValueError: the states were reduced over different dimensions, have different shapes or dtypes, or keep
+                different accumulators.
+            TypeError: the states are arrays of different libraries.
         """
         if self.dim != other.dim:
             raise ValueError(f"merge: states reduced over dim {self.dim} and dim {other.dim} do not belong to one row")
         if self.sums.keys() != other.sums.keys():
             raise ValueError(f"merge: states with the sums {sorted(self.sums)} and {sorted(other.sums)} do not match")
+        for name, ours, theirs in self._pairs(other):
+            if array_kind(ours) != array_kind(theirs):
+                raise TypeError(
+                    f"merge: {name} is {type(ours).__name__} in one state and {type(theirs).__name__} in the other"
+                )
+            if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+                raise ValueError(
+                    f"merge: {name} has shape {tuple(ours.shape)} and dtype {ours.dtype} in one state, and "
+                    f"{tuple(theirs.shape)} and {theirs.dtype} in the other"
+                )
         xp = namespace(self.m)
         m = xp.maximum(self.m, other.m)
         s = shift(xp, m)
         ours, theirs = xp.exp(self.m - s), xp.exp(other.m - s)
-        sums = {name: self.sums[name] * ours + other.sums[name] * theirs for name in self.sums}
+        sums = {
+            name: _weighted(xp, self.sums[name], ours) + _weighted(xp, other.sums[name], theirs) for name in self.sums
+        }
         return State(m, self.l * ours + other.l * theirs, self.dim, sums)
+
+    def _pairs(self, other: State) -> Iterator[tuple[str, Array, Array]]:
+        """(name, array of this state, array of the other) of each array of a state."""
+        yield "m", self.m, other.m
+        yield "l", self.l, other.l
+        for name in self.sums:
+            yield f"sums[{name!r}]", self.sums[name], other.sums[name]
 
     @staticmethod
     def merge_all(states: Iterable[State]) -> State:
@@ -189,8 +211,12 @@ class State:
 
         Args:
             x: Slice to normalise: an input of `of`, or any part of one along `dim`.
+
+        Raises:
+            TypeError: x is not a floating-point array of the library of the state.
+            ValueError: the shape of x differs from that of the state along another dimension than `dim`.
         """
-        xp = namespace(x)
+        xp = self._namespace_for("softmax", x)
         y = xp.exp(self._shifted(xp, x)) * _only_finite(xp, self.m, 1 / self.l)
         return xp.astype(y, x.dtype).reshape(x.shape)
 
@@ -200,10 +226,29 @@ class State:
 
         Args:
             x: Slice to normalise: an input of `of`, or any part of one along `dim`.
+
+        Raises:
+            TypeError: x is not a floating-point array of the library of the state.
+            ValueError: the shape of x differs from that of the state along another dimension than `dim`.
         """
-        xp = namespace(x)
+        xp = self._namespace_for("log_softmax", x)
         y = self._shifted(xp, x) - _only_finite(xp, self.m, xp.log(self.l))
         return xp.astype(y, x.dtype).reshape(x.shape)
+
+    def _namespace_for(self, function: str, x: Array) -> Any:
+        """The functions for x, after the check that it is a slice of the rows of this state."""
+        xp = namespace(x)
+        if array_kind(x) != array_kind(self.m):
+            raise TypeError(f"{function}: x is {type(x).__name__}, and the state has {type(self.m).__name__}")
+        sizes, rows = list(x.shape) or [1], list(self.m.shape)
+        if len(sizes) == len(rows):
+            sizes[self.dim] = rows[self.dim]
+        if sizes != rows:
+            raise ValueError(
+                f"{function}: x of shape {tuple(x.shape)} is no slice of the rows of a state of shape "
+                f"{tuple(self.m.shape)}, which was reduced over dim {self.dim}"
+            )
+        return xp
 
     def _shifted(self, xp: Any, x: Array) -> Array:
         """Return x less the finite number nearest to m, in the dtype of m."""
@@ -217,6 +262,29 @@ def shift(xp: Any, m: Array) -> Array:
     and a slice with +inf has l = inf; both give the right logsumexp.
     """
     return xp.clip(m)
+
+
+def _weighted(xp: Any, w: Array, e: Array) -> Array:
+    """Return w * e.  An infinite w stays infinite where the positive number e has underflowed to 0.
+
+    So a sum with an infinite weight is the same however the row is cut.
+    """
+    return xp.where((e == 0) & xp.isinf(w), w, w * e)
+
+
+def _checked_weight(name: str, w: Array, x: Array) -> Array:
+    """A weight of `State.of`; a number or a list beside a NumPy array becomes an array."""
+    what, kind = f"weights[{name!r}]", array_kind(x)
+    check_plain(what, w)
+    w = np.asarray(w) if kind == "numpy" and array_kind(w) is None else w
+    # JAX's functions take NumPy arrays.
+    if array_kind(w) not in (kind, "numpy" if kind == "jax" else kind):
+        raise TypeError(f"{what} must be an array of the library of x, not {type(w).__module__}.{type(w).__qualname__}")
+    if w.dtype.is_complex if array_kind(w) == "torch" else not is_real_dtype(np.dtype(w.dtype)):
+        raise TypeError(f"{what} must hold real numbers, got dtype {w.dtype}")
+    if not broadcasts(tuple(w.shape), tuple(x.shape) or (1,)):
+        raise ValueError(f"{what} of shape {tuple(w.shape)} does not broadcast to the shape {tuple(x.shape)} of x")
+    return w
 
 
 def _only_finite(xp: Any, m: Array, term: Array) -> Array:

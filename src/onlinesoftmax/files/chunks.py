@@ -25,14 +25,15 @@ def state_of_chunks(chunks: Iterable[Array], dim: int = -1) -> State:
     The function holds at most one chunk and log2(number of chunks) states in memory.
 
     Args:
-        chunks: Floating-point NumPy, torch or JAX arrays; at least one. Their shapes may differ along `dim` only.
+        chunks: Floating-point NumPy, torch or JAX arrays of one library; at least one. Their shapes may differ along
+            `dim` only. A float64 chunk does not go with chunks of narrower dtypes.
         dim: Dimension along which the rows were cut. The function reduces this dimension.
 
     Returns:
         The state that `State.of` returns for the concatenated chunks, up to rounding.
 
     Raises:
-        ValueError: there are no chunks.
+        ValueError: there are no chunks, or a chunk does not fit the first one.
         TypeError: a chunk is not a floating-point array.
         IndexError: dim is out of range.
 
@@ -46,7 +47,14 @@ def state_of_chunks(chunks: Iterable[Array], dim: int = -1) -> State:
     # error grows with the logarithm of the number of chunks.
     states: list[State] = []
     for count, chunk in enumerate(chunks, 1):
-        states.append(State.of(chunk, dim))
+        state = State.of(chunk, dim)
+        m = states[0].m if states else state.m
+        if (state.m.shape, state.m.dtype) != (m.shape, m.dtype):
+            raise ValueError(
+                f"state_of_chunks: chunk {count - 1} of shape {tuple(chunk.shape)} and dtype {chunk.dtype} does not "
+                f"fit the chunks before it, whose states have shape {tuple(m.shape)} and dtype {m.dtype}"
+            )
+        states.append(state)
         trailing_zeros = (count & -count).bit_length() - 1
         for _ in range(trailing_zeros):
             right = states.pop()
@@ -61,7 +69,8 @@ def softmax_chunks(
 
     Args:
         chunks: Function that returns the chunks, as `state_of_chunks` takes them. It is called twice and must
-            return the same chunks both times: the first pass computes the state, the second pass the results.
+            return the same chunks both times: the first pass computes the state, the second pass the results. An
+            iterator that the first pass has used up is an error.
         dim: Dimension along which the rows were cut. The function normalises along this dimension.
         operation: "softmax" or "log_softmax".
 
@@ -70,8 +79,9 @@ def softmax_chunks(
         for float64 input.
 
     Raises:
-        ValueError: there are no chunks, or the operation is unknown.
-        TypeError: a chunk is not a floating-point array.
+        ValueError: there are no chunks, a chunk does not fit the others, the second pass has other chunks than the
+            first, or the operation is unknown.
+        TypeError: `chunks` is no function, or a chunk is not a floating-point array.
         IndexError: dim is out of range.
 
     Source:
@@ -87,6 +97,35 @@ def softmax_chunks(
     if operation not in PER_ELEMENT:
         names = " or ".join(map(repr, PER_ELEMENT))
         raise ValueError(f"softmax_chunks: unknown operation {operation!r}; it must be {names}")
-    state = state_of_chunks(chunks(), dim)
-    for chunk in chunks():
-        yield getattr(state, operation)(chunk)
+    if not callable(chunks):
+        raise TypeError(
+            f"softmax_chunks: chunks must be a function that returns the chunks, not {type(chunks).__name__}"
+        )
+    sizes: list[int] = []
+    first = chunks()
+    state = state_of_chunks(_measured(first, dim, sizes), dim)
+    second, left = chunks(), sum(sizes)
+    if second is first and iter(second) is second:
+        raise ValueError("softmax_chunks: chunks() returned one iterator twice; it must return a new one in every call")
+    for chunk in second:
+        result = getattr(state, operation)(chunk)
+        left -= _size(chunk, dim)
+        if left < 0:
+            break
+        yield result
+    if left:
+        raise ValueError(
+            f"softmax_chunks: the second call of chunks() returned {'fewer' if left > 0 else 'more'} elements than the "
+            f"first, which returned {sum(sizes)} along dim {dim}; every call must return the same chunks"
+        )
+
+
+def _measured(chunks: Iterable[Array], dim: int, sizes: list[int]) -> Iterator[Array]:
+    """The chunks; appends the size of each along `dim` to `sizes`."""
+    for chunk in chunks:
+        yield chunk
+        sizes.append(_size(chunk, dim))
+
+
+def _size(chunk: Array, dim: int) -> int:
+    return int(chunk.shape[dim]) if chunk.ndim else 1
