@@ -179,9 +179,9 @@ def cross_entropy(
         loss = -weight[target] * log_softmax(z)[target] + z_loss * logsumexp(z)**2
 
     If the losses are reduced to a scalar and a gradient is wanted, one kernel reads the logits once and writes the
-    gradient; the logits are not kept.  Otherwise backward computes the gradient from the logits.  A gradient that is
-    written so has the dtype of the logits before backward multiplies it: a float16 loss that is scaled up against
-    underflow needs the reduction "none".  It cannot be differentiated again.
+    gradient.  Otherwise backward computes the gradient from the logits.  A gradient that is written so has the dtype of
+    the logits before backward multiplies it: a float16 loss that is scaled up against underflow needs the reduction
+    "none".  Derivatives of a gradient are computed by PyTorch's operations from the logits.
 
     Args:
         input: Logits of shape (C), (N, C) or (N, C, d1, ...), a torch tensor with any strides; never copied.
@@ -216,8 +216,8 @@ def cross_entropy(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        RuntimeError: the dtype of `input`, the shape of `weight` or `label_smoothing` is wrong; backward of a mean or a
-            sum runs a second time, or with `create_graph`.
+        RuntimeError: the dtype of `input`, the shape of `weight` or `label_smoothing` is wrong; with
+            `inplace_backward`, the gradient is itself to be differentiated.
         ValueError: the shape of `target`, `reduction` or `softcap` is wrong.
         IndexError: on a CPU or with `check`, a target is out of range.
         PlanError: the forced backend or strategy cannot run; the message lists every reason.

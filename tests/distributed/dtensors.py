@@ -169,8 +169,14 @@ def losses_by_kernels(mesh: DeviceMesh, placements: Placements) -> None:
         found = osm.cross_entropy(cut, target, reduction=reduction, **options, **how)
         assert len(usual.LAUNCHES) == bool(cut.to_local().shape[0])
         near(found, want, rows_of(placements) if reduction == "none" else (Replicate(),) * mesh.ndim)
-        dx = torch.autograd.grad(found.sum(), cut)[0]
-        near(dx, torch.autograd.grad(want.sum(), whole)[0], placements)
+        dx = torch.autograd.grad(found.sum(), cut, retain_graph=True)[0]
+        near(dx, torch.autograd.grad(want.sum(), whole, retain_graph=True)[0], placements)
+        if Shard(1) not in placements:
+            products = []
+            for y, x in ((found, cut), (want, whole)):
+                (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+                products.append(torch.autograd.grad((dx * dx).sum(), x)[0])
+            near(*products, placements)
 
 
 def other_ranks_of_tensors(mesh: DeviceMesh) -> None:

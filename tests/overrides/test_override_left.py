@@ -259,3 +259,51 @@ def test_nested_tensors_are_left_to_pytorch(layout: torch.layout) -> None:
     for loss in (osm.cross_entropy, osm.token_logprobs):
         with pytest.raises(RuntimeError, match=r"\(\): (input|logits) is a nested tensor"):
             loss(nested, torch.zeros(3, dtype=torch.long, device=DEVICE), backend=BACKEND)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_functions_that_a_block_leaves_out(compiled: bool) -> None:
+    x, target = sample(4, 6), torch.tensor([0, 5, 2, 1], device=DEVICE)
+
+    def results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.softmax(x, 1), functional.cross_entropy(x, target)
+
+    expected = results(x)
+    # A function that is named is no surprise, so strict allows it.
+    with osm.override(backend=BACKEND, strict=True, leave=("cross_entropy", "logsumexp")) as mode:
+        found = (torch.compile(results, backend="eager") if compiled else results)(x)
+    torch.testing.assert_close(found, expected)
+    reason = "the block leaves this function to PyTorch (leave=)"
+    # torch.compile traces PyTorch's function too, and counts the call twice.
+    assert mode.report() == Report({"softmax": 1}, {("cross_entropy", reason): 1 + compiled})
+    assert f"cross_entropy: PyTorch ran {'2 calls' if compiled else '1 call'}: {reason}." in str(mode.report())
+
+
+def test_names_of_functions_to_leave_are_checked() -> None:
+    with pytest.raises(
+        ValueError, match=r"leave names an unknown function 'softmin'; functions: softmax, log_softmax, "
+    ):
+        osm.override(leave=["softmax", "softmin"])
+    for wrong in ("softmax", None, 3):
+        with pytest.raises(TypeError, match="leave must be a collection of names of functions"):
+            osm.override(leave=wrong)  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_model_that_differentiates_twice_and_repeats_backward(reduction: str) -> None:
+    x, target = sample(4, 6), torch.tensor([0, 5, -100, 1], device=DEVICE)
+
+    def training() -> list[torch.Tensor]:
+        w = torch.eye(6, device=DEVICE).requires_grad_()
+        loss = functional.cross_entropy(x @ w, target, reduction=reduction)
+        (dw,) = torch.autograd.grad(loss, w, create_graph=True)
+        (loss + dw.pow(2).sum()).backward(retain_graph=True)
+        loss.backward()
+        assert w.grad is not None
+        return [loss.detach(), dw.detach(), w.grad]
+
+    expected = training()
+    with osm.override(backend=BACKEND, strict=True) as mode:
+        found = training()
+    torch.testing.assert_close(found, expected)
+    assert mode.report() == Report({"cross_entropy": 1}, {})

@@ -67,10 +67,11 @@ def operator(name: str) -> Function:
     return call
 
 
-def loss(reduction: str, **options: Any) -> Function:
+def loss(reduction: str, masked: bool = False, **options: Any) -> Function:
     def call(t: Tensors, backend: str | None) -> torch.Tensor:
+        given: dict[str, Any] = {"mask": t["mask"]} if masked else {}
         y: torch.Tensor = osm.cross_entropy(
-            t["x"], t["target"], t["weight"], reduction=reduction, z_loss=0.01, **options, backend=backend
+            t["x"], t["target"], t["weight"], reduction=reduction, z_loss=0.01, **given, backend=backend, **options
         )
         return y
 
@@ -91,6 +92,7 @@ FUNCTIONS: dict[str, Function] = {
     **{f"{name}, scored": scored(name, softcap=5.0) for name in ("softmax", "log_softmax", "logsumexp")},
     **{f"{name}, operator": operator(name) for name in ("softmax", "log_softmax", "logsumexp")},
     **{f"loss, {reduction}": loss(reduction, label_smoothing=0.1) for reduction in ("none", "mean", "sum")},
+    **{f"loss, {reduction}, masked": loss(reduction, masked=True) for reduction in ("none", "mean")},
     "tokens": tokens(),
     "tokens, scored": tokens(scale=True, mask=True),
 }

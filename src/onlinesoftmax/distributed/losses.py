@@ -8,7 +8,7 @@ import torch
 
 from ..core.call import Settings
 from ..core.processes import gathered
-from ..torch.check import checked_dim
+from ..torch.check import check_first_derivative, checked_dim
 from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss, count_of, ignored, scaled, scales_weight
 from ..torch.loss_arguments import check_index, check_weight
@@ -143,8 +143,10 @@ class OverRows(torch.autograd.Function):
         return found[0] / found[1]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if dy.requires_grad:
+            # The derivative in dy is a sum over all processes.
+            check_first_derivative("the gradient of a function of a loss over rows of several processes")
         return dy / ctx.saved_tensors[0] if ctx.saved_tensors else dy, None, None
 
 

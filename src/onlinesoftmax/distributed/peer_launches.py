@@ -71,7 +71,7 @@ class PeerLaunches:
             small = reducer(x, target, weight, loss, with_gradient, part.total)
             assert small is not None
             self._total = small.total
-            self._reduced = reduced_with_gradient(self._losses_and_gradient, small) if in_forward else None
+            self._reduced = reduced_with_gradient(self._losses_and_gradient, small, None) if in_forward else None
 
     def __call__(self, given: Given) -> tuple[Tensor, ...]:
         """The results of a call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from .report import Report
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Report", "override"]
 
 
-def override(*, strict: bool = False, backend: str | None = None) -> Override:
+def override(*, strict: bool = False, backend: str | None = None, leave: Collection[str] = ()) -> Override:
     """Context manager and decorator: PyTorch's softmax, log_softmax, logsumexp and cross_entropy run ours.
 
     The block replaces every spelling of these functions: those in `torch`, in `torch.special` and in
@@ -44,6 +45,8 @@ def override(*, strict: bool = False, backend: str | None = None) -> Override:
     Args:
         strict: Raise an error where PyTorch would run the call.
         backend: Force "cuda", "triton" or "eager" for every call that our functions take, on a CPU too.
+        leave: Names of functions that the block leaves to PyTorch: "softmax", "log_softmax", "logsumexp" or
+            "cross_entropy".  `strict` does not forbid them.
 
     Returns:
         An object whose method `report()` gives the number of calls that were taken and left, as a `Report`.  A
@@ -51,8 +54,9 @@ def override(*, strict: bool = False, backend: str | None = None) -> Override:
 
     Raises:
         ModuleNotFoundError: torch is not installed.
-        TypeError: strict is not a bool, or the decorated object is a class or an asynchronous generator.
-        ValueError: there is no such backend.
+        TypeError: strict is not a bool, leave is no collection of names, or the decorated object is a class or an
+            asynchronous generator.
+        ValueError: there is no such backend or function.
         RuntimeError: with strict=True, inside the block: PyTorch would run the call; the message says why.  Or a block
             is left that is not open.
         PlanError: inside the block: the forced backend cannot run the call; the message lists every reason.
@@ -84,4 +88,4 @@ def override(*, strict: bool = False, backend: str | None = None) -> Override:
             "onlinesoftmax.override needs torch, which is not installed: pip install 'onlinesoftmax[torch]'",
             name="torch",
         ) from None
-    return Override(strict, backend)
+    return Override(strict, backend, leave)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from threading import get_ident
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -17,7 +17,7 @@ from torch.utils._contextlib import _wrap_generator
 
 from ..kernels.registry import BACKENDS
 from .report import Counts, Report
-from .table import REPLACEMENTS, bind, why_left
+from .table import LEFT_BY_NAME, NAMES, REPLACEMENTS, bind, why_left
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -44,13 +44,19 @@ its own, so a mode on the stack knows whether its block is around this task.
 class Override(TorchFunctionMode):
     """The context manager and decorator that `override` returns."""
 
-    def __init__(self, strict: bool, backend: str | None) -> None:
+    def __init__(self, strict: bool, backend: str | None, leave: Collection[str]) -> None:
         super().__init__()
         if not isinstance(strict, bool):
             raise TypeError(f"override(): strict must be a bool, not {type(strict).__name__}")
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"override(): unknown backend {backend!r}; backends: {', '.join(BACKENDS)}")
+        if isinstance(leave, str) or not isinstance(leave, Collection):
+            raise TypeError(f"override(): leave must be a collection of names of functions, not {leave!r}")
+        for name in leave:
+            if name not in NAMES:
+                raise ValueError(f"override(): leave names an unknown function {name!r}; functions: {', '.join(NAMES)}")
         self._strict, self._backend, self._counts = strict, backend, Counts()
+        self._leave = frozenset(leave)
         # Index of a block's mode in _INSIDE; None for other objects.  A compiled model is guarded by this number, not
         # by the identity of the mode, so that it is not compiled again for a new block.
         self._level: int | None = None
@@ -59,7 +65,7 @@ class Override(TorchFunctionMode):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy and a pickle are a new object, which is in no block and has counted nothing."""
-        return type(self), (self._strict, self._backend)
+        return type(self), (self._strict, self._backend, self._leave)
 
     def report(self) -> Report:
         """Number of calls that were taken and left until now, over all blocks of this object."""
@@ -142,13 +148,14 @@ class Override(TorchFunctionMode):
         replacement = REPLACEMENTS.get(func)
         if replacement is None or not self._is_around():
             return func(*args, **_with_deeper_stacklevel(kwargs))
-        arguments = bind(replacement, args, kwargs)
-        reason = why_left(replacement, arguments, self._backend)
+        is_left = replacement.name in self._leave
+        arguments = None if is_left else bind(replacement, args, kwargs)
+        reason = LEFT_BY_NAME if is_left else why_left(replacement, arguments, self._backend)
         if arguments is not None and reason is None:
             # Outer blocks must not see the calls of PyTorch inside our function.
             with torch._C.DisableTorchFunction():
                 y = replacement.run(arguments, self._backend)
-        elif self._strict:
+        elif self._strict and not is_left:
             raise RuntimeError(f"override(strict=True): PyTorch would run a call of {replacement.name}: {reason}")
         else:
             y = func(*args, **_with_deeper_stacklevel(kwargs))

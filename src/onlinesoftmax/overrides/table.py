@@ -164,3 +164,9 @@ REPLACEMENTS: dict[Callable[..., Any], Replacement] = {
     ),
 }
 """Our function for each spelling of a PyTorch function."""
+
+NAMES = tuple(dict.fromkeys(replacement.name for replacement in REPLACEMENTS.values()))
+"""Names of our functions, which a block may leave to PyTorch."""
+
+LEFT_BY_NAME = "the block leaves this function to PyTorch (leave=)"
+"""Why PyTorch runs a call of a function that a block leaves out."""

@@ -114,10 +114,11 @@ class _Reduced(ScalarLoss):
     """A usual loss that is reduced to a scalar, with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run_others: tuple[Callable[..., tuple[Tensor, Tensor]], Tensor, Any]) -> Tensor:
-        # The function and the other tensors travel in a tuple: autograd takes time for each argument.
-        run, target, weight = run_others
+    def forward(ctx: Any, x: Tensor, others: tuple[Callable[..., Any], Tensor, Any, Loss | None]) -> Tensor:
+        # The function and the other arguments travel in a tuple: autograd takes time for each argument.
+        run, target, weight, ctx.loss = others
         total, ctx.gradient = run(x, target, weight)
+        ctx.save_for_backward(x, target, weight, None)
         ctx.set_materialize_grads(False)
         return total
 
@@ -131,7 +132,7 @@ def _in_one_launch(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss,
     rows = _rows(x, target, weight, loss, outputs)
     if len(outputs) == 1:
         return rows
-    return lambda x, target, weight: _apply_reduced(x, (rows, target, weight))
+    return lambda x, target, weight: _apply_reduced(x, (rows, target, weight, loss))
 
 
 def _reduced(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, small: Reducer) -> Run:
@@ -139,15 +140,16 @@ def _reduced(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, small
     if factor_of is None:
         rows = _rows(x, target, weight, loss, ("loss",))
         return lambda x, target, weight: total(rows(x, target, weight), target, weight, None)
-    return reduced_with_gradient(_rows(x, target, weight, loss, ("loss", "y")), small)
+    return reduced_with_gradient(_rows(x, target, weight, loss, ("loss", "y")), small, loss)
 
 
-def reduced_with_gradient(rows: Callable[..., Any], small: Reducer) -> Run:
+def reduced_with_gradient(rows: Callable[..., Any], small: Reducer, loss: Loss | None) -> Run:
     """A loss that is reduced to a scalar by small kernels before and after the loss kernel, which writes the gradient.
 
     Args:
         rows: The function (x, target, weight, factor) that launches the loss kernel and returns (losses, gradient).
         small: The other launches.
+        loss: The other arguments, for derivatives of the gradient; None for sharded rows, which have none.
     """
     factor_of, total = small
     assert factor_of is not None
@@ -157,7 +159,7 @@ def reduced_with_gradient(rows: Callable[..., Any], small: Reducer) -> Run:
         losses, gradient = rows(x, target, weight, factor)
         return total(losses, target, weight, factor), gradient
 
-    return lambda x, target, weight: _apply_reduced(x, (run, target, weight))
+    return lambda x, target, weight: _apply_reduced(x, (run, target, weight, loss))
 
 
 class _PerRow(PerRow):

@@ -12,6 +12,7 @@ losses.py calls this module where our kernels can run, and targets_eager.py else
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from ..core.options import bits
 from ..kernels import registry
 from . import targets_eager
 from .autograd import with_tensors
-from .check import TRACED_TYPES, check_first_derivative, is_batched
+from .check import TRACED_TYPES, is_batched
 from .gradients import accumulator_of, outputs_of
 from .loss import Loss, count_of
 from .prepare import aligned, backend_of
@@ -201,29 +202,54 @@ def reduced(
     return total, rows
 
 
+_NO_GRADIENTS = (None,) * 6
+"""The result of a backward pass to which no gradient comes, for each argument of forward."""
+
+
 class ScalarLoss(torch.autograd.Function):
-    """The backward pass of a cross-entropy that is reduced to a scalar: forward has computed `ctx.gradient`."""
+    """The backward pass of a cross-entropy that is reduced to a scalar.
+
+    Forward has computed `ctx.gradient`, and saved x, target, weight and mask for derivatives of this gradient.  Only
+    these derivatives unpack them, so the logits may change after forward if no such derivative is asked for.
+    """
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
-        check_first_derivative(
-            "cross_entropy(): the gradient of a mean or a sum", "; use reduction='none' and reduce the losses yourself"
-        )
-        gradient, ctx.gradient = ctx.gradient, None
         if dy is None:
-            return None, None, None, None, None, None
-        if gradient is None:
-            raise RuntimeError(
-                "cross_entropy(): backward ran a second time, and the gradient of the first time is not kept; "
-                "use reduction='none' and reduce the losses yourself"
-            )
-        return _scale_gradient(gradient, dy), None, None, None, None, None
+            return _NO_GRADIENTS
+        traced, gradient = torch.compiler.is_compiling(), ctx.gradient
+        if gradient is None or (torch.is_grad_enabled() and not traced):
+            dx = _gradient_of_scalar(ctx, dy)
+        elif not traced and keeps_graph():
+            dx = _scale_gradient(gradient.clone(), dy)
+        else:
+            ctx.gradient = None
+            dx = _scale_gradient(gradient, dy)
+        return dx, *_NO_GRADIENTS[1:]
+
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""True in a backward pass after which another may follow: with `retain_graph` or `create_graph`."""
+
+
+def _gradient_of_scalar(ctx: Any, dy: Tensor) -> Tensor:
+    """The gradient of a reduced loss, by PyTorch's operations from the logits."""
+    # Raises PyTorch's error where an earlier backward pass has freed the graph.
+    x, target, weight, mask = ctx.saved_tensors
+    if ctx.loss is None:
+        raise RuntimeError("the gradient of numbers of sharded rows cannot be differentiated again (create_graph=True)")
+    if ctx.loss.inplace:
+        raise RuntimeError(
+            "cross_entropy(): the gradient cannot be differentiated again (create_graph=True), because "
+            "inplace_backward=True has overwritten input"
+        )
+    return _gradient_by_pytorch(x, target, weight, ctx.loss.with_mask(mask), dy)
 
 
 class Reduced(ScalarLoss):
     """A cross-entropy reduced to a scalar, with a gradient.
 
-    Forward computes the gradient and keeps it instead of the logits; with `inplace`, in their memory.
+    Forward computes the gradient; with `inplace`, in the memory of the logits.
     """
 
     @staticmethod
@@ -232,6 +258,9 @@ class Reduced(ScalarLoss):
     ) -> Any:
         total, rows = reduced(x, target, weight, loss.with_mask(mask), stats, True)
         ctx.gradient = rows.gradient
+        ctx.loss = loss
+        # The gradient may have overwritten the logits.
+        ctx.save_for_backward(None if loss.inplace else x, target, weight, mask)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in (rows.lse, rows.entropy) if t is not None))
         return total, rows.lse, rows.entropy
@@ -274,23 +303,31 @@ class PerRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
-        nothing = (None, None, None, None, None)
         if dy is None:
-            return None, *nothing
+            return _NO_GRADIENTS
         x, target, weight, mask, *state = ctx.saved_tensors
         loss = ctx.loss.with_mask(mask)
-        again = torch.is_grad_enabled()
-        if again or is_batched(dy):
-            # The gradient is itself to be differentiated, or a batch of gradients, so PyTorch's operations compute it.
-            # A target out of range, which PyTorch's operations do not take, has no gradient.
-            inside = (target >= 0) & (target < x.shape[loss.dim])
-            with torch.enable_grad():
-                # The view has no hooks: those of x run once, after this function.
-                x = x.view_as(x)
-                rows = targets_eager.losses(x, target.where(inside, 0), weight, loss)
-            (dx,) = torch.autograd.grad(rows, x, dy.to(rows.dtype).where(inside, 0.0), create_graph=again)
-            return dx, *nothing
-        return loss_gradient(x, target, weight, loss, tuple(state), dy), *nothing
+        if torch.is_grad_enabled() or is_batched(dy):
+            # The gradient is itself to be differentiated, or a batch of gradients.
+            dx = _gradient_by_pytorch(x, target, weight, loss, dy)
+        else:
+            dx = loss_gradient(x, target, weight, loss, tuple(state), dy)
+        return dx, *_NO_GRADIENTS[1:]
+
+
+def _gradient_by_pytorch(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dy: Tensor) -> Tensor:
+    """The gradient with respect to the logits by PyTorch's operations, which have derivatives.
+
+    A target out of range, which PyTorch's operations do not take, has no gradient.
+    """
+    again, inside = torch.is_grad_enabled(), (target >= 0) & (target < x.shape[loss.dim])
+    with torch.enable_grad():
+        # The view has no hooks: those of x run once, after this function.
+        x = x.view_as(x)
+        rows = targets_eager.losses(x, target.where(inside, 0), weight, loss).where(inside, 0.0)
+        y = targets_eager.reduced(rows, target, weight, loss)
+    (dx,) = torch.autograd.grad(y, x, dy.to(y.dtype), create_graph=again)
+    return dx
 
 
 def log_probabilities(call: Call, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
