@@ -231,13 +231,16 @@ def test_words(word: str, found: str) -> None:
 
 
 def test_writing_is_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "record.json"
+    path = tmp_path / "record.json"
     record.write(path, {"a": 1})
     with pytest.raises(ValueError, match="Out of range"):
         record.write(path, {"a": float("nan")})
     with pytest.raises(TypeError):
         record.write(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
+    assert [file.name for file in path.parent.iterdir()] == ["record.json"]
+    with pytest.raises(OSError, match="there is no folder"):
+        record.write(tmp_path / "new" / "record.json", {"a": 1})
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -67,6 +68,63 @@ def test_wrong_arguments_are_one_sentence(
     assert result.stderr.startswith(sentence)
     assert result.stderr.count("\n") == 1
     assert not [*tmp_path.iterdir()]
+
+
+def make_outputs(folder: Path) -> None:
+    """A record, links to it, and names that stand for no regular file."""
+    (folder / "results").mkdir()
+    record = folder / "results" / "record.json"
+    record.write_text(json.dumps({"format": 0}))
+    (folder / "link.html").symlink_to(record)
+    (folder / "hard.html").hardlink_to(record)
+    (folder / "null.html").symlink_to("/dev/null")
+    (folder / "page.html").touch()
+    (folder / "page.svg").symlink_to("page.html")
+    os.mkfifo(folder / "fifo.html")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no fifos")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["-o", "/dev/null"], "Error: --out /dev/null is a device; name a file\n"),
+        (["-o", "null.html"], "Error: --out null.html is a device; name a file\n"),
+        (["-o", "fifo.html"], "Error: --out fifo.html is a fifo; name a file\n"),
+        (["--svg", "fifo.html"], "Error: --svg fifo.html is a fifo; name a file\n"),
+        (["-o", "new/page.html"], "Error: --out new/page.html cannot be written: there is no folder new\n"),
+        (
+            ["-o", "results/record.json"],
+            "Error: --out results/record.json would replace the record results/",
+        ),
+        (["-o", "link.html"], "Error: --out link.html would replace the record results/record.json"),
+        (["-o", "hard.html"], "Error: --out hard.html would replace the record results/record.json"),
+        (["--svg", "link.html"], "Error: --svg link.html would replace the record results/record.json"),
+        (["-o", "new.html", "--svg", "./new.html"], "Error: --svg new.html is the file of the page"),
+        (["-o", "page.html", "--svg", "page.svg"], "Error: --svg page.svg is the file of the page"),
+    ],
+)
+def test_outputs_that_cannot_be_are_refused_before_the_work(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_outputs(tmp_path)
+    monkeypatch.setattr("onlinesoftmax.report.records.read", lambda paths: pytest.fail("it reads"))
+    before = sorted(tmp_path.rglob("*"))
+    result = run("report", "results", *arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(sentence)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert Path("/dev/null").is_char_device()
+    assert json.loads((tmp_path / "results" / "record.json").read_text()) == {"format": 0}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no fifos")
+def test_a_record_that_is_no_file_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.json")
+    found = run_json("report", tmp_path, tmp_path / "none.json", "-o", tmp_path / "page.html", *SMALL, code=1)
+    assert found["not_shown"] == [
+        f"{tmp_path}/fifo.json is a fifo, not a file", f"{tmp_path}/none.json cannot be read: No such file or directory"
+    ]  # fmt: skip
 
 
 def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

@@ -77,6 +77,31 @@ def test_source_that_shrinks(tmp_path: Path) -> None:
     assert not (tmp_path / "y.npy").exists()
 
 
+SHAPES = [(10**9, 0), (0, 10**9), (10**9, 0, 10**9), (2**63 - 1, 0), (0,)]
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("operation", ["softmax", "log_softmax"])
+def test_empty_arrays_of_any_shape_take_no_time(
+    shape: tuple[int, ...], axis: int, operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header_of(repr({"descr": "<f4", "fortran_order": False, "shape": shape}) + "\n")(tmp_path / "x.npy")
+    monkeypatch.setattr("onlinesoftmax.files.transfer.bands", lambda *_: pytest.fail("it reads"))
+    report = apply_file(tmp_path / "x.npy", tmp_path / "y.npy", axis=axis, operation=operation, chunk_bytes=1)
+    assert (report.elements, report.bytes_read, report.bytes_written) == (0, 0, 0)
+    with (tmp_path / "y.npy").open("rb") as file:
+        np.lib.format.read_magic(file)
+        assert np.lib.format.read_array_header_1_0(file)[0] == shape
+
+
+def test_a_result_larger_than_any_file_is_refused(tmp_path: Path) -> None:
+    header_of(repr({"descr": "<f8", "fortran_order": False, "shape": (2**62, 0)}) + "\n")(tmp_path / "x.npy")
+    with pytest.raises(FileError, match=r"y\.npy: no room for \d+ bytes"):
+        apply_file(tmp_path / "x.npy", tmp_path / "y.npy", operation="logsumexp")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
+
+
 def cut(path: Path, size: int) -> None:
     os.truncate(path, path.stat().st_size + size if size < 0 else size)
 
@@ -88,6 +113,12 @@ def saved(x: np.ndarray) -> Callable[[Path], None]:
 def header_of(text: str) -> Callable[[Path], Any]:
     """Writes a .npy file with this header."""
     return lambda path: path.write_bytes(b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text.encode())
+
+
+def sparse(path: Path, magic: bytes, length: int) -> None:
+    """Write a header of zeros that take no room on the disk."""
+    path.write_bytes(magic + length.to_bytes(4, "little"))
+    os.truncate(path, 12 + length)
 
 
 BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
@@ -117,6 +148,22 @@ BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "complex": ("x.npy", saved(np.zeros(3, complex)), "the array is complex128"),
     "structured": ("x.npy", saved(np.zeros(3, "f4,f4")), "not one of float16"),
     "objects": ("x.npy", saved(np.array([print], object)), "the array is object"),
+    "npy header of a GiB": (
+        "x.npy",
+        lambda path: sparse(path, b"\x93NUMPY\2\0", 1 << 30),
+        "header has 1073741824 bytes",
+    ),
+    "npy header of version 3": ("x.npy", lambda path: sparse(path, b"\x93NUMPY\3\0", 1 << 28), "has 268435456 bytes"),
+    "npy header of a byte too many": ("x.npy", lambda path: sparse(path, b"\x93NUMPY\2\0", 10_001), "10001 bytes"),
+    "size beyond any array": (
+        "x.npy",
+        header_of(repr({"descr": "<f4", "fortran_order": False, "shape": (10**24, 0)}) + "\n"),
+        f"no array has the shape ({10**24}, 0)",
+    ),
+    "fifo": ("x.npy", os.mkfifo, "x.npy: is a fifo, not a file"),
+    "fifo of tensors": ("x.safetensors", os.mkfifo, "is a fifo, not a file"),
+    "link to a device": ("x.npy", lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
+    "loop of links": ("x.npy", lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links"),
     "corrupt safetensors": ("x.safetensors", lambda path: path.write_bytes(b"\xff" * 50), "not a .safetensors file"),
     "empty safetensors": ("x.safetensors", Path.touch, "not a .safetensors file"),
     "truncated safetensors": (
@@ -148,19 +195,32 @@ def test_broken_source(tmp_path: Path, case: str) -> None:
         ({"dtype": "int8"}, "unknown output dtype 'int8'; choose one of float16"),
         ({"operation": "softmin"}, "unknown operation 'softmin'; choose one of softmax"),
         ({"chunk_bytes": 0}, "chunk_bytes must be positive, got 0"),
+        ({"chunk_bytes": -1e308}, "chunk_bytes must be positive, got -1e"),
+        ({"chunk_bytes": float("nan")}, "chunk_bytes must be positive, got nan"),
+        ({"chunk_bytes": 0.5}, "chunk_bytes must be positive, got 0.5"),
+        ({"chunk_bytes": float("inf")}, r"chunk_bytes must be at most \d+, got inf"),
+        ({"chunk_bytes": 1e308}, r"chunk_bytes must be at most \d+, got 1e"),
+        ({"chunk_bytes": 1 << 63}, r"chunk_bytes must be at most \d+, got 9223372036854775808"),
+        ({"target": "a\0b.npy"}, "no file can have this name"),
+        ({"target": "x" * 252 + ".npy"}, "cannot be created: File name too long"),
         ({"tensors": ["x"]}, "none can be chosen by name"),
         ({"target": "y.safetensors"}, r"y\.safetensors: must end in \.npy"),
         ({"target": "nowhere/y.npy"}, r"there is no folder .*nowhere"),
         ({"target": "folder.npy"}, r"folder\.npy: is a folder"),
+        ({"target": "fifo.npy"}, r"fifo\.npy: is a fifo"),
+        ({"target": "null.npy"}, r"null\.npy: is a device"),
     ],
 )
 def test_request_that_does_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     np.save(tmp_path / "x.npy", normal(5, 6))
     (tmp_path / "folder.npy").mkdir()
+    os.mkfifo(tmp_path / "fifo.npy")
+    (tmp_path / "null.npy").symlink_to("/dev/null")
     target = tmp_path / options.pop("target", "y.npy")
     with pytest.raises(FileError, match=message):
         apply_file(tmp_path / "x.npy", target, **options)
-    assert {path.name for path in tmp_path.iterdir()} == {"x.npy", "folder.npy"}
+    assert {path.name for path in tmp_path.iterdir()} == {"x.npy", "folder.npy", "fifo.npy", "null.npy"}
+    assert (tmp_path / "null.npy").is_char_device()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that even root cannot write to: /proc")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..core.cache import write_whole
+from ..core.whole_files import write_whole
 from ..torch.device import from_torch
 from .libraries import PEERS
 

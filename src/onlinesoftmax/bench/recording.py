@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core.whole_files import NotRegularError, read_regular
 from .cases import Case
 from .kinds import read_cases
 from .result import CaseResult
@@ -82,7 +83,9 @@ def load(path: Path) -> dict[str, Any]:
         ResumeError: it cannot be read, or it is no record of `onlinesoftmax bench`.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path))
+    except NotRegularError as error:
+        raise ResumeError(f"it {error.strerror}") from None
     except OSError as error:
         raise ResumeError(f"it cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:

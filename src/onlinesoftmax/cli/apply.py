@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -41,7 +40,8 @@ def apply(
 ) -> None:
     """Apply an operation to a file of any size, in bounded memory.
 
-    OUT is written completely or not at all: after an error, Ctrl-C or SIGTERM no file is new or changed.
+    OUT is written completely or not at all: after an error, Ctrl-C or SIGTERM no file is new or changed.  A file that
+    is replaced keeps its permissions; of a link, the file behind it is replaced.
 
     Under torchrun, the processes share the work: each reads a part of IN and writes a region of OUT.
 
@@ -54,7 +54,7 @@ def apply(
         output.fail(f"--op {op}: unknown operation; choose one of {', '.join(OF_FILES)}")
     if dtype is not None and dtype not in ITEMSIZE:
         output.fail(f"--dtype {dtype}: unknown dtype; choose one of {', '.join(ITEMSIZE)}")
-    if not 1 <= chunk_mb * 2**20 < math.inf:
+    if not 1 <= chunk_mb * 2**20 <= sys.maxsize:
         output.fail(f"--chunk-mb must be a positive number of MiB, got {chunk_mb}")
     request = {
         "axis": axis,

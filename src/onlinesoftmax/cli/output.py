@@ -14,6 +14,7 @@ from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core.units import duration, size
+from ..core.whole_files import NotRegularError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -141,6 +142,8 @@ def writing(name: str) -> Iterator[None]:
     """End the command with a sentence if the block cannot write the file of this name."""
     try:
         yield
+    except NotRegularError as error:
+        fail(f"{name} {error.strerror}; name a file")
     except OSError as error:
         fail(f"{name} cannot be written: {error.strerror or error}")
 

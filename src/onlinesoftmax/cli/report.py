@@ -66,11 +66,25 @@ def report(
 
     if absent := missing():
         output.fail(f"report needs {', '.join(absent)}: pip install 'onlinesoftmax[report]'")
-    if out.is_dir():
-        output.fail(f"--out {out} is a folder; name a file")
     choices = _choices(gpus=gpu, operations=op, dtypes=dtype, rows=rows, frameworks=framework)
     paths = results or ([FOLDER] if FOLDER.is_dir() else [])
+    _check_outputs(out, svg, paths)
     _write_page(paths, choices, out, svg, as_json)
+
+
+def _check_outputs(out: Path, svg: Path | None, paths: list[Path]) -> None:
+    """End the command before the work begins if a file cannot be written, or is another file of this command."""
+    from ..core.whole_files import check_writable, same_file
+    from ..report.records import files_of
+
+    outputs = {"--out": out, **({"--svg": svg} if svg is not None else {})}
+    for option, path in outputs.items():
+        with output.writing(f"{option} {path}"):
+            check_writable(path)
+        if record := next((record for record in files_of(paths) if same_file(path, record)), None):
+            output.fail(f"{option} {path} would replace the record {record}; name another file")
+    if svg is not None and same_file(out, svg):
+        output.fail(f"--svg {svg} is the file of the page, --out {out}; name another file")
 
 
 def _write_chart(records: list[Record], svg: Path) -> None:
@@ -86,7 +100,7 @@ def _write_chart(records: list[Record], svg: Path) -> None:
 
 
 def _write(option: str, path: Path, content: bytes) -> None:
-    from ..core.cache import write_whole
+    from ..core.whole_files import write_whole
 
     with output.writing(f"{option} {path}"):
         write_whole(path, content)

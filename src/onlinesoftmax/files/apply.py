@@ -6,6 +6,7 @@ A row that fits in a chunk is read once. A longer row is read twice: once for it
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,10 @@ from typing import Any, NamedTuple
 
 from ..core.operations import OPERATIONS
 from ..core.task import ITEMSIZE
+from ..core.whole_files import destination
 from .chunks import STREAMED
 from .convert import Converter, converter
-from .disk import FileError, write_from
+from .disk import FileError, naming, reading, write_from
 from .formats import Stored, new_header, read_header
 from .team import Team
 from .tiles import share_of
@@ -62,7 +64,9 @@ def apply_file(
             `.safetensors` file. The dtype is float16, bfloat16, float32 or float64; the shape may be any.
         target: File to write, with the suffix of `source`; it may be `source` itself. The file appears when
             it is complete. After an error it does not appear, and an older file of that name is unchanged; `group`
-            names one exception.
+            names one exception. An older file keeps its permissions, and a link stays: the file behind it is replaced.
+            Another hard link keeps the old content. What a killed process leaves is deleted by the next run in the
+            same folder.
         axis: Dimension to normalise or reduce; a negative axis counts from the end. logsumexp drops it.
         operation: "softmax", "log_softmax" or "logsumexp".
         dtype: Name of the output dtype; None keeps the dtype of each tensor.
@@ -78,9 +82,9 @@ def apply_file(
             written. None for this process alone.
 
     Raises:
-        FileError: (a ValueError) a file is missing, truncated, corrupt, in another format or dtype, or cannot
-            be written; the disk is full; an argument is out of range; another process has failed. The message is one
-            sentence.
+        FileError: (a ValueError) a file is missing, no regular file, truncated, corrupt, in another format or dtype,
+            or cannot be written; the disk is full; an argument is out of range; another process has failed. The
+            message is one sentence.
 
     Example:
         >>> import numpy as np, os, tempfile
@@ -133,7 +137,8 @@ def _jobs(request: _Request, team: Team) -> tuple[list[Job], bytes]:
     splits = [old.split_at(axis) for old, axis in zip(inputs, axes, strict=True)]
     each = zip(inputs, outputs, splits, strict=True)
     return [
-        Job(old, new, split, operation, chunk_bytes, share_of(split, team.rank, team.size)) for old, new, split in each
+        Job(old, new, split, operation, int(chunk_bytes), share_of(split, team.rank, team.size))
+        for old, new, split in each
     ], header
 
 
@@ -150,7 +155,7 @@ def _run(request: _Request, jobs: Sequence[Job], header: bytes, team: Team, prog
             progress(done, total)
 
     size = len(header) + sum(job.target.nbytes for job in jobs)
-    with source.open("rb", buffering=0) as reader, team.replacing(size, request.described(jobs)) as writer:
+    with reading(source) as reader, team.replacing(size, request.described(jobs)) as writer:
         if team.rank == 0:
             write_from(writer, 0, memoryview(header), target)
         for job in jobs:
@@ -159,14 +164,18 @@ def _run(request: _Request, jobs: Sequence[Job], header: bytes, team: Team, prog
 
 
 def _check_request(source: Path, target: Path, operation: str, dtype: str | None, chunk_bytes: int) -> None:
+    with naming(target, "cannot be created"):
+        destination(target)
     if target.suffix.lower() != source.suffix.lower():
         raise FileError(f"{target}: must end in {source.suffix}, as {source} does: formats are not converted")
     if operation not in STREAMED:
         raise FileError(f"{source}: unknown operation {operation!r}; choose one of {', '.join(STREAMED)}")
     if dtype is not None and dtype not in ITEMSIZE:
         raise FileError(f"{source}: unknown output dtype {dtype!r}; choose one of {', '.join(ITEMSIZE)}")
-    if chunk_bytes <= 0:
+    if not chunk_bytes >= 1:  # NaN compares false
         raise FileError(f"{source}: chunk_bytes must be positive, got {chunk_bytes}")
+    if chunk_bytes > sys.maxsize:
+        raise FileError(f"{source}: chunk_bytes must be at most {sys.maxsize}, got {chunk_bytes}")
 
 
 def _select(source: Path, found: list[Stored], names: Sequence[str] | None) -> list[Stored]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import io
 import os
-import uuid
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from ..core.whole_files import NotRegularError, Part, open_regular
 
 
 class FileError(ValueError):
@@ -23,47 +25,54 @@ def naming(path: Path, problem: str) -> Iterator[None]:
     """Turn an OSError into a FileError that names the file."""
     try:
         yield
+    except NotRegularError as error:
+        raise FileError(f"{path}: {error.strerror}, not a file") from error
     except OSError as error:
         raise FileError(f"{path}: {problem}: {error.strerror or error}") from error
 
 
 @contextmanager
-def replacing(target: Path, size: int, ready: Callable[[], object] = lambda: None) -> Iterator[io.FileIO]:
-    """Open a new file of `size` bytes that takes the name `target` when the block ends without an error.
+def reading(path: Path) -> Iterator[io.FileIO]:
+    """Open a regular file for reading, without a buffer.
+
+    Raises:
+        FileError: the file is missing, unreadable, or a folder, device, fifo or socket.
+    """
+    with naming(path, "cannot be read"):
+        file = os.fdopen(open_regular(path), "rb", buffering=0)
+    with file:
+        yield file
+
+
+@contextmanager
+def replacing(target: Path, size: int, ready: Callable[[], object] = lambda: None) -> Iterator[Part]:
+    """A new file of `size` bytes, open for writing, that takes the name `target` when the block ends without an error.
 
     After an error the new file is deleted, and an older file of that name is unchanged.
 
     Args:
-        target: The name.
+        target: The name; `Part` says what becomes of links, permissions and owners.
         size: Bytes of the new file.
         ready: Function called after the block, when the new file is flushed to the disk and before it takes the name.
 
     Raises:
-        FileError: the folder is missing or not writable, `target` is a folder, or the disk is full. A system
+        FileError: the folder is missing or not writable, `target` is no regular file, or the disk is full. A system
             that can reserve space reports a full disk before anything is written.
     """
-    if target.is_dir():
-        raise FileError(f"{target}: is a folder, not a file")
-    if not target.parent.is_dir():
-        raise FileError(f"{target}: there is no folder {target.parent}")
-    # The module `tempfile` would make a file that only its owner can read.
-    temporary = target.parent / f".onlinesoftmax-{uuid.uuid4().hex}.tmp"
-    try:
-        with naming(target, "cannot be created"):
-            file = temporary.open("x+b", buffering=0)
-        with file:
-            with naming(target, f"no room for {size} bytes"):
-                if hasattr(os, "posix_fallocate"):  # macOS lacks it; there a full disk shows at the write
-                    os.posix_fallocate(file.fileno(), 0, size)
-            yield file
-            with naming(target, "cannot be written"):
-                os.fsync(file.fileno())
-            ready()
+    if size > sys.maxsize:
+        raise FileError(f"{target}: no room for {size} bytes: no file is that long")
+    with naming(target, "cannot be created"):
+        part = Part(target)
+    with part:
+        with naming(target, f"no room for {size} bytes"):
+            if hasattr(os, "posix_fallocate"):  # macOS lacks it; there a full disk shows at the write
+                os.posix_fallocate(part.file.fileno(), 0, size)
+        yield part
+        with naming(target, "cannot be written"):
+            os.fsync(part.file.fileno())
+        ready()
         with naming(target, "cannot be replaced"):
-            temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+            part.take_name()
 
 
 def read_into(file: io.FileIO, offset: int, buffer: memoryview, path: Path) -> None:

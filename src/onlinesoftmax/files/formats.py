@@ -13,6 +13,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +22,15 @@ from pathlib import Path
 import numpy as np
 
 from ..core.task import ITEMSIZE
-from .disk import FileError, naming
+from .disk import FileError, naming, reading
 
 SUFFIXES = (".npy", ".safetensors")
+
+MOST_NPY_HEADER = 10_000
+"""Bytes of the longest header that is read, as in NumPy: an array of floats has a hundred."""
+
+_NPY_START = 12
+"""Bytes before the header: the magic, the version and the length."""
 
 _SAFETENSORS_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
@@ -70,46 +77,48 @@ def read_header(path: Path) -> tuple[list[Stored], dict[str, str] | None]:
     """Return the tensors of a file, in file order, and its metadata (`.safetensors` only).
 
     Raises:
-        FileError: the file is missing, a folder, in another format, truncated or corrupt.
+        FileError: the file is missing, no regular file, in another format, truncated or corrupt.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise FileError(f"{path}: the name ends in {path.suffix or 'no suffix'!r}, not in one of {', '.join(SUFFIXES)}")
-    if path.is_dir():
-        raise FileError(f"{path}: is a folder, not a file")
-    with naming(path, "cannot be read"):
-        size = path.stat().st_size
+    with reading(path) as file, naming(path, "cannot be read"):
+        size = os.fstat(file.fileno()).st_size
         if path.suffix.lower() == ".npy":
-            tensors, metadata = [_read_npy_header(path)], None
+            tensors, metadata = [_read_npy_header(path, file.read(_NPY_START + MOST_NPY_HEADER))], None
         else:
-            tensors, metadata = _read_safetensors_header(path)
+            tensors, metadata = _read_safetensors_header(path, file)
     for tensor in tensors:
         if tensor.dtype in ITEMSIZE and (promised := tensor.offset + tensor.nbytes) > size:
             raise FileError(f"{path}: truncated: the header promises {promised} bytes and the file holds {size}")
     return tensors, metadata
 
 
-def _read_npy_header(path: Path) -> Stored:
+def _read_npy_header(path: Path, start: bytes) -> Stored:
+    """The array of a file that begins with these bytes."""
+    file = io.BytesIO(start)
     try:
-        with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            # Version 3 differs from version 2 in the encoding of field names only. An array of floats has no fields.
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = read(file)
-            offset = file.tell()
-    except OSError:
-        raise  # `read_header` names the file.
+        version = np.lib.format.read_magic(file)
+        # Version 3 differs from version 2 in the encoding of field names only. An array of floats has no fields.
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        length = int.from_bytes(start[8 : 10 if version == (1, 0) else 12], "little")
+        if length > MOST_NPY_HEADER:
+            raise ValueError(f"its header has {length} bytes, and at most {MOST_NPY_HEADER} are read")
+        shape, fortran, dtype = read(file)
+        offset = file.tell()
     except Exception as error:  # NumPy parses the header as Python source, and a damaged header fails in many ways
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise FileError(f"{path}: not a .npy file: {reason}") from error
     if min(shape, default=0) < 0:
         raise FileError(f"{path}: not a .npy file: negative size in shape {shape}")
+    if max(shape, default=0) > sys.maxsize:
+        raise FileError(f"{path}: not a .npy file: no array has the shape {shape}")
     # NumPy has no bfloat16. ml_dtypes saves its bfloat16 as a void dtype of two bytes.
     plain = dtype.names is None and dtype.subdtype is None
     name = "bfloat16" if plain and dtype.kind == "V" and dtype.itemsize == 2 else dtype.name
-    return Stored("", name, tuple(shape), offset, fortran, swapped=plain and not dtype.isnative)
+    return Stored("", name, tuple(map(int, shape)), offset, fortran, swapped=plain and not dtype.isnative)
 
 
-def _read_safetensors_header(path: Path) -> tuple[list[Stored], dict[str, str] | None]:
+def _read_safetensors_header(path: Path, file: io.FileIO) -> tuple[list[Stored], dict[str, str] | None]:
     if importlib.util.find_spec("safetensors") is None:
         raise FileError(f"{path}: a .safetensors file needs the safetensors package: pip install 'onlinesoftmax[cli]'")
     from safetensors import SafetensorError, safe_open
@@ -120,9 +129,8 @@ def _read_safetensors_header(path: Path) -> tuple[list[Stored], dict[str, str] |
     except SafetensorError as error:
         raise FileError(f"{path}: truncated or not a .safetensors file: {error}") from error
     # The library has checked the header, but it does not return the offsets.
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     tensors = [
         Stored(

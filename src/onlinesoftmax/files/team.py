@@ -125,13 +125,13 @@ class Team:
         """
         if self.rank == 0:
             # The processes flush at the same time; process 0 does so in `replacing`, before the agreement `ready`.
-            with replacing(self.path, size, ready=self.agree) as writer:
-                self._same((request, str(writer.name)))
+            with replacing(self.path, size, ready=self.agree) as part:
+                self._same((request, str(part.name)))
                 # A process that cannot open the file ends all processes here, before they do any work.
                 self.agree()
                 # After this point every process has the file open. If process 0 fails later, `replacing` deletes the
                 # file.
-                yield writer
+                yield part.file
             self.written = True
         else:
             with self._opened(request) as writer:
@@ -141,7 +141,7 @@ class Team:
 
     @contextmanager
     def _opened(self, request: str) -> Iterator[io.FileIO]:
-        """The temporary file in every process but process 0, up to the agreement before the rename."""
+        """The new file in every process but process 0, up to the agreement before the rename."""
         temporary = Path(self._same((request, "")))
         try:
             with naming(self.path, "process 0 has created it, and this process cannot open it"):

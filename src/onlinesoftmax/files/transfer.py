@@ -93,6 +93,8 @@ class Transfer:
 
     def run(self) -> None:
         """Read, compute and write the whole tensor."""
+        if not self.job.target.elements:
+            return  # A dimension of any length beside an empty one: there is nothing to read or to write.
         for band in bands(self.job.share, self.job.limit):
             if self.job.per_row:
                 self._reduce(band)

@@ -14,6 +14,7 @@ from ..bench.kinds import Table, read_cases, table_of
 from ..bench.record import FORMAT
 from ..bench.result import CaseResult
 from ..bench.sharded import result as sharded
+from ..core.whole_files import NotRegularError, read_regular
 
 FOLDER = Path("benchmarks/results")
 """The records that a report shows by default, relative to a checkout."""
@@ -78,7 +79,7 @@ def read(paths: Sequence[Path]) -> tuple[list[Record], list[str], list[str]]:
         no record of `onlinesoftmax bench`, which is no error.
     """
     records, wrong, others = [], [], []
-    for path, named in _files(paths).items():
+    for path, named in files_of(paths).items():
         try:
             content = _document(path)
             if not named and not (isinstance(content, dict) and "format" in content):
@@ -91,7 +92,7 @@ def read(paths: Sequence[Path]) -> tuple[list[Record], list[str], list[str]]:
     return records, wrong, others
 
 
-def _files(paths: Iterable[Path]) -> dict[Path, bool]:
+def files_of(paths: Iterable[Path]) -> dict[Path, bool]:
     """The files, and True for each that was named itself."""
     found: dict[Path, bool] = {}
     for path in paths:
@@ -104,7 +105,9 @@ def _files(paths: Iterable[Path]) -> dict[Path, bool]:
 
 def _document(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular(path).decode())
+    except NotRegularError as error:
+        raise RecordError(f"{path} {error.strerror}, not a file") from None
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
