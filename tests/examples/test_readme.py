@@ -85,4 +85,5 @@ def test_every_command_is_shown() -> None:
         "tune",
         "apply",
         "report",
+        "cache",
     }

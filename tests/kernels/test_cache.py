@@ -21,7 +21,7 @@ import pytest
 
 import onlinesoftmax
 from onlinesoftmax.core import cache as disk_cache
-from onlinesoftmax.core.cache import cache_folder, load_entry, store_entry, write_whole
+from onlinesoftmax.core.cache import cache_folder, load_entry, store_entry, store_file
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.cuda import compile
 
@@ -122,14 +122,11 @@ def test_the_folder_and_its_entries_are_for_their_owner_alone(cache: Path) -> No
     try:
         store_entry("a", CONTENT)
         assert (mode(cache), mode(cache / "a")) == (0o700, 0o600)
-        # A table of `tune` may be the first file in the folder. It holds no machine code, so all may read it.
+        # A table of `tune` may be the first file in the folder.
         (cache / "a").unlink()
         cache.rmdir()
-        write_whole(cache / "table.json", b"{}")
-        assert (mode(cache), mode(cache / "table.json")) == (0o700, 0o644)
-        # Other folders get the usual permissions.
-        write_whole(cache.parent / "records" / "record.json", b"{}")
-        assert mode(cache.parent / "records") == 0o777
+        store_file("table.json", b"{}")
+        assert (mode(cache), mode(cache / "table.json")) == (0o700, 0o600)
     finally:
         os.umask(umask)
 

@@ -329,15 +329,6 @@ def test_aligned_rows_of_the_own_operation_come_before_unaligned_ones_of_its_sta
     assert [anchor.cell.cols for anchor in table.anchors(loss, ("triton",))] == [32001]
 
 
-def test_a_table_of_another_form_is_refused() -> None:
-    document = table_of(Cell(1024, 256, (looped(5.0),))).as_json()
-    assert Table.from_json(document).cells[Key("softmax", True, 2, False)]
-    with pytest.raises(ValueError, match="format 1, not 2"):
-        Table.from_json({**document, "format": 1})
-    with pytest.raises(KeyError):
-        Table.from_json({name: value for name, value in document.items() if name != "format"})
-
-
 def test_cells_of_one_shape_merge() -> None:
     first = Cell(8, 64, (looped(4.0), Timing("triton", "row", Variant(tile=512), 5.0)), ("cuda", "triton"))
     again = Cell(8, 64, (looped(3.0, SLOW),), ("cuda",))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import onlinesoftmax
 
-from ..core.cache import cache_folder
+from ..core.cache import UnusableError, cache_folder, read_private
+from ..core.whole_files import write_whole
 from ..planner.plan import Plan, PlanError
 from .calls import CallsCaseResult, CallsResult, as_calls
 from .cases import Case
@@ -209,8 +210,11 @@ def _environment(folder: Path) -> dict[str, str]:
     folders = {name: folder / name.lower() for name in FOLDERS}
     for path in folders.values():
         path.mkdir(mode=0o700, exist_ok=True)
-    for table in cache_folder().glob("*.json"):
-        shutil.copy(table, folders["ONLINESOFTMAX_CACHE"])
+    for path in cache_folder().glob("*.json"):
+        # A table that the planner would not read here is not made one that it reads there.
+        with suppress(UnusableError):
+            if table := read_private(path.name):
+                write_whole(folders["ONLINESOFTMAX_CACHE"] / path.name, table, 0o600)
     # The package that runs is the one to measure, however it was found.
     places = [str(Path(onlinesoftmax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     inherited = {**os.environ, **{name: str(path) for name, path in folders.items()}}

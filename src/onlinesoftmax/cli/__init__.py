@@ -1,4 +1,4 @@
-"""The command line: `onlinesoftmax doctor | verify | bench | explain | tune | apply | report`.
+"""The command line: `onlinesoftmax doctor | verify | bench | explain | tune | apply | report | cache`.
 
 Each command has one file; output.py prints tables for terminals, text for pipes, and JSON.  No framework is imported
 before a command needs it, so `--help` is quick.
@@ -33,6 +33,7 @@ def build() -> typer.Typer:
 
     from .apply import apply
     from .bench import bench
+    from .cache import cache
     from .doctor import doctor
     from .explain import explain
     from .report import report
@@ -68,6 +69,7 @@ def build() -> typer.Typer:
         (tune, "Measure which plans are fastest on this GPU."),
         (apply, "Apply softmax to a file of any size."),
         (report, "Write a page of measurements and plans."),
+        (cache, "Show the cache folder, or empty it."),
     ):
         app.command(short_help=summary)(command)
     return app

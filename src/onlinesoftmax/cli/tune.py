@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,9 +90,8 @@ def tune(
         output.fail(f"--device {device}: only a GPU can be tuned for")
     machine = from_torch("cuda", where.index)
     path = out or cache_folder() / f"{slug(machine.name)}.json"
-    if path.is_dir():
-        output.fail(f"--out {path} is a folder; name a file")
-    begun = _begun(path, machine.name) if resume or replace else None
+    _check_writable(path, own=out is None)
+    begun = _begun(path, machine.name, own=out is None) if resume or replace else None
     if replace and begun is None:
         begun = _planned_with(machine)
     if some and out is None and begun is None:
@@ -99,7 +100,9 @@ def tune(
             "times into this GPU's table with --replace"
         )
     left = left_of(None if replace else begun, todo, backends)
-    table, count, refused = _measure(_Run(where, machine, left, minutes), commit, path, begun)
+    table, count, refused = _measure(
+        _Run(where, machine, left, minutes), commit, partial(_write, path, out is None), begun
+    )
     _report(table, path, (count, not replace), refused, as_json)
 
 
@@ -141,18 +144,24 @@ def _backends(asked: list[str]) -> list[str]:
     return list(dict.fromkeys(asked)) or ["cuda", *(() if unavailable("triton") else ("triton",))]
 
 
-def _begun(path: Path, device: str) -> Table | None:
-    """The table that is to be continued, if there is one."""
+def _begun(path: Path, device: str, own: bool = False) -> Table | None:
+    """The table that is to be continued, if there is one; `own` for the table that the planner reads."""
+    from ..core.cache import UnusableError, parse_document, read_private
+    from ..core.whole_files import read_regular
     from ..planner.measured import Table
 
-    if not path.exists():
-        return None
     try:
-        table = Table.from_json(json.loads(path.read_text(encoding="utf-8")))
-        # Cells are made when they are looked up: a damaged one is to be found here.
-        list(table.cells.values())
-    except (OSError, ValueError, LookupError, TypeError):
-        output.fail(f"--resume: {path} is no table of tune; name another file with --out, or leave --resume out")
+        content = read_private(path.name) if own else read_regular(path)
+        if content is None:
+            return None
+        table = parse_document(content, Table.checked)
+    except FileNotFoundError:
+        return None
+    except (OSError, UnusableError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        output.fail(
+            f"{path} cannot be continued: {reason}; name another file with --out, or leave --resume and --replace out"
+        )
     if table.device != device:
         output.fail(f"--resume: {path} is of {table.device}, and this is {device}; name another file with --out")
     if not table.every_variant:
@@ -178,7 +187,7 @@ class _Run(NamedTuple):
 
 
 def _measure(
-    run: _Run, commit: str | None, path: Path, begun: Table | None
+    run: _Run, commit: str | None, write: Callable[[Table], None], begun: Table | None
 ) -> tuple[Table, int, dict[tuple[str, str, str], str]]:
     """(table, number of shapes that are left, reasons of refused proposals); the table is written as it grows."""
     from ..bench.record import record
@@ -194,11 +203,11 @@ def _measure(
         steps = tune(run.where, run.machine, run.left, table, run.minutes)
         for done, (table, refused) in enumerate(steps, 1):  # noqa: B007  the last ones count
             if perf_counter() - written > WRITE_SECONDS:
-                _write(path, table)
+                write(table)
                 written = perf_counter()
             if bar and task is not None:
                 bar.update(task, completed=done)
-    _write(path, table)
+    write(table)
     return table, total - done, refused
 
 
@@ -234,11 +243,28 @@ def _report(
     output.note(f"written to {path}")
 
 
-def _write(path: Path, table: Table) -> None:
-    from ..core.cache import write_whole
+def _check_writable(path: Path, own: bool) -> None:
+    """End the command before the first measurement if the table cannot be written."""
+    from ..core.cache import check_storable
+    from ..core.whole_files import check_writable
 
-    with output.writing(str(path)):
-        write_whole(path, as_text(table.as_json()).encode())
+    with output.writing(str(path) if own else f"--out {path}"):
+        if own:
+            check_storable(path.name)
+        else:
+            check_writable(path)
+
+
+def _write(path: Path, own: bool, table: Table) -> None:
+    from ..core.cache import store_file
+    from ..core.whole_files import write_whole
+
+    content = as_text(table.as_json()).encode()
+    with output.writing(str(path) if own else f"--out {path}"):
+        if own:
+            store_file(path.name, content)
+        else:
+            write_whole(path, content)
 
 
 def as_text(document: dict[str, Any]) -> str:

@@ -15,10 +15,11 @@ from functools import cache, cached_property
 from importlib import resources
 from typing import Any, NamedTuple
 
-from ..core.cache import cache_folder
+from ..core.cache import load_document, with_checksum
 from ..core.device import Device
 from ..core.operations import OPERATIONS, Operation
 from ..core.problem import Extra, Problem
+from .table_check import FORMAT, check_table
 from .variant import Variant
 
 KEPT_RATIO = 1.5
@@ -27,9 +28,6 @@ KEPT_RATIO = 1.5
 A variant that a cell does not name is therefore forecast to take KEPT_RATIO times as long as the fastest.  Some tables
 keep only the fastest variant of each strategy (`Table.every_variant`), and have another ratio (UNMEASURED_RATIO).
 """
-
-FORMAT = 2
-"""Version of a table's document; it is raised when the form changes."""
 
 LATENCY_US = 0.9
 """Microseconds from a load to its data on a busy device."""
@@ -237,13 +235,13 @@ class Table:
         return replace(self, cells={**self.cells, key: cells})
 
     def as_json(self) -> dict[str, Any]:
-        """A document that `from_json` reads: names once, and a line of numbers for each shape."""
+        """A document that `from_json` reads, with its checksum: names once, and a line of numbers for each shape."""
         names = sorted(
             {t[:3] for cells in self.cells.values() for cell in cells for t in cell.timings},
             key=lambda name: (*name[:2], str(name[2])),
         )
         index = {name: i for i, name in enumerate(names)}
-        return {
+        return with_checksum({
             "format": FORMAT,
             "device": self.device,
             "source": self.source,
@@ -255,13 +253,17 @@ class Table:
                 for key, cells in self.cells.items()
                 for cell in cells
             ],
-        }
+        })  # fmt: skip
+
+    @classmethod
+    def checked(cls, document: dict[str, Any]) -> Table:
+        """The table of a document from outside the package; ValueError if a field has another form."""
+        check_table(document)
+        return cls.from_json(document)
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Table:
-        """The table of a document; ValueError, KeyError or TypeError if the document is not a table."""
-        if document["format"] != FORMAT:
-            raise ValueError(f"a table of format {document['format']}, not {FORMAT}")
+        """The table of a document that has the form of `check_table`."""
         lines: dict[Key, list[list[Any]]] = {}
         plans = [(backend, strategy, Variant.parse(text)) for backend, strategy, text in document["plans"]]
         for operation, elements, itemsize, unaligned, *line in document["cells"]:
@@ -350,20 +352,31 @@ def table_for(device: Device) -> Table | None:
     """The table of this GPU, made here or shipped, or that of its model, or else FALLBACK_TABLE; None for a CPU."""
     if device.kind != "cuda":
         return None
+    if own := tuned_table(device):
+        return own
     file_name = f"{slug(device.name)}.json"
-    own, model = cache_folder() / file_name, model_word(file_name)
+    model = model_word(file_name)
     shipped = resources.files(__package__).joinpath("tables")
     # The driver's names of one model differ by memory and socket, so the table of another name of it serves too.
     of_model = sorted(place.name for place in shipped.iterdir() if model and model_word(place.name) == model)
-    for place in (own, *(shipped.joinpath(name) for name in (file_name, *of_model, FALLBACK_TABLE))):
-        if place.is_file() and (table := _read(place)):
-            return table
+    for name in (file_name, *of_model, FALLBACK_TABLE):
+        if (place := shipped.joinpath(name)).is_file():
+            return _read(place)
     return None
 
 
-def _read(place: Any) -> Table | None:
-    """The table in a file; None where another version of the library wrote it in another form."""
-    try:
-        return Table.from_json(json.loads(place.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError):
-        return None
+def tuned_table(device: Device) -> Table | None:
+    """The table that `onlinesoftmax tune` has made for a GPU in the cache folder; None where there is no valid one."""
+
+    def checked(document: dict[str, Any]) -> Table:
+        table = Table.checked(document)
+        if slug(table.device) != slug(device.name):
+            raise ValueError(f"field device: it is a table of {table.device}")
+        return table
+
+    return load_document(f"{slug(device.name)}.json", checked)
+
+
+def _read(place: Any) -> Table:
+    """A table of the package."""
+    return Table.from_json(json.loads(place.read_text(encoding="utf-8")))

@@ -14,7 +14,9 @@ from typing import Any
 
 from .. import __version__
 from ..bench.record import git_state
+from ..core.device import known
 from ..core.options import SCORE_OPTIONS
+from ..planner.measured import tuned_table
 from . import charts
 from .combinations import Choices
 from .home import LEVELS
@@ -22,7 +24,6 @@ from .lengths import LONGEST, STEP
 from .plans import planned
 from .records import Record
 from .series import series
-from .stored import own_table
 
 NEEDED = {"altair": "altair", "jinja2": "jinja2", "jsonschema": "jsonschema", "vl_convert": "vl-convert-python"}
 """Modules that a report needs, and their packages."""
@@ -139,4 +140,4 @@ def _of_whole_rows(records: Sequence[Record]) -> list[int]:
 
 def _own_tables(choices: Choices) -> bool:
     """True where a table that was made on this machine takes part in the plans."""
-    return any(own_table(gpu).is_file() for gpu in choices.gpus)
+    return any(tuned_table(known(gpu)) for gpu in choices.gpus)

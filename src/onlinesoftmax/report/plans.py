@@ -80,7 +80,7 @@ def answers_of(combination: Combination) -> dict[str, Any]:
         return answer_of(combination.explain(cols))
 
     found = {}
-    for name, unaligned in (("aligned", False), ("unaligned", True)):
+    for name, unaligned in zip(stored.ROWS, (False, True), strict=True):
         listed = lengths(unaligned)
         edges = cliffs(listed, lambda cols: answer(cols)["plan"])
         every = sorted({*listed, *(cols for edge in edges for cols in edge)})

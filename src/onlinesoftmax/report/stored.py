@@ -5,18 +5,20 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..bench.record import sources
-from ..core.cache import cache_folder, load_entry, store_entry
+from ..core.cache import UnusableError, cache_folder, load_entry, read_private, report_unused, store_entry
+from ..core.cache_size import ANSWERS
 from ..core.device import known
 from ..planner.measured import slug
 from .combinations import Combination
 
-ENTRY = "report-plans.json.gz"
-"""Name of the entry of the cache folder: there is one, which every report replaces, so that it does not grow."""
+ROWS = ("aligned", "unaligned")
+"""The two kinds of rows for which a combination has answers."""
 
 
 def own_table(gpu: str) -> Path:
@@ -26,25 +28,35 @@ def own_table(gpu: str) -> Path:
 
 def load() -> dict[str, Any]:
     """The stored answers by the keys of their combinations; empty where there are none."""
-    content = load_entry(ENTRY)
+    content = load_entry(ANSWERS)
     if content is None:
         return {}
-    found: dict[str, Any] = json.loads(gzip.decompress(content))
+    try:
+        found: dict[str, Any] = json.loads(gzip.decompress(content))
+        if not all({*answers} == {*ROWS} for answers in found.values()):
+            raise ValueError("it holds no answers")
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
+        report_unused(cache_folder() / ANSWERS, error, "the answers are computed again")
+        return {}
     return found
 
 
 def store(answers: dict[str, Any]) -> None:
     """Replace the stored answers by these, and drop those of other sources of this package."""
     answers = {key: answer for key, answer in answers.items() if key.endswith(sources())}
-    store_entry(ENTRY, gzip.compress(json.dumps(answers, separators=(",", ":")).encode(), compresslevel=3))
+    store_entry(ANSWERS, gzip.compress(json.dumps(answers, separators=(",", ":")).encode(), compresslevel=3))
 
 
 def keys(combinations: Sequence[Combination]) -> list[str]:
     """A key for each combination, which changes with the sources of this package and with the tables of its GPU."""
-    own = {gpu: _digest(own_table(gpu)) for gpu in {combination.gpu for combination in combinations}}
+    own = {gpu: _digest(own_table(gpu).name) for gpu in {combination.gpu for combination in combinations}}
     return [f"{' '.join(map(str, each))} {own[each.gpu]} {sources()}" for each in combinations]
 
 
-def _digest(path: Path) -> str:
-    """A digest of a file; of no bytes where there is none."""
-    return hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()[:16]
+def _digest(name: str) -> str:
+    """A digest of a file of the cache folder; of no bytes where the planner does not read it."""
+    try:
+        content = read_private(name)
+    except UnusableError:
+        content = None
+    return hashlib.sha256(content or b"").hexdigest()[:16]
