@@ -13,6 +13,7 @@ from onlinesoftmax import explanation
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import Choice
+from onlinesoftmax.planner.facts import plan_facts
 from onlinesoftmax.planner.plan import Plan, PlanError
 from onlinesoftmax.planner.proposal import Proposal
 
@@ -207,3 +208,12 @@ def test_explain_of_a_gradient_takes_the_options_of_its_function(operation: str)
     if "mask" in declaration.forward.options:
         masked = osm.explain((64, 1024), operation=operation, mask=(64, 1024), device="h200")
         assert ("mask" in masked.task.dtypes) == ("mask" in declaration.options)
+
+
+@pytest.mark.parametrize(
+    ("device", "source"), [("h200", "shapes"), ("h100", "shapes"), ("a100", "H200, scaled by bandwidth")]
+)
+def test_an_estimate_names_the_gpu_that_was_measured_if_it_is_another(device: str, source: str) -> None:
+    explained = osm.explain((4096, 8192), dtype="bfloat16", device=device)
+    facts = dict(plan_facts(explained.plan, explained.problem, explained.device))
+    assert facts["estimate"].endswith(source)

@@ -162,24 +162,29 @@ class CudaClock:
         return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
     def on_end(self, calls: Sequence[Call], rounds: int, clean: bool = False) -> list[float]:
-        """Medians of `rounds` samples of every call, each call repeated without others between.
+        """Microseconds of every call in `rounds` samples, each call repeated without others between.
+
+        The calls run in two passes, and the smaller median of the two counts: other work on the GPU lasts longer than
+        one pass over a call, and can only slow it.
 
         With `clean`, the L2 cache is left without dirty lines before each call, as for calls that only read.
 
-        The first call does not count: its machine code comes from memory, which takes longer than the kernel itself
-        for small shapes.
+        The first call of a pass does not count: its machine code comes from memory, which takes longer than the kernel
+        itself for small shapes.
         """
-        events: list[list[tuple[Any, Any]]] = [[] for _ in calls]
         half = (rounds + 1) // 2
+        passes = [count for count in (half, rounds - half) if count]
+        events: list[list[list[tuple[Any, Any]]]] = [[] for _ in calls]
         with quiet():
-            # Twice through the list, so that drift affects all calls alike.
-            for count in filter(None, (half, rounds - half)):
+            for count in passes:
                 for call, found in zip(calls, events, strict=True):
                     call()
-                    for _ in range(count):
-                        found.append(self._timed(call, clean=clean))
+                    found.append([self._timed(call, clean=clean) for _ in range(count)])
             self._cuda.synchronize(self._device)
-        return [statistics.median(1e3 * start.elapsed_time(end) for start, end in found) for found in events]
+        return [
+            min(statistics.median(1e3 * start.elapsed_time(end) for start, end in samples) for samples in found)
+            for found in events
+        ]
 
     def _timed(self, call: Call, flushes: int = 1, clean: bool = False, flushed_too: bool = False) -> tuple[Any, Any]:
         """Events around a call that is queued behind flushes of the L2 cache, or around flushes and call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..core.device import Device
 from ..core.problem import Problem
 from ..core.units import duration, size
+from .measured import model_word, slug
 from .price import Plan, bytes_from_l2
 
 
@@ -30,7 +31,10 @@ def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, 
             f"{size(problem.read_bytes)} read, {size(problem.write_bytes)} written",
         ),
         ("floor", f"{duration(plan.floor_us)} at {device.bandwidth:.0f} GB/s"),
-        ("estimate", f"{duration(plan.estimate_us)}, {_floors(plan.estimate_us, plan.floor_us)}; {_source(plan)}"),
+        (
+            "estimate",
+            f"{duration(plan.estimate_us)}, {_floors(plan.estimate_us, plan.floor_us)}; {_source(plan, device)}",
+        ),
     ]
     if plan.reads > 1:
         from_l2 = bytes_from_l2(plan, problem, device)
@@ -46,9 +50,13 @@ def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, 
     return found
 
 
-def _source(plan: Plan) -> str:
-    """Source of the estimate of a plan: measurements, or none."""
-    return "from times measured at similar shapes" if plan.price.measured else "not measured"
+def _source(plan: Plan, device: Device) -> str:
+    """Source of the estimate of a plan: measurements on this model of GPU, or on another one, or none."""
+    if not plan.price.measured:
+        return "not measured"
+    measured_on = plan.price.measured_on
+    same_model = model_word(slug(measured_on)) == model_word(slug(device.name))
+    return "from times measured at similar shapes" + ("" if same_model else f" on {measured_on}, scaled by bandwidth")
 
 
 def _reads(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from ..core.device import Device
 from ..core.problem import Problem
 from .measured import KEPT_RATIO, LATENCY_US, UNMEASURED_RATIO, Anchor, Cell, Table, measured_bytes
-from .price import LAUNCH_US, Plan, busy, estimated_us, exchange_us, priced
+from .price import LAUNCH_US, Plan, busy, estimated_us, exchange_us, priced, waves
 from .proposal import Proposal
 from .variant import Variant
 
@@ -27,6 +27,7 @@ class Forecast:
         anchors: The measured shapes, with the times of the backends that can be used.
         slower: Time on the planned device divided by time on the measured device, launches excluded.
         every_variant: As in Table.
+        measured_on: Name of the measured device.
     """
 
     problem: Problem
@@ -34,6 +35,7 @@ class Forecast:
     anchors: tuple[Anchor, ...]
     slower: float
     every_variant: bool
+    measured_on: str
 
     @classmethod
     def of(cls, table: Table, problem: Problem, device: Device, backends: Collection[str]) -> Forecast | None:
@@ -42,7 +44,7 @@ class Forecast:
         if not anchors:
             return None
         slower = _slowed(problem, table.bandwidth, table.bandwidth / device.bandwidth)
-        return cls(problem, device, tuple(anchors), slower, table.every_variant)
+        return cls(problem, device, tuple(anchors), slower, table.every_variant, table.device)
 
     def best(self, options: list[Proposal], propose: Propose) -> Plan:
         """The plan of the variant with the least time among those that a strategy proposes for the problem.
@@ -51,26 +53,33 @@ class Forecast:
         """
         strategy = (options[0].backend, options[0].strategy)
         named = {cell.cols for cell, _ in self.anchors if any(timing[:2] == strategy for timing in cell.timings)}
-        busy_there = {cols: self._busy(propose, cols) for cols in named}
-        found = [self._us(option, busy_there) for option in options]
+        there = {cols: _variants(propose, self._like(cols), self.device) for cols in named}
+        found = [self._us(option, there) for option in options]
         us, measured = min(found, key=lambda pair: pair[0])
-        return priced(options[found.index((us, measured))], self.problem, self.device, us, measured)
+        chosen = options[found.index((us, measured))]
+        return priced(chosen, self.problem, self.device, us, self.measured_on if measured else "")
 
-    def _busy(self, propose: Propose, cols: int) -> dict[Variant, float]:
-        """Part of the bandwidth that each variant uses for rows of another length (`price.busy`)."""
-        if cols == self.problem.cols:
-            return {}
-        like = replace(self.problem.for_rows(self.problem.rows), cols=cols)
-        return _busy_variants(propose, like, self.device)
+    def _like(self, cols: int) -> Problem:
+        """The problem with rows of another length."""
+        return replace(self.problem.for_rows(self.problem.rows), cols=cols)
 
-    def _us(self, option: Proposal, busy_there: dict[int, dict[Variant, float]]) -> tuple[float, bool]:
+    def _ratio(self, option: Proposal, measured: Proposal, cell: Cell) -> float:
+        """Time of a byte, as a multiple of its time in a measured call of the same variant.
+
+        A longer row can take one more chunk of each thread's registers, and then fewer blocks are resident than were
+        measured.  In a shorter row, some threads hold no elements.
+        """
+        like, device = self._like(cell.cols), self.device
+        ratio = max(1.0, busy(measured, like, device) / busy(option, self.problem, device))
+        return ratio * waves(option, self.problem, device) / waves(measured, like.for_rows(cell.rows), device)
+
+    def _us(self, option: Proposal, there: dict[int, dict[Variant, Proposal]]) -> tuple[float, bool]:
         """Microseconds of a proposal, and True where a cell names its variant.
 
         The time is that of the launches plus the weighted times of the variant in all cells (`_time_in`).  Every
         proposal reads logits once, which takes all of them as long.
         """
         launches = option.launches * LAUNCH_US
-        busy_here = busy(option, self.problem, self.device)
         transfer, seen = 0.0, False
         for cell, weight in self.anchors:
             us, named = self._time_in(cell, option)
@@ -78,10 +87,9 @@ class Forecast:
             weight *= max(us - launches, 0.0)
             if named:
                 seen = True
-                # A longer row can take one more chunk of each thread's registers, and then fewer blocks are resident
-                # than were measured.  In a shorter row, some threads hold no elements.
-                ratio = max(1.0, busy_there[cell.cols].get(option.variant, 0.0) / busy_here)
-                weight *= _slowed(self.problem, self.device.bandwidth, ratio)
+                if measured := there[cell.cols].get(option.variant):
+                    ratio = self._ratio(option, measured, cell)
+                    weight *= _slowed(self.problem, self.device.bandwidth, ratio)
             transfer += weight
         us = launches + self.slower * transfer + self.problem.logit_bytes / (self.device.bandwidth * 1e3)
         us += exchange_us(option, self.problem, self.device)
@@ -128,9 +136,7 @@ def _slowed(problem: Problem, bandwidth: float, ratio: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _busy_variants(propose: Propose, problem: Problem, device: Device) -> dict[Variant, float]:
-    """Part of the bandwidth that each variant of a strategy uses.  Few lengths are measured, so most calls repeat."""
+def _variants(propose: Propose, problem: Problem, device: Device) -> dict[Variant, Proposal]:
+    """The proposals of a strategy by their variants.  Few lengths are measured, so most calls repeat."""
     options = propose(problem, device)
-    if isinstance(options, str):
-        return {}
-    return {option.variant: busy(option, problem, device) for option in options}
+    return {} if isinstance(options, str) else {option.variant: option for option in options}

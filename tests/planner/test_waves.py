@@ -1,0 +1,52 @@
+"""Forecasts beyond a change of the resident blocks, and of a last wave of few rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from onlinesoftmax.core.device import known
+from onlinesoftmax.core.problem import Problem
+from onlinesoftmax.planner.measured import Cell, Key, Table, Timing, table_for
+from onlinesoftmax.planner.plan import plan
+from onlinesoftmax.planner.variant import Variant
+
+H100 = known("h100")
+
+
+def table_of(key: Key, *cells: Cell) -> Table:
+    """A table as if measured on an H100."""
+    return Table("made up", "a test", H100.bandwidth, {key: list(cells)})
+
+
+def test_a_block_that_becomes_alone_on_its_multiprocessor_is_slower_than_measured() -> None:
+    """With 262208 columns, a thread holds one chunk more, so that a multiprocessor holds one block instead of two."""
+    large, small = Variant(threads=512, blocks=8), Variant(threads=256, blocks=16)
+    cell = Cell(1024, 262144, (Timing("cuda", "cluster", large, 360.0), Timing("cuda", "cluster", small, 362.0)))
+    table = table_of(Key("softmax", True, 2, False), cell)
+    measured, longer = (Problem("softmax", 1024, cols, "bfloat16") for cols in (262144, 262208))
+    assert plan(measured, H100, table=table).variant == large
+    assert plan(measured, H100, table=table).threads.resident == 2
+    assert plan(longer, H100, table=table).variant == small
+
+
+def test_a_last_wave_of_few_rows_takes_a_part_of_a_whole_one() -> None:
+    """A multiprocessor holds two blocks of 512 threads: 528 rows are two waves, 280 rows one wave and 16 rows more."""
+    two, four = Variant(threads=512, chunks=2), Variant(threads=256, chunks=4)
+    key, cols = Key("cross_entropy", False, 2, False), 1 << 18
+    cell = Cell(528, cols, (Timing("cuda", "looped", two, 98.0), Timing("cuda", "looped", four, 100.0)))
+    table = table_of(key, cell)
+    assert plan(key.problem(528, cols, "bfloat16"), H100, table=table).variant == two
+    assert plan(key.problem(280, cols, "bfloat16"), H100, table=table).variant == four
+
+
+@pytest.mark.parametrize("name", ["h100", "h200"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "cols"), [(2048, 262208), (2048, 262152), (4096, 100277), (2048, 300000)])
+def test_rows_beside_a_measured_length_are_not_given_to_lone_blocks(
+    name: str, dtype: str, rows: int, cols: int
+) -> None:
+    """262208 columns are the vocabulary of Gemma 3, 100277 that of GPT-4."""
+    device = known(name)
+    chosen = plan(Problem("softmax", rows, cols, dtype), device, table=table_for(device))
+    assert chosen.reads == 1
+    assert chosen.threads.resident > 1 or chosen.threads.kernel, chosen
