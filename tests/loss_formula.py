@@ -91,3 +91,36 @@ def expected_loss(
     dz = factor[..., None] * s.p - of_nll * q
     dx = np.asarray(dy)[..., None] * dz * s.slope
     return Expected(np.asarray(loss), np.moveaxis(dx, -1, dim), s.lse, penalty, s.entropy)
+
+
+class ExpectedTokens(NamedTuple):
+    """Log-probabilities of tokens, the statistics of each row, and the gradient."""
+
+    logprob: Array
+    entropy: Array
+    lse: Array
+    gradient: Array
+
+
+def expected_tokens(
+    x: Array, index: Array, dim: int, dys: list[Array], *, ignore_index: int | None = None, scale: float = 1.0,
+    softcap: float | None = None, mask: Any = None,
+) -> ExpectedTokens:  # fmt: skip
+    """Results for several tokens of each row, which lie along `dim`; dys are the gradients of the first three results.
+
+    The logprob is NaN where the index is out of range.  With H the entropy, dH/dz = -p * (log(p) + H).
+    """
+    last = lambda a: np.moveaxis(np.asarray(a), dim, -1)  # noqa: E731  one line in several places
+    s, tokens, cols = _scores(last(x), scale, softcap, None if mask is None else last(mask)), last(index), x.shape[dim]
+    inside = (tokens >= 0) & (tokens < cols)
+    logprob = np.where(inside, np.take_along_axis(s.log_p, np.where(inside, tokens, 0), -1), np.nan)
+    dy, dentropy, dlse = last(dys[0]), dys[1], dys[2]
+    if ignore_index is not None:
+        logprob = np.where(tokens == ignore_index, 0.0, logprob)
+        dy = np.where(tokens == ignore_index, 0.0, dy)
+    dy = np.where(inside, dy, 0.0)
+    hits = (tokens[..., None] == np.arange(cols)) * dy[..., None]
+    of_entropy = np.where(s.p > 0, s.log_p, 0.0) + s.entropy[..., None]
+    dz = hits.sum(-2) + s.p * (dlse - dy.sum(-1))[..., None] - dentropy[..., None] * s.p * of_entropy
+    back = lambda a: np.moveaxis(a, -1, dim)  # noqa: E731  one line in two places
+    return ExpectedTokens(back(logprob), s.entropy, s.lse, back(dz * s.slope))

@@ -245,6 +245,7 @@ def token_logprobs(
     index: Array,
     dim: int = -1,
     *,
+    ignore_index: int | None = None,
     scale: Any = 1.0,
     softcap: float | None = None,
     mask: Array | None = None,
@@ -260,8 +261,11 @@ def token_logprobs(
 
     Args:
         logits: Floating-point torch tensor or DTensor with any strides; never copied.
-        index: The chosen token of each row: integers in the shape of `logits` without `dim`.
+        index: The chosen token of each row: integers in the shape of `logits` without `dim`.  Or several tokens of each
+            row, along `dim`, as in torch.gather: (B, K) for logits of shape (B, V).
         dim: The dimension of the tokens, also counted from the end.
+        ignore_index: An index whose logprob is 0 and has no gradient, as of padding; None where there is none.  The
+            entropy and lse of its row are as those of any row.
         scale: Factor of the logits, the inverse temperature: a number, or a 0-d tensor on their device, which gets no
             gradient.
         softcap: Soft bound on the magnitude of scale * logits: a positive number.
@@ -271,8 +275,9 @@ def token_logprobs(
         batch_invariant, backend, strategy: As for `softmax`.
 
     Returns:
-        The named tuple (logprob, entropy, lse), each in the shape of `index`, in float32 (float64 for float64 logits).
-        The logprob is NaN where the index is no token, and -inf where the mask excludes the token.
+        The named tuple (logprob, entropy, lse): logprob in the shape of `index`, the others in that of the rows, in
+        float32 (float64 for float64 logits).  The logprob is NaN where the index is no token, and -inf where the mask
+        excludes the token.
 
     Raises:
         RuntimeError: the dtype of `logits` is wrong, or `scale` is a tensor that requires a gradient.
@@ -287,8 +292,9 @@ def token_logprobs(
     options = checked_options("token_logprobs", scale, softcap, None, mask, False, "nan")
     losses = _LOSSES.get(type(logits)) or _find_losses("token_logprobs", type(logits))
     if check:
-        losses.check_tokens(logits, index, dim)
-    return losses.token_logprobs(logits, index, dim, options, entropy, Choice(backend, strategy, batch_invariant))
+        losses.check_tokens(logits, index, dim, ignore_index)
+    choice = Choice(backend, strategy, batch_invariant)
+    return losses.token_logprobs(logits, index, dim, options, entropy, choice, ignore_index)
 
 
 _LOSSES: dict[type, ModuleType] = {}

@@ -144,7 +144,7 @@ def losses_with_a_mask(mesh: DeviceMesh, placements: Placements) -> None:
 def log_probabilities(mesh: DeviceMesh, placements: Placements) -> None:
     x, index = random(ROWS, COLS), tensor([0, 12, 5, 7, 3])
     mask = (random(ROWS, COLS, seed=1) > -4).scatter(1, index[:, None], True)
-    for options in ({}, {"mask": mask, "scale": tensor(0.5)}):
+    for options in ({}, {"mask": mask, "scale": tensor(0.5)}, {"ignore_index": 5}):
         whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
         want, found = osm.token_logprobs(whole, index, **options), osm.token_logprobs(cut, index, **options)
         for mine, theirs in zip(found, want, strict=True):
@@ -268,6 +268,7 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
         (NotImplementedError, "target with class probabilities is not", lambda: osm.cross_entropy(cut, x.softmax(1))),
         (NotImplementedError, "return_stats is not", lambda: osm.cross_entropy(cut, target, return_stats=True)),
         (NotImplementedError, "inplace_backward", lambda: osm.cross_entropy(cut, target, inplace_backward=True)),
+        (NotImplementedError, "index with several", lambda: osm.token_logprobs(cut, target[:, None])),
         (NotImplementedError, "mask is not", lambda: osm.cross_entropy(cut, target, mask=x > 0)),
         (NotImplementedError, "dtype=torch.float64", lambda: osm.cross_entropy(cut, target, dtype=torch.float64)),
         (NotImplementedError, "pass dtype=", lambda: osm.softmax(cut.long())),

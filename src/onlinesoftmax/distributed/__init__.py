@@ -36,6 +36,7 @@ from ..core.task import Choice
 from ..torch.check import check_options
 from ..torch.loss import Loss
 from ..torch.loss_arguments import checked_numbers
+from ..torch.losses import without_ignored
 from . import losses, usual
 from . import softmax as _softmax
 from .launches import Given
@@ -189,9 +190,9 @@ def cross_entropy(
 
 
 def token_logprobs(
-    local: Tensor, index: Tensor, dim: int = -1, group: Any = None, *, scale: float = 1.0,
-    softcap: float | None = None, mask: Tensor | None = None, entropy: bool = True, shards: Shards | None = None,
-    exchange: str | None = None, backend: str | None = None, strategy: str | None = None,
+    local: Tensor, index: Tensor, dim: int = -1, group: Any = None, *, ignore_index: int | None = None,
+    scale: float = 1.0, softcap: float | None = None, mask: Tensor | None = None, entropy: bool = True,
+    shards: Shards | None = None, exchange: str | None = None, backend: str | None = None, strategy: str | None = None,
 ) -> Any:  # fmt: skip
     """Log-probability of the chosen token, entropy and logsumexp if the softmax dimension is sharded.
 
@@ -199,7 +200,7 @@ def token_logprobs(
         local: Logits of the tokens of this process; `dim` is the dimension of the tokens.
         index: The chosen token of each row, counted over all processes; the same on every process.
         dim, group, scale, softcap, mask: As for `softmax`; the mask is that of the local tokens.
-        entropy: Compute the entropy too.
+        ignore_index, entropy: As for `onlinesoftmax.token_logprobs`.
         shards, exchange, backend, strategy: As for `softmax`.
 
     Returns:
@@ -214,11 +215,13 @@ def token_logprobs(
     arguments = dim, scale, softcap, entropy, exchange, backend, strategy
     shards, announced = usual.agree("token_logprobs", (local, index), arguments, shards, group)
     key, found = usual.look_up("token_logprobs", given, arguments, shards, group)
-    if found is not None:
-        return losses.named(found)
-    options = _checked("token_logprobs", local, scale, softcap, mask)
-    call = _call("token_logprobs", options, group, backend, strategy, shards, exchange)
-    return losses.token_logprobs(local, index, dim, entropy, call._replace(key=key, announced=announced))
+    if found is None:
+        options = _checked("token_logprobs", local, scale, softcap, mask)
+        call = _call("token_logprobs", options, group, backend, strategy, shards, exchange)
+        named = losses.token_logprobs(local, index, dim, entropy, call._replace(key=key, announced=announced))
+    else:
+        named = losses.named(found)
+    return named if ignore_index is None else without_ignored(named, index, ignore_index)
 
 
 def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> ScoreOptions | None:

@@ -76,11 +76,13 @@ def _check_available(probabilities: bool, return_stats: bool, loss: Loss, wider:
 
 
 def token_logprobs(
-    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Choice
+    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Choice, ignore_index: Any = None
 ) -> TokenLogprobs:
     """(logprob, entropy, lse) as DTensors, sharded as the rows are."""
     name = "token_logprobs"
     loss_arguments.check_token_arguments(x, index, dim)
+    if index.dim() == x.dim():
+        raise NotImplementedError(f"{name}(): index with several tokens of each row is not available for a DTensor")
     check_options(Call(OPERATIONS[name], x, Settings(dim), options))
     x, layout = without_partial_sums(name, x, (checked_dim(name, dim, x.dim()),))
     index, local = layout.per_row("index", index), local_of(x, layout.placements)
@@ -88,8 +90,9 @@ def token_logprobs(
     if layout.softmax_groups:
         z, call = scored(local, layout.dims[0], sharded_call(name, layout, options or ScoreOptions(), choice))
         found = sharded_losses.token_logprobs(z, index, layout.dims[0], entropy, call)
+        found = found if ignore_index is None else losses.without_ignored(found, index, ignore_index)
     else:
-        found = losses.token_logprobs(local, index, layout.dims[0], options, entropy, choice)
+        found = losses.token_logprobs(local, index, layout.dims[0], options, entropy, choice, ignore_index)
     logprob, found_entropy, lse = found
     return TokenLogprobs(
         layout.rows(logprob), None if found_entropy is None else layout.rows(found_entropy), layout.rows(lse)
@@ -104,8 +107,8 @@ def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     loss_arguments.check_targets(x, layout.whole("target", target), None, loss)
 
 
-def check_tokens(x: Any, index: Any, dim: Any) -> None:
+def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None:
     """Check the arguments, and the range of every index on every process, so that all raise the same error."""
     loss_arguments.check_token_arguments(x, index, dim)
     layout = layout_of("token_logprobs", x, (checked_dim("token_logprobs", dim, x.dim()),))
-    loss_arguments.check_tokens(x, layout.whole("index", index), dim)
+    loss_arguments.check_tokens(x, layout.whole("index", index), dim, ignore_index)

@@ -60,18 +60,24 @@ MOST_EXACT_INDEX = 1 << 53
 
 def counted(target: torch.Tensor, loss: Loss) -> torch.Tensor:
     """True for the rows that count."""
-    return target != loss.ignore_index if _can_ignore(target, loss) else torch.ones_like(target, dtype=torch.bool)
+    can = _can_be(target, loss.ignore_index)
+    return target != loss.ignore_index if can else torch.ones_like(target, dtype=torch.bool)
 
 
 def ignored(target: torch.Tensor, loss: Loss) -> torch.Tensor:
     """True for the rows that do not count."""
-    return target == loss.ignore_index if _can_ignore(target, loss) else torch.zeros_like(target, dtype=torch.bool)
+    return equals(target, loss.ignore_index)
 
 
-def _can_ignore(target: torch.Tensor, loss: Loss) -> bool:
-    """True if a target can be ignore_index; PyTorch would compare modulo the range of the dtype."""
+def equals(target: torch.Tensor, number: int) -> torch.Tensor:
+    """True where a target is this number."""
+    return target == number if _can_be(target, number) else torch.zeros_like(target, dtype=torch.bool)
+
+
+def _can_be(target: torch.Tensor, number: int) -> bool:
+    """True if a target can be this number; PyTorch would compare modulo the range of the dtype."""
     limits = torch.iinfo(target.dtype)
-    return limits.min <= loss.ignore_index <= limits.max
+    return limits.min <= number <= limits.max
 
 
 def with_constants(loss: Loss) -> Loss:

@@ -12,7 +12,7 @@ import torch
 from ..core.call import Call
 from ..core.operations import OPERATIONS
 from .check import check_not_dtensor, check_options, checked_dim
-from .loss import Loss, counted
+from .loss import Loss, counted, equals
 from .prepare import INTEGERS
 
 Tensor = torch.Tensor
@@ -76,10 +76,11 @@ def checked_numbers(loss: Loss) -> Loss:
     _, index, _, smoothing, z_loss, _, _ = loss
     plain = type(index) is int and type(smoothing) in (float, int) and type(z_loss) in (float, int)
     if not plain:
+        name = "cross_entropy"
         loss = loss._replace(
-            ignore_index=_number("ignore_index", index, int),
-            smoothing=_number("label_smoothing", smoothing, float),
-            z_loss=_number("z_loss", z_loss, float),
+            ignore_index=checked_number(name, "ignore_index", index, int),
+            smoothing=checked_number(name, "label_smoothing", smoothing, float),
+            z_loss=checked_number(name, "z_loss", z_loss, float),
         )
     if loss.reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{loss.reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
@@ -88,7 +89,7 @@ def checked_numbers(loss: Loss) -> Loss:
     return loss
 
 
-def _number(argument: str, value: Any, kind: type[Any]) -> Any:
+def checked_number(function: str, argument: str, value: Any, kind: type[Any]) -> Any:
     """Convert an argument to Python's type `kind`: `int` needs a value with __index__, `float` one with __float__.
 
     Raises:
@@ -100,7 +101,7 @@ def _number(argument: str, value: Any, kind: type[Any]) -> Any:
         is_number = value.numel() == 1 and not value.requires_grad and argument != "z_loss"
         is_number = is_number and not (kind is int and is_floating)
     if not is_number or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"cross_entropy(): argument '{argument}' must be {kind.__name__}, not {type(value).__name__}")
+        raise TypeError(f"{function}(): argument '{argument}' must be {kind.__name__}, not {type(value).__name__}")
     return kind(value)
 
 
@@ -115,7 +116,7 @@ def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
         _check_range("cross_entropy(): target", target, x.shape[class_dim(x)], counted(target, loss))
 
 
-def check_tokens(x: Any, index: Any, dim: Any) -> None:
+def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None:
     """Check the arguments, and the range of every index, which waits for the GPU.
 
     Raises:
@@ -123,7 +124,9 @@ def check_tokens(x: Any, index: Any, dim: Any) -> None:
     """
     check_token_arguments(x, index, dim)
     tokens = x.shape[checked_dim("token_logprobs", dim, x.dim())]
-    _check_range("token_logprobs(): index", index, tokens, torch.ones_like(index, dtype=torch.bool))
+    number = -1 if ignore_index is None else checked_number("token_logprobs", "ignore_index", ignore_index, int)
+    counts = torch.ones_like(index, dtype=torch.bool) if ignore_index is None else ~equals(index, number)
+    _check_range("token_logprobs(): index", index, tokens, counts)
 
 
 def _check_range(name: str, index: Tensor, classes: int, counts: Tensor) -> None:
@@ -184,5 +187,8 @@ def check_token_arguments(x: Any, index: Any, dim: Any) -> None:
     if x.dim() == 0:
         raise ValueError(f"{name}: logits need a dimension of tokens, got shape ()")
     axis = checked_dim("token_logprobs", dim, x.dim())
-    check_index(name, "index", x, index, (*x.shape[:axis], *x.shape[axis + 1 :]))
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    # Several tokens of each row lie along the dimension of the logits' tokens.
+    tokens = index.shape[axis : axis + 1] if index.dim() == x.dim() else ()
+    check_index(name, "index", x, index, (*before, *tokens, *after))
     check_not_dtensor("token_logprobs", "index", index, x)

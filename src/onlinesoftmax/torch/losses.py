@@ -12,13 +12,20 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
-from . import loss_launches, targets_eager
+from . import loss_launches, targets_eager, tokens
 from .autograd import split_tensors
 from .check import autocasts, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
 from .gradients import accumulator_of
-from .loss import MOST_EXACT_INDEX, Loss, counted, scaled_weight, scales_weight, with_constants
-from .loss_arguments import check_targets, check_token_arguments, check_tokens, checked_loss, class_dim
+from .loss import MOST_EXACT_INDEX, Loss, counted, equals, scaled_weight, scales_weight, with_constants
+from .loss_arguments import (
+    check_targets,
+    check_token_arguments,
+    check_tokens,
+    checked_loss,
+    checked_number,
+    class_dim,
+)
 from .targets import LogProbabilities, PerRow, Reduced, log_probabilities, loss_rows, reduced
 
 __all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "token_logprobs"]
@@ -51,7 +58,7 @@ class TokenLogprobs(NamedTuple):
     """Numbers of each row of logits, float32 (float64 for float64 logits), each differentiable in the logits.
 
     Attributes:
-        logprob: Logarithm of the probability of the chosen token.
+        logprob: Logarithm of the probability of the chosen token, or of each of several tokens.
         entropy: Entropy of the distribution; None where it was not asked for.
         lse: Logsumexp of the scores.
     """
@@ -151,16 +158,30 @@ def _statistics(target: Tensor, loss: Loss, lse: Any, entropy: Any, largest: Any
 
 
 def token_logprobs(
-    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any
+    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any, ignore_index: Any = None
 ) -> TokenLogprobs:
     """The implementation of `onlinesoftmax.token_logprobs` on torch tensors."""
+    found = _token_logprobs(x, index, dim, options, entropy, choice)
+    return found if ignore_index is None else without_ignored(found, index, ignore_index)
+
+
+def without_ignored(found: TokenLogprobs, index: Tensor, ignore_index: Any) -> TokenLogprobs:
+    """The results with a logprob of 0, which has no gradient, where the index is to be ignored."""
+    number = checked_number("token_logprobs", "ignore_index", ignore_index, int)
+    return found._replace(logprob=found.logprob.masked_fill(equals(index, number), 0.0))
+
+
+def _token_logprobs(
+    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any
+) -> TokenLogprobs:
     key = loss_launches.key_of(x, index, None, (dim, options, entropy, choice))
     if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
         return TokenLogprobs(*run(x, index, None))
     check_token_arguments(x, index, dim)
     dim = checked_dim("token_logprobs", dim, x.dim())
     operation = OPERATIONS["token_logprobs"]
-    beside = {"target": index.unsqueeze(dim)}
+    several = index.dim() == x.dim()
+    beside = {"target": index if several else index.unsqueeze(dim)}
     call = Call(operation, x, Settings(dim, None, False, choice), options, None, beside)
     check_options(call)
     scores = call.scores
@@ -170,7 +191,9 @@ def token_logprobs(
             "multiply the logits by it instead"
         )
     if not _runs_kernels("token_logprobs", x, choice, why_not_kernels(x, index, None, choice.backend)):
-        return TokenLogprobs(*targets_eager.log_probabilities(call, entropy))
+        return TokenLogprobs(*targets_eager.log_probabilities(call, entropy, several))
+    if several:
+        return TokenLogprobs(*tokens.differentiable(call, index, entropy))
     if key and (run := loss_launches.add_log_probabilities(key, call, entropy)) is not None:
         return TokenLogprobs(*run(x, index, None))
     if not (torch.is_grad_enabled() and x.requires_grad):

@@ -368,13 +368,16 @@ class LogProbabilities(torch.autograd.Function):
         given = {"dy": torch.zeros_like(m) if dy is None else dy, "m": m, "l": l, "dlse": dlse}
         if dentropy is not None:
             given |= {"entropy": entropy, "dentropy": dentropy}
-        dim = call.settings.dim
-        beside = dict(call.beside) | {name: t.unsqueeze(dim) for name, t in given.items() if t is not None}
-        options = call.options and call.options.of(OPERATIONS[_LOGPROBS.gradient_name].options)
-        gradient = call._replace(operation=OPERATIONS[_LOGPROBS.gradient_name], options=options, beside=beside)
-        settings = call.settings._replace(dtype=x.dtype)
-        (dx,) = launch(gradient._replace(settings=settings), ("y",))
-        return None, None, None, dx, None, None, None
+        return None, None, None, gradient_of_rows(call, given), None, None, None
+
+
+def gradient_of_rows(call: Call, given: dict[str, Tensor | None]) -> Tensor:
+    """The gradient of log-probabilities with respect to the logits, from the operands of each row; None is absent."""
+    dim, gradient = call.settings.dim, OPERATIONS[_LOGPROBS.gradient_name]
+    beside = dict(call.beside) | {name: t.unsqueeze(dim) for name, t in given.items() if t is not None}
+    options, settings = call.options and call.options.of(gradient.options), call.settings._replace(dtype=call.x.dtype)
+    (dx,) = launch(Call(gradient, call.x, settings, options, call.out, beside), ("y",))
+    return dx
 
 
 def _with_target(call: Call, target: Tensor) -> Call:

@@ -88,8 +88,11 @@ def _entropy(log_p: Tensor, dim: int) -> Tensor:
     return -(log_p.masked_fill(log_p == -torch.inf, 0.0) * log_p.exp()).sum(dim)
 
 
-def log_probabilities(call: Call, entropy: bool) -> tuple[Tensor, Any, Tensor]:
-    """(logprob, entropy, lse) of each row; entropy is None unless asked for."""
+def log_probabilities(call: Call, entropy: bool, several: bool = False) -> tuple[Tensor, Any, Tensor]:
+    """(logprob, entropy, lse) of each row; entropy is None unless asked for.
+
+    With `several`, the target has several columns of each row, along the softmax dimension, and so has logprob.
+    """
     x, dim = call.x, call.settings.dim
     target = call.beside["target"].long()
     z = eager.scores_of(x, dim, call.scores, accumulator_of(x.dtype, x.dtype))[0]
@@ -97,7 +100,8 @@ def log_probabilities(call: Call, entropy: bool) -> tuple[Tensor, Any, Tensor]:
     lse = eager.logsumexp_from(z, log_p, dim, keepdim=False)
     if not x.shape[dim]:
         # `gather` takes no index of a row without columns.
-        return lse + torch.nan, _entropy(log_p, dim) if entropy else None, lse
+        nothing = (lse.unsqueeze(dim) + torch.nan).expand(target.shape)
+        return nothing if several else nothing.squeeze(dim), _entropy(log_p, dim) if entropy else None, lse
     inside = (target >= 0) & (target < x.shape[dim])
-    logprob = log_p.gather(dim, target.where(inside, 0)).where(inside, torch.nan).squeeze(dim)
-    return logprob, _entropy(log_p, dim) if entropy else None, lse
+    logprob = log_p.gather(dim, target.where(inside, 0)).where(inside, torch.nan)
+    return logprob if several else logprob.squeeze(dim), _entropy(log_p, dim) if entropy else None, lse

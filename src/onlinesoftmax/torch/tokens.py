@@ -1,0 +1,153 @@
+"""Log-probabilities of several tokens of each row on our kernels, from one pass over the logits.
+
+forward    a kernel computes the state (m, l) of each row; the scores of the tokens are gathered:
+           logprob = (z - m) - log(l)
+backward   a kernel writes the part of the gradient that every column has, and the columns of the tokens, which
+           have more, are computed in the accumulator's dtype and written a second time
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.call import NOTHING, Call
+from ..core.options import ScoreOptions, scores, softcap_slope
+from . import eager, targets_eager
+from .autograd import split_tensors, with_tensors
+from .check import is_batched
+from .gradients import accumulator_of
+from .targets import gradient_of_rows, launch
+
+Tensor = torch.Tensor
+
+
+class _Gathered(NamedTuple):
+    """The tokens of a call: the dimension of the logits' columns is that of the tokens.
+
+    Attributes:
+        columns: The column of each token; 0 where it is out of range.
+        inside: False where it is out of range.
+        z: The score of each token.
+        x, options: Logit of each token in the dtype of the computation, and the score options at its column.
+    """
+
+    columns: Tensor
+    inside: Tensor
+    z: Tensor
+    x: Tensor
+    options: ScoreOptions
+
+
+def differentiable(call: Call, index: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(logprob, entropy, lse) of all rows.
+
+    Args:
+        call: The call, for which kernels run.
+        index: The columns of the tokens, along the softmax dimension.
+        entropy: Compute the entropy too.
+    """
+    if not (torch.is_grad_enabled() and call.x.requires_grad):
+        return _forward(call, index, entropy)[:3]
+    bare, tensors = split_tensors(call)
+    y, found, lse = _Tokens.apply(bare._replace(beside=NOTHING), index, entropy, *tensors)
+    return y, found, lse
+
+
+def _forward(call: Call, index: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """(logprob, entropy, lse, m, l)."""
+    lse, m, l, *rest = launch(_of_no_token(call, index), ("lse", "m", "l", *(("entropy",) if entropy else ())))
+    dim = call.settings.dim
+    found = _gathered(call, index)
+    y = _logprob(found, m.unsqueeze(dim), l.unsqueeze(dim)).where(found.inside, torch.nan)
+    return y, rest[0] if rest else None, lse, m, l
+
+
+def _of_no_token(call: Call, index: Tensor) -> Call:
+    """The call with a target that is no column."""
+    dim = call.settings.dim
+    nowhere = index.new_full((*index.shape[:dim], 1, *index.shape[dim + 1 :]), -1, dtype=torch.int64)
+    return call._replace(beside={"target": nowhere})
+
+
+def _gathered(call: Call, index: Tensor) -> _Gathered:
+    x, dim, options = call.x, call.settings.dim, call.scores
+    inside = (index >= 0) & (index < x.shape[dim])
+    columns = index.where(inside, 0).long()
+    if options.mask is not None:
+        options = options._replace(mask=options.mask.expand_as(x).gather(dim, columns))
+    logits = x.gather(dim, columns).to(accumulator_of(x.dtype, x.dtype))
+    return _Gathered(columns, inside, scores(eager.FUNCTIONS, logits, options), logits, options)
+
+
+def _logprob(found: _Gathered, m: Tensor, l: Tensor) -> Tensor:
+    """The logarithm of the probability of each token; NaN in a row without a softmax, whose l is 0, infinite or NaN."""
+    return (found.z - m) - l.log().where(l != torch.inf, torch.nan)
+
+
+class _Tokens(torch.autograd.Function):
+    """(logprob, entropy, lse) of all rows; backward computes the gradient of all three from the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, bare: Call, index: Tensor, entropy: bool, *tensors: Tensor | None) -> Any:
+        y, found, lse, m, l = _forward(with_tensors(bare, tensors), index, entropy)
+        ctx.bare = bare
+        ctx.save_for_backward(index, m, l, found, *tensors)
+        ctx.set_materialize_grads(False)
+        return y, found, lse
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> Any:
+        if all(dy is None for dy in dys):
+            return (None,) * 7
+        index, m, l, entropy, *tensors = ctx.saved_tensors
+        call = with_tensors(ctx.bare, tensors)
+        again = torch.is_grad_enabled()
+        if again or any(is_batched(dy) for dy in dys):
+            with torch.enable_grad():
+                # The view has no hooks: those of x run once, after this function.
+                x = call.x.view_as(call.x)
+                of_index = call._replace(x=x, beside={"target": index})
+                found = targets_eager.log_probabilities(of_index, entropy is not None, several=True)
+            pairs = [(y, dy) for y, dy in zip(found, dys, strict=True) if dy is not None]
+            (dx,) = torch.autograd.grad([y for y, _ in pairs], x, [dy for _, dy in pairs], create_graph=again)
+        else:
+            dx = _gradient(call, index, (m, l, entropy), dys)
+        return None, None, None, dx, None, None, None
+
+
+def _gradient(
+    call: Call, index: Tensor, saved: tuple[Tensor, Tensor, Tensor | None], dys: tuple[Tensor | None, ...]
+) -> Tensor:
+    """The gradient with respect to the logits, from the gradients dys of (logprob, entropy, lse)."""
+    (m, l, entropy), (dy, dentropy, dlse) = saved, dys
+    dim, found = call.settings.dim, _gathered(call, index)
+    dy = torch.zeros_like(found.z) if dy is None else dy.to(found.z.dtype).where(found.inside, 0.0)
+    # Every column has -p * (the sum of dy - dlse), as if it were the gradient of lse.
+    to_lse = -dy.sum(dim) if dlse is None else dlse - dy.sum(dim)
+    given: dict[str, Tensor | None] = {"dy": torch.zeros_like(m), "m": m, "l": l, "dlse": to_lse}
+    if dentropy is not None:
+        given |= {"entropy": entropy, "dentropy": dentropy}
+    dx = gradient_of_rows(_of_no_token(call, index), given)
+    log_p = _logprob(found, m.unsqueeze(dim), l.unsqueeze(dim))
+    p, factor = log_p.exp(), to_lse.unsqueeze(dim)
+    if dentropy is not None and entropy is not None:
+        # The product 0 * -inf would be NaN.
+        finite = log_p.where(p != 0, 0.0) + entropy.unsqueeze(dim)
+        factor = factor - dentropy.unsqueeze(dim) * finite
+    # A row without an incoming gradient has none, even if it holds NaN.
+    dz = (p * factor).where(factor != 0, 0.0) + _sum_of_equal(dy, found.columns, dim)
+    d = dz * softcap_slope(eager.FUNCTIONS, found.x, found.options) * found.options.scale
+    if found.options.mask is not None:
+        d = d.where(found.options.mask, 0.0)
+    return dx.scatter_(dim, found.columns, d.to(dx.dtype))
+
+
+def _sum_of_equal(dy: Tensor, index: Tensor, dim: int) -> Tensor:
+    """The sum of dy over the tokens of a row that have the same column, at each of them."""
+    total = torch.zeros_like(dy)
+    # A scatter_add would add in an order that changes from run to run on a GPU.
+    for i in range(index.shape[dim]):
+        total += dy.narrow(dim, i, 1).where(index == index.narrow(dim, i, 1), 0.0)
+    return total

@@ -1,0 +1,162 @@
+"""Log-probabilities of several tokens of each row, and an index that is ignored, against NumPy's float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loss_accuracy import DEVICE, GPU, UNITS
+
+import onlinesoftmax as osm
+from loss_formula import expected_tokens
+
+COLS = 13
+
+HOWS: dict[str, dict[str, Any]] = {"default": {}, "triton": {"backend": "triton"}, "cuda": {"backend": "cuda"}}
+
+# (shape of the logits, dimension of the tokens, tokens of each row)
+SHAPES = [((COLS,), 0, 3), ((5, COLS), -1, 1), ((5, COLS), 1, 4), ((3, COLS, 4), 1, 3), ((COLS, 6), 0, 2)]
+
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"scale": -0.7}, {"softcap": 3.0, "mask": True}, {"scale": 0.5, "mask": True, "entropy": False},
+    {"ignore_index": 2, "softcap": 4.0},
+]  # fmt: skip
+
+
+def some_tokens(shape: tuple[int, ...], dim: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and an index with a token twice in a row and one out of range."""
+    generator = torch.Generator().manual_seed(len(shape) + tokens)
+    x = (3 * torch.randn(shape, generator=generator)).to(DEVICE, dtype)
+    index = torch.randint(COLS, (*shape[: dim % x.dim()], tokens, *shape[dim % x.dim() + 1 :]), generator=generator)
+    last = index.movedim(dim, -1)
+    last[..., -1] = last[..., 0]
+    if tokens > 2:
+        last[(0,) * (last.dim() - 1)][1] = COLS
+    return x, index.to(DEVICE)
+
+
+def skip_without(how: str) -> None:
+    if how == "cuda" and not GPU:
+        pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("how", HOWS)
+def test_several_tokens_are_as_written_by_hand(how: str, dtype: torch.dtype) -> None:
+    skip_without(how)
+    for (shape, dim, tokens), given in itertools.product(SHAPES, OPTIONS):
+        options = dict(given)
+        x, index = some_tokens(shape, dim, tokens, dtype)
+        if options.get("mask"):
+            options["mask"] = torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.7
+        x.requires_grad_()
+        found = osm.token_logprobs(x, index, dim, **options, **HOWS[how])
+        entropy = options.pop("entropy", True)
+        assert (found.entropy is not None) == entropy
+        assert found.logprob.shape == index.shape
+        assert found.lse.shape == x.select(dim, 0).shape
+        generator = torch.Generator().manual_seed(2)
+        results = [y for y in found if y is not None]
+        dys = [torch.rand(y.shape, generator=generator, dtype=torch.float64).to(y) for y in results]
+        (dx,) = torch.autograd.grad(results, x, dys)
+        named = [dy.double().cpu().numpy() for dy in dys]
+        if not entropy:
+            named.insert(1, np.zeros(found.lse.shape))
+        if "mask" in options:
+            options["mask"] = options["mask"].cpu().numpy()
+        exact = expected_tokens(x.detach().double().cpu().numpy(), index.cpu().numpy(), dim, named, **options)
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        for name, y in zip(("logprob", "entropy", "lse"), found, strict=True):
+            if y is not None:
+                # A rounding error of numbers of the size of the scores, which are below 16 in magnitude.
+                np.testing.assert_allclose(y.detach().double().cpu().numpy(), getattr(exact, name), 0, 16 * eps)
+        assert dx.dtype == dtype
+        rounding = UNITS * torch.finfo(dtype).eps * np.abs(exact.gradient)
+        error = np.abs(dx.double().cpu().numpy() - exact.gradient)
+        assert (error <= rounding + 64 * eps).all(), (shape, given, error.max())
+
+
+@pytest.mark.parametrize("how", ["default", "triton"])
+def test_one_token_of_a_list_is_as_the_token_alone(how: str) -> None:
+    x = torch.randn(6, COLS, device=DEVICE, requires_grad=True)
+    index = torch.randint(COLS, (6,), device=DEVICE)
+    one = osm.token_logprobs(x, index, **HOWS[how])
+    listed = osm.token_logprobs(x, index[:, None], **HOWS[how])
+    torch.testing.assert_close(listed.logprob[:, 0], one.logprob)
+    assert torch.equal(listed.lse, one.lse)
+    none = osm.token_logprobs(x, index[:, None][:, :0], **HOWS[how])
+    assert none.logprob.shape == (6, 0)
+    assert torch.equal(none.lse, one.lse)
+    (dx,) = torch.autograd.grad(none.lse.sum(), x)
+    torch.testing.assert_close(dx, x.detach().softmax(1))
+
+
+@pytest.mark.parametrize("how", ["default", "triton"])
+def test_a_sure_token_among_several_keeps_its_gradient(how: str) -> None:
+    """In bfloat16 p = 0.999 rounds to 1: p - 1 must be computed before it is rounded."""
+    x = torch.zeros(2, 16, dtype=torch.bfloat16, device=DEVICE)
+    x[:, 3] = 9.5
+    x.requires_grad_()
+    index = torch.tensor([[3, 5], [1, 3]], device=DEVICE)
+    (dx,) = torch.autograd.grad(osm.token_logprobs(x, index, **HOWS[how]).logprob[[0, 1], [0, 1]].sum(), x)
+    exact = -x.detach().double().softmax(1)
+    exact[:, 3] += 1
+    assert ((dx.double() - exact).abs() <= torch.finfo(torch.bfloat16).eps * exact.abs()).all()
+
+
+@pytest.mark.parametrize("how", ["default", "triton"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_an_ignored_index_has_no_logprob_and_no_gradient(how: str, dtype: torch.dtype) -> None:
+    x = torch.randn(5, COLS, device=DEVICE, requires_grad=True)
+    index = torch.tensor([1, 200, 4, 200, 1], device=DEVICE).to(dtype)
+    found = osm.token_logprobs(x, index, ignore_index=200, **HOWS[how])
+    want = x.detach().log_softmax(1)
+    kept = index != 200
+    assert (found.logprob[~kept] == 0).all()
+    torch.testing.assert_close(found.logprob[kept], want[kept, index[kept].long()])
+    torch.testing.assert_close(found.lse, x.detach().logsumexp(1))
+    torch.testing.assert_close(found.entropy, -(want * want.exp()).sum(1))
+    (dx,) = torch.autograd.grad(found.logprob.sum(), x, retain_graph=True)
+    assert (dx[~kept] == 0).all()
+    assert (dx[kept] != 0).all()
+    # The other results of an ignored row are those of any row.
+    (dx,) = torch.autograd.grad(found.lse.sum(), x)
+    torch.testing.assert_close(dx, want.exp())
+    # No element of this dtype can be -100.
+    assert osm.token_logprobs(x, index.clamp(max=4), ignore_index=-100, **HOWS[how]).logprob.ne(0).all()
+    osm.token_logprobs(x, index, ignore_index=200, check=True, **HOWS[how])
+    with pytest.raises(IndexError, match="index is 200"):
+        osm.token_logprobs(x, index, ignore_index=0, check=True, **HOWS[how])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("how", ["default", "triton"])
+def test_several_tokens_compile_and_differentiate_twice(how: str) -> None:
+    x = torch.randn(2, 4, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    index = torch.tensor([[1, 1, 3], [0, 2, 9]], device=DEVICE)
+
+    def function(x: torch.Tensor) -> Any:
+        found = osm.token_logprobs(2 * x, index, ignore_index=9, **HOWS[how])
+        return (found.logprob**2).sum() + (found.entropy * found.lse).sum()
+
+    ours, compiled = function(x), torch.compile(function, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(compiled, ours)
+    (dx,) = torch.autograd.grad(ours, x)
+    torch.testing.assert_close(torch.autograd.grad(compiled, x)[0], dx)
+    assert torch.autograd.gradcheck(function, x)
+    assert torch.autograd.gradgradcheck(function, x)
+
+
+def test_errors_name_the_index() -> None:
+    x, index = torch.randn(4, COLS), torch.zeros(4, 2, dtype=torch.long)
+    for error, message, given in (
+        (ValueError, "index has shape", (index[:3], None)),
+        (ValueError, "index has shape", (index[..., None], None)),
+        (RuntimeError, "index must have an integer dtype", (index.float(), None)),
+        (TypeError, "'ignore_index'", (index, 0.5)),
+    ):
+        with pytest.raises(error, match=message):
+            osm.token_logprobs(x, given[0], ignore_index=given[1])
