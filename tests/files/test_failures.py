@@ -95,6 +95,18 @@ def test_empty_arrays_of_any_shape_take_no_time(
         assert np.lib.format.read_array_header_1_0(file)[0] == shape
 
 
+@pytest.mark.parametrize(("shape", "axis"), [((1000, 0), 1), ((0, 1000), 0), ((3, 0, 5), 1)])
+def test_rows_without_elements_are_not_reduced_one_by_one(
+    shape: tuple[int, ...], axis: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(tmp_path / "x.npy", np.zeros(shape, np.float16))
+    monkeypatch.setattr("onlinesoftmax.files.transfer.state_of_chunks", lambda *_, **__: pytest.fail("it reduces"))
+    apply_file(tmp_path / "x.npy", tmp_path / "y.npy", axis=axis, operation="logsumexp", chunk_bytes=100)
+    result = np.load(tmp_path / "y.npy")
+    assert result.dtype == np.float16
+    np.testing.assert_array_equal(result, np.full([n for n in shape if n], -np.inf))
+
+
 def test_a_result_larger_than_any_file_is_refused(tmp_path: Path) -> None:
     header_of(repr({"descr": "<f8", "fortran_order": False, "shape": (2**62, 0)}) + "\n")(tmp_path / "x.npy")
     with pytest.raises(FileError, match=r"y\.npy: no room for \d+ bytes"):

@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -102,11 +103,21 @@ class Transfer:
                 self._normalise(band)
 
     def _reduce(self, band: Band) -> None:
-        state = self._state(map(self._load, band))
+        outer, axis, inner = self.job.split
+        tile = Tile(band.outer, (0, 1), band.inner)
+        if axis:
+            result = getattr(self._state(map(self._load, band)), self.job.operation)()
+        else:
+            wide = self.job.wide
+            result = self.arrays.widen(np.full(tile.shape, self._of_empty_row, wide), wide, wide)
         if self.job.share.merges and self.ends.team.rank:
             return  # Every process has the same result, and process 0 writes it.
-        outer, _, inner = self.job.split
-        self._store(Tile(band.outer, (0, 1), band.inner), (outer, 1, inner), getattr(state, self.job.operation)())
+        self._store(tile, (outer, 1, inner), result)
+
+    @cached_property
+    def _of_empty_row(self) -> float:
+        """The result of a row without elements, of which a small file may have a billion."""
+        return float(getattr(State.of(np.zeros(0, self.job.wide)), self.job.operation)())
 
     def _normalise(self, band: Band) -> None:
         whole = [self._load(tile) for tile in band] if band.is_one_tile else None
