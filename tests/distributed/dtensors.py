@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +19,7 @@ from distributed import processes
 from onlinesoftmax.core.call import Settings
 from onlinesoftmax.core.options import ScoreOptions
 from onlinesoftmax.distributed import dtensor_losses, usual
-from onlinesoftmax.distributed.layout import without_partial_sums
+from onlinesoftmax.distributed.layout import layout_of
 from onlinesoftmax.torch.loss import Loss
 
 Placements = tuple[Any, ...]
@@ -226,7 +227,7 @@ def causal_is_a_mask_only_if_needed(mesh: DeviceMesh) -> None:
         ((Shard(0), Shard(1)), True), ((Shard(2), Shard(0)), True),
     ):  # fmt: skip
         cut = cut_tensor(x, mesh, placements)
-        options = without_partial_sums("softmax", cut, (2,))[1].options(ScoreOptions(causal=True), cut.device)
+        options = layout_of("softmax", cut, (2,)).options(ScoreOptions(causal=True), cut.device)
         assert options is not None
         assert (options.causal, options.mask is not None) == (not masked, masked), placements
         near(osm.softmax(cut, causal=True), osm.softmax(x, causal=True), placements)
@@ -290,6 +291,42 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
             raise AssertionError(f"no error: {message}")
 
 
+def different_calls_are_an_error(mesh: DeviceMesh) -> None:
+    """The last process differs from the others, which do not all exchange states with it: all raise the same error."""
+    x, target, odd = random(ROWS, COLS), tensor(range(ROWS)), dist.get_rank() == dist.get_world_size() - 1
+    shards = (Shard(0), Shard(1))
+    cut = cut_tensor(x, mesh, shards)
+    other = cut_tensor(x.double() if odd else x, mesh, shards)
+    turned = cut_tensor(x, mesh, shards[::-1] if odd else shards)
+    longer = cut_tensor(random(ROWS, COLS + 9 * odd), mesh, shards)
+    calls: tuple[tuple[Callable[[], object], str], ...] = (
+        (lambda: osm.softmax(other), "float32.*float64"),
+        (lambda: osm.softmax(turned), r"Shard\(dim=0\), Shard\(dim=1\).*; rank 3: .*Shard\(dim=1\), Shard\(dim=0\)"),
+        (lambda: osm.logsumexp(longer, 1), r"\(5, 13\) float32.*\(5, 22\) float32"),
+        (lambda: (osm.log_softmax if odd else osm.softmax)(cut), r"softmax\(.*; rank 3: log_softmax\("),
+        (lambda: osm.softmax(cut, scale=1 + odd), "options=None.*scale=2.0"),
+        (lambda: osm.cross_entropy(cut, target, label_smoothing=odd / 4), "smoothing=0.0.*smoothing=0.25"),
+        (lambda: osm.cross_entropy(cut, target, reduction="sum" if odd else "mean"), "'mean'.*'sum'"),
+        (lambda: osm.cross_entropy(cut, target, x[0] if odd else None), r"weight=None.*weight=\('\(13,\) float32'"),
+        (lambda: osm.cross_entropy(cut, target.int() if odd else target), r"int64.*int32"),
+        (lambda: osm.token_logprobs(cut, target, entropy=not odd), "entropy=True.*entropy=False"),
+    )
+    for call, message in calls:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"the processes make different calls; rank 0: .*" + message):
+                call()
+            near(osm.softmax(cut), x.softmax(1), shards)
+    # On a mesh of two dimensions, a loss that is reduced over rows exchanges something even if rows are whole.
+    rows = cut_tensor(x, mesh, (Shard(0), Replicate()))
+    with pytest.raises(ValueError, match="the processes make different calls"):
+        osm.cross_entropy(rows, target, reduction="sum" if odd else "mean")
+    uneven = DTensor.from_local(
+        x[:, : 3 + odd], mesh, (Replicate(), Shard(1)), run_check=False, shape=(5, 6), stride=(6, 1)
+    )
+    with pytest.raises(ValueError, match=r"the local tensors of the processes \[3\] have other shapes"):
+        osm.softmax(uneven)
+
+
 def compiled_losses(mesh: DeviceMesh) -> None:
     """One graph with both exchanges; the backend is the cheapest that traces forward and backward."""
     x, target = random(ROWS, COLS), tensor([0, 12, -100, 7, 3])
@@ -328,4 +365,5 @@ def everything(*_: int) -> None:
     class_probabilities_and_statistics(square)
     autocast_is_followed(line)
     bad_input_is_an_error(square, line)
+    different_calls_are_an_error(square)
     compiled_losses(square)

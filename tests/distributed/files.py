@@ -20,7 +20,6 @@ from safetensors.numpy import load_file, save_file
 
 import onlinesoftmax as osm
 from onlinesoftmax.cli import main
-from onlinesoftmax.core.processes import gathered_arrays
 from onlinesoftmax.core.state import State
 from onlinesoftmax.files import FileError
 from onlinesoftmax.files.team import Team
@@ -140,9 +139,12 @@ def end(*_: object) -> None:
     os._exit(0)
 
 
+_all_reduce = State.all_reduce
+
+
 def out_of_memory(state: State, group: object) -> State:
     """Stands for `State.all_reduce` in a process that has too little memory for the merge."""
-    gathered_arrays([state.m, state.l], group)
+    _all_reduce(state, group)
     raise RuntimeError("not enough memory")
 
 

@@ -93,6 +93,29 @@ def different_calls_are_an_error(first: int, end: int) -> None:
     sharded.token_logprobs(x, target, entropy=bool(rank % 2) or 1)
 
 
+def different_states_are_an_error(first: int, end: int) -> None:
+    """States of other shapes, dtypes, dimensions or accumulators have no merged state; nothing is sent."""
+    x, odd = random(4, 4, seed=9), dist.get_rank() % 2
+    of = osm.State.of
+    states: tuple[tuple[Callable[[int], osm.State], str], ...] = (
+        (lambda odd: of(x[: 4 - odd], 1), r"rank 0: .*m='\(4, 1\) float32'.*; rank 1: .*m='\(3, 1\) float32'"),
+        (lambda odd: of(x[:1, :1], 1 - odd), r"dim=-1.*dim=-2"),
+        (lambda odd: of(x.double() if odd else x, 1), r"\(4, 1\) float32.*\(4, 1\) float64"),
+        (lambda odd: of(x, 1, weights={"ab"[odd]: x}), r"sums=\{'a'.*sums=\{'b'"),
+        (lambda odd: of(x, 1, weights={"a": x} if odd else None), r"sums=\{\}.*sums=\{'a'"),
+        (lambda odd: osm.State(x[:, :1], x[: 4 - 2 * odd, :1] + 5, -1), r"l='\(4, 1\) .*l='\(2, 1\)"),
+    )
+    for state, message in states:
+        with pytest.raises(ValueError, match=r"State.all_reduce\(\): the processes make different calls; .*" + message):
+            state(odd).all_reduce()
+    with pytest.raises(ValueError, match=r"rank 0: State.all_reduce\(.*rank 1: logsumexp\("):
+        (lambda: sharded.logsumexp(x) if odd else of(x, 1).all_reduce())()
+    parts = [of(random(4, 4, seed=rank), 1, weights={"b": x, "a": x}) for rank in range(dist.get_world_size())]
+    found, want = parts[dist.get_rank()].all_reduce(), osm.State.merge_all(parts)
+    for name in ("a", "b"):
+        torch.testing.assert_close(found.mean(name), want.mean(name))
+
+
 def a_process_outside_of_the_group(first: int, end: int) -> None:
     """PyTorch gives a number instead of a group to the processes that are not part of it."""
     group = dist.new_group([0])
@@ -148,6 +171,7 @@ def without_sockets(first: int, end: int) -> None:
     assert not agreement.are_near((dist.group.WORLD,), device())
     different_rows_are_an_error(first, end)
     different_calls_are_an_error(first, end)
+    different_states_are_an_error(first, end)
 
 
 def everything(first: int, end: int) -> None:
@@ -157,4 +181,5 @@ def everything(first: int, end: int) -> None:
     assert agreement.are_near((dist.group.WORLD,), device())
     different_dtypes_are_an_error(first, end)
     different_calls_are_an_error(first, end)
+    different_states_are_an_error(first, end)
     a_process_outside_of_the_group(first, end)

@@ -11,6 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -205,6 +206,22 @@ def arguments_are_checked_in_every_call(first: int, end: int) -> None:
                 raise AssertionError("no error")
 
 
+def repeated_calls_without_shards_find_their_launches(first: int, end: int) -> None:
+    """They take the kept launches of calls with `shards=`, whose arguments are checked no more."""
+    from onlinesoftmax.distributed import losses
+
+    x, target, _ = inputs(torch.float32)
+    x, index, given = x[:, first:end], target.clamp(min=0), how(first, end)
+    want = sharded.cross_entropy(x, target, **given), *sharded.token_logprobs(x, index, **given)
+    del given["shards"]
+    for _ in range(2):
+        sharded.cross_entropy(x, target, **given)
+        sharded.token_logprobs(x, index, **given)
+    with mock.patch.object(losses, "run_if_possible", side_effect=AssertionError("another call is prepared")):
+        found = sharded.cross_entropy(x, target, **given), *sharded.token_logprobs(x, index, **given)
+    assert all(map(torch.equal, found, want))
+
+
 def autocast_is_followed(first: int, end: int) -> None:
     """Results and gradients have the dtypes of one process, before, under and after autocast."""
     x, target, _ = inputs(torch.bfloat16)
@@ -331,7 +348,8 @@ def everything(first: int, end: int) -> None:
         return
     for check in (
         losses_are_as_good_as_those_of_one_process, hard_rows, log_probabilities_have_all_gradients, logsumexps,
-        other_tensors, arguments_are_checked_in_every_call, autocast_is_followed, autocast_on_a_gpu_gives_float32,
+        other_tensors, arguments_are_checked_in_every_call, repeated_calls_without_shards_find_their_launches,
+        autocast_is_followed, autocast_on_a_gpu_gives_float32,
         no_tensor_is_kept, chunks_of_rows_give_the_same_results,
     ):  # fmt: skip
         usual.LAUNCHES.clear()

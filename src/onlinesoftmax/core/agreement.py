@@ -19,6 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .arrays import array_kind
 from .processes import Group, device_of_small_exchanges, failure, gathered, timeout_of
 
 _TEXT_BYTES = 1024
@@ -61,6 +62,16 @@ class Announcement(NamedTuple):
 
 def _checksum(text: str) -> bytes:
     return blake2b(text.encode(), digest_size=8).digest()
+
+
+def kind_of(x: Any) -> str:
+    """The shape and the dtype of an array or tensor that every process gives alike, or the type of anything else."""
+    return f"{tuple(x.shape)} {name_of(x.dtype)}" if array_kind(x) else type(x).__name__
+
+
+def name_of(dtype: Any) -> str:
+    """Name of a dtype, the same for NumPy and torch."""
+    return str(dtype).removeprefix("torch.")
 
 
 def numbers_of_all(own: Announcement, number: int, groups: Sequence[Group], device: Any) -> list[int]:
@@ -162,6 +173,11 @@ def _lines(groups: tuple[Group, ...], device: Any) -> list[_Line] | None:
     found = _LINES.get(names)
     if found is not None and found[0] == groups:
         return found[1]
+    import torch
+
+    if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # A capture cannot make connections, because the host reads what these exchanges find.
+        return None
     made = [_connected(group, device) for group in reversed(groups)]
     lines = [line for line in reversed(made) if line is not None]
     complete = len(lines) == len(groups)
@@ -187,12 +203,11 @@ def _connected(group: Group, device: Any) -> _Line | None:
         if not all(paths):
             return None
         others = _connections(paths[:rank], rank, seconds)
-        if not all(_gathered_texts("" if others is None else "connected", (group,), device)):
+        connected = all(_gathered_texts("" if others is None else "connected", (group,), device))
+        if listener is None or others is None or not connected:
             for other in others or ():
                 other.close()
             return None
-        assert listener is not None
-        assert others is not None
         by_rank: list[socket.socket | None] = [*others, *[None] * (size - rank)]
         for _ in range(size - 1 - rank):
             other, _ = listener.accept()

@@ -135,19 +135,25 @@ def gathered_arrays(arrays: list[Array], group: Group) -> list[list[Array]]:
     Args:
         arrays: NumPy arrays or torch tensors of one shape and one dtype, the same on every process.
         group: A process group; one that exchanges CPU tensors, as gloo does, for NumPy arrays.
-
-    Raises:
-        TypeError: the arrays are of another kind.
     """
     import torch
 
-    kind = array_kind(arrays[0])
-    if kind == "torch":
+    if array_kind(arrays[0]) == "torch":
         return [list(process.unbind(0)) for process in gathered(torch.stack(arrays), group)]
-    if kind != "numpy":
-        raise TypeError(f"all_reduce: torch tensors and NumPy arrays travel between processes, {kind} arrays do not")
     found = gathered(torch.from_numpy(np.stack(arrays)), group).numpy()
     return [list(process) for process in found]
+
+
+def device_of_array(x: Array) -> Any:
+    """Device of a torch tensor; the CPU for a NumPy array.
+
+    Raises:
+        TypeError: the array is of another kind.
+    """
+    kind = array_kind(x)
+    if kind not in ("torch", "numpy"):
+        raise TypeError(f"all_reduce: torch tensors and NumPy arrays travel between processes, {kind} arrays do not")
+    return x.device if kind == "torch" else "cpu"
 
 
 def device_of_small_exchanges(group: Group, device: Any) -> Any:

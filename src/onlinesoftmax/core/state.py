@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from .agreement import Announcement, kind_of, numbers_of_all
 from .arrays import Array, array_kind, broadcasts, check_plain, is_real_dtype, namespace, quiet
-from .processes import gathered_arrays, group_or_default
+from .processes import device_of_array, gathered_arrays, group_or_default
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,8 @@ class State:
     def all_reduce(self, group: Any = None) -> State:
         """Return the state of the slices of all processes of a torch process group.
 
-        There is one collective, an all-gather of one packed tensor.  Every process merges the states in the order of
-        the ranks, so every process gets the same bits.
+        The processes first compare their states.  Then there is one collective, an all-gather of one packed tensor.
+        Every process merges the states in the order of the ranks, so every process gets the same bits.
 
         Args:
             group: Process group; the default group if None.  NumPy states need a group that exchanges CPU tensors, as
@@ -169,6 +170,8 @@ class State:
 
         Raises:
             TypeError: the state holds JAX arrays.
+            ValueError: the states of the processes have different shapes, dtypes, dimensions or accumulators; every
+                process raises this error.
             RuntimeError: no process group is initialised, or another process has ended.
 
         Example:
@@ -177,9 +180,11 @@ class State:
             ...     float(State.of(np.zeros(4, np.float32)).all_reduce(group).l[0])
             4.0
         """
-        names = sorted(self.sums)
-        arrays = [self.m, self.l, *(self.sums[name] for name in names)]
-        every = gathered_arrays(arrays, group_or_default(group))
+        device, group, names = device_of_array(self.m), group_or_default(group), sorted(self.sums)
+        sums = {name: kind_of(self.sums[name]) for name in names}
+        kinds = {"m": kind_of(self.m), "l": kind_of(self.l), "dim": self.dim, "sums": sums}
+        numbers_of_all(Announcement.of("State.all_reduce", kinds), 0, (group,), device)
+        every = gathered_arrays([self.m, self.l, *(self.sums[name] for name in names)], group)
         return State.merge_all(State(m, l, self.dim, dict(zip(names, sums, strict=True))) for m, l, *sums in every)
 
     @quiet

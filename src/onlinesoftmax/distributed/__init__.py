@@ -64,7 +64,8 @@ def softmax(
         scale: Factor of the logits.
         softcap: Soft bound on the magnitude of scale * local: a positive number.
         mask: Boolean, broadcasts to the shape of `local`: False excludes an element.
-        shards: Position of the local columns in the whole row, if the caller knows it: no shapes are exchanged.
+        shards: Position of the local columns in the whole row, if the caller knows it: the calls of the
+            processes are then not compared.
         exchange: How the states of rows travel.  "peer_memory": from kernel to kernel, which needs 2 to 8 GPUs of one
             host and the CUDA kernels.  "collective": by a collective of the process group.  None: through peer memory
             where that can be used.

@@ -18,7 +18,7 @@ from ..core.task import Choice
 from ..torch import dispatch, eager
 from ..torch.check import check_options, checked_dim
 from . import losses
-from .layout import MeshLayout, local_of, without_partial_sums
+from .layout import MeshLayout, compare, layout_of, local_of, without_partial_sums
 from .local import Sharded
 from .softmax import softmax
 
@@ -37,7 +37,9 @@ def run(call: Call) -> Tensor:
     if out is not None:
         raise NotImplementedError(f"{name}(): out is not available for a DTensor; use the result")
     check_options(call)
-    x, layout = without_partial_sums(name, x, _dims(name, settings.dim, x.dim()))
+    layout = layout_of(name, x, _dims(name, settings.dim, x.dim()))
+    compare(name, x, layout, {"settings": settings._replace(dim=layout.dims), "options": options})
+    x = without_partial_sums(x, layout)
     local = local_of(x, layout.placements)
     here = call._replace(x=local, options=layout.options(options, local.device))
     y = _sharded(here, layout) if layout.softmax_groups else dispatch.run(here)

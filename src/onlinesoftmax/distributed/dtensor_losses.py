@@ -21,7 +21,7 @@ from ..torch.loss import Loss
 from ..torch.losses import LossStatistics, TokenLogprobs
 from . import losses as sharded_losses
 from .dtensor import scored, sharded_call
-from .layout import layout_of, local_of, without_partial_sums
+from .layout import compare, layout_of, local_of, without_partial_sums
 
 __all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "token_logprobs"]
 
@@ -37,7 +37,10 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         return_stats: Return the statistics too.
     """
     loss = loss_arguments.checked_loss(x, target, weight, Loss(*fields))
-    x, layout = without_partial_sums("cross_entropy", x, (1 if x.dim() > 1 else 0,))
+    layout = layout_of("cross_entropy", x, (1 if x.dim() > 1 else 0,))
+    arguments = {"target": target, "weight": weight, "loss": loss, "return_stats": return_stats}
+    compare("cross_entropy", x, layout, arguments, over_rows=loss.reduction != "none")
+    x = without_partial_sums(x, layout)
     probabilities = target.is_floating_point()
     target = layout.operand("target", target) if probabilities else layout.per_row("target", target)
     weight, local = layout.whole("weight", weight), local_of(x, layout.placements)
@@ -84,7 +87,10 @@ def token_logprobs(
     if index.dim() == x.dim():
         raise NotImplementedError(f"{name}(): index with several tokens of each row is not available for a DTensor")
     check_options(Call(OPERATIONS[name], x, Settings(dim), options))
-    x, layout = without_partial_sums(name, x, (checked_dim(name, dim, x.dim()),))
+    layout = layout_of(name, x, (checked_dim(name, dim, x.dim()),))
+    arguments = {"index": index, "dim": layout.dims, "options": options, "entropy": entropy, "choice": choice}
+    compare(name, x, layout, arguments)
+    x = without_partial_sums(x, layout)
     index, local = layout.per_row("index", index), local_of(x, layout.placements)
     options = layout.options(options, local.device)
     if layout.softmax_groups:

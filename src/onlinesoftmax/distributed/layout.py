@@ -2,19 +2,25 @@
 
 A mesh dimension shards the softmax dimension, shards a row dimension, or holds copies.  If it shards the softmax
 dimension, its process group exchanges states.  Sizes and offsets follow from the global shape, so no process asks
-another one.
+another one; but processes that exchange something first compare their calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import Shard as Sharding
 
+from ..core.agreement import Announcement, are_near, kind_of, numbers_of_all
+from ..core.arrays import array_kind
 from ..core.layout import contiguous_strides
 from ..core.options import ScoreOptions
+from ..torch.cache import MOST_ENTRIES
 from .shards import Shards
 
 Tensor = torch.Tensor
@@ -197,15 +203,64 @@ def layout_of(name: str, x: Any, dims: tuple[int, ...]) -> MeshLayout:
     return MeshLayout(x.device_mesh, placements, tuple(x.shape), dims)
 
 
-def without_partial_sums(name: str, x: Any, dims: tuple[int, ...]) -> tuple[Any, MeshLayout]:
-    """(x, layout of x); an x with partial sums is summed first, as PyTorch's own functions do.
+def without_partial_sums(x: Any, layout: MeshLayout) -> Any:
+    """The input, or its sum if it has partial sums, as PyTorch's own functions do."""
+    return x if layout.placements == tuple(x.placements) else x.redistribute(placements=layout.placements)
 
-    Arguments and errors as for `layout_of`.
+
+def compare(name: str, x: Any, layout: MeshLayout, arguments: dict[str, Any], over_rows: bool = False) -> None:
+    """Compare a call with those of the other processes of the mesh, if it exchanges something.
+
+    Processes on several hosts do not compare their calls, because a collective would wait for their GPUs.
+
+    Args:
+        name: Name of the public function.
+        x: The input, a DTensor.
+        layout: Its layout.
+        arguments: All other arguments by name.
+        over_rows: True where the result is reduced over all rows.
+
+    Raises:
+        ValueError: the processes make different calls, or the local part of a process does not have the shape that
+            follows from the global shape and the placements; every process raises this error.
     """
-    layout = layout_of(name, x, dims)
-    if layout.placements != tuple(x.placements):
-        x = x.redistribute(placements=layout.placements)
-    return x, layout
+    placements, mesh, local = tuple(x.placements), layout.mesh, x._local_tensor
+    exchanges = placements != layout.placements or any(
+        placement.is_shard() and (over_rows or placement.dim in layout.dims) for placement in placements
+    )
+    if not exchanges or torch.compiler.is_compiling() or isinstance(local, FakeTensor):
+        return
+    groups = [mesh.get_group(i) for i in range(mesh.ndim)]
+    if not are_near(groups, local.device):
+        return
+    given = tuple(_described({"input": x, **arguments}.items()))
+    fits = numbers_of_all(_announced(name, given), local.shape == layout.box[0], groups, local.device)
+    if not all(fits):
+        ranks = [rank for rank, fit in enumerate(fits) if not fit]
+        raise ValueError(
+            f"{name}(): the input has shape {layout.shape} and placements {placements}, and the local tensors of the "
+            f"processes {ranks} have other shapes than these give; here it is {tuple(local.shape)}"
+        )
+
+
+def _described(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The arguments, hashable, with the fields of records in their places; the values of tensors are not read."""
+    for name, value in arguments:
+        if value is None or type(value) in (str, bool, float, torch.dtype):
+            yield name, value
+        elif hasattr(value, "_fields"):
+            yield from _described(zip(value._fields, value, strict=True))
+        elif isinstance(value, int | float):
+            yield name, float(value)
+        elif array_kind(value):
+            yield name, (kind_of(value), *getattr(value, "placements", ()))
+        else:
+            yield name, value
+
+
+@lru_cache(MOST_ENTRIES)
+def _announced(name: str, given: tuple[tuple[str, Any], ...]) -> Announcement:
+    return Announcement.of(name, dict(given))
 
 
 def local_of(x: Any, gradient: tuple[Any, ...]) -> Tensor:

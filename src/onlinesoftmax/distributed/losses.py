@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..core.agreement import kind_of
 from ..core.call import Settings
 from ..core.processes import gathered
 from ..torch.check import check_first_derivative, checked_dim
@@ -15,7 +16,7 @@ from ..torch.loss_arguments import check_index, check_weight
 from ..torch.losses import TokenLogprobs, result_dtype
 from .launches import Given, ShardedKind
 from .local import Sharded, autocast_dtype
-from .shards import Shards, kind_of, shards_of, to_local_columns
+from .shards import Shards, shards_of, to_local_columns
 from .statistics import Statistics, StatisticsWanted
 from .usual import run_if_possible
 

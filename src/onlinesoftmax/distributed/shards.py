@@ -1,4 +1,4 @@
-"""Position of this process's columns in the whole row: given by the caller, or found by an exchange of shapes.
+"""Position of this process's columns in the whole row: given by the caller, or found by an exchange.
 
 The exchange also compares the calls of the processes: different calls would otherwise end in an exchange of states that
 fails, hangs or mixes results.
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.agreement import Announcement, numbers_of_all
+from ..core.agreement import Announcement, name_of, numbers_of_all
 from ..core.processes import group_or_default
 from ..torch.cache import keep, new_cache
 from ..torch.check import checked_dim
@@ -101,23 +101,14 @@ def shards_of(
     return given
 
 
-def kind_of(t: Any) -> str:
-    """The shape and the dtype of a tensor that every process gives alike, or the type of what is no tensor."""
-    return f"{tuple(t.shape)} {_name_of(t.dtype)}" if isinstance(t, Tensor) else type(t).__name__
-
-
 def to_local_columns(target: Tensor, shards: Shards) -> Tensor:
     """The targets counted from the first local column, in int64: a narrower difference could overflow."""
     return target.long() - shards.first if shards.first else target.long()
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def announced(name: str, x: Tensor, dim: int, same: Mapping[str, Any]) -> Announcement:
     """The announcement of a call; arguments as for `shards_of`."""
-    dtype, shape = _name_of(x.dtype), tuple(x.shape)
+    dtype, shape = name_of(x.dtype), tuple(x.shape)
     rows = dtype, dim, shape[:dim] + shape[dim + 1 :]
     return Announcement.of(name, same, rows, f"{shape} {dtype} with dim {dim}")
 
