@@ -14,6 +14,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from .torch.namespace import provide as _provide_operators
+
 if TYPE_CHECKING:
     from .api import cross_entropy, log_softmax, logsumexp, softmax, token_logprobs
     from .core.problem import Problem
@@ -59,6 +61,9 @@ _HOME = {
     "apply_file": "files.apply",
     "reference": "core.reference",
 }
+
+
+_provide_operators()
 
 
 def __getattr__(name: str) -> Any:

@@ -149,6 +149,11 @@ def kernel_plan(
         # There is no kernel for the tangents of forward mode, for an exchange, and for a gradient that spreads a part
         # of the target over the classes of other devices.
         return None
+    if not all(isinstance(size, int) for t in operands for size in t.shape):
+        # jax.export: a size is a symbol, and a kernel is made for numbers.
+        if choice.backend == "pallas" or (choice.backend is None and choice.strategy not in (None, "row")):
+            raise PlanError(f"{name}: a kernel needs sizes that are known, and the shape is {operands[0].shape}")
+        return None
     device = to_lower_for() if platform == "cuda" else known("cpu")
     chosen = plan_for(name, operands, device, choice, params.get("options", PLAIN), target_options)
     return chosen if chosen.backend == "pallas" else None

@@ -6,6 +6,7 @@ traced calls use these operators: an eager call saves the host time of PyTorch's
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,14 +15,13 @@ from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS, Operation
 from ..core.options import SCORE_OPTIONS, ScoreOptions
 from ..core.task import Choice, output_shape
-from . import gradients
+from . import gradients, operators_eager
 from .autograd import save_for_gradient, saved_call
 from .gradients import Kept, Wanted
+from .namespace import NAMESPACE
 from .prepare import DTYPE_NAMES, run
 
 Tensor = torch.Tensor
-
-NAMESPACE = "onlinesoftmax"
 
 
 def forward(call: Call) -> Tensor:
@@ -127,10 +127,19 @@ def _registered(operation: Operation, kernel: Any, fake: Any) -> Any:
     return operator
 
 
+def _outputs(call: Call, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """The outputs of a call by a kernel, or by PyTorch's operations where no kernel takes the call."""
+    if operators_eager.takes(call):
+        return operators_eager.outputs_of(call, names)
+    if call.operation.has_target or not call.operation.backward:
+        return gradients.outputs_of(call, names)
+    return (run(call, names),)
+
+
 def _define_with_target(operation: Operation) -> None:
     """Define the operator of an operation with a target; its last argument names the outputs.
 
-    torch/targets.py adds the derivatives.
+    A compiled call has its derivatives from torch/targets.py; those here serve an exported program.
     """
     count = len(operation.numbers) + 1
 
@@ -141,21 +150,72 @@ def _define_with_target(operation: Operation) -> None:
         return call._replace(beside={**call.beside, **given}), tuple(names.split(","))
 
     def kernel(*arguments: Any) -> list[Tensor]:
-        call, names = call_of(arguments)
-        return list(gradients.outputs_of(call, names))
+        return list(_outputs(*call_of(arguments)))
 
     def fake(*arguments: Any) -> list[Tensor]:
         return _fake(*call_of(arguments))
 
-    _registered(operation, kernel, fake)
+    operator, names = _registered(operation, kernel, fake), _tensors_of(operation)
+    if operation.backward:
+        return
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        refused = [name for name, needed in zip(names, ctx.needs_input_grad, strict=False) if needed and name != "x"]
+        if refused:
+            raise RuntimeError(f"{NAMESPACE}::{operation} has no gradient with respect to {', '.join(refused)}")
+        ctx.names, ctx.rest = inputs[-1].split(","), inputs[len(names) :]
+        kept = [t for name, t in zip(ctx.names, output, strict=True) if name not in differentiable_outputs(operation)]
+        ctx.mark_non_differentiable(*kept)
+        ctx.save_for_backward(*inputs[: len(names)])
+
+    def differentiate(ctx: Any, dys: list[Tensor | None]) -> tuple[Any, ...]:
+        call, _ = call_of((*ctx.saved_tensors, *ctx.rest))
+        given = {name: dy for name, dy in zip(ctx.names, dys, strict=True) if dy is not None}
+        dx = gradient_of(call, {name: given[name] for name in differentiable_outputs(operation) if name in given})
+        return (dx, *(None for _ in range(len(names) - 1 + len(ctx.rest))))
+
+    operator.register_autograd(differentiate, setup_context=setup_context)
+
+
+def differentiable_outputs(operation: Operation) -> tuple[str, ...]:
+    """Names of the outputs of an operation with a target through which its operator has a gradient."""
+    per_row = ("lse", "entropy") if "entropy" in operation.saved else ()
+    return (operation.result.name, *operation.call_outputs, *per_row)
+
+
+def gradient_of(call: Call, dys: Mapping[str, Tensor]) -> Tensor | None:
+    """The gradient of a call of an operation with a target, from those of its outputs, by operators."""
+    operation, x, dim = call.operation, call.x, call.settings.dim
+    beside = {name: value for name, value in call.beside.items() if name != "dy"}
+    forward = call._replace(beside=beside)
+    total: Tensor | None = None
+    for name in operation.call_outputs:
+        if name in dys:
+            # The call that writes a scalar also writes the gradient of this scalar.
+            _, y = outputs(forward, (name, "y"))
+            total = y * dys[name] if total is None else total + y * dys[name]
+    per_row = {name: dy for name, dy in dys.items() if name not in operation.call_outputs}
+    if not per_row:
+        return total
+    states = ("m", "l", *(("entropy",) if "entropy" in per_row else ()))
+    found = dict(zip(states, outputs(forward, states), strict=True))
+    first, *others = (operation.result.name, *(name for name in per_row if name != operation.result.name))
+    found["dy"] = per_row.get(first, torch.zeros_like(found["m"]))
+    found |= {f"d{name}": per_row[name] for name in others}
+    gradient = OPERATIONS[operation.gradient_name]
+    settings = call.settings._replace(dtype=x.dtype, keepdim=False)
+    beside |= {name: t.unsqueeze(dim) for name, t in found.items()}
+    options = call.options and call.options.of(gradient.options)
+    (dx,) = outputs(Call(gradient, x, settings, options, None, beside), ("y",))
+    return dx if total is None else total + dx
 
 
 def _define(operation: Operation) -> None:
     outputs = _outputs_of(operation)
 
     def kernel(*arguments: Any) -> Any:
-        call = _call(operation, arguments)
-        return run(call, outputs) if operation.backward else gradients.forward(call, outputs)
+        found = _outputs(_call(operation, arguments), outputs)
+        return found if len(found) > 1 else found[0]
 
     def fake(*arguments: Any) -> Any:
         found = _fake(_call(operation, arguments), outputs)

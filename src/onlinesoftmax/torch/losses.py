@@ -122,7 +122,8 @@ def _by_kernels(
     x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(loss, lse, entropy); lse and entropy are None unless `stats` is True."""
-    if with_gradient:
+    # An exported program has the operator, whose gradient custom_ops.py registers.
+    if with_gradient and not torch.compiler.is_exporting():
         function = PerRow if loss.reduction == "none" else Reduced
         mask = loss.mask
         y, lse, entropy = function.apply(x, target, weight, mask, loss if mask is None else loss.with_mask(None), stats)
@@ -196,7 +197,7 @@ def _token_logprobs(
         return TokenLogprobs(*tokens.differentiable(call, index, entropy))
     if key and (run := loss_launches.add_log_probabilities(key, call, entropy)) is not None:
         return TokenLogprobs(*run(x, index, None))
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    if not (torch.is_grad_enabled() and x.requires_grad) or torch.compiler.is_exporting():
         return TokenLogprobs(*log_probabilities(call, entropy))
     bare, tensors = split_tensors(call)
     return TokenLogprobs(*LogProbabilities.apply(bare._replace(beside=NOTHING), index, entropy, *tensors))
