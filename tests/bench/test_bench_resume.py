@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,3 +188,27 @@ def test_progress_goes_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.undo()
     build()(["bench", *SMALL, "--json"], standalone_mode=False)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no fifos")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--out", "fifo.json"], "Error: --out fifo.json is a fifo; name a file\n"),
+        (["--out", "null.json"], "Error: --out null.json is a device; name a file\n"),
+        (["--out", "new/r.json"], "Error: --out new/r.json cannot be written: there is no folder new\n"),
+        (["--resume", "--out", "fifo.json"], "Error: --resume: fifo.json: it is a fifo; leave --resume out "),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_known_before_the_first_case(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo.json")
+    Path("null.json").symlink_to("/dev/null")
+    monkeypatch.setattr("onlinesoftmax.bench.run.run", lambda *_: pytest.fail("it measures"))
+    result = call(*SMALL, "--peers", "torch", *arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(sentence)
+    assert {path.name for path in tmp_path.iterdir()} == {"fifo.json", "null.json"}
+    assert Path("/dev/null").is_char_device()

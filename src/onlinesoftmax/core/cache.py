@@ -99,7 +99,7 @@ def load_entry(name: str) -> bytes | None:
         if isinstance(reason, NotPrivateError):
             place = folder / name if str(reason).startswith("the file") else folder
             _warn_once(
-                folder, f"kernels are compiled again instead of loaded from the cache {folder}: {reason}. "
+                folder, f"the cache {folder} is not used, and kernels are compiled again: {reason}. "
                 f"Delete {place}, or make it yours and run: chmod go-w {place}",
             )  # fmt: skip
         return None
