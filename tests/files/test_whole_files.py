@@ -262,6 +262,25 @@ def test_parts_of_other_hosts_and_users_and_foreign_files_stay(tmp_path: Path, m
     assert not {*tmp_path.iterdir()} & {*left}
 
 
+def test_a_part_that_was_deleted_before_it_was_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, found = whole_files._lock, []
+
+    def late(descriptor: int) -> bool | None:
+        found.append([*tmp_path.iterdir()])
+        if len(found) == 1:
+            found[0][0].unlink()  # a process that cleans up was faster, and is done
+        return False if len(found) == 2 else lock(descriptor)  # another is still looking
+
+    monkeypatch.setattr(whole_files, "_lock", late)
+    with Part(tmp_path / "y") as part:
+        part.write(b"new")
+        part.take_name()
+    assert len(found) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["y"]
+
+
 def test_without_locks_only_parts_that_are_old_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError

@@ -267,9 +267,10 @@ def _create(folder: Path, mode: int) -> tuple[int, Path]:
         part = folder / f".onlinesoftmax-{_host()}-{uuid.uuid4().hex}.part"
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, mode)
         # Another process may have taken the part for a left-over before it was locked.
-        if _lock(descriptor) is not False and os.fstat(descriptor).st_nlink:
+        if _lock(descriptor) is not False and part.exists():
             return descriptor, part
         os.close(descriptor)
+        part.unlink(missing_ok=True)
 
 
 def _lock(descriptor: int) -> bool | None:
