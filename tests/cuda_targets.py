@@ -39,7 +39,7 @@ class Ask(NamedTuple):
         operation: Its name.
         outputs: What it writes.
         given: Names of the optional operands that it has.
-        options: Names of its score options.
+        options: Names of its score options; "scales" is a scale for each row.
     """
 
     operation: str
@@ -62,8 +62,8 @@ ASKED = [
     Ask(LOSS, ("loss", "lse"), ("ignore_index",)),
     Ask(LOSS, ("loss", "y"), ("dy", "ignore_index")),
     Ask(LOSS, ("loss", "y"), ("dy", *SMOOTH, "z_loss")),
-    Ask(LOSS, ("loss", "y", "lse", "entropy"), ("dy", "smoothing"), ("scale",)),
-    Ask(LOSS, ("loss", "y"), ("dy", "weight"), ("scale", "softcap")),
+    Ask(LOSS, ("loss", "y", "lse", "entropy"), ("dy", "smoothing"), ("scales",)),
+    Ask(LOSS, ("loss", "y"), ("dy", "weight"), ("scales", "softcap")),
     Ask(LOSS, ("loss", "y"), ("dy", *SMOOTH), ("softcap",)),
     Ask(LOSS, ("mean_loss",), ("ignore_index",)),
     Ask(LOSS, ("mean_loss", "y"), ("weight", "ignore_index")),
@@ -73,14 +73,14 @@ ASKED = [
     Ask(LOSS, ("loss", "y", "entropy"), ("dy", "weight", "z_loss"), ("softcap", "mask")),
     Ask(LOSS, ("total_loss", "y"), ("ignore_index",), ("mask",)),
     Ask(LOSS_BACKWARD, ("y",), ("ignore_index",)),
-    Ask(LOSS_BACKWARD, ("y",), (*SMOOTH, "z_loss"), ("scale", "softcap")),
+    Ask(LOSS_BACKWARD, ("y",), (*SMOOTH, "z_loss"), ("scales", "softcap")),
     Ask(LOSS_BACKWARD, ("y",), ("weight", "z_loss"), ("scale",)),
     Ask(LOSS_BACKWARD, ("y",), ("weight", "ignore_index"), ("scale", "softcap", "mask")),
     Ask(LOGPROB, ("y",)),
-    Ask(LOGPROB, ("y", "lse", "entropy"), (), ("scale", "bias", "mask")),
+    Ask(LOGPROB, ("y", "lse", "entropy"), (), ("scales", "bias", "mask")),
     Ask(LOGPROB, ("y",), (), ("softcap", "causal", "zero")),
     Ask(LOGPROB_BACKWARD, ("y",)),
-    Ask(LOGPROB_BACKWARD, ("y",), ("dlse",), ("scale", "causal")),
+    Ask(LOGPROB_BACKWARD, ("y",), ("dlse",), ("scales", "causal")),
     Ask(LOGPROB_BACKWARD, ("y",), ("dlse", "entropy", "dentropy"), ("scale", "softcap", "bias", "mask")),
 ]
 """Every optional operand, with and without the others, and every score option."""
@@ -107,6 +107,8 @@ def a_task(ask: Ask, rows: int, cols: int, dtype: str, stride: int = 0, target: 
             tensors[one.name] = row_spec(shape, 1, target) if one.dtype == "integer" else per_row
         else:
             tensors[one.name] = TensorSpec((0, one.kind == "element"), wide)
+    if "scales" in ask.options:
+        tensors["scale"] = row_spec(shape, 1, dtype)
     if "bias" in ask.options:
         tensors["bias"] = TensorSpec((0, 1), dtype)
     if "mask" in ask.options:
@@ -182,6 +184,8 @@ def some_values(ask: Ask, task: Task, targets: NDArray[np.int64], seed: int = 0)
         values["weight"][::7] = 0
     if "weight_sum" in task.dtypes:
         values["weight_sum"] = rounded(values["weight"].sum(keepdims=True), task.dtypes["weight_sum"])
+    if "scale" in task.dtypes:
+        values["scale"] = rounded(rng.uniform(0.25, 1, (rows, 1)), task.dtypes["scale"])
     if "bias" in task.dtypes:
         values["bias"] = rounded(rng.standard_normal(cols), task.dtypes["bias"])
     if "mask" in task.dtypes:
@@ -201,7 +205,7 @@ def some_values(ask: Ask, task: Task, targets: NDArray[np.int64], seed: int = 0)
 def scores(ask: Ask, values: Values) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The scores, and their derivatives with respect to the logits: 0 where a score is excluded."""
     x = values["x"]
-    scale = NUMBERS["scale"] if "scale" in ask.options else 1.0
+    scale = NUMBERS["scale"] if "scale" in ask.options else values.get("scale", 1.0)
     z, slope = x * scale, np.full(x.shape, scale)
     if "softcap" in ask.options:
         t = np.tanh(z / NUMBERS["softcap"])
@@ -220,7 +224,9 @@ def scores(ask: Ask, values: Values) -> tuple[NDArray[np.float64], NDArray[np.fl
 def expected(ask: Ask, values: Values, output: str) -> NDArray[np.float64]:
     """One output by the reference, in float64."""
     z, slope = scores(ask, values)
-    given: dict[str, Any] = {name: value for name, value in values.items() if name not in ("x", "bias", "mask")}
+    given: dict[str, Any] = {
+        name: value for name, value in values.items() if name not in ("x", "scale", "bias", "mask")
+    }
     given |= {name: NUMBERS[name] for name in ask.given if name in NUMBERS}
     scalar = next((name for name in ask.outputs if name in OPERATIONS[ask.operation].call_outputs), "")
     with np.errstate(all="ignore"):

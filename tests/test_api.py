@@ -200,7 +200,7 @@ def test_numpy_errors() -> None:
 
 ONES = np.ones((2, 3), np.float32)
 UNSUITABLE = [
-    ({"scale": np.ones((2, 3))}, RuntimeError, "scale must be a number or a 0-d array, got shape (2, 3)"),
+    ({"scale": np.ones((2, 3))}, RuntimeError, "scale must be a number or have one number per row, with size 1"),
     ({"scale": np.array(2)}, RuntimeError, "scale must be floating point, got int64"),
     ({"scale": torch.ones(())}, TypeError, "scale must be a NumPy array, as input is, not Tensor"),
     ({"bias": torch.ones(3)}, TypeError, "bias must be a NumPy array, as input is, not Tensor"),

@@ -23,7 +23,7 @@ _SOFTMAX, _LOG_SOFTMAX, _LOGSUMEXP = (OPERATIONS[name] for name in ("softmax", "
 
 def softmax(
     input: Array,
-    dim: int = -1,
+    dim: int | tuple[int, ...] = -1,
     *,
     dtype: Any = None,
     scale: Any = 1.0,
@@ -46,11 +46,13 @@ def softmax(
     is sharded, only the states of rows are exchanged (docs/distributed.md).
 
     Args:
-        input: Floating-point torch tensor, DTensor or NumPy array of any shape and strides; never copied.
-        dim: Dimension to normalise, also counted from the end.
+        input: Floating-point torch tensor, DTensor or NumPy array of any shape and strides; never copied for one `dim`.
+        dim: Dimension to normalise, also counted from the end.  A torch tensor may be normalised over several: a tuple
+            of them, or () for all.  It is copied only if their strides do not make one dimension of them.
         dtype: Dtype of the result (and of the arithmetic, if wider); that of `input` by default.
             float16 and bfloat16 are accumulated in float32.
-        scale: Factor of the input, an inverse temperature: a number, or a 0-d tensor on its device.
+        scale: Factor of the input, an inverse temperature: a number, or a tensor on its device with one number, or one
+            for each row: it broadcasts to the shape of `input` and has size 1 along `dim`.
         mask: Boolean, broadcasts to the shape of `input`: True keeps, as in `scaled_dot_product_attention`.
         bias: Floating point, broadcasts to the shape of `input`.
         causal: Query i, counted along the dimension before `dim`, keeps keys up to i + keys - queries.
@@ -81,6 +83,10 @@ def softmax(
         >>> softmax(torch.zeros(2, 4), dim=1)
         tensor([[0.2500, 0.2500, 0.2500, 0.2500],
                 [0.2500, 0.2500, 0.2500, 0.2500]])
+        >>> temperature = torch.tensor([[1.0], [2.0]])
+        >>> softmax(torch.tensor([[0.0, 2.0], [0.0, 4.0]]), scale=1 / temperature)
+        tensor([[0.1192, 0.8808],
+                [0.1192, 0.8808]])
         >>> softmax(torch.zeros(2, 3), causal=True)
         tensor([[0.5000, 0.5000, 0.0000],
                 [0.3333, 0.3333, 0.3333]])
@@ -91,7 +97,7 @@ def softmax(
 
 def log_softmax(
     input: Array,
-    dim: int = -1,
+    dim: int | tuple[int, ...] = -1,
     *,
     dtype: Any = None,
     scale: Any = 1.0,
@@ -266,8 +272,8 @@ def token_logprobs(
         dim: The dimension of the tokens, also counted from the end.
         ignore_index: An index whose logprob is 0 and has no gradient, as of padding; None where there is none.  The
             entropy and lse of its row are as those of any row.
-        scale: Factor of the logits, the inverse temperature: a number, or a 0-d tensor on their device, which gets no
-            gradient.
+        scale: Factor of the logits, the inverse temperature: a number, or a tensor with one number per row, as for
+            `softmax`, which gets no gradient.
         softcap: Soft bound on the magnitude of scale * logits: a positive number.
         mask: Boolean, broadcasts to the shape of `logits`: True for the tokens that the sampler could choose.
         entropy: Compute the entropy too.

@@ -11,7 +11,7 @@ from .core.arrays import array_kind, broadcasts
 from .core.device import Device, known
 from .core.layout import contiguous_strides
 from .core.operations import OPERATIONS, Operation
-from .core.options import PLAIN, ScoreOptions, checked_options
+from .core.options import PLAIN, SCORE_OPTIONS, ScoreOptions, check_one_per_row, checked_options
 from .core.problem import Problem
 from .core.task import (
     ANY,
@@ -281,7 +281,7 @@ def _task(
         rows_first = contiguous_strides(_to_end(shape, axis))
         strides = (*rows_first[:axis], rows_first[-1], *rows_first[axis:-1])
         tensors |= {name: TensorSpec(strides, tensors[name].dtype) for name in declaration.element_operands}
-    tensors |= _option_specs(options, shape, x.dtype)
+    tensors |= _option_specs(options, shape, axis, x.dtype)
     if options.softcap is not None and declaration.backward and not declaration.has_target:
         # The slope of the softcap is taken at the logits.
         tensors["logits"] = contiguous_spec(shape, x.dtype)
@@ -297,27 +297,25 @@ def _task_in_jax(declaration: Operation, shape: tuple[int, ...], axis: int, dtyp
     # The other gradients are those in the scores; XLA computes the gradients in the logits from them.
     given = options.given if declaration.scores else ()
     arrays = {}
-    if "scale" in given and hasattr(options.scale, "dtype"):
-        arrays["scale"] = jax_plans.ArraySpec((1,) * len(shape), _dtype_of("scale", options.scale))
-    for option in {"bias", "mask"} & {*given}:
+    for option in given:
         t = getattr(options, option)
-        own = _to_end(_whole(option, tuple(t.shape), shape), axis)
+        if not hasattr(t, "dtype"):
+            continue
+        own = _to_end(_whole(option, tuple(t.shape), shape, axis), axis)
         arrays[option] = jax_plans.ArraySpec(own, _dtype_of_option(option, t, dtype))
     numbers = frozenset(given) & {"scale", "softcap"} - arrays.keys()
     x = jax_plans.ArraySpec(_to_end(shape, axis), dtype)
     return jax_plans.task_for(name, jax_plans.outputs_of(name), x, arrays, numbers)
 
 
-def _option_specs(options: ScoreOptions, shape: tuple[int, ...], dtype: str) -> dict[str, TensorSpec]:
+def _option_specs(options: ScoreOptions, shape: tuple[int, ...], axis: int, dtype: str) -> dict[str, TensorSpec]:
     """The tensors among the score options."""
     found = {}
-    if hasattr(options.scale, "dtype"):
-        found["scale"] = TensorSpec((), _dtype_of("scale", options.scale))
-    for name in ("bias", "mask"):
+    for name in options.given:
         t = getattr(options, name)
-        if t is None:
+        if not hasattr(t, "dtype"):
             continue
-        whole = _whole(name, tuple(t.shape), shape)
+        whole = _whole(name, tuple(t.shape), shape, axis)
         if array_kind(t) == "torch":
             strides, is_aligned = tuple(t.expand(shape).stride()), t.data_ptr() % 16 == 0
         else:
@@ -328,14 +326,16 @@ def _option_specs(options: ScoreOptions, shape: tuple[int, ...], dtype: str) -> 
     return found
 
 
-def _whole(name: str, own: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+def _whole(name: str, own: tuple[int, ...], shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     """The shape of a score option with as many dimensions as the input.
 
     Raises:
-        ValueError: it does not broadcast to the input's shape.
+        ValueError: it does not broadcast to the input's shape, or must have one number per row and has more.
     """
     if not broadcasts(own, shape):
         raise ValueError(f"{name} of shape {own} does not broadcast to x's {shape}")
+    if SCORE_OPTIONS[name].kind == "row":
+        check_one_per_row("explain()", name, own, shape, (axis,), ValueError)
     return (*(1,) * (len(shape) - len(own)), *own)
 
 

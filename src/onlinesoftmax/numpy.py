@@ -9,7 +9,7 @@ import numpy as np
 from .core.arrays import broadcasts, is_floating_dtype, quiet
 from .core.call import Call, Settings
 from .core.operations import Operation
-from .core.options import SCORE_OPTIONS, Functions, causal_mask, query_axis, scores
+from .core.options import SCORE_OPTIONS, Functions, causal_mask, check_one_per_row, query_axis, scores
 from .core.state import State, dim_from_end
 from .core.task import Choice
 
@@ -92,10 +92,11 @@ def _check_options(call: Call) -> None:
             raise RuntimeError(f"{name}(): {argument} must be boolean (True keeps), got {t.dtype}")
         if option.dtype == "floating" and not is_floating_dtype(t.dtype):
             raise RuntimeError(f"{name}(): {argument} must be floating point, got {t.dtype}")
-        if option.kind == "call" and t.ndim != 0:
-            raise RuntimeError(f"{name}(): {argument} must be a number or a 0-d array, got shape {t.shape}")
         if not broadcasts(t.shape, x.shape):
             raise RuntimeError(f"{name}(): {argument} of shape {t.shape} does not broadcast to input's {x.shape}")
+        if option.kind == "row":
+            axis = dim_from_end(settings.dim, x.ndim) + max(x.ndim, 1)
+            check_one_per_row(f"{name}()", argument, t.shape, x.shape, (axis,))
     if options.causal:
         ndim = max(x.ndim, 1)
         query_axis(name, dim_from_end(settings.dim, x.ndim) + ndim, ndim)

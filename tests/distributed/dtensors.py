@@ -82,7 +82,7 @@ def softmax_and_its_like(mesh: DeviceMesh, placements: Placements) -> None:
         ({"mask": mask, "fully_masked": "zero"}, {}),
         ({"bias": bias, "scale": 0.5, "softcap": 5.0}, {"bias": where}),
         ({"causal": True, "dtype": torch.float64}, {}),
-        ({"scale": tensor(2.0), "mask": mask[:1]}, {}),
+        ({"scale": random(ROWS, 1, seed=4), "mask": mask[:1]}, {}),
     ]
     # A third of the pairs with each placement: every pair is among those of some placement on each mesh.
     first = BY_DIMENSIONS[mesh.ndim].index(placements) % 3
@@ -99,12 +99,12 @@ def softmax_and_its_like(mesh: DeviceMesh, placements: Placements) -> None:
 
 def gradients_of_operands(mesh: DeviceMesh, placements: Placements) -> None:
     """The gradients of a bias and of a scale are whole, whatever the bias is: a plain tensor or a DTensor."""
-    x, bias, scale = random(ROWS, COLS), random(COLS, seed=1).requires_grad_(), tensor(0.5).requires_grad_()
-    dy = random(ROWS, COLS, seed=3)
-    want = torch.autograd.grad(osm.softmax(x, 1, bias=bias, scale=scale), (bias, scale), dy)
+    x, bias, dy = random(ROWS, COLS), random(COLS, seed=1).requires_grad_(), random(ROWS, COLS, seed=3)
     cut, dcut = cut_tensor(x, mesh, placements), cut_tensor(dy, mesh, placements)
-    found = torch.autograd.grad(osm.softmax(cut, 1, bias=bias, scale=scale), (bias, scale), dcut)
-    torch.testing.assert_close(found, want)
+    for scale in (random(ROWS, 1, seed=4).requires_grad_(), tensor(0.5).requires_grad_()):
+        want = torch.autograd.grad(osm.softmax(x, 1, bias=bias, scale=scale), (bias, scale), dy)
+        found = torch.autograd.grad(osm.softmax(cut, 1, bias=bias, scale=scale), (bias, scale), dcut)
+        torch.testing.assert_close(found, want)
     sharded = cut_tensor(bias.detach(), mesh, [Replicate()] * mesh.ndim).requires_grad_()
     (mine,) = torch.autograd.grad(osm.softmax(cut, 1, bias=sharded, scale=scale), sharded, dcut)
     torch.testing.assert_close(mine.full_tensor(), want[0])
@@ -145,7 +145,7 @@ def losses_with_a_mask(mesh: DeviceMesh, placements: Placements) -> None:
 def log_probabilities(mesh: DeviceMesh, placements: Placements) -> None:
     x, index = random(ROWS, COLS), tensor([0, 12, 5, 7, 3])
     mask = (random(ROWS, COLS, seed=1) > -4).scatter(1, index[:, None], True)
-    for options in ({}, {"mask": mask, "scale": tensor(0.5)}, {"ignore_index": 5}):
+    for options in ({}, {"mask": mask, "scale": random(ROWS, 1, seed=4)}, {"ignore_index": 5}):
         whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
         want, found = osm.token_logprobs(whole, index, **options), osm.token_logprobs(cut, index, **options)
         for mine, theirs in zip(found, want, strict=True):

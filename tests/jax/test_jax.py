@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -128,6 +129,9 @@ def test_second_derivatives(name: str) -> None:
 def test_what_is_fused_is_what_is_written_out(name: str, given: str) -> None:
     where = booleans(5, (3, 4, 1))
     x, scale, bias = numbers(6), jnp.float32(0.7), numbers(7, (4, 1))
+    if given == "all":
+        # A scale for each row.
+        scale = jnp.linspace(-1, 2, 15).reshape(3, 1, 5)
 
     def ours(x: Any, scale: Any, bias: Any) -> Any:
         more = {"scale": {"scale": scale}, "softcap": {"softcap": 5.0}, "bias": {"bias": bias}}
@@ -157,6 +161,17 @@ def test_what_is_fused_is_what_is_written_out(name: str, given: str) -> None:
         # A number is compiled in, and multiplied by in the gradient's kernel.
         fixed = partial(getattr(osj, name), axis=1, scale=-0.7)
         assert_close(*both(jax.grad(loss(fixed)), jax.grad(loss(lambda x: theirs(x, -0.7, bias))), x), 1e-4)
+
+
+@pytest.mark.parametrize(("axis", "shape"), [((0, 2), (4, 1)), ((2, 0), (1, 4, 1)), (None, (1, 1)), ((1,), (1, 5))])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scale_for_each_row_of_several_axes(name: str, axis: Any, shape: tuple[int, ...]) -> None:
+    x, scale = numbers(0), jnp.linspace(-1, 2, math.prod(shape)).reshape(shape)
+    ours = lambda x, scale: getattr(osj, name)(x, axis=axis, scale=scale)  # noqa: E731  one use
+    theirs = lambda x, scale: getattr(jax.nn, name)(x * scale, axis=axis)  # noqa: E731  one use
+    gradients = (jax.grad(lambda x, s, f=f: loss(lambda x: f(x, s))(x), (0, 1)) for f in (ours, theirs))
+    assert_close(*both(ours, theirs, x, scale))
+    assert_all_close(both(*gradients, x, scale), 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "uint16", "int8", "float8_e5m2"])
@@ -269,7 +284,11 @@ REFUSED = [
     ({"where": object()}, TypeError, "where must be an array, not object"),
     ({"scale": "2"}, TypeError, "scale must be a number"),
     ({"scale": NotAnArray()}, TypeError, "scale must be a number"),
-    ({"scale": jnp.ones(2)}, TypeError, "scale must be a number"),
+    ({"scale": [1.0]}, TypeError, "scale must be a number"),
+    ({"scale": jnp.ones(2, int)}, TypeError, "scale must be a number or a floating-point array"),
+    ({"scale": jnp.ones(2)}, ValueError, r"scale of shape \(2,\) does not broadcast to x's \(2, 3\)"),
+    ({"scale": jnp.ones(3)}, ValueError, r"scale must .* one number per row.* shape \(1, 3\)"),
+    ({"scale": jnp.ones((2, 1)), "axis": 0}, ValueError, "scale must .* one number per row"),
     ({"softcap": 0.0}, ValueError, "softcap must be positive"),
     ({"softcap": "1"}, TypeError, "softcap must be a number"),
     ({"backend": "triton"}, PlanError, "no backend='triton' with strategy=None for JAX; there are eager/row"),

@@ -153,6 +153,7 @@ def test_kernels_of_log_probabilities(strategy: str, shape: tuple[int, int], dty
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_kernels_with_every_option_give_what_xla_gives(strategy: str) -> None:
     x, target = logits(2, 3, 70) * 2, classes(2, 3, cols=70)
+    scale = jnp.linspace(0.4, 1, 6).reshape(2, 3, 1)
     where = jnp.asarray(np.random.default_rng(3).random((3, 70)) < 0.7) | jnp.zeros((2, 3, 70), bool).at[
         jnp.arange(2)[:, None], jnp.arange(3), target
     ].set(True)
@@ -164,7 +165,7 @@ def test_kernels_with_every_option_give_what_xla_gives(strategy: str) -> None:
 
     def with_gradients(**forced: Any) -> Any:
         number = lambda x, s: sum(jnp.sum(jnp.sin(t)) for t in results(x, s, **forced))  # noqa: E731  one use
-        return jax.jit(lambda x, s: (results(x, s, **forced), jax.grad(number, (0, 1))(x, s)))(x, jnp.float32(0.7))
+        return jax.jit(lambda x, s: (results(x, s, **forced), jax.grad(number, (0, 1))(x, s)))(x, scale)
 
     ours, theirs = with_gradients(backend="pallas", strategy=strategy), with_gradients()
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):

@@ -177,6 +177,7 @@ Variant = tuple[tuple[str, ...], Callable[[torch.Tensor], tuple[torch.Tensor, di
 VARIANTS: dict[str, Variant] = {
     "scale": (ALL, lambda x: (x, {"scale": -0.7}), "SCALE", "Scale::NUMBER"),
     "scale tensor": (ALL, lambda x: (x, {"scale": x.new_empty(())}), "SCALE", "Scale::TENSOR"),
+    "scale of rows": (ALL, lambda x: (x, {"scale": x.new_empty(2, 64, 1)}), "SCALE", "Scale::TENSOR"),
     "softcap": (ALL, lambda x: (x, {"softcap": 5.0}), "SOFTCAP", "true"),
     "bias": (WITH_BIAS, lambda x: (x, {"bias": torch.empty_like(x[0])}), "HAS_BIAS", "true"),
     "bias of a column": (WITH_BIAS, lambda x: (x, {"bias": x.new_empty(2, 1, 1)}), "BIAS_WIDTH", 1),
@@ -278,7 +279,7 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
         "sizes",
     )
     at = {name: i for i, name in enumerate(fields)}
-    at |= {f"{name}_place": at["sizes"] + dims + i * (dims + 1) for i, name in enumerate(params.PLACES)}
+    at |= {f"{name}_place": at["sizes"] + dims + i * (dims + 1) for i, name in enumerate(params.PLACES.values())}
     checks = [f"static_assert(sizeof(Params) == {len(packed)});", f"static_assert(sizeof(Place) == {8 * (dims + 1)});"]
     checks += [f"static_assert(__INTADDR__(&((Params*)0)->{name}) == {8 * i});" for name, i in at.items()]
     checks.append(f"static_assert(__INTADDR__(&((Place*)0)->col) == {8 * dims});")
@@ -300,7 +301,7 @@ def test_params_have_every_tensor_and_number_that_is_declared() -> None:
     tensors |= {one.name for operation in OPERATIONS.values() for one in operation.outputs}
     tensors |= {option.name for option in SCORE_OPTIONS.values() if option.tensor}
     assert {tensor.name for tensor in params.TENSORS} == tensors | {"logits"}
-    numbers = {option.name for option in SCORE_OPTIONS.values() if option.kind == "call"}
+    numbers = {option.name for option in SCORE_OPTIONS.values() if option.number}
     assert set(params.NUMBERS) == numbers | {one.name for one in operands if one.number}
     # A field that a call fills in is one pointer or one number, and no two share an index.
     indices = [*params.FIELD_OF_POINTER.values(), *(params.FIELD[name] for name in params.NUMBERS)]

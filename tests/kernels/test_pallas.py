@@ -165,7 +165,8 @@ PLACES = [*((name, 70) for name in BESIDE), *((name, 519) for name in ("of a que
 
 def with_options(name: str, backend: str, strategy: str | None) -> Callable[..., Any]:
     """A function of x, where and bias: the result, and the gradient in x where its kernel reads the options."""
-    forced = {"backend": backend, "strategy": strategy, "scale": jnp.float32(0.3), "softcap": 4.0}
+    scale = jnp.linspace(-0.5, 0.6, 12).reshape(2, 1, 6, 1)
+    forced = {"backend": backend, "strategy": strategy, "scale": scale, "softcap": 4.0}
 
     def result(x: Any, where: Any, bias: Any) -> Any:
         y = getattr(osj, name)(x, axis=-1, where=where, bias=bias, **forced)

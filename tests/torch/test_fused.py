@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,11 @@ def _mask(shape: tuple[int, ...], *, fully_masked: bool) -> torch.Tensor:
     return mask
 
 
+def _scales(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Scales from -1 to 2, none of them 0."""
+    return torch.linspace(-1, 1.9, math.prod(shape)).reshape(shape).to(dtype)
+
+
 def options(dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> dict[str, dict[str, Any]]:
     """Named sets of keyword arguments, their tensors on the CPU."""
     cols = shape[-1]
@@ -40,6 +46,8 @@ def options(dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> dict[str, dic
         "scale": {"scale": -0.7},
         "scale=0": {"scale": 0},
         "scale tensor": {"scale": torch.tensor(0.3, dtype=dtype)},
+        "scale of a row": {"scale": _scales(*shape[:-1], 1, dtype=dtype)},
+        "scale of a batch": {"scale": _scales(shape[0], 1, 1, dtype=dtype)},
         "softcap": {"softcap": 5.0},
         "bias": {"bias": bias},
         "bias of a row": {"bias": bias[0]},
@@ -154,6 +162,50 @@ def test_causal_lets_the_last_query_see_everything(path: dict[str, str], queries
     torch.testing.assert_close(turned, expected[:, :, None].expand(-1, -1, 2))
 
 
+SCALES: list[tuple[tuple[int, ...], tuple[int, ...], int]] = [
+    ((4, 33), (4, 1), -1), ((4, 33), (1, 1), 1), ((4, 33), (1,), -1), ((33,), (1,), 0), ((33, 8), (8,), 0),
+    ((2, 3, 5, 33), (3, 1, 1), -1), ((2, 3, 5, 33), (2, 1, 5, 1), 3), ((3, 17, 9), (3, 1, 9), 1), ((4, 1), (4, 1), 1),
+    ((2, 4, 33), (1, 4, 1), -1),
+]  # fmt: skip
+"""Shapes of the input and of a scale per row, and the softmax dimension."""
+
+
+@pytest.mark.parametrize("path", [{}, {"backend": "triton"}], ids=["default", "triton"])
+@pytest.mark.parametrize(("shape", "rows", "dim"), SCALES, ids=str)
+def test_a_scale_for_each_row(shape: tuple[int, ...], rows: tuple[int, ...], dim: int, path: dict[str, str]) -> None:
+    """Values, and gradients in the input and in the scale, whose gradient has its shape."""
+    x = outliers(*shape, dtype=torch.float32, device="cpu").to(DEVICE)
+    scale = _scales(*rows, dtype=torch.float32).to(DEVICE)
+    for i, (operation, call) in enumerate(OPERATIONS.items()):
+        results = []
+        for wide, function in (
+            (False, lambda x, s: call(x, dim, scale=s, softcap=4.0, **path)),  # noqa: B023  called at once
+            (True, lambda x, s: getattr(torch, operation)(4 * torch.tanh(x * s / 4), dim)),  # noqa: B023  called at once
+        ):
+            leaves = [(t.double() if wide else t).clone().requires_grad_() for t in (x, scale)]
+            y = function(*leaves)
+            dy = torch.linspace(-1, 1 + i, y.numel(), device=DEVICE).view(y.shape)
+            gradients = torch.autograd.grad(y, leaves, dy.to(y.dtype))
+            assert [g.shape for g in gradients] == [x.shape, scale.shape]
+            results.append([t.double() for t in (y, *gradients)])
+        torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("path", [{}, {"backend": "triton"}], ids=["default", "triton"])
+def test_a_scale_for_each_row_in_transforms(path: dict[str, str]) -> None:
+    """In vmap, with a scale that is in the batch or not, and in forward mode."""
+    x = outliers(4, 3, 33, dtype=torch.float32, device="cpu").to(DEVICE)
+    scale = _scales(4, 3, 1, dtype=torch.float32).to(DEVICE)
+    function = lambda x, s: osm.softmax(x, scale=s, **path)  # noqa: E731  one use
+    for s, at in ((scale, 0), (scale[0], None), (scale.movedim(0, 2), 2)):
+        expected = torch.softmax(x * (s.movedim(at, 0) if at is not None else s), -1)
+        torch.testing.assert_close(torch.func.vmap(function, (0, at))(x, s), expected)
+    tangents = torch.ones_like(x), torch.linspace(0, 1, 12, device=DEVICE).view(4, 3, 1)
+    found = torch.func.jvp(function, (x, scale), tangents)
+    expected = torch.func.jvp(lambda x, s: torch.softmax(x * s, -1), (x, scale), tangents)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("path", [{}, {"backend": "triton"}], ids=["default", "triton"])
 def test_a_row_in_which_all_is_masked(path: dict[str, str]) -> None:
     x, mask = torch.randn(3, 5, device=DEVICE), torch.ones(3, 5, dtype=torch.bool, device=DEVICE)
@@ -195,7 +247,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bias of integers": ({"bias": torch.ones(4, dtype=torch.int32)}, RuntimeError, "bias must be floating point"),
     "bias too long": ({"bias": torch.ones(5)}, RuntimeError, r"bias of shape \(5,\)"),
     "bias elsewhere": ({"bias": torch.ones(4, device="meta")}, RuntimeError, "bias is on meta"),
-    "scale of a row": ({"scale": torch.ones(4)}, RuntimeError, "scale must be a number or a 0-d tensor"),
+    "scale of columns": ({"scale": torch.ones(4)}, RuntimeError, r"scale must .* one number per row.* shape \(4,\)"),
+    "scale of elements": ({"scale": torch.ones(3, 4)}, RuntimeError, "scale must .* one number per row"),
+    "scale of other rows": ({"scale": torch.ones(2, 1)}, RuntimeError, r"scale of shape \(2, 1\) does not broadcast"),
+    "scale of integers": ({"scale": torch.ones(3, 1).long()}, RuntimeError, "scale must be floating point"),
+    "scale along dim 0": ({"scale": torch.ones(3, 1), "dim": 0}, RuntimeError, "scale must .* one number per row"),
+    "scale along dims": ({"scale": torch.ones(3, 1), "dim": (0, 1)}, RuntimeError, "scale must .* one number per row"),
     "scale a word": ({"scale": "1"}, TypeError, "scale must be a number"),
     "softcap of 0": ({"softcap": 0.0}, ValueError, "softcap must be positive"),
     "softcap a word": ({"softcap": "5"}, TypeError, "softcap must be a number"),
@@ -217,10 +274,11 @@ def test_bad_input(name: str, path: dict[str, str]) -> None:
     assert torch.equal(x, before)
 
 
-def test_out_that_overlaps_a_bias() -> None:
-    x, bias = torch.randn(3, 4, device=DEVICE), torch.randn(3, 4, device=DEVICE)
-    with pytest.raises(RuntimeError, match="out overlaps bias"):
-        osm.softmax(x, bias=bias, out=bias, backend="triton")
+def test_out_that_overlaps_a_bias_or_a_scale() -> None:
+    x, out = torch.randn(3, 4, device=DEVICE), torch.randn(3, 4, device=DEVICE)
+    for name, t in (("bias", out), ("scale", out[:, :1])):
+        with pytest.raises(RuntimeError, match=f"out overlaps {name}"):
+            osm.softmax(x, **{name: t}, out=out, backend="triton")
 
 
 @pytest.mark.parametrize("path", [{}, {"backend": "triton"}], ids=["default", "triton"])

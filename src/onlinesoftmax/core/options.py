@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import numbers
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Literal, NamedTuple
@@ -28,22 +28,27 @@ class ScoreOption:
 
     Attributes:
         name: Name of the argument.
-        kind: "call" for one number per call; "element" for a tensor that broadcasts to the input;
-            "flag" for True or False.
+        kind: "call" for one number per call; "row" for one number per call or one per row; "element" for a tensor that
+            broadcasts to the input; "flag" for True or False.
         dtype: "floating" or "boolean".
         tensor: True where the option may be a tensor.
     """
 
     name: str
-    kind: Literal["call", "element", "flag"]
+    kind: Literal["call", "row", "element", "flag"]
     dtype: Literal["floating", "boolean"] = "floating"
     tensor: bool = False
+
+    @property
+    def number(self) -> bool:
+        """True where the option may be one number for the call."""
+        return self.kind in ("call", "row")
 
 
 SCORE_OPTIONS: dict[str, ScoreOption] = {
     option.name: option
     for option in (
-        ScoreOption("scale", "call", tensor=True),
+        ScoreOption("scale", "row", tensor=True),
         ScoreOption("softcap", "call"),
         ScoreOption("bias", "element", tensor=True),
         ScoreOption("mask", "element", "boolean", tensor=True),
@@ -67,7 +72,7 @@ class ScoreOptions(NamedTuple):
     """The score options of one call, after the checks that need no framework.
 
     Attributes:
-        scale: A number, or a tensor with one element.
+        scale: A number, or a tensor with one number per row, which broadcasts to the input's shape.
         softcap: A positive number, or None.
         bias, mask: Tensors that broadcast to the input's shape, or None.
         causal: True where a query sees no key past its own position; the last query sees every key.
@@ -129,7 +134,7 @@ def checked_options(
         return None
     number = is_number(scale)
     if not number and not hasattr(scale, "dtype"):
-        raise TypeError(f"{operation}(): scale must be a number or a 0-d tensor, not {type(scale).__name__}")
+        raise TypeError(f"{operation}(): scale must be a number or a tensor, not {type(scale).__name__}")
     check_softcap(f"{operation}()", softcap)
     for name, value in (("bias", bias), ("mask", mask)):
         if value is not None and not hasattr(value, "dtype"):
@@ -166,6 +171,28 @@ def check_softcap(caller: str, softcap: Any) -> None:
         holds = False
     if not holds:
         raise ValueError(f"{caller}: softcap must be positive and finite in float32, got {softcap}")
+
+
+def check_one_per_row(
+    caller: str, name: str, shape: Sequence[int], of_input: Sequence[int], axes: Iterable[int],
+    error: type[Exception] = RuntimeError,
+) -> None:  # fmt: skip
+    """Check that an option has one number per row, or one in all: size 1 along the axes of a row.
+
+    Args:
+        caller: Name of the function, for the error.
+        name: Name of the argument.
+        shape: Its shape, which broadcasts to that of the input.
+        of_input: Shape of the input.
+        axes: The axes of a row, counted from 0.
+        error: Type of the error.
+    """
+    ahead = len(of_input) - len(shape)
+    if any(axis >= ahead and shape[axis - ahead] != 1 for axis in axes):
+        raise error(
+            f"{caller}: {name} must be a number or have one number per row, with size 1 along the softmax dimension; "
+            f"got shape {tuple(shape)} for input's {tuple(of_input)}"
+        )
 
 
 class Functions(NamedTuple):

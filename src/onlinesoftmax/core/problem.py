@@ -235,7 +235,7 @@ def _elements(task: Task, name: str) -> int:
     """Number of elements in memory of a tensor that may be broadcast to the input's shape."""
     layout, side = task.layout, task.layout.sides.get(name)
     if side is None:
-        # A scale, or an operand of the whole call.
+        # An operand of the whole call.
         return 1
     count = layout.cols if side.col else 1
     for size, stride in zip(layout.sizes, side.strides, strict=True):

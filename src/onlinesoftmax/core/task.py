@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .layout import Layout, Side, contiguous_strides, rows_of
 from .operations import Operation, Output, ValueKind, accumulator_dtype
-from .options import query_axis
+from .options import SCORE_OPTIONS, query_axis
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of each floating dtype that the library takes."""
@@ -110,7 +110,7 @@ class Task:
         operation: Its declaration.
         outputs: Names of the outputs that are written, in the order of the declaration.
         layout: Rows of every tensor.
-        dtypes: Name of the dtype of every tensor, operands and outputs, and of a scale that is a tensor.
+        dtypes: Name of the dtype of every tensor, operands and outputs.
         aligned: Names of the tensors whose first element has an address that is a multiple of 16 bytes.
         flags: Properties of the call that are not those of a tensor.
         diagonal: Column q + diagonal - 1 is the last that query q sees; None without a causal mask.
@@ -174,7 +174,7 @@ class Task:
 
     @property
     def beside(self) -> frozenset[str]:
-        """Names of the tensors that are read besides the input, except a scale, which has no strides."""
+        """Names of the tensors that are read besides the input, except those with one value for the call."""
         return frozenset(self.layout.sides) - {"x", "query", *self.outputs}
 
     @property
@@ -184,7 +184,7 @@ class Task:
         A kernel that reads logits then makes scores from them.  A gradient kernel multiplies by the derivative of the
         scores or applies the mask.
         """
-        given = self.numbers | self.beside | frozenset(self.dtypes)
+        given = self.numbers | self.beside
         return self.diagonal is not None or bool(given & {"scale", "softcap", "bias", "mask"})
 
     @property
@@ -237,8 +237,8 @@ def task_of(
         outputs: Names of the outputs that are written.
         shape: Shape of the input.
         axis: The softmax dimension, counted from 0.
-        tensors: The input "x" and every other tensor operand, by name.  A scale that is a tensor is among them, and so
-            is an output that is given.  The call makes the other outputs (`output_specs`).
+        tensors: The input "x" and every other tensor operand, by name, and an output that is given.  The call makes
+            the other outputs (`output_specs`).
         flags: Numbers, causality, and zeros for fully masked rows.
         result: Dtype that the caller asks for; None for the dtype of the input.
 
@@ -259,7 +259,7 @@ def task_of(
     # (layout.py).
     second = next((output.name for output in operation.written(outputs) if output.kind == "element"), outputs[0])
     names = dict.fromkeys(("x", second, *tensors))
-    per_call = {"scale", *operation.call_operands, *operation.call_outputs}
+    per_call = {*operation.call_operands, *operation.call_outputs}
     strides = {name: tensors[name].strides for name in names if name not in per_call}
     if flags.causal:
         queries = query_axis(operation.name, axis, len(shape))
@@ -267,6 +267,7 @@ def task_of(
     if not shape:
         shape, axis = (1,), 0
         rows = {output.name for output in operation.outputs if output.kind == "row"} | set(operation.row_operands)
+        rows |= {name for name, option in SCORE_OPTIONS.items() if option.kind == "row"}
         strides = {name: (0,) if name in rows else (1,) for name in strides}
     diagonal = shape[axis] - shape[axis - 1] + 1 if flags.causal else None
     return Task(

@@ -41,7 +41,8 @@ def softmax(
         axis: One axis, several, or None for all of them.
         where: Boolean array that broadcasts to x's shape.  Elements where it is False count for nothing, and their
             output is 0; so is the output of a row without an element.
-        scale: A number, or a floating-point array of one element.
+        scale: A number, or a floating-point array of one element, or of one for each row: it broadcasts to the shape
+            of the input and has size 1 along `axis`.
         softcap: A positive number that bounds the scores; None for no bound.
         bias: Floating-point array that broadcasts to x's shape.
         backend: Force "pallas" (kernels of this library; on a CPU they are interpreted, which is slow) or "eager"
@@ -195,7 +196,8 @@ def cross_entropy(
             divides by the number of the other rows.  None where every row counts.  Only with integer labels.
         label_smoothing: Part of each label, from 0 to 1, that is spread evenly over the classes that are kept.
         z_loss: Factor of lse(z)², which is added to every loss.
-        scale: A number, or a floating-point array of one element.
+        scale: A number, or a floating-point array of one element, or of one for each row: it broadcasts to the shape
+            of the input and has size 1 along `axis`.
         softcap: A positive number that bounds the scores; None for no bound.
         backend, strategy: As for `softmax`.  Kernels take integer labels, but not `where` with label_smoothing.
         axis_name: Inside `jax.shard_map`, the name of the mesh axis along which `axis` is sharded, or a tuple of

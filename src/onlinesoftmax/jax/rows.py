@@ -12,7 +12,7 @@ import numpy as np
 
 from ..core.arrays import Array, broadcasts
 from ..core.operations import OPERATIONS
-from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_softcap, is_number
+from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_one_per_row, check_softcap, is_number
 from ..core.task import Choice
 from . import array_types, ops, primitives, sharded
 from .exchange import Names, checked_names, devices
@@ -152,20 +152,30 @@ def _checked_options(
     name: str, x: Array, axes: tuple[int, ...], options: ScoreOptions
 ) -> tuple[ScoreOptions, tuple[Array, ...]]:
     """The options with ARRAY in the place of each array, and the arrays with x's layout."""
-    scale = options.scale
-    if not isinstance(scale, float):
-        is_array = isinstance(scale, jax.Array | np.ndarray | np.generic) and math.prod(scale.shape) == 1
-        if not is_array or not jnp.issubdtype(scale.dtype, jnp.floating):
-            raise TypeError(f"{name}: scale must be a number or a floating-point array of one element, got {scale!r}")
-        scale = scale.reshape((1,) * (x.ndim - len(axes) + 1))
     check_softcap(name, options.softcap)
-    found = {"scale": scale} if not isinstance(scale, float) else {}
+    found = {}
     for option in SCORE_OPTIONS.values():
         value = getattr(options, option.name)
-        if option.kind == "element" and value is not None:
+        if not option.tensor or value is None or isinstance(value, float):
+            continue
+        if option.kind == "row":
+            found[option.name] = _last(_checked_rows(name, x, axes, option.name, value), axes)
+        else:
             found[option.name] = _last(_broadcast(_checked_array(name, x, option.name, value), x, axes), axes)
     marked: dict[str, Any] = dict.fromkeys(found, ARRAY)
     return options._replace(**marked), tuple(found.values())
+
+
+def _checked_rows(name: str, x: Array, axes: tuple[int, ...], option: str, value: Any) -> Array:
+    """An array with a number per row, or one in all, with as many axes as x."""
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if not is_array or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"{name}: {option} must be a number or a floating-point array, got {value!r}")
+    if math.prod(value.shape) == 1:
+        return value.reshape((1,) * x.ndim)
+    t = _checked_array(name, x, option, value)
+    check_one_per_row(name, option, t.shape, x.shape, axes, ValueError)
+    return t
 
 
 def _checked_array(name: str, x: Array, option: str, value: Any) -> Array:

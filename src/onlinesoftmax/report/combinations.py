@@ -48,7 +48,7 @@ class Combination(NamedTuple):
         shape = (self.rows, cols)
         given: dict[str, Any] = {}
         if self.option != PLAIN:
-            values = {"call": 0.5, "element": shape, "flag": True}
+            values = {"call": 0.5, "row": 0.5, "element": shape, "flag": True}
             given[self.option] = values[SCORE_OPTIONS[self.option].kind]
         return explain(
             shape, operation=self.operation, dtype=self.dtype, device=self.gpu, framework=self.framework, **given

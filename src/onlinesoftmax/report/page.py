@@ -101,8 +101,8 @@ def _packed(data: Any) -> str:
 
 def _argument(option: str) -> str:
     """The argument of `onlinesoftmax explain` for a score option; SHAPE stands for the shape of the input."""
-    values = {"call": f"--{option} 0.5", "element": f"--{option} SHAPE", "flag": f"--{option}"}
-    return values[SCORE_OPTIONS[option].kind]
+    declared = SCORE_OPTIONS[option]
+    return f"--{option} 0.5" if declared.number else f"--{option}{' SHAPE' if declared.tensor else ''}"
 
 
 def _today() -> str:

@@ -214,11 +214,9 @@ class _Transformed(torch.autograd.Function):
         # A 0-d sample becomes a row of one element.
         lone = x.dim() == 1
         x = x.unsqueeze(1) if lone else x
-        if scale_dim is not None:
-            # A kernel takes one scale per call, so a batch of scales is multiplied into the logits.
-            x, scale = x * scale.movedim(scale_dim, 0).reshape(-1, *[1] * (x.dim() - 1)), None
-            bare = bare._replace(options=bare.scores._replace(scale=1.0))
-        bias, mask = (_batch_first(t, dim, x.dim()) for t, dim in ((bias, bias_dim), (mask, mask_dim)))
+        scale, bias, mask = (
+            _batch_first(t, dim, x.dim()) for t, dim in ((scale, scale_dim), (bias, bias_dim), (mask, mask_dim))
+        )
         settings = bare.settings._replace(dim=bare.settings.dim % (x.dim() - 1) + 1)
         y = _Transformed.apply(bare._replace(settings=settings), x, bias, scale, mask)
         return (y.reshape(info.batch_size) if lone else y), 0

@@ -11,7 +11,7 @@ import torch
 
 from ..core.arrays import broadcasts
 from ..core.call import Call
-from ..core.options import SCORE_OPTIONS, query_axis
+from ..core.options import SCORE_OPTIONS, check_one_per_row, query_axis
 
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
 """Types of the tensors that replace real tensors while a program is traced."""
@@ -119,12 +119,15 @@ def check_options(call: Call) -> None:
             raise RuntimeError(f"{name_of}(): {name} must be boolean (True keeps), got {t.dtype}")
         if option.dtype == "floating" and not t.is_floating_point():
             raise RuntimeError(f"{name_of}(): {name} must be floating point, got {t.dtype}")
-        if option.kind == "call" and t.dim() != 0:
-            raise RuntimeError(f"{name_of}(): {name} must be a number or a 0-d tensor, got shape {tuple(t.shape)}")
         if not broadcasts(t.shape, x.shape):
             raise RuntimeError(
                 f"{name_of}(): {name} of shape {tuple(t.shape)} does not broadcast to input's {tuple(x.shape)}"
             )
+        if option.kind == "row" and t.dim():
+            dims = settings.dim if isinstance(settings.dim, tuple | list) else (settings.dim,)
+            # An empty tuple means all dimensions, as in PyTorch.
+            axes = [checked_dim(name_of, dim, x.dim()) for dim in dims] or range(x.dim())
+            check_one_per_row(f"{name_of}()", name, t.shape, x.shape, axes)
     if options.causal:
         if isinstance(settings.dim, tuple | list):
             raise ValueError(f"{name_of}(): causal needs one dim, got {settings.dim}")
@@ -142,8 +145,9 @@ def check_out_memory(call: Call) -> None:
     )
     if not same and out.device == x.device and _overlap(x, out):
         raise RuntimeError(f"{name}(): out overlaps input in memory without being the same tensor; clone() one of them")
-    for operand, t in (("bias", options.bias), ("mask", options.mask)) if options is not None else ():
-        if t is not None and _overlap(t, out):
+    for operand in ("scale", "bias", "mask") if options is not None else ():
+        t = getattr(options, operand)
+        if isinstance(t, torch.Tensor) and _overlap(t, out):
             raise RuntimeError(f"{name}(): out overlaps {operand} in memory; clone() one of them")
 
 

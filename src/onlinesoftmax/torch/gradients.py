@@ -197,7 +197,7 @@ def gradients(
         dbias = dz.sum_to_size(shape).to(dtype)
     if wanted.scale:
         assert kept.x is not None
-        dscale = (dz * slope * kept.x.to(dz.dtype)).sum().to(options.scale.dtype).reshape(options.scale.shape)
+        dscale = (dz * slope * kept.x.to(dz.dtype)).sum_to_size(options.scale.shape).to(options.scale.dtype)
     return dx, dbias, dscale
 
 

@@ -15,7 +15,7 @@ import torch
 from ..core.call import Call, Settings
 from ..core.layout import contiguous_strides, strides_of_rows
 from ..core.operations import Operation
-from ..core.options import bits
+from ..core.options import SCORE_OPTIONS, bits
 from ..core.task import BYTES, INTEGER_BYTES, Choice, Flags, Task, TensorSpec, one_row_as_many, output_shape, task_of
 from ..kernels import registry
 from ..kernels.request import Request
@@ -25,6 +25,9 @@ from .cache import described, keep, new_cache
 from .check import checked_dim, checked_out
 from .device import from_torch
 from .plans import planner_for
+
+ROW_OPTIONS = frozenset(name for name, option in SCORE_OPTIONS.items() if option.kind == "row")
+"""Names of the score options that may have one value per row."""
 
 INTEGERS = tuple(INTEGER_BYTES)
 """Names of the integer dtypes that an operand may have."""
@@ -155,10 +158,10 @@ def kind_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...] = 
     for name, t in operands.items():
         if not isinstance(t, torch.Tensor):
             continue
-        if name == "scale" or name in operation.call_operands:
+        if name in operation.call_operands:
             tensors.append(_tensor_kind(name, t, t.stride()))
         else:
-            row_axis = settings.dim if name in operation.row_operands else None
+            row_axis = settings.dim if name in operation.row_operands or name in ROW_OPTIONS else None
             tensors.append(_tensor_kind(name, t, _broadcast_strides(t, x.shape, row_axis)))
     if out is not None:
         tensors.append(_tensor_kind("out", out, out.stride()))

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     const int64 row = total::block_of_rows(p) / CLUSTER;
     const Row r = row_at(p, row);
     RowOperands operands = row_operands(p, row);
-    const CallConstants call = call_constants(p);
+    const CallConstants call = operands.with_scale(call_constants(p));
     // All slices have one length, so that no block waits for a longer one; the first block owns the edges.
     const int64 left = min(p.slice, r.body - rank * p.slice) - lane;
     const Cursor at = r.chunk(p, rank * p.slice + lane);

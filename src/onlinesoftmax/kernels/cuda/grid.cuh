@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     const int lane = threadIdx.x;
     const Team team;
     const Mailboxes mailboxes(p, team);
-    const CallConstants call = call_constants(p);
+    const CallConstants of_call = call_constants(p);
     const int edge_lane = team.rank ? NO_EDGE : lane;
     total::count_in_teams(p);
     const Launch launch = this_launch(p, threadIdx.x);
@@ -56,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
         // apart: first CHUNKS in registers, then p.shared_tiles in shared memory, then the streamed ones.
         const Row r = row_at(p, row);
         RowOperands operands = row_operands(p, row);
+        const CallConstants call = operands.with_scale(of_call);
         const Cursor at = r.chunk(p, team.rank * p.slice + lane);
         const int64 left = min(p.slice, r.body - team.rank * p.slice) - lane;
         const int64 left_shared = left - int64(CHUNKS) * THREADS;

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     const int64 row = total::block_of_rows(p);
     const Row r = row_at(p, row);
     RowOperands operands = row_operands(p, row);
-    const CallConstants call = call_constants(p);
+    const CallConstants call = operands.with_scale(call_constants(p));
     const int lane = threadIdx.x;
     const int64 tiles = (r.body + TILE - 1) / TILE;
     // The edges are one small slice, which stays in registers.

@@ -47,13 +47,13 @@ __device__ inline int64 row_offset(const Params& p, const Place& place, int64 ro
 // Columns of a whole row; with SHARDED, other GPUs hold some of them.
 __device__ inline int64 columns_of_row(const Params& p) { return SHARDED ? p.total : p.cols; }
 
-// Numbers that are the same for all rows: scale, softcap, 1 / softcap, and the sum of the weights of all classes.
+// Numbers that are the same for all rows: scale, softcap, 1 / softcap, and the sum of the weights of all classes.  With
+// Scale::TENSOR, `RowOperands::with_scale` puts the scale of a row in.
 struct CallConstants { ACC scale, cap, inverse_cap, weight_sum; };
 
 __device__ inline CallConstants call_constants(const Params& p) {
     CallConstants call{1, 1, 1, ACC(columns_of_row(p))};
     if constexpr (SCALE == Scale::NUMBER) call.scale = ACC(p.scale);
-    if constexpr (SCALE == Scale::TENSOR) call.scale = ACC(wide(*p.scale_tensor));
     if constexpr (SOFTCAP) call.cap = ACC(p.softcap), call.inverse_cap = 1 / call.cap;
     if constexpr (HAS_WEIGHT_SUM) call.weight_sum = ACC(wide(*p.weight_sum));
     return call;
@@ -277,6 +277,12 @@ struct RowOperands {
     ACC target_score;    // SHARDED: the score of the target column, from the GPU that holds it
     ACC target_weight;   // 1 without weights, and where the target is no column
     Divisor divisor;
+
+    // The numbers of the call with the scale of this row.
+    __device__ inline CallConstants with_scale(CallConstants call) const {
+        if constexpr (GIVEN_SCALE_TENSOR) call.scale = scale_tensor;
+        return call;
+    }
 
     // Loads the target column.  For a loss that is reduced to a scalar, it also sets dy, the derivative of the scalar with
     // respect to the loss of a row.  Strategies call this after they have issued the loads of the row: the load of the logit

@@ -26,7 +26,7 @@ class Tensor(NamedTuple):
         name: Its name in requests.
         element: True where it has one value per element in some operation.
         row: True where it has one value per row in some operation.
-        read: True where it is an operand with one value per row in some operation.
+        read: True where it is an operand or an option with one value per row in some operation.
         written: True where it is an output of some operation.
         integer: True where its elements are integers.
     """
@@ -61,6 +61,7 @@ def _tensors() -> tuple[Tensor, ...]:
         if option.tensor:
             kinds.setdefault(option.name, set()).add(option.kind)
     read = {one.name for one in operands if one.kind == "row"}
+    read |= {option.name for option in SCORE_OPTIONS.values() if option.kind == "row"}
     written = {one.name for one in outputs}
     integer = {one.name for one in operands if one.dtype == "integer"}
     return tuple(
@@ -78,7 +79,7 @@ ELEMENT_TENSORS = tuple(tensor.name for tensor in TENSORS if tensor.element)
 ROW_OUTPUTS = tuple(tensor.name for tensor in TENSORS if tensor.row and tensor.written)
 """Names of the outputs that may have one value per row."""
 
-_PER_CALL = tuple(tensor for tensor in TENSORS if not (tensor.element or tensor.row or tensor.name in SCORE_OPTIONS))
+_PER_CALL = tuple(tensor for tensor in TENSORS if not (tensor.element or tensor.row))
 
 CALL_TENSORS = tuple(tensor.name for tensor in _PER_CALL if not tensor.written)
 """Names of the operands that are a tensor with one value for the call."""
@@ -86,8 +87,8 @@ CALL_TENSORS = tuple(tensor.name for tensor in _PER_CALL if not tensor.written)
 CALL_OUTPUTS = tuple(tensor.name for tensor in _PER_CALL if tensor.written)
 """Names of the outputs with one value for the call."""
 
-ROW_OPERANDS = tuple(tensor.name for tensor in TENSORS if tensor.read and not tensor.integer)
-"""Names of the floating operands that may have one value per row."""
+ROW_OPERANDS = tuple(tensor for tensor in TENSORS if tensor.read and not tensor.integer)
+"""The floating operands and options that may have one value per row."""
 
 MAIL, LOSS_MAIL = "mail", "loss_mail"
 """Fields of the mailboxes of teams, and of those of a loss that is reduced to a scalar."""
@@ -103,7 +104,7 @@ OPERAND_NUMBERS = tuple(
 )
 """Operands that are one number for the call."""
 
-NUMBERS = (*(option.name for option in SCORE_OPTIONS.values() if option.kind == "call"), *OPERAND_NUMBERS)
+NUMBERS = (*(option.name for option in SCORE_OPTIONS.values() if option.number), *OPERAND_NUMBERS)
 """Options and operands that may be one number for the call, packed as the bits of a float64."""
 
 SIZES = {
@@ -123,8 +124,8 @@ SIZES = {
 }
 """Integers that follow from the layout and the plan, each with its comment; a launch fills in the last three."""
 
-PLACES = (*(tensor.name for tensor in TENSORS if tensor.element or tensor.row), "query")
-"""Tensors whose rows have a place: strides of the outer dimensions and of a column."""
+PLACES = {tensor.name: tensor.pointer for tensor in TENSORS if tensor.element or tensor.row} | {"query": "query"}
+"""Tensors whose rows have a place, strides of the outer dimensions and of a column, with their names in Params."""
 
 FIELD = {name: i for i, name in enumerate((*POINTERS, *NUMBERS, *SIZES))}
 """Index of every field before `sizes`; a number that may also be a tensor has the index of the number."""
@@ -137,7 +138,7 @@ def struct_text() -> str:
     pointers = [f"    {'' if t.written else 'const '}{t.type}* {t.pointer};" for t in TENSORS]
     sizes = [f"    int64 {name};{f'   // {comment}' if comment else ''}" for name, comment in SIZES.items()]
     elements = " ".join(f"DO({name.upper()}, {name})" for name in ELEMENT_TENSORS)
-    row_operands = " ".join(f"DO({name.upper()}, {name})" for name in ROW_OPERANDS)
+    row_operands = " ".join(f"DO({tensor.type}, {tensor.pointer})" for tensor in ROW_OPERANDS)
     row_outputs = " ".join(f"DO({name.upper()}, {name})" for name in ROW_OUTPUTS)
     return "\n".join(
         [
@@ -152,10 +153,10 @@ def struct_text() -> str:
             f"    double {', '.join(NUMBERS)};",
             *sizes,
             "    int64 sizes[DIMS];   // of the outer dimensions",
-            f"    Place {', '.join(f'{name}_place' for name in PLACES)};",
+            f"    Place {', '.join(f'{name}_place' for name in PLACES.values())};",
             "};",
-            "// DO(NAME, name) for every tensor that may have one value per element, for every floating operand with",
-            "// one value per row, and for every output per row.",
+            "// DO(NAME, name) for every tensor that may have one value per element, for every floating operand that",
+            "// may have one value per row, and for every output per row.",
             f"#define ELEMENT_TENSORS(DO) {elements}",
             f"#define ROW_OPERANDS(DO) {row_operands}",
             f"#define ROW_OUTPUTS(DO) {row_outputs}",

@@ -51,12 +51,13 @@ __device__ inline void load_rows(const Params& p, const Team& team, const Stages
 // Reduces a row in the ring, and hands its state, merged over each warp by `post`, to the warp that exchanges states.  The
 // loop is not unrolled, because unrolled code for reducing and for writing would not fit the instruction cache.
 __device__ inline HeldRow reduce_row(
-    const Params& p, const Team& team, Ring& ring, CallConstants call, int64 row, unsigned count, Exchange& exchange,
+    const Params& p, const Team& team, Ring& ring, CallConstants of_call, int64 row, unsigned count, Exchange& exchange,
     ACC* m_own) {
     const RowPart part(p, row, team);
     const int edge_lane = team.rank ? NO_EDGE : threadIdx.x;
     HeldRow held;
     held.operands = row_operands(p, row);
+    const CallConstants call = held.operands.with_scale(of_call);
     held.edges.load_edges(p, part.r, edge_lane);
     State state = identity();
 #pragma unroll 1
@@ -85,7 +86,7 @@ __device__ inline HeldRow reduce_row(
 // The warps that hold rows.  In one turn they write a row, move the next one from the ring to
 // registers, and reduce the one after.
 __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, Exchange& exchange, ACC* m_own) {
-    const CallConstants call = call_constants(p);
+    const CallConstants of_call = call_constants(p);
     Slice<DEPTH, LANES, false, TERMS> tiles[GROUPS];   // of the row that is written, and then of the next one
     HeldRow written_row, waiting_row;
     for (int64 turn = 0;; ++turn) {
@@ -93,6 +94,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         if (written >= p.rows) break;
         const bool moves = turn > 0 && moved < p.rows, writes = turn > 1;
         const RowPart now(p, writes ? written : reduced, team), next(p, moves ? moved : reduced, team);
+        const CallConstants call = written_row.operands.with_scale(of_call);
         ops::RowConstants constants{};
         State state = identity();
         if (writes) {
@@ -112,11 +114,13 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
             if (moves) {
                 ring.move_to_registers(p, tiles[g], next.tile(p, g), next.left_in(p, g));
                 if constexpr (TERMS) tiles[g].m_own = m_own[g * LANES + threadIdx.x];
-                else tiles[g].make_scores(next.tile(p, g), call, next.left_in(p, g));
+                else
+                    tiles[g].make_scores(
+                        next.tile(p, g), waiting_row.operands.with_scale(of_call), next.left_in(p, g));
             }
         }
         written_row = waiting_row;
-        if (reduced < p.rows) waiting_row = reduce_row(p, team, ring, call, reduced, unsigned(turn), exchange, m_own);
+        if (reduced < p.rows) waiting_row = reduce_row(p, team, ring, of_call, reduced, unsigned(turn), exchange, m_own);
     }
 }
 

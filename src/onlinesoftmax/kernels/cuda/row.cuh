@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
     if (total::only_counts(p)) return;
     const int64 begin = int64(total::block_of_rows(p)) * (GROUPS * DEPTH), first = begin + threadIdx.x / LANES;
     const Launch launch = this_launch(p, threadIdx.x);
-    const CallConstants call = call_constants(p);
+    const CallConstants of_call = call_constants(p);
     Row row[DEPTH];
     Cursor at[DEPTH];
     RowOperands operands[DEPTH];
@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
     }
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
+        const CallConstants call = operands[d].with_scale(of_call);
         slice[d].make_scores(at[d], call, row[d].body - lane);
         slice[d].make_edge_scores(row[d], call, lane);
         slice[d].add_weighted_scores(p, at[d], row[d].body - lane);

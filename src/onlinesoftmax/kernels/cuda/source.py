@@ -320,8 +320,9 @@ def _flags(request: Request) -> dict[str, bool]:
     flags |= {f"HAS_{name.upper()}": name in moved for name in ELEMENT_TENSORS}
     # A name with GIVEN_ is an operand with one value per row that is loaded before the row.  dy may also have one value
     # per element, or may be loaded later.
-    early = given - ({"dy"} if request.follows_divisor else set())
-    flags |= {f"GIVEN_{name.upper()}": name in early for name in ROW_OPERANDS}
+    early = {*operation.row_operands, *operation.options} & request.dtypes.keys()
+    early -= {"dy"} if request.follows_divisor else set()
+    flags |= {f"GIVEN_{tensor.type}": tensor.name in early for tensor in ROW_OPERANDS}
     flags |= {f"HAS_{name.upper()}": name in given for name in ("target", *CALL_TENSORS, *OPERAND_NUMBERS)}
     flags |= {f"ROW_{name.upper()}": name in task.row_outputs for name in ROW_OUTPUTS}
     flags |= {f"CALL_{name.upper()}": name in task.call_outputs for name in CALL_OUTPUTS}

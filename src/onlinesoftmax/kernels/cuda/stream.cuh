@@ -113,7 +113,7 @@ __device__ inline void load_rows(const Params& p, const Board& board, const Stag
 // tiles that are in the ring, then the streamed tiles that the loader has taken, then the tiles in registers.
 __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, Exchange& exchange, const int64* tile_in) {
     using Tile = Slice<DEPTH, LANES, false, false, CachePolicy::NORMAL, CachePolicy::SHORT>;
-    const CallConstants call = call_constants(p);
+    const CallConstants of_call = call_constants(p);
     const int edge_lane = team.rank ? NO_EDGE : threadIdx.x;
     unsigned count = 0;
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
@@ -121,6 +121,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         const Row r = row_at(p, row);
         const Tiles tiles(team, r.body);
         RowOperands operands = row_operands(p, row);
+        const CallConstants call = operands.with_scale(of_call);
         Slice<0, LANES, EDGES, false> edges;
         edges.load_edges(p, r, edge_lane);
         State state = identity();

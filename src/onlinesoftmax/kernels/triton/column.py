@@ -23,9 +23,11 @@ def column_kernel(
     outer, inner, row_mask = strip(tl.program_id(0).to(tl.int64), adjacent * ADJACENT_UNIT, ROWS)
     first_at = operands.first_elements(p, places, outer, UNITS)
     at = operands.skip_rows(p, places, first_at, inner[None, :])
+    at = operands.with_scale(p, places, at, outer, inner[None, :], row_mask[None, :], OP)
     row_values = ()
     if OP.target:
         row_at = operands.skip_rows(p, places, first_at, inner)
+        row_at = operands.with_scale(p, places, row_at, outer, inner, row_mask, OP)
         row_values = operands.row_operands(p, places, row_at, outer, inner, row_mask, cols, OP)
         at = operands.with_target(at, operands.target_of(row_values)[None, :])
     if OP.writes_elements:

@@ -21,6 +21,7 @@ def looped_kernel(
     TILE: tl.constexpr = DEPTH * BLOCK
     row = tl.program_id(0).to(tl.int64)
     row_at = operands.first_elements(p, places, row, UNITS)
+    row_at = operands.with_scale(p, places, row_at, row, 0, None, OP)
     if OP.writes_elements:
         y_row = row_offset(row, places.sizes, places.y, UNITS.y)
     cols = cols.to(tl.int64) * UNITS.cols

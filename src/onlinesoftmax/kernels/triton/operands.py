@@ -35,7 +35,7 @@ TENSORS = tuple(
             "x",
             "y",
             *(operand.name for operand in OPERANDS if operand.kind != "call"),
-            *(name for name, option in SCORE_OPTIONS.items() if option.kind == "element"),
+            *(name for name, option in SCORE_OPTIONS.items() if option.tensor),
             # The logits of a gradient, at which the slope of the softcap is taken.
             "logits",
             *(output.name for operation in OPERATIONS.values() for output in operation.outputs),
@@ -50,7 +50,7 @@ _tuple_of: Callable[..., Any] = namedtuple
 Pointers: Any = _tuple_of("Pointers", (*TENSORS, *NUMBERS), defaults=(None,) * len(TENSORS + NUMBERS))
 """The tensors and numbers of a launch, each None where absent.
 
-A number is the bits of a float64, so that every dtype gets its full precision; a scale may be a tensor of one element.
+A number is the bits of a float64, so that every dtype gets its full precision.  The scale is one, or a tensor.
 """
 
 Units: Any = _tuple_of("Units", (*TENSORS, "cols"), defaults=(1,) * len((*TENSORS, "cols")))
@@ -103,11 +103,11 @@ def row_offset(row, sizes, place, UNIT: tl.constexpr):
 @triton.jit
 def first_elements(p, places, row, UNITS: tl.constexpr):
     """Offsets of each row's first element in x, dy, bias, mask, logits and weight; the number of columns that its query
-    sees; and its target column, which `with_target` sets.
+    sees; its target column, which `with_target` sets; and its scale, which `with_scale` sets.
     """
     x = row_offset(row, places.sizes, places.x, UNITS.x)
     # An absent tensor gets the offset of x, which is never used.
-    dy, bias, mask, logits, weight, seen, target = x, x, x, x, x, x, x
+    dy, bias, mask, logits, weight, seen, target, scale = x, x, x, x, x, x, x, x
     if p.dy is not None:
         dy = row_offset(row, places.sizes, places.dy, UNITS.dy)
     if p.bias is not None:
@@ -120,14 +120,39 @@ def first_elements(p, places, row, UNITS: tl.constexpr):
         weight = row_offset(row, places.sizes, places.weight, UNITS.weight)
     if places.diagonal is not None:
         seen = row_offset(row, places.sizes, places.query, 1) + places.diagonal
-    return x, dy, bias, mask, logits, weight, seen, target
+    return x, dy, bias, mask, logits, weight, seen, target, scale
 
 
 @triton.jit
 def with_target(at, target):
     """The offsets `at` of the first elements of rows, with the target columns of these rows."""
-    x, dy, bias, mask, logits, weight, seen, _ = at
-    return x, dy, bias, mask, logits, weight, seen, target
+    x, dy, bias, mask, logits, weight, seen, _, scale = at
+    return x, dy, bias, mask, logits, weight, seen, target, scale
+
+
+@triton.jit
+def with_scale(p, places, at, row, inner, row_mask, OP: tl.constexpr):
+    """The offsets `at` of the first elements of rows, with the scales of these rows if the scale is a tensor.
+
+    The other arguments are those of `row_value`, of a shape that broadcasts to the elements.
+    """
+    x, dy, bias, mask, logits, weight, seen, target, scale = at
+    if p.scale is not None:  # noqa: SIM102  Triton compiles both sides of `and`
+        if p.scale.dtype.is_ptr():
+            scale = row_value(p.scale, places, places.scale, row, inner, row_mask, OP.acc)
+    return x, dy, bias, mask, logits, weight, seen, target, scale
+
+
+@triton.jit
+def times_scale(p, at, x, OP: tl.constexpr):
+    """The elements x times the scale of the row, or the number of the call; x itself without a scale."""
+    _, _, _, _, _, _, _, _, scale = at
+    if p.scale is not None:
+        if p.scale.dtype.is_ptr():  # noqa: SIM108  Triton's ternary compiles both
+            x = x * scale
+        else:
+            x = x * ops.number(p.scale, OP.acc)
+    return x
 
 
 @triton.jit
@@ -136,17 +161,17 @@ def skip_head(p, places, at, head, VECTOR: tl.constexpr):
 
     `x // VECTOR * VECTOR` changes no value; it tells the compiler that x is a multiple of VECTOR.
     """
-    x, dy, bias, mask, logits, weight, seen, target = skip(p, places, at, head)
+    x, dy, bias, mask, logits, weight, seen, target, scale = skip(p, places, at, head)
     if VECTOR > 1:
         x = x // VECTOR * VECTOR
         dy = dy // VECTOR * VECTOR
-    return x, dy, bias, mask, logits, weight, seen, target
+    return x, dy, bias, mask, logits, weight, seen, target, scale
 
 
 @triton.jit
 def skip(p, places, at, cols):
     """The offsets `at` moved by `cols` columns."""
-    x, dy, bias, mask, logits, weight, seen, target = at
+    x, dy, bias, mask, logits, weight, seen, target, scale = at
     x += cols * places.x.col
     if p.dy is not None:
         dy += cols * places.dy.col
@@ -158,13 +183,13 @@ def skip(p, places, at, cols):
         logits += cols * places.logits.col
     if p.weight is not None:
         weight += cols * places.weight.col
-    return x, dy, bias, mask, logits, weight, seen - cols, target - cols
+    return x, dy, bias, mask, logits, weight, seen - cols, target - cols, scale
 
 
 @triton.jit
 def skip_rows(p, places, at, rows):
     """The offsets `at` moved by `rows` rows, for rows that lie side by side."""
-    x, dy, bias, mask, logits, weight, seen, target = at
+    x, dy, bias, mask, logits, weight, seen, target, scale = at
     x += rows * places.x.adjacent_stride
     if p.dy is not None:
         dy += rows * places.dy.adjacent_stride
@@ -178,7 +203,7 @@ def skip_rows(p, places, at, rows):
         weight += rows * places.weight.adjacent_stride
     if places.diagonal is not None:
         seen += rows * places.query.adjacent_stride
-    return x, dy, bias, mask, logits, weight, seen, target
+    return x, dy, bias, mask, logits, weight, seen, target, scale
 
 
 @triton.jit
@@ -187,14 +212,14 @@ def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
 
     `kept` is False for columns outside and for masked columns.
     """
-    x_at, dy_at, bias_at, mask_at, _, weight_at, seen, _ = at
+    x_at, dy_at, bias_at, mask_at, _, weight_at, seen, _, _ = at
     wide = col.to(tl.int64)
     kept = inside
     if places.diagonal is not None:
         kept = kept & (col < seen)
     if OP.scores:
         a = tl.load(p.x + x_at + wide * places.x.col, mask=kept, other=-float("inf"), eviction_policy=POLICY)
-        a = ops.score(a.to(OP.acc), p.scale, p.softcap, OP.acc)
+        a = ops.score(times_scale(p, at, a.to(OP.acc), OP), p.softcap, OP.acc)
         if p.bias is not None:
             a += tl.load(p.bias + bias_at + wide * places.bias.col, mask=kept, other=0.0).to(OP.acc)
     else:
@@ -217,7 +242,7 @@ def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
 def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
     """The output for an element = (a, b, kept) of `load`, given the per-row constants of ops.row_constants."""
     a, b, kept = element
-    x_at, _, _, _, logits_at, _, _, target = at
+    x_at, _, _, _, logits_at, _, _, target, _ = at
     y = ops.output(a, b, col == target, constants, OP)
     if OP.gradient:
         if p.mask is not None or places.diagonal is not None:
@@ -229,9 +254,8 @@ def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
             else:
                 logits = p.logits + logits_at + col.to(tl.int64) * places.logits.col
                 x = tl.load(logits, mask=kept, other=0.0).to(OP.acc)
-            y *= ops.softcap_slope(x, p.scale, p.softcap, OP.acc)
-        if p.scale is not None:
-            y *= ops.number(p.scale, OP.acc)
+            y *= ops.softcap_slope(times_scale(p, at, x, OP), p.softcap, OP.acc)
+        y = times_scale(p, at, y, OP)
     return y
 
 

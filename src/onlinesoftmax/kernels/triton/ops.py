@@ -88,10 +88,8 @@ def tanh(x):
 
 
 @triton.jit
-def score(x, scale, softcap, ACC: tl.constexpr):
-    """The score of a logit without its bias: softcap · tanh(scale · x / softcap), where scale and softcap are given."""
-    if scale is not None:
-        x = x * number(scale, ACC)
+def score(x, softcap, ACC: tl.constexpr):
+    """The score of a scaled logit without its bias: softcap · tanh(x / softcap), where a softcap is given."""
     if softcap is not None:
         cap = number(softcap, ACC)
         x = cap * tanh(x / cap)
@@ -99,10 +97,8 @@ def score(x, scale, softcap, ACC: tl.constexpr):
 
 
 @triton.jit
-def softcap_slope(x, scale, softcap, ACC: tl.constexpr):
-    """Derivative of softcap · tanh(s / softcap) with respect to s = scale · x; the caller multiplies by the scale."""
-    if scale is not None:
-        x = x * number(scale, ACC)
+def softcap_slope(x, softcap, ACC: tl.constexpr):
+    """Derivative of softcap · tanh(x / softcap) at a scaled logit x."""
     y = tanh(x / number(softcap, ACC))
     return 1.0 - y * y
 

@@ -37,6 +37,7 @@ def one_tile(
     row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < rows
     at = operands.first_elements(p, places, row[:, None], UNITS)
+    at = operands.with_scale(p, places, at, row[:, None], 0, row_mask[:, None], OP)
     y_row = row
     if OP.writes_elements:
         y_row = row_offset(row, places.sizes, places.y, UNITS.y)
@@ -44,6 +45,7 @@ def one_tile(
     row_values = ()
     if OP.target:
         row_at = operands.first_elements(p, places, row, UNITS)
+        row_at = operands.with_scale(p, places, row_at, row, 0, row_mask, OP)
         row_values = operands.row_operands(p, places, row_at, row, 0, row_mask, cols, OP)
         at = operands.with_target(at, operands.target_of(row_values)[:, None])
     col = tl.arange(0, COLS)
@@ -61,6 +63,7 @@ def one_tile(
         edge_col, edge_inside = edges(i, head[None, :], length[None, :], cols, VECTOR)
         edge_inside = edge_inside & row_mask[None, :]
         edge_at = operands.first_elements(p, places, row[None, :], UNITS)
+        edge_at = operands.with_scale(p, places, edge_at, row[None, :], 0, row_mask[None, :], OP)
         if OP.target:
             edge_at = operands.with_target(edge_at, operands.target_of(row_values)[None, :])
         edge = operands.load(p, places, edge_at, edge_col, edge_inside, OP, "")

@@ -25,6 +25,7 @@ def split_state_kernel(
     # Limits: none on columns.
     pid = tl.program_id(0).to(tl.int64)
     row_at = operands.first_elements(p, places, pid // splits, UNITS)
+    row_at = operands.with_scale(p, places, row_at, pid // splits, 0, None, OP)
     cols = cols.to(tl.int64) * UNITS.cols
     head, length = body(row_at[0], cols, VECTOR)
     start, count = slice_bounds(pid % splits, slice_tiles * (DEPTH * BLOCK), length)
@@ -77,6 +78,7 @@ def split_merge_kernel(
         row_values = ()
         if OP.target:
             row_at = operands.first_elements(p, places, row, UNITS)
+            row_at = operands.with_scale(p, places, row_at, row, 0, None, OP)
             row_values = operands.row_operands(p, places, row_at, row, 0, None, cols, OP)
         operands.store_row_outputs(p, places, row, 0, m, sums, row_values, cols, None, OP, UNITS)
     # The last state is kept only for the elements.
@@ -96,6 +98,7 @@ def split_finish_kernel(
     pid = tl.num_programs(0).to(tl.int64) - 1 - tl.program_id(0)
     row = pid // tiles
     row_at = operands.first_elements(p, places, row, UNITS)
+    row_at = operands.with_scale(p, places, row_at, row, 0, None, OP)
     y_row = row_offset(row, places.sizes, places.y, UNITS.y)
     cols = cols.to(tl.int64) * UNITS.cols
     row_values = ()
