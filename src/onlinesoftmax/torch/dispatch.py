@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -34,7 +35,8 @@ def run_plain(
 ) -> torch.Tensor:
     """Run a call without score options, dtype and batch invariance, with little host time."""
     if type(x) is torch.Tensor:
-        if x.is_cpu and out is None and choice == ANY:
+        one = type(dim) is int or operation.per_row or not isinstance(dim, tuple | list)
+        if one and x.is_cpu and out is None and choice == ANY:
             return eager.call_plain(operation, x, dim, keepdim)
         # Tracers other than dynamo pass tensors of another type, so is_dynamo_compiling suffices; is_compiling takes
         # three times as long.
@@ -66,6 +68,8 @@ def run(call: Call) -> torch.Tensor:
         _refuse_out(operation)
     if options is not None:
         check_options(call)
+    if isinstance(dim, tuple | list) and not operation.per_row:
+        return _over_dims(call)
     # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
     by_default = backend is None and _why_not_by_default(x) is not None
     if (by_default or backend == "eager") and strategy in (None, "row"):
@@ -227,29 +231,55 @@ def _why_not_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
 
 
 def _over_dims(call: Call) -> torch.Tensor:
-    """Run a per-row operation over several dimensions, flattened into one; a view where the strides allow it."""
+    """Run a call over several dimensions, joined into one; without a copy where the strides of the input allow it."""
     operation, x, settings, options, out, _ = call
-    dims = tuple(settings.dim)
-    if not operation.per_row:
-        raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(settings.dim).__name__}")
-    if not dims or x.dim() == 0:
-        return _by_pytorch(call._replace(settings=settings._replace(dim=dims)))
-    reduced = sorted({checked_dim(operation.name, dim, x.dim()) for dim in dims})
-    if len(reduced) < len(dims):
-        raise RuntimeError(f"{operation}(): dim {dims} names a dimension twice")
+    dims = sorted({checked_dim(operation.name, dim, x.dim()) for dim in settings.dim})
+    if len(dims) < len(settings.dim):
+        raise RuntimeError(f"{operation}(): dim {tuple(settings.dim)} names a dimension twice")
+    if not x.dim():
+        return run(call._replace(settings=settings._replace(dim=0)))
+    # As in PyTorch, no dimension stands for all of them.
+    dims = dims or list(range(x.dim()))
+    at = dims[0] if dims[-1] - dims[0] < len(dims) else x.dim() - len(dims)
+    if not settings.choice.batch_invariant and not x.is_contiguous():
+        # A batch of images whose channels are neighbours is joined without a copy in this order.
+        dims.sort(key=lambda dim: -x.stride(dim))
     if options is not None:
-        bias, mask = (
-            None if t is None else eager.flattened_last(t.expand(x.shape), reduced)
-            for t in (options.bias, options.mask)
-        )
-        options = options._replace(bias=bias, mask=mask)
-    to = None if settings.keepdim else out
-    last = eager.flattened_last(x, reduced)
-    y = run(Call(operation, last, settings._replace(dim=-1, keepdim=False), options, to))
-    if not settings.keepdim:
-        return y
-    y = y.reshape([1 if i in reduced else size for i, size in enumerate(x.shape)])
+        options = options._replace(**{
+            name: eager.joined(_whole_along(t, x, dims), dims, at)
+            for name in ("scale", "bias", "mask") if isinstance(t := getattr(options, name), torch.Tensor)
+        })  # fmt: skip
+    if out is not None and _wants_derivatives(x, options):
+        _refuse_out(operation)
+    to = None if out is None else _joined_out(call, dims, at)
+    y = run(Call(operation, eager.joined(x, dims, at), settings._replace(dim=at, keepdim=False), options, to))
+    if to is not None:
+        assert out is not None
+        return out
+    if not operation.per_row:
+        y = y.unflatten(at, [x.shape[dim] for dim in dims]).movedim(tuple(range(at, at + len(dims))), tuple(dims))
+    elif settings.keepdim:
+        y = y.reshape(reduced_shape(x.shape, dims, True))
     return y if out is None else _write(operation, y, out)
+
+
+def _whole_along(t: torch.Tensor, x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """A tensor that broadcasts to x with as many dimensions; as long as x along `dims`, unless it has size 1 there."""
+    t = t[(None,) * (x.dim() - t.dim())]
+    if all(t.shape[dim] == 1 for dim in dims):
+        return t
+    return t.expand([x.shape[i] if i in dims else size for i, size in enumerate(t.shape)])
+
+
+def _joined_out(call: Call, dims: Sequence[int], at: int) -> torch.Tensor | None:
+    """The memory of `out` in the shape of the result over the joined dimension; None where no view has this shape."""
+    out, operation = call.out, call.operation
+    if operation.per_row:
+        return None if call.settings.keepdim else out
+    if out.shape != call.x.shape or not out.numel() or torch.compiler.is_compiling():
+        return None
+    joined = eager.joined(out, dims, at)
+    return joined if joined.data_ptr() == out.data_ptr() else None
 
 
 def _write(operation: Operation, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ def _invariant(name: str, z: Any, dim: int) -> Any:
 def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:
     """Logsumexp whose bits do not depend on the number of rows; the order of torch.logsumexp depends on it."""
     if isinstance(dim, tuple | list):
-        y = _invariant_logsumexp(flattened_last(z, dim), -1, False)
+        y = _invariant_logsumexp(joined(z, dim, z.dim() - len(dim)), -1, False)
         return y.reshape(z.amax(dim, keepdim=True).shape) if keepdim else y
     return logsumexp_from(z, _invariant("log_softmax", z, dim), dim, keepdim)
 
@@ -101,6 +101,7 @@ def logsumexp_from(z: Any, log_p: Any, dim: int, keepdim: bool) -> Any:
     return y if keepdim else y.squeeze(dim)
 
 
-def flattened_last(t: Any, dims: Sequence[int]) -> Any:
-    """A tensor whose last dimension is these dimensions, flattened in this order; a view where the strides allow it."""
-    return t.movedim(tuple(dims), tuple(range(-len(dims), 0))).flatten(-len(dims))
+def joined(t: Any, dims: Sequence[int], at: int) -> Any:
+    """A tensor whose dimension `at` is these dimensions, joined in this order; a view where the strides allow it."""
+    places = range(at, at + len(dims))
+    return t.movedim(tuple(dims), tuple(places)).flatten(places[0], places[-1])
