@@ -78,11 +78,13 @@ def loss(reduction: str, masked: bool = False, **options: Any) -> Function:
     return call
 
 
-def tokens(**options: Any) -> Function:
+def tokens(several: bool = False, **options: Any) -> Function:
     def call(t: Tensors, backend: str | None) -> torch.Tensor:
         given = {each: t[each] for each in options}
-        found = osm.token_logprobs(t["x"], t["target"], **given, backend=backend)
-        return found.logprob + found.entropy * found.lse
+        index = t["target"].unsqueeze(1) if several else t["target"]
+        found = osm.token_logprobs(t["x"], index, **given, backend=backend)
+        logprob = found.logprob.squeeze(1) if several else found.logprob
+        return logprob + found.entropy * found.lse
 
     return call
 
@@ -95,6 +97,7 @@ FUNCTIONS: dict[str, Function] = {
     **{f"loss, {reduction}, masked": loss(reduction, masked=True) for reduction in ("none", "mean")},
     "tokens": tokens(),
     "tokens, scored": tokens(scale=True, mask=True),
+    "several tokens": tokens(several=True, scale=True, mask=True),
 }
 
 

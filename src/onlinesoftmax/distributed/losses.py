@@ -11,7 +11,7 @@ from ..core.call import Settings
 from ..core.processes import gathered
 from ..torch.check import check_first_derivative, checked_dim
 from ..torch.gradients import accumulator_of
-from ..torch.loss import Loss, count_of, ignored, scaled, scales_weight
+from ..torch.loss import UNSIGNED, Loss, count_of, ignored, is_class, scaled, scales_weight, signed
 from ..torch.loss_arguments import check_index, check_weight
 from ..torch.losses import TokenLogprobs, result_dtype
 from .launches import Given, ShardedKind
@@ -43,6 +43,7 @@ def cross_entropy(
 
     shards = shards_of("cross_entropy", x, dim, call.groups, call.shards, same, call.announced)
     _check_target("cross_entropy()", "target", x, target, dim)
+    target, call = _signed(target, call)
     check_weight("cross_entropy()", weight, x, shards.total)
     if scales_weight(target, weight, loss):
         # The launches under the key of the public function would take the weights as they are.
@@ -92,8 +93,8 @@ def _rows(
     """The loss of each row: 0 where it is ignored, NaN where its target is no class."""
     logprob, lse, spread = statistics
     own: Any = 1 - loss.smoothing
+    inside = is_class(target, shards.total)
     if weight is not None:
-        inside = (target >= 0) & (target < shards.total)
         own = own * weight.to(lse.dtype)[target.where(inside, 0).long()]
     out = ignored(target, loss)
     # The log-probability is NaN where the target is no class.
@@ -105,7 +106,7 @@ def _rows(
             lse = lse.masked_fill(out, 0.0)
             more = more + loss.z_loss * lse * lse
         # A row whose target is no class has no gradient.
-        rows = rows + more.masked_fill((target < 0) | (target >= shards.total), torch.nan)
+        rows = rows + more.masked_fill(~inside, torch.nan)
     return rows.masked_fill(out, 0.0)
 
 
@@ -160,6 +161,7 @@ def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Shar
 
     shards = shards_of("token_logprobs", x, dim, call.groups, call.shards, same, call.announced)
     _check_target("token_logprobs()", "index", x, index, dim)
+    index, call = _signed(index, call)
     outputs = ("y", "lse", *(("entropy",) if entropy else ()))
     return named(_statistics(x, index, dim, shards, call, outputs, accumulator_of(x.dtype, x.dtype)))
 
@@ -203,6 +205,11 @@ def _statistics_wanted(
 ) -> StatisticsWanted:
     bare = call._replace(options=call.options._replace(mask=None), key=())
     return StatisticsWanted(dim, bare, shards, entropy, spread, weight_sum)
+
+
+def _signed(target: Tensor, call: Sharded) -> tuple[Tensor, Sharded]:
+    """The targets in a dtype that kernels take; launches for it do not fit the key of a call that has another dtype."""
+    return (signed(target), call._replace(key=())) if target.dtype in UNSIGNED else (target, call)
 
 
 def _check_target(name: str, argument: str, x: Tensor, target: Any, dim: int) -> None:

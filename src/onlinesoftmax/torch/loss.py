@@ -58,6 +58,26 @@ MOST_EXACT_INDEX = 1 << 53
 """Largest magnitude of an `ignore_index` for kernels: it travels to a kernel as a float64, which rounds larger ones."""
 
 
+def is_class(target: torch.Tensor, classes: int) -> torch.Tensor:
+    """True for the targets that are one of so many classes."""
+    # In a narrow dtype, PyTorch would take the number of classes modulo its range.
+    wide = target.long()
+    return (wide >= 0) & (wide < classes)
+
+
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes of targets for which PyTorch lacks most operations, and the library kernels."""
+
+
+def signed(target: torch.Tensor) -> torch.Tensor:
+    """The targets in int64 if their dtype is one of UNSIGNED, and as they are otherwise."""
+    if target.dtype not in UNSIGNED:
+        return target
+    wide = target.long()
+    # The largest numbers of uint64 become negative: they are no class, and must not be an ignore_index.
+    return wide.where(wide >= 0, torch.iinfo(torch.int64).max)
+
+
 def counted(target: torch.Tensor, loss: Loss) -> torch.Tensor:
     """True for the rows that count."""
     can = _can_be(target, loss.ignore_index)
@@ -102,7 +122,7 @@ def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtyp
         # There is no class, and `index_select` takes nothing from an empty tensor.
         return weight.to(dtype).sum()
     # A target out of range makes its row NaN, and must not make this sum an error.
-    inside = counts & (target >= 0) & (target < weight.numel())
+    inside = counts & is_class(target, weight.numel())
     # An index without dimensions would be read by the host, which vmap and traces do not allow.
     of_row = weight.to(dtype).index_select(0, target.where(inside, 0).long().flatten())
     return of_row.where(inside.flatten(), 0).sum()

@@ -12,12 +12,12 @@ import torch
 from ..core.call import Call
 from ..core.operations import OPERATIONS
 from .check import check_not_dtensor, check_options, checked_dim
-from .loss import Loss, counted, equals
+from .loss import UNSIGNED, Loss, counted, equals, is_class, signed
 from .prepare import INTEGERS
 
 Tensor = torch.Tensor
 
-TARGET_DTYPES = tuple(getattr(torch, name) for name in INTEGERS)
+TARGET_DTYPES = (*(getattr(torch, name) for name in INTEGERS), *UNSIGNED)
 
 
 def class_dim(x: Tensor) -> int:
@@ -113,6 +113,7 @@ def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
     """
     loss = checked_loss(x, target, weight, loss)
     if not target.is_floating_point():
+        target = signed(target)
         _check_range("cross_entropy(): target", target, x.shape[class_dim(x)], counted(target, loss))
 
 
@@ -124,13 +125,14 @@ def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None
     """
     check_token_arguments(x, index, dim)
     tokens = x.shape[checked_dim("token_logprobs", dim, x.dim())]
+    index = signed(index)
     number = -1 if ignore_index is None else checked_number("token_logprobs", "ignore_index", ignore_index, int)
     counts = torch.ones_like(index, dtype=torch.bool) if ignore_index is None else ~equals(index, number)
     _check_range("token_logprobs(): index", index, tokens, counts)
 
 
 def _check_range(name: str, index: Tensor, classes: int, counts: Tensor) -> None:
-    wrong = ((index < 0) | (index >= classes)) & counts
+    wrong = ~is_class(index, classes) & counts
     if not wrong.any():
         return
     position = wrong.nonzero()[0].tolist()

@@ -17,7 +17,17 @@ from .autograd import split_tensors
 from .check import autocasts, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
 from .gradients import accumulator_of
-from .loss import MOST_EXACT_INDEX, Loss, counted, equals, scaled_weight, scales_weight, with_constants
+from .loss import (
+    MOST_EXACT_INDEX,
+    UNSIGNED,
+    Loss,
+    counted,
+    equals,
+    scaled_weight,
+    scales_weight,
+    signed,
+    with_constants,
+)  # fmt: skip
 from .loss_arguments import (
     check_targets,
     check_token_arguments,
@@ -81,9 +91,9 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         return run(x, target, weight)
     loss = Loss(*fields)
     numbers = checked_loss(x, target, weight, loss)
-    if numbers is not loss:
+    if numbers is not loss or target.dtype in UNSIGNED:
         # A tensor among the numbers may change its value, so a kept launch has only Python's numbers in its key.
-        return cross_entropy(x, target, weight, numbers, return_stats)
+        return cross_entropy(x, signed(target), weight, numbers, return_stats)
     if torch.compiler.is_dynamo_compiling():
         loss = with_constants(loss)
     settings = loss.settings._replace(dim=class_dim(x), dtype=loss.settings.dtype or result_dtype(x))
@@ -169,7 +179,7 @@ def token_logprobs(
 def without_ignored(found: TokenLogprobs, index: Tensor, ignore_index: Any) -> TokenLogprobs:
     """The results with a logprob of 0, which has no gradient, where the index is to be ignored."""
     number = checked_number("token_logprobs", "ignore_index", ignore_index, int)
-    return found._replace(logprob=found.logprob.masked_fill(equals(index, number), 0.0))
+    return found._replace(logprob=found.logprob.masked_fill(equals(signed(index), number), 0.0))
 
 
 def _token_logprobs(
@@ -179,6 +189,8 @@ def _token_logprobs(
     if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
         return TokenLogprobs(*run(x, index, None))
     check_token_arguments(x, index, dim)
+    if index.dtype in UNSIGNED:
+        return _token_logprobs(x, signed(index), dim, options, entropy, choice)
     dim = checked_dim("token_logprobs", dim, x.dim())
     operation = OPERATIONS["token_logprobs"]
     several = index.dim() == x.dim()

@@ -25,7 +25,7 @@ from . import targets_eager
 from .autograd import with_tensors
 from .check import TRACED_TYPES, is_batched
 from .gradients import accumulator_of, outputs_of
-from .loss import Loss, count_of
+from .loss import Loss, count_of, is_class
 from .prepare import aligned, backend_of
 from .reductions import backend_for, reducer
 
@@ -320,7 +320,7 @@ def _gradient_by_pytorch(x: Tensor, target: Tensor, weight: Tensor | None, loss:
 
     A target out of range, which PyTorch's operations do not take, has no gradient.
     """
-    again, inside = torch.is_grad_enabled(), (target >= 0) & (target < x.shape[loss.dim])
+    again, inside = torch.is_grad_enabled(), is_class(target, x.shape[loss.dim])
     with torch.enable_grad():
         # The view has no hooks: those of x run once, after this function.
         x = x.view_as(x)

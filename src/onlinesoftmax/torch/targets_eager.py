@@ -14,7 +14,7 @@ from ..core.call import Call
 from ..core.options import PLAIN
 from . import eager, ops
 from .gradients import accumulator_of
-from .loss import Loss, count_of, counted
+from .loss import Loss, count_of, counted, is_class
 
 Tensor = torch.Tensor
 
@@ -102,6 +102,6 @@ def log_probabilities(call: Call, entropy: bool, several: bool = False) -> tuple
         # `gather` takes no index of a row without columns.
         nothing = (lse.unsqueeze(dim) + torch.nan).expand(target.shape)
         return nothing if several else nothing.squeeze(dim), _entropy(log_p, dim) if entropy else None, lse
-    inside = (target >= 0) & (target < x.shape[dim])
+    inside = is_class(target, x.shape[dim])
     logprob = log_p.gather(dim, target.where(inside, 0)).where(inside, torch.nan)
     return logprob if several else logprob.squeeze(dim), _entropy(log_p, dim) if entropy else None, lse

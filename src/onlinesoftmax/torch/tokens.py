@@ -18,6 +18,7 @@ from . import eager, targets_eager
 from .autograd import split_tensors, with_tensors
 from .check import is_batched
 from .gradients import accumulator_of
+from .loss import is_class
 from .targets import gradient_of_rows, launch
 
 Tensor = torch.Tensor
@@ -73,7 +74,7 @@ def _of_no_token(call: Call, index: Tensor) -> Call:
 
 def _gathered(call: Call, index: Tensor) -> _Gathered:
     x, dim, options = call.x, call.settings.dim, call.scores
-    inside = (index >= 0) & (index < x.shape[dim])
+    inside = is_class(index, x.shape[dim])
     columns = index.where(inside, 0).long()
     if options.mask is not None:
         options = options._replace(mask=options.mask.expand_as(x).gather(dim, columns))

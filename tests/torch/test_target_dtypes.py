@@ -1,0 +1,153 @@
+"""Targets of every integer dtype, with more classes than the dtype has numbers, on every path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from loss_accuracy import DEVICE, HOW
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import functional
+
+import onlinesoftmax as osm
+from onlinesoftmax import distributed
+
+DTYPES = {
+    torch.uint8: 300, torch.int8: 200, torch.int16: 33000, torch.int32: 300, torch.int64: 300,
+    torch.uint16: 300, torch.uint32: 300, torch.uint64: 300,
+}  # fmt: skip
+"""Each dtype with a number of classes."""
+
+ON_EACH_PATH = pytest.mark.parametrize("how", [HOW, {"backend": "eager"}], ids=["kernels", "eager"])
+OF_EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def logits(classes: int, rows: int = 4) -> torch.Tensor:
+    x = torch.randn(rows, classes, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return x.to(DEVICE).requires_grad_()
+
+
+def targets(dtype: torch.dtype, most: int = 2**31) -> torch.Tensor:
+    """Targets in int64 that the dtype has, the largest among them, of at most so many classes."""
+    largest = min(torch.iinfo(dtype).max, DTYPES[dtype] - 1, most - 1)
+    return torch.tensor([largest, 44, 0, largest - 3], device=DEVICE)
+
+
+def derivatives(y: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+    """The result, its gradient, and two gradients of the gradient."""
+    (stored,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(dx.square().sum(), x)
+    return [y.detach(), stored, dx.detach(), second]
+
+
+@ON_EACH_PATH
+@OF_EACH_DTYPE
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_losses(dtype: torch.dtype, reduction: str, how: dict[str, Any]) -> None:
+    x, target = logits(DTYPES[dtype]), targets(dtype)
+    weight = torch.linspace(0.5, 2, DTYPES[dtype], dtype=torch.float64, device=DEVICE)
+    for options in ({}, {"weight": weight, "label_smoothing": 0.1}):
+        y = osm.cross_entropy(x, target.to(dtype), reduction=reduction, **options, **how)
+        want = functional.cross_entropy(x, target, reduction=reduction, **options)
+        torch.testing.assert_close(derivatives(y, x), derivatives(want, x))
+    found = osm.cross_entropy(x, target.to(dtype), weight, reduction=reduction, z_loss=0.01, check=True, **how)
+    torch.testing.assert_close(found, osm.cross_entropy(x, target, weight, reduction=reduction, z_loss=0.01, **how))
+
+
+@ON_EACH_PATH
+@OF_EACH_DTYPE
+def test_log_probabilities(dtype: torch.dtype, how: dict[str, Any]) -> None:
+    x, target = logits(DTYPES[dtype]), targets(dtype)
+    found = osm.token_logprobs(x, target.to(dtype), check=True, **how)
+    want = x.log_softmax(1).gather(1, target[:, None])[:, 0]
+    torch.testing.assert_close(derivatives(found.logprob, x), derivatives(want, x))
+    several = osm.token_logprobs(x, target.to(dtype)[:, None], ignore_index=44, **how).logprob
+    want = x.log_softmax(1).gather(1, target[:, None]).where(target[:, None] != 44, 0.0)
+    torch.testing.assert_close(derivatives(several, x), derivatives(want, x))
+
+
+@ON_EACH_PATH
+@OF_EACH_DTYPE
+def test_an_ignored_target(dtype: torch.dtype, how: dict[str, Any]) -> None:
+    """An ignore_index outside of the range of the dtype ignores nothing."""
+    x, target, limits = logits(min(DTYPES[dtype], 300)), targets(dtype, 300), torch.iinfo(dtype)
+    for index in (-100, 44, min(limits.max, 2**50), int(target[0]) + 256):
+        y = osm.cross_entropy(x, target.to(dtype), ignore_index=index, reduction="sum", **how)
+        want = functional.cross_entropy(x[target != index], target[target != index], reduction="sum")
+        torch.testing.assert_close(derivatives(y, x), derivatives(want, x))
+
+
+@OF_EACH_DTYPE
+def test_targets_that_are_no_class(dtype: torch.dtype) -> None:
+    classes, limits = 100, torch.iinfo(dtype)
+    x = logits(classes)
+    target = torch.tensor([3, 100, 5, limits.max], dtype=dtype, device=DEVICE)
+    if limits.min:
+        target[0] = -7
+    wrong = [0, 1, 3] if limits.min else [1, 3]
+    y = osm.cross_entropy(x, target, reduction="none", **HOW)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    lost = torch.zeros(4, dtype=torch.bool, device=DEVICE)
+    lost[wrong] = True
+    assert torch.equal(y.isnan(), lost)
+    assert torch.equal((dx == 0).all(1), lost)
+    assert osm.cross_entropy(x, target, **HOW).isnan()
+    assert torch.equal(osm.token_logprobs(x, target, **HOW).logprob.isnan(), lost)
+    for check in (osm.cross_entropy, osm.token_logprobs):
+        with pytest.raises(IndexError, match=rf"at position {wrong[0]}, which is not in \[0, 100\)"):
+            check(x, target, check=True, **HOW)
+
+
+def test_the_largest_numbers_are_no_ignored_targets() -> None:
+    x = logits(5, 1)
+    target = torch.tensor([2**64 - 100], dtype=torch.uint64, device=DEVICE)
+    assert osm.cross_entropy(x, target, reduction="sum", **HOW).isnan()
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@OF_EACH_DTYPE
+def test_sharded_rows(dtype: torch.dtype, backend: str) -> None:
+    classes = DTYPES[dtype]
+    x, target = logits(classes), targets(dtype)
+    weight = torch.linspace(0.5, 2, classes, dtype=torch.float64, device=DEVICE)
+    with distributed.one_process() as group:
+        how: dict[str, Any] = {"group": group, "backend": backend, "shards": distributed.Shards(0, classes, classes)}
+        for options in ({}, {"weight": weight, "label_smoothing": 0.1}, {"ignore_index": int(target[0]) + 256}):
+            want = functional.cross_entropy(x, target, **options)
+            # The second call finds the launches of the first.
+            for _ in range(2):
+                y = distributed.cross_entropy(x, target.to(dtype), **options, **how)
+                torch.testing.assert_close((y, *torch.autograd.grad(y, x)), (want, *torch.autograd.grad(
+                    want, x, retain_graph=True)))  # fmt: skip
+        found = distributed.token_logprobs(x, target.to(dtype), **how)
+        torch.testing.assert_close(found.logprob, x.log_softmax(1).gather(1, target[:, None])[:, 0])
+
+
+@OF_EACH_DTYPE
+def test_dtensors(dtype: torch.dtype) -> None:
+    x, target = logits(DTYPES[dtype]), targets(dtype)
+    want = functional.cross_entropy(x, target)
+    with distributed.one_process():
+        mesh = init_device_mesh(DEVICE, (1,))
+        for placement in (Shard(0), Shard(1)):
+            cut = distribute_tensor(x.detach(), mesh, [placement]).requires_grad_()
+            for index in (
+                target.to(dtype),
+                distribute_tensor(target.to(dtype), mesh, [Replicate()], src_data_rank=None),
+            ):
+                y = osm.cross_entropy(cut, index, check=True)
+                torch.testing.assert_close(y.full_tensor(), want)
+                (dx,) = torch.autograd.grad(y, cut)
+                torch.testing.assert_close(dx.full_tensor(), torch.autograd.grad(want, x, retain_graph=True)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16], ids=str)
+def test_a_compiled_loss(dtype: torch.dtype) -> None:
+    x, target = logits(DTYPES[dtype]), targets(dtype)
+    loss = torch.compile(lambda x, t: osm.cross_entropy(x, t, reduction="none", **HOW), backend="aot_eager")
+    y, want = loss(x, target.to(dtype)), functional.cross_entropy(x, target, reduction="none")
+    torch.testing.assert_close((y, *torch.autograd.grad(y.sum(), x)), (want, *torch.autograd.grad(want.sum(), x)))
