@@ -95,6 +95,38 @@ def test_the_file_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -
         assert (tmp_path / name).is_symlink()
 
 
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="this system has no names for descriptors")
+def test_the_file_behind_a_descriptor_is_replaced_unless_it_was_deleted(tmp_path: Path) -> None:
+    with (tmp_path / "y").open("w") as file:
+        name = Path(f"/dev/fd/{file.fileno()}")
+        write_whole(name, b"new")
+        assert (tmp_path / "y").read_bytes() == b"new"
+    with (tmp_path / "y").open("w") as file:
+        name = Path(f"/dev/fd/{file.fileno()}")
+        (tmp_path / "y").unlink()
+        with pytest.raises(OSError, match="the file behind this name has no name"):
+            write_whole(name, b"new")
+    assert not [*tmp_path.iterdir()]
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from onlinesoftmax.core.whole_files import write_whole
+for i in range(200):
+    write_whole(Path(sys.argv[1]), bytes([i]) * 1000, 0o600 if i % 2 else None)
+"""
+
+
+def test_processes_that_replace_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    source = str(Path(onlinesoftmax.__file__).parents[1])
+    command = [sys.executable, "-c", WRITES, str(tmp_path / "y")]
+    running = [subprocess.Popen(command, env={**os.environ, "PYTHONPATH": source}) for _ in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["y"]
+    assert (tmp_path / "y").read_bytes() == bytes([199]) * 1000
+
+
 def test_another_hard_link_keeps_the_old_content(tmp_path: Path) -> None:
     (tmp_path / "y").write_bytes(b"old")
     (tmp_path / "backup").hardlink_to(tmp_path / "y")

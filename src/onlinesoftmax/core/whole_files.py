@@ -127,7 +127,8 @@ def destination(path: Path, mode: int | None = None) -> tuple[Path, os.stat_resu
             raise FileNotFoundError(errno.ENOENT, f"there is no folder {path.parent}")
         return target, None
     check_regular(status)
-    if not os.path.samestat(status, status_of(target)):
+    # /dev/fd/3 may stand for a file that was deleted. Other processes may replace a target at any time.
+    if not target.exists() and path.exists():
         raise OSError(errno.ENOENT, "the file behind this name has no name of its own")
     if mode is None:
         # The system decides: permissions, read-only file systems, links of other users in shared folders.
