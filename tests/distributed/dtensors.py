@@ -291,9 +291,10 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
             raise AssertionError(f"no error: {message}")
 
 
-def different_calls_are_an_error(mesh: DeviceMesh) -> None:
+def different_calls_are_an_error(mesh: DeviceMesh, line: DeviceMesh) -> None:
     """The last process differs from the others, which do not all exchange states with it: all raise the same error."""
-    x, target, odd = random(ROWS, COLS), tensor(range(ROWS)), dist.get_rank() == dist.get_world_size() - 1
+    x, target, last = random(ROWS, COLS), tensor(range(ROWS)), dist.get_world_size() - 1
+    odd = dist.get_rank() == last
     shards = (Shard(0), Shard(1))
     cut = cut_tensor(x, mesh, shards)
     other = cut_tensor(x.double() if odd else x, mesh, shards)
@@ -301,9 +302,12 @@ def different_calls_are_an_error(mesh: DeviceMesh) -> None:
     longer = cut_tensor(random(ROWS, COLS + 9 * odd), mesh, shards)
     calls: tuple[tuple[Callable[[], object], str], ...] = (
         (lambda: osm.softmax(other), "float32.*float64"),
-        (lambda: osm.softmax(turned), r"Shard\(dim=0\), Shard\(dim=1\).*; rank 3: .*Shard\(dim=1\), Shard\(dim=0\)"),
+        (
+            lambda: osm.softmax(turned),
+            rf"Shard\(dim=0\), Shard\(dim=1\).*; rank {last}: .*Shard\(dim=1\), Shard\(dim=0\)",
+        ),
         (lambda: osm.logsumexp(longer, 1), r"\(5, 13\) float32.*\(5, 22\) float32"),
-        (lambda: (osm.log_softmax if odd else osm.softmax)(cut), r"softmax\(.*; rank 3: log_softmax\("),
+        (lambda: (osm.log_softmax if odd else osm.softmax)(cut), rf"softmax\(.*; rank {last}: log_softmax\("),
         (lambda: osm.softmax(cut, scale=1 + odd), "options=None.*scale=2.0"),
         (lambda: osm.cross_entropy(cut, target, label_smoothing=odd / 4), "smoothing=0.0.*smoothing=0.25"),
         (lambda: osm.cross_entropy(cut, target, reduction="sum" if odd else "mean"), "'mean'.*'sum'"),
@@ -320,10 +324,9 @@ def different_calls_are_an_error(mesh: DeviceMesh) -> None:
     rows = cut_tensor(x, mesh, (Shard(0), Replicate()))
     with pytest.raises(ValueError, match="the processes make different calls"):
         osm.cross_entropy(rows, target, reduction="sum" if odd else "mean")
-    uneven = DTensor.from_local(
-        x[:, : 3 + odd], mesh, (Replicate(), Shard(1)), run_check=False, shape=(5, 6), stride=(6, 1)
-    )
-    with pytest.raises(ValueError, match=r"the local tensors of the processes \[3\] have other shapes"):
+    shape = 5, 3 * (last + 1)
+    uneven = DTensor.from_local(x[:, : 3 + odd], line, (Shard(1),), run_check=False, shape=shape, stride=(shape[1], 1))
+    with pytest.raises(ValueError, match=rf"the local tensors of the processes \[{last}\] have other shapes"):
         osm.softmax(uneven)
 
 
@@ -365,5 +368,5 @@ def everything(*_: int) -> None:
     class_probabilities_and_statistics(square)
     autocast_is_followed(line)
     bad_input_is_an_error(square, line)
-    different_calls_are_an_error(square)
+    different_calls_are_an_error(square, line)
     compiled_losses(square)
