@@ -309,6 +309,7 @@ _LOSSES: dict[type, ModuleType] = {}
 
 def _find_losses(function: str, kind: type) -> ModuleType:
     """The module with the losses of inputs of this type; there is none for NumPy arrays."""
+    _check_no_jax(function, kind)
     try:
         if _is_dtensor(kind):
             from .distributed import dtensor_losses as found
@@ -338,13 +339,20 @@ def _run(
     choice: tuple[str | None, str | None, bool],
 ) -> Any:  # fmt: skip
     """Make the record of a call and pass it on; a usual call is passed on without a record, to save host time."""
-    runner = _RUNNERS.get(type(input)) or _find_runner(type(input))
+    runner = _RUNNERS.get(type(input)) or _find_runner(operation.name, type(input))
     if options is None and dtype is None and not choice[2]:
         return runner.run_plain(operation, input, dim, keepdim, out, choice)
     return runner.run(Call(operation, input, Settings(dim, dtype, keepdim, Choice(*choice)), options, out))
 
 
-def _find_runner(kind: type) -> ModuleType:
+def _check_no_jax(function: str, kind: type) -> None:
+    """Raise an error for a JAX array, for which torch need not be installed."""
+    if kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
+        raise TypeError(f"{function}(): the input is a JAX array ({kind.__name__}): call onlinesoftmax.jax.{function}")
+
+
+def _find_runner(function: str, kind: type) -> ModuleType:
+    _check_no_jax(function, kind)
     try:
         if issubclass(kind, np.ndarray):
             found = numpy
@@ -365,5 +373,5 @@ if hasattr(sys.modules.get("torch"), "Tensor"):
     # Fill the tables now: torch.compile guards on them, and a first call inside a trace would cause a second
     # compilation.  An unsupported torch raises its error at the first call on a tensor.
     with suppress(TypeError):
-        _find_runner(sys.modules["torch"].Tensor)
+        _find_runner("softmax", sys.modules["torch"].Tensor)
         _find_losses("cross_entropy", sys.modules["torch"].Tensor)

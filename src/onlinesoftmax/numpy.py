@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .core.arrays import broadcasts, is_floating_dtype, quiet
+from .core.arrays import advice, broadcasts, is_floating_dtype, quiet
 from .core.call import Call, Settings
 from .core.operations import Operation
 from .core.options import SCORE_OPTIONS, Functions, causal_mask, check_one_per_row, query_axis, scores
@@ -70,7 +70,10 @@ def _check(call: Call) -> None:
         raise TypeError("batch_invariant: NumPy's sums depend on the shape; pass a torch tensor")
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"{name}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
-    result = x.dtype if dtype is None else np.dtype(dtype)
+    try:
+        result = x.dtype if dtype is None else np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{name}(): dtype must be one of NumPy's, as input is an array, not {dtype!r}") from None
     if result.kind not in "fV":
         raise NotImplementedError(f"{name}(): input of dtype {x.dtype} is not floating point; pass dtype=")
     _check_options(call)
@@ -87,7 +90,8 @@ def _check_options(call: Call) -> None:
         if not option.tensor or t is None or isinstance(t, float):
             continue
         if not isinstance(t, ARRAY_TYPES):
-            raise TypeError(f"{name}(): {argument} must be a NumPy array, as input is, not {type(t).__name__}")
+            given = f"{type(t).__name__}{advice(type(t))}"
+            raise TypeError(f"{name}(): {argument} must be a NumPy array, as input is, not {given}")
         if option.dtype == "boolean" and t.dtype != np.bool_:
             raise RuntimeError(f"{name}(): {argument} must be boolean (True keeps), got {t.dtype}")
         if option.dtype == "floating" and not is_floating_dtype(t.dtype):

@@ -59,6 +59,28 @@ def array_kind(x: Array) -> str | None:
     return None
 
 
+def advice(kind: type) -> str:
+    """End of a TypeError's message for an array of another library: the module or the conversion that takes it.
+
+    >>> advice(list)
+    '; make a tensor (torch.tensor) or an array (numpy.array) of it'
+    """
+    library = kind.__module__.partition(".")[0]
+    if library in ("jax", "jaxlib"):
+        return "; the functions for JAX arrays are in onlinesoftmax.jax"
+    if library == "torch":
+        return "; the functions for torch tensors are in onlinesoftmax itself"
+    if issubclass(kind, np.ndarray | np.generic):
+        return "; torch.from_numpy makes a tensor of it"
+    if hasattr(kind, "__dlpack__"):
+        return "; torch.from_dlpack or jax.numpy.from_dlpack makes a tensor of it"
+    if hasattr(kind, "__array__"):
+        return "; numpy.asarray makes an array of it"
+    if issubclass(kind, list | tuple | int | float):
+        return "; make a tensor (torch.tensor) or an array (numpy.array) of it"
+    return ""
+
+
 def check_plain(what: str, x: Array) -> None:
     """Check that arithmetic keeps the meaning of an array; the error begins with `what`.
 

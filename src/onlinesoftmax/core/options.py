@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Literal, NamedTuple
 
-from .arrays import Array
+from .arrays import Array, advice
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,9 @@ def checked_options(
     check_softcap(f"{operation}()", softcap)
     for name, value in (("bias", bias), ("mask", mask)):
         if value is not None and not hasattr(value, "dtype"):
-            raise TypeError(f"{operation}(): {name} must be a tensor or None, not {type(value).__name__}")
+            raise TypeError(
+                f"{operation}(): {name} must be a tensor or None, not {type(value).__name__}{advice(type(value))}"
+            )
     if not isinstance(causal, bool):
         raise TypeError(f"{operation}(): causal must be a bool, not {type(causal).__name__}")
     if fully_masked not in ("nan", "zero"):

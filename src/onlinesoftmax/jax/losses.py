@@ -17,7 +17,7 @@ from ..planner.plan import PlanError
 from . import ops, primitives, reduced
 from .exchange import signed, whole_target
 from .reduced import LossReduction
-from .rows import Axis, Rows, axes_of, rows_of
+from .rows import Axis, Rows, axes_of, check_not_torch, rows_of
 from .scores import filled, scores
 from .targets import TargetOptions
 
@@ -181,6 +181,7 @@ def _without_empty(rows: Rows, y: Array, l: Array) -> Array:
 def _floating(name: str, logits: Any) -> Array:
     if isinstance(logits, list | tuple | str) or logits is None:
         raise TypeError(f"{name}: logits must be an array, not {type(logits).__name__}")
+    check_not_torch(name, "logits", logits)
     x = jnp.asarray(logits)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name}: logits must be floating point, got {x.dtype}")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.arrays import Array, broadcasts
+from ..core.arrays import Array, array_kind, broadcasts
 from ..core.operations import OPERATIONS
 from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_one_per_row, check_softcap, is_number
 from ..core.task import Choice
@@ -96,7 +96,7 @@ def is_plain(options: ScoreOptions) -> bool:
 
 def is_complex(x: Array) -> bool:
     """True for complex numbers, for which only jax.nn has functions."""
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return hasattr(x, "dtype") and array_kind(x) != "torch" and jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
 def rows_of(name: str, x: Any, axis: Axis, options: ScoreOptions, axis_name: Any = None) -> Rows:
@@ -118,6 +118,7 @@ def rows_of(name: str, x: Any, axis: Axis, options: ScoreOptions, axis_name: Any
 def _checked(name: str, x: Any) -> Array:
     if isinstance(x, list | tuple | str) or x is None:
         raise TypeError(f"{name}: x must be an array, not {type(x).__name__}")
+    check_not_torch(name, "x", x)
     x = jnp.asarray(x)
     # jax.nn.logsumexp takes booleans, and the functions with a result per element do not.
     if x.dtype == jnp.bool_ and not OPERATIONS[name].per_row:
@@ -125,6 +126,12 @@ def _checked(name: str, x: Any) -> Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: scale, softcap and bias are for real x, not {x.dtype}")
     return x
+
+
+def check_not_torch(name: str, argument: str, value: Any) -> None:
+    """Raise an error for a torch tensor, whose gradient JAX would not compute."""
+    if array_kind(value) == "torch":
+        raise TypeError(f"{name}: {argument} is a torch tensor: call onlinesoftmax.{name}")
 
 
 def has_target(name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core.arrays import broadcasts
+from ..core.arrays import advice, broadcasts
 from ..core.call import Call
 from ..core.options import SCORE_OPTIONS, check_one_per_row, query_axis
 
@@ -111,7 +111,8 @@ def check_options(call: Call) -> None:
         if not option.tensor or t is None or isinstance(t, float):
             continue
         if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name_of}(): {name} must be Tensor, as input is, not {type(t).__name__}")
+            given = f"{type(t).__name__}{advice(type(t))}"
+            raise TypeError(f"{name_of}(): {name} must be Tensor, as input is, not {given}")
         check_not_dtensor(name_of, name, t, x)
         if t.device != x.device:
             raise RuntimeError(f"{name_of}(): {name} is on {t.device}, and input on {x.device}")

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
+from ..core.arrays import advice
 from ..core.call import NOTHING, Call, Settings
 from ..core.operations import OPERATIONS, Operation
 from ..core.options import ScoreOptions
@@ -61,7 +62,9 @@ def run(call: Call) -> torch.Tensor:
     operation, x, settings, options, out, _ = call
     dim, dtype, _, (backend, strategy, _), _ = settings
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
+        raise TypeError(
+            f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}{advice(type(x))}"
+        )
     if out is not None and not isinstance(out, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'out' must be Tensor, not {type(out).__name__}")
     if out is not None and _requires_grad(x, options):

@@ -5,10 +5,12 @@ The errors have the types that PyTorch raises, and name the argument.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
+from ..core.arrays import advice
 from ..core.call import Call
 from ..core.operations import OPERATIONS
 from .check import check_not_dtensor, check_options, checked_dim
@@ -33,8 +35,7 @@ def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
     name = "cross_entropy()"
     for argument, value in (("input", x), ("target", target)):
         _check_tensor(name, argument, value)
-    if not x.is_floating_point():
-        raise RuntimeError(f"{name}: input must be floating point, got {x.dtype}")
+    _check_floating(name, "input", x, "target", target)
     loss = checked_numbers(loss)
     if x.dim() == 0:
         raise ValueError(f"{name}: input needs a dimension of classes, got shape ()")
@@ -44,6 +45,7 @@ def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
         if target.shape != x.shape:
             raise RuntimeError(
                 f"{name}: target with class probabilities has shape {tuple(target.shape)}, and input {tuple(x.shape)}"
+                f"{'; class indices are integers: target.long()' if tuple(target.shape) == rows else ''}"
             )
     else:
         check_index(name, "target", x, target, rows)
@@ -144,9 +146,33 @@ def _check_range(name: str, index: Tensor, classes: int, counts: Tensor) -> None
 
 def _check_tensor(name: str, argument: str, value: Any) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: argument '{argument}' must be Tensor, not {type(value).__name__}")
+        given = f"{type(value).__name__}{advice(type(value))}"
+        raise TypeError(f"{name}: argument '{argument}' must be Tensor, not {given}")
     if value.is_nested:
         raise RuntimeError(f"{name}: {argument} is a nested tensor; pass its values, whose rows have one length")
+
+
+def _check_floating(name: str, argument: str, x: Tensor, other: str, t: Tensor) -> None:
+    if not x.is_floating_point():
+        swapped = f"; are {argument} and {other} swapped?" if t.is_floating_point() else ""
+        # PyTorch's error, which is a RuntimeError too.
+        raise NotImplementedError(f"{name}: {argument} must be floating point, got {x.dtype}{swapped}")
+
+
+def _shape_hint(argument: str, x: Tensor, shape: tuple[int, ...], rows: tuple[int, ...]) -> str:
+    """End of the message for integer targets of a wrong shape: what the caller may have meant."""
+    before = tuple(x.shape[:-1])
+    if argument != "target" or x.dim() < 2:
+        return ""
+    if x.dim() > 2 and shape in (before, (math.prod(before),)):
+        flat = "" if len(shape) == 1 else ", target.flatten()"
+        moved = "" if len(shape) == 1 else ", or pass input.movedim(-1, 1)"
+        return f"; the classes are dimension 1, as in PyTorch: pass input.flatten(0, -2){flat}{moved}"
+    if shape == tuple(x.shape):
+        return "; class probabilities are floating point: target.to(input.dtype), or target.argmax(1) for the classes"
+    if math.prod(shape) == math.prod(rows):
+        return f"; pass target.reshape({', '.join(map(str, rows))})"
+    return ""
 
 
 def check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[int, ...]) -> None:
@@ -154,7 +180,8 @@ def check_index(name: str, argument: str, x: Tensor, index: Tensor, rows: tuple[
     if index.dtype not in TARGET_DTYPES:
         raise RuntimeError(f"{name}: {argument} must have an integer dtype, got {index.dtype}")
     if tuple(index.shape) != rows:
-        raise ValueError(f"{name}: {argument} has shape {tuple(index.shape)}, and the rows of input {rows}")
+        hint = _shape_hint(argument, x, tuple(index.shape), rows)
+        raise ValueError(f"{name}: {argument} has shape {tuple(index.shape)}, and the rows of input {rows}{hint}")
     if index.device != x.device:
         raise RuntimeError(f"{name}: {argument} is on {index.device}, and input on {x.device}")
 
@@ -184,8 +211,7 @@ def check_token_arguments(x: Any, index: Any, dim: Any) -> None:
     name = "token_logprobs()"
     for argument, value in (("logits", x), ("index", index)):
         _check_tensor(name, argument, value)
-    if not x.is_floating_point():
-        raise RuntimeError(f"{name}: logits must be floating point, got {x.dtype}")
+    _check_floating(name, "logits", x, "index", index)
     if x.dim() == 0:
         raise ValueError(f"{name}: logits need a dimension of tokens, got shape ()")
     axis = checked_dim("token_logprobs", dim, x.dim())
