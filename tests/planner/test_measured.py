@@ -152,10 +152,10 @@ def test_times_between_cells_lie_between_theirs() -> None:
 def test_both_sides_choose_the_variant() -> None:
     """The variant that is the fastest of the nearest cell is not taken where it is slow on the other side."""
     below = Cell(1024, 32768, (looped(30.0), looped(30.5, SLOW)))
-    above = Cell(1024, 49152, (looped(45.0, SLOW), looped(60.0)))
+    above = Cell(1024, 65536, (looped(60.0, SLOW), looped(80.0)))
     forced = Choice("cuda", "looped")
     assert plan(softmax(1024, 32768), H200, forced, table=table_of(below, above)).variant == FAST
-    assert plan(softmax(1024, 36000), H200, forced, table=table_of(below, above)).variant == SLOW
+    assert plan(softmax(1024, 49152), H200, forced, table=table_of(below, above)).variant == SLOW
     assert plan(softmax(1024, 36000), H200, forced, table=table_of(below)).variant == FAST
 
 

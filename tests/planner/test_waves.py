@@ -6,6 +6,7 @@ import pytest
 
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Problem
+from onlinesoftmax.core.task import Choice
 from onlinesoftmax.planner.measured import Cell, Key, Table, Timing, table_for
 from onlinesoftmax.planner.plan import plan
 from onlinesoftmax.planner.variant import Variant
@@ -37,6 +38,30 @@ def test_a_last_wave_of_few_rows_takes_a_part_of_a_whole_one() -> None:
     table = table_of(key, cell)
     assert plan(key.problem(528, cols, "bfloat16"), H100, table=table).variant == two
     assert plan(key.problem(280, cols, "bfloat16"), H100, table=table).variant == four
+
+
+def test_a_last_tile_of_few_columns_takes_as_long_as_a_whole_one() -> None:
+    """A block of 1024 threads streams 16384 float32 columns at a time: 16736 are two tiles."""
+    large, small = Variant(threads=1024, chunks=4), Variant(threads=128, chunks=4)
+    key = Key("cross_entropy", False, 4, False)
+    table = table_of(
+        key, Cell(2048, 16384, (Timing("cuda", "looped", large, 50.0), Timing("cuda", "looped", small, 52.0)))
+    )
+    forced = Choice("cuda", "looped")
+    assert plan(key.problem(2048, 16384, "float32"), H100, forced, table=table).variant == large
+    assert plan(key.problem(2048, 16736, "float32"), H100, forced, table=table).variant == small
+
+
+def test_unaligned_rows_far_from_all_measured_ones_take_the_times_of_aligned_ones() -> None:
+    far = [
+        Cell(1024, cols, (Timing("cuda", "looped", Variant(threads=512, chunks=2), 90.0),)) for cols in (1001, 32001)
+    ]
+    near = Cell(1024, 4096, (Timing("cuda", "row", Variant(threads=256, lanes=256, depth=1), 10.0),))
+    own = Key("cross_entropy_backward", True, 4, True)
+    table = Table("made up", "a test", H100.bandwidth, {own: far, own._replace(unaligned=False): [near]})
+    for cols, measured in ((4385, 4096), (1101, 1001), (30001, 32001)):
+        nearest = table.anchors(own.problem(1024, cols, "float32"), ["cuda"])
+        assert measured in {anchor.cell.cols for anchor in nearest}, cols
 
 
 @pytest.mark.parametrize("name", ["h100", "h200"])

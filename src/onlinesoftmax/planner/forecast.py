@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from ..core.device import Device
 from ..core.problem import Problem
 from .measured import KEPT_RATIO, LATENCY_US, UNMEASURED_RATIO, Anchor, Cell, Table, measured_bytes
-from .price import LAUNCH_US, Plan, busy, estimated_us, exchange_us, priced, waves
+from .price import LAUNCH_US, Plan, busy, estimated_us, exchange_us, priced, stretch
 from .proposal import Proposal
 from .variant import Variant
 
@@ -71,7 +71,7 @@ class Forecast:
         """
         like, device = self._like(cell.cols), self.device
         ratio = max(1.0, busy(measured, like, device) / busy(option, self.problem, device))
-        return ratio * waves(option, self.problem, device) / waves(measured, like.for_rows(cell.rows), device)
+        return ratio * stretch(option, self.problem, device) / stretch(measured, like.for_rows(cell.rows), device)
 
     def _us(self, option: Proposal, there: dict[int, dict[Variant, Proposal]]) -> tuple[float, bool]:
         """Microseconds of a proposal, and True where a cell names its variant.

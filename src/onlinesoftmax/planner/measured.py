@@ -193,14 +193,14 @@ class Table:
         """The cells that are like a problem, by their columns; their key, and the backends whose times are used."""
         own = key_of(problem)
         other = own._replace(operation=stand_in(problem))
-        # If no unaligned rows were measured, or only much shorter ones, the times of aligned rows are used.  Those of
-        # the same operation come before those of another, whose fastest plan may be slow here.  If all measured rows
-        # are much shorter, the first key that has any is used.
+        # If no unaligned rows were measured, or only much shorter and much longer ones, the times of aligned rows are
+        # used.  Those of the same operation come before those of another, whose fastest plan may be slow here.  If all
+        # measured rows are much shorter, the first key that has any is used.
         keys = (own, own._replace(unaligned=False), other, other._replace(unaligned=False))
         for least, key in itertools.product((problem.cols / 2, 0), keys):
             usable = _usable(key, problem, backends)
             lengths = self._of_backends(key, usable)
-            if max(lengths, default=0) < least:
+            if max(lengths, default=0) < least or (least and key.unaligned and not _any_near(problem.cols, lengths)):
                 continue
             # If all measured rows are much longer than those of the problem, the fastest strategy of CUDA is still a
             # good guess.  With the other backends, a strategy that was slow for long rows may be the best for short
@@ -305,6 +305,11 @@ def _between(value: int, measured: Collection[int], scale: Callable[[float], flo
         return [(below, 1.0)]
     part = (scale(value) - scale(below)) / (scale(above) - scale(below))
     return [(below, 1.0 - part), (above, part)]
+
+
+def _any_near(value: int, measured: Collection[int]) -> bool:
+    """True where a measured number is at least half of a value and at most twice as large."""
+    return any(value <= 2 * n <= 4 * value for n in measured)
 
 
 def _usable(key: Key, problem: Problem, backends: Collection[str]) -> Collection[str]:

@@ -210,22 +210,26 @@ def busy(proposal: Proposal, problem: Problem, device: Device) -> float:
     return min(1.0, max(on_chip, 1) / (2 * device.bandwidth * 1e3 * LATENCY_US))
 
 
-def waves(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Time of all waves of rows, as a multiple of the time in which memory could move them.
+def stretch(proposal: Proposal, problem: Problem, device: Device) -> float:
+    """Time of a call, as a multiple of the time in which memory could move its rows, for forecasts between shapes.
 
-    It is 1 where one wave has all rows, and for blocks that take one row after another.
+    It is 1 for a strategy whose blocks take one row after another, and where one wave has all rows.
     """
     if not proposal.threads.lanes or proposal.strategy == "grid":
         return 1.0
+    found, tiles = 1.0, problem.cols / (proposal.block * max(proposal.splits, 1))
+    if tiles > 1:
+        # A block waits for the loads of its last tile as long as for those of a whole one.
+        found = math.ceil(tiles) / tiles
     at_once = proposal.threads.resident * device.multiprocessors * proposal.rows_per_program / max(proposal.splits, 1)
-    count = problem.rows / at_once
-    if count <= 1:
-        return 1.0
-    whole = math.floor(count)
-    last = count - whole
+    waves = problem.rows / at_once
+    if waves <= 1:
+        return found
+    whole = math.floor(waves)
+    last = waves - whole
     if last and not problem.writes_elements:
         last = max(last, LAST_WAVE)
-    holds_row = proposal.block * max(proposal.splits, 1) >= problem.cols
-    waits = proposal.threads.resident == 1 and holds_row and problem.reduces
-    wave_us = (problem.read_bytes + problem.write_bytes) / count / (device.bandwidth * 1e3)
-    return (whole + last) / count * (1 + ALONE_US / wave_us if waits else 1.0)
+    if proposal.threads.resident == 1 and tiles <= 1 and problem.reduces:
+        wave_us = (problem.read_bytes + problem.write_bytes) / waves / (device.bandwidth * 1e3)
+        found *= 1 + ALONE_US / wave_us
+    return found * (whole + last) / waves
