@@ -258,6 +258,25 @@ def calls_that_cannot_use_peer_memory() -> None:
         torch.autograd.grad(sharded.softmax(leaf, 1, shards=shards)[0].sum(), leaf, create_graph=True)
 
 
+def calls_without_shards_wait_for_no_gpu() -> None:
+    """The processes compare a repeated call while their GPUs are still busy, and it has the bits of one with shards."""
+    shards = shard_of(500)
+    x = random(64, 500, seed=8)[:, shards.first : shards.first + shards.cols].bfloat16().contiguous().requires_grad_()
+    target = (random(64, seed=6, normal=False) * 500).long()
+    want = sharded.cross_entropy(x, target, shards=shards, **PEER)
+    for _ in range(3):
+        sharded.cross_entropy(x, target, **PEER)
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    before = launches()
+    torch.cuda._sleep(2_000_000_000)
+    found = sharded.cross_entropy(x, target, **PEER)
+    assert not torch.cuda.current_stream().query(), "the call has waited for the GPU"
+    assert launches() == before + 1
+    assert torch.equal(found, want)
+
+
 def another_group() -> None:
     """Groups have mailboxes of their own; those of a group that grows are replaced."""
     group = dist.new_group()
@@ -273,7 +292,7 @@ def another_group() -> None:
 
 CHECKS: tuple[Callable[[], None], ...] = (
     losses, log_probabilities, softmax_and_its_like, calls_follow_each_other_closely, graphs,
-    calls_that_cannot_use_peer_memory, another_group,
+    calls_that_cannot_use_peer_memory, calls_without_shards_wait_for_no_gpu, another_group,
 )  # fmt: skip
 
 

@@ -66,9 +66,10 @@ def test_shards_on_two_gpus(exchange: str, tmp_path: Path) -> None:
     [
         *(functools.partial(peer_memory.one_check, check.__name__) for check in peer_memory.CHECKS),
         processes.everything,
+        mistakes.everything,
         peer_memory.a_process_is_late,
     ],
-    ids=[*(check.__name__ for check in peer_memory.CHECKS), "processes", "a_process_is_late"],
+    ids=[*(check.__name__ for check in peer_memory.CHECKS), "processes", "mistakes", "a_process_is_late"],
 )
 def test_peer_memory(check: Callable[..., None], tmp_path: Path) -> None:
     """Two GPUs exchange states from kernel to kernel."""
