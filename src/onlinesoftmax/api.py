@@ -15,6 +15,7 @@ from .core.call import Call, Settings
 from .core.operations import OPERATIONS, Operation
 from .core.options import ScoreOptions, checked_options
 from .core.task import Choice
+from .numpy.check import ARRAY_TYPES
 
 _LOSS_SETTINGS = Settings(1)
 
@@ -47,8 +48,8 @@ def softmax(
 
     Args:
         input: Floating-point torch tensor, DTensor or NumPy array of any shape and strides; never copied for one `dim`.
-        dim: Dimension to normalise, also counted from the end.  A torch tensor may be normalised over several: a tuple
-            of them, or () for all.  It is copied only if their strides do not make one dimension of them.
+        dim: Dimension to normalise, also counted from the end; or several, a tuple of them, or () for all.  The
+            input is then copied only if their strides do not make one dimension of them.
         dtype: Dtype of the result (and of the arithmetic, if wider); that of `input` by default.
             float16 and bfloat16 are accumulated in float32.
         scale: Factor of the input, an inverse temperature: a number, or a tensor on its device with one number, or one
@@ -190,7 +191,8 @@ def cross_entropy(
     "none".  Derivatives of a gradient are computed by PyTorch's operations from the logits.
 
     Args:
-        input: Logits of shape (C), (N, C) or (N, C, d1, ...), a torch tensor with any strides; never copied.
+        input: Logits of shape (C), (N, C) or (N, C, d1, ...), a torch tensor with any strides, which is never copied,
+            or a NumPy array.  The other arrays are of the same kind.
         target: Class of each row, integers of shape (), (N) or (N, d1, ...); or the probability of each class, in
             the shape of `input`, which PyTorch's operations compute.
         weight: A factor for each class, of shape (C).  With a DTensor as input, target and weight may be DTensors, or
@@ -225,7 +227,7 @@ def cross_entropy(
         RuntimeError: the dtype of `input`, the shape of `weight` or `label_smoothing` is wrong; with
             `inplace_backward`, the gradient is itself to be differentiated.
         ValueError: the shape of `target`, `reduction` or `softcap` is wrong.
-        IndexError: on a CPU or with `check`, a target is out of range.
+        IndexError: on a CPU, for a NumPy array, or with `check`, a target is out of range.
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
 
     Example:
@@ -242,7 +244,7 @@ def cross_entropy(
     # Fields of `Loss` as a tuple: a cached call is found by this tuple and never builds a `Loss`.
     fields = (settings, ignore_index, reduction, label_smoothing, z_loss, scores, inplace_backward)
     if check:
-        losses.check_targets(input, target, weight, losses.Loss(*fields))
+        losses.check_targets(input, target, weight, fields)
     return losses.cross_entropy(input, target, weight, fields, return_stats)
 
 
@@ -266,7 +268,7 @@ def token_logprobs(
     Each is differentiable in the logits, and one kernel computes the gradient of all three.
 
     Args:
-        logits: Floating-point torch tensor or DTensor with any strides; never copied.
+        logits: Floating-point torch tensor or DTensor with any strides, which is never copied, or a NumPy array.
         index: The chosen token of each row: integers in the shape of `logits` without `dim`.  Or several tokens of each
             row, along `dim`, as in torch.gather: (B, K) for logits of shape (B, V).
         dim: The dimension of the tokens, also counted from the end.
@@ -308,16 +310,18 @@ _LOSSES: dict[type, ModuleType] = {}
 
 
 def _find_losses(function: str, kind: type) -> ModuleType:
-    """The module with the losses of inputs of this type; there is none for NumPy arrays."""
+    """The module with the losses of inputs of this type."""
     _check_no_jax(function, kind)
     try:
-        if _is_dtensor(kind):
-            from .distributed import dtensor_losses as found
+        if issubclass(kind, ARRAY_TYPES):
+            from .numpy import losses as found
+        elif _is_dtensor(kind):
+            from .distributed import dtensor_losses as found  # type: ignore[no-redef]  # the same functions
         else:
             from .torch import losses as found  # type: ignore[no-redef]  # the same functions
     except ImportError as error:
         raise TypeError(
-            f"{function}() needs a torch tensor, and torch cannot be imported here ({error}): "
+            f"{function}() needs a NumPy array or a torch tensor, and torch cannot be imported here ({error}): "
             "pip install 'onlinesoftmax[torch]'"
         ) from None
     _LOSSES[kind] = found
@@ -354,7 +358,7 @@ def _check_no_jax(function: str, kind: type) -> None:
 def _find_runner(function: str, kind: type) -> ModuleType:
     _check_no_jax(function, kind)
     try:
-        if issubclass(kind, np.ndarray):
+        if issubclass(kind, ARRAY_TYPES):
             found = numpy
         elif _is_dtensor(kind):
             from .distributed import dtensor as found  # type: ignore[no-redef]  # the same functions

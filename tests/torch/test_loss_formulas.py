@@ -245,3 +245,31 @@ def test_errors_of_mask_and_dtype_name_the_argument() -> None:
     ):  # fmt: skip
         with pytest.raises(error, match=name):
             osm.cross_entropy(x, target, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_numpy_arrays(dtype: type) -> None:
+    def cast(t: Any, to: type = dtype) -> Any:
+        t = t.numpy() if isinstance(t, torch.Tensor) else t
+        return t.astype(to) if isinstance(t, np.ndarray) and t.dtype.kind == "f" else t
+
+    of_rows = np.float64 if dtype is np.float64 else np.float32
+    for seed, one in enumerate(pairs(CHOICES, seed=2)):
+        x, target, options = made(one, seed)
+        stats = options.pop("return_stats")
+        given = [cast(x), cast(target)]
+        options = {name: cast(value) for name, value in options.items()}
+        y = osm.cross_entropy(*given, return_stats=stats, **options)
+        y, more = y if stats else (y, None)
+        options |= {"mask": None if options["mask"] is None else np.broadcast_to(options["mask"], x.shape)}
+        exact = expected_loss(*(cast(t, np.float64) for t in given), **options)
+        named = {"loss": (y, dtype)}
+        if more is not None:
+            named |= {name: (getattr(more, name), of_rows) for name in ("lse", "z_loss", "entropy")}
+        for name, (ours, result) in named.items():
+            want = getattr(exact, name)
+            assert isinstance(ours, np.ndarray), name
+            assert (ours.shape, ours.dtype) == (want.shape, result), name
+            # One rounding, after rounding errors of float64.
+            size = max(1.0, float(np.abs(want).max(initial=0)))
+            np.testing.assert_allclose(ours, want, np.finfo(result).eps, 1e-14 * size, err_msg=f"{name} of {one}")

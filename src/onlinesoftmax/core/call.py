@@ -1,7 +1,7 @@
-"""The call: one call of an operation with its tensors, for the Python layers.
+"""The call: one call of an operation with its tensors, and the results that have names, for the Python layers.
 
 A public function checks the arguments that need no framework and makes a `Call`.  torch/dispatch.py takes the calls on
-torch tensors, numpy.py those on NumPy arrays.  The planner and the kernels read a task instead (task.py), which has no
+torch tensors, numpy/ those on NumPy arrays.  The planner and the kernels read a task instead (task.py), which has no
 tensors.
 """
 
@@ -61,3 +61,36 @@ class Call(NamedTuple):
     def scores(self) -> ScoreOptions:
         """The score options, at their defaults where none is given."""
         return self.options or PLAIN
+
+
+class LossStatistics(NamedTuple):
+    """Statistics of each row, returned with the loss and detached; floating ones are float32 (float64 in float64).
+
+    Attributes:
+        lse: Logsumexp of the scores.
+        z_loss: z_loss * lse**2, which the loss contains; 0 for an ignored row.
+        entropy: Entropy of the softmax of the scores.
+        largest: The class with the largest score; -1 in a row without classes.
+        correct: True where that class is the target, or the most probable class of the target; False for an ignored
+            row.
+    """
+
+    lse: Array
+    z_loss: Array
+    entropy: Array
+    largest: Array
+    correct: Array
+
+
+class TokenLogprobs(NamedTuple):
+    """Numbers of each row of logits, float32 (float64 for float64 logits), each differentiable in the logits.
+
+    Attributes:
+        logprob: Logarithm of the probability of the chosen token, or of each of several tokens.
+        entropy: Entropy of the distribution; None where it was not asked for.
+        lse: Logsumexp of the scores.
+    """
+
+    logprob: Array
+    entropy: Array | None
+    lse: Array

@@ -125,18 +125,18 @@ FORMULAS: dict[str, Formula] = {
 
 
 @quiet
-def with_sums(operation: str, xp: Any, values: Mapping[str, Array], axis: int, output: str = "y") -> dict[str, Array]:
-    """The values, with the maximum and the sums of each row that an output needs.
+def with_sums(operation: str, xp: Any, values: Mapping[str, Array], axis: int, *outputs: str) -> dict[str, Array]:
+    """The values, with the maximum and the sums of each row that outputs need.
 
     Args:
         operation: Name in FORMULAS.
         xp: Functions of the array library.
         values: Every operand by name, as a `Part` takes them.  "m" is computed where it is not given.
         axis: The softmax dimension.
-        output: Name of the output.
+        outputs: Names of the outputs; the main output if there are none.
     """
     found, declaration = dict(values), OPERATIONS[operation]
-    sums = declaration.summed((output,), values.keys())
+    sums = declaration.summed(outputs or ("y",), values.keys())
     cols = found["x"].shape[axis]
     found |= {"cols": cols, "columns": xp.arange(found["x"], axis)}
     found |= targets.picked(xp, found, found["columns"], lambda t: xp.sum(t, axis))

@@ -94,6 +94,21 @@ def loss(xp: Any, m: Array, l: Array, z_target: Array, **row: Array) -> Array:
     return xp.where(_is_ignored(row), 0.0, xp.where(_is_column(row) & _is_defined(xp, l), y, np.nan))
 
 
+def loss_of_weights(xp: Any, x: Array, m: Array, l: Array, weights: Array, total: Callable[[Array], Array]) -> Array:
+    """Loss of each row with a weight for each class, -sum(weights * log(p)); NaN where softmax is NaN.
+
+    A class of weight 0 adds nothing, even if its score is -inf.
+
+    Args:
+        xp, x, m, l: As in the other formulas.
+        weights: The weights of the classes of each row; with class probabilities, their products with the class
+            weights.
+        total: The sum along the softmax dimension, which stays with size 1.
+    """
+    log_p = (x - shift(xp, m)) - xp.log(l)
+    return xp.where(_is_defined(xp, l), -total(xp.where(weights == 0, 0.0, weights * log_p)), np.nan)
+
+
 def divisor(xp: Any, **row: Array) -> Array:
     """Divisor of the mean of the losses: the number of rows that count, or the sum of the weights of their targets."""
     counts = ~_is_ignored(row)

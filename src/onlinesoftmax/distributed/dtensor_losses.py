@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..core.call import Call, Settings
+from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
 from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
 from ..core.task import Choice
@@ -18,7 +18,6 @@ from ..torch import loss_arguments, losses
 from ..torch.check import check_options, checked_dim
 from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss
-from ..torch.losses import LossStatistics, TokenLogprobs
 from . import losses as sharded_losses
 from .dtensor import scored, sharded_call
 from .layout import compare, layout_of, local_of, without_partial_sums
@@ -105,9 +104,9 @@ def token_logprobs(
     )
 
 
-def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
+def check_targets(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> None:
     """Check the arguments, and the range of every target on every process, so that all raise the same error."""
-    loss = loss_arguments.checked_loss(x, target, weight, loss)
+    loss = loss_arguments.checked_loss(x, target, weight, Loss(*fields))
     # Only the shape of x is used, so its partial sums are not added here.
     layout = layout_of("cross_entropy", x, (1 if x.dim() > 1 else 0,))
     loss_arguments.check_targets(x, layout.whole("target", target), None, loss)

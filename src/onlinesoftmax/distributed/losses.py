@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from ..core.agreement import kind_of
-from ..core.call import Settings
+from ..core.call import Settings, TokenLogprobs
 from ..core.processes import gathered
 from ..torch.check import check_first_derivative, checked_dim
 from ..torch.gradients import accumulator_of
 from ..torch.loss import UNSIGNED, Loss, count_of, ignored, is_class, scaled, scales_weight, signed
 from ..torch.loss_arguments import check_index, check_weight
-from ..torch.losses import TokenLogprobs, result_dtype
+from ..torch.losses import result_dtype
 from .launches import Given, ShardedKind
 from .local import Sharded, autocast_dtype
 from .shards import Shards, shards_of, to_local_columns

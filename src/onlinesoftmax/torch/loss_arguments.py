@@ -107,13 +107,13 @@ def checked_number(function: str, argument: str, value: Any, kind: type[Any]) ->
     return kind(value)
 
 
-def check_targets(x: Any, target: Any, weight: Any, loss: Loss) -> None:
+def check_targets(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> None:
     """Check the arguments, and the range of every target that counts, which waits for the GPU.
 
     Raises:
         IndexError: a target is out of range; the message has its position and its value.
     """
-    loss = checked_loss(x, target, weight, loss)
+    loss = checked_loss(x, target, weight, Loss(*fields))
     if not target.is_floating_point():
         target = signed(target)
         _check_range("cross_entropy(): target", target, x.shape[class_dim(x)], counted(target, loss))

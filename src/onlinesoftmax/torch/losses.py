@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..core.call import NOTHING, Call, Settings
+from ..core.call import NOTHING, Call, LossStatistics, Settings, TokenLogprobs
 from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
 from ..core.task import Choice
@@ -43,39 +43,6 @@ __all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "token_logp
 Tensor = torch.Tensor
 
 EAGER_STRATEGIES = tuple(strategy for backend, strategy, _ in TABLE if backend == "eager")
-
-
-class LossStatistics(NamedTuple):
-    """Statistics of each row, returned with the loss and detached; floating ones are float32 (float64 in float64).
-
-    Attributes:
-        lse: Logsumexp of the scores.
-        z_loss: z_loss * lse**2, which the loss contains; 0 for an ignored row.
-        entropy: Entropy of the softmax of the scores.
-        largest: The class with the largest score; -1 in a row without classes.
-        correct: True where that class is the target, or the most probable class of the target; False for an ignored
-            row.
-    """
-
-    lse: Tensor
-    z_loss: Tensor
-    entropy: Tensor
-    largest: Tensor
-    correct: Tensor
-
-
-class TokenLogprobs(NamedTuple):
-    """Numbers of each row of logits, float32 (float64 for float64 logits), each differentiable in the logits.
-
-    Attributes:
-        logprob: Logarithm of the probability of the chosen token, or of each of several tokens.
-        entropy: Entropy of the distribution; None where it was not asked for.
-        lse: Logsumexp of the scores.
-    """
-
-    logprob: Tensor
-    entropy: Tensor | None
-    lse: Tensor
 
 
 def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_stats: bool) -> Any:
