@@ -44,7 +44,7 @@ class PeerLaunches:
 
     def __init__(self, kind: ShardedKind, given: Given, part: Part, with_gradient: bool) -> None:
         x, mask, target, weight = given
-        loss = kind.loss
+        loss, self._wide = kind.loss, accumulator_of(x.dtype, x.dtype)
         self.kind, self.part, self.dim = kind, part, kind.dim
         self.operation = _LOGPROBS if loss is None else _LOSS
         self.numbers = {} if loss is None else loss_numbers(loss)
@@ -56,7 +56,7 @@ class PeerLaunches:
         beside = self._beside(target, weight)
         if in_forward:
             # For planning; each call passes its own dy.
-            beside["dy"] = torch.empty((), dtype=accumulator_of(x.dtype, x.dtype), device=x.device)
+            beside["dy"] = torch.empty((), dtype=self._wide, device=x.device)
         # With `weight_sum`, the kernel that adds the weights runs between the one that counts and the loss kernel.
         # Then the loss kernel does not follow the kernel that computes dy.
         counts = loss is not None and loss.reduction == "mean"
@@ -107,7 +107,7 @@ class PeerLaunches:
         if weight is not None:
             beside["weight"] = self._local(weight)
             if "smoothing" in self.numbers:
-                beside["weight_sum"] = weight.sum(dtype=accumulator_of(weight.dtype, weight.dtype))
+                beside["weight_sum"] = weight.sum(dtype=accumulator_of(self._wide, weight.dtype))
         return beside
 
     def _local(self, weight: Tensor) -> Tensor:

@@ -189,12 +189,13 @@ class _Transformed(torch.autograd.Function):
         y, *tensors = ctx.saved_tensors
         call = with_tensors(ctx.bare, tuple(tensors))
         x, options, (dim, _, keepdim, *_) = call.x, call.scores, call.settings
-        slope = slope_of(options, x)
+        wide = accumulator_of(x.dtype, y.dtype)
+        slope = slope_of(options, x, wide)
         dz: Any = 0.0
         if dx is not None:
-            dz = dx * options.scale * slope
+            dz = dx.to(wide) * options.scale * slope
         if dscale is not None:
-            dz = dz + dscale * x * slope
+            dz = dz + dscale * x.to(wide) * slope
         if dbias is not None:
             dz = dz + dbias
         dz = dz.expand(x.shape)
@@ -202,7 +203,7 @@ class _Transformed(torch.autograd.Function):
         if mask is not None:
             dz = dz.masked_fill(~mask, 0.0)
         kept = Kept(None if "x" in call.operation.saved else y, x)
-        tangent = ops.TANGENTS[call.operation.name](saved_of(call, kept, accumulator_of(x.dtype, y.dtype)), dz)
+        tangent = ops.TANGENTS[call.operation.name](saved_of(call, kept, wide), dz)
         if call.operation.per_row and not keepdim and x.dim():
             tangent = tangent.squeeze(dim)
         return tangent.to(y.dtype)

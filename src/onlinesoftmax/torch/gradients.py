@@ -188,8 +188,8 @@ def gradients(
         dz = score_gradient(call, kept, dy)
     else:
         # The gradient with respect to the scores; the wanted gradients are computed from it.
-        dz = kernel(call, kept, dy, wanted.dtype, False)
-    slope = slope_of(options, kept.x)
+        dz = kernel(call, kept, dy, torch.promote_types(wanted.dtype, dy.dtype), False)
+    slope = slope_of(options, kept.x, dz.dtype)
     dx = (dz * (options.scale * slope)).to(wanted.dtype) if wanted.x else None
     dbias = dscale = None
     if wanted.bias and wanted.bias_like is not None:
@@ -201,12 +201,12 @@ def gradients(
     return dx, dbias, dscale
 
 
-def slope_of(options: ScoreOptions, x: Tensor | None) -> Any:
-    """The derivative of the scores with respect to scale * x."""
+def slope_of(options: ScoreOptions, x: Tensor | None, dtype: torch.dtype) -> Any:
+    """The derivative of the scores with respect to scale * x, for a result of this dtype."""
     if options.softcap is None:
         return 1.0
     assert x is not None
-    return softcap_slope(eager.FUNCTIONS, x.to(accumulator_of(x.dtype, x.dtype)), options)
+    return softcap_slope(eager.FUNCTIONS, x.to(accumulator_of(x.dtype, dtype)), options)
 
 
 def unmasked(options: ScoreOptions, x: Tensor, dim: int) -> Tensor | None:

@@ -61,7 +61,7 @@ def _gradient(call: Call) -> Tensor:
     # `dy` already has the size 1 that keepdim keeps.
     settings = call.settings._replace(keepdim=True)
     dz = score_gradient(Call(operation.forward, x, settings, call.options, None, NOTHING), kept, call.beside["dy"])
-    return (dz * (options.scale * slope_of(options, logits))).to(call.settings.dtype or x.dtype)
+    return (dz * (options.scale * slope_of(options, logits, dz.dtype))).to(call.settings.dtype or x.dtype)
 
 
 def _by_formula(call: Call, output: Output, outputs: tuple[str, ...]) -> Tensor:
@@ -76,7 +76,7 @@ def _by_formula(call: Call, output: Output, outputs: tuple[str, ...]) -> Tensor:
         values["dy"] = 1.0 / divisor(xp, **of_sums) if "mean_loss" in outputs else 1.0
     y = evaluate(operation.name, xp, values, dim, output.name)
     if output.kind == "element":
-        y = y * (options.scale * slope_of(options, x))
+        y = y * (options.scale * slope_of(options, x, y.dtype))
         mask = unmasked(options, x, dim)
         y = y if mask is None else y.masked_fill(~mask, 0.0)
     elif output.kind == "row":
