@@ -154,7 +154,7 @@ def _by_pytorch(call: Call) -> torch.Tensor:
         _check_out_of_pytorch(call)
     if options is None and not settings.choice.batch_invariant:
         y: torch.Tensor = eager.call(operation, x, settings, out)
-        return y
+        return y if out is None or y is out else _write(operation, y, out)
     if not x.is_floating_point() and settings.dtype is None:
         raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is not floating point; pass dtype=")
     if settings.dtype is not None and not settings.dtype.is_floating_point:

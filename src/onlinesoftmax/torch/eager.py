@@ -22,17 +22,20 @@ FUNCTIONS = Functions(torch.tanh, lambda condition, x, number: x.masked_fill(~co
 
 def call_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
     """The operation on a torch tensor by PyTorch itself, if only a dimension and keepdim are given."""
-    function = getattr(torch, operation.name)
-    if torch._C._len_torch_function_stack():
+    if torch._C._len_torch_function_stack() or ops.is_narrow(x) or ops.is_long(x, dim):
         return ops.result(operation.name, x, dim, keepdim)
+    function = getattr(torch, operation.name)
     return function(x, dim, keepdim) if operation.per_row else function(x, dim)
 
 
 def call(operation: Operation, x: Any, settings: Settings, out: Any) -> Any:
     """The operation on a torch tensor by PyTorch itself, with its gradients and its errors."""
     name, (dim, dtype, keepdim, *_) = operation.name, settings
+    z = x if dtype is None else x.to(dtype)
+    if (operation.per_row and ops.is_narrow(z)) or (not operation.per_row and ops.is_long(z, dim)):
+        return ops.result(name, z, dim, keepdim)
     if operation.per_row:
-        return ops.by_pytorch(name, x if dtype is None else x.to(dtype), dim, keepdim, out=out)
+        return ops.by_pytorch(name, z, dim, keepdim, out=out)
     if out is None:
         return ops.by_pytorch(name, x, dim, dtype)
     return ops.by_pytorch(name, x, dim, dtype=dtype, out=out)
@@ -42,18 +45,29 @@ def call_on_scores(call: Call) -> Any:
     """The operation on the scores of a call, computed in float32 or wider and rounded once."""
     operation, x, (dim, dtype, keepdim, choice, _), _, _, _ = call
     dtype = dtype or x.dtype
-    z, fully_masked_rows = scores_of(x, dim, call.scores, dtype)
+    z, fully_masked_rows = scores_of(x, dim, call.scores, wide_of(x, dtype, choice.batch_invariant))
     # A tensor without dimensions, and a call that names none, have no rows beside each other.  A row without elements
     # has no maximum.
     names_none = isinstance(dim, tuple | list) and not dim
     if choice.batch_invariant and z.dim() and z.numel() and not names_none:
-        y = _invariant_logsumexp(z, dim, keepdim) if operation.per_row else _invariant(operation.name, z, dim)
+        y = _invariant_logsumexp(z, dim, keepdim) if operation.per_row else invariant(operation.name, z, dim)
     else:
         y = ops.result(operation.name, z, dim, keepdim)
     if fully_masked_rows is not None:
         fully_masked_rows = fully_masked_rows.squeeze(dim) if operation.per_row and not keepdim else fully_masked_rows
         y = y.masked_fill(fully_masked_rows, ops.masked_result(operation.name))
     return y.to(dtype)
+
+
+def wide_of(x: Any, dtype: torch.dtype, batch_invariant: bool) -> torch.dtype:
+    """The dtype of the arithmetic of a call: float64 where a row has the same bits beside any other rows.
+
+    The order in which PyTorch adds depends on the number of rows, and so do the last bits of exp, log and tanh, which
+    are other functions for the last elements of a tensor.  Rounding from float64 removes the differences.
+    """
+    if batch_invariant and x.device.type != "mps":
+        return torch.float64
+    return torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
 
 
 def scores_of(x: Any, dim: Any, options: ScoreOptions, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -71,8 +85,8 @@ def scores_of(x: Any, dim: Any, options: ScoreOptions, dtype: torch.dtype) -> tu
     return z.masked_fill(fully_masked_rows, 0.0), fully_masked_rows
 
 
-def _invariant(name: str, z: Any, dim: int) -> Any:
-    """Softmax or log-softmax whose bits do not depend on the number of rows.
+def invariant(name: str, z: Any, dim: int) -> Any:
+    """Softmax or log-softmax of float64 scores whose bits do not depend on the number of rows.
 
     PyTorch's functions sum in an order that does not depend on it along the last dimension, and there alone.
     """
@@ -84,7 +98,7 @@ def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:
     if isinstance(dim, tuple | list):
         y = _invariant_logsumexp(joined(z, dim, z.dim() - len(dim)), -1, False)
         return y.reshape(z.amax(dim, keepdim=True).shape) if keepdim else y
-    return logsumexp_from(z, _invariant("log_softmax", z, dim), dim, keepdim)
+    return logsumexp_from(z, invariant("log_softmax", z, dim), dim, keepdim)
 
 
 def logsumexp_from(z: Any, log_p: Any, dim: int, keepdim: bool) -> Any:

@@ -63,7 +63,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         return cross_entropy(x, signed(target), weight, numbers, return_stats)
     if torch.compiler.is_dynamo_compiling():
         loss = with_constants(loss)
-    settings = loss.settings._replace(dim=class_dim(x), dtype=loss.settings.dtype or result_dtype(x))
+    settings = loss.settings._replace(dim=class_dim(x), dtype=loss.settings.dtype or result_dtype(x, target))
     loss = loss._replace(settings=settings)
     reason = why_not_kernels(x, target, weight, settings.choice.backend, loss.ignore_index)
     if loss.smoothing and loss.mask is not None:
@@ -78,8 +78,8 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         # Found before the kernel runs, because the gradient may overwrite the logits.
         largest = _largest(x, loss) if return_stats else None
         y, lse, entropy = _by_kernels(x, target, weight, loss, return_stats, with_gradient)
-    elif not (return_stats or loss.options or loss.z_loss) and settings.dtype == result_dtype(x):
-        return targets_eager.pytorch_loss(x, target, weight, loss)
+    elif not return_stats and targets_eager.is_right(x, loss):
+        y = targets_eager.pytorch_loss(x, target, weight, loss)
     else:
         weight = _weight_of_mean(x, target, weight, loss)
         y = targets_eager.reduced(targets_eager.losses(x, target, weight, loss), target, weight, loss)
@@ -222,11 +222,12 @@ def _runs_kernels(name: str, x: Tensor, choice: Choice, reason: str | None) -> b
     return reason is None and bool(x.numel())
 
 
-def result_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the loss: that of the logits; float32 under autocast, as PyTorch has it."""
+def result_dtype(x: Tensor, target: Tensor | None = None) -> torch.dtype:
+    """The dtype of the loss, as in PyTorch: that of the logits or a wider one of the target; float32 under autocast."""
     if x.dtype in (torch.float16, torch.bfloat16) and autocasts(x):
         return torch.float32
-    return x.dtype
+    floating = target is not None and target.is_floating_point()
+    return torch.promote_types(x.dtype, target.dtype) if target is not None and floating else x.dtype
 
 
 def _check_inplace(x: Tensor) -> None:

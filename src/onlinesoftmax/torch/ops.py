@@ -32,8 +32,66 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def result(name: str, z: Tensor, dim: Any, keepdim: bool) -> Tensor:
-    """The result of a forward operation for scores z, by PyTorch's function."""
-    y: Tensor = by_pytorch(name, z, dim, keepdim) if name == "logsumexp" else by_pytorch(name, z, dim)
+    """The result of a forward operation for scores z: by PyTorch's function where its sums are right."""
+    if name == "logsumexp":
+        return call_pytorch(_logsumexp, z, dim, keepdim)
+    return call_pytorch(_in_passes, z, name, dim) if is_long(z, dim) else by_pytorch(name, z, dim)
+
+
+MOST_TERMS = {torch.float32: 1 << 12, torch.float16: 1 << 12, torch.bfloat16: 1 << 15}
+"""Largest number of terms in one running sum of PyTorch's softmax on a CPU that is taken as right, by dtype.
+
+A running sum of n float32 terms is off by up to n * 2^-24 of itself: 2^-12, or a quarter unit of bfloat16.
+"""
+
+LANES = 16
+"""Running sums of PyTorch's softmax along the last dimension, with AVX-512; along any other there is one."""
+
+
+def is_long(x: Tensor, dim: Any, dtype: torch.dtype | None = None) -> bool:
+    """True for rows on a CPU that PyTorch's softmax and log_softmax sum too inexactly, in the dtype of x or in `dtype`.
+
+    A trace has PyTorch's own operation, which the compiler replaces by passes of its own.
+    """
+    most = MOST_TERMS.get(dtype or x.dtype)
+    if most is None or type(dim) is not int or torch.compiler.is_dynamo_compiling() or type(x) not in PLAIN_TYPES:
+        return False
+    shape = x.shape
+    if not -len(shape) <= dim < len(shape) or shape[dim] <= most or not x.is_cpu:
+        return False
+    return dim not in (-1, len(shape) - 1) or shape[dim] > LANES * most
+
+
+def is_narrow(x: Tensor) -> bool:
+    """True for 16-bit logits, whose sums and losses PyTorch on a CPU partly computes in 16 bits."""
+    return x.dtype is torch.float16 or x.dtype is torch.bfloat16
+
+
+def _logsumexp(z: Tensor, dim: Any, keepdim: bool) -> Tensor:
+    """Logsumexp by PyTorch, whose sums are pairwise; of 16-bit numbers in float32, rounded once."""
+    return z.float().logsumexp(dim, keepdim).to(z.dtype) if is_narrow(z) else z.logsumexp(dim, keepdim)
+
+
+def _in_passes(z: Tensor, name: str, dim: int) -> Tensor:
+    """Softmax or log-softmax in separate operations: `torch.sum` adds in pairs, with small errors at every length.
+
+    The gradients of these operations add in pairs too.  The derivative with respect to the maximum is 0.
+    """
+    wide = z.to(torch.promote_types(z.dtype, torch.float32))
+    shifted = wide - wide.detach().amax(dim, keepdim=True)
+    if name == "log_softmax":
+        return (shifted - shifted.exp().sum(dim, keepdim=True).log()).to(z.dtype)
+    # Autograd does not keep the difference, so the exponentials may have its memory.
+    terms = shifted.exp_()
+    kept = terms.requires_grad or torch._C._are_functorch_transforms_active()
+    return (torch.div if kept else torch.Tensor.div_)(terms, terms.sum(dim, keepdim=True)).to(z.dtype)
+
+
+def exact_log_softmax(z: Tensor, dim: int) -> Tensor:
+    """Log-softmax of float32 or float64 scores with small errors at every length, for the statistics of rows."""
+    if z.dtype == torch.float64 or not z.shape[dim]:
+        return result("log_softmax", z, dim, False)
+    y: Tensor = call_pytorch(_in_passes, z, "log_softmax", dim)
     return y
 
 

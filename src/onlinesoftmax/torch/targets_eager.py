@@ -20,41 +20,59 @@ Tensor = torch.Tensor
 
 
 def pytorch_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
-    """The result of PyTorch's own cross_entropy, which knows neither z_loss nor score options."""
+    """The result of PyTorch's own cross_entropy, which knows neither z_loss nor score options.
+
+    It is computed in float32 or wider, and so is its gradient, which is rounded once.
+    """
+    wide = loss.wide(x)
     y: Tensor = ops.call_pytorch(
-        functional.cross_entropy, x, target if target.is_floating_point() else target.long(), weight,
+        functional.cross_entropy, x.to(wide),
+        target.to(torch.promote_types(target.dtype, wide) if target.is_floating_point() else torch.int64),
+        None if weight is None else weight.to(wide),
         ignore_index=loss.ignore_index, reduction=loss.reduction, label_smoothing=loss.smoothing,
     )  # fmt: skip
     return y
 
 
+def is_right(x: Tensor, loss: Loss) -> bool:
+    """True where PyTorch's own cross_entropy has all options of this loss, and sums its rows with small errors."""
+    if loss.z_loss or loss.options or loss.settings.choice.batch_invariant:
+        return False
+    return not ops.is_long(x, loss.dim, loss.wide(x))
+
+
 def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
-    """The loss of each row, in float32 (float64 in float64)."""
-    z = _scores(x, loss)
-    weight, loss = None if weight is None else weight.to(z.dtype), loss._replace(reduction="none")
-    if loss.mask is None:
-        y = pytorch_loss(z, target, weight, loss)
+    """The loss of each row, in float32 (float64 in float64, and where the bits do not depend on the other rows)."""
+    z, dim, separate = _scores(x, loss), loss.dim, loss.settings.choice.batch_invariant
+    weight = None if weight is None else weight.to(z.dtype)
+    if separate or loss.mask is not None or ops.is_long(z, dim):
+        log_p = _log_p(z, dim, separate)
+        y = _of_log_p(log_p, target, weight, loss)
     else:
-        y = _of_kept(z, loss.mask.expand_as(z), target, weight, loss)
+        y, log_p = pytorch_loss(z, target, weight, loss._replace(reduction="none")), None
     if not loss.z_loss:
         return y
-    penalty = loss.z_loss * z.logsumexp(loss.dim) ** 2
+    lse = z.logsumexp(dim) if log_p is None else eager.logsumexp_from(z, log_p, dim, keepdim=False)
+    penalty = loss.z_loss * lse**2
     return y + (penalty if target.is_floating_point() else penalty.where(counted(target, loss), 0.0))
 
 
-def _of_kept(z: Tensor, kept: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
-    """The loss of each row whose scores are -inf where the mask is False; such a class has no part of the smoothing."""
-    dim, shape = loss.dim, (-1, *[1] * (z.dim() - 1 - loss.dim))
-    log_p, w = z.log_softmax(dim), 1.0 if weight is None else weight.reshape(shape)
-    spread = loss.smoothing / kept.sum(dim, keepdim=True, dtype=z.dtype) * kept
+def _of_log_p(log_p: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
+    """The loss of each row without z_loss; a class that the mask excludes has no part of the smoothing."""
+    dim, kept = loss.dim, None if loss.mask is None else loss.mask.expand_as(log_p)
+    w: Any = 1.0 if weight is None else weight.reshape(-1, *[1] * (log_p.dim() - 1 - dim))
+    spread: Any = loss.smoothing
+    spread = spread / log_p.shape[dim] if kept is None else spread / kept.sum(dim, True, dtype=log_p.dtype) * kept
     if target.is_floating_point():
-        q = (1 - loss.smoothing) * target.to(z.dtype) + spread
+        q = (1 - loss.smoothing) * target + spread
         # A class that is excluded counts only if the target has it: 0 * -inf would be NaN.
-        return -(w * q * log_p.where(kept | (q != 0), 0.0)).sum(dim)
-    y = pytorch_loss(z, target, weight, loss._replace(smoothing=0.0))
+        return -(w * q * (log_p if kept is None else log_p.where(kept | (q != 0), 0.0))).sum(dim)
+    y: Tensor = ops.call_pytorch(
+        functional.nll_loss, log_p, target.long(), weight, ignore_index=loss.ignore_index, reduction="none"
+    )
     if not loss.smoothing:
         return y
-    of_spread = -(w * spread * log_p.where(kept, 0.0)).sum(dim)
+    of_spread = -(w * spread * (log_p if kept is None else log_p.where(kept, 0.0))).sum(dim)
     return (1 - loss.smoothing) * y + of_spread.where(counted(target, loss), 0.0)
 
 
@@ -73,14 +91,22 @@ def reduced(rows: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> 
 def statistics(x: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     """(lse, entropy) of each row, in float32 (float64 in float64)."""
     with torch.no_grad():
-        z = _scores(x, loss)
-        log_p = z.log_softmax(loss.dim)
-        return eager.logsumexp_from(z, log_p, loss.dim, keepdim=False), _entropy(log_p, loss.dim)
+        z, dtype = _scores(x, loss), loss.wide(x)
+        log_p = _log_p(z, loss.dim, loss.settings.choice.batch_invariant)
+        lse = eager.logsumexp_from(z, log_p, loss.dim, keepdim=False)
+        return lse.to(dtype), _entropy(log_p, loss.dim).to(dtype)
 
 
 def _scores(x: Tensor, loss: Loss) -> Tensor:
-    z: Tensor = eager.scores_of(x, loss.dim, loss.options or PLAIN, loss.wide(x))[0]
+    wide = eager.wide_of(x, loss.wide(x), loss.settings.choice.batch_invariant)
+    z: Tensor = eager.scores_of(x, loss.dim, loss.options or PLAIN, wide)[0]
     return z
+
+
+def _log_p(z: Tensor, dim: int, batch_invariant: bool) -> Tensor:
+    """The log-probabilities of scores, with small errors at every length."""
+    log_p: Tensor = eager.invariant("log_softmax", z, dim) if batch_invariant else ops.exact_log_softmax(z, dim)
+    return log_p
 
 
 def _entropy(log_p: Tensor, dim: int) -> Tensor:
@@ -93,15 +119,16 @@ def log_probabilities(call: Call, entropy: bool, several: bool = False) -> tuple
 
     With `several`, the target has several columns of each row, along the softmax dimension, and so has logprob.
     """
-    x, dim = call.x, call.settings.dim
-    target = call.beside["target"].long()
-    z = eager.scores_of(x, dim, call.scores, accumulator_of(x.dtype, x.dtype))[0]
-    log_p = z.log_softmax(dim)
-    lse = eager.logsumexp_from(z, log_p, dim, keepdim=False)
+    x, dim, separate = call.x, call.settings.dim, call.settings.choice.batch_invariant
+    target, dtype = call.beside["target"].long(), accumulator_of(x.dtype, x.dtype)
+    z = eager.scores_of(x, dim, call.scores, eager.wide_of(x, dtype, separate))[0]
+    log_p = _log_p(z, dim, separate)
+    lse = eager.logsumexp_from(z, log_p, dim, keepdim=False).to(dtype)
+    found = _entropy(log_p, dim).to(dtype) if entropy else None
     if not x.shape[dim]:
         # `gather` takes no index of a row without columns.
-        nothing = (lse.unsqueeze(dim) + torch.nan).expand(target.shape)
-        return nothing if several else nothing.squeeze(dim), _entropy(log_p, dim) if entropy else None, lse
-    inside = is_class(target, x.shape[dim])
-    logprob = log_p.gather(dim, target.where(inside, 0)).where(inside, torch.nan)
-    return logprob if several else logprob.squeeze(dim), _entropy(log_p, dim) if entropy else None, lse
+        logprob = (lse.unsqueeze(dim) + torch.nan).expand(target.shape)
+    else:
+        inside = is_class(target, x.shape[dim])
+        logprob = log_p.gather(dim, target.where(inside, 0)).where(inside, torch.nan).to(dtype)
+    return logprob if several else logprob.squeeze(dim), found, lse
