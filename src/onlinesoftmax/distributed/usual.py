@@ -49,9 +49,10 @@ def agree(
         arguments: All other arguments except the mask, `shards` and `group`.
         shards, group: Its arguments of these names; shards that are given are returned.
     """
-    plain = all(t is None or type(t) in PLAIN_TYPES for t in tensors)
-    if shards is not None or not plain or torch.compiler.is_compiling():
+    if shards is not None or torch.compiler.is_compiling():
         return shards, ()
+    if not all(t is None or type(t) in PLAIN_TYPES for t in tensors):
+        return None, ()
     key = name, arguments, *(None if t is None else (t.shape, t.dtype) for t in tensors)
     try:
         found = ANNOUNCEMENTS.get(key)
