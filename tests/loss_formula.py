@@ -13,6 +13,8 @@ With class probabilities, the mean divides both sums by the number of rows, as P
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,3 +126,25 @@ def expected_tokens(
     dz = hits.sum(-2) + s.p * (dlse - dy.sum(-1))[..., None] - dentropy[..., None] * s.p * of_entropy
     back = lambda a: np.moveaxis(a, -1, dim)  # noqa: E731  one line in two places
     return ExpectedTokens(back(logprob), s.entropy, s.lse, back(dz * s.slope))
+
+
+def pairs(choices: dict[str, tuple[Any, ...]], seed: int) -> list[dict[str, Any]]:
+    """Combinations in which every pair of values of two options occurs with every reduction."""
+    generator = random.Random(seed)
+    wanted = {
+        frozenset({("reduction", reduction), (a, i), (b, j)})
+        for a, b in itertools.combinations(choices, 2)
+        for i, j in itertools.product(range(len(choices[a])), range(len(choices[b])))
+        for reduction in range(len(choices["reduction"]))
+        if "reduction" not in (a, b)
+    }
+    found = []
+    while wanted:
+        one = dict(generator.choice(sorted(map(sorted, wanted))))
+        one = {name: one.get(name, generator.randrange(len(values))) for name, values in choices.items()}
+        wanted -= {
+            frozenset({("reduction", one["reduction"]), (a, one[a]), (b, one[b])})
+            for a, b in itertools.combinations(choices, 2)
+        }
+        found.append({name: values[one[name]] for name, values in choices.items()})
+    return found

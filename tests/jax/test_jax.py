@@ -244,6 +244,34 @@ def test_empty_and_small(name: str, shape: tuple[int, ...]) -> None:
     assert_close(ours(x), theirs(x))
 
 
+@pytest.mark.parametrize("how", [{}, {"backend": "pallas"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"bias": jnp.zeros(4)}], ids=str)
+def test_the_gradient_of_a_logsumexp_of_only_minus_infinity(options: dict[str, Any], how: dict[str, Any]) -> None:
+    x = jnp.stack([jnp.full(4, -jnp.inf), jnp.arange(4.0), jnp.array([-jnp.inf, 0, jnp.nan, 1])])
+    # A softcap makes -inf finite, so a bias excludes the row.
+    options = (
+        options | {"bias": jnp.where(jnp.arange(3) == 0, -jnp.inf, 0)[:, None]} if "softcap" in options else options
+    )
+
+    def function(x: jax.Array, fully_masked: str) -> jax.Array:
+        return osj.logsumexp(x, -1, fully_masked=fully_masked, **options, **how)
+
+    for fully_masked, gradient in (("zero", 0.0), ("nan", jnp.nan)):
+        y, vjp = jax.vjp(lambda x: function(x, fully_masked), x)  # noqa: B023  called at once
+        assert y[0] == -jnp.inf
+        (dx,) = vjp(jnp.ones(3))
+        np.testing.assert_array_equal(dx[0], jnp.full(4, gradient))
+        np.testing.assert_allclose(dx[1], jax.grad(lambda x: function(x, "nan")[1])(x)[1], rtol=1e-6)
+        assert jnp.isnan(dx[2]).all()
+    change = jax.jvp(lambda x: function(x, "zero"), (x,), (jnp.ones_like(x),))[1]
+    assert change[0] == 0
+    for more in ({"b": jnp.ones(4)}, {"return_sign": True}):
+        with pytest.raises(ValueError, match="fully_masked='zero'"):
+            osj.logsumexp(x, fully_masked="zero", **more)
+    with pytest.raises(ValueError, match="'nan' or 'zero'"):
+        osj.logsumexp(x, fully_masked="ignore")
+
+
 def test_logsumexp_as_jax_has_it() -> None:
     x, b = numbers(10), numbers(11)
     for more in ({"keepdims": True}, {"b": b, "return_sign": True}, {"axis": 1, "keepdims": True}):

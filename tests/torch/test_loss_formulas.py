@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from loss_accuracy import DEVICE, GPU
 from torch.nn import functional
 
 import onlinesoftmax as osm
-from loss_formula import expected_loss
+from loss_formula import expected_loss, pairs
 
 COLS = 11
 
@@ -31,28 +29,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "return_stats": (False, True),
 }
 """A weight of 0.5 is that of every class, with which a mean is the one without weights."""
-
-
-def pairs(choices: dict[str, tuple[Any, ...]], seed: int) -> list[dict[str, Any]]:
-    """Combinations in which every pair of values of two options occurs with every reduction."""
-    generator = random.Random(seed)
-    wanted = {
-        frozenset({("reduction", reduction), (a, i), (b, j)})
-        for a, b in itertools.combinations(choices, 2)
-        for i, j in itertools.product(range(len(choices[a])), range(len(choices[b])))
-        for reduction in range(len(choices["reduction"]))
-        if "reduction" not in (a, b)
-    }
-    found = []
-    while wanted:
-        one = dict(generator.choice(sorted(map(sorted, wanted))))
-        one = {name: one.get(name, generator.randrange(len(values))) for name, values in choices.items()}
-        wanted -= {
-            frozenset({("reduction", one["reduction"]), (a, one[a]), (b, one[b])})
-            for a, b in itertools.combinations(choices, 2)
-        }
-        found.append({name: values[one[name]] for name, values in choices.items()})
-    return found
 
 
 def made(one: dict[str, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:

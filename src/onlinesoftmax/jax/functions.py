@@ -115,7 +115,7 @@ def log_softmax(
 def logsumexp(
     a: Array, axis: Axis = None, b: Array | None = None, keepdims: bool = False, return_sign: bool = False,
     where: Array | None = None, *, scale: Any = 1.0, softcap: float | None = None, bias: Array | None = None,
-    backend: str | None = None, strategy: str | None = None, axis_name: AxisName = None,
+    fully_masked: str = "nan", backend: str | None = None, strategy: str | None = None, axis_name: AxisName = None,
 ) -> Array | tuple[Array, Array]:  # fmt: skip
     """The logsumexp log(sum(b * exp(z))) along `axis`: `jax.nn.logsumexp` of scores z.
 
@@ -129,6 +129,8 @@ def logsumexp(
             `jax.nn` runs.
         keepdims: Keep the reduced axes with size 1.
         return_sign: Return the sign of the sum too.
+        fully_masked: Gradient of a row whose scores are all -inf: "nan" as in `jax.nn`, or "zero".  An element that
+            `where` leaves out has the gradient 0 in both cases.
         axis_name: As for `softmax`; not with b, return_sign or complex numbers.  The result is the same on every
             device, and its gradient needs no exchange.
 
@@ -137,7 +139,8 @@ def logsumexp(
         without an element gives -inf.
 
     Raises:
-        TypeError, ValueError: as for `softmax`.
+        TypeError, ValueError: as for `softmax`; or fully_masked is neither of the two, or "zero" with b, return_sign
+            or complex numbers.
         PlanError: as for `softmax`; or a kernel is forced with b, return_sign or complex numbers.
 
     Example:
@@ -146,7 +149,11 @@ def logsumexp(
         [2.0794415 2.0794415]
     """
     options = options_of(scale, softcap, bias, where)
+    if fully_masked not in ("nan", "zero"):
+        raise ValueError(f"logsumexp: fully_masked must be 'nan' or 'zero', got {fully_masked!r}")
     if b is not None or return_sign or (is_complex(a) and is_plain(options)):
+        if fully_masked == "zero":
+            raise ValueError("logsumexp: b, return_sign and complex numbers do not work with fully_masked='zero'")
         if axis_name is not None:
             raise ValueError("logsumexp: b, return_sign and complex numbers do not work with axis_name")
         if backend not in (None, "eager") or strategy not in (None, "row"):
@@ -159,7 +166,7 @@ def logsumexp(
             z = rows.back(scores(rows.x, rows.arrays, rows.options).astype(rows.x.dtype))
         return jax.nn.logsumexp(z, axis, b, keepdims, return_sign, where)
     rows = rows_of("logsumexp", a, axis, options, axis_name)
-    y = rows.run("logsumexp", Choice(backend, strategy))
+    y = rows.run("logsumexp", Choice(backend, strategy), fully_masked == "zero")
     return jnp.expand_dims(y, rows.axes) if keepdims else y
 
 

@@ -79,10 +79,14 @@ def _sum(t: Array, axis_name: Names) -> Array:
 
 
 def logsumexp_backward(x: Array, *rest: Array, options: ScoreOptions = PLAIN, factor: float = 1.0) -> Array:
-    """Gradient in the scores from the gradient t in lse: factor * t * exp(z - lse); rest ends with the state and t."""
+    """Gradient in the scores from the gradient t in lse: factor * t * exp(z - lse); rest ends with the state and t.
+
+    It is 0 where t is 0, even in a row without a score above -inf.
+    """
     *arrays, state, t = rest
     p = _probabilities(x, tuple(arrays), options, state)
-    return masked(factor * p * t.astype(p.dtype)[..., None], tuple(arrays), options, 0).astype(x.dtype)
+    t = t.astype(p.dtype)[..., None]
+    return masked(jnp.where(t == 0, 0, factor * p * t), tuple(arrays), options, 0).astype(x.dtype)
 
 
 def logsumexp_tangent(x: Array, *rest: Array, options: ScoreOptions = PLAIN, factor: float = 1.0) -> Array:
@@ -172,15 +176,19 @@ def unstacked(name: str, y: Array) -> tuple[Array, ...]:
     return tuple(y[..., i] for i in range(y.shape[-1])) if name in OUTPUTS else (y,)
 
 
-def result(found: tuple[Array, ...]) -> Array:
-    """The result of softmax, log_softmax or logsumexp, from the outputs of the operation."""
-    return found[0] if len(found) == 1 else logsumexp_of(*found)
+def result(found: tuple[Array, ...], zero: bool = False) -> Array:
+    """The result of softmax, log_softmax or logsumexp, from the outputs of the operation; zero as in logsumexp_of."""
+    return found[0] if len(found) == 1 else logsumexp_of(*found, zero)
 
 
-def logsumexp_of(m: Array, l: Array) -> Array:
-    """The logsumexp m + log(l); log(l) where l is 0 or infinite, because log has no finite derivative there."""
+def logsumexp_of(m: Array, l: Array, zero: bool = False) -> Array:
+    """The logsumexp m + log(l); log(l) where l is 0 or infinite, because log has no finite derivative there.
+
+    With `zero`, a row whose l is 0 is a constant.
+    """
     is_number = (l > 0) & (l < jnp.inf)
-    return jnp.where(is_number, m + jnp.log(jnp.where(is_number, l, 1)), jnp.log(l))
+    y = jnp.where(l == 0, -jnp.inf, jnp.log(jnp.where(l == 0, 1, l))) if zero else jnp.log(l)
+    return jnp.where(is_number, m + jnp.log(jnp.where(is_number, l, 1)), y)
 
 
 def of_empty_rows(name: str, x: Array) -> Array:

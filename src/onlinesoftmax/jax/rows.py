@@ -49,12 +49,12 @@ class Rows(NamedTuple):
         """Number of columns of a whole row."""
         return self.x.shape[-1] * (devices(self.names) if self.names else 1)
 
-    def run(self, name: str, choice: Choice) -> Array:
-        """The result of an operation on these rows."""
+    def run(self, name: str, choice: Choice, zero: bool = False) -> Array:
+        """The result of an operation on these rows; with `zero`, a logsumexp of only -inf has the gradient 0."""
         primitives.check(name, choice)
         if self.x.size == 0:
             return ops.of_empty_rows(name, self.x).astype(self.dtype)
-        return ops.result(self.outputs(name, choice)).astype(self.dtype)
+        return ops.result(self.outputs(name, choice), zero).astype(self.dtype)
 
     def outputs(self, name: str, choice: Choice, *target: Array, **target_options: TargetOptions) -> tuple[Array, ...]:
         """The outputs of an operation on these rows, as `plans.OUTPUTS` names them."""
