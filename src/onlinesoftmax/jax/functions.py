@@ -270,9 +270,9 @@ def cross_entropy(
 
 
 def token_logprobs(
-    logits: Array, index: Array, axis: Axis = -1, where: Array | None = None, *, entropy: bool = True,
-    scale: Any = 1.0, softcap: float | None = None, backend: str | None = None, strategy: str | None = None,
-    axis_name: AxisName = None,
+    logits: Array, index: Array, axis: Axis = -1, where: Array | None = None, *,
+    ignore_index: int | None = None, entropy: bool = True, scale: Any = 1.0, softcap: float | None = None,
+    backend: str | None = None, strategy: str | None = None, axis_name: AxisName = None,
 ) -> TokenLogprobs:  # fmt: skip
     """The log-probability of one element of every row, with the entropy and the logsumexp of the row.
 
@@ -282,16 +282,19 @@ def token_logprobs(
     Args:
         logits: Floating-point array of any shape.
         index: Integers of the shape of the logits without `axis`, each the index of an element of the row; with
-            several axes, an index into them flattened in their order.
+            several axes, an index into them flattened in their order.  Or several elements of each row, along a single
+            `axis`, as in jnp.take_along_axis: (B, K) for logits of shape (B, V).
         axis: One axis, several, or None for all of them.
         where: Boolean array that broadcasts to the shape of the logits.  An element where it is False has
             probability 0.
+        ignore_index: An index whose logprob is 0 without a gradient, as of padding; None where there is none.
         entropy: Compute the entropy.
         scale, softcap, backend, strategy: As for `softmax`.
         axis_name: As for `cross_entropy`.  The devices exchange one state per row, of 12 bytes, or 16 with the entropy.
 
     Returns:
-        TokenLogprobs(logprob, entropy, lse) of arrays of the shape of the logits without `axis`, in float32 for 16-bit
+        TokenLogprobs(logprob, entropy, lse) of arrays of the shape of the logits without `axis`, and logprob in the
+        shape of the index, in float32 for 16-bit
         logits, else in their dtype; entropy is None where it is not asked for, and in nats.  An index that is no
         element, negative or too large, gives a logprob of NaN without a gradient; lse and entropy do not depend on
         it.  A row whose maximum is infinite has an infinite lse; its logprob and its entropy are NaN.
@@ -312,7 +315,8 @@ def token_logprobs(
         [-1.3862944 -1.3862944] [1.3862944 1.3862944] [1.3862944 1.3862944]
     """
     options = options_of(scale, softcap, None, where)
-    return losses.token_logprobs(logits, index, axis, options, entropy, Choice(backend, strategy), axis_name)
+    choice = Choice(backend, strategy)
+    return losses.token_logprobs(logits, index, axis, options, entropy, choice, axis_name, ignore_index)
 
 
 def _elementwise(name: str, x: Array, axis: Axis, options: ScoreOptions, choice: Choice, axis_name: AxisName) -> Array:

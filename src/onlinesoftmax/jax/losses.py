@@ -102,8 +102,9 @@ def _losses(
 
 
 def token_logprobs(
-    logits: Any, index: Any, axis: Axis, options: ScoreOptions, entropy: bool, choice: Choice, axis_name: Any = None
-) -> TokenLogprobs:
+    logits: Any, index: Any, axis: Axis, options: ScoreOptions, entropy: bool, choice: Choice, axis_name: Any = None,
+    ignore_index: Any = None,
+) -> TokenLogprobs:  # fmt: skip
     """The results of every row; the arguments are those of the public function, not checked."""
     primitives.check(TOKEN_LOGPROBS, choice)
     if not isinstance(entropy, bool):
@@ -111,13 +112,52 @@ def token_logprobs(
     x, index = _floating(TOKEN_LOGPROBS, logits), _labels(TOKEN_LOGPROBS, "index", index)
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(f"{TOKEN_LOGPROBS}: index must be integers, got {index.dtype}")
-    rows = rows_of(TOKEN_LOGPROBS, x, axis, options, axis_name)
-    target = _target(TOKEN_LOGPROBS, "index", index, rows)
+    counted = LossReduction("none", ignore_index).checked(TOKEN_LOGPROBS).counted(index)
+    # The index of a row that counts for nothing is often no token, whose logprob would be NaN.
+    index = index if counted is None else jnp.where(counted, index, 0)
+    axes = axes_of(TOKEN_LOGPROBS, axis, x.ndim)
+    several = len(axes) == 1 and index.ndim == x.ndim
+    if several and axis_name is not None:
+        raise ValueError(f"{TOKEN_LOGPROBS}: index with several elements of a row does not work with axis_name")
+    # The gradients of several elements are added to that of lse, which must not be rounded before.
+    rows = rows_of(TOKEN_LOGPROBS, x.astype(accumulator(x)) if several else x, axis, options, axis_name)
+    target = None if several else _target(TOKEN_LOGPROBS, "index", index, rows)
+    columns = _columns(index, rows) if several else None
     if rows.x.size == 0:
         nothing = jnp.full(rows.x.shape[:-1], jnp.nan, accumulator(rows.x))
-        return TokenLogprobs(nothing, nothing if entropy else None, jnp.full_like(nothing, -jnp.inf))
-    y, m, l, *more = rows.outputs(TOKEN_LOGPROBS, choice, target, target_options=TargetOptions(entropy=entropy))
-    return TokenLogprobs(y, more[0] if entropy else None, ops.logsumexp_of(m, l))
+        y = nothing if columns is None else rows.back_of_row(jnp.full(columns.shape, jnp.nan, nothing.dtype))
+        lse, more = jnp.full_like(nothing, -jnp.inf), [nothing]
+    else:
+        first = jnp.zeros(rows.x.shape[:-1], jnp.int32) if target is None else target
+        y, m, l, *more = rows.outputs(TOKEN_LOGPROBS, choice, first, target_options=TargetOptions(entropy=entropy))
+        lse = ops.logsumexp_of(m, l)
+        if columns is not None:
+            y = rows.back_of_row(_of_columns(rows, columns, m, l))
+    y = y if counted is None else jnp.where(counted, y, 0)
+    return TokenLogprobs(y, more[0] if entropy else None, lse)
+
+
+def _columns(index: Array, rows: Rows) -> Array:
+    """The columns of several elements of each row along a last axis, -1 where one is out of range."""
+    found = jnp.moveaxis(index, rows.axes[0], -1)
+    if found.shape[:-1] != rows.x.shape[:-1]:
+        raise ValueError(
+            f"{TOKEN_LOGPROBS}: index of shape {index.shape} has other rows than logits of shape {rows.shape}"
+        )
+    wide = signed(found)
+    return jnp.where((wide >= 0) & (wide < rows.cols), wide, -1).astype(jnp.int32)
+
+
+def _of_columns(rows: Rows, columns: Array, m: Array, l: Array) -> Array:
+    """The logarithms of the probabilities of columns, from the state of each row; NaN where one is out of range."""
+    there = jnp.maximum(columns, 0)
+
+    def gathered(t: Array) -> Array:
+        return t if t.shape[-1] == 1 else jnp.take_along_axis(jnp.broadcast_to(t, rows.x.shape), there, axis=-1)
+
+    z = scores(gathered(rows.x), tuple(map(gathered, rows.arrays)), rows.options)
+    y = (z - m[..., None]) - ops.logsumexp_of(jnp.zeros_like(l), l)[..., None]
+    return jnp.where((columns >= 0) & (l < jnp.inf)[..., None], y, jnp.nan)
 
 
 def _of_targets(rows: Rows, target: Array, numbers: TargetOptions, choice: Choice) -> Array:

@@ -81,12 +81,13 @@ def _sum(t: Array, axis_name: Names) -> Array:
 def logsumexp_backward(x: Array, *rest: Array, options: ScoreOptions = PLAIN, factor: float = 1.0) -> Array:
     """Gradient in the scores from the gradient t in lse: factor * t * exp(z - lse); rest ends with the state and t.
 
-    It is 0 where t is 0, even in a row without a score above -inf.
+    In a row without a score above -inf it is 0 if t is 0.
     """
     *arrays, state, t = rest
     p = _probabilities(x, tuple(arrays), options, state)
     t = t.astype(p.dtype)[..., None]
-    return masked(jnp.where(t == 0, 0, factor * p * t), tuple(arrays), options, 0).astype(x.dtype)
+    nothing = (t == 0) & (state[..., 1:] == 0)
+    return masked(jnp.where(nothing, 0, factor * p * t), tuple(arrays), options, 0).astype(x.dtype)
 
 
 def logsumexp_tangent(x: Array, *rest: Array, options: ScoreOptions = PLAIN, factor: float = 1.0) -> Array:
@@ -178,7 +179,7 @@ def unstacked(name: str, y: Array) -> tuple[Array, ...]:
 
 def result(found: tuple[Array, ...], zero: bool = False) -> Array:
     """The result of softmax, log_softmax or logsumexp, from the outputs of the operation; zero as in logsumexp_of."""
-    return found[0] if len(found) == 1 else logsumexp_of(*found, zero)
+    return found[0] if len(found) == 1 else logsumexp_of(found[0], found[1], zero)
 
 
 def logsumexp_of(m: Array, l: Array, zero: bool = False) -> Array:

@@ -76,6 +76,10 @@ class Rows(NamedTuple):
         """An array of the caller's shape, in the layout of x."""
         return _last(t, self.axes)
 
+    def back_of_row(self, y: Array) -> Array:
+        """A result for some elements of each row, with their axis in the place of the only reduced axis."""
+        return jnp.moveaxis(y, -1, self.axes[0])
+
     def back(self, y: Array) -> Array:
         """A result per element, in the shape of the caller's array."""
         outer = y.shape[:-1]

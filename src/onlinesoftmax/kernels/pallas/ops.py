@@ -291,9 +291,9 @@ class Op(NamedTuple):
         *_, residual, dy = operands
         m, l = residual.reshape(-1, 2).T
         with jax.enable_x64(True):
-            dy = dy.reshape(-1).astype(jnp.float64)
-            # A row without an incoming gradient has none, even if l is 0.
-            t = jnp.where(dy == 0, 0, dy / l.astype(jnp.float64))
+            dy, l = dy.reshape(-1).astype(jnp.float64), l.astype(jnp.float64)
+            # In a row without a score above -inf, l is 0.
+            t = jnp.where((dy == 0) & (l == 0), 0, dy / l)
         return {"shift": m, **self._t_with_rounding_error(t, m.dtype)}
 
     def _with_target(self, operands: tuple[Array, ...]) -> dict[str, Array]:
