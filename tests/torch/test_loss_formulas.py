@@ -278,3 +278,28 @@ def test_targets_of_every_integer_dtype_on_a_cpu(dtype: torch.dtype) -> None:
             for ours, exact in ((y.detach(), want.loss), (dx, want.gradient), (stats.z_loss, want.z_loss)):
                 np.testing.assert_allclose(ours.numpy(), exact, 1e-12, 1e-13, err_msg=f"{names} {reduction}")
             assert not stats.correct[target == options.get("ignore_index", -100)].any()
+
+
+def test_the_module_takes_a_mask_and_a_dtype() -> None:
+    x, target, mask = torch.randn(4, COLS).half(), torch.tensor([0, 1, 2, 3]), torch.arange(COLS) < 9
+    module = osm.nn.CrossEntropyLoss(dtype=torch.float32, softcap=4.0)
+    assert repr(module) == "CrossEntropyLoss(softcap=4.0, dtype=torch.float32)"
+    want = osm.cross_entropy(x, target, softcap=4.0, mask=mask, dtype=torch.float32)
+    assert want.dtype == torch.float32
+    assert torch.equal(module(x, target, mask=mask), want)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_mask_that_changes_before_backward(reduction: str) -> None:
+    """Forward has the gradient of a mean; that of each row is computed later, from a mask that must be the same."""
+    x, target = torch.randn(4, COLS, device=DEVICE, requires_grad=True), torch.arange(4, device=DEVICE)
+    mask = torch.arange(COLS, device=DEVICE) < 9
+    y = osm.cross_entropy(x, target, mask=mask, reduction=reduction, backend="triton").sum()
+    (dx,) = torch.autograd.grad(y, x, retain_graph=True)
+    assert (dx[:, 9:] == 0).all()
+    mask.fill_(True)
+    if reduction == "mean":
+        assert torch.equal(torch.autograd.grad(y, x)[0], dx)
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, x)
