@@ -342,6 +342,14 @@ def test_errors() -> None:
         State.of(np.zeros(3, np.int64))
     with pytest.raises(TypeError, match=r"NumPy, torch or JAX array, got builtins\.list"):
         State.of([1.0])
+    for dim in ((0, 1), 1.0, True, None):
+        with pytest.raises(TypeError, match="dim must be an int, not"):
+            State.of(x, dim)
+    assert type(State.of(x, np.int64(1)).dim) is int
+    with pytest.raises(TypeError, match="other must be a State, not int"):
+        State.of(x).merge(3)
+    with pytest.raises(TypeError, match="weights must be a mapping from names to arrays, not list"):
+        State.of(x, weights=[x])
     with pytest.raises(ValueError, match="dim -1 and dim -2"):
         State.of(x, 1).merge(State.of(x, 0))
     with pytest.raises(ValueError, match=r"sums \['x'\] and \[\] do not match"):

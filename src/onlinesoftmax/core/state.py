@@ -13,6 +13,7 @@ Method: Milakov and Gimelshein, "Online normalizer calculation for softmax", arX
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,8 @@ class State:
         """
         xp = namespace(x)
         dim = dim_from_end(dim, x.ndim)
+        if not isinstance(weights, Mapping | None):
+            raise TypeError(f"weights must be a mapping from names to arrays, not {type(weights).__name__}")
         weights = {name: _checked_weight(name, w, x) for name, w in (weights or {}).items()}
         x = xp.astype(x, xp.accumulator(x)).reshape(tuple(x.shape) or (1,))
         if x.shape[dim] == 0:
@@ -111,8 +114,10 @@ class State:
         Raises:
             ValueError: the states were reduced over different dimensions, have different shapes or dtypes, or keep
                 different accumulators.
-            TypeError: the states are arrays of different libraries.
+            TypeError: `other` is no state, or the states are arrays of different libraries.
         """
+        if not isinstance(other, State):
+            raise TypeError(f"merge: other must be a State, not {type(other).__name__}")
         if self.dim != other.dim:
             raise ValueError(f"merge: states reduced over dim {self.dim} and dim {other.dim} do not belong to one row")
         if self.sums.keys() != other.sums.keys():
@@ -302,8 +307,11 @@ def dim_from_end(dim: int, ndim: int) -> int:
 
     Raises:
         IndexError: dim is out of range.
+        TypeError: dim is no integer.
     """
-    ndim = max(ndim, 1)
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        raise TypeError(f"dim must be an int, not {type(dim).__name__}")
+    dim, ndim = operator.index(dim), max(ndim, 1)
     if not -ndim <= dim < ndim:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
     return dim if dim < 0 else dim - ndim

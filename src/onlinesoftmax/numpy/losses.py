@@ -85,12 +85,15 @@ def _losses(loss: Loss, cut: Any, of_rows: Any, z: Array, outputs: tuple[str, ..
     if not loss.of_classes:
         # The target of a row that does not count is often no class.
         target = np.expand_dims(np.where(loss.counts, loss.target, 0)[of_rows].astype(np.int64), axis)
-        beside = {"target": target}
     if not by_weights:
         beside |= {} if weight is None else {"weight": weight}
         beside |= {"smoothing": loss.smoothing} if loss.smoothing else {}
         beside |= {"weight_sum": weight.sum()} if weight is not None and loss.smoothing else {}
     found, m = shifted(CROSS_ENTROPY, z, axis, beside, outputs)
+    if target is not None:
+        # Without the target among its values, `with_sums` need not search each row for the column of the target.
+        found |= {"target": target, "z_target": np.take_along_axis(found["x"], target, axis)}
+        found |= {} if loss.weight is None else {"w_target": loss.weight[target]}
     formulas = FORMULAS[CROSS_ENTROPY].outputs
     values = {name: formulas[name](xp, **found) for name in outputs if not (by_weights and name == outputs[0])}
     if by_weights:

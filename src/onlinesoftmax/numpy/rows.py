@@ -23,8 +23,9 @@ def shifted(
 ) -> tuple[dict[str, Array], Array]:
     """(values for the formulas of scores less their maximum, that maximum): an offset of the scores costs no digits."""
     xp = namespace(z)
-    m = shift(xp, xp.max(z, axis))
-    return with_sums(operation, xp, {"x": z - m, **beside}, axis, *outputs), m
+    m = xp.max(z, axis)
+    least = shift(xp, m)
+    return with_sums(operation, xp, {"x": z - least, "m": m - least, **beside}, axis, *outputs), least
 
 
 def float64_scores(x: Array, cut: Any, options: ScoreOptions | None) -> Array:
