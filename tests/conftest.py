@@ -56,7 +56,7 @@ os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # --doctest-modules would import these files a second time, all under one name.
-collect_ignore_glob = ["*/conftest.py"]
+collect_ignore_glob = ["*/conftest.py", "*/typed/*"]
 # --doctest-modules imports every file, and this one imports Triton.
 collect_ignore = [] if importlib.util.find_spec("triton") else ["triton_algebra.py"]
 

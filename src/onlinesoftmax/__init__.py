@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 from .torch.namespace import provide as _provide_operators
 
 if TYPE_CHECKING:
+    from . import distributed as distributed
+    from . import jax as jax
+    from . import nn as nn
     from .api import cross_entropy, log_softmax, logsumexp, softmax, token_logprobs
+    from .core import reference as reference
     from .core.problem import Problem
     from .core.state import State
     from .explanation import explain
@@ -66,14 +70,17 @@ _HOME = {
 _provide_operators()
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'onlinesoftmax' has no attribute {name!r}")
-    home = importlib.import_module(f".{_HOME[name]}", __name__)
-    found = home if _HOME[name].rpartition(".")[2] == name else getattr(home, name)
-    # Python finds a global without this function, which takes longer than a launch.
-    globals()[name] = found
-    return found
+# A type checker would take every name for one that this function finds.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'onlinesoftmax' has no attribute {name!r}")
+        home = importlib.import_module(f".{_HOME[name]}", __name__)
+        found = home if _HOME[name].rpartition(".")[2] == name else getattr(home, name)
+        # Python finds a global without this function, which takes longer than a launch.
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

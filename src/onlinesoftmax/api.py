@@ -5,17 +5,23 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from . import numpy
-from .core.arrays import Array
+from .core.annotations import A, Backend, FullyMasked, LossOptions, Reduction, Strategy
+from .core.arrays import Array, check_no_jax
 from .core.call import Call, Settings
 from .core.operations import OPERATIONS, Operation
 from .core.options import ScoreOptions, checked_options
 from .core.task import Choice
 from .numpy.check import ARRAY_TYPES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .core.annotations import LossStatistics, TokenLogprobs
 
 _LOSS_SETTINGS = Settings(1)
 
@@ -23,21 +29,21 @@ _SOFTMAX, _LOG_SOFTMAX, _LOGSUMEXP = (OPERATIONS[name] for name in ("softmax", "
 
 
 def softmax(
-    input: Array,
+    input: A,
     dim: int | tuple[int, ...] = -1,
     *,
     dtype: Any = None,
     scale: Any = 1.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
+    mask: A | None = None,
+    bias: A | None = None,
     causal: bool = False,
     softcap: float | None = None,
-    fully_masked: str = "nan",
+    fully_masked: FullyMasked = "nan",
     out: Any = None,
     batch_invariant: bool = False,
-    backend: str | None = None,
-    strategy: str | None = None,
-) -> Array:
+    backend: Backend | None = None,
+    strategy: Strategy | None = None,
+) -> A:
     """exp(z) / sum(exp(z)) along `dim`: `torch.softmax` with a choice of kernel and these score options fused:
 
         z = softcap * tanh(scale * input / softcap) + bias,  and -inf where masked
@@ -97,21 +103,21 @@ def softmax(
 
 
 def log_softmax(
-    input: Array,
+    input: A,
     dim: int | tuple[int, ...] = -1,
     *,
     dtype: Any = None,
     scale: Any = 1.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
+    mask: A | None = None,
+    bias: A | None = None,
     causal: bool = False,
     softcap: float | None = None,
-    fully_masked: str = "nan",
+    fully_masked: FullyMasked = "nan",
     out: Any = None,
     batch_invariant: bool = False,
-    backend: str | None = None,
-    strategy: str | None = None,
-) -> Array:
+    backend: Backend | None = None,
+    strategy: Strategy | None = None,
+) -> A:
     """The logarithm of softmax, z - logsumexp(z), along `dim`: `torch.log_softmax`.
 
     The scores z, the arguments and the errors are those of `softmax`.
@@ -126,22 +132,22 @@ def log_softmax(
 
 
 def logsumexp(
-    input: Array,
+    input: A,
     dim: int | tuple[int, ...] = -1,
     keepdim: bool = False,
     *,
     dtype: Any = None,
     scale: Any = 1.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
+    mask: A | None = None,
+    bias: A | None = None,
     causal: bool = False,
     softcap: float | None = None,
-    fully_masked: str = "nan",
+    fully_masked: FullyMasked = "nan",
     out: Any = None,
     batch_invariant: bool = False,
-    backend: str | None = None,
-    strategy: str | None = None,
-) -> Array:
+    backend: Backend | None = None,
+    strategy: Strategy | None = None,
+) -> A:
     """log(sum(exp(z))) along `dim`: `torch.logsumexp`.  z, other arguments and errors as for `softmax`.
 
     Args:
@@ -160,25 +166,39 @@ def logsumexp(
     return _run(_LOGSUMEXP, input, options, dim, dtype, keepdim, out, (backend, strategy, batch_invariant))
 
 
+@overload
 def cross_entropy(
-    input: Array,
-    target: Array,
-    weight: Array | None = None,
+    input: A, target: A, weight: A | None = None, ignore_index: int = -100, reduction: Reduction = "mean",
+    label_smoothing: float = 0.0, *, return_stats: Literal[False] = False, **options: Unpack[LossOptions],
+) -> A: ...  # fmt: skip
+
+
+@overload
+def cross_entropy(
+    input: A, target: A, weight: A | None = None, ignore_index: int = -100, reduction: Reduction = "mean",
+    label_smoothing: float = 0.0, *, return_stats: Literal[True], **options: Unpack[LossOptions],
+) -> tuple[A, LossStatistics[A]]: ...  # fmt: skip
+
+
+def cross_entropy(
+    input: A,
+    target: A,
+    weight: A | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     *,
     z_loss: float = 0.0,
     scale: float = 1.0,
     softcap: float | None = None,
-    mask: Array | None = None,
+    mask: A | None = None,
     dtype: Any = None,
     return_stats: bool = False,
     inplace_backward: bool = False,
     batch_invariant: bool = False,
     check: bool = False,
-    backend: str | None = None,
-    strategy: str | None = None,
+    backend: Backend | None = None,
+    strategy: Strategy | None = None,
 ) -> Any:
     """`torch.nn.functional.cross_entropy` in one pass over the logits, exact, with nothing overwritten.
 
@@ -249,20 +269,20 @@ def cross_entropy(
 
 
 def token_logprobs(
-    logits: Array,
-    index: Array,
+    logits: A,
+    index: A,
     dim: int = -1,
     *,
     ignore_index: int | None = None,
     scale: Any = 1.0,
     softcap: float | None = None,
-    mask: Array | None = None,
+    mask: A | None = None,
     entropy: bool = True,
     batch_invariant: bool = False,
     check: bool = False,
-    backend: str | None = None,
-    strategy: str | None = None,
-) -> Any:
+    backend: Backend | None = None,
+    strategy: Strategy | None = None,
+) -> TokenLogprobs[A]:
     """Log-probability of the chosen token, entropy and logsumexp of each row, in one pass over the logits.
 
     Each is differentiable in the logits, and one kernel computes the gradient of all three.
@@ -311,7 +331,7 @@ _LOSSES: dict[type, ModuleType] = {}
 
 def _find_losses(function: str, kind: type) -> ModuleType:
     """The module with the losses of inputs of this type."""
-    _check_no_jax(function, kind)
+    check_no_jax(function, kind)
     try:
         if issubclass(kind, ARRAY_TYPES):
             from .numpy import losses as found
@@ -349,14 +369,8 @@ def _run(
     return runner.run(Call(operation, input, Settings(dim, dtype, keepdim, Choice(*choice)), options, out))
 
 
-def _check_no_jax(function: str, kind: type) -> None:
-    """Raise an error for a JAX array, for which torch need not be installed."""
-    if kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
-        raise TypeError(f"{function}(): the input is a JAX array ({kind.__name__}): call onlinesoftmax.jax.{function}")
-
-
 def _find_runner(function: str, kind: type) -> ModuleType:
-    _check_no_jax(function, kind)
+    check_no_jax(function, kind)
     try:
         if issubclass(kind, ARRAY_TYPES):
             found = numpy

@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from . import api
+from .core.annotations import FullyMasked, Reduction
 from .core.options import checked_options
 
 __all__ = ["CrossEntropyLoss", "LogSoftmax", "LogSumExp", "Replaced", "Softmax", "Softmax2d", "replace"]
@@ -42,7 +43,7 @@ class _WithOptions(torch.nn.Module):
     scale: float = 1.0
     causal: bool = False
     softcap: float | None = None
-    fully_masked: str = "nan"
+    fully_masked: FullyMasked = "nan"
     batch_invariant: bool = False
 
     def _set(self, scale: Any, causal: Any, softcap: Any, fully_masked: Any, batch_invariant: Any) -> None:
@@ -80,7 +81,7 @@ class _OverDim(_WithOptions):
 
     def __init__(
         self, dim: int | None = None, *, scale: float = 1.0, causal: bool = False, softcap: float | None = None,
-        fully_masked: str = "nan", batch_invariant: bool = False,
+        fully_masked: FullyMasked = "nan", batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(dim)
         self._set(scale, causal, softcap, fully_masked, batch_invariant)
@@ -167,7 +168,7 @@ class LogSumExp(_WithOptions):
 
     def __init__(
         self, dim: int | tuple[int, ...], keepdim: bool = False, *, scale: float = 1.0, causal: bool = False,
-        softcap: float | None = None, fully_masked: str = "nan", batch_invariant: bool = False,
+        softcap: float | None = None, fully_masked: FullyMasked = "nan", batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.dim, self.keepdim = dim, keepdim
@@ -252,7 +253,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     check: bool = False
 
     def __init__(
-        self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: Reduction = "mean",
         label_smoothing: float = 0.0, *, z_loss: float = 0.0, scale: float = 1.0, softcap: float | None = None,
         dtype: torch.dtype | None = None, inplace_backward: bool = False, batch_invariant: bool = False,
         check: bool = False,

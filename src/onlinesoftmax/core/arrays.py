@@ -81,6 +81,12 @@ def advice(kind: type) -> str:
     return ""
 
 
+def check_no_jax(function: str, kind: type) -> None:
+    """Raise an error for a JAX array in a function for tensors; torch need not be installed for it."""
+    if kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
+        raise TypeError(f"{function}(): the input is a JAX array ({kind.__name__}): call onlinesoftmax.jax.{function}")
+
+
 def check_plain(what: str, x: Array) -> None:
     """Check that arithmetic keeps the meaning of an array; the error begins with `what`.
 

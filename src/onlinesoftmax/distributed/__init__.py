@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     import torch
@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
         name="torch",
     ) from None
 
+from ..core.annotations import Backend, Reduction, Strategy
 from ..core.call import Call, Settings
 from ..core.operations import OPERATIONS
 from ..core.options import PLAIN, ScoreOptions, checked_options
@@ -44,6 +45,9 @@ from .local import Sharded
 from .peers import checked_exchange
 from .shards import Shards
 
+if TYPE_CHECKING:
+    from ..core.annotations import TokenLogprobs
+
 __all__ = ["Shards", "cross_entropy", "log_softmax", "logsumexp", "one_process", "softmax", "token_logprobs"]
 
 Tensor = torch.Tensor
@@ -52,7 +56,7 @@ Tensor = torch.Tensor
 def softmax(
     local: Tensor, dim: int = -1, group: Any = None, *, scale: float = 1.0, softcap: float | None = None,
     mask: Tensor | None = None, shards: Shards | None = None, exchange: str | None = None,
-    backend: str | None = None, strategy: str | None = None,
+    backend: Backend | None = None, strategy: Strategy | None = None,
 ) -> Tensor:  # fmt: skip
     """Softmax if the softmax dimension is sharded.
 
@@ -102,7 +106,7 @@ def softmax(
 def log_softmax(
     local: Tensor, dim: int = -1, group: Any = None, *, scale: float = 1.0, softcap: float | None = None,
     mask: Tensor | None = None, shards: Shards | None = None, exchange: str | None = None,
-    backend: str | None = None, strategy: str | None = None,
+    backend: Backend | None = None, strategy: Strategy | None = None,
 ) -> Tensor:  # fmt: skip
     """Log-softmax if the softmax dimension is sharded.  The arguments are those of `softmax`.
 
@@ -125,7 +129,7 @@ def log_softmax(
 def logsumexp(
     local: Tensor, dim: int = -1, keepdim: bool = False, group: Any = None, *, scale: float = 1.0,
     softcap: float | None = None, mask: Tensor | None = None, shards: Shards | None = None, exchange: str | None = None,
-    backend: str | None = None, strategy: str | None = None,
+    backend: Backend | None = None, strategy: Strategy | None = None,
 ) -> Tensor:  # fmt: skip
     """Logsumexp if the softmax dimension is sharded: the same on every process.
 
@@ -145,10 +149,11 @@ def logsumexp(
 
 
 def cross_entropy(
-    local: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
-    label_smoothing: float = 0.0, group: Any = None, *, z_loss: float = 0.0, scale: float = 1.0,
+    local: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100,
+    reduction: Reduction = "mean", label_smoothing: float = 0.0, group: Any = None, *, z_loss: float = 0.0,
+    scale: float = 1.0,
     softcap: float | None = None, shards: Shards | None = None, exchange: str | None = None,
-    backend: str | None = None, strategy: str | None = None,
+    backend: Backend | None = None, strategy: Strategy | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy if the softmax dimension, that of the classes, is sharded: the same loss on every process.
 
@@ -193,8 +198,9 @@ def cross_entropy(
 def token_logprobs(
     local: Tensor, index: Tensor, dim: int = -1, group: Any = None, *, ignore_index: int | None = None,
     scale: float = 1.0, softcap: float | None = None, mask: Tensor | None = None, entropy: bool = True,
-    shards: Shards | None = None, exchange: str | None = None, backend: str | None = None, strategy: str | None = None,
-) -> Any:  # fmt: skip
+    shards: Shards | None = None, exchange: str | None = None, backend: Backend | None = None,
+    strategy: Strategy | None = None,
+) -> TokenLogprobs[Tensor]:  # fmt: skip
     """Log-probability of the chosen token, entropy and logsumexp if the softmax dimension is sharded.
 
     Args:
@@ -222,7 +228,8 @@ def token_logprobs(
         named = losses.token_logprobs(local, index, dim, entropy, call._replace(key=key, announced=announced))
     else:
         named = losses.named(found)
-    return named if ignore_index is None else without_ignored(named, index, ignore_index)
+    result: Any = named if ignore_index is None else without_ignored(named, index, ignore_index)
+    return result
 
 
 def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> ScoreOptions | None:
@@ -242,7 +249,7 @@ def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> Scor
 
 
 def _call(
-    name: str, options: ScoreOptions | None, group: Any, backend: str | None, strategy: str | None,
+    name: str, options: ScoreOptions | None, group: Any, backend: Backend | None, strategy: Strategy | None,
     shards: Shards | None, exchange: str | None,
 ) -> Sharded:  # fmt: skip
     exchange = checked_exchange(name, exchange)

@@ -15,21 +15,24 @@ if TYPE_CHECKING:
 __all__ = ["TokenLogprobs", "cross_entropy", "log_softmax", "logsumexp", "softmax", "token_logprobs"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'onlinesoftmax.jax' has no attribute {name!r}")
-    try:
-        with LOADING:
-            from . import functions
-    except ModuleNotFoundError as error:
-        if error.name != "jax":
-            raise
-        raise ModuleNotFoundError(
-            "onlinesoftmax.jax needs jax, which is not installed: pip install 'onlinesoftmax[jax]'", name="jax"
-        ) from None
-    # Python finds a global without this function.
-    globals()[name] = found = getattr(functions, name)
-    return found
+# A type checker would take every name for one that this function finds.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'onlinesoftmax.jax' has no attribute {name!r}")
+        try:
+            with LOADING:
+                from . import functions
+        except ModuleNotFoundError as error:
+            if error.name != "jax":
+                raise
+            raise ModuleNotFoundError(
+                "onlinesoftmax.jax needs jax, which is not installed: pip install 'onlinesoftmax[jax]'", name="jax"
+            ) from None
+        # Python finds a global without this function.
+        globals()[name] = found = getattr(functions, name)
+        return found
 
 
 def __dir__() -> list[str]:

@@ -7,12 +7,14 @@ gives.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
 
-from ..core.arrays import Array
+from ..core.annotations import FullyMasked, Reduction
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
@@ -23,12 +25,18 @@ from .rows import Axis, AxisName, is_complex, is_plain, options_of, rows_of
 from .scores import scores
 from .targets import TargetOptions
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Backend = Literal["pallas", "eager"]
+Strategy = Literal["row", "cluster", "looped", "split"]
+
 __all__ = ["TokenLogprobs", "cross_entropy", "log_softmax", "logsumexp", "softmax", "token_logprobs"]
 
 
 def softmax(
-    x: Array, axis: Axis = -1, where: Array | None = None, *, scale: Any = 1.0, softcap: float | None = None,
-    bias: Array | None = None, backend: str | None = None, strategy: str | None = None,
+    x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, scale: Any = 1.0, softcap: float | None = None,
+    bias: ArrayLike | None = None, backend: Backend | None = None, strategy: Strategy | None = None,
     axis_name: AxisName = None,
 ) -> Array:  # fmt: skip
     """The softmax exp(z) / sum(exp(z)) along `axis`: `jax.nn.softmax` of scores z.
@@ -88,8 +96,8 @@ def softmax(
 
 
 def log_softmax(
-    x: Array, axis: Axis = -1, where: Array | None = None, *, scale: Any = 1.0, softcap: float | None = None,
-    bias: Array | None = None, backend: str | None = None, strategy: str | None = None,
+    x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, scale: Any = 1.0, softcap: float | None = None,
+    bias: ArrayLike | None = None, backend: Backend | None = None, strategy: Strategy | None = None,
     axis_name: AxisName = None,
 ) -> Array:  # fmt: skip
     """The log-softmax z - log(sum(exp(z))) along `axis`: `jax.nn.log_softmax` of scores z.
@@ -112,10 +120,37 @@ def log_softmax(
     return _elementwise("log_softmax", x, axis, options_of(scale, softcap, bias, where), choice, axis_name)
 
 
+class LogsumexpOptions(TypedDict, total=False):
+    """Arguments of `logsumexp` by keyword."""
+
+    scale: Any
+    softcap: float | None
+    bias: ArrayLike | None
+    fully_masked: FullyMasked
+    backend: Backend | None
+    strategy: Strategy | None
+    axis_name: AxisName
+
+
+@overload
 def logsumexp(
-    a: Array, axis: Axis = None, b: Array | None = None, keepdims: bool = False, return_sign: bool = False,
-    where: Array | None = None, *, scale: Any = 1.0, softcap: float | None = None, bias: Array | None = None,
-    fully_masked: str = "nan", backend: str | None = None, strategy: str | None = None, axis_name: AxisName = None,
+    a: ArrayLike, axis: Axis = None, b: ArrayLike | None = None, keepdims: bool = False,
+    return_sign: Literal[False] = False, where: ArrayLike | None = None, **options: Unpack[LogsumexpOptions],
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def logsumexp(
+    a: ArrayLike, axis: Axis = None, b: ArrayLike | None = None, keepdims: bool = False, *,
+    return_sign: Literal[True], where: ArrayLike | None = None, **options: Unpack[LogsumexpOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+def logsumexp(
+    a: ArrayLike, axis: Axis = None, b: ArrayLike | None = None, keepdims: bool = False, return_sign: bool = False,
+    where: ArrayLike | None = None, *, scale: Any = 1.0, softcap: float | None = None, bias: ArrayLike | None = None,
+    fully_masked: FullyMasked = "nan", backend: Backend | None = None, strategy: Strategy | None = None,
+    axis_name: AxisName = None,
 ) -> Array | tuple[Array, Array]:  # fmt: skip
     """The logsumexp log(sum(b * exp(z))) along `axis`: `jax.nn.logsumexp` of scores z.
 
@@ -171,9 +206,10 @@ def logsumexp(
 
 
 def cross_entropy(
-    logits: Array, labels: Array, axis: Axis = -1, where: Array | None = None, *, reduction: str = "none",
-    ignore_index: int | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0, scale: Any = 1.0,
-    softcap: float | None = None, backend: str | None = None, strategy: str | None = None,
+    logits: ArrayLike, labels: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *,
+    reduction: Reduction = "none", ignore_index: int | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    scale: Any = 1.0,
+    softcap: float | None = None, backend: Backend | None = None, strategy: Strategy | None = None,
     axis_name: AxisName = None,
 ) -> Array:  # fmt: skip
     """The cross-entropy of every row along `axis`, as in optax, or its mean or sum over the rows.
@@ -270,9 +306,9 @@ def cross_entropy(
 
 
 def token_logprobs(
-    logits: Array, index: Array, axis: Axis = -1, where: Array | None = None, *,
+    logits: ArrayLike, index: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *,
     ignore_index: int | None = None, entropy: bool = True, scale: Any = 1.0, softcap: float | None = None,
-    backend: str | None = None, strategy: str | None = None, axis_name: AxisName = None,
+    backend: Backend | None = None, strategy: Strategy | None = None, axis_name: AxisName = None,
 ) -> TokenLogprobs:  # fmt: skip
     """The log-probability of one element of every row, with the entropy and the logsumexp of the row.
 
@@ -319,7 +355,9 @@ def token_logprobs(
     return losses.token_logprobs(logits, index, axis, options, entropy, choice, axis_name, ignore_index)
 
 
-def _elementwise(name: str, x: Array, axis: Axis, options: ScoreOptions, choice: Choice, axis_name: AxisName) -> Array:
+def _elementwise(
+    name: str, x: ArrayLike, axis: Axis, options: ScoreOptions, choice: Choice, axis_name: AxisName
+) -> Array:
     """The result of an operation with a value per element, in the shape of x."""
     if is_complex(x) and is_plain(options) and choice.backend in (None, "eager") and axis_name is None:
         found: Array = getattr(jax.nn, name)(x, axis, options.mask)

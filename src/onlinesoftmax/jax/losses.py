@@ -37,9 +37,9 @@ class TokenLogprobs(NamedTuple):
         lse: Logarithm of the sum of exp(z).
     """
 
-    logprob: Array
-    entropy: Array | None
-    lse: Array
+    logprob: jax.Array
+    entropy: jax.Array | None
+    lse: jax.Array
 
 
 def cross_entropy(

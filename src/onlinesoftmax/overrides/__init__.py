@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from .report import Report
 
 if TYPE_CHECKING:
+    from ..core.annotations import Backend
     from .mode import Override
 
 __all__ = ["Report", "override"]
 
 
-def override(*, strict: bool = False, backend: str | None = None, leave: Collection[str] = ()) -> Override:
+def override(*, strict: bool = False, backend: Backend | None = None, leave: Collection[str] = ()) -> Override:
     """Context manager and decorator: PyTorch's softmax, log_softmax, logsumexp and cross_entropy run ours.
 
     The block replaces every spelling of these functions: those in `torch`, in `torch.special` and in
