@@ -44,7 +44,7 @@ class _Scores(NamedTuple):
     kept: Array
 
 
-def _scores(x: Array, scale: float, softcap: float | None, mask: Any) -> _Scores:
+def _scores(x: Array, scale: Any, softcap: float | None, mask: Any) -> _Scores:
     z, slope = scale * x, np.full_like(x, scale)
     if softcap is not None:
         bounded = np.tanh(z / softcap)
@@ -61,15 +61,17 @@ def _scores(x: Array, scale: float, softcap: float | None, mask: Any) -> _Scores
 
 def expected_loss(
     x: Array, target: Array, dy: Any = 1.0, *, weight: Any = None, ignore_index: int = -100, reduction: str = "mean",
-    label_smoothing: float = 0.0, z_loss: float = 0.0, scale: float = 1.0, softcap: float | None = None,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, scale: Any = 1.0, softcap: float | None = None,
     mask: Any = None,
 ) -> Expected:  # fmt: skip
     """A cross-entropy of float64 logits; dy is the incoming gradient of the loss.
 
-    Classes are the second dimension, or the only one.  The mask has the shape of x.
+    Classes are the second dimension, or the only one.  The mask has the shape of x, and a scale that is an array has
+    as many dimensions as x and size 1 along the classes.
     """
     dim = 1 if x.ndim > 1 else 0
     last = lambda a: np.moveaxis(np.asarray(a), dim, -1)  # noqa: E731  one line in two places
+    scale = last(scale) if np.ndim(scale) else scale
     s = _scores(last(x), scale, softcap, None if mask is None else last(mask))
     cols, w = x.shape[dim], np.ones(x.shape[dim]) if weight is None else np.asarray(weight, np.float64)
     spread = label_smoothing * np.where(s.kept, 1 / s.kept.sum(-1, keepdims=True), 0.0)
@@ -105,7 +107,7 @@ class ExpectedTokens(NamedTuple):
 
 
 def expected_tokens(
-    x: Array, index: Array, dim: int, dys: list[Array], *, ignore_index: int | None = None, scale: float = 1.0,
+    x: Array, index: Array, dim: int, dys: list[Array], *, ignore_index: int | None = None, scale: Any = 1.0,
     softcap: float | None = None, mask: Any = None,
 ) -> ExpectedTokens:  # fmt: skip
     """Results for several tokens of each row, which lie along `dim`; dys are the gradients of the first three results.
@@ -113,6 +115,7 @@ def expected_tokens(
     The logprob is NaN where the index is out of range.  With H the entropy, dH/dz = -p * (log(p) + H).
     """
     last = lambda a: np.moveaxis(np.asarray(a), dim, -1)  # noqa: E731  one line in several places
+    scale = last(scale) if np.ndim(scale) else scale
     s, tokens, cols = _scores(last(x), scale, softcap, None if mask is None else last(mask)), last(index), x.shape[dim]
     inside = (tokens >= 0) & (tokens < cols)
     logprob = np.where(inside, np.take_along_axis(s.log_p, np.where(inside, tokens, 0), -1), np.nan)

@@ -189,7 +189,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     *,
     z_loss: float = 0.0,
-    scale: float = 1.0,
+    scale: Any = 1.0,
     softcap: float | None = None,
     mask: A | None = None,
     dtype: Any = None,
@@ -222,7 +222,8 @@ def cross_entropy(
         label_smoothing: Part of the target that is spread over all classes, from 0 to 1.
         z_loss: Factor of logsumexp(z)**2, which is added to the loss of each row that counts.  In a mean, this part is
             averaged over the rows that count, without their weights.
-        scale: Factor of the input, an inverse temperature.
+        scale: Factor of the input, an inverse temperature: a number, or a tensor with one number per row, as for
+            `softmax`, which gets no gradient.
         softcap: Soft bound on the magnitude of scale * input: a positive number.
         mask: Boolean, broadcasts to the shape of `input`: True for the classes that are kept.  The others have
             probability 0 and no part of the smoothing, which is spread over the classes that are kept.  A row whose
@@ -256,8 +257,6 @@ def cross_entropy(
         tensor(0.6931)
     """
     scores = checked_options("cross_entropy", scale, softcap, None, mask, False, "nan")
-    if scores is not None and not isinstance(scores.scale, float):
-        raise TypeError(f"cross_entropy(): scale must be a number, not {type(scale).__name__}")
     losses = _LOSSES.get(type(input)) or _find_losses("cross_entropy", type(input))
     by_default = backend is None and strategy is None and not batch_invariant and dtype is None
     settings = _LOSS_SETTINGS if by_default else Settings(1, dtype, False, Choice(backend, strategy, batch_invariant))

@@ -135,7 +135,7 @@ def losses_with_a_mask(mesh: DeviceMesh, placements: Placements) -> None:
     whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
     if Shard(1) in placements:
         return
-    options = {"mask": mask, "dtype": torch.float64, "label_smoothing": 0.1, "z_loss": 0.1}
+    options = {"mask": mask, "dtype": torch.float64, "label_smoothing": 0.1, "z_loss": 0.1, "scale": random(ROWS, 1)}
     want, found = osm.cross_entropy(whole, target, **options), osm.cross_entropy(cut, target, **options)
     assert found.dtype == torch.float64
     near(found, want, (Replicate(),) * mesh.ndim)
@@ -271,6 +271,7 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
         (NotImplementedError, "inplace_backward", lambda: osm.cross_entropy(cut, target, inplace_backward=True)),
         (NotImplementedError, "index with several", lambda: osm.token_logprobs(cut, target[:, None])),
         (NotImplementedError, "mask is not", lambda: osm.cross_entropy(cut, target, mask=x > 0)),
+        (NotImplementedError, "scale as a tensor is not", lambda: osm.cross_entropy(cut, target, scale=tensor(2.0))),
         (NotImplementedError, "dtype=torch.float64", lambda: osm.cross_entropy(cut, target, dtype=torch.float64)),
         (NotImplementedError, "pass dtype=", lambda: osm.softmax(cut.long())),
         (IndexError, "Dimension out of range", lambda: osm.softmax(cut, 2)),

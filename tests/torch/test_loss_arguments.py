@@ -68,7 +68,15 @@ def test_wrong_arguments_name_themselves() -> None:
             {"label_smoothing": torch.tensor(0.1, requires_grad=True)},
         ),
         (ValueError, "softcap must be positive", (x, target), {"softcap": -1.0}),
-        (TypeError, "scale must be a number", (x, target), {"scale": torch.ones((), device=DEVICE)}),
+        (TypeError, "scale must be a number", (x, target), {"scale": "1"}),
+        (
+            RuntimeError,
+            "scale requires a gradient",
+            (x, target),
+            {"scale": torch.ones((), device=DEVICE).requires_grad_()},
+        ),
+        (RuntimeError, "scale must .* one number per row", (x, target), {"scale": torch.ones_like(x)}),
+        (RuntimeError, "scale of shape .* does not broadcast", (x, target), {"scale": torch.ones(9, 1, device=DEVICE)}),
         (osm.PlanError, "unknown backend", (x, target), {"backend": "cudnn"}),
         (osm.PlanError, "eager has no strategy 'looped'", (x, target), {"backend": "eager", "strategy": "looped"}),
     ):

@@ -28,8 +28,8 @@ def test_compile(backend: str) -> None:
         return found.logprob.sum() + found.entropy.sum() + found.lse.sum() + (per_row * per_row).sum()
 
     def masked(x: torch.Tensor) -> torch.Tensor:
-        mask = torch.arange(37, device=x.device) < 35
-        options: dict[str, Any] = {"mask": mask, "dtype": torch.float64, "softcap": 5.0, **HOW}
+        mask, scale = torch.arange(37, device=x.device) < 35, torch.linspace(-1, 2, 6, device=x.device)[:, None]
+        options: dict[str, Any] = {"mask": mask, "scale": scale, "dtype": torch.float64, "softcap": 5.0, **HOW}
         mean = osm.cross_entropy(2 * x, target.clamp(max=34), **options)
         per_row = osm.cross_entropy(2 * x, target.clamp(max=34), reduction="none", **options)
         return mean + (per_row * per_row).sum()

@@ -22,7 +22,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "weight": (None, 0.5, "random"),
     "label_smoothing": (0.0, 0.1),
     "z_loss": (0.0, 0.03),
-    "scale": (1.0, -0.5),
+    "scale": (1.0, -0.5, "rows"),
     "softcap": (None, 3.0),
     "ignore_index": (-100, 4),
     "mask": (None, "classes", "elements"),
@@ -62,6 +62,9 @@ def made(one: dict[str, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor, di
         else:
             kept |= classes == target.unsqueeze(min(1, len(rows)))
         options["mask"] = kept
+    if options["scale"] == "rows":
+        of_rows = tuple(1 if i == min(1, len(rows)) else size for i, size in enumerate(shape)) if rows else (1,)
+        options["scale"] = torch.rand(of_rows, generator=generator, dtype=torch.float64) - 0.5
     weight = options["weight"]
     if weight is not None:
         random_weight = torch.rand(COLS, generator=generator, dtype=torch.float64)
@@ -74,10 +77,11 @@ def assert_as_expected(one: dict[str, Any], dtype: torch.dtype, seed: int, **how
     mask = options.pop("mask")
     stats = options.pop("return_stats")
     cast = lambda t: t.to(DEVICE, dtype) if t.is_floating_point() else t.to(DEVICE)  # noqa: E731  in three places
-    leaf, weight = cast(x).clone().requires_grad_(), options.pop("weight")
+    leaf, weight, scale = cast(x).clone().requires_grad_(), options.pop("weight"), options.pop("scale")
+    scale = cast(scale) if isinstance(scale, torch.Tensor) else scale
     y = osm.cross_entropy(
         leaf, cast(target), None if weight is None else cast(weight), mask=None if mask is None else mask.to(DEVICE),
-        return_stats=stats, **options, **how,
+        return_stats=stats, scale=scale, **options, **how,
     )  # fmt: skip
     y, more = y if stats else (y, None)
     dy = torch.rand(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.5
@@ -86,7 +90,8 @@ def assert_as_expected(one: dict[str, Any], dtype: torch.dtype, seed: int, **how
     given = (cast(t).double().cpu().numpy() if t.is_floating_point() else t.numpy() for t in (x, target, dy))
     exact = expected_loss(
         *given, weight=None if weight is None else cast(weight).double().cpu().numpy(),
-        mask=None if mask is None else mask.expand_as(x).numpy(), **options,
+        mask=None if mask is None else mask.expand_as(x).numpy(),
+        scale=scale.double().cpu().numpy() if isinstance(scale, torch.Tensor) else scale, **options,
     )  # fmt: skip
     eps = torch.finfo(dtype).eps
     named = {"loss": (y, exact.loss), "gradient": (dx, exact.gradient)}

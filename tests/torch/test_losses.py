@@ -248,3 +248,9 @@ def test_the_largest_class_is_that_of_the_scores() -> None:
     x, target = torch.tensor([[1.0, 3.0, 2.0]], device=DEVICE), torch.tensor([0], device=DEVICE)
     _, stats = osm.cross_entropy(x, target, scale=-1.0, return_stats=True, **HOW)
     assert (stats.largest.tolist(), stats.correct.tolist()) == ([0], [True])
+    x, scale = x.expand(3, 3), torch.tensor([[1.0], [-1.0], [2.0]], device=DEVICE)
+    mask = torch.tensor([[True] * 3, [False, True, True], [True] * 3], device=DEVICE)
+    _, stats = osm.cross_entropy(x, target.expand(3), scale=scale, return_stats=True, **HOW)
+    assert stats.largest.tolist() == [1, 0, 1]
+    _, stats = osm.cross_entropy(x, target.expand(3), scale=scale, mask=mask, return_stats=True, **HOW)
+    assert stats.largest.tolist() == [1, 2, 1]

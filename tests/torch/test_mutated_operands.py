@@ -67,9 +67,9 @@ def operator(name: str) -> Function:
     return call
 
 
-def loss(reduction: str, masked: bool = False, **options: Any) -> Function:
+def loss(reduction: str, scored: bool = False, **options: Any) -> Function:
     def call(t: Tensors, backend: str | None) -> torch.Tensor:
-        given: dict[str, Any] = {"mask": t["mask"]} if masked else {}
+        given: dict[str, Any] = {"mask": t["mask"], "scale": t["scale"]} if scored else {}
         y: torch.Tensor = osm.cross_entropy(
             t["x"], t["target"], t["weight"], reduction=reduction, z_loss=0.01, **given, backend=backend, **options
         )
@@ -94,7 +94,7 @@ FUNCTIONS: dict[str, Function] = {
     **{f"{name}, scored": scored(name, softcap=5.0) for name in ("softmax", "log_softmax", "logsumexp")},
     **{f"{name}, operator": operator(name) for name in ("softmax", "log_softmax", "logsumexp")},
     **{f"loss, {reduction}": loss(reduction, label_smoothing=0.1) for reduction in ("none", "mean", "sum")},
-    **{f"loss, {reduction}, masked": loss(reduction, masked=True) for reduction in ("none", "mean")},
+    **{f"loss, {reduction}, scored": loss(reduction, scored=True) for reduction in ("none", "mean")},
     "tokens": tokens(),
     "tokens, scored": tokens(scale=True, mask=True),
     "several tokens": tokens(several=True, scale=True, mask=True),

@@ -22,7 +22,7 @@ SHAPES = [((COLS,), 0, 3), ((5, COLS), -1, 1), ((5, COLS), 1, 4), ((3, COLS, 4),
 
 OPTIONS: list[dict[str, Any]] = [
     {}, {"scale": -0.7}, {"softcap": 3.0, "mask": True}, {"scale": 0.5, "mask": True, "entropy": False},
-    {"ignore_index": 2, "softcap": 4.0},
+    {"ignore_index": 2, "softcap": 4.0, "scale": "rows"},
 ]  # fmt: skip
 
 
@@ -52,6 +52,9 @@ def test_several_tokens_are_as_written_by_hand(how: str, dtype: torch.dtype) -> 
         x, index = some_tokens(shape, dim, tokens, dtype)
         if options.get("mask"):
             options["mask"] = torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.7
+        if options.get("scale") == "rows":
+            options["scale"] = torch.linspace(-1, 2, x.select(dim, 0).numel(), device=DEVICE, dtype=dtype)
+            options["scale"] = options["scale"].view_as(x.select(dim, 0)).unsqueeze(dim)
         x.requires_grad_()
         found = osm.token_logprobs(x, index, dim, **options, **HOWS[how])
         entropy = options.pop("entropy", True)
@@ -67,6 +70,8 @@ def test_several_tokens_are_as_written_by_hand(how: str, dtype: torch.dtype) -> 
             named.insert(1, np.zeros(found.lse.shape))
         if "mask" in options:
             options["mask"] = options["mask"].cpu().numpy()
+        if isinstance(options.get("scale"), torch.Tensor):
+            options["scale"] = options["scale"].double().cpu().numpy()
         exact = expected_tokens(x.detach().double().cpu().numpy(), index.cpu().numpy(), dim, named, **options)
         eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
         for name, y in zip(("logprob", "entropy", "lse"), found, strict=True):

@@ -24,9 +24,11 @@ def test_token_logprobs_and_gradients(plan: str, dtype: torch.dtype, masked: boo
     if masked:
         mask = torch.rand(shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.7
         options["mask"] = mask.scatter(dim, index.unsqueeze(dim), True)
+        # A scale for each row.
+        options["scale"] = torch.linspace(0.3, 0.9, index.numel(), device=DEVICE).view(rows).unsqueeze(dim)
 
     def by_pytorch(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        z = 30.0 * torch.tanh(0.7 * x / 30.0)
+        z = 30.0 * torch.tanh(options["scale"] * x / 30.0)
         z = z.masked_fill(~options["mask"], -torch.inf) if masked else z
         log_p = z.log_softmax(dim)
         entropy = -(log_p.masked_fill(log_p == -torch.inf, 0.0) * log_p.exp()).sum(dim)

@@ -101,7 +101,7 @@ def checked_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> L
     elif target.shape != x.shape:
         raise RuntimeError(f"{name}(): target with class probabilities has shape {target.shape}, and input {x.shape}")
     check_choice(name, settings.choice)
-    check_options(Call(OPERATIONS[name], x, settings, options))
+    check_options(Call(OPERATIONS[name], x, settings._replace(dim=dim), options))
     return Loss(x, target, _checked_weight(name, weight, classes), counts, reduction, smoothing, z_loss, options)
 
 

@@ -44,10 +44,28 @@ class Loss(NamedTuple):
         """True for the classes that are kept; None where all are."""
         return None if self.options is None else self.options.mask
 
-    def with_mask(self, mask: torch.Tensor | None) -> Loss:
-        """The arguments with another mask.  It travels apart from them: autograd tracks only arguments of `apply`."""
-        options = (self.options or PLAIN)._replace(mask=mask)
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(scale, mask), each None unless it is a tensor."""
+        scale, _, _, mask, *_ = self.options or PLAIN
+        return scale if isinstance(scale, torch.Tensor) else None, mask
+
+    @property
+    def bare(self) -> Loss:
+        """The arguments without `tensors`, which travel apart: autograd tracks only arguments of `apply`."""
+        scale, mask = self.tensors
+        if scale is None and mask is None:
+            return self
+        options = (self.options or PLAIN)._replace(mask=None)
+        options = options if scale is None else options._replace(scale=1.0)
         return self._replace(options=None if options.plain else options)
+
+    def with_tensors(self, scale: torch.Tensor | None, mask: torch.Tensor | None) -> Loss:
+        """The arguments whose `bare` and `tensors` are these."""
+        if scale is None and mask is None:
+            return self
+        options = (self.options or PLAIN)._replace(mask=mask)
+        return self._replace(options=options if scale is None else options._replace(scale=scale))
 
     def wide(self, x: torch.Tensor) -> torch.dtype:
         """The dtype in which the losses of logits are computed."""

@@ -13,6 +13,7 @@ import torch
 from ..core.arrays import advice
 from ..core.call import Call
 from ..core.operations import OPERATIONS
+from ..core.options import ScoreOptions
 from .check import check_not_dtensor, check_options, checked_dim
 from .loss import UNSIGNED, Loss, counted, equals, is_class, signed
 from .prepare import INTEGERS
@@ -51,10 +52,21 @@ def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
         check_index(name, "target", x, target, rows)
     check_weight(name, weight, x, x.shape[dim], not target.is_floating_point())
     _check_dtype(name, loss.settings.dtype)
-    check_options(Call(OPERATIONS["cross_entropy"], x, loss.settings, loss.options))
+    check_options(Call(OPERATIONS["cross_entropy"], x, loss.settings._replace(dim=dim), loss.options))
+    check_scale_is_constant(name, loss.options)
     for argument, value in (("target", target), ("weight", weight)):
         check_not_dtensor("cross_entropy", argument, value, x)
     return loss
+
+
+def check_scale_is_constant(name: str, options: ScoreOptions | None) -> None:
+    """Check that a scale that is a tensor requires no gradient, which losses do not compute."""
+    scale = options and options.scale
+    if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name}: scale requires a gradient, which this function does not compute; "
+            "multiply the logits by it instead"
+        )
 
 
 def _check_dtype(name: str, dtype: Any) -> None:

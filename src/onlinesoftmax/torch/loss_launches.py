@@ -54,7 +54,7 @@ def key_of(x: Any, target: Any, weight: Any, arguments: tuple[Any, ...]) -> tupl
 def add_loss(key: tuple[Any, ...], x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Run | None:
     """Prepare a usual, checked loss and keep it under its key; None where it needs the general path."""
     with_gradient = torch.is_grad_enabled() and x.requires_grad
-    apart = loss.settings.choice.batch_invariant or loss.mask is not None
+    apart = loss.settings.choice.batch_invariant or loss.bare is not loss
     if apart or (loss.inplace and with_gradient) or not target.is_contiguous():
         return None
     if loss.reduction == "none":
@@ -118,7 +118,7 @@ class _Reduced(ScalarLoss):
         # The function and the other arguments travel in a tuple: autograd takes time for each argument.
         run, target, weight, ctx.loss = others
         total, ctx.gradient = run(x, target, weight)
-        ctx.save_for_backward(x, target, weight, None)
+        ctx.save_for_backward(x, target, weight, None, None)
         ctx.set_materialize_grads(False)
         return total
 
@@ -167,10 +167,11 @@ class _PerRow(PerRow):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss: Loss, rows: Any
-    ) -> Any:
+        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, scale: Tensor | None, mask: Tensor | None,
+        loss: Loss, rows: Any,
+    ) -> Any:  # fmt: skip
         losses, m, l = rows(x, target, weight)
-        ctx.save_for_backward(x, target, weight, mask, m, l)
+        ctx.save_for_backward(x, target, weight, scale, mask, m, l)
         ctx.loss = loss
         ctx.set_materialize_grads(False)
         return losses
@@ -183,7 +184,7 @@ def _per_row(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_
     dtype = loss.settings.dtype
     rows = _rows(x, target, weight, loss, ("loss", "m", "l") if with_gradient else ("loss",))
     if with_gradient:
-        return lambda x, target, weight: _apply_per_row(x, target, weight, None, loss, rows).to(dtype)
+        return lambda x, target, weight: _apply_per_row(x, target, weight, None, None, loss, rows).to(dtype)
     return lambda x, target, weight: rows(x, target, weight).to(dtype)
 
 

@@ -29,6 +29,7 @@ from .loss import (
     with_constants,
 )  # fmt: skip
 from .loss_arguments import (
+    check_scale_is_constant,
     check_targets,
     check_token_arguments,
     check_tokens,
@@ -102,8 +103,7 @@ def _by_kernels(
     # An exported program has the operator, whose gradient custom_ops.py registers.
     if with_gradient and not torch.compiler.is_exporting():
         function = PerRow if loss.reduction == "none" else Reduced
-        mask = loss.mask
-        y, lse, entropy = function.apply(x, target, weight, mask, loss if mask is None else loss.with_mask(None), stats)
+        y, lse, entropy = function.apply(x, target, weight, *loss.tensors, loss.bare, stats)
         return y, lse, entropy
     if loss.reduction == "none":
         rows = loss_rows(x, target, weight, loss, ("lse", "entropy") if stats else ())
@@ -117,7 +117,11 @@ def _largest(x: Tensor, loss: Loss) -> Tensor:
     if not x.shape[loss.dim]:
         return x.new_full((*x.shape[: loss.dim], *x.shape[loss.dim + 1 :]), -1, dtype=torch.int64)
     # The softcap keeps the order of the scores; a negative scale reverses it.
-    negative = loss.options is not None and loss.options.scale < 0
+    scale: Any = 1.0 if loss.options is None else loss.options.scale
+    if isinstance(scale, Tensor):
+        x, negative = x.detach() * torch.where(scale < 0, -1.0, 1.0).to(x.dtype), False
+    else:
+        negative = scale < 0
     if loss.mask is not None:
         x = x.detach().masked_fill(~loss.mask, torch.inf if negative else -torch.inf)
     return x.argmin(loss.dim) if negative else x.argmax(loss.dim)
@@ -164,12 +168,7 @@ def _token_logprobs(
     beside = {"target": index if several else index.unsqueeze(dim)}
     call = Call(operation, x, Settings(dim, None, False, choice), options, None, beside)
     check_options(call)
-    scores = call.scores
-    if isinstance(scores.scale, Tensor) and scores.scale.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            "token_logprobs(): scale requires a gradient, which this function does not compute; "
-            "multiply the logits by it instead"
-        )
+    check_scale_is_constant("token_logprobs()", options)
     if not _runs_kernels("token_logprobs", x, choice, why_not_kernels(x, index, None, choice.backend)):
         return TokenLogprobs(*targets_eager.log_probabilities(call, entropy, several))
     if several:

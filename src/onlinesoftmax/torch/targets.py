@@ -202,15 +202,15 @@ def reduced(
     return total, rows
 
 
-_NO_GRADIENTS = (None,) * 6
+_NO_GRADIENTS = (None,) * 7
 """The result of a backward pass to which no gradient comes, for each argument of forward."""
 
 
 class ScalarLoss(torch.autograd.Function):
     """The backward pass of a cross-entropy that is reduced to a scalar.
 
-    Forward has computed `ctx.gradient`, and saved x, target, weight and mask for derivatives of this gradient.  Only
-    these derivatives unpack them, so the logits may change after forward if no such derivative is asked for.
+    Forward has computed `ctx.gradient`, and saved x, target, weight, scale and mask for derivatives of this gradient.
+    Only these derivatives unpack them, so the logits may change after forward if no such derivative is asked for.
     """
 
     @staticmethod
@@ -235,7 +235,7 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 def _gradient_of_scalar(ctx: Any, dy: Tensor) -> Tensor:
     """The gradient of a reduced loss, by PyTorch's operations from the logits."""
     # Raises PyTorch's error where an earlier backward pass has freed the graph.
-    x, target, weight, mask = ctx.saved_tensors
+    x, target, weight, *tensors = ctx.saved_tensors
     if ctx.loss is None:
         raise RuntimeError("the gradient of numbers of sharded rows cannot be differentiated again (create_graph=True)")
     if ctx.loss.inplace:
@@ -243,7 +243,7 @@ def _gradient_of_scalar(ctx: Any, dy: Tensor) -> Tensor:
             "cross_entropy(): the gradient cannot be differentiated again (create_graph=True), because "
             "inplace_backward=True has overwritten input"
         )
-    return _gradient_by_pytorch(x, target, weight, ctx.loss.with_mask(mask), dy)
+    return _gradient_by_pytorch(x, target, weight, ctx.loss.with_tensors(*tensors), dy)
 
 
 class Reduced(ScalarLoss):
@@ -254,13 +254,14 @@ class Reduced(ScalarLoss):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss: Loss, stats: bool
-    ) -> Any:
-        total, rows = reduced(x, target, weight, loss.with_mask(mask), stats, True)
+        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, scale: Tensor | None, mask: Tensor | None,
+        loss: Loss, stats: bool,
+    ) -> Any:  # fmt: skip
+        total, rows = reduced(x, target, weight, loss.with_tensors(scale, mask), stats, True)
         ctx.gradient = rows.gradient
         ctx.loss = loss
         # The gradient may have overwritten the logits.
-        ctx.save_for_backward(None if loss.inplace else x, target, weight, mask)
+        ctx.save_for_backward(None if loss.inplace else x, target, weight, scale, mask)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in (rows.lse, rows.entropy) if t is not None))
         return total, rows.lse, rows.entropy
@@ -290,11 +291,12 @@ class PerRow(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, mask: Tensor | None, loss: Loss, stats: bool
-    ) -> Any:
+        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, scale: Tensor | None, mask: Tensor | None,
+        loss: Loss, stats: bool,
+    ) -> Any:  # fmt: skip
         outputs = ("lse", "m", "l", "entropy") if stats else ("m", "l")
-        rows = loss_rows(x, target, weight, loss.with_mask(mask), outputs)
-        ctx.save_for_backward(x, target, weight, mask, rows.m, rows.l)
+        rows = loss_rows(x, target, weight, loss.with_tensors(scale, mask), outputs)
+        ctx.save_for_backward(x, target, weight, scale, mask, rows.m, rows.l)
         ctx.loss = loss
         ctx.set_materialize_grads(False)
         found = rows.loss, rows.lse, rows.entropy
@@ -305,8 +307,8 @@ class PerRow(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
         if dy is None:
             return _NO_GRADIENTS
-        x, target, weight, mask, *state = ctx.saved_tensors
-        loss = ctx.loss.with_mask(mask)
+        x, target, weight, scale, mask, *state = ctx.saved_tensors
+        loss = ctx.loss.with_tensors(scale, mask)
         if torch.is_grad_enabled() or is_batched(dy):
             # The gradient is itself to be differentiated, or a batch of gradients.
             dx = _gradient_by_pytorch(x, target, weight, loss, dy)
