@@ -211,8 +211,8 @@ def cross_entropy(
     "none".  Derivatives of a gradient are computed by PyTorch's operations from the logits.
 
     Args:
-        input: Logits of shape (C), (N, C) or (N, C, d1, ...), a torch tensor with any strides, which is never copied,
-            or a NumPy array.  The other arrays are of the same kind.
+        input: Logits of shape (C), (N, C) or (N, C, d1, ...), a torch tensor with any strides, which is never copied
+            and whose gradient has its memory layout, or a NumPy array.  The other arrays are of the same kind.
         target: Class of each row, integers of shape (), (N) or (N, d1, ...); or the probability of each class, in
             the shape of `input`, which PyTorch's operations compute.
         weight: A factor for each class, of shape (C).  With a DTensor as input, target and weight may be DTensors, or

@@ -229,6 +229,10 @@ class Operation:
         """The output of this name."""
         return next(output for output in self.outputs if output.name == name)
 
+    def follows_input(self, output: Output) -> bool:
+        """True where an output is the gradient with respect to the logits, which are the input."""
+        return output.kind == "element" and self.scores and (self.backward or output.dtype == "input")
+
     def written(self, outputs: tuple[str, ...]) -> tuple[Output, ...]:
         """The declarations of these outputs, in the order of the declaration."""
         return tuple(output for output in self.outputs if output.name in outputs)

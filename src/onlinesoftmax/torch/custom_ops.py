@@ -108,10 +108,12 @@ def _call(operation: Operation, arguments: tuple[Any, ...]) -> Call:
 
 def _fake(call: Call, outputs: tuple[str, ...]) -> list[Tensor]:
     """Empty tensors of the shapes and dtypes of a call's outputs."""
-    x, (dim, dtype, keepdim, *_), result = call.x, call.settings, call.operation.result
+    x, (dim, dtype, keepdim, choice, _), result = call.x, call.settings, call.operation.result
     axis, names = dim % max(x.dim(), 1), (DTYPE_NAMES[x.dtype], DTYPE_NAMES[dtype or x.dtype])
     return [
-        x.new_empty(
+        torch.empty_like(x, dtype=getattr(torch, output.dtype_of(*names)))
+        if call.operation.follows_input(output) and not choice.batch_invariant
+        else x.new_empty(
             output_shape(output, x.shape, axis, keepdim and output is result),
             dtype=getattr(torch, output.dtype_of(*names)),
         )

@@ -226,7 +226,7 @@ def _with_outputs(
     x, outputs = kind.tensors[0], kind.outputs
     device, on_gpu, index = x.device, x.device.type == "cuda", x.device.index
     resize = kind.out is not None and kind.out.shape != shape
-    template = _template(x, shape, dtype)
+    template = _template(x, shape, dtype, _strides_of(kind, outputs[0]))
     more_templates = _more_templates(kind, task)
     first, has_more, results = outputs[0], len(outputs) > 1, itemgetter(*outputs)
 
@@ -251,11 +251,20 @@ def _with_outputs(
     return run
 
 
-def _template(x: TensorKind, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-    """A tensor without memory for empty_like, which takes half the host time of empty; None where x itself is one."""
-    if (shape, dtype) == (x.shape, x.dtype) and x.strides == contiguous_strides(shape):
+def _template(
+    x: TensorKind, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None
+) -> torch.Tensor | None:
+    """A tensor without memory for empty_like, which takes half the host time of empty; None where x itself is one.
+
+    Args:
+        x: The input.
+        shape, dtype: Those of the output.
+        strides: Its strides; None for a contiguous output.
+    """
+    strides = contiguous_strides(shape) if strides is None else strides
+    if (shape, dtype, strides) == (x.shape, x.dtype, x.strides):
         return None
-    template = torch.empty(shape, dtype=dtype, device=x.device)
+    template = torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
     # empty_like reads no element, and a kept function must not hold memory of the size of an output.
     template.untyped_storage().resize_(0)
     return template
@@ -266,10 +275,30 @@ def _more_templates(kind: Kind, task: Task) -> list[tuple[str, torch.Tensor | No
     x = kind.tensors[0]
     axis = kind.settings.dim % max(len(x.shape), 1)
     return [
-        (output.name, _template(x, output_shape(output, x.shape, axis), getattr(torch, task.dtypes[output.name])))
+        (
+            output.name,
+            _template(
+                x,
+                output_shape(output, x.shape, axis),
+                getattr(torch, task.dtypes[output.name]),
+                _strides_of(kind, output.name),
+            ),
+        )
         for output in kind.operation.written(kind.outputs)
         if output.name != kind.outputs[0]
     ]
+
+
+def _strides_of(kind: Kind, output: str) -> tuple[int, ...] | None:
+    """The strides of a new output; None if it is contiguous.
+
+    A gradient has the layout of the logits, as PyTorch's own gradients have: nothing copies it on its way back through
+    a transpose.
+    """
+    x, operation = kind.tensors[0], kind.operation
+    if kind.settings.choice.batch_invariant or not operation.follows_input(operation.output(output)):
+        return None
+    return torch.empty_like(torch.empty_strided(x.shape, x.strides, device="meta")).stride()
 
 
 def _task(kind: Kind, axis: int, out: TensorKind | None) -> Task:
@@ -281,6 +310,10 @@ def _task(kind: Kind, axis: int, out: TensorKind | None) -> Task:
         strides = strides_of_rows(out.strides, axis, keepdim) if operation.per_row and shape else out.strides
         dtype_of_out = operation.result.dtype_of(tensors["x"].dtype, result)
         tensors[operation.result.name] = TensorSpec(strides, dtype_of_out, out.aligned)
+    for name in kind.outputs:
+        of_new = None if name in tensors else _strides_of(kind, name)
+        if of_new is not None:
+            tensors[name] = TensorSpec(of_new, operation.output(name).dtype_of(tensors["x"].dtype, result))
     task = task_of(operation, kind.outputs, shape, axis, tensors, kind.flags, result)
     return one_row_as_many(task) if choice.batch_invariant else task
 
