@@ -154,6 +154,19 @@ def test_forced_eager_runs_every_operation_and_option(operation: str, options: d
     assert osm.explain((64, 100), **asked).plan.backend != "eager"
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_scale_for_each_row_is_read_once_a_row(framework: str) -> None:
+    """Four bytes for each row, or for each number of a scale that several rows share."""
+    for operation in ("softmax", "cross_entropy"):
+        moved = [
+            osm.explain(
+                (6, 8, 64), operation=operation, scale=scale, framework=framework, device="h200"
+            ).plan.bytes_moved
+            for scale in (0.5, np.ones((6, 8, 1), "f"), np.ones((8, 1), "f"), np.ones((), "f"))
+        ]
+        assert [bytes_moved - moved[0] for bytes_moved in moved[1:]] == [4 * 48, 4 * 8, 4]
+
+
 def test_a_numpy_array_counts_as_its_shape_and_dtype() -> None:
     x = np.zeros((7, 300), np.float16)
     for framework, backends in ((None, {"cuda", "triton"}), ("torch", {"cuda", "triton"}), ("jax", {"pallas"})):
@@ -178,6 +191,9 @@ def test_a_numpy_array_counts_as_its_shape_and_dtype() -> None:
         ({"dim": True}, TypeError, "dim must be an int, not bool"),
         ({"mask": np.ones((5, 5))}, ValueError, "mask must be boolean, got float64"),
         ({"bias": (1.5,)}, TypeError, "bias or mask: a shape has integers"),
+        ({"scale": np.ones(5, "f")}, ValueError, "scale must .* one number per row"),
+        ({"framework": "jax", "scale": np.ones((5, 5), "f")}, ValueError, "scale must .* one number per row"),
+        ({"scale": np.ones((4, 1), "f")}, ValueError, r"scale of shape \(4, 1\) does not broadcast"),
         ({"x": "5x5"}, TypeError, "x must be a tensor, an array or a shape, not str"),
         ({"x": np.zeros(5, np.float16), "dtype": "bfloat16"}, ValueError, "x has dtype float16"),
     ],

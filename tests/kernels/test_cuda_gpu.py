@@ -57,6 +57,20 @@ SHAPES = {"row": (64, 3000), "cluster": (16, 100001), "grid": (3, 1 << 20), "loo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("strategy", "shape"), [*SHAPES.items(), ("grid", (1, 1 << 22)), ("grid", (5, 1 << 25))])
+@pytest.mark.parametrize("operation", FORWARD)
+def test_a_scale_for_each_row(operation: str, strategy: str, shape: tuple[int, int]) -> None:
+    """Scales that are powers of two change no digit; the kernels of `grid` work on several rows at a time."""
+    x = outliers(*shape, dtype=torch.float32, device="cuda").requires_grad_()
+    scale = torch.tensor([0.5, 1.0, -0.25, 2.0], device="cuda").repeat(shape[0] // 4 + 1)[: shape[0], None]
+    function = by(operation, strategy)
+    y, expected = function(x, scale=scale), function(x * scale)
+    torch.testing.assert_close(y, expected)
+    dy = torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y)
+    torch.testing.assert_close(*(torch.autograd.grad(f, x, dy)[0] for f in (y, expected)))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_side_streams_and_graphs(strategy: str) -> None:
     softmax = by("softmax", strategy)
