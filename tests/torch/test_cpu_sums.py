@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import onlinesoftmax as osm
 from loss_formula import expected_loss
-from onlinesoftmax.torch import ops
+from onlinesoftmax.torch import ops, targets_eager
 
 NARROW = [torch.float16, torch.bfloat16]
 
@@ -134,7 +134,11 @@ def test_logsumexp_of_16_bits_is_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}], ids=str)
-def test_losses_of_16_bits_are_rounded_once(dtype: torch.dtype, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("cached", [targets_eager.ELEMENTS_IN_CACHE, 1 << 14], ids=["whole", "in parts"])
+def test_losses_of_16_bits_are_rounded_once(
+    dtype: torch.dtype, options: dict[str, Any], cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets_eager, "ELEMENTS_IN_CACHE", cached)
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(10000, 100, generator=generator).to(dtype), torch.randint(100, (10000,))
     weight = torch.rand(100, generator=generator)
@@ -144,6 +148,11 @@ def test_losses_of_16_bits_are_rounded_once(dtype: torch.dtype, options: dict[st
         want = expected_loss(x.double().numpy(), target.numpy(), weight=w64, reduction=reduction, **options).loss
         assert y.dtype == dtype
         np.testing.assert_allclose(y.double().numpy(), want, 0.51 * torch.finfo(dtype).eps, 2e-6)
+    probabilities = torch.rand(10000, 100, generator=generator) / 50
+    loss = osm.cross_entropy(x, probabilities, weight, **options)
+    want = expected_loss(x.double().numpy(), probabilities.double().numpy(), weight=weight.double().numpy(), **options)
+    assert loss.dtype == torch.float32
+    np.testing.assert_allclose(loss.item(), want.loss, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
