@@ -233,6 +233,22 @@ def test_numbers_of_a_sharded_loss_that_are_tensors_may_change() -> None:
             smoothing += 0.25
 
 
+def test_the_dtype_of_a_sharded_loss_and_an_index_to_ignore() -> None:
+    x, target = torch.randn(4, 7).bfloat16(), torch.tensor([1, 0, 2, 5])
+    with osm.distributed.one_process() as group:
+        given: dict[str, Any] = {"group": group, "shards": osm.distributed.Shards(0, 7, 7)}
+        for dtype in (torch.float32, None, torch.float32):
+            found = osm.distributed.cross_entropy(x, target, dtype=dtype, **given)
+            want = functional.cross_entropy(x.float(), target)
+            torch.testing.assert_close(found, want.to(dtype or torch.bfloat16))
+        for error, dtype in ((NotImplementedError, torch.float64), (RuntimeError, torch.int32), (TypeError, "float32")):
+            with pytest.raises(error, match="dtype"):
+                osm.distributed.cross_entropy(x, target, dtype=dtype, **given)
+        found = osm.distributed.token_logprobs(x, target, ignore_index=2, **given).logprob
+        want = x.float().log_softmax(1).gather(1, target[:, None])[:, 0]
+        torch.testing.assert_close(found, want.masked_fill(target == 2, 0))
+
+
 def test_shards_that_do_not_fit() -> None:
     with osm.distributed.one_process() as group:
         x = torch.zeros(2, 3)

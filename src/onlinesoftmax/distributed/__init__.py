@@ -35,8 +35,9 @@ from ..core.options import PLAIN, ScoreOptions, checked_options
 from ..core.processes import group_or_default
 from ..core.task import Choice
 from ..torch.check import check_options
+from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss
-from ..torch.loss_arguments import checked_numbers
+from ..torch.loss_arguments import check_dtype, checked_numbers
 from ..torch.losses import without_ignored
 from . import losses, usual
 from . import softmax as _softmax
@@ -151,9 +152,8 @@ def logsumexp(
 def cross_entropy(
     local: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100,
     reduction: Reduction = "mean", label_smoothing: float = 0.0, group: Any = None, *, z_loss: float = 0.0,
-    scale: float = 1.0,
-    softcap: float | None = None, shards: Shards | None = None, exchange: str | None = None,
-    backend: Backend | None = None, strategy: Strategy | None = None,
+    scale: float = 1.0, softcap: float | None = None, dtype: torch.dtype | None = None, shards: Shards | None = None,
+    exchange: str | None = None, backend: Backend | None = None, strategy: Strategy | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy if the softmax dimension, that of the classes, is sharded: the same loss on every process.
 
@@ -163,11 +163,12 @@ def cross_entropy(
         weight: A factor for each class of all processes, of shape (C), the same on every process.
         ignore_index, reduction, label_smoothing, z_loss, scale, softcap: As for `onlinesoftmax.cross_entropy`.
         group: Process group; the default group if None.
+        dtype: Dtype of the loss: float32 for that of 16-bit logits; float64 needs float64 logits.
         shards, exchange, backend, strategy: As for `softmax`.
 
     Returns:
-        The loss in the dtype of `local`, or in float32 under autocast: a scalar, or with "none" in the shape of the
-        rows.  A row whose target is no class has the loss NaN and no gradient.
+        The loss in `dtype`, in the dtype of `local`, or in float32 under autocast: a scalar, or with "none" in the
+        shape of the rows.  A row whose target is no class has the loss NaN and no gradient.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -181,13 +182,18 @@ def cross_entropy(
         tensor(1.3863)
     """
     given = Given(local, None, target, weight)
-    arguments = ignore_index, reduction, label_smoothing, z_loss, scale, softcap, exchange, backend, strategy
+    arguments = ignore_index, reduction, label_smoothing, z_loss, scale, softcap, dtype, exchange, backend, strategy
     shards, announced = usual.agree("cross_entropy", (local, target, weight), arguments, shards, group)
     key, found = usual.look_up("cross_entropy", given, arguments, shards, group)
     if found is not None:
         return found[0]
     options = _checked("cross_entropy", local, scale, softcap, None)
-    loss = Loss(Settings(1), ignore_index, reduction, label_smoothing, z_loss, options)
+    check_dtype("cross_entropy()", dtype)
+    if dtype is not None and accumulator_of(local.dtype, dtype) != accumulator_of(local.dtype, local.dtype):
+        raise NotImplementedError(
+            f"cross_entropy(): dtype={dtype} is not available if the softmax dimension is sharded"
+        )
+    loss = Loss(Settings(1, dtype), ignore_index, reduction, label_smoothing, z_loss, options)
     numbers = checked_numbers(loss)
     # A tensor among the numbers may change its value, so it is no part of a key.
     key = key if numbers is loss else ()

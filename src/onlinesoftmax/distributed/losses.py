@@ -38,7 +38,7 @@ def cross_entropy(
         return {
             "target": kind_of(target), "weight": kind_of(weight), "ignore_index": int(loss.ignore_index),
             "reduction": loss.reduction, "label_smoothing": float(loss.smoothing), "z_loss": float(loss.z_loss),
-            **call.same(),
+            "dtype": str(loss.settings.dtype), **call.same(),
         }  # fmt: skip
 
     shards = shards_of("cross_entropy", x, dim, call.groups, call.shards, same, call.announced)

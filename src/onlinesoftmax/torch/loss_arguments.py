@@ -51,7 +51,7 @@ def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
     else:
         check_index(name, "target", x, target, rows)
     check_weight(name, weight, x, x.shape[dim], not target.is_floating_point())
-    _check_dtype(name, loss.settings.dtype)
+    check_dtype(name, loss.settings.dtype)
     check_options(Call(OPERATIONS["cross_entropy"], x, loss.settings._replace(dim=dim), loss.options))
     check_scale_is_constant(name, loss.options)
     for argument, value in (("target", target), ("weight", weight)):
@@ -69,7 +69,8 @@ def check_scale_is_constant(name: str, options: ScoreOptions | None) -> None:
         )
 
 
-def _check_dtype(name: str, dtype: Any) -> None:
+def check_dtype(name: str, dtype: Any) -> None:
+    """Check the dtype that a caller asks for; None is any."""
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype):
