@@ -241,6 +241,19 @@ def test_infinities_and_nan_of_losses() -> None:
             osm.token_logprobs(x, abs(target), mask=np.array([True, True, False]))
 
 
+def test_a_loss_with_a_scale_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy_rows, "ELEMENTS", 8)
+    rng = np.random.default_rng(0)
+    x, target, scale = rng.standard_normal((6, 5, 3)), rng.integers(0, 5, (6, 3)), rng.random((6, 1, 3))
+    theirs = functional.cross_entropy(torch.from_numpy(x * scale), torch.from_numpy(target))
+    np.testing.assert_allclose(osm.cross_entropy(x, target, scale=scale), theirs, rtol=1e-14)
+    one = functional.cross_entropy(torch.from_numpy(x[0, :, 0] * 0.5), torch.tensor(2))
+    for of_one in (np.array(0.5), np.array([0.5])):
+        np.testing.assert_allclose(osm.cross_entropy(x[0, :, 0], np.array(2), scale=of_one), one, rtol=1e-14)
+    with pytest.raises(RuntimeError, match="one number per row"):
+        osm.cross_entropy(x, target, scale=np.ones((6, 5, 1)))
+
+
 def test_largest_class_and_whether_it_is_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     monkeypatch.setattr(numpy_rows, "ELEMENTS", 8)
@@ -263,7 +276,7 @@ MISTAKES: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((X, T[:1]), {}), ((X, T > 0), {}), ((X, X[:1]), {}), ((X, T, np.ones(2)), {}), ((X, T), {"reduction": "avg"}),
     ((X, T), {"label_smoothing": 1.5}), ((X, T), {"label_smoothing": "a"}), ((X, T), {"ignore_index": 1.5}),
     ((X, T), {"ignore_index": True}), ((X, T), {"z_loss": "a"}), ((X, T), {"softcap": -1.0}),
-    ((X, T), {"scale": np.ones(())}), ((X, T), {"mask": X}), ((X, T), {"dtype": "nonsense"}), ((X, T + 5), {}),
+    ((X, T), {"scale": X}), ((X, T), {"mask": X}), ((X, T), {"dtype": "nonsense"}), ((X, T + 5), {}),
     ((X, T), {"mask": X[:, :2] > 0}),
 ]  # fmt: skip
 
