@@ -32,6 +32,9 @@ STATISTIC_WEIGHT = 0.125
 GRADIENT, INCOMING = "gradient", "dy"
 """Names of the gradient with respect to the input, and of the incoming gradient of the main output."""
 
+MOST_ELEMENTS = 1 << 62
+"""Number of elements that no input has: their bytes would not fit a signed integer of 64 bits."""
+
 FUSED = tuple(SCORE_OPTIONS)
 """Names of the score options, in the order in which they are applied."""
 
@@ -305,6 +308,6 @@ def parse_shape(text: str) -> Shape:
         sizes.append(int(match[1]) ** int(match[2] or 1))
     if min(sizes) < 1:
         raise ValueError(f"shape {text!r}: every size must be at least 1")
-    if prod(sizes) >= 1 << 62:
+    if prod(sizes) >= MOST_ELEMENTS:
         raise ValueError(f"shape {text!r}: more elements than any memory holds")
     return tuple(sizes)

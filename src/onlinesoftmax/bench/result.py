@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from math import isfinite
+from math import isfinite, prod
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..core.task import ITEMSIZE
 from ..planner.plan import Plan, Price
 from ..planner.proposal import Blocks, Threads, Traffic
-from .cases import MEASURED, Case, known
+from .cases import MEASURED, MOST_ELEMENTS, Case, known
 from .timing import Against, Times
 
 if TYPE_CHECKING:
@@ -156,6 +156,8 @@ class CaseResult:
         known("dtype", [recorded["dtype"]], ITEMSIZE)
         if recorded["dim"] >= len(recorded["shape"]):
             raise ValueError(f"dim {recorded['dim']} is out of range for the shape {recorded['shape']}")
+        if prod(recorded["shape"]) >= MOST_ELEMENTS:
+            raise ValueError(f"shape {recorded['shape']}: more elements than any memory holds")
         case = made(
             Case, recorded, shape=tuple(recorded["shape"]), fused=tuple(recorded.get("fused", ()))
         )  # fmt: skip

@@ -7,7 +7,6 @@ before a command needs it, so `--help` is quick.
 from __future__ import annotations
 
 import importlib.util
-import io
 import sys
 from typing import TYPE_CHECKING
 
@@ -21,10 +20,9 @@ def main() -> None:
     if missing:
         print(f"The command line needs {' and '.join(missing)}: pip install 'onlinesoftmax[cli]'", file=sys.stderr)
         sys.exit(2)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # The name of a file may have characters that the encoding of stdout does not have.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    build()(prog_name="onlinesoftmax")
+    from .boundary import guarded
+
+    sys.exit(guarded(lambda: build()(prog_name="onlinesoftmax")))
 
 
 def build() -> typer.Typer:

@@ -1,6 +1,6 @@
 """The output of the commands: tables for a terminal, aligned text for a pipe, JSON for a program, errors as sentences.
 
-Results go to stdout; errors and progress go to stderr.
+Results go to stdout; errors and progress go to stderr.  Text of files and devices is made printable.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..core.printable import printable
 from ..core.units import duration, size
 from ..core.whole_files import NotRegularError
 
@@ -39,17 +40,23 @@ def fail(sentence: object, code: int = 2) -> NoReturn:
     """Print one sentence to stderr and exit: 2 for bad input, 1 for a check that failed."""
     import typer
 
-    print(f"Error: {sentence}", file=sys.stderr)
+    print(f"Error: {_lines(sentence)}", file=sys.stderr)
     raise typer.Exit(code)
 
 
 def warn(sentence: object) -> None:
     """Print one sentence to stderr and go on."""
-    print(f"Warning: {sentence}", file=sys.stderr)
+    print(f"Warning: {_lines(sentence)}", file=sys.stderr)
+
+
+def _lines(text: object) -> str:
+    """A text whose lines are printable."""
+    return "\n".join(map(printable, str(text).split("\n")))
 
 
 def heading(text: str, first: bool = False) -> None:
     """Print a title, after an empty line unless it comes first."""
+    text = printable(text)
     if not first:
         print()
     if sys.stdout.isatty():
@@ -60,6 +67,7 @@ def heading(text: str, first: bool = False) -> None:
 
 def note(text: str) -> None:
     """Print a line of text, wrapped in a terminal."""
+    text = _lines(text)
     if sys.stdout.isatty():
         _console().print(text, markup=False)
     else:
@@ -68,6 +76,7 @@ def note(text: str) -> None:
 
 def facts(pairs: Sequence[tuple[str, str]]) -> None:
     """Print names and values, aligned."""
+    pairs = [(printable(name), printable(value)) for name, value in pairs]
     if not sys.stdout.isatty():
         _print_aligned([[f"  {name}", value] for name, value in pairs], right=())
         return
@@ -84,6 +93,7 @@ def facts(pairs: Sequence[tuple[str, str]]) -> None:
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> None:
     """Print a table; the columns named in `right` are aligned to the right."""
+    headers, *rows = [tuple(map(printable, row)) for row in (headers, *rows)]
     if not sys.stdout.isatty():
         places = [i for i, header in enumerate(headers) if header in right]
         lines = [list(headers), *map(list, rows)]
