@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import onlinesoftmax as osm
 from loss_formula import expected_loss
-from onlinesoftmax.torch import ops, targets_eager
+from onlinesoftmax.torch import ops
 
 NARROW = [torch.float16, torch.bfloat16]
 
@@ -134,11 +134,11 @@ def test_logsumexp_of_16_bits_is_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}], ids=str)
-@pytest.mark.parametrize("cached", [targets_eager.ELEMENTS_IN_CACHE, 1 << 14], ids=["whole", "in parts"])
+@pytest.mark.parametrize("cached", [ops.ELEMENTS_IN_CACHE, 1 << 14], ids=["whole", "in parts"])
 def test_losses_of_16_bits_are_rounded_once(
     dtype: torch.dtype, options: dict[str, Any], cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets_eager, "ELEMENTS_IN_CACHE", cached)
+    monkeypatch.setattr(ops, "ELEMENTS_IN_CACHE", cached)
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(10000, 100, generator=generator).to(dtype), torch.randint(100, (10000,))
     weight = torch.rand(100, generator=generator)

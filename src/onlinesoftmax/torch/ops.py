@@ -67,6 +67,25 @@ def is_narrow(x: Tensor) -> bool:
     return x.dtype is torch.float16 or x.dtype is torch.bfloat16
 
 
+ELEMENTS_IN_CACHE = 1 << 19
+"""Logits per thread that are converted at a time: 2 MB in float32, beside as many log-probabilities.
+
+Without a gradient, a loss of 1024 x 50257 bfloat16 takes 0.6 of PyTorch's time so, and 2.6 as a whole.
+"""
+
+
+def rows_at_a_time(x: Tensor, wide: torch.dtype) -> int:
+    """The number of rows of logits to convert at a time; 0 for all: autograd would keep the copies of every part."""
+    if x.dtype == wide or x.dim() < 2 or not x.is_cpu or type(x) not in PLAIN_TYPES or torch.compiler.is_compiling():
+        return 0
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return 0
+    if torch.is_grad_enabled() and x.requires_grad:
+        return 0
+    rows = ELEMENTS_IN_CACHE * torch.get_num_threads() // max(1, x[:1].numel())
+    return rows if rows < x.shape[0] else 0
+
+
 def _logsumexp(z: Tensor, dim: Any, keepdim: bool) -> Tensor:
     """Logsumexp by PyTorch, whose sums are pairwise; of 16-bit numbers in float32, rounded once."""
     return z.float().logsumexp(dim, keepdim).to(z.dtype) if is_narrow(z) else z.logsumexp(dim, keepdim)

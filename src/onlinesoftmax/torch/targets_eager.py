@@ -25,8 +25,7 @@ def pytorch_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -
     It is computed in float32 or wider, and so is its gradient, which is rounded once.
     """
     wide = loss.wide(x)
-    rows = ELEMENTS_IN_CACHE * torch.get_num_threads() // max(1, x[:1].numel()) if _is_converted(x, wide) else 0
-    if 0 < rows < x.shape[0]:
+    if rows := ops.rows_at_a_time(x, wide):
         of_row = loss._replace(reduction="none")
         parts = zip(x.split(rows), target.split(rows), strict=True)
         return reduced(torch.cat([pytorch_loss(*part, weight, of_row) for part in parts]), target, weight, loss)
@@ -37,28 +36,6 @@ def pytorch_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -
         ignore_index=loss.ignore_index, reduction=loss.reduction, label_smoothing=loss.smoothing,
     )  # fmt: skip
     return y
-
-
-ELEMENTS_IN_CACHE = 1 << 19
-"""Logits per thread that are converted at a time: 2 MB in float32, beside as many log-probabilities.
-
-Without a gradient, a loss of 1024 x 50257 bfloat16 takes 0.6 of PyTorch's time so, and 2.6 as a whole.
-"""
-
-
-def _is_converted(x: Tensor, wide: torch.dtype) -> bool:
-    """True for logits whose wide copies can be made in parts: autograd would keep the parts of all rows."""
-    if (
-        x.dtype == wide
-        or x.dim() < 2
-        or not x.is_cpu
-        or type(x) not in ops.PLAIN_TYPES
-        or torch.compiler.is_compiling()
-    ):
-        return False
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return False
-    return not torch.is_grad_enabled() or not x.requires_grad
 
 
 def is_right(x: Tensor, loss: Loss) -> bool:
