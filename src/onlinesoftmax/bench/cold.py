@@ -189,7 +189,7 @@ def _answer(peer: Peer, calls: Mapping[str, Case], device: Any, folder: Path) ->
     request = {
         "peer": peer.name, "module": peer.module, "function": first.operation, "device": str(device),
         "cases": {name: asdict(case) for name, case in calls.items()}, "answer": str(answer),
-        "backend": getattr(peer, "backend", None), "strategy": getattr(peer, "strategy", None),
+        "backend": getattr(peer, "backend", None), "strategy": getattr(peer, "strategy", None), "parent": os.getpid(),
     }  # fmt: skip
     command = [sys.executable, str(Path(__file__).with_name("first_calls.py")), json.dumps(request)]
     try:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ from ..core.device import Device
 from ..core.operations import OPERATIONS
 from ..core.problem import Problem
 from ..core.task import ITEMSIZE
+from ..core.workers import worker_pool
 from ..kernels import registry
 from ..kernels.request import Request
 from ..planner.measured import KEPT_RATIO, Cell, Key, Table, Timing, key_of
@@ -97,7 +96,7 @@ class Compiler:
     def __init__(self, arch: str) -> None:
         self._arch = arch
         self._workers = min(len(os.sched_getaffinity(0)), 16)
-        self._pool = ProcessPoolExecutor(self._workers, multiprocessing.get_context("spawn"))
+        self._pool = worker_pool(self._workers)
         self._done: set[Any] = set()
 
     def compile(self, requests: Sequence[Request]) -> None:

@@ -5,13 +5,12 @@ Each answer is an `explain` of its shape, in the words that `explain` prints.  T
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from typing import Any
 
+from ..core.workers import worker_pool
 from ..explanation import Explanation
 from ..planner.facts import plan_facts
 from ..planner.plan import Plan, Refusal
@@ -132,8 +131,7 @@ def _each(combinations: Sequence[Combination]) -> Iterator[dict[str, Any]]:
     if workers < 2:
         yield from map(answers_of, combinations)
         return
-    # A new process inherits no threads of a framework.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with worker_pool(workers) as pool:
         yield from pool.map(answers_of, combinations, chunksize=2)
 
 
