@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 import onlinesoftmax as osm
 from onlinesoftmax import explanation
-from onlinesoftmax.core.device import known
+from onlinesoftmax.core.device import KNOWN, known, memory_of
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.planner.facts import plan_facts
@@ -196,6 +197,12 @@ def test_a_numpy_array_counts_as_its_shape_and_dtype() -> None:
         ({"scale": np.ones((4, 1), "f")}, ValueError, r"scale of shape \(4, 1\) does not broadcast"),
         ({"x": "5x5"}, TypeError, "x must be a tensor, an array or a shape, not str"),
         ({"x": np.zeros(5, np.float16), "dtype": "bfloat16"}, ValueError, "x has dtype float16"),
+        ({"dtype": 3}, TypeError, "dtype must be a dtype or its name, not int"),
+        ({"dtype": np.int32}, ValueError, "unknown dtype 'int32'"),
+        ({"outputs": "y"}, TypeError, "outputs must be a tuple of names, not str"),
+        ({"outputs": {"y"}}, TypeError, "outputs must be a tuple of names, not set"),
+        ({"outputs": ("y", "loss")}, ValueError, "outputs: softmax has no output 'loss'; there are: y, lse"),
+        ({"outputs": ()}, ValueError, "outputs: at least one name is needed"),
     ],
     ids=str,
 )
@@ -233,3 +240,63 @@ def test_an_estimate_names_the_gpu_that_was_measured_if_it_is_another(device: st
     explained = osm.explain((4096, 8192), dtype="bfloat16", device=device)
     facts = dict(plan_facts(explained.plan, explained.problem, explained.device))
     assert facts["estimate"].endswith(source)
+
+
+def test_dtypes_of_every_framework_name_the_same_plan() -> None:
+    plan = osm.explain((64, 1024), dtype="bfloat16", device="h200").plan
+    dtypes: list[Any] = []
+    for module in ("torch", "ml_dtypes", "jax.numpy"):
+        try:
+            dtypes.append(importlib.import_module(module).bfloat16)
+        except ImportError:
+            continue
+    for dtype in dtypes:
+        assert osm.explain((64, 1024), dtype=dtype, device="h200").plan == plan
+    for dtype in (np.float64, np.dtype("float64"), "float64"):
+        assert osm.explain((64, 1024), dtype=dtype, device="h200").problem.dtype == "float64"
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("outputs", [("loss", "y"), ["y", "mean_loss"]])
+def test_the_kernel_that_writes_the_gradient_is_explained(outputs: Any, framework: str) -> None:
+    shape: dict[str, Any] = {"operation": "cross_entropy", "dtype": "bfloat16", "device": "h200"}
+    shape["framework"] = framework
+    found = osm.explain((8192, 32000), outputs=outputs, **shape)
+    alone = osm.explain((8192, 32000), **shape)
+    assert {*found.problem.outputs} == {*outputs}
+    assert found.problem.write_bytes - alone.problem.write_bytes == pytest.approx(8192 * 32000 * 2, rel=1e-3)
+    assert "cross_entropy (" in str(found)
+
+
+def test_a_loss_with_its_gradient_runs_the_plan_that_is_explained(torch_plans: list[Plan]) -> None:
+    import torch
+
+    x = torch.zeros(9, 40, requires_grad=True)
+    osm.cross_entropy(x, torch.zeros(9, dtype=torch.int64), backend="triton").backward()
+    told = osm.explain(x, 1, operation="cross_entropy", outputs=("mean_loss", "y"), backend="triton").plan
+    # The call also reads its index to ignore, so only the kernel is the same.
+    assert (told.strategy, told.blocks) in [(plan.strategy, plan.blocks) for plan in torch_plans]
+
+
+def test_a_repr_is_one_short_line() -> None:
+    found = osm.explain((4096, 1024), dtype="bfloat16", device="h200")
+    for each in (found, found.plan, *found.others):
+        assert len(repr(each)) < 200
+        assert "\n" not in repr(each)
+    assert repr(found).startswith("<Explanation softmax of 4096 x 1024 bfloat16 on NVIDIA H200: cuda/row, ")
+    assert repr(found.plan).startswith("<Plan cuda/row: ")
+
+
+@pytest.mark.parametrize("device", [name for name, known in KNOWN.items() if known.kind == "cuda"])
+def test_a_shape_that_does_not_fit_the_memory_says_so(device: str) -> None:
+    most = memory_of(KNOWN[device])
+    assert most is not None
+    cols = 1 << 16
+    fits, large = (osm.explain((most // (4 * cols) + more, cols), dtype="bfloat16", device=device) for more in (0, 1))
+    assert "memory" not in dict(plan_facts(fits.plan, fits.problem, fits.device))
+    assert fits.as_dict()["lacks_memory"] is None
+    sentence = dict(plan_facts(large.plan, large.problem, large.device))["memory"]
+    assert sentence.startswith("too small: the tensors of this call have ")
+    assert sentence in str(large)
+    assert large.as_dict()["lacks_memory"] == sentence
+    assert osm.explain((1 << 40, cols), device="cpu").as_dict()["lacks_memory"] is None

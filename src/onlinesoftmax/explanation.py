@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .core.arrays import array_kind, broadcasts
+from .core.arrays import array_kind, broadcasts, dtype_name
 from .core.device import Device, known
 from .core.layout import contiguous_strides
 from .core.operations import OPERATIONS, Operation
@@ -30,6 +30,7 @@ from .jax.device import from_jax, is_on_cpu
 from .kernels import registry
 from .kernels.report import Kernel
 from .kernels.request import Request
+from .planner.facts import lacks_memory
 from .planner.plan import Plan, Planner, Refusal, best
 from .torch import plans as torch_plans
 from .torch.device import from_torch, here
@@ -85,6 +86,7 @@ class Explanation:
         return {
             "problem": asdict(self.problem),
             "device": self.device.as_dict(),
+            "lacks_memory": lacks_memory(self.problem, self.device),
             "plan": self.plan.as_dict(),
             "others": [
                 {**(other.as_dict() if isinstance(other, Plan) else vars(other)), "why_not": self.why_not(other)}
@@ -92,10 +94,20 @@ class Explanation:
             ],
         }
 
+    @property
+    def _asked(self) -> str:
+        q = self.problem
+        outputs = f" ({', '.join(q.outputs)})" if q.outputs != q.declaration.always else ""
+        return f"{q.operation}{outputs} of {q.rows} x {q.cols} {q.dtype} on {self.device.name}"
+
+    def __repr__(self) -> str:
+        return f"<Explanation {self._asked}: {self.plan.backend}/{self.plan.strategy}, {self.plan.estimate_us:.1f} us>"
+
     def __str__(self) -> str:
-        p, q = self.plan, self.problem
+        p, small = self.plan, lacks_memory(self.problem, self.device)
         lines = [
-            f"{q.operation} of {q.rows} x {q.cols} {q.dtype} on {self.device.name}",
+            self._asked,
+            *([f"  memory {small}"] if small else []),
             f"  {p.backend}/{p.strategy}: {p.reason}",
             f"  {p.bytes_moved / 1e6:.1f} MB moved; floor {p.floor_us:.1f} us, estimate {p.estimate_us:.1f} us",
         ]
@@ -108,7 +120,8 @@ def explain(
     dim: int = -1,
     *,
     operation: str = "softmax",
-    dtype: str | None = None,
+    dtype: Any = None,
+    outputs: Sequence[str] | None = None,
     scale: Any = 1.0,
     mask: Any = None,
     bias: Any = None,
@@ -129,7 +142,9 @@ def explain(
         dim: The softmax dimension.
         operation: "softmax", "log_softmax", "logsumexp", "cross_entropy" or "token_logprobs"; or one of these with
             "_backward", its gradient, which takes the options of the function.
-        dtype: Dtype name for a shape ("float32" by default); that of the tensor otherwise.
+        dtype: Dtype, or its name, for a shape ("float32" by default); that of the tensor otherwise.
+        outputs: Names of the outputs that the kernel writes, where it is not the result alone: ("loss", "y") for the
+            losses with their gradient, ("mean_loss", "y") for their mean with its gradient.
         scale, causal, softcap, fully_masked, batch_invariant: As in the function; an error where it does not have them.
         mask: As in the function, or a shape that broadcasts to that of x.
         bias: As in the function, or a shape that broadcasts to that of x; the bias then has the dtype of x.
@@ -141,8 +156,8 @@ def explain(
     Raises:
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
         TypeError: an argument has the wrong type.
-        ValueError: unknown device, dtype, operation or framework, a dtype or framework that is not that of x, a mask
-            or bias that does not broadcast, or an option that the function does not have.
+        ValueError: unknown device, dtype, operation, output or framework, a dtype or framework that is not that of x,
+            a mask or bias that does not broadcast, or an option that the function does not have.
         IndexError: dim is out of range.
 
     Example:
@@ -161,17 +176,19 @@ def explain(
     in_jax = _framework_of(x, framework) == "jax"
     shape, like = _input(x, dtype)
     axis, declaration = _axis(dim, len(shape)), OPERATIONS[operation]
+    written = None if outputs is None else declaration.named(outputs)
     given = {name: _Shape(t) if isinstance(t, tuple | list) else t for name, t in (("bias", bias), ("mask", mask))}
     options = checked_options(operation, scale, softcap, given["bias"], given["mask"], causal, fully_masked) or PLAIN
     choice = Choice(backend, strategy, batch_invariant)
     _check_taken(declaration.forward, in_jax, options, batch_invariant)
     if in_jax:
         machine = known(device) if device is not None else _device_of_jax(x)
-        task = _task_in_jax(declaration, shape, axis, like.dtype, options)
+        task = _task_in_jax(declaration, shape, axis, like.dtype, options, written)
         # For a named device, plan with every backend, installed here or not.
         return _explain_task(task, jax_plans.planner_for(machine, choice, like.dtype, device is not None), choice)
     machine = known(device) if device is not None else _this_device(x)
-    task = _task(declaration, shape, axis, like, options.of(declaration.options), batch_invariant)
+    own = options.of(declaration.options)
+    task = _task(declaration, shape, axis, like, own, batch_invariant, written or declaration.always)
     return _explain_task(task, torch_plans.planner_for(machine, choice, device is not None), choice)
 
 
@@ -236,8 +253,9 @@ def _to_end(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return (*shape[:axis], *shape[axis + 1 :], shape[axis])
 
 
-def _input(x: Any, dtype: str | None) -> tuple[tuple[int, ...], TensorSpec]:
+def _input(x: Any, dtype: Any) -> tuple[tuple[int, ...], TensorSpec]:
     """(shape, description) of the input."""
+    dtype = None if dtype is None else dtype_name(dtype)
     if isinstance(x, tuple | list):
         shape = _sizes("x", x)
         if not shape or min(shape) < 1:
@@ -269,13 +287,13 @@ def _dtype_of(argument: str, t: Any) -> str:
 
 def _task(
     declaration: Operation, shape: tuple[int, ...], axis: int, x: TensorSpec, options: ScoreOptions,
-    batch_invariant: bool,
+    batch_invariant: bool, outputs: tuple[str, ...],
 ) -> Task:  # fmt: skip
     """The task of a call on torch tensors.
 
     All tensors beside x are taken as contiguous, except those of the score options.
     """
-    tensors = {"x": x, **operand_specs(declaration, shape, axis, x.dtype)}
+    tensors = {"x": x, **operand_specs(declaration, shape, axis, x.dtype, outputs=outputs)}
     if batch_invariant:
         # A call copies tensors whose rows are not contiguous.
         rows_first = contiguous_strides(_to_end(shape, axis))
@@ -287,11 +305,14 @@ def _task(
         tensors["logits"] = contiguous_spec(shape, x.dtype)
     numbers = frozenset(name for name in options.given if name in ("scale", "softcap")) - tensors.keys()
     flags = Flags(numbers, options.causal, options.zero, x.dtype in ("float32", "float64"))
-    task = task_of(declaration, declaration.always, shape, axis, tensors, flags)
+    task = task_of(declaration, outputs, shape, axis, tensors, flags)
     return one_row_as_many(task) if batch_invariant else task
 
 
-def _task_in_jax(declaration: Operation, shape: tuple[int, ...], axis: int, dtype: str, options: ScoreOptions) -> Task:
+def _task_in_jax(
+    declaration: Operation, shape: tuple[int, ...], axis: int, dtype: str, options: ScoreOptions,
+    outputs: tuple[str, ...] | None,
+) -> Task:  # fmt: skip
     """The task of a call on JAX arrays.  XLA moves the axis to the end."""
     name = declaration.name
     # The other gradients are those in the scores; XLA computes the gradients in the logits from them.
@@ -305,7 +326,7 @@ def _task_in_jax(declaration: Operation, shape: tuple[int, ...], axis: int, dtyp
         arrays[option] = jax_plans.ArraySpec(own, _dtype_of_option(option, t, dtype))
     numbers = frozenset(given) & {"scale", "softcap"} - arrays.keys()
     x = jax_plans.ArraySpec(_to_end(shape, axis), dtype)
-    return jax_plans.task_for(name, jax_plans.outputs_of(name), x, arrays, numbers)
+    return jax_plans.task_for(name, outputs or jax_plans.outputs_of(name), x, arrays, numbers)
 
 
 def _option_specs(options: ScoreOptions, shape: tuple[int, ...], axis: int, dtype: str) -> dict[str, TensorSpec]:

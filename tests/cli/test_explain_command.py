@@ -123,3 +123,25 @@ def test_explain_shows_what_nvrtc_makes_of_a_cuda_plan(monkeypatch: pytest.Monke
         assert words in result.stderr
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     assert "not compiled: cuda.core is not installed: pip" in run(*CUDA_ROW).stdout
+
+
+def test_a_listing_without_a_kernel_fails() -> None:
+    for listing in ("--ptx", "--sass", "--cuda", "--ttir"):
+        result = run("explain", "64x64", "--backend", "eager", "--device", "h200", listing)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr == (
+            f"Error: {listing}: there is no kernel to list: the eager backend has no kernels of ours\n"
+        )
+
+
+def test_outputs_and_too_little_memory_are_shown() -> None:
+    arguments = ("explain", "2000000x128256", "--op", "cross_entropy", "--outputs", "y,loss", "--device", "h200")
+    result = run(*arguments, "--no-compile")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("cross_entropy (loss, y) of 2000000 x 128256 float32 on NVIDIA H200\n")
+    assert "Warning: NVIDIA H200 is too small: the tensors of this call have 2.1 TB" in result.stderr
+    found = run_json(*arguments, "--no-compile")
+    assert found["lacks_memory"].startswith("too small: ")
+    wrong = run("explain", "64x64", "--outputs", "loss", "--device", "h200")
+    assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1)
+    assert "outputs: softmax has no output 'loss'" in wrong.stderr

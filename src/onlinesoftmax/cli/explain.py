@@ -9,8 +9,9 @@ import typer
 from ..core.operations import OPERATIONS
 from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
-from ..planner.facts import plan_facts
+from ..planner.facts import lacks_memory, plan_facts
 from . import output
+from .benchmarks import split_names
 
 if TYPE_CHECKING:
     from ..explanation import Explanation
@@ -21,6 +22,11 @@ def explain(
     shape: str = typer.Argument(metavar="SHAPE", help="Sizes with x between them, as in 4096x50257 or 1x2^24."),
     dtype: str = typer.Option("float32", help=f"Dtype of the input: {', '.join(ITEMSIZE)}."),
     op: str = typer.Option("softmax", help=f"The operation: {', '.join(OPERATIONS)}."),
+    outputs: str = typer.Option(
+        "",
+        help="The outputs that the kernel writes, with commas between them, where a call asks for more than the "
+        "result: loss,y for losses with their gradient.",
+    ),
     dim: int = typer.Option(-1, help="The softmax dimension; negative counts from the end."),
     scale: float = typer.Option(1.0, help="Scale of the logits."),
     softcap: float | None = typer.Option(None, help="Softcap of the logits, a positive number."),
@@ -59,6 +65,7 @@ def explain(
       onlinesoftmax explain 4096x50257 --dtype bfloat16 --device h200
       onlinesoftmax explain 64x1024x1024 --causal --scale 0.125 --bias 1024x1024 --device h200
       onlinesoftmax explain 4096x50257 --op softmax_backward --batch-invariant --device h200
+      onlinesoftmax explain 8192x128256 --op cross_entropy --outputs loss,y --device h200
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     asked = {"cuda": cuda, "ttir": ttir, "ptx": ptx, "sass": sass}
     listings = [name for name, wanted in asked.items() if wanted]
@@ -70,9 +77,10 @@ def explain(
     explanation = _explain(
         shape, options, dim=dim, operation=op, dtype=dtype, fully_masked=fully_masked, device=device,
         batch_invariant=batch_invariant, framework=framework, backend=backend, strategy=strategy,
+        outputs=split_names(outputs) or None,
     )  # fmt: skip
     kernels, problem = _compile(explanation) if compiled else ([], "not asked for (--no-compile)")
-    _check_listings(listings, kernels)
+    _check_listings(listings, kernels, problem)
     if as_json:
         described = [{**k.as_dict(), "listings": {name: k.listings[name] for name in listings}} for k in kernels]
         document = {**explanation.as_dict(), "score_options": score_options(explanation)}
@@ -126,10 +134,12 @@ def _compile(explanation: Explanation) -> tuple[list[Kernel], str | None]:
         return [], lines[0] if lines else type(error).__name__
 
 
-def _check_listings(listings: list[str], kernels: list[Kernel]) -> None:
-    """Exit with an error where the kernels do not have a listing that was asked for."""
+def _check_listings(listings: list[str], kernels: list[Kernel], problem: str | None) -> None:
+    """Exit with an error where there are no kernels, or they do not have a listing that was asked for."""
     from ..kernels.report import NO_CUOBJDUMP
 
+    if listings and not kernels:
+        output.fail(f"--{listings[0]}: there is no kernel to list: {problem}", 1)
     for kernel in kernels:
         for name in listings:
             if name not in kernel.listings:
@@ -142,8 +152,11 @@ def _print_plan(explanation: Explanation) -> None:
     options = score_options(explanation)
     with_options = f" with {', '.join(options)}" if options else ""
     shape = f"{problem.rows} x {problem.cols} {problem.dtype}{with_options}"
-    output.heading(f"{problem.operation} of {shape} on {explanation.device.name}", first=True)
+    outputs = f" ({', '.join(problem.outputs)})" if problem.outputs != problem.declaration.always else ""
+    output.heading(f"{problem.operation}{outputs} of {shape} on {explanation.device.name}", first=True)
     output.facts([("plan", f"{plan.backend}/{plan.strategy}"), ("why", plan.reason)])
+    if small := lacks_memory(problem, explanation.device):
+        output.warn(f"{explanation.device.name} is {small}.")
     output.heading("Plan")
     output.facts(plan_facts(explanation.plan, explanation.problem, explanation.device))
 

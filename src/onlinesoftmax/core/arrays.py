@@ -243,3 +243,25 @@ def _jax() -> SimpleNamespace:
 
 
 _BUILDERS = {"numpy": _numpy, "torch": _torch, "jax": _jax}
+
+
+def dtype_name(dtype: Any) -> str:
+    """Name of a dtype of torch, NumPy or JAX, or of one that is given by its name.
+
+    Raises:
+        TypeError: it is no dtype.
+
+    Example:
+        >>> dtype_name("bfloat16"), dtype_name(np.float32), dtype_name(np.dtype("float16"))
+        ('bfloat16', 'float32', 'float16')
+    """
+    if isinstance(dtype, str):
+        return dtype
+    if type(dtype).__module__ == "torch" and type(dtype).__name__ == "dtype":
+        return str(dtype).removeprefix("torch.")
+    try:
+        if dtype is not None:  # NumPy reads None as float64
+            return np.dtype(dtype).name
+    except TypeError:
+        pass
+    raise TypeError(f"dtype must be a dtype or its name, not {type(dtype).__name__}")

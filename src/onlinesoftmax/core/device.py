@@ -7,6 +7,7 @@ framework sees.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -155,6 +156,27 @@ KNOWN: dict[str, Device] = {
         "cores from the operating system; bandwidth and cache of a few cores of a common server",
     ),
 }  # fmt: skip
+
+
+MEMORY: dict[str, int] = {"h200": 141, "h100": 80, "a100": 80, "l4": 24, "rtx4090": 24, "b200": 180}
+"""Device memory in GiB, by the names of KNOWN.
+
+Source: the datasheets of each GPU, as named above; of the B200, the 1440 GB of the eight in a DGX B200. Drivers report
+1 to 4 % less, so a call that needs more than this cannot fit.
+"""
+
+
+def memory_of(device: Device) -> int | None:
+    """Return the bytes of a GPU's memory, or None if they are not known; a size in its name counts first.
+
+    Example:
+        >>> memory_of(KNOWN["l4"]), memory_of(generic("NVIDIA A100-SXM4-40GB", (8, 0), 108)), memory_of(KNOWN["cpu"])
+        (25769803776, 42949672960, None)
+    """
+    named = re.search(r"(\d+) ?GB", device.name)
+    model = model_of(device.name)
+    gib = int(named[1]) if named else next((MEMORY.get(key) for key, each in KNOWN.items() if each is model), None)
+    return None if gib is None else gib << 30
 
 
 def known(name: str) -> Device:

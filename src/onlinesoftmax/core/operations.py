@@ -10,10 +10,10 @@ To declare an operation is step one of six: CONTRIBUTING.md, "To add an operatio
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 ValueKind = Literal["element", "row", "call"]
 """Which values an operand or an output has: one per element of the input, one per row, or one per call."""
@@ -236,6 +236,17 @@ class Operation:
     def written(self, outputs: tuple[str, ...]) -> tuple[Output, ...]:
         """The declarations of these outputs, in the order of the declaration."""
         return tuple(output for output in self.outputs if output.name in outputs)
+
+    def named(self, outputs: Any) -> tuple[str, ...]:
+        """Names of outputs that a user gives, checked and in the order of the declaration."""
+        if isinstance(outputs, str) or not isinstance(outputs, Sequence):
+            raise TypeError(f"outputs must be a tuple of names, not {type(outputs).__name__}")
+        names = [output.name for output in self.outputs]
+        wrong = [name for name in outputs if name not in names]
+        if wrong or not outputs:
+            reason = f"{self.name} has no output {wrong[0]!r}" if wrong else "at least one name is needed"
+            raise ValueError(f"outputs: {reason}; there are: {', '.join(names)}")
+        return tuple(name for name in names if name in outputs)
 
     def summed(self, outputs: tuple[str, ...], given: Collection[str] = ()) -> tuple[Accumulator, ...]:
         """The accumulators that these outputs need, in the order of the declaration.

@@ -328,8 +328,9 @@ def output_specs(
 
 
 def operand_specs(
-    operation: Operation, shape: tuple[int, ...], axis: int, dtype: str, integer: str = "int64"
-) -> dict[str, TensorSpec]:
+    operation: Operation, shape: tuple[int, ...], axis: int, dtype: str, integer: str = "int64",
+    outputs: tuple[str, ...] = (),
+) -> dict[str, TensorSpec]:  # fmt: skip
     """Contiguous tensors for the operands that every call reads beside the input, by name.
 
     Args:
@@ -338,10 +339,13 @@ def operand_specs(
         axis: The softmax dimension, counted from 0.
         dtype: Dtype of the input, and of the operands for which the declaration has no other.
         integer: Dtype of operands that are integers.
+        outputs: Names of the outputs: a forward call that writes the gradients of rows also reads those of its results.
     """
     found = {}
+    with_gradient = any(output.kind == "element" and output.on_request for output in operation.written(outputs))
+    with_gradient = with_gradient and not {*outputs} & {*operation.call_outputs}
     for operand in operation.operands[1:]:
-        if operand.optional:
+        if operand.optional and not (with_gradient and operand.kind == "row"):
             continue
         wide = accumulator_dtype(dtype) if operation.has_accumulator_dtype(operand.name) else dtype
         found[operand.name] = _spec(operand.kind, shape, axis, integer if operand.dtype == "integer" else wide)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.device import Device
+from ..core.device import Device, memory_of
 from ..core.problem import Problem
 from ..core.units import duration, size
 from .measured import model_word, slug
@@ -30,6 +30,7 @@ def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, 
             f"{size(plan.bytes_moved)}; at least {size(problem.read_bytes + problem.write_bytes)}: "
             f"{size(problem.read_bytes)} read, {size(problem.write_bytes)} written",
         ),
+        *(("memory", sentence) for sentence in filter(None, [lacks_memory(problem, device)])),
         ("floor", f"{duration(plan.floor_us)} at {device.bandwidth:.0f} GB/s"),
         (
             "estimate",
@@ -48,6 +49,14 @@ def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, 
     if device.kind == "cuda":
         found.append(("quality", f"{plan.traffic.quality:.0%} of that bandwidth, with the device full"))
     return found
+
+
+def lacks_memory(problem: Problem, device: Device) -> str | None:
+    """A sentence for a call whose tensors do not fit the memory of the device; None where they do, or may."""
+    needed, there = problem.read_bytes + problem.write_bytes, memory_of(device)
+    if there is None or needed <= there:
+        return None
+    return f"too small: the tensors of this call have {size(needed)}, and the device has {size(there)}"
 
 
 def _source(plan: Plan, device: Device) -> str:

@@ -52,6 +52,10 @@ class Plan(Proposal):
 
     price: Price = Price()
 
+    def __repr__(self) -> str:
+        name = f"{self.backend}/{self.strategy}"
+        return f"<Plan {name}: {self.programs} x {self.block} columns, {self.estimate_us:.1f} us on {self.device}>"
+
     @property
     def device(self) -> str:
         """Name of the device it was made for."""
