@@ -50,6 +50,8 @@ def test_a_last_tile_of_few_columns_takes_as_long_as_a_whole_one() -> None:
     forced = Choice("cuda", "looped")
     assert plan(key.problem(2048, 16384, "float32"), H100, forced, table=table).variant == large
     assert plan(key.problem(2048, 16736, "float32"), H100, forced, table=table).variant == small
+    # The last column of an unaligned row is no tile.
+    assert plan(key.problem(2048, 16385, "float32"), H100, forced, table=table).variant == large
 
 
 def test_unaligned_rows_far_from_all_measured_ones_take_the_times_of_aligned_ones() -> None:

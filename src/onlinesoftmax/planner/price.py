@@ -221,7 +221,9 @@ def stretch(proposal: Proposal, problem: Problem, device: Device) -> float:
     """
     if not proposal.threads.lanes or proposal.strategy == "grid":
         return 1.0
-    found, tiles = 1.0, problem.cols / (proposal.block * max(proposal.splits, 1))
+    # The few columns beside whole chunks are loaded by themselves.
+    whole_chunks = problem.cols // problem.vector * problem.vector
+    found, tiles = 1.0, whole_chunks / (proposal.block * max(proposal.splits, 1))
     if tiles > 1:
         # A block waits for the loads of its last tile as long as for those of a whole one.
         found = math.ceil(tiles) / tiles
