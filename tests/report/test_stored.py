@@ -34,7 +34,9 @@ def test_answers_are_loaded_as_they_were_stored(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no gzip", *map(gzip.compress, (b"", b"{", b"[]", b'{"a": 1}', b"[" * 10**5))]
+    "content",
+    [b"", b"no gzip", *map(gzip.compress, (b"", b"{", b"[]", b'{"a": 1}', b"[" * 10**5))],
+    ids=["empty", "no gzip", "empty gzip", "cut off", "a list", "another object", "deep"],
 )
 def test_a_document_of_another_form_is_no_error(content: bytes, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache.store_entry(ANSWERS, content)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -158,6 +159,10 @@ def test_arguments_are_checked_in_every_call() -> None:
                 osm.cross_entropy(*arguments, **options, **HOW)
         with pytest.raises(ValueError, match="index has shape"):
             osm.token_logprobs(x, target[:3], **HOW)
+        # A NumPy array has no hash, so it is part of no key.
+        for function in (osm.cross_entropy, osm.token_logprobs):
+            with pytest.raises(TypeError, match="scale must be Tensor, as input is, not ndarray"):
+                function(x, target.clamp(min=0), scale=np.ones((4, 1)), **HOW)
 
 
 def test_calls_that_need_the_general_path() -> None:

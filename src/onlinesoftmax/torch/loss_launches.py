@@ -51,6 +51,15 @@ def key_of(x: Any, target: Any, weight: Any, arguments: tuple[Any, ...]) -> tupl
     )  # fmt: skip
 
 
+def kept(key: tuple[Any, ...]) -> Run | None:
+    """The function that is kept under a key; None where an argument, as a NumPy array, cannot be part of a key."""
+    try:
+        return LAUNCHES.get(key)
+    except TypeError:
+        # The checks of the general path name the argument.
+        return None
+
+
 def add_loss(key: tuple[Any, ...], x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Run | None:
     """Prepare a usual, checked loss and keep it under its key; None where it needs the general path."""
     with_gradient = torch.is_grad_enabled() and x.requires_grad

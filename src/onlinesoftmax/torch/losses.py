@@ -55,7 +55,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         return_stats: Return the statistics too.
     """
     key = () if return_stats else loss_launches.key_of(x, target, weight, fields)
-    if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
+    if key and (run := loss_launches.kept(key)) is not None:
         return run(x, target, weight)
     loss = Loss(*fields)
     numbers = checked_loss(x, target, weight, loss)
@@ -157,7 +157,7 @@ def _token_logprobs(
     x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any
 ) -> TokenLogprobs:
     key = loss_launches.key_of(x, index, None, (dim, options, entropy, choice))
-    if key and (run := loss_launches.LAUNCHES.get(key)) is not None:
+    if key and (run := loss_launches.kept(key)) is not None:
         return TokenLogprobs(*run(x, index, None))
     check_token_arguments(x, index, dim)
     if index.dtype in UNSIGNED:
