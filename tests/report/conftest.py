@@ -36,10 +36,14 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def data(html: str) -> Any:
-    """The data of the page, as its scripts unpack them."""
+    """The data of the page, with a list for each answer, as its scripts unpack them."""
     packed = re.search(r'id="data">([^<]*)<', html)
     assert packed
-    return json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    found = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    for plan in found["plans"]["plans"]:
+        for family in plan.values():
+            family["answers"] = list(map(list, zip(*family.pop("columns"), strict=True)))
+    return found
 
 
 @pytest.fixture(scope="session")

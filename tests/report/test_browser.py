@@ -109,7 +109,7 @@ def test_the_keyboard_reaches_every_length(visit: Callable[..., Any], page_file:
     tab = visit(page_file)
     slider = tab.locator("#length")
     slider.focus()
-    for key, cols in (("Home", 1), ("ArrowRight", 2), ("ArrowUp", 4), ("ArrowLeft", 2), ("End", 1 << 30)):
+    for key, cols in (("Home", 1), ("ArrowRight", 2), ("ArrowUp", 3), ("ArrowLeft", 2), ("End", 1 << 30)):
         slider.press(key)
         assert int(tab.input_value("#typed")) == cols
         assert slider.get_attribute("aria-valuetext") == f"{cols:,} elements"
@@ -128,24 +128,64 @@ def test_every_choice_is_explained(visit: Callable[..., Any], page_file: Path) -
     for option in ("scale", "bias", "mask", "causal"):
         tab.select_option("#option", option)
         assert option in check(tab)["score_options"]
-    tab.check("#unaligned")
-    tab.fill("#typed", "50257")
-    tab.press("#typed", "Enter")
+    tab.select_option("#alignment", "odd")
+    assert check(tab)["problem"]["cols"] == 4097
+    type_length(tab, "50257")
     assert check(tab)["problem"]["cols"] == 50257
     tab.select_option("#framework", "jax")
     assert tab.input_value("#option") != "causal", "our functions for JAX have no causal mask"
     assert check(tab)["plan"]["backend"] == "pallas"
 
 
-def test_a_typed_length_that_the_page_does_not_hold_is_named(visit: Callable[..., Any], page_file: Path) -> None:
+def type_length(tab: Any, text: str) -> None:
+    tab.fill("#typed", text)
+    tab.press("#typed", "Enter")
+
+
+@pytest.mark.parametrize(
+    ("cols", "kind"), [(3, "aligned"), (13, "odd"), (50257, "odd"), (30522, "even"), (262208, "aligned"), (14, "even")]
+)
+def test_a_typed_length_has_its_own_answer(visit: Callable[..., Any], page_file: Path, cols: int, kind: str) -> None:
     tab = visit(page_file)
-    tab.fill("#typed", "1025")
-    tab.press("#typed", "Enter")
-    assert tab.input_value("#typed") == "1024"
-    assert tab.inner_text("#snapped").startswith("1,024 is the nearest length of this page.")
-    tab.fill("#typed", "")
-    tab.press("#typed", "Enter")
-    assert tab.input_value("#typed") == "1024"
+    type_length(tab, str(cols))
+    assert (tab.input_value("#typed"), tab.input_value("#alignment")) == (str(cols), kind)
+    assert tab.inner_text("#snapped") == ""
+    assert check(tab)["problem"]["cols"] == cols
+    # Another choice keeps the length.
+    tab.select_option("#option", "bias")
+    assert check(tab)["problem"]["cols"] == cols
+
+
+@pytest.mark.parametrize(("cols", "neighbour"), [(1027, 1025), (1030, 1026), (1032, 1024), (2**33 + 1, 2**29 + 1)])
+def test_a_typed_length_without_an_answer_is_named(
+    visit: Callable[..., Any], page_file: Path, cols: int, neighbour: int
+) -> None:
+    tab = visit(page_file)
+    type_length(tab, str(cols))
+    assert tab.input_value("#typed") == str(cols)
+    said = tab.inner_text("#snapped")
+    assert said.startswith(f"This page has no answer for {cols:,}. The plan below is for {neighbour:,}, the nearest")
+    assert f"4096 x {neighbour} bfloat16" in tab.inner_text("#problem")
+    assert f" 4096x{cols} " in tab.inner_text("#command"), "no other number than the one that was typed"
+
+
+@pytest.mark.parametrize("text", ["", "0", "-8", "3.7", "1e400"])
+def test_what_is_no_length_changes_nothing(visit: Callable[..., Any], page_file: Path, text: str) -> None:
+    tab = visit(page_file)
+    type_length(tab, "12")
+    type_length(tab, text)
+    assert tab.input_value("#typed") == "12"
+    assert tab.inner_text("#snapped") == "A row length is a whole number, at least 1."
+    assert check(tab)["problem"]["cols"] == 12
+
+
+def test_a_shape_that_does_not_fit_the_memory_says_so(visit: Callable[..., Any], page_file: Path) -> None:
+    tab = visit(page_file)
+    assert tab.inner_text("#memory") == ""
+    type_length(tab, str(1 << 24))
+    assert tab.inner_text("#memory") == (
+        "h200 is too small: the tensors of this call have 274.9 GB, and the device has 151.4 GB."
+    )
 
 
 def test_the_charts_show_the_records(visit: Callable[..., Any], page_file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from itertools import pairwise
@@ -20,18 +21,18 @@ from onlinesoftmax.planner.facts import plan_facts
 from onlinesoftmax.planner.plan import Plan
 from onlinesoftmax.report.combinations import PLAIN, Choices, Combination
 from onlinesoftmax.report.home import LEVELS, home_of
-from onlinesoftmax.report.lengths import LONGEST, STEP, cliffs, lengths
+from onlinesoftmax.report.lengths import EVERY, KINDS, LONGEST, STEP, cliffs, kind_of, lengths
 from onlinesoftmax.report.plans import planned
 from onlinesoftmax.report.stored import own_table
 
 
-def families(data: Any) -> list[tuple[Combination, bool, Any]]:
-    """(combination, True for unaligned rows, the family) of everything that the page holds."""
+def families(data: Any) -> list[tuple[Combination, str, Any]]:
+    """(combination, kind of rows, the family) of everything that the page holds."""
     found = []
     for key, place in data["plans"]["combinations"].items():
         *names, rows = key.split(" ")
         for name, family in data["plans"]["plans"][place].items():
-            found.append((Combination(*names, int(rows)), name == "unaligned", family))
+            found.append((Combination(*names, int(rows)), name, family))
     return found
 
 
@@ -51,20 +52,21 @@ def explained(combination: Combination, cols: int) -> Any:
 @settings(max_examples=60)
 @given(choice=st.data())
 def test_answers_are_what_explain_says(data: Any, choice: st.DataObject) -> None:
-    combination, unaligned, family = choice.draw(st.sampled_from(families(data)))
-    cols, plan, reason, home, nbytes, floor, estimate, facts, others = choice.draw(st.sampled_from(family["answers"]))
+    combination, kind, family = choice.draw(st.sampled_from(families(data)))
+    cols, plan, reason, home, nbytes, floor, estimate, *more = choice.draw(st.sampled_from(family["answers"]))
+    names, values, others, heads, tails = more
     texts = data["plans"]["texts"]
     right = explained(combination, cols)
-    assert cols % STEP == unaligned or (not unaligned and cols < STEP)
+    assert kind == kind_of(cols)
     assert texts[plan] == f"{right.plan.backend}/{right.plan.strategy}"
     assert texts[reason].replace("{n}", str(cols)) == right.plan.reason
     assert nbytes == right.problem.read_bytes + right.problem.write_bytes
     assert (floor, estimate) == pytest.approx((right.plan.floor_us, right.plan.estimate_us), rel=1e-4)
-    shown = [texts[place] for place in facts]
-    assert list(zip(shown[::2], shown[1::2], strict=True)) == plan_facts(right.plan, right.problem, right.device)
+    shown = [texts[place] for place in values]
+    assert list(zip(texts[names], shown, strict=True)) == plan_facts(right.plan, right.problem, right.device)
     not_chosen = [
-        (texts[name], texts[head] + texts[tail].replace("{n}", str(cols)))
-        for name, head, tail in zip(others[::3], others[1::3], others[2::3], strict=True)
+        (name, texts[head] + texts[tail].replace("{n}", str(cols)))
+        for name, head, tail in zip(texts[others], heads, tails, strict=True)
     ]
     assert not_chosen == [(f"{other.backend}/{other.strategy}", right.why_not(other)) for other in right.others]
     words = texts[home][-len(LEVELS) :]
@@ -100,11 +102,25 @@ def test_bisection_finds_the_first_multiple(first: int) -> None:
 
 
 def test_the_slider_stops_at_the_lengths_that_the_page_names() -> None:
-    aligned, unaligned = lengths(), lengths(unaligned=True)
-    assert {1, LONGEST, 3 << 20, *CLASSES} <= {*aligned}
-    assert {9, 50257, (1 << 29) + 1} <= {*unaligned}
-    assert all(n % STEP == 0 or n < STEP for n in aligned)
-    assert all(n % STEP == 1 for n in unaligned)
+    stops = {kind: lengths(kind) for kind in KINDS}
+    assert {1, LONGEST, 3 << 20, 1 << 29} <= {*stops["aligned"]}
+    assert {9, (1 << 29) + 1} <= {*stops["odd"]}
+    for kind, found in stops.items():
+        assert [*found] == sorted({*found})
+        assert {kind_of(cols) for cols in found} == {kind}
+        assert {cols for cols in range(1, EVERY + 1) if kind_of(cols) == kind} <= {*found}
+    every = {*itertools.chain(*stops.values())}
+    assert {50257, 50304, 128256, 129280, 151936, 152064, 201088, 256000, 262144, 262208, 32000, 32001, 100277} <= every
+    assert {*CLASSES, 30522, 65024} <= every
+
+
+@given(low=st.integers(1, 1 << 20), away=st.integers(1, 200), edge=st.integers(1, 1 << 20))
+def test_bisection_between_any_two_lengths_ends(low: int, away: int, edge: int) -> None:
+    found = cliffs([low, low + away], lambda n: n >= edge)
+    assert len(found) == (low < edge <= low + away)
+    for before, first in found:
+        assert low <= before < edge <= first <= low + away
+        assert first - before <= STEP
 
 
 def test_the_page_repeats_no_text(data: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from onlinesoftmax.bench.record import sources
 from onlinesoftmax.core import cache
 from onlinesoftmax.core.cache_size import ANSWERS
 from onlinesoftmax.report import stored
+from onlinesoftmax.report.lengths import KINDS
 
 KEY = f"a key {sources()}"
-ANSWER = {KEY: {"aligned": {"answers": [], "cliffs": []}, "unaligned": {"answers": [], "cliffs": []}}}
+ANSWER = {KEY: {kind: {"answers": [], "cliffs": []} for kind in KINDS}}
 
 
 @pytest.fixture
@@ -56,3 +58,10 @@ def test_damaged_bytes_and_folders_of_others_are_no_error(folder: Path, caplog: 
     folder.chmod(0o777)
     assert stored.load() == {}
     assert "may be written by other users" in caplog.text
+
+
+def test_answers_for_other_kinds_of_rows_are_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old = {"aligned": {"answers": [], "cliffs": []}}
+    cache.store_entry(ANSWERS, gzip.compress(json.dumps({**ANSWER, "an old key": old}).encode()))
+    assert stored.load() == ANSWER
+    assert not caplog.records

@@ -20,7 +20,7 @@ from ..planner.measured import tuned_table
 from . import charts
 from .combinations import Choices
 from .home import LEVELS
-from .lengths import LONGEST, STEP
+from .lengths import EVERY, LONGEST, STEP
 from .plans import planned
 from .records import Record
 from .series import series
@@ -70,7 +70,8 @@ def page(
     return templates.get_template("page.html").render(
         version=__version__, commit=git_state()["commit"][:12], date=_today(), records=shown, left_out=left_out,
         devices=_devices(shown), default=shown_first(records, _of_whole_rows(records)), losses=losses,
-        default_loss=shown_first(records, losses), step=STEP, longest=LONGEST, own_tables=_own_tables(choices),
+        default_loss=shown_first(records, losses), step=STEP, every=EVERY, longest=LONGEST,
+        own_tables=_own_tables(choices),
         css=trusted(_template("page.css")), data=_packed(data), library=trusted(_script(_library())),
         scripts=[trusted(_script(_template(name))) for name in SCRIPTS],
     )  # fmt: skip

@@ -6,7 +6,7 @@ Each answer is an `explain` of its shape, in the words that `explain` prints.  T
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..planner.plan import Plan, Refusal
 from . import stored
 from .combinations import Combination
 from .home import home_of
-from .lengths import cliffs, lengths
+from .lengths import KINDS, cliffs, lengths
 
 FEW = 12
 """Combinations that one process plans in less time than another process takes to start."""
@@ -72,15 +72,15 @@ def _other(explanation: Explanation, other: Plan | Refusal) -> tuple[str, str]:
 
 
 def answers_of(combination: Combination) -> dict[str, Any]:
-    """The answers for all lengths of a combination, and its cliffs, for aligned and for unaligned rows."""
+    """The answers for all lengths of a combination, and its cliffs, for each kind of rows."""
 
     @cache
     def answer(cols: int) -> Answer:
         return answer_of(combination.explain(cols))
 
     found = {}
-    for name, unaligned in zip(stored.ROWS, (False, True), strict=True):
-        listed = lengths(unaligned)
+    for name in KINDS:
+        listed = lengths(name)
         edges = cliffs(listed, lambda cols: answer(cols)["plan"])
         every = sorted({*listed, *(cols for edge in edges for cols in edge)})
         found[name] = {"answers": [answer(cols) for cols in every], "cliffs": edges}
@@ -136,16 +136,22 @@ def _each(combinations: Sequence[Combination]) -> Iterator[dict[str, Any]]:
 
 
 def _packed(family: dict[str, Any], texts: Texts) -> dict[str, Any]:
-    """The answers and the cliffs of a family, with numbers in place of texts."""
-    return {"cliffs": family["cliffs"], "answers": [_packed_answer(answer, texts) for answer in family["answers"]]}
+    """The answers and the cliffs of a family, with numbers in place of texts.
+
+    There is a list for each field of an answer: neighbouring lengths have much in common, so these lists pack well.
+    """
+    rows = [_packed_answer(answer, texts) for answer in family["answers"]]
+    return {"cliffs": family["cliffs"], "columns": [list(column) for column in zip(*rows, strict=True)]}
 
 
 def _packed_answer(answer: Answer, texts: Texts) -> list[Any]:
-    facts = [texts(part) for pair in answer["facts"] for part in pair]
-    others: Iterable[int] = (texts(part) for name, why in answer["others"] for part in (name, *_cut(why)))
+    names, values = zip(*answer["facts"], strict=True)
+    others = [(name, *_cut(why)) for name, why in answer["others"]]
+    strategies, heads, tails = zip(*others, strict=True) if others else ((), (), ())
     return [
         answer["cols"], texts(answer["plan"]), texts(answer["reason"]), texts(tuple(answer["home"])), answer["bytes"],
-        _short(answer["floor_us"]), _short(answer["estimate_us"]), facts, list(others),
+        _short(answer["floor_us"]), _short(answer["estimate_us"]), texts(names), [texts(value) for value in values],
+        texts(strategies), [texts(head) for head in heads], [texts(tail) for tail in tails],
     ]  # fmt: skip
 
 

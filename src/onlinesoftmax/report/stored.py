@@ -16,9 +16,7 @@ from ..core.cache_size import ANSWERS
 from ..core.device import known
 from ..planner.measured import slug
 from .combinations import Combination
-
-ROWS = ("aligned", "unaligned")
-"""The two kinds of rows for which a combination has answers."""
+from .lengths import KINDS
 
 
 def own_table(gpu: str) -> Path:
@@ -33,8 +31,8 @@ def load() -> dict[str, Any]:
         return {}
     try:
         found: dict[str, Any] = json.loads(gzip.decompress(content))
-        if not all({*answers} == {*ROWS} for answers in found.values()):
-            raise ValueError("it holds no answers")
+        # Another version may have kept answers for other kinds of rows.
+        found = {key: answers for key, answers in found.items() if {*answers} == {*KINDS}}
     except (OSError, EOFError, zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
         report_unused(cache_folder() / ANSWERS, error, "the answers are computed again")
         return {}

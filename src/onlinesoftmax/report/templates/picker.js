@@ -1,7 +1,11 @@
 // The picker: looks up the planner's answers.  Nothing about plans is computed here.
 
 const FIELDS = ["framework", "gpu", "operation", "option", "dtype", "rows"];
-const [COLS, PLAN, REASON, HOME, BYTES, FLOOR, ESTIMATE, FACTS, OTHERS] = Array(9).keys();
+const [COLS, PLAN, REASON, HOME, BYTES, FLOOR, ESTIMATE, NAMES, VALUES, OTHERS, HEADS, TAILS] = Array(12).keys();
+
+// Rows of these kinds begin on other addresses, so a length says little about a neighbour of another kind.
+const KINDS = { aligned: (step) => `multiples of ${step}, or less`, even: () => "other even lengths", odd: () => "odd lengths" };
+const english = (number) => number.toLocaleString("en");
 
 class Picker {
   constructor(data, specs, levels) {
@@ -10,12 +14,14 @@ class Picker {
     this.levels = levels;
     this.keys = Object.keys(data.combinations).map((key) => key.split(" "));
     this.wanted = this.keys.some((key) => key[5] === "4096") ? [, , , , , "4096"] : [];
-    this.cols = 4096;
+    this.asked = 4096;
+    this.step_ = Number(byId("alignment").dataset.step);
+    fill(byId("alignment"), Object.keys(KINDS), "aligned", (kind) => KINDS[kind](this.step_));
     for (const [i, field] of FIELDS.entries()) {
       byId(field).addEventListener("change", () => { this.wanted[i] = byId(field).value; this.choose(); });
     }
-    byId("unaligned").addEventListener("change", () => this.choose());
-    byId("length").addEventListener("input", () => this.go(2 ** Number(byId("length").value)));
+    byId("alignment").addEventListener("change", () => this.choose());
+    byId("length").addEventListener("input", () => this.go(this.nearest(2 ** Number(byId("length").value))));
     byId("length").addEventListener("change", () => this.place());
     byId("length").addEventListener("keydown", (event) => this.key(event));
     byId("typed").addEventListener("change", () => this.typed());
@@ -37,38 +43,49 @@ class Picker {
     }
     this.key_ = FIELDS.map((field) => byId(field).value);
     const plans = this.data.plans[this.data.combinations[this.key_.join(" ")]];
-    this.family = plans[byId("unaligned").checked ? "unaligned" : "aligned"];
+    const { cliffs, columns } = plans[byId("alignment").value];
+    this.family = { cliffs, answers: columns[COLS].map((_, i) => columns.map((column) => column[i])) };
     this.axis();
-    this.go(this.cols);
+    // A length of another kind than the one that was chosen gives way to the nearest of that kind.
+    this.go(this.kind(this.asked) === byId("alignment").value ? this.asked : this.nearest(this.asked));
     this.place();
   }
 
-  nearest(cols) {
+  kind(cols) { return cols < this.step_ || cols % this.step_ === 0 ? "aligned" : cols % 2 ? "odd" : "even"; }
+
+  // The length that is nearest to another one, of those that have an answer.
+  nearest(cols) { return this.family.answers[this.place_of(cols)][COLS]; }
+
+  place_of(cols) {
     const away = (answer) => Math.abs(Math.log2(answer[COLS] / cols));
     return this.family.answers.reduce((best, answer, i, all) => (away(answer) < away(all[best]) ? i : best), 0);
   }
 
+  // Shows the answer for a length; where the page has none, that of a neighbour, which it names.
   go(cols) {
-    this.index = this.nearest(cols);
+    this.asked = cols;
+    this.index = this.place_of(cols);
     this.cols = this.family.answers[this.index][COLS];
-    byId("typed").value = this.cols;
-    byId("length").setAttribute("aria-valuetext", `${this.cols.toLocaleString("en")} elements`);
-    byId("snapped").textContent = "";
+    byId("typed").value = cols;
+    byId("length").setAttribute("aria-valuetext", `${english(cols)} elements`);
+    byId("snapped").textContent = cols === this.cols ? "" : `This page has no answer for ${english(cols)}. The plan below is for `
+      + `${english(this.cols)}, the nearest of its ${KINDS[this.kind(cols)](this.step_)}. The command at the end gives the answer for ${english(cols)}.`;
     this.show();
   }
 
   // Puts the slider on the length that is shown.
-  place() { byId("length").value = Math.log2(this.cols); }
+  place() { byId("length").value = Math.log2(this.asked); }
 
   typed() {
-    const asked = Math.round(Number(byId("typed").value));
-    if (!(asked >= 1)) { this.go(this.cols); return; }
-    this.go(asked);
-    this.place();
-    if (asked !== this.cols) {
-      const words = `${this.cols.toLocaleString("en")} is the nearest length of this page. `;
-      byId("snapped").textContent = words + "For any other length, run the command at the end.";
+    const asked = Number(byId("typed").value);
+    if (!Number.isSafeInteger(asked) || asked < 1) {
+      this.go(this.asked);
+      byId("snapped").textContent = "A row length is a whole number, at least 1.";
+      return;
     }
+    this.asked = asked;
+    byId("alignment").value = this.kind(asked);
+    this.choose();
   }
 
   step(by) {
@@ -110,34 +127,32 @@ class Picker {
       })),
       ceiling: [{ gbps: last[BYTES] / last[FLOOR] / 1e3 }],
     };
-    const kind = byId("unaligned").checked ? "unaligned" : "aligned";
+    const kind = KINDS[byId("alignment").value](this.step_);
     const list = pieces.map((piece) => `${piece.plan} ${piece.words}`);
     byId("cliff-list").textContent = cliffs.length
-      ? `Cliffs of ${kind} rows: ${list.join("; ")}.` : `One strategy serves all lengths of ${kind} rows: ${pieces[0].plan}.`;
+      ? `Cliffs (${kind}): ${list.join("; ")}.` : `One strategy serves all lengths (${kind}): ${pieces[0].plan}.`;
   }
 
   show() {
     const answer = this.family.answers[this.index], cols = answer[COLS];
     const full = (place) => this.text(place).replaceAll("{n}", cols);
     const [framework, gpu, operation, option, dtype, rows] = this.key_;
-    const facts = [];
-    for (let i = 0; i < answer[FACTS].length; i += 2) facts.push([this.text(answer[FACTS][i]), this.text(answer[FACTS][i + 1])]);
+    const facts = this.text(answer[NAMES]).map((name, i) => [name, this.text(answer[VALUES][i])]);
     const fact = Object.fromEntries(facts);
     byId("plan").textContent = this.text(answer[PLAN]);
     const options = option === "none" ? "" : ` with ${option}`;
     byId("problem").textContent = `for ${operation} of ${rows} x ${cols} ${dtype}${options} on ${gpu}`;
     byId("reason").textContent = `Why: ${full(answer[REASON])}.`;
     byId("time").textContent = `Moves ${fact["bytes moved"].split(";")[0]}; floor ${fact.floor}; estimate ${fact.estimate}.`;
+    byId("memory").textContent = fact.memory ? `${gpu} is ${fact.memory}.` : "";
     pairs(byId("facts"), facts);
-    const rowsOfOthers = [];
-    for (let i = 0; i < answer[OTHERS].length; i += 3) {
+    const rowsOfOthers = this.text(answer[OTHERS]).map((name, i) => {
       const line = make("tr");
-      const [name, head, tail] = answer[OTHERS].slice(i, i + 3);
-      line.append(make("th", this.text(name), { scope: "row" }), make("td", this.text(head) + full(tail)));
-      rowsOfOthers.push(line);
-    }
+      line.append(make("th", name, { scope: "row" }), make("td", this.text(answer[HEADS][i]) + full(answer[TAILS][i])));
+      return line;
+    });
     byId("others").tBodies[0].replaceChildren(...rowsOfOthers);
-    byId("command").textContent = this.command(framework, gpu, operation, option, dtype, rows, cols);
+    byId("command").textContent = this.command(framework, gpu, operation, option, dtype, rows, this.asked);
     const firsts = this.family.cliffs.map(([, first]) => first);
     byId("previous").disabled = !firsts.some((first) => first < cols);
     byId("next").disabled = !firsts.some((first) => first > cols);
