@@ -131,13 +131,13 @@ def jax_losses_table(records: Records) -> str:
 
 def distributed_table(records: Records) -> str:
     """Rows that are sharded over the GPUs of one host: every case of the newest records of several GPUs."""
-    found = [each for each in sharded(records) if not each.skipped]
+    found = [(_gpu(record), each) for record in _of_many(records) for each in record.sharded if not each.skipped]
     if not found:
         return ABSENT
     rows = []
-    for each in found:
+    for gpu, each in found:
         for result in each.results:
-            name = f"{_name(each)} on {each.processes} GPUs" if result is each.results[0] else ""
+            name = f"{_name(each)} on {each.processes} {gpu}s" if result is each.results[0] else ""
             rows.append([name, WAYS.get(result.who, result.who).replace(" ", "\u00a0"), *_cells(result)])
     header = ("call", "method", "time, µs", "host, µs", "extra memory", "collectives", "bytes per row")
     return f"{table(header, rows)}\n\n{source(*_of_many(records))}"
@@ -160,9 +160,16 @@ def _cells(result: Any) -> list[str]:
     ]  # fmt: skip
 
 
+def _gpu(record: Any) -> str:
+    """Model of the GPU of a record, as "H200"."""
+    name: str = record.content["device"]["name"]
+    return name.removeprefix("NVIDIA ").split()[0]
+
+
 def _of_many(records: Records) -> list[Any]:
-    """The records of several GPUs."""
-    return [record for record in records if "processes" in record.content]
+    """The records of several GPUs, the one with the most cases first."""
+    found = [record for record in records if "processes" in record.content]
+    return sorted(found, key=lambda record: -len(record.sharded))
 
 
 def sharded(records: Records) -> list[ShardedCaseResult]:
@@ -173,17 +180,18 @@ def sharded(records: Records) -> list[ShardedCaseResult]:
 def distributed_text(records: Records) -> str:
     """Our times in copies of a shard, and the speed-up over one GPU."""
     said = []
-    for each in sharded(records):
+    for of_many, each in ((record, each) for record in _of_many(records) for each in record.sharded):
         times = {result.who: result.times.median_us for result in each.results if result.times}
         if each.skipped or not each.copy or "ours" not in times:
             continue
-        line = f"- {_name(each)} on {each.processes} GPUs: a copy of one shard takes {each.copy.median_us:.0f} µs"
-        line += f", and our call {times['ours'] / each.copy.median_us:.2f} times as long"
+        line = f"- {_name(each)} on {each.processes} {_gpu(of_many)}s: "
+        line += f"a copy of one shard takes {each.copy.median_us:.0f} µs, "
+        line += f"and our call {times['ours'] / each.copy.median_us:.2f} times as long"
         if "one-process" in times:
             ratio = times["one-process"] / times["ours"]
             line += f". One GPU with all columns takes {ratio:.2f} times our time"
         alone, record = records.result(each.case, "ours", CROSS_ENTROPY), records.get(CROSS_ENTROPY)
-        if alone and alone.times and record:
+        if alone and alone.times and record and _gpu(record) == _gpu(of_many):
             line += f", and {alone.times.median_us / times['ours']:.2f} times in `{record.name}` ({commit(record)})"
         said.append(line + ".")
     return "\n".join(said) or ABSENT
