@@ -51,7 +51,7 @@ def read_cases(content: Mapping[str, Any]) -> list[CaseResult]:
     for i, case in enumerate(content["cases"]):
         try:
             found.append(kind.of(case, framework))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             missing = isinstance(error, KeyError)
             raise ValueError(f"field cases[{i}]: {f'{error} is missing' if missing else error}") from None
     return found

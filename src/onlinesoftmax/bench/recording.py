@@ -90,7 +90,10 @@ def load(path: Path) -> dict[str, Any]:
         raise ResumeError(f"it cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise ResumeError(f"it is no JSON: {error}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("cases"), list) or "date" not in content:
+    if not isinstance(content, dict) or not isinstance(content.get("cases"), list):
+        raise ResumeError("it is no record of onlinesoftmax bench")
+    resumed = content.get("resumed", [])
+    if not isinstance(resumed, list) or not all(isinstance(date, str) for date in [content.get("date"), *resumed]):
         raise ResumeError("it is no record of onlinesoftmax bench")
     return content
 

@@ -99,7 +99,7 @@ def sentence(error: BaseException) -> tuple[str, int]:
     if isinstance(error, StdoutError):
         return str(error), FAILED
     if lacks_memory(error):
-        return f"there is too little memory: {_first_line(error)}", FAILED
+        return f"there is too little memory: {_first_line(_origin(error))}", FAILED
     if isinstance(error, OSError):
         named = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         return f"{named}{error.strerror or error}", WRONG if named else FAILED
