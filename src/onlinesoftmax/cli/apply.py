@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..core.operations import FORWARD, OPERATIONS
+from ..core.printable import printable
 from ..core.task import ITEMSIZE
 from . import output
 from .torchrun import joining, processes
@@ -118,7 +119,7 @@ def _run(source: str, target: str, request: dict[str, Any]) -> Report:
     except FileError as error:
         output.fail(error)
     except KeyboardInterrupt:
-        print(f"Interrupted: {target} was not written.", file=sys.stderr)
+        print(f"Interrupted: {printable(target)} was not written.", file=sys.stderr)
         raise typer.Exit(130) from None
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .cache_size import limit, trim
+from .printable import printable
 from .whole_files import NotRegularError, Part, open_regular, write_whole
 
 MAGIC = b"onlinesoftmax cache entry, format 1\n"
@@ -238,4 +239,4 @@ def report_unused(path: Path, reason: object, consequence: str) -> None:
 def _warn_once(place: Path, message: str) -> None:
     if place not in _reported:
         _reported.add(place)
-        logging.getLogger("onlinesoftmax").warning("%s", message)
+        logging.getLogger("onlinesoftmax").warning("%s", printable(message))
