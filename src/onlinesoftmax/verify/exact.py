@@ -97,14 +97,14 @@ def _saved(operation: str, x: Any, y: Any, dim: int, backend: str | None) -> np.
         operation: Name of the gradient.
         x, y: Input and result of the forward call.
         dim: The softmax dimension.
-        backend: Our backend; None for PyTorch's own function, which `eager` calls too.
+        backend: Our backend; None for PyTorch's own function.
     """
     forward = OPERATIONS[operation].forward
     kept = [output for output in forward.written(forward.saved) if output.dtype == "accumulator"]
     # PyTorch keeps its rounded result.  Our functions keep a per-row output in float32 or wider.  If the result is as
     # wide, they keep the result.  For a 16-bit result they keep a number whose rounding error is far below a unit of
     # the gradient.
-    rounded = backend in (None, "eager") or (y.element_size() >= 4 and backend not in KEEPS_STATES)
+    rounded = backend is None or (y.element_size() >= 4 and backend not in KEEPS_STATES)
     # An operation with a target keeps states, which `exact_gradient` computes.
     if forward.has_target or not kept or rounded:
         return wide(y)
