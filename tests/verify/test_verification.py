@@ -81,7 +81,7 @@ def test_a_gradient_that_autograd_cannot_take_fails(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_gradient_is_judged_by_the_logsumexp_that_was_kept() -> None:
-    """Ours keeps it in float32; PyTorch keeps its result of 16 bits, and `eager` runs PyTorch's function."""
+    """Ours keeps it in float32, `eager` too; PyTorch keeps its result of 16 bits."""
     case = next(case for case in verification.CASES if case.name == "3 x 33")
     exact = verification.Exact.of(case, "logsumexp_backward", "bfloat16", "cpu")
 
@@ -96,10 +96,9 @@ def test_a_gradient_is_judged_by_the_logsumexp_that_was_kept() -> None:
         result = np.asarray(found.result.double(), np.longdouble)
         return float(np.max(np.abs(result - found.exact) / found.unit))
 
-    for backend in ("cuda", "triton", "pallas"):
+    for backend in ("cuda", "triton", "pallas", "eager"):
         assert units(keeps_float32, backend) <= 1
         assert units(keeps_result, backend) > 4
-    np.testing.assert_array_equal(exact.outcome(keeps_result, backend="eager").exact, exact.theirs.exact)
 
 
 @pytest.mark.parametrize("name", FORWARD)
