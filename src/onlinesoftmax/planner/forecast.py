@@ -52,11 +52,11 @@ class Forecast:
         A variant that was the fastest for a shorter row may not be among them: its blocks may be too small for the row.
         """
         strategy = (options[0].backend, options[0].strategy)
-        named = {cell.cols for cell, _ in self.anchors if any(timing[:2] == strategy for timing in cell.timings)}
-        there = {cols: _variants(propose, self._like(cols), self.device) for cols in named}
-        found = [self._us(option, there) for option in options]
-        us, measured = min(found, key=lambda pair: pair[0])
-        chosen = options[found.index((us, measured))]
+        cols_of = {cell.cols for cell, _ in self.anchors if any(timing[:2] == strategy for timing in cell.timings)}
+        proposals = {cols: _variants(propose, self._like(cols), self.device) for cols in cols_of}
+        times = [self._us(option, proposals) for option in options]
+        us, measured = min(times, key=lambda pair: pair[0])
+        chosen = options[times.index((us, measured))]
         return priced(chosen, self.problem, self.device, us, self.measured_on if measured else "")
 
     def _like(self, cols: int) -> Problem:
@@ -73,43 +73,50 @@ class Forecast:
         ratio = max(1.0, busy(measured, like, device) / busy(option, self.problem, device))
         return ratio * stretch(option, self.problem, device) / stretch(measured, like.for_rows(cell.rows), device)
 
-    def _us(self, option: Proposal, there: dict[int, dict[Variant, Proposal]]) -> tuple[float, bool]:
+    def _us(self, option: Proposal, proposals: dict[int, dict[Variant, Proposal]]) -> tuple[float, bool]:
         """Microseconds of a proposal, and True where a cell names its variant.
 
-        The time is that of the launches plus the weighted times of the variant in all cells (`_time_in`).  Every
-        proposal reads logits once, which takes all of them as long.
+        The time is that of the launches plus the weighted times of the variant in all cells (`_time_in`).  The logits
+        that the gradient of a softcap reads beside its input are added at full bandwidth, alike for every proposal.
+
+        Args:
+            option: The proposal.
+            proposals: The proposals of its strategy for the measured row lengths, by length and variant.
         """
         launches = option.launches * LAUNCH_US
-        transfer, seen = 0.0, False
+        transfer, is_measured = 0.0, False
         for cell, weight in self.anchors:
             us, named = self._time_in(cell, option)
             # Launches take as long for any number of bytes: only the rest of the time grows with them.
             weight *= max(us - launches, 0.0)
             if named:
-                seen = True
-                if measured := there[cell.cols].get(option.variant):
+                is_measured = True
+                if measured := proposals[cell.cols].get(option.variant):
                     ratio = self._ratio(option, measured, cell)
                     weight *= _slowed(self.problem, self.device.bandwidth, ratio)
             transfer += weight
         us = launches + self.slower * transfer + self.problem.logit_bytes / (self.device.bandwidth * 1e3)
         us += exchange_us(option, self.problem, self.device)
-        if not seen or (self._few_rows and option.backend != "cuda"):
+        if not is_measured or (self._few_rows and option.backend != "cuda"):
             # No measured shape near the problem names this variant, or none has so few rows.  Take the larger of
             # forecast and estimate, so that an optimistic guess does not win.
             us = max(us, estimated_us(option, self.problem, self.device))
-        return us, seen
+        return us, is_measured
 
     @cached_property
     def _few_rows(self) -> bool:
-        """True where all measured shapes have many more rows.
+        """True where every measured shape has more than twice as many rows.
 
-        With many rows, one program for each row fills the device; with one row, it does not, but its share of the
-        measured time is small.  CUDA was measured with few rows, too, so only the other backends need this caution.
+        A forecast from many rows is too optimistic then, because one program for each row no longer fills the device.
+        CUDA was measured with few rows too, so only the other backends need this caution.
         """
         return min(cell.rows for cell, _ in self.anchors) > 2 * self.problem.rows
 
     def _time_in(self, cell: Cell, option: Proposal) -> tuple[float, bool]:
-        """(microseconds of a proposal's variant in a cell, True where the cell names it)."""
+        """(microseconds of a proposal's variant in a cell, True where the cell names it).
+
+        For a variant that the cell does not name, the time is the fastest of its strategy or backend times a ratio.
+        """
         backend, strategy = option.backend, option.strategy
         names = [option.variant]
         if not self.problem.declaration.may_keep_terms:
@@ -127,9 +134,9 @@ class Forecast:
 
 
 def _slowed(problem: Problem, bandwidth: float, ratio: float) -> float:
-    """Factor of the time of a transfer whose bytes take `ratio` times as long; the latency of its first byte stays.
+    """Factor of the time of a transfer if each byte takes `ratio` times as long and the latency stays the same.
 
-    The latency counts as the bytes that memory of this bandwidth, in GB/s, delivers meanwhile.
+    The latency counts as the bytes that memory delivers meanwhile: the bandwidth, in GB/s, times LATENCY_US.
     """
     moved, latency = measured_bytes(problem), bandwidth * 1e3 * LATENCY_US
     return (latency + moved * ratio) / (latency + moved)

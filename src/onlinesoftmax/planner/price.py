@@ -188,25 +188,26 @@ def _fill(proposal: Proposal, problem: Problem, device: Device) -> float:
 
 
 LAST_WAVE = 0.4
-"""Least time of the last wave of rows, in times of a whole one, where the rows are only read.
+"""Lower limit of the time of a partial last wave, in times of a full wave, where no elements are written.
 
-The few blocks of a last wave load faster than those of a whole one, but not without limit.  Measured on an H100 with
-rows of 200000 to 600000 columns: 0.35 to 0.45.  Where rows are written, the stores of a wave hide the next one's start.
+A partial wave is faster than a full one, but not in proportion to its blocks.  Measured on an H100 with rows of 200000
+to 600000 columns: 0.35 to 0.45.  Where elements are written, the stores of one wave hide the start of the next.
 """
 
 ALONE_US = 2.0
-"""Microseconds of each row for which a block that is alone on its multiprocessor waits for the row's state.
+"""Further microseconds of a wave where one block is resident on each multiprocessor.
 
-No other block loads meanwhile.  Measured on an H100: 0.8 for softmax with 8 blocks a row, 2.1 for a loss with 16.
+Nothing loads while this block waits for the state of its row.  Measured on an H100: 0.8 for softmax with 8 blocks a
+row, 2.1 for a loss with 16.
 """
 
 
 def busy(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Part of the bandwidth that the rows on chip use, for forecasts between rows of different lengths.
+    """Fraction of the bandwidth that the loads of the resident rows keep in use, for forecasts between row lengths.
 
-    Unlike `_fill`, this leaves out the padding of rows to whole blocks, and takes the number of resident blocks from
-    the proposal where it is known.  A block reduces and stores for about half of the time in which it is resident.  By
-    Little's law, twice the bytes of bandwidth times latency must then be on chip for loads to be always in flight.
+    By Little's law, the bytes of bandwidth times latency must be in flight.  A block reduces and stores for about half
+    of the time in which it is resident, so twice as many bytes must be on chip.  Unlike `_fill`, this leaves out the
+    padding of rows to whole blocks, and takes the number of resident blocks from the proposal where it is known.
     """
     programs = _programs_at_once(proposal, device)
     columns = min(proposal.block, -(-problem.cols // max(proposal.splits, 1)))
@@ -217,13 +218,15 @@ def busy(proposal: Proposal, problem: Problem, device: Device) -> float:
 def stretch(proposal: Proposal, problem: Problem, device: Device) -> float:
     """Time of a call, as a multiple of the time in which memory could move its rows, for forecasts between shapes.
 
-    It is 1 for a strategy whose blocks take one row after another, and where one wave has all rows.
+    A partial last tile, a partial last wave, and blocks that are alone on their multiprocessor make it larger than 1.
+    It is 1 for kernels of other languages, whose blocks are not known, and for `grid`, whose blocks take one row after
+    another.
     """
     if not proposal.threads.lanes or proposal.strategy == "grid":
         return 1.0
-    # The few columns beside whole chunks are loaded by themselves.
-    whole_chunks = problem.cols // problem.vector * problem.vector
-    found, tiles = 1.0, whole_chunks / (proposal.block * max(proposal.splits, 1))
+    # The columns beside whole chunks of 16 bytes are loaded by themselves, and are no tile.
+    chunked_cols = problem.cols // problem.vector * problem.vector
+    found, tiles = 1.0, chunked_cols / (proposal.block * max(proposal.splits, 1))
     if tiles > 1:
         # A block waits for the loads of its last tile as long as for those of a whole one.
         found = math.ceil(tiles) / tiles
@@ -231,11 +234,11 @@ def stretch(proposal: Proposal, problem: Problem, device: Device) -> float:
     waves = problem.rows / at_once
     if waves <= 1:
         return found
-    whole = math.floor(waves)
-    last = waves - whole
+    full = math.floor(waves)
+    last = waves - full
     if last and not problem.writes_elements:
         last = max(last, LAST_WAVE)
     if proposal.threads.resident == 1 and tiles <= 1 and problem.reduces:
         wave_us = (problem.read_bytes + problem.write_bytes) / waves / (device.bandwidth * 1e3)
         found *= 1 + ALONE_US / wave_us
-    return found * (whole + last) / waves
+    return found * (full + last) / waves
