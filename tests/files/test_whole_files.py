@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -163,11 +164,12 @@ def test_an_existing_file_keeps_its_owner_and_group(tmp_path: Path) -> None:
     assert (status.st_uid, status.st_gid, mode(path)) == (12345, 23456, 0o640)
 
 
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EINVAL, errno.ENOSYS])
 def test_permissions_of_a_group_that_cannot_be_kept_are_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise PermissionError
+        raise OSError(number, os.strerror(number))
 
     path = tmp_path / "y"
     path.touch()

@@ -190,10 +190,11 @@ class Part:
         if sys.platform == "win32":
             return mode
         descriptor = self.file.fileno()
-        with suppress(PermissionError):
+        # A user namespace has no number for some owners and groups, which is EINVAL.
+        with suppress(OSError):
             os.fchown(descriptor, old.st_uid, old.st_gid)
             return mode
-        with suppress(PermissionError):
+        with suppress(OSError):
             os.fchown(descriptor, -1, old.st_gid)
             return mode
         # The permissions of another group are not given to this one.
