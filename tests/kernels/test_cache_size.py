@@ -39,6 +39,31 @@ def test_the_kernels_that_were_used_longest_ago_go_first(filled: Path, monkeypat
     assert names(filled) == [KERNELS[0], "f" * 32 + ".cubin", "nvidia-h200.json", ANSWERS]
 
 
+def test_the_next_kernel_goes_in_place_of_one_that_cannot_be_deleted(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == KERNELS[0]:
+            raise PermissionError
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    cache_size.trim(filled, 3300, KERNELS[3])
+    assert names(filled) == [KERNELS[0], *KERNELS[2:]]
+
+
+def test_a_kernel_that_another_process_deletes_meanwhile_counts_as_deleted(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = [*cache_size._items(filled)]
+    (filled / KERNELS[0]).unlink()
+    monkeypatch.setattr(cache_size, "_items", lambda folder: iter(listed))
+    cache_size.trim(filled, 3300, KERNELS[3])
+    assert names(filled) == KERNELS[1:]
+
+
 @pytest.mark.parametrize("limit", ["0", "1000"])
 def test_an_entry_beyond_the_limit_is_not_stored(limit: str, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, limit)

@@ -1,4 +1,4 @@
-"""Contents of the cache folder: what of it is ours, how large it may become, and what goes first."""
+"""The cache folder: the kinds of its entries, the limit of its size, and the order of deletion."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _TABLE_HEAD = re.compile(rb'\s*\{\s*"format":\s*\d+,\s*"device":')
 
 
 class Item(NamedTuple):
-    """A file of the cache folder.
+    """An entry of the cache folder: a file, link or folder.
 
     Attributes:
-        path: The file.
+        path: Its path.
         kind: "kernel", "answers", "table" or "part"; "other" for anything that this library did not write.
         nbytes: Its size.
         used: When it was last loaded or stored, in seconds since 1970.
@@ -72,7 +72,7 @@ def _limit(text: str | None) -> int:
 
 
 def trim(folder: Path, most: int, keep: str) -> None:
-    """Delete the kernels and answers that were used longest ago, until those that are left have `most` bytes.
+    """Delete the kernels and answers that were used longest ago, until the rest has at most `most` bytes.
 
     Args:
         folder: The cache folder.
@@ -85,14 +85,14 @@ def trim(folder: Path, most: int, keep: str) -> None:
         return
     for item in sorted(items, key=lambda item: item.used):
         if total > most and item.path.name != keep:
-            # Another process may have deleted it; one that reads it has it open.
+            # Another process may have deleted the file. On Windows, a file that is open cannot be deleted.
             with suppress(OSError):
-                item.path.unlink()
-            total -= item.nbytes
+                item.path.unlink(missing_ok=True)
+                total -= item.nbytes
 
 
 def contents(folder: Path) -> list[Item]:
-    """Every file of the cache folder, without those in folders below it.
+    """Delete abandoned parts, then list the entries of the cache folder; subfolders are not searched.
 
     Raises:
         OSError: the folder cannot be read; none if it is missing.
