@@ -57,12 +57,17 @@ def test_streams_and_memory(line: str, code: int, error: str | None, tmp_path: P
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "there is too little memory: ", 1),
         (ImportError("libc10.so: failed to map segment from shared object"), "there is too little memory: libc10", 1),
         (OSError(12, "Cannot allocate memory"), "there is too little memory: ", 1),
+        (OSError(2, "No such file or directory", "out of memory.json"), "Error: out of memory.json: No such file", 2),
+        (OSError(2, "there is no folder out of memory"), "Error: there is no folder out of memory", 1),
+        (OSError("the plugin is out of memory"), "there is too little memory: the plugin", 1),
         (OSError(36, "File name too long", "a" * 300), f"{'a' * 300}: File name too long", 2),
         (PermissionError(13, "Permission denied", b"folder\xff"), "folder\\udcff: Permission denied", 2),
         (ValueError("embedded null byte"), "no file can have a name with a NUL in it", 2),
         (ImportError("cannot import name 'x'"), "a package cannot be imported: cannot import name 'x'", 1),
         (KeyError("x\x1b[2J"), "This is a fault of onlinesoftmax.", 1),
         (KeyboardInterrupt(), "interrupted", 130),
+        (SystemExit("a text\nof two lines"), "Error: a text", 1),
+        (SystemExit(0.0), "Error: 0.0", 1),
     ],
 )
 def test_an_error_is_one_line(error: BaseException, words: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +81,14 @@ def test_an_error_is_one_line(error: BaseException, words: str, code: int, capsy
     said = capsys.readouterr().err
     assert words in said
     assert (said.count("\n"), "\x1b" in said) == (1, False)
+
+
+@pytest.mark.parametrize(("code", "returned"), [(None, 0), (0, 0), (3, 3), (True, 1)])
+def test_an_exit_with_a_number_says_nothing(code: object, returned: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boundary, "_open_streams", lambda: None)
+        assert boundary.guarded(lambda: sys.exit(code)) == returned  # type: ignore[arg-type]  any object is allowed
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("argument", ["a\0b.npy", "\ud800.npy", "a" * 300 + ".npy", "folder/" * 999 + "x.npy"])

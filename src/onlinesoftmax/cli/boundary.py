@@ -14,7 +14,7 @@ from typing import Any
 from ..core.printable import printable
 
 WRONG, FAILED = 2, 1
-"""Exit codes: of a name or a folder that the user can change, and of anything else that went wrong."""
+"""Exit codes: WRONG for an unusable file or folder name, FAILED for any other error."""
 
 
 class StdoutError(Exception):
@@ -41,7 +41,9 @@ def guarded(command: Callable[[], object]) -> int:
         try:
             command()
         except SystemExit as left:
-            code = left.code if isinstance(left.code, int) else FAILED if left.code else 0
+            if not isinstance(left.code, int | None):
+                return _end(str(left.code), FAILED)
+            code = left.code or 0
         else:
             code = 0
         sys.stdout.flush()
@@ -55,7 +57,7 @@ def guarded(command: Callable[[], object]) -> int:
 
 
 def _open_streams() -> None:
-    """Give each standard stream that is closed a place, so that no file that is opened later takes its number.
+    """Open the null device for closed standard streams, so that files opened later do not get descriptors 0 to 2.
 
     Raises:
         StdoutError: stdout is closed.
@@ -81,7 +83,10 @@ def _open_streams() -> None:
 
 
 def _end(text: str, code: int) -> int:
-    """Print the sentence of an error; whatever stdout still holds is dropped."""
+    """Print an error as one sentence and flush both streams.
+
+    A stream that cannot be flushed is pointed at the null device.
+    """
     with suppress(OSError):
         print(f"Error: {printable(text)}", file=sys.stderr)
     # Python flushes both streams once more when it ends, and would report the error again.
@@ -115,19 +120,23 @@ def sentence(error: BaseException) -> tuple[str, int]:
 
 
 MEMORY_WORDS = ("allocate memory", "failed to map segment", "not enough memory", "out of memory", "start new thread")
-"""Words of the errors with which the loader, threads and frameworks say that memory is used up."""
+"""Words in the errors of the loader, of threads and of frameworks when memory runs out."""
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """True where an error says that there is no memory, or what led to it does."""
-    origin = _origin(error)
-    if isinstance(origin, MemoryError) or (isinstance(origin, OSError) and origin.errno == errno.ENOMEM):
-        return True
-    return any(words in str(each).lower() for words in MEMORY_WORDS for each in (error, origin))
+    """True if the error, or the first error of its `__cause__` chain, reports that memory ran out."""
+    return any(_reports_memory(each) for each in (error, _origin(error)))
+
+
+def _reports_memory(error: BaseException) -> bool:
+    # The text of an OSError may contain a file name, and the number says enough.
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in MEMORY_WORDS)
 
 
 def _origin(error: BaseException) -> BaseException:
-    """The first of the errors that led to this one."""
+    """The first error of the `__cause__` chain."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
