@@ -168,7 +168,7 @@ def without_sockets(first: int, end: int) -> None:
     """Processes on several hosts compare their calls by a collective."""
     with mock.patch.object(agreement, "_connections", return_value=None if dist.get_rank() else []):
         sharded.logsumexp(torch.zeros(1, 1, device=device()))
-    assert not agreement.are_near((dist.group.WORLD,), device())
+    assert not agreement.connected_by_sockets((dist.group.WORLD,), device())
     different_rows_are_an_error(first, end)
     different_calls_are_an_error(first, end)
     different_states_are_an_error(first, end)
@@ -178,7 +178,7 @@ def everything(first: int, end: int) -> None:
     """All mistakes after which the processes go on together."""
     different_rows_are_an_error(first, end)
     other_columns_are_no_error(first, end)
-    assert agreement.are_near((dist.group.WORLD,), device())
+    assert agreement.connected_by_sockets((dist.group.WORLD,), device())
     different_dtypes_are_an_error(first, end)
     different_calls_are_an_error(first, end)
     different_states_are_an_error(first, end)

@@ -1,11 +1,12 @@
 """Comparison of the calls of several processes, before they exchange anything that depends on the call.
 
-Each process sends a note about its call to every other one, and reads theirs.  All processes read the same notes, so
-either all of them go on, or all raise the same error.  Between processes of one host, notes travel through sockets:
-that waits for no GPU, and takes a fiftieth of the time of a collective of gloo.  Other notes travel by a collective.
+Each process exchanges a note about its call with the others of its group; along further groups, the notes collected so
+far.  In the end every process has all notes.  So either all processes go on, or all raise a ValueError.  If all are on
+one host, notes travel through sockets: that waits for no GPU, and takes a fiftieth of the time of a collective of gloo.
+Otherwise they travel by a collective for each group.
 
-No process waits for ever for another one that makes a call: each has sent its note before it reads one, and sending
-does not block, because a process is at most one call ahead, so that a socket holds at most two notes.
+If all processes make a call, none of them waits for ever.  Along each group, a process sends before it reads.
+Sending does not block: a process is at most one exchange ahead of another, so a socket holds at most two messages.
 """
 
 from __future__ import annotations
@@ -84,19 +85,19 @@ def numbers_of_all(own: Announcement, number: int, groups: Sequence[Group], devi
         device: Device of the tensors of the call.
 
     Raises:
-        ValueError: the processes make different calls, or their tensors do not belong together; all raise this error.
+        ValueError: the processes make different calls, or their tensors do not belong together; all raise a ValueError.
         ExchangeError: another process has ended, or did not make a call within the group's timeout.
     """
     groups = tuple(group for group in groups if group.size() > 1)
     if not groups:
         return [number]
-    lines = _lines(groups, device)
+    along_groups = _sockets_of(groups, device)
     found = _NOTE.pack(*own.checksums, number)
-    if lines is None:
+    if along_groups is None:
         found = b"".join(_gathered_bytes(found, groups, device))
     else:
-        for line in reversed(lines):
-            found = line.exchanged(found)
+        for sockets in reversed(along_groups):
+            found = sockets.exchanged(found)
     calls, rows, numbers = zip(*_NOTE.iter_unpack(found), strict=True)
     if len(set(calls)) > 1:
         texts = _gathered_texts(own.call, groups, device)
@@ -112,13 +113,13 @@ def numbers_of_all(own: Announcement, number: int, groups: Sequence[Group], devi
     return list(numbers)
 
 
-def are_near(groups: Sequence[Group], device: Any) -> bool:
-    """True where the notes of all processes travel through sockets; arguments as for `numbers_of_all`."""
+def connected_by_sockets(groups: Sequence[Group], device: Any) -> bool:
+    """True if sockets connect the processes along all groups; arguments as for `numbers_of_all`."""
     groups = tuple(group for group in groups if group.size() > 1)
-    return not groups or _lines(groups, device) is not None
+    return not groups or _sockets_of(groups, device) is not None
 
 
-class _Line:
+class _PeerSockets:
     """Sockets between this process and each other process of a group; all are on one host.
 
     Args:
@@ -130,7 +131,7 @@ class _Line:
         self._group, self._others = group, others
 
     def exchanged(self, note: bytes) -> bytes:
-        """The notes of all processes in the order of the ranks; notes of the same call have the same length."""
+        """The notes of all processes in the order of the ranks; all notes of an exchange have the same length."""
         try:
             for other in self._others:
                 if other is not None:
@@ -160,17 +161,17 @@ def _read(other: socket.socket, size: int) -> bytes:
     return found
 
 
-_LINES: dict[tuple[str, ...], tuple[tuple[Group, ...], list[_Line] | None]] = {}
-"""The lines of groups by their names; None where some of their processes are on different hosts.
+_SOCKETS: dict[tuple[str, ...], tuple[tuple[Group, ...], list[_PeerSockets] | None]] = {}
+"""The sockets along groups, by the names of the groups; None if some processes cannot be connected.
 
-A new group may have the name of one that was destroyed.
+The groups are stored too, because a new group may reuse the name of a destroyed one.
 """
 
 
-def _lines(groups: tuple[Group, ...], device: Any) -> list[_Line] | None:
-    """The lines of some groups, or None; the same on all processes, which make them together in their first call."""
+def _sockets_of(groups: tuple[Group, ...], device: Any) -> list[_PeerSockets] | None:
+    """The sockets along each group, made in the first call; None, on all processes, if some cannot be connected."""
     names = tuple(group.group_name for group in groups)
-    found = _LINES.get(names)
+    found = _SOCKETS.get(names)
     if found is not None and found[0] == groups:
         return found[1]
     import torch
@@ -179,18 +180,18 @@ def _lines(groups: tuple[Group, ...], device: Any) -> list[_Line] | None:
         # A capture cannot make connections, because the host reads what these exchanges find.
         return None
     made = [_connected(group, device) for group in reversed(groups)]
-    lines = [line for line in reversed(made) if line is not None]
-    complete = len(lines) == len(groups)
+    along_groups = [sockets for sockets in reversed(made) if sockets is not None]
+    complete = len(along_groups) == len(groups)
     if len(groups) > 1:
         complete = all(_gathered_texts("complete" if complete else "", groups, device))
     if not complete:
-        for line in lines:
-            line.close()
-    _LINES[names] = groups, lines if complete else None
-    return _LINES[names][1]
+        for sockets in along_groups:
+            sockets.close()
+    _SOCKETS[names] = groups, along_groups if complete else None
+    return _SOCKETS[names][1]
 
 
-def _connected(group: Group, device: Any) -> _Line | None:
+def _connected(group: Group, device: Any) -> _PeerSockets | None:
     """Sockets to the other processes of a group; None, on all of them, where one cannot reach another.
 
     Each process listens, and connects to those of lower ranks.  When all have connected, each accepts the others.
@@ -213,7 +214,7 @@ def _connected(group: Group, device: Any) -> _Line | None:
             other, _ = listener.accept()
             other.settimeout(seconds)
             by_rank[_RANK.unpack(_read(other, _RANK.size))[0]] = other
-    return _Line(group, by_rank)
+    return _PeerSockets(group, by_rank)
 
 
 def _listener(size: int, stack: ExitStack) -> tuple[socket.socket | None, str]:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import Shard as Sharding
 
-from ..core.agreement import Announcement, are_near, kind_of, numbers_of_all
+from ..core.agreement import Announcement, connected_by_sockets, kind_of, numbers_of_all
 from ..core.arrays import array_kind
 from ..core.layout import contiguous_strides
 from ..core.options import ScoreOptions
@@ -231,7 +231,7 @@ def compare(name: str, x: Any, layout: MeshLayout, arguments: dict[str, Any], ov
     if not exchanges or torch.compiler.is_compiling() or isinstance(local, FakeTensor):
         return
     groups = [mesh.get_group(i) for i in range(mesh.ndim)]
-    if not are_near(groups, local.device):
+    if not connected_by_sockets(groups, local.device):
         return
     given = tuple(_described({"input": x, **arguments}.items()))
     fits = numbers_of_all(_announced(name, given), local.shape == layout.box[0], groups, local.device)
