@@ -1,7 +1,7 @@
-"""Processes that work for this one, and that end with it however it ends.
+"""Worker processes that end when their parent ends, even if the parent is killed.
 
-A killed process can end nobody. So each worker waits in a thread for the end of its parent: of a pipe that only the
-parent holds open.
+A killed process cannot stop its workers. Therefore a thread in each worker waits on the parent's sentinel, which
+becomes ready when the parent ends.
 """
 
 from __future__ import annotations
