@@ -48,6 +48,7 @@ def made(one: dict[str, Any], seed: int) -> tuple[Any, Any, dict[str, Any]]:
     return x, labels, options
 
 
+@pytest.mark.early
 @pytest.mark.parametrize("how", [{}, {"backend": "pallas"}], ids=str)
 def test_every_pair_of_options_is_as_written_by_hand(how: dict[str, Any]) -> None:
     choices = dict(CHOICES)
