@@ -52,8 +52,9 @@ def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
         check_index(name, "target", x, target, rows)
     check_weight(name, weight, x, x.shape[dim], not target.is_floating_point())
     check_dtype(name, loss.settings.dtype)
-    check_options(Call(OPERATIONS["cross_entropy"], x, loss.settings._replace(dim=dim), loss.options))
-    check_scale_is_constant(name, loss.options)
+    if loss.options is not None:
+        check_options(Call(OPERATIONS["cross_entropy"], x, loss.settings._replace(dim=dim), loss.options))
+        check_scale_is_constant(name, loss.options)
     for argument, value in (("target", target), ("weight", weight)):
         check_not_dtensor("cross_entropy", argument, value, x)
     return loss
