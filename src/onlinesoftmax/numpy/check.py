@@ -90,7 +90,7 @@ def check_options(call: Call) -> None:
 
 
 def checked_dims(name: str, dim: Any, ndim: int) -> tuple[int, ...]:
-    """The dimensions of a row, counted from 0; all of them where the call names none.
+    """The softmax dimensions, counted from 0; an empty tuple means all dimensions.
 
     Raises:
         TypeError: a dimension is no integer.

@@ -46,14 +46,14 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     outputs = ("loss", *(("lse", "entropy") if return_stats or loss.z_loss else ()))
     rows = {name: np.zeros(loss.counts.shape) for name in outputs}
     largest = np.full(loss.counts.shape, -1)
-    for cut, of_rows in cuts(loss.x.shape, loss.axis):
-        z = float64_scores(loss.x, cut, loss.options)
-        for name, values in _losses(loss, cut, of_rows, z, outputs).items():
-            rows[name][of_rows] = values
+    for element_index, row_index in cuts(loss.x.shape, loss.axis):
+        z = float64_scores(loss.x, element_index, loss.options)
+        for name, values in _losses(loss, element_index, row_index, z, outputs).items():
+            rows[name][row_index] = values
         if return_stats:
             # A softcap makes large scores equal, and keeps their order.
             uncapped = loss.options and loss.options._replace(softcap=None)
-            largest[of_rows] = np.argmax(float64_scores(loss.x, cut, uncapped), loss.axis)
+            largest[row_index] = np.argmax(float64_scores(loss.x, element_index, uncapped), loss.axis)
     if not loss.x.shape[loss.axis] and "lse" in rows:
         rows["lse"][...] = -np.inf
     losses = np.where(loss.counts, rows["loss"], 0.0)
@@ -68,24 +68,25 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     return y, LossStatistics(lse, penalty, entropy, largest, np.asarray((largest == classes) & loss.counts))
 
 
-def _losses(loss: Loss, cut: Any, of_rows: Any, z: Array, outputs: tuple[str, ...]) -> dict[str, Array]:
+def _losses(loss: Loss, element_index: Any, row_index: Any, z: Array, outputs: tuple[str, ...]) -> dict[str, Array]:
     """Outputs for some rows, without z_loss: in a mean, that part has another divisor.
 
     Args:
         loss: The call.
-        cut, of_rows: The places of the elements, and of the rows.
+        element_index, row_index: Index of these rows in the logits, and in per-row arrays.
         z: The scores.
         outputs: "loss", "lse" or "entropy".
     """
     axis, xp = loss.axis, namespace(z)
     weight = None if loss.weight is None else loss.weight.reshape(-1, *[1] * (z.ndim - 1 - axis))
-    by_weights = loss.of_classes or (loss.smoothing > 0 and loss.options is not None and loss.options.mask is not None)
+    mask = None if loss.options is None else loss.options.mask
+    by_class_weights = loss.of_classes or (loss.smoothing > 0 and mask is not None)
     beside: dict[str, Any] = {}
     target = None
     if not loss.of_classes:
         # The target of a row that does not count is often no class.
-        target = np.expand_dims(np.where(loss.counts, loss.target, 0)[of_rows].astype(np.int64), axis)
-    if not by_weights:
+        target = np.expand_dims(np.where(loss.counts, loss.target, 0)[row_index].astype(np.int64), axis)
+    if not by_class_weights:
         beside |= {} if weight is None else {"weight": weight}
         beside |= {"smoothing": loss.smoothing} if loss.smoothing else {}
         beside |= {"weight_sum": weight.sum()} if weight is not None and loss.smoothing else {}
@@ -95,11 +96,10 @@ def _losses(loss: Loss, cut: Any, of_rows: Any, z: Array, outputs: tuple[str, ..
         found |= {"target": target, "z_target": np.take_along_axis(found["x"], target, axis)}
         found |= {} if loss.weight is None else {"w_target": loss.weight[target]}
     formulas = FORMULAS[CROSS_ENTROPY].outputs
-    values = {name: formulas[name](xp, **found) for name in outputs if not (by_weights and name == outputs[0])}
-    if by_weights:
-        q = loss.target[cut].astype(np.float64) if target is None else found["columns"] == target
-        kept = part(loss.options.mask, loss.x, cut) if loss.options and loss.options.mask is not None else np.True_
-        kept = np.broadcast_to(kept, z.shape)
+    values = {name: formulas[name](xp, **found) for name in outputs if not (by_class_weights and name == outputs[0])}
+    if by_class_weights:
+        q = loss.target[element_index].astype(np.float64) if target is None else found["columns"] == target
+        kept = np.broadcast_to(np.True_ if mask is None else part(mask, loss.x, element_index), z.shape)
         q = (1 - loss.smoothing) * q + loss.smoothing * np.where(kept, 1 / kept.sum(axis, keepdims=True), 0.0)
         q = q if weight is None else q * weight
         state = {name: found[name] for name in ("x", "m", "l")}
@@ -133,17 +133,17 @@ def token_logprobs(
     check_choice(TOKEN_LOGPROBS, choice)
     x, axis, xp = np.asarray(x), tokens.axis, namespace(np.zeros(0))
     check_options(Call(OPERATIONS[TOKEN_LOGPROBS], x, Settings(axis), options))
-    formulas, of_rows = FORMULAS[TOKEN_LOGPROBS].outputs, (*x.shape[:axis], *x.shape[axis + 1 :])
-    rows = {"lse": np.full(of_rows, -np.inf), **({"entropy": np.zeros(of_rows)} if entropy else {})}
+    formulas, row_shape = FORMULAS[TOKEN_LOGPROBS].outputs, (*x.shape[:axis], *x.shape[axis + 1 :])
+    rows = {"lse": np.full(row_shape, -np.inf), **({"entropy": np.zeros(row_shape)} if entropy else {})}
     logprob = np.full(tokens.columns.shape, np.nan)
-    for cut, place in cuts(x.shape, axis):
-        z, target = float64_scores(x, cut, options), tokens.columns[cut]
+    for element_index, row_index in cuts(x.shape, axis):
+        z, target = float64_scores(x, element_index, options), tokens.columns[element_index]
         found, m = shifted(TOKEN_LOGPROBS, z, axis, {}, ("y", *rows))
         z_target = np.take_along_axis(found["x"], np.maximum(target, 0), axis)
-        logprob[cut] = formulas["y"](xp, **found, target=target, z_target=z_target)
+        logprob[element_index] = formulas["y"](xp, **found, target=target, z_target=z_target)
         for name, result in rows.items():
             value = formulas[name](xp, **found)
-            result[place] = (value + m if name == "lse" else value).squeeze(axis)
+            result[row_index] = (value + m if name == "lse" else value).squeeze(axis)
     logprob = np.where(tokens.ignored, 0.0, logprob.reshape(tokens.ignored.shape))
     wide = np.float64 if x.dtype.itemsize >= 8 else np.float32
     return TokenLogprobs(

@@ -21,29 +21,35 @@ ELEMENTS = 1 << 18
 def shifted(
     operation: str, z: Array, axis: int, beside: dict[str, Any], outputs: tuple[str, ...]
 ) -> tuple[dict[str, Array], Array]:
-    """(values for the formulas of scores less their maximum, that maximum): an offset of the scores costs no digits."""
+    """(inputs of the formulas, offset).
+
+    The offset is the row maximum limited to finite numbers, and is subtracted from the scores to keep precision.
+    """
     xp = namespace(z)
     m = xp.max(z, axis)
-    least = shift(xp, m)
-    return with_sums(operation, xp, {"x": z - least, "m": m - least, **beside}, axis, *outputs), least
+    offset = shift(xp, m)
+    return with_sums(operation, xp, {"x": z - offset, "m": m - offset, **beside}, axis, *outputs), offset
 
 
-def float64_scores(x: Array, cut: Any, options: ScoreOptions | None) -> Array:
+def float64_scores(x: Array, element_index: Any, options: ScoreOptions | None) -> Array:
     """The scores of some rows in float64."""
-    wide = x[cut].astype(np.float64)
+    wide = x[element_index].astype(np.float64)
     if options is None:
         return wide
-    arrays = {name: part(getattr(options, name), x, cut) for name in ("scale", "mask")}
+    arrays = {name: part(getattr(options, name), x, element_index) for name in ("scale", "mask")}
     return scores_of(wide, options._replace(**arrays))
 
 
-def part(t: Any, x: Array, cut: Any) -> Any:
+def part(t: Any, x: Array, element_index: Any) -> Any:
     """The elements of a score option that belong to some rows of x."""
-    return np.broadcast_to(t, x.shape)[cut] if isinstance(t, np.ndarray) and t.ndim else t
+    return np.broadcast_to(t, x.shape)[element_index] if isinstance(t, np.ndarray) and t.ndim else t
 
 
 def cuts(shape: tuple[int, ...], axis: int) -> Iterator[tuple[Any, Any]]:
-    """(place of the elements, place of the rows) of a few rows at a time, cut along the longest other dimension."""
+    """(element_index, row_index) of a few rows at a time: index of these rows in the logits, and in per-row arrays.
+
+    The rows are cut along the longest dimension other than `axis`.
+    """
     elements, others = math.prod(shape), [i for i in range(len(shape)) if i != axis]
     if not others:
         if elements:
@@ -52,6 +58,6 @@ def cuts(shape: tuple[int, ...], axis: int) -> Iterator[tuple[Any, Any]]:
     along = max(others, key=lambda i: shape[i])
     step = max(1, ELEMENTS * shape[along] // max(1, elements))
     for first in range(0, shape[along] if elements else 0, step):
-        cut = [slice(None)] * len(shape)
-        cut[along] = slice(first, first + step)
-        yield tuple(cut), tuple(cut[:axis] + cut[axis + 1 :])
+        index = [slice(None)] * len(shape)
+        index[along] = slice(first, first + step)
+        yield tuple(index), tuple(index[:axis] + index[axis + 1 :])

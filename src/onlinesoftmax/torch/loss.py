@@ -61,7 +61,7 @@ class Loss(NamedTuple):
         return self._replace(options=None if options.plain else options)
 
     def with_tensors(self, scale: torch.Tensor | None, mask: torch.Tensor | None) -> Loss:
-        """The arguments whose `bare` and `tensors` are these."""
+        """Put the tensors that `bare` removed back into the arguments."""
         if scale is None and mask is None:
             return self
         options = (self.options or PLAIN)._replace(mask=mask)
@@ -84,7 +84,7 @@ def is_class(target: torch.Tensor, classes: int) -> torch.Tensor:
 
 
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Dtypes of targets for which PyTorch lacks most operations, and the library kernels."""
+"""Unsigned target dtypes: PyTorch lacks most operations for them, and this library has no kernels for them."""
 
 
 def signed(target: torch.Tensor) -> torch.Tensor:
@@ -152,14 +152,20 @@ def scales_weight(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss)
 
 
 def scaled_weight(target: torch.Tensor, weight: torch.Tensor, loss: Loss, dtype: torch.dtype) -> torch.Tensor:
-    """The weights times a number, in this dtype, with which the divisor of a mean is the number of rows that count.
+    """Class weights in this dtype, scaled so that the divisor of a mean is the number of rows that count.
 
     The mean of the weighted losses stays the same, and z_loss * lse**2 is averaged over the rows that count.
     """
     return scaled(weight, count_of(target, None, loss, dtype), count_of(target, weight, loss, dtype))
 
 
-def scaled(weight: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weights times rows / weights: the number of rows that count over the sum of the weights of their targets."""
-    # Without such a row every gradient is 0, and the factor 0 / 0 would make some of them NaN.
-    return weight.to(rows.dtype) * (rows / weights).where(rows > 0, 1.0)
+def scaled(weight: torch.Tensor, row_count: torch.Tensor, weight_sum: torch.Tensor) -> torch.Tensor:
+    """Class weights multiplied by row_count / weight_sum, so that a weighted mean divides by the row count.
+
+    Args:
+        weight: Weight of each class.
+        row_count: Number of rows that count.
+        weight_sum: Sum of the weights of the targets of these rows.
+    """
+    # If no row counts, the factor would be 0 / 0, and make gradients NaN that are 0.
+    return weight.to(row_count.dtype) * (row_count / weight_sum).where(row_count > 0, 1.0)

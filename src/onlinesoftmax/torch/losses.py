@@ -172,7 +172,7 @@ def _token_logprobs(
     if not _runs_kernels("token_logprobs", x, choice, why_not_kernels(x, index, None, choice.backend)):
         return TokenLogprobs(*targets_eager.log_probabilities(call, entropy, several))
     if several:
-        return TokenLogprobs(*tokens.differentiable(call, index, entropy))
+        return TokenLogprobs(*tokens.log_probabilities(call, index, entropy))
     if key and (run := loss_launches.add_log_probabilities(key, call, entropy)) is not None:
         return TokenLogprobs(*run(x, index, None))
     if not (torch.is_grad_enabled() and x.requires_grad) or torch.compiler.is_exporting():

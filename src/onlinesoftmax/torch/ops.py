@@ -15,12 +15,15 @@ Tensor = torch.Tensor
 
 
 def by_pytorch(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of PyTorch's function of this name; no mode such as `onlinesoftmax.override` replaces it here."""
+    """Call the function of PyTorch that has this name, as `call_pytorch` does."""
     return call_pytorch(getattr(torch, name), x, *args, **kwargs)
 
 
 def call_pytorch(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of a function of PyTorch; no mode such as `onlinesoftmax.override` replaces it here."""
+    """Call a function of PyTorch.
+
+    For plain tensors, modes such as `onlinesoftmax.override` are disabled during the call.
+    """
     if torch._C._len_torch_function_stack() and type(x) in PLAIN_TYPES:
         with torch._C.DisableTorchFunction():
             return function(x, *args, **kwargs)
@@ -68,14 +71,18 @@ def is_narrow(x: Tensor) -> bool:
 
 
 ELEMENTS_IN_CACHE = 1 << 19
-"""Logits per thread that are converted at a time: 2 MB in float32, beside as many log-probabilities.
+"""Logits per thread converted at a time: 2 MB in float32, plus 2 MB of log-probabilities.
 
-Without a gradient, a loss of 1024 x 50257 bfloat16 takes 0.6 of PyTorch's time so, and 2.6 as a whole.
+A loss of 1024 x 50257 bfloat16 without gradient takes 0.6 times PyTorch's time in such parts, and 2.6 times when
+converted at once.
 """
 
 
 def rows_at_a_time(x: Tensor, wide: torch.dtype) -> int:
-    """The number of rows of logits to convert at a time; 0 for all: autograd would keep the copies of every part."""
+    """Number of leading slices of x to convert at a time.
+
+    It is 0 to convert all at once, for example where autograd would keep every copy.
+    """
     if x.dtype == wide or x.dim() < 2 or not x.is_cpu or type(x) not in PLAIN_TYPES or torch.compiler.is_compiling():
         return 0
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
@@ -193,7 +200,7 @@ TANGENTS: dict[str, Callable[[Saved, Tensor], Tensor]] = {
 
 
 def of_empty_rows(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A per-row output for rows without an element: what the identity state gives."""
+    """A per-row output for rows without an element: that of the empty state; the entropy is the sum over nothing."""
     lowest = torch.finfo(dtype).min
     values = {"lse": -torch.inf, "m": lowest, "l": 0.0, "entropy": torch.nan}
     return torch.full(shape, values[name], dtype=dtype, device=device)

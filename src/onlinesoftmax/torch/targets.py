@@ -74,11 +74,11 @@ def loss_rows(
         call = call._replace(beside={**call.beside, "y": x})
     if result != "loss":
         call = by_cuda(call)
-    found = launch(call, (result, *outputs))
+    tensors = launch(call, (result, *outputs))
     if overwrites:
         # Autograd then raises if another operation needs the logits for its gradient.
         torch.autograd.graph.increment_version(x)
-    named = dict(zip((result, *outputs), found, strict=True))
+    named = dict(zip((result, *outputs), tensors, strict=True))
     return Rows(named[result], named.get("y"), *(named.get(name) for name in ("lse", "m", "l", "entropy")))
 
 
@@ -98,11 +98,12 @@ and backward of 8192 x 32000 bfloat16 on an H200.
 
 
 def scalar_output(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> str:
-    """The output by which the loss kernel writes the scalar; an empty string if separate kernels reduce the losses.
+    """Name of the kernel's scalar output, "mean_loss" or "total_loss".
 
+    It is an empty string if separate kernels reduce the losses.
     Only CUDA's kernels can write a scalar, so they do if the plan for the losses of the rows takes CUDA.
     """
-    # A trace comes first: a comparison with its sizes would limit them to the range that it found.
+    # Test for a trace before comparing sizes: a comparison would specialise the traced program to these sizes.
     if not x.is_cuda or _traced(x):
         return ""
     most_bytes = MOST_BYTES_IN_ONE_LAUNCH if with_gradient else math.inf
@@ -141,7 +142,7 @@ def loss_gradient(
 
 
 def _beside(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> dict[str, Any]:
-    """The operands that forward and backward of a cross-entropy share; a number is the integer with the same bits."""
+    """Operands shared by forward and backward; each number is passed as the int64 with its float64 bits."""
     dim = loss.dim
     beside: dict[str, Any] = {"target": target.unsqueeze(dim), **loss_numbers(loss)}
     if weight is not None:
@@ -268,7 +269,7 @@ class Reduced(ScalarLoss):
 
 
 def _scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Multiply the gradient by a tensor of one element, in place except in a trace.
+    """Multiply the gradient by a tensor of one element, in place except in a trace or under vmap.
 
     Our kernel reads and writes nothing where the factor is 1; PyTorch's `mul_` always does.
     """
@@ -301,9 +302,8 @@ class PerRow(torch.autograd.Function):
         ctx.save_for_backward(x, target, weight, scale, mask, rows.m, rows.l)
         ctx.loss = loss
         ctx.set_materialize_grads(False)
-        found = rows.loss, rows.lse, rows.entropy
-        ctx.mark_non_differentiable(*(t for t in found[1:] if t is not None))
-        return found
+        ctx.mark_non_differentiable(*(t for t in (rows.lse, rows.entropy) if t is not None))
+        return rows.loss, rows.lse, rows.entropy
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
@@ -347,11 +347,11 @@ class LogProbabilities(torch.autograd.Function):
     def forward(ctx: Any, bare: Call, target: Tensor, entropy: bool, *tensors: Tensor | None) -> Any:
         call = _with_target(with_tensors(bare, tensors), target)
         y, lse, m, l, *rest = launch(call, ("y", "lse", "m", "l", *(("entropy",) if entropy else ())))
-        found = rest[0] if rest else None
+        row_entropy = rest[0] if rest else None
         ctx.bare = bare
-        ctx.save_for_backward(target, m, l, found, *tensors)
+        ctx.save_for_backward(target, m, l, row_entropy, *tensors)
         ctx.set_materialize_grads(False)
-        return y, found, lse
+        return y, row_entropy, lse
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None) -> Any:
@@ -365,8 +365,8 @@ class LogProbabilities(torch.autograd.Function):
             with torch.enable_grad():
                 # The view has no hooks: those of x run once, after this function.
                 x = x.view_as(x)
-                found = targets_eager.log_probabilities(call._replace(x=x), entropy is not None)
-            pairs = [(y, g) for y, g in zip(found, (dy, dentropy, dlse), strict=True) if g is not None]
+                outputs = targets_eager.log_probabilities(call._replace(x=x), entropy is not None)
+            pairs = [(y, g) for y, g in zip(outputs, (dy, dentropy, dlse), strict=True) if g is not None]
             (dx,) = torch.autograd.grad([y for y, _ in pairs], x, [g for _, g in pairs], create_graph=again)
             return None, None, None, dx, None, None, None
         given = {"dy": torch.zeros_like(m) if dy is None else dy, "m": m, "l": l, "dlse": dlse}

@@ -2,8 +2,8 @@
 
 forward    a kernel computes the state (m, l) of each row; the scores of the tokens are gathered:
            logprob = (z - m) - log(l)
-backward   a kernel writes the part of the gradient that every column has, and the columns of the tokens, which
-           have more, are computed in the accumulator's dtype and written a second time
+backward   a kernel writes the gradient of all columns without the tokens' own terms; then the token columns are
+           recomputed in the accumulator's dtype and overwritten
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 
 class _Gathered(NamedTuple):
-    """The tokens of a call: the dimension of the logits' columns is that of the tokens.
+    """The tokens of a call.  In each tensor, the tokens lie along the softmax dimension.
 
     Attributes:
         columns: The column of each token; 0 where it is out of range.
@@ -41,7 +41,7 @@ class _Gathered(NamedTuple):
     options: ScoreOptions
 
 
-def differentiable(call: Call, index: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def log_probabilities(call: Call, index: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """(logprob, entropy, lse) of all rows.
 
     Args:
@@ -52,21 +52,21 @@ def differentiable(call: Call, index: Tensor, entropy: bool) -> tuple[Tensor, Te
     if not (torch.is_grad_enabled() and call.x.requires_grad):
         return _forward(call, index, entropy)[:3]
     bare, tensors = split_tensors(call)
-    y, found, lse = _Tokens.apply(bare._replace(beside=NOTHING), index, entropy, *tensors)
-    return y, found, lse
+    y, row_entropy, lse = _Tokens.apply(bare._replace(beside=NOTHING), index, entropy, *tensors)
+    return y, row_entropy, lse
 
 
 def _forward(call: Call, index: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     """(logprob, entropy, lse, m, l)."""
     lse, m, l, *rest = launch(_of_no_token(call, index), ("lse", "m", "l", *(("entropy",) if entropy else ())))
     dim = call.settings.dim
-    found = _gathered(call, index)
-    y = _logprob(found, m.unsqueeze(dim), l.unsqueeze(dim)).where(found.inside, torch.nan)
+    gathered = _gathered(call, index)
+    y = _logprob(gathered, m.unsqueeze(dim), l.unsqueeze(dim)).where(gathered.inside, torch.nan)
     return y, rest[0] if rest else None, lse, m, l
 
 
 def _of_no_token(call: Call, index: Tensor) -> Call:
-    """The call with a target that is no column."""
+    """The call with target -1 in each row, so that the kernel adds no target term."""
     dim = call.settings.dim
     nowhere = index.new_full((*index.shape[:dim], 1, *index.shape[dim + 1 :]), -1, dtype=torch.int64)
     return call._replace(beside={"target": nowhere})
@@ -82,9 +82,9 @@ def _gathered(call: Call, index: Tensor) -> _Gathered:
     return _Gathered(columns, inside, scores(eager.FUNCTIONS, logits, options), logits, options)
 
 
-def _logprob(found: _Gathered, m: Tensor, l: Tensor) -> Tensor:
+def _logprob(gathered: _Gathered, m: Tensor, l: Tensor) -> Tensor:
     """The logarithm of the probability of each token; NaN in a row without a softmax, whose l is 0, infinite or NaN."""
-    return (found.z - m) - l.log().where(l != torch.inf, torch.nan)
+    return (gathered.z - m) - l.log().where(l != torch.inf, torch.nan)
 
 
 class _Tokens(torch.autograd.Function):
@@ -92,11 +92,11 @@ class _Tokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bare: Call, index: Tensor, entropy: bool, *tensors: Tensor | None) -> Any:
-        y, found, lse, m, l = _forward(with_tensors(bare, tensors), index, entropy)
+        y, row_entropy, lse, m, l = _forward(with_tensors(bare, tensors), index, entropy)
         ctx.bare = bare
-        ctx.save_for_backward(index, m, l, found, *tensors)
+        ctx.save_for_backward(index, m, l, row_entropy, *tensors)
         ctx.set_materialize_grads(False)
-        return y, found, lse
+        return y, row_entropy, lse
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
@@ -110,8 +110,8 @@ class _Tokens(torch.autograd.Function):
                 # The view has no hooks: those of x run once, after this function.
                 x = call.x.view_as(call.x)
                 of_index = call._replace(x=x, beside={"target": index})
-                found = targets_eager.log_probabilities(of_index, entropy is not None, several=True)
-            pairs = [(y, dy) for y, dy in zip(found, dys, strict=True) if dy is not None]
+                outputs = targets_eager.log_probabilities(of_index, entropy is not None, several=True)
+            pairs = [(y, dy) for y, dy in zip(outputs, dys, strict=True) if dy is not None]
             (dx,) = torch.autograd.grad([y for y, _ in pairs], x, [dy for _, dy in pairs], create_graph=again)
         else:
             dx = _gradient(call, index, (m, l, entropy), dys)
@@ -123,26 +123,26 @@ def _gradient(
 ) -> Tensor:
     """The gradient with respect to the logits, from the gradients dys of (logprob, entropy, lse)."""
     (m, l, entropy), (dy, dentropy, dlse) = saved, dys
-    dim, found = call.settings.dim, _gathered(call, index)
-    dy = torch.zeros_like(found.z) if dy is None else dy.to(found.z.dtype).where(found.inside, 0.0)
+    dim, gathered = call.settings.dim, _gathered(call, index)
+    dy = torch.zeros_like(gathered.z) if dy is None else dy.to(gathered.z.dtype).where(gathered.inside, 0.0)
     # Every column has -p * (the sum of dy - dlse), as if it were the gradient of lse.
     to_lse = -dy.sum(dim) if dlse is None else dlse - dy.sum(dim)
     given: dict[str, Tensor | None] = {"dy": torch.zeros_like(m), "m": m, "l": l, "dlse": to_lse}
     if dentropy is not None:
         given |= {"entropy": entropy, "dentropy": dentropy}
     dx = gradient_of_rows(_of_no_token(call, index), given)
-    log_p = _logprob(found, m.unsqueeze(dim), l.unsqueeze(dim))
+    log_p = _logprob(gathered, m.unsqueeze(dim), l.unsqueeze(dim))
     p, factor = log_p.exp(), to_lse.unsqueeze(dim)
     if dentropy is not None and entropy is not None:
         # The product 0 * -inf would be NaN.
         finite = log_p.where(p != 0, 0.0) + entropy.unsqueeze(dim)
         factor = factor - dentropy.unsqueeze(dim) * finite
     # A row without an incoming gradient has none, even if it holds NaN.
-    dz = (p * factor).where(factor != 0, 0.0) + _sum_of_equal(dy, found.columns, dim)
-    d = dz * softcap_slope(eager.FUNCTIONS, found.x, found.options) * found.options.scale
-    if found.options.mask is not None:
-        d = d.where(found.options.mask, 0.0)
-    return dx.scatter_(dim, found.columns, d.to(dx.dtype))
+    dz = (p * factor).where(factor != 0, 0.0) + _sum_of_equal(dy, gathered.columns, dim)
+    d = dz * softcap_slope(eager.FUNCTIONS, gathered.x, gathered.options) * gathered.options.scale
+    if gathered.options.mask is not None:
+        d = d.where(gathered.options.mask, 0.0)
+    return dx.scatter_(dim, gathered.columns, d.to(dx.dtype))
 
 
 def _sum_of_equal(dy: Tensor, index: Tensor, dim: int) -> Tensor:
