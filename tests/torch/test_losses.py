@@ -222,6 +222,17 @@ def test_statistics() -> None:
         assert stats.correct.tolist() == [int(x[0].argmax()) == 1, False, True]
 
 
+@pytest.mark.parametrize("how", [HOW, {}], ids=["triton", "default"])
+def test_without_z_loss_its_statistic_is_0(how: dict[str, Any]) -> None:
+    x = torch.tensor([[0.0, 1.0], [-torch.inf, -torch.inf], [torch.inf, 0.0], [torch.nan, 0.0]], device=DEVICE)
+    target = torch.zeros(4, dtype=torch.long, device=DEVICE)
+    _, stats = osm.cross_entropy(x, target, return_stats=True, **how)
+    assert stats.lse.isfinite().tolist() == [True, False, False, False]
+    assert stats.z_loss.tolist() == [0.0] * 4
+    _, stats = osm.cross_entropy(x, target, z_loss=0.5, return_stats=True, **how)
+    torch.testing.assert_close(stats.z_loss, 0.5 * x.logsumexp(1) ** 2, equal_nan=True)
+
+
 def test_batch_invariant_rows_have_the_same_bits() -> None:
     x, target = torch.randn(9, 1000, device=DEVICE), torch.randint(1000, (9,), device=DEVICE)
     options: dict[str, Any] = {"reduction": "none", "batch_invariant": True, **HOW}

@@ -135,7 +135,8 @@ def _statistics(target: Tensor, loss: Loss, lse: Any, entropy: Any, largest: Any
             classes = target.argmax(loss.dim) if target.shape[loss.dim] else largest
         else:
             counts = counted(target, loss)
-        penalty = (loss.z_loss * lse * lse).where(counts, 0.0)
+        # Without z_loss, the product 0 * inf of a row with an infinite lse would be NaN.
+        penalty = (loss.z_loss * lse * lse).where(counts, 0.0) if loss.z_loss else torch.zeros_like(lse)
         return LossStatistics(lse, penalty, entropy, largest, (largest == classes) & counts)
 
 
