@@ -137,6 +137,26 @@ def test_an_ignored_index_has_no_logprob_and_no_gradient(how: str, dtype: torch.
         osm.token_logprobs(x, index, ignore_index=0, check=True, **HOWS[how])
 
 
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 2), (0, 1, 2)], ids=str)
+def test_rows_whose_incoming_gradients_are_0_may_hold_nan(wanted: tuple[int, ...]) -> None:
+    """`wanted` names the results with a gradient: logprob, entropy, lse."""
+    x = torch.randn(3, COLS, device=DEVICE)
+    x[1] = torch.nan
+    x.requires_grad_()
+    index = torch.tensor([[1, 4], [0, 2], [2, 2]], device=DEVICE)
+    found = osm.token_logprobs(x, index, backend="triton")
+    dys = [torch.ones_like(found[i]) for i in wanted]
+    for dy in dys:
+        dy[1] = 0.0
+    (dx,) = torch.autograd.grad([found[i] for i in wanted], x, dys, retain_graph=True)
+    assert (dx[1] == 0).all()
+    assert dx.isfinite().all()
+    # A gradient that is not 0 meets the NaN of the row.
+    (dx,) = torch.autograd.grad([found[i] for i in wanted], x, [torch.ones_like(dy) for dy in dys])
+    assert dx[1].isnan().all()
+    assert dx[[0, 2]].isfinite().all()
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("how", ["default", "triton"])
 def test_several_tokens_compile_and_differentiate_twice(how: str) -> None:

@@ -133,12 +133,14 @@ def _gradient(
     dx = gradient_of_rows(_of_no_token(call, index), given)
     log_p = _logprob(gathered, m.unsqueeze(dim), l.unsqueeze(dim))
     p, factor = log_p.exp(), to_lse.unsqueeze(dim)
+    has_gradient = (dy != 0).any(dim, keepdim=True) | (factor != 0)
     if dentropy is not None and entropy is not None:
         # The product 0 * -inf would be NaN.
         finite = log_p.where(p != 0, 0.0) + entropy.unsqueeze(dim)
         factor = factor - dentropy.unsqueeze(dim) * finite
-    # A row without an incoming gradient has none, even if it holds NaN.
-    dz = (p * factor).where(factor != 0, 0.0) + _sum_of_equal(dy, gathered.columns, dim)
+        has_gradient = has_gradient | (dentropy != 0).unsqueeze(dim)
+    # A row whose incoming gradients are all 0 has the gradient 0, even if it holds NaN.
+    dz = (p * factor).where(has_gradient, 0.0) + _sum_of_equal(dy, gathered.columns, dim)
     d = dz * softcap_slope(eager.FUNCTIONS, gathered.x, gathered.options) * gathered.options.scale
     if gathered.options.mask is not None:
         d = d.where(gathered.options.mask, 0.0)
