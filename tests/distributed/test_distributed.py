@@ -249,6 +249,15 @@ def test_the_dtype_of_a_sharded_loss_and_an_index_to_ignore() -> None:
         torch.testing.assert_close(found, want.masked_fill(target == 2, 0))
 
 
+def test_the_log_probabilities_of_rows_without_columns() -> None:
+    x, index = torch.zeros(2, 0), torch.zeros(2, dtype=torch.long)
+    with osm.distributed.one_process() as group:
+        found = osm.distributed.token_logprobs(x, index, group=group)
+    assert found.logprob.isnan().all()
+    assert (found.lse == -torch.inf).all()
+    assert found.entropy.tolist() == [0.0, 0.0]
+
+
 def test_shards_that_do_not_fit() -> None:
     with osm.distributed.one_process() as group:
         x = torch.zeros(2, 3)

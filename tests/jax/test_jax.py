@@ -244,6 +244,15 @@ def test_empty_and_small(name: str, shape: tuple[int, ...]) -> None:
     assert_close(ours(x), theirs(x))
 
 
+@pytest.mark.parametrize("index", [jnp.zeros(2, int), jnp.zeros((2, 3), int)], ids=["one", "several"])
+def test_the_log_probabilities_of_empty_rows(index: jax.Array) -> None:
+    found = osj.token_logprobs(jnp.ones((2, 0)), index)
+    assert found.logprob.shape == index.shape
+    assert jnp.isnan(found.logprob).all()
+    np.testing.assert_array_equal(found.lse, -np.inf)
+    np.testing.assert_array_equal(found.entropy, 0.0)
+
+
 @pytest.mark.parametrize("how", [{}, {"backend": "pallas"}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"bias": jnp.zeros(4)}], ids=str)
 def test_the_gradient_of_a_logsumexp_of_only_minus_infinity(options: dict[str, Any], how: dict[str, Any]) -> None:

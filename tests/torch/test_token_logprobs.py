@@ -89,6 +89,16 @@ def test_rows_without_an_incoming_gradient_may_hold_nan() -> None:
     assert dx.isfinite().all()
 
 
+@pytest.mark.parametrize("index", [torch.zeros(2, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)], ids=str)
+def test_empty_rows(index: torch.Tensor) -> None:
+    """The entropy of an empty row is the sum over nothing: 0, and not -0."""
+    found = osm.token_logprobs(torch.ones(2, 0, device=DEVICE), index.to(DEVICE))
+    assert found.logprob.isnan().all()
+    assert (found.lse == -torch.inf).all()
+    assert found.entropy.tolist() == [0.0, 0.0]
+    assert not found.entropy.signbit().any()
+
+
 def test_batch_invariant_log_probabilities_ignore_strides_and_alignment() -> None:
     x, index = torch.randn(1001, device=DEVICE)[1:].view(1, 1000), torch.tensor([7], device=DEVICE)
     options: dict[str, Any] = {"batch_invariant": True, **HOW}

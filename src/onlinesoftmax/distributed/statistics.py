@@ -90,4 +90,8 @@ def _statistics(whole: RowStates, target: Tensor, wanted: StatisticsWanted) -> t
     # A row of only -inf gives NaN without more ado.  So does a row with NaN; one with +inf has an infinite l.
     logprob = whole.logprob.masked_fill(wanted.no_class(target), torch.nan)
     spread = None if whole.weighted is None else wanted.weight_sum * whole.lse - whole.weighted
-    return logprob, whole.lse, whole.entropy, spread
+    entropy = whole.entropy
+    if entropy is not None and not wanted.shards.total:
+        # The sum over no columns.  From its state, which is that of a row of only -inf, it would be NaN.
+        entropy = torch.zeros_like(entropy)
+    return logprob, whole.lse, entropy, spread

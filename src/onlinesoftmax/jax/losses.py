@@ -126,7 +126,7 @@ def token_logprobs(
     if rows.x.size == 0:
         nothing = jnp.full(rows.x.shape[:-1], jnp.nan, accumulator(rows.x))
         y = nothing if columns is None else rows.back_of_row(jnp.full(columns.shape, jnp.nan, nothing.dtype))
-        lse, more = jnp.full_like(nothing, -jnp.inf), [nothing]
+        lse, more = jnp.full_like(nothing, -jnp.inf), [jnp.zeros_like(nothing)]
     else:
         first = jnp.zeros(rows.x.shape[:-1], jnp.int32) if target is None else target
         y, m, l, *more = rows.outputs(TOKEN_LOGPROBS, choice, first, target_options=TargetOptions(entropy=entropy))

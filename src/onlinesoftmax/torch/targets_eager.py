@@ -115,8 +115,8 @@ def _log_p(z: Tensor, dim: int, batch_invariant: bool) -> Tensor:
 
 
 def _entropy(log_p: Tensor, dim: int) -> Tensor:
-    # The product -inf * 0 would be NaN, and so would its gradient.
-    return -(log_p.masked_fill(log_p == -torch.inf, 0.0) * log_p.exp()).sum(dim)
+    # The product -inf * 0 would be NaN, and so would its gradient.  Negating a sum of 0 would give -0.0.
+    return 0.0 - (log_p.masked_fill(log_p == -torch.inf, 0.0) * log_p.exp()).sum(dim)
 
 
 def log_probabilities(call: Call, entropy: bool, several: bool = False) -> tuple[Tensor, Any, Tensor]:
