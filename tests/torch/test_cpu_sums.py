@@ -155,6 +155,18 @@ def test_losses_of_16_bits_are_rounded_once(
     np.testing.assert_allclose(loss.item(), want.loss, 1e-6)
 
 
+def test_a_slice_that_is_larger_than_the_cache_is_converted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, target = torch.randn(3, 5, 8, 8, generator=generator).bfloat16(), torch.randint(5, (3, 8, 8))
+    of_slice = x[0].numel()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for in_cache, rows in ((2 * of_slice, 2), (of_slice, 1), (of_slice - 1, 1), (1, 0), (3 * of_slice, 0)):
+        monkeypatch.setattr(ops, "ELEMENTS_IN_CACHE", in_cache)
+        assert ops.rows_at_a_time(x, torch.float32) == rows
+        want = functional.cross_entropy(x.double(), target)
+        torch.testing.assert_close(osm.cross_entropy(x, target), want.bfloat16(), rtol=torch.finfo(x.dtype).eps, atol=0)
+
+
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("classes", [2, 1000])
 def test_the_gradient_of_a_probable_class_of_16_bits(classes: int, dtype: torch.dtype) -> None:
