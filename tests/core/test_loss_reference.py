@@ -40,7 +40,7 @@ def test_losses(weighted: bool, smoothing: float, z_loss: float, ignores: bool) 
     for reduction, output in (("none", "loss"), ("sum", "total_loss"), ("mean", "mean_loss")):
         w = weight
         if weight is not None and z_loss and reduction == "mean":
-            # As the callers scale them, so that z_loss is averaged over the rows that count.
+            # The callers scale the weights in this way, so that z_loss is averaged over the rows that count.
             w = weight * counts.sum() / weight[target[counts]].sum()
         if w is not None:
             given |= {"weight": w, "weight_sum": w.sum()}

@@ -241,7 +241,7 @@ def _over_dims(call: Call) -> torch.Tensor:
         raise RuntimeError(f"{operation}(): dim {tuple(settings.dim)} names a dimension twice")
     if not x.dim():
         return run(call._replace(settings=settings._replace(dim=0)))
-    # As in PyTorch, no dimension stands for all of them.
+    # `dim=()` means all dimensions, as in PyTorch.
     dims = dims or list(range(x.dim()))
     at = dims[0] if dims[-1] - dims[0] < len(dims) else x.dim() - len(dims)
     if not settings.choice.batch_invariant and not x.is_contiguous():
