@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from ..core.device import Device
 from ..core.problem import Problem
@@ -15,6 +16,32 @@ from .variant import Variant
 
 Propose = Callable[[Problem, Device], list[Proposal] | str]
 """Function that returns the proposals of a strategy for a problem, likeliest first, or the reason why it has none."""
+
+
+class Speed(NamedTuple):
+    """How fast a proposal moves its rows, for forecasts between shapes.
+
+    Attributes:
+        busy: Fraction of the bandwidth that its loads keep in use (`price.busy`).
+        stretch: Its time, as a multiple of the time in which memory could move its rows (`price.stretch`).
+    """
+
+    busy: float
+    stretch: float
+
+    @classmethod
+    def of(cls, option: Proposal, problem: Problem, rows: int, device: Device) -> Speed:
+        """The speed of a proposal, with the stretch of a call of so many rows."""
+        like = problem if rows == problem.rows else problem.for_rows(rows)
+        return cls(busy(option, problem, device), stretch(option, like, device))
+
+    def slower_than(self, measured: Speed) -> float:
+        """Time of a byte, as a multiple of its time in a measured call of the same variant.
+
+        A longer row can take one more chunk of each thread's registers, and then fewer blocks are resident than were
+        measured.  In a shorter row, some threads hold no elements.
+        """
+        return max(1.0, measured.busy / self.busy) * self.stretch / measured.stretch
 
 
 @dataclass(frozen=True)
@@ -52,28 +79,21 @@ class Forecast:
         A variant that was the fastest for a shorter row may not be among them: its blocks may be too small for the row.
         """
         strategy = (options[0].backend, options[0].strategy)
-        cols_of = {cell.cols for cell, _ in self.anchors if any(timing[:2] == strategy for timing in cell.timings)}
-        proposals = {cols: _variants(propose, self._like(cols), self.device) for cols in cols_of}
-        times = [self._us(option, proposals) for option in options]
+        speeds = [
+            self._speeds(propose, cell) if any(timing[:2] == strategy for timing in cell.timings) else {}
+            for cell, _ in self.anchors
+        ]
+        times = [self._us(option, speeds) for option in options]
         us, measured = min(times, key=lambda pair: pair[0])
         chosen = options[times.index((us, measured))]
         return priced(chosen, self.problem, self.device, us, self.measured_on if measured else "")
 
-    def _like(self, cols: int) -> Problem:
-        """The problem with rows of another length."""
-        return replace(self.problem.for_rows(self.problem.rows), cols=cols)
+    def _speeds(self, propose: Propose, cell: Cell) -> dict[Variant, Speed]:
+        """The speed of each variant of a strategy at a measured shape."""
+        like = replace(self.problem.for_rows(self.problem.rows), cols=cell.cols)
+        return _speeds_of(propose, like, cell.rows, self.device)
 
-    def _ratio(self, option: Proposal, measured: Proposal, cell: Cell) -> float:
-        """Time of a byte, as a multiple of its time in a measured call of the same variant.
-
-        A longer row can take one more chunk of each thread's registers, and then fewer blocks are resident than were
-        measured.  In a shorter row, some threads hold no elements.
-        """
-        like, device = self._like(cell.cols), self.device
-        ratio = max(1.0, busy(measured, like, device) / busy(option, self.problem, device))
-        return ratio * stretch(option, self.problem, device) / stretch(measured, like.for_rows(cell.rows), device)
-
-    def _us(self, option: Proposal, proposals: dict[int, dict[Variant, Proposal]]) -> tuple[float, bool]:
+    def _us(self, option: Proposal, speeds: list[dict[Variant, Speed]]) -> tuple[float, bool]:
         """Microseconds of a proposal, and True where a cell names its variant.
 
         The time is that of the launches plus the weighted times of the variant in all cells (`_time_in`).  The logits
@@ -81,19 +101,19 @@ class Forecast:
 
         Args:
             option: The proposal.
-            proposals: The proposals of its strategy for the measured row lengths, by length and variant.
+            speeds: The speeds of the variants of its strategy at each measured shape.
         """
         launches = option.launches * LAUNCH_US
+        here = Speed.of(option, self.problem, self.problem.rows, self.device)
         transfer, is_measured = 0.0, False
-        for cell, weight in self.anchors:
+        for (cell, weight), measured in zip(self.anchors, speeds, strict=True):
             us, named = self._time_in(cell, option)
             # Launches take as long for any number of bytes: only the rest of the time grows with them.
             weight *= max(us - launches, 0.0)
             if named:
                 is_measured = True
-                if measured := proposals[cell.cols].get(option.variant):
-                    ratio = self._ratio(option, measured, cell)
-                    weight *= _slowed(self.problem, self.device.bandwidth, ratio)
+                ratio = here.slower_than(measured.get(option.variant, here))
+                weight *= _slowed(self.problem, self.device.bandwidth, ratio)
             transfer += weight
         us = launches + self.slower * transfer + self.problem.logit_bytes / (self.device.bandwidth * 1e3)
         us += exchange_us(option, self.problem, self.device)
@@ -143,7 +163,9 @@ def _slowed(problem: Problem, bandwidth: float, ratio: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _variants(propose: Propose, problem: Problem, device: Device) -> dict[Variant, Proposal]:
-    """The proposals of a strategy by their variants.  Few lengths are measured, so most calls repeat."""
+def _speeds_of(propose: Propose, problem: Problem, rows: int, device: Device) -> dict[Variant, Speed]:
+    """The speed of each variant of a strategy.  Few shapes are measured, so most calls repeat."""
     options = propose(problem, device)
-    return {} if isinstance(options, str) else {option.variant: option for option in options}
+    if isinstance(options, str):
+        return {}
+    return {option.variant: Speed.of(option, problem, rows, device) for option in options}
