@@ -76,7 +76,7 @@ def malformed(right: Any, chance: random.Random) -> Any:
 
 
 def shown(folder: Path, text: str) -> list[str]:
-    """What the page would hold of a file; the sentences of a file that is not shown."""
+    """Check the text that the page would hold of a record; return the sentences about a file that is not shown."""
     path = folder / "record.json"
     path.write_text(text, encoding="utf-8")
     records, wrong, others = read([path])
