@@ -59,8 +59,11 @@ def is_long(x: Tensor, dim: Any, dtype: torch.dtype | None = None) -> bool:
     most = MOST_TERMS.get(dtype or x.dtype)
     if most is None or type(dim) is not int or torch.compiler.is_dynamo_compiling() or type(x) not in PLAIN_TYPES:
         return False
+    # A strided nested tensor has no shape.
+    if not x.is_cpu or x.is_nested:
+        return False
     shape = x.shape
-    if not -len(shape) <= dim < len(shape) or shape[dim] <= most or not x.is_cpu:
+    if not -len(shape) <= dim < len(shape) or shape[dim] <= most:
         return False
     return dim not in (-1, len(shape) - 1) or shape[dim] > LANES * most
 
