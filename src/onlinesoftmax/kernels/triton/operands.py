@@ -300,12 +300,13 @@ def row_operands(p, places, at, row, inner, mask, cols, OP: tl.constexpr):
     zero = tl.zeros([], OP.acc)
     smoothing, total, z_loss = zero, zero + cols.to(OP.acc), zero
     target = row_value(p.target, places, places.target, row, inner, mask, tl.int64)
-    if mask is not None:
-        target = tl.where(mask, target, -1)
-    valid = (target >= 0) & (target < cols)
+    # Hazard: if `ignored` came after the select below, Triton 3.6 could not compile 32-bit targets for some layouts.
     ignored = target < target
     if p.ignore_index is not None:
         ignored = target == ops.number(p.ignore_index, tl.float64).to(tl.int64)
+    if mask is not None:
+        target = tl.where(mask, target, -1)
+    valid = (target >= 0) & (target < cols)
     z_target, w_target, _ = load(p, places, at, tl.where(valid, target, 0), valid, OP, "")
     dy, dlse, entropy, dentropy = zero, zero, zero, zero
     if p.dy is not None:
