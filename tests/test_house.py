@@ -19,6 +19,7 @@ CUDA = sorted(ROOT.rglob("*.cuh"))
 TESTS = sorted(Path(__file__).parent.rglob("*.py"))
 
 MOST_PARAMETERS = 8
+MOST_FIELDS = 16
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 
@@ -109,12 +110,12 @@ def test_signatures_are_narrow(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PYTHON, ids=name)
 def test_records_are_narrow(path: Path) -> None:
-    """A record with more fields is several records."""
+    """Sixteen fields in commented groups read better than three records; a record with more holds several things."""
     wide = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ClassDef) and _is_record(node):
             count = sum(isinstance(child, ast.AnnAssign) for child in node.body)
-            if count > MOST_PARAMETERS and not name(path).startswith(("bench/", "verify/", "kernels/")):
+            if count > MOST_FIELDS and not name(path).startswith(("bench/", "verify/", "kernels/")):
                 wide.append(f"{name(path)}:{node.lineno} {node.name} has {count} fields")
     assert not wide, "\n".join(wide)
 
