@@ -18,7 +18,7 @@ from onlinesoftmax.core.reference import evaluate
 from onlinesoftmax.core.task import ITEMSIZE, Flags, Task, TensorSpec, row_spec, task_of
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan
-from onlinesoftmax.planner.proposal import Blocks, Threads, Traffic
+from onlinesoftmax.planner.proposal import Blocks, Threads
 from onlinesoftmax.planner.strategies import TABLE
 from onlinesoftmax.planner.strategies.cuda_blocks import slice_chunks
 
@@ -144,7 +144,7 @@ def small_plan(strategy: str, rows: int, cols: int, dtype: str, peel: bool, term
     if strategy == STREAM:
         # Three teams of two blocks of one warp and two more.  A block keeps three tiles on chip, one in registers.
         blocks = Blocks(6, 32 * vector, depth=1, warps=3, stages=2, splits=2, vector=kept)
-        return Plan("cuda", "grid", "", blocks, Threads(lanes=32, shared=2, kernel="stream"), Traffic(reads=2))
+        return Plan("cuda", "grid", "", blocks, Threads(lanes=32, shared=2, kernel="stream"), reads=2)
     return Plan("cuda", strategy, "", Blocks(rows, 64 * vector, warps=2, vector=kept), Threads(lanes=64))
 
 

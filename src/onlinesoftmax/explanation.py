@@ -60,7 +60,7 @@ class Explanation:
         if isinstance(other, Refusal):
             return f"cannot: {other.reason}"
         slower = other.estimate_us / self.plan.estimate_us
-        guess = "" if other.price.measured and self.plan.price.measured else " by estimate"
+        guess = "" if other.measured_on and self.plan.measured_on else " by estimate"
         forced = ", but another plan is forced" if slower < 1 else ""
         return f"{slower:.2f} times as long{guess}{forced}: {other.reason}"
 

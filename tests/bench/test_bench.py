@@ -196,7 +196,7 @@ def _word(of_copy: float, problem: Problem, time_us: float = 500.0, **changes: A
 
 def _changed(found: Plan, changes: dict[str, Any]) -> Plan:
     """The plan with some values changed, in whichever of its parts they are."""
-    for part in ("blocks", "threads", "traffic"):
+    for part in ("blocks", "threads"):
         record = getattr(found, part)
         inside = {name: value for name, value in changes.items() if hasattr(record, name)}
         found = replace(found, **{part: replace(record, **inside)})

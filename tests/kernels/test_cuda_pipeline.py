@@ -22,7 +22,7 @@ from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import ITEMSIZE, TensorSpec, row_spec, task_of
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan
-from onlinesoftmax.planner.proposal import Blocks, Threads, Traffic
+from onlinesoftmax.planner.proposal import Blocks, Threads
 from onlinesoftmax.planner.strategies.cuda_grid import SPECIAL_WARPS, slice_tiles
 
 WARPS, TEAMS, POISON = 2, 2, 8192.0
@@ -80,7 +80,7 @@ def run(
     )  # fmt: skip
     kernel = "stream" if streams else "pipeline"
     threads = Threads(lanes=lanes, shared=sizes.stages * sizes.depth, terms=terms, kernel=kernel)
-    request = Request(task, Plan("cuda", "grid", "", blocks, threads, Traffic(reads=1 + streams)))
+    request = Request(task, Plan("cuda", "grid", "", blocks, threads, reads=1 + streams))
 
     rng = np.random.default_rng(cols)
     z = rounded(3 * rng.standard_normal((rows, cols)), dtype)

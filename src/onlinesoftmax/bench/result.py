@@ -8,8 +8,9 @@ from math import isfinite, prod
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..core.task import ITEMSIZE
-from ..planner.plan import Plan, Price
-from ..planner.proposal import Blocks, Threads, Traffic
+from ..planner.plan import Plan
+from ..planner.proposal import Blocks, Threads
+from ..planner.variant import ONLY
 from .cases import MEASURED, MOST_ELEMENTS, Case, known
 from .timing import Against, Times
 
@@ -174,6 +175,4 @@ def made(kind: type[T], recorded: Mapping[str, Any], **values: Any) -> T:
 def _plan_of(recorded: Mapping[str, Any]) -> Plan:
     """The plan of a dictionary as `Plan.as_dict` makes it, without its variant."""
     blocks, threads = made(Blocks, recorded), made(Threads, recorded)
-    traffic, price = made(Traffic, recorded), made(Price, recorded)
-    backend, strategy, reason = (recorded[name] for name in ("backend", "strategy", "reason"))
-    return Plan(backend, strategy, reason, blocks, threads, traffic, price=price)
+    return made(Plan, recorded, blocks=blocks, threads=threads, variant=ONLY)

@@ -47,7 +47,7 @@ def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, 
             )
         )
     if device.kind == "cuda":
-        found.append(("quality", f"{plan.traffic.quality:.0%} of that bandwidth, with the device full"))
+        found.append(("quality", f"{plan.quality:.0%} of that bandwidth, with the device full"))
     return found
 
 
@@ -61,17 +61,18 @@ def lacks_memory(problem: Problem, device: Device) -> str | None:
 
 def _source(plan: Plan, device: Device) -> str:
     """Source of the estimate of a plan: measurements on this model of GPU, or on another one, or none."""
-    if not plan.price.measured:
+    if not plan.measured_on:
         return "not measured"
-    measured_on = plan.price.measured_on
-    same_model = model_word(slug(measured_on)) == model_word(slug(device.name))
-    return "from times measured at similar shapes" + ("" if same_model else f" on {measured_on}, scaled by bandwidth")
+    same_model = model_word(slug(plan.measured_on)) == model_word(slug(device.name))
+    return "from times measured at similar shapes" + (
+        "" if same_model else f" on {plan.measured_on}, scaled by bandwidth"
+    )
 
 
 def _reads(plan: Plan) -> str:
     """How often the input is read."""
-    if plan.reads > 1 and plan.traffic.again < 1:
-        return f"once, and {plan.traffic.again:.0%} of it again"
+    if plan.reads > 1 and plan.again < 1:
+        return f"once, and {plan.again:.0%} of it again"
     return {1: "once", 2: "twice"}.get(plan.reads, f"{plan.reads} times")
 
 

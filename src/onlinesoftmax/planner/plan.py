@@ -18,7 +18,7 @@ from ..core.problem import Problem
 from ..core.task import ANY, Choice, Task
 from .forecast import Forecast, Propose
 from .measured import Table
-from .price import Plan, Price, priced
+from .price import Plan, priced
 from .proposal import Proposal
 from .strategies import TABLE
 
@@ -27,7 +27,6 @@ __all__ = [
     "Plan",
     "PlanError",
     "Planner",
-    "Price",
     "Refusal",
     "Strategies",
     "alternatives",
@@ -191,9 +190,9 @@ def best(plans: Sequence[Plan]) -> Plan:
 
     Backends are in the order of `strategies`: the kernels of an earlier backend compile and launch in less host time.
     """
-    limit = EQUALLY_FAST * min(plan.price.rank_us for plan in plans)
-    backend = next(plan.backend for plan in plans if plan.price.rank_us <= limit)
-    return min((plan for plan in plans if plan.backend == backend), key=lambda plan: plan.price.rank_us)
+    limit = EQUALLY_FAST * min(plan.rank_us for plan in plans)
+    backend = next(plan.backend for plan in plans if plan.rank_us <= limit)
+    return min((plan for plan in plans if plan.backend == backend), key=lambda plan: plan.rank_us)
 
 
 INVARIANT_ROWS = 4096

@@ -17,8 +17,8 @@ from .quality import exchange_wait_us, narrow, served_by_l2
 
 
 @dataclass(frozen=True)
-class Price:
-    """The bytes and the time of a plan.
+class Plan(Proposal):
+    """A proposal with its bytes and time: `explain` prints it, a backend runs it, `bench` records it.
 
     Attributes:
         device: Name of the device it was made for.
@@ -28,9 +28,8 @@ class Price:
         rank_us: The forecast or estimate in microseconds, before it is raised to the floor and to the launch time.
             Plans are compared by rank_us: several plans for a small input can have the same estimate_us, because
             measured times are below the floor if the output stays in L2.
-        measured: True where rank_us follows from times of the same variant at similar shapes; False where it is an
-            estimate, or a limit that the measured variants set.
-        measured_on: Name of the device that was measured, which may be another one; empty where `measured` is False.
+        measured_on: Name of the device, which may be another one, whose times of the same variant at similar shapes
+            give rank_us; empty where rank_us is an estimate, or a limit that the measured variants set.
     """
 
     device: str = ""
@@ -38,43 +37,11 @@ class Price:
     floor_us: float = 0.0
     estimate_us: float = 0.0
     rank_us: float = 0.0
-    measured: bool = False
     measured_on: str = ""
-
-
-@dataclass(frozen=True)
-class Plan(Proposal):
-    """A proposal with its price: `explain` prints it, a backend runs it, `bench` records it.
-
-    Attributes:
-        price: Its bytes and time, which are also attributes of the plan.
-    """
-
-    price: Price = Price()
 
     def __repr__(self) -> str:
         name = f"{self.backend}/{self.strategy}"
         return f"<Plan {name}: {self.programs} x {self.block} columns, {self.estimate_us:.1f} us on {self.device}>"
-
-    @property
-    def device(self) -> str:
-        """Name of the device it was made for."""
-        return self.price.device
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes through device memory."""
-        return self.price.bytes_moved
-
-    @property
-    def floor_us(self) -> float:
-        """Least microseconds that the device allows."""
-        return self.price.floor_us
-
-    @property
-    def estimate_us(self) -> float:
-        """Microseconds that the plan is expected to take."""
-        return self.price.estimate_us
 
 
 SECTOR_BYTES = 32
@@ -93,7 +60,8 @@ def priced(
     us = estimated_us(proposal, problem, device) if forecast_us is None else forecast_us
     known = {field.name: getattr(proposal, field.name) for field in fields(Proposal)}
     estimate = max(us, floor, proposal.launches * LAUNCH_US)
-    return Plan(**known, price=Price(device.name, bytes_moved, floor, estimate, us, bool(measured_on), measured_on))
+    return Plan(**known, device=device.name, bytes_moved=bytes_moved, floor_us=floor, estimate_us=estimate, rank_us=us,
+                measured_on=measured_on)  # fmt: skip
 
 
 def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
@@ -101,7 +69,7 @@ def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
     bytes_moved = problem.read_bytes + problem.write_bytes + bytes_read_again(proposal, problem)
     quality = 1.0
     if device.kind == "cuda":
-        quality = proposal.traffic.quality * _fill(proposal, problem, device)
+        quality = proposal.quality * _fill(proposal, problem, device)
         # The quality of PyTorch's kernels includes what narrow loads cost them.
         quality *= 1.0 if proposal.backend == "eager" else _width(proposal, problem)
     from_memory = bytes_moved - bytes_from_l2(proposal, problem, device)
@@ -151,7 +119,7 @@ def _width(proposal: Proposal, problem: Problem) -> float:
 
 def bytes_read_again(proposal: Proposal, problem: Problem) -> int:
     """Bytes of the reads after the first."""
-    return round((proposal.reads - 1) * proposal.traffic.again * (problem.read_bytes - problem.logit_bytes))
+    return round((proposal.reads - 1) * proposal.again * (problem.read_bytes - problem.logit_bytes))
 
 
 def bytes_from_l2(proposal: Proposal, problem: Problem, device: Device) -> float:

@@ -59,32 +59,19 @@ class Threads:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Memory traffic and launches, from which the time is estimated.
-
-    Attributes:
-        reads: Times the input is read.
-        launches: Kernel launches.
-        quality: Part of copy bandwidth that the blocks reach when the device is full.
-        again: Where `reads` is more than 1: the part of the input that is read more than once; the rest stays on chip.
-    """
-
-    reads: int = 1
-    launches: int = 1
-    quality: float = 1.0
-    again: float = 1.0
-
-
-@dataclass(frozen=True)
 class Proposal:
     """One strategy's blocks for one problem.
 
     Attributes:
         backend, strategy: Names of the backend that runs it, and of the mapping of rows to programs.
         reason: Why these blocks, in one sentence.
-        blocks, threads, traffic: The blocks, the threads of CUDA kernels, and the memory traffic.
+        blocks, threads: The blocks, and the threads of CUDA kernels.
         variant: Name of the proposal among those of its strategy: a measured table refers to the proposal by it
             (planner/measured.py).
+        reads: Times the input is read.
+        launches: Kernel launches.
+        quality: Part of copy bandwidth that the blocks reach when the device is full.
+        again: Where `reads` is more than 1: the part of the input that is read more than once; the rest stays on chip.
     """
 
     backend: str
@@ -92,8 +79,12 @@ class Proposal:
     reason: str
     blocks: Blocks
     threads: Threads = Threads()
-    traffic: Traffic = Traffic()
     variant: Variant = ONLY
+    # Memory traffic, from which the time is estimated.
+    reads: int = 1
+    launches: int = 1
+    quality: float = 1.0
+    again: float = 1.0
 
     @property
     def programs(self) -> int:
@@ -124,16 +115,6 @@ class Proposal:
     def vector(self) -> int:
         """Number of elements in 16 bytes if unaligned rows are split into head, body and tail; else 1."""
         return self.blocks.vector
-
-    @property
-    def reads(self) -> int:
-        """Times the input is read."""
-        return self.traffic.reads
-
-    @property
-    def launches(self) -> int:
-        """Kernel launches."""
-        return self.traffic.launches
 
     def as_dict(self) -> dict[str, Any]:
         """Every attribute by name, without the grouping, for JSON."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...core.device import CACHE_LINE, Device
 from ...core.problem import Problem
-from ..proposal import Blocks, Proposal, Threads, Traffic, unaligned
+from ..proposal import Blocks, Proposal, Threads, unaligned
 from ..quality import quality
 from ..variant import Variant
 
@@ -108,10 +108,11 @@ def propose(
         reason: Why this proposal, in a clause.
         variant: The proposal among those of the strategy.
         peeled: True if rows are split into head, body and tail; by default `peels_unaligned` says it.
-        blocks: Attributes of Blocks and Threads by name, and `reads` and `again` of Traffic.
+        blocks: Attributes of Blocks and Threads by name, and `reads` and `again` of Proposal.
     """
     peeled = peels_unaligned(problem) if peeled is None else peeled
-    traffic = Traffic(blocks.pop("reads", 1), quality=quality("cuda", strategy), again=blocks.pop("again", 1.0))
+    traffic = {name: blocks.pop(name) for name in ("reads", "again") if name in blocks}
     threads = Threads(**{name: blocks.pop(name) for name in _THREADS & blocks.keys()})
     kept = Blocks(**blocks, vector=problem.vector if peeled else 1)
-    return Proposal("cuda", strategy, reason + unaligned(peeled), kept, threads, traffic, variant)
+    return Proposal("cuda", strategy, reason + unaligned(peeled), kept, threads, variant,
+                    quality=quality("cuda", strategy), **traffic)  # fmt: skip

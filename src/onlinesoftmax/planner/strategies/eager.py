@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...core.device import Device
 from ...core.problem import Problem
-from ..proposal import Blocks, Proposal, Traffic
+from ..proposal import Blocks, Proposal
 from ..quality import quality
 
 LONGEST_IN_FLIGHT = 8192
@@ -26,4 +26,4 @@ def framework(problem: Problem, device: Device) -> list[Proposal]:
     if device.kind != "cuda":
         reason += f", and {device.name} has no kernels of ours"
     blocks = Blocks(problem.rows, max(1, min(problem.cols, LONGEST_IN_FLIGHT)))
-    return [Proposal("eager", "row", reason, blocks, traffic=Traffic(quality=quality("eager", "row")))]
+    return [Proposal("eager", "row", reason, blocks, quality=quality("eager", "row"))]

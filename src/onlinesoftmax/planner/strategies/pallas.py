@@ -10,7 +10,7 @@ import itertools
 
 from ...core.device import Device
 from ...core.problem import Problem
-from ..proposal import Blocks, Proposal, Traffic, clamp, no_gpu, power_of_two, reads, unaligned, words_of
+from ..proposal import Blocks, Proposal, clamp, no_gpu, power_of_two, reads, unaligned, words_of
 from ..quality import padded_from, quality
 from ..variant import Variant
 
@@ -129,7 +129,7 @@ def _row(problem: Problem, tile: int, elements: int, padded: bool) -> Proposal:
     case = "one warp" if warps == 1 and _plain(problem) else "unaligned" if vector > 1 else ""
     return Proposal(
         "pallas", "row", reason, Blocks(-(-problem.rows // rows), block, rows, warps=warps, vector=vector),
-        traffic=Traffic(quality=quality("pallas", "row", case)),
+        quality=quality("pallas", "row", case),
         variant=Variant(elements=elements, tile=tile, padded=padded),
     )  # fmt: skip
 
@@ -154,11 +154,10 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
         f"one program streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
         f"{problem.rows} programs share the device{unaligned(vector > 1)}"
     )
-    traffic = Traffic(reads(problem), quality=quality("pallas", "looped"))
     return [
         Proposal(
-            "pallas", "looped", reason, Blocks(problem.rows, block, warps=warps, vector=vector), traffic=traffic,
-            variant=variant,
+            "pallas", "looped", reason, Blocks(problem.rows, block, warps=warps, vector=vector), variant=variant,
+            reads=reads(problem), quality=quality("pallas", "looped"),
         )
         for block, warps, variant in _tiles(problem)
     ]  # fmt: skip
@@ -218,7 +217,7 @@ def _cluster(problem: Problem, device: Device, size: int, length: int) -> Propos
             problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size,
             vector=problem.vector if ragged else 1,
         ),
-        traffic=Traffic(quality=_quality_of_slices(problem, device, size, length)), variant=Variant(blocks=size),
+        quality=_quality_of_slices(problem, device, size, length), variant=Variant(blocks=size),
     )  # fmt: skip
 
 
@@ -255,7 +254,8 @@ def split(problem: Problem, device: Device) -> list[Proposal] | str:
                 "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a second launch "
                 f"merges their states{unaligned(vector > 1)}",
                 Blocks(problem.rows * splits, block, warps=warps, splits=splits, vector=vector),
-                traffic=Traffic(reads(problem), int(problem.reduces) + 1, quality("pallas", "split")), variant=variant,
+                variant=variant,
+                reads=reads(problem), launches=int(problem.reduces) + 1, quality=quality("pallas", "split"),
             )
         )  # fmt: skip
     return found

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ...core.device import Device
 from ...core.problem import Problem
-from ..proposal import Blocks, Proposal, Traffic, clamp, no_gpu, power_of_two, reads, unaligned, words_of
+from ..proposal import Blocks, Proposal, clamp, no_gpu, power_of_two, reads, unaligned, words_of
 from ..quality import quality
 from ..variant import Variant
 
@@ -81,7 +81,7 @@ def _row(problem: Problem, block: int, elements: int, tile: int) -> Proposal:
         Blocks(
             -(-problem.rows // rows), block, rows, warps=warps, vector=problem.vector if problem.peels_narrow else 1
         ),
-        traffic=Traffic(quality=quality("triton", "row")), variant=Variant(elements=elements, tile=tile),
+        quality=quality("triton", "row"), variant=Variant(elements=elements, tile=tile),
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def _whole_multiprocessor(problem: Problem, device: Device, block: int) -> list[
                     device.multiprocessors if stages else problem.rows, block, 1, stages=stages,
                     warps=clamp(words // (32 * elements), 8, 32), vector=problem.vector if problem.peels_narrow else 1,
                 ),
-                traffic=Traffic(quality=quality("triton", "row", case)),
+                quality=quality("triton", "row", case),
                 variant=Variant(elements=elements, stages=stages),
             )
         )  # fmt: skip
@@ -159,19 +159,19 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
         width = clamp(widest, 32, wanted // 2 if problem.itemsize == 8 else wanted)
         warps = clamp(width // (32 * elements), 1, 32)
         found.append(_streamed(problem, "looped", reason, Blocks(problem.rows, depth * width, depth=depth, warps=warps),
-            Variant(depth=depth, tile=depth * wanted, elements=elements), Traffic(reads(problem))))  # fmt: skip
+            Variant(depth=depth, tile=depth * wanted, elements=elements)))  # fmt: skip
     return found
 
 
 def _streamed(
-    problem: Problem, strategy: str, reason: str, blocks: Blocks, variant: Variant, traffic: Traffic
+    problem: Problem, strategy: str, reason: str, blocks: Blocks, variant: Variant, launches: int = 1
 ) -> Proposal:
     """A proposal of tiles that are streamed."""
     vector = problem.vector if problem.peels_narrow else 1
     return Proposal(
         "triton", strategy, reason + unaligned(problem.peels_narrow), replace(blocks, vector=vector),
-        traffic=replace(traffic, quality=quality("triton", strategy, "" if problem.writes_elements else "row results")),
-        variant=variant,
+        variant=variant, reads=reads(problem), launches=launches,
+        quality=quality("triton", strategy, "" if problem.writes_elements else "row results"),
     )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def _split(problem: Problem, device: Device, depth: int, lanes: int) -> Proposal
     warps = lanes // (32 * LANE_ELEMENTS)
     blocks = Blocks(problem.rows * splits, depth * lanes, depth=depth, warps=warps, splits=splits)
     variant = Variant(depth=depth, tile=depth * lanes)
-    return _streamed(problem, "split", reason, blocks, variant, Traffic(reads(problem), launches))
+    return _streamed(problem, "split", reason, blocks, variant, launches)
 
 
 def column(problem: Problem, device: Device) -> list[Proposal] | str:
@@ -237,7 +237,7 @@ def column(problem: Problem, device: Device) -> list[Proposal] | str:
                     problem.rows // problem.access.adjacent * -(-problem.access.adjacent // rows), columns, rows,
                     warps=clamp(rows * columns * problem.itemsize // 4096, 1, 16),
                 ),
-                traffic=Traffic(1 if whole else reads(problem), quality=quality("triton", "column")),
+                reads=1 if whole else reads(problem), quality=quality("triton", "column"),
                 variant=Variant(tile=tile),
             )
         )  # fmt: skip
