@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from onlinesoftmax.bench.naming import device_slug
-from onlinesoftmax.bench.record import git_state
-from onlinesoftmax.bench.suites import cases, suite_of
+from onlinesoftmax.lab.bench.naming import device_slug
+from onlinesoftmax.lab.bench.record import git_state
+from onlinesoftmax.lab.bench.suites import cases, suite_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from onlinesoftmax import explain
+from onlinesoftmax.lab.report.charts import COLORS, GREY
 from onlinesoftmax.planner.plan import Plan
-from onlinesoftmax.report.charts import COLORS, GREY
 
 WIDTH = 16
 """Columns of a drawn row."""

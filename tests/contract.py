@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import onlinesoftmax as osm
-from onlinesoftmax import verify as verification
+from onlinesoftmax.lab import verify as verification
 from onlinesoftmax.planner.strategies import TABLE
 
 OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {

@@ -106,7 +106,7 @@ WORKS = {
     "star import": lambda: exec("from onlinesoftmax import *", {}),
     "help": lambda: pydoc.render_doc(osm),
     "import onlinesoftmax.jax": lambda: exec("import onlinesoftmax.jax"),
-    "import onlinesoftmax.verify": lambda: exec("import onlinesoftmax.verify"),
+    "import onlinesoftmax.lab.verify": lambda: exec("import onlinesoftmax.lab.verify"),
 }
 FAILS = {
     "nn": lambda: osm.nn,

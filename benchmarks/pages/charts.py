@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import altair as alt
 
-from onlinesoftmax.report.charts import COLORS, GREY, NAMES
-from onlinesoftmax.report.headline import HEIGHT, points_of, static, svg
+from onlinesoftmax.lab.report.charts import COLORS, GREY, NAMES
+from onlinesoftmax.lab.report.headline import HEIGHT, points_of, static, svg
 
 from .losses import CROSS_ENTROPY
 from .markdown import shape
@@ -28,7 +28,7 @@ def by_length(
     Args:
         names: Names of records.
         title: Title of a panel: an operation and a dtype.
-        measure: Name of the measure in `onlinesoftmax.report.charts`.
+        measure: Name of the measure in `onlinesoftmax.lab.report.charts`.
         height: Pixels.
         lines_only: True to leave out the points that no line joins, which are those of unaligned and strided rows.
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.result import CaseResult
-from onlinesoftmax.report.charts import NAMES
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.result import CaseResult
+from onlinesoftmax.lab.report.charts import NAMES
 
 from .markdown import ABSENT, SHORT, microseconds, shape, share, source, spread, strategy, table, together
 from .records import Records, ours, result_of

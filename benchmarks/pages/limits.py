@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from onlinesoftmax.bench.result import CaseResult, Result
-from onlinesoftmax.report.charts import NAMES
-from onlinesoftmax.report.records import Record
+from onlinesoftmax.lab.bench.result import CaseResult, Result
+from onlinesoftmax.lab.report.charts import NAMES
+from onlinesoftmax.lab.report.records import Record
 
 from .markdown import NOTHING, SHORT, commit, shape, share, strategy, table
 from .records import Records, ours

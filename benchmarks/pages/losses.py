@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.sharded.result import ShardedCaseResult, ShardedResult
-from onlinesoftmax.report.charts import NAMES
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.sharded.result import ShardedCaseResult, ShardedResult
+from onlinesoftmax.lab.report.charts import NAMES
 
 from .markdown import (
     ABSENT,

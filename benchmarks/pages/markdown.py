@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.result import CaseResult, Result
-from onlinesoftmax.report.records import Record
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.result import CaseResult, Result
+from onlinesoftmax.lab.report.records import Record
 
 NOTHING = "–"
 """Cell of a case that was not measured."""

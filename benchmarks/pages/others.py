@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from onlinesoftmax.bench.calls import CallsResult
-from onlinesoftmax.bench.result import LARGE
-from onlinesoftmax.report.charts import NAMES
+from onlinesoftmax.lab.bench.calls import CallsResult
+from onlinesoftmax.lab.bench.result import LARGE
+from onlinesoftmax.lab.report.charts import NAMES
 
 from .markdown import ABSENT, NOTHING, commit, microseconds, shape, source, table, together
 from .records import Records, ours

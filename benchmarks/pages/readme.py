@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from onlinesoftmax.bench.calls import CallsResult
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.host import PLAIN
-from onlinesoftmax.bench.result import CaseResult, Result
-from onlinesoftmax.report.charts import NAMES
+from onlinesoftmax.lab.bench.calls import CallsResult
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.host import PLAIN
+from onlinesoftmax.lab.bench.result import CaseResult, Result
+from onlinesoftmax.lab.report.charts import NAMES
 
 from .losses import sharded
 from .markdown import ABSENT, NOTHING, commit, copies, microseconds, share, spread, table

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.result import CaseResult, Result
-from onlinesoftmax.report.records import Record, read
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.result import CaseResult, Result
+from onlinesoftmax.lab.report.records import Record, read
 
 
 class Records:

@@ -13,9 +13,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.peers import Peer
 from onlinesoftmax.cli.bench import bench
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.peers import Peer
 
 SMALL = ("--device", "cpu", "--shape", "4x8", "--dtype", "float32", "--repeat", "1")
 

@@ -14,11 +14,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.peers import Peer
-from onlinesoftmax.bench.result import Result
-from onlinesoftmax.bench.run import run
 from onlinesoftmax.cli.bench import bench
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.peers import Peer
+from onlinesoftmax.lab.bench.result import Result
+from onlinesoftmax.lab.bench.run import run
 
 CPU = torch.device("cpu")
 LOSS = Case("cross_entropy", (7, 65), 1, "float32")

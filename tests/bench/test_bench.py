@@ -15,17 +15,17 @@ pytest.importorskip("typer", reason="the benchmark is a command")
 import torch
 from bench_command import Raises, Wrong
 
-from onlinesoftmax.bench import analysis, libraries, record, report
-from onlinesoftmax.bench.cases import Case, parse_shape
-from onlinesoftmax.bench.check import Reference
-from onlinesoftmax.bench.inputs import make_input
-from onlinesoftmax.bench.peers import Ours, Torch
-from onlinesoftmax.bench.result import CaseResult
-from onlinesoftmax.bench.run import run
-from onlinesoftmax.bench.timing import Against
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Access, Problem
 from onlinesoftmax.core.task import Choice
+from onlinesoftmax.lab.bench import analysis, libraries, record, report
+from onlinesoftmax.lab.bench.cases import Case, parse_shape
+from onlinesoftmax.lab.bench.check import Reference
+from onlinesoftmax.lab.bench.inputs import make_input
+from onlinesoftmax.lab.bench.peers import Ours, Torch
+from onlinesoftmax.lab.bench.result import CaseResult
+from onlinesoftmax.lab.bench.run import run
+from onlinesoftmax.lab.bench.timing import Against
 from onlinesoftmax.planner.plan import Plan, plan
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_inputs_have_outliers_and_repeat() -> None:
 def test_the_reference_is_right_in_pieces(
     operation: str, shape: tuple[int, ...], dim: int, dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onlinesoftmax.bench.exact.PIECE", piece)
+    monkeypatch.setattr("onlinesoftmax.lab.bench.exact.PIECE", piece)
     case = Case(operation, shape, dim, dtype)
     x = make_input(case, CPU)
     exact = getattr(torch, operation)(x.double(), dim)
@@ -85,7 +85,7 @@ def test_the_reference_is_right_in_pieces(
 @pytest.mark.parametrize("piece", [1 << 23, 16])
 @pytest.mark.parametrize("value", [0.5, float("nan"), float("inf")])
 def test_one_wrong_element_is_found(value: float, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onlinesoftmax.bench.exact.PIECE", piece)
+    monkeypatch.setattr("onlinesoftmax.lab.bench.exact.PIECE", piece)
     case = Case("softmax", (7, 65), 1, "bfloat16")
     x = make_input(case, CPU)
     reference, y = Reference(case, x), torch.softmax(x, 1)
@@ -167,7 +167,7 @@ def test_out_of_memory_half_way_is_skipped_too(monkeypatch: pytest.MonkeyPatch) 
     def no_room(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
-    monkeypatch.setattr("onlinesoftmax.bench.run.make_inputs", no_room)
+    monkeypatch.setattr("onlinesoftmax.lab.bench.run.make_inputs", no_room)
     (found,) = run([Case("softmax", (2, 3), 1, "float32")], [Ours("cpu")], CPU, 1)
     assert str(found.skipped).startswith("out of memory")
 

@@ -15,13 +15,13 @@ pytest.importorskip("typer", reason="the benchmark is a command")
 import torch
 from bench_command import SMALL, Raises, Wrong, call
 
-from onlinesoftmax.bench import cold, host, kinds
-from onlinesoftmax.bench.calls import CallsCaseResult
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.cold import calls_of, run_cold
-from onlinesoftmax.bench.host import BARE, BOTH, OUT, PLAIN, RECORDING, run_host
-from onlinesoftmax.bench.peers import Ours, Peer, Torch
-from onlinesoftmax.bench.timing import CpuClock
+from onlinesoftmax.lab.bench import cold, host, kinds
+from onlinesoftmax.lab.bench.calls import CallsCaseResult
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.cold import calls_of, run_cold
+from onlinesoftmax.lab.bench.host import BARE, BOTH, OUT, PLAIN, RECORDING, run_host
+from onlinesoftmax.lab.bench.peers import Ours, Peer, Torch
+from onlinesoftmax.lab.bench.timing import CpuClock
 
 CPU = torch.device("cpu")
 SOFTMAX = Case("softmax", (4, 8), 1, "float32")
@@ -91,7 +91,7 @@ def test_the_bare_launch_on_a_gpu_is_the_fastest(operation: str) -> None:
 
 
 def test_a_wrong_peer_has_no_host_time_and_a_refusal_has_its_reason() -> None:
-    from onlinesoftmax.bench.arrays import JaxNN
+    from onlinesoftmax.lab.bench.arrays import JaxNN
 
     found = hosts(SOFTMAX, Ours("cpu"), Wrong("cpu"), Raises("cpu"), JaxNN("cpu"))
     assert (found["wrong"].status, found["wrong"].calls) == ("wrong", {})

@@ -15,9 +15,9 @@ pytest.importorskip("typer", reason="the benchmark is a command")
 import torch
 from bench_command import SMALL, Raises, Wrong, call
 
-from onlinesoftmax.bench import libraries, record
-from onlinesoftmax.bench.naming import record_name
-from onlinesoftmax.bench.suites import SUITES, Suite, cases
+from onlinesoftmax.lab.bench import libraries, record
+from onlinesoftmax.lab.bench.naming import record_name
+from onlinesoftmax.lab.bench.suites import SUITES, Suite, cases
 
 
 def test_every_suite_has_cases_that_can_be_made() -> None:

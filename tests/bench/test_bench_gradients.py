@@ -19,16 +19,16 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from onlinesoftmax.bench import formulas, libraries
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.check import Reference
-from onlinesoftmax.bench.inputs import make_inputs, rounded
-from onlinesoftmax.bench.options import SCALE, SOFTCAP
-from onlinesoftmax.bench.peers import Ours, Torch
-from onlinesoftmax.bench.planned import planned
-from onlinesoftmax.bench.run import run
-from onlinesoftmax.bench.suites import SUITES, cases
 from onlinesoftmax.cli.bench import bench
+from onlinesoftmax.lab.bench import formulas, libraries
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.check import Reference
+from onlinesoftmax.lab.bench.inputs import make_inputs, rounded
+from onlinesoftmax.lab.bench.options import SCALE, SOFTCAP
+from onlinesoftmax.lab.bench.peers import Ours, Torch
+from onlinesoftmax.lab.bench.planned import planned
+from onlinesoftmax.lab.bench.run import run
+from onlinesoftmax.lab.bench.suites import SUITES, cases
 
 CPU = torch.device("cpu")
 GRADIENTS = ["softmax_backward", "log_softmax_backward", "logsumexp_backward"]
@@ -115,7 +115,7 @@ def test_inputs_are_what_a_forward_pass_saves() -> None:
 def test_the_exact_gradient_is_autograds(
     operation: str, shape: tuple[int, ...], dim: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onlinesoftmax.bench.exact.PIECE", piece)
+    monkeypatch.setattr("onlinesoftmax.lab.bench.exact.PIECE", piece)
     case = Case(operation, shape, dim, "float64")
     if operation == "logsumexp_backward":
         x, dy, _ = inputs = make_inputs(case, CPU)
@@ -139,7 +139,7 @@ def test_the_exact_gradient_is_autograds(
 def test_the_exact_fused_softmax_is_the_formula(
     fused: tuple[str, ...], shape: tuple[int, ...], dim: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onlinesoftmax.bench.exact.PIECE", piece)
+    monkeypatch.setattr("onlinesoftmax.lab.bench.exact.PIECE", piece)
     case = Case("softmax", shape, dim, "float64", fused)
     x, *beside = inputs = make_inputs(case, CPU)
     z, more = x, iter(beside)

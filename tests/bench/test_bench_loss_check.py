@@ -16,10 +16,10 @@ import torch
 from loss_cases import CASES, CPU, PLAIN, ROWS, TOKENS, WITH_TARGET, name, results
 from torch.nn import functional
 
-from onlinesoftmax.bench.cases import STATISTIC_WEIGHT, Case
-from onlinesoftmax.bench.check import Reference
-from onlinesoftmax.bench.inputs import make_inputs
-from onlinesoftmax.bench.peers import Ours, Torch
+from onlinesoftmax.lab.bench.cases import STATISTIC_WEIGHT, Case
+from onlinesoftmax.lab.bench.check import Reference
+from onlinesoftmax.lab.bench.inputs import make_inputs
+from onlinesoftmax.lab.bench.peers import Ours, Torch
 
 
 def exact_by_autograd(case: Case, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -44,7 +44,7 @@ def exact_by_autograd(case: Case, inputs: tuple[Any, ...]) -> tuple[torch.Tensor
 @pytest.mark.parametrize("case", WITH_TARGET, ids=name)
 @pytest.mark.parametrize("piece", [1 << 23, 16])
 def test_the_exact_result_is_autograds(case: Case, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onlinesoftmax.bench.exact.PIECE", piece)
+    monkeypatch.setattr("onlinesoftmax.lab.bench.exact.PIECE", piece)
     case = replace(case, dtype="float64")
     inputs = make_inputs(case, CPU)
     reference, right = Reference(case, *inputs), exact_by_autograd(case, inputs)

@@ -13,11 +13,11 @@ pytest.importorskip("typer", reason="the benchmark is a command")
 import torch
 from loss_cases import CASES, CPU, LOSS, TOKENS
 
-from onlinesoftmax.bench import memory, report
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.peers import Ours, Torch
-from onlinesoftmax.bench.run import run
-from onlinesoftmax.bench.timing import USUAL, Call, CpuClock, Flush, Samples
+from onlinesoftmax.lab.bench import memory, report
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.peers import Ours, Torch
+from onlinesoftmax.lab.bench.run import run
+from onlinesoftmax.lab.bench.timing import USUAL, Call, CpuClock, Flush, Samples
 
 
 class OneOfEach(CpuClock):

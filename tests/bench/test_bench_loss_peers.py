@@ -18,11 +18,11 @@ import torch
 from loss_cases import CASES, CPU, LOSS, ROWS, TOKENS, name, results
 from torch.nn import functional
 
-from onlinesoftmax.bench import libraries
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.inputs import make_inputs
-from onlinesoftmax.bench.peers import Compiled, Ours, Peer, Torch
-from onlinesoftmax.bench.run import run
+from onlinesoftmax.lab.bench import libraries
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.inputs import make_inputs
+from onlinesoftmax.lab.bench.peers import Compiled, Ours, Peer, Torch
+from onlinesoftmax.lab.bench.run import run
 
 needs_interpreter = pytest.mark.skipif(
     not importlib.util.find_spec("triton") or torch.cuda.is_available(),

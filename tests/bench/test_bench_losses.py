@@ -14,9 +14,9 @@ pytest.importorskip("typer", reason="the benchmark is a command")
 import torch
 from loss_cases import CASES, CPU, LOSS, ROWS, TOKENS, call, name
 
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.inputs import make_inputs
-from onlinesoftmax.bench.suites import SUITES, cases
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.inputs import make_inputs
+from onlinesoftmax.lab.bench.suites import SUITES, cases
 
 
 def test_bytes_count_one_read_of_the_logits_for_a_scalar_and_two_for_rows() -> None:

@@ -16,10 +16,10 @@ pytest.importorskip("typer", reason="the benchmark is a command")
 
 from bench_command import SMALL, Wrong, call
 
-from onlinesoftmax.bench import libraries, run
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.recording import Recording, ResumeError
-from onlinesoftmax.bench.result import CaseResult
+from onlinesoftmax.lab.bench import libraries, run
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.recording import Recording, ResumeError
+from onlinesoftmax.lab.bench.result import CaseResult
 
 THREE = (*SMALL, "--op", "softmax", "--op", "log_softmax", "--op", "logsumexp")
 
@@ -206,7 +206,7 @@ def test_a_file_that_cannot_be_written_is_known_before_the_first_case(
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo.json")
     Path("null.json").symlink_to("/dev/null")
-    monkeypatch.setattr("onlinesoftmax.bench.run.run", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr("onlinesoftmax.lab.bench.run.run", lambda *_: pytest.fail("it measures"))
     result = call(*SMALL, "--peers", "torch", *arguments)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith(sentence)

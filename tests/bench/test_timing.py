@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 
 import torch
 
-from onlinesoftmax.bench.timing import Against, CpuClock, CudaClock, Flush, Times
+from onlinesoftmax.lab.bench.timing import Against, CpuClock, CudaClock, Flush, Times
 
 
 def test_the_cpu_clock_is_sane() -> None:

@@ -14,7 +14,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from onlinesoftmax.bench import grid, tune
 from onlinesoftmax.cli import build
 from onlinesoftmax.cli.tune import as_text
 from onlinesoftmax.core.device import known
@@ -22,6 +21,7 @@ from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.lab.bench import grid, tune
 from onlinesoftmax.planner import measured as measured_tables
 from onlinesoftmax.planner.measured import KEPT_RATIO, Cell, Table, Timing, key_of
 from onlinesoftmax.planner.strategies.cuda_grid import SPECIAL_WARPS
@@ -309,7 +309,7 @@ def tune_command(no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(command, "_backends", lambda asked: ["cuda"])
     monkeypatch.setattr(command, "torch_device", lambda text: torch.device("cuda", 0))
     monkeypatch.setattr(device, "from_torch", lambda kind, index: H200)
-    monkeypatch.setattr("onlinesoftmax.bench.record.record", lambda *_: {"git": {"commit": "0"}, "date": "today"})
+    monkeypatch.setattr("onlinesoftmax.lab.bench.record.record", lambda *_: {"git": {"commit": "0"}, "date": "today"})
     cpu = torch.device("cpu")
     made = tune.Tuner
     monkeypatch.setattr(tune, "Tuner", lambda where, largest: made(cpu, largest))

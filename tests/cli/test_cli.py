@@ -167,7 +167,7 @@ def test_verify_as_json() -> None:
 @needs_triton
 @pytest.mark.parametrize("operation", ["softmax", "softmax_backward"])
 def test_verify_runs_every_strategy_here(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onlinesoftmax import verify as verification
+    from onlinesoftmax.lab import verify as verification
 
     # The contract runs every input; here each strategy must run, be counted, and be shown.
     few = [case for case in verification.CASES if case.name in ("3 x 33", "3 x 1000", "middle dimension")]
@@ -221,7 +221,7 @@ def test_verify_fails_what_is_wrong(break_it: Callable[..., Any], words: str, mo
 
 @needs_triton
 def test_verify_says_why_nothing_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from onlinesoftmax import verify as verification
+    from onlinesoftmax.lab import verify as verification
 
     monkeypatch.setattr(verification, "CASES", verification.CASES[:2])
     arguments = ("verify", "--backend", "triton", "--strategy", "column", "--op", "softmax", "--dtype", "float32")

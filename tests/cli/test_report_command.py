@@ -108,7 +108,7 @@ def test_outputs_that_cannot_be_are_refused_before_the_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make_outputs(tmp_path)
-    monkeypatch.setattr("onlinesoftmax.report.records.read", lambda paths: pytest.fail("it reads"))
+    monkeypatch.setattr("onlinesoftmax.lab.report.records.read", lambda paths: pytest.fail("it reads"))
     before = sorted(tmp_path.rglob("*"))
     result = run("report", "results", *arguments)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)

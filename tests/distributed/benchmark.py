@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onlinesoftmax.bench import kinds
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.sharded import peers
-from onlinesoftmax.bench.sharded.clock import GroupClock
-from onlinesoftmax.bench.sharded.collectives import collectives_of
-from onlinesoftmax.bench.sharded.run import run
-from onlinesoftmax.bench.sharded.team import Team
 from onlinesoftmax.cli import main
+from onlinesoftmax.lab.bench import kinds
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.sharded import peers
+from onlinesoftmax.lab.bench.sharded.clock import GroupClock
+from onlinesoftmax.lab.bench.sharded.collectives import collectives_of
+from onlinesoftmax.lab.bench.sharded.run import run
+from onlinesoftmax.lab.bench.sharded.team import Team
 
 SMALL = ("--shape", "6x135", "--dtype", "bfloat16", "--device", "cpu", "--repeat", "1")
 OURS = ("ours", "without-shards", "dtensor", "one-process")

@@ -16,17 +16,17 @@ import torch
 from typer.testing import CliRunner
 
 import onlinesoftmax as osm
-from onlinesoftmax import verify as verification
-from onlinesoftmax.bench.arrays import JaxNN, OursInJax
-from onlinesoftmax.bench.cases import Case
-from onlinesoftmax.bench.inputs import make_inputs
-from onlinesoftmax.bench.planned import planned
-from onlinesoftmax.bench.run import CaseResult, run
-from onlinesoftmax.bench.timing import CpuClock
 from onlinesoftmax.cli import build
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.jax import bridge, device, functions
+from onlinesoftmax.lab import verify as verification
+from onlinesoftmax.lab.bench.arrays import JaxNN, OursInJax
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.inputs import make_inputs
+from onlinesoftmax.lab.bench.planned import planned
+from onlinesoftmax.lab.bench.run import CaseResult, run
+from onlinesoftmax.lab.bench.timing import CpuClock
 
 CPU = torch.device("cpu")
 FORWARD = ("softmax", "log_softmax", "logsumexp")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onlinesoftmax.bench.grid import Shape, task
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.lab.bench.grid import Shape, task
 from onlinesoftmax.planner.plan import priced
 from onlinesoftmax.planner.strategies.cuda_grid import STREAM, grid
 from onlinesoftmax.torch.device import from_torch

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from contract import GPU, OPERATIONS, PLANS, assert_as_good_as_pytorch, outliers
-from onlinesoftmax import verify as verification
 from onlinesoftmax.core.call import Call, Settings
 from onlinesoftmax.core.operations import FORWARD
 from onlinesoftmax.core.operations import OPERATIONS as DECLARATIONS
 from onlinesoftmax.core.options import ScoreOptions
 from onlinesoftmax.core.task import Choice
+from onlinesoftmax.lab import verify as verification
 from onlinesoftmax.torch import eager, prepare
 
 PLAIN = tuple(name for name in FORWARD if not DECLARATIONS[name].has_target)

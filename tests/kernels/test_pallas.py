@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import onlinesoftmax.jax as osj
 from laws import Float64
 from onlinesoftmax import PlanError
-from onlinesoftmax import verify as verification
 from onlinesoftmax.core import reference
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.operations import OPERATIONS
@@ -33,6 +32,7 @@ from onlinesoftmax.jax import ops as formulas
 from onlinesoftmax.jax import primitives
 from onlinesoftmax.kernels import pallas
 from onlinesoftmax.kernels.pallas.operands import tanh
+from onlinesoftmax.lab import verify as verification
 from onlinesoftmax.planner.plan import priced
 from onlinesoftmax.planner.strategies import pallas as strategies
 

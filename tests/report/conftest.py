@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from made_records import record
 
-from onlinesoftmax.report.combinations import Choices
-from onlinesoftmax.report.page import NEEDED, page
-from onlinesoftmax.report.records import read
+from onlinesoftmax.lab.report.combinations import Choices
+from onlinesoftmax.lab.report.page import NEEDED, page
+from onlinesoftmax.lab.report.records import read
 
 FEW = Choices(["h200"], ["softmax"], ["softmax"], ["bfloat16"], [4096], ["torch", "jax"])
 

@@ -18,8 +18,8 @@ import typer.testing
 from playwright import sync_api
 
 from onlinesoftmax.cli import build
-from onlinesoftmax.report.combinations import Choices
-from onlinesoftmax.report.page import page as make_page
+from onlinesoftmax.lab.report.combinations import Choices
+from onlinesoftmax.lab.report.page import page as make_page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -14,9 +14,9 @@ pytest.importorskip("jsonschema", reason="a schema checks the records")
 
 from made_records import record
 
-from onlinesoftmax.report.charts import NAMES
-from onlinesoftmax.report.headline import headline, points_of, svg
-from onlinesoftmax.report.records import read
+from onlinesoftmax.lab.report.charts import NAMES
+from onlinesoftmax.lab.report.headline import headline, points_of, svg
+from onlinesoftmax.lab.report.records import read
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "h200-forward.json"

@@ -14,9 +14,9 @@ from made_records import record
 
 pytest.importorskip("jsonschema", reason="the records are checked with jsonschema")
 
-from onlinesoftmax.report.page import shown_first
-from onlinesoftmax.report.records import DEEPEST, read
-from onlinesoftmax.report.series import series
+from onlinesoftmax.lab.report.page import shown_first
+from onlinesoftmax.lab.report.records import DEEPEST, read
+from onlinesoftmax.lab.report.series import series
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

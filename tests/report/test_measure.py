@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("torch", reason="records are measured with torch")
 
-from onlinesoftmax.bench.naming import OTHER_CASES, record_name
-from onlinesoftmax.bench.suites import SUITES
+from onlinesoftmax.lab.bench.naming import OTHER_CASES, record_name
+from onlinesoftmax.lab.bench.suites import SUITES
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "measure.py"

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onlinesoftmax.bench.grid import CLASSES
 from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.options import SCORE_OPTIONS
 from onlinesoftmax.explanation import explain
+from onlinesoftmax.lab.bench.grid import CLASSES
+from onlinesoftmax.lab.report.combinations import PLAIN, Choices, Combination
+from onlinesoftmax.lab.report.home import LEVELS, home_of
+from onlinesoftmax.lab.report.lengths import EVERY, KINDS, LONGEST, STEP, cliffs, kind_of, lengths
+from onlinesoftmax.lab.report.plans import planned
+from onlinesoftmax.lab.report.stored import own_table
 from onlinesoftmax.planner.facts import plan_facts
 from onlinesoftmax.planner.plan import Plan
-from onlinesoftmax.report.combinations import PLAIN, Choices, Combination
-from onlinesoftmax.report.home import LEVELS, home_of
-from onlinesoftmax.report.lengths import EVERY, KINDS, LONGEST, STEP, cliffs, kind_of, lengths
-from onlinesoftmax.report.plans import planned
-from onlinesoftmax.report.stored import own_table
 
 
 def families(data: Any) -> list[tuple[Combination, str, Any]]:
@@ -180,11 +180,11 @@ def test_the_home_of_a_row_holds_all_of_it(shape: tuple[int, int], operation: st
 
 def test_stored_answers_are_those_that_were_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onlinesoftmax.core.cache.cache_folder", lambda: tmp_path)
-    monkeypatch.setattr("onlinesoftmax.report.stored.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("onlinesoftmax.lab.report.stored.cache_folder", lambda: tmp_path)
     tmp_path.chmod(0o700)
     few = Choices(["a100"], ["softmax"], [], ["float32"], [1], ["jax"]).combinations()
     computed = planned(few)
-    monkeypatch.setattr("onlinesoftmax.report.plans.answers_of", None)
+    monkeypatch.setattr("onlinesoftmax.lab.report.plans.answers_of", None)
     assert json.dumps(planned(few)) == json.dumps(computed)
     # A new table of this machine for the GPU makes the stored answers those of another planner.
     own_table("a100").write_text("{}")

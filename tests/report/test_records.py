@@ -11,10 +11,10 @@ from made_records import TIMES, record
 
 pytest.importorskip("jsonschema", reason="the records are checked with jsonschema")
 
-from onlinesoftmax.bench.result import CaseResult
-from onlinesoftmax.report.page import shown_first
-from onlinesoftmax.report.records import read
-from onlinesoftmax.report.series import series
+from onlinesoftmax.lab.bench.result import CaseResult
+from onlinesoftmax.lab.report.page import shown_first
+from onlinesoftmax.lab.report.records import read
+from onlinesoftmax.lab.report.series import series
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("altair", reason="Altair draws the charts")
 pytest.importorskip("jsonschema", reason="a schema checks the records")
 
-from onlinesoftmax.bench.sharded.result import HEADER, ShardedCaseResult
-from onlinesoftmax.report.charts import LIBRARIES
-from onlinesoftmax.report.records import read
-from onlinesoftmax.report.series import series
+from onlinesoftmax.lab.bench.sharded.result import HEADER, ShardedCaseResult
+from onlinesoftmax.lab.report.charts import LIBRARIES
+from onlinesoftmax.lab.report.records import read
+from onlinesoftmax.lab.report.series import series
 
 RECORDS = sorted(Path(__file__).parents[2].joinpath("benchmarks", "results").glob("*-distributed.json"))
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from onlinesoftmax.bench.record import sources
 from onlinesoftmax.core import cache
 from onlinesoftmax.core.cache_size import ANSWERS
-from onlinesoftmax.report import stored
-from onlinesoftmax.report.lengths import KINDS
+from onlinesoftmax.lab.bench.record import sources
+from onlinesoftmax.lab.report import stored
+from onlinesoftmax.lab.report.lengths import KINDS
 
 KEY = f"a key {sources()}"
 ANSWER = {KEY: {kind: {"answers": [], "cliffs": []} for kind in KINDS}}

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from onlinesoftmax.verify import INTERPRETER_ULPS
-from onlinesoftmax.verify.exact import ulp, wide
+from onlinesoftmax.lab.verify import INTERPRETER_ULPS
+from onlinesoftmax.lab.verify.exact import ulp, wide
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

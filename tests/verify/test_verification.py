@@ -13,8 +13,8 @@ pytest.importorskip("torch", reason="the check compares with PyTorch")
 import torch
 
 from onlinesoftmax import api
-from onlinesoftmax import verify as verification
 from onlinesoftmax.core import operations as operation
+from onlinesoftmax.lab import verify as verification
 
 FORWARD = ["softmax", "log_softmax", "logsumexp"]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from ..bench.cases import MEASURED, parse_shape
-from ..bench.suites import DISTRIBUTED, SUITES, cases, suite_of
 from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
+from ..lab.bench.cases import MEASURED, parse_shape
+from ..lab.bench.suites import DISTRIBUTED, SUITES, cases, suite_of
 from . import output
 from .benchmarks import (
     check_options,
@@ -28,9 +28,9 @@ from .benchmarks import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from ..bench.cases import Case
-    from ..bench.result import CaseResult
-    from ..bench.suites import Suite
+    from ..lab.bench.cases import Case
+    from ..lab.bench.result import CaseResult
+    from ..lab.bench.suites import Suite
 
 
 def bench(
@@ -121,7 +121,7 @@ def bench(
 
 def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
     """Measure the suite in this process, and end the command."""
-    from ..bench import libraries
+    from ..lab.bench import libraries
 
     framework, backend, strategy = options["framework"], options["backend"], options["strategy"]
     try:
@@ -174,23 +174,23 @@ def _steps(
 ) -> Iterable[CaseResult]:
     """Measure cases in the way of the suite."""
     if suite.measures == "first calls":
-        from ..bench.cold import run_cold
+        from ..lab.bench.cold import run_cold
 
         return run_cold(left, everybody, where, options["quick"])
     if suite.measures == "host time":
-        from ..bench.host import run_host
+        from ..lab.bench.host import run_host
 
         return run_host(left, everybody, where, options["repeat"])
-    from ..bench.run import run
+    from ..lab.bench.run import run
 
     return run(left, everybody, where, options["repeat"])
 
 
 def _sides(framework: str) -> tuple[type[Any], dict[str, Any]]:
     """Our library for a framework, and the other libraries by name."""
-    from ..bench.arrays import JaxNN, OursInJax
-    from ..bench.libraries import PEERS
-    from ..bench.peers import Ours, Torch
+    from ..lab.bench.arrays import JaxNN, OursInJax
+    from ..lab.bench.libraries import PEERS
+    from ..lab.bench.peers import Ours, Torch
 
     if framework == "torch":
         return Ours, {**PEERS, "jax": JaxNN}

@@ -13,10 +13,10 @@ from ..core.operations import OPERATIONS
 from . import output
 
 if TYPE_CHECKING:
-    from ..bench.cases import Case
-    from ..bench.recording import Recording
-    from ..bench.result import CaseResult
-    from ..bench.suites import Suite
+    from ..lab.bench.cases import Case
+    from ..lab.bench.recording import Recording
+    from ..lab.bench.result import CaseResult
+    from ..lab.bench.suites import Suite
 
 INTERRUPTED = 130
 """Exit code of a run that the user has interrupted, as shells give it."""
@@ -44,8 +44,8 @@ def record_head(
     device: Any, options: Mapping[str, Any], absent: Mapping[str, str], suite: Suite, **more: Any
 ) -> dict[str, Any]:
     """The record of a run before its first case, with further fields; its option "out" is the name of its file."""
-    from ..bench.naming import record_name
-    from ..bench.record import record
+    from ..lab.bench.naming import record_name
+    from ..lab.bench.record import record
 
     told = {name: value for name, value in options.items() if name != "resume"}
     head = {**record(device, told, absent, options["commit"]), "measures": suite.measures, **more}
@@ -62,7 +62,7 @@ def record_file(out: str | None, head: Mapping[str, Any]) -> str | None:
 
 def check_options(suite: str, excluded: Sequence[str], options: Mapping[str, Any]) -> None:
     """End the command if an option does not go with the suite, or is of no use without another."""
-    from ..bench.naming import excluded as excluded_by
+    from ..lab.bench.naming import excluded as excluded_by
 
     for name in excluded:
         if options[name]:
@@ -82,7 +82,7 @@ def begun(record: dict[str, Any], todo: Sequence[Case], out: str | None, resume:
     Raises:
         ResumeError: the file cannot be continued.
     """
-    from ..bench.recording import Recording, load
+    from ..lab.bench.recording import Recording, load
 
     recording = Recording(record, todo)
     if resume and out is not None and Path(out).exists():
@@ -92,7 +92,7 @@ def begun(record: dict[str, Any], todo: Sequence[Case], out: str | None, resume:
 
 def resumed(record: dict[str, Any], todo: Sequence[Case], out: str | None, resume: bool) -> Recording:
     """The same as `begun`; a file that cannot be continued ends the command with a sentence."""
-    from ..bench.recording import ResumeError
+    from ..lab.bench.recording import ResumeError
 
     try:
         return begun(record, todo, out, resume)
@@ -140,7 +140,7 @@ def measure(
 
 def write_record(out: str | None, record: dict[str, Any]) -> None:
     """Write the record to the file that was asked for, or end the command with a sentence."""
-    from ..bench.record import write
+    from ..lab.bench.record import write
 
     if out is None:
         return
@@ -150,7 +150,7 @@ def write_record(out: str | None, record: dict[str, Any]) -> None:
 
 def show(recording: Recording, as_json: bool) -> None:
     """Print the record as JSON, or its table with the lines around it."""
-    from ..bench.kinds import table_of
+    from ..lab.bench.kinds import table_of
 
     if as_json:
         output.print_json(recording.content)

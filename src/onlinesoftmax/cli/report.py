@@ -12,8 +12,8 @@ from ..core.operations import FORWARD, OPERATIONS
 from . import output
 
 if TYPE_CHECKING:
-    from ..report.combinations import Choices
-    from ..report.records import Record
+    from ..lab.report.combinations import Choices
+    from ..lab.report.records import Record
 
 
 def report(
@@ -61,8 +61,8 @@ def report(
       onlinesoftmax report
       onlinesoftmax report record.json -o report.html --gpu h200 --rows 4096
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
-    from ..report.page import missing
-    from ..report.records import FOLDER
+    from ..lab.report.page import missing
+    from ..lab.report.records import FOLDER
 
     if absent := missing():
         output.fail(f"report needs {', '.join(absent)}: pip install 'onlinesoftmax[report]'")
@@ -75,7 +75,7 @@ def report(
 def _check_outputs(out: Path, svg: Path | None, paths: list[Path]) -> None:
     """End the command before the work begins if a file cannot be written, or is another file of this command."""
     from ..core.whole_files import check_writable, same_file
-    from ..report.records import files_of
+    from ..lab.report.records import files_of
 
     outputs = {"--out": out, **({"--svg": svg} if svg is not None else {})}
     for option, path in outputs.items():
@@ -88,7 +88,7 @@ def _check_outputs(out: Path, svg: Path | None, paths: list[Path]) -> None:
 
 
 def _write_chart(records: list[Record], svg: Path) -> None:
-    from ..report.headline import headline
+    from ..lab.report.headline import headline
 
     if not records:
         output.fail("--svg needs a record")
@@ -107,7 +107,7 @@ def _write(option: str, path: Path, content: bytes) -> None:
 
 
 def _choices(**given: Any) -> Choices:
-    from ..report.combinations import Choices
+    from ..lab.report.combinations import Choices
 
     chosen = {name: value for name, value in given.items() if value}
     if "operations" in chosen:
@@ -120,8 +120,8 @@ def _choices(**given: Any) -> Choices:
 
 def _write_page(paths: list[Path], choices: Choices, out: Path, svg: Path | None, as_json: bool) -> None:
     """Read the records, make the page, write it, and say what is on it; exit with 1 if a file is not shown."""
-    from ..report.page import page
-    from ..report.records import read
+    from ..lab.report.page import page
+    from ..lab.report.records import read
 
     begin = time.perf_counter()
     records, wrong, others = read(paths)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from ..bench.cases import known, parse_shape
-from ..bench.suites import cases
+from ..lab.bench.cases import known, parse_shape
+from ..lab.bench.suites import cases
 from . import output
 from .benchmarks import (
     begun,
@@ -24,10 +24,10 @@ from .benchmarks import (
 from .torchrun import joining, processes
 
 if TYPE_CHECKING:
-    from ..bench.cases import Case
-    from ..bench.recording import Recording
-    from ..bench.sharded.team import Team
-    from ..bench.suites import Suite
+    from ..lab.bench.cases import Case
+    from ..lab.bench.recording import Recording
+    from ..lab.bench.sharded.team import Team
+    from ..lab.bench.suites import Suite
 
 COMMAND = "torchrun --nproc-per-node 2 -m onlinesoftmax bench --suite distributed"
 
@@ -43,9 +43,9 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
         output.fail(f"--suite distributed measures several processes; start it with: {COMMAND}")
     import torch.distributed as dist
 
-    from ..bench.sharded.peers import PEERS, OursSharded
-    from ..bench.sharded.run import run
-    from ..bench.sharded.team import Team
+    from ..lab.bench.sharded.peers import PEERS, OursSharded
+    from ..lab.bench.sharded.run import run
+    from ..lab.bench.sharded.team import Team
 
     todo, asked = _checked(options, suite, list(PEERS))
     kind = _device_type(options["device"])

@@ -17,8 +17,8 @@ from .bench import torch_device
 from .benchmarks import split_names
 
 if TYPE_CHECKING:
-    from ..bench.grid import Shape
     from ..core.device import Device
+    from ..lab.bench.grid import Shape
     from ..planner.measured import Table
 
 WRITE_SECONDS = 5
@@ -76,8 +76,8 @@ def tune(
       onlinesoftmax tune --minutes 10
       onlinesoftmax tune --op cross_entropy --outputs loss,y --shape 8192x128256 --replace
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
-    from ..bench.tune import left_of
     from ..core.cache import cache_folder
+    from ..lab.bench.tune import left_of
     from ..planner.measured import slug
     from ..torch.device import from_torch
 
@@ -110,8 +110,8 @@ def _todo(
     quick: bool, op: list[str], outputs: str, cols: list[int], shape: list[str], dtype: list[str]
 ) -> tuple[list[Shape], bool]:
     """(the shapes to measure, True where they are a part of the grid); ends the program where there are none."""
-    from ..bench.cases import parse_shape
-    from ..bench.grid import Part, shapes
+    from ..lab.bench.cases import parse_shape
+    from ..lab.bench.grid import Part, shapes
 
     chosen = [op, outputs, cols, shape, dtype]
     if quick and any(chosen):
@@ -133,7 +133,7 @@ def _todo(
 
 def _backends(asked: list[str]) -> list[str]:
     """The backends to measure; ends the program where one that is asked for cannot be measured."""
-    from ..bench.tune import BACKENDS, unavailable
+    from ..lab.bench.tune import BACKENDS, unavailable
 
     for name in asked:
         if name not in BACKENDS:
@@ -190,8 +190,8 @@ def _measure(
     run: _Run, commit: str | None, write: Callable[[Table], None], begun: Table | None
 ) -> tuple[Table, int, dict[tuple[str, str, str], str]]:
     """(table, number of shapes that are left, reasons of refused proposals); the table is written as it grows."""
-    from ..bench.record import record
-    from ..bench.tune import begin, tune
+    from ..lab.bench.record import record
+    from ..lab.bench.tune import begin, tune
 
     head = record(run.where, {}, {}, commit)
     table = begin(run.machine, f"commit {head['git']['commit']}, made {head['date']}", begun)

@@ -14,7 +14,7 @@ from ..core.task import ITEMSIZE
 from . import output
 
 if TYPE_CHECKING:
-    from ..verify import Cell
+    from ..lab.verify import Cell
 
 
 def verify(
@@ -76,7 +76,7 @@ def _run(
     backends: list[str], strategies: list[str], operations: list[str], dtypes: list[str], device: str, quick: bool
 ) -> tuple[list[Cell], dict[str, str]]:
     """The cells, and the backends that cannot be used here with the reason."""
-    from .. import verify as verification
+    from ..lab import verify as verification
 
     try:
         chosen = dict.fromkeys(name for name, _ in verification.pairs(backends, strategies))
@@ -103,7 +103,7 @@ def _device_name(device: str) -> str:
 
 
 def _print(cells: list[Cell], absent: dict[str, str], device: str) -> None:
-    from ..verify import INTERPRETER_ULPS
+    from ..lab.verify import INTERPRETER_ULPS
 
     output.note(
         f"Checked against the exact result on {_device_name(device)}.  Allowed is PyTorch's largest error on the same "

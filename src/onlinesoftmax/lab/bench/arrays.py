@@ -1,0 +1,138 @@
+"""The peers in JAX: our functions and `jax.nn`, called with the torch tensors of the benchmark."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ...core.arrays import namespace
+from ...core.options import PLAIN, Functions, scores
+from ...core.reference import evaluate
+from ...core.task import Choice
+from ...jax import bridge
+from .cases import Case
+from .formulas import Function
+from .losses_in_jax import called, with_target
+from .options import option_values, score_options
+from .peers import Ours, Peer
+
+
+class _Arrays(Peer):
+    """A library whose functions take JAX arrays."""
+
+    # JAX's host code and the conversion of tensors take longer than one flush of L2.
+    flushes, in_torch, module = 16, False, "jax"
+
+    def why_absent(self) -> str | None:
+        """JAX is missing, or has no support for the GPU."""
+        return bridge.unavailable(self.device_type)
+
+    def supports(self, case: Case) -> str | None:
+        """Everything but causal masks, which `jax.nn` does not have either."""
+        return "has no causal mask" if "causal" in case.fused else None
+
+
+class OursInJax(_Arrays, Ours):
+    """Our library for JAX: its public functions, and its gradients without autodiff."""
+
+    framework = "jax"
+
+    def copy(self, x: Any) -> Function:
+        """JAX's copy."""
+        import jax.numpy as jnp
+
+        copy = bridge.on_tensors(jnp.copy)
+        return lambda: copy(x)
+
+    def own(self, case: Case) -> Function:
+        """The same as the yardstick: other libraries are judged with more slack, so one function serves both."""
+        return self.yardstick(case)
+
+    def yardstick(self, case: Case) -> Function:
+        """`jax.nn` in float32 at least: rounding every step to 16 bits would hide any error of ours.
+
+        A gradient through autodiff that reads the saved output keeps its dtype, because the output is saved rounded.
+        """
+        import jax.numpy as jnp
+
+        if case.with_gradient and not case.gradient.declaration.scores:
+            return bridge.on_tensors(_of_jax_nn(case))
+        theirs, wide = _of_jax_nn(case), case.accumulator
+        dtypes = [returned.dtype for returned in case.returned]
+
+        def widened(*arrays: Any) -> Any:
+            found = theirs(*(a.astype(wide) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in arrays))
+            if not isinstance(found, tuple):
+                return found.astype(dtypes[0])
+            return tuple(y.astype(dtype) for y, dtype in zip(found, dtypes, strict=True))
+
+        return bridge.on_tensors(widened)
+
+    def prepare(self, case: Case) -> Function:
+        """The function with the forced backend and strategy."""
+        if case.backward:
+            return bridge.on_tensors(partial(_gradient, case, Choice(self.backend, self.strategy)))
+        from ...jax import functions as ours
+
+        forced = {"backend": self.backend, "strategy": self.strategy}
+        forced |= {"reduction": case.reduction} if case.reduction else {}
+        function = partial(getattr(ours, case.operation), axis=case.dim, **forced)
+        if case.with_gradient or case.declaration.has_target:
+            return bridge.on_tensors(called(case, function))
+        options, names = option_values(case), {"mask": "where"}
+        beside = [names.get(name, name) for name in case.option_tensors]
+        return bridge.on_tensors(lambda x, *more: function(x, **options, **dict(zip(beside, more, strict=True))))
+
+
+class JaxNN(_Arrays):
+    """`jax.nn`, compiled by XLA."""
+
+    name, distribution = "jax.nn", "jax"
+
+    def prepare(self, case: Case) -> Function:
+        """Its function, after the scores in elementary operations; for a gradient, the formula of its own rule."""
+        return bridge.on_tensors(_of_jax_nn(case))
+
+
+def _of_jax_nn(case: Case) -> Function:
+    import jax
+    import jax.numpy as jnp
+
+    if case.backward:
+        return partial(_its_gradient, case)
+    if case.declaration.has_target:
+        return called(case, with_target(case))
+    if case.with_gradient:
+        return called(case, partial(getattr(jax.nn, case.operation), axis=case.dim))
+    functions, forward = Functions(jnp.tanh, jnp.where), getattr(jax.nn, case.operation)
+
+    def written_out(x: Any, *more: Any) -> Any:
+        options = score_options(case, dict(zip(case.option_tensors, more, strict=True)))
+        # jax.nn takes the mask itself.
+        return forward(scores(functions, x, options._replace(mask=None)), case.dim, where=options.mask)
+
+    return written_out
+
+
+def _gradient(case: Case, choice: Choice, *arrays: Any) -> Any:
+    import jax.numpy as jnp
+
+    from ...jax import primitives
+
+    values = dict(zip(case.tensors, arrays, strict=True))
+    x, dy = jnp.moveaxis(values["x"], case.dim, -1), values["dy"]
+    if "lse" in values:
+        # (lse, 1) is a state of rows with this logsumexp.
+        state = jnp.stack([values["lse"], jnp.ones_like(values["lse"])], -1)
+        dx = primitives.bind(case.operation, x, state, dy, choice=choice, options=PLAIN)
+    else:
+        dx = primitives.bind(case.operation, x, jnp.moveaxis(dy, case.dim, -1), choice=choice)
+    return jnp.moveaxis(dx, -1, case.dim)
+
+
+def _its_gradient(case: Case, *arrays: Any) -> Any:
+    import jax.numpy as jnp
+
+    values = dict(zip(case.tensors, arrays, strict=True))
+    values |= {name: jnp.expand_dims(values[name], case.dim) for name in case.declaration.row_operands}
+    return evaluate(case.operation, namespace(values["x"]), values, case.dim)

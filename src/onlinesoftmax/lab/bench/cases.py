@@ -1,0 +1,313 @@
+"""A benchmark case: an operation, a shape, the softmax dimension, a dtype, score options, with or without gradient."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from ...core.operations import OPERATIONS, Operation, Output, ValueKind
+from ...core.options import SCORE_OPTIONS
+from ...core.task import ITEMSIZE
+
+Shape = tuple[int, ...]
+
+MEASURED = tuple(name for name, operation in OPERATIONS.items() if not (operation.backward and operation.has_target))
+"""Names of the operations that the benchmark measures.
+
+The gradient of an operation with a target column per row is measured through autograd only (`Case.with_gradient`).
+"""
+
+REDUCTIONS: dict[str, tuple[str, ...]] = {"cross_entropy": ("mean", "none")}
+"""Reductions of the losses that are measured, by operation; the first is the default."""
+
+STATISTICS: dict[str, tuple[str, ...]] = {"token_logprobs": ("entropy",)}
+"""Names of the outputs that a call returns beside its main output, by operation."""
+
+STATISTIC_WEIGHT = 0.125
+"""Incoming gradient of a statistic over that of the main output: a power of two, so that the product is exact."""
+
+GRADIENT, INCOMING = "gradient", "dy"
+"""Names of the gradient with respect to the input, and of the incoming gradient of the main output."""
+
+MOST_ELEMENTS = 1 << 62
+"""Number of elements that no input has: their bytes would not fit a signed integer of 64 bits."""
+
+FUSED = tuple(SCORE_OPTIONS)
+"""Names of the score options, in the order in which they are applied."""
+
+
+class Returned(NamedTuple):
+    """One tensor that the function of a case returns.
+
+    Attributes:
+        name: Name of an output of the operation, or GRADIENT.
+        kind: "element", "row", or "call" for a scalar.
+        shape: Its shape.
+        dtype: Name of its dtype.
+    """
+
+    name: str
+    kind: ValueKind
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Attributes:
+        operation: Name in MEASURED.
+        shape: Sizes of the contiguous input.
+        dim: The softmax dimension, counted from 0.
+        dtype: Dtype of the input and of the result.
+        fused: Names of the score options, in the order of FUSED.
+        with_gradient: True for the forward call and its gradient through autograd, as a user calls them.
+        reduction: Reduction of the losses, in REDUCTIONS; by default the first.  Empty for other operations.
+
+    Raises:
+        ValueError: a score option is unknown or the operation is not measured with it, causal leaves a query without a
+            key, an operation with a reduction has its classes in another dimension than its signature says, the
+            operation has no such reduction, or with_gradient is given for a gradient.
+
+    Example:
+        >>> case = Case("logsumexp", (4, 1024), 1, "float32")
+        >>> str(case), case.read_bytes, case.write_bytes
+        ('4x1024', 16384, 16)
+        >>> str(Case("softmax", (4, 1024), 1, "float32", ("scale", "mask")))
+        '4x1024 scale+mask'
+        >>> loss = Case("cross_entropy", (4, 1024), 1, "float32", with_gradient=True)
+        >>> str(loss), loss.passes, str(replace(loss, reduction="none"))
+        ('4x1024 with gradient', 2, '4x1024 none with gradient')
+    """
+
+    operation: str
+    shape: Shape
+    dim: int
+    dtype: str
+    fused: tuple[str, ...] = ()
+    with_gradient: bool = False
+    reduction: str = ""
+
+    def __post_init__(self) -> None:
+        known("score option", self.fused, FUSED)
+        if self.fused and (self.backward or self.with_gradient):
+            raise ValueError(f"{self.operation} with {', '.join(self.fused)}: gradients have no score options here")
+        if self.fused and self.declaration.has_target:
+            raise ValueError(f"{self.operation} with {', '.join(self.fused)}: it has no score options here")
+        if self.with_gradient and self.backward:
+            raise ValueError(f"with_gradient: {self.operation} is itself a gradient; name {self.forward}")
+        self._check_reduction()
+        if "causal" in self.fused and (self.dim == 0 or self.shape[self.dim - 1] > self.shape[self.dim]):
+            # With more queries than keys the first queries see no key, and their rows are NaN.
+            raise ValueError(f"{self}: causal needs a dimension of queries before dim, no longer than dim")
+
+    def _check_reduction(self) -> None:
+        reductions = REDUCTIONS.get(self.operation, ())
+        if not self.reduction and reductions:
+            object.__setattr__(self, "reduction", reductions[0])
+        if self.reduction and not reductions:
+            raise ValueError(f"reduction={self.reduction!r}: {self.operation} has no reduction")
+        if self.reduction:
+            known("reduction", [self.reduction], reductions)
+            if self.dim != min(1, len(self.shape) - 1):
+                raise ValueError(f"dim={self.dim}: {self.operation} has its classes in dim 1, as PyTorch has them")
+
+    def __str__(self) -> str:
+        inner = self.dim == len(self.shape) - 1
+        words = ["x".join(map(str, self.shape)) + ("" if inner else f" dim {self.dim}")]
+        words += ["+".join(self.fused)] if self.fused else []
+        # The default reduction is not worth a word in each line.
+        words += [self.reduction] if self.reduction not in REDUCTIONS.get(self.operation, ("",))[:1] else []
+        return " ".join(words + ["with gradient"] * self.with_gradient)
+
+    @property
+    def declaration(self) -> Operation:
+        """The declaration of the operation."""
+        return OPERATIONS[self.operation]
+
+    @property
+    def backward(self) -> bool:
+        """True for a gradient."""
+        return self.declaration.backward
+
+    @property
+    def forward(self) -> str:
+        """Name of the public function: the operation itself, or the one that it is the gradient of."""
+        return self.declaration.forward.name
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the input."""
+        return prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.elements // self.shape[self.dim]
+
+    @property
+    def row_shape(self) -> Shape:
+        """Shape of a tensor with one value per row."""
+        return (*self.shape[: self.dim], *self.shape[self.dim + 1 :])
+
+    @property
+    def without_gradient(self) -> Case:
+        """The forward call alone."""
+        return replace(self, with_gradient=False)
+
+    @property
+    def gradient(self) -> Case:
+        """The gradient operation alone, which a call with a gradient runs too."""
+        return replace(self, operation=self.declaration.gradient_name, with_gradient=False, reduction="")
+
+    @property
+    def also_checked(self) -> tuple[Case, ...]:
+        """Cases whose results are checked with this one: a mean alone would hide one wrong row."""
+        return (replace(self, reduction="none"),) if self.reduces_rows and not self.with_gradient else ()
+
+    @property
+    def reduces_rows(self) -> bool:
+        """True where the main output is reduced to a scalar."""
+        return self.reduction not in ("", "none")
+
+    @property
+    def returned(self) -> tuple[Returned, ...]:
+        """The tensors that the function of the case returns: the gradient where there is one, then the outputs."""
+        declaration = self.declaration
+        names = (declaration.result.name, *STATISTICS.get(self.operation, ()))
+        outputs = [self._returned(declaration.output(name)) for name in names]
+        gradient = Returned(GRADIENT, "element", self.shape, self.dtype)
+        return (gradient, *outputs) if self.with_gradient else tuple(outputs)
+
+    def _returned(self, output: Output) -> Returned:
+        """An output as a caller gets it: a loss is in the accumulator's dtype inside kernels only."""
+        wide = output.dtype == "accumulator" and not self.reduction
+        dtype = self.accumulator if wide else self.dtype
+        if self.reduces_rows:
+            return Returned(output.name, "call", (), dtype)
+        return Returned(output.name, output.kind, self.row_shape if output.kind == "row" else self.shape, dtype)
+
+    @property
+    def writes_elements(self) -> bool:
+        """True where a value per element is written."""
+        return any(result.kind == "element" for result in self.returned)
+
+    @property
+    def accumulator(self) -> str:
+        """Name of the dtype in which states are kept."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def option_tensors(self) -> tuple[str, ...]:
+        """Names of the score options that are tensors here, in the order in which a function takes them."""
+        return tuple(name for name in self.fused if SCORE_OPTIONS[name].kind == "element")
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of all tensors that a function takes: operands as declared, the incoming gradient, then options.
+
+        A scalar loss has the incoming gradient 1, which is no argument.
+        """
+        operands = (
+            operand.name for operand in self.declaration.operands if operand.kind != "call" and not operand.optional
+        )
+        incoming = (INCOMING,) if self.with_gradient and not self.reduces_rows else ()
+        return (*operands, *incoming, *self.option_tensors)
+
+    def dtype_of(self, name: str) -> str:
+        """Name of the dtype of an operand or a score option.
+
+        A per-row output that the forward operation keeps for its gradient stays in the accumulator's dtype.  The
+        incoming gradient has the dtype of the main output.
+        """
+        if self.with_gradient and name == INCOMING:
+            return self.returned[1].dtype
+        kinds = {operand.name: operand.dtype for operand in self.declaration.operands}
+        kinds |= {option.name: option.dtype for option in SCORE_OPTIONS.values()}
+        if kinds[name] != "floating":
+            return {"integer": "int64", "boolean": "bool"}[kinds[name]]
+        wide = {output.name for output in self.declaration.forward.outputs if output.dtype == "accumulator"}
+        return self.accumulator if self.backward and name in wide else self.dtype
+
+    def shape_of(self, name: str) -> Shape:
+        """Shape of an operand or a score option.  A bias has one value per column; a mask has one per element."""
+        if name in self.option_tensors:
+            column = (self.shape[self.dim], *[1] * (len(self.shape) - 1 - self.dim))
+            return column if SCORE_OPTIONS[name].dtype == "floating" else self.shape
+        if self.with_gradient and name == INCOMING:
+            return self.returned[1].shape
+        return self.row_shape if name in self.declaration.row_operands else self.shape
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of one tensor of the shape: the copy beside a case reads them once and writes them once."""
+        return self.elements * ITEMSIZE[self.dtype]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of every tensor that is read, each element once; what backward must read again counts twice."""
+        sizes = {**ITEMSIZE, "int64": 8, "bool": 1}
+        once = sum(prod(self.shape_of(name)) * sizes[self.dtype_of(name)] for name in self.tensors)
+        return once + self.tensor_bytes * self._reads_again
+
+    @property
+    def _reads_again(self) -> bool:
+        """True where backward must read the input or the saved output: it waits for the incoming gradients of rows.
+
+        The incoming gradient of a scalar is one number, by which a gradient that is already written is multiplied.
+        """
+        return self.with_gradient and not self.reduces_rows
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of the results."""
+        return sum(prod(result.shape) * ITEMSIZE[result.dtype] for result in self.returned)
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes that any method moves: every input is read once, and the result is written once."""
+        return self.read_bytes + self.write_bytes
+
+    @property
+    def passes(self) -> int:
+        """Number of times that a tensor of the input's shape is read or written."""
+        given = self.declaration.inputs + (self.with_gradient and self.shape_of(INCOMING) == self.shape)
+        return given + self._reads_again + sum(result.kind == "element" for result in self.returned)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Attributes and bytes, for JSON."""
+        return {**asdict(self), "shape": list(self.shape), "fused": list(self.fused), "bytes": self.bytes}
+
+
+def known(what: str, names: Iterable[str], table: Iterable[str]) -> None:
+    """Raise a ValueError that lists the table for the first name that is not in it."""
+    for name in names:
+        if name not in table:
+            raise ValueError(f"unknown {what} {name!r}; there are: {', '.join(table)}")
+
+
+def parse_shape(text: str) -> Shape:
+    """The shape that a text describes: sizes with x, X, × or * between them; a size may be a power, as in 2^20.
+
+    Raises:
+        ValueError: the text describes no shape; the message quotes it.
+
+    Example:
+        >>> parse_shape("4096x50257"), parse_shape("1*2^20")
+        ((4096, 50257), (1, 1048576))
+    """
+    sizes = []
+    for part in re.split(r"[xX×*]", text.strip()):
+        match = re.fullmatch(r"\s*(\d{1,19})(?:\^(\d{1,2}))?\s*", part)
+        if not match:
+            raise ValueError(f"shape {text!r}: expected sizes with x between them, as in 4096x50257")
+        sizes.append(int(match[1]) ** int(match[2] or 1))
+    if min(sizes) < 1:
+        raise ValueError(f"shape {text!r}: every size must be at least 1")
+    if prod(sizes) >= MOST_ELEMENTS:
+        raise ValueError(f"shape {text!r}: more elements than any memory holds")
+    return tuple(sizes)

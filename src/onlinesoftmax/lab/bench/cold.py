@@ -1,0 +1,235 @@
+"""The suite `cold`: times of imports and first calls, each in a fresh process, with empty and with filled caches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import onlinesoftmax
+
+from ...core.cache import UnusableError, cache_folder, read_private
+from ...core.whole_files import write_whole
+from ...planner.plan import Plan, PlanError
+from .calls import CallsCaseResult, CallsResult, as_calls
+from .cases import Case
+from .peers import Ours, Peer
+from .planned import planned
+from .result import Result
+from .run import refusal
+from .timing import Times
+
+EMPTY, FILLED = "empty", "filled"
+"""States of the caches on disk before a process begins."""
+
+PROCESSES = 3
+"""Processes of each library and state; the table has the medians."""
+
+TIMEOUT_S = 600
+"""Longest time of one process, in seconds."""
+
+LONGEST_REASON = 160
+"""Characters of a reason in the table."""
+
+STEPS = (8, 16, 24, 32, 64, 128, -8, -16, -32)
+"""Lengths to try, relative to the first, for another length that the same kernel serves."""
+
+FOLDERS = (
+    "ONLINESOFTMAX_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME", "TMPDIR",
+)  # fmt: skip
+"""Environment variables that name the folders in which libraries keep compiled kernels."""
+
+
+def run_cold(cases: Iterable[Case], everybody: Sequence[Peer], device: Any, quick: bool) -> Iterator[CallsCaseResult]:
+    """Measure the first calls of the cases, one at a time.
+
+    Args:
+        cases: Forward cases, with or without gradient.
+        everybody: `Ours` and other libraries, all of them present.
+        device: A torch device.
+        quick: One process for each library and state of the caches instead of several.
+    """
+    count = 1 if quick else PROCESSES
+    for case in cases:
+        results: list[CallsResult] = []
+        for peer in everybody:
+            results += _measure(case, peer, device, count)
+        yield CallsCaseResult(case, results=results)
+
+
+def calls_of(case: Case, steps: Sequence[int] = STEPS) -> dict[str, Case]:
+    """The cases that a process calls one after the other, by the names of the calls.
+
+    Args:
+        case: The first case.
+        steps: Differences of lengths, of which the first is taken for the new length.
+
+    Example:
+        >>> for name, case in calls_of(Case("softmax", (1024, 1000), 1, "float32")).items():
+        ...     print(f"{name}: {case}")
+        first: 1024x1000
+        again: 1024x1000
+        new rows: 512x1000
+        new length: 1024x1008
+        other length: 1024x4000
+    """
+    rows = next((i for i, size in enumerate(case.shape) if i != case.dim and size > 1), None)
+    cols = case.shape[case.dim]
+    found = {"first": case, "again": case}
+    if rows is not None:
+        found["new rows"] = _with_size(case, rows, case.shape[rows] // 2)
+    return found | {
+        "new length": _with_size(case, case.dim, cols + steps[0]),
+        "other length": _with_size(case, case.dim, 4 * cols),
+    }
+
+
+def _with_size(case: Case, axis: int, size: int) -> Case:
+    return replace(case, shape=tuple(size if i == axis else old for i, old in enumerate(case.shape)))
+
+
+def _measure(case: Case, peer: Peer, device: Any, count: int) -> list[CallsResult]:
+    """The results of one library: with empty caches, and with those that its first process has filled."""
+    if not peer.in_torch:
+        return [CallsResult(peer.name, "refused", "takes arrays of JAX, whose first calls are not measured")]
+    if reason := peer.supports(case):
+        return [CallsResult(peer.name, "refused", reason)]
+    plan, calls = None, calls_of(case)
+    analysis: list[str] = []
+    if isinstance(peer, Ours):
+        try:
+            plan = _plan(case, peer, device)
+        except PlanError as error:
+            return [as_calls(refusal(peer, None, error))]
+        calls, analysis = _planned_calls(case, plan, peer, device)
+    samples: dict[str, list[dict[str, float]]] = {EMPTY: [], FILLED: []}
+    for _ in range(count):
+        with tempfile.TemporaryDirectory(prefix="onlinesoftmax-cold-") as folder:
+            for state, found in samples.items():
+                answer = _answer(peer, calls, device, Path(folder))
+                if result := _without_times(peer, state, answer):
+                    return [result]
+                found.append(answer["times"])
+    analysis += [f"{name}: {reason}" for name, reason in answer["notes"].items()]
+    return [
+        CallsResult(
+            peer.name, "ok", None, answer["error"], answer["allowed"], plan, analysis="; ".join(analysis), state=state,
+            calls={name: Times.of([each[name] for each in found]) for name in found[0]},
+        )
+        for state, found in samples.items()
+    ]  # fmt: skip
+
+
+def _without_times(peer: Peer, state: str, answer: Mapping[str, Any]) -> CallsResult | None:
+    """The result of a process whose times do not count; None where they count."""
+    if answer.get("wrong"):
+        return CallsResult(peer.name, "wrong", answer["wrong"], answer["error"], answer["allowed"], state=state)
+    if isinstance(peer, Ours) and answer.get("notes"):
+        # Our own crash fails the run; whatever another library raises is its refusal.
+        name, reason = next(iter(answer["notes"].items()))
+        return CallsResult(peer.name, "failed", f"{name}: {reason}", state=state)
+    if "failure" in answer:
+        return CallsResult(peer.name, "failed" if isinstance(peer, Ours) else "refused", answer["failure"], state=state)
+    return None
+
+
+def _planned_calls(case: Case, plan: Plan, ours: Ours, device: Any) -> tuple[dict[str, Case], list[str]]:
+    """The calls that can be planned, with a length that the same kernel serves if there is one, and notes."""
+    dim, notes = case.dim, []
+    cols = case.shape[dim]
+    steps = [step for step in STEPS if cols + step > 0]
+    same = [step for step in steps if _same(plan, _plan_or_none(_with_size(case, dim, cols + step), ours, device))]
+    calls = calls_of(case, same or steps)
+    if plan.backend != "eager":
+        notes.append(f"new length {calls['new length'].shape[dim]}: {'the same' if same else 'another'} kernel")
+    for name, each in list(calls.items()):
+        if _plan_or_none(each, ours, device) is None:
+            # A forced plan need not fit every shape.
+            notes.append(f"{name}: cannot run {each}")
+            del calls[name]
+    return calls, notes
+
+
+def _plan_or_none(case: Case, ours: Ours, device: Any) -> Plan | None:
+    try:
+        return _plan(case, ours, device)
+    except PlanError:
+        return None
+
+
+def _plan(case: Case, ours: Ours, device: Any) -> Plan:
+    """Our plan, from tensors without values."""
+    import torch
+
+    inputs = tuple(
+        torch.empty(case.shape_of(name), dtype=getattr(torch, case.dtype_of(name)), device=device)
+        for name in case.tensors
+    )
+    return planned(case, inputs, ours).plan
+
+
+def _same(one: Plan, other: Plan | None) -> bool:
+    """True where one compiled kernel serves both."""
+    if other is None:
+        return False
+    return all(getattr(one, name) == getattr(other, name) for name in ("backend", "strategy", "blocks", "threads"))
+
+
+def _answer(peer: Peer, calls: Mapping[str, Case], device: Any, folder: Path) -> dict[str, Any]:
+    """The answer of a fresh process, whose caches are in `folder`."""
+    answer, first = folder / "answer.json", next(iter(calls.values()))
+    answer.unlink(missing_ok=True)
+    request = {
+        "peer": peer.name, "module": peer.module, "function": first.operation, "device": str(device),
+        "cases": {name: asdict(case) for name, case in calls.items()}, "answer": str(answer),
+        "backend": getattr(peer, "backend", None), "strategy": getattr(peer, "strategy", None), "parent": os.getpid(),
+    }  # fmt: skip
+    command = [sys.executable, str(Path(__file__).with_name("first_calls.py")), json.dumps(request)]
+    try:
+        done = subprocess.run(
+            command, env=_environment(folder), capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return {"failure": f"the process took more than {TIMEOUT_S} seconds"}
+    if done.returncode == 0 and answer.is_file():
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return found
+    lines = done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"]
+    return {"failure": lines[-1].strip()[:LONGEST_REASON]}
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """The environment of a process: its caches are in `folder`, with this machine's measured tables in ours."""
+    folders = {name: folder / name.lower() for name in FOLDERS}
+    for path in folders.values():
+        path.mkdir(mode=0o700, exist_ok=True)
+    for path in cache_folder().glob("*.json"):
+        # A table that the planner would not read here is not made one that it reads there.
+        with suppress(UnusableError):
+            if table := read_private(path.name):
+                write_whole(folders["ONLINESOFTMAX_CACHE"] / path.name, table, 0o600)
+    # The package that runs is the one to measure, however it was found.
+    places = [str(Path(onlinesoftmax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    inherited = {**os.environ, **{name: str(path) for name, path in folders.items()}}
+    return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+
+
+def below(results: Sequence[Result], device_kind: str) -> list[str]:
+    """The lines below the table: the meaning of each column of times."""
+    calls = [result.calls for result in results if isinstance(result, CallsResult)]
+    count = max((times.count for each in calls for times in each.values()), default=1)
+    waits = "" if device_kind == "cpu" else ", until the GPU is done"
+    return [
+        f"Each row: the medians of {count} fresh process{'es' if count > 1 else ''}; each step is timed from its "
+        f"beginning to its end{waits}.  The operating system's cache of files is warm.",
+        "first: the first call after the imports; it plans and compiles.  again: the same call once more.  new rows: "
+        "half as many rows.  new length: a length close by.  other length: four times the length.",
+        "caches: the folders in which libraries keep compiled kernels are empty, or filled by a process before.",
+    ]

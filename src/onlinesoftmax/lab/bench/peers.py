@@ -1,0 +1,223 @@
+"""The peers: our library, and other libraries that offer the same operations."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ...planner.plan import PlanError
+from . import formulas, losses
+from .cases import Case
+from .exact import Inputs
+from .formulas import Function
+from .inputs import rounded
+from .options import option_values
+
+
+class Peer:
+    """A library to compare.
+
+    Attributes:
+        name: Its name in tables and on the command line.
+        distribution: Package to install, whose version is recorded.
+        module: Module that an importer of the library names.
+        flushes: Number of flushes of the L2 cache that take longer than the host needs to queue one call.
+        in_torch: True where PyTorch's allocator gives the memory of a call.
+        overwrites: Names of the operations whose call with a gradient overwrites the input.
+        device_type: "cuda" or "cpu", where the comparison runs.
+    """
+
+    name: str
+    distribution: str | None = None
+    module = "torch"
+    flushes, in_torch = 1, True
+    overwrites: tuple[str, ...] = ()
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+
+    def why_absent(self) -> str | None:
+        """The reason why the library cannot take part on this machine; None when it can."""
+        return None
+
+    def supports(self, case: Case) -> str | None:
+        """The reason why the case is not given to the library; None when it is.  The library may still raise."""
+        return None
+
+    def takes(self, case: Case, inputs: Inputs) -> Inputs:
+        """The tensors as the library takes them.  PyTorch, and others like it, keep results as they rounded them."""
+        return rounded(case, inputs)
+
+    def arguments(self, case: Case, inputs: Inputs) -> Inputs:
+        """The tensors of a call: with a gradient the first requires one, and is a copy where the call overwrites it."""
+        if not case.with_gradient:
+            return inputs
+        x, *more = inputs
+        x = x.clone() if case.operation in self.overwrites else x.detach()
+        return (x.requires_grad_(), *more)
+
+    def prepare(self, case: Case) -> Function:
+        """The library's function for the case."""
+        raise NotImplementedError
+
+    def prepare_out(self, case: Case) -> Function | None:
+        """The function of the input and of a tensor that gets the result; None where the library has none."""
+        return None
+
+
+class Ours(Peer):
+    """Our library: its public functions, and its gradients with or without autograd."""
+
+    name, framework, module = "ours", "torch", "onlinesoftmax"
+
+    def __init__(self, device_type: str, backend: str | None = None, strategy: str | None = None) -> None:
+        super().__init__(device_type)
+        self.backend, self.strategy = backend, strategy
+
+    def supports(self, case: Case) -> str | None:
+        """Everything but gradients on a CPU, where PyTorch's own backward runs unless the interpreter is forced."""
+        if case.backward and self.device_type == "cpu" and self.backend != "triton":
+            return "on a CPU PyTorch's own backward runs"
+        return None
+
+    def takes(self, case: Case, inputs: Inputs) -> Inputs:
+        """The tensors as they are: ours keeps per-row outputs in the accumulator's dtype."""
+        return inputs
+
+    def copy(self, x: Any) -> Function:
+        """A call of the framework that copies a tensor."""
+        target = x.new_empty(x.shape)
+        return lambda: target.copy_(x)
+
+    def own(self, case: Case) -> Function:
+        """The framework's own function."""
+        return formulas.own(case)
+
+    def yardstick(self, case: Case) -> Function:
+        """A function of the framework whose error ours may not exceed.
+
+        Elementary operations in 16 bits round every step; their error would hide any error of ours, so they are
+        computed in float32.
+        """
+        return formulas.written_out(case, wide=True) if formulas.is_written_out(case) else self.own(case)
+
+    def prepare(self, case: Case) -> Function:
+        """The function with the forced backend and strategy."""
+        if case.with_gradient:
+            return losses.with_gradient(case, self.prepare(case.without_gradient))
+        if case.backward:
+            return self._gradient(case)
+        if case.declaration.has_target:
+            return losses.by_ours(case, self._forced())
+        if case.fused:
+            return self._fused(case)
+        from ... import api
+
+        function, dim, backend, strategy = getattr(api, case.operation), case.dim, self.backend, self.strategy
+        # Users leave `backend` and `strategy` out; passing None would add to the measured host time.
+        if backend is None and strategy is None:
+            return lambda x: function(x, dim)
+        return lambda x: function(x, dim, backend=backend, strategy=strategy)
+
+    def prepare_out(self, case: Case) -> Function | None:
+        """The function with `out=`."""
+        from ... import api
+
+        return _with_out(getattr(api, case.operation), case, self._forced())
+
+    def _gradient(self, case: Case) -> Function:
+        import torch
+
+        from ...core.call import Call, Settings
+        from ...core.task import Choice
+        from ...torch.gradients import Kept, backward
+
+        dtype, gradient = getattr(torch, case.dtype), case.declaration
+        forward = gradient.forward
+        asked = Call(forward, None, Settings(case.dim, choice=Choice(self.backend, self.strategy)))
+        if "lse" in gradient.row_operands:
+            return lambda x, dy, lse: backward(asked, Kept(None, x, lse), dy, dtype)
+        return lambda y, dy: backward(asked, Kept(y), dy, dtype)
+
+    def _fused(self, case: Case) -> Function:
+        from ... import api
+
+        options = option_values(case) | self._forced()
+        beside, function, dim = case.option_tensors, getattr(api, case.operation), case.dim
+        return lambda x, *more: function(x, dim, **options, **dict(zip(beside, more, strict=True)))
+
+    def _forced(self) -> dict[str, str]:
+        """The arguments that force a plan; users leave out the others."""
+        forced = {"backend": self.backend, "strategy": self.strategy}
+        return {name: value for name, value in forced.items() if value is not None}
+
+
+class Torch(Peer):
+    """PyTorch's own function."""
+
+    name = "torch"
+    distribution = "torch"
+
+    def prepare(self, case: Case) -> Function:
+        """`torch.softmax` and the like, their gradients, or elementary operations for the scores and then these."""
+        return formulas.own(case)
+
+    def prepare_out(self, case: Case) -> Function | None:
+        """The function with `out=`."""
+        import torch
+
+        return _with_out(getattr(torch, case.operation, None), case, {})
+
+
+class Compiled(Torch):
+    """PyTorch's function under torch.compile, for exactly this shape.
+
+    Attributes:
+        dynamic: The argument of torch.compile: False compiles for exactly this shape.
+    """
+
+    name = "compile"
+    dynamic: bool | None = False
+
+    def prepare(self, case: Case) -> Function:
+        """A fresh compilation: after eight shapes of one function dynamo falls back to eager."""
+        import torch
+
+        torch._dynamo.reset()
+        # PyTorch's own gradients are calls that its compiler does not look into.
+        function = formulas.written_out(case) if case.backward else formulas.own(case.without_gradient)
+        compiled: Function = torch.compile(function, dynamic=self.dynamic)
+        # Autograd runs the backward pass that was compiled with the forward pass.
+        return losses.with_gradient(case, compiled) if case.with_gradient else compiled
+
+    def prepare_out(self, case: Case) -> Function | None:
+        """Nothing: a compiled function is called without `out=`."""
+        return None
+
+
+def _with_out(function: Any, case: Case, forced: dict[str, str]) -> Function | None:
+    dim = case.dim
+    return None if case.declaration.has_target else lambda x, y: function(x, dim, out=y, **forced)
+
+
+def reasons_of(error: PlanError) -> str:
+    r"""The reasons of an error about a plan, in one line.
+
+    >>> reasons_of(PlanError("no plan for softmax:\n  cuda/row: no GPU\n  triton/row: no GPU"))
+    'cuda/row: no GPU; triton/row: no GPU'
+    """
+    # The first line repeats the case; the reasons follow.
+    return "; ".join([line.strip() for line in str(error).splitlines()[1:]] or [str(error)])
+
+
+def first_line(error: BaseException) -> str:
+    r"""The first line of an error's message, short enough for a table; the error's type where there is no message.
+
+    Codes that colour a terminal are left out.
+
+    >>> first_line(AssertionError()), first_line(ValueError("no")), first_line(ValueError("\n\x1b[91mred\x1b[0m"))
+    ('AssertionError', 'no', 'red')
+    """
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    line = text.splitlines()[0] if text else type(error).__name__
+    return line if len(line) <= 160 else line[:157] + "..."

@@ -1,0 +1,129 @@
+"""The record of a run: its head before the first case, and its file, which is always complete."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ...core.whole_files import write_whole
+from ...torch.device import from_torch
+from .libraries import PEERS
+
+FORMAT = 1
+"""Version of the record's format; it is raised when a key changes its meaning."""
+
+
+def record(
+    device: Any, options: Mapping[str, Any], absent: Mapping[str, str], commit: str | None = None
+) -> dict[str, Any]:
+    """The record of a run before its first case, ready for JSON.
+
+    Args:
+        device: The torch device.
+        options: The options of the command line.
+        absent: Libraries that were asked for and cannot take part, with the reason.
+        commit: The commit to record where the sources were copied without their history.
+
+    Returns:
+        A dictionary with an empty list "cases", for `CaseResult.as_dict()`.  The caller adds "measures", the kind of
+        its results (`kinds.py`).
+    """
+    return {
+        "format": FORMAT,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "git": {**git_state(commit), "sources": sources()},
+        "versions": versions(),
+        "device": device_facts(device),
+        "options": dict(options),
+        "absent": dict(absent),
+        "cases": [],
+    }
+
+
+def git_state(commit: str | None = None) -> dict[str, Any]:
+    """The commit that is given; otherwise the commit of this checkout, and "dirty" where the sources differ from it."""
+    if commit is not None:
+        return {"commit": commit, "dirty": None}
+    here = Path(__file__).resolve().parents[2]
+
+    def git(*arguments: str) -> str | None:
+        # Without a lock, so that a commit at the same time does not fail.
+        command = ["git", "--no-optional-locks", "-C", str(here), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # A package in a virtual environment inside another project does not belong to that project's commits.
+    if shutil.which("git") is None or git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return {"commit": "unknown", "dirty": None}
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
+
+
+@cache
+def sources() -> str:
+    """A digest of every module, kernel and table of this package, which tells changes that are in no commit."""
+    root, total = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".cuh", ".json"):
+            total.update(path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of every package that matters; None for a package that is not installed."""
+    names = ["torch", "triton", "numpy", "cuda-core", "jax", "jaxlib"]
+    names += [peer.distribution for peer in PEERS.values() if peer.distribution]
+    found: dict[str, str | None] = {"python": platform.python_version(), "onlinesoftmax": __version__}
+    for name in dict.fromkeys(names):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def device_facts(device: Any) -> dict[str, Any]:
+    """The device as the planner knows it, with its driver or its processor."""
+    import torch
+
+    facts: dict[str, Any] = {"torch_device": str(device), **from_torch(device.type, device.index or 0).as_dict()}
+    if device.type == "cuda":
+        return {**facts, "driver": _driver(), "cuda": torch.version.cuda}
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {**facts, "processor": _processor(), "threads": torch.get_num_threads(), "load": load}
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON so that the file is always complete: the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # Without NaN and Infinity, which many parsers refuse.
+    write_whole(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())

@@ -1,0 +1,195 @@
+"""The measurement of one case: every library is checked against float64, then timed beside a copy of the same size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from ...explanation import Explanation
+from ...planner.plan import Plan, PlanError
+from ...torch.device import from_torch
+from . import analysis
+from .cases import Case
+from .check import Reference, poison
+from .exact import Inputs
+from .formulas import Function
+from .inputs import make_inputs
+from .memory import extra_bytes, lacks_memory, out_of_memory
+from .peers import Ours, Peer, first_line, reasons_of
+from .planned import planned
+from .result import CaseResult, Result
+from .timing import Against, Clock, Flush, Samples, Times, clock_for
+
+__all__ = ["CaseResult", "Checked", "Result", "check_all", "clock_of", "ours_of", "refusal", "run"]
+
+FLUSHES_OF_AUTOGRAD = 4
+"""Flushes of the L2 cache that take longer than the host needs for the launches of a forward and a backward pass."""
+
+
+@dataclass
+class Checked:
+    """The results before any time, and the calls to time.
+
+    Attributes:
+        results: One result per library.
+        calls: A call without arguments for each library whose result is right, by name.
+        ours: Our plan and its task; None where ours has none.
+    """
+
+    results: list[Result] = field(default_factory=list)
+    calls: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    ours: Explanation | None = None
+
+
+def clock_of(everybody: Sequence[Peer], device: Any) -> Clock:
+    """The clock of a torch device that hides the host time of the slowest of these libraries."""
+    return clock_for(device, max(peer.flushes for peer in everybody))
+
+
+def run(
+    cases: Iterable[Case], everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock | None = None
+) -> Iterator[CaseResult]:
+    """Measure the cases, one at a time.
+
+    Args:
+        cases: The cases.
+        everybody: `Ours` and other libraries, all of them present.
+        device: A torch device.
+        repeat_ms: Milliseconds for each measurement.
+        clock: The clock; by default `clock_of` these libraries.
+    """
+    clock = clock or clock_of(everybody, device)
+    overhead_us = clock.overhead_us()
+    for case in cases:
+        if lacking := lacks_memory(case, device):
+            yield CaseResult(case, skipped=lacking)
+            continue
+        try:
+            yield _measure(case, everybody, device, repeat_ms, clock, overhead_us)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            yield CaseResult(case, skipped=f"out of memory: {first_line(error)}")
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+
+def _measure(
+    case: Case, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock, overhead_us: float
+) -> CaseResult:
+    inputs = make_inputs(case, device)
+    checked = check_all(case, inputs, everybody)
+    ours = ours_of(everybody, device)
+    # The copy is of one tensor, whatever else the case reads, by the framework of our functions.
+    flush = _flush(case, checked.calls)
+    samples = clock.measure({**checked.calls, "copy": ours.copy(inputs[0])}, repeat_ms, flush)
+    copy = Times.of(samples["copy"])
+    copy_gbps = 2 * case.tensor_bytes / copy.median_us / 1e3
+    why = (checked.ours.problem, checked.ours.device) if checked.ours else (None, None)
+    peak = from_torch("cuda", device.index or 0).bandwidth if device.type == "cuda" else None
+
+    def timed(result: Result) -> Result:
+        if result.who not in samples:
+            return result
+        times = Times.of(samples[result.who])
+        gbps = case.bytes / times.median_us / 1e3
+        return replace(
+            result, times=times, gbps=gbps, of_copy=gbps / copy_gbps, copies=times.median_us / copy.median_us,
+            utilisation=gbps / peak if peak else None,
+            against_torch=_against_torch(result.who, samples),
+            analysis=analysis.word(gbps / copy_gbps, times.median_us, overhead_us, result.plan, *why),
+        )  # fmt: skip
+
+    state = None if clock.kind == "cpu" else "dirty" if case.writes_elements else "clean"
+    return CaseResult(
+        case, None, copy, copy_gbps, [timed(result) for result in checked.results], ours.framework, state, overhead_us
+    )
+
+
+def _flush(case: Case, calls: Iterable[str]) -> Flush:
+    """The flush before each call of a case; the copy is timed behind the usual one, which its own writes balance."""
+    launches = FLUSHES_OF_AUTOGRAD if case.with_gradient else 1
+    return Flush(() if case.writes_elements else tuple(calls), launches)
+
+
+def check_all(case: Case, inputs: Inputs, everybody: Sequence[Peer]) -> Checked:
+    """Check every library before any time is taken."""
+    checked, device = Checked(), inputs[0].device
+    ours = ours_of(everybody, device)
+    for_ours, for_others = _judges(case, inputs, ours)
+    for peer in everybody:
+        if reason := peer.supports(case):
+            checked.results.append(Result(peer.name, "refused", reason))
+            continue
+        plan, judges = None, for_ours if isinstance(peer, Ours) else for_others
+        try:
+            if isinstance(peer, Ours):
+                checked.ours = planned(case, inputs, peer)
+                plan = checked.ours.plan
+            # The case itself comes last: its function is the one that is timed.
+            found = [judge.of(peer, plan) for judge in judges]
+            extra = extra_bytes(found[-1][1], device) if peer.in_torch else None
+        except Exception as error:  # whatever another library raises is its refusal, not our crash
+            checked.results.append(refusal(peer, plan, error))
+            continue
+        result = next((each for each, _ in found if each.failed), found[-1][0])
+        checked.results.append(replace(result, extra_bytes=extra))
+        if not result.failed:
+            checked.calls[peer.name] = found[-1][1]
+    return checked
+
+
+def _judges(case: Case, inputs: Inputs, ours: Ours) -> tuple[list[_Judge], list[_Judge]]:
+    """The judges of our results, and those of other libraries' results; the judges of the case itself come last."""
+    for_ours, for_others = [], []
+    # Others take saved outputs as PyTorch rounds them, and are judged by the exact result of these.
+    theirs = Peer.takes(ours, case, inputs)
+    same = all(a is b for a, b in zip(inputs, theirs, strict=True))
+    for each in (*case.also_checked, case):
+        reference = Reference(each, *inputs)
+        for_ours.append(_Judge(each, reference, inputs, ours.yardstick(each), True))
+        reference = reference if same else Reference(each, *theirs)
+        for_others.append(_Judge(each, reference, theirs, ours.own(each), False))
+    return for_ours, for_others
+
+
+class _Judge:
+    """The exact result for these inputs, and the errors that are allowed: those of the framework's own function."""
+
+    def __init__(self, case: Case, reference: Reference, inputs: Inputs, yardstick: Function, ours: bool) -> None:
+        self._case, self._reference, self._inputs, self._ours = case, reference, inputs, ours
+        self._allowed = reference.allowed(yardstick(*Peer("").arguments(case, inputs)))
+
+    def of(self, peer: Peer, plan: Plan | None) -> tuple[Result, Callable[[], Any]]:
+        """The result of a library without times, and its call without arguments."""
+        call = partial(peer.prepare(self._case), *peer.arguments(self._case, self._inputs))
+        poison(self._case, self._inputs[0].device)
+        verdict = self._reference.judge(call(), self._allowed, self._ours)
+        status = "ok" if verdict.wrong is None else "wrong"
+        return Result(peer.name, status, verdict.wrong, verdict.error, self._allowed[0], plan), call
+
+
+def ours_of(everybody: Sequence[Peer], device: Any) -> Ours:
+    """Our library among the peers, or one without a forced plan."""
+    return next((peer for peer in everybody if isinstance(peer, Ours)), Ours(device.type))
+
+
+def refusal(peer: Peer, plan: Plan | None, error: Exception) -> Result:
+    """The result of a library that raised an error; raises the error where our library has no memory."""
+    if isinstance(error, PlanError):
+        return Result(peer.name, "refused", reasons_of(error))
+    if out_of_memory(error):
+        if isinstance(peer, Ours):
+            raise error
+        return Result(peer.name, "refused", "out of memory")
+    return Result(peer.name, "failed" if isinstance(peer, Ours) else "refused", first_line(error), plan=plan)
+
+
+def _against_torch(who: str, samples: Samples) -> Against | None:
+    if who == "torch" or "torch" not in samples:
+        return None
+    return Against.of(samples[who], samples["torch"])

@@ -1,0 +1,219 @@
+"""The peers: our sharded functions, and other ways to compute rows whose columns lie on several processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional
+
+from .... import api, distributed
+from ....core.processes import gathered
+from .. import formulas, losses
+from ..cases import Case
+from ..exact import Inputs
+from ..formulas import Function
+from ..peers import Ours, Peer
+from .team import Team
+
+
+class Member(Peer):
+    """A way to compute a sharded case: a function of the tensors of this process.
+
+    Attributes:
+        whole: True where every process computes whole rows of whole tensors, without an exchange.
+        ours: True for our library, whose results may be no further off than PyTorch's own.
+    """
+
+    whole, ours = False, False
+
+    def __init__(self, team: Team) -> None:
+        super().__init__(team.device.type)
+        self.team = team
+
+    def arguments(self, case: Case, inputs: Inputs) -> Inputs:
+        """The tensors of this process; with a gradient the first requires one."""
+        return super().arguments(case, self.team.cut(case, inputs))
+
+    def part(self, case: Case, y: Any) -> Any:
+        """The result of this process as a plain tensor."""
+        return y
+
+
+class OursSharded(Member):
+    """Our functions in `onlinesoftmax.distributed`, which are told where the columns of the process are.
+
+    Attributes:
+        exchange: The argument of this name; None where our functions choose.
+    """
+
+    name, ours = "ours", True
+
+    exchange: str | None = None
+
+    def __init__(self, team: Team, backend: str | None = None, strategy: str | None = None) -> None:
+        super().__init__(team)
+        forced = {"backend": backend, "strategy": strategy, "exchange": self.exchange}
+        self._forced = {name: value for name, value in forced.items() if value is not None}
+
+    def prepare(self, case: Case) -> Function:
+        """Our function, with autograd where the case has a gradient."""
+        forward = _called(case, distributed, {
+            "group": self.team.group, "shards": self.team.shards(case), **self._forced
+        })  # fmt: skip
+        return losses.with_gradient(case, forward) if case.with_gradient else forward
+
+
+class OursByCollective(OursSharded):
+    """The same functions, which exchange states by a collective, also where peer memory could be used."""
+
+    name, exchange = "collective", "collective"
+
+
+class OursUntold(OursSharded):
+    """The same functions without `shards=`: every call compares the calls of the processes."""
+
+    name = "without-shards"
+
+    def prepare(self, case: Case) -> Function:
+        """Our function, with autograd where the case has a gradient."""
+        forward = _called(case, distributed, {"group": self.team.group, **self._forced})
+        return losses.with_gradient(case, forward) if case.with_gradient else forward
+
+
+class OursWhole(Member):
+    """Our function on the whole rows: every process computes all of them, as one GPU would."""
+
+    name, ours, whole = "one-process", True, True
+
+    def arguments(self, case: Case, inputs: Inputs) -> Inputs:
+        """The whole tensors."""
+        return Peer.arguments(self, case, inputs)
+
+    def prepare(self, case: Case) -> Function:
+        """Our public function."""
+        return Ours(self.device_type).prepare(case)
+
+
+class _OfDTensors(Member):
+    """A function of a DTensor that is sharded along the softmax dimension, on a mesh of one dimension."""
+
+    def arguments(self, case: Case, inputs: Inputs) -> Inputs:
+        """DTensors of logits and incoming gradients; targets are plain tensors."""
+        mesh = init_device_mesh(self.device_type, (self.team.size,))
+        local = super().arguments(case, inputs)
+
+        def wrapped(name: str, whole: Any, part: Any) -> Any:
+            if not whole.is_floating_point():
+                return part
+            placement = Shard(case.dim) if case.shape_of(name) == case.shape else Replicate()
+            t = DTensor.from_local(
+                part.detach(), mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+            return t.requires_grad_(part.requires_grad)
+
+        return tuple(map(wrapped, case.tensors, inputs, local))
+
+    def part(self, case: Case, y: Any) -> Any:
+        """The local tensor of the result."""
+        return y.to_local()
+
+
+class OursOnDTensors(_OfDTensors):
+    """Our ordinary functions, called with a DTensor."""
+
+    name, ours = "dtensor", True
+
+    def prepare(self, case: Case) -> Function:
+        """Our function, with autograd where the case has a gradient."""
+        forward = _called(case, api, {})
+        return losses.with_gradient(case, forward) if case.with_gradient else forward
+
+
+class LossParallel(_OfDTensors):
+    """PyTorch's `loss_parallel`, around forward and backward of its own cross-entropy."""
+
+    name = "loss-parallel"
+
+    def supports(self, case: Case) -> str | None:
+        """It has cross-entropy alone."""
+        return None if case.reduction else f"has no {case.operation}"
+
+    def prepare(self, case: Case) -> Function:
+        """PyTorch's function under its context manager."""
+        reduction = case.reduction
+
+        def forward(x: Any, target: Any) -> Any:
+            return functional.cross_entropy(x, target, reduction=reduction)
+
+        run = losses.with_gradient(case, forward) if case.with_gradient else forward
+
+        def function(*tensors: Any) -> Any:
+            with loss_parallel():
+                return run(*tensors)
+
+        return function
+
+
+class AllGather(Member):
+    """An all-gather of the logits, then PyTorch's own function on whole rows on every process."""
+
+    name = "all-gather"
+
+    def supports(self, case: Case) -> str | None:
+        """Equal shards: an all-gather takes as many columns from every process."""
+        return "takes equal shards only" if case.shape[case.dim] % self.team.size else None
+
+    def prepare(self, case: Case) -> Function:
+        """PyTorch's function of the gathered logits; of a result per element, each process keeps its columns."""
+        team, own, dim = self.team, formulas.own(case.without_gradient), case.dim
+        first, cols, _ = team.shards(case)
+        elements = not case.declaration.per_row
+
+        def forward(x: Any, *more: Any) -> Any:
+            y = own(_Gathered.apply(x, team, dim, elements), *more)
+            return y.narrow(dim, first, cols) if elements else y
+
+        return losses.with_gradient(case, forward) if case.with_gradient else forward
+
+
+class _Gathered(torch.autograd.Function):
+    """Whole rows from the columns of all processes.
+
+    If every process computes the same numbers per row, its own gradient of the rows is whole, and backward exchanges
+    nothing.  If each process keeps its columns of the result, backward adds the gradients of all processes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, team: Team, dim: int, adds: bool) -> Any:
+        ctx.columns, ctx.group, ctx.adds = (dim, team.rank * x.shape[dim], x.shape[dim]), team.group, adds
+        return torch.cat(gathered(x, team.group).unbind(0), dim)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        if ctx.adds:
+            dy = dy.contiguous()
+            dist.all_reduce(dy, group=ctx.group)
+        return dy.narrow(*ctx.columns), None, None, None
+
+
+def _called(case: Case, module: Any, given: dict[str, Any]) -> Function:
+    """The forward function of this name in a module of ours, with further arguments."""
+    function, dim = getattr(module, case.operation), case.dim
+    if case.reduction:
+        # Users leave out what has its default value.
+        options = given if case.reduces_rows else {"reduction": case.reduction, **given}
+        return lambda x, target: function(x, target, **options)
+    if case.declaration.has_target:
+        return lambda x, target: function(x, target, dim, **given)[:2]
+    return lambda x: function(x, dim, **given)
+
+
+PEERS: dict[str, type[Member]] = {
+    peer.name: peer for peer in (OursUntold, OursByCollective, OursOnDTensors, LossParallel, AllGather, OursWhole)
+}
+"""The peers by name on the command line; all but `loss-parallel` and `all-gather` are our own functions."""

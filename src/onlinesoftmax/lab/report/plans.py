@@ -1,0 +1,166 @@
+"""The planner's answers for every combination and row length of the picker, computed when the page is made.
+
+Each answer is an `explain` of its shape, in the words that `explain` prints.  Texts that repeat are stored once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from ...core.workers import worker_pool
+from ...explanation import Explanation
+from ...planner.facts import plan_facts
+from ...planner.plan import Plan, Refusal
+from . import stored
+from .combinations import Combination
+from .home import home_of
+from .lengths import KINDS, cliffs, lengths
+
+FEW = 12
+"""Combinations that one process plans in less time than another process takes to start."""
+
+Answer = dict[str, Any]
+"""The plan for one length: numbers, and texts as `Texts` numbers them."""
+
+
+class Texts:
+    """A list of different texts and tuples; an answer refers to each by its place."""
+
+    def __init__(self) -> None:
+        self.found: dict[Hashable, int] = {}
+
+    def __call__(self, text: Hashable) -> int:
+        return self.found.setdefault(text, len(self.found))
+
+    def as_list(self) -> list[Any]:
+        """All of them, in the order of their places."""
+        return list(self.found)
+
+
+def without_length(reason: str, cols: int) -> str:
+    """A reason with the mark {n} for the row length, so that the reasons for many lengths are one text.
+
+    >>> without_length("a row of 64 columns fits the registers of 64 threads", 64)
+    'a row of {n} columns fits the registers of 64 threads'
+    """
+    return reason.replace(f"row of {cols} ", "row of {n} ").replace(f"rows of {cols} ", "rows of {n} ")
+
+
+def answer_of(explanation: Explanation) -> Answer:
+    """The answer for one length, with its texts in full."""
+    plan, problem, device = explanation.plan, explanation.problem, explanation.device
+    home = home_of(plan, problem, device)
+    return {
+        "cols": problem.cols,
+        "plan": f"{plan.backend}/{plan.strategy}",
+        "reason": without_length(plan.reason, problem.cols),
+        "facts": tuple(plan_facts(plan, problem, device)),
+        "home": (home.rows, home.programs, home.tiles, *(round(share, 4) for share in home.shares), *home.words),
+        "floor_us": plan.floor_us,
+        "estimate_us": plan.estimate_us,
+        "bytes": problem.read_bytes + problem.write_bytes,
+        "others": [_other(explanation, other) for other in explanation.others],
+    }
+
+
+def _other(explanation: Explanation, other: Plan | Refusal) -> tuple[str, str]:
+    """Name of a strategy that was not chosen, and why not."""
+    return f"{other.backend}/{other.strategy}", without_length(explanation.why_not(other), explanation.problem.cols)
+
+
+def answers_of(combination: Combination) -> dict[str, Any]:
+    """The answers for all lengths of a combination, and its cliffs, for each kind of rows."""
+
+    @cache
+    def answer(cols: int) -> Answer:
+        return answer_of(combination.explain(cols))
+
+    found = {}
+    for name in KINDS:
+        listed = lengths(name)
+        edges = cliffs(listed, lambda cols: answer(cols)["plan"])
+        every = sorted({*listed, *(cols for edge in edges for cols in edge)})
+        found[name] = {"answers": [answer(cols) for cols in every], "cliffs": edges}
+    return found
+
+
+def planned(combinations: Sequence[Combination], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+    """The answers for all combinations, ready for JSON.
+
+    Args:
+        combinations: The combinations.
+        progress: Called with the number of combinations that are planned, and the number of all that must be planned.
+
+    Returns:
+        "texts", a list of texts and tuples; "plans", a list of answers that refer to the texts by their places; and
+        "combinations", which maps the fields of a combination, with spaces between them, to its place in "plans".
+    """
+    # Combinations that are the same problem to the planner, as a scale and a softcap are, are planned once.
+    groups: dict[Hashable, list[Combination]] = {}
+    for combination in combinations:
+        groups.setdefault(combination.problems(), []).append(combination)
+    texts = Texts()
+    plans: list[dict[str, Any]] = []
+    places: dict[str, int] = {}
+    for group, found in zip(groups.values(), _stored_or_new([group[0] for group in groups.values()]), strict=True):
+        places |= {" ".join(map(str, combination)): len(plans) for combination in group}
+        plans.append({name: _packed(family, texts) for name, family in found.items()})
+        if progress:
+            progress(len(plans), len(groups))
+    return {"texts": texts.as_list(), "plans": plans, "combinations": places}
+
+
+def _stored_or_new(combinations: Sequence[Combination]) -> Iterator[dict[str, Any]]:
+    """The answers of each combination, in order; those that an earlier report computed are not computed again."""
+    known, keys = stored.load(), stored.keys(combinations)
+    new = _each([combination for combination, key in zip(combinations, keys, strict=True) if key not in known])
+    found = {}
+    for key in keys:
+        found[key] = known[key] if key in known else next(new)
+        yield found[key]
+    if found.keys() - known.keys():
+        stored.store(known | found)
+
+
+def _each(combinations: Sequence[Combination]) -> Iterator[dict[str, Any]]:
+    """The answers of each combination, in order, from as many processes as there are processors."""
+    workers = min(os.cpu_count() or 1, -(-len(combinations) // FEW))
+    if workers < 2:
+        yield from map(answers_of, combinations)
+        return
+    with worker_pool(workers) as pool:
+        yield from pool.map(answers_of, combinations, chunksize=2)
+
+
+def _packed(family: dict[str, Any], texts: Texts) -> dict[str, Any]:
+    """The answers and the cliffs of a family, with numbers in place of texts.
+
+    There is a list for each field of an answer: neighbouring lengths have much in common, so these lists pack well.
+    """
+    rows = [_packed_answer(answer, texts) for answer in family["answers"]]
+    return {"cliffs": family["cliffs"], "columns": [list(column) for column in zip(*rows, strict=True)]}
+
+
+def _packed_answer(answer: Answer, texts: Texts) -> list[Any]:
+    names, values = zip(*answer["facts"], strict=True)
+    others = [(name, *_cut(why)) for name, why in answer["others"]]
+    strategies, heads, tails = zip(*others, strict=True) if others else ((), (), ())
+    return [
+        answer["cols"], texts(answer["plan"]), texts(answer["reason"]), texts(tuple(answer["home"])), answer["bytes"],
+        _short(answer["floor_us"]), _short(answer["estimate_us"]), texts(names), [texts(value) for value in values],
+        texts(strategies), [texts(head) for head in heads], [texts(tail) for tail in tails],
+    ]  # fmt: skip
+
+
+def _cut(why: str) -> tuple[str, str]:
+    """A text in two parts, "1.13 times as long: " and its reason: either part repeats more often than both."""
+    head, colon, tail = why.partition(": ")
+    return head + colon, tail
+
+
+def _short(us: float) -> float:
+    """Microseconds in five digits, enough for a chart; the texts have the same numbers as `explain` prints."""
+    return float(f"{us:.5g}")

@@ -1,0 +1,146 @@
+"""The contract, checked on this machine: every backend × strategy × operation × dtype against float64.
+
+A result is right when no element is further from the exact result than PyTorch's largest error on the same input
+plus one unit in the last place (ulp) of the output dtype, and when its infinities and NaNs are those of PyTorch.
+float64 is tested too, so the exact result is computed in NumPy's long double.
+A gradient is computed by autograd from the public function, for a fixed random gradient of its result.  It is compared
+with the exact gradient at the output that the forward call saved, for ours and for PyTorch alike.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from ...core.operations import OPERATIONS
+from ...core.task import ITEMSIZE
+from ...jax import bridge
+from ...kernels import registry
+from ...planner.strategies import FOR_JAX, TABLE
+from .cell import Cell
+from .exact import Exact, exact_gradient, exact_result, ulp
+from .inputs import CASES, QUICK_GRADIENT_DTYPES, QUICK_GRADIENTS, Case, outliers, specials
+
+__all__ = [
+    "CASES", "INTERPRETER_ULPS", "QUICK_GRADIENTS", "Case", "Cell", "Exact", "check_names", "exact_gradient",
+    "exact_result", "outliers", "pairs", "specials", "ulp", "unavailable", "verify",
+]  # fmt: skip
+
+Progress = Callable[[int, int], None]
+
+INTERPRETER_ULPS = {"triton": 4, "pallas": 8}
+"""Units that the contract adds in a backend's interpreter, instead of 1.
+
+Triton's interpreter rounds a multiply-add twice, so the corrections by fma in the kernels have no effect, and its
+conversion to bfloat16 truncates.  JAX's interpreter runs XLA, whose softmax of float64 on a CPU is off by six units.
+"""
+
+
+def pairs(backends: Sequence[str] = (), strategies: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """The (backend, strategy) pairs of the planner's tables that match; all pairs where nothing is named.
+
+    Raises:
+        ValueError: a name is unknown, or no pair is left.
+    """
+    table = (*TABLE, *(row for row in FOR_JAX if row[0] == "pallas"))
+    for what, names, known in (
+        ("backend", backends, [row[0] for row in table]),
+        ("strategy", strategies, [row[1] for row in table]),
+    ):
+        check_names(what, names, known)
+    found = [(b, s) for b, s, _ in table if (not backends or b in backends) and (not strategies or s in strategies)]
+    if not found:
+        raise ValueError(f"{' and '.join(backends)} has no strategy {' or '.join(strategies)}")
+    return found
+
+
+def unavailable(backend: str, device: str) -> str | None:
+    """One sentence that says why a backend cannot be checked on this machine's "cpu" or "cuda"; None when it can."""
+    return bridge.unavailable(device) if backend == "pallas" else registry.unavailable(backend)
+
+
+def check_names(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise a ValueError that lists `known` for the first name that is not one of them."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}; there are: {', '.join(dict.fromkeys(known))}")
+
+
+def verify(
+    *,
+    backends: Sequence[str] = (),
+    strategies: Sequence[str] = (),
+    operations: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    device: str = "cpu",
+    quick: bool = False,
+    progress: Progress | None = None,
+) -> list[Cell]:
+    """Check every backend, strategy, operation and dtype, or those that are named; each combination is a cell.
+
+    A backend that cannot be used here has no cells.  Without a GPU, Triton needs TRITON_INTERPRET=1 in the
+    environment before it is imported.  Backends that run in an interpreter do not get the largest inputs.
+
+    Args:
+        backends, strategies, operations, dtypes: Names; empty for all.
+        device: "cpu" or "cuda": where the tensors are.
+        quick: A few inputs instead of all; even fewer for gradients, in two dtypes unless dtypes are named.
+        progress: Called as progress(done, total) after each input.
+
+    Raises:
+        ValueError: a name is unknown.
+        ImportError: torch is not installed.
+
+    Example:
+        >>> [cell] = verify(backends=["eager"], operations=["softmax"], dtypes=["float32"], quick=True)
+        >>> cell.result, cell.error <= cell.pytorch_error
+        ('pass', True)
+    """
+    import torch
+
+    check_names("operation", operations, list(OPERATIONS))
+    check_names("dtype", dtypes, list(ITEMSIZE))
+    few = dtypes or (QUICK_GRADIENT_DTYPES if quick else list(ITEMSIZE))
+    operations, dtypes = operations or list(OPERATIONS), dtypes or list(ITEMSIZE)
+    chosen = [pair for pair in pairs(backends, strategies) if unavailable(pair[0], device) is None]
+    slow = "triton" in dict(chosen) and bool(registry.load("triton").interpreted())
+    interpreted = ["triton"] * slow + ["pallas"] * (torch.device(device).type == "cpu")
+    table = [
+        Cell(b, s, operation, dtype, slack=INTERPRETER_ULPS[b] if b in interpreted else 1)
+        for b, s in chosen
+        for operation in operations
+        for dtype in (few if OPERATIONS[operation].backward else dtypes)
+    ]
+    steps = list(_steps(table, quick, interpreted))
+    with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False), _unwarned():
+        for done, (case, group) in enumerate(steps, 1):
+            oracle = Exact.of(case, group[0].operation, group[0].dtype, device)
+            for cell in group:
+                cell.add(case, oracle)
+            if progress is not None:
+                progress(done, len(steps))
+    return table
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Without NumPy's warnings of infinities and NaNs: the interpreter computes in NumPy, and inputs contain them."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
+        yield
+
+
+def _steps(table: Sequence[Cell], quick: bool, slow: Sequence[str]) -> Iterator[tuple[Case, list[Cell]]]:
+    """Every input with the cells that take it.  Cells of one operation and dtype share the exact result."""
+    groups: dict[tuple[str, str], list[Cell]] = {}
+    for cell in table:
+        groups.setdefault((cell.operation, cell.dtype), []).append(cell)
+    for group in groups.values():
+        for case in CASES:
+            takes = [cell for cell in group if not (case.heavy and cell.backend in slow)]
+            chosen = case.name in QUICK_GRADIENTS if OPERATIONS[group[0].operation].backward else case.quick
+            if takes and (chosen or not quick):
+                yield case, takes
