@@ -38,7 +38,7 @@ def main() -> int:
 
 def generated(records: Records, root: Path = ROOT) -> dict[Path, str]:
     """Every generated file, and every page with generated blocks, as these records make them."""
-    pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     found = {path: filled(path.read_text(encoding="utf-8"), records) for path in pages}
     return found | {root / "docs" / "charts" / f"{name}.svg": chart(records) for name, chart in CHARTS.items()}
 

@@ -14,7 +14,6 @@ from .markdown import (
     ABSENT,
     NOTHING,
     SHORT,
-    commit,
     copies,
     microseconds,
     shape,
@@ -30,9 +29,8 @@ from .records import Records, ours, result_of
 CROSS_ENTROPY, TOKENS, IN_JAX = "h200-cross-entropy", "h200-token-logprobs", "h200-jax-cross-entropy"
 
 WAYS = {
-    "ours": "ours", "without-shards": "ours without `shards=`", "collective": "ours by a collective",
-    "dtensor": "ours on a DTensor", "loss-parallel": "`loss_parallel`", "all-gather": "all-gather",
-    "one-process": "ours on one GPU",
+    "ours": "ours", "collective": "ours by a collective", "loss-parallel": "`loss_parallel`",
+    "all-gather": "all-gather", "one-process": "ours on one GPU",
 }  # fmt: skip
 """Ways to compute rows that are sharded, by their names in records."""
 
@@ -48,16 +46,18 @@ def token_logprobs_table(records: Records) -> str:
 
 
 def _with_gradient(records: Records, name: str) -> str:
-    found = records.cases(name)
+    """Times in copies in bfloat16 and float32, and the extra memory in bfloat16: a row for each shape and reduction."""
+    found = records.cases(name, dtype="bfloat16")
     if not found:
         return ABSENT
     header = ["rows × classes", "", "ours", *NAMES.values(), "extra: ours", "extra: PyTorch"]
     rows = []
-    for each in sorted(found, key=lambda each: (each.case.reduction != "mean", each.case.dtype)):
-        case, theirs = each.case, result_of(each, "torch")
+    for each in sorted(found, key=lambda each: each.case.reduction != "mean"):
+        wide, theirs = replace(each.case, dtype="float32"), result_of(each, "torch")
+        pairs = ((result_of(each, who), records.result(wide, who, name)) for who in ("ours", *NAMES))
+        cells = [together(map(copies, pair)) if any(pair) else NOTHING for pair in pairs]
         rows.append([
-            shape(case), together(filter(None, (SHORT[case.dtype], case.reduction))), f"**{copies(ours(each))}**",
-            *(copies(result_of(each, who)) for who in NAMES),
+            shape(each.case), each.case.reduction, f"**{cells[0]}**", *cells[1:],
             size(ours(each).extra_bytes), size(theirs.extra_bytes if theirs else None),
         ])  # fmt: skip
     return f"{table(header, rows)}\n\n{source(records.get(name))}"
@@ -130,16 +130,18 @@ def jax_losses_table(records: Records) -> str:
 
 
 def distributed_table(records: Records) -> str:
-    """Rows that are sharded over the GPUs of one host: every case of the newest records of several GPUs."""
+    """Rows that are sharded over the GPUs of one host: the time of every case by each way, and the extra memory."""
     found = [(_gpu(record), each) for record in _of_many(records) for each in record.sharded if not each.skipped]
     if not found:
         return ABSENT
     rows = []
     for gpu, each in found:
-        for result in each.results:
-            name = f"{_name(each)} on {each.processes} {gpu}s" if result is each.results[0] else ""
-            rows.append([name, WAYS.get(result.who, result.who).replace(" ", "\u00a0"), *_cells(result)])
-    header = ("call", "method", "time, µs", "host, µs", "extra memory", "collectives", "bytes per row")
+        results = {result.who: result for result in each.results if isinstance(result, ShardedResult) and result.times}
+        times = [microseconds(results[who].times.median_us) if who in results else NOTHING for who in WAYS]
+        copy = microseconds(each.copy and each.copy.median_us)
+        extra = (size(results[who].extra_bytes if who in results else None) for who in ("ours", "loss-parallel"))
+        rows.append([f"{_name(each)} on {each.processes} {gpu}s", copy, f"**{times[0]}**", *times[1:], *extra])
+    header = ("call", "copy of a shard", *WAYS.values(), "extra: ours", "extra: `loss_parallel`")
     return f"{table(header, rows)}\n\n{source(*_of_many(records))}"
 
 
@@ -147,17 +149,6 @@ def _name(each: ShardedCaseResult) -> str:
     case = each.case
     words = [f"`{case.operation}`", shape(case)] + (["with gradient"] if case.with_gradient else [])
     return " ".join([*words, *([case.reduction] if case.reduction == "none" else [])])
-
-
-def _cells(result: Any) -> list[str]:
-    if not isinstance(result, ShardedResult) or result.times is None:
-        return [result.status, *[NOTHING] * 4]
-    bold = "**" if result.who == "ours" else ""
-    sent = NOTHING if result.sent_row_bytes is None else f"{result.sent_row_bytes:.12g}"
-    return [
-        f"{bold}{microseconds(result.times.median_us)}{bold}", microseconds(result.host_us), size(result.extra_bytes),
-        str(result.collectives), sent,
-    ]  # fmt: skip
 
 
 def _gpu(record: Any) -> str:
@@ -177,79 +168,11 @@ def sharded(records: Records) -> list[ShardedCaseResult]:
     return [each for record in _of_many(records) for each in record.sharded]
 
 
-def distributed_text(records: Records) -> str:
-    """Our times in copies of a shard, and the speed-up over one GPU."""
-    said = []
-    for of_many, each in ((record, each) for record in _of_many(records) for each in record.sharded):
-        times = {result.who: result.times.median_us for result in each.results if result.times}
-        if each.skipped or not each.copy or "ours" not in times:
-            continue
-        line = f"- {_name(each)} on {each.processes} {_gpu(of_many)}s: "
-        line += f"a copy of one shard takes {each.copy.median_us:.0f} µs, "
-        line += f"and our call {times['ours'] / each.copy.median_us:.2f} times as long"
-        if "one-process" in times:
-            ratio = times["one-process"] / times["ours"]
-            line += f". One GPU with all columns takes {ratio:.2f} times our time"
-        alone, record = records.result(each.case, "ours", CROSS_ENTROPY), records.get(CROSS_ENTROPY)
-        if alone and alone.times and record and _gpu(record) == _gpu(of_many):
-            line += f", and {alone.times.median_us / times['ours']:.2f} times in `{record.name}` ({commit(record)})"
-        said.append(line + ".")
-    return "\n".join(said) or ABSENT
-
-
-NETWORK_BYTES = 50e3
-"""Bytes that one GPU is assumed to receive from other hosts in a microsecond: 400 Gbit/s."""
-
-FORECAST = ((8, "peer memory"), (8, "collective"), (64, "collective"), (1024, "collective"))
-"""Numbers of processes, and how they exchange states."""
-
-
-def distributed_forecast(records: Records) -> str:
-    """The time of a loss with its gradient on many GPUs: a forecast from its times on two."""
-    each = next((each for each in sharded(records) if each.case.operation == "cross_entropy" and each.copy), None)
-    times = {result.who: result.times.median_us for result in each.results if result.times} if each else {}
-    if each is None or each.copy is None or not {"ours", "collective", "one-process"} <= times.keys():
-        return ABSENT
-    copy, rows = each.copy.median_us, each.case.rows
-    wait, latency = times["ours"] - copy, times["collective"] - 1.5 * copy
-    lines = []
-    for processes, way in FORECAST:
-        part = each.processes / processes
-        by_peers = way == "peer memory"
-        local = copy * part * (1 if by_peers else 1.5)
-        received = (processes - 1) * rows * (24 if by_peers else 12)
-        # A shorter shard leaves room for more rows on chip, which wait together.
-        exchange = wait * part if by_peers else latency + received / NETWORK_BYTES * (processes > LARGEST_HOST)
-        total = local + exchange
-        efficiency = times["one-process"] / (processes * total)
-        lines.append([
-            str(processes), way, str(each.case.elements // rows // processes), microseconds(local), size(received),
-            microseconds(exchange), microseconds(total), f"{100 * efficiency:.2g}\u00a0%",
-        ])  # fmt: skip
-    header = (
-        "processes", "exchange", "columns of each", "local passes, µs", "received by each", "exchange, µs", "time, µs",
-        "efficiency",
-    )  # fmt: skip
-    said = (
-        f"On {each.processes} GPUs, a copy of a shard takes {copy:.0f} µs, rows wait {wait:.0f} µs longer than that "
-        f"through peer memory, and the collective adds {latency:.0f} µs to 1.5 copies; these times are in "
-        f"`{_of_many(records)[0].name}`. The forecast scales the copy and the wait with the columns. It assumes that a "
-        f"GPU receives {NETWORK_BYTES / 1e3:.0f} GB/s from other hosts, and that a collective has the latency of two "
-        f"GPUs, which in fact grows with the number of hosts. Efficiency is compared with one GPU with all columns, "
-        f"{times['one-process']:.0f} µs."
-    )
-    return f"{table(header, lines)}\n\n{said}"
-
-
-LARGEST_HOST = 8
-"""GPUs of one host, which exchange data without a network."""
-
-
 BLOCKS: dict[str, Callable[[Records], str]] = {
     block.__name__: block
     for block in (
         cross_entropy_table, token_logprobs_table, read_only_table, reductions_table, token_logprobs_text,
-        jax_losses_table, distributed_table, distributed_text, distributed_forecast,
+        jax_losses_table, distributed_table,
     )
 }  # fmt: skip
 """The blocks by name."""

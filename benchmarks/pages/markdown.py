@@ -104,6 +104,6 @@ def commit(record: Record) -> str:
 
 
 def source(*records: Record | None) -> str:
-    """A line that names records with their commits; `records_list` has their devices, versions and dates."""
+    """A line that names records with their commits."""
     said = [f"`{record.name}` ({commit(record)})" for record in records if record is not None]
     return f"*Record{'s' if len(said) > 1 else ''}: {', '.join(said)}.*"

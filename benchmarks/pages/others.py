@@ -1,48 +1,63 @@
-"""The blocks of docs/performance.md about host times, first calls, CPUs, files, and the list of records."""
+"""The blocks of docs/performance.md about host times, first calls, CPUs, files, and one row in detail."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from onlinesoftmax.lab.bench.calls import CallsResult
+from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.host import BOTH, PLAIN, RECORDING
 from onlinesoftmax.lab.bench.result import LARGE
 from onlinesoftmax.lab.report.charts import NAMES
 
-from .markdown import ABSENT, NOTHING, commit, microseconds, shape, source, table, together
+from .markdown import ABSENT, microseconds, shape, source, table
 from .records import Records, ours
-
-PACKAGES = ("torch", "triton", "jax", "liger-kernel", "quack-kernels")
-"""Packages whose versions are shown."""
 
 
 def host_table(records: Records) -> str:
-    """The host times of calls."""
-    return _calls(records, "h200-host")
+    """The host times of calls, ours and PyTorch's."""
+    groups: dict[str, dict[str, CallsResult]] = {}
+    for case, result in _calls(records, "h200-host"):
+        groups.setdefault(f"`{case.operation}`, {shape(case)}", {})[result.who] = result
+    if not groups:
+        return ABSENT
+    rows = [
+        [call, *(" / ".join(microseconds(found[who].calls[name].median_us) for who in ("ours", "torch"))
+                 for name in CALLS)]
+        for call, found in groups.items()
+    ]  # fmt: skip
+    return (
+        f"{table(('call', *(f'{name}: ours / PyTorch' for name in CALLS)), rows)}\n\n{source(records.get('h200-host'))}"
+    )
+
+
+CALLS = (PLAIN, RECORDING, BOTH)
+"""Columns of `host_table`, by their names in the record."""
 
 
 def cold_table(records: Records) -> str:
-    """The times of first calls."""
-    return _calls(records, "h200-cold", unit=1e3)
-
-
-def _calls(records: Records, name: str, unit: float = 1.0) -> str:
-    """A column for each kind of call; microseconds divided by the unit."""
-    found = [(each.case, result) for each in records.cases(name) for result in each.results]
-    calls = [(case, result) for case, result in found if isinstance(result, CallsResult)]
-    if not calls:
+    """The times of first calls and of new shapes: the range over all cases."""
+    groups: dict[tuple[str, str], list[CallsResult]] = {}
+    for _, result in _calls(records, "h200-cold"):
+        groups.setdefault((NAMES.get(result.who, result.who), result.state), []).append(result)
+    if not groups:
         return ABSENT
-    names = list(dict.fromkeys(name for _, result in calls for name in result.calls))
     rows = []
-    for case, result in calls:
-        times = (result.calls.get(name) for name in names)
-        who = NAMES.get(result.who, result.who)
-        said = who if result.status == "ok" else f"{who}: {result.status}"
-        rows.append([
-            f"`{case.operation}`{' with gradient' if case.with_gradient else ''}, {shape(case)}", said, result.state,
-            *(microseconds(each.median_us / unit) if each else NOTHING for each in times),
-        ])  # fmt: skip
-    shown = table(("call", "library", "caches", *names), rows)
-    return f"{shown}\n\n{source(records.get(name))}"
+    for key, results in groups.items():
+        times = ([result.calls[name].median_us / 1e3 for name in names for result in results] for names in FIRST)
+        rows.append([*key, *(f"{microseconds(min(each))}\u00a0to\u00a0{microseconds(max(each))}" for each in times)])
+    header = ("library", "caches", "first call", "new shape")
+    return f"{table(header, rows)}\n\n{source(records.get('h200-cold'))}"
+
+
+FIRST = (("first",), ("new rows", "new length", "other length"))
+"""Calls of a column of `cold_table`, by their names in the record."""
+
+
+def _calls(records: Records, name: str) -> list[tuple[Case, CallsResult]]:
+    """The cases of a record of host times or first calls, with the result of each library."""
+    found = [(each.case, result) for each in records.cases(name) for result in each.results]
+    return [(case, result) for case, result in found if isinstance(result, CallsResult)]
 
 
 def cpu_text(records: Records) -> str:
@@ -61,20 +76,18 @@ def cpu_text(records: Records) -> str:
     )
 
 
-def files_table(records: Records) -> str:
+def files_text(records: Records) -> str:
     """Softmax of a file of several gigabytes."""
     found = records.document("files/cpu")
     if found is None:
         return ABSENT
-    rows = [
-        [case["name"], f"{case['bytes'] / 2**30:.0f} GiB", f"{case['seconds']:.1f}", f"{case['file_mb_per_s']:.0f}",
-         f"{case['peak_rss_mb']:.0f}", f"{case['import_rss_mb']:.0f}"]
-        for case in found["cases"]
-    ]  # fmt: skip
-    header = ("case", "file", "seconds", "MB/s of file", "peak resident MB", "of which imports")
-    machine = f"{found['machine']['cores']} cores of {found['machine']['cpu']}"
-    said = f"Record: `files/cpu.json` ({machine}, commit {found['commit'][:7]}, {found['date'][:10]})."
-    return f"{table(header, rows)}\n\n{said}"
+    said = [f"{case['file_mb_per_s']:.0f} MB/s for {case['name']}" for case in found["cases"]]
+    most = max(found["cases"], key=lambda case: case["peak_rss_mb"])
+    return (
+        f"A file of {most['bytes'] / 2**30:.0f} GiB on {found['machine']['cores']} cores of {found['machine']['cpu']}: "
+        f"{', '.join(said)}. The process takes at most {most['peak_rss_mb']:.0f} MB, {most['import_rss_mb']:.0f} of "
+        f"them for imports.\n\n*Record: `files/cpu.json` (commit {found['commit'][:7]}, {found['date'][:10]}).*"
+    )
 
 
 STAMPS = {
@@ -115,24 +128,10 @@ def memory_traffic_table(records: Records) -> str:
     return f"{table(header, rows)}\n\n{said}"
 
 
-def records_list(records: Records) -> str:
-    """Every record with its device, date, commit and versions; those of one commit and device stand together."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for record in records:
-        content, device = record.content, record.content["device"]
-        versions = together(
-            f"{name}\u00a0{content['versions'][name]}" for name in PACKAGES if content["versions"].get(name)
-        )
-        key = (content["date"][:10], f"commit {commit(record)}", device.get("processor") or device["name"], versions)
-        groups.setdefault(key, []).append(f"[{record.name}](../benchmarks/results/{record.name})")
-    lines = [f"- {', '.join(key)}: {', '.join(names)}" for key, names in sorted(groups.items(), reverse=True)]
-    return "\n".join(lines) or ABSENT
-
-
 BLOCKS: dict[str, Callable[[Records], str]] = {
     block.__name__: block
     for block in (
-        host_table, cold_table, cpu_text, files_table, stamps_table, memory_traffic_table, records_list
+        host_table, cold_table, cpu_text, files_text, stamps_table, memory_traffic_table,
     )
 }  # fmt: skip
 """The blocks by name."""

@@ -48,7 +48,7 @@ def test_every_page_and_chart_is_that_of_the_records(tables: Any, records: Any) 
 
 
 def test_every_block_and_chart_is_used(tables: Any) -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     assert [name for name in tables["BLOCKS"] if f"<!-- generated: {name} -->" not in text] == []
     assert [name for name in tables["CHARTS"] if f"charts/{name}.svg" not in text] == []
