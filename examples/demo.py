@@ -23,7 +23,7 @@ from sklearn.metrics import accuracy_score, log_loss
 from sklearn.model_selection import train_test_split
 
 import onlinesoftmax as osm
-from onlinesoftmax.core import reference
+from onlinesoftmax.ops import reference
 
 SHARDS = 3
 """The ten classes are cut into shards of 4, 3 and 3 classes, as a vocabulary is sharded over GPUs."""

@@ -14,11 +14,11 @@ import numpy as np
 
 from laws import Float64
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import TensorSpec, contiguous_spec, row_spec, task_of
 from onlinesoftmax.kernels.cuda import compile, driver, source
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import priced
 from onlinesoftmax.planner.strategies import cuda
 

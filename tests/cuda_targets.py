@@ -1,6 +1,6 @@
 """Calls of the CUDA operations with a target column, for tests that run their kernels on the host.
 
-The reference is core/reference.py in float64.
+The reference is ops/reference.py in float64.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from cuda_simulator import simulate
 from onlinesoftmax.core.arrays import namespace
-from onlinesoftmax.core.operations import OPERATIONS
-from onlinesoftmax.core.reference import evaluate
 from onlinesoftmax.core.task import ITEMSIZE, Flags, Task, TensorSpec, row_spec, task_of
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.ops import OPERATIONS
+from onlinesoftmax.ops.reference import evaluate
 from onlinesoftmax.planner.plan import Plan
 from onlinesoftmax.planner.proposal import Blocks, Threads
 from onlinesoftmax.planner.strategies import TABLE

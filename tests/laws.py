@@ -21,7 +21,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from onlinesoftmax.core import reference
+from onlinesoftmax.ops import reference
 
 Native = Any
 """One row, or a slice of one, as an array of the language: shape (n,)."""

@@ -12,8 +12,8 @@ import pytest
 import onlinesoftmax as osm
 from onlinesoftmax import explanation
 from onlinesoftmax.core.device import KNOWN, known, memory_of
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import Choice
+from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.facts import plan_facts
 from onlinesoftmax.planner.plan import Plan, PlanError
 from onlinesoftmax.planner.proposal import Proposal

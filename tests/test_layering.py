@@ -1,6 +1,7 @@
 """The architecture as a table: imports point down only, and a framework is imported only where it must be.
 
-Every import counts, those inside functions too.  Only the registry reaches upwards, by name and when asked.
+Every import counts, those inside functions too.  Only the registry of the backends and `declared` reach upwards, by
+name and when asked.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import onlinesoftmax
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("core",),
+    ("ops",),
     ("planner", "files"),
     ("kernels",),
     ("torch", "jax"),

@@ -13,8 +13,8 @@ from torch.nn import functional
 import onlinesoftmax as osm
 from contract import OPERATIONS
 from laws import UNREAL_ARRAYS
-from onlinesoftmax.core import reference
 from onlinesoftmax.numpy import rows as numpy_rows
+from onlinesoftmax.ops import reference
 
 EPS = np.finfo(np.float32).eps
 

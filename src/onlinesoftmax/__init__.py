@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from . import jax as jax
     from . import nn as nn
     from .api import cross_entropy, log_softmax, logsumexp, softmax, token_logprobs
-    from .core import reference as reference
     from .core.problem import Problem
     from .core.state import State
     from .explanation import explain
     from .files.apply import apply_file
+    from .ops import reference as reference
     from .overrides import override
     from .planner.plan import Plan, PlanError
 
@@ -63,7 +63,7 @@ _HOME = {
     "Problem": "core.problem",
     "State": "core.state",
     "apply_file": "files.apply",
-    "reference": "core.reference",
+    "reference": "ops.reference",
 }
 
 

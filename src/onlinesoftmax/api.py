@@ -13,10 +13,11 @@ from . import numpy
 from .core.annotations import A, Backend, FullyMasked, LossOptions, Reduction, Strategy
 from .core.arrays import Array, check_no_jax
 from .core.call import Call, Settings
-from .core.operations import OPERATIONS, Operation
+from .core.operations import Operation
 from .core.options import ScoreOptions, checked_options
 from .core.task import Choice
 from .numpy.check import ARRAY_TYPES
+from .ops import OPERATIONS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

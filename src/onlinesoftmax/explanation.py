@@ -10,7 +10,7 @@ from typing import Any
 from .core.arrays import array_kind, broadcasts, dtype_name
 from .core.device import Device, known
 from .core.layout import contiguous_strides
-from .core.operations import OPERATIONS, Operation
+from .core.operations import Operation
 from .core.options import PLAIN, SCORE_OPTIONS, ScoreOptions, check_one_per_row, checked_options
 from .core.problem import Problem
 from .core.task import (
@@ -30,6 +30,7 @@ from .jax.device import from_jax, is_on_cpu
 from .kernels import registry
 from .kernels.report import Kernel
 from .kernels.request import Request
+from .ops import OPERATIONS
 from .planner.facts import lacks_memory
 from .planner.plan import Plan, Planner, Refusal, best
 from .torch import plans as torch_plans
@@ -341,8 +342,7 @@ def _option_specs(options: ScoreOptions, shape: tuple[int, ...], axis: int, dtyp
             strides, is_aligned = tuple(t.expand(shape).stride()), t.data_ptr() % 16 == 0
         else:
             steps = contiguous_strides(whole)
-            strides = tuple(0 if size == 1 else step for size, step in zip(whole, steps, strict=True))
-            is_aligned = True
+            strides, is_aligned = tuple(0 if n == 1 else step for n, step in zip(whole, steps, strict=True)), True
         found[name] = TensorSpec(strides, _dtype_of_option(name, t, dtype), is_aligned)
     return found
 

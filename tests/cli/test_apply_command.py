@@ -10,8 +10,8 @@ import pytest
 from commands import run, run_apart, run_json
 
 from onlinesoftmax.cli.apply import OF_FILES
-from onlinesoftmax.core import reference
 from onlinesoftmax.files.chunks import STREAMED
+from onlinesoftmax.ops import reference
 
 
 @pytest.fixture

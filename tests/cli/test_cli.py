@@ -19,9 +19,9 @@ from onlinesoftmax.cli import output
 from onlinesoftmax.cli.apply import OF_FILES
 from onlinesoftmax.cli.doctor import device_facts
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.registry import unavailable
+from onlinesoftmax.ops import OPERATIONS
 
 COMMANDS = ("doctor", "verify", "bench", "explain", "apply", "report")
 

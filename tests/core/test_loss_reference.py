@@ -1,4 +1,4 @@
-"""The formulas in core/targets.py, with which kernels are compared, against those of tests/loss_formula.py."""
+"""The formulas in the rooms of the losses, with which kernels are compared, against those of tests/loss_formula.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from loss_formula import expected_loss, expected_tokens
 from onlinesoftmax.core.arrays import namespace
-from onlinesoftmax.core.reference import evaluate
+from onlinesoftmax.ops.reference import evaluate
 
 ROWS, COLS = 6, 7
 

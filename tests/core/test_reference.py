@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laws import outliers
-from onlinesoftmax.core import reference as ref
 from onlinesoftmax.core.arrays import namespace
-from onlinesoftmax.core.operations import FORWARD, OPERATIONS
+from onlinesoftmax.ops import FORWARD, OPERATIONS
+from onlinesoftmax.ops import reference as ref
 
 INF, NAN = np.inf, np.nan
 EPS = np.finfo(np.float64).eps
@@ -172,10 +172,9 @@ def test_every_dtype_is_widened(dtype: str) -> None:
 
 
 def test_every_declaration_has_its_formula() -> None:
-    assert set(ref.FORMULAS) == set(OPERATIONS)
-    for name, formula in ref.FORMULAS.items():
-        assert set(formula.sums) == {accumulator.name for accumulator in OPERATIONS[name].accumulators}
-        assert set(formula.outputs) == {output.name for output in OPERATIONS[name].outputs}
+    for operation in OPERATIONS.values():
+        assert set(operation.formula.sums) == {accumulator.name for accumulator in operation.accumulators}
+        assert set(operation.formula.outputs) == {output.name for output in operation.outputs}
 
 
 def operands(name: str, dtype: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -247,12 +246,12 @@ def test_the_maximum_among_the_statistics_is_finite() -> None:
     assert m == [np.finfo(np.float64).max, np.finfo(np.float64).min]
 
 
-@pytest.mark.parametrize("name", [name for name, formula in ref.FORMULAS.items() if formula.terms])
+@pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation.formula.terms])
 def test_the_terms_of_a_gradient_are_those_of_its_difference(name: str) -> None:
     values = operands(name, np.float64)
     xp = namespace(values["x"])
     found = ref.with_sums(name, xp, values, 1)
-    terms = ref.FORMULAS[name].terms
+    terms = OPERATIONS[name].formula.terms
     assert terms is not None
     a, b = terms(xp, **found)
     np.testing.assert_allclose(a - b, ref.evaluate(name, xp, values, 1), rtol=0, atol=4 * EPS * np.abs([a, b]).max())

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 import laws
 from laws import LAWS, UNREAL_ARRAYS, Algebra, Float64, Law, Native
 from onlinesoftmax.core import arrays as array_libraries
-from onlinesoftmax.core import reference
 from onlinesoftmax.core.state import State
+from onlinesoftmax.ops import reference
 
 ALL_DTYPES = ("float16", "bfloat16", "float32", "float64")
 

@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.options import SCORE_OPTIONS
 from onlinesoftmax.core.problem import Extra, Problem
 from onlinesoftmax.core.task import (
@@ -20,6 +19,7 @@ from onlinesoftmax.core.task import (
     row_spec,
     task_of,
 )
+from onlinesoftmax.ops import OPERATIONS
 
 
 def softmax_of(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from onlinesoftmax.core.arrays import namespace
-from onlinesoftmax.core.reference import evaluate
+from onlinesoftmax.ops.reference import evaluate
 
 STRATEGIES = ("row", "looped", "split")
 

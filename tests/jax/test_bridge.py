@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 import onlinesoftmax as osm
 from onlinesoftmax.cli import build
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.jax import bridge, device, functions
 from onlinesoftmax.lab import verify as verification
 from onlinesoftmax.lab.bench.arrays import JaxNN, OursInJax
@@ -27,6 +26,7 @@ from onlinesoftmax.lab.bench.inputs import make_inputs
 from onlinesoftmax.lab.bench.planned import planned
 from onlinesoftmax.lab.bench.run import CaseResult, run
 from onlinesoftmax.lab.bench.timing import CpuClock
+from onlinesoftmax.ops import OPERATIONS
 
 CPU = torch.device("cpu")
 FORWARD = ("softmax", "log_softmax", "logsumexp")

@@ -9,11 +9,11 @@ import pytest
 
 import onlinesoftmax as osm
 from onlinesoftmax.core import device as devices
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.explanation import Explanation
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.cuda.source import kernel_file
 from onlinesoftmax.kernels.report import Kernel, cuobjdump, find_cuobjdump, occupancy
+from onlinesoftmax.ops import OPERATIONS
 
 NOT_INSTALLED = registry.module_missing("cuda.core", "cuda")
 needs_nvrtc = pytest.mark.skipif(NOT_INSTALLED is not None, reason=str(NOT_INSTALLED))

@@ -20,7 +20,6 @@ from contract import OPERATIONS as FORWARD
 from cuda_algebra import FORMS, PAIRS, Form, algebra_source
 from onlinesoftmax.core.call import Call, Settings
 from onlinesoftmax.core.device import CACHE_LINE, known
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.options import SCORE_OPTIONS
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice, Task
@@ -28,6 +27,7 @@ from onlinesoftmax.kernels import cuda
 from onlinesoftmax.kernels.cuda import compile, messages, params, source
 from onlinesoftmax.kernels.report import find_cuobjdump, occupancy
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import Plan, priced
 from onlinesoftmax.planner.strategies import TABLE
 from onlinesoftmax.planner.strategies.cuda_grid import STREAM

@@ -16,8 +16,8 @@ from contract import DTYPES, SIZE_CASES, assert_as_good_as_pytorch, outliers, ru
 from contract import OPERATIONS as FORWARD
 from cuda_algebra import ALGEBRAS, CudaAlgebra
 from onlinesoftmax.core.call import Call, Settings
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import Choice
+from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.strategies import TABLE
 from onlinesoftmax.torch import prepare as prepared
 

@@ -13,9 +13,9 @@ import pytest
 from cuda_machine import COMPILER
 from cuda_simulator import simulate
 from cuda_targets import PROPOSALS, STRATEGY_COLS, aligned, small_plan
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import Flags, TensorSpec, row_spec, task_of
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.ops import OPERATIONS
 
 GRADIENTS = ("softmax_backward", "log_softmax_backward", "logsumexp_backward")
 

@@ -13,10 +13,10 @@ import pytest
 
 from cuda_host import COMPILER, check_ownership
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE, Task, TensorSpec, row_spec, task_of
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import Plan, priced
 from onlinesoftmax.planner.proposal import Blocks, Threads
 from onlinesoftmax.planner.strategies import TABLE

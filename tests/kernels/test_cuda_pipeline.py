@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from cuda_machine import COMPILER
 from cuda_simulator import simulate
 from cuda_targets import aligned, from_bits, rounded, to_bits
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import ITEMSIZE, TensorSpec, row_spec, task_of
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import Plan
 from onlinesoftmax.planner.proposal import Blocks, Threads
 from onlinesoftmax.planner.strategies.cuda_grid import SPECIAL_WARPS, slice_tiles

@@ -30,9 +30,9 @@ from cuda_targets import (
     some_values,
 )
 from onlinesoftmax.core.arrays import namespace
-from onlinesoftmax.core.operations import OPERATIONS
-from onlinesoftmax.core.reference import evaluate
 from onlinesoftmax.kernels.cuda.messages import COPIES, LINE_WORDS, SETS
+from onlinesoftmax.ops import OPERATIONS
+from onlinesoftmax.ops.reference import evaluate
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 

@@ -1,7 +1,7 @@
 """The CUDA operations with a target column: their formulas, run by the host (tests/cuda_simulator.py), and their code.
 
 Every strategy runs every operation on rows that begin at every offset from 16 bytes, and every column is the target of
-some row.  The reference is core/reference.py in float64.
+some row.  The reference is ops/reference.py in float64.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from cuda_targets import (
     some_values,
 )
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.cuda import compile, source
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import priced
 
 

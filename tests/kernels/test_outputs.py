@@ -14,11 +14,11 @@ import torch
 
 from contract import GPU, OPERATIONS, PLANS, assert_as_good_as_pytorch, outliers
 from onlinesoftmax.core.call import Call, Settings
-from onlinesoftmax.core.operations import FORWARD
-from onlinesoftmax.core.operations import OPERATIONS as DECLARATIONS
 from onlinesoftmax.core.options import ScoreOptions
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.lab import verify as verification
+from onlinesoftmax.ops import FORWARD
+from onlinesoftmax.ops import OPERATIONS as DECLARATIONS
 from onlinesoftmax.torch import eager, prepare
 
 PLAIN = tuple(name for name in FORWARD if not DECLARATIONS[name].has_target)

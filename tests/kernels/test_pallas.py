@@ -22,9 +22,7 @@ import jax.numpy as jnp
 import onlinesoftmax.jax as osj
 from laws import Float64
 from onlinesoftmax import PlanError
-from onlinesoftmax.core import reference
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.options import ARRAY, ScoreOptions
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
@@ -33,6 +31,7 @@ from onlinesoftmax.jax import primitives
 from onlinesoftmax.kernels import pallas
 from onlinesoftmax.kernels.pallas.operands import tanh
 from onlinesoftmax.lab import verify as verification
+from onlinesoftmax.ops import OPERATIONS, reference
 from onlinesoftmax.planner.plan import priced
 from onlinesoftmax.planner.strategies import pallas as strategies
 

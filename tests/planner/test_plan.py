@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from onlinesoftmax.core.device import KNOWN, Device, known
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.problem import Access, Extra, Problem
 from onlinesoftmax.core.task import ITEMSIZE, Choice, Flags, TensorSpec, task_of
+from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.measured import table_for
 from onlinesoftmax.planner.plan import Plan, PlanError, Refusal, Strategies, alternatives, plan
 from onlinesoftmax.planner.price import LAUNCH_US

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.options import SCORE_OPTIONS
 from onlinesoftmax.explanation import explain
 from onlinesoftmax.lab.bench.grid import CLASSES
@@ -22,6 +21,7 @@ from onlinesoftmax.lab.report.home import LEVELS, home_of
 from onlinesoftmax.lab.report.lengths import EVERY, KINDS, LONGEST, STEP, cliffs, kind_of, lengths
 from onlinesoftmax.lab.report.plans import planned
 from onlinesoftmax.lab.report.stored import own_table
+from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.facts import plan_facts
 from onlinesoftmax.planner.plan import Plan
 

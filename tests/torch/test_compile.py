@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import onlinesoftmax as osm
 from contract import OPERATIONS
 from onlinesoftmax.core.call import Call, Settings
-from onlinesoftmax.core.operations import OPERATIONS as DECLARED
 from onlinesoftmax.core.task import Choice
+from onlinesoftmax.ops import OPERATIONS as DECLARED
 from onlinesoftmax.torch import custom_ops, gradients
 
 PATHS = [{}, {"backend": "triton"}]

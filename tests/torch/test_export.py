@@ -19,8 +19,8 @@ from torch.export.passes import move_to_device_pass
 from torch.nn import functional
 
 import onlinesoftmax as osm
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.options import bits
+from onlinesoftmax.ops import OPERATIONS
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

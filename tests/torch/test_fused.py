@@ -14,9 +14,9 @@ import torch
 import onlinesoftmax as osm
 from contract import OPERATIONS, PLANS, ROW_PLANS, forced, outliers
 from onlinesoftmax.core.call import Call, Settings
-from onlinesoftmax.core.operations import OPERATIONS as DECLARED
 from onlinesoftmax.core.options import ScoreOptions, checked_options
 from onlinesoftmax.lab import verify as verification
+from onlinesoftmax.ops import OPERATIONS as DECLARED
 from onlinesoftmax.torch import eager
 
 GPU = torch.cuda.is_available()

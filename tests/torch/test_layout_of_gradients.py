@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import onlinesoftmax as osm
 from onlinesoftmax.core.call import Call, Settings
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.task import Choice
+from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.torch import custom_ops
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -11,9 +11,9 @@ import torch
 import onlinesoftmax as osm
 from onlinesoftmax import distributed
 from onlinesoftmax.core.call import Call, Settings
-from onlinesoftmax.core.operations import OPERATIONS
 from onlinesoftmax.core.options import PLAIN
 from onlinesoftmax.core.task import Choice
+from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.torch import cache, custom_ops, dispatch, loss_launches, losses
 from onlinesoftmax.torch.autograd import with_tensors
 

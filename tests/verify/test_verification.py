@@ -13,8 +13,8 @@ pytest.importorskip("torch", reason="the check compares with PyTorch")
 import torch
 
 from onlinesoftmax import api
-from onlinesoftmax.core import operations as operation
 from onlinesoftmax.lab import verify as verification
+from onlinesoftmax.ops import OPERATIONS
 
 FORWARD = ["softmax", "log_softmax", "logsumexp"]
 
@@ -29,7 +29,7 @@ def check(name: str, **how: Any) -> verification.Cell:
 def test_a_quick_check_covers_every_operation() -> None:
     assert set(verification.QUICK_GRADIENTS) <= {case.name for case in verification.CASES}
     cells = verification.verify(backends=["eager"], quick=True)
-    assert {cell.operation for cell in cells} == set(operation.OPERATIONS)
+    assert {cell.operation for cell in cells} == set(OPERATIONS)
     assert {cell.result for cell in cells} == {"pass"}
     assert {cell.dtype for cell in cells if cell.operation == "softmax_backward"} == {"bfloat16", "float32"}
     assert check("softmax", dtypes=["float64"]).dtype == "float64"

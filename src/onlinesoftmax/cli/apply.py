@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..core.operations import FORWARD, OPERATIONS
 from ..core.printable import printable
 from ..core.task import ITEMSIZE
+from ..ops import FORWARD, OPERATIONS
 from . import output
 from .torchrun import joining, processes
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from ..core.operations import OPERATIONS
+from ..ops import OPERATIONS
 from . import output
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..core.operations import OPERATIONS
 from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
+from ..ops import OPERATIONS
 from ..planner.facts import lacks_memory, plan_facts
 from . import output
 from .benchmarks import split_names

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..core.operations import FORWARD, OPERATIONS
+from ..ops import FORWARD, OPERATIONS
 from . import output
 
 if TYPE_CHECKING:

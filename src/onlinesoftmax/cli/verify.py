@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..core.operations import OPERATIONS
 from ..core.task import ITEMSIZE
+from ..ops import OPERATIONS
 from . import output
 
 if TYPE_CHECKING:

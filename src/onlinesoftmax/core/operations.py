@@ -1,19 +1,21 @@
-"""The operations, each declared once: what it reads, what it sums, and what it writes.
+"""The declaration of an operation: what it reads, what it sums, what it writes, and its array formulas.
 
 A declaration determines shapes and dtypes of outputs, custom-operator schemas, kernel parameters, bytes moved,
-benchmark cases and verification cases.  Each language has the formulas once, in the file named `ops` of its kernel
-folder or of its framework.  Strategies never ask which operation they serve; they ask
-whether it writes elements, per-row results, or both.
+benchmark cases and verification cases.  Each operation is declared in its room in `ops`; here stands what they share.
+Strategies never ask which operation they serve; they ask whether it writes elements, per-row results, or both.
 
 To declare an operation is step one of six: CONTRIBUTING.md, "To add an operation".
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+import importlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, Literal
+
+from .formulas import Formula
 
 ValueKind = Literal["element", "row", "call"]
 """Which values an operand or an output has: one per element of the input, one per row, or one per call."""
@@ -118,6 +120,7 @@ class Operation:
         accumulators: Sums over a row that its outputs can need; empty if rows are not reduced.
         outputs: Tensors that it can write, the main output first.
         options: Names of the score options that its kernels apply (core/options.py).
+        formula: Its sums and outputs, for every array library.
         differentiated: How its gradient is computed; None for an operation that is itself a gradient.
         scores: True where the input is a logit, which the score options turn into a score.
         may_keep_terms: True if y = c * exp(z - m) + d, with c and d constant along the row.  A kernel may then hold the
@@ -129,6 +132,7 @@ class Operation:
     accumulators: tuple[Accumulator, ...]
     outputs: tuple[Output, ...]
     options: tuple[str, ...]
+    formula: Formula
     differentiated: Gradient | None = None
     scores: bool = True
     may_keep_terms: bool = False
@@ -203,7 +207,7 @@ class Operation:
     @cached_property
     def forward(self) -> Operation:
         """The forward operation of a gradient; the operation itself if it is a forward operation."""
-        return next((other for other in OPERATIONS.values() if other.gradient_name == self.name), self)
+        return next((other for other in declared().values() if other.gradient_name == self.name), self)
 
     @cached_property
     def always(self) -> tuple[str, ...]:
@@ -262,8 +266,15 @@ class Operation:
         )  # fmt: skip
 
 
+@cache
+def declared() -> Mapping[str, Operation]:
+    """Every operation by name: `OPERATIONS` of the rooms, which import this module and so are found when asked for."""
+    operations: Mapping[str, Operation] = importlib.import_module("..ops", __package__).OPERATIONS
+    return operations
+
+
 def _by_name(name: str) -> Operation:
-    return OPERATIONS[name]
+    return declared()[name]
 
 
 X = Operand("x", "element")
@@ -274,6 +285,9 @@ TARGET = Operand("target", "row", "integer")
 EXPONENT_SUM = Accumulator("l")
 MEAN_SUM = Accumulator("zl")
 """`sum(z * exp(z - m))`: over l, the mean score of a row under its softmax."""
+
+PRODUCT_SUM = Accumulator("dot", rescaled=False)
+"""Sum over a row in the gradient of softmax, of x * dy, and of log-softmax, of dy."""
 
 STATISTICS: tuple[Output, ...] = (
     Output("lse", "row", "accumulator", on_request=True),
@@ -289,99 +303,8 @@ STATE = (Operand("m", "row"), Operand("l", "row"))
 Gradients read m and l, not lse: rounding lse would put one error into every probability.
 """
 
-CLASSES = (
-    Operand("weight", "element", optional=True),
-    Operand("weight_sum", "call", optional=True),
-    Operand("smoothing", "call", optional=True, number=True),
-    Operand("z_loss", "call", optional=True, number=True),
-    Operand("ignore_index", "call", "integer", optional=True, number=True),
-)
-"""Optional operands of cross-entropy.
-
-weight: A factor for each class, broadcast over the rows.
-weight_sum: Sum of the weights, given where `smoothing` is given, and the number of classes without weights.
-smoothing: Part of the target that is spread over all classes.
-z_loss: Factor of lse², which is added to the loss.
-ignore_index: Target of the rows that count for nothing.
-"""
-
-LOSSES_REDUCED = tuple(
-    Output(name, "call", needs=("l", "wz"), on_request=True, exact=False) for name in ("mean_loss", "total_loss")
-)
-"""The scalars to which losses are reduced.
-
-If one of them is written, y is the gradient of that scalar, and the call has no dy.  The mean divides everything by the
-sum of the weights.  A caller with weights and z_loss scales the weights first, so that this sum is the number of rows
-that count (`scaled_weight` in torch/loss.py).
-"""
-
 ALL_OPTIONS = ("scale", "softcap", "bias", "mask", "causal")
 """Names of all score options; core/options.py declares them."""
 
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        Operation(
-            "softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), ALL_OPTIONS,
-            Gradient("softmax_backward", ("y",)), may_keep_terms=True,
-        ),
-        Operation(
-            "log_softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), ALL_OPTIONS,
-            Gradient("log_softmax_backward", ("y",)),
-        ),
-        Operation(
-            "logsumexp", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "row"), *STATISTICS), ALL_OPTIONS,
-            Gradient("logsumexp_backward", ("x", "lse")),
-        ),
-        # In these two operations the operand x is the saved output and dy is its gradient.  The scale, the softcap and
-        # the masks change the gradient that is written.
-        Operation(
-            "softmax_backward", (X, DY), (Accumulator("dot", rescaled=False),),
-            (Output("y", "element", needs=("dot",)),), ("scale", "softcap", "mask", "causal"), scores=False,
-        ),
-        Operation(
-            "log_softmax_backward", (X, DY), (Accumulator("dot", rescaled=False),),
-            (Output("y", "element", needs=("dot",)),), ("scale", "softcap", "mask", "causal"), scores=False,
-        ),
-        Operation(
-            "logsumexp_backward", (X, Operand("dy", "row"), Operand("lse", "row")), (),
-            (Output("y", "element", needs=()),), ALL_OPTIONS,
-        ),
-        # The loss of every row.  With dy, the gradient of the row's loss, a call also writes the gradient with respect
-        # to the input, while the row is on chip.
-        Operation(
-            "cross_entropy", (X, TARGET, Operand("dy", "row", optional=True), *CLASSES),
-            (EXPONENT_SUM, MEAN_SUM, Accumulator("wz", rescaled=False, only_with="smoothing")),
-            (
-                Output("loss", "row", "accumulator", needs=("l", "wz"), exact=False),
-                *LOSSES_REDUCED,
-                Output("y", "element", "input", on_request=True),
-                *(replace(output, exact=False) for output in STATISTICS),
-            ),
-            ("scale", "softcap", "mask"), Gradient("cross_entropy_backward", ("x", "target", "m", "l")),
-            may_keep_terms=True,
-        ),
-        Operation(
-            "cross_entropy_backward", (X, TARGET, Operand("dy", "row"), *STATE, *CLASSES), (),
-            (Output("y", "element", needs=()),), ("scale", "softcap", "mask"),
-        ),
-        # The logarithm of the probability of one column of every row.
-        Operation(
-            "token_logprobs", (X, TARGET), (EXPONENT_SUM, MEAN_SUM),
-            (Output("y", "row", "accumulator", exact=False), *(replace(output, exact=False) for output in STATISTICS)),
-            ALL_OPTIONS, Gradient("token_logprobs_backward", ("x", "target", "m", "l", "entropy")),
-        ),
-        # dy, dlse and dentropy are the gradients of the logarithm, of lse and of the entropy of every row.
-        Operation(
-            "token_logprobs_backward",
-            (
-                X, TARGET, Operand("dy", "row"), *STATE, Operand("dlse", "row", optional=True),
-                Operand("entropy", "row", optional=True), Operand("dentropy", "row", optional=True),
-            ),
-            (), (Output("y", "element", needs=()),), ALL_OPTIONS,
-        ),
-    )
-}  # fmt: skip
-
-FORWARD: tuple[str, ...] = tuple(name for name, operation in OPERATIONS.items() if not operation.backward)
-"""Names of the public functions."""
+OPTIONS_OF_GRADIENTS = ("scale", "softcap", "mask", "causal")
+"""Names of the options of the gradients that read the saved output instead of the logits."""

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from .device import CACHE_LINE
 from .layout import power_of_two_divisor
-from .operations import OPERATIONS, Operation, Output, accumulator_dtype
+from .operations import Operation, Output, accumulator_dtype, declared
 from .task import BYTES, ITEMSIZE, Task
 
 LONG_COLS = 1 << 19
@@ -68,7 +68,7 @@ class Problem:
     """The properties of a task on which a plan depends.
 
     Attributes:
-        operation: Name in OPERATIONS.
+        operation: Name of a declaration.
         rows: Number of rows.
         cols: Elements of a row.
         dtype: Dtype of the input.
@@ -88,8 +88,8 @@ class Problem:
     outputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.operation not in OPERATIONS:
-            raise ValueError(f"unknown operation {self.operation!r}; operations: {', '.join(OPERATIONS)}")
+        if self.operation not in declared():
+            raise ValueError(f"unknown operation {self.operation!r}; operations: {', '.join(declared())}")
         for name in filter(None, (self.dtype, self.out_dtype)):
             if name not in ITEMSIZE:
                 raise ValueError(f"unknown dtype {name!r}; dtypes: {', '.join(ITEMSIZE)}")
@@ -131,7 +131,7 @@ class Problem:
     @cached_property
     def declaration(self) -> Operation:
         """The operation's declaration."""
-        return OPERATIONS[self.operation]
+        return declared()[self.operation]
 
     @cached_property
     def itemsize(self) -> int:

@@ -246,7 +246,7 @@ def task_of(
         ValueError: causality is asked for, and no dimension lies before the softmax dimension.
 
     Example:
-        >>> from onlinesoftmax.core.operations import OPERATIONS
+        >>> from onlinesoftmax.ops import OPERATIONS
         >>> x = TensorSpec((512, 1), "bfloat16")
         >>> task = task_of(OPERATIONS["softmax"], ("y", "lse"), (64, 512), 1, {"x": x})
         >>> task.layout.rows, task.writes_elements, task.row_outputs, task.dtypes["lse"]
@@ -317,7 +317,7 @@ def output_specs(
         result: Dtype that the caller asks for.
 
     Example:
-        >>> from onlinesoftmax.core.operations import OPERATIONS
+        >>> from onlinesoftmax.ops import OPERATIONS
         >>> output_specs(OPERATIONS["logsumexp"], ("y",), (64, 512), 1, "bfloat16", "bfloat16")["y"].strides
         (1, 0)
     """
@@ -362,7 +362,7 @@ def _spec(kind: ValueKind, shape: tuple[int, ...], axis: int, dtype: str) -> Ten
 def output_shape(output: Output, shape: tuple[int, ...], axis: int, keepdim: bool = False) -> tuple[int, ...]:
     """Shape of an output for an input of this shape; `keepdim` keeps the softmax dimension of an output per row.
 
-    >>> from onlinesoftmax.core.operations import OPERATIONS
+    >>> from onlinesoftmax.ops import OPERATIONS
     >>> lse = OPERATIONS["softmax"].output("lse")
     >>> output_shape(lse, (8, 3, 5), 1), output_shape(lse, (8, 3, 5), 1, keepdim=True)
     ((8, 5), (8, 1, 5))

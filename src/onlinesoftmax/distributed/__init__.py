@@ -30,10 +30,10 @@ except ModuleNotFoundError as error:
 
 from ..core.annotations import Backend, Reduction, Strategy
 from ..core.call import Call, Settings
-from ..core.operations import OPERATIONS
 from ..core.options import PLAIN, ScoreOptions, checked_options
 from ..core.processes import group_or_default
 from ..core.task import Choice
+from ..ops import OPERATIONS
 from ..torch.check import check_options
 from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss

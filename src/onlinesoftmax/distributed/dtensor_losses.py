@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
-from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
 from ..core.task import Choice
+from ..ops import OPERATIONS
 from ..torch import loss_arguments, losses
 from ..torch.check import check_options, checked_dim
 from ..torch.gradients import accumulator_of

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.call import Call, Settings
-from ..core.operations import OPERATIONS, Operation
+from ..core.operations import Operation
 from ..core.options import ScoreOptions
 from ..core.processes import gathered_flat, start_gathering
 from ..core.task import Choice
 from ..kernels.sharded import STATES, ShardedRows
+from ..ops import OPERATIONS
 from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss
 from ..torch.prepare import DTYPE_NAMES, Prepared, aligned, prepared

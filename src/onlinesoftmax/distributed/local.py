@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.call import Call, Settings
-from ..core.operations import OPERATIONS
 from ..core.options import PLAIN, ScoreOptions, softcap_slope
 from ..core.task import ANY, Choice
+from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from ..torch import eager
 from ..torch.dispatch import why_pytorch, with_autocast

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from ..core.call import Call, Settings
-from ..core.operations import OPERATIONS, Operation
+from ..core.operations import Operation
 from ..core.task import Part
+from ..ops import OPERATIONS
 from ..torch.check import check_first_derivative
 from ..torch.gradients import accumulator_of
 from ..torch.loss_launches import reduced_with_gradient

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..core.call import Call, Settings
-from ..core.operations import OPERATIONS
 from ..core.processes import gathered
 from ..core.task import Part
+from ..ops import OPERATIONS
 from ..torch import autograd, eager, launches
 from ..torch.check import check_first_derivative, checked_dim
 from ..torch.gradients import accumulator_of

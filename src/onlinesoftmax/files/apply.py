@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.operations import OPERATIONS
 from ..core.task import ITEMSIZE
 from ..core.whole_files import destination
+from ..ops import OPERATIONS
 from .chunks import STREAMED
 from .convert import Converter, converter
 from .disk import FileError, naming, reading, write_from

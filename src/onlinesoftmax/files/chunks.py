@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from ..core.arrays import Array
-from ..core.operations import FORWARD, OPERATIONS
 from ..core.state import State
+from ..ops import FORWARD, OPERATIONS
 
 STREAMED: tuple[str, ...] = tuple(name for name in FORWARD if hasattr(State, name))
 """Operations that run over chunks: those that `State` has as methods."""

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from ..core.arrays import Array
-from ..core.operations import OPERATIONS, accumulator_dtype
+from ..core.operations import accumulator_dtype
 from ..core.state import State
 from ..core.task import ITEMSIZE
+from ..ops import OPERATIONS
 from .chunks import state_of_chunks
 from .convert import Converter, storage
 from .disk import read_into, write_from

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from ..core.arrays import Array, accumulator
-from ..core.operations import OPERATIONS
 from ..core.options import PLAIN, ScoreOptions, softcap_slope
+from ..ops import OPERATIONS
 from . import targets
 from .exchange import Names
 from .plans import OUTPUTS, outputs_of

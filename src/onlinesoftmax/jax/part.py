@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ..core.arrays import Array
-from ..core.operations import OPERATIONS
 from ..core.options import PLAIN, ScoreOptions
+from ..ops import OPERATIONS
 from . import ops
 from .exchange import Names, RowStates, devices, local_target, merged
 from .scores import masked, scores

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from ..core.device import Device, known
-from ..core.operations import OPERATIONS
 from ..core.task import ITEMSIZE, Choice, Flags, Task, TensorSpec, contiguous_spec, operand_specs, task_of
+from ..ops import OPERATIONS
 from ..planner.measured import table_for
 from ..planner.plan import Planner
 from ..planner.strategies import FOR_JAX

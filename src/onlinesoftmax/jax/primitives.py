@@ -26,10 +26,10 @@ from jax.interpreters import ad, batching, mlir
 
 from ..core.arrays import Array
 from ..core.device import Device, known
-from ..core.operations import OPERATIONS
 from ..core.options import PLAIN, ScoreOptions
 from ..core.task import ANY, Choice, Task
 from ..kernels import pallas
+from ..ops import OPERATIONS
 from ..planner.plan import Plan, PlanError
 from ..planner.strategies import FOR_JAX
 from . import array_types, exchange, ops, part, partitioning, plans, targets

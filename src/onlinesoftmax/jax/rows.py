@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.arrays import Array, array_kind, broadcasts
-from ..core.operations import OPERATIONS
 from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_one_per_row, check_softcap, is_number
 from ..core.task import Choice
+from ..ops import OPERATIONS
 from . import array_types, ops, primitives, sharded
 from .exchange import Names, checked_names, devices
 from .targets import TargetOptions

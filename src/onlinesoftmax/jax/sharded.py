@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from ..core.arrays import Array
-from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
 from ..core.task import Choice
+from ..ops import OPERATIONS
 from . import array_types, ops, primitives
 from .exchange import Names, local_target
 from .part import Part, of_all_classes, outputs

@@ -16,10 +16,10 @@ from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
 from ..core.arrays import Array, accumulator
-from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions, softcap_slope
 from ..core.task import ANY, Choice
 from ..kernels import pallas
+from ..ops import OPERATIONS
 from . import array_types, exchange, ops, part, partitioning, primitives
 from .scores import FUNCTIONS, filled, masked
 from .targets import TargetOptions

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..core.arrays import Array, is_floating_dtype
 from ..core.call import Call
-from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
+from ..ops import OPERATIONS
 from .check import check_array, check_choice, check_options, checked_dims, checked_dtype
 
 CROSS_ENTROPY, TOKEN_LOGPROBS = "cross_entropy", "token_logprobs"

@@ -1,4 +1,4 @@
-"""cross_entropy and token_logprobs of NumPy arrays: the formulas in core/targets.py, in float64, some rows at a time.
+"""cross_entropy and token_logprobs of NumPy arrays: the formulas of their rooms in float64, some rows at a time.
 
 The results are rounded once.  There are no gradients.
 """
@@ -11,10 +11,9 @@ import numpy as np
 
 from ..core.arrays import Array, namespace, quiet
 from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
-from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
-from ..core.reference import FORMULAS
-from ..core.targets import loss_of_weights
+from ..ops import OPERATIONS
+from ..ops.cross_entropy.formulas import loss_of_weights
 from .check import check_choice, check_options
 from .loss_arguments import (
     CROSS_ENTROPY,
@@ -95,7 +94,7 @@ def _losses(loss: Loss, element_index: Any, row_index: Any, z: Array, outputs: t
         # Without the target among its values, `with_sums` need not search each row for the column of the target.
         found |= {"target": target, "z_target": np.take_along_axis(found["x"], target, axis)}
         found |= {} if loss.weight is None else {"w_target": loss.weight[target]}
-    formulas = FORMULAS[CROSS_ENTROPY].outputs
+    formulas = OPERATIONS[CROSS_ENTROPY].formula.outputs
     values = {name: formulas[name](xp, **found) for name in outputs if not (by_class_weights and name == outputs[0])}
     if by_class_weights:
         q = loss.target[element_index].astype(np.float64) if target is None else found["columns"] == target
@@ -133,7 +132,7 @@ def token_logprobs(
     check_choice(TOKEN_LOGPROBS, choice)
     x, axis, xp = np.asarray(x), tokens.axis, namespace(np.zeros(0))
     check_options(Call(OPERATIONS[TOKEN_LOGPROBS], x, Settings(axis), options))
-    formulas, row_shape = FORMULAS[TOKEN_LOGPROBS].outputs, (*x.shape[:axis], *x.shape[axis + 1 :])
+    formulas, row_shape = OPERATIONS[TOKEN_LOGPROBS].formula.outputs, (*x.shape[:axis], *x.shape[axis + 1 :])
     rows = {"lse": np.full(row_shape, -np.inf), **({"entropy": np.zeros(row_shape)} if entropy else {})}
     logprob = np.full(tokens.columns.shape, np.nan)
     for element_index, row_index in cuts(x.shape, axis):

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..core.arrays import Array, namespace
 from ..core.options import ScoreOptions
-from ..core.reference import with_sums
 from ..core.state import shift
+from ..ops.reference import with_sums
 from . import scores_of
 
 ELEMENTS = 1 << 18

@@ -12,7 +12,7 @@ import torch
 
 from .. import api
 from ..core.call import Call, Settings
-from ..core.operations import OPERATIONS
+from ..ops import OPERATIONS
 from ..torch.check import autocasts, check_out_memory, checked_dim, checked_out, reduced_shape
 from ..torch.dispatch import why_pytorch
 from ..torch.losses import why_not_kernels

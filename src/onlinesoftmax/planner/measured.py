@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from ..core.cache import load_document, with_checksum
 from ..core.device import Device
-from ..core.operations import OPERATIONS, Operation
+from ..core.operations import Operation
 from ..core.problem import Extra, Problem
+from ..ops import OPERATIONS
 from .table_check import FORMAT, check_table
 from .variant import Variant
 

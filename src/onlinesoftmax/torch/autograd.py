@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..core.call import NOTHING, Call, Settings
-from ..core.operations import OPERATIONS, Operation
+from ..core.operations import Operation
+from ..ops import OPERATIONS
 from . import ops
 from .check import is_batched
 from .gradients import (

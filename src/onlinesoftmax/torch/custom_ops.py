@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ..core.call import Call, Settings
-from ..core.operations import OPERATIONS, Operation
+from ..core.operations import Operation
 from ..core.options import SCORE_OPTIONS, ScoreOptions
 from ..core.task import Choice, output_shape
+from ..ops import OPERATIONS
 from . import gradients, operators_eager
 from .autograd import save_for_gradient, saved_call
 from .gradients import Kept, Wanted

@@ -11,10 +11,11 @@ from torch.autograd import forward_ad
 
 from ..core.arrays import advice
 from ..core.call import NOTHING, Call, Settings
-from ..core.operations import OPERATIONS, Operation
+from ..core.operations import Operation
 from ..core.options import ScoreOptions
 from ..core.task import ANY, ITEMSIZE, Choice
 from ..kernels import registry
+from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from . import autograd, eager, gradients, launches, ops
 from .check import (

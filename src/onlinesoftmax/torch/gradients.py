@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.call import Call, Settings
-from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions, causal_mask, softcap_slope
+from ..ops import OPERATIONS
 from . import eager, ops
 from .check import check_first_derivative
 from .prepare import aligned, run

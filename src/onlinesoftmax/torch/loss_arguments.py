@@ -12,8 +12,8 @@ import torch
 
 from ..core.arrays import advice
 from ..core.call import Call
-from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
+from ..ops import OPERATIONS
 from .check import check_not_dtensor, check_options, checked_dim
 from .loss import UNSIGNED, Loss, counted, equals, is_class, signed
 from .prepare import INTEGERS

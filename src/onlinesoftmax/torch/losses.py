@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ..core.call import NOTHING, Call, LossStatistics, Settings, TokenLogprobs
-from ..core.operations import OPERATIONS
 from ..core.options import ScoreOptions
 from ..core.task import Choice
+from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
 from . import loss_launches, targets_eager, tokens

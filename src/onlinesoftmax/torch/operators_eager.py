@@ -1,7 +1,7 @@
 """The outputs of every operator by PyTorch's operations, for tensors that no kernel of ours takes.
 
 A program that was exported on a GPU names our operators, and runs on a CPU too.  Operations without a target use the
-formulas of ops.py, those with a target the table of core/reference.py, in float64.
+formulas of ops.py, those with a target the table of ops/reference.py, in float64.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 
 from ..core.arrays import namespace
 from ..core.call import NOTHING, Call
-from ..core.operations import OPERATIONS, Output
-from ..core.reference import evaluate, with_sums
-from ..core.targets import divisor
+from ..core.operations import Output
 from ..kernels import registry
+from ..ops import OPERATIONS
+from ..ops.cross_entropy.formulas import divisor
+from ..ops.reference import evaluate, with_sums
 from . import eager
 from .gradients import Kept, accumulator_of, score_gradient, slope_of, unmasked
 from .prepare import DTYPE_NAMES

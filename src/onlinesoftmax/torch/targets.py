@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.call import Call
-from ..core.operations import OPERATIONS
 from ..core.options import bits
 from ..kernels import registry
+from ..ops import OPERATIONS
 from . import targets_eager
 from .autograd import with_tensors
 from .check import TRACED_TYPES, is_batched

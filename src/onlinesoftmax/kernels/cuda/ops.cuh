@@ -2,7 +2,7 @@
 //
 // A strategy merges `peak` and `summands` of its elements to one state per row.  Then it computes `row_constants` once
 // for the row and `output` for each element, or `write_rows` for the outputs per row, or both.  A new operation is a
-// branch here and a declaration in core/operations.py; strategies do not change.
+// branch here and a declaration in ops/; strategies do not change.
 //
 // Two gradients reduce a dot product, which is the first sum of their state.  Their m is not the maximum of scores:
 //     softmax           dx = y * (dy - dot)          dot = sum(dy * y)    m is unused

@@ -1,6 +1,6 @@
 """The kernel's one parameter, the struct `Params`: its C++ text and its packing, both from one list of fields.
 
-The list follows from the declarations (core/operations.py, core/options.py): every tensor and every number that some
+The list follows from the declarations (ops/, core/options.py): every tensor and every number that some
 operation reads or writes has a field, so a new operand or output needs no change here.  A field takes eight bytes.
 A kernel never reads the fields of tensors and numbers that its request lacks.
 """
@@ -11,9 +11,10 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...core.operations import OPERATIONS, Operand, Output
+from ...core.operations import Operand, Output
 from ...core.options import SCORE_OPTIONS
 from ...core.task import MOST_PROCESSES
+from ...ops import OPERATIONS
 
 LOGITS = Operand("logits", "element")
 """The logits beside a saved output: a gradient reads them for the slope of a score option such as softcap."""

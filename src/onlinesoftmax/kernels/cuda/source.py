@@ -11,8 +11,8 @@ from functools import cache
 from importlib import resources
 
 from ...core.device import CACHE_LINE
-from ...core.operations import OPERATIONS
 from ...core.task import ITEMSIZE, MOST_PROCESSES
+from ...ops import OPERATIONS
 from ...planner.plan import Plan
 from ...planner.strategies.cuda_blocks import slice_chunks
 from ...planner.strategies.cuda_grid import PIPELINE, STREAM, slice_tiles

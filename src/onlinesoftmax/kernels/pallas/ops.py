@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from ...core.arrays import Array
-from ...core.operations import OPERATIONS, Accumulator, Operation
+from ...core.operations import Accumulator, Operation
+from ...ops import OPERATIONS
 from . import state
 from .state import State, Tiles
 from .targets import GradientInputs, Target

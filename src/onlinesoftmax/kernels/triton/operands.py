@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...core.operations import OPERATIONS
 from ...core.options import SCORE_OPTIONS
+from ...ops import OPERATIONS
 from . import ops
 
 OPERANDS = tuple(operand for operation in OPERATIONS.values() for operand in operation.operands)

@@ -2,7 +2,7 @@
 
 A strategy calls `reduce` or `reduce_both`, `state.merge` and `state.merge_all` until a row has one state.  From the
 state it writes elements, with `row_constants` once per row and `output` for each element; or per-row outputs, with
-`row_output`; or both.  A new operation is a declaration in core/operations.py and branches here; no strategy changes.
+`row_output`; or both.  A new operation is a declaration in ops/ and branches here; no strategy changes.
 
 The state of a gradient has one plain sum, and its m has another meaning:
     softmax           dx = y · (dy - dot)       dot = sum(dy · y)   m is unused
@@ -10,7 +10,7 @@ The state of a gradient has one plain sum, and its m has another meaning:
     logsumexp         dx = dy · exp(z - lse)    none: given_state in operands.py is m = lse and the sum dy
 
 An operation with a target column per row reads `row_values`, the result of operands.row_operands; for all others
-`row_values` is the empty tuple.  core/targets.py has the formulas of these operations.
+`row_values` is the empty tuple.  The rooms in ops/ have the formulas of these operations.
 """
 
 from typing import Any, NamedTuple

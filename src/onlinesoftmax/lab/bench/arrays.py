@@ -7,9 +7,9 @@ from typing import Any
 
 from ...core.arrays import namespace
 from ...core.options import PLAIN, Functions, scores
-from ...core.reference import evaluate
 from ...core.task import Choice
 from ...jax import bridge
+from ...ops.reference import evaluate
 from .cases import Case
 from .formulas import Function
 from .losses_in_jax import called, with_target

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ...core.operations import OPERATIONS, Operation, Output, ValueKind
+from ...core.operations import Operation, Output, ValueKind
 from ...core.options import SCORE_OPTIONS
 from ...core.task import ITEMSIZE
+from ...ops import OPERATIONS
 
 Shape = tuple[int, ...]
 

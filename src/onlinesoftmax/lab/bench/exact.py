@@ -7,9 +7,9 @@ from math import inf
 from typing import Any
 
 from ...core.arrays import namespace
+from ...core.formulas import picked
 from ...core.options import Functions, scores
-from ...core.reference import FORMULAS, size_of_terms
-from ...core.targets import picked
+from ...ops.reference import size_of_terms
 from .cases import Case
 from .options import score_options
 
@@ -74,7 +74,7 @@ def whole(case: Case, at: Exact) -> Any:
 
 def of_operands(case: Case, known: Mapping[str, Any], name: str) -> Exact:
     """`exact` of one output for operands and score options by name; an element operand may be a function of a piece."""
-    operation, formula = case.declaration, FORMULAS[case.operation]
+    operation, formula = case.declaration, case.declaration.formula
     rows = {name: known[name].unsqueeze(case.dim) for name in operation.row_operands if name in known}
     # The first operand that is a tensor: the logits, or the incoming gradient.
     like = next(t for t in known.values() if not callable(t))

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...core.arrays import namespace
 from ...core.options import Functions, causal_mask, scores
-from ...core.reference import evaluate
+from ...ops.reference import evaluate
 from . import losses
 from .cases import Case
 from .losses import Function

@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from ...core.device import Device
-from ...core.operations import OPERATIONS, Operand, Operation
+from ...core.operations import Operand, Operation
 from ...core.problem import Problem
 from ...core.task import ITEMSIZE, Flags, Task, TensorSpec, contiguous_spec, row_spec, task_of
 from ...kernels.request import Request
+from ...ops import OPERATIONS
 from ...planner import strategies
 from ...planner.measured import optional_operands, stand_in
 from ...planner.plan import Plan, priced

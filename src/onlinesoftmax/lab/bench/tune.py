@@ -9,12 +9,12 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from ...core.device import Device
-from ...core.operations import OPERATIONS
 from ...core.problem import Problem
 from ...core.task import ITEMSIZE
 from ...core.workers import worker_pool
 from ...kernels import registry
 from ...kernels.request import Request
+from ...ops import OPERATIONS
 from ...planner.measured import KEPT_RATIO, Cell, Key, Table, Timing, key_of
 from ...planner.plan import Plan
 from .grid import Shape, can_measure, input_bytes, proposals, task

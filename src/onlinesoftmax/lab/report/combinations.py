@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...core.device import KNOWN
-from ...core.operations import FORWARD, OPERATIONS
 from ...core.options import SCORE_OPTIONS
 from ...core.task import ITEMSIZE
 from ...explanation import Explanation, explain
+from ...ops import FORWARD, OPERATIONS
 from ..bench.cases import known
 
 FRAMEWORKS: dict[str, tuple[str, ...]] = {

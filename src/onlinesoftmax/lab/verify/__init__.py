@@ -15,10 +15,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ...core.operations import OPERATIONS
 from ...core.task import ITEMSIZE
 from ...jax import bridge
 from ...kernels import registry
+from ...ops import OPERATIONS
 from ...planner.strategies import FOR_JAX, TABLE
 from .cell import Cell
 from .exact import Exact, exact_gradient, exact_result, ulp

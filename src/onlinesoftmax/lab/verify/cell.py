@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.operations import OPERATIONS
+from ...ops import OPERATIONS
 from ...planner.plan import PlanError
 from . import functions
 from .exact import Exact, Outcome, wide

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.arrays import namespace
-from ...core.operations import OPERATIONS
-from ...core.reference import evaluate, size_of_terms, with_sums
+from ...ops import OPERATIONS
+from ...ops.reference import evaluate, size_of_terms, with_sums
 from . import functions
 from .inputs import Case
 

@@ -1,7 +1,7 @@
 """The executable specification: the softmax family in NumPy float64, as short as the maths.
 
 Softmax is written in three ways, `naive`, `two_pass` and `online`.  The formula of every operation stands once, in
-the table FORMULAS, and serves every array library: the functions of the family here apply it to NumPy's float64, the
+its room, and serves every array library: the functions of the family here apply it to NumPy's float64, the
 verification to long double, and the benchmark to torch's float64, a piece of a row at a time.
 
 Nothing here is fast.  Every kernel is tested against these functions; read them first.
@@ -15,113 +15,17 @@ An axis out of range raises numpy.exceptions.AxisError.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import targets
-from .arrays import Array, namespace, quiet
-from .operations import OPERATIONS
-from .state import shift
+from ..core.arrays import Array, namespace, quiet
+from ..core.formulas import picked
+from . import OPERATIONS
 
 Float64 = NDArray[np.float64]
-
-Part = Callable[..., Array]
-"""A part of a formula, called as part(xp, **values).
-
-`xp` holds the functions of the array library (`namespace` in core/arrays.py).  `values` are arrays that broadcast
-to one another, by name: every operand; "m", the maximum of each row; every sum; "columns", the number of each column;
-the number of columns, "cols"; and the results of `targets.picked`.  A per-row array has size 1 along the softmax
-dimension.  The input "x" is the score where the operation takes score options, not the logit.
-"""
-
-
-@dataclass(frozen=True)
-class Formula:
-    """The formula of one operation, in two phases: the sums over each row, then the outputs.
-
-    Attributes:
-        sums: The number that each accumulator sums over a row, by the name of the accumulator.
-        outputs: Every output, by name.
-        terms: The two numbers whose difference is the main output; None where the main output is no difference.  A
-            difference is no more exact than its two terms, so a tolerance must allow for their rounding errors.
-    """
-
-    sums: Mapping[str, Part]
-    outputs: Mapping[str, Part]
-    terms: Callable[..., tuple[Array, Array]] | None = None
-
-
-def _exponential(xp: Any, x: Array, m: Array, **_: Array) -> Array:
-    return xp.exp(x - shift(xp, m))
-
-
-def _weighted_score(xp: Any, x: Array, m: Array, **_: Array) -> Array:
-    e = _exponential(xp, x, m)
-    # A score of -inf has no weight; its product with 0 would be NaN.
-    return xp.where(e == 0, 0.0, x) * e
-
-
-def _softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
-    return xp.where(xp.isinf(m), np.nan, _exponential(xp, x, m) / l)
-
-
-def _log_softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
-    return xp.where(xp.isinf(m), np.nan, x - m - xp.log(l))
-
-
-def _logsumexp(xp: Any, m: Array, l: Array, **_: Array) -> Array:
-    return shift(xp, m) + xp.log(l)
-
-
-def _entropy(xp: Any, m: Array, l: Array, zl: Array, **_: Array) -> Array:
-    # The arithmetic gives NaN where l is 0 or the maximum is infinite.
-    return _logsumexp(xp, m, l) - zl / l
-
-
-_STATE: dict[str, Part] = {"l": _exponential, "zl": _weighted_score}
-
-_STATISTICS: dict[str, Part] = {
-    "lse": _logsumexp,
-    "m": lambda xp, m, **_: shift(xp, m),
-    "l": lambda xp, l, **_: l,
-    "entropy": _entropy,
-}
-
-FORMULAS: dict[str, Formula] = {
-    "softmax": Formula(_STATE, {"y": _softmax, **_STATISTICS}),
-    "log_softmax": Formula(_STATE, {"y": _log_softmax, **_STATISTICS}),
-    "logsumexp": Formula(_STATE, {"y": _logsumexp, **_STATISTICS}),
-    # In the first two gradients x is the saved output.
-    "softmax_backward": Formula(
-        {"dot": lambda xp, x, dy, **_: x * dy},
-        {"y": lambda xp, x, dy, dot, **_: x * (dy - dot)},
-        lambda xp, x, dy, dot, **_: (x * dy, x * dot),
-    ),
-    "log_softmax_backward": Formula(
-        {"dot": lambda xp, dy, **_: dy},
-        {"y": lambda xp, x, dy, dot, **_: dy - xp.exp(x) * dot},
-        lambda xp, x, dy, dot, **_: (dy, xp.exp(x) * dot),
-    ),
-    "logsumexp_backward": Formula({}, {"y": lambda xp, x, dy, lse, **_: dy * xp.exp(x - lse)}),
-    "cross_entropy": Formula(
-        {**_STATE, "wz": targets.weighted_scores},
-        {
-            "loss": targets.loss,
-            "mean_loss": lambda xp, **values: targets.loss(xp, **values).sum() / targets.divisor(xp, **values),
-            "total_loss": lambda xp, **values: targets.loss(xp, **values).sum(),
-            "y": targets.loss_gradient,
-            **_STATISTICS,
-        },
-    ),
-    "cross_entropy_backward": Formula({}, {"y": targets.loss_gradient}, targets.loss_terms),
-    "token_logprobs": Formula(_STATE, {"y": targets.log_probability, **_STATISTICS}),
-    "token_logprobs_backward": Formula({}, {"y": targets.log_probability_gradient}, targets.log_probability_terms),
-}
-"""The formula of every operation, by name."""
 
 
 @quiet
@@ -129,9 +33,9 @@ def with_sums(operation: str, xp: Any, values: Mapping[str, Array], axis: int, *
     """The values, with the maximum and the sums of each row that outputs need.
 
     Args:
-        operation: Name in FORMULAS.
+        operation: Name in OPERATIONS.
         xp: Functions of the array library.
-        values: Every operand by name, as a `Part` takes them.  "m" is computed where it is not given.
+        values: Every operand by name, as a `Part` of a formula takes them.  "m" is computed where it is not given.
         axis: The softmax dimension.
         outputs: Names of the outputs; the main output if there are none.
     """
@@ -139,11 +43,11 @@ def with_sums(operation: str, xp: Any, values: Mapping[str, Array], axis: int, *
     sums = declaration.summed(outputs or ("y",), values.keys())
     cols = found["x"].shape[axis]
     found |= {"cols": cols, "columns": xp.arange(found["x"], axis)}
-    found |= targets.picked(xp, found, found["columns"], lambda t: xp.sum(t, axis))
+    found |= picked(xp, found, found["columns"], lambda t: xp.sum(t, axis))
     if "m" not in found and any(accumulator.rescaled for accumulator in sums):
         found["m"] = xp.max(found["x"], axis)
     for accumulator in sums:
-        found[accumulator.name] = xp.sum(FORMULAS[operation].sums[accumulator.name](xp, **found), axis)
+        found[accumulator.name] = xp.sum(declaration.formula.sums[accumulator.name](xp, **found), axis)
     return found
 
 
@@ -157,7 +61,7 @@ def evaluate(operation: str, xp: Any, values: Mapping[str, Array], axis: int, ou
     >>> evaluate("softmax_backward", namespace(y), {"x": y, "dy": dy}, 0)
     array([ 0.25, -0.25])
     """
-    return FORMULAS[operation].outputs[output](xp, **with_sums(operation, xp, values, axis, output))
+    return OPERATIONS[operation].formula.outputs[output](xp, **with_sums(operation, xp, values, axis, output))
 
 
 @quiet
@@ -165,11 +69,11 @@ def size_of_terms(operation: str, xp: Any, values: Mapping[str, Array]) -> Array
     """The size of the larger of the two terms whose difference is the main output; None where there are none.
 
     Args:
-        operation: Name in FORMULAS.
+        operation: Name in OPERATIONS.
         xp: Functions of the array library.
         values: The result of `with_sums`.
     """
-    terms = FORMULAS[operation].terms
+    terms = OPERATIONS[operation].formula.terms
     if terms is None:
         return None
     minuend, subtrahend = terms(xp, **values)

@@ -1,0 +1,28 @@
+"""Logsumexp, m + log(l), and its gradient."""
+
+from __future__ import annotations
+
+from ..core import formulas
+from ..core.formulas import Formula
+from ..core.operations import (
+    ALL_OPTIONS,
+    EXPONENT_SUM,
+    MEAN_SUM,
+    STATISTICS,
+    Gradient,
+    Operand,
+    Operation,
+    Output,
+    X,
+)
+
+FORWARD = Operation(
+    "logsumexp", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "row"), *STATISTICS), ALL_OPTIONS,
+    Formula(formulas.SUMS, {"y": formulas.logsumexp, **formulas.STATISTICS}),
+    Gradient("logsumexp_backward", ("x", "lse")),
+)  # fmt: skip
+
+BACKWARD = Operation(
+    "logsumexp_backward", (X, Operand("dy", "row"), Operand("lse", "row")), (), (Output("y", "element", needs=()),),
+    ALL_OPTIONS, Formula({}, {"y": lambda xp, x, dy, lse, **_: dy * xp.exp(x - lse)}),
+)  # fmt: skip

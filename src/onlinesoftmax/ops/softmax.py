@@ -1,0 +1,49 @@
+"""Softmax, exp(z - m) / l, and its gradient.
+
+The operand x of the gradient is the saved output, and dy is its gradient.  The scale, the softcap and the masks change
+the gradient that is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..core import formulas
+from ..core.arrays import Array
+from ..core.formulas import Formula
+from ..core.operations import (
+    ALL_OPTIONS,
+    DY,
+    EXPONENT_SUM,
+    MEAN_SUM,
+    OPTIONS_OF_GRADIENTS,
+    PRODUCT_SUM,
+    STATISTICS,
+    Gradient,
+    Operation,
+    Output,
+    X,
+)
+
+
+def _softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
+    return xp.where(xp.isinf(m), np.nan, formulas.exponential(xp, x, m) / l)
+
+
+FORWARD = Operation(
+    "softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), ALL_OPTIONS,
+    Formula(formulas.SUMS, {"y": _softmax, **formulas.STATISTICS}),
+    Gradient("softmax_backward", ("y",)), may_keep_terms=True,
+)  # fmt: skip
+
+BACKWARD = Operation(
+    "softmax_backward", (X, DY), (PRODUCT_SUM,), (Output("y", "element", needs=("dot",)),), OPTIONS_OF_GRADIENTS,
+    Formula(
+        {"dot": lambda xp, x, dy, **_: x * dy},
+        {"y": lambda xp, x, dy, dot, **_: x * (dy - dot)},
+        lambda xp, x, dy, dot, **_: (x * dy, x * dot),
+    ),
+    scores=False,
+)  # fmt: skip

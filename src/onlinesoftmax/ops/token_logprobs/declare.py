@@ -1,0 +1,36 @@
+"""The declaration of token log-probabilities, the logarithms of the probability of one column of every row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...core.operations import (
+    ALL_OPTIONS,
+    EXPONENT_SUM,
+    MEAN_SUM,
+    STATE,
+    STATISTICS,
+    TARGET,
+    Gradient,
+    Operand,
+    Operation,
+    Output,
+    X,
+)
+from . import formulas
+
+FORWARD = Operation(
+    "token_logprobs", (X, TARGET), (EXPONENT_SUM, MEAN_SUM),
+    (Output("y", "row", "accumulator", exact=False), *(replace(output, exact=False) for output in STATISTICS)),
+    ALL_OPTIONS, formulas.FORWARD, Gradient("token_logprobs_backward", ("x", "target", "m", "l", "entropy")),
+)  # fmt: skip
+
+# dy, dlse and dentropy are the gradients of the logarithm, of lse and of the entropy of every row.
+BACKWARD = Operation(
+    "token_logprobs_backward",
+    (
+        X, TARGET, Operand("dy", "row"), *STATE, Operand("dlse", "row", optional=True),
+        Operand("entropy", "row", optional=True), Operand("dentropy", "row", optional=True),
+    ),
+    (), (Output("y", "element", needs=()),), ALL_OPTIONS, formulas.BACKWARD,
+)  # fmt: skip
