@@ -51,10 +51,9 @@ def _caption(records: Records, page: str) -> str:
     mine, theirs = (spread(result.of_copy for result in _results(found, who)) for who in ("ours", "torch"))
     return (
         f"*Softmax of bfloat16 rows on an NVIDIA H200 (commit {commit(record)}). The dashed line is a copy of the same "
-        "size in the same run. It is the ceiling, up to the noise of the measurement: softmax must read and write each "
-        f"element once, as a copy does. From {SHORTEST} to {LONGEST} columns, ours has {mine} of the copy's speed and "
-        f"PyTorch {theirs}. From 2^20 columns on, the blocks that share a row exchange their states "
-        f"through the L2 cache, and wait for each other. [More figures, and the reasons]({page}).*"
+        "size in the same run, which reads and writes each element once, as softmax must. From "
+        f"{SHORTEST} to {LONGEST} columns, ours has {mine} of the copy's speed and PyTorch {theirs}. From 2^20 columns "
+        f"on, the blocks that share a row wait for each other. [More figures, and the reasons]({page}).*"
     )
 
 
@@ -63,6 +62,9 @@ def readme_speed(records: Records) -> str:
     rows = [
         _range("softmax, aligned rows of {} columns", _field(records, FORWARD)),
         _range("softmax, unaligned rows of {} columns", _field(records, FORWARD, True)),
+        _range("softmax, short rows of {} columns", [
+            each for each in records.cases("h200-forward", dtype=BF16) if each.case.shape[-1] < SHORTEST
+        ]),
         _one("softmax, one row of 2^24", records, "h200-single-row", Case("softmax", (1, 1 << 24), 1, BF16)),
         _range("gradient of softmax, {} columns", records.cases("h200-gradients", dtype=BF16)),
         _range("softmax in JAX, aligned rows of {} columns, of XLA's copy", _field(records, IN_JAX)),
@@ -72,7 +74,7 @@ def readme_speed(records: Records) -> str:
         _one("the same in JAX, of XLA's copy", records, "h200-jax-cross-entropy",
              Case("cross_entropy", VOCABULARY, 1, BF16, with_gradient=True), copies),
         _sharded(records),
-        _one("log-probabilities and entropy of tokens, and their gradient, 8192 × 128256, in times of the copy",
+        _one("`token_logprobs` and its gradient, 8192 × 128256, in times of the copy",
              records, "h200-token-logprobs", Case("token_logprobs", VOCABULARY, 1, BF16, with_gradient=True), copies),
         _host(records),
     ]  # fmt: skip
@@ -128,7 +130,7 @@ def _one(
 
 def _sharded(records: Records) -> list[str]:
     """The loss with its columns on several GPUs; PyTorch's way is loss_parallel."""
-    title = "cross-entropy and its gradient with the columns on {} GPUs, 8192 × 128256, µs"
+    title = "cross-entropy and its gradient, columns on {} GPUs, µs"
     for found in sharded(records):
         case = found.case
         if (case.operation, case.shape, case.with_gradient, case.reduction) == (
@@ -148,7 +150,7 @@ def _host(records: Records) -> list[str]:
         result.who: result.calls[PLAIN].median_us
         for each in found for result in each.results if isinstance(result, CallsResult) and PLAIN in result.calls
     }  # fmt: skip
-    title = "host time of a call of softmax of 64 × 512, µs"
+    title = "host time of softmax of 64 × 512, µs"
     return [title, *(microseconds(times.get(who)) for who in LIBRARIES)]
 
 
