@@ -28,7 +28,7 @@ def torch_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("with a GPU, Triton's interpreter is off")
-    from onlinesoftmax.torch import cache, prepare
+    from onlinesoftmax.torch import fast_path, prepare
 
     found, plan_of = [], prepare.plan_of
 
@@ -37,7 +37,7 @@ def torch_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         return found[-1]
 
     monkeypatch.setattr(prepare, "plan_of", recorded)
-    cache.forget()
+    fast_path.forget()
     return found
 
 

@@ -31,7 +31,7 @@ from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import Plan, priced
 from onlinesoftmax.planner.strategies import TABLE
 from onlinesoftmax.planner.strategies.cuda_grid import STREAM
-from onlinesoftmax.torch import cache
+from onlinesoftmax.torch import fast_path
 from onlinesoftmax.torch import prepare as prepared
 
 pytest.importorskip("cuda.core", reason="cuda.core is not installed")
@@ -71,7 +71,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
             return priced(proposals[0], problem, device)
 
         monkeypatch.setattr(prepared, "plan_of", first)
-        cache.forget()
+        fast_path.forget()
         forward = operation.removesuffix("_backward")
         if outputs:
             settings = Settings(-1, options.get("dtype"), False, Choice("cuda", strategy))
@@ -88,7 +88,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
 
     monkeypatch.setattr(cuda, "prepare", record)
     yield ask
-    cache.forget()
+    fast_path.forget()
 
 
 def no_memory(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

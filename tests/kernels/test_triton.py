@@ -13,7 +13,7 @@ import torch
 import onlinesoftmax as osm
 from contract import OPERATIONS, assert_as_good_as_pytorch, outliers
 from onlinesoftmax.core.problem import Problem
-from onlinesoftmax.torch import cache
+from onlinesoftmax.torch import fast_path
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
@@ -28,11 +28,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def test_merge_tree(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of seven states, two to a program: four, two, one."""
     monkeypatch.setattr("onlinesoftmax.planner.strategies.triton.MERGE_FAN", 2)
-    cache.forget()
+    fast_path.forget()
     x = outliers(2, 100001, dtype=torch.float32, device=DEVICE)
     assert osm.explain(x, operation=operation, device="h200", strategy="split").plan.launches >= 4
     assert_as_good_as_pytorch(OPERATIONS[operation](x, backend="triton", strategy="split"), operation, x, -1)
-    cache.forget()
+    fast_path.forget()
 
 
 def test_seven_dimensions_that_do_not_merge() -> None:
@@ -222,11 +222,11 @@ def test_more_elements_than_an_int32_counts(shape: tuple[int, int]) -> None:
 def test_a_merge_tree_of_large_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two thousand states, a thousand to a program, so that a second launch merges what is left."""
     monkeypatch.setattr("onlinesoftmax.planner.strategies.triton.MERGE_FAN", 1024)
-    cache.forget()
+    fast_path.forget()
     x = torch.randn(4224 * 8192, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     assert osm.explain(x, strategy="split").plan.launches == 4
     assert_as_good_as_pytorch(osm.softmax(x, 0, backend="triton", strategy="split"), "softmax", x, 0)
-    cache.forget()
+    fast_path.forget()
 
 
 @pytest.mark.gpu

@@ -12,32 +12,37 @@ import torch
 
 import onlinesoftmax as osm
 from contract import OPERATIONS, outliers
-from onlinesoftmax.torch import cache, dispatch, launches
+from onlinesoftmax.torch import fast_path
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 HOW: dict[str, Any] = {} if GPU else {"backend": "triton"}
 
 
+def prepared() -> int:
+    """Number of prepared calls of public functions."""
+    return sum(isinstance(key[0][0], tuple) for key in fast_path.PREPARED_CALLS)
+
+
 @pytest.fixture(autouse=True)
 def _usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not GPU:
         # Without a GPU, Triton's interpreter takes the calls on CPU tensors.
-        monkeypatch.setattr(dispatch, "is_usual", lambda x: not x.is_neg())
-    cache.forget()
+        monkeypatch.setattr(fast_path, "is_cacheable", lambda x: not x.is_neg())
+    fast_path.forget()
     yield
-    cache.forget()
+    fast_path.forget()
 
 
 def test_a_cache_is_bounded_and_all_are_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
     osm.softmax(torch.randn(3, 5, device=DEVICE), 1, **HOW)
-    assert launches.LAUNCHES
-    cache.forget()
-    assert not any(cache._CACHES)
-    monkeypatch.setattr(cache, "MOST_ENTRIES", 2)
+    assert prepared()
+    fast_path.forget()
+    assert not any(fast_path._CACHES)
+    monkeypatch.setattr(fast_path, "MOST_ENTRIES", 2)
     found: dict[tuple[Any, ...], int] = {}
     for number in range(3):
-        assert cache.keep(found, (number,), number) == number
+        assert fast_path.keep(found, (number,), number) == number
     assert found == {(2,): 2}
 
 
@@ -48,14 +53,14 @@ def test_same_bits_as_the_general_path(operation: str, start: int) -> None:
     x = outliers(4 * 33 + 1, dtype=torch.float32, device=DEVICE)[start:][: 4 * 33].view(4, 33)
     call = OPERATIONS[operation]
     general = call(x, 1, dtype=torch.float32, **HOW)
-    assert not launches.LAUNCHES
+    assert not prepared()
     for _ in range(2):
         assert torch.equal(call(x, 1, **HOW), general)
     out = torch.empty_like(general)
     for _ in range(2):
         assert call(x, 1, out=out.fill_(torch.nan), **HOW) is out
         assert torch.equal(out, general)
-    assert len(launches.LAUNCHES) == 2
+    assert prepared() == 2
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -68,15 +73,15 @@ def test_recorded_calls_have_the_gradient_of_the_general_path(operation: str, dt
         general = call(x, dim, dtype=dtype, **more, **HOW)
         dy = torch.randn_like(general)
         (gradient,) = torch.autograd.grad(general, x, dy)
-        before = len(launches.LAUNCHES)
+        before = prepared()
         for _ in range(2):
             usual = call(x, dim, **more, **HOW)
             assert torch.equal(usual, general)
             assert torch.equal(torch.autograd.grad(usual, x, dy)[0], gradient)
-        assert len(launches.LAUNCHES) == before + 1
+        assert prepared() == before + 1
         with torch.no_grad():
             assert torch.equal(call(x, dim, **more, **HOW), general)
-        assert len(launches.LAUNCHES) == before + 2
+        assert prepared() == before + 2
 
 
 def test_the_gradient_of_a_recorded_logsumexp_is_differentiated() -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 import onlinesoftmax as osm
 from contract import DTYPES, outliers
 from onlinesoftmax.core.call import Settings
-from onlinesoftmax.torch import cache, loss_launches, losses, reductions
+from onlinesoftmax.torch import fast_path, losses, reductions
 from onlinesoftmax.torch.loss import Loss
 from onlinesoftmax.torch.targets import MOST_ROWS_IN_ONE_LAUNCH
 
@@ -25,14 +25,19 @@ DEVICE = "cuda" if GPU else "cpu"
 HOW: dict[str, Any] = {} if GPU else {"backend": "triton"}
 
 
+def prepared() -> int:
+    """Number of prepared calls of public functions."""
+    return sum(isinstance(key[0][0], tuple) for key in fast_path.PREPARED_CALLS)
+
+
 @pytest.fixture(autouse=True)
 def _usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not GPU:
         # Without a GPU, Triton's interpreter takes the calls on CPU tensors.
-        monkeypatch.setattr(loss_launches, "is_usual", lambda x: not x.is_neg())
-    cache.forget()
+        monkeypatch.setattr(fast_path, "is_cacheable", lambda x: not x.is_neg())
+    fast_path.forget()
     yield
-    cache.forget()
+    fast_path.forget()
 
 
 @pytest.fixture
@@ -41,7 +46,7 @@ def general(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def general(call: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(losses.loss_launches, "key_of", lambda *_: ())
+            patch.setattr(losses, "look_up", lambda *_: ((), None))
             return call()
 
     return general
@@ -90,7 +95,7 @@ def test_losses_have_the_bits_of_the_general_path(general: Any, reduction: str, 
         def call(x: torch.Tensor = x, options: dict[str, Any] = options) -> torch.Tensor:
             return loss_of(x, target, reduction=reduction, **options)
 
-        want, before = general(call), len(loss_launches.LAUNCHES)
+        want, before = general(call), prepared()
         for _ in range(2):
             found = call()
             assert (found.dtype, found.shape) == (want.dtype, want.shape)
@@ -101,7 +106,7 @@ def test_losses_have_the_bits_of_the_general_path(general: Any, reduction: str, 
                 ours, theirs = (torch.autograd.grad(y, x, dy, retain_graph=True)[0] for y in (found, call()))
                 assert torch.equal(ours, theirs)
                 assert torch.equal(ours, torch.autograd.grad(general(call), x, dy)[0])
-        assert len(loss_launches.LAUNCHES) == before + 1
+        assert prepared() == before + 1
 
 
 @pytest.mark.parametrize("entropy", [True, False])
@@ -127,7 +132,7 @@ def test_log_probabilities_have_the_bits_of_the_general_path(general: Any, needs
                 assert torch.equal(*grads)
             else:
                 assert not any(t.requires_grad for t in found if t is not None)
-    assert len(loss_launches.LAUNCHES) == 2
+    assert prepared() == 2
 
 
 def test_a_loss_without_a_gradient_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +187,7 @@ def test_calls_that_need_the_general_path() -> None:
             torch.testing.assert_close(call(), want)
     # The loss kernel reads a weight with gaps, and CUDA's writes the scalar, too; beside Triton's, PyTorch's operations
     # compute the divisor.
-    assert len(loss_launches.LAUNCHES) == GPU
+    assert prepared() == GPU
 
 
 def test_no_tensor_of_a_call_is_kept() -> None:

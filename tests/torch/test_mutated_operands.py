@@ -14,7 +14,7 @@ from onlinesoftmax.core.call import Call, Settings
 from onlinesoftmax.core.options import PLAIN
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.ops import OPERATIONS
-from onlinesoftmax.torch import cache, custom_ops, dispatch, loss_launches, losses
+from onlinesoftmax.torch import custom_ops, fast_path, losses
 from onlinesoftmax.torch.autograd import with_tensors
 
 GPU = torch.cuda.is_available()
@@ -105,13 +105,12 @@ FUNCTIONS: dict[str, Function] = {
 def path(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The path of usual calls, whose launches are kept, and the general path."""
     if request.param == "usual" and not GPU:
-        for module in (loss_launches, dispatch):
-            monkeypatch.setattr(module, "is_usual", lambda x: not x.is_neg())
+        monkeypatch.setattr(fast_path, "is_cacheable", lambda x: not x.is_neg())
     if request.param == "general":
-        monkeypatch.setattr(losses.loss_launches, "key_of", lambda *_: ())
-    cache.forget()
+        monkeypatch.setattr(losses, "look_up", lambda *_: ((), None))
+    fast_path.forget()
     yield request.param
-    cache.forget()
+    fast_path.forget()
 
 
 def change(t: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from loss_accuracy import DEVICE, GPU, HOW
 from torch.nn import functional
 
 import onlinesoftmax as osm
-from onlinesoftmax.torch import cache, loss_launches, losses
+from onlinesoftmax.torch import fast_path, losses
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,12 +27,12 @@ OPTIONS: list[dict[str, Any]] = [
 def _path(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The path of usual calls, whose launches are kept, and the general path."""
     if request.param == "usual" and not GPU:
-        monkeypatch.setattr(loss_launches, "is_usual", lambda x: not x.is_neg())
+        monkeypatch.setattr(fast_path, "is_cacheable", lambda x: not x.is_neg())
     if request.param == "general":
-        monkeypatch.setattr(losses.loss_launches, "key_of", lambda *_: ())
-    cache.forget()
+        monkeypatch.setattr(losses, "look_up", lambda *_: ((), None))
+    fast_path.forget()
     yield
-    cache.forget()
+    fast_path.forget()
 
 
 def logits() -> torch.Tensor:

@@ -20,7 +20,7 @@ from ..core.agreement import Announcement, connected_by_sockets, kind_of, number
 from ..core.arrays import array_kind
 from ..core.layout import contiguous_strides
 from ..core.options import ScoreOptions
-from ..torch.cache import MOST_ENTRIES
+from ..torch.fast_path import MOST_ENTRIES
 from .shards import Shards
 
 Tensor = torch.Tensor

@@ -13,8 +13,8 @@ import torch
 
 from ..core.agreement import Announcement, name_of, numbers_of_all
 from ..core.processes import group_or_default
-from ..torch.cache import keep, new_cache
 from ..torch.check import checked_dim
+from ..torch.fast_path import keep, new_cache
 
 Tensor = torch.Tensor
 

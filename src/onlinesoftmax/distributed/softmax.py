@@ -14,8 +14,9 @@ from ..core.call import Call, Settings
 from ..core.processes import gathered
 from ..core.task import Part
 from ..ops import OPERATIONS
-from ..torch import autograd, eager, launches
+from ..torch import autograd, eager
 from ..torch.check import check_first_derivative, checked_dim
+from ..torch.fast_path import PREPARED_CALLS, keep
 from ..torch.gradients import accumulator_of
 from .local import Shard, Sharded, autocast_dtype, probabilities, runs_kernels, states
 from .peers import part_of, with_a_column
@@ -115,7 +116,7 @@ def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -
         shard = with_a_column(x.resolve_neg(), dim)
         local = Call(OPERATIONS[name], shard, settings, None if options.plain else options)
         if call.key and x.shape[dim]:
-            launches.add(call.key, local, call.key[-1])
+            keep(PREPARED_CALLS, call.key, autograd.prepared_call(local))
         found = autograd.apply(local)
         # `narrow` of all columns would copy the gradient.
         return found if x.shape[dim] else found.narrow(dim, 0, 0)

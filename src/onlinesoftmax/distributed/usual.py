@@ -1,4 +1,4 @@
-"""Launches of usual calls (torch/cache.py) of sharded rows: losses and log-probabilities, and softmax by peer memory.
+"""Prepared calls (torch/fast_path.py) of sharded rows: losses, log-probabilities, and softmax by peer memory.
 
 Only properties that are the same on every process decide whether a call is usual.  So all processes merge by the
 same kernels and get the same bits.  A call that is not usual runs on the general path (statistics.py), which sends the
@@ -13,15 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.call import NOTHING
 from ..core.operations import Operation
 from ..core.processes import group_or_default
-from ..torch.autograd import record
-from ..torch.cache import described, keep, new_cache
 from ..torch.check import autocasts, check_first_derivative
 from ..torch.dispatch import DTYPES
-from ..torch.launches import LAUNCHES as SOFTMAXES
-from ..torch.launches import is_usual
+from ..torch.fast_path import PREPARED_CALLS, is_cacheable, keep, new_cache
+from ..torch.fast_path import key_of as key_of_tensors
 from ..torch.loss import MOST_EXACT_INDEX
 from ..torch.ops import PLAIN_TYPES
 from ..torch.reductions import backend_for, may_count
@@ -99,16 +96,14 @@ def look_up_softmax(operation: Operation, x: Any, arguments: tuple[Any, ...], gr
     """
     key = key_of_softmax(operation, x, arguments, group)
     try:
-        launch = SOFTMAXES.get(key) if key else None
+        prepared_call = PREPARED_CALLS.get(key) if key else None
     except TypeError:
         return (), None
-    if launch is None:
-        return key, None
-    return key, record(x, operation, launch) if key[-1] else launch.run(x, None, NOTHING)
+    return key, None if prepared_call is None else prepared_call(x, None)
 
 
 def key_of_softmax(operation: Operation, x: Any, arguments: tuple[Any, ...], group: Any) -> tuple[Any, ...]:
-    """The key of a call in torch/launches.py, which ends with the mailboxes, and True where autograd records the call.
+    """The key of a call in PREPARED_CALLS, with the mailboxes.
 
     () where there are score options, the launch does not follow from the key, or the group has no mailboxes yet.
     """
@@ -116,15 +111,12 @@ def key_of_softmax(operation: Operation, x: Any, arguments: tuple[Any, ...], gro
     plain = type(scale) is float and scale == 1.0 and softcap is None and mask is None
     if not plain or type(x) is not Tensor or type(shards) is not Shards or torch.compiler.is_compiling():
         return ()
-    if not is_usual(x) or not (dist.is_available() and dist.is_initialized()):
+    if not is_cacheable(x) or not (dist.is_available() and dist.is_initialized()):
         return ()
     mail = known_mail(group_or_default(group))
     if not mail:
         return ()
-    return (
-        operation, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16, arguments, mail,
-        x.requires_grad and torch.is_grad_enabled(),
-    )  # fmt: skip
+    return key_of_tensors((operation, arguments, mail, x.requires_grad and torch.is_grad_enabled()), x)
 
 
 def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -132,21 +124,15 @@ def key_of(given: Given, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     x, mask, target, weight = given
     if not is_plain(x) or type(target) not in PLAIN_TYPES or x.is_neg() or not target.is_contiguous():
         return ()
-    key: tuple[Any, ...] = (
-        arguments, x.requires_grad and torch.is_grad_enabled(), autocasts(x),
-        x.get_device(), *described(x), target.get_device(), *described(target),
-    )  # fmt: skip
-    if mask is not None:
-        if type(mask) not in PLAIN_TYPES:
-            return ()
-        key = (*key, mask.get_device(), *described(mask))
+    if mask is not None and type(mask) not in PLAIN_TYPES:
+        return ()
+    recorded = [x.requires_grad and torch.is_grad_enabled()]
     if weight is not None:
         if type(weight) not in PLAIN_TYPES or weight.is_neg() or not weight.is_contiguous():
             return ()
         # A weight that needs a gradient has a key of its own: the general path raises the error.
-        recorded = weight.requires_grad and torch.is_grad_enabled()
-        key = (*key, recorded, weight.get_device(), *described(weight))
-    return key
+        recorded.append(weight.requires_grad and torch.is_grad_enabled())
+    return key_of_tensors((arguments, *recorded, autocasts(x)), x, (target, mask, weight))
 
 
 def run_if_possible(kind: ShardedKind, given: Given, call: Sharded) -> tuple[Tensor, ...] | None:
@@ -172,7 +158,7 @@ def run_if_possible(kind: ShardedKind, given: Given, call: Sharded) -> tuple[Ten
         return None
     processes = math.prod(group.size() for group in groups)
     # The key of the public function ends its arguments with the way of exchange that was known before this call.
-    known = part is None or (call.key and call.key[0][-1] == part.mail)
+    known = part is None or (call.key and call.key[0][0][-1] == part.mail)
     key = (known and call.key) or key_of(given, (kind, processes, part))
     launches = LAUNCHES.get(key)
     if launches is None:

@@ -6,6 +6,7 @@ tensors one by one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from .gradients import (
     slope_of,
     unmasked,
 )
-from .launches import Launch
+from .launches import Launch, launch_of
 
 Tensor = torch.Tensor
 
@@ -105,10 +106,13 @@ _apply_plain = super(torch.autograd.Function, _Plain).apply
 """`_Plain.apply` of the base class in C++, without the check for transforms in torch.autograd.Function."""
 
 
-def record(x: Tensor, operation: Operation, launch: Launch) -> Tensor:
-    """The result of a usual call, recorded by autograd."""
-    y: Tensor = _apply_plain(x, operation, launch.settings, launch)
-    return y
+def prepared_call(call: Call) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """The function (x, out) of cacheable calls like this one, whose arguments have been checked."""
+    recorded = call.x.requires_grad and torch.is_grad_enabled()
+    operation, settings, launch = call.operation, call.settings, launch_of(call, recorded)
+    if recorded:
+        return lambda x, _: _apply_plain(x, operation, settings, launch)
+    return launch.run
 
 
 def save_for_gradient(ctx: Any, call: Call, y: Tensor, lse: Tensor | None, wants_scale: bool) -> None:

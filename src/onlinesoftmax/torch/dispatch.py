@@ -10,14 +10,14 @@ import torch
 from torch.autograd import forward_ad
 
 from ..core.arrays import advice
-from ..core.call import NOTHING, Call, Settings
+from ..core.call import Call, Settings
 from ..core.operations import Operation
 from ..core.options import ScoreOptions
 from ..core.task import ANY, ITEMSIZE, Choice
 from ..kernels import registry
 from ..ops import OPERATIONS
 from ..planner.plan import PlanError
-from . import autograd, eager, gradients, launches, ops
+from . import autograd, eager, gradients, ops
 from .check import (
     TRACED_TYPES,
     autocasts,
@@ -28,7 +28,7 @@ from .check import (
     checked_out,
     reduced_shape,
 )
-from .launches import LAUNCHES, is_usual, key_of
+from .fast_path import PREPARED_CALLS, keep, look_up
 from .prepare import run as run_kernel
 
 
@@ -40,21 +40,16 @@ def run_plain(
         one = type(dim) is int or operation.per_row or not isinstance(dim, tuple | list)
         if one and x.is_cpu and out is None and choice == ANY:
             return eager.call_plain(operation, x, dim, keepdim)
-        # Tracers other than dynamo pass tensors of another type, so is_dynamo_compiling suffices; is_compiling takes
-        # three times as long.
-        if type(dim) is int and not torch.compiler.is_dynamo_compiling() and is_usual(x):
-            recorded = x.requires_grad and torch.is_grad_enabled()
-            key = key_of(operation, x, dim, keepdim, out, choice, recorded)
-            launch = LAUNCHES.get(key)
-            if launch is None and key:
+        if type(dim) is int:
+            key, prepared_call = look_up((operation, dim, keepdim, choice), x, out)
+            if prepared_call is None and key and choice[0] != "eager" and why_pytorch(x, None, choice[0]) is None:
                 call = Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out)
-                may_run = choice[0] != "eager" and why_pytorch(x, None, choice[0]) is None
-                launch = launches.add(key, call, recorded) if may_run else None
-            if launch is not None:
-                if not recorded:
-                    return launch[0](x, out, NOTHING)
-                if out is None:
-                    return autograd.record(x, operation, launch)
+                # The general path raises the error of a call with `out` that needs a gradient.
+                if out is None or not _requires_grad(x, None):
+                    prepared_call = keep(PREPARED_CALLS, key, autograd.prepared_call(call))
+            if prepared_call is not None:
+                found: torch.Tensor = prepared_call(x, out)
+                return found
     return run(Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out))
 
 

@@ -1,8 +1,4 @@
-"""Launches of usual calls (cache.py) of losses and log-probabilities on a GPU.
-
-Autocast is off, and the targets are contiguous.  Arguments are checked once for each key, because the key has all of
-them.
-"""
+"""Prepared calls (fast_path.py) of losses and log-probabilities whose targets are contiguous."""
 
 from __future__ import annotations
 
@@ -13,9 +9,7 @@ import torch
 
 from ..core.call import NOTHING, Call
 from .autograd import split_tensors
-from .cache import keep, new_cache
 from .gradients import accumulator_of
-from .launches import is_usual
 from .loss import Loss, scales_weight
 from .prepare import kind_of, operands_of, prepare, prepared
 from .reductions import Reducer, reducer, weight_scaler
@@ -25,57 +19,22 @@ Tensor = torch.Tensor
 
 Run = Callable[[Tensor, Tensor, Tensor | None], Any]
 
-LAUNCHES: dict[tuple[Any, ...], Run] = new_cache()
-"""The function run(x, target, weight) of a usual call by its key."""
 
-
-def key_of(x: Any, target: Any, weight: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The key of a usual call in LAUNCHES; () where the call is not usual."""
-    if type(x) is not Tensor or type(target) is not Tensor or torch.compiler.is_dynamo_compiling():
-        return ()
-    if not is_usual(x) or target.layout is not torch.strided:
-        return ()
-    key = (
-        arguments, x.requires_grad and torch.is_grad_enabled(),
-        x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16,
-        target.shape, target.stride(), target.dtype, target.get_device(), target.data_ptr() % 16,
-    )  # fmt: skip
-    if weight is None:
-        return key
-    if type(weight) is not Tensor or weight.layout is not torch.strided or weight.is_neg():
-        return ()
-    # A weight that needs a gradient has a key of its own: the general path raises the error.
-    return (
-        *key, weight.requires_grad and torch.is_grad_enabled(),
-        weight.shape, weight.stride(), weight.dtype, weight.get_device(), weight.data_ptr() % 16,
-    )  # fmt: skip
-
-
-def kept(key: tuple[Any, ...]) -> Run | None:
-    """The function that is kept under a key; None where an argument, as a NumPy array, cannot be part of a key."""
-    try:
-        return LAUNCHES.get(key)
-    except TypeError:
-        # The checks of the general path name the argument.
-        return None
-
-
-def add_loss(key: tuple[Any, ...], x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Run | None:
-    """Prepare a usual, checked loss and keep it under its key; None where it needs the general path."""
+def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Run | None:
+    """The function (x, target, weight) of a cacheable, checked loss; None where it needs the general path."""
     with_gradient = torch.is_grad_enabled() and x.requires_grad
     apart = loss.settings.choice.batch_invariant or loss.bare is not loss
     if apart or (loss.inplace and with_gradient) or not target.is_contiguous():
         return None
     if loss.reduction == "none":
-        return keep(LAUNCHES, key, _per_row(x, target, weight, loss, with_gradient))
+        return _per_row(x, target, weight, loss, with_gradient)
     if weight is None or not scales_weight(target, weight, loss):
-        run = _scalar(x, target, weight, loss, with_gradient)
-        return run and keep(LAUNCHES, key, run)
-    scale = weight_scaler(x, target, weight, loss)
+        return _scalar(x, target, weight, loss, with_gradient)
+    scale: Callable[..., Tensor] = weight_scaler(x, target, weight, loss)
     of_scaled = _scalar(x, target, scale(target, weight), loss, with_gradient)
     if of_scaled is None:
         return None
-    return keep(LAUNCHES, key, lambda x, target, weight: of_scaled(x, target, scale(target, weight)))
+    return lambda x, target, weight: of_scaled(x, target, scale(target, weight))
 
 
 def _scalar(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> Run | None:
@@ -214,8 +173,8 @@ class _LogProbabilities(LogProbabilities):
 _apply_log_probabilities = super(torch.autograd.Function, _LogProbabilities).apply
 
 
-def add_log_probabilities(key: tuple[Any, ...], call: Call, entropy: bool) -> Run | None:
-    """Prepare usual, checked log-probabilities and keep them under their key; None for the general path."""
+def prepared_log_probabilities(call: Call, entropy: bool) -> Callable[[Tensor, Tensor], Any] | None:
+    """The function (x, target) of cacheable, checked log-probabilities; None where they need the general path."""
     x, target, options = call.x, call.beside["target"].squeeze(call.settings.dim), call.scores
     with_gradient = torch.is_grad_enabled() and x.requires_grad
     plain = options.mask is None and isinstance(options.scale, float)
@@ -231,10 +190,10 @@ def add_log_probabilities(key: tuple[Any, ...], call: Call, entropy: bool) -> Ru
 
     if with_gradient:
         bare = split_tensors(call)[0]._replace(beside=NOTHING)
-        return keep(LAUNCHES, key, lambda x, target, _: _apply_log_probabilities(bare, target, rows, x))
+        return lambda x, target: _apply_log_probabilities(bare, target, rows, x)
 
-    def found(x: Tensor, target: Tensor, _: Any) -> Any:
+    def found(x: Tensor, target: Tensor) -> Any:
         y, lse, *rest = rows(x, target)
         return y, rest[0] if rest else None, lse
 
-    return keep(LAUNCHES, key, found)
+    return found

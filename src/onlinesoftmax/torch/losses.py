@@ -16,6 +16,7 @@ from . import loss_launches, targets_eager, tokens
 from .autograd import split_tensors
 from .check import autocasts, check_options, checked_dim
 from .dispatch import DTYPES, why_pytorch
+from .fast_path import PREPARED_CALLS, keep, look_up
 from .gradients import accumulator_of
 from .loss import (
     MOST_EXACT_INDEX,
@@ -43,6 +44,8 @@ __all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "token_logp
 
 Tensor = torch.Tensor
 
+_LOSS, _LOGPROBS = OPERATIONS["cross_entropy"], OPERATIONS["token_logprobs"]
+
 EAGER_STRATEGIES = tuple(strategy for backend, strategy, _ in TABLE if backend == "eager")
 
 
@@ -54,9 +57,9 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         fields: The fields of `Loss`.
         return_stats: Return the statistics too.
     """
-    key = () if return_stats else loss_launches.key_of(x, target, weight, fields)
-    if key and (run := loss_launches.kept(key)) is not None:
-        return run(x, target, weight)
+    key, prepared_call = ((), None) if return_stats else look_up((_LOSS, fields), x, target, weight)
+    if prepared_call is not None:
+        return prepared_call(x, target, weight)
     loss = Loss(*fields)
     numbers = checked_loss(x, target, weight, loss)
     if numbers is not loss or target.dtype in UNSIGNED:
@@ -73,8 +76,8 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         with_gradient = torch.is_grad_enabled() and x.requires_grad
         if loss.inplace and with_gradient:
             _check_inplace(x)
-        if key and (run := loss_launches.add_loss(key, x, target, weight, loss)) is not None:
-            return run(x, target, weight)
+        if key and (run := loss_launches.prepared_loss(x, target, weight, loss)) is not None:
+            return keep(PREPARED_CALLS, key, run)(x, target, weight)
         weight = _weight_of_mean(x, target, weight, loss)
         # Found before the kernel runs, because the gradient may overwrite the logits.
         largest = _largest(x, loss) if return_stats else None
@@ -157,25 +160,24 @@ def without_ignored(found: TokenLogprobs, index: Tensor, ignore_index: Any) -> T
 def _token_logprobs(
     x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any
 ) -> TokenLogprobs:
-    key = loss_launches.key_of(x, index, None, (dim, options, entropy, choice))
-    if key and (run := loss_launches.kept(key)) is not None:
-        return TokenLogprobs(*run(x, index, None))
+    key, prepared_call = look_up((_LOGPROBS, dim, options, entropy, choice), x, index)
+    if prepared_call is not None:
+        return TokenLogprobs(*prepared_call(x, index))
     check_token_arguments(x, index, dim)
     if index.dtype in UNSIGNED:
         return _token_logprobs(x, signed(index), dim, options, entropy, choice)
     dim = checked_dim("token_logprobs", dim, x.dim())
-    operation = OPERATIONS["token_logprobs"]
     several = index.dim() == x.dim()
     beside = {"target": index if several else index.unsqueeze(dim)}
-    call = Call(operation, x, Settings(dim, None, False, choice), options, None, beside)
+    call = Call(_LOGPROBS, x, Settings(dim, None, False, choice), options, None, beside)
     check_options(call)
     check_scale_is_constant("token_logprobs()", options)
     if not _runs_kernels("token_logprobs", x, choice, why_not_kernels(x, index, None, choice.backend)):
         return TokenLogprobs(*targets_eager.log_probabilities(call, entropy, several))
     if several:
         return TokenLogprobs(*tokens.log_probabilities(call, index, entropy))
-    if key and (run := loss_launches.add_log_probabilities(key, call, entropy)) is not None:
-        return TokenLogprobs(*run(x, index, None))
+    if key and (run := loss_launches.prepared_log_probabilities(call, entropy)) is not None:
+        return TokenLogprobs(*keep(PREPARED_CALLS, key, run)(x, index))
     if not (torch.is_grad_enabled() and x.requires_grad) or torch.compiler.is_exporting():
         return TokenLogprobs(*log_probabilities(call, entropy))
     bare, tensors = split_tensors(call)

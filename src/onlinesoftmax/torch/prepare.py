@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.call import Call, Settings
+from ..core.call import NOTHING, Call, Settings
 from ..core.layout import contiguous_strides, strides_of_rows
 from ..core.operations import Operation
 from ..core.options import SCORE_OPTIONS, bits
@@ -21,9 +21,9 @@ from ..kernels import registry
 from ..kernels.request import Request
 from ..planner.plan import Plan
 from . import eager, ops
-from .cache import described, keep, new_cache
 from .check import checked_dim, checked_out
 from .device import from_torch
+from .fast_path import PREPARED_CALLS, keep, key_of
 from .plans import planner_for
 
 ROW_OPTIONS = frozenset(name for name, option in SCORE_OPTIONS.items() if option.kind == "row")
@@ -47,7 +47,7 @@ class TensorKind(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The kind of a call: calls of one kind share a prepared function (`key_of`).
+    """The kind of a call: calls of one kind share a prepared function.
 
     Attributes:
         operation, outputs, settings: As in Call and Task.
@@ -77,8 +77,8 @@ def run(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
     return function(call.x, call.out, operands)
 
 
-Prepared = Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], Any]
-"""The function (x, out, operands) that runs the calls of a kind.
+Prepared = Callable[..., Any]
+"""The function (x, out, operands), without operands by default, that runs the calls of a kind.
 
 The function makes the first output if `out` is None, and the others unless they are among the operands.
 """
@@ -87,47 +87,30 @@ The function makes the first output if `out` is None, and the others unless they
 def prepared(call: Call, outputs: tuple[str, ...]) -> tuple[Prepared, Mapping[str, Any]]:
     """The prepared function of a checked call, and the call's operands."""
     operands = operands_of(call)
-    key = key_of(call, operands, outputs)
-    found = _PREPARED.get(key) or keep(_PREPARED, key, prepare(kind_of(call, operands, outputs)))
+    key = _key("kernel", call, operands, outputs)
+    found: Prepared = PREPARED_CALLS.get(key) or keep(PREPARED_CALLS, key, prepare(kind_of(call, operands, outputs)))
     return found, operands
 
 
-_PREPARED: dict[tuple[Any, ...], Prepared] = new_cache()
-"""Prepared functions by `key_of`."""
-
-
-def key_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...]) -> tuple[Any, ...]:
-    """A flat tuple that identifies the Kind; it is faster to build than a Kind.
-
-    An operand that is a number adds only its name, so a call with another number has the same key.
-    """
-    operation, x, settings, options, out, _ = call
-    key: tuple[Any, ...] = (operation.name, outputs, settings, x.device, *described(x))
-    for name, t in operands.items() if operands else ():
-        if isinstance(t, torch.Tensor):
-            key += (name, *described(t))
-        else:
-            key += (name,)
-    if options is not None:
-        key += (options.causal, options.zero)
-    if out is not None:
-        key += (out.device, *described(out))
-    return key
+def _key(value: str, call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...]) -> tuple[Any, ...]:
+    """The key of a value that follows from the Kind of a call.  Calls with other numbers have the same key."""
+    options = call.options
+    flags = None if options is None else (options.causal, options.zero)
+    arguments = (value, call.operation, outputs, call.settings, flags, call.x.device, tuple(operands))
+    tensors = [t if isinstance(t, torch.Tensor) else None for t in operands.values()]
+    return key_of(arguments, call.x, tensors if call.out is None else [*tensors, call.out])
 
 
 def backend_of(call: Call, outputs: tuple[str, ...]) -> str:
     """The backend that the plan of a checked call takes."""
     operands = operands_of(call)
-    key = key_of(call, operands, outputs)
-    if found := _BACKENDS.get(key):
+    key = _key("backend", call, operands, outputs)
+    found: str | None = PREPARED_CALLS.get(key)
+    if found is not None:
         return found
     kind = kind_of(call, operands, outputs)
     task = _task(kind, checked_dim(call.operation.name, call.settings.dim, call.x.dim()), None)
-    return keep(_BACKENDS, key, plan_of(task, call.x.device, call.settings.choice).backend)
-
-
-_BACKENDS: dict[tuple[Any, ...], str] = new_cache()
-"""Backends by `key_of`."""
+    return keep(PREPARED_CALLS, key, plan_of(task, call.x.device, call.settings.choice).backend)
 
 
 def operands_of(call: Call) -> Mapping[str, Any]:
@@ -214,7 +197,7 @@ def prepare(kind: Kind, follows_divisor: bool = False) -> Prepared:
     the_plan = plan_of(task, x.device, settings.choice)
     if the_plan.backend == "eager":
         eager_settings = settings._replace(dim=axis, dtype=dtype)
-        return lambda x, out, _: eager.call(operation, x, eager_settings, out)
+        return lambda x, out, _=NOTHING: eager.call(operation, x, eager_settings, out)
     launch = registry.load(the_plan.backend).prepare(Request(task, the_plan, follows_divisor))
     return _with_outputs(launch, kind, task, shape, getattr(torch, task.dtypes[kind.outputs[0]]))
 
@@ -230,7 +213,7 @@ def _with_outputs(
     more_templates = _more_templates(kind, task)
     first, has_more, results = outputs[0], len(outputs) > 1, itemgetter(*outputs)
 
-    def run(x: torch.Tensor, out: torch.Tensor | None, operands: Mapping[str, Any]) -> Any:
+    def run(x: torch.Tensor, out: torch.Tensor | None, operands: Mapping[str, Any] = NOTHING) -> Any:
         if out is None:
             out = torch.empty_like(x if template is None else template)
         elif resize:
@@ -332,11 +315,11 @@ def _for_empty_input(kind: Kind, axis: int, shape: tuple[int, ...], dtype: torch
     operation, x = kind.operation, kind.tensors[0]
     settings = kind.settings._replace(dim=axis, dtype=dtype)
     if operation.backward:
-        return lambda x, out, _: torch.empty(shape, dtype=dtype, device=x.device)
+        return lambda x, out, _=NOTHING: torch.empty(shape, dtype=dtype, device=x.device)
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
     rows = output_shape(operation.output("lse"), x.shape, axis)
 
-    def run(x: torch.Tensor, out: torch.Tensor | None, _: Any) -> Any:
+    def run(x: torch.Tensor, out: torch.Tensor | None, _: Any = NOTHING) -> Any:
         y = eager.call(operation, x, settings, out)
         more = [ops.of_empty_rows(name, rows, wide, x.device) for name in kind.outputs[1:]]
         return (y, *more) if more else y

@@ -1,0 +1,110 @@
+"""The cache of prepared calls, and the keys under which calls find theirs.
+
+A call is *cacheable* if its launch follows from its tensors' shapes, strides, dtypes, devices and alignment and from
+its other arguments.  These form a key.  The first call with a key checks its arguments and prepares the launch; a
+repeated call finds the prepared call under the key and runs it.  On small inputs, host time dominates.
+
+Every tensor of a cacheable call is strided, is not lazily negated, and is no subclass with functions of its own.  No
+trace, functorch transform, forward mode or autocast is active.  Other calls on our kernels find the function of their
+kernel under a key of the same form (prepare.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+Tensor = torch.Tensor
+
+Value = TypeVar("Value")
+
+MOST_ENTRIES = 4096
+"""Number of entries at which a cache is emptied."""
+
+
+def new_cache() -> dict[tuple[Any, ...], Any]:
+    """A new cache, which `keep` bounds and `forget` empties.
+
+    A plain dictionary: the method `get` of a subclass takes longer.
+    """
+    _CACHES.append({})
+    return _CACHES[-1]
+
+
+def keep(cache: dict[tuple[Any, ...], Value], key: tuple[Any, ...], value: Value) -> Value:
+    """Add an entry to a cache, and return its value; a full cache is emptied first."""
+    if len(cache) >= MOST_ENTRIES:
+        cache.clear()
+    cache[key] = value
+    return value
+
+
+_CACHES: list[dict[tuple[Any, ...], Any]] = []
+"""All caches, for `forget`."""
+
+PREPARED_CALLS: dict[tuple[Any, ...], Any] = new_cache()
+"""Prepared calls by `key_of`: a function of the call's tensors.  None of them holds a tensor of a call."""
+
+
+def forget() -> None:
+    """Empty all caches; for tests that change what is prepared."""
+    for cache in _CACHES:
+        cache.clear()
+
+
+def key_of(arguments: tuple[Any, ...], x: Tensor, operands: Iterable[Tensor | None] = ()) -> tuple[Any, ...]:
+    """The key of a call: its arguments that are no tensors, and the properties of its tensors."""
+    key: tuple[Any, ...] = (arguments, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
+    for t in operands:
+        key += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16)
+    return key
+
+
+# Looking up a name in a module costs the host as much as calling some of these.
+_is_compiling, _is_recording = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+_is_autocast, _is_transformed = torch.is_autocast_enabled, torch._C._are_functorch_transforms_active
+_STRIDED = torch.strided
+
+
+def is_cacheable(x: Tensor) -> bool:
+    """True for a strided GPU tensor that is not nested and not lazily negated, outside of transforms and autocast."""
+    return (
+        x.is_cuda
+        and x.layout is _STRIDED
+        and not x.is_nested
+        and not _is_transformed()
+        and forward_ad._current_level < 0
+        and not _is_autocast()
+        and not x.is_neg()
+    )
+
+
+def look_up(arguments: tuple[Any, ...], x: Any, *operands: Any) -> tuple[tuple[Any, ...], Any]:
+    """(key, prepared call) of a call: the key is () if the call is not cacheable, the prepared call None if it is new.
+
+    Args:
+        arguments: The operation and the arguments that are no tensors.
+        x: The input.
+        operands: The other tensors, None for an absent one.
+    """
+    # Tracers other than dynamo pass tensors of another type, so is_dynamo_compiling suffices; is_compiling takes three
+    # times as long.
+    if type(x) is not Tensor or _is_compiling() or not is_cacheable(x):
+        return (), None
+    for t in operands:
+        if t is None:
+            continue
+        if type(t) is not Tensor or t.layout is not _STRIDED or t.is_neg():
+            return (), None
+        if t.requires_grad and _is_recording():
+            # The checks of the general path raise the error.
+            return (), None
+    key = key_of((arguments, x.requires_grad and _is_recording()), x, operands)
+    try:
+        return key, PREPARED_CALLS.get(key)
+    except TypeError:
+        # An argument, as a NumPy array, cannot be part of a key.  The checks of the general path name it.
+        return (), None
