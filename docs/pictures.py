@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/strategies, which show the block that owns each part of a row, and the chart of plans.md.
+"""Draw the pictures of docs/strategies and of docs/protocols.md, and the chart of docs/plans.md.
 
 python docs/pictures.py
 """
@@ -115,6 +115,87 @@ def column(axes: Axes) -> None:
     label(axes, WIDTH / 2, 6.8, "adjacent in memory")
 
 
+def slots(axes: Axes) -> None:
+    """Messages of two blocks about eight rows, coloured by slot, and why slot 2 is free again for row 6."""
+    for y, block in ((3.2, "A"), (0.6, "B")):
+        label(axes, -1.0, y + 0.4, f"block {block}\nsends")
+        for i in range(8):
+            bar(axes, y, 2 * i, 2 * i + 1.6, COLORS[i % 4])
+            label(axes, 2 * i + 0.8, y + 0.4, f"row {i}", "white")
+    arrow(axes, (4.8, 3.15), (8.5, 1.45))
+    arrow(axes, (9.1, 1.45), (12.5, 3.15))
+    label(axes, 2.6, 2.3, "B receives row 2\nbefore it sends row 4")
+    label(axes, 14.6, 2.3, "A receives row 4\nbefore it sends row 6")
+    label(axes, 8, 0.1, "one colour: one slot. Rows 2 and 6 share slot 2")
+
+
+def counter(axes: Axes) -> None:
+    """The numbers that four blocks draw for a row with six streamed tiles."""
+    drawn = (0, 1, 2, 3, 1, 0, 1, 3, 0, 2)
+    for number, block in enumerate(drawn):
+        past = number >= 6
+        bar(axes, 2, 1.8 * number, 1.8 * number + 1.6, GREY if past else COLORS[block], 0.5 if past else 1.0)
+        label(axes, 1.8 * number + 0.8, 2.4, f"{number}", "white")
+        label(axes, 1.8 * number + 0.8, 3.2, f"{block}")
+        label(axes, 1.8 * number + 0.8, 1.6, "none" if past else f"tile {5 - number}")
+    for y, text in ((3.2, "block"), (2.4, "draws"), (1.6, "writes")):
+        label(axes, -1.2, y, text)
+    arrow(axes, (17, 1.3), (17, 0.8))
+    label(axes, 13.0, 0.4, "who draws the largest number resets the counter")
+
+
+def stages(axes: Axes) -> None:
+    """The stages of a ring at one moment, and who works on each."""
+    states = [("held", COLORS[0], 1.0)] * 2 + [("full", COLORS[0], 0.65)] * 2
+    states += [("in flight", COLORS[1], 0.7)] * 2 + [("free", GREY, 0.4)] * 2
+    for i, (state, color, alpha) in enumerate(states):
+        bar(axes, 2, 2.2 * i, 2.2 * i + 2.1, color, alpha)
+        label(axes, 2.2 * i + 1.05, 2.4, state, "white")
+    for i, text in ((0, "next to release"), (2, "next to read"), (4, "oldest in flight"), (6, "next to load")):
+        arrow(axes, (2.2 * i + 1.05, 1.2), (2.2 * i + 1.05, 1.9))
+        label(axes, 2.2 * i + 1.05, 0.9, text)
+    arrow(axes, (0.3, 3.1), (17.3, 3.1))
+    label(axes, 8.8, 3.5, "order of the tiles; the stage after the last is the first")
+
+
+def loss_words(axes: Axes) -> None:
+    """The blocks of a loss in the order of their numbers, and the words through which they send numbers."""
+    roles = ("count", "count", "rows", "rows", "rows\n+ add", "rows", "rows", "rows\n+ add")
+    for i, role in enumerate(roles):
+        axes.add_patch(Rectangle((2.3 * i, 3.6), 2.1, 1.1, facecolor=COLORS[0 if i < 2 else 1], edgecolor="white"))
+        label(axes, 2.3 * i + 1.05, 4.15, role, "white")
+        label(axes, 2.3 * i + 1.05, 5.0, f"{i}")
+    label(axes, -1.2, 5.0, "block")
+    words = ((0.6, 3.4, "divisor"), (5.0, 4.2, "losses"), (10.2, 2.4, "sum"), (13.6, 4.2, "losses"))
+    for begin, width, text in words:
+        axes.add_patch(Rectangle((begin, 1.3), width, 0.9, facecolor=GREY, edgecolor="white", alpha=0.6))
+        label(axes, begin + width / 2, 1.75, text, "white")
+    for begin, end in (
+        ((1.05, 3.5), (1.6, 2.3)), ((3.35, 3.5), (2.8, 2.3)), ((3.6, 2.3), (5.2, 3.5)), ((5.9, 3.5), (5.9, 2.3)),
+        ((8.0, 3.5), (7.7, 2.3)), ((8.8, 2.3), (9.8, 3.5)), ((10.6, 3.5), (11.2, 2.3)), ((12.2, 2.3), (16.6, 3.5)),
+        ((12.9, 3.5), (14.2, 2.3)), ((15.2, 3.5), (15.4, 2.3)), ((17.0, 2.3), (17.3, 3.5)),
+    ):  # fmt: skip
+        arrow(axes, begin, end)
+    arrow(axes, (18.3, 4.15), (19.3, 4.15))
+    label(axes, 19.3, 3.6, "scalar")
+    label(axes, 9, 0.6, "every number goes to a block with a larger number, so blocks never wait in a circle")
+
+
+def launches(axes: Axes) -> None:
+    """Three launches of two GPUs, coloured by their set of mailboxes, and the order of the messages."""
+    for y, gpu, shift in ((3.2, 0, 0.0), (0.6, 1, 0.8)):
+        label(axes, -1.0, y + 0.4, f"GPU {gpu}")
+        for i in range(3):
+            begin = 5.6 * i + shift
+            bar(axes, y, begin, begin + 4.8, COLORS[i % 2])
+            label(axes, begin + 2.4, y + 0.4, "launch n" + (f" + {i}" if i else ""), "white")
+    arrow(axes, (3.4, 3.15), (3.4, 1.45))
+    arrow(axes, (9.6, 1.45), (12.4, 3.15))
+    label(axes, 6.7, 2.3, "GPU 1 reads this\nbefore its launch n ends")
+    label(axes, 15.2, 2.3, "GPU 0 receives this\nbefore it sends in launch n + 2")
+    label(axes, 8.4, 0.1, "one colour: one set of mailboxes")
+
+
 PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "row": (row, (0.0, 5.8)),
     "cluster": (cluster, (-1.2, 6.0)),
@@ -122,6 +203,11 @@ PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "looped": (looped, (0.0, 4.0)),
     "split": (split, (-0.2, 5.0)),
     "column": (column, (-1.2, 7.2)),
+    "slots": (slots, (-0.3, 4.4)),
+    "counter": (counter, (-0.1, 3.8)),
+    "stages": (stages, (0.4, 4.0)),
+    "loss_words": (loss_words, (0.2, 5.4)),
+    "launches": (launches, (-0.3, 4.4)),
 }
 """The function that draws a picture, and the lower and the upper end of the picture."""
 
