@@ -336,7 +336,7 @@ def _find_losses(function: str, kind: type) -> ModuleType:
         if issubclass(kind, ARRAY_TYPES):
             from .numpy import losses as found
         elif _is_dtensor(kind):
-            from .distributed import dtensor_losses as found  # type: ignore[no-redef]  # the same functions
+            from .distributed import dtensor as found  # type: ignore[no-redef]  # the same functions
         else:
             from .torch import losses as found  # type: ignore[no-redef]  # the same functions
     except ImportError as error:

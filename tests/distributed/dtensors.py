@@ -18,7 +18,7 @@ import onlinesoftmax as osm
 from distributed import processes
 from onlinesoftmax.core.call import Settings
 from onlinesoftmax.core.options import ScoreOptions
-from onlinesoftmax.distributed import dtensor_losses, usual
+from onlinesoftmax.distributed import dtensor, usual
 from onlinesoftmax.distributed.layout import layout_of
 from onlinesoftmax.torch.loss import Loss
 
@@ -214,8 +214,8 @@ def partial_sums_are_added(mesh: DeviceMesh) -> None:
     near(torch.autograd.grad(found, cut)[0], torch.autograd.grad(want, whole)[0], (Replicate(),))
     # The checks of targets use the shape of the logits only.
     with CommDebugMode() as exchanges:
-        dtensor_losses.check_targets(cut, target, None, Loss(Settings(1), -100, "mean"))
-        dtensor_losses.check_tokens(cut, target, 1)
+        dtensor.check_targets(cut, target, None, Loss(Settings(1), -100, "mean"))
+        dtensor.check_tokens(cut, target, 1)
     assert not exchanges.get_total_counts()
 
 

@@ -101,7 +101,7 @@ def softmax(
         return found
     options = _checked("softmax", local, scale, softcap, mask)
     call = _call("softmax", options, group, backend, strategy, shards, exchange)
-    return _softmax.softmax("softmax", local, dim, call._replace(key=key, announced=announced), logarithm=False)
+    return _softmax.softmax("softmax", local, dim, call._replace(key=key, announced=announced))
 
 
 def log_softmax(
@@ -124,7 +124,7 @@ def log_softmax(
         return found
     options = _checked("log_softmax", local, scale, softcap, mask)
     call = _call("log_softmax", options, group, backend, strategy, shards, exchange)
-    return _softmax.softmax("log_softmax", local, dim, call._replace(key=key, announced=announced), logarithm=True)
+    return _softmax.softmax("log_softmax", local, dim, call._replace(key=key, announced=announced))
 
 
 def logsumexp(

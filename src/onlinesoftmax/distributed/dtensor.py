@@ -1,26 +1,33 @@
 """Runs an operation on a DTensor.
 
 If the softmax dimension is sharded, it calls the functions of `onlinesoftmax.distributed` on the local part; otherwise
-the ordinary function.  The result is sharded as the input is.
+the ordinary function.  A result per element or per row is sharded as the input is.  If a row dimension is sharded, one
+more exchange adds the totals and the counts of a loss, so that every process has the mean over all rows.
+
+This module has the function names of torch/dispatch.py and of torch/losses.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..core.call import Call, Settings
-from ..core.operations import Operation
+from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
+from ..core.operations import OPERATIONS, Operation
 from ..core.options import PLAIN, ScoreOptions
 from ..core.task import Choice
-from ..torch import dispatch, eager
+from ..torch import dispatch, eager, loss_arguments
+from ..torch import losses as whole_rows
 from ..torch.check import check_options, checked_dim
+from ..torch.gradients import accumulator_of
+from ..torch.loss import Loss
 from . import losses
 from .layout import MeshLayout, compare, layout_of, local_of, without_partial_sums
 from .local import Sharded
 from .softmax import softmax
+
+__all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "run", "run_plain", "token_logprobs"]
 
 Tensor = torch.Tensor
 
@@ -38,9 +45,7 @@ def run(call: Call) -> Tensor:
         raise NotImplementedError(f"{name}(): out is not available for a DTensor; use the result")
     check_options(call)
     layout = layout_of(name, x, _dims(name, settings.dim, x.dim()))
-    compare(name, x, layout, {"settings": settings._replace(dim=layout.dims), "options": options})
-    x = without_partial_sums(x, layout)
-    local = local_of(x, layout.placements)
+    x, local = _local(name, x, layout, {"settings": settings._replace(dim=layout.dims), "options": options})
     here = call._replace(x=local, options=layout.options(options, local.device))
     y = _sharded(here, layout) if layout.softmax_groups else dispatch.run(here)
     return layout.rows(y, settings.keepdim) if operation.per_row else layout.elements(y, x.stride())
@@ -53,21 +58,37 @@ def _dims(name: str, dim: Any, ndim: int) -> tuple[int, ...]:
     return (checked_dim(name, dim, ndim),) if ndim else ()
 
 
+def _local(
+    name: str, x: Any, layout: MeshLayout, arguments: dict[str, Any], over_rows: bool = False
+) -> tuple[Any, Tensor]:
+    """(the input without partial sums, its local part), after a comparison of the calls; arguments as for `compare`."""
+    compare(name, x, layout, arguments, over_rows)
+    x = without_partial_sums(x, layout)
+    return x, local_of(x, layout.placements)
+
+
 def _sharded(call: Call, layout: MeshLayout) -> Tensor:
     """The local part of the result if the softmax dimension is sharded."""
     name = call.operation.name
-    x, settings, options = call.x, call.settings, call.scores
+    x, settings = call.x, call.settings
     if len(layout.dims) > 1:
         raise NotImplementedError(f"{name}(): a dimension of dim {settings.dim} is sharded; reduce one dim at a time")
     if not x.is_floating_point() and settings.dtype is None:
         raise NotImplementedError(f"{name}(): input of dtype {x.dtype} is not floating point; pass dtype=")
     dtype = dispatch.with_autocast(call).settings.dtype or x.dtype
-    x = x.to(torch.promote_types(x.dtype, dtype))
-    sharded = sharded_call(name, layout, options, settings.choice)
-    return _FUNCTIONS[name](name, x, layout.dims[0], settings.keepdim, sharded).to(dtype)
+    x, (dim,) = x.to(torch.promote_types(x.dtype, dtype)), layout.dims
+    sharded = _sharded_call(name, layout, call.scores, settings.choice)
+    if not call.operation.per_row:
+        return softmax(name, x, dim, sharded).to(dtype)
+    z, of_scores = _scored(x, dim, sharded._replace(options=call.scores._replace(zero=False)))
+    lse = losses.logsumexp(z, dim, settings.keepdim, of_scores)
+    if call.scores.zero:
+        # A row of only -inf gets gradient 0: the constant in `where` stops the gradient.
+        lse = lse.where(lse != -torch.inf, -torch.inf)
+    return lse.to(dtype)
 
 
-def sharded_call(name: str, layout: MeshLayout, options: ScoreOptions, choice: Choice) -> Sharded:
+def _sharded_call(name: str, layout: MeshLayout, options: ScoreOptions | None, choice: Choice) -> Sharded:
     """The arguments of a call whose softmax dimension is sharded.
 
     Raises:
@@ -75,10 +96,10 @@ def sharded_call(name: str, layout: MeshLayout, options: ScoreOptions, choice: C
     """
     if choice.batch_invariant:
         raise NotImplementedError(f"{name}(): batch_invariant is not available if the softmax dimension is sharded")
-    return Sharded(layout.softmax_groups, options, choice, layout.shards)
+    return Sharded(layout.softmax_groups, options or PLAIN, choice, layout.shards)
 
 
-def scored(x: Tensor, dim: int, call: Sharded) -> tuple[Tensor, Sharded]:
+def _scored(x: Tensor, dim: int, call: Sharded) -> tuple[Tensor, Sharded]:
     """(x, call) without a bias or a tensor scale.
 
     If there is one, computes the scores here with PyTorch (at least float32) and returns them with plain options;
@@ -91,24 +112,88 @@ def scored(x: Tensor, dim: int, call: Sharded) -> tuple[Tensor, Sharded]:
     return z, call._replace(options=PLAIN)
 
 
-def _softmax_of(name: str, x: Tensor, dim: int, keepdim: bool, call: Sharded) -> Tensor:
-    return softmax(name, x, dim, call, logarithm=False)
+def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_stats: bool) -> Any:
+    """The loss as a DTensor: a number that every process has, or one loss per row, sharded as the rows are.
+
+    Args:
+        x, target, weight: DTensors; target and weight may be plain tensors.
+        fields: The fields of `Loss`.
+        return_stats: Return the statistics too.
+    """
+    name, loss = "cross_entropy", loss_arguments.checked_loss(x, target, weight, Loss(*fields))
+    layout = layout_of(name, x, (loss_arguments.class_dim(x),))
+    arguments = {"target": target, "weight": weight, "loss": loss, "return_stats": return_stats}
+    _, local = _local(name, x, layout, arguments, over_rows=loss.reduction != "none")
+    probabilities = target.is_floating_point()
+    target = layout.operand("target", target) if probabilities else layout.per_row("target", target)
+    weight, stats = layout.whole("weight", weight), None
+    dtype = loss.settings.dtype or whole_rows.result_dtype(local)
+    wide = accumulator_of(local.dtype, dtype)
+    if layout.softmax_groups:
+        _check_available(probabilities, return_stats, loss, wide != accumulator_of(local.dtype, local.dtype))
+        call = _sharded_call(name, layout, loss.options, loss.settings.choice)
+        loss = loss._replace(settings=loss.settings._replace(dtype=dtype))
+        y = losses.cross_entropy(local, target, weight, loss, call, layout.row_groups)
+    else:
+        weight = losses.weight_of_mean(local, target, weight, loss, layout.row_groups)
+        each = loss._replace(
+            settings=loss.settings._replace(dtype=wide), reduction="none",
+            options=layout.options(loss.options, local.device),
+        )  # fmt: skip
+        rows = whole_rows.cross_entropy(local, target, weight, each, return_stats)
+        if return_stats:
+            rows, stats = rows
+        y = losses.reduced(rows, target, weight, loss, layout.row_groups).to(dtype)
+    y = layout.rows(y) if loss.reduction == "none" else layout.number(y)
+    return y if stats is None else (y, LossStatistics(*map(layout.rows, stats)))
 
 
-def _log_softmax_of(name: str, x: Tensor, dim: int, keepdim: bool, call: Sharded) -> Tensor:
-    return softmax(name, x, dim, call, logarithm=True)
+def _check_available(probabilities: bool, return_stats: bool, loss: Loss, wider: bool) -> None:
+    named = {
+        "target with class probabilities": probabilities,
+        "return_stats": return_stats,
+        "inplace_backward": loss.inplace,
+        "mask": loss.mask is not None,
+        "scale as a tensor": loss.tensors[0] is not None,
+        "dtype=torch.float64": wider,
+    }
+    for name, given in named.items():
+        if given:
+            raise NotImplementedError(f"cross_entropy(): {name} is not available if the softmax dimension is sharded")
 
 
-def _logsumexp_of(name: str, x: Tensor, dim: int, keepdim: bool, call: Sharded) -> Tensor:
-    zero, call = call.options.zero, call._replace(options=call.options._replace(zero=False))
-    z, call = scored(x, dim, call)
-    lse = losses.logsumexp(z, dim, keepdim, call)
-    # With zero=True, a row of only -inf gets gradient 0: the constant in `where` stops the gradient.
-    return lse.where(lse != -torch.inf, -torch.inf) if zero else lse
+def token_logprobs(
+    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Choice, ignore_index: Any = None
+) -> TokenLogprobs:
+    """(logprob, entropy, lse) as DTensors, sharded as the rows are."""
+    name = "token_logprobs"
+    loss_arguments.check_token_arguments(x, index, dim)
+    if index.dim() == x.dim():
+        raise NotImplementedError(f"{name}(): index with several tokens of each row is not available for a DTensor")
+    check_options(Call(OPERATIONS[name], x, Settings(dim), options))
+    layout = layout_of(name, x, (checked_dim(name, dim, x.dim()),))
+    arguments = {"index": index, "dim": layout.dims, "options": options, "entropy": entropy, "choice": choice}
+    _, local = _local(name, x, layout, arguments)
+    index, options, (axis,) = layout.per_row("index", index), layout.options(options, local.device), layout.dims
+    if layout.softmax_groups:
+        z, call = _scored(local, axis, _sharded_call(name, layout, options, choice))
+        found = losses.token_logprobs(z, index, axis, entropy, call)
+        found = found if ignore_index is None else whole_rows.without_ignored(found, index, ignore_index)
+    else:
+        found = whole_rows.token_logprobs(local, index, axis, options, entropy, choice, ignore_index)
+    return TokenLogprobs(*(None if t is None else layout.rows(t) for t in found))
 
 
-_FUNCTIONS: dict[str, Callable[[str, Tensor, int, bool, Sharded], Tensor]] = {
-    "softmax": _softmax_of,
-    "log_softmax": _log_softmax_of,
-    "logsumexp": _logsumexp_of,
-}
+def check_targets(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> None:
+    """Check the arguments, and the range of every target on every process, so that all raise the same error."""
+    loss = loss_arguments.checked_loss(x, target, weight, Loss(*fields))
+    # Only the shape of x is used, so its partial sums are not added here.
+    layout = layout_of("cross_entropy", x, (loss_arguments.class_dim(x),))
+    loss_arguments.check_targets(x, layout.whole("target", target), None, loss)
+
+
+def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None:
+    """Check the arguments, and the range of every index on every process, so that all raise the same error."""
+    loss_arguments.check_token_arguments(x, index, dim)
+    layout = layout_of("token_logprobs", x, (checked_dim("token_logprobs", dim, x.dim()),))
+    loss_arguments.check_tokens(x, layout.whole("index", index), dim, ignore_index)

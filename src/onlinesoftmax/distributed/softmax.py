@@ -25,6 +25,9 @@ from .shards import Shards, shards_of
 
 Tensor = torch.Tensor
 
+LOGARITHM = {"softmax": False, "log_softmax": True}
+"""True for the operation whose result is the logarithm of the softmax."""
+
 PIECE = 1 << 22
 """Elements that PyTorch's operations compute at once: 16 MB in float32, beside the shard."""
 
@@ -103,7 +106,7 @@ def _pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
             yield tuple(t.narrow(dim, col, count) if t.shape[dim] == cols else t for t in here)
 
 
-def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -> Tensor:
+def softmax(name: str, x: Tensor, dim: Any, call: Sharded) -> Tensor:
     """Softmax or log-softmax of the local shard of each row."""
     dim = checked_dim(name, dim, x.dim())
     # With a collective, softmax needs no position: the call then only checks that the shards form whole rows.
@@ -123,7 +126,7 @@ def softmax(name: str, x: Tensor, dim: Any, call: Sharded, *, logarithm: bool) -
     x = x.to(torch.promote_types(x.dtype, dtype))
     scores = call.options._replace(zero=False)
     z = x if scores.plain else eager.scores_of(x, dim, scores, accumulator_of(x.dtype, x.dtype))[0]
-    y: Tensor = Softmax.apply(z, dim, call, logarithm)
+    y: Tensor = Softmax.apply(z, dim, call, LOGARITHM[name])
     return y.to(dtype)
 
 
