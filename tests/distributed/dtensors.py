@@ -16,10 +16,12 @@ from torch.nn import functional
 
 import onlinesoftmax as osm
 from distributed import processes
+from distributed.usual import prepared_calls
 from onlinesoftmax.core.call import Settings
 from onlinesoftmax.core.options import ScoreOptions
-from onlinesoftmax.distributed import dtensor, usual
+from onlinesoftmax.distributed import dtensor
 from onlinesoftmax.distributed.layout import layout_of
+from onlinesoftmax.torch.fast_path import PREPARED_CALLS
 from onlinesoftmax.torch.loss import Loss
 
 Placements = tuple[Any, ...]
@@ -166,9 +168,9 @@ def losses_by_kernels(mesh: DeviceMesh, placements: Placements) -> None:
         whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
         want = osm.cross_entropy(whole, target, reduction=reduction, **options, backend="eager")
         # On a mesh with a dimension of one process, two placements have the same launches.
-        usual.LAUNCHES.clear()
+        PREPARED_CALLS.clear()
         found = osm.cross_entropy(cut, target, reduction=reduction, **options, **how)
-        assert len(usual.LAUNCHES) == bool(cut.to_local().shape[0])
+        assert len(prepared_calls()) == bool(cut.to_local().shape[0])
         near(found, want, rows_of(placements) if reduction == "none" else (Replicate(),) * mesh.ndim)
         dx = torch.autograd.grad(found.sum(), cut, retain_graph=True)[0]
         near(dx, torch.autograd.grad(want.sum(), whole, retain_graph=True)[0], placements)

@@ -17,8 +17,10 @@ import torch
 
 import onlinesoftmax as osm
 from distributed.processes import COLS, close, device, inputs, kernels_run, random, same_everywhere, sharded
-from onlinesoftmax.distributed import launches, usual
+from onlinesoftmax.distributed import collective, fast_path
+from onlinesoftmax.distributed.collective import CollectiveLaunches
 from onlinesoftmax.torch import dispatch
+from onlinesoftmax.torch.fast_path import PREPARED_CALLS
 
 
 def how(first: int, end: int) -> dict[str, Any]:
@@ -27,17 +29,19 @@ def how(first: int, end: int) -> dict[str, Any]:
     return given if device().type == "cuda" else {**given, "backend": "triton"}
 
 
+def prepared_calls() -> list[CollectiveLaunches]:
+    """The calls that are prepared for a collective."""
+    return [run for run in PREPARED_CALLS.values() if isinstance(run, CollectiveLaunches)]
+
+
 @contextlib.contextmanager
 def general_path() -> Iterator[None]:
-    """Calls run on the general path."""
+    """Calls take the general way."""
     from onlinesoftmax.distributed import losses
 
-    run_if_possible, look_up = losses.run_if_possible, usual.look_up
-    losses.run_if_possible, usual.look_up = lambda *_: None, lambda *_: ((), None)
-    try:
+    unknown = mock.patch.object(sharded, "look_up", lambda *given: fast_path.Known(given[3]))
+    with unknown, mock.patch.object(losses, "run_if_possible", return_value=None):
         yield
-    finally:
-        losses.run_if_possible, usual.look_up = run_if_possible, look_up
 
 
 LOSSES: tuple[dict[str, Any], ...] = (
@@ -58,9 +62,9 @@ def losses_are_as_good_as_those_of_one_process(first: int, end: int) -> None:
                 target = target.clamp(min=0)
             local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
             wide = x.double().requires_grad_()
-            before = len(usual.LAUNCHES)
+            before = len(prepared_calls())
             ours = sharded.cross_entropy(local, target, weight, **options, **how(first, end))
-            assert len(usual.LAUNCHES) == before + 1
+            assert len(prepared_calls()) == before + 1
             again = sharded.cross_entropy(local.detach(), target, weight, **options, **how(first, end))
             assert torch.equal(again, ours)
             assert not again.requires_grad
@@ -159,16 +163,16 @@ def other_tensors(first: int, end: int) -> None:
     want = torch.nn.functional.cross_entropy(x, target, weights)
     given = how(first, end)
     apart = torch.stack([target, target]).t()[:, 0]
-    before = len(usual.LAUNCHES)
+    before = len(prepared_calls())
     for kind in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         torch.testing.assert_close(sharded.cross_entropy(x[:, first:end], apart.to(kind), weights, **given), want)
     gaps = torch.stack([weights, weights]).t()[:, 0]
     torch.testing.assert_close(sharded.cross_entropy(x[:, first:end], apart, gaps, **given), want)
-    assert len(usual.LAUNCHES) == before + 5
+    assert len(prepared_calls()) == before + 5
     for kind in (torch.nn.Buffer, Subclass):
         found = sharded.cross_entropy(x[:, first:end], kind(target), kind(weights), **given)
         torch.testing.assert_close(torch.Tensor(found), want)
-    assert () not in usual.LAUNCHES
+    assert () not in PREPARED_CALLS
     local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
     # The gradient of a sum has the stride 0.
     sharded.cross_entropy(local, target, reduction="none", **given).sum().backward()
@@ -287,10 +291,10 @@ def chunks_of_rows_give_the_same_results(first: int, end: int) -> None:
         started.append("started")
         return lambda: (started.append("ended"), finish())[1]
 
-    real = launches.CHUNK_STEP
+    real = collective.CHUNK_STEP
     weight = random(COLS, seed=25, normal=False) + 0.1
-    limit, begin = launches.CHUNK_BYTES, launches.start_gathering
-    launches.start_gathering = start_gathering
+    limit, begin = collective.CHUNK_BYTES, collective.start_gathering
+    collective.start_gathering = start_gathering
     try:
         log_probabilities = (
             {"entropy": True},
@@ -299,15 +303,15 @@ def chunks_of_rows_give_the_same_results(first: int, end: int) -> None:
         )
         for i, options in enumerate((*LOSSES, *log_probabilities)):
             whole_chunks = device().type == "cuda" or options.get("mask") == "of rows"
-            launches.CHUNK_STEP, rows = (real, 53) if whole_chunks else (4, 13)
+            collective.CHUNK_STEP, rows = (real, 53) if whole_chunks else (4, 13)
             x = (3 * random(rows, 2, COLS, seed=23)).transpose(1, 2).bfloat16()
             target = (random(rows, 2, seed=24, normal=False) * COLS).long()
             target[0], target[-1] = -100, COLS
             mask = random(rows, COLS, 2, seed=26, normal=False) < 0.9
             mask = mask.scatter(1, target.clamp(0, COLS - 1).unsqueeze(1), True)
             found = []
-            for launches.CHUNK_BYTES in (limit, 1):
-                usual.LAUNCHES.clear()
+            for collective.CHUNK_BYTES in (limit, 1):
+                PREPARED_CALLS.clear()
                 started.clear()
                 local = x[:, first:end].clone().requires_grad_()
                 given = {**options, **how(first, end)}
@@ -329,7 +333,7 @@ def chunks_of_rows_give_the_same_results(first: int, end: int) -> None:
             for one, other in zip(*found, strict=True):
                 torch.testing.assert_close(one, other, equal_nan=True)
     finally:
-        launches.CHUNK_BYTES, launches.CHUNK_STEP, launches.start_gathering = limit, real, begin
+        collective.CHUNK_BYTES, collective.CHUNK_STEP, collective.start_gathering = limit, real, begin
 
 
 def no_tensor_is_kept(first: int, end: int) -> None:
@@ -352,5 +356,5 @@ def everything(first: int, end: int) -> None:
         autocast_is_followed, autocast_on_a_gpu_gives_float32,
         no_tensor_is_kept, chunks_of_rows_give_the_same_results,
     ):  # fmt: skip
-        usual.LAUNCHES.clear()
+        PREPARED_CALLS.clear()
         check(first, end)

@@ -14,7 +14,7 @@ and exchanges their numbers of columns; it does not with `shards=`, which says w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +39,11 @@ from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss
 from ..torch.loss_arguments import check_dtype, checked_numbers
 from ..torch.losses import without_ignored
-from . import losses, usual
+from . import losses
 from . import softmax as _softmax
-from .launches import Given
-from .local import Sharded
+from .fast_path import Known, look_up
 from .peers import checked_exchange
-from .shards import Shards
+from .shards import Operands, ShardedInput, Shards
 
 if TYPE_CHECKING:
     from ..core.annotations import TokenLogprobs
@@ -93,15 +92,11 @@ def softmax(
         ...     softmax(torch.zeros(1, 4), group=group)
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
-    compared = dim, scale, softcap, exchange, backend, strategy
-    shards, announced = usual.agree("softmax", (local,), compared, shards, group)
-    arguments = dim, scale, softcap, mask, shards, exchange, backend, strategy
-    key, found = usual.look_up_softmax(OPERATIONS["softmax"], local, arguments, group)
-    if found is not None:
-        return found
-    options = _checked("softmax", local, scale, softcap, mask)
-    call = _call("softmax", options, group, backend, strategy, shards, exchange)
-    return _softmax.softmax("softmax", local, dim, call._replace(key=key, announced=announced))
+    (y,) = _run(
+        "softmax", Operands(local, mask), (dim,), (scale, softcap), (exchange, backend, strategy), shards, group,
+        lambda call: (_softmax.softmax("softmax", local, dim, call),),
+    )  # fmt: skip
+    return y
 
 
 def log_softmax(
@@ -116,15 +111,11 @@ def log_softmax(
         ...     log_softmax(torch.zeros(1, 2), group=group)
         tensor([[-0.6931, -0.6931]])
     """
-    compared = dim, scale, softcap, exchange, backend, strategy
-    shards, announced = usual.agree("log_softmax", (local,), compared, shards, group)
-    arguments = dim, scale, softcap, mask, shards, exchange, backend, strategy
-    key, found = usual.look_up_softmax(OPERATIONS["log_softmax"], local, arguments, group)
-    if found is not None:
-        return found
-    options = _checked("log_softmax", local, scale, softcap, mask)
-    call = _call("log_softmax", options, group, backend, strategy, shards, exchange)
-    return _softmax.softmax("log_softmax", local, dim, call._replace(key=key, announced=announced))
+    (y,) = _run(
+        "log_softmax", Operands(local, mask), (dim,), (scale, softcap), (exchange, backend, strategy), shards, group,
+        lambda call: (_softmax.softmax("log_softmax", local, dim, call),),
+    )  # fmt: skip
+    return y
 
 
 def logsumexp(
@@ -142,11 +133,11 @@ def logsumexp(
         ...     logsumexp(torch.zeros(2, 4), group=group)
         tensor([1.3863, 1.3863])
     """
-    compared = dim, scale, softcap, exchange, backend, strategy
-    shards, announced = usual.agree("logsumexp", (local,), compared, shards, group)
-    options = _checked("logsumexp", local, scale, softcap, mask)
-    call = _call("logsumexp", options, group, backend, strategy, shards, exchange)
-    return losses.logsumexp(local, dim, keepdim, call._replace(announced=announced))
+    (y,) = _run(
+        "logsumexp", Operands(local, mask), (dim,), (scale, softcap), (exchange, backend, strategy), shards, group,
+        lambda call: (losses.logsumexp(local, dim, keepdim, call),),
+    )  # fmt: skip
+    return y
 
 
 def cross_entropy(
@@ -181,13 +172,12 @@ def cross_entropy(
         ...     cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]), group=group)
         tensor(1.3863)
     """
-    given = Given(local, None, target, weight)
-    arguments = ignore_index, reduction, label_smoothing, z_loss, scale, softcap, dtype, exchange, backend, strategy
-    shards, announced = usual.agree("cross_entropy", (local, target, weight), arguments, shards, group)
-    key, found = usual.look_up("cross_entropy", given, arguments, shards, group)
-    if found is not None:
-        return found[0]
-    options = _checked("cross_entropy", local, scale, softcap, None)
+    operands, forced = Operands(local, None, target, weight), (exchange, backend, strategy)
+    arguments = ignore_index, reduction, label_smoothing, z_loss, scale, softcap, dtype, *forced
+    known = look_up("cross_entropy", operands, arguments, shards, group)
+    if known.results is not None:
+        return known.results[0]
+    options = _checked("cross_entropy", operands, scale, softcap)
     check_dtype("cross_entropy()", dtype)
     if dtype is not None and accumulator_of(local.dtype, dtype) != accumulator_of(local.dtype, local.dtype):
         raise NotImplementedError(
@@ -196,9 +186,8 @@ def cross_entropy(
     loss = Loss(Settings(1, dtype), ignore_index, reduction, label_smoothing, z_loss, options)
     numbers = checked_numbers(loss)
     # A tensor among the numbers may change its value, so it is no part of a key.
-    key = key if numbers is loss else ()
-    call = _call("cross_entropy", options, group, backend, strategy, shards, exchange)
-    return losses.cross_entropy(local, target, weight, numbers, call._replace(key=key, announced=announced))
+    known = known if numbers is loss else known._replace(key=())
+    return losses.cross_entropy(local, target, weight, numbers, _call("cross_entropy", options, known, group, forced))
 
 
 def token_logprobs(
@@ -224,21 +213,40 @@ def token_logprobs(
         ...     token_logprobs(torch.zeros(1, 4), torch.tensor([3]), group=group).logprob
         tensor([-1.3863])
     """
-    given = Given(local, mask, index, None)
-    arguments = dim, scale, softcap, entropy, exchange, backend, strategy
-    shards, announced = usual.agree("token_logprobs", (local, index), arguments, shards, group)
-    key, found = usual.look_up("token_logprobs", given, arguments, shards, group)
-    if found is None:
-        options = _checked("token_logprobs", local, scale, softcap, mask)
-        call = _call("token_logprobs", options, group, backend, strategy, shards, exchange)
-        named = losses.token_logprobs(local, index, dim, entropy, call._replace(key=key, announced=announced))
-    else:
-        named = losses.named(found)
-    result: Any = named if ignore_index is None else without_ignored(named, index, ignore_index)
+    found = losses.named(
+        _run(
+            "token_logprobs", Operands(local, mask, index), (dim, entropy), (scale, softcap),
+            (exchange, backend, strategy), shards, group,
+            lambda call: losses.token_logprobs(local, index, dim, entropy, call),
+        )
+    )  # fmt: skip
+    result: Any = found if ignore_index is None else without_ignored(found, index, ignore_index)
     return result
 
 
-def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> ScoreOptions | None:
+def _run(
+    name: str, operands: Operands, special: tuple[Any, ...], scores: tuple[Any, Any], forced: tuple[Any, Any, Any],
+    shards: Shards | None, group: Any, run: Callable[[ShardedInput], tuple[Tensor, ...]],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The results of a call: of a prepared one, or of the function `run`, once the arguments are checked.
+
+    Args:
+        name: Name of the public function.
+        operands: Its tensors.
+        special: The arguments that only this function has.
+        scores: scale and softcap.
+        forced: exchange, backend and strategy.
+        shards, group: Its arguments of these names.
+        run: The function.
+    """
+    known = look_up(name, operands, (*special, *scores, *forced), shards, group)
+    if known.results is not None:
+        return known.results
+    return run(_call(name, _checked(name, operands, *scores), known, group, forced))
+
+
+def _checked(name: str, operands: Operands, scale: Any, softcap: Any) -> ScoreOptions | None:
+    local: Any = operands.x
     if not isinstance(local, Tensor):
         raise TypeError(f"{name}(): argument 'local' must be Tensor, not {type(local).__name__}")
     if not local.is_floating_point():
@@ -249,17 +257,18 @@ def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> Scor
         raise TypeError(f"{name}(): local is a DTensor: call onlinesoftmax.{name}, or pass local.to_local()")
     if not isinstance(scale, int | float):
         raise TypeError(f"{name}(): scale must be a number, not {type(scale).__name__}")
-    options = checked_options(name, scale, softcap, None, mask, False, "nan")
+    options = checked_options(name, scale, softcap, None, operands.mask, False, "nan")
     check_options(Call(OPERATIONS[name], local, Settings(-1), options))
     return options
 
 
 def _call(
-    name: str, options: ScoreOptions | None, group: Any, backend: Backend | None, strategy: Strategy | None,
-    shards: Shards | None, exchange: str | None,
-) -> Sharded:  # fmt: skip
+    name: str, options: ScoreOptions | None, known: Known, group: Any, forced: tuple[Any, Any, Any]
+) -> ShardedInput:
+    exchange, backend, strategy = forced
     exchange = checked_exchange(name, exchange)
-    return Sharded((group_or_default(group),), options or PLAIN, Choice(backend, strategy), shards, exchange=exchange)
+    groups, choice = (group_or_default(group),), Choice(backend, strategy)
+    return ShardedInput(groups, options or PLAIN, choice, known.shards, exchange, known.key, known.announced)
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
-from ..core.operations import OPERATIONS, Operation
+from ..core.operations import Operation
 from ..core.options import PLAIN, ScoreOptions
 from ..core.task import Choice
+from ..ops import OPERATIONS
 from ..torch import dispatch, eager, loss_arguments
 from ..torch import losses as whole_rows
 from ..torch.check import check_options, checked_dim
@@ -24,7 +25,7 @@ from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss
 from . import losses
 from .layout import MeshLayout, compare, layout_of, local_of, without_partial_sums
-from .local import Sharded
+from .shards import ShardedInput
 from .softmax import softmax
 
 __all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "run", "run_plain", "token_logprobs"]
@@ -88,7 +89,7 @@ def _sharded(call: Call, layout: MeshLayout) -> Tensor:
     return lse.to(dtype)
 
 
-def _sharded_call(name: str, layout: MeshLayout, options: ScoreOptions | None, choice: Choice) -> Sharded:
+def _sharded_call(name: str, layout: MeshLayout, options: ScoreOptions | None, choice: Choice) -> ShardedInput:
     """The arguments of a call whose softmax dimension is sharded.
 
     Raises:
@@ -96,10 +97,10 @@ def _sharded_call(name: str, layout: MeshLayout, options: ScoreOptions | None, c
     """
     if choice.batch_invariant:
         raise NotImplementedError(f"{name}(): batch_invariant is not available if the softmax dimension is sharded")
-    return Sharded(layout.softmax_groups, options or PLAIN, choice, layout.shards)
+    return ShardedInput(layout.softmax_groups, options or PLAIN, choice, layout.shards)
 
 
-def _scored(x: Tensor, dim: int, call: Sharded) -> tuple[Tensor, Sharded]:
+def _scored(x: Tensor, dim: int, call: ShardedInput) -> tuple[Tensor, ShardedInput]:
     """(x, call) without a bias or a tensor scale.
 
     If there is one, computes the scores here with PyTorch (at least float32) and returns them with plain options;
@@ -177,7 +178,7 @@ def token_logprobs(
     index, options, (axis,) = layout.per_row("index", index), layout.options(options, local.device), layout.dims
     if layout.softmax_groups:
         z, call = _scored(local, axis, _sharded_call(name, layout, options, choice))
-        found = losses.token_logprobs(z, index, axis, entropy, call)
+        found = losses.named(losses.token_logprobs(z, index, axis, entropy, call))
         found = found if ignore_index is None else whole_rows.without_ignored(found, index, ignore_index)
     else:
         found = whole_rows.token_logprobs(local, index, axis, options, entropy, choice, ignore_index)

@@ -10,56 +10,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.call import Call, Settings
+from ..core.call import NOTHING, Call, Settings
+from ..core.operations import Operation
 from ..core.options import PLAIN, ScoreOptions, softcap_slope
-from ..core.task import ANY, Choice
+from ..core.task import ANY, Choice, Part
 from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from ..torch import eager
 from ..torch.dispatch import why_pytorch, with_autocast
 from ..torch.gradients import accumulator_of
 from ..torch.targets import launch
-from .rows import RowStates
-from .shards import Shards
+from .exchange import RowStates
+from .shards import Operands, ShardSignature
 
 Tensor = torch.Tensor
 
 _FORWARD, _WITHOUT_TARGET = OPERATIONS["token_logprobs"], OPERATIONS["logsumexp"]
 _BACKWARD = OPERATIONS[_FORWARD.gradient_name]
-
-
-class Sharded(NamedTuple):
-    """The arguments of a call whose softmax dimension is sharded, without the tensors of rows.
-
-    Attributes:
-        groups: Process groups over which the softmax dimension is sharded; several are the axes of a grid of processes.
-        options: Scale, softcap and mask of the scores; PLAIN where there is none.
-        choice: What the caller forces of the local plan.
-        shards: The local columns as the caller gives them; None where an exchange finds them.
-        key: Key of the call among the usual ones (usual.py); () where it has none.
-        exchange: How the caller wants states to be exchanged (peers.py); None for either way.
-        announced: Key of the call in shards.ANNOUNCEMENTS; () where it has none.
-    """
-
-    groups: tuple[Any, ...]
-    options: ScoreOptions = PLAIN
-    choice: Choice = ANY
-    shards: Shards | None = None
-    key: tuple[Any, ...] = ()
-    exchange: str | None = None
-    announced: tuple[Any, ...] = ()
-
-    def same(self) -> dict[str, Any]:
-        """The arguments that every process must give alike.
-
-        The value of a tensor is not read, because that would wait for a GPU.
-        """
-        scale, softcap = self.options.scale, self.options.softcap
-        return {
-            "scale": "a tensor" if isinstance(scale, Tensor) else float(scale),
-            "softcap": softcap if softcap is None else float(softcap),
-            "exchange": self.exchange, "backend": self.choice.backend, "strategy": self.choice.strategy,
-        }  # fmt: skip
 
 
 class Shard(NamedTuple):
@@ -80,6 +47,15 @@ class Shard(NamedTuple):
     target: Tensor | None = None
     weight: Tensor | None = None
     choice: Choice = ANY
+
+    @classmethod
+    def of(cls, signature: ShardSignature, operands: Operands, target: Tensor | None) -> Shard:
+        """The local part of a call; its targets are counted from the first local column."""
+        (first, cols, _), weight = signature.shards, operands.weight
+        # The weights of the targets are applied to the statistics; smoothing needs those of the local columns.
+        weight = None if weight is None or not signature.smoothed else weight[first : first + cols]
+        options = signature.options._replace(mask=operands.mask)
+        return cls(operands.x, signature.dim, options, target, weight, signature.choice)
 
     @property
     def nearest(self) -> Tensor:
@@ -129,7 +105,7 @@ def runs_kernels(shard: Shard) -> bool:
     Raises:
         PlanError: kernels are forced, and cannot run.
     """
-    backend, strategy, _ = shard.choice
+    backend, strategy = shard.choice.backend, shard.choice.strategy
     if backend == "eager" or not shard.x.numel():
         return False
     reason = why_pytorch(shard.x, None, backend)
@@ -154,19 +130,34 @@ def states(shard: Shard, kernels: bool, entropy: bool = False, weighted: bool = 
 
 
 def _states_by_kernel(shard: Shard, entropy: bool) -> RowStates:
-    outputs = (*(() if shard.target is None else ("y",)), "m", "l", *(("entropy",) if entropy else ()))
-    found = dict(zip(outputs, launch(_forward_call(shard), outputs), strict=True))
+    # For 16-bit logits, token_logprobs sums only as exactly as they need, and is faster.  logsumexp always sums to
+    # float32 accuracy.
+    if shard.target is None:
+        call, outputs = call_of(_WITHOUT_TARGET, shard), ("m", "l")
+    else:
+        call = call_of(_FORWARD, shard, {"target": shard.target})
+        outputs = ("y", "m", "l", *(("entropy",) if entropy else ()))
+    found = dict(zip(outputs, launch(call, outputs), strict=True))
     return RowStates(found["m"], found["l"], found.get("y"), found.get("entropy"))
 
 
-def _forward_call(shard: Shard) -> Call:
-    options = None if shard.options.plain else shard.options
-    call = Call(_WITHOUT_TARGET, shard.x, Settings(shard.dim, choice=shard.choice), options)
-    if shard.target is None:
-        return call
-    # For 16-bit logits, token_logprobs sums only as exactly as they need, and is faster.  logsumexp always sums to
-    # float32 accuracy.
-    return call._replace(operation=_FORWARD, beside={"target": shard.target.unsqueeze(shard.dim)})
+def call_of(
+    operation: Operation, shard: Shard, operands: Mapping[str, Any] = NOTHING, part: Part | None = None
+) -> Call:
+    """The call of an operation on a shard.
+
+    Args:
+        operation: Its declaration.
+        shard: The local part.
+        operands: The operands besides the input: numbers, "weight", and tensors with one value per row or per call.
+        part: The position of the shard, if kernels exchange states.
+    """
+    x, dim = shard.x, shard.dim
+    beside = {name: t.unsqueeze(dim) if isinstance(t, Tensor) and t.dim() else t for name, t in operands.items()}
+    if "weight" in operands:
+        beside["weight"] = shard._replace(weight=operands["weight"]).weights
+    settings = Settings(dim, x.dtype if operation.backward else None, choice=shard.choice, part=part)
+    return Call(operation, x, settings, None if shard.options.plain else shard.options, None, beside)
 
 
 def _states_by_pytorch(shard: Shard, entropy: bool) -> RowStates:
@@ -192,10 +183,10 @@ def _states_by_pytorch(shard: Shard, entropy: bool) -> RowStates:
 
 def _weighted_sum(shard: Shard) -> Tensor:
     """The sum of the weighted scores; a weight of 0 leaves out its class, even if the score is infinite."""
-    x, dim, (scale, softcap, _, mask, *_), _, weight, _ = shard
-    if weight is None and softcap is None and mask is None:
+    x, dim, options = shard.x, shard.dim, shard.options
+    if shard.weight is None and options.softcap is None and options.mask is None:
         # One read of the shard, and no copy in another dtype.
-        return x.sum(dim, dtype=accumulator_of(x.dtype, x.dtype)) * scale
+        return x.sum(dim, dtype=accumulator_of(x.dtype, x.dtype)) * options.scale
     return (shard.weights * _scores(shard)).where(torch.as_tensor(shard.weights != 0), 0.0).sum(dim)
 
 
@@ -207,7 +198,7 @@ def _scores(shard: Shard) -> Tensor:
 
 def _chosen(shard: Shard) -> Tensor:
     """The score of the local column nearest to the target of each row; there must be a local column."""
-    x, dim, options, *_ = shard
+    x, dim, options = shard.x, shard.dim, shard.options
     index = shard.nearest.unsqueeze(dim)
     if options.mask is not None:
         options = options._replace(mask=options.mask.expand(x.shape).gather(dim, index))
@@ -269,10 +260,8 @@ def probabilities(shard: Shard, m: Tensor, l: Tensor) -> Tensor:
 
 def _gradient_by_kernel(shard: Shard, given: Mapping[str, Tensor | None]) -> Tensor:
     """The gradient of token_logprobs with respect to the local logits, from these operands with one value per row."""
-    x, dim, options, *_, choice = shard
-    beside = {name: t.contiguous().unsqueeze(dim) for name, t in given.items() if t is not None}
-    settings = Settings(dim, x.dtype, choice=choice)
-    (dx,) = launch(Call(_BACKWARD, x, settings, None if options.plain else options, None, beside), ("y",))
+    operands = {name: t.contiguous() for name, t in given.items() if t is not None}
+    (dx,) = launch(call_of(_BACKWARD, shard, operands), ("y",))
     return dx
 
 

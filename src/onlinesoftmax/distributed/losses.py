@@ -14,17 +14,16 @@ from ..torch.gradients import accumulator_of
 from ..torch.loss import UNSIGNED, Loss, count_of, ignored, is_class, scaled, scales_weight, signed
 from ..torch.loss_arguments import check_index, check_weight
 from ..torch.losses import result_dtype
-from .launches import Given, ShardedKind
-from .local import Sharded, autocast_dtype
-from .shards import Shards, shards_of, to_local_columns
-from .statistics import Statistics, StatisticsWanted
-from .usual import run_if_possible
+from .fast_path import run_if_possible
+from .general import statistics
+from .local import autocast_dtype
+from .shards import Operands, ShardedInput, Shards, ShardSignature, shards_of
 
 Tensor = torch.Tensor
 
 
 def cross_entropy(
-    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: Sharded, row_groups: tuple[Any, ...] = ()
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, call: ShardedInput, row_groups: tuple[Any, ...] = ()
 ) -> Tensor:
     """The loss if the softmax dimension is sharded, the same on every process; float32 under autocast, as PyTorch's.
 
@@ -34,14 +33,14 @@ def cross_entropy(
     """
     dim = 1 if x.dim() > 1 else 0
 
-    def same() -> dict[str, Any]:
+    def more() -> dict[str, Any]:
         return {
             "target": kind_of(target), "weight": kind_of(weight), "ignore_index": int(loss.ignore_index),
             "reduction": loss.reduction, "label_smoothing": float(loss.smoothing), "z_loss": float(loss.z_loss),
-            "dtype": str(loss.settings.dtype), **call.same(),
+            "dtype": str(loss.settings.dtype),
         }  # fmt: skip
 
-    shards = shards_of("cross_entropy", x, dim, call.groups, call.shards, same, call.announced)
+    shards = shards_of("cross_entropy", x, dim, call, more)
     _check_target("cross_entropy()", "target", x, target, dim)
     target, call = _signed(target, call)
     check_weight("cross_entropy()", weight, x, shards.total)
@@ -54,11 +53,16 @@ def cross_entropy(
     each = loss._replace(
         settings=Settings(dim, wide, choice=call.choice), reduction="none" if row_groups else loss.reduction
     )
-    kind = ShardedKind(dim, shards, call.options, call.choice, each, ("y",), wide)
-    found = run_if_possible(kind, Given(x, None, target, weight), call)
+    signature = ShardSignature(dim, shards, call.options, call.choice, each, ("y",), wide)
+    operands = Operands(x, None, target, weight)
+    found = run_if_possible(signature, operands, call)
     if found is not None and not row_groups:
         return found[0]
-    rows = _loss_rows(x, target, weight, loss, dim, shards, call) if found is None else found[0]
+    if found is None:
+        logprob, lse, _, spread = statistics(signature, operands, call.groups)
+        rows = _loss_rows((logprob, lse, spread), target, weight, loss, shards)
+    else:
+        rows = found[0]
     return reduced(rows, target, weight, loss, row_groups).to(dtype)
 
 
@@ -76,22 +80,10 @@ def weight_of_mean(
 
 
 def _loss_rows(
-    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dim: int, shards: Shards, call: Sharded
-) -> Tensor:
-    """The loss of each row in float32 (float64 in float64); the same on every process."""
-    weight_sum: Any = shards.total if weight is None else weight.sum(dtype=torch.float64)
-    smooth = loss.smoothing != 0
-    local_weight = None if weight is None or not smooth else weight[shards.first : shards.first + shards.cols]
-    wanted = _statistics_wanted(dim, call, shards, False, smooth, weight_sum)
-    logprob, lse, _, spread = Statistics.apply(x, None, to_local_columns(target, shards), local_weight, wanted)
-    return _rows((logprob, lse, spread), target, weight, loss, shards)
-
-
-def _rows(
-    statistics: tuple[Tensor, Tensor, Tensor | None], target: Tensor, weight: Tensor | None, loss: Loss, shards: Shards
+    numbers: tuple[Any, Any, Tensor | None], target: Tensor, weight: Tensor | None, loss: Loss, shards: Shards
 ) -> Tensor:
     """The loss of each row: 0 where it is ignored, NaN where its target is no class."""
-    logprob, lse, spread = statistics
+    logprob, lse, spread = numbers
     own: Any = 1 - loss.smoothing
     inside = is_class(target, shards.total)
     if weight is not None:
@@ -152,18 +144,14 @@ class OverRows(torch.autograd.Function):
         return dy / ctx.saved_tensors[0] if ctx.saved_tensors else dy, None, None
 
 
-def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: Sharded) -> TokenLogprobs:
-    """(logprob, entropy, lse) if the softmax dimension is sharded; the same on every process."""
+def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: ShardedInput) -> tuple[Tensor, ...]:
+    """(logprob, lse), and the entropy if it is asked for; the same on every process."""
     dim = checked_dim("token_logprobs", dim, x.dim())
-
-    def same() -> dict[str, Any]:
-        return {"index": kind_of(index), "entropy": bool(entropy), **call.same()}
-
-    shards = shards_of("token_logprobs", x, dim, call.groups, call.shards, same, call.announced)
+    shards = shards_of("token_logprobs", x, dim, call, lambda: {"index": kind_of(index), "entropy": bool(entropy)})
     _check_target("token_logprobs()", "index", x, index, dim)
     index, call = _signed(index, call)
     outputs = ("y", "lse", *(("entropy",) if entropy else ()))
-    return named(_statistics(x, index, dim, shards, call, outputs, accumulator_of(x.dtype, x.dtype)))
+    return _statistics(x, index, dim, shards, call, outputs, accumulator_of(x.dtype, x.dtype))
 
 
 def named(numbers: tuple[Tensor, ...]) -> TokenLogprobs:
@@ -172,11 +160,12 @@ def named(numbers: tuple[Tensor, ...]) -> TokenLogprobs:
     return TokenLogprobs(logprob, entropy[0] if entropy else None, lse)
 
 
-def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
+def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: ShardedInput) -> Tensor:
     """The logsumexp if the softmax dimension is sharded; the same on every process."""
     dim = checked_dim("logsumexp", dim, x.dim())
-    shards = shards_of("logsumexp", x, dim, call.groups, call.shards, call.same, call.announced)
-    # A target that is no column anywhere has no gradient.
+    shards = shards_of("logsumexp", x, dim, call)
+    # A target that is no column anywhere has no gradient.  A call that is looked up has none yet.
+    call = call._replace(key=())
     nowhere = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1, device=x.device)
     dtype = autocast_dtype("logsumexp", x)
     (lse,) = _statistics(x, nowhere, dim, shards, call, ("lse",), dtype)
@@ -184,30 +173,26 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: Sharded) -> Tensor:
 
 
 def _statistics(
-    x: Tensor, target: Tensor, dim: int, shards: Shards, call: Sharded, outputs: tuple[str, ...], result: torch.dtype
-) -> tuple[Tensor, ...]:
+    x: Tensor, target: Tensor, dim: int, shards: Shards, call: ShardedInput, outputs: tuple[str, ...],
+    result: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The statistics of each row that are named in `outputs`, in this order; by kernels alone if possible.
 
     Kernels alone return "y" and "lse" in the dtype `result`; otherwise all statistics have the accumulator's dtype.
     """
-    kind = ShardedKind(dim, shards, call.options._replace(mask=None), call.choice, None, outputs, result)
-    found = run_if_possible(kind, Given(x, call.options.mask, target, None), call)
+    bare = call.options._replace(mask=None)
+    signature = ShardSignature(dim, shards, bare, call.choice, None, outputs, result)
+    operands = Operands(x, call.options.mask, target)
+    found = run_if_possible(signature, operands, call)
     if found is not None:
         return found
-    wanted = _statistics_wanted(dim, call, shards, "entropy" in outputs, False, shards.total)
-    logprob, lse, entropy, _ = Statistics.apply(x, call.options.mask, to_local_columns(target, shards), None, wanted)
-    by_name = {"y": logprob, "lse": lse, "entropy": entropy}
+    by_name: dict[str, Any] = dict(
+        zip(("y", "lse", "entropy"), statistics(signature, operands, call.groups), strict=False)
+    )
     return tuple(by_name[name] for name in outputs)
 
 
-def _statistics_wanted(
-    dim: int, call: Sharded, shards: Shards, entropy: bool, spread: bool, weight_sum: Any
-) -> StatisticsWanted:
-    bare = call._replace(options=call.options._replace(mask=None), key=())
-    return StatisticsWanted(dim, bare, shards, entropy, spread, weight_sum)
-
-
-def _signed(target: Tensor, call: Sharded) -> tuple[Tensor, Sharded]:
+def _signed(target: Tensor, call: ShardedInput) -> tuple[Tensor, ShardedInput]:
     """The targets in a dtype that kernels take; launches for it do not fit the key of a call that has another dtype."""
     return (signed(target), call._replace(key=())) if target.dtype in UNSIGNED else (target, call)
 

@@ -1,4 +1,4 @@
-"""Position of this process's columns in the whole row: given by the caller, or found by an exchange.
+"""A call on sharded rows, and the position of its columns in the whole row, from the caller or an exchange.
 
 The exchange also compares the calls of the processes: different calls would otherwise end in an exchange of states that
 fails, hangs or mixes results.
@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.agreement import Announcement, name_of, numbers_of_all
+from ..core.options import PLAIN, ScoreOptions
 from ..core.processes import group_or_default
+from ..core.task import ANY, Choice
 from ..torch.check import checked_dim
 from ..torch.fast_path import keep, new_cache
+from ..torch.loss import Loss
 
 Tensor = torch.Tensor
 
 ANNOUNCEMENTS: dict[tuple[Any, ...], tuple[Announcement, int]] = new_cache()
-"""The announcements of calls without `shards=`, and their softmax dimensions, by the keys of usual.py."""
+"""The announcements of calls without `shards=`, and their softmax dimensions, by the keys of fast_path.py."""
 
 
 class Shards(NamedTuple):
@@ -61,36 +64,109 @@ class Shards(NamedTuple):
         return agreed(announced("Shards.of", local, dim, {}), local, dim, group_or_default(group))
 
 
+class Operands(NamedTuple):
+    """The tensors of a call: local logits and mask; targets and weights of all processes.  Softmax has no targets."""
+
+    x: Tensor
+    mask: Tensor | None = None
+    target: Any = None
+    weight: Tensor | None = None
+
+
+class ShardedInput(NamedTuple):
+    """The arguments of a call whose softmax dimension is sharded, without the tensors of rows.
+
+    Attributes:
+        groups: Process groups over which the softmax dimension is sharded; several are the axes of a grid of processes.
+        options: Scale, softcap and mask of the scores; PLAIN where there is none.
+        choice: What the caller forces of the local plan.
+        shards: The local columns as the caller gives them; None where an exchange finds them.
+        exchange: How the caller wants states to be exchanged (peers.py); None for either way.
+        key: Key of the prepared call (fast_path.py); () where it has none.
+        announced: Key of the call in ANNOUNCEMENTS; () where it has none.
+    """
+
+    groups: tuple[Any, ...]
+    options: ScoreOptions = PLAIN
+    choice: Choice = ANY
+    shards: Shards | None = None
+    exchange: str | None = None
+    key: tuple[Any, ...] = ()
+    announced: tuple[Any, ...] = ()
+
+    def same(self) -> dict[str, Any]:
+        """The arguments that every process must give alike.
+
+        The value of a tensor is not read, because that would wait for a GPU.
+        """
+        scale, softcap = self.options.scale, self.options.softcap
+        return {
+            "scale": "a tensor" if isinstance(scale, Tensor) else float(scale),
+            "softcap": softcap if softcap is None else float(softcap),
+            "exchange": self.exchange, "backend": self.choice.backend, "strategy": self.choice.strategy,
+        }  # fmt: skip
+
+
+class ShardSignature(NamedTuple):
+    """Properties of a call for statistics of sharded rows that do not depend on its tensors' values; hashable.
+
+    Attributes:
+        dim: The softmax dimension.
+        shards: Position of the local columns in the whole row.
+        options: Scale and softcap of the scores.
+        choice: What the caller forces of the local plan.
+        loss: The arguments of a cross-entropy; None for log-probabilities.
+        outputs: Names of the results: "y" (the loss, or the log-probability), "lse", "entropy".
+        result: Dtype of "y" and "lse".
+    """
+
+    dim: int
+    shards: Shards
+    options: ScoreOptions
+    choice: Choice
+    loss: Loss | None
+    outputs: tuple[str, ...]
+    result: torch.dtype
+
+    @property
+    def reduces(self) -> bool:
+        """True where the losses are reduced to a scalar."""
+        return self.loss is not None and self.loss.reduction != "none"
+
+    @property
+    def smoothed(self) -> bool:
+        """True where the loss has label smoothing."""
+        return self.loss is not None and self.loss.smoothing != 0
+
+
 def shards_of(
-    name: str, x: Tensor, dim: int, groups: tuple[Any, ...], given: Shards | None,
-    same: Callable[[], Mapping[str, Any]], key: tuple[Any, ...] = (),
-) -> Shards:  # fmt: skip
+    name: str, x: Tensor, dim: int, call: ShardedInput, more: Callable[[], Mapping[str, Any]] = dict
+) -> Shards:
     """The shards of a tensor: those that the caller gives, else those of an exchange, which waits for all processes.
 
     Args:
         name: Name of the public function, for errors.
         x: The local tensor.
         dim: The softmax dimension, counted from 0.
-        groups: Process groups; there is one group if no shards are given.
-        given: The argument `shards` of the public function.
-        same: Function that returns the arguments that every process must give alike, by name; an exchange compares
+        call: The call; it has one process group if no shards are given.
+        more: Function that returns further arguments that every process must give alike, by name; an exchange compares
             them.
-        key: Key of the call in ANNOUNCEMENTS; () where it has none.
 
     Raises:
         TypeError: the given shards are no `Shards`.
         ValueError: the given shards do not fit the tensor, or the processes have different rows, dtypes or arguments.
     """
+    given, key = call.shards, call.announced
     if given is None:
         if torch.compiler.is_dynamo_compiling():
             # With fullgraph=True this is an error, which shows the sentence.
             torch._dynamo.graph_break(msg="pass shards=: without it, the host reads the shapes of all processes")
-        (group,) = groups
-        call = announced(name, x, dim, same())
+        (group,) = call.groups
+        announcement = announced(name, x, dim, {**more(), **call.same()})
         # A tensor among the arguments may change its value.
         if key and not any(isinstance(argument, Tensor) for argument in key[1]):
-            keep(ANNOUNCEMENTS, key, (call, dim))
-        return agreed(call, x, dim, group)
+            keep(ANNOUNCEMENTS, key, (announcement, dim))
+        return agreed(announcement, x, dim, group)
     if not isinstance(given, Shards):
         raise TypeError(f"{name}(): argument 'shards' must be Shards, not {type(given).__name__}")
     if given.cols != x.shape[dim] or not 0 <= given.first <= given.first + given.cols <= given.total:

@@ -18,10 +18,11 @@ from ..torch import autograd, eager
 from ..torch.check import check_first_derivative, checked_dim
 from ..torch.fast_path import PREPARED_CALLS, keep
 from ..torch.gradients import accumulator_of
-from .local import Shard, Sharded, autocast_dtype, probabilities, runs_kernels, states
+from .exchange import RowStates, merge
+from .fast_path import public_key
+from .local import Shard, autocast_dtype, probabilities, runs_kernels, states
 from .peers import part_of, with_a_column
-from .rows import RowStates, merge
-from .shards import Shards, shards_of
+from .shards import ShardedInput, Shards, shards_of
 
 Tensor = torch.Tensor
 
@@ -36,7 +37,7 @@ class Softmax(torch.autograd.Function):
     """Softmax or log-softmax if the softmax dimension is sharded.  The caller applies all score options but `zero`."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, dim: int, call: Sharded, logarithm: bool) -> Tensor:
+    def forward(ctx: Any, z: Tensor, dim: int, call: ShardedInput, logarithm: bool) -> Tensor:
         shard = Shard(z.detach(), dim, choice=call.choice)
         kernels = runs_kernels(shard)
         whole = merge(states(shard, kernels), call.groups)
@@ -106,11 +107,11 @@ def _pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
             yield tuple(t.narrow(dim, col, count) if t.shape[dim] == cols else t for t in here)
 
 
-def softmax(name: str, x: Tensor, dim: Any, call: Sharded) -> Tensor:
+def softmax(name: str, x: Tensor, dim: Any, call: ShardedInput) -> Tensor:
     """Softmax or log-softmax of the local shard of each row."""
     dim = checked_dim(name, dim, x.dim())
     # With a collective, softmax needs no position: the call then only checks that the shards form whole rows.
-    shards = shards_of(name, x, dim, call.groups, call.shards, call.same, call.announced)
+    shards = shards_of(name, x, dim, call)
     dtype = autocast_dtype(name, x)
     part = _part(x, dim, shards, call)
     if part is not None:
@@ -118,8 +119,10 @@ def softmax(name: str, x: Tensor, dim: Any, call: Sharded) -> Tensor:
         options = call.options if x.shape[dim] else call.options._replace(mask=None)
         shard = with_a_column(x.resolve_neg(), dim)
         local = Call(OPERATIONS[name], shard, settings, None if options.plain else options)
-        if call.key and x.shape[dim]:
-            keep(PREPARED_CALLS, call.key, autograd.prepared_call(local))
+        key = public_key(call, part) if x.shape[dim] and options.plain and dtype == x.dtype else ()
+        if key:
+            prepared_call = autograd.prepared_call(local)
+            keep(PREPARED_CALLS, key, lambda operands, _: (prepared_call(operands.x, None),))
         found = autograd.apply(local)
         # `narrow` of all columns would copy the gradient.
         return found if x.shape[dim] else found.narrow(dim, 0, 0)
@@ -130,7 +133,7 @@ def softmax(name: str, x: Tensor, dim: Any, call: Sharded) -> Tensor:
     return y.to(dtype)
 
 
-def _part(x: Tensor, dim: int, shards: Shards, call: Sharded) -> Part | None:
+def _part(x: Tensor, dim: int, shards: Shards, call: ShardedInput) -> Part | None:
     """The position of the shard for kernels that exchange states through peer memory; None for a collective."""
     # A bias that is broadcast along the row, and a scale that is a tensor, have gradients that sum over the whole row.
     tensors = call.options.bias is not None or isinstance(call.options.scale, Tensor)

@@ -1,4 +1,4 @@
-"""The launches of losses and log-probabilities of sharded rows.
+"""Statistics of sharded rows by kernels before and after a collective.
 
     states     one kernel reads the shard, and writes the state of each row where it is sent from
     exchange   one all-gather of the states for each process group, and for each chunk of rows where they are many
@@ -7,88 +7,29 @@
     backward   one small kernel prepares the incoming gradients, and one reads the shard and writes its gradient
 
 Label smoothing adds one operation of PyTorch over the shard forward, and one backward.  Launches are prepared once for
-each kind of call; usual.py finds them.
+each signature; fast_path.py finds them.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..core.call import Call, Settings
-from ..core.operations import Operation
-from ..core.options import ScoreOptions
 from ..core.processes import gathered_flat, start_gathering
-from ..core.task import Choice
 from ..kernels.sharded import STATES, ShardedRows
 from ..ops import OPERATIONS
 from ..torch.gradients import accumulator_of
-from ..torch.loss import Loss
 from ..torch.prepare import DTYPE_NAMES, Prepared, aligned, prepared
 from ..torch.reductions import prepared_sharded, total_after_losses
-from .shards import Shards, to_local_columns
+from .exchange import Saved, apply_in_eager_mode
+from .local import Shard, call_of
+from .shards import Operands, ShardSignature, to_local_columns
 
 Tensor = torch.Tensor
 
 _FORWARD = OPERATIONS["token_logprobs"]
 _BACKWARD = OPERATIONS[_FORWARD.gradient_name]
-
-
-class ShardedKind(NamedTuple):
-    """Properties of a sharded call that its prepared launches depend on.
-
-    Attributes:
-        dim: The softmax dimension.
-        shards: Position of the local columns in the whole row.
-        options: Scale and softcap of the scores.
-        choice: What the caller forces of the local plan.
-        loss: The arguments of a cross-entropy; None for log-probabilities.
-        outputs: Names of the results: "y" (the loss, or the log-probability), "lse", "entropy".
-        result: Dtype of "y" and "lse".
-    """
-
-    dim: int
-    shards: Shards
-    options: ScoreOptions
-    choice: Choice
-    loss: Loss | None
-    outputs: tuple[str, ...]
-    result: torch.dtype
-
-    @property
-    def reduces(self) -> bool:
-        """True where the losses are reduced to a scalar."""
-        return self.loss is not None and self.loss.reduction != "none"
-
-
-class Given(NamedTuple):
-    """The tensors of a call: local logits and mask; targets and weights of all processes."""
-
-    x: Tensor
-    mask: Tensor | None
-    target: Tensor
-    weight: Tensor | None
-
-
-class SavedForShards(NamedTuple):
-    """The tensors that backward reads besides x.
-
-    Attributes:
-        mask, target, weight: As in Given.
-        here: The targets counted from the first local column.
-        m, l, entropy: State and entropy of each whole row.
-        divisor: (1 / divisor, divisor) of a mean.
-    """
-
-    mask: Tensor | None
-    target: Tensor
-    weight: Tensor | None
-    here: Tensor
-    m: Tensor
-    l: Tensor
-    entropy: Tensor | None
-    divisor: Tensor | None
 
 
 CHUNK_BYTES = 4 << 20
@@ -108,14 +49,14 @@ class Chunk:
     """The launches of a chunk of rows: their local states, and the merge of the states of all processes.
 
     Args:
-        kind: The properties of the call.
-        given: The tensors of the chunk.
+        signature: The properties of the call.
+        operands: The tensors of the chunk.
         rows: The description of all rows of the call.
     """
 
-    def __init__(self, kind: ShardedKind, given: Given, rows: ShardedRows) -> None:
-        x, mask, target, _ = given
-        self.dim, self.device = kind.dim, x.device
+    def __init__(self, signature: ShardSignature, operands: Operands, rows: ShardedRows) -> None:
+        x, target = operands.x, operands.target
+        self.dim, self.device = signature.dim, x.device
         self.rows = rows._replace(rows=target.numel())
         self.wide = accumulator_of(x.dtype, x.dtype)
         # The kernel of the states is prepared for outputs that lie on 16 bytes.
@@ -125,10 +66,11 @@ class Chunk:
         self.numbers: dict[str, int] = {}
         # A process without columns has nothing to launch.
         if x.numel():
-            call = call_of(_FORWARD, kind, x, mask, {"target": to_local_columns(target, kind.shards)})
+            here = to_local_columns(target, signature.shards)
+            call = call_of(_FORWARD, Shard.of(signature, operands, here), {"target": here})
             more = ("entropy",) if "entropy" in self.rows.sent else ()
-            self.states, operands = prepared(call, ("y", "m", "l", *more))
-            self.numbers = {name: value for name, value in operands.items() if isinstance(value, int)}
+            self.states, named = prepared(call, ("y", "m", "l", *more))
+            self.numbers = {name: value for name, value in named.items() if isinstance(value, int)}
 
     def local_states(self, x: Tensor, mask: Tensor | None, here: Tensor) -> Tensor:
         """The local states, flat: first number of all rows, second number of all rows, and so on."""
@@ -152,44 +94,36 @@ class Chunk:
         return packed.view(-1) if self.in_place else torch.cat(parts)
 
 
-def call_of(operation: Operation, kind: ShardedKind, x: Tensor, mask: Tensor | None, rows: dict[str, Tensor]) -> Call:
-    """The call of an operation on the local columns; `rows` are its operands with one value per row."""
-    options = kind.options._replace(mask=mask)
-    settings = Settings(kind.dim, x.dtype if operation.backward else None, choice=kind.choice)
-    beside = {name: t.unsqueeze(kind.dim) for name, t in rows.items()}
-    return Call(operation, x, settings, None if options.plain else options, None, beside)
-
-
-class Launches:
+class CollectiveLaunches:
     """The prepared launches of one kind of call; no tensor is kept.
 
     Where many bytes are exchanged, the rows are cut into chunks along the first dimension.  While the states of one
     chunk are exchanged, those of the next are computed.
 
     Args:
-        kind: The properties of the call.
-        given: The tensors of the first call: none is lazily negated, target and weight are contiguous.
+        signature: The properties of the call.
+        operands: The tensors of the first call: none is lazily negated, target and weight are contiguous.
         processes: Number of processes.
         with_gradient: True where backward may follow.
     """
 
-    def __init__(self, kind: ShardedKind, given: Given, processes: int, with_gradient: bool) -> None:
-        x, _, target, weight = given
-        loss, shards = kind.loss, kind.shards
-        self.kind, self.with_gradient, self.device = kind, with_gradient, x.device
+    def __init__(self, signature: ShardSignature, operands: Operands, processes: int, with_gradient: bool) -> None:
+        x, target, weight = operands.x, operands.target, operands.weight
+        loss, shards = signature.loss, signature.shards
+        self.signature, self.with_gradient, self.device = signature, with_gradient, x.device
         wide = accumulator_of(x.dtype, x.dtype)
         self.total, self.divides = None, loss is not None and loss.reduction == "mean"
-        if loss is not None and kind.reduces:
+        if loss is not None and signature.reduces:
             self.total = total_after_losses(x, target, weight, loss, shards.total)
         # Losses that are reduced have the accumulator's dtype.
-        result = wide if kind.reduces else kind.result
+        result = wide if signature.reduces else signature.result
         saved = ("m", "l") if with_gradient else ()
-        self.written = {name: result if name in ("y", "lse") else wide for name in (*kind.outputs, *saved)}
+        self.written = {name: result if name in ("y", "lse") else wide for name in (*signature.outputs, *saved)}
         weights = () if weight is None else ("weight",)
         self.rows = ShardedRows(
             target.numel(), processes, DTYPE_NAMES[wide], DTYPE_NAMES[result], DTYPE_NAMES[target.dtype],
-            None if weight is None else DTYPE_NAMES[weight.dtype], loss is not None, kind.reduces, *shards,
-            scale=kind.options.scale, names=("states", "target", *weights, *self.written),
+            None if weight is None else DTYPE_NAMES[weight.dtype], loss is not None, signature.reduces, *shards,
+            scale=signature.options.scale, names=("states", "target", *weights, *self.written),
         )  # fmt: skip
         if loss is not None:
             self.rows = self.rows._replace(ignore_index=loss.ignore_index, smoothing=loss.smoothing, z_loss=loss.z_loss)
@@ -197,62 +131,69 @@ class Launches:
         self.gradient: dict[bool, Prepared] = {}
         # The launches of each chunk, and its indices [first, end) of the first dimension.
         self.chunks: list[tuple[Chunk, int, int]] = []
-        kinds: dict[int, Chunk] = {}
+        by_length: dict[int, Chunk] = {}
         step = self._chunk_length(len(x), wide.itemsize)
         for first in range(0, max(len(x), 1), step):
             end = min(first + step, len(x))
-            if end - first not in kinds:
-                kinds[end - first] = Chunk(kind, cut(given, first, end), self.rows)
-            self.chunks.append((kinds[end - first], first, end))
+            if end - first not in by_length:
+                by_length[end - first] = Chunk(signature, cut(operands, first, end), self.rows)
+            self.chunks.append((by_length[end - first], first, end))
 
     def _chunk_length(self, length: int, itemsize: int) -> int:
         """Length of a chunk in the first dimension; the same on every process."""
         received = self.rows.processes * len(self.rows.sent) * itemsize * self.rows.rows
         count = min(MOST_CHUNKS, received // CHUNK_BYTES)
-        if count < 2 or not self.kind.dim:
+        if count < 2 or not self.signature.dim:
             return max(length, 1)
         return -(-length // (count * CHUNK_STEP)) * CHUNK_STEP
 
-    def forward(self, given: Given, groups: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], SavedForShards | None]:
-        """(the results, what backward reads)."""
-        x, mask, target, weight = given
-        here = to_local_columns(target, self.kind.shards)
+    def __call__(self, operands: Operands, groups: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """The results of a call."""
+        if not self.with_gradient:
+            return self.forward(operands, groups)[0]
+        # The other tensors travel in a tuple, so that autograd need not look at them.
+        found: tuple[Tensor, ...] = apply_in_eager_mode(operands.x, self, operands, groups)
+        return found
+
+    def forward(self, operands: Operands, groups: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Saved]:
+        """(the results, what backward reads); without a gradient, there is no state of the rows among it."""
+        target, weight = operands.target, operands.weight
+        here = to_local_columns(target, self.signature.shards)
         tensors: dict[str, Any] = {"target": target}
         for name, dtype in self.written.items():
             tensors[name] = torch.empty_like(here, dtype=dtype)
         if len(self.chunks) == 1:
             chunk = self.chunks[0][0]
-            states = gathered_flat(chunk.local_states(x, mask, here), *groups)
+            states = gathered_flat(chunk.local_states(operands.x, operands.mask, here), *groups)
             chunk.merge({"states": states, "weight": weight, **tensors})
         else:
-            self._run_chunks(given, here, tensors, groups)
+            self._run_chunks(operands, here, tensors, groups)
         divisor = None
         if self.total is None:
-            found = tuple(tensors[name] for name in self.kind.outputs)
+            found = tuple(tensors[name] for name in self.signature.outputs)
         else:
             total, divisor = self.total(tensors["y"], target, weight)
             found = (total,)
-        if not self.with_gradient:
-            return found, None
-        return found, SavedForShards(
-            mask, target, weight, here, tensors["m"], tensors["l"], tensors.get("entropy"), divisor
-        )
+        m, l, entropy = (tensors.get(name) for name in ("m", "l", "entropy"))
+        return found, Saved(operands.mask, target, weight, m, l, entropy, here, divisor)
 
-    def _run_chunks(self, given: Given, here: Tensor, tensors: dict[str, Tensor], groups: tuple[Any, ...]) -> None:
+    def _run_chunks(
+        self, operands: Operands, here: Tensor, tensors: dict[str, Tensor], groups: tuple[Any, ...]
+    ) -> None:
         """Writes the results of each row to the tensors.  All exchanges are started before the first is waited for."""
         finish = []
         for chunk, first, end in self.chunks:
-            x, mask, _, _ = cut(given, first, end)
-            finish.append(start_gathering(chunk.local_states(x, mask, here[first:end]), *groups))
+            part = cut(operands, first, end)
+            finish.append(start_gathering(chunk.local_states(part.x, part.mask, here[first:end]), *groups))
         for (chunk, first, end), finished in zip(self.chunks, finish, strict=True):
             rows = {name: t[first:end] for name, t in tensors.items()}
-            chunk.merge({"states": finished(), "weight": given.weight, **rows})
+            chunk.merge({"states": finished(), "weight": operands.weight, **rows})
 
-    def backward(self, x: Tensor, saved: SavedForShards, dys: tuple[Tensor | None, ...]) -> Tensor:
+    def backward(self, x: Tensor, saved: Saved, dys: tuple[Tensor | None, ...]) -> Tensor:
         """The gradient with respect to x, from the gradients of the results."""
         if not x.numel():
             return torch.empty_like(x)
-        given = {name: _contiguous(dy) for name, dy in zip(self.kind.outputs, dys, strict=True) if dy is not None}
+        given = dict(zip(self.signature.outputs, map(_contiguous, dys), strict=True))
         dy, dlse, dentropy = given.get("y"), given.get("lse"), given.get("entropy")
         to_y, to_lse, flat = torch.empty_like(saved.m), torch.empty_like(saved.m), None
         if self.rows.smoothing:
@@ -263,19 +204,19 @@ class Launches:
                 "count": saved.divisor, "to_y": to_y, "to_lse": to_lse, "to_flat": flat,
             }
         )  # fmt: skip
-        rows: dict[str, Any] = {"target": saved.here, "dy": to_y, "m": saved.m, "l": saved.l, "dlse": to_lse}
+        rows: dict[str, Any] = {"target": saved.local_target, "dy": to_y, "m": saved.m, "l": saved.l, "dlse": to_lse}
         rows |= self.chunks[0][0].numbers
         if dentropy is not None:
             rows |= {"entropy": saved.entropy, "dentropy": dentropy}
         run = self.gradient.get(dentropy is not None)
         if run is None:
             tensors = {name: t for name, t in rows.items() if isinstance(t, Tensor)}
-            call = call_of(_BACKWARD, self.kind, x, saved.mask, tensors)
-            run = self.gradient[dentropy is not None] = prepared(call, ("y",))[0]
+            shard = Shard.of(self.signature, Operands(x, saved.mask), None)
+            run = self.gradient[dentropy is not None] = prepared(call_of(_BACKWARD, shard, tensors), ("y",))[0]
         if saved.mask is not None:
             rows["mask"] = saved.mask
         dx: Tensor = run(x, None, rows)
-        return dx if flat is None else dx.sub_(flat.unsqueeze(self.kind.dim))
+        return dx if flat is None else dx.sub_(flat.unsqueeze(self.signature.dim))
 
     def _incoming(self, dy: bool, dlse: bool) -> Any:
         """The launch that prepares the incoming gradients, of which some may be absent."""
@@ -287,21 +228,23 @@ class Launches:
                 "to_y": True, "to_lse": True, "to_flat": self.rows.smoothing != 0,
             }  # fmt: skip
             names = tuple(name for name, is_given in given.items() if is_given)
-            rows = self.rows._replace(names=names, processes=0, result=DTYPE_NAMES[self.kind.result])
+            rows = self.rows._replace(names=names, processes=0, result=DTYPE_NAMES[self.signature.result])
             run = self.incoming[dy, dlse] = prepared_sharded("incoming", rows, self.device)
         return run
 
 
-def cut(given: Given, first: int, end: int) -> Given:
+def cut(operands: Operands, first: int, end: int) -> Operands:
     """The tensors of the rows with the indices [first, end) of the first dimension."""
-    x, mask, target, weight = given
+    x, mask = operands.x, operands.mask
     if end - first == len(x):
-        return given
+        return operands
     if mask is not None and mask.dim() == x.dim() and len(mask) > 1:
         mask = mask[first:end]
-    return Given(x[first:end], mask, target[first:end], weight)
+    return operands._replace(x=x[first:end], mask=mask, target=operands.target[first:end])
 
 
-def _contiguous(dy: Tensor) -> Tensor:
+def _contiguous(dy: Tensor | None) -> Tensor | None:
     """An incoming gradient whose elements are neighbours, the first on 16 bytes, as the kernels were prepared for."""
-    return dy if dy.is_contiguous() and aligned(dy) else dy.clone(memory_format=torch.contiguous_format)
+    if dy is None or (dy.is_contiguous() and aligned(dy)):
+        return dy
+    return dy.clone(memory_format=torch.contiguous_format)

@@ -1,17 +1,23 @@
-"""Merges the states of rows if the softmax dimension is sharded.
+"""The exchange of the states of rows if the softmax dimension is sharded, and its place in autograd.
 
 Every process sends its local states, receives the states of all processes, and merges them.  A state is m, l and
 further sums of the local columns (core/state.py).  All processes merge the same states in the same order, so the
-results have the same bits on every process.
+results have the same bits on every process.  There are three ways to do it:
+
+    general.py       PyTorch's operations merge the states after a collective; any call, and torch.compile
+    collective.py    kernels before and after a collective
+    peer_memory.py   one kernel reads the shard, exchanges states through the memory of other GPUs, and writes results
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..core.processes import gathered
+from ..torch.check import check_first_derivative
+from .shards import Operands
 
 Tensor = torch.Tensor
 
@@ -79,3 +85,60 @@ def merge(local: RowStates, groups: tuple[Any, ...]) -> RowStates:
         total = (below * lower.exp()).where(l_each != 0, 0.0).sum(0)
         whole = whole._replace(entropy=l.log() - total / l)
     return whole
+
+
+class Saved(NamedTuple):
+    """The tensors that the backward pass of a way of exchange reads besides x; None for those that it does not read.
+
+    Attributes:
+        mask, target, weight: As in Operands.
+        m, l, entropy: State and entropy of each whole row; None without a gradient.
+        local_target: The targets counted from the first local column.
+        divisor: (1 / divisor, divisor) of a mean.
+    """
+
+    mask: Tensor | None
+    target: Any
+    weight: Tensor | None
+    m: Any
+    l: Any
+    entropy: Tensor | None = None
+    local_target: Any = None
+    divisor: Tensor | None = None
+
+
+class Way(Protocol):
+    """A way to compute the results of rows from a shard, with an exchange of states."""
+
+    def forward(self, operands: Operands, groups: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Saved]:
+        """(the results, what backward reads)."""
+
+    def backward(self, x: Tensor, saved: Saved, dys: tuple[Tensor | None, ...]) -> Tensor:
+        """The gradient with respect to the shard, from the gradients of the results; nothing is exchanged."""
+
+
+class Rows(torch.autograd.Function):
+    """The results of a way of exchange, with a gradient.
+
+    Backward needs no exchange, because all processes get the same incoming gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: Way, operands: Operands, groups: tuple[Any, ...]) -> Any:
+        results, saved = way.forward(operands._replace(x=x), groups)
+        ctx.save_for_backward(x, *saved)
+        ctx.way = way
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_first_derivative("the gradient of numbers of sharded rows")
+        if all(dy is None for dy in dys):
+            return None, None, None, None
+        x, *saved = ctx.saved_tensors
+        return ctx.way.backward(x, Saved(*saved), dys), None, None, None
+
+
+apply_in_eager_mode = super(torch.autograd.Function, Rows).apply
+"""`Rows.apply` of the base class in C++, without the check for transforms in torch.autograd.Function."""
