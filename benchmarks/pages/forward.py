@@ -87,7 +87,7 @@ def lengths_text(records: Records) -> str:
     cols = [each.case.shape[-1] for each in records.cases(name)]
     return (
         f"{len(set(cols))} other lengths from {min(cols)} to {max(cols)} columns, most of them unaligned, "
-        f"reach these parts of a copy. {'. '.join(said)}.\n\n{source(record)}"
+        f"reach these shares of the copy. {'. '.join(said)}.\n\n{source(record)}"
     )
 
 

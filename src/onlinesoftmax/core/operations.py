@@ -4,7 +4,7 @@ A declaration determines shapes and dtypes of outputs, custom-operator schemas, 
 benchmark cases and verification cases.  Each operation is declared in its room in `ops`; here stands what they share.
 Strategies never ask which operation they serve; they ask whether it writes elements, per-row results, or both.
 
-To declare an operation is step one of six: CONTRIBUTING.md, "To add an operation".
+To declare an operation is the first step of CONTRIBUTING.md, "To add an operation".
 """
 
 from __future__ import annotations
