@@ -132,7 +132,19 @@ def test_every_example_is_on_its_page_and_has_a_test() -> None:
         assert (Path(__file__).parent / f"test_{script.name}").exists()
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+PAGES = [TESTS.parent / "README.md", TESTS.parent / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+FOLDERS = ("src", "tests", "docs", "benchmarks", "examples")
+FILES = [f"/{path.relative_to(TESTS.parent).as_posix()}" for top in FOLDERS for path in (TESTS.parent / top).rglob("*")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(r"`([\w./-]+(?:\.py|\.cuh|/))`", page.read_text(encoding="utf-8")))
+    missing = [name for name in named if not any(f"{file}/".endswith(f"/{name.rstrip('/')}/") for file in FILES)]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_between_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
