@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from onlinesoftmax.lab.bench.naming import device_slug
-from onlinesoftmax.lab.bench.record import git_state
+from onlinesoftmax.lab.bench.record_file import device_slug, git_state
 from onlinesoftmax.lab.bench.suites import cases, suite_of
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -9,7 +9,6 @@ fresh process for each case, and writes the measurements to a JSON file.  Run it
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -48,16 +47,23 @@ def main() -> None:
     if options.measure:
         measure(*options.measure)
         return
-    now = datetime.now(timezone.utc)
+    # The processes that measure do not import the benchmark, whose memory would count.
+    from onlinesoftmax.lab.bench.record_file import git_state, processor, versions
+
+    now, git = datetime.now(timezone.utc), git_state()
     output = options.output or Path(__file__).parent / "results" / "files" / "cpu.json"
     record = {
         "date": now.isoformat(timespec="seconds"),
-        **commit(),
+        "commit": git["commit"],
+        "uncommitted_changes": git["dirty"],
         "versions": versions(),
-        "machine": machine(),
+        "machine": {
+            "cpu": processor(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0],
+            "system": platform.platform(),
+        },
         "threads": options.threads,
         "cases": [],
-    }
+    }  # fmt: skip
     elements = int(options.gigabytes * 2**30) // 4 // COLUMNS * COLUMNS
     chunk_bytes = "" if options.chunk_mib is None else str(int(options.chunk_mib * 2**20))
     with tempfile.TemporaryDirectory(prefix="onlinesoftmax-", dir=options.folder) as folder:
@@ -131,37 +137,6 @@ def peak_rss_mb() -> float:
     """Return the peak resident memory in megabytes (10^6 bytes).  Linux reports KiB, macOS reports bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
-
-
-def commit() -> dict[str, Any]:
-    try:
-        head = git("rev-parse", "HEAD")
-        return {"commit": head, "uncommitted_changes": bool(git("--no-optional-locks", "status", "--porcelain"))}
-    except (OSError, subprocess.CalledProcessError):
-        return {"commit": "unknown"}
-
-
-def git(*arguments: str) -> str:
-    folder = Path(__file__).parent
-    return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True, cwd=folder).stdout.strip()
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "numpy": np.__version__}
-    for package in ("torch", "safetensors"):
-        if importlib.util.find_spec(package) is not None:
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def machine() -> dict[str, Any]:
-    cpu = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        cpu = names[0] if names else cpu
-    return {"cpu": cpu, "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0], "system": platform.platform()}
 
 
 if __name__ == "__main__":

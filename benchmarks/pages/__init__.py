@@ -10,7 +10,12 @@ from .records import Records
 
 __all__ = ["BLOCKS", "CHARTS"]
 
+_BLOCK = {"records": "Records", "return": "str"}
+
 BLOCKS: dict[str, Callable[[Records], str]] = {
-    name: block for module in (readme, forward, losses, others, limits) for name, block in module.BLOCKS.items()
+    name: function
+    for module in (readme, forward, losses, others, limits)
+    for name, function in vars(module).items()
+    if not name.startswith("_") and getattr(function, "__annotations__", None) == _BLOCK
 }
-"""The function that makes each block, by the name in its marker."""
+"""The blocks by the name in their markers: every public function of these modules from the records to a text."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from onlinesoftmax.lab.bench.cases import Case
@@ -178,12 +178,3 @@ def _rows_of(case: Case) -> str:
     if cols >= LONG_ROW:
         return "long rows"
     return "unaligned rows" if cols % ALIGNED else "aligned rows"
-
-
-BLOCKS: dict[str, Callable[[Records], str]] = {
-    block.__name__: block
-    for block in (
-        softmax_table, single_row_table, lengths_text, fused_table, h100_table, jax_table,
-    )
-}  # fmt: skip
-"""The blocks by name."""

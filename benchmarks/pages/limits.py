@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from onlinesoftmax.lab.bench.result import CaseResult
 from onlinesoftmax.lab.report.charts import NAMES
@@ -71,7 +71,3 @@ def faster_libraries(records: Records) -> str:
 def _device(name: str) -> str:
     """The device of a record's name, and the framework."""
     return "-".join(name.split("-")[: 2 if "-jax-" in name else 1])
-
-
-BLOCKS: dict[str, Callable[[Records], str]] = {block.__name__: block for block in (far_from_the_copy, faster_libraries)}
-"""The blocks by name."""

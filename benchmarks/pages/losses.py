@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from onlinesoftmax.lab.bench.cases import Case
-from onlinesoftmax.lab.bench.sharded.result import ShardedCaseResult, ShardedResult
+from onlinesoftmax.lab.bench.result import ShardedCaseResult, ShardedResult
 from onlinesoftmax.lab.report.charts import NAMES
 
 from .markdown import (
@@ -166,13 +165,3 @@ def _of_many(records: Records) -> list[Any]:
 def sharded(records: Records) -> list[ShardedCaseResult]:
     """The results of the records of several GPUs."""
     return [each for record in _of_many(records) for each in record.sharded]
-
-
-BLOCKS: dict[str, Callable[[Records], str]] = {
-    block.__name__: block
-    for block in (
-        cross_entropy_table, token_logprobs_table, read_only_table, reductions_table, token_logprobs_text,
-        jax_losses_table, distributed_table,
-    )
-}  # fmt: skip
-"""The blocks by name."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from onlinesoftmax.lab.bench.calls import CallsResult
 from onlinesoftmax.lab.bench.cases import Case
-from onlinesoftmax.lab.bench.host import BOTH, PLAIN, RECORDING
-from onlinesoftmax.lab.bench.result import LARGE
+from onlinesoftmax.lab.bench.host_times import BOTH, PLAIN, RECORDING
+from onlinesoftmax.lab.bench.result import LARGE, CallsResult
 from onlinesoftmax.lab.report.charts import NAMES
 
 from .markdown import ABSENT, microseconds, shape, source, table
@@ -126,12 +123,3 @@ def memory_traffic_table(records: Records) -> str:
     header = ("columns", "size of the row (MB)", "read from memory (MB)", "written to memory (MB)", "kernel alone (µs)")
     said = f"*Record: `profiles/h200.json` ({found['device']}, commit {found['commit'][:7]}, {found['date'][:10]}).*"
     return f"{table(header, rows)}\n\n{said}"
-
-
-BLOCKS: dict[str, Callable[[Records], str]] = {
-    block.__name__: block
-    for block in (
-        host_table, cold_table, cpu_text, files_text, stamps_table, memory_traffic_table,
-    )
-}  # fmt: skip
-"""The blocks by name."""

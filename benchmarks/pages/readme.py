@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from onlinesoftmax.lab.bench.calls import CallsResult
 from onlinesoftmax.lab.bench.cases import Case
-from onlinesoftmax.lab.bench.host import PLAIN
-from onlinesoftmax.lab.bench.result import CaseResult, Result
+from onlinesoftmax.lab.bench.host_times import PLAIN
+from onlinesoftmax.lab.bench.result import CallsResult, CaseResult, Result
 from onlinesoftmax.lab.report.charts import NAMES
 
 from .losses import sharded
@@ -152,9 +151,3 @@ def _host(records: Records) -> list[str]:
     }  # fmt: skip
     title = "host time of softmax of 64 × 512, µs"
     return [title, *(microseconds(times.get(who)) for who in LIBRARIES)]
-
-
-BLOCKS: dict[str, Callable[[Records], str]] = {
-    block.__name__: block for block in (readme_caption, index_caption, readme_speed)
-}
-"""The blocks by name."""

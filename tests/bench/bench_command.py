@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from onlinesoftmax.cli.bench import bench
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.peers import Peer
+from onlinesoftmax.lab.bench.result import CaseResult
+from onlinesoftmax.lab.bench.tables import Table, table_of
 
 SMALL = ("--device", "cpu", "--shape", "4x8", "--dtype", "float32", "--repeat", "1")
 
@@ -24,6 +26,15 @@ def call(*arguments: str) -> Any:
     app = typer.Typer()
     app.command()(bench)
     return CliRunner().invoke(app, list(arguments))
+
+
+def table(*results: CaseResult, absent: dict[str, str] | None = None, measures: str = "device time") -> Table:
+    """The table of these results in a record."""
+    content = {
+        "absent": absent or {}, "measures": measures, "options": {}, "cases": [], "date": "today",
+        "device": {"name": "CPU", "kind": "cpu"}, "versions": {"torch": "2"}, "git": {"commit": "0", "dirty": False},
+    }  # fmt: skip
+    return table_of(results, content)
 
 
 class Wrong(Peer):

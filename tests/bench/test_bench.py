@@ -13,12 +13,12 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
-from bench_command import Raises, Wrong
+from bench_command import Raises, Wrong, table
 
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Access, Problem
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.lab.bench import analysis, libraries, record, report
+from onlinesoftmax.lab.bench import analysis, libraries, record_file
 from onlinesoftmax.lab.bench.cases import Case, parse_shape
 from onlinesoftmax.lab.bench.check import Reference
 from onlinesoftmax.lab.bench.inputs import make_input
@@ -117,7 +117,7 @@ def test_who_is_wrong_gets_no_time(measured: CaseResult) -> None:
     assert wrong.failed
     assert not raises.failed
     assert raises.reason == "N must be a multiple of 8"
-    _, rows = report.table([measured], {})
+    rows = table(measured).rows
     assert rows[2][3:7] == ("", "", "", "")
     assert rows[2][7].startswith("WRONG: error")
 
@@ -158,7 +158,7 @@ def test_a_case_beyond_memory_is_skipped_and_the_next_measured() -> None:
     first, second = run([huge, small], [Ours("cpu")], CPU, 1)
     assert "GB" in str(first.skipped)
     assert second.skipped is None
-    _, rows = report.table([first, second], {"liger": "not installed"})
+    rows = table(first, second, absent={"liger": "not installed"}).rows
     assert rows[0][-1].startswith("skipped: needs")
     assert rows[-1][-1] == "absent: not installed"
 
@@ -232,22 +232,22 @@ def test_words(word: str, found: str) -> None:
 
 def test_writing_is_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    record.write(path, {"a": 1})
+    record_file.write(path, {"a": 1})
     with pytest.raises(ValueError, match="Out of range"):
-        record.write(path, {"a": float("nan")})
+        record_file.write(path, {"a": float("nan")})
     with pytest.raises(TypeError):
-        record.write(path, {"a": object()})
+        record_file.write(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
     with pytest.raises(OSError, match="there is no folder"):
-        record.write(tmp_path / "new" / "record.json", {"a": 1})
+        record_file.write(tmp_path / "new" / "record.json", {"a": 1})
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
 
 
 def test_outside_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record.shutil, "which", lambda name: None)
-    assert record.git_state() == {"commit": "unknown", "dirty": None}
+    monkeypatch.setattr(record_file.shutil, "which", lambda name: None)
+    assert record_file.git_state() == {"commit": "unknown", "dirty": None}
 
 
 def test_the_commit_that_is_given_is_recorded() -> None:
-    assert record.git_state("abc") == {"commit": "abc", "dirty": None}
+    assert record_file.git_state("abc") == {"commit": "abc", "dirty": None}

@@ -13,14 +13,14 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
-from bench_command import SMALL, Raises, Wrong, call
+from bench_command import SMALL, Raises, Wrong, call, table
 
-from onlinesoftmax.lab.bench import cold, host, kinds
-from onlinesoftmax.lab.bench.calls import CallsCaseResult
+from onlinesoftmax.lab.bench import cold_suite, host_times, tables
 from onlinesoftmax.lab.bench.cases import Case
-from onlinesoftmax.lab.bench.cold import calls_of, run_cold
-from onlinesoftmax.lab.bench.host import BARE, BOTH, OUT, PLAIN, RECORDING, run_host
+from onlinesoftmax.lab.bench.cold_suite import calls_of, run_cold
+from onlinesoftmax.lab.bench.host_times import BARE, BOTH, OUT, PLAIN, RECORDING, run_host
 from onlinesoftmax.lab.bench.peers import Ours, Peer, Torch
+from onlinesoftmax.lab.bench.result import CallsCaseResult
 from onlinesoftmax.lab.bench.timing import CpuClock
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_the_bare_launch_on_a_gpu_is_the_fastest(operation: str) -> None:
 
 
 def test_a_wrong_peer_has_no_host_time_and_a_refusal_has_its_reason() -> None:
-    from onlinesoftmax.lab.bench.arrays import JaxNN
+    from onlinesoftmax.lab.bench.jax_peers import JaxNN
 
     found = hosts(SOFTMAX, Ours("cpu"), Wrong("cpu"), Raises("cpu"), JaxNN("cpu"))
     assert (found["wrong"].status, found["wrong"].calls) == ("wrong", {})
@@ -106,16 +106,16 @@ def test_an_out_that_differs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_host_is_a_suite(tmp_path: Path) -> None:
-    path = tmp_path / "host.json"
+    path = tmp_path / "host_times.json"
     done = call("--suite", "host", *SMALL, "--op", "logsumexp", "--out", str(path))
     assert done.exit_code == 0, done.output
     header = next(line for line in done.stdout.splitlines() if " who " in line)
     assert header.split() == ["operation", "shape", "dtype", "who", PLAIN, OUT, RECORDING, BOTH, "notes"]
     found = json.loads(path.read_text())
     assert found["measures"] == "host time"
-    again = kinds.read_cases(found)
+    again = tables.read_cases(found)
     assert [each.as_dict() for each in again] == found["cases"]
-    assert kinds.table_of(again, found).rows[0][3] == "ours eager/row"
+    assert tables.table_of(again, found).rows[0][3] == "ours eager/row"
 
 
 def test_the_calls_of_a_column_and_of_one_row() -> None:
@@ -138,7 +138,7 @@ def test_first_calls_are_those_of_fresh_processes() -> None:
         # torch is imported anew in each process.
         assert result.calls["import torch"].median_us > 10 * result.calls["again"].median_us
         assert result.error <= 1e-6
-    lines = cold.below(found.results, "cpu")
+    lines = cold_suite.below(found.results, "cpu")
     assert "1 fresh process;" in lines[0]
 
 
@@ -153,7 +153,7 @@ def test_first_calls_are_those_of_fresh_processes() -> None:
 def test_a_process_that_goes_wrong_has_no_time(
     answer: dict[str, Any], status: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cold, "_answer", lambda *_: answer)
+    monkeypatch.setattr(cold_suite, "_answer", lambda *_: answer)
     (found,) = run_cold([SOFTMAX], [Ours("cpu")], CPU, quick=True)
     (result,) = found.results
     assert (result.status, result.reason, result.calls) == (status, reason, {})
@@ -161,10 +161,10 @@ def test_a_process_that_goes_wrong_has_no_time(
 
 def test_a_peer_that_refuses_a_later_shape_keeps_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = {"wrong": None, "error": 0.0, "allowed": 0.0, "notes": {"other length": "no"}, "times": {"first": 2.0}}
-    monkeypatch.setattr(cold, "_answer", lambda *_: answer)
+    monkeypatch.setattr(cold_suite, "_answer", lambda *_: answer)
     (found,) = run_cold([SOFTMAX], [Torch("cpu")], CPU, quick=False)
     assert [(each.calls["first"].count, each.analysis) for each in found.results] == [(3, "other length: no")] * 2
-    _, rows, _ = kinds.calls.table([found], {"quack": "not installed"})
+    rows = table(found, absent={"quack": "not installed"}, measures="first calls").rows
     assert rows[0][-1] == "other length: no"
     assert rows[-1][-1] == "absent: not installed"
 
@@ -177,6 +177,6 @@ def test_a_plan_that_cannot_run_is_refused_before_any_process() -> None:
 
 def test_the_lines_below_name_the_columns_that_are_there() -> None:
     (found,) = run_host([LOSS], [Torch("cpu")], CPU, 0.1, CpuClock())
-    lines = host.below(found.results, "cuda")
+    lines = host_times.below(found.results, "cuda")
     assert lines[0].startswith("Host time: until the call returns")
     assert [line.partition(":")[0] for line in lines[1:]] == [RECORDING, BOTH]

@@ -15,8 +15,8 @@ pytest.importorskip("typer", reason="the benchmark is a command")
 import torch
 from bench_command import SMALL, Raises, Wrong, call
 
-from onlinesoftmax.lab.bench import libraries, record
-from onlinesoftmax.lab.bench.naming import record_name
+from onlinesoftmax.lab.bench import libraries, record_file
+from onlinesoftmax.lab.bench.record_file import record_name
 from onlinesoftmax.lab.bench.suites import SUITES, Suite, cases
 
 
@@ -67,7 +67,7 @@ def test_the_record_is_complete(tmp_path: Path) -> None:
     assert found == json.loads(path.read_text())
     assert set(found) == {"format", "date", "git", "versions", "device", "options", "absent", "cases", "measures"}
     assert found["measures"] == "device time"
-    assert found["git"]["sources"] == record.sources()
+    assert found["git"]["sources"] == record_file.sources()
     assert found["date"].endswith("+00:00")
     # The installed version may lack the local part (2.11.0+cu130) that torch itself names.
     assert torch.__version__.startswith(found["versions"]["torch"].partition("+")[0])

@@ -21,10 +21,9 @@ from typer.testing import CliRunner
 
 from onlinesoftmax.cli.bench import bench
 from onlinesoftmax.lab.bench import formulas, libraries
-from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.cases import SCALE, SOFTCAP, Case
 from onlinesoftmax.lab.bench.check import Reference
 from onlinesoftmax.lab.bench.inputs import make_inputs, rounded
-from onlinesoftmax.lab.bench.options import SCALE, SOFTCAP
 from onlinesoftmax.lab.bench.peers import Ours, Torch
 from onlinesoftmax.lab.bench.planned import planned
 from onlinesoftmax.lab.bench.run import run

@@ -11,12 +11,14 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
+from bench_command import table
 from loss_cases import CASES, CPU, LOSS, TOKENS
 
-from onlinesoftmax.lab.bench import memory, report
+from onlinesoftmax.lab.bench import memory
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.peers import Ours, Torch
 from onlinesoftmax.lab.bench.run import run
+from onlinesoftmax.lab.bench.tables import MEMORY
 from onlinesoftmax.lab.bench.timing import USUAL, Call, CpuClock, Flush, Samples
 
 
@@ -41,9 +43,9 @@ def test_a_call_that_only_reads_is_timed_without_dirty_lines() -> None:
         assert found.as_dict()["flush"] == found.flush
         asked[case.with_gradient] = clock.flush.least
     assert asked[True] > asked[False] == 1
-    assert ("clean" in " ".join(report.below([found], {"device": {}}))) is False
+    assert ("clean" in " ".join(table(found).below)) is False
     (found,) = run([TOKENS], everybody, CPU, 1, clock)
-    assert "without dirty lines" in " ".join(report.below([found], {"device": {}}))
+    assert "without dirty lines" in " ".join(table(found).below)
     (found,) = run([TOKENS], everybody, CPU, 1)
     assert found.flush is None
 
@@ -78,12 +80,11 @@ def test_the_memory_of_our_gradient_is_that_of_the_rows() -> None:
 
 def test_the_table_tells_memory_where_a_gradient_ran_on_a_gpu() -> None:
     (found,) = run([replace(LOSS, with_gradient=True)], [Ours("cpu")], CPU, 1)
-    header, _ = report.table([found], {})
-    assert report.MEMORY not in header
+    assert MEMORY not in table(found).header
     on_gpu = replace(found, results=[replace(found.results[0], extra_bytes=-2_500_000)])
-    header, (row,) = report.table([on_gpu], {})
-    assert row[header.index(report.MEMORY)] == "-2.5"
+    (row,), header = table(on_gpu).rows, table(on_gpu).header
+    assert row[header.index(MEMORY)] == "-2.5"
     forward = replace(on_gpu, case=LOSS)
-    assert report.MEMORY not in report.table([forward], {})[0]
-    (line,) = report.below([found], {"device": {}})
+    assert MEMORY not in table(forward).header
+    (line,) = table(found).below
     assert "GB/s of cross_entropy with reduction mean with gradient count 2 tensors" in line

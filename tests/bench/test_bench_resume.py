@@ -18,8 +18,8 @@ from bench_command import SMALL, Wrong, call
 
 from onlinesoftmax.lab.bench import libraries, run
 from onlinesoftmax.lab.bench.cases import Case
-from onlinesoftmax.lab.bench.recording import Recording, ResumeError
 from onlinesoftmax.lab.bench.result import CaseResult
+from onlinesoftmax.lab.bench.resume import Recording, ResumeError
 
 THREE = (*SMALL, "--op", "softmax", "--op", "log_softmax", "--op", "logsumexp")
 

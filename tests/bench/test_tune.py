@@ -21,7 +21,7 @@ from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.request import Request
-from onlinesoftmax.lab.bench import grid, tune
+from onlinesoftmax.lab.bench import tune, tune_shapes
 from onlinesoftmax.planner import measured as measured_tables
 from onlinesoftmax.planner.measured import KEPT_RATIO, Cell, Table, Timing, key_of
 from onlinesoftmax.planner.strategies.cuda_grid import SPECIAL_WARPS
@@ -30,8 +30,8 @@ from onlinesoftmax.planner.variant import Variant
 H200 = known("h200")
 
 
-def key_of_shape(shape: grid.Shape) -> Any:
-    return key_of(Problem.of(grid.task(shape)))
+def key_of_shape(shape: tune_shapes.Shape) -> Any:
+    return key_of(Problem.of(tune_shapes.task(shape)))
 
 
 TARGET_FORMS = [
@@ -46,8 +46,8 @@ TARGET_FORMS = [
 
 def test_losses_are_measured_in_the_forms_that_a_call_runs() -> None:
     found = {}
-    for shape in grid.shapes():
-        task = grid.task(shape)
+    for shape in tune_shapes.shapes():
+        task = tune_shapes.task(shape)
         if task.operation.has_target:
             given = task.dtypes.keys() - {"x", "target", *task.outputs}
             found[shape.operation, task.outputs] = (given, task.writes_elements)
@@ -58,7 +58,7 @@ def test_losses_are_measured_in_the_forms_that_a_call_runs() -> None:
 
 
 def test_the_grid_has_every_kind_of_shape_once() -> None:
-    shapes = grid.shapes()
+    shapes = tune_shapes.shapes()
     assert len(set(shapes)) == len(shapes)
     assert {(1, 1 << 28), (1, 1 << 20), (1024, 1024), (1 << 20, 64)} <= {(s.rows, s.cols) for s in shapes}
     # The planner looks a table up by aligned and unaligned rows.
@@ -69,24 +69,24 @@ def test_the_grid_has_every_kind_of_shape_once() -> None:
         *((*form, size, False) for form in plain | targets for size in (2, 4)),
         *((*form, size, True) for form in {("softmax", True)} | targets for size in (2, 4)),
     }
-    assert set(grid.shapes(quick=True)).isdisjoint({s for s in shapes if s.rows == 1})
+    assert set(tune_shapes.shapes(quick=True)).isdisjoint({s for s in shapes if s.rows == 1})
 
 
 def test_a_table_that_is_broken_off_has_the_full_inputs_first() -> None:
-    shapes = grid.shapes()
+    shapes = tune_shapes.shapes()
     nbytes = [s.rows * s.cols * ITEMSIZE[s.dtype] for s in shapes]
-    few = [i for i, count in enumerate(nbytes) if count <= grid.FULL_BYTES // 4]
+    few = [i for i, count in enumerate(nbytes) if count <= tune_shapes.FULL_BYTES // 4]
     assert few == list(range(few[0], len(shapes)))
-    assert {s.cols for s in shapes[: 2 * len(grid.CLASSES)]} == set(grid.CLASSES)
+    assert {s.cols for s in shapes[: 2 * len(tune_shapes.CLASSES)]} == set(tune_shapes.CLASSES)
 
 
 @pytest.mark.parametrize(
     ("shape", "backend"),
-    [(s, backend) for s in grid.shapes()[::61] for backend in tune.BACKENDS if grid.can_measure(backend, s)],
+    [(s, name) for s in tune_shapes.shapes()[::61] for name in tune.BACKENDS if tune_shapes.can_measure(name, s)],
     ids=str,
 )
-def test_proposals_are_told_apart_by_their_variants(shape: grid.Shape, backend: str) -> None:
-    found = grid.proposals(shape, H200, backend)
+def test_proposals_are_told_apart_by_their_variants(shape: tune_shapes.Shape, backend: str) -> None:
+    found = tune_shapes.proposals(shape, H200, backend)
     assert found
     names = Counter((request.plan.strategy, request.plan.variant) for request in found)
     assert max(names.values()) == 1, names.most_common(3)
@@ -141,9 +141,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SMALL = [
-    grid.Shape("softmax", "bfloat16", 64, 256),
-    grid.Shape("softmax_backward", "float32", 16, 1024),
-    grid.Shape("cross_entropy", "bfloat16", 16, 512, ("loss", "y")),
+    tune_shapes.Shape("softmax", "bfloat16", 64, 256),
+    tune_shapes.Shape("softmax_backward", "float32", 16, 1024),
+    tune_shapes.Shape("cross_entropy", "bfloat16", 16, 512, ("loss", "y")),
 ]
 
 
@@ -201,7 +201,7 @@ def test_new_times_replace_those_of_the_same_shape(no_gpu: None) -> None:
 
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_every_tensor_of_elements_has_memory_of_its_own(
-    no_gpu: None, monkeypatch: pytest.MonkeyPatch, shape: grid.Shape
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, shape: tune_shapes.Shape
 ) -> None:
     import torch
 
@@ -211,11 +211,11 @@ def test_every_tensor_of_elements_has_memory_of_its_own(
         return lambda x, first, more: ran.append({"x": x, request.task.outputs[0]: first, **more})
 
     monkeypatch.setattr(registry, "load", lambda name: SimpleNamespace(prepare=prepare))
-    tuner = tune.Tuner(torch.device("cpu"), grid.input_bytes(shape))
-    tuner.cell(shape, grid.proposals(shape, H200))
+    tuner = tune.Tuner(torch.device("cpu"), tune_shapes.input_bytes(shape))
+    tuner.cell(shape, tune_shapes.proposals(shape, H200))
     sizes = (shape.rows, shape.cols)
-    nbytes = grid.input_bytes(shape)
-    task = grid.task(shape)
+    nbytes = tune_shapes.input_bytes(shape)
+    task = tune_shapes.task(shape)
     for tensors in ran:
         starts = sorted(t.data_ptr() for t in tensors.values() if t.shape == sizes)
         assert len(starts) == task.operation.inputs + task.writes_elements
@@ -235,15 +235,15 @@ def test_operations_that_only_read_are_timed_without_dirty_lines(no_gpu: None, m
             return super().on_end(calls, rounds, clean)
 
     monkeypatch.setattr(tune, "CudaClock", Clock)
-    for shape, clean in ((SMALL[0], False), (grid.Shape("logsumexp", "float32", 16, 1024), True)):
+    for shape, clean in ((SMALL[0], False), (tune_shapes.Shape("logsumexp", "float32", 16, 1024), True)):
         asked.clear()
-        tune.Tuner(torch.device("cpu"), grid.input_bytes(shape)).cell(shape, grid.proposals(shape, H200))
+        tune.Tuner(torch.device("cpu"), tune_shapes.input_bytes(shape)).cell(shape, tune_shapes.proposals(shape, H200))
         assert set(asked) == {clean}
 
 
 def test_long_rows_are_measured_in_large_inputs_too() -> None:
     """The losses and gradients of the records have 2^28 bytes of logits and more."""
-    shapes = grid.shapes()
+    shapes = tune_shapes.shapes()
     for operation, outputs, cols in [
         ("cross_entropy", ("loss", "y"), 128256),
         ("cross_entropy", ("loss", "y"), 50257),
@@ -251,25 +251,25 @@ def test_long_rows_are_measured_in_large_inputs_too() -> None:
         ("logsumexp", (), 151936),
     ]:
         sizes = [
-            grid.input_bytes(shape)
+            tune_shapes.input_bytes(shape)
             for shape in shapes
             if (shape.operation, shape.outputs, shape.cols) == (operation, outputs, cols)
         ]
-        assert min(sizes) < grid.FULL_BYTES + 1
-        assert max(sizes) > 0.99 * grid.LARGE_BYTES
+        assert min(sizes) < tune_shapes.FULL_BYTES + 1
+        assert max(sizes) > 0.99 * tune_shapes.LARGE_BYTES
 
 
 def test_a_part_of_the_grid_is_chosen() -> None:
-    shapes = grid.shapes()
-    chosen = grid.Part(["cross_entropy"], ["y", "loss"], ["bfloat16"], [128256, 50257]).of(shapes)
+    shapes = tune_shapes.shapes()
+    chosen = tune_shapes.Part(["cross_entropy"], ["y", "loss"], ["bfloat16"], [128256, 50257]).of(shapes)
     assert {shape[:2] for shape in chosen} == {("cross_entropy", "bfloat16")}
     assert {shape.outputs for shape in chosen} == {("loss", "y")}
     assert {shape.cols for shape in chosen} == {128256, 50257}
     assert set(chosen) < set(shapes)
-    assert grid.Part().of(shapes) == shapes
-    sizes = grid.Part(["logsumexp", "softmax"], sizes=[(8192, 8192), (3, 5)]).of(shapes)
+    assert tune_shapes.Part().of(shapes) == shapes
+    sizes = tune_shapes.Part(["logsumexp", "softmax"], sizes=[(8192, 8192), (3, 5)]).of(shapes)
     assert sorted(sizes) == sorted(
-        grid.Shape(name, dtype, rows, cols)
+        tune_shapes.Shape(name, dtype, rows, cols)
         for name in ("logsumexp", "softmax")
         for dtype in ("bfloat16", "float32")
         for rows, cols in ((8192, 8192), (3, 5))
@@ -309,7 +309,9 @@ def tune_command(no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(command, "_backends", lambda asked: ["cuda"])
     monkeypatch.setattr(command, "torch_device", lambda text: torch.device("cuda", 0))
     monkeypatch.setattr(device, "from_torch", lambda kind, index: H200)
-    monkeypatch.setattr("onlinesoftmax.lab.bench.record.record", lambda *_: {"git": {"commit": "0"}, "date": "today"})
+    monkeypatch.setattr(
+        "onlinesoftmax.lab.bench.record_file.record", lambda *_: {"git": {"commit": "0"}, "date": "today"}
+    )
     cpu = torch.device("cpu")
     made = tune.Tuner
     monkeypatch.setattr(tune, "Tuner", lambda where, largest: made(cpu, largest))
@@ -332,7 +334,7 @@ def test_a_part_is_replaced_in_the_table_of_the_package(tune_command: Path) -> N
     path = Path(json.loads(result.stdout)["table"])
     assert path.parent == tune_command
     table, before = Table.from_json(json.loads(path.read_text())), Table.from_json(package)
-    key = key_of_shape(grid.Shape("cross_entropy", "float32", 64, 4096, ("loss", "y")))
+    key = key_of_shape(tune_shapes.Shape("cross_entropy", "float32", 64, 4096, ("loss", "y")))
     assert table.cells.keys() == before.cells.keys()
     for other, cells in before.cells.items():
         assert table.cells[other][: len(cells)] == cells

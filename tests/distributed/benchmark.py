@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from onlinesoftmax.cli import main
-from onlinesoftmax.lab.bench import kinds
+from onlinesoftmax.lab.bench import tables
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.sharded import peers
 from onlinesoftmax.lab.bench.sharded.clock import GroupClock
@@ -51,9 +51,9 @@ def the_record(folder: Path) -> None:
     assert record["processes"] == {"count": 2, "backend": "gloo"}
     assert record["options"]["out"] == "record.json"
     assert record["measures"] == "sharded time"
-    again = kinds.read_cases(record)
+    again = tables.read_cases(record)
     assert [case.as_dict() for case in again] == record["cases"]
-    assert "all-reduce of rows" in {row[3] for row in kinds.table_of(again, record).rows}
+    assert "all-reduce of rows" in {row[3] for row in tables.table_of(again, record).rows}
     found = {case["operation"]: case for case in record["cases"]}
     assert list(found) == ["cross_entropy", "softmax", "token_logprobs"]
     for case in found.values():

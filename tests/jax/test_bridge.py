@@ -20,9 +20,9 @@ from onlinesoftmax.cli import build
 from onlinesoftmax.core.device import known
 from onlinesoftmax.jax import bridge, device, functions
 from onlinesoftmax.lab import verify as verification
-from onlinesoftmax.lab.bench.arrays import JaxNN, OursInJax
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.inputs import make_inputs
+from onlinesoftmax.lab.bench.jax_peers import JaxNN, OursInJax
 from onlinesoftmax.lab.bench.planned import planned
 from onlinesoftmax.lab.bench.run import CaseResult, run
 from onlinesoftmax.lab.bench.timing import CpuClock

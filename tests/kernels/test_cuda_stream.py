@@ -8,7 +8,7 @@ import torch
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.request import Request
-from onlinesoftmax.lab.bench.grid import Shape, task
+from onlinesoftmax.lab.bench.tune_shapes import Shape, task
 from onlinesoftmax.planner.plan import priced
 from onlinesoftmax.planner.strategies.cuda_grid import STREAM, grid
 from onlinesoftmax.torch.device import from_torch

@@ -14,8 +14,8 @@ import torch
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.request import Request
-from onlinesoftmax.lab.bench.grid import Shape, task
 from onlinesoftmax.lab.bench.tune import Compiler, Tuner
+from onlinesoftmax.lab.bench.tune_shapes import Shape, task
 from onlinesoftmax.planner.measured import Timing, table_for
 from onlinesoftmax.planner.plan import Plan, alternatives, best
 from onlinesoftmax.torch.device import from_torch

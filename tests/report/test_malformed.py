@@ -83,7 +83,7 @@ def shown(folder: Path, text: str) -> list[str]:
     assert len(records) + len(wrong) == 1
     assert others == []
     page = [json.dumps(series(each), allow_nan=False, ensure_ascii=False) for each in records]
-    shown_first(records, range(len(records)))
+    shown_first(records)
     for sentence in (*page, *wrong):
         assert sentence.isprintable(), "escape sequences and halves of surrogate pairs are readable text"
     for sentence in wrong:

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch", reason="records are measured with torch")
 
-from onlinesoftmax.lab.bench.naming import OTHER_CASES, record_name
+from onlinesoftmax.lab.bench.record_file import OTHER_CASES, record_name
 from onlinesoftmax.lab.bench.suites import SUITES
 
 ROOT = Path(__file__).parents[2]

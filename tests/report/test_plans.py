@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from onlinesoftmax.core.options import SCORE_OPTIONS
 from onlinesoftmax.explanation import explain
-from onlinesoftmax.lab.bench.grid import CLASSES
+from onlinesoftmax.lab.bench.tune_shapes import CLASSES
 from onlinesoftmax.lab.report.combinations import PLAIN, Choices, Combination
-from onlinesoftmax.lab.report.home import LEVELS, home_of
 from onlinesoftmax.lab.report.lengths import EVERY, KINDS, LONGEST, STEP, cliffs, kind_of, lengths
 from onlinesoftmax.lab.report.plans import planned
+from onlinesoftmax.lab.report.residency import LEVELS, residency_of
 from onlinesoftmax.lab.report.stored import own_table
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.facts import plan_facts
@@ -53,7 +53,7 @@ def explained(combination: Combination, cols: int) -> Any:
 @given(choice=st.data())
 def test_answers_are_what_explain_says(data: Any, choice: st.DataObject) -> None:
     combination, kind, family = choice.draw(st.sampled_from(families(data)))
-    cols, plan, reason, home, nbytes, floor, estimate, *more = choice.draw(st.sampled_from(family["answers"]))
+    cols, plan, reason, residency, nbytes, floor, estimate, *more = choice.draw(st.sampled_from(family["answers"]))
     names, values, others, heads, tails = more
     texts = data["plans"]["texts"]
     right = explained(combination, cols)
@@ -69,8 +69,8 @@ def test_answers_are_what_explain_says(data: Any, choice: st.DataObject) -> None
         for name, head, tail in zip(texts[others], heads, tails, strict=True)
     ]
     assert not_chosen == [(f"{other.backend}/{other.strategy}", right.why_not(other)) for other in right.others]
-    words = texts[home][-len(LEVELS) :]
-    assert tuple(words) == home_of(right.plan, right.problem, right.device).words
+    words = texts[residency][len(LEVELS) :]
+    assert tuple(words) == residency_of(right.plan, right.problem, right.device).words
 
 
 def test_every_cliff_is_one(data: Any) -> None:
@@ -165,17 +165,16 @@ SHAPES = st.tuples(st.sampled_from([1, 64, 4096]), st.integers(1, 1 << 22))
     gpu=st.sampled_from(["h200", "a100"]),
     framework=st.sampled_from(["torch", "jax"]),
 )
-def test_the_home_of_a_row_holds_all_of_it(shape: tuple[int, int], operation: str, gpu: str, framework: str) -> None:
-    """Every plan, chosen or not, has a home whose levels hold or serve the whole row."""
+def test_the_levels_hold_the_whole_row(shape: tuple[int, int], operation: str, gpu: str, framework: str) -> None:
+    """Every plan, chosen or not, has levels of memory that hold or serve the whole row."""
     found = explain(shape, operation=operation, dtype="bfloat16", device=gpu, framework=framework)
     for plan in (found.plan, *(other for other in found.others if isinstance(other, Plan))):
-        home = home_of(plan, found.problem, found.device)
-        assert sum(home.shares) == pytest.approx(1)
-        assert min(home.shares) >= 0
-        assert home.programs == max(plan.splits, 1)
-        assert re.search(r"read (once|twice)", home.words[-1])
+        shares, words = residency_of(plan, found.problem, found.device)
+        assert sum(shares) == pytest.approx(1)
+        assert min(shares) >= 0
+        assert re.search(r"read (once|twice)", words[-1])
         if plan.reads > 1:
-            assert home.shares[0] + home.shares[1] < 1, "a row that is held is read once"
+            assert shares[0] + shares[1] < 1, "a row that is held is read once"
 
 
 def test_stored_answers_are_those_that_were_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

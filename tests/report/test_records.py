@@ -143,7 +143,7 @@ def test_times_of_calls_are_a_table_and_no_chart(tmp_path: Path) -> None:
     [found], wrong, _ = read([write(tmp_path, content)])
     assert wrong == []
     shown = series(found)
-    assert (shown["panels"], shown["gradients"]) == ([], False)
+    assert shown["panels"] == []
     assert shown["label"].startswith("host time: softmax (")
     assert shown["header"][3:] == ("who", "plain", "bare launch", "notes")
     assert shown["rows"][0][3:] == ("ours cuda/row", "50.0 us", "4.2 us", "at the floor")
@@ -183,10 +183,10 @@ def test_the_largest_record_of_torch_is_shown_first(tmp_path: Path) -> None:
     for name, content in (("newest", newest), ("small", small), ("large", large), ("forced", forced)):
         write(tmp_path, content, f"{name}.json")
     records, _, _ = read([tmp_path])
-    chosen = shown_first(records, range(len(records)))
+    chosen = shown_first(records)
     assert chosen is not None
     assert records[chosen].name == "large.json"
-    assert shown_first(records, []) is None
+    assert shown_first([]) is None
     [found] = [series(one) for one in records if one.name == "forced.json"]
     assert "(triton alone, " in found["label"]
     assert found["notes"][-1] == "of older blocks"

@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("altair", reason="Altair draws the charts")
 pytest.importorskip("jsonschema", reason="a schema checks the records")
 
-from onlinesoftmax.lab.bench.sharded.result import HEADER, ShardedCaseResult
+from onlinesoftmax.lab.bench.result import ShardedCaseResult
+from onlinesoftmax.lab.bench.tables import SHARDED_TIME
 from onlinesoftmax.lab.report.charts import LIBRARIES
 from onlinesoftmax.lab.report.records import read
 from onlinesoftmax.lab.report.series import series
@@ -23,7 +24,7 @@ def test_a_record_of_sharded_rows_is_shown(path: Path) -> None:
     assert not wrong
     assert not others
     shown = series(record)
-    assert shown["header"] == HEADER
+    assert shown["header"] == ("operation", "shape", "dtype", "who", *SHARDED_TIME, "analysis")
     points = [point for panel in shown["panels"] for point in panel["points"]]
     assert {point["who"] for point in points} <= set(LIBRARIES)
     panel = next(panel for panel in shown["panels"] if "with gradient" in panel["title"])

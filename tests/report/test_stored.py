@@ -11,7 +11,7 @@ import pytest
 
 from onlinesoftmax.core import cache
 from onlinesoftmax.core.cache_size import ANSWERS
-from onlinesoftmax.lab.bench.record import sources
+from onlinesoftmax.lab.bench.record_file import sources
 from onlinesoftmax.lab.report import stored
 from onlinesoftmax.lab.report.lengths import KINDS
 

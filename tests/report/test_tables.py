@@ -16,7 +16,7 @@ pytest.importorskip("altair", reason="Altair draws the charts")
 pytest.importorskip("vl_convert", reason="vl-convert makes SVG of charts")
 pytest.importorskip("jsonschema", reason="a schema checks the records")
 
-from onlinesoftmax.lab.bench.naming import record_name
+from onlinesoftmax.lab.bench.record_file import record_name
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

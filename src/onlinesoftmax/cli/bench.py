@@ -12,20 +12,9 @@ import typer
 
 from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
-from ..lab.bench.cases import MEASURED, parse_shape
-from ..lab.bench.suites import DISTRIBUTED, SUITES, cases, suite_of
-from . import output
-from .benchmarks import (
-    check_options,
-    check_plan_names,
-    failed,
-    measure,
-    record_file,
-    record_head,
-    resumed,
-    show,
-    split_names,
-)  # fmt: skip
+from ..lab.bench.cases import MEASURED
+from ..lab.bench.suites import DISTRIBUTED, SUITES, suite_of
+from . import benchmarks, output
 
 if TYPE_CHECKING:
     from ..lab.bench.cases import Case
@@ -111,7 +100,7 @@ def bench(
         chosen = suite_of(options["suite"], quick)
     except ValueError as error:
         output.fail(error)
-    check_options(options["suite"], chosen.excluded, options)
+    benchmarks.check_options(options["suite"], chosen.excluded, options)
     if where is None:
         from .sharded import measure_sharded
 
@@ -122,18 +111,15 @@ def bench(
 def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
     """Measure the suite in this process, and end the command."""
     from ..lab.bench import libraries
+    from ..lab.bench.resume import ResumeError
 
     framework, backend, strategy = options["framework"], options["backend"], options["strategy"]
     try:
-        shapes = [parse_shape(text) for text in options["shape"] or []]
-        todo = cases(
-            suite, options["op"] or [], shapes, options["dim"], options["dtype"] or [], split_names(options["fused"]),
-            options["with_gradient"], options["reduction"],
-        )  # fmt: skip
+        todo = benchmarks.cases_of(suite, options)
         ours, known = _sides(framework)
         names = options["peers"] if options["peers"] is not None else next(iter(known))
-        asked = libraries.peers(split_names(names), where.type, known)
-        check_plan_names(backend, strategy, framework)
+        asked = libraries.peers(benchmarks.split_names(names), where.type, known)
+        benchmarks.check_plan_names(backend, strategy, framework)
         _check_calls(options, suite, todo)
     except ValueError as error:
         output.fail(error)
@@ -143,18 +129,19 @@ def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
     absent = {peer.name: reason for peer in asked if (reason := peer.why_absent())}
     everybody = [us, *(peer for peer in asked if peer.name not in absent)]
     options |= {"repeat": options["repeat"] or suite.repeat_ms, "device": str(where), "peers": names}
-    head = record_head(where, options, absent, suite)
-    options["out"] = record_file(options["out"], head)
-    recording = resumed(head, todo, options["out"], options["resume"])
-    measure(recording, partial(_steps, suite, everybody, where, options), options["out"])
-    show(recording, options["as_json"])
+    try:
+        recording = benchmarks.begun(where, options, suite, todo, absent)
+    except ResumeError as error:
+        benchmarks.cannot_resume(options["out"], error)
+    benchmarks.measure(recording, partial(_steps, suite, everybody, where, options), options["out"])
+    benchmarks.show(recording, options["as_json"])
     found = recording.found
     if found and all(each.skipped for each in found):
         output.fail(f"no case was measured; the first was skipped: {found[0].skipped}")
     if found and all(_ours_refused(each) for each in found):
         who = "the forced plan" if backend or strategy else "onlinesoftmax"
         output.fail(f"{who} can run none of these cases: {found[0].results[0].reason}")
-    raise typer.Exit(int(failed(recording)))
+    raise typer.Exit(int(benchmarks.failed(recording)))
 
 
 def _check_calls(options: dict[str, Any], suite: Suite, todo: list[Case]) -> None:
@@ -174,11 +161,11 @@ def _steps(
 ) -> Iterable[CaseResult]:
     """Measure cases in the way of the suite."""
     if suite.measures == "first calls":
-        from ..lab.bench.cold import run_cold
+        from ..lab.bench.cold_suite import run_cold
 
         return run_cold(left, everybody, where, options["quick"])
     if suite.measures == "host time":
-        from ..lab.bench.host import run_host
+        from ..lab.bench.host_times import run_host
 
         return run_host(left, everybody, where, options["repeat"])
     from ..lab.bench.run import run
@@ -188,7 +175,7 @@ def _steps(
 
 def _sides(framework: str) -> tuple[type[Any], dict[str, Any]]:
     """Our library for a framework, and the other libraries by name."""
-    from ..lab.bench.arrays import JaxNN, OursInJax
+    from ..lab.bench.jax_peers import JaxNN, OursInJax
     from ..lab.bench.libraries import PEERS
     from ..lab.bench.peers import Ours, Torch
 

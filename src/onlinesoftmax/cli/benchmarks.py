@@ -14,8 +14,8 @@ from . import output
 
 if TYPE_CHECKING:
     from ..lab.bench.cases import Case
-    from ..lab.bench.recording import Recording
     from ..lab.bench.result import CaseResult
+    from ..lab.bench.resume import Recording
     from ..lab.bench.suites import Suite
 
 INTERRUPTED = 130
@@ -40,29 +40,9 @@ def check_plan_names(backend: str | None, strategy: str | None, framework: str) 
     alternatives(Problem(next(iter(OPERATIONS)), 1, 1), KNOWN["cpu"], Choice(backend, strategy), strategies=strategies)
 
 
-def record_head(
-    device: Any, options: Mapping[str, Any], absent: Mapping[str, str], suite: Suite, **more: Any
-) -> dict[str, Any]:
-    """The record of a run before its first case, with further fields; its option "out" is the name of its file."""
-    from ..lab.bench.naming import record_name
-    from ..lab.bench.record import record
-
-    told = {name: value for name, value in options.items() if name != "resume"}
-    head = {**record(device, told, absent, options["commit"]), "measures": suite.measures, **more}
-    # A record does not tell the folders of this machine.
-    if out := told["out"]:
-        head["options"]["out"] = record_name(head) if Path(out).is_dir() else Path(out).name
-    return head
-
-
-def record_file(out: str | None, head: Mapping[str, Any]) -> str | None:
-    """The file of --out; in a folder, the file of this device and suite."""
-    return str(Path(out) / head["options"]["out"]) if out is not None and Path(out).is_dir() else out
-
-
 def check_options(suite: str, excluded: Sequence[str], options: Mapping[str, Any]) -> None:
     """End the command if an option does not go with the suite, or is of no use without another."""
-    from ..lab.bench.naming import excluded as excluded_by
+    from ..lab.bench.record_file import excluded as excluded_by
 
     for name in excluded:
         if options[name]:
@@ -76,28 +56,53 @@ def check_options(suite: str, excluded: Sequence[str], options: Mapping[str, Any
         output.fail(f"--out {out} is a folder for records of whole suites; with {other}, name a file")
 
 
-def begun(record: dict[str, Any], todo: Sequence[Case], out: str | None, resume: bool) -> Recording:
+def cases_of(suite: Suite, options: Mapping[str, Any]) -> list[Case]:
+    """The cases that the options of the command line choose, of a suite or instead of it.
+
+    Raises:
+        ValueError: a name is unknown, or a case makes no sense.
+    """
+    from ..lab.bench.cases import parse_shape
+    from ..lab.bench.suites import cases
+
+    shapes = [parse_shape(text) for text in options["shape"] or []]
+    return cases(
+        suite, options["op"] or [], shapes, options["dim"], options["dtype"] or [], split_names(options["fused"]),
+        options["with_gradient"], options["reduction"],
+    )  # fmt: skip
+
+
+def begun(
+    device: Any, options: dict[str, Any], suite: Suite, todo: Sequence[Case], absent: Mapping[str, str], **more: Any
+) -> Recording:
     """The record of a run, with the cases that its file already has if it is to be continued.
+
+    The option "out" becomes the file: in a folder, the one of this device and suite.
+
+    Args:
+        device: The torch device.
+        options: The options of the command line.
+        suite: The suite.
+        todo: The cases.
+        absent: Libraries that cannot take part, with the reason.
+        more: Further fields of the record.
 
     Raises:
         ResumeError: the file cannot be continued.
     """
-    from ..lab.bench.recording import Recording, load
+    from ..lab.bench.record_file import record, record_name
+    from ..lab.bench.resume import Recording, load
 
-    recording = Recording(record, todo)
-    if resume and out is not None and Path(out).exists():
-        recording.resume(load(Path(out)))
+    told = {name: value for name, value in options.items() if name != "resume"}
+    head = {**record(device, told, absent, options["commit"]), "measures": suite.measures, **more}
+    recording = Recording(head, todo)
+    if out := options["out"]:
+        # A record does not tell the folders of this machine.
+        path = Path(out) / record_name(head) if Path(out).is_dir() else Path(out)
+        head["options"]["out"], options["out"] = path.name, str(path)
+        if options["resume"] and path.exists():
+            recording.resume(load(path))
     return recording
-
-
-def resumed(record: dict[str, Any], todo: Sequence[Case], out: str | None, resume: bool) -> Recording:
-    """The same as `begun`; a file that cannot be continued ends the command with a sentence."""
-    from ..lab.bench.recording import ResumeError
-
-    try:
-        return begun(record, todo, out, resume)
-    except ResumeError as error:
-        cannot_resume(out, error)
 
 
 def cannot_resume(out: str | None, reason: object) -> NoReturn:
@@ -140,7 +145,7 @@ def measure(
 
 def write_record(out: str | None, record: dict[str, Any]) -> None:
     """Write the record to the file that was asked for, or end the command with a sentence."""
-    from ..lab.bench.record import write
+    from ..lab.bench.record_file import write
 
     if out is None:
         return
@@ -150,7 +155,7 @@ def write_record(out: str | None, record: dict[str, Any]) -> None:
 
 def show(recording: Recording, as_json: bool) -> None:
     """Print the record as JSON, or its table with the lines around it."""
-    from ..lab.bench.kinds import table_of
+    from ..lab.bench.tables import table_of
 
     if as_json:
         output.print_json(recording.content)

@@ -139,14 +139,13 @@ def _write_page(paths: list[Path], choices: Choices, out: Path, svg: Path | None
             "records": [record.name for record in records], "not_shown": wrong, "other_files": others,
         })  # fmt: skip
     else:
-        for line in (*others, *_summary(out, records, len(content), seconds)):
+        for line in (*others, _summary(out, len(records), len(content), seconds)):
             output.note(line)
     if wrong:
         raise typer.Exit(1)
 
 
-def _summary(out: Path, records: list[Record], nbytes: int, seconds: float) -> list[str]:
-    shown = f"{len(records)} record{'' if len(records) == 1 else 's'} and the picker"
-    if not records:
-        shown = "the picker alone: there are no records to show"
-    return [f"{out}: {shown}; {output.size(nbytes)}, made in {output.duration(seconds * 1e6)}."]
+def _summary(out: Path, count: int, nbytes: int, seconds: float) -> str:
+    shown = f"{count} record{'' if count == 1 else 's'} and the picker"
+    shown = shown if count else "the picker alone: there are no records to show"
+    return f"{out}: {shown}; {output.size(nbytes)}, made in {output.duration(seconds * 1e6)}."

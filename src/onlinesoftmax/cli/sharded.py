@@ -7,25 +7,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from ..lab.bench.cases import known, parse_shape
-from ..lab.bench.suites import cases
-from . import output
-from .benchmarks import (
-    begun,
-    cannot_resume,
-    check_plan_names,
-    failed,
-    measure,
-    record_file,
-    record_head,
-    show,
-    split_names,
-)  # fmt: skip
+from ..lab.bench.cases import known
+from . import benchmarks, output
 from .torchrun import joining, processes
 
 if TYPE_CHECKING:
     from ..lab.bench.cases import Case
-    from ..lab.bench.recording import Recording
+    from ..lab.bench.resume import Recording
     from ..lab.bench.sharded.team import Team
     from ..lab.bench.suites import Suite
 
@@ -57,14 +45,16 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
         repeat_ms = options["repeat"] or suite.repeat_ms
         options |= {"repeat": repeat_ms, "peers": ",".join(asked), "device": str(team.device)}
         recording = _begun(team, options, suite, todo)
-        measure(recording, lambda left: run(left, everybody, team, repeat_ms), options["out"], leader=not team.rank)
+        benchmarks.measure(
+            recording, lambda left: run(left, everybody, team, repeat_ms), options["out"], leader=not team.rank
+        )
         if not team.rank:
-            show(recording, options["as_json"])
+            benchmarks.show(recording, options["as_json"])
         # torchrun ends all processes when the first one ends with an error, and process 0 must print before.
         team.largest(0.0)
     finally:
         dist.destroy_process_group()
-    raise typer.Exit(int(failed(recording)))
+    raise typer.Exit(int(benchmarks.failed(recording)))
 
 
 def _begun(team: Team, options: dict[str, Any], suite: Suite, todo: list[Case]) -> Recording:
@@ -75,35 +65,30 @@ def _begun(team: Team, options: dict[str, Any], suite: Suite, todo: list[Case]) 
     processes = {"count": team.size, "backend": dist.get_backend(team.group)}
     if team.device.type == "cuda":
         processes["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    head = record_head(team.device, options, {}, suite, processes=processes)
-    options["out"] = record_file(options["out"], head)
     # The devices of the processes have other numbers, so all continue what process 0 has found.
-    found: list[Any] = [None]
+    found: list[Any] = [None, options["out"]]
     if not team.rank:
         try:
-            found = [begun(head, todo, options["out"], options["resume"])]
+            recording = benchmarks.begun(team.device, options, suite, todo, {}, processes=processes)
+            found = [recording, options["out"]]
         except ValueError as error:
-            found = [str(error)]
+            found = [str(error), options["out"]]
     dist.broadcast_object_list(found, group=team.group, device=team.device)
-    if isinstance(found[0], str):
-        cannot_resume(options["out"], found[0])
-    recording: Recording = found[0]
-    return recording
+    begun_or_reason, options["out"] = found
+    if isinstance(begun_or_reason, str):
+        benchmarks.cannot_resume(options["out"], begun_or_reason)
+    return begun_or_reason
 
 
 def _checked(options: dict[str, Any], suite: Suite, known_peers: list[str]) -> tuple[list[Case], list[str]]:
     """The cases, and the names of the peers."""
     if options["framework"] != "torch":
         output.fail(f"--suite distributed measures PyTorch; leave out --framework {options['framework']}")
-    asked = known_peers if options["peers"] is None else split_names(options["peers"])
+    asked = known_peers if options["peers"] is None else benchmarks.split_names(options["peers"])
     try:
-        shapes = [parse_shape(text) for text in options["shape"] or []]
-        todo = cases(
-            suite, options["op"] or [], shapes, options["dim"], options["dtype"] or [],
-            with_gradient=options["with_gradient"], reduction=options["reduction"],
-        )  # fmt: skip
+        todo = benchmarks.cases_of(suite, options)
         known("peer", asked, known_peers)
-        check_plan_names(options["backend"], options["strategy"], "torch")
+        benchmarks.check_plan_names(options["backend"], options["strategy"], "torch")
     except ValueError as error:
         output.fail(error)
     return todo, list(dict.fromkeys(asked))

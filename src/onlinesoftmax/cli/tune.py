@@ -18,7 +18,7 @@ from .benchmarks import split_names
 
 if TYPE_CHECKING:
     from ..core.device import Device
-    from ..lab.bench.grid import Shape
+    from ..lab.bench.tune_shapes import Shape
     from ..planner.measured import Table
 
 WRITE_SECONDS = 5
@@ -111,7 +111,7 @@ def _todo(
 ) -> tuple[list[Shape], bool]:
     """(the shapes to measure, True where they are a part of the grid); ends the program where there are none."""
     from ..lab.bench.cases import parse_shape
-    from ..lab.bench.grid import Part, shapes
+    from ..lab.bench.tune_shapes import Part, shapes
 
     chosen = [op, outputs, cols, shape, dtype]
     if quick and any(chosen):
@@ -190,7 +190,7 @@ def _measure(
     run: _Run, commit: str | None, write: Callable[[Table], None], begun: Table | None
 ) -> tuple[Table, int, dict[tuple[str, str, str], str]]:
     """(table, number of shapes that are left, reasons of refused proposals); the table is written as it grows."""
-    from ..lab.bench.record import record
+    from ..lab.bench.record_file import record
     from ..lab.bench.tune import begin, tune
 
     head = record(run.where, {}, {}, commit)

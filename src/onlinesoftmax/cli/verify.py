@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import typer
@@ -124,12 +125,10 @@ def _print(cells: list[Cell], absent: dict[str, str], device: str) -> None:
         right=("inputs", "error", "PyTorch", "ulps", "of allowed"),
     )
     print()
-    failures = [(cell, failure) for cell in cells for failure in cell.failures]
-    for cell, failure in failures:
-        output.note(f"FAIL {cell.backend}/{cell.strategy} {cell.operation} {cell.dtype}: {failure}")
-    for cell in cells:
-        if cell.result == "skipped":
-            output.note(f"skipped {cell.backend}/{cell.strategy} {cell.operation} {cell.dtype}: {cell.reason}")
+    told = [("FAIL", cell, failure) for cell in cells for failure in cell.failures]
+    told += [("skipped", cell, str(cell.reason)) for cell in cells if cell.result == "skipped"]
+    for word, cell, reason in told:
+        output.note(f"{word} {cell.backend}/{cell.strategy} {cell.operation} {cell.dtype}: {reason}")
     output.note(_summary(cells))
 
 
@@ -144,8 +143,7 @@ def _row(cell: Cell) -> tuple[str, ...]:
 
 
 def _summary(cells: list[Cell]) -> str:
-    counts = {result: sum(cell.result == result for cell in cells) for result in ("pass", "fail", "skipped")}
-    parts = [f"{counts['pass']} passed", f"{counts['fail']} failed"]
-    if counts["skipped"]:
-        parts.append(f"{counts['skipped']} skipped")
-    return f"{', '.join(parts)}: {sum(cell.cases for cell in cells)} results checked."
+    counts = Counter(cell.result for cell in cells)
+    skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
+    checked = sum(cell.cases for cell in cells)
+    return f"{counts['pass']} passed, {counts['fail']} failed{skipped}: {checked} results checked."

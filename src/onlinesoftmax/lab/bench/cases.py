@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
 from ...core.operations import Operation, Output, ValueKind
-from ...core.options import SCORE_OPTIONS
+from ...core.options import SCORE_OPTIONS, ScoreOptions
 from ...core.task import ITEMSIZE
 from ...ops import OPERATIONS
 
@@ -38,6 +38,13 @@ MOST_ELEMENTS = 1 << 62
 
 FUSED = tuple(SCORE_OPTIONS)
 """Names of the score options, in the order in which they are applied."""
+
+
+SCALE, SOFTCAP = 0.125, 30.0
+"""1 / sqrt(64), as in attention, and a bound that the outliers of the input reach."""
+
+OPTION_VALUES: dict[str, Any] = {"scale": SCALE, "softcap": SOFTCAP, "causal": True}
+"""The score options that are no tensors, by name."""
 
 
 class Returned(NamedTuple):
@@ -206,6 +213,15 @@ class Case:
     def option_tensors(self) -> tuple[str, ...]:
         """Names of the score options that are tensors here, in the order in which a function takes them."""
         return tuple(name for name in self.fused if SCORE_OPTIONS[name].kind == "element")
+
+    @property
+    def option_values(self) -> dict[str, Any]:
+        """The score options that are no tensors, by the name of the argument."""
+        return {name: OPTION_VALUES[name] for name in self.fused if name in OPTION_VALUES}
+
+    def score_options(self, tensors: Mapping[str, Any]) -> ScoreOptions:
+        """All score options, for the array formula; `tensors` holds the bias and the mask by name."""
+        return ScoreOptions(**self.option_values, **{name: tensors[name] for name in self.option_tensors})
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -7,8 +7,7 @@ from math import frexp, inf, isfinite
 from typing import Any, NamedTuple
 
 from .cases import GRADIENT, STATISTICS, Case, Returned
-from .exact import Exact, Inputs, Place, exact, pieces, whole
-from .gradients import exact_gradient
+from .exact import Exact, Inputs, Place, exact, exact_gradient, pieces, whole
 
 OTHERS_SLACK = 4
 """Factor of the tolerance of other libraries, which may choose to be a little less exact than the framework."""

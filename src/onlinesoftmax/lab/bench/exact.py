@@ -10,8 +10,7 @@ from ...core.arrays import namespace
 from ...core.formulas import picked
 from ...core.options import Functions, scores
 from ...ops.reference import size_of_terms
-from .cases import Case
-from .options import score_options
+from .cases import INCOMING, STATISTIC_WEIGHT, STATISTICS, Case
 
 PIECE = 1 << 23
 """Elements that are computed at once: 64 MB in float64."""
@@ -54,11 +53,39 @@ def exact(case: Case, inputs: Inputs, output: str | None = None) -> Exact:
     """The function from a piece to the exact output.  Row maxima and sums are computed now, outputs when asked for.
 
     Args:
-        case: The case without a gradient through autograd, for which `exact_gradient` stands in gradients.py.
+        case: The case without a gradient through autograd, for which there is `exact_gradient`.
         inputs: Its tensors.
         output: Name of the output; the main output by default.
     """
     return of_operands(case, dict(zip(case.tensors, inputs, strict=True)), output or case.declaration.result.name)
+
+
+def exact_gradient(case: Case, inputs: Inputs) -> Exact:
+    """The function from a piece to the exact gradient of a case with a gradient.
+
+    The outputs of the forward call that the gradient reads are exact too; they are not rounded in between.
+    """
+    import torch
+
+    forward, gradient = case.without_gradient, case.gradient
+    known: dict[str, Any] = dict(zip(case.tensors, inputs, strict=True))
+    before = tuple(known[name] for name in forward.tensors)
+    if INCOMING not in known:
+        # The loss is a mean over the rows.
+        where = {"dtype": torch.float64, "device": inputs[0].device}
+        known[INCOMING] = torch.full(case.row_shape, 1 / case.rows, **where)
+    statistics = STATISTICS.get(case.operation, ())
+    known |= {f"d{name}": STATISTIC_WEIGHT * known[INCOMING] for name in statistics}
+    operands = {operand.name: operand for operand in gradient.declaration.operands}
+    for output in forward.declaration.outputs:
+        kept = output.name in operands and (output.name in statistics or not operands[output.name].optional)
+        if kept and operands[output.name].kind == "row":
+            known[output.name] = whole(forward, exact(forward, before, output.name))
+    if not gradient.declaration.scores:
+        at = exact(forward, before)
+        known["x"] = lambda place: at(place)[0]
+    used = {name: value for name, value in known.items() if name in operands}
+    return of_operands(gradient, used, gradient.declaration.result.name)
 
 
 def whole(case: Case, at: Exact) -> Any:
@@ -125,7 +152,7 @@ def _elements(case: Case, known: Mapping[str, Any], device: Any) -> Callable[[Pl
 
     def at(place: Place) -> dict[str, Any]:
         found = {name: value(name, place) for name in case.declaration.element_operands}
-        options = score_options(case, {name: value(name, place) for name in case.option_tensors})
+        options = case.score_options({name: value(name, place) for name in case.option_tensors})
         seen = _seen(case, place, device) if options.causal else None
         found["x"] = scores(functions, found["x"], options, seen)
         if case.declaration.has_target:

@@ -1,18 +1,49 @@
-"""PyTorch's side: its own functions, and cases written out in its elementary operations, compiled or not."""
+"""PyTorch's side: its own functions, cases written out in its elementary operations, and calls with a gradient.
+
+A forward function takes the operands of the operation and returns its main output, with its statistics in a tuple
+where a call returns statistics too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ...core.arrays import namespace
 from ...core.options import Functions, causal_mask, scores
 from ...ops.reference import evaluate
-from . import losses
-from .cases import Case
-from .losses import Function
-from .options import score_options
+from .cases import STATISTIC_WEIGHT, Case
 
-__all__ = ["Function", "is_written_out", "own", "written_out"]
+Function = Callable[..., Any]
+"""From the tensors of a case, in the order of `Case.tensors`, to the result."""
+
+
+def with_gradient(case: Case, forward: Function) -> Function:
+    """The forward function; with its gradient, as a user calls them, where the case has one: (gradient, output, …).
+
+    Autograd returns the gradient and adds it to nothing, so each call computes a fresh one.  The first tensor must
+    require a gradient.
+    """
+    if not case.with_gradient:
+        return forward
+    import torch
+
+    count, grad = len(case.without_gradient.tensors), torch.autograd.grad
+
+    def function(*tensors: Any) -> Any:
+        found = forward(*tensors[:count])
+        outputs = found if isinstance(found, tuple) else (found,)
+        (dx,) = grad(outputs, tensors[0], incoming(tensors[count:], len(outputs)))
+        return dx, *(y.detach() for y in outputs)
+
+    return function
+
+
+def incoming(given: tuple[Any, ...], outputs: int) -> Any:
+    """The incoming gradient of each output; None for a scalar loss."""
+    if not given:
+        return None
+    return (given[0], *(STATISTIC_WEIGHT * given[0] for _ in range(outputs - 1)))
 
 
 def own(case: Case) -> Function:
@@ -20,9 +51,9 @@ def own(case: Case) -> Function:
     import torch
 
     if case.with_gradient:
-        return losses.with_gradient(case, own(case.without_gradient))
+        return with_gradient(case, own(case.without_gradient))
     if case.declaration.has_target:
-        return losses.by_pytorch(case)
+        return _WITH_TARGET[case.operation](case)
 
     dim, dtype = case.dim, getattr(torch, case.dtype)
     if is_written_out(case):
@@ -32,6 +63,31 @@ def own(case: Case) -> Function:
         return lambda x: forward(x, dim)
     data = getattr(torch.ops.aten, f"_{case.operation}_data")
     return lambda y, dy: data(dy, y, dim, dtype)
+
+
+def _loss(case: Case) -> Function:
+    from torch.nn import functional
+
+    reduction, cross_entropy = case.reduction, functional.cross_entropy
+    return lambda x, target: cross_entropy(x, target, reduction=reduction)
+
+
+def _log_probabilities(case: Case) -> Function:
+    """The operations of libraries for reinforcement learning: float32 logarithms of all probabilities."""
+    import torch
+
+    dim, wide = case.dim, getattr(torch, case.accumulator)
+
+    def function(x: Any, target: Any) -> Any:
+        log_p = torch.log_softmax(x.to(wide), dim)
+        logprob = log_p.gather(dim, target.unsqueeze(dim)).squeeze(dim)
+        return logprob, -(log_p.exp() * log_p).sum(dim)
+
+    return function
+
+
+_WITH_TARGET = {"cross_entropy": _loss, "token_logprobs": _log_probabilities}
+"""PyTorch's function for each operation with a target; written out where PyTorch has none."""
 
 
 def is_written_out(case: Case) -> bool:
@@ -60,7 +116,7 @@ def _forward(case: Case, wide: bool) -> Function:
     functions, forward = Functions(torch.tanh, torch.where), getattr(torch, case.operation)
 
     def function(x: Any, *beside: Any) -> Any:
-        options = score_options(case, dict(zip(case.option_tensors, beside, strict=True)))
+        options = case.score_options(dict(zip(case.option_tensors, beside, strict=True)))
         # The causal mask is made in the call: a small part of the time, and torch.compile makes nothing of it.
         seen = causal_mask(torch.arange, case.shape, case.dim, device=x.device) if options.causal else None
         return forward(scores(functions, x.to(up), options, seen), case.dim).to(dtype)

@@ -7,9 +7,9 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from . import losses
 from .cases import Case
-from .losses import Function
+from .cases import known as check_names
+from .formulas import Function, with_gradient
 from .peers import Compiled, Peer, Torch, first_line
 
 
@@ -48,8 +48,7 @@ class _ForGpus(Peer):
         """Its public function, with autograd where the case has a gradient; or its gradient alone."""
         if case.backward:
             return self.gradients[case.operation](case)
-        forward = self.functions[case.operation](case)
-        return losses.with_gradient(case, forward) if case.with_gradient else forward
+        return with_gradient(case, self.functions[case.operation](case))
 
 
 def _softmax_by_liger(_: Case) -> Function:
@@ -67,13 +66,22 @@ def _gradient_by_liger(case: Case) -> Function:
     return lambda y, dy: backward(dy, y, block, warps, False)
 
 
+def _loss_by_liger(case: Case) -> Function:
+    """The loss of Liger-Kernel, without the results that it returns beside the loss."""
+    # The package itself chooses the implementation, as it does for Liger's modules.
+    apply = importlib.import_module("liger_kernel.ops").LigerCrossEntropyFunction.apply
+    # No weight; ignore_index, z-loss and smoothing at their defaults.
+    before = (None, -100, 0.0, 0.0, case.reduction)
+    return lambda x, target: apply(x, target, *before)[0]
+
+
 class Liger(_ForGpus):
     """Liger-Kernel."""
 
     name, module, distribution = "liger", "liger_kernel.ops.softmax", "liger-kernel"
     # Its forward pass writes the gradient into the logits.
     overwrites = ("cross_entropy",)
-    functions: ClassVar = {"softmax": _softmax_by_liger, "cross_entropy": losses.loss_by_liger}
+    functions: ClassVar = {"softmax": _softmax_by_liger, "cross_entropy": _loss_by_liger}
     gradients: ClassVar = {"softmax_backward": _gradient_by_liger}
 
     def supports(self, case: Case) -> str | None:
@@ -94,11 +102,18 @@ def _gradient_by_quack(_: Case) -> Function:
     return lambda y, dy: backward(dy, y)
 
 
+def _loss_by_quack(case: Case) -> Function:
+    """The loss of quack."""
+    # `quack.cross_entropy` is the function; the module of this name is reached by its import name only.
+    function, reduction = importlib.import_module("quack.cross_entropy").cross_entropy, case.reduction
+    return lambda x, target: function(x, target, reduction=reduction)
+
+
 class Quack(_ForGpus):
     """Dao-AILab's quack."""
 
     name, module, distribution = "quack", "quack.softmax", "quack-kernels"
-    functions: ClassVar = {"softmax": _softmax_by_quack, "cross_entropy": losses.loss_by_quack}
+    functions: ClassVar = {"softmax": _softmax_by_quack, "cross_entropy": _loss_by_quack}
     gradients: ClassVar = {"softmax_backward": _gradient_by_quack}
 
     def supports(self, case: Case) -> str | None:
@@ -120,7 +135,5 @@ def peers(names: Sequence[str], device_type: str, known: Mapping[str, type[Peer]
         >>> [peer.name for peer in peers(["torch", "compile"], "cpu")]
         ['torch', 'compile']
     """
-    for name in names:
-        if name not in known:
-            raise ValueError(f"unknown peer {name!r}; there are: {', '.join(known)}")
+    check_names("peer", names, known)
     return [known[name](device_type) for name in dict.fromkeys(names)]

@@ -6,12 +6,11 @@ import re
 from typing import Any
 
 from ...planner.plan import PlanError
-from . import formulas, losses
+from . import formulas
 from .cases import Case
 from .exact import Inputs
-from .formulas import Function
+from .formulas import Function, with_gradient
 from .inputs import rounded
-from .options import option_values
 
 
 class Peer:
@@ -23,6 +22,7 @@ class Peer:
         module: Module that an importer of the library names.
         flushes: Number of flushes of the L2 cache that take longer than the host needs to queue one call.
         in_torch: True where PyTorch's allocator gives the memory of a call.
+        ours: True for our library, whose results may be no further off than the framework's own.
         overwrites: Names of the operations whose call with a gradient overwrites the input.
         device_type: "cuda" or "cpu", where the comparison runs.
     """
@@ -30,7 +30,7 @@ class Peer:
     name: str
     distribution: str | None = None
     module = "torch"
-    flushes, in_torch = 1, True
+    flushes, in_torch, ours = 1, True, False
     overwrites: tuple[str, ...] = ()
 
     def __init__(self, device_type: str) -> None:
@@ -60,6 +60,14 @@ class Peer:
         """The library's function for the case."""
         raise NotImplementedError
 
+    def returns(self, case: Case) -> Case:
+        """The case whose results the call returns: those of one process may be a part."""
+        return case
+
+    def whole(self, case: Case, found: Any) -> Any:
+        """The result of the whole case, from what the call returns."""
+        return found
+
     def prepare_out(self, case: Case) -> Function | None:
         """The function of the input and of a tensor that gets the result; None where the library has none."""
         return None
@@ -68,7 +76,7 @@ class Peer:
 class Ours(Peer):
     """Our library: its public functions, and its gradients with or without autograd."""
 
-    name, framework, module = "ours", "torch", "onlinesoftmax"
+    name, framework, module, ours = "ours", "torch", "onlinesoftmax", True
 
     def __init__(self, device_type: str, backend: str | None = None, strategy: str | None = None) -> None:
         super().__init__(device_type)
@@ -103,21 +111,9 @@ class Ours(Peer):
 
     def prepare(self, case: Case) -> Function:
         """The function with the forced backend and strategy."""
-        if case.with_gradient:
-            return losses.with_gradient(case, self.prepare(case.without_gradient))
-        if case.backward:
-            return self._gradient(case)
-        if case.declaration.has_target:
-            return losses.by_ours(case, self._forced())
-        if case.fused:
-            return self._fused(case)
         from ... import api
 
-        function, dim, backend, strategy = getattr(api, case.operation), case.dim, self.backend, self.strategy
-        # Users leave `backend` and `strategy` out; passing None would add to the measured host time.
-        if backend is None and strategy is None:
-            return lambda x: function(x, dim)
-        return lambda x: function(x, dim, backend=backend, strategy=strategy)
+        return self._gradient(case) if case.backward else public_function(case, api, self._forced())
 
     def prepare_out(self, case: Case) -> Function | None:
         """The function with `out=`."""
@@ -138,13 +134,6 @@ class Ours(Peer):
         if "lse" in gradient.row_operands:
             return lambda x, dy, lse: backward(asked, Kept(None, x, lse), dy, dtype)
         return lambda y, dy: backward(asked, Kept(y), dy, dtype)
-
-    def _fused(self, case: Case) -> Function:
-        from ... import api
-
-        options = option_values(case) | self._forced()
-        beside, function, dim = case.option_tensors, getattr(api, case.operation), case.dim
-        return lambda x, *more: function(x, dim, **options, **dict(zip(beside, more, strict=True)))
 
     def _forced(self) -> dict[str, str]:
         """The arguments that force a plan; users leave out the others."""
@@ -188,11 +177,32 @@ class Compiled(Torch):
         function = formulas.written_out(case) if case.backward else formulas.own(case.without_gradient)
         compiled: Function = torch.compile(function, dynamic=self.dynamic)
         # Autograd runs the backward pass that was compiled with the forward pass.
-        return losses.with_gradient(case, compiled) if case.with_gradient else compiled
+        return with_gradient(case, compiled)
 
     def prepare_out(self, case: Case) -> Function | None:
         """Nothing: a compiled function is called without `out=`."""
         return None
+
+
+def public_function(case: Case, module: Any, given: dict[str, Any]) -> Function:
+    """The public function of this name in a module of ours, with its gradient where the case has one.
+
+    `given` has further arguments.  Users leave out those that have their default value; passing None would add to the
+    measured host time.
+    """
+    return with_gradient(case, _forward(case, getattr(module, case.operation), given))
+
+
+def _forward(case: Case, function: Any, given: dict[str, Any]) -> Function:
+    dim, options, beside = case.dim, case.option_values | given, case.option_tensors
+    if case.reduction:
+        options |= {} if case.reduces_rows else {"reduction": case.reduction}
+        return lambda x, target: function(x, target, **options)
+    if case.declaration.has_target:
+        return lambda x, target: function(x, target, dim, **options)[:2]
+    if not options and not beside:
+        return lambda x: function(x, dim)
+    return lambda x, *more: function(x, dim, **options, **dict(zip(beside, more, strict=True)))
 
 
 def _with_out(function: Any, case: Case, forced: dict[str, str]) -> Function | None:

@@ -12,7 +12,6 @@ from ...explanation import Explanation, explain
 from ...planner.plan import PlanError
 from .cases import STATISTICS, Case
 from .exact import Inputs
-from .options import option_values
 from .peers import Ours
 
 
@@ -30,7 +29,7 @@ def planned(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
         return _of_scalar_in_jax(case, ours)
     writer = case.gradient if case.with_gradient else case
     tensors = dict(zip(case.tensors, inputs, strict=True))
-    options: dict[str, Any] = option_values(case) | {name: tensors[name] for name in case.option_tensors}
+    options: dict[str, Any] = case.option_values | {name: tensors[name] for name in case.option_tensors}
     forced: dict[str, Any] = {"operation": writer.operation, "backend": ours.backend, "strategy": ours.strategy}
     if ours.framework == "torch":
         return explain(inputs[0], case.dim, **forced, **options)

@@ -1,9 +1,9 @@
-"""The results of one case: every library's error, times and bandwidth."""
+"""The results of one case: every library's error, times and bandwidth; of calls timed by the host; of sharded rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite, prod
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -25,6 +25,9 @@ LARGE = 1 << 20
 
 WORDS = {"wrong": "WRONG", "failed": "FAILED", "refused": "refuses"}
 """Words of the tables for a result without times, by its status."""
+
+COPY_OF_SHARD, ALL_REDUCE = "copy of a shard", "all-reduce of rows"
+"""Names of the two yardsticks of sharded rows."""
 
 CPU_RATIO, CPU_ADDED_US = 1.03, 5.0
 """The most that our layer may add to PyTorch on a CPU: a ratio from LARGE elements up, microseconds below."""
@@ -116,6 +119,11 @@ class CaseResult:
     overhead_us: float | None = None
 
     @property
+    def yardsticks(self) -> dict[str, Times]:
+        """Times of calls that stand in the table beside the libraries, by name."""
+        return {}
+
+    @property
     def within_cpu_bound(self) -> bool | None:
         """True where our layer adds to PyTorch on a CPU no more than it may; None where the bound does not apply."""
         ours = next((r for r in self.results if r.who == "ours"), None)
@@ -166,6 +174,89 @@ class CaseResult:
         return made(cls, recorded, case=case, copy=copy and made(Times, copy), results=results, framework=framework)
 
 
+@dataclass(frozen=True)
+class CallsResult(Result):
+    """The times of one library's calls for one case.
+
+    `reason` may also say why one kind of call has no time while `status` is "ok".
+
+    Attributes:
+        calls: Times of each kind of call, by its name, in the order in which the table shows them.
+        state: State of the caches on disk before the process began; empty where it makes no difference.
+    """
+
+    calls: Mapping[str, Times] = field(default_factory=dict)
+    state: str = ""
+
+    @classmethod
+    def of(cls, recorded: Mapping[str, Any]) -> Self:
+        """The result of a dictionary as `as_dict` makes it."""
+        calls = {name: made(Times, times) for name, times in recorded["calls"].items()}
+        return replace(super().of(recorded), calls=calls)
+
+
+@dataclass(frozen=True)
+class CallsCaseResult(CaseResult):
+    """The results of one case, whose calls are timed by the host; there is no copy beside them."""
+
+    result_type: ClassVar = CallsResult
+
+
+@dataclass(frozen=True)
+class ShardedResult(Result):
+    """The result of one way to compute a sharded case.
+
+    `times` are those of the slowest process in each repetition, `copies` the median over that of a copy of a shard, and
+    `extra_bytes` the largest of any process.
+
+    Attributes:
+        host_us: Microseconds until the call returns to the host; None on a CPU.
+        collectives: Number of collectives of a call.
+        sent_row_bytes: Bytes per row that a process gives to the collectives of a call, or sends to each other process
+            through peer memory; the most of any process.
+        formula_row_bytes: The same by the formula of the documentation; None where the peer has none.
+    """
+
+    host_us: float | None = None
+    collectives: int | None = None
+    sent_row_bytes: float | None = None
+    formula_row_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class ShardedCaseResult(CaseResult):
+    """The results of one sharded case.
+
+    `case` has the shape of the whole input; `copy` is the time of a copy of one shard, `copy_gbps` its bandwidth.
+
+    Attributes:
+        processes: Number of processes.
+        all_reduce: Times of an all-reduce of one float32 number per row.
+    """
+
+    result_type: ClassVar = ShardedResult
+
+    processes: int = 1
+    all_reduce: Times | None = None
+
+    @property
+    def yardsticks(self) -> dict[str, Times]:
+        """The copy of a shard and the all-reduce of a number per row."""
+        found = {COPY_OF_SHARD: self.copy, ALL_REDUCE: self.all_reduce}
+        return {name: times for name, times in found.items() if times is not None}
+
+    @classmethod
+    def of(cls, recorded: Mapping[str, Any], framework: str = "torch") -> Self:
+        """The results of a dictionary as `as_dict` makes it."""
+        times = recorded["all_reduce"]
+        return replace(super().of(recorded, framework), all_reduce=times and made(Times, times))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        more = {"processes": self.processes, "all_reduce": asdict(self.all_reduce) if self.all_reduce else None}
+        return {**super().as_dict(), **more, "within_cpu_bound": None}
+
+
 def made(kind: type[T], recorded: Mapping[str, Any], **values: Any) -> T:
     """A record of this kind from a dictionary, which may hold more; `values` replace what the dictionary holds."""
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # every kind is a dataclass
@@ -176,3 +267,13 @@ def _plan_of(recorded: Mapping[str, Any]) -> Plan:
     """The plan of a dictionary as `Plan.as_dict` makes it, without its variant."""
     blocks, threads = made(Blocks, recorded), made(Threads, recorded)
     return made(Plan, recorded, blocks=blocks, threads=threads, variant=ONLY)
+
+
+def as_calls(result: Result, **changes: Any) -> CallsResult:
+    """A result of a check as the result of a suite of calls.
+
+    >>> as_calls(Result("torch", "refused", "no such dtype")).status
+    'refused'
+    """
+    kept = {name: getattr(result, name) for name in ("who", "status", "reason", "error", "allowed", "plan")}
+    return CallsResult(**{**kept, **changes})

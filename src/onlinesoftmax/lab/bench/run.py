@@ -38,7 +38,7 @@ class Checked:
         ours: Our plan and its task; None where ours has none.
     """
 
-    results: list[Result] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
     calls: dict[str, Callable[[], Any]] = field(default_factory=dict)
     ours: Explanation | None = None
 
@@ -125,7 +125,7 @@ def check_all(case: Case, inputs: Inputs, everybody: Sequence[Peer]) -> Checked:
         if reason := peer.supports(case):
             checked.results.append(Result(peer.name, "refused", reason))
             continue
-        plan, judges = None, for_ours if isinstance(peer, Ours) else for_others
+        plan, judges = None, for_ours if peer.ours else for_others
         try:
             if isinstance(peer, Ours):
                 checked.ours = planned(case, inputs, peer)
@@ -143,7 +143,7 @@ def check_all(case: Case, inputs: Inputs, everybody: Sequence[Peer]) -> Checked:
     return checked
 
 
-def _judges(case: Case, inputs: Inputs, ours: Ours) -> tuple[list[_Judge], list[_Judge]]:
+def _judges(case: Case, inputs: Inputs, ours: Ours) -> tuple[list[Judge], list[Judge]]:
     """The judges of our results, and those of other libraries' results; the judges of the case itself come last."""
     for_ours, for_others = [], []
     # Others take saved outputs as PyTorch rounds them, and are judged by the exact result of these.
@@ -151,24 +151,24 @@ def _judges(case: Case, inputs: Inputs, ours: Ours) -> tuple[list[_Judge], list[
     same = all(a is b for a, b in zip(inputs, theirs, strict=True))
     for each in (*case.also_checked, case):
         reference = Reference(each, *inputs)
-        for_ours.append(_Judge(each, reference, inputs, ours.yardstick(each), True))
+        for_ours.append(Judge(each, reference, inputs, ours.yardstick(each)))
         reference = reference if same else Reference(each, *theirs)
-        for_others.append(_Judge(each, reference, theirs, ours.own(each), False))
+        for_others.append(Judge(each, reference, theirs, ours.own(each)))
     return for_ours, for_others
 
 
-class _Judge:
+class Judge:
     """The exact result for these inputs, and the errors that are allowed: those of the framework's own function."""
 
-    def __init__(self, case: Case, reference: Reference, inputs: Inputs, yardstick: Function, ours: bool) -> None:
-        self._case, self._reference, self._inputs, self._ours = case, reference, inputs, ours
+    def __init__(self, case: Case, reference: Reference, inputs: Inputs, yardstick: Function) -> None:
+        self._case, self._reference, self._inputs = case, reference, inputs
         self._allowed = reference.allowed(yardstick(*Peer("").arguments(case, inputs)))
 
-    def of(self, peer: Peer, plan: Plan | None) -> tuple[Result, Callable[[], Any]]:
+    def of(self, peer: Peer, plan: Plan | None = None) -> tuple[Result, Callable[[], Any]]:
         """The result of a library without times, and its call without arguments."""
         call = partial(peer.prepare(self._case), *peer.arguments(self._case, self._inputs))
-        poison(self._case, self._inputs[0].device)
-        verdict = self._reference.judge(call(), self._allowed, self._ours)
+        poison(peer.returns(self._case), self._inputs[0].device)
+        verdict = self._reference.judge(peer.whole(self._case, call()), self._allowed, peer.ours)
         status = "ok" if verdict.wrong is None else "wrong"
         return Result(peer.name, status, verdict.wrong, verdict.error, self._allowed[0], plan), call
 

@@ -17,8 +17,8 @@ from ...kernels.request import Request
 from ...ops import OPERATIONS
 from ...planner.measured import KEPT_RATIO, Cell, Key, Table, Timing, key_of
 from ...planner.plan import Plan
-from .grid import Shape, can_measure, input_bytes, proposals, task
 from .timing import CudaClock
+from .tune_shapes import Shape, can_measure, input_bytes, proposals, task
 
 BACKENDS = ("cuda", "triton", "pallas")
 """Backends whose strategies have more than one proposal."""
@@ -204,7 +204,7 @@ class Tuner:
 
     def _clock(self, backend: str) -> CudaClock:
         if backend not in self._clocks:
-            from .arrays import OursInJax
+            from .jax_peers import OursInJax
 
             self._clocks[backend] = CudaClock(self._device, OursInJax.flushes)
         return self._clocks[backend]

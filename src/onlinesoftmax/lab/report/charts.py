@@ -46,8 +46,8 @@ MEASURES = {
 
 
 def specifications() -> dict[str, Any]:
-    """Every chart by its name: a measure, "lengths" for the axis of the picker, and "blocks" for its drawing."""
-    return {name: measured(name) for name in MEASURES} | {"lengths": lengths(), "blocks": blocks()}
+    """Every chart by its name: a measure, and "lengths" for the axis of the picker."""
+    return {name: measured(name) for name in MEASURES} | {"lengths": lengths()}
 
 
 def _by_length(**scale: Any) -> Any:
@@ -64,9 +64,9 @@ def _by_length(**scale: Any) -> Any:
     return alt.X("cols:Q", scale=alt.Scale(type="log", base=2, nice=False, **scale), axis=axis)
 
 
-def _finished(chart: Any, height: int, left: int = 0) -> dict[str, Any]:
+def _finished(chart: Any, height: int) -> dict[str, Any]:
     """The specification of a chart that is as wide as its place on the page."""
-    room = {"left": left, "right": 14, "top": 4, "bottom": 6}
+    room = {"left": 0, "right": 14, "top": 4, "bottom": 6}
     document: dict[str, Any] = chart.properties(width="container", height=height, padding=room).to_dict()
     # The bundle has one version of Vega-Lite, and the address of its schema would be the only one on the page.
     for name in ("config", "$schema"):
@@ -145,26 +145,3 @@ def lengths() -> dict[str, Any]:
         alt.param(name="ink", value="#000000")
     )
     return _finished(layered, 170)
-
-
-def blocks() -> dict[str, Any]:
-    """A drawing of rows: the part of each block, and the level of memory that holds it."""
-    import altair as alt
-
-    parts = alt.Chart(alt.NamedData("parts")).encode(
-        x=alt.X("begin:Q", axis=None, scale=alt.Scale(domain=[0, 1])),
-        y=alt.Y("line:O", axis=alt.Axis(title=None, domain=False, ticks=False, labelPadding=8), sort=None),
-    )  # fmt: skip
-    rects = parts.transform_filter("datum.block").mark_rect(cornerRadius=2, stroke=GREY, strokeWidth=0.5).encode(
-        x2="end:Q",
-        color=alt.Color("block:N", legend=None, sort=None, scale=alt.Scale(range=list(COLORS))),
-        opacity=alt.Opacity("shade:Q", legend=None, scale=None),
-        tooltip=[alt.Tooltip("words:N", title="part")],
-    )  # fmt: skip
-    names = parts.transform_filter("datum.label").mark_text(fontSize=11).encode(
-        x=alt.X("middle:Q"), text="label:N",
-        color=alt.condition("datum.strong", alt.value("white"), alt.value(alt.ExprRef("ink"))),
-    )  # fmt: skip
-    ink = alt.param(name="ink", value="#000000")
-    # A browser's font may be wider than the one with which the room for the names of rows is computed.
-    return _finished(alt.layer(rects, names).add_params(ink), 90, left=10)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import TypeVar
 
-from ..bench.grid import CLASSES
+from ..bench.tune_shapes import CLASSES
 
 LONGEST = 1 << 30
 """Longest row of the picker, in elements."""

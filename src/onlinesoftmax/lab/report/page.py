@@ -16,13 +16,13 @@ from ... import __version__
 from ...core.device import known
 from ...core.options import SCORE_OPTIONS
 from ...planner.measured import tuned_table
-from ..bench.record import git_state
+from ..bench.record_file import git_state
 from . import charts
 from .combinations import Choices
-from .home import LEVELS
 from .lengths import EVERY, LONGEST, STEP
 from .plans import planned
 from .records import Record
+from .residency import LEVELS
 from .series import series
 
 NEEDED = {"altair": "altair", "jinja2": "jinja2", "jsonschema": "jsonschema", "vl_convert": "vl-convert-python"}
@@ -59,7 +59,6 @@ def page(
     import jinja2
 
     shown = [series(record) for record in records]
-    losses = [place for place, record in enumerate(shown) if record["gradients"]]
     plans = planned(choices.combinations(), progress)
     plans["arguments"] = {name: _argument(name) for name in SCORE_OPTIONS}
     data = {"records": shown, "plans": plans, "specs": charts.specifications(), "levels": LEVELS}
@@ -69,9 +68,8 @@ def page(
     trusted: Any = templates.filters["safe"]
     return templates.get_template("page.html").render(
         version=__version__, commit=git_state()["commit"][:12], date=_today(), records=shown, left_out=left_out,
-        devices=_devices(shown), default=shown_first(records, _of_whole_rows(records)), losses=losses,
-        default_loss=shown_first(records, losses), step=STEP, every=EVERY, longest=LONGEST,
-        own_tables=_own_tables(choices),
+        devices=_devices(shown), default=shown_first(records), step=STEP, every=EVERY, longest=LONGEST,
+        own_tables=any(tuned_table(known(gpu)) for gpu in choices.gpus),
         css=trusted(_template("page.css")), data=_packed(data), library=trusted(_script(_library())),
         scripts=[trusted(_script(_template(name))) for name in SCRIPTS],
     )  # fmt: skip
@@ -118,27 +116,17 @@ def _devices(shown: Sequence[dict[str, Any]]) -> list[tuple[str, list[int]]]:
     return list(found.items())
 
 
-def shown_first(records: Sequence[Record], places: Sequence[int]) -> int | None:
-    """The one of these records that is shown first: no forced backend, torch, the most cases, and the newest."""
+def shown_first(records: Sequence[Record]) -> int | None:
+    """The place of the record that is shown first; None without records.
 
-    def rank(place: int) -> tuple[bool, bool, int, int]:
+    It has softmax or log-softmax on one device, no forced backend, torch, the most cases, and is the newest.
+    """
+
+    def rank(place: int) -> tuple[bool, bool, bool, int, int]:
         record = records[place]
-        options = record.content["options"]
-        return options.get("backend") is None, options.get("framework") != "jax", len(record.results), -place
+        options, operations = record.content["options"], (each.case.declaration for each in record.results)
+        of_elements = not record.sharded and any(not (one.per_row or one.backward) for one in operations)
+        forced, in_jax = options.get("backend") is not None, options.get("framework") == "jax"
+        return of_elements, not forced, not in_jax, len(record.results), -place
 
-    return max(places, key=rank, default=None)
-
-
-def _of_whole_rows(records: Sequence[Record]) -> list[int]:
-    """The places of the records of softmax or log-softmax on one device; of all records where there are none."""
-    found = []
-    for place, record in enumerate(records):
-        operations = [each.case.declaration for each in record.results if not each.case.fused]
-        if not record.sharded and any(not (one.per_row or one.backward) for one in operations):
-            found.append(place)
-    return found or list(range(len(records)))
-
-
-def _own_tables(choices: Choices) -> bool:
-    """True where a table that was made on this machine takes part in the plans."""
-    return any(tuned_table(known(gpu)) for gpu in choices.gpus)
+    return max(range(len(records)), key=rank, default=None)

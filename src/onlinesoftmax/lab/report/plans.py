@@ -16,8 +16,8 @@ from ...planner.facts import plan_facts
 from ...planner.plan import Plan, Refusal
 from . import stored
 from .combinations import Combination
-from .home import home_of
 from .lengths import KINDS, cliffs, lengths
+from .residency import residency_of
 
 FEW = 12
 """Combinations that one process plans in less time than another process takes to start."""
@@ -52,13 +52,13 @@ def without_length(reason: str, cols: int) -> str:
 def answer_of(explanation: Explanation) -> Answer:
     """The answer for one length, with its texts in full."""
     plan, problem, device = explanation.plan, explanation.problem, explanation.device
-    home = home_of(plan, problem, device)
+    shares, words = residency_of(plan, problem, device)
     return {
         "cols": problem.cols,
         "plan": f"{plan.backend}/{plan.strategy}",
         "reason": without_length(plan.reason, problem.cols),
         "facts": tuple(plan_facts(plan, problem, device)),
-        "home": (home.rows, home.programs, home.tiles, *(round(share, 4) for share in home.shares), *home.words),
+        "levels": (*(round(share, 4) for share in shares), *words),
         "floor_us": plan.floor_us,
         "estimate_us": plan.estimate_us,
         "bytes": problem.read_bytes + problem.write_bytes,
@@ -149,7 +149,7 @@ def _packed_answer(answer: Answer, texts: Texts) -> list[Any]:
     others = [(name, *_cut(why)) for name, why in answer["others"]]
     strategies, heads, tails = zip(*others, strict=True) if others else ((), (), ())
     return [
-        answer["cols"], texts(answer["plan"]), texts(answer["reason"]), texts(tuple(answer["home"])), answer["bytes"],
+        answer["cols"], texts(answer["plan"]), texts(answer["reason"]), texts(tuple(answer["levels"])), answer["bytes"],
         _short(answer["floor_us"]), _short(answer["estimate_us"]), texts(names), [texts(value) for value in values],
         texts(strategies), [texts(head) for head in heads], [texts(tail) for tail in tails],
     ]  # fmt: skip

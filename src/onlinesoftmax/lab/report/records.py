@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 
 from ...core.printable import printable
 from ...core.whole_files import NotRegularError, read_regular
-from ..bench.kinds import Table, read_cases, table_of
-from ..bench.record import FORMAT
-from ..bench.result import CaseResult
-from ..bench.sharded import result as sharded
+from ..bench.record_file import FORMAT
+from ..bench.result import CaseResult, ShardedCaseResult
+from ..bench.tables import Table, read_cases, table_of
 
 FOLDER = Path("benchmarks/results")
 """The records that a report shows by default, relative to a checkout."""
@@ -52,9 +51,9 @@ class Record:
     results: list[CaseResult]
 
     @property
-    def sharded(self) -> list[sharded.ShardedCaseResult]:
+    def sharded(self) -> list[ShardedCaseResult]:
         """The results of cases whose rows were sharded over processes; empty in any other record."""
-        return [found for found in self.results if isinstance(found, sharded.ShardedCaseResult)]
+        return [found for found in self.results if isinstance(found, ShardedCaseResult)]
 
     @cached_property
     def table(self) -> Table:

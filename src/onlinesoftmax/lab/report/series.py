@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..bench.calls import CallsCaseResult
-from ..bench.kinds import measures
-from ..bench.result import CaseResult, Result
-from ..bench.sharded.result import ShardedCaseResult
+from ..bench.result import CallsCaseResult, CaseResult, Result, ShardedCaseResult
+from ..bench.tables import measures
 from .lengths import STEP
 from .records import Record
 
@@ -40,7 +38,6 @@ def series(record: Record) -> dict[str, Any]:
         "facts": record.facts,
         "notes": [*table.above, *table.below, *([record.content["note"]] if record.content.get("note") else [])],
         "panels": [{"title": name, "points": points, "ends": ends(points)} for name, points in sorted(panels.items())],
-        "gradients": any(found.case.with_gradient for found in drawn),
         "header": table.header,
         "rows": table.rows,
         "numbers": table.numbers,

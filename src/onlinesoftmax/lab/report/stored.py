@@ -14,7 +14,7 @@ from ...core.cache import UnusableError, cache_folder, load_entry, read_private,
 from ...core.cache_size import ANSWERS
 from ...core.device import known
 from ...planner.measured import slug
-from ..bench.record import sources
+from ..bench.record_file import sources
 from .combinations import Combination
 from .lengths import KINDS
 

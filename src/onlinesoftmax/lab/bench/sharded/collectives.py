@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....kernels.cuda.shard_mail import MAIL
+from ..cases import STATISTICS, Case
 
 SENT = {
     "_allgather_base_": 1, "allgather_": 1, "allgather_into_tensor_coalesced_": 1, "allreduce_": 0, "broadcast_": 0,
@@ -84,3 +85,28 @@ class _Counter(TorchDispatchMode):
 def _nbytes(given: Any) -> int:
     """Bytes of a tensor, or of all tensors in lists."""
     return int(given.nbytes) if isinstance(given, torch.Tensor) else sum(map(_nbytes, given))
+
+
+def row_bytes(case: Case, by_peer_memory: bool = False) -> int:
+    """Bytes per row that a process of ours sends in a call, by the formulas of docs/distributed.md.
+
+    In a collective, forward sends numbers of the accumulator's dtype: m and l; the score of the target for a result per
+    row; the sum for the entropy.  Backward of an operation with a result per element sends one float64 number.
+
+    Through peer memory, 32 bits of the same numbers travel in 64 bits, and sums of 32-bit logits have 64 bits.
+
+    >>> row_bytes(Case("softmax", (4, 8), 1, "bfloat16")), row_bytes(Case("token_logprobs", (4, 8), 1, "float64"))
+    (8, 32)
+    >>> row_bytes(Case("softmax", (4, 8), 1, "bfloat16"), True), row_bytes(Case("softmax", (4, 8), 1, "float32"), True)
+    (16, 24)
+    """
+    if by_peer_memory:
+        m = 2 if case.dtype == "float64" else 1
+        entropy = "entropy" in STATISTICS.get(case.operation, ())
+        a_sum = 2 * m if case.dtype in ("float32", "float64") or entropy else 1
+        forward = m + (1 + entropy) * a_sum + m * case.declaration.has_target
+        backward = (m + a_sum) * (case.with_gradient and not case.declaration.per_row)
+        return 8 * (forward + backward)
+    numbers = 2 + case.declaration.per_row + len(STATISTICS.get(case.operation, ()))
+    backward = case.with_gradient and not case.declaration.per_row
+    return numbers * (8 if case.dtype == "float64" else 4) + 8 * backward

@@ -9,15 +9,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn import functional
 
 from .... import api, distributed
 from ....core.processes import gathered
-from .. import formulas, losses
+from .. import formulas
 from ..cases import Case
 from ..exact import Inputs
 from ..formulas import Function
-from ..peers import Ours, Peer
+from ..peers import Ours, Peer, public_function
 from .team import Team
 
 
@@ -25,11 +24,10 @@ class Member(Peer):
     """A way to compute a sharded case: a function of the tensors of this process.
 
     Attributes:
-        whole: True where every process computes whole rows of whole tensors, without an exchange.
-        ours: True for our library, whose results may be no further off than PyTorch's own.
+        has_whole_rows: True where every process computes whole rows of whole tensors, without an exchange.
     """
 
-    whole, ours = False, False
+    has_whole_rows = False
 
     def __init__(self, team: Team) -> None:
         super().__init__(team.device.type)
@@ -39,9 +37,23 @@ class Member(Peer):
         """The tensors of this process; with a gradient the first requires one."""
         return super().arguments(case, self.team.cut(case, inputs))
 
-    def part(self, case: Case, y: Any) -> Any:
-        """The result of this process as a plain tensor."""
-        return y
+    def returns(self, case: Case) -> Case:
+        """The case with the columns of this process."""
+        return case if self.has_whole_rows else self.team.local(case)
+
+    def parts(self, found: Any) -> tuple[Any, ...]:
+        """The results of this process as plain tensors."""
+        return found if isinstance(found, tuple) else (found,)
+
+    def whole(self, case: Case, found: Any) -> Any:
+        """The results of all processes, put together."""
+        parts = self.parts(found)
+        if self.has_whole_rows:
+            return parts
+        return tuple(
+            self.team.joined(case, y) if returned.kind == "element" else y
+            for returned, y in zip(case.returned, parts, strict=True)
+        )
 
 
 class OursSharded(Member):
@@ -62,10 +74,11 @@ class OursSharded(Member):
 
     def prepare(self, case: Case) -> Function:
         """Our function, with autograd where the case has a gradient."""
-        forward = _called(case, distributed, {
-            "group": self.team.group, "shards": self.team.shards(case), **self._forced
-        })  # fmt: skip
-        return losses.with_gradient(case, forward) if case.with_gradient else forward
+        return public_function(case, distributed, {"group": self.team.group, **self._told(case), **self._forced})
+
+    def _told(self, case: Case) -> dict[str, Any]:
+        """The arguments that tell where the columns of the process are."""
+        return {"shards": self.team.shards(case)}
 
 
 class OursByCollective(OursSharded):
@@ -79,16 +92,14 @@ class OursUntold(OursSharded):
 
     name = "without-shards"
 
-    def prepare(self, case: Case) -> Function:
-        """Our function, with autograd where the case has a gradient."""
-        forward = _called(case, distributed, {"group": self.team.group, **self._forced})
-        return losses.with_gradient(case, forward) if case.with_gradient else forward
+    def _told(self, case: Case) -> dict[str, Any]:
+        return {}
 
 
 class OursWhole(Member):
     """Our function on the whole rows: every process computes all of them, as one GPU would."""
 
-    name, ours, whole = "one-process", True, True
+    name, ours, has_whole_rows = "one-process", True, True
 
     def arguments(self, case: Case, inputs: Inputs) -> Inputs:
         """The whole tensors."""
@@ -118,9 +129,9 @@ class _OfDTensors(Member):
 
         return tuple(map(wrapped, case.tensors, inputs, local))
 
-    def part(self, case: Case, y: Any) -> Any:
-        """The local tensor of the result."""
-        return y.to_local()
+    def parts(self, found: Any) -> tuple[Any, ...]:
+        """The local tensors of the results."""
+        return tuple(y.to_local() for y in super().parts(found))
 
 
 class OursOnDTensors(_OfDTensors):
@@ -130,8 +141,7 @@ class OursOnDTensors(_OfDTensors):
 
     def prepare(self, case: Case) -> Function:
         """Our function, with autograd where the case has a gradient."""
-        forward = _called(case, api, {})
-        return losses.with_gradient(case, forward) if case.with_gradient else forward
+        return public_function(case, api, {})
 
 
 class LossParallel(_OfDTensors):
@@ -145,12 +155,7 @@ class LossParallel(_OfDTensors):
 
     def prepare(self, case: Case) -> Function:
         """PyTorch's function under its context manager."""
-        reduction = case.reduction
-
-        def forward(x: Any, target: Any) -> Any:
-            return functional.cross_entropy(x, target, reduction=reduction)
-
-        run = losses.with_gradient(case, forward) if case.with_gradient else forward
+        run = formulas.own(case)
 
         def function(*tensors: Any) -> Any:
             with loss_parallel():
@@ -178,7 +183,7 @@ class AllGather(Member):
             y = own(_Gathered.apply(x, team, dim, elements), *more)
             return y.narrow(dim, first, cols) if elements else y
 
-        return losses.with_gradient(case, forward) if case.with_gradient else forward
+        return formulas.with_gradient(case, forward)
 
 
 class _Gathered(torch.autograd.Function):
@@ -199,18 +204,6 @@ class _Gathered(torch.autograd.Function):
             dy = dy.contiguous()
             dist.all_reduce(dy, group=ctx.group)
         return dy.narrow(*ctx.columns), None, None, None
-
-
-def _called(case: Case, module: Any, given: dict[str, Any]) -> Function:
-    """The forward function of this name in a module of ours, with further arguments."""
-    function, dim = getattr(module, case.operation), case.dim
-    if case.reduction:
-        # Users leave out what has its default value.
-        options = given if case.reduces_rows else {"reduction": case.reduction, **given}
-        return lambda x, target: function(x, target, **options)
-    if case.declaration.has_target:
-        return lambda x, target: function(x, target, dim, **given)[:2]
-    return lambda x: function(x, dim, **given)
 
 
 PEERS: dict[str, type[Member]] = {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,29 +11,19 @@ import torch.distributed as dist
 
 from ....planner.plan import PlanError
 from ..cases import Case
-from ..check import Reference, poison
+from ..check import Reference
 from ..exact import Inputs
 from ..inputs import make_inputs
 from ..memory import extra_bytes, lacks_memory, out_of_memory
-from ..peers import Ours, Peer, first_line, reasons_of
+from ..peers import Ours, first_line, reasons_of
+from ..result import ALL_REDUCE, COPY_OF_SHARD, ShardedCaseResult, ShardedResult, made
+from ..run import Checked, Judge
 from .clock import GroupClock
-from .collectives import collectives_of
+from .collectives import collectives_of, row_bytes
 from .peers import Member
-from .result import ShardedCaseResult, ShardedResult, row_bytes
 from .team import Team
 
-COPY, ALL_REDUCE = "copy of a shard", "all-reduce of rows"
-"""Names of the two yardsticks among the timed calls."""
-
 Call = Callable[[], Any]
-
-
-@dataclass
-class Checked:
-    """The results before any time, and the calls to time, by name."""
-
-    results: list[ShardedResult] = field(default_factory=list)
-    calls: dict[str, Call] = field(default_factory=dict)
 
 
 def run(
@@ -65,7 +54,8 @@ def run(
 
 def _check(case: Case, inputs: Inputs, everybody: Sequence[Member], team: Team) -> Checked:
     checked = Checked()
-    judges = [_Judge(each, inputs, team) for each in (*case.also_checked, case)]
+    yardstick = Ours(team.device.type).yardstick
+    judges = [Judge(each, Reference(each, *inputs), inputs, yardstick(each)) for each in (*case.also_checked, case)]
     for peer in everybody:
         if reason := peer.supports(case):
             checked.results.append(ShardedResult(peer.name, "refused", reason))
@@ -85,19 +75,20 @@ def _check(case: Case, inputs: Inputs, everybody: Sequence[Member], team: Team) 
     return checked
 
 
-def _checked(case: Case, peer: Member, judges: Sequence[_Judge], device: Any) -> tuple[ShardedResult, Call]:
+def _checked(case: Case, peer: Member, judges: Sequence[Judge], device: Any) -> tuple[ShardedResult, Call]:
     """The result of a peer on this process without times, and its call."""
     try:
         found = [judge.of(peer) for judge in judges]
         # The case itself comes last: its function is the one that is timed.
-        result, call = next((each for each in found if each[0].failed), found[-1])
+        judged, call = next((each for each in found if each[0].failed), found[-1])
+        result = made(ShardedResult, vars(judged))
         if result.failed:
             return result, call
         exchanged = collectives_of(call)
-        extra = extra_bytes(lambda: _parts(case, peer, call()), device)
+        extra = extra_bytes(lambda: peer.parts(call()), device)
     except Exception as error:  # whatever another library raises is its refusal, not our crash
         return _refusal(peer, error), lambda: None
-    formula = row_bytes(case, exchanged.by_peer_memory) if peer.ours and not peer.whole else None
+    formula = row_bytes(case, exchanged.by_peer_memory) if peer.ours and not peer.has_whole_rows else None
     uncounted = f"not counted: {', '.join(exchanged.unknown)}" if exchanged.unknown else ""
     return replace(
         result, extra_bytes=extra, collectives=exchanged.number, sent_row_bytes=exchanged.sent_bytes / case.rows,
@@ -112,47 +103,17 @@ def _refusal(peer: Member, error: Exception) -> ShardedResult:
     return ShardedResult(peer.name, status, first_line(error))
 
 
-def _parts(case: Case, peer: Member, found: Any) -> tuple[Any, ...]:
-    """The results of this process as plain tensors."""
-    return tuple(peer.part(case, y) for y in (found if isinstance(found, tuple) else (found,)))
-
-
-class _Judge:
-    """The exact result of the whole rows, and the error that is allowed: that of PyTorch's own function on them."""
-
-    def __init__(self, case: Case, inputs: Inputs, team: Team) -> None:
-        self._case, self._inputs, self._team = case, inputs, team
-        self._reference = Reference(case, *inputs)
-        yardstick = Ours(team.device.type).yardstick(case)
-        self._allowed = self._reference.allowed(yardstick(*Peer("").arguments(case, inputs)))
-
-    def of(self, peer: Member) -> tuple[ShardedResult, Call]:
-        """The result of a peer without times, and its call without arguments."""
-        case, team = self._case, self._team
-        call = partial(peer.prepare(case), *peer.arguments(case, self._inputs))
-        poison(case if peer.whole else team.local(case), team.device)
-        found = _parts(case, peer, call())
-        if not peer.whole:
-            found = tuple(
-                team.joined(case, y) if returned.kind == "element" else y
-                for returned, y in zip(case.returned, found, strict=True)
-            )
-        verdict = self._reference.judge(found, self._allowed, peer.ours)
-        status = "ok" if verdict.wrong is None else "wrong"
-        return ShardedResult(peer.name, status, verdict.wrong, verdict.error, self._allowed[0]), call
-
-
 def _timed(
     case: Case, checked: Checked, inputs: Inputs, team: Team, clock: GroupClock, repeat_ms: float
 ) -> ShardedCaseResult:
     shard = team.part(case, inputs[0])
     target, numbers = torch.empty_like(shard), torch.zeros(case.rows, device=team.device)
     yardsticks: dict[str, Call] = {
-        COPY: lambda: target.copy_(shard),
+        COPY_OF_SHARD: lambda: target.copy_(shard),
         ALL_REDUCE: lambda: dist.all_reduce(numbers, group=team.group),
     }
     timed = clock.measure({**checked.calls, **yardsticks}, repeat_ms)
-    copy, all_reduce = timed[COPY].times, timed[ALL_REDUCE].times
+    copy, all_reduce = timed[COPY_OF_SHARD].times, timed[ALL_REDUCE].times
 
     def with_times(result: ShardedResult) -> ShardedResult:
         if result.who not in checked.calls:

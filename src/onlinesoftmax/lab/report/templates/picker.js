@@ -1,7 +1,7 @@
 // The picker: looks up the planner's answers.  Nothing about plans is computed here.
 
 const FIELDS = ["framework", "gpu", "operation", "option", "dtype", "rows"];
-const [COLS, PLAN, REASON, HOME, BYTES, FLOOR, ESTIMATE, NAMES, VALUES, OTHERS, HEADS, TAILS] = Array(12).keys();
+const [COLS, PLAN, REASON, RESIDENCY, BYTES, FLOOR, ESTIMATE, NAMES, VALUES, OTHERS, HEADS, TAILS] = Array(12).keys();
 
 // Rows of these kinds begin on other addresses, so a length says little about a neighbour of another kind.
 const KINDS = { aligned: (step) => `multiples of ${step}, or less`, even: () => "other even lengths", odd: () => "odd lengths" };
@@ -156,9 +156,9 @@ class Picker {
     const firsts = this.family.cliffs.map(([, first]) => first);
     byId("previous").disabled = !firsts.some((first) => first < cols);
     byId("next").disabled = !firsts.some((first) => first > cols);
-    this.home(this.text(answer[HOME]), this.text(answer[PLAN]), Number(rows));
+    this.residency(this.text(answer[RESIDENCY]));
     const here = [{ cols, gbps: answer[BYTES] / answer[ESTIMATE] / 1e3 }];
-    this.chart("lengths", { ...this.sets, here });
+    this.draw({ ...this.sets, here });
   }
 
   command(framework, gpu, operation, option, dtype, rows, cols) {
@@ -168,9 +168,9 @@ class Picker {
     return words.join(" ");
   }
 
-  // Where the row is: a drawing of blocks, and a table of levels of memory.
-  home([rows, programs, tiles, ...rest], plan, all) {
-    const shares = rest.slice(0, this.levels.length), words = rest.slice(this.levels.length);
+  // The part of the row that each level of memory holds.
+  residency(entries) {
+    const shares = entries.slice(0, this.levels.length), words = entries.slice(this.levels.length);
     const lines = this.levels.map((level, i) => {
       const line = make("tr"), cell = make("td");
       line.append(make("th", level, { scope: "row" }), cell, make("td", words[i] || "not used for the row"));
@@ -181,10 +181,6 @@ class Picker {
       return line;
     });
     byId("levels").tBodies[0].replaceChildren(...lines);
-    const parts = drawing(rows, programs, tiles, shares, all);
-    byId("legend").textContent = parts.legend;
-    byId("blocks").setAttribute("aria-label", `${plan}: ${parts.legend}`);
-    this.chart("blocks", { parts: parts.parts });
   }
 
   // Puts the slider under the axis: its thumb stands below the length on the chart.
@@ -198,64 +194,19 @@ class Picker {
     view.addResizeListener(() => view.runAfter(() => this.align()));
   }
 
-  // Charts are drawn one after another; while one is drawn, only the newest data wait.
-  async chart(name, data) {
-    this.waiting ??= {};
-    const busy = name in this.waiting;
-    this.waiting[name] = data;
+  // The chart is drawn once at a time; while it is drawn, only the newest data wait.
+  async draw(data) {
+    const busy = this.waiting !== undefined;
+    this.waiting = data;
     if (busy) return;
     let latest;
     do {
-      latest = this.waiting[name];
-      await redraw(byId(name), this.specs[name], latest);
-    } while (this.waiting[name] !== latest);
-    delete this.waiting[name];
-    if (name === "lengths") this.align();
+      latest = this.waiting;
+      await redraw(byId("lengths"), this.specs.lengths, latest);
+    } while (this.waiting !== latest);
+    this.waiting = undefined;
+    this.align();
   }
 }
 
 const THUMB = 16;
-
-const MOST_DRAWN = 8;
-
-// The parts of two rows, or of the rows of two programs.
-function drawing(rows, programs, tiles, [registers, shared], all) {
-  const parts = [], count = Math.min(programs, MOST_DRAWN);
-  const capital = (text) => text[0].toUpperCase() + text.slice(1);
-  const several = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
-  const part = (line, begin, end, block, shade, words) => parts.push({ line, begin, end, block, shade, words });
-  const name = (line, begin, end, label, strong) => parts.push({ line, begin, middle: (begin + end) / 2, label, strong });
-  const held = [[registers, 1, "registers"], [shared, 0.65, "shared memory"], [Math.max(0, 1 - registers - shared), 0.35, "streamed"]];
-  const slice = (line, begin, end, block, label) => {
-    let at = begin;
-    for (const [share, shade, word] of held) {
-      if (share < 0.0005) continue;
-      const to = at + share * (end - begin);
-      const steps = word === "streamed" ? Math.min(tiles, MOST_DRAWN) : 1;
-      for (let i = 0; i < steps; i++) part(line, at + (i / steps) * (to - at), at + ((i + 1) / steps) * (to - at), block, shade, `${block}, ${word}`);
-      at = to;
-    }
-    // White is legible on a strong colour only.
-    name(line, begin, end, label, registers > 0.5);
-  };
-  if (programs === 1) {
-    const shown = Math.min(rows, 3);
-    for (let i = 0; i < 2 * shown; i++) {
-      const block = i < shown ? 0 : 1, row = block * rows + (i % shown);
-      if (row < all) slice(`row ${row}`, 0, 1, `block ${block}`, `block ${block}`);
-    }
-  } else {
-    for (let line = 0; line < Math.min(2, all); line++) {
-      for (let i = 0; i < count; i++) {
-        const left = programs > count && i === count - 2, last = i === count - 1;
-        const block = line * programs + (last ? programs - 1 : i);
-        if (left) name(`row ${line}`, i / count, (i + 1) / count, "…", false);
-        else slice(`row ${line}`, i / count, (i + 1) / count, `block ${block}`, count > 4 ? `${block}` : `block ${block}`);
-      }
-    }
-  }
-  const who = programs > 1 ? `${several(programs, "block")} share a row` : rows > 1 ? `up to ${several(rows, "row")} in a block` : "a block for each row";
-  const shades = held.filter(([share]) => share >= 0.0005).map(([, shade, word]) => `${{ 1: "strong", 0.65: "medium", 0.35: "faint" }[shade]}: ${word}`);
-  const many = tiles > 1 ? `, in ${several(tiles, "tile")}` : "";
-  return { parts, legend: `${capital(who)}${many}. ${capital(shades.join(" · "))}.` };
-}

@@ -8,26 +8,22 @@ const MEASURE_NOTES = {
   mb: "The peak memory of a call beyond its input and its results, in MB. Negative where a library writes over its input. Recorded on GPUs in PyTorch only.",
 };
 
-async function panels(container, record, measures, specs) {
+async function panels(container, record, measure, specs) {
   forget(container);
   container.replaceChildren();
-  let empty = true;
   const drawings = [];
   for (const panel of record.panels) {
-    for (const [measure, words] of measures) {
-      if (!panel.points.some((point) => point[measure] != null && point.who !== "copy")) continue;
-      empty = false;
-      const figure = make("figure", "", { class: "panel" });
-      const chart = make("div", "", { class: "chart" });
-      const title = words ? `${panel.title}: ${words}` : panel.title;
-      figure.append(make("figcaption", title), chart);
-      container.append(figure);
-      const known = specs[measure].params?.find((each) => each.name === "shown")?.value ?? [];
-      const here = new Set(panel.points.filter((point) => point[measure] != null).map((point) => point.who));
-      drawings.push(draw(chart, specs[measure], { points: panel.points }, { ...panel.ends, shown: known.filter((who) => here.has(who)) }));
-    }
+    const points = panel.points.filter((point) => point[measure] != null);
+    if (!points.some((point) => point.who !== "copy")) continue;
+    const figure = make("figure", "", { class: "panel" });
+    const chart = make("div", "", { class: "chart" });
+    figure.append(make("figcaption", panel.title), chart);
+    container.append(figure);
+    const known = specs[measure].params?.find((each) => each.name === "shown")?.value ?? [];
+    const here = new Set(points.map((point) => point.who));
+    drawings.push(draw(chart, specs[measure], { points: panel.points }, { ...panel.ends, shown: known.filter((who) => here.has(who)) }));
   }
-  if (empty) container.append(make("p", "This record has no such measurement. The table below has every figure of the record."));
+  if (!drawings.length) container.append(make("p", "This record has no such measurement. The table below has every figure of the record."));
   await Promise.all(drawings);
 }
 
@@ -48,18 +44,13 @@ function details(record) {
 }
 
 async function showResults(records, specs) {
-  const record = byId("record"), measure = byId("measure"), losses = byId("loss-record");
+  const record = byId("record"), measure = byId("measure");
   const results = () => {
     byId("measure-note").textContent = MEASURE_NOTES[measure.value];
     details(records[record.value]);
-    return panels(byId("panels"), records[record.value], [[measure.value, ""]], specs);
-  };
-  const loss = () => {
-    if (!losses.value) return null;
-    return panels(byId("loss-panels"), records[losses.value], [["us", "time"], ["mb", "memory"]], specs);
+    return panels(byId("panels"), records[record.value], measure.value, specs);
   };
   record.addEventListener("change", results);
   measure.addEventListener("change", results);
-  losses.addEventListener("change", loss);
-  await Promise.all([results(), loss()]);
+  await results();
 }

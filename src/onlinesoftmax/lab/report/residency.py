@@ -1,8 +1,8 @@
-"""The home of a row: the levels of memory that hold its elements while a plan computes it."""
+"""The residency of a row: the levels of memory that hold its elements while a plan computes it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...core.device import Device
 from ...core.problem import Problem
@@ -13,28 +13,21 @@ LEVELS = ("registers", "shared memory", "cluster", "L2 cache", "device memory")
 """Levels of memory, the fastest first."""
 
 
-@dataclass(frozen=True)
-class Home:
-    """Where a row is while it is computed.
+class Residency(NamedTuple):
+    """The levels of memory that hold a row while it is computed.
 
     Attributes:
-        rows: Number of rows that one program holds at a time.
-        programs: Number of programs that share a row.
-        tiles: Number of tiles that a program reads one after another; 1 where it holds its part of the row.
         shares: Part of the row in each level of LEVELS, from 0 to 1: the registers and the shared memory hold it, L2
             serves the second read, and device memory serves what the levels above do not hold.
         words: The role of each level of LEVELS, in a few words.
     """
 
-    rows: int
-    programs: int
-    tiles: int
     shares: tuple[float, ...]
     words: tuple[str, ...]
 
 
-def home_of(plan: Plan, problem: Problem, device: Device) -> Home:
-    """The home of a row under a plan.
+def residency_of(plan: Plan, problem: Problem, device: Device) -> Residency:
+    """The residency of a row under a plan.
 
     Args:
         plan: The plan.
@@ -44,16 +37,13 @@ def home_of(plan: Plan, problem: Problem, device: Device) -> Home:
     Example:
         >>> from onlinesoftmax.explanation import explain
         >>> found = explain((4096, 1024), device="h200")
-        >>> home_of(found.plan, found.problem, found.device).words[0]
+        >>> residency_of(found.plan, found.problem, found.device).words[0]
         'all of the row, from its one read on'
     """
     registers, shared = _held(plan, problem)
     again = bytes_read_again(plan, problem)
     from_l2 = bytes_from_l2(plan, problem, device) / again if again else 0.0
     streamed = max(0.0, 1.0 - registers - shared)
-    tiles = 1
-    if registers + shared == 0.0 and plan.block:
-        tiles = max(1, -(-problem.cols // (plan.block * max(plan.splits, 1))))
     words = (
         _registers(plan, registers, streamed),
         _shared_memory(plan, shared),
@@ -62,7 +52,7 @@ def home_of(plan: Plan, problem: Problem, device: Device) -> Home:
         _device_memory(plan, problem, streamed),
     )
     shares = (registers, shared, 0.0, streamed * from_l2, streamed * (1.0 - from_l2))
-    return Home(plan.rows_per_program, max(plan.splits, 1), tiles, shares, words)
+    return Residency(shares, words)
 
 
 def _held(plan: Plan, problem: Problem) -> tuple[float, float]:

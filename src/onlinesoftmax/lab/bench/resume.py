@@ -10,8 +10,8 @@ from typing import Any
 
 from ...core.whole_files import NotRegularError, read_regular
 from .cases import Case
-from .kinds import read_cases
 from .result import CaseResult
+from .tables import read_cases
 
 IGNORED = ("date", "cases", "resumed", "device.load", "options.out", "options.commit", "options.as_json")
 """Fields that may differ between the two parts of a record: the others must be the same."""

@@ -18,11 +18,10 @@ import onlinesoftmax
 from ...core.cache import UnusableError, cache_folder, read_private
 from ...core.whole_files import write_whole
 from ...planner.plan import Plan, PlanError
-from .calls import CallsCaseResult, CallsResult, as_calls
 from .cases import Case
 from .peers import Ours, Peer
 from .planned import planned
-from .result import Result
+from .result import CallsCaseResult, CallsResult, Result, as_calls
 from .run import refusal
 from .timing import Times
 
@@ -191,7 +190,7 @@ def _answer(peer: Peer, calls: Mapping[str, Case], device: Any, folder: Path) ->
         "cases": {name: asdict(case) for name, case in calls.items()}, "answer": str(answer),
         "backend": getattr(peer, "backend", None), "strategy": getattr(peer, "strategy", None), "parent": os.getpid(),
     }  # fmt: skip
-    command = [sys.executable, str(Path(__file__).with_name("first_calls.py")), json.dumps(request)]
+    command = [sys.executable, str(Path(__file__).with_name("cold_worker.py")), json.dumps(request)]
     try:
         done = subprocess.run(
             command, env=_environment(folder), capture_output=True, text=True, check=False, timeout=TIMEOUT_S

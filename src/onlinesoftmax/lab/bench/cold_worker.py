@@ -1,6 +1,6 @@
 """The program of one fresh process of the suite `cold`: it imports, calls for the first time, and writes the times.
 
-python first_calls.py REQUEST, where REQUEST is JSON: the peer, the cases by the name of the call, the device, the plan
+python cold_worker.py REQUEST, where REQUEST is JSON: the peer, the cases by the name of the call, the device, the plan
 that is forced, the process that asks, and the file for the answer.  Nothing of this package may be imported before the
 clock of the import.
 """

@@ -1,4 +1,4 @@
-"""The record of a run: its head before the first case, and its file, which is always complete."""
+"""The record of a run: its head before the first case, its file, always complete, and the file.s name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
+from ...core.device import KNOWN, model_of
 from ...core.whole_files import write_whole
 from ...torch.device import from_torch
 from .libraries import PEERS
 
 FORMAT = 1
 """Version of the record's format; it is raised when a key changes its meaning."""
+
+OTHER_CASES = ("quick", "shape", "op", "fused", "with_gradient", "reduction", "strategy")
+"""Options that make other cases than those of the suite; with one of these, the user names the file."""
 
 
 def record(
@@ -100,7 +104,7 @@ def device_facts(device: Any) -> dict[str, Any]:
     if device.type == "cuda":
         return {**facts, "driver": _driver(), "cuda": torch.version.cuda}
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {**facts, "processor": _processor(), "threads": torch.get_num_threads(), "load": load}
+    return {**facts, "processor": processor(), "threads": torch.get_num_threads(), "load": load}
 
 
 def _driver() -> str | None:
@@ -111,7 +115,8 @@ def _driver() -> str | None:
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The model of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -127,3 +132,47 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     """
     # Without NaN and Infinity, which many parsers refuse.
     write_whole(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+
+
+def device_slug(name: str) -> str:
+    """A device's name in a file name.
+
+    Example:
+        >>> device_slug("NVIDIA H100 80GB HBM3"), device_slug("CPU"), device_slug("NVIDIA H20")
+        ('h100', 'cpu', 'nvidia-h20')
+    """
+    found = model_of(name)
+    words = name.lower().split()
+    return next((key for key, device in KNOWN.items() if device is found), "-".join(words))
+
+
+def record_name(content: Mapping[str, Any]) -> str:
+    """The file name of a record: DEVICE-SUITE.json.
+
+    The framework or a forced backend stands before the suite, and the number of GPUs behind the device.
+
+    Example:
+        >>> options = {"suite": "gradients", "framework": "jax", "backend": None}
+        >>> record_name({"device": {"name": "NVIDIA H200"}, "options": options})
+        'h200-jax-gradients.json'
+    """
+    options = content["options"]
+    device = device_slug(content["device"]["name"])
+    count = content.get("processes", {}).get("count", 1)
+    words = [device if count == 1 else f"{device}x{count}"]
+    if options.get("framework", "torch") != "torch":
+        words.append(options["framework"])
+    if options.get("backend"):
+        words.append(options["backend"])
+    # The suite cpu on a CPU is cpu.json.
+    return "-".join(dict.fromkeys([*words, options["suite"]])) + ".json"
+
+
+def excluded(options: Mapping[str, Any]) -> str | None:
+    """The first option that makes other cases than those of the suite, as on the command line; None without one.
+
+    Example:
+        >>> excluded({"with_gradient": True}), excluded({"shape": None})
+        ('--with-gradient', None)
+    """
+    return next((f"--{name.replace('_', '-')}" for name in OTHER_CASES if options.get(name)), None)

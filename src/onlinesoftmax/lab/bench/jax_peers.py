@@ -11,9 +11,7 @@ from ...core.task import Choice
 from ...jax import bridge
 from ...ops.reference import evaluate
 from .cases import Case
-from .formulas import Function
-from .losses_in_jax import called, with_target
-from .options import option_values, score_options
+from .formulas import Function, incoming
 from .peers import Ours, Peer
 
 
@@ -79,7 +77,7 @@ class OursInJax(_Arrays, Ours):
         function = partial(getattr(ours, case.operation), axis=case.dim, **forced)
         if case.with_gradient or case.declaration.has_target:
             return bridge.on_tensors(called(case, function))
-        options, names = option_values(case), {"mask": "where"}
+        options, names = case.option_values, {"mask": "where"}
         beside = [names.get(name, name) for name in case.option_tensors]
         return bridge.on_tensors(lambda x, *more: function(x, **options, **dict(zip(beside, more, strict=True))))
 
@@ -101,13 +99,13 @@ def _of_jax_nn(case: Case) -> Function:
     if case.backward:
         return partial(_its_gradient, case)
     if case.declaration.has_target:
-        return called(case, with_target(case))
+        return called(case, _BY_JAX_NN[case.operation](case))
     if case.with_gradient:
         return called(case, partial(getattr(jax.nn, case.operation), axis=case.dim))
     functions, forward = Functions(jnp.tanh, jnp.where), getattr(jax.nn, case.operation)
 
     def written_out(x: Any, *more: Any) -> Any:
-        options = score_options(case, dict(zip(case.option_tensors, more, strict=True)))
+        options = case.score_options(dict(zip(case.option_tensors, more, strict=True)))
         # jax.nn takes the mask itself.
         return forward(scores(functions, x, options._replace(mask=None)), case.dim, where=options.mask)
 
@@ -136,3 +134,62 @@ def _its_gradient(case: Case, *arrays: Any) -> Any:
     values = dict(zip(case.tensors, arrays, strict=True))
     values |= {name: jnp.expand_dims(values[name], case.dim) for name in case.declaration.row_operands}
     return evaluate(case.operation, namespace(values["x"]), values, case.dim)
+
+
+def called(case: Case, function: Function) -> Function:
+    """The function, its losses reduced, with the gradient where the case has one: (gradient, output, …)."""
+    import jax
+    import jax.numpy as jnp
+
+    count = len(case.without_gradient.tensors)
+
+    def forward(x: Any, *more: Any) -> Any:
+        found = function(x, *more)
+        outputs = tuple(found) if isinstance(found, tuple) else (found,)
+        if case.reduces_rows and outputs[0].ndim:
+            # The functions of `jax.nn` and optax return the losses of the rows; the caller reduces them.
+            return (jnp.mean(outputs[0]),)
+        return outputs[: len(case.without_gradient.returned)]
+
+    def with_gradient(x: Any, *more: Any) -> Any:
+        operands = more[: count - 1]
+        outputs, vjp = jax.vjp(lambda x: forward(x, *operands), x)
+        dys = incoming(more[count - 1 :], len(outputs)) or (jnp.ones((), outputs[0].dtype),)
+        return (*vjp(dys), *outputs)
+
+    def without_gradient(*arrays: Any) -> Any:
+        outputs = forward(*arrays)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    return with_gradient if case.with_gradient else without_gradient
+
+
+def _loss_by_jax_nn(case: Case) -> Function:
+    """The losses of the rows, in the dtype of the logits, as optax computes them."""
+    return lambda x, target: -_picked_by_jax_nn(case, x, target).astype(x.dtype)
+
+
+def _log_probabilities_by_jax_nn(case: Case) -> Function:
+    import jax.numpy as jnp
+
+    def function(x: Any, target: Any) -> Any:
+        log_p = _log_softmax(case, x)
+        return _picked_by_jax_nn(case, x, target), -jnp.sum(jnp.exp(log_p) * log_p, axis=case.dim)
+
+    return function
+
+
+def _picked_by_jax_nn(case: Case, x: Any, target: Any) -> Any:
+    import jax.numpy as jnp
+
+    picked = jnp.take_along_axis(_log_softmax(case, x), jnp.expand_dims(target, case.dim), axis=case.dim)
+    return jnp.squeeze(picked, axis=case.dim)
+
+
+def _log_softmax(case: Case, x: Any) -> Any:
+    import jax
+
+    return jax.nn.log_softmax(x.astype(case.accumulator), axis=case.dim)
+
+
+_BY_JAX_NN = {"cross_entropy": _loss_by_jax_nn, "token_logprobs": _log_probabilities_by_jax_nn}

@@ -9,13 +9,12 @@ from itertools import groupby
 from typing import Any
 
 from ...explanation import Explanation
-from .calls import CallsCaseResult, CallsResult, as_calls
 from .cases import Case
 from .exact import Inputs
 from .inputs import make_inputs
 from .memory import lacks_memory
 from .peers import Ours, Peer, first_line
-from .result import Result
+from .result import CallsCaseResult, CallsResult, Result, as_calls
 from .run import check_all, clock_of
 from .timing import Clock, Times
 
