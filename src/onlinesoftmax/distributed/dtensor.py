@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 
+from ..core.arguments import checked_dim
 from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
 from ..core.operations import Operation
 from ..core.options import PLAIN, ScoreOptions
 from ..core.task import Choice
 from ..ops import OPERATIONS
+from ..ops.cross_entropy.arguments import class_dim
 from ..torch import dispatch, eager, loss_arguments
 from ..torch import losses as whole_rows
-from ..torch.check import check_options, checked_dim
+from ..torch.check import check_options
 from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss
 from . import losses
@@ -122,7 +124,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         return_stats: Return the statistics too.
     """
     name, loss = "cross_entropy", loss_arguments.checked_loss(x, target, weight, Loss(*fields))
-    layout = layout_of(name, x, (loss_arguments.class_dim(x),))
+    layout = layout_of(name, x, (class_dim(x),))
     arguments = {"target": target, "weight": weight, "loss": loss, "return_stats": return_stats}
     _, local = _local(name, x, layout, arguments, over_rows=loss.reduction != "none")
     probabilities = target.is_floating_point()
@@ -189,7 +191,7 @@ def check_targets(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> 
     """Check the arguments, and the range of every target on every process, so that all raise the same error."""
     loss = loss_arguments.checked_loss(x, target, weight, Loss(*fields))
     # Only the shape of x is used, so its partial sums are not added here.
-    layout = layout_of("cross_entropy", x, (loss_arguments.class_dim(x),))
+    layout = layout_of("cross_entropy", x, (class_dim(x),))
     loss_arguments.check_targets(x, layout.whole("target", target), None, loss)
 
 

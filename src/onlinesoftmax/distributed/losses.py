@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from ..core.agreement import kind_of
+from ..core.arguments import checked_dim
 from ..core.call import Settings, TokenLogprobs
 from ..core.processes import gathered
-from ..torch.check import check_first_derivative, checked_dim
+from ..torch.check import check_first_derivative
 from ..torch.gradients import accumulator_of
 from ..torch.loss import UNSIGNED, Loss, count_of, ignored, is_class, scaled, scales_weight, signed
 from ..torch.loss_arguments import check_index, check_weight

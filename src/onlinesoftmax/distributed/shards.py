@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.agreement import Announcement, name_of, numbers_of_all
+from ..core.arguments import checked_dim
 from ..core.options import PLAIN, ScoreOptions
 from ..core.processes import group_or_default
 from ..core.task import ANY, Choice
-from ..torch.check import checked_dim
 from ..torch.fast_path import keep, new_cache
 from ..torch.loss import Loss
 

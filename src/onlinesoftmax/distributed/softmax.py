@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from ..core.arguments import checked_dim
 from ..core.call import Call, Settings
 from ..core.processes import gathered
 from ..core.task import Part
 from ..ops import OPERATIONS
 from ..torch import autograd, eager
-from ..torch.check import check_first_derivative, checked_dim
+from ..torch.check import check_first_derivative
 from ..torch.fast_path import PREPARED_CALLS, keep
 from ..torch.gradients import accumulator_of
 from .exchange import RowStates, merge

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from ..core.arguments import checked_dims
 from ..core.arrays import quiet
 from ..core.call import Call, Settings
 from ..core.operations import Operation
 from ..core.options import Functions, ScoreOptions, causal_mask, scores
 from ..core.state import State
 from ..core.task import Choice
-from .check import ARRAY_TYPES, check_call, checked_dims
+from .check import ARRAY_TYPES, check_call
 
 FUNCTIONS = Functions(np.tanh, lambda condition, x, number: np.where(condition, x, number).astype(x.dtype))
 """NumPy's functions for the array formula of the scores."""

@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from ..core.arguments import check_options
 from ..core.arrays import Array, namespace, quiet
 from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
 from ..core.options import ScoreOptions
 from ..ops import OPERATIONS
+from ..ops.cross_entropy.arguments import NAME as CROSS_ENTROPY
 from ..ops.cross_entropy.formulas import loss_of_weights
-from .check import check_choice, check_options
+from ..ops.token_logprobs.arguments import NAME as TOKEN_LOGPROBS
+from .check import NUMPY, check_choice
 from .loss_arguments import (
-    CROSS_ENTROPY,
-    TOKEN_LOGPROBS,
     Loss,
     check_targets,
     check_tokens,
@@ -131,7 +132,7 @@ def token_logprobs(
     tokens = checked_tokens(x, index, dim, ignore_index)
     check_choice(TOKEN_LOGPROBS, choice)
     x, axis, xp = np.asarray(x), tokens.axis, namespace(np.zeros(0))
-    check_options(Call(OPERATIONS[TOKEN_LOGPROBS], x, Settings(axis), options))
+    check_options(NUMPY, Call(OPERATIONS[TOKEN_LOGPROBS], x, Settings(axis), options))
     formulas, row_shape = OPERATIONS[TOKEN_LOGPROBS].formula.outputs, (*x.shape[:axis], *x.shape[axis + 1 :])
     rows = {"lse": np.full(row_shape, -np.inf), **({"entropy": np.zeros(row_shape)} if entropy else {})}
     logprob = np.full(tokens.columns.shape, np.nan)

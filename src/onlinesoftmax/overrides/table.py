@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import api
+from ..core.arguments import checked_dim
 from ..core.call import Call, Settings
 from ..ops import OPERATIONS
-from ..torch.check import autocasts, check_out_memory, checked_dim, checked_out, reduced_shape
+from ..torch.check import autocasts, check_out_memory, checked_out, reduced_shape
 from ..torch.dispatch import why_pytorch
 from ..torch.losses import why_not_kernels
 

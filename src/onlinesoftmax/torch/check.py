@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..core.arrays import advice, broadcasts
+from ..core import arguments
+from ..core.arguments import Kind, Library
+from ..core.arrays import advice
 from ..core.call import Call
-from ..core.options import SCORE_OPTIONS, check_one_per_row, query_axis
 
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
 """Types of the tensors that replace real tensors while a program is traced."""
 
-
-def checked_dim(operation: str, dim: Any, ndim: int) -> int:
-    """`dim` as a number from 0 to ndim - 1.
-
-    Raises:
-        TypeError: dim is not an int.
-        IndexError: dim is out of range.
-    """
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        dim = _converted_dim(operation, dim)
-    ndim = max(ndim, 1)
-    if not -ndim <= dim < ndim:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
-    return dim % ndim
-
-
-def _converted_dim(operation: str, dim: Any) -> int:
-    """A dimension that is no `int`: an integer of another type, as numpy.int64, is converted."""
-    # The host would have to wait for a tensor on a GPU.
-    if not isinstance(dim, bool | torch.Tensor):
-        with suppress(TypeError):
-            return operator.index(dim)
-    raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
+INTEGER_DTYPES = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
 
 
 def reduced_shape(shape: Sequence[int], dims: Collection[int], keepdim: bool) -> tuple[int, ...]:
@@ -91,48 +72,63 @@ _hides_for_autograd: Callable[[torch.Tensor], bool] = torch._C._functorch.is_leg
 _hides_for_func: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 
-def check_not_dtensor(operation: str, argument: str, t: torch.Tensor, x: torch.Tensor) -> None:
-    """Raise an error for a DTensor operand if the input is not a DTensor.
+def _check_array(caller: str, argument: str, value: Any, x: torch.Tensor | None = None) -> None:
+    if not isinstance(value, torch.Tensor):
+        given = f"{type(value).__name__}{advice(type(value))}"
+        wanted = f"argument '{argument}' must be Tensor" if x is None else f"{argument} must be Tensor, as input is"
+        raise TypeError(f"{caller}: {wanted}, not {given}")
+    if value.is_nested:
+        raise RuntimeError(f"{caller}: {argument} is a nested tensor; pass its values, whose rows have one length")
+    if x is not None:
+        _check_place(caller, argument, value, x)
 
-    A kernel would read the memory of the wrapper.
-    """
+
+def _check_place(caller: str, argument: str, t: torch.Tensor, x: torch.Tensor) -> None:
+    # A kernel would read the memory of the wrapper.
     if type(t) is not torch.Tensor and type(t).__name__ == "DTensor" and type(x).__name__ != "DTensor":
-        raise TypeError(f"{operation}(): {argument} is a DTensor, and input is a {type(x).__name__}")
+        raise TypeError(f"{caller}: {argument} is a DTensor, and input is a {type(x).__name__}")
+    if t.device != x.device:
+        raise RuntimeError(f"{caller}: {argument} is on {t.device}, and input on {x.device}")
 
 
-def check_options(call: Call) -> None:
-    """Check the score options of a call against its input; each error names the argument."""
-    operation, x, settings, options, _, _ = call
-    name_of = operation.name
-    if options is None:
-        return
-    for name, option in SCORE_OPTIONS.items():
-        t = getattr(options, name)
-        if not option.tensor or t is None or isinstance(t, float):
-            continue
-        if not isinstance(t, torch.Tensor):
-            given = f"{type(t).__name__}{advice(type(t))}"
-            raise TypeError(f"{name_of}(): {name} must be Tensor, as input is, not {given}")
-        check_not_dtensor(name_of, name, t, x)
-        if t.device != x.device:
-            raise RuntimeError(f"{name_of}(): {name} is on {t.device}, and input on {x.device}")
-        if option.dtype == "boolean" and t.dtype != torch.bool:
-            raise RuntimeError(f"{name_of}(): {name} must be boolean (True keeps), got {t.dtype}")
-        if option.dtype == "floating" and not t.is_floating_point():
-            raise RuntimeError(f"{name_of}(): {name} must be floating point, got {t.dtype}")
-        if not broadcasts(t.shape, x.shape):
-            raise RuntimeError(
-                f"{name_of}(): {name} of shape {tuple(t.shape)} does not broadcast to input's {tuple(x.shape)}"
-            )
-        if option.kind == "row" and t.dim():
-            dims = settings.dim if isinstance(settings.dim, tuple | list) else (settings.dim,)
-            # An empty tuple means all dimensions, as in PyTorch.
-            axes = [checked_dim(name_of, dim, x.dim()) for dim in dims] or range(x.dim())
-            check_one_per_row(f"{name_of}()", name, t.shape, x.shape, axes)
-    if options.causal:
-        if isinstance(settings.dim, tuple | list):
-            raise ValueError(f"{name_of}(): causal needs one dim, got {settings.dim}")
-        query_axis(name_of, checked_dim(name_of, settings.dim, x.dim()), max(x.dim(), 1))
+def _kind_of(t: torch.Tensor) -> Kind:
+    if t.is_floating_point():
+        return "floating"
+    if t.dtype == torch.bool:
+        return "boolean"
+    return "integer" if t.dtype in INTEGER_DTYPES else "other"
+
+
+def _is_number(argument: str, value: Any, kind: type[Any]) -> bool:
+    """As in PyTorch, a tensor of one element is a number if it requires no gradient.  PyTorch has no z_loss."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    is_number = value.numel() == 1 and not value.requires_grad and argument != "z_loss"
+    return is_number and not (kind is int and (value.is_floating_point() or value.dtype == torch.bool))
+
+
+def _shape_hint(argument: str, x: torch.Tensor, target: torch.Tensor, rows: tuple[int, ...]) -> str:
+    """End of the message for targets of a wrong shape: what the caller may have meant."""
+    shape, before = tuple(target.shape), tuple(x.shape[:-1])
+    if target.is_floating_point():
+        return "; class indices are integers: target.long()" if shape == rows else ""
+    if argument != "target" or x.dim() < 2:
+        return ""
+    if x.dim() > 2 and shape in (before, (math.prod(before),)):
+        flat = "" if len(shape) == 1 else ", target.flatten()"
+        moved = "" if len(shape) == 1 else ", or pass input.movedim(-1, 1)"
+        return f"; the classes are dimension 1, as in PyTorch: pass input.flatten(0, -2){flat}{moved}"
+    if shape == tuple(x.shape):
+        return "; class probabilities are floating point: target.to(input.dtype), or target.argmax(1) for the classes"
+    if math.prod(shape) == math.prod(rows):
+        return f"; pass target.reshape({', '.join(map(str, rows))})"
+    return ""
+
+
+TORCH = Library(_check_array, _check_place, _kind_of, _is_number, _shape_hint)
+"""PyTorch's tensors for the checks that all libraries share."""
+
+check_options = partial(arguments.check_options, TORCH)
 
 
 def check_out_memory(call: Call) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
+from ..core.arguments import checked_dim
 from ..core.arrays import advice
 from ..core.call import Call, Settings
 from ..core.operations import Operation
@@ -18,16 +19,7 @@ from ..kernels import registry
 from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from . import autograd, eager, gradients, ops
-from .check import (
-    TRACED_TYPES,
-    autocasts,
-    check_options,
-    check_out_memory,
-    check_out_shape,
-    checked_dim,
-    checked_out,
-    reduced_shape,
-)
+from .check import TRACED_TYPES, autocasts, check_options, check_out_memory, check_out_shape, checked_out, reduced_shape
 from .fast_path import PREPARED_CALLS, keep, look_up
 from .prepare import run as run_kernel
 

@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 
+from ..core.arguments import checked_dim
 from ..core.call import NOTHING, Call, LossStatistics, Settings, TokenLogprobs
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..ops import OPERATIONS
+from ..ops.cross_entropy.arguments import class_dim
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
 from . import loss_launches, targets_eager, tokens
 from .autograd import split_tensors
-from .check import autocasts, check_options, checked_dim
+from .check import autocasts, check_options
 from .dispatch import DTYPES, why_pytorch
 from .fast_path import PREPARED_CALLS, keep, look_up
 from .gradients import accumulator_of
@@ -36,7 +38,6 @@ from .loss_arguments import (
     check_tokens,
     checked_loss,
     checked_number,
-    class_dim,
 )
 from .targets import LogProbabilities, PerRow, Reduced, log_probabilities, loss_rows, reduced
 

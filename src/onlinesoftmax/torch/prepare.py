@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.arguments import checked_dim
 from ..core.call import NOTHING, Call, Settings
 from ..core.layout import contiguous_strides, strides_of_rows
 from ..core.operations import Operation
@@ -21,7 +22,7 @@ from ..kernels import registry
 from ..kernels.request import Request
 from ..planner.plan import Plan
 from . import eager, ops
-from .check import checked_dim, checked_out
+from .check import checked_out
 from .device import from_torch
 from .fast_path import PREPARED_CALLS, keep, key_of
 from .plans import planner_for

@@ -1,0 +1,70 @@
+"""The rules for the arguments of cross_entropy, with PyTorch's error types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.arguments import Library, check_index, check_logits, checked_number
+from ...core.arrays import Array
+
+NAME = "cross_entropy"
+
+
+def class_dim(x: Array) -> int:
+    """The dimension of the classes, as PyTorch has it: the second, or the only one."""
+    return 1 if x.ndim > 1 else 0
+
+
+def checked_numbers(library: Library, reduction: Any, numbers: tuple[Any, Any, Any]) -> tuple[int, float, float]:
+    """(ignore_index, label_smoothing, z_loss) as Python's numbers; the same tuple where they are.
+
+    Raises:
+        TypeError: one of them is no number.
+        ValueError: reduction is wrong.
+        RuntimeError: label_smoothing is out of range.
+    """
+    index, smoothing, z_loss = numbers
+    if not (type(index) is int and type(smoothing) in (float, int) and type(z_loss) in (float, int)):
+        numbers = (
+            checked_number(library, NAME, "ignore_index", index, int),
+            checked_number(library, NAME, "label_smoothing", smoothing, float),
+            checked_number(library, NAME, "z_loss", z_loss, float),
+        )
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
+    if not 0.0 <= numbers[1] <= 1.0:
+        raise RuntimeError(f"{NAME}(): label_smoothing must be between 0.0 and 1.0, got {numbers[1]}")
+    return numbers
+
+
+def check_arrays(library: Library, x: Any, target: Any, weight: Any) -> None:
+    """Check the logits, the targets, which are classes or probabilities of each class, and the weights."""
+    caller = f"{NAME}()"
+    check_logits(library, caller, "input", x, "target", target)
+    if x.ndim == 0:
+        raise ValueError(f"{caller}: input needs a dimension of classes, got shape ()")
+    dim = class_dim(x)
+    rows = (*x.shape[:dim], *x.shape[dim + 1 :])
+    if library.kind_of(target) != "floating":
+        check_index(library, caller, "target", x, target, rows)
+    elif target.shape != x.shape:
+        hint = library.shape_hint("target", x, target, rows)
+        raise RuntimeError(
+            f"{caller}: target with class probabilities has shape {tuple(target.shape)}, and input {tuple(x.shape)}"
+            f"{hint}"
+        )
+    check_weight(library, caller, weight, x, x.shape[dim])
+
+
+def check_weight(library: Library, caller: str, weight: Any, x: Array, classes: int) -> None:
+    """Check type, shape and place of the weights of so many classes, if there are any."""
+    if weight is None:
+        return
+    library.check_array(caller, "weight", weight)
+    if library.kind_of(weight) == "other":
+        raise TypeError(f"{caller}: weight must hold real numbers, got {weight.dtype}")
+    if tuple(weight.shape) != (classes,):
+        raise RuntimeError(
+            f"{caller}: weight must have shape ({classes},), one value per class, got {tuple(weight.shape)}"
+        )
+    library.check_place(caller, "weight", weight, x)
