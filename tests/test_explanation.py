@@ -67,15 +67,18 @@ def test_explain_prints_the_plans_of_a_call_and_of_its_gradient(
 def test_explain_prints_the_plans_of_jax() -> None:
     jax = pytest.importorskip("jax", reason="jax is not installed")
     pytest.importorskip("jaxlib", reason="jax is not installed")
-    from onlinesoftmax.jax import primitives
+    from onlinesoftmax.jax import custom_op
+    from onlinesoftmax.jax.plans import outputs_of
+    from onlinesoftmax.jax.signature import Signature
 
     for device, choice in ((H200, Choice()), (known("cpu"), Choice()), (known("cpu"), Choice("pallas"))):
         name = "h200" if device is H200 else "cpu"
         for operation in ("softmax", "log_softmax", "logsumexp", "cross_entropy", "token_logprobs"):
             for shape in ((2, 4), (8, 1024), (4096, 50257), (1 << 31, 64)):
-                x = jax.ShapeDtypeStruct(shape, "bfloat16")
+                operands = {"x": jax.ShapeDtypeStruct(shape, "bfloat16")}
+                call = Signature(operation, outputs_of(operation), choice=choice)
                 try:
-                    right = primitives.plan_for(operation, (x,), device, choice)
+                    right = custom_op.plan_for(call, operands, device)
                 except PlanError:
                     assert choice.backend == "pallas"
                     continue

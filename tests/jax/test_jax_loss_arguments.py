@@ -15,8 +15,9 @@ from exact_losses import classes, logits
 import onlinesoftmax.jax as osj
 from onlinesoftmax import PlanError
 from onlinesoftmax.core.device import known
-from onlinesoftmax.jax import primitives
-from onlinesoftmax.jax.targets import TargetOptions
+from onlinesoftmax.jax import custom_op
+from onlinesoftmax.jax.plans import outputs_of
+from onlinesoftmax.jax.signature import Signature
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2"])
@@ -86,14 +87,13 @@ def test_what_token_logprobs_refuses(arguments: dict[str, Any], error: type[Exce
 
 def test_plans() -> None:
     """Kernels run on a GPU, and XLA on a CPU, also where the losses and the gradient are written in one pass."""
-    x, target = (jax.ShapeDtypeStruct((4096, *s), d) for s, d in (((50257,), jnp.bfloat16), ((), jnp.int32)))
-    results, gradients = (jax.ShapeDtypeStruct((4096, n), jnp.float32) for n in (3, 2))
+    operands = {"x": jax.ShapeDtypeStruct((4096, 50257), jnp.bfloat16)}
     for name in ("cross_entropy", "token_logprobs"):
-        for operation, operands in ((name, (x, target)), (f"{name}_backward", (x, target, results, gradients))):
-            assert primitives.plan_for(operation, operands, known("h200")).backend == "pallas"
-            assert primitives.plan_for(operation, operands, known("cpu")).backend == "eager"
-    one_pass = primitives.plan_for(
-        "cross_entropy", (x, target), known("h200"), target_options=TargetOptions(gradient=True)
-    )
+        for operation in (name, f"{name}_backward"):
+            call = Signature(operation, outputs_of(operation))
+            assert custom_op.plan_for(call, operands, known("h200")).backend == "pallas"
+            assert custom_op.plan_for(call, operands, known("cpu")).backend == "eager"
+    call = Signature("cross_entropy", outputs_of("cross_entropy", gradient=True))
+    one_pass = custom_op.plan_for(call, operands, known("h200"))
     assert (one_pass.backend, one_pass.reads) == ("pallas", 1)
     assert one_pass.bytes_moved > 2 * 4096 * 50257 * 2

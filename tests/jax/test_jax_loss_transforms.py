@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,13 @@ def test_a_kernel_in_a_batch() -> None:
     assert_all_close(both(f, g, x, target[0]), 5e-5)
 
 
-def count(jaxpr: Any, name: str) -> int:
-    """Number of primitives of a name in a program and the programs that it calls."""
+def count(jaxpr: Any, name: str, counts: Callable[[Any], bool] = lambda params: True) -> int:
+    """Number of primitives of a name in a program and the programs that it calls, by their parameters."""
     found = 0
     for equation in jaxpr.eqns:
-        found += equation.primitive.name == name
+        found += equation.primitive.name == name and counts(equation.params)
         inner = (p.jaxpr if hasattr(p, "jaxpr") else p for p in equation.params.values())
-        found += sum(count(p, name) for p in inner if hasattr(p, "eqns"))
+        found += sum(count(p, name, counts) for p in inner if hasattr(p, "eqns"))
     return found
 
 

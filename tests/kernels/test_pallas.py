@@ -26,8 +26,8 @@ from onlinesoftmax.core.device import known
 from onlinesoftmax.core.options import ARRAY, ScoreOptions
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.jax import ops as formulas
-from onlinesoftmax.jax import primitives
+from onlinesoftmax.jax import custom_op
+from onlinesoftmax.jax.signature import Signature
 from onlinesoftmax.kernels import pallas
 from onlinesoftmax.kernels.pallas.operands import tanh
 from onlinesoftmax.lab import verify as verification
@@ -90,6 +90,18 @@ def gradient_of_output(name: str, y: Any, dtype: str) -> Any:
     return outliers(*y.shape, 1, dtype)[..., 0] if name == "logsumexp" else outliers(*y.shape, dtype)
 
 
+def with_kernel(call: Signature, operands: dict[str, Any]) -> dict[str, Any]:
+    """The results of a kernel, interpreted where there is no GPU."""
+    plan = custom_op.plan_for(call, operands, known("h200"))
+    return pallas.run(call.name, operands, plan, not ON_GPU, call.options, outputs=call.outputs)
+
+
+def gradient(name: str, y: Any, dy: Any, strategy: str | None) -> Any:
+    """The gradient of an operation with a saved output y, by a kernel or by the formula."""
+    call = Signature(f"{name}_backward", ("y",), choice=Choice("pallas" if strategy else "eager", strategy))
+    return custom_op.bind(call, {"x": y, "dy": dy})["y"]
+
+
 SHAPES = [(7, 33), (5, 577), (2, 5001)]
 
 
@@ -118,12 +130,8 @@ def test_several_outputs(strategy: str, name: str, dtype: str) -> None:
     x, where = outliers(5, 1025, dtype), np.random.default_rng(1).random((5, 1025)) < 0.5
     where[2], where[2, 7] = False, True
     options = ScoreOptions(mask=ARRAY)
-    operands = x, jnp.asarray(where)
-    plan = primitives.plan_for(name, operands, known("h200"), Choice("pallas", strategy), options)
-    asked = OUTPUTS[name]
-    found = dict(
-        zip(asked, pallas.run(name, operands, plan, not ON_GPU, options, outputs=asked), strict=True)
-    )  # fmt: skip
+    operands = {"x": x, "mask": jnp.asarray(where)}
+    found = with_kernel(Signature(name, OUTPUTS[name], options, choice=Choice("pallas", strategy)), operands)
     z = np.where(where, np.asarray(x, np.float64), -np.inf)
     lse, p = reference.logsumexp(z), reference.two_pass(z)
     log_p = np.where(where, z - lse[:, None], 0)
@@ -142,11 +150,11 @@ def test_several_outputs(strategy: str, name: str, dtype: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_outputs_of_special_rows(strategy: str) -> None:
     x = jnp.asarray([[-np.inf] * 3, [1, np.inf, 0], [-np.inf, 5, -np.inf]], jnp.float32)
-    plan = primitives.plan_for("softmax", (x,), known("h200"), Choice("pallas", strategy))
-    lse, entropy, m = pallas.run("softmax", (x,), plan, not ON_GPU, outputs=("lse", "entropy", "m"))
-    np.testing.assert_array_equal(lse, [-np.inf, np.inf, 5])
-    np.testing.assert_array_equal(entropy, [np.nan, np.nan, 0])
-    assert np.isfinite(m).all()
+    call = Signature("softmax", ("lse", "entropy", "m"), choice=Choice("pallas", strategy))
+    found = with_kernel(call, {"x": x})
+    np.testing.assert_array_equal(found["lse"], [-np.inf, np.inf, 5])
+    np.testing.assert_array_equal(found["entropy"], [np.nan, np.nan, 0])
+    assert np.isfinite(found["m"]).all()
 
 
 BESIDE = {
@@ -219,8 +227,7 @@ def test_special_values_of_an_unaligned_row_stay_there(strategy: str, name: str)
 def test_an_infinite_gradient_of_the_output(strategy: str, name: str, dtype: str) -> None:
     y = getattr(jax.nn, name)(jnp.zeros((1, 1025 if strategy == "row" else 20000), dtype))
     dy = jnp.zeros_like(y).at[0, 3].set(jnp.inf)
-    ours = primitives.bind(f"{name}_backward", y, dy, choice=Choice("pallas", strategy))
-    theirs = formulas.EAGER_FUNCTIONS[f"{name}_backward"](y, dy)
+    ours, theirs = gradient(name, y, dy, strategy), gradient(name, y, dy, None)
     np.testing.assert_array_equal(ours.astype("float32"), theirs.astype("float32"))
 
 
@@ -272,9 +279,7 @@ def test_clusters_are_as_good_as_jax(name: str, dtype: str, cols: int) -> None:
 @pytest.mark.parametrize("name", FORWARD)
 def test_several_outputs_of_clusters(name: str, cols: int) -> None:
     x = outliers(64, cols, "float32")
-    plan = primitives.plan_for(name, (x,), known("h200"), Choice("pallas", "cluster"))
-    asked = OUTPUTS[name]
-    found = dict(zip(asked, pallas.run(name, (x,), plan, False, outputs=asked), strict=True))
+    found = with_kernel(Signature(name, OUTPUTS[name], choice=Choice("pallas", "cluster")), {"x": x})
     z = np.asarray(x, np.float64)
     p = reference.two_pass(z)
     np.testing.assert_allclose(found["entropy"], -(p * reference.log_softmax(z)).sum(-1), rtol=1e-5, atol=1e-4)
@@ -287,10 +292,9 @@ def test_many_clusters_at_a_time(cols: int) -> None:
     """Blocks that share a multiprocessor do not keep step: a state that is read too early shows here alone."""
     y, dy = (outliers(4096, cols, "float32") for _ in range(2))
     y = jax.nn.softmax(y)
-    ours = primitives.bind("softmax_backward", y, dy, choice=Choice("pallas", "cluster"))
-    theirs = formulas.softmax_backward(y, dy)
+    ours, theirs = gradient("softmax", y, dy, "cluster"), gradient("softmax", y, dy, None)
     with jax.enable_x64(True):
-        exact = formulas.softmax_backward(y.astype("float64"), dy.astype("float64"))
+        exact = gradient("softmax", y.astype("float64"), dy.astype("float64"), None)
         largest, allowed = (float(jnp.abs(dx.astype("float64") - exact).max()) for dx in (ours, theirs))
         unit = np.spacing(np.float32(jnp.abs(exact).max()))
     assert largest <= allowed + unit
@@ -306,7 +310,7 @@ def test_launches_in_close_succession(rank: int, dtype: str) -> None:
     proposal = strategies.cluster(problem, known("h200"))[rank]
     assert not isinstance(proposal, str)
     run = jax.jit(partial(pallas.run, "softmax", plan=priced(proposal, problem, known("h200")), interpret=False))
-    first, *others = [run((x,))[0] for _ in range(40)]
+    first, *others = [run({"x": x})["y"] for _ in range(40)]
     assert all(bool(jnp.array_equal(first, y)) for y in others)
 
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.options import PLAIN
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.jax import primitives
+from onlinesoftmax.jax import custom_op
+from onlinesoftmax.jax.signature import Signature
 from onlinesoftmax.kernels.pallas import looped, row, split
 from onlinesoftmax.kernels.pallas.bounds import PIECE_BYTES, SliceBounds, pieces_of
 from onlinesoftmax.kernels.pallas.operands import Operands, Tile
@@ -35,8 +36,8 @@ RESIDUES = (*range(1, 18), *range(508, 525), *range(1021, 1030), *range(8190, 82
 
 
 def planned(cols: int, dtype: str, strategy: str, rows: int = ROWS) -> Plan:
-    x = jax.ShapeDtypeStruct((rows, cols), jnp.dtype(dtype))
-    return primitives.plan_for("softmax", (x,), H200, Choice("pallas", strategy))
+    operands = {"x": jax.ShapeDtypeStruct((rows, cols), jnp.dtype(dtype))}
+    return custom_op.plan_for(Signature("softmax", ("y",), choice=Choice("pallas", strategy)), operands, H200)
 
 
 def row_tiles(operands: Operands, plan: Plan) -> list[Tile]:
@@ -75,7 +76,7 @@ def test_programs_count_each_element_once(strategy: str, dtype: str) -> None:
     for cols in RESIDUES:
         plan = planned(cols, dtype, strategy)
         x = jax.ShapeDtypeStruct((ROWS, cols), jnp.dtype(dtype))
-        operands = Operands.of(Op("softmax"), (x,), PLAIN, plan.vector)
+        operands = Operands.of(Op("softmax"), {"x": x}, PLAIN, plan.vector)
         counted = np.zeros(ROWS * cols, int)
         for tile in TILES[strategy](operands, plan):
             inside = np.asarray(tile.inside)

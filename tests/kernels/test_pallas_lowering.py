@@ -20,14 +20,20 @@ from test_pallas import DTYPES, FORWARD, ON_GPU, OUTPUTS, STRATEGIES, covering
 import onlinesoftmax.jax as osj
 from onlinesoftmax import PlanError
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.options import ScoreOptions
-from onlinesoftmax.core.task import Choice
-from onlinesoftmax.jax import primitives
+from onlinesoftmax.core.options import PLAIN, ScoreOptions
+from onlinesoftmax.core.task import ANY, Choice
+from onlinesoftmax.jax import custom_op
+from onlinesoftmax.jax.signature import Signature
 from onlinesoftmax.kernels import pallas
+from onlinesoftmax.planner.plan import Plan
 
 
 def shapes(*sizes: int, dtype: str = "bfloat16") -> Any:
     return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+def plan_of_softmax(x: Any, device: str = "h200", choice: Choice = ANY, options: ScoreOptions = PLAIN) -> Plan:
+    return custom_op.plan_for(Signature("softmax", ("y",), options, choice=choice), {"x": x}, known(device))
 
 
 @pytest.mark.parametrize(
@@ -46,17 +52,16 @@ def shapes(*sizes: int, dtype: str = "bfloat16") -> Any:
     ],
 )
 def test_plans_for_an_h200(rows: int, cols: int, strategy: str) -> None:
-    plan = primitives.plan_for("softmax", (shapes(rows, cols),), known("h200"))
+    plan = plan_of_softmax(shapes(rows, cols))
     assert (plan.backend, plan.strategy) == ("pallas", strategy)
 
 
 def test_what_no_kernel_takes_goes_to_xla_or_is_refused() -> None:
-    h200 = known("h200")
-    wide = (shapes(1, (1 << 31) + 1),)
-    assert primitives.plan_for("softmax", wide, h200).backend == "eager"
-    assert primitives.plan_for("softmax", (shapes(4, 4, dtype="float8_e5m2"),), h200).backend == "eager"
+    wide = shapes(1, (1 << 31) + 1)
+    assert plan_of_softmax(wide).backend == "eager"
+    assert plan_of_softmax(shapes(4, 4, dtype="float8_e5m2")).backend == "eager"
     with pytest.raises(PlanError, match="a kernel's indices end at"):
-        primitives.plan_for("softmax", wide, h200, Choice("pallas"))
+        plan_of_softmax(wide, choice=Choice("pallas"))
     with pytest.raises(PlanError, match="does not fit the registers"):
         osj.softmax(jnp.zeros((1, 1 << 17)), backend="pallas", strategy="row")
 
@@ -136,8 +141,9 @@ def test_a_scalar_loss_and_its_gradient_are_one_call_of_a_kernel(strategy: str, 
 @pytest.mark.parametrize(("name", "cols", "dtype"), covering(FORWARD, (50257,), DTYPES))
 def test_several_outputs_lower_for_cuda(name: str, cols: int, dtype: str) -> None:
     x = shapes(64, cols, dtype=dtype)
-    plan = primitives.plan_for(name, (x,), known("h200"), Choice("pallas", "cluster"))
-    program = lowered(lambda x: pallas.run(name, (x,), plan, False, outputs=OUTPUTS[name]), x)
+    call = Signature(name, OUTPUTS[name], choice=Choice("pallas", "cluster"))
+    plan = custom_op.plan_for(call, {"x": x}, known("h200"))
+    program = lowered(lambda x: pallas.run(name, {"x": x}, plan, False, outputs=call.outputs), x)
     assert re.search("mosaic_gpu.*onlinesoftmax_cluster", program, re.DOTALL)
 
 
@@ -168,9 +174,9 @@ def test_operations_on_shards_lower_for_cuda(strategy: str, name: str, axis: str
 
 
 def test_what_a_cluster_refuses() -> None:
-    def refused(device: str, *asked: Any, **more: Any) -> str:
+    def refused(device: str, x: Any, options: ScoreOptions = PLAIN) -> str:
         with pytest.raises(PlanError) as error:
-            primitives.plan_for("softmax", asked, known(device), Choice("pallas", "cluster"), **more)
+            plan_of_softmax(x, device, Choice("pallas", "cluster"), options)
         return str(error.value)
 
     assert "50257 bfloat16 elements are not whole 16 bytes" in refused("h200", shapes(7, 50257))

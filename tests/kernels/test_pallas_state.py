@@ -104,14 +104,14 @@ def test_law(algebra: PallasAlgebra, law: Law) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_dtype_of_the_result_decides_whether_sums_are_exact(dtype: str) -> None:
     x, mask, bias = (jnp.ones((2, 3), kind) for kind in (dtype, bool, "float32"))
-    row, column = jnp.ones((2, 2)), jnp.zeros(2, int)
+    row, column = jnp.ones(2), jnp.zeros(2, int)
     calls = [
-        ops.Op.for_call("softmax", (x,)),
-        ops.Op.for_call("softmax", (x, mask)),
-        ops.Op.for_call("softmax", (x, bias)),
-        ops.Op.for_call("softmax_backward", (x, x)),
-        ops.Op.for_call("logsumexp_backward", (x, mask, row, row[:, 0])),
-        ops.Op.for_call("token_logprobs", (x, mask, column), ("y", "m", "l", "entropy")),
+        ops.Op.for_call("softmax", {"x": x}),
+        ops.Op.for_call("softmax", {"x": x, "mask": mask}),
+        ops.Op.for_call("softmax", {"x": x, "bias": bias}),
+        ops.Op.for_call("softmax_backward", {"x": x, "dy": x}),
+        ops.Op.for_call("logsumexp_backward", {"x": x, "mask": mask, "m": row, "l": row, "dy": row}),
+        ops.Op.for_call("token_logprobs", {"x": x, "mask": mask, "target": column}, ("y", "m", "l", "entropy")),
     ]
     assert [op.exact for op in calls] == [dtype == "float32"] * len(calls)
 

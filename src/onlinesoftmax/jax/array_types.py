@@ -52,21 +52,15 @@ def alike(operands: tuple[Array, ...]) -> tuple[Array, ...]:
     return operands if all(one == every for one in each) else tuple(vary(t, every) for t in operands)
 
 
-def result_type(x: Any, shape: tuple[int, ...], dtype: Any, per_row: bool) -> Any:
-    """The type of a result with the outer axes of the array type x.  It varies and is sharded as x is.
+def result_type(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of a result per element or per row of the array type x.  It varies and is sharded as x is.
 
     Args:
         x: Type of the array whose last axis is a row.
         shape: Shape of the result.
         dtype: Dtype of the result.
-        per_row: True where the result has values per row.  Its axes after the outer axes of x are then whole, also
-            where their size is that of the row.
     """
-    sharding = x.sharding
-    if per_row:
-        outer = list(sharding.spec)[: x.ndim - 1]
-        whole = [None] * (len(shape) - len(outer))
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*outer, *whole))
+    sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*list(x.sharding.spec)[: len(shape)]))
     return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 

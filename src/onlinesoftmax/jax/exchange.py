@@ -16,10 +16,7 @@ import jax.numpy as jnp
 
 from ..core.arrays import Array
 from . import array_types
-
-Names = tuple[str, ...]
-"""Names of the mesh axes along which rows are sharded."""
-
+from .signature import Names
 
 LOWEST_EXPONENT = -1000.0
 """Lower bound for exponents: exp(-1000) is 0 in every dtype."""

@@ -19,11 +19,11 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
 from . import losses
-from .losses import TokenLogprobs
+from .eager import scores
+from .losses import LossNumbers, TokenLogprobs
+from .prepare import Axis, AxisName, is_complex, is_plain, options_of, rows_of
 from .reduced import LossReduction
-from .rows import Axis, AxisName, is_complex, is_plain, options_of, rows_of
-from .scores import scores
-from .targets import TargetOptions
+from .run import result
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -198,10 +198,10 @@ def logsumexp(
         z = a
         if not is_plain(options):
             rows = rows_of("logsumexp", a, (), options._replace(mask=None))
-            z = rows.back(scores(rows.x, rows.arrays, rows.options).astype(rows.x.dtype))
+            z = rows.back(scores(rows.options, rows.x, rows.arrays).astype(rows.x.dtype))
         return jax.nn.logsumexp(z, axis, b, keepdims, return_sign, where)
     rows = rows_of("logsumexp", a, axis, options, axis_name)
-    y = rows.run("logsumexp", Choice(backend, strategy), fully_masked == "zero")
+    y = result(rows, "logsumexp", Choice(backend, strategy), fully_masked == "zero")
     return jnp.expand_dims(y, rows.axes) if keepdims else y
 
 
@@ -300,7 +300,7 @@ def cross_entropy(
         >>> print(loss(jnp.zeros((2, 4)), jnp.array([0, 3])))
         [1.3862944 1.3862944]
     """
-    options, numbers = options_of(scale, softcap, None, where), TargetOptions(label_smoothing, z_loss)
+    options, numbers = options_of(scale, softcap, None, where), LossNumbers(label_smoothing, z_loss)
     choice, reduced = Choice(backend, strategy), LossReduction(reduction, ignore_index)
     return losses.cross_entropy(logits, labels, axis, options, numbers, choice, axis_name, reduced)
 
@@ -363,4 +363,4 @@ def _elementwise(
         found: Array = getattr(jax.nn, name)(x, axis, options.mask)
         return found
     rows = rows_of(name, x, axis, options, axis_name)
-    return rows.back(rows.run(name, choice))
+    return rows.back(result(rows, name, choice))

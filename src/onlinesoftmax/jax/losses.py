@@ -14,18 +14,31 @@ from ..core.arrays import Array, accumulator
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
-from . import ops, primitives, reduced
+from . import custom_op, reduced
+from .eager import filled, logsumexp_of, scores
 from .exchange import signed, whole_target
+from .prepare import Axis, Rows, axes_of, check_not_torch, rows_of
 from .reduced import LossReduction
-from .rows import Axis, Rows, axes_of, check_not_torch, rows_of
-from .scores import filled, scores
-from .targets import TargetOptions
+from .run import call_on, results
+from .signature import Values
 
 CROSS_ENTROPY, TOKEN_LOGPROBS = "cross_entropy", "token_logprobs"
 """Names of the operations."""
 
 EAGER = Choice("eager", "row")
 """The choice of XLA's operations."""
+
+
+class LossNumbers(NamedTuple):
+    """Arguments of cross_entropy that are numbers, by the names of the operands.
+
+    Attributes:
+        smoothing: Part of the target that is spread over all classes.
+        z_loss: Factor of lse², which is added to the loss.
+    """
+
+    smoothing: float = 0.0
+    z_loss: float = 0.0
 
 
 class TokenLogprobs(NamedTuple):
@@ -43,14 +56,14 @@ class TokenLogprobs(NamedTuple):
 
 
 def cross_entropy(
-    logits: Any, labels: Any, axis: Axis, options: ScoreOptions, numbers: TargetOptions, choice: Choice,
+    logits: Any, labels: Any, axis: Axis, options: ScoreOptions, numbers: LossNumbers, choice: Choice,
     axis_name: Any, reduction: LossReduction,
 ) -> Array:  # fmt: skip
     """The losses, reduced; the arguments are those of the public function, not checked."""
-    primitives.check(CROSS_ENTROPY, choice)
+    custom_op.check(CROSS_ENTROPY, choice)
     reduction = reduction.checked(CROSS_ENTROPY)
     x, labels = _floating(CROSS_ENTROPY, logits), _labels(CROSS_ENTROPY, "labels", labels)
-    numbers = TargetOptions(_number("label_smoothing", numbers.smoothing, 1.0), _number("z_loss", numbers.z_loss))
+    numbers = LossNumbers(_number("label_smoothing", numbers.smoothing, 1.0), _number("z_loss", numbers.z_loss))
     rows = rows_of(CROSS_ENTROPY, x, axis, options._replace(mask=_where(x, axis, options.mask)), axis_name)
     with_integers = jnp.issubdtype(labels.dtype, jnp.integer)
     if reduction.ignore_index is not None and not with_integers:
@@ -59,23 +72,23 @@ def cross_entropy(
     weights = None if with_integers else _weights(labels, x, rows)
     counted = reduction.counted(labels) if with_integers else None
     if rows.x.size and target is not None and reduction.kind != "none" and _writes_gradient(rows, numbers):
-        call = reduced.ReducedLoss(CROSS_ENTROPY, reduction, rows.options, numbers, choice)
-        return reduced.total(call, rows.x, rows.arrays, target, counted).astype(rows.dtype)
+        call, operands = call_on(rows, CROSS_ENTROPY, choice, **numbers._asdict())
+        return reduced.total(reduction, call, {**operands, "target": target}, counted).astype(rows.dtype)
     return reduction.of(_losses(rows, target, weights, counted, numbers, choice), counted).astype(rows.dtype)
 
 
-def _writes_gradient(rows: Rows, numbers: TargetOptions) -> bool:
+def _writes_gradient(rows: Rows, numbers: LossNumbers) -> bool:
     """True where the forward pass of a scalar loss can write the gradient: no exchange, no gradient of the scale."""
     return not rows.names and isinstance(rows.options.scale, float) and not _of_kept(rows, numbers)
 
 
-def _of_kept(rows: Rows, numbers: TargetOptions) -> bool:
+def _of_kept(rows: Rows, numbers: LossNumbers) -> bool:
     """True where a part of each label is spread over the classes that `where` keeps."""
     return numbers.smoothing > 0 and rows.options.mask is not None
 
 
 def _losses(
-    rows: Rows, target: Array | None, weights: Array | None, counted: Array | None, numbers: TargetOptions,
+    rows: Rows, target: Array | None, weights: Array | None, counted: Array | None, numbers: LossNumbers,
     choice: Choice,
 ) -> Array:  # fmt: skip
     """The loss of every row, in the dtype of the computation."""
@@ -106,7 +119,7 @@ def token_logprobs(
     ignore_index: Any = None,
 ) -> TokenLogprobs:  # fmt: skip
     """The results of every row; the arguments are those of the public function, not checked."""
-    primitives.check(TOKEN_LOGPROBS, choice)
+    custom_op.check(TOKEN_LOGPROBS, choice)
     if not isinstance(entropy, bool):
         raise TypeError(f"{TOKEN_LOGPROBS}: entropy must be a bool, not {type(entropy).__name__}")
     x, index = _floating(TOKEN_LOGPROBS, logits), _labels(TOKEN_LOGPROBS, "index", index)
@@ -126,15 +139,15 @@ def token_logprobs(
     if rows.x.size == 0:
         nothing = jnp.full(rows.x.shape[:-1], jnp.nan, accumulator(rows.x))
         y = nothing if columns is None else rows.back_of_row(jnp.full(columns.shape, jnp.nan, nothing.dtype))
-        lse, more = jnp.full_like(nothing, -jnp.inf), [jnp.zeros_like(nothing)]
+        lse = jnp.full_like(nothing, -jnp.inf)
+        of_row = jnp.zeros_like(nothing) if entropy else None
     else:
         first = jnp.zeros(rows.x.shape[:-1], jnp.int32) if target is None else target
-        y, m, l, *more = rows.outputs(TOKEN_LOGPROBS, choice, first, target_options=TargetOptions(entropy=entropy))
-        lse = ops.logsumexp_of(m, l)
-        if columns is not None:
-            y = rows.back_of_row(_of_columns(rows, columns, m, l))
+        found = results(rows, TOKEN_LOGPROBS, choice, entropy, first)
+        lse, of_row = logsumexp_of(found["m"], found["l"]), found.get("entropy")
+        y = found["y"] if columns is None else rows.back_of_row(_of_columns(rows, columns, found["m"], found["l"]))
     y = y if counted is None else jnp.where(counted, y, 0)
-    return TokenLogprobs(y, more[0] if entropy else None, lse)
+    return TokenLogprobs(y, of_row, lse)
 
 
 def _columns(index: Array, rows: Rows) -> Array:
@@ -155,25 +168,27 @@ def _of_columns(rows: Rows, columns: Array, m: Array, l: Array) -> Array:
     def gathered(t: Array) -> Array:
         return t if t.shape[-1] == 1 else jnp.take_along_axis(jnp.broadcast_to(t, rows.x.shape), there, axis=-1)
 
-    z = scores(gathered(rows.x), tuple(map(gathered, rows.arrays)), rows.options)
-    y = (z - m[..., None]) - ops.logsumexp_of(jnp.zeros_like(l), l)[..., None]
+    arrays = {name: gathered(t) for name, t in rows.arrays.items()}
+    z = scores(rows.options, gathered(rows.x), arrays)
+    y = (z - m[..., None]) - logsumexp_of(jnp.zeros_like(l), l)[..., None]
     return jnp.where((columns >= 0) & (l < jnp.inf)[..., None], y, jnp.nan)
 
 
-def _of_targets(rows: Rows, target: Array, numbers: TargetOptions, choice: Choice) -> Array:
+def _of_targets(rows: Rows, target: Array, numbers: LossNumbers, choice: Choice) -> Array:
     """The losses of rows with one true class each."""
-    y, _, l = rows.outputs(CROSS_ENTROPY, choice, target, target_options=numbers)
-    return _without_empty(rows, y, l)
+    found = results(rows, CROSS_ENTROPY, choice, target=target, **numbers._asdict())
+    return _without_empty(rows, found["loss"], found["l"])
 
 
-def _of_weights(rows: Rows, weights: Array, numbers: TargetOptions) -> Array:
+def _of_weights(rows: Rows, weights: Array, numbers: LossNumbers) -> Array:
     """The losses of rows with a weight for each class.
 
     The loss is sum(q) * log(l) - sum(q * (z - m)): scores that are all large do not cancel.  The state (m, l) changes
     in l alone, so m counts as a constant.
     """
-    m, l = rows.outputs("logsumexp", EAGER)
-    log_l = ops.logsumexp_of(jnp.zeros_like(m), l)
+    found = results(rows, "logsumexp", EAGER)
+    m, l = found["m"], found["l"]
+    log_l = logsumexp_of(jnp.zeros_like(m), l)
     if rows.options.mask is not None:
         log_l = jnp.where(l == 0, 0, log_l)
     # The sums are computed again for the gradient, so that no array of the size of the logits is kept.
@@ -187,7 +202,7 @@ def _of_weights(rows: Rows, weights: Array, numbers: TargetOptions) -> Array:
 
 def _classes(rows: Rows) -> Array:
     """The number of classes of each row that are kept, at least 1, in the dtype of the computation."""
-    wide, mask = accumulator(rows.x), filled(rows.x, rows.arrays, rows.options).mask
+    wide, mask = accumulator(rows.x), filled(rows.options, rows.x, rows.arrays).mask
     if mask is None:
         return jnp.asarray(rows.cols, wide)
     kept = jnp.broadcast_to(mask, rows.x.shape)
@@ -195,14 +210,14 @@ def _classes(rows: Rows) -> Array:
 
 
 def _weighted_sums(
-    x: Array, arrays: tuple[Array, ...], weights: Array, m: Array, classes: Array | None, *, options: ScoreOptions,
+    x: Array, arrays: Values, weights: Array, m: Array, classes: Array | None, *, options: ScoreOptions,
     smoothing: float,
 ) -> Array:  # fmt: skip
     """The sums of the weights q and of q * (z - m), stacked; smoothing spreads over this number of classes."""
-    wide, mask = accumulator(x), filled(x, arrays, options).mask
+    wide, mask = accumulator(x), filled(options, x, arrays).mask
     # A class that is left out may hold NaN, which would reach its gradient through the softcap.
     x = x if mask is None else jnp.where(mask, x, 0)
-    w = scores(x, arrays, options) - m[..., None]
+    w = scores(options, x, arrays) - m[..., None]
     q = jnp.broadcast_to(weights.astype(wide), x.shape)
     kept = jnp.ones((), bool) if mask is None else mask
     if classes is not None:

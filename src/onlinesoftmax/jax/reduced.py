@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.arrays import Array, accumulator
-from ..core.options import ScoreOptions
-from ..core.task import Choice
-from . import ops, primitives, with_gradient
-from .targets import TargetOptions
+from . import custom_op
+from .plans import outputs_of
+from .signature import Signature, Values
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -74,65 +73,43 @@ class LossReduction(NamedTuple):
         return jnp.sum(losses) / jnp.asarray(self.divisor(losses.shape, counted, losses.dtype), losses.dtype)
 
 
-class ReducedLoss(NamedTuple):
-    """A call without its arrays.
-
-    Attributes:
-        name: Name of the operation.
-        reduction: The reduction, "mean" or "sum".
-        options: Score options: ARRAY stands for an array; the scale is a number, and there is no bias.
-        target_options: Options of the operation.
-        choice: The backend and the strategy that the caller forces.
-    """
-
-    name: str
-    reduction: LossReduction
-    options: ScoreOptions
-    target_options: TargetOptions
-    choice: Choice
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The parameters of the primitives."""
-        return {"options": self.options, "target_options": self.target_options, "choice": self.choice}
-
-    def total(self, results: Array, counted: Array | None) -> Array:
-        """The scalar, from the results of the rows."""
-        losses, _, l = ops.unstacked(self.name, results)
-        if self.options.mask is not None:
-            losses = without_empty(losses, l)
-        return self.reduction.of(losses, counted)
-
-
 def without_empty(losses: Array, l: Array) -> Array:
     """The losses, 0 in a row of which `where` leaves no class."""
     return jnp.where(l == 0, 0, losses)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def total(call: ReducedLoss, x: Array, arrays: tuple[Array, ...], target: Array, counted: Array | None) -> Array:
+def _reduced(reduction: LossReduction, call: Signature, results: Values, counted: Array | None) -> Array:
+    """The scalar, from the results of the rows."""
+    losses = results["loss"]
+    return reduction.of(losses if call.options.mask is None else without_empty(losses, results["l"]), counted)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def total(reduction: LossReduction, call: Signature, operands: Values, counted: Array | None) -> Array:
     """The scalar of a call.
 
     Args:
-        call: The call without its arrays.
-        x: Logits; the last axis is a row.
-        arrays: Arrays of the score options, in the order of `options.arrays`; none of them is differentiated.
-        target: Column of each row.
+        reduction: The reduction, "mean" or "sum".
+        call: The call on rows.  The scale is a number, and there is no bias.
+        operands: The operands of the call; x alone is differentiated.
         counted: True for the rows that count; None where every row counts.
     """
-    return call.total(primitives.bind(call.name, x, *arrays, target, **call.params), counted)
+    return _reduced(reduction, call, custom_op.bind(call, operands), counted)
 
 
 @partial(total.defjvp, symbolic_zeros=True)
-def _jvp(call: ReducedLoss, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    x, arrays, target, counted = primals
-    t = tangents[0]
+def _jvp(
+    reduction: LossReduction, call: Signature, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Array, Array]:
+    operands, counted = primals
+    t, target, wide = tangents[0]["x"], operands["target"], accumulator(operands["x"])
     if isinstance(t, jax.custom_derivatives.SymbolicZero):
-        y = total(call, *primals)
+        y = total(reduction, call, *primals)
         return y, jnp.zeros_like(y)
-    wide = accumulator(x)
     # The derivative of the scalar with respect to the loss of each row.
-    dy = jnp.full(target.shape, 1 / jnp.asarray(call.reduction.divisor(target.shape, counted, wide), wide), wide)
+    dy = jnp.full(target.shape, 1 / jnp.asarray(reduction.divisor(target.shape, counted, wide), wide), wide)
     dy = dy if counted is None else jnp.where(counted, dy, 0)
-    results, gradient = with_gradient.bind(call.name, x, *arrays, target, dy, **call.params)
-    return call.total(results, counted), jnp.sum(primitives.bind("row_products", gradient, t))
+    with_gradient = call._replace(outputs=outputs_of(call.name, gradient=True))
+    results = custom_op.bind(with_gradient, {**operands, "dy": dy})
+    products = custom_op.bind(Signature("row_products", ("dy",)), {"x": results["y"], "t": t})
+    return _reduced(reduction, call, results, counted), jnp.sum(products["dy"])

@@ -7,6 +7,7 @@ computes which of them belongs to a row of x; so a mask that all heads share is 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -124,11 +125,11 @@ class Operands(NamedTuple):
     vector: int
 
     @classmethod
-    def of(cls, op: Op, operands: tuple[Array, ...], options: ScoreOptions, vector: int) -> Operands:
+    def of(cls, op: Op, operands: Mapping[str, Array], options: ScoreOptions, vector: int) -> Operands:
         """The description of these arrays: the inputs, the arrays of the options, and a given state."""
-        x = operands[0]
+        x = operands["x"]
         outer = x.shape[:-1]
-        maps = tuple(RowMap.of(t.shape, outer) for t in operands[op.inputs : op.inputs + len(options.arrays)])
+        maps = tuple(RowMap.of(operands[name].shape, outer) for name in options.arrays)
         return cls(op, options, math.prod(outer), x.shape[-1], maps, accumulator(x), vector)
 
     @property
@@ -141,13 +142,13 @@ class Operands(NamedTuple):
         """Columns that the tiles of a row must cover; the head and the tail of an unaligned row are not among them."""
         return self.cols // self.vector * self.vector
 
-    def matrices(self, operands: tuple[Array, ...]) -> list[Array]:
+    def matrices(self, operands: Mapping[str, Array]) -> list[Array]:
         """The operands as a kernel takes them: matrices, and vectors for unaligned rows and per-row values."""
-        inputs = self.op.inputs
-        found = [t.reshape(self.shape) for t in operands[:inputs]]
-        found += [t.reshape(-1, t.shape[-1]) for t in operands[inputs : inputs + len(self.maps)]]
-        per_row = self.op.row_operands(*operands)
-        return found + [per_row[name] for name in self.op.row_operand_names]
+        matrices = [operands[name].reshape(self.shape) for name in self.op.operation.element_operands]
+        beside = [operands[name] for name in self.options.arrays]
+        per_row = self.op.row_operands(operands)
+        vectors = [per_row[name] for name in self.op.row_operand_names]
+        return [*matrices, *(t.reshape(-1, t.shape[-1]) for t in beside), *vectors]
 
     def outputs(self, x: Any, dtype: Any) -> list[jax.ShapeDtypeStruct]:
         """The arrays that a kernel writes: per element first, then per row.

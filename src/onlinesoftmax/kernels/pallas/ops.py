@@ -29,7 +29,7 @@ from ...core.operations import Accumulator, Operation
 from ...ops import OPERATIONS
 from . import state
 from .state import State, Tiles
-from .targets import GradientInputs, Target
+from .targets import GRADIENT_CONSTANTS, ROW_OPERANDS, Target
 
 
 class RowConstants(NamedTuple):
@@ -75,17 +75,17 @@ class Op(NamedTuple):
 
     @classmethod
     def for_call(
-        cls, name: str, operands: tuple[Array, ...], outputs: tuple[str, ...] = (), factor: float = 1.0,
+        cls, name: str, operands: Mapping[str, Array], outputs: tuple[str, ...] = (), factor: float = 1.0,
         numbers: tuple[tuple[str, float], ...] = (),
     ) -> Op:  # fmt: skip
         """The operation of a call on these operands."""
         op = cls(name, outputs, factor, numbers=numbers)
-        names = tuple(jax.eval_shape(op.row_operands, *operands))
+        names = tuple(jax.eval_shape(op.row_operands, dict(operands)))
         return op._replace(row_operand_names=names, exact=op.result_dtype(operands).itemsize > 2)
 
-    def result_dtype(self, operands: tuple[Array, ...]) -> Any:
+    def result_dtype(self, operands: Mapping[str, Array]) -> Any:
         """Dtype of the result: that of x, or that of dy where dy is read per element."""
-        return operands[self.inputs - 1].dtype
+        return operands[self.operation.element_operands[-1]].dtype
 
     @property
     def operation(self) -> Operation:
@@ -283,37 +283,21 @@ class Op(NamedTuple):
         t, low = state.reciprocal(l) if self.name == "softmax" else (jnp.log(l), None)
         return RowConstants(jnp.where(jnp.abs(m) == jnp.inf, jnp.nan, t), state.shift(m), low if self.exact else None)
 
-    def row_operands(self, *operands: Array) -> dict[str, Array]:
-        """The operands per row as a kernel reads them: vectors, by their names in `RowConstants`."""
-        if self.operation.has_target:
-            return self._with_target(operands)
-        if self.reduces:
-            return {}
-        *_, residual, dy = operands
-        m, l = residual.reshape(-1, 2).T
-        with jax.enable_x64(True):
-            dy, l = dy.reshape(-1).astype(jnp.float64), l.astype(jnp.float64)
-            # In a row without a score above -inf, l is 0.
-            t = jnp.where((dy == 0) & (l == 0), 0, dy / l)
-        return {"shift": m, **self._t_with_rounding_error(t, m.dtype)}
+    def row_operands(self, operands: Mapping[str, Array]) -> dict[str, Array]:
+        """The operands per row as a kernel reads them: vectors, by their names in `RowConstants`.
 
-    def _with_target(self, operands: tuple[Array, ...]) -> dict[str, Array]:
+        A gradient with a given state reads its constants, which are computed here in float64.
+        """
+        rows = {name: t.reshape(-1) for name, t in operands.items() if name in ROW_OPERANDS}
         if self.reduces:
-            names = ("target", "dy") if self.writes_elements else ("target",)
-            return {name: t.reshape(-1) for name, t in zip(names, operands[-len(names) :], strict=True)}
-        *_, target, residual, cotangents = operands
-        cols, dtype = operands[0].shape[-1], residual.dtype
-        inputs = GradientInputs.of(target, residual, cotangents, cols, self.factor)
-        is_loss = self.name == "cross_entropy_backward"
-        found = inputs.of_loss(cols, **self._weights()) if is_loss else inputs.of_log_probability()
+            return {name: rows[name] for name in ("target", "dy") if name in rows and self.operation.has_target}
         with jax.enable_x64(True):
-            narrow = {name: value.astype(dtype) for name, value in found.items() if name != "t"}
-            m = inputs.m.astype(dtype)
-        return {"target": target.reshape(-1), "shift": m, **self._t_with_rounding_error(found["t"], dtype), **narrow}
-
-    def _t_with_rounding_error(self, t: Array, dtype: Any) -> dict[str, Array]:
-        with jax.enable_x64(True):
-            return dict(zip(("t", "low"), state.with_rounding_error(t, dtype), strict=True))
+            wide = {name: t if name == "target" else t.astype(jnp.float64) for name, t in rows.items()}
+            constants = GRADIENT_CONSTANTS[self.name](wide, self.factor, operands["x"].shape[-1], self._weights())
+            t, low = state.with_rounding_error(constants.pop("t"), rows["m"].dtype)
+            narrow = {name: value.astype(low.dtype) for name, value in constants.items()}
+        target = {"target": rows["target"]} if "target" in rows else {}
+        return {**target, "shift": rows["m"], "t": t, "low": low, **narrow}
 
     def _weights(self) -> dict[str, float]:
         """The numbers of the loss, with 0 for those that are not given."""

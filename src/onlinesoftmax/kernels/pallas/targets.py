@@ -16,9 +16,9 @@ A forward cross-entropy that also writes the gradient computes these constants i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from ...core.arrays import Array
@@ -79,59 +79,55 @@ class Target(NamedTuple):
         return found | ({"spread": smoothing / self.cols * dy} if smoothing else {})
 
 
-class GradientInputs(NamedTuple):
-    """The arrays of a gradient per row, as vectors, in float64.
+Rows = Mapping[str, Array]
+"""Operands per row by name, in float64."""
 
-    Attributes:
-        is_column: True for the rows that have a target.
-        m, l: The state, with a finite m.
-        cotangents: Gradients of the loss and of lse, or of the logarithm, of lse and perhaps of the entropy.
-        entropy: The entropy; None where it is not differentiated.
-    """
 
-    is_column: Array
-    m: Array
-    l: Array
-    cotangents: tuple[Array, ...]
-    entropy: Array | None = None
+def _constants_of_logsumexp(rows: Rows, factor: float, cols: int, weights: Mapping[str, float]) -> dict[str, Array]:
+    dy, l = rows["dy"], rows["l"]
+    # In a row without a score above -inf, l is 0.  The kernel multiplies by the factor.
+    return {"t": jnp.where((dy == 0) & (l == 0), 0, dy / l)}
 
-    @classmethod
-    def of(cls, target: Array, residual: Array, cotangents: Array, cols: int, factor: float) -> GradientInputs:
-        """The arrays of a call.
 
-        Args:
-            target: Column of each row.
-            residual: The result, m, l and perhaps the entropy along the last axis.
-            cotangents: The gradients along the last axis.
-            cols: Number of columns.
-            factor: Number that the gradient is multiplied by.
-        """
-        is_column = (target >= 0) & (target < cols)
-        with jax.enable_x64(True):
-            wide = residual.astype(jnp.float64)
-            _, m, l, *entropy = (wide[..., i].reshape(-1) for i in range(wide.shape[-1]))
-            grads = tuple(cotangents[..., i].reshape(-1).astype(jnp.float64) for i in range(cotangents.shape[-1]))
-            return cls(is_column.reshape(-1), m, l, tuple(factor * grad for grad in grads), *entropy)
+def _constants_of_loss(rows: Rows, factor: float, cols: int, weights: Mapping[str, float]) -> dict[str, Array]:
+    smoothing, z_loss, dy = weights["smoothing"], weights["z_loss"], _of_known_rows(rows, factor, cols)
+    # A row without a finite score has an infinite lse; it counts for nothing where dy is 0.
+    of_lse = jnp.where(dy == 0, 0, 1 + 2 * z_loss * (rows["m"] + jnp.log(rows["l"]))) if z_loss else 1
+    spread = {"spread": smoothing / cols * dy} if smoothing else {}
+    t = _of_terms(dy * of_lse + factor * rows.get("dlse", 0.0), rows["l"])
+    return {"t": t, "own": (1 - smoothing) * dy, **spread}
 
-    def of_loss(self, cols: int, smoothing: float, z_loss: float) -> dict[str, Array]:
-        """Constants of the gradient of the loss, in float64."""
-        with jax.enable_x64(True):
-            dy, dlse = jnp.where(self.is_column, self.cotangents[0], 0), self.cotangents[1]
-            # A row without a finite score has an infinite lse; it counts for nothing where dy is 0.
-            factor = jnp.where(dy == 0, 0, 1 + 2 * z_loss * (self.m + jnp.log(self.l))) if z_loss else 1
-            own = {"own": (1 - smoothing) * dy}
-            return self._scaled(dy * factor + dlse) | own | ({"spread": smoothing / cols * dy} if smoothing else {})
 
-    def of_log_probability(self) -> dict[str, Array]:
-        """Constants of the gradient of the logarithm of the probability, of lse and of the entropy, in float64."""
-        with jax.enable_x64(True):
-            dy, dlse, *dentropy = self.cotangents
-            dy = jnp.where(self.is_column, dy, 0)
-            if self.entropy is None:
-                return self._scaled(dlse - dy) | {"own": -dy}
-            own, slope = {"own": -dy}, {"slope": dentropy[0] / self.l}
-            return self._scaled((dlse - dy) - dentropy[0] * (self.entropy - jnp.log(self.l))) | own | slope
+def _constants_of_logprob(rows: Rows, factor: float, cols: int, weights: Mapping[str, float]) -> dict[str, Array]:
+    dy, l = _of_known_rows(rows, factor, cols), rows["l"]
+    of_lse = factor * rows.get("dlse", 0.0) - dy
+    if "dentropy" not in rows:
+        return {"t": _of_terms(of_lse, l), "own": -dy}
+    dentropy = factor * rows["dentropy"]
+    return {"t": _of_terms(of_lse - dentropy * (rows["entropy"] - jnp.log(l)), l), "own": -dy, "slope": dentropy / l}
 
-    def _scaled(self, factor: Array) -> dict[str, Array]:
-        """A factor of the probabilities as a factor of exp(z - m); 0 stays 0, and an infinite l gives NaN."""
-        return {"t": jnp.where(factor == 0, 0, factor / jnp.where(self.l < jnp.inf, self.l, jnp.nan))}
+
+def _of_known_rows(rows: Rows, factor: float, cols: int) -> Array:
+    """The gradient of the result times the factor; 0 where the target is no column."""
+    target = rows["target"]
+    return jnp.where((target >= 0) & (target < cols), factor * rows["dy"], 0)
+
+
+def _of_terms(factor: Array, l: Array) -> Array:
+    """A factor of the probabilities as a factor of exp(z - m); 0 stays 0, and an infinite l gives NaN."""
+    return jnp.where(factor == 0, 0, factor / jnp.where(l < jnp.inf, l, jnp.nan))
+
+
+ROW_OPERANDS = ("target", "m", "l", "entropy", "dy", "dlse", "dentropy")
+"""Names of operands that have a value per row, if the operation has no element operand of this name."""
+
+GRADIENT_CONSTANTS: dict[str, Callable[..., dict[str, Array]]] = {
+    "logsumexp_backward": _constants_of_logsumexp,
+    "cross_entropy_backward": _constants_of_loss,
+    "token_logprobs_backward": _constants_of_logprob,
+}
+"""The constants of each gradient with a given state.
+
+Their arguments: the operands per row, the number that the gradient is multiplied by, the number of columns, and the
+numbers of the loss.
+"""

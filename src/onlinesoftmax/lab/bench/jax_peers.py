@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ...core.arrays import namespace
-from ...core.options import PLAIN, Functions, scores
+from ...core.options import Functions, scores
 from ...core.task import Choice
 from ...jax import bridge
 from ...ops.reference import evaluate
@@ -115,16 +115,17 @@ def _of_jax_nn(case: Case) -> Function:
 def _gradient(case: Case, choice: Choice, *arrays: Any) -> Any:
     import jax.numpy as jnp
 
-    from ...jax import primitives
+    from ...jax import custom_op
+    from ...jax.signature import Signature
 
     values = dict(zip(case.tensors, arrays, strict=True))
-    x, dy = jnp.moveaxis(values["x"], case.dim, -1), values["dy"]
+    operands = {"x": jnp.moveaxis(values["x"], case.dim, -1), "dy": values["dy"]}
     if "lse" in values:
         # (lse, 1) is a state of rows with this logsumexp.
-        state = jnp.stack([values["lse"], jnp.ones_like(values["lse"])], -1)
-        dx = primitives.bind(case.operation, x, state, dy, choice=choice, options=PLAIN)
+        operands |= {"m": values["lse"], "l": jnp.ones_like(values["lse"])}
     else:
-        dx = primitives.bind(case.operation, x, jnp.moveaxis(dy, case.dim, -1), choice=choice)
+        operands["dy"] = jnp.moveaxis(values["dy"], case.dim, -1)
+    dx = custom_op.bind(Signature(case.operation, ("y",), choice=choice), operands)["y"]
     return jnp.moveaxis(dx, -1, case.dim)
 
 

@@ -41,16 +41,12 @@ def planned(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
 
 def _of_scalar_in_jax(case: Case, ours: Ours) -> Explanation:
     """The plan of the kernel that writes the losses and the gradient of a scalar loss in JAX."""
-    import jax
-
-    from ...jax import plans, primitives
+    from ...jax import plans
     from ...jax.device import from_jax
-    from ...jax.targets import TargetOptions
 
-    x = jax.ShapeDtypeStruct((*case.row_shape, case.shape[case.dim]), case.dtype)
-    operands, options = (x, jax.ShapeDtypeStruct(case.row_shape, "int32")), TargetOptions(gradient=True)
+    x = plans.ArraySpec((*case.row_shape, case.shape[case.dim]), case.dtype)
     device, choice = known("cpu") if ours.device_type == "cpu" else from_jax(), Choice(ours.backend, ours.strategy)
-    task = primitives.task_for(case.operation, operands, target_options=options)
+    task = plans.task_for(case.operation, plans.outputs_of(case.operation, gradient=True), x, {})
     planner = plans.planner_for(device, choice, case.dtype)
     return Explanation(task, Problem.of(task), planner.device, planner.plan(task, choice), ())
 

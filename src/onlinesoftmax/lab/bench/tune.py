@@ -238,13 +238,16 @@ class Tuner:
 
 def _in_jax(option: Request, tensors: list[Any]) -> Callable[[], Any]:
     """The call that runs a plan of Pallas on torch tensors."""
-    from ...jax import bridge, ops
+    from ...jax import bridge
+    from ...jax.plans import outputs_of
     from ...kernels import pallas
 
-    name = option.operation.name
+    operation = option.operation
 
     def run(*arrays: Any) -> Any:
-        return ops.stacked(pallas.run(name, arrays, option.plan, False, outputs=ops.outputs(name)))
+        operands = dict(zip(operation.element_operands, arrays, strict=True))
+        results = pallas.run(operation.name, operands, option.plan, False, outputs=outputs_of(operation.name))
+        return tuple(results.values())
 
     on_tensors = bridge.on_tensors(run)
     return lambda: on_tensors(*tensors)

@@ -12,11 +12,10 @@ import numpy as np
 
 from ..core.arrays import Array, array_kind, broadcasts
 from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_one_per_row, check_softcap, is_number
-from ..core.task import Choice
 from ..ops import OPERATIONS
-from . import array_types, ops, primitives, sharded
-from .exchange import Names, checked_names, devices
-from .targets import TargetOptions
+from . import array_types
+from .exchange import checked_names, devices
+from .signature import Names, Values
 
 Axis = int | Sequence[int] | None
 AxisName = str | tuple[str, ...] | None
@@ -28,7 +27,7 @@ class Rows(NamedTuple):
 
     Attributes:
         x: Shape (outer axes, cols).
-        arrays: Arrays of the score options, in the order of `options.arrays`.
+        arrays: Arrays of the score options, by name.
         options: Score options; ARRAY stands for an array.
         axes: The reduced axes of the caller's array.
         shape: Shape of the caller's array.
@@ -37,7 +36,7 @@ class Rows(NamedTuple):
     """
 
     x: Array
-    arrays: tuple[Array, ...]
+    arrays: Values
     options: ScoreOptions
     axes: tuple[int, ...]
     shape: tuple[int, ...]
@@ -48,25 +47,6 @@ class Rows(NamedTuple):
     def cols(self) -> int:
         """Number of columns of a whole row."""
         return self.x.shape[-1] * (devices(self.names) if self.names else 1)
-
-    def run(self, name: str, choice: Choice, zero: bool = False) -> Array:
-        """The result of an operation on these rows; with `zero`, a logsumexp of only -inf has the gradient 0."""
-        primitives.check(name, choice)
-        if self.x.size == 0:
-            return ops.of_empty_rows(name, self.x).astype(self.dtype)
-        return ops.result(self.outputs(name, choice), zero).astype(self.dtype)
-
-    def outputs(self, name: str, choice: Choice, *target: Array, **target_options: TargetOptions) -> tuple[Array, ...]:
-        """The outputs of an operation on these rows, as `plans.OUTPUTS` names them."""
-        operands = (self.x, *self.arrays, *target)
-        if self.names:
-            # Results per row are the same along the axes of the exchange, so that the target must not vary there.
-            every = frozenset().union(*map(array_types.varying, operands)) - set(self.names)
-            operands = tuple(array_types.vary(t, every) for t in operands)
-            call = sharded.ShardedCall(name, self.names, self.options, choice, **target_options)
-            return sharded.apply(call, *operands)
-        y = primitives.bind(name, *operands, options=self.options, choice=choice, **target_options)
-        return ops.unstacked(name, y)
 
     def sum(self, t: Array) -> Array:
         """The sum of an array over the devices that share a row."""
@@ -159,12 +139,10 @@ def axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
     return found
 
 
-def _checked_options(
-    name: str, x: Array, axes: tuple[int, ...], options: ScoreOptions
-) -> tuple[ScoreOptions, tuple[Array, ...]]:
+def _checked_options(name: str, x: Array, axes: tuple[int, ...], options: ScoreOptions) -> tuple[ScoreOptions, Values]:
     """The options with ARRAY in the place of each array, and the arrays with x's layout."""
     check_softcap(name, options.softcap)
-    found = {}
+    found: Values = {}
     for option in SCORE_OPTIONS.values():
         value = getattr(options, option.name)
         if not option.tensor or value is None or isinstance(value, float):
@@ -174,7 +152,7 @@ def _checked_options(
         else:
             found[option.name] = _last(_broadcast(_checked_array(name, x, option.name, value), x, axes), axes)
     marked: dict[str, Any] = dict.fromkeys(found, ARRAY)
-    return options._replace(**marked), tuple(found.values())
+    return options._replace(**marked), found
 
 
 def _checked_rows(name: str, x: Array, axes: tuple[int, ...], option: str, value: Any) -> Array:

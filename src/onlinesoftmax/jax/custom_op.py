@@ -1,0 +1,224 @@
+"""The operations as primitives of JAX: their types, their batches, and their lowering for each platform.
+
+The plan is made when a program is lowered for a platform, not when it is traced: the same function may run on a CPU
+and on a GPU.  autograd.py has the derivatives, which are primitives too.
+
+A primitive has two parameters, the names of its operands and the signature of the call.  Arrays keep all their axes,
+and the last axis is reduced.  Arrays of the score options have as many axes as x, each as long as x's or 1, so that
+nothing is broadcast in memory, and a batch is one more axis.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from ..core.arrays import Array
+from ..core.device import Device, known
+from ..core.task import Choice, Task
+from ..kernels import pallas
+from ..planner.plan import Plan, PlanError
+from ..planner.strategies import FOR_JAX
+from . import array_types, partitioning, plans, shards
+from .device import to_lower_for
+from .eager import FORMULAS
+from .signature import Names, Signature, Values
+
+
+def bind(call: Signature, operands: Mapping[str, Array]) -> Values:
+    """Apply the primitive of a call to arrays, the input "x" first; the results by name."""
+    # JAX sorts the keys of a dictionary that passes through a transform.
+    operands = {"x": operands["x"], **operands}
+    arrays = array_types.alike(tuple(operands.values()))
+    return dict(zip(call.outputs, PRIMITIVES[call.name].bind(*arrays, names=tuple(operands), call=call), strict=True))
+
+
+def check(name: str, choice: Choice) -> None:
+    """Check that JAX has the forced backend and strategy; the plan shows later if they can run.
+
+    Raises:
+        PlanError: there is no such backend, or the backend has no such strategy.
+    """
+    pairs = {(row[0], row[1]) for row in FOR_JAX}
+    fitting = [pair for pair in pairs if choice.backend in (None, pair[0]) and choice.strategy in (None, pair[1])]
+    if not fitting:
+        raise PlanError(
+            f"{name}: no backend={choice.backend!r} with strategy={choice.strategy!r} for JAX; there are "
+            + ", ".join(sorted("/".join(pair) for pair in pairs))
+        )
+
+
+def plan_for(call: Signature, operands: Mapping[str, Any], device: Device) -> Plan:
+    """The plan for a call on arrays, or shapes and dtypes, on a device.
+
+    Raises:
+        PlanError: the forced backend or strategy cannot run; the message lists every reason.
+    """
+    planner = plans.planner_for(device, call.choice, operands["x"].dtype.name)
+    return planner.plan(task_for(call, operands), call.choice)
+
+
+def task_for(call: Signature, operands: Mapping[str, Any]) -> Task:
+    """The task of a call on arrays, or shapes and dtypes."""
+    specs = {name: plans.ArraySpec(operands[name].shape, operands[name].dtype.name) for name in call.options.arrays}
+    numbers = frozenset(call.options.given) & {"scale", "softcap"} - specs.keys() | {name for name, _ in call.numbers}
+    x = plans.ArraySpec(operands["x"].shape, operands["x"].dtype.name)
+    return plans.task_for(call.name, call.outputs, x, specs, numbers)
+
+
+def kernel_plan(platform: str, call: Signature, operands: Mapping[str, Array]) -> Plan | None:
+    """The plan for a platform; None where XLA's operations run."""
+    if call.operation is None or call.axis_name or call.classes:
+        # There is no kernel for the tangents of forward mode, for an exchange, and for a gradient that spreads a part
+        # of the target over the classes of other devices.
+        return None
+    if not all(isinstance(size, int) for t in operands.values() for size in t.shape):
+        # jax.export: a size is a symbol, and a kernel is made for numbers.
+        if call.choice.backend == "pallas" or (
+            call.choice.backend is None and call.choice.strategy not in (None, "row")
+        ):
+            raise PlanError(f"{call.name}: a kernel needs sizes that are known, and the shape is {operands['x'].shape}")
+        return None
+    plan = plan_for(call, operands, to_lower_for() if platform == "cuda" else known("cpu"))
+    return plan if plan.backend == "pallas" else None
+
+
+def run_eager(call: Signature, operands: Mapping[str, Array]) -> Values:
+    """The results of a call by its formula."""
+    if call.writes_gradient:
+        return shards.in_two_passes(run_eager, call, operands)
+    results = FORMULAS[call.name](call, **operands)
+    return {name: results[name] for name in call.outputs}
+
+
+def run(platform: str, call: Signature, operands: Mapping[str, Array]) -> Values:
+    """The results of a call on the arrays of one device.
+
+    The plan is made for the rows and the columns of one device: XLA may be the fastest for fewer of them.
+    """
+    call, operands = shards.without_classes(call, operands)
+    plan = kernel_plan(platform, call, operands)
+    if plan is None:
+        return run_eager(call, operands)
+    # A kernel that writes the gradient with the losses multiplies it by the scale.
+    factor = float(call.options.scale) if call.writes_gradient else call.factor
+    return pallas.run(
+        call.name, operands, plan, platform != "cuda", call.options, factor, outputs=call.outputs, numbers=call.numbers
+    )
+
+
+def _lowered(platform: str, *arrays: Array, names: tuple[str, ...], call: Signature) -> list[Array]:
+    """A primitive, as the plan for a platform says."""
+    call, operands = shards.without_classes(call, dict(zip(names, arrays, strict=True)))
+    if kernel_plan(platform, call, operands) is None:
+        return list(run_eager(call, operands).values())
+
+    def on_device(axis_name: Names, *arrays: Array) -> list[Array]:
+        of_device, local = partial(run, platform), dict(zip(operands, arrays, strict=True))
+        results = shards.run_shards(of_device, axis_name, call, local) if axis_name else of_device(call, local)
+        return [results[name] for name in call.outputs]
+
+    assert call.operation is not None
+    elements = {*call.operation.element_operands, *call.options.arrays}
+    types = jax.eval_shape(partial(run_eager, call), operands)
+    results = [types[name] for name in call.outputs]
+    has_row = [*(name in elements for name in operands), *(t.ndim == operands["x"].ndim for t in results)]
+    found: list[Array] = partitioning.by_rows(on_device, results, has_row, *operands.values())
+    return found
+
+
+def _abstract(*avals: Any, names: tuple[str, ...], call: Signature) -> list[Any]:
+    # An exchange does not change a shape.
+    whole = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in zip(names, avals, strict=True)}
+    results = jax.eval_shape(partial(run_eager, call._replace(axis_name=())), whole)
+    return [array_types.result_type(avals[0], results[name].shape, results[name].dtype) for name in call.outputs]
+
+
+class _OneByOne(threading.local):
+    """`wanted` is True while a thread runs the body of `_compiled`: to trace it, or without `jit` to find a NaN."""
+
+    wanted = False
+
+
+_one_by_one = _OneByOne()
+
+
+@partial(jax.jit, static_argnames=("names", "call"))
+def _compiled(*arrays: Array, names: tuple[str, ...], call: Signature) -> list[Array]:
+    before, _one_by_one.wanted = _one_by_one.wanted, True
+    try:
+        found: list[Array] = PRIMITIVES[call.name].bind(*arrays, names=names, call=call)
+        return found
+    finally:
+        _one_by_one.wanted = before
+
+
+def _implementation(*arrays: Array, **params: Any) -> list[Array]:
+    """The primitive outside of `jit`, compiled by itself.
+
+    Where JAX wants to run operations one by one, XLA's operations run, or the kernel that the caller forces: under
+    `jax.disable_jit`, and when `jax_debug_nans` looks for the operation that made a NaN.
+    """
+    # JAX has this setting in every version, but does not declare it.
+    if jax.config.jax_disable_jit or _one_by_one.wanted:  # type: ignore[attr-defined]
+        return _lowered("any", *arrays, **params)
+    return _compiled(*arrays, **params)
+
+
+def _batch(
+    arrays: tuple[Array, ...], axes: tuple[int | None, ...], *, names: tuple[str, ...], call: Signature
+) -> tuple[list[Array], list[int | None]]:
+    """A batch is one more axis of rows, the first.
+
+    An operand without a batch gets an axis of size 1 if it is an array of the score options, else one of full size.
+    """
+    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+
+    def to_front(name: str, x: Array, axis: int | None) -> Array:
+        if axis is not None:
+            return jnp.moveaxis(x, axis, 0)
+        return x[None] if name in call.options.arrays else jnp.broadcast_to(x[None], (size, *x.shape))
+
+    operands = {name: to_front(name, x, axis) for name, x, axis in zip(names, arrays, axes, strict=True)}
+    return list(bind(call, operands).values()), [0] * len(call.outputs)
+
+
+def _batch_of_devices(
+    axis: Any, arrays: tuple[Array, ...], axes: tuple[int | None, ...], *, names: tuple[str, ...], call: Signature
+) -> tuple[list[Array], list[int | None]]:
+    """A batch of a primitive that may exchange a sum; the batch itself may be the axis of the exchange."""
+    if axis.name in call.axis_name:
+
+        def formula(*arrays: Array) -> list[Array]:
+            return list(run_eager(call, dict(zip(names, arrays, strict=True))).values())
+
+        results = jax.vmap(formula, in_axes=axes, axis_name=axis.name, axis_size=axis.size)(*arrays)
+        return results, [0] * len(results)
+    if all(one is None for one in axes):
+        return list(bind(call, dict(zip(names, arrays, strict=True))).values()), [None] * len(call.outputs)
+    return _batch(arrays, axes, names=names, call=call)
+
+
+def _make(name: str) -> Primitive:
+    """The primitive of this name, without derivatives."""
+    primitive = Primitive(f"onlinesoftmax_{name}")
+    primitive.multiple_results = True
+    primitive.def_impl(_implementation)
+    primitive.def_abstract_eval(_abstract)
+    partitioning.register(primitive)
+    for platform in (None, "cuda"):
+        lowering = mlir.lower_fun(partial(_lowered, platform or "any"), multiple_results=True)
+        mlir.register_lowering(primitive, array_types.of_plain_arrays(lowering), platform=platform)
+    batching.primitive_batchers[primitive] = _batch
+    batching.fancy_primitive_batchers[primitive] = _batch_of_devices
+    return primitive
+
+
+PRIMITIVES: dict[str, Primitive] = {name: _make(name) for name in FORMULAS}

@@ -1,0 +1,53 @@
+"""The way of a call: the primitive of whole rows, or the exchange of rows that are sharded under `shard_map`."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from ..core.arrays import Array
+from ..core.task import Choice
+from ..ops import OPERATIONS
+from . import array_types, autograd, custom_op
+from .eager import logsumexp_of
+from .plans import outputs_of
+from .prepare import Rows
+from .signature import Signature, Values
+
+
+def result(rows: Rows, name: str, choice: Choice, zero: bool = False) -> Array:
+    """The main result of an operation on rows; with `zero`, a logsumexp of only -inf has the gradient 0."""
+    custom_op.check(name, choice)
+    per_row = OPERATIONS[name].per_row
+    if rows.x.size == 0:
+        return (jnp.full(rows.x.shape[:-1], -jnp.inf, rows.x.dtype) if per_row else rows.x).astype(rows.dtype)
+    found = results(rows, name, choice)
+    return (logsumexp_of(found["m"], found["l"], zero) if per_row else found["y"]).astype(rows.dtype)
+
+
+def results(
+    rows: Rows, name: str, choice: Choice, entropy: bool = False, target: Array | None = None, **numbers: float
+) -> Values:
+    """The results of an operation on rows, by name.
+
+    Args:
+        rows: The rows.
+        name: Name of the operation.
+        choice: The parts of the plan that the caller forces.
+        entropy: True where the entropy is computed too.
+        target: Column of each row, for an operation that has targets.
+        numbers: Operands that are numbers.
+    """
+    call, operands = call_on(rows, name, choice, entropy, **numbers)
+    operands |= {} if target is None else {"target": target}
+    if not rows.names:
+        return custom_op.bind(call, operands)
+    # Results per row are the same along the axes of the exchange, so that the target must not vary there.
+    every = frozenset().union(*map(array_types.varying, operands.values())) - set(rows.names)
+    return autograd.run_shards(call, {name: array_types.vary(t, every) for name, t in operands.items()})
+
+
+def call_on(rows: Rows, name: str, choice: Choice, entropy: bool = False, **numbers: float) -> tuple[Signature, Values]:
+    """The signature and the operands of a call on rows, without a target."""
+    given = tuple((number, value) for number, value in numbers.items() if value)
+    call = Signature(name, outputs_of(name, entropy), rows.options, given, choice, axis_name=rows.names)
+    return call, {"x": rows.x, **rows.arrays}
