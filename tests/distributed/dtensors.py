@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,8 @@ from torch.nn import functional
 
 import onlinesoftmax as osm
 from distributed import processes
-from distributed.usual import prepared_calls
+from distributed.fast_path import prepared_calls
+from distributed.processes import EAGER, KERNELS
 from onlinesoftmax.core.call import Settings
 from onlinesoftmax.core.options import ScoreOptions
 from onlinesoftmax.distributed import dtensor
@@ -63,6 +66,11 @@ def rows_of(placements: Placements) -> Placements:
     return tuple(Replicate() if placement == Shard(1) else placement for placement in placements)
 
 
+def whole_on(mesh: DeviceMesh) -> Placements:
+    """Placements of a tensor of which every process has a copy."""
+    return (Replicate(),) * mesh.ndim
+
+
 def near(found: Any, want: torch.Tensor, placements: Placements) -> None:
     """A DTensor with these placements, and with these values up to rounding."""
     assert type(found) is DTensor
@@ -71,6 +79,35 @@ def near(found: Any, want: torch.Tensor, placements: Placements) -> None:
     torch.testing.assert_close(
         found.to_local(), cut_tensor(want.detach(), found.device_mesh, placements).to_local(), equal_nan=True
     )
+
+
+def agree(
+    function: Callable[..., Any], x: torch.Tensor, mesh: DeviceMesh, placements: Placements,
+    options: dict[str, Any] | None = None, given: dict[str, Any] | None = None, tensors: tuple[Any, ...] = (),
+) -> tuple[Any, Any, torch.Tensor, DTensor]:  # fmt: skip
+    """(results of a tensor and of a DTensor, and both inputs), once the results and the gradients agree.
+
+    Args:
+        function: The function.
+        x: The input.
+        mesh, placements: Those of the DTensor.
+        options: Keyword arguments of both calls.
+        given: Keyword arguments of the call on the DTensor.
+        tensors: Further positional arguments.
+    """
+    whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
+    wants = function(whole, *tensors, **(options or {}))
+    founds = function(cut, *tensors, **{**(options or {}), **(given or {})})
+    ours, theirs = ((ys,) if isinstance(ys, torch.Tensor) else tuple(ys) for ys in (founds, wants))
+    dys = [random(*want.shape, seed=3 + i, dtype=want.dtype) for i, want in enumerate(theirs)]
+    for found, want in zip(ours, theirs, strict=True):
+        near(
+            found, want, placements if want.shape == x.shape else rows_of(placements) if want.dim() else whole_on(mesh)
+        )
+    aligned = [cut_tensor(dy, mesh, found.placements) for dy, found in zip(dys, ours, strict=True)]
+    (dx,) = torch.autograd.grad(theirs, whole, dys, retain_graph=True)
+    near(torch.autograd.grad(ours, cut, aligned, retain_graph=True)[0], dx, placements)
+    return wants, founds, whole, cut
 
 
 def softmax_and_its_like(mesh: DeviceMesh, placements: Placements) -> None:
@@ -89,14 +126,7 @@ def softmax_and_its_like(mesh: DeviceMesh, placements: Placements) -> None:
     # A third of the pairs with each placement: every pair is among those of some placement on each mesh.
     first = BY_DIMENSIONS[mesh.ndim].index(placements) % 3
     for name, (options, given) in list(itertools.product(("softmax", "log_softmax", "logsumexp"), product))[first::3]:
-        function = getattr(osm, name)
-        whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
-        want, found = function(whole, 1, **options), function(cut, 1, **{**options, **given})
-        near(found, want, rows_of(placements) if name == "logsumexp" else placements)
-        dy = random(*want.shape, seed=3, dtype=want.dtype).nan_to_num()
-        (dx,) = torch.autograd.grad(want, whole, dy)
-        (mine,) = torch.autograd.grad(found, cut, cut_tensor(dy, mesh, found.placements))
-        near(mine, dx, placements)
+        agree(getattr(osm, name), x, mesh, placements, options, given, (1,))
 
 
 def gradients_of_operands(mesh: DeviceMesh, placements: Placements) -> None:
@@ -120,41 +150,27 @@ def losses(mesh: DeviceMesh, placements: Placements) -> None:
         {}, {"weight": weight, "label_smoothing": 0.1, "z_loss": 0.05}, {"z_loss": 0.01, "scale": 0.5, "softcap": 3.0},
     )  # fmt: skip
     for reduction, options in itertools.product(("mean", "sum", "none"), product):
-        whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
-        want = osm.cross_entropy(whole, target, reduction=reduction, **options)
-        (dx,) = torch.autograd.grad(want.sum(), whole)
         for index in (target, aligned) if reduction == "mean" else (aligned,):
-            found = osm.cross_entropy(cut, index, reduction=reduction, **options)
-            near(found, want, rows_of(placements) if reduction == "none" else (Replicate(),) * mesh.ndim)
-            (mine,) = torch.autograd.grad(found.sum(), cut)
-            near(mine, dx, placements)
+            call = functools.partial(osm.cross_entropy, reduction=reduction, **options)
+            agree(call, x, mesh, placements, {"target": target}, {"target": index})
 
 
 def losses_with_a_mask(mesh: DeviceMesh, placements: Placements) -> None:
     """The mask is cut as the rows are.  A loss of sharded classes takes none (`bad_input_is_an_error`)."""
     x, target = random(ROWS, COLS), tensor([0, 12, -100, 7, 3])
     mask = (random(ROWS, COLS, seed=1) > -0.5).scatter(1, target.clamp(min=0)[:, None], True)
-    whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
     if Shard(1) in placements:
         return
     options = {"mask": mask, "dtype": torch.float64, "label_smoothing": 0.1, "z_loss": 0.1, "scale": random(ROWS, 1)}
-    want, found = osm.cross_entropy(whole, target, **options), osm.cross_entropy(cut, target, **options)
+    _, found, *_ = agree(osm.cross_entropy, x, mesh, placements, options, tensors=(target,))
     assert found.dtype == torch.float64
-    near(found, want, (Replicate(),) * mesh.ndim)
-    near(torch.autograd.grad(found, cut)[0], torch.autograd.grad(want, whole)[0], placements)
 
 
 def log_probabilities(mesh: DeviceMesh, placements: Placements) -> None:
     x, index = random(ROWS, COLS), tensor([0, 12, 5, 7, 3])
     mask = (random(ROWS, COLS, seed=1) > -4).scatter(1, index[:, None], True)
     for options in ({}, {"mask": mask, "scale": random(ROWS, 1, seed=4)}, {"ignore_index": 5}):
-        whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
-        want, found = osm.token_logprobs(whole, index, **options), osm.token_logprobs(cut, index, **options)
-        for mine, theirs in zip(found, want, strict=True):
-            near(mine, theirs, rows_of(placements))
-        (dx,) = torch.autograd.grad([y.sum() for y in want], whole, [tensor(w) for w in (1.0, 0.3, 2.0)])
-        total = found.logprob.sum() + 0.3 * found.entropy.sum() + 2 * found.lse.sum()
-        near(torch.autograd.grad(total, cut)[0], dx, placements)
+        agree(osm.token_logprobs, x, mesh, placements, options, tensors=(index,))
     assert osm.token_logprobs(cut_tensor(x, mesh, placements), index, entropy=False).entropy is None
 
 
@@ -162,23 +178,19 @@ def losses_by_kernels(mesh: DeviceMesh, placements: Placements) -> None:
     """Several process groups that shard the classes, and others that shard the rows."""
     if not processes.kernels_run():
         return
-    how: Any = {} if processes.device().type == "cuda" else {"backend": "triton"}
+    how: Any = {} if processes.device().type == "cuda" else KERNELS
     x, target = random(ROWS, COLS), tensor([0, 12, -100, 7, 3])
     for reduction, options in (("mean", {}), ("sum", {"label_smoothing": 0.1}), ("none", {"z_loss": 0.01})):
-        whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
-        want = osm.cross_entropy(whole, target, reduction=reduction, **options, backend="eager")
         # On a mesh with a dimension of one process, two placements have the same launches.
         PREPARED_CALLS.clear()
-        found = osm.cross_entropy(cut, target, reduction=reduction, **options, **how)
+        call = functools.partial(osm.cross_entropy, reduction=reduction, **options)
+        want, found, whole, cut = agree(call, x, mesh, placements, EAGER, {"backend": None, **how}, (target,))
         assert len(prepared_calls()) == bool(cut.to_local().shape[0])
-        near(found, want, rows_of(placements) if reduction == "none" else (Replicate(),) * mesh.ndim)
-        dx = torch.autograd.grad(found.sum(), cut, retain_graph=True)[0]
-        near(dx, torch.autograd.grad(want.sum(), whole, retain_graph=True)[0], placements)
         if Shard(1) not in placements:
             products = []
-            for y, x in ((found, cut), (want, whole)):
-                (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-                products.append(torch.autograd.grad((dx * dx).sum(), x)[0])
+            for y, leaf in ((found, cut), (want, whole)):
+                (dx,) = torch.autograd.grad(y.sum(), leaf, create_graph=True)
+                products.append(torch.autograd.grad((dx * dx).sum(), leaf)[0])
             near(*products, placements)
 
 
@@ -186,11 +198,7 @@ def other_ranks_of_tensors(mesh: DeviceMesh) -> None:
     """Images whose classes are dimension 1, keepdim, and 16 bits."""
     for placements in ((Shard(2), Shard(1)), (Shard(0), Shard(1)), (Shard(1), Shard(3))):
         x, target = random(3, 7, 2, 5), random(3, 2, 5, seed=1).abs().long() % 7
-        cut = cut_tensor(x, mesh, placements).requires_grad_()
-        whole = x.clone().requires_grad_()
-        want, found = osm.cross_entropy(whole, target), osm.cross_entropy(cut, target)
-        near(found, want, (Replicate(), Replicate()))
-        near(torch.autograd.grad(found, cut)[0], torch.autograd.grad(want, whole)[0], placements)
+        _, _, whole, cut = agree(osm.cross_entropy, x, mesh, placements, tensors=(target,))
         lse = osm.logsumexp(cut, 1, keepdim=True)
         near(lse, whole.logsumexp(1, keepdim=True), tuple(Replicate() if p == Shard(1) else p for p in placements))
     x = random(3, 7, 2, 5)
@@ -202,7 +210,7 @@ def other_ranks_of_tensors(mesh: DeviceMesh) -> None:
     near(
         osm.cross_entropy(cut, tensor(range(ROWS))),
         functional.cross_entropy(x, tensor(range(ROWS))),
-        (Replicate(),) * 2,
+        whole_on(mesh),
     )
 
 
@@ -239,10 +247,10 @@ def class_probabilities_and_statistics(mesh: DeviceMesh) -> None:
     """Both if a row dimension is sharded and the softmax dimension is not."""
     x, placements = random(ROWS, COLS), (Shard(0), Replicate())
     cut, likely = cut_tensor(x, mesh, placements), random(ROWS, COLS, seed=1).softmax(1)
-    near(osm.cross_entropy(cut, likely), functional.cross_entropy(x, likely), (Replicate(),) * 2)
+    near(osm.cross_entropy(cut, likely), functional.cross_entropy(x, likely), whole_on(mesh))
     target = tensor(range(ROWS))
     (want, theirs), (loss, mine) = (osm.cross_entropy(t, target, return_stats=True) for t in (x, cut))
-    near(loss, want, (Replicate(),) * 2)
+    near(loss, want, whole_on(mesh))
     for name, statistic in mine._asdict().items():
         near(statistic, getattr(theirs, name), placements)
 
@@ -286,12 +294,8 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
         (RuntimeError, "mask must be boolean", lambda: osm.softmax(cut, mask=x)),
     )
     for kind, message, call in calls:
-        try:
+        with pytest.raises(kind, match=re.escape(message)):
             call()
-        except kind as error:
-            assert message in str(error), error  # noqa: PT017  the check runs outside of pytest
-        else:
-            raise AssertionError(f"no error: {message}")
 
 
 def different_calls_are_an_error(mesh: DeviceMesh, line: DeviceMesh) -> None:
@@ -343,7 +347,7 @@ def compiled_losses(mesh: DeviceMesh) -> None:
     placements = (Shard(0), Shard(1))
     cut = cut_tensor(x, mesh, placements).requires_grad_()
     want, found = loss(cut), torch.compile(loss, fullgraph=True, backend="aot_eager")(cut)
-    near(found, want.full_tensor(), (Replicate(),) * 2)
+    near(found, want.full_tensor(), whole_on(mesh))
     (dx,), (mine,) = torch.autograd.grad(want, cut), torch.autograd.grad(found, cut)
     near(mine, dx.full_tensor(), placements)
 

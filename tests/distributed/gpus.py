@@ -5,6 +5,7 @@ processes.py and dtensors.py check every combination of the options, which compi
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import onlinesoftmax as osm
-from distributed.processes import close, device, kernels_run, random, same_everywhere
+from distributed.processes import EAGER, agrees, close, device, kernels_run, random, same_everywhere
 
 sharded = osm.distributed
 
@@ -63,61 +64,29 @@ def largest(exact: torch.Tensor) -> float:
 def losses(first: int, end: int) -> None:
     """Every reduction and option with its gradient, on logits with and without the argument `shards`."""
     target, weights = targets(), random(COLS, seed=2, normal=False)
-    for dtype in DTYPES:
-        x = logits(dtype)
-        for one in LOSSES:
-            options = {name: value for name, value in one.items() if name != "weighted"}
-            weight = weights.to(dtype) if "weighted" in one else None
-            exact_weight = None if weight is None else weight.double()
-            local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
-            wide = x.double().requires_grad_()
-            for given in ({}, shards_of(first, end)):
-                ours = sharded.cross_entropy(local, target, weight, **options, **given)
-                theirs = osm.cross_entropy(whole, target, weight, **options, backend="eager")
-                exact = osm.cross_entropy(wide, target, exact_weight, **options, backend="eager")
-                same_everywhere(ours)
-                close(ours.detach(), theirs.detach(), exact.detach(), largest(exact))
-                dy = random(*exact.shape, seed=3, normal=False)
-                found = gradient_of(ours, local, dy.to(dtype))
-                own, want = gradient_of(theirs, whole, dy.to(dtype)), gradient_of(exact, wide, dy.to(dtype).double())
-                close(found, own[:, first:end], want[:, first:end], 16.0)
+    for dtype, one, given in itertools.product(DTYPES, LOSSES, ({}, shards_of(first, end))):
+        options = {name: value for name, value in one.items() if name != "weighted"}
+        weight = weights.to(dtype) if "weighted" in one else None
+        agrees(
+            "cross_entropy", logits(dtype), (first, end), (target, weight), options, ours=given, theirs=EAGER,
+            sizes=(None, 16.0),
+        )  # fmt: skip
 
 
 def log_probabilities(first: int, end: int) -> None:
     """All three statistics with their gradients, and the log-probability alone."""
-    index = targets().clamp(min=0)
+    tensors = (targets().clamp(min=0),)
     for dtype, entropy in ((torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False)):
-        x = logits(dtype)
-        local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
-        wide = x.double().requires_grad_()
-        ours = sharded.token_logprobs(local, index, entropy=entropy, **shards_of(first, end))
-        theirs, exact = (osm.token_logprobs(t, index, entropy=entropy, backend="eager") for t in (whole, wide))
-        gradients = []
-        for y, leaf in ((ours, local), (theirs, whole), (exact, wide)):
-            total = y.logprob.sum() + 2 * y.lse.sum()
-            gradients.append(gradient_of(total + 0.25 * y.entropy.sum() if entropy else total, leaf))
-        for y, own, want in zip(ours, theirs, exact, strict=True):
-            if y is not None:
-                same_everywhere(y)
-                close(y.detach(), own.detach(), want.detach(), largest(want))
-        close(gradients[0], gradients[1][:, first:end], gradients[2][:, first:end], 64.0)
+        agrees(
+            "token_logprobs", logits(dtype), (first, end), tensors, {"entropy": entropy}, ours=shards_of(first, end),
+            theirs=EAGER, sizes=(None, 64.0),
+        )  # fmt: skip
 
 
 def softmax_and_its_like(first: int, end: int) -> None:
     """Softmax, log-softmax and logsumexp with their gradients."""
-    for dtype in DTYPES:
-        x = logits(dtype)
-        for name in ("softmax", "log_softmax", "logsumexp"):
-            local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
-            wide = x.double().requires_grad_()
-            ours = getattr(sharded, name)(local, 1, **shards_of(first, end))
-            theirs, exact = getattr(torch, name)(whole, 1), getattr(torch, name)(wide, 1)
-            part = (lambda t: t[:, first:end]) if theirs.dim() > 1 else (lambda t: t)
-            close(ours.detach(), part(theirs.detach()), part(exact.detach()), largest(exact))
-            dy = random(*exact.shape, seed=4, normal=False).to(dtype)
-            found = gradient_of(ours, local, part(dy))
-            own, want = gradient_of(theirs, whole, dy), gradient_of(exact, wide, dy.double())
-            close(found, own[:, first:end], want[:, first:end], 64.0)
+    for dtype, name in itertools.product(DTYPES, ("softmax", "log_softmax", "logsumexp")):
+        agrees(name, logits(dtype), (first, end), (1,), ours=shards_of(first, end), theirs=EAGER, sizes=(None, 64.0))
 
 
 def repeated_calls_have_the_same_bits(first: int, end: int) -> None:

@@ -6,8 +6,7 @@ import sys
 
 import torch
 
-import onlinesoftmax as osm
-from distributed.processes import COLS, close, inputs, kernels_run, random, sharded
+from distributed.processes import COLS, EAGER, KERNELS, agrees, inputs, kernels_run, random, sharded
 
 
 def softmax_by_kernels(first: int, end: int) -> None:
@@ -37,14 +36,10 @@ def label_smoothing_by_kernels(first: int, end: int) -> None:
         (None, {}), (weights, {"reduction": "none"}), (None, {"scale": -0.5, "z_loss": 0.01}),
         (weights, {"softcap": 5.0}),
     ):  # fmt: skip
-        leaves = [t.clone().requires_grad_() for t in (x[:, first:end], x, x.double())]
-        exact_weight = None if weight is None else weight.double()
-        found = sharded.cross_entropy(leaves[0], target, weight, label_smoothing=0.1, backend="triton", **options)
-        one = osm.cross_entropy(leaves[1], target, weight, label_smoothing=0.1, backend="eager", **options)
-        exact = osm.cross_entropy(leaves[2], target, exact_weight, label_smoothing=0.1, backend="eager", **options)
-        close(found.detach(), one.detach(), exact.detach(), 60.0)
-        dxs = [torch.autograd.grad(y.sum(), leaf)[0] for y, leaf in zip((found, one, exact), leaves, strict=True)]
-        close(dxs[0], dxs[1][:, first:end], dxs[2][:, first:end], 8.0)
+        agrees(
+            "cross_entropy", x, (first, end), (target, weight), {"label_smoothing": 0.1, **options}, ours=KERNELS,
+            theirs=EAGER,
+        )  # fmt: skip
 
 
 def long_rows_are_cut_into_pieces(first: int, end: int) -> None:

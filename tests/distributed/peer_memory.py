@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import onlinesoftmax as osm
-from distributed.processes import close, device, random, same_everywhere
+from distributed.processes import EAGER, agrees, device, random, same_everywhere
 from onlinesoftmax.distributed import peers
 from onlinesoftmax.kernels.cuda.shard_mail import MAIL
 
@@ -30,6 +30,11 @@ def shard_of(cols: int, *, empty: bool = False) -> sharded.Shards:
     rank, size = dist.get_rank(), dist.get_world_size()
     cuts = [0] * size + [cols] if empty else [cols * i * (i + 3) // (size * (size + 3)) for i in range(size + 1)]
     return sharded.Shards(cuts[rank], cuts[rank + 1] - cuts[rank], cols)
+
+
+def columns(shards: sharded.Shards) -> tuple[int, int]:
+    """First column of this process, and the end."""
+    return shards.first, shards.first + shards.cols
 
 
 def launches() -> int:
@@ -68,26 +73,16 @@ def losses() -> None:
             if "ignore_index" in one:
                 target = target.clamp(min=0)
             weight = weights if "weighted" in one else None
-            shards = shard_of(cols, empty=j % 5 == 3)
-            end = shards.first + shards.cols
-            local, whole = x[:, shards.first : end].clone().requires_grad_(), x.clone().requires_grad_()
-            wide, before = x.double().requires_grad_(), launches()
-            ours = sharded.cross_entropy(local, target, weight, **options, shards=shards, **PEER)
+            shards, before = shard_of(cols, empty=j % 5 == 3), launches()
+            found = agrees(
+                "cross_entropy", x, columns(shards), (target, weight), options, ours={"shards": shards, **PEER},
+                theirs=EAGER, sizes=(None, 16.0),
+            )  # fmt: skip
             assert launches() == before + 1
-            theirs = osm.cross_entropy(whole, target, weight, **options, backend="eager")
-            exact_weight = None if weight is None else weight.double()
-            exact = osm.cross_entropy(wide, target, exact_weight, **options, backend="eager")
-            same_everywhere(ours)
-            close(ours.detach(), theirs.detach(), exact.detach(), 4 * float(exact.detach().abs().max().clamp(min=15)))
-            dy = random(*exact.shape, seed=3, normal=False).to(dtype)
-            (found,) = torch.autograd.grad(ours, local, dy)
-            (own,) = torch.autograd.grad(theirs, whole, dy)
-            (want,) = torch.autograd.grad(exact, wide, dy.double())
-            close(found, own[:, shards.first : end], want[:, shards.first : end], 16.0)
             # Without a gradient another kernel may run, which adds the columns in another order.
-            again = sharded.cross_entropy(local.detach(), target, weight, **options, shards=shards, **PEER)
+            again = sharded.cross_entropy(found.leaf.detach(), target, weight, **options, shards=shards, **PEER)
             same_everywhere(again)
-            torch.testing.assert_close(again, ours.detach())
+            torch.testing.assert_close(again, found.results[0].detach())
             assert launches() == before + 2
 
 
@@ -99,25 +94,13 @@ def log_probabilities() -> None:
         dtype = (torch.bfloat16, torch.float32)[i % 2]
         x, target, _ = some_logits(rows, cols, dtype)
         target = target.clamp(min=0)
-        options, cut = dict(options), {}
-        shards = shard_of(cols, empty=i == 2)
-        end = shards.first + shards.cols
+        options, shards = dict(options), shard_of(cols, empty=i == 2)
         if options.pop("masked", False):
-            mask = (random(rows, cols, seed=5, normal=False) < 0.7).scatter(1, target[:, None], True)
-            options["mask"], cut["mask"] = mask, mask[:, shards.first : end]
-        local, whole = x[:, shards.first : end].clone().requires_grad_(), x.clone().requires_grad_()
-        wide = x.double().requires_grad_()
-        ours = sharded.token_logprobs(local, target, 1, **{**options, **cut}, shards=shards, **PEER)
-        theirs, exact = (osm.token_logprobs(t, target, 1, **options, backend="eager") for t in (whole, wide))
-        gradients = []
-        for y, leaf in ((ours, local), (theirs, whole), (exact, wide)):
-            total = y.logprob.sum() + 2 * y.lse.sum() + (0 if y.entropy is None else 0.25 * y.entropy.sum())
-            gradients.append(torch.autograd.grad(total, leaf)[0])
-        for y, own, want in zip(ours, theirs, exact, strict=True):
-            if y is not None:
-                same_everywhere(y)
-                close(y.detach(), own.detach(), want.detach(), 4 * float(want.detach().abs().max().clamp(min=15)))
-        close(gradients[0], gradients[1][:, shards.first : end], gradients[2][:, shards.first : end], 64.0)
+            options["mask"] = (random(rows, cols, seed=5, normal=False) < 0.7).scatter(1, target[:, None], True)
+        agrees(
+            "token_logprobs", x, columns(shards), (target, 1), options, ours={"shards": shards, **PEER}, theirs=EAGER,
+            sizes=(None, 64.0),
+        )  # fmt: skip
 
 
 def softmax_and_its_like() -> None:
@@ -128,24 +111,15 @@ def softmax_and_its_like() -> None:
     ):
         dtype = (torch.bfloat16, torch.float32, torch.float64)[(i + len(str(strategy))) % 3]
         shards = shard_of(cols, empty=strategy is None)
-        end = shards.first + shards.cols
         if strategy in ("row", "cluster") and cols > 10000:
             continue
         x, _, _ = some_logits(rows, cols, dtype)
         options = {"scale": 0.5, "softcap": 30.0} if i == strategies.index(strategy) % 3 else {}
-        local, whole = x[:, shards.first : end].clone().requires_grad_(), x.clone().requires_grad_()
-        wide = x.double().requires_grad_()
-        ours = getattr(sharded, name)(local, 1, **options, shards=shards, strategy=strategy, **PEER)
         # One process by the same kernels: the gradient of 16-bit logits is computed from a result of 16 bits.
-        theirs, exact = getattr(osm, name)(whole, 1, **options), getattr(osm, name)(wide, 1, **options, backend="eager")
-        part = (lambda t: t) if name == "logsumexp" else (lambda t, first=shards.first, end=end: t[:, first:end])
-        size = 4 * float(exact.detach().abs().max().clamp(min=15))
-        close(ours.detach(), part(theirs.detach()), part(exact.detach()), size)
-        dy = random(*exact.shape, seed=4, normal=False).to(dtype)
-        (found,) = torch.autograd.grad(ours, local, part(dy))
-        (own,) = torch.autograd.grad(theirs, whole, dy)
-        (want,) = torch.autograd.grad(exact, wide, dy.double())
-        close(found, own[:, shards.first : end], want[:, shards.first : end], 64.0)
+        agrees(
+            name, x, columns(shards), (1,), options, ours={"shards": shards, "strategy": strategy, **PEER},
+            sizes=(None, 64.0),
+        )  # fmt: skip
 
 
 def calls_follow_each_other_closely() -> None:

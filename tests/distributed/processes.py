@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -54,9 +54,12 @@ LOSS_OPTIONS = {
 }  # fmt: skip
 
 
+KERNELS, EAGER = {"backend": "triton"}, {"backend": "eager"}
+"""Arguments for kernels, on a CPU by Triton's interpreter, and for PyTorch's operations."""
+
 PRELOADED = [
     __name__,
-    *(f"{__package__}.{name}" for name in ("benchmark", "dtensors", "files", "fsdp", "gpus", "passes", "usual")),
+    *(f"{__package__}.{name}" for name in ("benchmark", "dtensors", "fast_path", "files", "fsdp", "gpus", "passes")),
     *(f"onlinesoftmax.kernels.triton.{name}" for name in ("split", "merge", "reduction")),
     "triton.experimental.gluon", "typer.main", "onlinesoftmax.cli.bench", "torch._dynamo.backends.debugging",
     "torch._inductor.lowering", "torch.fx.experimental.symbolic_shapes",
@@ -168,6 +171,73 @@ def same_everywhere(t: torch.Tensor) -> None:
     assert all(torch.equal(part, parts[0]) for part in parts)
 
 
+class Agreed(NamedTuple):
+    """Results that agree with those of one process.
+
+    Attributes:
+        leaf: The local logits.
+        results: Our results.
+        dys: The gradients of the results.
+        gradient: The gradient of the leaf.
+    """
+
+    leaf: torch.Tensor
+    results: tuple[torch.Tensor, ...]
+    dys: list[torch.Tensor]
+    gradient: torch.Tensor
+
+
+def agrees(
+    name: str, x: torch.Tensor, columns: tuple[int, int], tensors: tuple[Any, ...] = (),
+    options: dict[str, Any] | None = None, *, dim: int = 1, ours: Any = (), theirs: Any = (), alone: bool = False,
+    sizes: tuple[float | None, float] = (60.0, 8.0),
+) -> Agreed:  # fmt: skip
+    """Call a function on the local columns, with a gradient, and compare with one process and with float64.
+
+    Args:
+        name: Name of the function.
+        x: Whole logits.
+        columns: First column of this process, and the end.
+        tensors: The other positional arguments; floating-point ones are float64 in the exact call.
+        options: Keyword arguments of all calls; a mask is cut for ours.
+        dim: The softmax dimension.
+        ours, theirs: Further keyword arguments of our call, and of those of one process.
+        alone: Compare the gradient of each result alone, too.
+        sizes: Sizes of the terms of results and of gradients, for `close`; that of results follows from them if None.
+    """
+
+    def cut(t: torch.Tensor) -> torch.Tensor:
+        return t.narrow(dim, columns[0], columns[1] - columns[0]) if t.shape == x.shape else t
+
+    options = options or {}
+    local = {key: cut(value) if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+    wide = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in tensors]
+    exact = {key: value for key, value in options.items() if key != "dtype"}
+    leaves = [t.clone().requires_grad_() for t in (cut(x), x, x.double())]
+    found = (
+        getattr(sharded, name)(leaves[0], *tensors, **local, **dict(ours)),
+        getattr(osm, name)(leaves[1], *tensors, **options, **dict(theirs)),
+        getattr(osm, name)(leaves[2], *wide, **exact, **EAGER),
+    )
+    each = [(ys,) if isinstance(ys, torch.Tensor) else tuple(y for y in ys if y is not None) for ys in found]
+    dys = []
+    for i, (y, own, want) in enumerate(zip(*each, strict=True)):
+        if want.shape != x.shape:
+            same_everywhere(y)
+        size = sizes[0] or 4 * float(want.detach().abs().max().clamp(min=15))
+        close(y.detach(), cut(own.detach()), cut(want.detach()), size)
+        dys.append(random(*want.shape, seed=1 + i, normal=False).to(y.dtype))
+    gradients = []
+    for some in (slice(0, len(dys)), *(slice(i, i + 1) for i in range(len(dys)) if alone)):
+        dxs = [
+            torch.autograd.grad(ys[some], leaf, [convert(dy).to(ys[0].dtype) for dy in dys[some]], retain_graph=True)[0]
+            for ys, leaf, convert in zip(each, leaves, (cut, torch.clone, torch.clone), strict=True)
+        ]
+        close(dxs[0], cut(dxs[1]), cut(dxs[2]), sizes[1])
+        gradients.append(dxs[0])
+    return Agreed(leaves[0], each[0], [cut(dy) for dy in dys], gradients[0])
+
+
 def losses_are_those_of_one_process(first: int, end: int) -> None:
     """Every combination of the options in float32 with two processes; a few with more, and in the other dtypes."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -175,22 +245,9 @@ def losses_are_those_of_one_process(first: int, end: int) -> None:
         product = [dict(zip(LOSS_OPTIONS, one, strict=True)) for one in itertools.product(*LOSS_OPTIONS.values())]
         for options in product if dtype == torch.float32 and dist.get_world_size() == 2 else product[::7]:
             weight = weights if options.pop("weighted") else None
-            local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
-            wide = x.double().requires_grad_()
             if dtype == torch.bfloat16 and options["z_loss"]:
                 options["dtype"] = torch.float32
-            ours = sharded.cross_entropy(local, target, weight, **options)
-            one = osm.cross_entropy(whole, target, weight, **options)
-            options.pop("dtype", None)
-            exact = osm.cross_entropy(wide, target, None if weight is None else weight.double(), **options)
-            same_everywhere(ours)
-            close(ours.detach(), one.detach(), exact.detach(), 60.0)
-            dy = random(*exact.shape, seed=1, normal=False)
-            found, theirs, want = (
-                torch.autograd.grad(y, leaf, dy.to(y.dtype))[0]
-                for y, leaf in ((ours, local), (one, whole), (exact, wide))
-            )
-            close(found, theirs[:, first:end], want[:, first:end], 8.0)
+            agrees("cross_entropy", x, (first, end), (target, weight), options)
 
 
 def log_probabilities_are_those_of_one_process(first: int, end: int) -> None:
@@ -199,27 +256,9 @@ def log_probabilities_are_those_of_one_process(first: int, end: int) -> None:
     index = target.clamp(min=0)
     mask = (random(*x.shape, seed=2, normal=False) < 0.7).scatter(1, index[:, None], True)
     for options in ({}, {"mask": mask}, {"scale": 0.5, "softcap": 10.0}):
-        local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
-        wide = x.double().requires_grad_()
-        cut = {**options, "mask": mask[:, first:end]} if "mask" in options else options
-        ours = sharded.token_logprobs(local, index, **cut)
-        one, exact = osm.token_logprobs(whole, index, **options), osm.token_logprobs(wide, index, **options)
-        for y, theirs, want in zip(ours, one, exact, strict=True):
-            same_everywhere(y)
-            close(y.detach(), theirs.detach(), want.detach(), 60.0)
-        found, theirs, want = (
-            torch.autograd.grad([y.logprob.sum(), 0.3 * y.entropy.sum(), 2 * y.lse.sum()], leaf)[0]
-            for y, leaf in ((ours, local), (one, whole), (exact, wide))
-        )
-        close(found, theirs[:, first:end], want[:, first:end], 16.0)
-        if not kernels_run():
-            continue
-        by_kernels = x[:, first:end].clone().requires_grad_()
-        y = sharded.token_logprobs(by_kernels, index, **cut, backend="triton")
-        for one, other in zip(y, ours, strict=True):
-            torch.testing.assert_close(one, other)
-        (again,) = torch.autograd.grad([y.logprob.sum(), 0.3 * y.entropy.sum(), 2 * y.lse.sum()], by_kernels)
-        torch.testing.assert_close(again, found)
+        agrees("token_logprobs", x, (first, end), (index,), options, sizes=(60.0, 16.0))
+        if kernels_run():
+            agrees("token_logprobs", x, (first, end), (index,), options, ours=KERNELS, sizes=(60.0, 16.0))
 
 
 def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
@@ -230,19 +269,7 @@ def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
         shape = [3, 4, 5]
         shape[dim] = COLS
         x = (5 * random(*shape, seed=3)).to(dtype)
-        cut = [slice(None)] * 3
-        cut[dim] = slice(first, end)
-        local, whole = x[tuple(cut)].clone().requires_grad_(), x.clone().requires_grad_()
-        wide = x.double().requires_grad_()
-        ours = getattr(sharded, name)(local, dim, **options)
-        one, exact = getattr(osm, name)(whole, dim, **options), getattr(osm, name)(wide, dim, **options)
-        part = (lambda t: t) if name == "logsumexp" else (lambda t, cut=tuple(cut): t[cut])
-        close(ours.detach(), part(one.detach()), part(exact.detach()), 20.0)
-        dy = random(*exact.shape, seed=4, normal=False).to(dtype)
-        (found,) = torch.autograd.grad(ours, local, part(dy))
-        (theirs,) = torch.autograd.grad(one, whole, dy)
-        (want,) = torch.autograd.grad(exact, wide, dy.double())
-        close(found, theirs[tuple(cut)], want[tuple(cut)], 64.0)
+        agrees(name, x, (first, end), (dim,), options, dim=dim, sizes=(20.0, 64.0))
 
 
 def narrow_targets(first: int, end: int) -> None:

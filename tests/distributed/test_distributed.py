@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 import onlinesoftmax as osm
-from distributed import benchmark, dtensors, files, fsdp, gpus, mistakes, passes, peer_memory, processes, usual
+from distributed import benchmark, dtensors, fast_path, files, fsdp, gpus, mistakes, passes, peer_memory, processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -40,7 +40,7 @@ def test_the_passes_over_a_shard(cuts: tuple[int, ...], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
 def test_losses_by_kernels_alone(cuts: tuple[int, ...], tmp_path: Path) -> None:
-    processes.run(usual.everything, cuts, tmp_path)
+    processes.run(fast_path.everything, cuts, tmp_path)
 
 
 def test_two_shards(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
 @two_gpus
 @pytest.mark.parametrize(
     "check",
-    [processes.everything, mistakes.everything, dtensors.everything, passes.everything, usual.everything],
+    [processes.everything, mistakes.everything, dtensors.everything, passes.everything, fast_path.everything],
     ids=lambda check: check.__module__.rpartition(".")[2],
 )
 def test_all_options_of_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 import onlinesoftmax as osm
-from distributed.processes import COLS, close, device, inputs, kernels_run, random, same_everywhere, sharded
+from distributed.processes import COLS, EAGER, agrees, device, inputs, kernels_run, random, same_everywhere, sharded
 from onlinesoftmax.distributed import collective, fast_path
 from onlinesoftmax.distributed.collective import CollectiveLaunches
 from onlinesoftmax.torch import dispatch
@@ -60,26 +61,17 @@ def losses_are_as_good_as_those_of_one_process(first: int, end: int) -> None:
             weight = weights if "weighted" in one else None
             if "ignore_index" in one:
                 target = target.clamp(min=0)
-            local, whole = x[:, first:end].clone().requires_grad_(), x.clone().requires_grad_()
-            wide = x.double().requires_grad_()
             before = len(prepared_calls())
-            ours = sharded.cross_entropy(local, target, weight, **options, **how(first, end))
+            found = agrees(
+                "cross_entropy", x, (first, end), (target, weight), options, ours=how(first, end), theirs=EAGER
+            )
             assert len(prepared_calls()) == before + 1
-            again = sharded.cross_entropy(local.detach(), target, weight, **options, **how(first, end))
-            assert torch.equal(again, ours)
+            again = sharded.cross_entropy(found.leaf.detach(), target, weight, **options, **how(first, end))
+            assert torch.equal(again, found.results[0])
             assert not again.requires_grad
-            theirs = osm.cross_entropy(whole, target, weight, **options, backend="eager")
-            exact_weight = None if weight is None else weight.double()
-            exact = osm.cross_entropy(wide, target, exact_weight, **options, backend="eager")
-            same_everywhere(ours)
-            close(ours.detach(), theirs.detach(), exact.detach(), 60.0)
-            dy = random(*exact.shape, seed=1, normal=False).to(dtype)
             # The second gradient has the same bits, and takes the launches of the first.
-            (found,) = torch.autograd.grad(ours, local, dy, retain_graph=True)
-            assert torch.equal(found, torch.autograd.grad(ours, local, dy)[0])
-            (own,) = torch.autograd.grad(theirs, whole, dy)
-            (want,) = torch.autograd.grad(exact, wide, dy.double())
-            close(found, own[:, first:end], want[:, first:end], 8.0)
+            (dx,) = torch.autograd.grad(found.results, found.leaf, found.dys)
+            assert torch.equal(dx, found.gradient)
 
 
 def hard_rows(first: int, end: int) -> None:
@@ -115,41 +107,16 @@ def log_probabilities_have_all_gradients(first: int, end: int) -> None:
             ({"mask": mask}, True),
             ({"scale": 0.5, "softcap": 10.0}, False),
         ):
-            local = x.narrow(dim, first, end - first).clone().requires_grad_()
-            whole, wide = x.clone().requires_grad_(), x.double().requires_grad_()
-            cut = dict(options)
-            if "mask" in cut:
-                cut["mask"] = mask.narrow(dim, first, end - first)
-            ours = sharded.token_logprobs(local, index, dim, entropy=entropy, **cut, **how(first, end))
-            theirs = osm.token_logprobs(whole, index, dim, entropy=entropy, **options, backend="eager")
-            exact = osm.token_logprobs(wide, index, dim, entropy=entropy, **options, backend="eager")
-            for names in (("logprob",), ("lse",), ("entropy",), ("logprob", "entropy", "lse")):
-                if not entropy and "entropy" in names:
-                    continue
-                grads = []
-                for y, leaf in ((ours, local), (theirs, whole), (exact, wide)):
-                    total = sum(0.5**i * getattr(y, name).sum() for i, name in enumerate(names))
-                    grads.append(torch.autograd.grad(total, leaf, retain_graph=True)[0])
-                part = [t.narrow(dim, first, end - first) for t in grads[1:]]
-                close(grads[0], *part, 16.0)
-            for y, own, want in zip(ours, theirs, exact, strict=True):
-                if y is not None:
-                    same_everywhere(y)
-                    close(y.detach(), own.detach(), want.detach(), 60.0)
+            agrees(
+                "token_logprobs", x, (first, end), (index, dim), {**options, "entropy": entropy}, dim=dim,
+                ours=how(first, end), theirs=EAGER, alone=True, sizes=(60.0, 16.0),
+            )  # fmt: skip
 
 
 def logsumexps(first: int, end: int) -> None:
     for dtype, keepdim in itertools.product((torch.bfloat16, torch.float32), (False, True)):
         x = (3 * random(6, COLS, seed=22)).to(dtype)
-        local, whole, wide = x[:, first:end].clone(), x.clone().requires_grad_(), x.double().requires_grad_()
-        local.requires_grad_()
-        ours = sharded.logsumexp(local, 1, keepdim, **how(first, end))
-        theirs, exact = torch.logsumexp(whole, 1, keepdim), torch.logsumexp(wide, 1, keepdim)
-        same_everywhere(ours)
-        close(ours.detach(), theirs.detach(), exact.detach(), 20.0)
-        dy = random(*ours.shape, seed=4, normal=False).to(dtype)
-        grads = [torch.autograd.grad(y, leaf, dy.to(y.dtype))[0] for y, leaf in ((theirs, whole), (exact, wide))]
-        close(torch.autograd.grad(ours, local, dy)[0], *(t[:, first:end] for t in grads), 64.0)
+        agrees("logsumexp", x, (first, end), (1, keepdim), ours=how(first, end), sizes=(20.0, 64.0))
 
 
 class Subclass(torch.Tensor):
@@ -202,12 +169,8 @@ def arguments_are_checked_in_every_call(first: int, end: int) -> None:
             (RuntimeError, "target must have an integer dtype", (target > 0,), {}),
             (ValueError, "does not fit a local tensor", (target,), {"shards": sharded.Shards(first, COLS + 1, COLS)}),
         ):
-            try:
+            with pytest.raises(error, match=message):
                 sharded.cross_entropy(x[:, first:end], *arguments, **{**given, **options})
-            except error as found:
-                assert message in str(found)  # noqa: PT017  the check runs outside of pytest
-            else:
-                raise AssertionError("no error")
 
 
 def repeated_calls_without_shards_find_their_launches(first: int, end: int) -> None:
