@@ -13,7 +13,7 @@ from torch.nn import functional
 import onlinesoftmax as osm
 from contract import OPERATIONS
 from laws import UNREAL_ARRAYS
-from onlinesoftmax.numpy import rows as numpy_rows
+from onlinesoftmax.numpy import eager
 from onlinesoftmax.ops import reference
 
 EPS = np.finfo(np.float32).eps
@@ -137,7 +137,7 @@ def test_every_integer_dtype_of_targets(indices: str) -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_token_logprobs(dim: int, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
-    monkeypatch.setattr(numpy_rows, "ELEMENTS", 30)
+    monkeypatch.setattr(eager, "ELEMENTS", 30)
     x = (rng.standard_normal((6, 5, 7)) * 4).astype(dtype)
     rows = tuple(np.delete(x.shape, dim))
     index = rng.integers(0, 5, rows)
@@ -244,7 +244,7 @@ def test_infinities_and_nan_of_losses() -> None:
 
 
 def test_a_loss_with_a_scale_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numpy_rows, "ELEMENTS", 8)
+    monkeypatch.setattr(eager, "ELEMENTS", 8)
     rng = np.random.default_rng(0)
     x, target, scale = rng.standard_normal((6, 5, 3)), rng.integers(0, 5, (6, 3)), rng.random((6, 1, 3))
     theirs = functional.cross_entropy(torch.from_numpy(x * scale), torch.from_numpy(target))
@@ -258,7 +258,7 @@ def test_a_loss_with_a_scale_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_largest_class_and_whether_it_is_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
-    monkeypatch.setattr(numpy_rows, "ELEMENTS", 8)
+    monkeypatch.setattr(eager, "ELEMENTS", 8)
     x, mask = rng.standard_normal((6, 5, 3)).astype(np.float32), rng.random((6, 5, 3)) < 0.7
     target = rng.integers(0, 5, (6, 3))
     target[0] = -100

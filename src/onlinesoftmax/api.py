@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from . import numpy
 from .core.annotations import A, Backend, FullyMasked, LossOptions, Reduction, Strategy
 from .core.arrays import Array, check_no_jax
 from .core.call import Call, Settings
 from .core.operations import Operation
 from .core.options import ScoreOptions, checked_options
 from .core.task import Choice
-from .numpy.check import ARRAY_TYPES
+from .numpy import run as numpy_run
+from .numpy.arguments import ARRAY_TYPES
 from .ops import OPERATIONS
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ def _find_losses(function: str, kind: type) -> ModuleType:
     check_no_jax(function, kind)
     try:
         if issubclass(kind, ARRAY_TYPES):
-            from .numpy import losses as found
+            found = numpy_run
         elif _is_dtensor(kind):
             from .distributed import dtensor as found  # type: ignore[no-redef]  # the same functions
         else:
@@ -354,7 +354,7 @@ def _is_dtensor(kind: type) -> bool:
     return tensors is not None and issubclass(kind, tensors.DTensor)
 
 
-_RUNNERS: dict[type, ModuleType] = {np.ndarray: numpy}
+_RUNNERS: dict[type, ModuleType] = {np.ndarray: numpy_run}
 """The module that runs the calls on inputs of this type, once an input of this type has been seen."""
 
 
@@ -373,7 +373,7 @@ def _find_runner(function: str, kind: type) -> ModuleType:
     check_no_jax(function, kind)
     try:
         if issubclass(kind, ARRAY_TYPES):
-            found = numpy
+            found = numpy_run
         elif _is_dtensor(kind):
             from .distributed import dtensor as found  # type: ignore[no-redef]  # the same functions
         else:

@@ -1,7 +1,7 @@
-"""The operations, each with a room: its declaration and its array formulas, and its arguments where it has some.
+"""The operations, each with a room: its declaration, its array formulas, and its arguments where it has some.
 
 A small operation is one file.  A large one is a folder: `declare` (the declaration of the operation and of its
-gradient), `formulas` (for every array library).
+gradient), `formulas` (for every array library), `arguments` (the rules that NumPy and PyTorch share).
 """
 
 from __future__ import annotations

@@ -1,0 +1,157 @@
+"""The operations by NumPy's own functions: softmax and its like through a `State`, the losses by their formulas.
+
+The losses are computed in float64, some rows at a time, and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..core.arrays import Array, namespace
+from ..core.operations import Operation
+from ..core.options import Functions, ScoreOptions, causal_mask, scores
+from ..core.state import State, shift
+from ..ops import OPERATIONS
+from ..ops.cross_entropy.arguments import NAME as CROSS_ENTROPY
+from ..ops.cross_entropy.formulas import loss_of_weights
+from ..ops.reference import with_sums
+from .arguments import ARRAY_TYPES, Loss
+
+FUNCTIONS = Functions(np.tanh, lambda condition, x, number: np.where(condition, x, number).astype(x.dtype))
+"""NumPy's functions for the array formula of the scores."""
+
+_RESULTS = {"softmax": State.softmax, "log_softmax": State.log_softmax}
+
+ELEMENTS = 1 << 18
+"""Elements that are computed at a time: their float64 arrays lie in a processor's cache."""
+
+
+def scores_of(x: Any, options: ScoreOptions, dims: tuple[int, ...] = ()) -> Any:
+    """The scores of logits in the dtype of the logits, float32 or float64."""
+    # A float64 array beside float32 logits would widen the scores.
+    scale, bias = (t.astype(x.dtype) if isinstance(t, ARRAY_TYPES) else t for t in (options.scale, options.bias))
+    seen = causal_mask(np.arange, x.shape, dims[0]) if options.causal else None
+    return scores(FUNCTIONS, x, options._replace(scale=scale, bias=bias), seen)
+
+
+def result(operation: Operation, z: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
+    """The result for scores; a row lies along all of the dimensions."""
+    if len(dims) != 1:
+        others = [i for i in range(z.ndim) if i not in dims]
+        order = [*others, *dims]
+        moved = z.transpose(order)
+        rows = moved.reshape(*(z.shape[i] for i in others), math.prod(z.shape[i] for i in dims))
+        y = result(operation, rows, (len(others),), False)
+        if not operation.per_row:
+            return y.reshape(moved.shape).transpose(np.argsort(order))
+        return np.expand_dims(y, dims) if keepdim else y
+    state = State.of(z, dims[0])
+    if operation.per_row:
+        lse = state.logsumexp(keepdim)
+        return lse if z.ndim else lse.reshape(())
+    return _RESULTS[operation.name](state, z)
+
+
+def cuts(shape: tuple[int, ...], axis: int) -> Iterator[tuple[Any, Any]]:
+    """(element_index, row_index) of a few rows at a time: index of these rows in the logits, and in per-row arrays.
+
+    The rows are cut along the longest dimension other than `axis`.
+    """
+    elements, others = math.prod(shape), [i for i in range(len(shape)) if i != axis]
+    if not others:
+        if elements:
+            yield (slice(None),), ()
+        return
+    along = max(others, key=lambda i: shape[i])
+    step = max(1, ELEMENTS * shape[along] // max(1, elements))
+    for first in range(0, shape[along] if elements else 0, step):
+        index = [slice(None)] * len(shape)
+        index[along] = slice(first, first + step)
+        yield tuple(index), tuple(index[:axis] + index[axis + 1 :])
+
+
+def shifted(
+    operation: str, z: Array, axis: int, beside: dict[str, Any], outputs: tuple[str, ...]
+) -> tuple[dict[str, Array], Array]:
+    """(inputs of the formulas, offset).
+
+    The offset is the row maximum limited to finite numbers, and is subtracted from the scores to keep precision.
+    """
+    xp = namespace(z)
+    m = xp.max(z, axis)
+    offset = shift(xp, m)
+    return with_sums(operation, xp, {"x": z - offset, "m": m - offset, **beside}, axis, *outputs), offset
+
+
+def float64_scores(x: Array, element_index: Any, options: ScoreOptions | None) -> Array:
+    """The scores of some rows in float64."""
+    wide = x[element_index].astype(np.float64)
+    if options is None:
+        return wide
+    arrays = {name: part(getattr(options, name), x, element_index) for name in ("scale", "mask")}
+    return scores_of(wide, options._replace(**arrays))
+
+
+def part(t: Any, x: Array, element_index: Any) -> Any:
+    """The elements of a score option that belong to some rows of x."""
+    return np.broadcast_to(t, x.shape)[element_index] if isinstance(t, np.ndarray) and t.ndim else t
+
+
+def losses(loss: Loss, element_index: Any, row_index: Any, z: Array, outputs: tuple[str, ...]) -> dict[str, Array]:
+    """Outputs for some rows, without z_loss: in a mean, that part has another divisor.
+
+    Args:
+        loss: The call.
+        element_index, row_index: Index of these rows in the logits, and in per-row arrays.
+        z: The scores.
+        outputs: "loss", "lse" or "entropy".
+    """
+    axis, xp = loss.axis, namespace(z)
+    weight = None if loss.weight is None else loss.weight.reshape(-1, *[1] * (z.ndim - 1 - axis))
+    mask = None if loss.options is None else loss.options.mask
+    by_class_weights = loss.of_classes or (loss.smoothing > 0 and mask is not None)
+    beside: dict[str, Any] = {}
+    target = None
+    if not loss.of_classes:
+        # The target of a row that does not count is often no class.
+        target = np.expand_dims(np.where(loss.counts, loss.target, 0)[row_index].astype(np.int64), axis)
+    if not by_class_weights:
+        beside |= {} if weight is None else {"weight": weight}
+        beside |= {"smoothing": loss.smoothing} if loss.smoothing else {}
+        beside |= {"weight_sum": weight.sum()} if weight is not None and loss.smoothing else {}
+    found, m = shifted(CROSS_ENTROPY, z, axis, beside, outputs)
+    if target is not None:
+        # Without the target among its values, `with_sums` need not search each row for the column of the target.
+        found |= {"target": target, "z_target": np.take_along_axis(found["x"], target, axis)}
+        found |= {} if loss.weight is None else {"w_target": loss.weight[target]}
+    formulas = OPERATIONS[CROSS_ENTROPY].formula.outputs
+    values = {name: formulas[name](xp, **found) for name in outputs if not (by_class_weights and name == outputs[0])}
+    if by_class_weights:
+        q = loss.target[element_index].astype(np.float64) if target is None else found["columns"] == target
+        kept = np.broadcast_to(np.True_ if mask is None else part(mask, loss.x, element_index), z.shape)
+        q = (1 - loss.smoothing) * q + loss.smoothing * np.where(kept, 1 / kept.sum(axis, keepdims=True), 0.0)
+        q = q if weight is None else q * weight
+        state = {name: found[name] for name in ("x", "m", "l")}
+        values[outputs[0]] = loss_of_weights(xp, **state, weights=q, total=lambda t: xp.sum(t, axis))
+    if "lse" in values:
+        values["lse"] = values["lse"] + m
+    return {name: value.squeeze(axis) for name, value in values.items()}
+
+
+def reduced(loss: Loss, losses: Array, penalties: Array) -> Array:
+    """The reduced loss.  The mean of the penalties is over the rows that count, without their weights."""
+    if loss.reduction == "none":
+        return losses + penalties
+    total, penalty = np.sum(losses), np.sum(penalties)
+    if loss.reduction == "mean":
+        count = np.count_nonzero(loss.counts) if loss.x.shape[loss.axis] else 0
+        divisor: Any = count
+        if loss.weight is not None and not loss.of_classes:
+            own = loss.weight[np.where(loss.counts, loss.target, 0).astype(np.int64)] if count else np.zeros(())
+            divisor = np.sum(np.where(loss.counts, own, 0.0))
+        total, penalty = np.true_divide(total, divisor), np.true_divide(penalty, count) if loss.z_loss else penalty
+    return total + penalty
