@@ -1,55 +1,95 @@
-"""Every backend × strategy × operation against the contract.
+"""Every declared operation on every backend and strategy, against the contract.
 
-With a GPU, the whole product; without one, Triton's interpreter runs a covering part of what is Triton's.
+Every strategy meets every operation on every input; without a GPU, where Triton's interpreter runs, on every second.
+What a call asks for and the dtypes take turns, and meet every strategy and operation on one small input.
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from contract import DTYPES, OPERATIONS, SHAPE_CASES, SIZE_CASES, SPECIAL_CASES, Case, run_case
+from contract import CASES, DECLARED, DEVICE, DTYPES, FORMS, GPU, PLANS, Case, Form, forms_of, name_of, run_case
 from onlinesoftmax import PlanError
-from onlinesoftmax.planner.strategies import TABLE
+from onlinesoftmax.core.operations import Operation
+from onlinesoftmax.lab import verify as verification
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-# CUDA kernels have no interpreter; tests/kernels/test_cuda.py compiles them.
-COLUMN = ("triton", "column")
-PAIRS = [(backend, strategy) for backend, strategy, _ in TABLE if GPU or backend != "cuda"]
-
-
-def _cells() -> list[tuple[tuple[str, str], str, torch.dtype, Case]]:
-    cases = [*SIZE_CASES, *SHAPE_CASES, *SPECIAL_CASES]
-    product = list(itertools.product(PAIRS, OPERATIONS, DTYPES, cases))
-    if GPU:
-        return product
-    # In the interpreter every pair meets every case, and the dtypes and operations take turns; 5 is coprime to both
-    # counts, so that all combinations come up.  Every pair also meets every operation and dtype once, on one case.
-    turns = list(itertools.product(DTYPES, OPERATIONS))
-    return [
-        (pair, turns[(i + 5 * j) % len(turns)][1], turns[(i + 5 * j) % len(turns)][0], case)
-        for i, case in enumerate(cases)
-        for j, pair in enumerate(PAIRS)
-    ] + [cell for cell in product if cell[3].name == ("4d-first" if cell[0] == COLUMN else "cols=33")]
+NAMED = {case.name: case for case in CASES}
+SMALL = {"triton/column": NAMED["first of four"]}
+SPECIAL = {"triton/column": NAMED["infinities and NaN, transposed"]}
 
 
-@pytest.mark.parametrize(
-    ("pair", "operation", "dtype", "case"),
-    _cells(),
-    ids=lambda value: "/".join(value) if isinstance(value, tuple) else str(value).removeprefix("torch."),
-)
-def test_contract(pair: tuple[str, str], operation: str, dtype: torch.dtype, case: Case) -> None:
-    backend, strategy = pair
-    # The two refusals there are: `column` where rows are contiguous, `row` past its registers.
-    refusals = {"column": "side by side"}
-    if case.name == "cols=50257" and (dtype == torch.float64 or (backend, dtype) == ("cuda", torch.float32)):
-        refusals["row"] = "does not fit the registers"
+def cases_of(plan: str) -> list[Case]:
+    """The inputs for a plan; `column` takes rows that lie side by side."""
+    if plan != "triton/column":
+        return CASES
+    return [case for case in CASES if case.tensor(torch.float32, "cpu").stride(case.dim) > 1]
+
+
+def _cells() -> list[tuple[str, Operation, Form, torch.dtype, Case]]:
+    cells = []
+    for j, plan in enumerate(PLANS):
+        small, special = SMALL.get(plan, NAMED["3 x 33"]), SPECIAL.get(plan, NAMED["infinities and NaN"])
+        cells += [(plan, *of, dtype, small) for of, dtype in itertools.product(FORMS, DTYPES)]
+        cells += [(plan, *of, DTYPES[i % 4], special) for i, of in enumerate(FORMS)]
+        for (i, case), (k, operation) in itertools.product(enumerate(cases_of(plan)), enumerate(DECLARED.values())):
+            if case not in (small, special) and (GPU or (i + j + k) % 2):
+                forms, turn = forms_of(operation), i // 2
+                form, dtype = forms[(turn + j) % len(forms)], DTYPES[(turn + turn // 4 + k) % 4]
+                cells.append((plan, operation, form, dtype, case))
+    return cells
+
+
+def _name(value: Any) -> str:
+    return name_of(value) if isinstance(value, torch.dtype) else str(getattr(value, "name", value))
+
+
+def refused(plan: str, operation: Operation, case: Case, dtype: torch.dtype, error: PlanError) -> None:
+    """Skip a test where a refusal is right: what a backend has not, few neighbours of `column`, a long row of `row`."""
+    backend, _, strategy = plan.partition("/")
+    held = max(dtype.itemsize, 4 if backend == "triton" else 2) * operation.inputs
+    long = case.name in ("1 x 50257", "-inf first") and held > (4 if backend == "triton" else 2)
+    right = [
+        f"{backend} has no ",
+        *["side by side"] * (strategy == "column"),
+        *["does not fit"] * (strategy == "row" and long),
+    ]
+    if not any(words in str(error) for words in right):
+        raise error
+    pytest.skip(f"{strategy} cannot run this case, and says so")
+
+
+@pytest.mark.parametrize(("plan", "operation", "form", "dtype", "case"), _cells(), ids=_name)
+def test_contract(plan: str, operation: Operation, form: Form, dtype: torch.dtype, case: Case) -> None:
+    if {*form.outputs} & {*operation.call_outputs} and not plan.startswith("cuda/"):
+        pytest.skip("only CUDA's kernels reduce a call")
     try:
-        run_case(case, operation, backend, strategy, dtype, DEVICE)
+        with np.errstate(all="ignore"):
+            run_case(operation, form, case, dtype, plan)
     except PlanError as error:
-        if refusals.get(strategy, "no refusal is expected") not in str(error):
-            raise
-        pytest.skip(f"{strategy} cannot run this case, and says so")
+        refused(plan, operation, case, dtype, error)
+
+
+def _calls() -> list[tuple[str, str, torch.dtype, Case]]:
+    cells = []
+    for (j, plan), (k, name) in itertools.product(enumerate(("eager/row", *PLANS)), enumerate(DECLARED)):
+        few = [cases.get(plan, NAMED[other]) for cases, other in ((SMALL, "3 x 33"), (SPECIAL, "infinities and NaN"))]
+        cells += [(plan, name, DTYPES[(i + j + k) % 4], case) for i, case in enumerate(cases_of(plan) if GPU else few)]
+    return cells
+
+
+@pytest.mark.parametrize(("plan", "operation", "dtype", "case"), _calls(), ids=_name)
+def test_public_function(plan: str, operation: str, dtype: torch.dtype, case: Case) -> None:
+    """The public function, and its gradient through autograd, beside PyTorch's."""
+    backend, _, strategy = plan.partition("/")
+    slack = 1 if GPU else verification.INTERPRETER_ULPS.get(backend, 1)
+    cell = verification.Cell(backend, strategy, operation, name_of(dtype), slack=slack)
+    with np.errstate(all="ignore"):
+        cell.add(case, verification.Exact.of(case, operation, name_of(dtype), DEVICE))
+    assert not cell.failures
+    if cell.refused:
+        refused(plan, DECLARED[operation], case, dtype, PlanError(cell.reason))
