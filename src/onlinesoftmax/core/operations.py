@@ -97,19 +97,6 @@ class Output:
         return {"result": result, "input": x, "accumulator": accumulator_dtype(x, result)}[self.dtype]
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """How an operation is differentiated.
-
-    Attributes:
-        operation: Name of the operation that computes the gradient with respect to the input.
-        saved: Names of the operands and outputs that a forward call keeps for the gradient.
-    """
-
-    operation: str
-    saved: tuple[str, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Operation:
     """One member of the softmax family.
@@ -121,7 +108,8 @@ class Operation:
         outputs: Tensors that it can write, the main output first.
         options: Names of the score options that its kernels apply (core/options.py).
         formula: Its sums and outputs, for every array library.
-        differentiated: How its gradient is computed; None for an operation that is itself a gradient.
+        gradient_name: Name of the operation that computes its gradient with respect to the input; empty for a gradient.
+        saved: Names of the operands and outputs that a forward call keeps for its gradient.
         scores: True where the input is a logit, which the score options turn into a score.
         may_keep_terms: True if y = c * exp(z - m) + d, with c and d constant along the row.  A kernel may then hold the
             terms exp(z - m) instead of the logits.
@@ -133,7 +121,8 @@ class Operation:
     outputs: tuple[Output, ...]
     options: tuple[str, ...]
     formula: Formula
-    differentiated: Gradient | None = None
+    gradient_name: str = ""
+    saved: tuple[str, ...] = ()
     scores: bool = True
     may_keep_terms: bool = False
 
@@ -192,17 +181,7 @@ class Operation:
     @property
     def backward(self) -> bool:
         """True for a gradient."""
-        return self.differentiated is None
-
-    @property
-    def gradient_name(self) -> str:
-        """Name of the operation that computes its gradient; empty for a gradient."""
-        return self.differentiated.operation if self.differentiated else ""
-
-    @property
-    def saved(self) -> tuple[str, ...]:
-        """Names of the operands and outputs that a forward call keeps for its gradient."""
-        return self.differentiated.saved if self.differentiated else ()
+        return not self.gradient_name
 
     @cached_property
     def forward(self) -> Operation:

@@ -21,7 +21,6 @@ from ..core.operations import (
     OPTIONS_OF_GRADIENTS,
     PRODUCT_SUM,
     STATISTICS,
-    Gradient,
     Operation,
     Output,
     X,
@@ -35,7 +34,7 @@ def _log_softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
 FORWARD = Operation(
     "log_softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), ALL_OPTIONS,
     Formula(formulas.SUMS, {"y": _log_softmax, **formulas.STATISTICS}),
-    Gradient("log_softmax_backward", ("y",)),
+    "log_softmax_backward", ("y",),
 )  # fmt: skip
 
 BACKWARD = Operation(

@@ -9,7 +9,6 @@ from ..core.operations import (
     EXPONENT_SUM,
     MEAN_SUM,
     STATISTICS,
-    Gradient,
     Operand,
     Operation,
     Output,
@@ -19,7 +18,7 @@ from ..core.operations import (
 FORWARD = Operation(
     "logsumexp", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "row"), *STATISTICS), ALL_OPTIONS,
     Formula(formulas.SUMS, {"y": formulas.logsumexp, **formulas.STATISTICS}),
-    Gradient("logsumexp_backward", ("x", "lse")),
+    "logsumexp_backward", ("x", "lse"),
 )  # fmt: skip
 
 BACKWARD = Operation(

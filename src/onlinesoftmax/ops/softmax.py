@@ -21,7 +21,6 @@ from ..core.operations import (
     OPTIONS_OF_GRADIENTS,
     PRODUCT_SUM,
     STATISTICS,
-    Gradient,
     Operation,
     Output,
     X,
@@ -35,7 +34,7 @@ def _softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
 FORWARD = Operation(
     "softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), ALL_OPTIONS,
     Formula(formulas.SUMS, {"y": _softmax, **formulas.STATISTICS}),
-    Gradient("softmax_backward", ("y",)), may_keep_terms=True,
+    "softmax_backward", ("y",), may_keep_terms=True,
 )  # fmt: skip
 
 BACKWARD = Operation(

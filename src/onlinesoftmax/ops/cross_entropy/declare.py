@@ -11,7 +11,6 @@ from ...core.operations import (
     STATISTICS,
     TARGET,
     Accumulator,
-    Gradient,
     Operand,
     Operation,
     Output,
@@ -58,7 +57,7 @@ FORWARD = Operation(
         Output("y", "element", "input", on_request=True),
         *(replace(output, exact=False) for output in STATISTICS),
     ),
-    OPTIONS, formulas.FORWARD, Gradient("cross_entropy_backward", ("x", "target", "m", "l")), may_keep_terms=True,
+    OPTIONS, formulas.FORWARD, "cross_entropy_backward", ("x", "target", "m", "l"), may_keep_terms=True,
 )  # fmt: skip
 
 BACKWARD = Operation(

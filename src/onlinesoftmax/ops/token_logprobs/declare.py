@@ -11,7 +11,6 @@ from ...core.operations import (
     STATE,
     STATISTICS,
     TARGET,
-    Gradient,
     Operand,
     Operation,
     Output,
@@ -22,7 +21,7 @@ from . import formulas
 FORWARD = Operation(
     "token_logprobs", (X, TARGET), (EXPONENT_SUM, MEAN_SUM),
     (Output("y", "row", "accumulator", exact=False), *(replace(output, exact=False) for output in STATISTICS)),
-    ALL_OPTIONS, formulas.FORWARD, Gradient("token_logprobs_backward", ("x", "target", "m", "l", "entropy")),
+    ALL_OPTIONS, formulas.FORWARD, "token_logprobs_backward", ("x", "target", "m", "l", "entropy"),
 )  # fmt: skip
 
 # dy, dlse and dentropy are the gradients of the logarithm, of lse and of the entropy of every row.
