@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cuda_simulator import simulate
 from cuda_targets import NUMBERS, Ask, Values, a_task, aligned, from_bits, small_plan, to_bits
-from onlinesoftmax.core.task import Part
+from onlinesoftmax.core.task import ColumnRange
 from onlinesoftmax.kernels.request import Request
 
 POISON = 8192.0
@@ -50,7 +50,7 @@ def requests_of(ask: Ask, rows: int, dtype: str, shards: Sequence[Shard], total:
     for process, (strategy, first, end) in enumerate(shards):
         cols = end - first
         task = a_task(ask, rows, cols, dtype, cols + 1 - cols % 2)
-        part = Part(first, total, process, len(shards), "mail")
+        part = ColumnRange(first, total, process, len(shards), "mail")
         task = replace(task, flags=task.flags._replace(part=part))
         found.append(Request(task, small_plan(strategy, rows, cols, dtype, True, terms)))
     return found

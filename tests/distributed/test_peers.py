@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from onlinesoftmax.core.task import ANY, Choice, Part
+from onlinesoftmax.core.task import ANY, Choice, ColumnRange
 from onlinesoftmax.distributed import peers
 from onlinesoftmax.kernels.cuda.shard_mail import ShardMail, words_of_mail
 
@@ -82,15 +82,15 @@ def reachable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def part(x: Any, *groups: Any, choice: Choice = ANY, exchange: str | None = None) -> Part | None:
-    return peers.part_of(groups or (a_group(2),), x, 1, 10, 100, exchange, choice)
+def part(x: Any, *groups: Any, choice: Choice = ANY, exchange: str | None = None) -> ColumnRange | None:
+    return peers.columns_of(groups or (a_group(2),), x, 1, 10, 100, exchange, choice)
 
 
 def test_the_part_of_a_shard(reachable: list[int]) -> None:
     group = a_group(2)
-    assert part(OnGpu(8, 90), group) == Part(10, 100, 1, 2, "mail 1")
+    assert part(OnGpu(8, 90), group) == ColumnRange(10, 100, 1, 2, "mail 1")
     # A shard without columns counts as one behind the last column.
-    assert part(OnGpu(8, 0), group) == Part(100, 100, 1, 2, "mail 1")
+    assert part(OnGpu(8, 0), group) == ColumnRange(100, 100, 1, 2, "mail 1")
     assert part(OnGpu(8, 90), group, exchange="collective") is None
     assert reachable == [peers.LEAST_BYTES]
 
@@ -131,13 +131,13 @@ def test_calls_that_need_a_collective(
 def test_mailboxes_that_cannot_grow_serve_smaller_calls(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure to make larger ones is remembered, so that large calls do not try again and again."""
     group, tried = a_group(2), []
-    assert part(OnGpu(8, 90), group) == Part(10, 100, 1, 2, "mail 1")
+    assert part(OnGpu(8, 90), group) == ColumnRange(10, 100, 1, 2, "mail 1")
     monkeypatch.setattr(peers, "_make_mailboxes", lambda g, *_: tried.append(g) or peers.Peers(g, "out of memory"))
     for _ in range(2):
         assert part(OnGpu(100_000, 90), group) is None
         with pytest.raises(ValueError, match="out of memory"):
             part(OnGpu(100_000, 90), group, exchange="peer_memory")
-        assert part(OnGpu(8, 90), group) == Part(10, 100, 1, 2, "mail 1")
+        assert part(OnGpu(8, 90), group) == ColumnRange(10, 100, 1, 2, "mail 1")
     assert tried == [group]
 
 

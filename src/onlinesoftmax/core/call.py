@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .arrays import Array
 from .operations import Operation
 from .options import PLAIN, ScoreOptions
-from .task import ANY, Choice, Part
+from .task import ANY, Choice, ColumnRange
 
 NOTHING: Mapping[str, Array] = MappingProxyType({})
 """No operands besides the input."""
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
     dtype: Any = None
     keepdim: bool = False
     choice: Choice = ANY
-    part: Part | None = None
+    part: ColumnRange | None = None
 
 
 class Call(NamedTuple):

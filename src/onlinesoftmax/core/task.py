@@ -61,7 +61,7 @@ MOST_PROCESSES = 8
 """Most processes whose GPUs exchange states from kernel to kernel; a host with NVLink has at most 8 GPUs."""
 
 
-class Part(NamedTuple):
+class ColumnRange(NamedTuple):
     """The position of a call's columns in longer rows, whose other columns lie on other GPUs.
 
     The kernels of all GPUs run at the same time, and exchange the states of their parts through mailboxes.
@@ -96,7 +96,7 @@ class Flags(NamedTuple):
     causal: bool = False
     zero: bool = False
     wide: bool = False
-    part: Part | None = None
+    part: ColumnRange | None = None
 
 
 NO_FLAGS = Flags()
@@ -135,7 +135,7 @@ class Task:
         return self.flags.zero
 
     @property
-    def part(self) -> Part | None:
+    def part(self) -> ColumnRange | None:
         """Position of the columns in longer rows; None where the rows are whole."""
         return self.flags.part
 

@@ -66,13 +66,13 @@ class Chunk:
         self.numbers: dict[str, int] = {}
         # A process without columns has nothing to launch.
         if x.numel():
-            here = to_local_columns(target, signature.shards)
-            call = call_of(_FORWARD, Shard.of(signature, operands, here), {"target": here})
+            local_target = to_local_columns(target, signature.shards)
+            call = call_of(_FORWARD, Shard.of(signature, operands, local_target), {"target": local_target})
             more = ("entropy",) if "entropy" in self.rows.sent else ()
             self.states, named = prepared(call, ("y", "m", "l", *more))
             self.numbers = {name: value for name, value in named.items() if isinstance(value, int)}
 
-    def local_states(self, x: Tensor, mask: Tensor | None, here: Tensor) -> Tensor:
+    def local_states(self, x: Tensor, mask: Tensor | None, local_target: Tensor) -> Tensor:
         """The local states, flat: first number of all rows, second number of all rows, and so on."""
         sent = self.rows.sent
         packed = torch.empty((len(sent), self.rows.rows), dtype=self.wide, device=self.device)
@@ -84,7 +84,7 @@ class Chunk:
             for name in sent[len(STATES) :]:
                 named[name].zero_()
         else:
-            named["target"] = here
+            named["target"] = local_target
             if mask is not None:
                 named["mask"] = mask
             self.states(x, named["logprob"], {**named, **self.numbers})
@@ -112,7 +112,7 @@ class CollectiveLaunches:
         loss, shards = signature.loss, signature.shards
         self.signature, self.with_gradient, self.device = signature, with_gradient, x.device
         wide = accumulator_of(x.dtype, x.dtype)
-        self.total, self.divides = None, loss is not None and loss.reduction == "mean"
+        self.total = None
         if loss is not None and signature.reduces:
             self.total = total_after_losses(x, target, weight, loss, shards.total)
         # Losses that are reduced have the accumulator's dtype.
@@ -127,7 +127,7 @@ class CollectiveLaunches:
         )  # fmt: skip
         if loss is not None:
             self.rows = self.rows._replace(ignore_index=loss.ignore_index, smoothing=loss.smoothing, z_loss=loss.z_loss)
-        self.incoming: dict[tuple[bool, bool], Any] = {}
+        self.incoming: dict[tuple[str, ...], Any] = {}
         self.gradient: dict[bool, Prepared] = {}
         # The launches of each chunk, and its indices [first, end) of the first dimension.
         self.chunks: list[tuple[Chunk, int, int]] = []
@@ -158,16 +158,16 @@ class CollectiveLaunches:
     def forward(self, operands: Operands, groups: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Saved]:
         """(the results, what backward reads); without a gradient, there is no state of the rows among it."""
         target, weight = operands.target, operands.weight
-        here = to_local_columns(target, self.signature.shards)
+        local_target = to_local_columns(target, self.signature.shards)
         tensors: dict[str, Any] = {"target": target}
         for name, dtype in self.written.items():
-            tensors[name] = torch.empty_like(here, dtype=dtype)
+            tensors[name] = torch.empty_like(local_target, dtype=dtype)
         if len(self.chunks) == 1:
             chunk = self.chunks[0][0]
-            states = gathered_flat(chunk.local_states(operands.x, operands.mask, here), *groups)
+            states = gathered_flat(chunk.local_states(operands.x, operands.mask, local_target), *groups)
             chunk.merge({"states": states, "weight": weight, **tensors})
         else:
-            self._run_chunks(operands, here, tensors, groups)
+            self._run_chunks(operands, local_target, tensors, groups)
         divisor = None
         if self.total is None:
             found = tuple(tensors[name] for name in self.signature.outputs)
@@ -175,16 +175,16 @@ class CollectiveLaunches:
             total, divisor = self.total(tensors["y"], target, weight)
             found = (total,)
         m, l, entropy = (tensors.get(name) for name in ("m", "l", "entropy"))
-        return found, Saved(operands.mask, target, weight, m, l, entropy, here, divisor)
+        return found, Saved(operands.mask, target, weight, m, l, entropy, local_target, divisor)
 
     def _run_chunks(
-        self, operands: Operands, here: Tensor, tensors: dict[str, Tensor], groups: tuple[Any, ...]
+        self, operands: Operands, local_target: Tensor, tensors: dict[str, Tensor], groups: tuple[Any, ...]
     ) -> None:
         """Writes the results of each row to the tensors.  All exchanges are started before the first is waited for."""
         finish = []
         for chunk, first, end in self.chunks:
             part = cut(operands, first, end)
-            finish.append(start_gathering(chunk.local_states(part.x, part.mask, here[first:end]), *groups))
+            finish.append(start_gathering(chunk.local_states(part.x, part.mask, local_target[first:end]), *groups))
         for (chunk, first, end), finished in zip(self.chunks, finish, strict=True):
             rows = {name: t[first:end] for name, t in tensors.items()}
             chunk.merge({"states": finished(), "weight": operands.weight, **rows})
@@ -198,12 +198,10 @@ class CollectiveLaunches:
         to_y, to_lse, flat = torch.empty_like(saved.m), torch.empty_like(saved.m), None
         if self.rows.smoothing:
             flat = torch.empty_like(saved.m)
-        self._incoming(dy is not None, dlse is not None)(
-            {
-                "target": saved.target, "weight": saved.weight, "m": saved.m, "l": saved.l, "dy": dy, "dlse": dlse,
-                "count": saved.divisor, "to_y": to_y, "to_lse": to_lse, "to_flat": flat,
-            }
-        )  # fmt: skip
+        self._prepare_incoming({
+            "target": saved.target, "weight": saved.weight, "m": saved.m, "l": saved.l, "dy": dy, "dlse": dlse,
+            "count": saved.divisor, "to_y": to_y, "to_lse": to_lse, "to_flat": flat,
+        })  # fmt: skip
         rows: dict[str, Any] = {"target": saved.local_target, "dy": to_y, "m": saved.m, "l": saved.l, "dlse": to_lse}
         rows |= self.chunks[0][0].numbers
         if dentropy is not None:
@@ -218,19 +216,14 @@ class CollectiveLaunches:
         dx: Tensor = run(x, None, rows)
         return dx if flat is None else dx.sub_(flat.unsqueeze(self.signature.dim))
 
-    def _incoming(self, dy: bool, dlse: bool) -> Any:
-        """The launch that prepares the incoming gradients, of which some may be absent."""
-        run = self.incoming.get((dy, dlse))
+    def _prepare_incoming(self, tensors: dict[str, Tensor | None]) -> None:
+        """Write the incoming gradients of the gradient kernel; the tensors that a call does not have are None."""
+        names = tuple(name for name, t in tensors.items() if t is not None)
+        run = self.incoming.get(names)
         if run is None:
-            given = {
-                "target": True, "weight": self.rows.weight is not None, "m": True, "l": True, "dy": dy, "dlse": dlse,
-                "count": self.divides,
-                "to_y": True, "to_lse": True, "to_flat": self.rows.smoothing != 0,
-            }  # fmt: skip
-            names = tuple(name for name, is_given in given.items() if is_given)
             rows = self.rows._replace(names=names, processes=0, result=DTYPE_NAMES[self.signature.result])
-            run = self.incoming[dy, dlse] = prepared_sharded("incoming", rows, self.device)
-        return run
+            run = self.incoming[names] = prepared_sharded("incoming", rows, self.device)
+        run(tensors)
 
 
 def cut(operands: Operands, first: int, end: int) -> Operands:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.processes import group_or_default
-from ..core.task import Part
+from ..core.task import ColumnRange
 from ..torch.check import autocasts
 from ..torch.dispatch import DTYPES
 from ..torch.fast_path import PREPARED_CALLS, keep
@@ -24,7 +24,7 @@ from ..torch.ops import PLAIN_TYPES
 from ..torch.reductions import backend_for, may_count
 from .collective import CollectiveLaunches
 from .peer_memory import PeerLaunches
-from .peers import COLLECTIVE, check_peer_memory, is_plain, known_exchange, part_of
+from .peers import COLLECTIVE, check_peer_memory, columns_of, is_plain, known_exchange
 from .shards import ANNOUNCEMENTS, Operands, ShardedInput, Shards, ShardSignature, agreed
 
 Tensor = torch.Tensor
@@ -109,15 +109,15 @@ def key_of(operands: Operands, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return key_of_tensors((arguments, *recorded, autocasts(x)), x, (target, mask, weight))
 
 
-def public_key(call: ShardedInput, part: Part | None) -> tuple[Any, ...]:
+def public_key(call: ShardedInput, columns: ColumnRange | None) -> tuple[Any, ...]:
     """The key under which the public function looks for a call; () where another way of exchange ends the key.
 
     Args:
         call: The call.
-        part: The position of the shard for an exchange through peer memory; None for a collective.
+        columns: The position of the shard for an exchange through peer memory; None for a collective.
     """
     # The key ends its arguments with the way of exchange that was known before this call.
-    return call.key if part is None or (call.key and call.key[0][0][-1] == part.mail) else ()
+    return call.key if columns is None or (call.key and call.key[0][0][-1] == columns.mail) else ()
 
 
 def run_if_possible(signature: ShardSignature, operands: Operands, call: ShardedInput) -> tuple[Tensor, ...] | None:
@@ -133,23 +133,23 @@ def run_if_possible(signature: ShardSignature, operands: Operands, call: Sharded
     check_peer_memory(call.exchange, reason)
     if reason:
         return None
-    groups, x, part = call.groups, operands.x, None
+    groups, x, columns = call.groups, operands.x, None
     if _is_exact(signature):
         first, total = signature.shards.first, signature.shards.total
-        part = part_of(groups, x, signature.dim, first, total, call.exchange, signature.choice)
+        columns = columns_of(groups, x, signature.dim, first, total, call.exchange, signature.choice)
     else:
         check_peer_memory(call.exchange, "the kernels take an ignore_index as a float64")
-    if part is None and (backend_for(x) is None or not _merges(signature, weight)):
+    if columns is None and (backend_for(x) is None or not _merges(signature, weight)):
         return None
     processes = math.prod(group.size() for group in groups)
-    key = public_key(call, part) or key_of(operands, (signature, processes, part))
+    key = public_key(call, columns) or key_of(operands, (signature, processes, columns))
     run = PREPARED_CALLS.get(key)
     if run is None:
         with_gradient = x.requires_grad and torch.is_grad_enabled()
         run = keep(
             PREPARED_CALLS, key,
-            CollectiveLaunches(signature, operands, processes, with_gradient) if part is None
-            else PeerLaunches(signature, operands, part, with_gradient),
+            CollectiveLaunches(signature, operands, processes, with_gradient) if columns is None
+            else PeerLaunches(signature, operands, columns, with_gradient),
         )  # fmt: skip
     return run(operands, groups)
 

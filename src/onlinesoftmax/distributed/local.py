@@ -13,7 +13,7 @@ import torch
 from ..core.call import NOTHING, Call, Settings
 from ..core.operations import Operation
 from ..core.options import PLAIN, ScoreOptions, softcap_slope
-from ..core.task import ANY, Choice, Part
+from ..core.task import ANY, Choice, ColumnRange
 from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from ..torch import eager
@@ -142,7 +142,7 @@ def _states_by_kernel(shard: Shard, entropy: bool) -> RowStates:
 
 
 def call_of(
-    operation: Operation, shard: Shard, operands: Mapping[str, Any] = NOTHING, part: Part | None = None
+    operation: Operation, shard: Shard, operands: Mapping[str, Any] = NOTHING, columns: ColumnRange | None = None
 ) -> Call:
     """The call of an operation on a shard.
 
@@ -150,13 +150,13 @@ def call_of(
         operation: Its declaration.
         shard: The local part.
         operands: The operands besides the input: numbers, "weight", and tensors with one value per row or per call.
-        part: The position of the shard, if kernels exchange states.
+        columns: The position of the shard, if kernels exchange states.
     """
     x, dim = shard.x, shard.dim
     beside = {name: t.unsqueeze(dim) if isinstance(t, Tensor) and t.dim() else t for name, t in operands.items()}
     if "weight" in operands:
         beside["weight"] = shard._replace(weight=operands["weight"]).weights
-    settings = Settings(dim, x.dtype if operation.backward else None, choice=shard.choice, part=part)
+    settings = Settings(dim, x.dtype if operation.backward else None, choice=shard.choice, part=columns)
     return Call(operation, x, settings, None if shard.options.plain else shard.options, None, beside)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..core.task import Part
+from ..core.task import ColumnRange
 from ..ops import OPERATIONS
 from ..torch.gradients import accumulator_of
 from ..torch.loss_launches import reduced_with_gradient
@@ -39,15 +39,17 @@ class PeerLaunches:
     Args:
         signature: The properties of the call.
         operands: The tensors of the first call.
-        part: The position of the shard.
+        columns: The position of the shard.
         with_gradient: True where backward may follow.
     """
 
-    def __init__(self, signature: ShardSignature, operands: Operands, part: Part, with_gradient: bool) -> None:
+    def __init__(
+        self, signature: ShardSignature, operands: Operands, columns: ColumnRange, with_gradient: bool
+    ) -> None:
         operands = _with_a_column(operands, signature.dim)
         x, target, weight = operands.x, operands.target, operands.weight
         loss, self._wide = signature.loss, accumulator_of(x.dtype, x.dtype)
-        self.signature, self.part = signature, part
+        self.signature, self.columns = signature, columns
         self.operation = _LOGPROBS if loss is None else _LOSS
         self.numbers = {} if loss is None else loss_numbers(loss)
         self.results = tuple("loss" if name == "y" and loss is not None else name for name in signature.outputs)
@@ -55,22 +57,22 @@ class PeerLaunches:
         saved = ("m", "l") if with_gradient and not in_forward else ()
         asked = {*self.results, *saved, *(("y",) if in_forward else ())}
         self.outputs = tuple(output.name for output in self.operation.outputs if output.name in asked)
-        beside = self._beside(target, weight)
+        named = self._shared(target, weight)
         if in_forward:
             # For planning; each call passes its own dy.
-            beside["dy"] = torch.empty((), dtype=self._wide, device=x.device)
+            named["dy"] = torch.empty((), dtype=self._wide, device=x.device)
         # With `weight_sum`, the kernel that adds the weights runs between the one that counts and the loss kernel.
         # Then the loss kernel does not follow the kernel that computes dy.
         counts = loss is not None and loss.reduction == "mean"
-        follows_divisor = in_forward and counts and "weight_sum" not in beside
-        call = call_of(self.operation, Shard.of(signature, operands, None), beside, part)
-        named = operands_of(call)
-        self._launch = prepare(kind_of(call, named, self.outputs), follows_divisor)
-        self._constants = {name: value for name, value in named.items() if isinstance(value, int)}
+        follows_divisor = in_forward and counts and "weight_sum" not in named
+        call = call_of(self.operation, Shard.of(signature, operands, None), named, columns)
+        inputs = operands_of(call)
+        self._launch = prepare(kind_of(call, inputs, self.outputs), follows_divisor)
+        self._constants = {name: value for name, value in inputs.items() if isinstance(value, int)}
         self._reduced: Callable[..., Tensor] | None = None
         self._total: Callable[..., Tensor] | None = None
         if loss is not None and signature.reduces:
-            small = reducer(x, target, weight, loss, with_gradient, part.total)
+            small = reducer(x, target, weight, loss, with_gradient, columns.total)
             assert small is not None
             self._total = small.total
             self._reduced = reduced_with_gradient(self._losses_and_gradient, small, None) if in_forward else None
@@ -92,21 +94,21 @@ class PeerLaunches:
             t if name == "entropy" else t.to(self.signature.result) for name, t in zip(self.results, found, strict=True)
         )
 
-    def _beside(self, target: Tensor, weight: Tensor | None) -> dict[str, Any]:
+    def _shared(self, target: Tensor, weight: Tensor | None) -> dict[str, Any]:
         """The operands that forward and backward share, without the numbers of the score options."""
-        beside: dict[str, Any] = {"target": target, **self.numbers}
+        named: dict[str, Any] = {"target": target, **self.numbers}
         if weight is not None:
-            beside["weight"] = self._local(weight)
+            named["weight"] = self._local(weight)
             if "smoothing" in self.numbers:
-                beside["weight_sum"] = weight.sum(dtype=accumulator_of(self._wide, weight.dtype))
-        return beside
+                named["weight_sum"] = weight.sum(dtype=accumulator_of(self._wide, weight.dtype))
+        return named
 
     def _local(self, weight: Tensor) -> Tensor:
         """The weights of this shard, a view of all weights.
 
         A kernel may need the weight of a target on another GPU, and reads it before or behind the view.
         """
-        first, cols = self.part.first, self.signature.shards.cols
+        first, cols = self.columns.first, self.signature.shards.cols
         if not cols:
             # The one column of an empty shard has a weight, which is not read.
             weight, cols = torch.cat([weight, weight.new_zeros(1)]), 1
@@ -115,10 +117,10 @@ class PeerLaunches:
     def forward(self, operands: Operands, groups: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Saved]:
         """(the results in the accumulator's dtype, what backward reads); the kernel makes the exchange."""
         x, mask, target, weight = operands.x, operands.mask, operands.target, operands.weight
-        given = {**self._constants, **self._beside(target, weight)}
+        inputs = {**self._constants, **self._shared(target, weight)}
         if mask is not None:
-            given["mask"] = mask
-        found = self._launch(x, None, given)
+            inputs["mask"] = mask
+        found = self._launch(x, None, inputs)
         named = dict(zip(self.outputs, found if len(self.outputs) > 1 else (found,), strict=True))
         m, l, entropy = (named.get(name) for name in ("m", "l", "entropy"))
         return tuple(named[name] for name in self.results), Saved(mask, target, weight, m, l, entropy)
@@ -127,21 +129,21 @@ class PeerLaunches:
         self, x: Tensor, target: Tensor, weight: Tensor | None, factor: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The losses of the rows, and `factor` times their gradients."""
-        losses, gradient = self._launch(x, None, {**self._constants, **self._beside(target, weight), "dy": factor})
+        losses, gradient = self._launch(x, None, {**self._constants, **self._shared(target, weight), "dy": factor})
         return losses, gradient
 
     def backward(self, x: Tensor, saved: Saved, dys: tuple[Tensor | None, ...]) -> Tensor:
         """The gradient with respect to the shard, from the gradients of the results."""
         given = {name: dy for name, dy in zip(self.results, dys, strict=True) if dy is not None}
-        beside = {**self._beside(saved.target, saved.weight), "m": saved.m, "l": saved.l}
+        named = {**self._shared(saved.target, saved.weight), "m": saved.m, "l": saved.l}
         dy = given.get("loss" if self.signature.loss is not None else "y")
-        beside["dy"] = torch.zeros_like(saved.m) if dy is None else dy
+        named["dy"] = torch.zeros_like(saved.m) if dy is None else dy
         if "lse" in given:
-            beside["dlse"] = given["lse"]
+            named["dlse"] = given["lse"]
         if "entropy" in given:
-            beside |= {"entropy": saved.entropy, "dentropy": given["entropy"]}
+            named |= {"entropy": saved.entropy, "dentropy": given["entropy"]}
         shard = Shard.of(self.signature, Operands(x, saved.mask), None)
-        call = call_of(OPERATIONS[self.operation.gradient_name], shard, beside, self.part)
+        call = call_of(OPERATIONS[self.operation.gradient_name], shard, named, self.columns)
         run, operands = prepared(call, ("y",))
         dx: Tensor = run(x, None, operands)
         return dx

@@ -20,7 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..core.processes import device_of_small_exchanges, gathered, timeout_of
-from ..core.task import ANY, ITEMSIZE, MOST_PROCESSES, Choice, Part
+from ..core.task import ANY, ITEMSIZE, MOST_PROCESSES, Choice, ColumnRange
 from ..kernels import registry
 from ..kernels.cuda.shard_mail import MAIL, ShardMail, words_of_mail
 from ..planner.strategies import TABLE
@@ -98,9 +98,9 @@ def check_peer_memory(exchange: str | None, reason: str) -> None:
         raise ValueError(f"exchange={PEER_MEMORY!r} cannot be used: {reason}")
 
 
-def part_of(
+def columns_of(
     groups: tuple[Any, ...], x: Tensor, dim: int, first: int, total: int, exchange: str | None, choice: Choice = ANY
-) -> Part | None:
+) -> ColumnRange | None:
     """The position of a shard for kernels that exchange states through peer memory; None for a collective.
 
     Args:
@@ -126,7 +126,7 @@ def part_of(
     check_peer_memory(exchange, reason)
     if reason:
         return None
-    return Part(first if x.shape[dim] else total, total, group.rank(), group.size(), peers.mail)
+    return ColumnRange(first if x.shape[dim] else total, total, group.rank(), group.size(), peers.mail)
 
 
 def known_mail(group: Any) -> str:
@@ -164,7 +164,7 @@ def is_plain(x: Any) -> bool:
 
 
 def with_a_column(x: Tensor, dim: int) -> Tensor:
-    """The shard, or a copy with one column if it has none; kernels neither read nor write this column (`Part`)."""
+    """The shard, or a copy with one column if it has none; kernels neither read nor write it (`ColumnRange`)."""
     if x.shape[dim]:
         return x
     found = torch.cat([x, x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])], dim)

@@ -13,7 +13,7 @@ import torch
 from ..core.arguments import checked_dim
 from ..core.call import Call, Settings
 from ..core.processes import gathered
-from ..core.task import Part
+from ..core.task import ColumnRange
 from ..ops import OPERATIONS
 from ..torch import autograd, eager
 from ..torch.check import check_first_derivative
@@ -22,7 +22,7 @@ from ..torch.gradients import accumulator_of
 from .exchange import RowStates, merge
 from .fast_path import public_key
 from .local import Shard, autocast_dtype, probabilities, runs_kernels, states
-from .peers import part_of, with_a_column
+from .peers import columns_of, with_a_column
 from .shards import ShardedInput, Shards, shards_of
 
 Tensor = torch.Tensor
@@ -114,13 +114,13 @@ def softmax(name: str, x: Tensor, dim: Any, call: ShardedInput) -> Tensor:
     # With a collective, softmax needs no position: the call then only checks that the shards form whole rows.
     shards = shards_of(name, x, dim, call)
     dtype = autocast_dtype(name, x)
-    part = _part(x, dim, shards, call)
-    if part is not None:
-        settings = Settings(dim, dtype, choice=call.choice, part=part)
+    columns = _columns(x, dim, shards, call)
+    if columns is not None:
+        settings = Settings(dim, dtype, choice=call.choice, part=columns)
         options = call.options if x.shape[dim] else call.options._replace(mask=None)
         shard = with_a_column(x.resolve_neg(), dim)
         local = Call(OPERATIONS[name], shard, settings, None if options.plain else options)
-        key = public_key(call, part) if x.shape[dim] and options.plain and dtype == x.dtype else ()
+        key = public_key(call, columns) if x.shape[dim] and options.plain and dtype == x.dtype else ()
         if key:
             prepared_call = autograd.prepared_call(local)
             keep(PREPARED_CALLS, key, lambda operands, _: (prepared_call(operands.x, None),))
@@ -134,9 +134,9 @@ def softmax(name: str, x: Tensor, dim: Any, call: ShardedInput) -> Tensor:
     return y.to(dtype)
 
 
-def _part(x: Tensor, dim: int, shards: Shards, call: ShardedInput) -> Part | None:
+def _columns(x: Tensor, dim: int, shards: Shards, call: ShardedInput) -> ColumnRange | None:
     """The position of the shard for kernels that exchange states through peer memory; None for a collective."""
     # A bias that is broadcast along the row, and a scale that is a tensor, have gradients that sum over the whole row.
     tensors = call.options.bias is not None or isinstance(call.options.scale, Tensor)
     choice = call.choice._replace(backend="eager") if tensors else call.choice
-    return part_of(call.groups, x, dim, shards.first, shards.total, call.exchange, choice)
+    return columns_of(call.groups, x, dim, shards.first, shards.total, call.exchange, choice)
