@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal
 
@@ -265,6 +265,9 @@ EXPONENT_SUM = Accumulator("l")
 MEAN_SUM = Accumulator("zl")
 """`sum(z * exp(z - m))`: over l, the mean score of a row under its softmax."""
 
+SUMS = (EXPONENT_SUM, MEAN_SUM)
+"""The sums of every forward operation."""
+
 PRODUCT_SUM = Accumulator("dot", rescaled=False)
 """Sum over a row in the gradient of softmax, of x * dy, and of log-softmax, of dy."""
 
@@ -275,6 +278,9 @@ STATISTICS: tuple[Output, ...] = (
     Output("entropy", "row", "accumulator", needs=("l", "zl"), on_request=True),
 )
 """More outputs of every forward operation, on request: lse is m + log(l); m is finite; entropy is lse - zl / l."""
+
+INEXACT_STATISTICS = tuple(replace(output, exact=False) for output in STATISTICS)
+"""The same statistics where 16-bit accuracy can be enough (`Output.exact`)."""
 
 STATE = (Operand("m", "row"), Operand("l", "row"))
 """The state of each row.

@@ -13,18 +13,7 @@ import numpy as np
 from ..core import formulas
 from ..core.arrays import Array
 from ..core.formulas import Formula
-from ..core.operations import (
-    ALL_OPTIONS,
-    DY,
-    EXPONENT_SUM,
-    MEAN_SUM,
-    OPTIONS_OF_GRADIENTS,
-    PRODUCT_SUM,
-    STATISTICS,
-    Operation,
-    Output,
-    X,
-)
+from ..core.operations import ALL_OPTIONS, DY, OPTIONS_OF_GRADIENTS, PRODUCT_SUM, STATISTICS, SUMS, Operation, Output, X
 
 
 def _log_softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
@@ -32,9 +21,9 @@ def _log_softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
 
 
 FORWARD = Operation(
-    "log_softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), ALL_OPTIONS,
+    "log_softmax", (X,), SUMS, (Output("y", "element"), *STATISTICS), ALL_OPTIONS,
     Formula(formulas.SUMS, {"y": _log_softmax, **formulas.STATISTICS}),
-    "log_softmax_backward", ("y",),
+    gradient_name="log_softmax_backward", saved=("y",),
 )  # fmt: skip
 
 BACKWARD = Operation(

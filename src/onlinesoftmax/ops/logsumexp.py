@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from ..core import formulas
 from ..core.formulas import Formula
-from ..core.operations import (
-    ALL_OPTIONS,
-    EXPONENT_SUM,
-    MEAN_SUM,
-    STATISTICS,
-    Operand,
-    Operation,
-    Output,
-    X,
-)
+from ..core.operations import ALL_OPTIONS, STATISTICS, SUMS, Operand, Operation, Output, X
 
 FORWARD = Operation(
-    "logsumexp", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "row"), *STATISTICS), ALL_OPTIONS,
+    "logsumexp", (X,), SUMS, (Output("y", "row"), *STATISTICS), ALL_OPTIONS,
     Formula(formulas.SUMS, {"y": formulas.logsumexp, **formulas.STATISTICS}),
-    "logsumexp_backward", ("x", "lse"),
+    gradient_name="logsumexp_backward", saved=("x", "lse"),
 )  # fmt: skip
 
 BACKWARD = Operation(

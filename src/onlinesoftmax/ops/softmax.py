@@ -13,18 +13,7 @@ import numpy as np
 from ..core import formulas
 from ..core.arrays import Array
 from ..core.formulas import Formula
-from ..core.operations import (
-    ALL_OPTIONS,
-    DY,
-    EXPONENT_SUM,
-    MEAN_SUM,
-    OPTIONS_OF_GRADIENTS,
-    PRODUCT_SUM,
-    STATISTICS,
-    Operation,
-    Output,
-    X,
-)
+from ..core.operations import ALL_OPTIONS, DY, OPTIONS_OF_GRADIENTS, PRODUCT_SUM, STATISTICS, SUMS, Operation, Output, X
 
 
 def _softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
@@ -32,9 +21,9 @@ def _softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:
 
 
 FORWARD = Operation(
-    "softmax", (X,), (EXPONENT_SUM, MEAN_SUM), (Output("y", "element"), *STATISTICS), ALL_OPTIONS,
+    "softmax", (X,), SUMS, (Output("y", "element"), *STATISTICS), ALL_OPTIONS,
     Formula(formulas.SUMS, {"y": _softmax, **formulas.STATISTICS}),
-    "softmax_backward", ("y",), may_keep_terms=True,
+    gradient_name="softmax_backward", saved=("y",), may_keep_terms=True,
 )  # fmt: skip
 
 BACKWARD = Operation(

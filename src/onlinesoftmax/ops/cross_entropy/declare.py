@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ...core.operations import (
-    EXPONENT_SUM,
-    MEAN_SUM,
-    STATE,
-    STATISTICS,
-    TARGET,
-    Accumulator,
-    Operand,
-    Operation,
-    Output,
-    X,
-)
+from ...core.operations import INEXACT_STATISTICS, STATE, SUMS, TARGET, Accumulator, Operand, Operation, Output, X
 from . import formulas
 
 CLASSES = (
@@ -50,14 +37,14 @@ OPTIONS = ("scale", "softcap", "mask")
 # input, while the row is on chip.
 FORWARD = Operation(
     "cross_entropy", (X, TARGET, Operand("dy", "row", optional=True), *CLASSES),
-    (EXPONENT_SUM, MEAN_SUM, Accumulator("wz", rescaled=False, only_with="smoothing")),
+    (*SUMS, Accumulator("wz", rescaled=False, only_with="smoothing")),
     (
         Output("loss", "row", "accumulator", needs=("l", "wz"), exact=False),
         *LOSSES_REDUCED,
         Output("y", "element", "input", on_request=True),
-        *(replace(output, exact=False) for output in STATISTICS),
+        *INEXACT_STATISTICS,
     ),
-    OPTIONS, formulas.FORWARD, "cross_entropy_backward", ("x", "target", "m", "l"), may_keep_terms=True,
+    OPTIONS, formulas.FORWARD, gradient_name="cross_entropy_backward", saved=("x", "target", "m", "l"), may_keep_terms=True,
 )  # fmt: skip
 
 BACKWARD = Operation(

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ...core.operations import (
-    ALL_OPTIONS,
-    EXPONENT_SUM,
-    MEAN_SUM,
-    STATE,
-    STATISTICS,
-    TARGET,
-    Operand,
-    Operation,
-    Output,
-    X,
-)
+from ...core.operations import ALL_OPTIONS, INEXACT_STATISTICS, STATE, SUMS, TARGET, Operand, Operation, Output, X
 from . import formulas
 
 FORWARD = Operation(
-    "token_logprobs", (X, TARGET), (EXPONENT_SUM, MEAN_SUM),
-    (Output("y", "row", "accumulator", exact=False), *(replace(output, exact=False) for output in STATISTICS)),
-    ALL_OPTIONS, formulas.FORWARD, "token_logprobs_backward", ("x", "target", "m", "l", "entropy"),
+    "token_logprobs", (X, TARGET), SUMS,
+    (Output("y", "row", "accumulator", exact=False), *INEXACT_STATISTICS),
+    ALL_OPTIONS, formulas.FORWARD, gradient_name="token_logprobs_backward", saved=("x", "target", "m", "l", "entropy"),
 )  # fmt: skip
 
 # dy, dlse and dentropy are the gradients of the logarithm, of lse and of the entropy of every row.
