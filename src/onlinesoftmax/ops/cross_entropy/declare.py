@@ -44,7 +44,8 @@ FORWARD = Operation(
         Output("y", "element", "input", on_request=True),
         *INEXACT_STATISTICS,
     ),
-    OPTIONS, formulas.FORWARD, gradient_name="cross_entropy_backward", saved=("x", "target", "m", "l"), may_keep_terms=True,
+    OPTIONS, formulas.FORWARD, gradient_name="cross_entropy_backward", saved=("x", "target", "m", "l"),
+    may_keep_terms=True,
 )  # fmt: skip
 
 BACKWARD = Operation(
