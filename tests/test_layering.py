@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("nn", "overrides"),
     ("",),
-    ("lab",),
+    ("lab", "lab.names", "lab.bridge"),
     ("lab.verify",),
     ("lab.bench",),
     ("lab.report",),

@@ -10,25 +10,23 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
-pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
-from bench_command import Raises, Wrong, table
+from bench_cases import CPU, Raises, Wrong, table
 
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Access, Problem
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.lab.bench import analysis, libraries, record_file
-from onlinesoftmax.lab.bench.cases import Case, parse_shape
+from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.check import Reference
 from onlinesoftmax.lab.bench.inputs import make_input
 from onlinesoftmax.lab.bench.peers import Ours, Torch
 from onlinesoftmax.lab.bench.result import CaseResult
 from onlinesoftmax.lab.bench.run import run
 from onlinesoftmax.lab.bench.timing import Against
+from onlinesoftmax.lab.names import parse_shape
 from onlinesoftmax.planner.plan import Plan, plan
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
-pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
-from bench_command import SMALL, Raises, Wrong, call, table
+from bench_cases import CPU, SMALL, Raises, Wrong, call, table
 
 from onlinesoftmax.lab.bench import cold_suite, host_times, tables
 from onlinesoftmax.lab.bench.cases import Case
@@ -23,7 +22,6 @@ from onlinesoftmax.lab.bench.peers import Ours, Peer, Torch
 from onlinesoftmax.lab.bench.result import CallsCaseResult
 from onlinesoftmax.lab.bench.timing import CpuClock
 
-CPU = torch.device("cpu")
 SOFTMAX = Case("softmax", (4, 8), 1, "float32")
 LOSS = Case("cross_entropy", (4, 8), 1, "float32")
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
-pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
-from bench_command import SMALL, Raises, Wrong, call
+from bench_cases import SMALL, Raises, Wrong, call
 
 from onlinesoftmax.lab.bench import libraries, record_file
 from onlinesoftmax.lab.bench.record_file import record_name

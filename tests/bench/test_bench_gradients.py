@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from math import inf
@@ -13,13 +12,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
-pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
-import typer
-from typer.testing import CliRunner
+from bench_cases import CPU, ON_CPU, call, needs_interpreter
 
-from onlinesoftmax.cli.bench import bench
 from onlinesoftmax.lab.bench import formulas, libraries
 from onlinesoftmax.lab.bench.cases import SCALE, SOFTCAP, Case
 from onlinesoftmax.lab.bench.check import Reference
@@ -29,20 +25,9 @@ from onlinesoftmax.lab.bench.planned import planned
 from onlinesoftmax.lab.bench.run import run
 from onlinesoftmax.lab.bench.suites import SUITES, cases
 
-CPU = torch.device("cpu")
 GRADIENTS = ["softmax_backward", "log_softmax_backward", "logsumexp_backward"]
 EVERYTHING = ("scale", "softcap", "bias", "mask", "causal")
 FUSED = [("scale",), ("softcap",), ("bias",), ("mask",), ("causal",), EVERYTHING]
-needs_interpreter = pytest.mark.skipif(
-    not importlib.util.find_spec("triton") or torch.cuda.is_available(),
-    reason="runs the kernels on the CPU, in Triton's interpreter",
-)
-
-
-def call(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(bench)
-    return CliRunner().invoke(app, ["--device", "cpu", "--repeat", "1", *arguments])
 
 
 def test_bytes_count_everything_that_must_move_once() -> None:
@@ -212,15 +197,6 @@ def test_our_fused_kernels_pass(fused: tuple[str, ...]) -> None:
     assert reference.judge(Ours("cpu", "triton").prepare(case)(*inputs), allowed, ours=False).wrong is None
 
 
-@pytest.fixture
-def planned_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`explain` as on an H200, with whose numbers the interpreter's launches are planned."""
-    from onlinesoftmax import explanation
-    from onlinesoftmax.core import device
-
-    monkeypatch.setattr(explanation, "_this_device", lambda x: device.known("h200"))
-
-
 @needs_interpreter
 def test_a_case_of_our_kernels_runs_from_end_to_end(planned_for_a_gpu: None) -> None:
     gradient = Case("softmax_backward", (4, 64), 1, "float32")
@@ -241,7 +217,7 @@ def test_the_plan_of_a_fused_case_knows_what_it_reads(planned_for_a_gpu: None) -
 
 
 def test_on_a_cpu_gradients_are_refused_with_the_reason() -> None:
-    done = call("--suite", "gradients", "--shape", "4x8", "--dtype", "float32")
+    done = call(*ON_CPU, "--suite", "gradients", "--shape", "4x8", "--dtype", "float32")
     assert done.exit_code == 2, done.output
     assert "onlinesoftmax can run none of these cases: on a CPU PyTorch's own backward runs" in done.stderr
     assert "GB/s of softmax_backward count 3 tensors" in done.stdout
@@ -257,7 +233,7 @@ def test_gradients_are_measured_over_three_passes() -> None:
 
 def test_a_fused_case_runs_and_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "record.json"
-    done = call("--shape", "8x16", "--dtype", "bfloat16", "--fused", "mask, scale", "--out", str(path))
+    done = call(*ON_CPU, "--shape", "8x16", "--dtype", "bfloat16", "--fused", "mask, scale", "--out", str(path))
     assert done.exit_code == 0, done.output
     assert "8x16 scale+mask" in done.stdout
     record = json.loads(path.read_text())

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
-pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
-from loss_cases import CASES, CPU, PLAIN, ROWS, TOKENS, WITH_TARGET, name, results
+from bench_cases import CASES, CPU, PLAIN, ROWS, TOKENS, WITH_TARGET, name, results
 from torch.nn import functional
 
 from onlinesoftmax.lab.bench.cases import STATISTIC_WEIGHT, Case

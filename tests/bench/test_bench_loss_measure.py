@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
-pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
-from bench_command import table
-from loss_cases import CASES, CPU, LOSS, TOKENS
+from bench_cases import CASES, CPU, LOSS, TOKENS, table
 
 from onlinesoftmax.lab.bench import memory
 from onlinesoftmax.lab.bench.cases import Case

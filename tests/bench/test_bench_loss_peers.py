@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import replace
 from functools import partial
@@ -12,10 +11,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
-pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
-from loss_cases import CASES, CPU, LOSS, ROWS, TOKENS, name, results
+from bench_cases import CASES, CPU, LOSS, ROWS, TOKENS, name, needs_interpreter, results
 from torch.nn import functional
 
 from onlinesoftmax.lab.bench import libraries
@@ -23,11 +21,6 @@ from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.inputs import make_inputs
 from onlinesoftmax.lab.bench.peers import Compiled, Ours, Peer, Torch
 from onlinesoftmax.lab.bench.run import run
-
-needs_interpreter = pytest.mark.skipif(
-    not importlib.util.find_spec("triton") or torch.cuda.is_available(),
-    reason="runs the kernels on the CPU, in Triton's interpreter",
-)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
@@ -49,15 +42,6 @@ def test_the_compiled_function_has_a_compiled_gradient(case: Case, monkeypatch: 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     (compiled,) = results(case, Compiled("cpu"))
     assert compiled.status == "ok", compiled.reason
-
-
-@pytest.fixture
-def planned_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`explain` as on an H200, with whose numbers the interpreter's launches are planned."""
-    from onlinesoftmax import explanation
-    from onlinesoftmax.core import device
-
-    monkeypatch.setattr(explanation, "_this_device", lambda x: device.known("h200"))
 
 
 @needs_interpreter

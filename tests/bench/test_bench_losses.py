@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
-pytest.importorskip("typer", reason="the benchmark is a command")
 
 import torch
-from loss_cases import CASES, CPU, LOSS, ROWS, TOKENS, call, name
+from bench_cases import CASES, CPU, LOSS, ON_CPU, ROWS, TOKENS, call, name
 
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.inputs import make_inputs
@@ -102,14 +101,14 @@ def test_what_is_given_replaces_what_the_suite_of_losses_says() -> None:
 
 def test_the_command_measures_losses_and_records_them() -> None:
     small = ("--shape", "4x8", "--dtype", "float32")
-    done = call("--suite", "cross-entropy", *small, "--json")
+    done = call(*ON_CPU, "--suite", "cross-entropy", *small, "--json")
     assert done.exit_code == 0, done.output
     mean, none = json.loads(done.stdout)["cases"]
     assert (mean["with_gradient"], mean["reduction"], none["reduction"]) == (True, "mean", "none")
     for case in (mean, none):
         assert [(result["who"], result["status"]) for result in case["results"]] == [("ours", "ok"), ("torch", "ok")]
         assert case["within_cpu_bound"] is None
-    done = call("--op", "token_logprobs", "--with-gradient", *small)
+    done = call(*ON_CPU, "--op", "token_logprobs", "--with-gradient", *small)
     assert done.exit_code == 0, done.output
     assert "4x8 with gradient" in done.stdout
 
@@ -130,7 +129,7 @@ def test_the_command_measures_losses_and_records_them() -> None:
     ],
 )
 def test_the_command_refuses_in_one_sentence(arguments: tuple[str, ...], says: str) -> None:
-    done = call("--shape", "4x8", *arguments)
+    done = call(*ON_CPU, "--shape", "4x8", *arguments)
     assert done.exit_code == 2, done.output
     (line,) = done.stderr.strip().splitlines()
     assert says in line

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
-pytest.importorskip("typer", reason="the benchmark is a command")
 
-from bench_command import SMALL, Wrong, call
+
+from bench_cases import SMALL, Wrong, call
 
 from onlinesoftmax.lab.bench import libraries, run
 from onlinesoftmax.lab.bench.cases import Case

@@ -16,9 +16,11 @@ import torch
 from typer.testing import CliRunner
 
 import onlinesoftmax as osm
+from onlinesoftmax import explanation
 from onlinesoftmax.cli import build
 from onlinesoftmax.core.device import known
-from onlinesoftmax.jax import bridge, device, functions
+from onlinesoftmax.jax import functions
+from onlinesoftmax.lab import bridge
 from onlinesoftmax.lab import verify as verification
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.inputs import make_inputs
@@ -93,7 +95,7 @@ def test_bench_measures_a_mean_by_one_pass(monkeypatch: pytest.MonkeyPatch) -> N
         return cross_entropy(*arrays, **more)
 
     monkeypatch.setattr(functions, "cross_entropy", spy)
-    monkeypatch.setattr(device, "from_jax", lambda: known("h200"))
+    monkeypatch.setattr(explanation, "from_jax", lambda: known("h200"))
     for reduction in ("mean", "none"):
         case = Case("cross_entropy", (8, 40), 1, "float32", with_gradient=True, reduction=reduction)
         inputs = make_inputs(case, CPU)

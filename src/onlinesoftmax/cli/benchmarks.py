@@ -62,8 +62,8 @@ def cases_of(suite: Suite, options: Mapping[str, Any]) -> list[Case]:
     Raises:
         ValueError: a name is unknown, or a case makes no sense.
     """
-    from ..lab.bench.cases import parse_shape
     from ..lab.bench.suites import cases
+    from ..lab.names import parse_shape
 
     shapes = [parse_shape(text) for text in options["shape"] or []]
     return cases(

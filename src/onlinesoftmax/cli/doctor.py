@@ -92,8 +92,8 @@ def _backends() -> list[dict[str, Any]]:
 
 def _unavailable(name: str) -> str | None:
     """The reason why a backend's kernels cannot be called here; None when they can."""
-    from ..jax import bridge
     from ..kernels import registry
+    from ..lab import bridge
     from ..torch.device import here
 
     return bridge.unavailable(here().kind) if name == "pallas" else registry.unavailable(name)

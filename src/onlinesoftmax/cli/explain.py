@@ -99,7 +99,7 @@ def explain(
 def _explain(shape: str, options: dict[str, Any], **asked: Any) -> Explanation:
     from ..explanation import explain as explain_shape
     from ..kernels.registry import missing
-    from ..lab.bench.cases import parse_shape
+    from ..lab.names import parse_shape
     from ..planner.plan import PlanError
 
     try:

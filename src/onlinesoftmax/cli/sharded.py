@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from ..lab.bench.cases import known
+from ..lab.names import check_names
 from . import benchmarks, output
 from .torchrun import joining, processes
 
@@ -87,7 +87,7 @@ def _checked(options: dict[str, Any], suite: Suite, known_peers: list[str]) -> t
     asked = known_peers if options["peers"] is None else benchmarks.split_names(options["peers"])
     try:
         todo = benchmarks.cases_of(suite, options)
-        known("peer", asked, known_peers)
+        check_names("peer", asked, known_peers)
         benchmarks.check_plan_names(options["backend"], options["strategy"], "torch")
     except ValueError as error:
         output.fail(error)

@@ -110,8 +110,8 @@ def _todo(
     quick: bool, op: list[str], outputs: str, cols: list[int], shape: list[str], dtype: list[str]
 ) -> tuple[list[Shape], bool]:
     """(the shapes to measure, True where they are a part of the grid); ends the program where there are none."""
-    from ..lab.bench.cases import parse_shape
     from ..lab.bench.tune_shapes import Part, shapes
+    from ..lab.names import parse_shape
 
     chosen = [op, outputs, cols, shape, dtype]
     if quick and any(chosen):

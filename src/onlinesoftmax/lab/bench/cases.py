@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -12,8 +11,7 @@ from ...core.operations import Operation, Output, ValueKind
 from ...core.options import SCORE_OPTIONS, ScoreOptions
 from ...core.task import ITEMSIZE
 from ...ops import OPERATIONS
-
-Shape = tuple[int, ...]
+from ..names import Shape, check_names
 
 MEASURED = tuple(name for name, operation in OPERATIONS.items() if not (operation.backward and operation.has_target))
 """Names of the operations that the benchmark measures.
@@ -21,20 +19,20 @@ MEASURED = tuple(name for name, operation in OPERATIONS.items() if not (operatio
 The gradient of an operation with a target column per row is measured through autograd only (`Case.with_gradient`).
 """
 
-REDUCTIONS: dict[str, tuple[str, ...]] = {"cross_entropy": ("mean", "none")}
-"""Reductions of the losses that are measured, by operation; the first is the default."""
+REDUCTIONS = {name: ("mean", "none") if operation.call_outputs else () for name, operation in OPERATIONS.items()}
+"""Reductions that are measured, by operation; the first is the default, and without scalar outputs there are none."""
 
-STATISTICS: dict[str, tuple[str, ...]] = {"token_logprobs": ("entropy",)}
-"""Names of the outputs that a call returns beside its main output, by operation."""
+STATISTICS = {
+    name: tuple(kept for kept in operation.kept_outputs if kept not in (operation.result.name, "lse", "m", "l"))
+    for name, operation in OPERATIONS.items()
+}
+"""Names of the outputs that a call returns beside its main output, by operation: those that it keeps for a gradient."""
 
 STATISTIC_WEIGHT = 0.125
 """Incoming gradient of a statistic over that of the main output: a power of two, so that the product is exact."""
 
 GRADIENT, INCOMING = "gradient", "dy"
 """Names of the gradient with respect to the input, and of the incoming gradient of the main output."""
-
-MOST_ELEMENTS = 1 << 62
-"""Number of elements that no input has: their bytes would not fit a signed integer of 64 bits."""
 
 FUSED = tuple(SCORE_OPTIONS)
 """Names of the score options, in the order in which they are applied."""
@@ -101,7 +99,7 @@ class Case:
     reduction: str = ""
 
     def __post_init__(self) -> None:
-        known("score option", self.fused, FUSED)
+        check_names("score option", self.fused, FUSED)
         if self.fused and (self.backward or self.with_gradient):
             raise ValueError(f"{self.operation} with {', '.join(self.fused)}: gradients have no score options here")
         if self.fused and self.declaration.has_target:
@@ -114,13 +112,13 @@ class Case:
             raise ValueError(f"{self}: causal needs a dimension of queries before dim, no longer than dim")
 
     def _check_reduction(self) -> None:
-        reductions = REDUCTIONS.get(self.operation, ())
+        reductions = REDUCTIONS[self.operation]
         if not self.reduction and reductions:
             object.__setattr__(self, "reduction", reductions[0])
         if self.reduction and not reductions:
             raise ValueError(f"reduction={self.reduction!r}: {self.operation} has no reduction")
         if self.reduction:
-            known("reduction", [self.reduction], reductions)
+            check_names("reduction", [self.reduction], reductions)
             if self.dim != min(1, len(self.shape) - 1):
                 raise ValueError(f"dim={self.dim}: {self.operation} has its classes in dim 1, as PyTorch has them")
 
@@ -129,7 +127,7 @@ class Case:
         words = ["x".join(map(str, self.shape)) + ("" if inner else f" dim {self.dim}")]
         words += ["+".join(self.fused)] if self.fused else []
         # The default reduction is not worth a word in each line.
-        words += [self.reduction] if self.reduction not in REDUCTIONS.get(self.operation, ("",))[:1] else []
+        words += [self.reduction] if self.reduction not in ("", *REDUCTIONS[self.operation][:1]) else []
         return " ".join(words + ["with gradient"] * self.with_gradient)
 
     @property
@@ -186,7 +184,7 @@ class Case:
     def returned(self) -> tuple[Returned, ...]:
         """The tensors that the function of the case returns: the gradient where there is one, then the outputs."""
         declaration = self.declaration
-        names = (declaration.result.name, *STATISTICS.get(self.operation, ()))
+        names = (declaration.result.name, *STATISTICS[self.operation])
         outputs = [self._returned(declaration.output(name)) for name in names]
         gradient = Returned(GRADIENT, "element", self.shape, self.dtype)
         return (gradient, *outputs) if self.with_gradient else tuple(outputs)
@@ -298,33 +296,3 @@ class Case:
     def as_dict(self) -> dict[str, Any]:
         """Attributes and bytes, for JSON."""
         return {**asdict(self), "shape": list(self.shape), "fused": list(self.fused), "bytes": self.bytes}
-
-
-def known(what: str, names: Iterable[str], table: Iterable[str]) -> None:
-    """Raise a ValueError that lists the table for the first name that is not in it."""
-    for name in names:
-        if name not in table:
-            raise ValueError(f"unknown {what} {name!r}; there are: {', '.join(table)}")
-
-
-def parse_shape(text: str) -> Shape:
-    """The shape that a text describes: sizes with x, X, × or * between them; a size may be a power, as in 2^20.
-
-    Raises:
-        ValueError: the text describes no shape; the message quotes it.
-
-    Example:
-        >>> parse_shape("4096x50257"), parse_shape("1*2^20")
-        ((4096, 50257), (1, 1048576))
-    """
-    sizes = []
-    for part in re.split(r"[xX×*]", text.strip()):
-        match = re.fullmatch(r"\s*(\d{1,19})(?:\^(\d{1,2}))?\s*", part)
-        if not match:
-            raise ValueError(f"shape {text!r}: expected sizes with x between them, as in 4096x50257")
-        sizes.append(int(match[1]) ** int(match[2] or 1))
-    if min(sizes) < 1:
-        raise ValueError(f"shape {text!r}: every size must be at least 1")
-    if prod(sizes) >= MOST_ELEMENTS:
-        raise ValueError(f"shape {text!r}: more elements than any memory holds")
-    return tuple(sizes)

@@ -92,7 +92,7 @@ def _part(case: Case, returned: Returned, inputs: Inputs) -> Part:
         return Part(returned, list(pieces(case)), at)
     rows = whole(forward, at)
     value = rows.mean() if returned.kind == "call" else rows
-    size = value if returned.name in STATISTICS.get(case.operation, ()) else None
+    size = value if returned.name in STATISTICS[case.operation] else None
     return Part(returned, [()], lambda _: (value, size))
 
 

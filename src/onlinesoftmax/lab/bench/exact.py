@@ -74,7 +74,7 @@ def exact_gradient(case: Case, inputs: Inputs) -> Exact:
         # The loss is a mean over the rows.
         where = {"dtype": torch.float64, "device": inputs[0].device}
         known[INCOMING] = torch.full(case.row_shape, 1 / case.rows, **where)
-    statistics = STATISTICS.get(case.operation, ())
+    statistics = STATISTICS[case.operation]
     known |= {f"d{name}": STATISTIC_WEIGHT * known[INCOMING] for name in statistics}
     operands = {operand.name: operand for operand in gradient.declaration.operands}
     for output in forward.declaration.outputs:

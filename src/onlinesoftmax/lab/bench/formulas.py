@@ -53,7 +53,7 @@ def own(case: Case) -> Function:
     if case.with_gradient:
         return with_gradient(case, own(case.without_gradient))
     if case.declaration.has_target:
-        return _WITH_TARGET[case.operation](case)
+        return _loss(case) if case.reduction else _log_probabilities(case)
 
     dim, dtype = case.dim, getattr(torch, case.dtype)
     if is_written_out(case):
@@ -84,10 +84,6 @@ def _log_probabilities(case: Case) -> Function:
         return logprob, -(log_p.exp() * log_p).sum(dim)
 
     return function
-
-
-_WITH_TARGET = {"cross_entropy": _loss, "token_logprobs": _log_probabilities}
-"""PyTorch's function for each operation with a target; written out where PyTorch has none."""
 
 
 def is_written_out(case: Case) -> bool:

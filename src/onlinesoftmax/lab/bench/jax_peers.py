@@ -8,8 +8,8 @@ from typing import Any
 from ...core.arrays import namespace
 from ...core.options import Functions, scores
 from ...core.task import Choice
-from ...jax import bridge
 from ...ops.reference import evaluate
+from .. import bridge
 from .cases import Case
 from .formulas import Function, incoming
 from .peers import Ours, Peer
@@ -99,7 +99,7 @@ def _of_jax_nn(case: Case) -> Function:
     if case.backward:
         return partial(_its_gradient, case)
     if case.declaration.has_target:
-        return called(case, _BY_JAX_NN[case.operation](case))
+        return called(case, _loss_by_jax_nn(case) if case.reduction else _log_probabilities_by_jax_nn(case))
     if case.with_gradient:
         return called(case, partial(getattr(jax.nn, case.operation), axis=case.dim))
     functions, forward = Functions(jnp.tanh, jnp.where), getattr(jax.nn, case.operation)
@@ -191,6 +191,3 @@ def _log_softmax(case: Case, x: Any) -> Any:
     import jax
 
     return jax.nn.log_softmax(x.astype(case.accumulator), axis=case.dim)
-
-
-_BY_JAX_NN = {"cross_entropy": _loss_by_jax_nn, "token_logprobs": _log_probabilities_by_jax_nn}

@@ -7,8 +7,8 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
+from ..names import check_names
 from .cases import Case
-from .cases import known as check_names
 from .formulas import Function, with_gradient
 from .peers import Compiled, Peer, Torch, first_line
 

@@ -11,7 +11,8 @@ from ...core.task import ITEMSIZE
 from ...planner.plan import Plan
 from ...planner.proposal import Blocks, Threads
 from ...planner.variant import ONLY
-from .cases import MEASURED, MOST_ELEMENTS, Case, known
+from ..names import MOST_ELEMENTS, check_names
+from .cases import MEASURED, Case
 from .timing import Against, Times
 
 if TYPE_CHECKING:
@@ -161,8 +162,8 @@ class CaseResult:
         Raises:
             ValueError: no such case can be measured.
         """
-        known("operation", [recorded["operation"]], MEASURED)
-        known("dtype", [recorded["dtype"]], ITEMSIZE)
+        check_names("operation", [recorded["operation"]], MEASURED)
+        check_names("dtype", [recorded["dtype"]], ITEMSIZE)
         if recorded["dim"] >= len(recorded["shape"]):
             raise ValueError(f"dim {recorded['dim']} is out of range for the shape {recorded['shape']}")
         if prod(recorded["shape"]) >= MOST_ELEMENTS:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ...core.task import ITEMSIZE
-from .cases import FUSED, MEASURED, Case, Shape, known
+from ..names import Shape, check_names
+from .cases import FUSED, MEASURED, Case
 
 Measures = Literal["device time", "host time", "first calls", "sharded time"]
 """Kinds of measurements; kinds.py has the table of each."""
@@ -218,7 +219,7 @@ def suite_of(name: str, quick: bool = False) -> Suite:
     Raises:
         ValueError: there is no such suite.
     """
-    known("suite", [name], SUITES)
+    check_names("suite", [name], SUITES)
     return SUITES[name].quick if quick else SUITES[name]
 
 
@@ -252,9 +253,9 @@ def cases(
         >>> [str(case) for case in cases(suite, shapes=[(4, 8)], dtypes=["float32"], fused=fused)]
         ['4x8 scale+mask']
     """
-    known("operation", operations, MEASURED)
-    known("dtype", dtypes, ITEMSIZE)
-    known("score option", fused, FUSED)
+    check_names("operation", operations, MEASURED)
+    check_names("dtype", dtypes, ITEMSIZE)
+    check_names("score option", fused, FUSED)
     if dim is not None and not shapes:
         raise ValueError("a dim needs a shape: each shape of a suite has its own")
     chosen: Iterable[Entry] = suite.entries

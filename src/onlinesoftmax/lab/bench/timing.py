@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -74,6 +74,28 @@ USUAL = Flush()
 """One flush, which leaves dirty lines."""
 
 
+Events = tuple[Any, Any]
+"""CUDA events before and after a call."""
+
+
+def rounds(counts: Mapping[str, int]) -> Iterator[list[str]]:
+    """The names of the calls of each round; each name is in as many rounds as it counts, evenly spread.
+
+    Drift of the machine then affects all calls alike.
+
+    >>> list(rounds({"a": 4, "b": 2}))
+    [['a'], ['a', 'b'], ['a'], ['a', 'b']]
+    """
+    most = max(counts.values())
+    for i in range(most):
+        yield [name for name, count in counts.items() if i * count // most != (i + 1) * count // most]
+
+
+def elapsed_us(events: Iterable[Events]) -> list[float]:
+    """Microseconds between the events of each pair."""
+    return [1e3 * start.elapsed_time(end) for start, end in events]
+
+
 class CpuClock:
     """The clock of a CPU: perf_counter around single calls, every call once per round in random order."""
 
@@ -85,7 +107,7 @@ class CpuClock:
         shuffle = random.Random(0).shuffle
         samples: Samples = {name: [] for name in names}
 
-        def rounds(least: int, until_ns: float) -> None:
+        def repeat(least: int, until_ns: float) -> None:
             for i in range(20000):
                 if i >= least and perf_counter_ns() > until_ns:
                     return
@@ -99,10 +121,10 @@ class CpuClock:
 
         budget_ns = budget_ms * len(names) * 1e6
         with quiet():
-            rounds(1, perf_counter_ns() + budget_ns / 10)
+            repeat(1, perf_counter_ns() + budget_ns / 10)
             for found in samples.values():
                 found.clear()
-            rounds(5, perf_counter_ns() + budget_ns)
+            repeat(5, perf_counter_ns() + budget_ns)
         return samples
 
     def host_us(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
@@ -149,17 +171,12 @@ class CudaClock:
     def _rounds(
         self, calls: Mapping[str, Call], counts: dict[str, int], flush: Flush = USUAL, flushed_too: bool = False
     ) -> Samples:
-        most = max(counts.values())
-        events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
+        events: dict[str, list[Events]] = {name: [] for name in calls}
         with quiet():
-            for i in range(most):
-                for name, call in calls.items():
-                    # `count` of the `most` rounds, evenly spread.
-                    if i * counts[name] // most == (i + 1) * counts[name] // most:
-                        continue
-                    events[name].append(self._timed(call, flush.least, name in flush.clean, flushed_too))
+            for name in (name for names in rounds(counts) for name in names):
+                events[name].append(self._timed(calls[name], flush.least, name in flush.clean, flushed_too))
             self._cuda.synchronize(self._device)
-        return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+        return {name: elapsed_us(pairs) for name, pairs in events.items()}
 
     def on_end(self, calls: Sequence[Call], rounds: int, clean: bool = False) -> list[float]:
         """Microseconds of every call in `rounds` samples, each call repeated without others between.
@@ -174,19 +191,16 @@ class CudaClock:
         """
         half = (rounds + 1) // 2
         passes = [count for count in (half, rounds - half) if count]
-        events: list[list[list[tuple[Any, Any]]]] = [[] for _ in calls]
+        events: list[list[list[Events]]] = [[] for _ in calls]
         with quiet():
             for count in passes:
                 for call, found in zip(calls, events, strict=True):
                     call()
                     found.append([self._timed(call, clean=clean) for _ in range(count)])
             self._cuda.synchronize(self._device)
-        return [
-            min(statistics.median(1e3 * start.elapsed_time(end) for start, end in samples) for samples in found)
-            for found in events
-        ]
+        return [min(statistics.median(elapsed_us(samples)) for samples in found) for found in events]
 
-    def _timed(self, call: Call, flushes: int = 1, clean: bool = False, flushed_too: bool = False) -> tuple[Any, Any]:
+    def _timed(self, call: Call, flushes: int = 1, clean: bool = False, flushed_too: bool = False) -> Events:
         """Events around a call that is queued behind flushes of the L2 cache, or around flushes and call."""
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
         if flushed_too:

@@ -34,7 +34,7 @@ def unavailable(backend: str) -> str | None:
     """Why a backend cannot be measured here, in one sentence; None where it can."""
     if backend != "pallas":
         return registry.unavailable(backend)
-    from ...jax import bridge
+    from .. import bridge
 
     return bridge.unavailable("cuda")
 
@@ -238,9 +238,9 @@ class Tuner:
 
 def _in_jax(option: Request, tensors: list[Any]) -> Callable[[], Any]:
     """The call that runs a plan of Pallas on torch tensors."""
-    from ...jax import bridge
     from ...jax.plans import outputs_of
     from ...kernels import pallas
+    from .. import bridge
 
     operation = option.operation
 

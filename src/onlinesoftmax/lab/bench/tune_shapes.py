@@ -15,7 +15,7 @@ from ...ops import OPERATIONS
 from ...planner import strategies
 from ...planner.measured import optional_operands, stand_in
 from ...planner.plan import Plan, priced
-from .cases import known
+from ..names import check_names
 
 FULL_BYTES = 1 << 27
 """Bytes of a full input: at least twice the L2 of the measured GPUs, so that the data come from memory."""
@@ -151,7 +151,7 @@ def _with(what: str, wanted: Sequence[str], grid: list[Shape], get: Callable[[Sh
     """The shapes of a grid with one of the wanted values; all of them if there is none."""
     if not wanted:
         return grid
-    known(what, wanted, dict.fromkeys(map(get, grid)))
+    check_names(what, wanted, dict.fromkeys(map(get, grid)))
     return [shape for shape in grid if get(shape) in wanted]
 
 

@@ -12,7 +12,7 @@ from ...core.options import SCORE_OPTIONS
 from ...core.task import ITEMSIZE
 from ...explanation import Explanation, explain
 from ...ops import FORWARD, OPERATIONS
-from ..bench.cases import known
+from ..names import check_names
 
 FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "torch": tuple(SCORE_OPTIONS),
@@ -83,10 +83,10 @@ class Choices:
     frameworks: Sequence[str] = tuple(FRAMEWORKS)
 
     def __post_init__(self) -> None:
-        known("GPU", self.gpus, [name for name, device in KNOWN.items() if device.kind == "cuda"])
-        known("operation", self.operations, OPERATIONS)
-        known("dtype", self.dtypes, ITEMSIZE)
-        known("framework", self.frameworks, FRAMEWORKS)
+        check_names("GPU", self.gpus, [name for name, device in KNOWN.items() if device.kind == "cuda"])
+        check_names("operation", self.operations, OPERATIONS)
+        check_names("dtype", self.dtypes, ITEMSIZE)
+        check_names("framework", self.frameworks, FRAMEWORKS)
         if min(self.rows, default=1) < 1:
             raise ValueError(f"a number of rows must be at least 1, got {min(self.rows)}")
 

@@ -16,16 +16,17 @@ from contextlib import contextmanager
 import numpy as np
 
 from ...core.task import ITEMSIZE
-from ...jax import bridge
 from ...kernels import registry
 from ...ops import OPERATIONS
 from ...planner.strategies import FOR_JAX, TABLE
+from .. import bridge
+from ..names import check_names
 from .cell import Cell
 from .exact import Exact, exact_gradient, exact_result, ulp
 from .inputs import CASES, QUICK_GRADIENT_DTYPES, QUICK_GRADIENTS, Case, outliers, specials
 
 __all__ = [
-    "CASES", "INTERPRETER_ULPS", "QUICK_GRADIENTS", "Case", "Cell", "Exact", "check_names", "exact_gradient",
+    "CASES", "INTERPRETER_ULPS", "QUICK_GRADIENTS", "Case", "Cell", "Exact", "exact_gradient",
     "exact_result", "outliers", "pairs", "specials", "ulp", "unavailable", "verify",
 ]  # fmt: skip
 
@@ -60,13 +61,6 @@ def pairs(backends: Sequence[str] = (), strategies: Sequence[str] = ()) -> list[
 def unavailable(backend: str, device: str) -> str | None:
     """One sentence that says why a backend cannot be checked on this machine's "cpu" or "cuda"; None when it can."""
     return bridge.unavailable(device) if backend == "pallas" else registry.unavailable(backend)
-
-
-def check_names(what: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise a ValueError that lists `known` for the first name that is not one of them."""
-    for name in names:
-        if name not in known:
-            raise ValueError(f"unknown {what} {name!r}; there are: {', '.join(dict.fromkeys(known))}")
 
 
 def verify(

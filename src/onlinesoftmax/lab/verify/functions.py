@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import api
 from ...core.operations import Operation
-from ...jax import bridge
+from .. import bridge
 
 Function = Callable[..., Any]
 
@@ -17,30 +17,37 @@ def pytorch(operation: Operation) -> Function:
     import torch
     from torch.nn import functional
 
-    def losses(x: Any, dim: int) -> Any:
-        return functional.cross_entropy(_classes_second(x, dim), target_of(x, dim), reduction="none")
-
     def log_probabilities(x: Any, dim: int) -> Any:
         return torch.log_softmax(x, dim).gather(dim, target_of(x, dim).unsqueeze(dim)).squeeze(dim)
 
-    functions = {"cross_entropy": losses, "token_logprobs": log_probabilities}
-    return functions.get(operation.name) or getattr(torch, operation.name)
+    if not operation.has_target:
+        function: Function = getattr(torch, operation.name)
+        return function
+    return _losses(getattr(functional, operation.name)) if operation.call_outputs else log_probabilities
 
 
 def ours(backend: str, operation: Operation) -> Function:
     """Our public function for a forward operation, through a backend."""
     if backend == "pallas":
         return _in_jax(operation)
-
-    def losses(x: Any, dim: int, **how: Any) -> Any:
-        return api.cross_entropy(_classes_second(x, dim), target_of(x, dim), reduction="none", **how)
+    function: Function = getattr(api, operation.name)
 
     def log_probabilities(x: Any, dim: int, **how: Any) -> Any:
         # Ours are in float32, PyTorch's in the dtype of the logits.
-        return api.token_logprobs(x, target_of(x, dim), dim, **how).logprob.to(x.dtype)
+        return function(x, target_of(x, dim), dim, **how)[0].to(x.dtype)
 
-    functions = {"cross_entropy": losses, "token_logprobs": log_probabilities}
-    return functions.get(operation.name) or getattr(api, operation.name)
+    if not operation.has_target:
+        return function
+    return _losses(function) if operation.call_outputs else log_probabilities
+
+
+def _losses(function: Function) -> Function:
+    """The losses of the rows, by a function that reduces them to a scalar unless it is told not to."""
+
+    def losses(x: Any, dim: int, **how: Any) -> Any:
+        return function(_classes_second(x, dim), target_of(x, dim), reduction="none", **how)
+
+    return losses
 
 
 def _in_jax(operation: Operation) -> Function:

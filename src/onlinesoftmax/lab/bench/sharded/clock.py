@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..timing import Times, quiet
+from ..timing import Times, elapsed_us, quiet, rounds
 from .team import Team
 
 FLUSH_BYTES = 256 << 20
@@ -88,20 +88,15 @@ class GroupClock:
     def _rounds(
         self, calls: Mapping[str, Callable[[], Any]], counts: Mapping[str, int], flushes: Mapping[str, int]
     ) -> dict[str, list[float]]:
-        most = max(counts.values())
         found: dict[str, list[Any]] = {name: [] for name in calls}
         with quiet():
-            for i in range(most):
-                for name, call in calls.items():
-                    # `count` of the `most` rounds, evenly spread, so that drift affects all calls alike.
-                    if i * counts[name] // most != (i + 1) * counts[name] // most:
-                        found[name].append(self._timed(call, flushes[name]))
+            for names in rounds(counts):
+                for name in names:
+                    found[name].append(self._timed(calls[name], flushes[name]))
                 # A host that runs far ahead, or garbage in cycles, would hold the gradients of many calls.
                 self._synchronize()
                 gc.collect(0)
-        if not self._cuda:
-            return found
-        return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in found.items()}
+        return {name: elapsed_us(pairs) for name, pairs in found.items()} if self._cuda else found
 
     def _timed(self, call: Callable[[], Any], flushes: int) -> Any:
         """Microseconds of a call, or the events before and after it."""

@@ -102,11 +102,11 @@ def row_bytes(case: Case, by_peer_memory: bool = False) -> int:
     """
     if by_peer_memory:
         m = 2 if case.dtype == "float64" else 1
-        entropy = "entropy" in STATISTICS.get(case.operation, ())
+        entropy = "entropy" in STATISTICS[case.operation]
         a_sum = 2 * m if case.dtype in ("float32", "float64") or entropy else 1
         forward = m + (1 + entropy) * a_sum + m * case.declaration.has_target
         backward = (m + a_sum) * (case.with_gradient and not case.declaration.per_row)
         return 8 * (forward + backward)
-    numbers = 2 + case.declaration.per_row + len(STATISTICS.get(case.operation, ()))
+    numbers = 2 + case.declaration.per_row + len(STATISTICS[case.operation])
     backward = case.with_gradient and not case.declaration.per_row
     return numbers * (8 if case.dtype == "float64" else 4) + 8 * backward

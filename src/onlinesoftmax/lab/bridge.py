@@ -71,7 +71,7 @@ def forward(name: str) -> Function:
 
 @cache
 def _compiled(name: str, dim: int, arguments: tuple[tuple[str, Any], ...]) -> Function:
-    from . import functions
+    from ..jax import functions
 
     function = partial(getattr(functions, name), axis=dim, **dict(arguments))
 

@@ -1,0 +1,42 @@
+"""Names and shapes that a user writes: they are checked, or read, with an error that quotes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import prod
+
+Shape = tuple[int, ...]
+
+MOST_ELEMENTS = 1 << 62
+"""Number of elements that no input has: their bytes would not fit a signed integer of 64 bits."""
+
+
+def check_names(what: str, names: Iterable[str], table: Iterable[str]) -> None:
+    """Raise a ValueError that lists the table for the first name that is not in it."""
+    for name in names:
+        if name not in table:
+            raise ValueError(f"unknown {what} {name!r}; there are: {', '.join(dict.fromkeys(table))}")
+
+
+def parse_shape(text: str) -> Shape:
+    """The shape that a text describes: sizes with x, X, × or * between them; a size may be a power, as in 2^20.
+
+    Raises:
+        ValueError: the text describes no shape; the message quotes it.
+
+    Example:
+        >>> parse_shape("4096x50257"), parse_shape("1*2^20")
+        ((4096, 50257), (1, 1048576))
+    """
+    sizes = []
+    for part in re.split(r"[xX×*]", text.strip()):
+        match = re.fullmatch(r"\s*(\d{1,19})(?:\^(\d{1,2}))?\s*", part)
+        if not match:
+            raise ValueError(f"shape {text!r}: expected sizes with x between them, as in 4096x50257")
+        sizes.append(int(match[1]) ** int(match[2] or 1))
+    if min(sizes) < 1:
+        raise ValueError(f"shape {text!r}: every size must be at least 1")
+    if prod(sizes) >= MOST_ELEMENTS:
+        raise ValueError(f"shape {text!r}: more elements than any memory holds")
+    return tuple(sizes)
