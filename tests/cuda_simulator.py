@@ -24,7 +24,7 @@ from cuda_stand_ins import STAND_INS
 from onlinesoftmax.kernels.cuda import merge, messages, params, reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
-from onlinesoftmax.kernels.sharded import ShardedRows
+from onlinesoftmax.kernels.sharded import TENSORS, ShardedRows
 
 REPLACED = {
     "numbers": {
@@ -282,7 +282,7 @@ def simulate_sharded(kernel: str, rows: ShardedRows, arrays: Mapping[str, NDArra
     """
     fields = np.frombuffer(bytearray(merge.pack(rows)), np.uint64)
     for name in rows.names:
-        fields[merge.POINTERS.index(name)] = arrays[name].ctypes.data
+        fields[TENSORS.index(name)] = arrays[name].ctypes.data
     launch_sharded(kernel, rows, fields.ctypes.data, folder)
 
 

@@ -14,6 +14,15 @@ STATES = ("m", "l", "logprob")
 OUTPUTS = ("y", "lse", "entropy", "m", "l")
 """Outputs of `merge`: the loss or the log-probability, two statistics, and the state of the whole row."""
 
+TENSORS = ("states", "target", "weight", *OUTPUTS, "dy", "dlse", "count", "to_y", "to_lse", "to_flat")
+"""Tensors of both kernels, in the order of their parameters; a launch has only some of them."""
+
+INTEGERS = ("rows", "processes", "first", "cols", "classes", "ignore_index")
+"""Integer parameters of both kernels, fields of ShardedRows."""
+
+FLOATS = ("smoothing", "z_loss", "scale")
+"""Float64 parameters of both kernels, fields of ShardedRows."""
+
 
 class ShardedRows(NamedTuple):
     """The rows of one call, for one of the two kernels; equal descriptions share a prepared kernel.

@@ -8,23 +8,18 @@ from functools import cache
 
 import torch
 
-from ..sharded import ShardedRows
+from ..sharded import FLOATS, INTEGERS, TENSORS, ShardedRows
 from . import driver
 from .launch import loaded, may_begin_early
 from .source import declarations, text, typed
 
 THREADS = 128
 
-POINTERS = (
-    "states", "target", "weight", "y", "lse", "entropy", "m", "l", "dy", "dlse", "count", "to_y", "to_lse", "to_flat"
-)  # fmt: skip
-"""Fields of the kernel's parameter, in the order of the struct; then come its numbers."""
-
 
 def bind(kernel: str, rows: ShardedRows) -> Callable[[dict[str, torch.Tensor]], None]:
     """The function run(tensors) of the kernel "merge" or "incoming", for the tensors of `rows.names` on one device."""
     blocks, values = blocks_of(rows), pack(rows)
-    places = tuple((POINTERS.index(name), name) for name in rows.names)
+    places = tuple((TENSORS.index(name), name) for name in rows.names)
     stream_of, doing = torch._C._cuda_getCurrentRawStream, f"launching {kernel}_kernel"
 
     def new_call(index: int) -> driver.Arguments:
@@ -61,9 +56,8 @@ def blocks_of(rows: ShardedRows) -> int:
 
 def pack(rows: ShardedRows) -> bytes:
     """The kernel's parameter with zeros for the pointers."""
-    integers = (rows.rows, rows.processes, rows.first, rows.cols, rows.classes, rows.ignore_index)
-    numbers = (rows.smoothing, rows.z_loss, rows.scale)
-    return struct.pack(f"={len(POINTERS)}Q{len(integers)}q{len(numbers)}d", *[0] * len(POINTERS), *integers, *numbers)
+    numbers = [getattr(rows, name) for name in (*INTEGERS, *FLOATS)]
+    return struct.pack(f"={len(TENSORS)}Q{len(INTEGERS)}q{len(FLOATS)}d", *[0] * len(TENSORS), *numbers)
 
 
 def source(rows: ShardedRows) -> str:
@@ -78,7 +72,7 @@ def prologue(rows: ShardedRows) -> str:
     types |= {"TARGET": rows.target, "WEIGHT": rows.weight or rows.accumulator}
     entropy = "entropy" in rows.names
     flags = {"EXACT": True, "ONLY_TERMS": False, "READS_SAVED_OUTPUT": False, "ZERO": False}
-    flags |= {f"HAS_{name.upper()}": name in rows.names for name in POINTERS}
+    flags |= {f"HAS_{name.upper()}": name in rows.names for name in TENSORS}
     flags |= {"LOSS": rows.loss, "SCALAR": rows.scalar}
     flags |= {"SMOOTHED": rows.smoothing != 0, "HAS_Z_LOSS": rows.z_loss != 0}
     numbers = {"SUMS": 1 + entropy, "RESCALED": 3 if entropy else 1, "SUM_ZL": 1 if entropy else -1, "THREADS": THREADS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ...core.options import bits
-from ..sharded import ShardedRows
+from ..sharded import FLOATS, INTEGERS, TENSORS, ShardedRows
 from . import state
 from .launch import TL_DTYPES, Launch, Program
 from .ops import number
@@ -18,37 +19,9 @@ BLOCK = 256
 """Rows of a program."""
 
 
-class Tensors(NamedTuple):
-    """Tensors of both kernels; None where a launch has none."""
-
-    states: Any
-    target: Any
-    weight: Any
-    y: Any
-    lse: Any
-    entropy: Any
-    m: Any
-    l: Any
-    dy: Any
-    dlse: Any
-    count: Any
-    to_y: Any
-    to_lse: Any
-    to_flat: Any
-
-
-class Numbers(NamedTuple):
-    """Numbers of both kernels; the last three are the bits of a float64."""
-
-    rows: int
-    processes: int
-    first: int
-    cols: int
-    classes: int
-    ignore_index: int
-    smoothing: int
-    z_loss: int
-    scale: int
+# A launch has None for a tensor that it lacks, and float64 numbers as the integers that have their bits.
+Tensors = namedtuple("Tensors", TENSORS)
+Numbers = namedtuple("Numbers", (*INTEGERS, *FLOATS))
 
 
 class Form(NamedTuple):
@@ -224,14 +197,12 @@ def bind(kernel: str, rows: ShardedRows) -> Callable[[dict[str, Any]], None]:
 
 def program(kernel: str, rows: ShardedRows) -> Program:
     """The launch of one of the two kernels."""
-    tensors = Tensors(*(name if name in rows.names else None for name in Tensors._fields))
+    tensors = Tensors(*(name if name in rows.names else None for name in TENSORS))
     entropy = "entropy" in rows.names
     rescaled = (True,) * (1 + entropy)
     has = rows.smoothing != 0, rows.z_loss != 0
     form = Form(TL_DTYPES[rows.accumulator], True, rescaled, entropy, *has, rows.loss, rows.scalar, len(rows.sent))
-    numbers = Numbers(
-        rows.rows, rows.processes, rows.first, rows.cols, rows.classes, rows.ignore_index, bits(rows.smoothing),
-        bits(rows.z_loss), bits(rows.scale),
-    )  # fmt: skip
+    integers, floats = ([getattr(rows, name) for name in names] for names in (INTEGERS, FLOATS))
+    numbers = Numbers(*integers, *map(bits, floats))
     function = {"merge": merge_kernel, "incoming": incoming_kernel}[kernel]
     return Program([Launch(function, triton.cdiv(rows.rows, BLOCK), (tensors,), (numbers,), (form, BLOCK), 4)])
