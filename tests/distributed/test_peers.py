@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import onlinesoftmax as osm
 from onlinesoftmax.core.task import ANY, Choice, ColumnRange
-from onlinesoftmax.distributed import peers
+from onlinesoftmax.distributed import fast_path, peers
 from onlinesoftmax.kernels.cuda.shard_mail import ShardMail, words_of_mail
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
@@ -176,6 +177,31 @@ def test_the_key_of_a_call_knows_how_its_group_exchanges(reachable: list[int], m
     monkeypatch.setattr(peers, "_why_unreachable", lambda *_: "the processes run on several hosts")
     part(OnGpu(8, 90), far)
     assert (peers.known_exchange(far), peers.known_mail(far)) == ("collective", "")
+
+
+def test_a_repeated_softmax_takes_the_prepared_call(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call without score options is prepared once for each way of exchange that is known before it."""
+    # The function of this name hides the module.
+    module = sys.modules["onlinesoftmax.distributed.softmax"]
+    checked: list[str] = []
+
+    def apply(call: Any) -> torch.Tensor:
+        checked.append(call.settings.part.mail)
+        return torch.softmax(call.x, 1)
+
+    monkeypatch.setattr(module.autograd, "apply", apply)
+    monkeypatch.setattr(module.autograd, "prepared_call", lambda _: lambda x, out: torch.softmax(x, 1))
+    given, want = {"group": group, "shards": sharded.Shards(0, 4, 4)}, torch.softmax(X, 1)
+    # The first call makes the mailboxes, and the second larger ones: the way that was known before is another one.
+    for known, used in (("", "1"), ("1", "2"), ("2", "2"), ("2", "2"), ("2", "2")):
+        monkeypatch.setattr(fast_path, "COLLECTIVE", known)
+        monkeypatch.setattr(module, "columns_of", lambda *_, used=used: ColumnRange(0, 4, 0, 2, used))
+        assert torch.equal(sharded.softmax(X, **given), want)
+    assert checked == ["1", "2", "2"]
+    for options in ({"scale": 1.0, "softcap": 9.0}, {"mask": X == 0}):
+        for _ in range(2):
+            sharded.softmax(X, **options, **given)
+    assert len(checked) == 7
 
 
 @pytest.fixture
