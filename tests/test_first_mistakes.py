@@ -105,3 +105,5 @@ def test_integer_logits_and_swapped_arguments(name: str) -> None:
             function(x.long(), TARGET)
         with pytest.raises(error, match="swapped"):
             function(TARGET, x)
+        with pytest.raises(error, match="swapped"):
+            function(TARGET.numpy(), x.numpy())
