@@ -324,10 +324,10 @@ def _task_in_jax(
         if not hasattr(t, "dtype"):
             continue
         own = _to_end(_whole(option, tuple(t.shape), shape, axis), axis)
-        arrays[option] = jax_plans.ArraySpec(own, _dtype_of_option(option, t, dtype))
+        arrays[option] = jax_plans.array_spec(own, _dtype_of_option(option, t, dtype))
     numbers = frozenset(given) & {"scale", "softcap"} - arrays.keys()
-    x = jax_plans.ArraySpec(_to_end(shape, axis), dtype)
-    return jax_plans.task_for(name, outputs or jax_plans.outputs_of(name), x, arrays, numbers)
+    written = outputs or jax_plans.outputs_of(name)
+    return jax_plans.task_for(name, written, _to_end(shape, axis), dtype, arrays, numbers)
 
 
 def _option_specs(options: ScoreOptions, shape: tuple[int, ...], axis: int, dtype: str) -> dict[str, TensorSpec]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import NamedTuple
+from types import MappingProxyType
 
 from ..core.device import Device, known
 from ..core.task import ITEMSIZE, Choice, Flags, Task, TensorSpec, contiguous_spec, operand_specs, task_of
@@ -13,25 +13,15 @@ from ..planner.measured import table_for
 from ..planner.plan import Planner
 from ..planner.strategies import FOR_JAX
 
-OUTPUTS = {"logsumexp": ("m", "l"), "cross_entropy": ("loss", "m", "l"), "token_logprobs": ("y", "m", "l")}
-"""Outputs that a kernel writes for some primitives, which stack them along a new last axis.
-
-A primitive that is not listed here has the outputs `Operation.always`.
-"""
-
 INTERPRETED_FOR = known("h200")
 """The GPU that plans are made for where Pallas kernels are interpreted."""
 
 
-class ArraySpec(NamedTuple):
-    """Shape of an array and name of its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def outputs_of(name: str, entropy: bool = False, gradient: bool = False) -> tuple[str, ...]:
     """Names of the outputs that a kernel writes for a primitive, in the order of the declaration.
+
+    An operation with a result per row writes the state too.  A result that is rounded to the dtype of the input is made
+    of the state.
 
     Args:
         name: Name in OPERATIONS.
@@ -39,34 +29,39 @@ def outputs_of(name: str, entropy: bool = False, gradient: bool = False) -> tupl
         gradient: True where a forward kernel also writes the gradient of the losses.
     """
     operation = OPERATIONS[name]
-    if operation.backward:
+    if operation.backward or not operation.per_row:
         return operation.always
-    named = {*OUTPUTS.get(name, operation.always), *(("entropy",) if entropy else ())}
+    named = {"m", "l", *(("entropy",) if entropy else ())}
+    if operation.result.dtype == "accumulator":
+        named.add(operation.result.name)
     if gradient:
         named |= {output.name for output in operation.outputs if output.kind == "element"}
     return tuple(output.name for output in operation.outputs if output.name in named)
 
 
+def array_spec(shape: tuple[int, ...], dtype: str) -> TensorSpec:
+    """An array of the score options, which XLA lays out contiguously, and which may have size 1 along axes of x."""
+    strides = zip(shape, contiguous_spec(shape, dtype).strides, strict=True)
+    return TensorSpec(tuple(0 if size == 1 else step for size, step in strides), dtype)
+
+
 def task_for(
-    name: str, outputs: tuple[str, ...], x: ArraySpec, options: Mapping[str, ArraySpec],
-    numbers: frozenset[str] = frozenset(),
+    name: str, outputs: tuple[str, ...], shape: tuple[int, ...], dtype: str,
+    options: Mapping[str, TensorSpec] = MappingProxyType({}), numbers: frozenset[str] = frozenset(),
 ) -> Task:  # fmt: skip
     """The task of an operation along the last axis of arrays, which XLA lays out contiguously.
 
     Args:
         name: Name in OPERATIONS.
         outputs: Names of the outputs that are written.
-        x: The input.
-        options: The arrays of the score options, by name, each with as many axes as x.
+        shape, dtype: Shape and dtype of the input.
+        options: The arrays of the score options, by name, each with as many axes as the input.
         numbers: Names of the operands that are one number for the call.
     """
-    operation, shape, axis = OPERATIONS[name], x.shape, len(x.shape) - 1
+    operation, axis = OPERATIONS[name], len(shape) - 1
     # Any dtype serves for an x that no kernel takes: the plan is XLA's.
-    dtype = x.dtype if x.dtype in ITEMSIZE else "float32"
-    tensors = {"x": contiguous_spec(shape, dtype), **operand_specs(operation, shape, axis, dtype, "int32")}
-    for option, array in options.items():
-        strides = zip(array.shape, contiguous_spec(array.shape, dtype).strides, strict=True)
-        tensors[option] = TensorSpec(tuple(0 if size == 1 else step for size, step in strides), array.dtype)
+    dtype = dtype if dtype in ITEMSIZE else "float32"
+    tensors = {"x": contiguous_spec(shape, dtype), **operand_specs(operation, shape, axis, dtype, "int32"), **options}
     return task_of(operation, outputs, shape, axis, tensors, Flags(numbers, wide=ITEMSIZE[dtype] > 2))
 
 
