@@ -53,8 +53,9 @@ class PallasAlgebra:
         return float(self.op.row_output("lse", a)[0, 0])
 
     def weighted(self, a: state.State) -> float:
-        """The sum zl of x * exp(x - m)."""
-        return float(a[2][0, 0])
+        """The sum of x * exp(x - m); zl counts x from m."""
+        m, l, zl = (float(part[0, 0]) for part in (state.shift(a[0]), *a[1:]))
+        return zl + m * l
 
     def softmax(self, a: state.State, x: Any) -> Float64:
         return self._output("softmax", a, x)

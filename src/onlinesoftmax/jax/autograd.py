@@ -25,18 +25,17 @@ from ..core.arrays import Array, accumulator
 from ..core.options import PLAIN, softcap_slope
 from ..ops import OPERATIONS
 from . import array_types, custom_op, shards
-from .eager import FUNCTIONS, MASKED, filled
+from .eager import FORMULAS, FUNCTIONS, MASKED, filled
 from .signature import Signature, Values
 
-TRANSPOSES = {
-    "softmax_backward": "softmax_backward",
-    "log_softmax_backward": "log_softmax_tangent",
-    "logsumexp_backward": "logsumexp_tangent",
-    "cross_entropy_backward": "cross_entropy_tangent",
-    "token_logprobs_backward": "token_logprobs_tangent",
-    "scaled_rows": "row_products",
+TRANSPOSES = {"scaled_rows": "row_products"} | {
+    operation.gradient_name: tangent
+    if (tangent := f"{operation.name}_tangent") in FORMULAS
+    else operation.gradient_name
+    for operation in OPERATIONS.values()
+    if not operation.backward
 }
-"""The tangent of each gradient: its transpose."""
+"""The tangent of each gradient: its transpose.  The gradient of softmax is its own transpose."""
 
 GRADIENTS = {tangent: gradient for gradient, tangent in TRANSPOSES.items()}
 """The gradient of each tangent."""

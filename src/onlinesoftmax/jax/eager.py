@@ -86,12 +86,18 @@ def log_softmax(call: Signature, x: Array, **arrays: Array) -> Values:
 
 
 def logsumexp(call: Signature, x: Array, **arrays: Array) -> Values:
-    """The state of each row: m, made finite, and l = sum(exp(z - m)).
+    """The state of each row, m, made finite, and l = sum(exp(z - m)), and the entropy.
 
     `logsumexp_of` makes log(sum(exp(z))) = m + log(l) of it.  The gradient needs more bits than that number has.
     """
-    _, m, l = _state(call, x, arrays)
-    return {"m": m, "l": l}
+    w, m, l = _state(call, x, arrays)
+    return {"m": m, "l": l, **_entropy(call, w, l)}
+
+
+def _entropy(call: Signature, w: Array, l: Array) -> Values:
+    """The entropy of each row, if it is asked for."""
+    e = jnp.exp(w)
+    return {"entropy": jnp.log(l) - jnp.sum(_finite(w, e) * e, axis=-1) / l} if "entropy" in call.outputs else {}
 
 
 def logsumexp_of(m: Array, l: Array, zero: bool = False) -> Array:
@@ -126,12 +132,8 @@ def token_logprobs(call: Signature, x: Array, target: Array, **arrays: Array) ->
     The logprob is NaN where the target is no column, and where the maximum is infinite.
     """
     w, m, l = _state(call, x, arrays)
-    y = _picked(w, target) - jnp.log(l)
-    results = {"y": jnp.where(_is_column(target, x) & (l < jnp.inf), y, jnp.nan), "m": m, "l": l}
-    if "entropy" in call.outputs:
-        e = jnp.exp(w)
-        results["entropy"] = jnp.log(l) - jnp.sum(_finite(w, e) * e, axis=-1) / l
-    return results
+    y = jnp.where(_is_column(target, x) & (l < jnp.inf), _picked(w, target) - jnp.log(l), jnp.nan)
+    return {"y": y, "m": m, "l": l, **_entropy(call, w, l)}
 
 
 def softmax_backward(call: Signature, x: Array, dy: Array) -> Values:

@@ -16,6 +16,7 @@ from ..core.options import softcap_slope
 from ..ops import OPERATIONS
 from .eager import FORMULAS, FUNCTIONS, MASKED, TO_LSE, filled, masked, scores
 from .exchange import RowStates, devices, local_target, merged
+from .plans import outputs_of
 from .signature import Names, Signature, Values
 
 Run = Callable[[Signature, Mapping[str, Array]], Values]
@@ -90,28 +91,28 @@ def in_two_passes(run: Run, call: Signature, operands: Mapping[str, Array]) -> V
 def _states(run: Run, names: Names, call: Signature, operands: Mapping[str, Array]) -> RowStates:
     """The states of the local columns."""
 
-    def local(name: str, outputs: tuple[str, ...], smoothing: float = 0.0, **target: Array) -> Values:
+    def local(name: str, outputs: tuple[str, ...], smoothing: float = 0.0, **more: Array) -> Values:
         numbers = (("smoothing", smoothing),) if smoothing else ()
-        return run(Signature(name, outputs, call.options, numbers, call.choice), {**without_target, **target})
+        scored = {name: operands[name] for name in ("x", *call.options.arrays)}
+        return run(Signature(name, outputs, call.options, numbers, call.choice), {**scored, **more})
 
-    x, without_target = operands["x"], {name: t for name, t in operands.items() if name != "target"}
-    if "target" not in operands:
-        return RowStates(**local("logsumexp", ("m", "l")))
-    target = local_target(operands["target"], x.shape[-1], names)
-    is_local = (target >= 0) & (target < x.shape[-1])
-    z_target = jnp.where(is_local, _column(call, operands, jnp.where(is_local, target, 0)), 0)
+    z_target = mean = zl = None
+    if "target" in operands:
+        target = local_target(operands["target"], operands["x"].shape[-1], names)
+        is_local = (target >= 0) & (target < operands["x"].shape[-1])
+        z_target = jnp.where(is_local, _column(call, operands, jnp.where(is_local, target, 0)), 0)
     if call.number("smoothing"):
         # With smoothing = 1, loss = log(l) - mean, and the target has no influence.  So mean = log(l) - loss.
         first = jnp.zeros_like(target)
-        y = local("cross_entropy", ("loss", "m", "l"), 1.0, target=first)
+        state = local("cross_entropy", ("loss", "m", "l"), 1.0, target=first)
         # If the score of column 0, the dummy target, is -inf, the loss is NaN (0 * inf); the mean is then -inf.
-        mean = jnp.where(_column(call, operands, first) == -jnp.inf, -jnp.inf, jnp.log(y["l"]) - y["loss"])
-        return RowStates(y["m"], y["l"], None, mean, z_target)
-    entropy = ("entropy",) if "entropy" in call.outputs else ()
-    y = local("token_logprobs", ("y", "m", "l", *entropy), target=target)
-    l = y["l"]
-    zl = jnp.where(l == 0, 0, l * (jnp.log(l) - y["entropy"])) if entropy else None
-    return RowStates(y["m"], l, zl, None, z_target)
+        mean = jnp.log(state["l"]) - state["loss"]
+        mean = jnp.where(_column(call, operands, first) == -jnp.inf, -jnp.inf, mean)
+    else:
+        state = local("logsumexp", outputs_of("logsumexp", "entropy" in call.outputs))
+    if "entropy" in call.outputs:
+        zl = jnp.where(state["l"] == 0, 0, state["l"] * (jnp.log(state["l"]) - state["entropy"]))
+    return RowStates(state["m"], state["l"], zl, mean, z_target)
 
 
 def _column(call: Signature, operands: Mapping[str, Array], index: Array) -> Array:

@@ -40,8 +40,8 @@ def run(
     described = Operands.of(op, operands, options, plan.vector)
     written = described.outputs(x.dtype, op.result_dtype(operands))
     arrays = strategy.run(described, described.matrices(operands), written, plan, interpret)
-    per_element = [name for name in op.written if name not in op.row_names]
-    results = dict(zip((*per_element, *op.row_names), arrays, strict=True))
+    per_element = [name for name in op.written if name not in op.row_outputs]
+    results = dict(zip((*per_element, *op.row_outputs), arrays, strict=True))
     return {
-        name: results[name].reshape(x.shape[:-1] if name in op.row_names else x.shape) for name in op.written
+        name: results[name].reshape(x.shape[:-1] if name in op.row_outputs else x.shape) for name in op.written
     }  # fmt: skip

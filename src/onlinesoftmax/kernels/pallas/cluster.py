@@ -192,7 +192,7 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int, piece
 
         @pl.when(rank == 0)
         def _() -> None:
-            for ref, value in zip(rows, op.row_outputs(state), strict=True):
+            for ref, value in zip(rows, op.row_results(state), strict=True):
                 ref[row] = value.astype(ref.dtype)
 
     for y_ref in elements:

@@ -13,7 +13,7 @@ from ...core.arrays import Array
 from ...planner.plan import Plan
 
 
-def call(
+def launch(
     kernel: Callable[..., None], programs: int, arrays: Sequence[Array], out: Sequence[Any], plan: Plan, interpret: bool
 ) -> list[Array]:
     """The arrays that a kernel writes, in `programs` programs of as many warps as the plan says."""

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from ...core.arrays import Array
 from ...planner.plan import Plan
-from .call import call
+from .launch import launch
 from .operands import Operands, Tile
 from .ops import RowConstants
 from .state import State
@@ -130,4 +130,4 @@ def looped_kernel(*refs: Any, operands: Operands, block: int) -> None:
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
     """Run the operation on matrices."""
     kernel = partial(looped_kernel, operands=operands, block=plan.block)
-    return call(kernel, plan.programs, arrays, out, plan, interpret)
+    return launch(kernel, plan.programs, arrays, out, plan, interpret)

@@ -167,7 +167,7 @@ class Operands(NamedTuple):
 
     def sides(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """The references of a kernel: operands, output per element (one or none), outputs per row."""
-        per_row = len(refs) - len(self.op.row_names)
+        per_row = len(refs) - len(self.op.row_outputs)
         per_element = per_row - int(self.op.writes_elements)
         return refs[:per_element], refs[per_element:per_row], refs[per_row:]
 
@@ -262,7 +262,7 @@ class Operands(NamedTuple):
 
     def store_rows(self, refs: tuple[Any, ...], first: Any, state: State, enabled: Any = True) -> None:
         """Write the outputs per row from row `first` on, if any; nothing where `enabled` is False."""
-        for ref, values in zip(refs, self.op.row_outputs(state) if refs else (), strict=True):
+        for ref, values in zip(refs, self.op.row_results(state) if refs else (), strict=True):
             count = values.size
             inside = self._rows(first, count) if enabled is True else self._rows(first, count) & enabled
             pltriton.store(ref.at[pl.ds(first, count)], values.astype(ref.dtype).reshape(count), mask=inside)

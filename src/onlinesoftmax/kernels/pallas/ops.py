@@ -1,14 +1,14 @@
 """The formulas of the operations in Pallas: terms of the sums, element outputs and per-row outputs.
 
 A strategy makes a state of each tile (`of`, `of_tiles`) and merges until a row has one state.  It then calls
-`row_constants` once per row and `output` for each element, `row_outputs` once per row, or both.
+`row_constants` once per row and `output` for each element, `row_results` once per row, or both.
 Elements come in pairs (a, b): (score, unused), or (saved output, dy) in the gradients of softmax and log_softmax.
 
 The gradients of softmax and log_softmax need one plain sum over their row, the dot:
     softmax           factor * y (dy - dot)        dot = sum(y dy)
     log_softmax       factor * (dy - exp(y) dot)   dot = sum(dy)
 The other gradients are given the state (m, l) and do not reduce:
-    logsumexp         factor * t exp(z - m)        t = dy / l
+    logsumexp         t exp(z - m)                 t = factor * dy / l
     with a target     the formula is in targets.py
 
 The state of an operation is the maximum m with the rescaled sums, followed by the plain sums.  An operation without
@@ -29,7 +29,7 @@ from ...core.operations import Accumulator, Operation
 from ...ops import OPERATIONS
 from . import state
 from .state import State, Tiles
-from .targets import GRADIENT_CONSTANTS, ROW_OPERANDS, Target
+from .targets import GRADIENTS, RESULTS, ROW_OPERANDS, Target
 
 
 class RowConstants(NamedTuple):
@@ -113,7 +113,7 @@ class Op(NamedTuple):
         return any(output.kind == "element" for output in self.operation.written(self.written))
 
     @property
-    def row_names(self) -> tuple[str, ...]:
+    def row_outputs(self) -> tuple[str, ...]:
         """Names of the outputs with one value per row."""
         return tuple(output.name for output in self.operation.written(self.written) if output.kind == "row")
 
@@ -148,16 +148,15 @@ class Op(NamedTuple):
 
     def terms(self, z: Array, w: Array, e: Array) -> tuple[Array, ...]:
         """Terms of the rescaled sums of scores z, with w = z - m and e = exp(w)."""
-        counted = z if self.target is None else w
         # A score of -inf has the term 0, not -inf * 0.
-        return tuple(e if name == "l" else jnp.where(e == 0, 0, counted * e) for name in self.rescaled)
+        return tuple(e if name == "l" else jnp.where(e == 0, 0, w * e) for name in self.rescaled)
 
     def _recentred(self, slices: Sequence[State], m: Array) -> list[State]:
         """The scaled parts of slices, with zl counted from m, the maximum of all slices, not from each slice's own.
 
-        Only operations with a target count scores from the maximum in zl: log(l) and zl / l then do not cancel.
+        In the entropy, log(l) - zl / l, scores that are all large then do not cancel.
         """
-        if self.target is None or "zl" not in self.rescaled:
+        if "zl" not in self.rescaled:
             return list(slices)
         found, to = [], state.shift(m)
         for its_m, l, zl in slices:
@@ -277,11 +276,18 @@ class Op(NamedTuple):
             return RowConstants(a[0])
         m, l = a[:2]
         if self.target is not None:
-            found = self.target.of_loss(state.shift(m), l, **self._weights())
-            constants = RowConstants(shift=state.shift(m), target=self.target.column, **found)
-            return constants if self.exact else constants._replace(low=None)
+            return self._target_constants(self.target, state.shift(m), l)
         t, low = state.reciprocal(l) if self.name == "softmax" else (jnp.log(l), None)
         return RowConstants(jnp.where(jnp.abs(m) == jnp.inf, jnp.nan, t), state.shift(m), low if self.exact else None)
+
+    def _target_constants(self, target: Target, m: Array, l: Array) -> RowConstants:
+        """Constants of the gradient that a forward operation writes with its results."""
+        rows = {"target": target.column, "m": m, "l": l, "dy": target.dy}
+        factor, constants = GRADIENTS[self.operation.gradient_name](rows, target.cols, self.weights)
+        t, low = state.quotient(factor, jnp.where(l < jnp.inf, l, jnp.nan))
+        # 0 stays 0, also in a row that holds NaN.
+        t, low = (jnp.where(factor == 0, jnp.zeros_like(part), part) for part in (t, low))
+        return RowConstants(t, m, low if self.exact else None, target.column, **constants)
 
     def row_operands(self, operands: Mapping[str, Array]) -> dict[str, Array]:
         """The operands per row as a kernel reads them: vectors, by their names in `RowConstants`.
@@ -291,15 +297,21 @@ class Op(NamedTuple):
         rows = {name: t.reshape(-1) for name, t in operands.items() if name in ROW_OPERANDS}
         if self.reduces:
             return {name: rows[name] for name in ("target", "dy") if name in rows and self.operation.has_target}
+        has_target = self.operation.has_target
         with jax.enable_x64(True):
             wide = {name: t if name == "target" else t.astype(jnp.float64) for name, t in rows.items()}
-            constants = GRADIENT_CONSTANTS[self.name](wide, self.factor, operands["x"].shape[-1], self._weights())
-            t, low = state.with_rounding_error(constants.pop("t"), rows["m"].dtype)
+            wide |= {name: self.factor * wide[name] for name in ("dy", "dlse", "dentropy") if name in wide}
+            factor, constants = GRADIENTS[self.name](wide, operands["x"].shape[-1], self.weights)
+            # 0 stays 0 in a row without a score above -inf, and in a row with a target always.
+            zero = (factor == 0) & (has_target | (wide["l"] == 0))
+            l = jnp.where(wide["l"] < jnp.inf, wide["l"], jnp.nan) if has_target else wide["l"]
+            t, low = state.with_rounding_error(jnp.where(zero, 0, factor / l), rows["m"].dtype)
             narrow = {name: value.astype(low.dtype) for name, value in constants.items()}
-        target = {"target": rows["target"]} if "target" in rows else {}
+        target = {"target": rows["target"]} if has_target else {}
         return {**target, "shift": rows["m"], "t": t, "low": low, **narrow}
 
-    def _weights(self) -> dict[str, float]:
+    @property
+    def weights(self) -> dict[str, float]:
         """The numbers of the loss, with 0 for those that are not given."""
         return {"smoothing": 0.0, "z_loss": 0.0} | dict(self.numbers)
 
@@ -319,27 +331,20 @@ class Op(NamedTuple):
     def output(self, a: Array, b: Array, constants: RowConstants, column: Array | None = None) -> Array:
         """The output for the elements (a, b); an operation with a target needs their columns."""
         t, s, low, *_ = constants
-        if constants.target is not None:
-            return self._gradient_with_target(a, constants, column == constants.target)
-        if self.name in ("softmax", "logsumexp_backward"):
-            e = jnp.exp(a - s)
-            y = e * t if low is None else e * t + e * low
-            return y if self.name == "softmax" else self.factor * y
-        if self.name == "log_softmax":
-            return (a - s) - t
         if self.name == "softmax_backward":
             return self.factor * (a * (b - t))
         if self.name == "log_softmax_backward":
             return self.factor * (b - jnp.exp(a) * t)
-        raise ValueError(f"{self.name} has no output per element")
-
-    def _gradient_with_target(self, z: Array, constants: RowConstants, hit: Any) -> Array:
-        """The gradient in the scores z; `hit` is True at the target."""
-        own: Any
-        t, s, low, _, own, spread, slope = constants
-        w = z - s
-        e = jnp.exp(w)
+        if self.name == "log_softmax":
+            return (a - s) - t
+        e = jnp.exp(a - s)
         y = e * t if low is None else e * t + e * low
+        return y if constants.target is None else self._with_target(y, a - s, e, constants, column == constants.target)
+
+    def _with_target(self, y: Array, w: Array, e: Array, constants: RowConstants, hit: Any) -> Array:
+        """The gradient in scores, from its part y that all columns have; `hit` is True at the target."""
+        own: Any
+        t, _, _, _, own, spread, slope = constants
         # A row whose incoming gradients are 0 gives 0, even if it holds NaN.  Mosaic selects by arrays alone.
         y = jnp.where(jnp.broadcast_to(t, y.shape) == 0, jnp.zeros_like(y), y)
         if slope is not None:
@@ -347,12 +352,12 @@ class Op(NamedTuple):
         y = y - jnp.where(hit, jnp.broadcast_to(own, y.shape), jnp.zeros_like(y))
         return y if spread is None else y - spread
 
-    def row_outputs(self, a: State) -> tuple[Array, ...]:
-        """The outputs per row, in the order of `row_names`."""
+    def row_results(self, a: State) -> tuple[Array, ...]:
+        """The outputs per row, in the order of `row_outputs`."""
         if self.target is not None:
             # The plain sums are wider than m.
             a = tuple(part.astype(a[0].dtype) for part in a)
-        return tuple(self.row_output(name, a) for name in self.row_names)
+        return tuple(self.row_output(name, a) for name in self.row_outputs)
 
     def row_output(self, name: str, a: State) -> Array:
         """One output per row, from the state.
@@ -364,18 +369,10 @@ class Op(NamedTuple):
         m, l = state.shift(parts["m"]), parts["l"]
         if name in ("m", "l"):
             return m if name == "m" else l
-        if self.target is not None:
-            return self._row_output_with_target(self.target, name, parts | {"m": m})
-        lse = m + jnp.log(l)
-        return lse - parts["zl"] / l if name == "entropy" else lse
-
-    def _row_output_with_target(self, target: Target, name: str, parts: Mapping[str, Array]) -> Array:
-        m, l = parts["m"], parts["l"]
         if name == "entropy":
             return jnp.log(l) - parts["zl"] / l
-        if name == self.operation.result.name:
-            is_loss = self.name == "cross_entropy"
-            return target.loss(m, l, parts.get("wz"), **self._weights()) if is_loss else target.log_probability(m, l)
+        if self.target is not None and name == self.operation.result.name:
+            return RESULTS[self.name](self.target, m, l, parts.get("wz"), **self.weights)
         return m + jnp.log(l)
 
     @property

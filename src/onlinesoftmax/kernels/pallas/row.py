@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from ...core.arrays import Array
 from ...planner.plan import Plan
-from .call import call
+from .launch import launch
 from .operands import Operands, Tile
 
 
@@ -54,4 +54,4 @@ def row_kernel(*refs: Any, operands: Operands, shape: tuple[int, int]) -> None:
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
     """Run the operation on matrices."""
     kernel = partial(row_kernel, operands=operands, shape=(plan.rows_per_program, plan.block))
-    return call(kernel, plan.programs, arrays, out, plan, interpret)
+    return launch(kernel, plan.programs, arrays, out, plan, interpret)

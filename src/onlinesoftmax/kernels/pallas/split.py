@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from ...core.arrays import Array
 from ...planner.plan import Plan
-from .call import call
+from .launch import launch
 from .looped import Place, state_of, tiles_of, write_tiles
 from .operands import Operands
 from .ops import Op, RowConstants
@@ -94,14 +94,14 @@ def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, int
     if op.reduces:
         one = jax.ShapeDtypeStruct((rows * splits,), operands.accumulator)
         parts = [one] * (op.packed_parts + int(op.operation.has_target))
-        states = call(partial(state_kernel, **blocks), rows * splits, arrays, parts, plan, interpret)
+        states = launch(partial(state_kernel, **blocks), rows * splits, arrays, parts, plan, interpret)
     if op.writes_elements:
         states = states[: op.packed_parts]
-        return call(partial(write_kernel, **blocks), rows * splits, [*arrays, *states], out, plan, interpret)
+        return launch(partial(write_kernel, **blocks), rows * splits, [*arrays, *states], out, plan, interpret)
     tables = [part.reshape(rows, splits) for part in states]
     if op.row_operand_names:
         *tables, z_targets = tables
         [targets] = operands.row_operand_refs(tuple(arrays))
         op = op.at_target(targets[:, None], z_targets[:, :1], operands.cols)
     merged = op.merge_all(op.unpacked(tuple(tables)))
-    return [values[:, 0].astype(like.dtype) for values, like in zip(op.row_outputs(merged), out, strict=True)]
+    return [values[:, 0].astype(like.dtype) for values, like in zip(op.row_results(merged), out, strict=True)]
