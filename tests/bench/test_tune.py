@@ -347,16 +347,16 @@ def test_no_shape_is_begun_when_the_time_is_over(no_gpu: None) -> None:
 
 
 def test_a_table_of_one_variant_a_strategy_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onlinesoftmax.cli.tune import _begun
+    from onlinesoftmax.cli.tune import TableFile
 
     path = tmp_path / "table.json"
     cell = Cell(1024, 256, (Timing("cuda", "row", Variant(threads=128, lanes=32, depth=1), 4.5),))
     whole = Table(H200.name, "commit 0", 4270.0, {key_of(Problem("softmax", 1024, 256, "bfloat16")): [cell]})
     path.write_text(as_text(whole.as_json()), encoding="utf-8")
-    assert _begun(path, H200.name) == whole
+    assert TableFile(path, False).begun(H200.name) == whole
     path.write_text(as_text({**whole.as_json(), "every_variant": False}), encoding="utf-8")
     with pytest.raises(typer.Exit, match="2"):
-        _begun(path, H200.name)
+        TableFile(path, False).begun(H200.name)
 
 
 @pytest.mark.gpu

@@ -67,6 +67,6 @@ def test_a_table_that_is_named_may_be_readable_by_all(folder: Path, tmp_path_fac
     path = tmp_path_factory.mktemp("tables") / "t.json"
     path.write_bytes(PACKAGE.read_bytes())
     path.chmod(0o666)
-    found = command._begun(path, "NVIDIA H200")
+    found = command.TableFile(path, False).begun("NVIDIA H200")
     assert found is not None
     assert found.cells

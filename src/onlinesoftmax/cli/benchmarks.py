@@ -127,15 +127,14 @@ def measure(
         # A file that cannot be written ends the command before the first case.
         write_record(out, recording.content)
     try:
-        with output.progress_bar() if leader else nullcontext() as bar:
-            task = bar.add_task(names[0], total=total, completed=total - len(left)) if bar and names else None
+        with output.progress_of(names[0]) if leader and names else nullcontext() as show:
             for done, found in enumerate(steps(left), 1):
                 recording.add(found)
                 if leader:
                     # Written after every case, so that a run that is killed leaves its results.
                     write_record(out, recording.content)
-                if bar and task is not None:
-                    bar.update(task, advance=1, description=names[min(done, len(names) - 1)])
+                if show is not None:
+                    show(total - len(left) + done, total, names[min(done, len(names) - 1)])
     except KeyboardInterrupt:
         if not leader:
             raise typer.Exit(INTERRUPTED) from None

@@ -11,17 +11,14 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ..core.printable import printable
 from ..core.units import duration, size
 from ..core.whole_files import NotRegularError
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
 __all__ = [
-    "duration", "facts", "fail", "heading", "note", "print_json", "progress_bar", "progress_of", "size", "table",
+    "duration", "facts", "fail", "heading", "note", "print_json", "progress_of", "size", "table",
     "warn", "writing",
 ]  # fmt: skip
 
@@ -159,21 +156,13 @@ def writing(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress_of(description: str, *, nbytes: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """The function show(done, total) that moves a `progress_bar`; None where stderr is no terminal."""
-    with progress_bar(nbytes=nbytes) as bar:
-        if bar is None:
-            yield None
-            return
-        task = bar.add_task(description, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def progress_of(description: str, *, nbytes: bool = False) -> Iterator[Callable[..., None] | None]:
+    """The function show(done, total, description) that moves a progress bar; None where stderr is no terminal.
 
-
-@contextmanager
-def progress_bar(*, nbytes: bool = False) -> Iterator[Progress | None]:
-    """A progress bar on stderr with rate and remaining time, removed at the end; None where stderr is no terminal.
+    The bar stands on stderr with rate and remaining time, and is removed at the end.
 
     Args:
+        description: The text before the bar, where `show` gets no other.
         nbytes: Show the amount as bytes and the rate as bytes per second.
     """
     if not sys.stderr.isatty():
@@ -184,8 +173,13 @@ def progress_bar(*, nbytes: bool = False) -> Iterator[Progress | None]:
 
     amount = (rich.DownloadColumn(), rich.TransferSpeedColumn()) if nbytes else (rich.MofNCompleteColumn(),)
     columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), *amount, rich.TimeRemainingColumn())
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield progress
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=None)
+
+        def show(done: int, total: int, description: str = description) -> None:
+            bar.update(task, completed=done, total=total, description=description)
+
+        yield show
 
 
 def _console() -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,9 +87,9 @@ def tune(
     if where.type != "cuda":
         output.fail(f"--device {device}: only a GPU can be tuned for")
     machine = from_torch("cuda", where.index)
-    path = out or cache_folder() / f"{slug(machine.name)}.json"
-    _check_writable(path, own=out is None)
-    begun = _begun(path, machine.name, own=out is None) if resume or replace else None
+    file = TableFile(out or cache_folder() / f"{slug(machine.name)}.json", out is None)
+    file.check_writable()
+    begun = file.begun(machine.name) if resume or replace else None
     if replace and begun is None:
         begun = _planned_with(machine)
     if some and out is None and begun is None:
@@ -100,10 +98,8 @@ def tune(
             "times into this GPU's table with --replace"
         )
     left = left_of(None if replace else begun, todo, backends)
-    table, count, refused = _measure(
-        _Run(where, machine, left, minutes), commit, partial(_write, path, out is None), begun
-    )
-    _report(table, path, (count, not replace), refused, as_json)
+    table, count, refused = _measure(_Run(where, machine, left, minutes), commit, file, begun)
+    _report(table, file.path, (count, not replace), refused, as_json)
 
 
 def _todo(
@@ -144,29 +140,59 @@ def _backends(asked: list[str]) -> list[str]:
     return list(dict.fromkeys(asked)) or ["cuda", *(() if unavailable("triton") else ("triton",))]
 
 
-def _begun(path: Path, device: str, own: bool = False) -> Table | None:
-    """The table that is to be continued, if there is one; `own` for the table that the planner reads."""
-    from ..core.cache import UnusableError, parse_document, read_private
-    from ..core.whole_files import read_regular
-    from ..planner.measured import Table
+class TableFile(NamedTuple):
+    """The file of a table: one that --out names, or, if it is `own`, that of this GPU in the cache folder."""
 
-    try:
-        content = read_private(path.name) if own else read_regular(path)
-        if content is None:
+    path: Path
+    own: bool
+
+    def begun(self, device: str) -> Table | None:
+        """The table that is to be continued, if there is one."""
+        from ..core.cache import UnusableError, parse_document, read_private
+        from ..core.whole_files import read_regular
+        from ..planner.measured import Table
+
+        path = self.path
+        try:
+            content = read_private(path.name) if self.own else read_regular(path)
+            if content is None:
+                return None
+            table = parse_document(content, Table.checked)
+        except FileNotFoundError:
             return None
-        table = parse_document(content, Table.checked)
-    except FileNotFoundError:
-        return None
-    except (OSError, UnusableError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        output.fail(
-            f"{path} cannot be continued: {reason}; name another file with --out, or leave --resume and --replace out"
-        )
-    if table.device != device:
-        output.fail(f"--resume: {path} is of {table.device}, and this is {device}; name another file with --out")
-    if not table.every_variant:
-        output.fail(f"--resume: {path} has one variant of each strategy; leave --resume out to measure all of them")
-    return table
+        except (OSError, UnusableError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            output.fail(
+                f"{path} cannot be continued: {reason}; name another file with --out, or leave --resume and --replace "
+                "out"
+            )
+        if table.device != device:
+            output.fail(f"--resume: {path} is of {table.device}, and this is {device}; name another file with --out")
+        if not table.every_variant:
+            output.fail(f"--resume: {path} has one variant of each strategy; leave --resume out to measure all of them")
+        return table
+
+    def check_writable(self) -> None:
+        """End the command before the first measurement if the table cannot be written."""
+        from ..core.cache import check_storable
+        from ..core.whole_files import check_writable
+
+        with output.writing(self.name):
+            check_storable(self.path.name) if self.own else check_writable(self.path)
+
+    def write(self, table: Table) -> None:
+        """Write the table."""
+        from ..core.cache import store_file
+        from ..core.whole_files import write_whole
+
+        content = as_text(table.as_json()).encode()
+        with output.writing(self.name):
+            store_file(self.path.name, content) if self.own else write_whole(self.path, content)
+
+    @property
+    def name(self) -> str:
+        """The file in a sentence."""
+        return str(self.path) if self.own else f"--out {self.path}"
 
 
 def _planned_with(machine: Device) -> Table | None:
@@ -187,7 +213,7 @@ class _Run(NamedTuple):
 
 
 def _measure(
-    run: _Run, commit: str | None, write: Callable[[Table], None], begun: Table | None
+    run: _Run, commit: str | None, file: TableFile, begun: Table | None
 ) -> tuple[Table, int, dict[tuple[str, str, str], str]]:
     """(table, number of shapes that are left, reasons of refused proposals); the table is written as it grows."""
     from ..lab.bench.record_file import record
@@ -198,16 +224,15 @@ def _measure(
     refused: dict[tuple[str, str, str], str] = {}
     done, total = 0, len(run.left)
     written = perf_counter()
-    with output.progress_bar() as bar:
-        task = bar.add_task("measuring", total=total) if bar else None
+    with output.progress_of("measuring") as show:
         steps = tune(run.where, run.machine, run.left, table, run.minutes)
         for done, (table, refused) in enumerate(steps, 1):  # noqa: B007  the last ones count
             if perf_counter() - written > WRITE_SECONDS:
-                write(table)
+                file.write(table)
                 written = perf_counter()
-            if bar and task is not None:
-                bar.update(task, completed=done)
-    write(table)
+            if show is not None:
+                show(done, total)
+    file.write(table)
     return table, total - done, refused
 
 
@@ -241,30 +266,6 @@ def _report(
     if count:
         output.note(f"{count} shapes are left" + (": tune --resume continues" if continued else ", with older times"))
     output.note(f"written to {path}")
-
-
-def _check_writable(path: Path, own: bool) -> None:
-    """End the command before the first measurement if the table cannot be written."""
-    from ..core.cache import check_storable
-    from ..core.whole_files import check_writable
-
-    with output.writing(str(path) if own else f"--out {path}"):
-        if own:
-            check_storable(path.name)
-        else:
-            check_writable(path)
-
-
-def _write(path: Path, own: bool, table: Table) -> None:
-    from ..core.cache import store_file
-    from ..core.whole_files import write_whole
-
-    content = as_text(table.as_json()).encode()
-    with output.writing(str(path) if own else f"--out {path}"):
-        if own:
-            store_file(path.name, content)
-        else:
-            write_whole(path, content)
 
 
 def as_text(document: dict[str, Any]) -> str:

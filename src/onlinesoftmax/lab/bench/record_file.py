@@ -41,7 +41,7 @@ def record(
 
     Returns:
         A dictionary with an empty list "cases", for `CaseResult.as_dict()`.  The caller adds "measures", the kind of
-        its results (`kinds.py`).
+        its results (`tables.py`).
     """
     return {
         "format": FORMAT,
