@@ -120,13 +120,14 @@ class CollectiveLaunches:
         saved = ("m", "l") if with_gradient else ()
         self.written = {name: result if name in ("y", "lse") else wide for name in (*signature.outputs, *saved)}
         weights = () if weight is None else ("weight",)
+        numbers: dict[str, Any] = {}
+        if loss is not None:
+            numbers = {"ignore_index": loss.ignore_index, "smoothing": loss.smoothing, "z_loss": loss.z_loss}
         self.rows = ShardedRows(
             target.numel(), processes, DTYPE_NAMES[wide], DTYPE_NAMES[result], DTYPE_NAMES[target.dtype],
             None if weight is None else DTYPE_NAMES[weight.dtype], loss is not None, signature.reduces, *shards,
-            scale=signature.options.scale, names=("states", "target", *weights, *self.written),
+            scale=signature.options.scale, names=("states", "target", *weights, *self.written), **numbers,
         )  # fmt: skip
-        if loss is not None:
-            self.rows = self.rows._replace(ignore_index=loss.ignore_index, smoothing=loss.smoothing, z_loss=loss.z_loss)
         self.incoming: dict[tuple[str, ...], Any] = {}
         self.gradient: dict[bool, Prepared] = {}
         # The launches of each chunk, and its indices [first, end) of the first dimension.

@@ -42,9 +42,9 @@ def run_plain(operation: Operation, x: Any, dim: Any, keepdim: bool, out: Any, c
 
 def run(call: Call) -> Tensor:
     """The operation on a DTensor."""
-    operation, x, settings, options, out, _ = call
+    operation, x, settings, options = call.operation, call.x, call.settings, call.options
     name = operation.name
-    if out is not None:
+    if call.out is not None:
         raise NotImplementedError(f"{name}(): out is not available for a DTensor; use the result")
     check_options(call)
     layout = layout_of(name, x, _dims(name, settings.dim, x.dim()))

@@ -72,19 +72,21 @@ def merge(local: RowStates, groups: tuple[Any, ...]) -> RowStates:
     lower = m_each - m
     # If all local scores of a row are -inf, l is 0, and the factor has no effect.
     l = (l_each * lower.exp()).sum(0)
-    whole = RowStates(m, l, weighted=parts["weighted"].sum(0) if "weighted" in parts else None)
+    whole = {"m": m, "l": l}
     if "logprob" in parts:
         # If all columns of the process with the target are at -inf, no process has the target's log-probability.
-        found = parts["logprob"] + (lower + (l_each.log() - l.log()))
-        logprob = found.masked_fill(found.isnan(), -torch.inf).amax(0)
-        whole = whole._replace(logprob=logprob.where(whole.has_softmax, torch.nan))
+        each = parts["logprob"] + (lower + (l_each.log() - l.log()))
+        logprob = each.masked_fill(each.isnan(), -torch.inf).amax(0)
+        whole["logprob"] = logprob.where(RowStates(m, l).has_softmax, torch.nan)
     if "entropy" in parts:
         # sum((z - m) * exp(z - m)) of each process, then relative to the common maximum.
         lower = lower.clamp(min=LOWEST_EXPONENT)
         below = l_each * (l_each.log() - parts["entropy"]) + lower * l_each
         total = (below * lower.exp()).where(l_each != 0, 0.0).sum(0)
-        whole = whole._replace(entropy=l.log() - total / l)
-    return whole
+        whole["entropy"] = l.log() - total / l
+    if "weighted" in parts:
+        whole["weighted"] = parts["weighted"].sum(0)
+    return RowStates(**whole)
 
 
 class Saved(NamedTuple):

@@ -93,7 +93,7 @@ def key_of(operands: Operands, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
     () where the kernels cannot take its tensors, or the call is traced.
     """
-    x, mask, target, weight = operands
+    x, mask, target, weight = operands.x, operands.mask, operands.target, operands.weight
     if not is_plain(x) or x.layout is not torch.strided or x.is_nested or x.is_neg():
         return ()
     if target is not None and (type(target) not in PLAIN_TYPES or not target.is_contiguous()):

@@ -125,20 +125,18 @@ def states(shard: Shard, kernels: bool, entropy: bool = False, weighted: bool = 
         entropy: Compute the entropy, too.
         weighted: Compute the sum of the weighted scores, too.
     """
-    found = _states_by_kernel(shard, entropy) if kernels else _states_by_pytorch(shard, entropy)
-    return found._replace(weighted=_weighted_sum(shard)) if weighted else found
+    numbers = _numbers_by_kernel(shard, entropy) if kernels else _numbers_by_pytorch(shard, entropy)
+    return RowStates(**numbers, weighted=_weighted_sum(shard) if weighted else None)
 
 
-def _states_by_kernel(shard: Shard, entropy: bool) -> RowStates:
+def _numbers_by_kernel(shard: Shard, entropy: bool) -> dict[str, Tensor]:
     # For 16-bit logits, token_logprobs sums only as exactly as they need, and is faster.  logsumexp always sums to
     # float32 accuracy.
     if shard.target is None:
-        call, outputs = call_of(_WITHOUT_TARGET, shard), ("m", "l")
-    else:
-        call = call_of(_FORWARD, shard, {"target": shard.target})
-        outputs = ("y", "m", "l", *(("entropy",) if entropy else ()))
-    found = dict(zip(outputs, launch(call, outputs), strict=True))
-    return RowStates(found["m"], found["l"], found.get("y"), found.get("entropy"))
+        return dict(zip(("m", "l"), launch(call_of(_WITHOUT_TARGET, shard), ("m", "l")), strict=True))
+    more = ("entropy",) if entropy else ()
+    numbers = launch(call_of(_FORWARD, shard, {"target": shard.target}), ("y", "m", "l", *more))
+    return dict(zip(("logprob", "m", "l", *more), numbers, strict=True))
 
 
 def call_of(
@@ -155,30 +153,30 @@ def call_of(
     x, dim = shard.x, shard.dim
     beside = {name: t.unsqueeze(dim) if isinstance(t, Tensor) and t.dim() else t for name, t in operands.items()}
     if "weight" in operands:
-        beside["weight"] = shard._replace(weight=operands["weight"]).weights
+        beside["weight"] = operands["weight"].view(-1, *[1] * (x.dim() - 1 - dim))
     settings = Settings(dim, x.dtype if operation.backward else None, choice=shard.choice, part=columns)
     return Call(operation, x, settings, None if shard.options.plain else shard.options, None, beside)
 
 
-def _states_by_pytorch(shard: Shard, entropy: bool) -> RowStates:
-    x, dim = shard.x, shard.dim
-    z = _scores(shard)
+def _numbers_by_pytorch(shard: Shard, entropy: bool) -> dict[str, Tensor]:
+    dim, z = shard.dim, _scores(shard)
     limits = torch.finfo(z.dtype)
-    if not x.shape[dim]:
+    if not z.shape[dim]:
         zero = z.sum(dim)
-        none = None if shard.target is None else zero + torch.nan
-        return RowStates(zero + limits.min, zero, none, zero if entropy else None)
+        empty = {"m": zero + limits.min, "l": zero}
+        empty |= {} if shard.target is None else {"logprob": zero + torch.nan}
+        return empty | ({"entropy": zero} if entropy else {})
     m = z.amax(dim, keepdim=True).clamp(limits.min, limits.max)
     terms = (z - m).exp()
-    l = terms.sum(dim)
-    found = RowStates(m.squeeze(dim), l)
+    numbers = {"m": m.squeeze(dim), "l": terms.sum(dim)}
+    log_l = numbers["l"].log()
     if shard.target is not None:
-        logprob = _chosen(shard) - found.m - l.log()
-        found = found._replace(logprob=logprob.where(shard.owned, torch.nan))
+        logprob = _chosen(shard) - numbers["m"] - log_l
+        numbers["logprob"] = logprob.where(shard.owned, torch.nan)
     if entropy:
         below = (z - m).clamp(min=limits.min)
-        found = found._replace(entropy=l.log() - (below * terms).where(terms != 0, 0.0).sum(dim) / l)
-    return found
+        numbers["entropy"] = log_l - (below * terms).where(terms != 0, 0.0).sum(dim) / numbers["l"]
+    return numbers
 
 
 def _weighted_sum(shard: Shard) -> Tensor:
