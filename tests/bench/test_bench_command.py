@@ -43,13 +43,35 @@ def test_a_quick_suite_has_every_kind_of_case_in_few_elements(name: str) -> None
     assert (quick.dtypes, quick.measures, quick.excluded) == (whole.dtypes, whole.measures, whole.excluded)
 
 
-def test_the_suites_of_softmax_are_the_table_of_the_field() -> None:
-    def shapes(name: str) -> list[tuple[int, ...]]:
-        return list(dict.fromkeys(case.shape for case in cases(SUITES[name])))
+@pytest.mark.parametrize(
+    ("name", "operations", "count", "some"),
+    [
+        ("forward", {"softmax"}, None, {"1048576x64", "4096x50257", "131072x1023", "32x512x4096 dim 1"}),
+        ("rows1024", {"softmax"}, 7, {f"1024x{cols}" for cols in (512, 1024, 2048, 4096, 8192, 16384, 32768)}),
+        ("single-row", {"softmax"}, 15, {f"1x{1 << k}" for k in range(16, 31)}),
+        ("gradients", {"softmax_backward"}, None, {"524288x256", "1024x262144"}),
+        ("fused", {"softmax"}, 16, {"16384x4096", "65536x1024 mask", "4096x32768 scale+mask", "64x1024x1024 causal"}),
+        ("cross-entropy", {"cross_entropy"}, 7, {"4096x262144 with gradient", "8192x32000 none with gradient"}),
+        ("token-logprobs", {"token_logprobs"}, 3, {
+            "8192x128256 with gradient", "4096x151936 with gradient", "8192x32000 with gradient",
+        }),
+        ("read-only", {"logsumexp", "token_logprobs", "cross_entropy"}, 6, {"512x151936"}),
+    ],
+)  # fmt: skip
+def test_a_suite_has_the_shapes_of_the_field(
+    name: str, operations: set[str], count: int | None, some: set[str]
+) -> None:
+    found = cases(SUITES[name])
+    assert {case.operation for case in found} == operations
+    shapes = {str(case) for case in found}
+    assert some <= shapes
+    assert count in (None, len(shapes))
+    assert len(found) == len(shapes) * len(operations) * len({case.dtype for case in found})
 
-    assert {(1048576, 64), (4096, 50257), (131072, 1023), (32, 512, 4096)} <= set(shapes("forward"))
-    assert shapes("rows1024") == [(1024, cols) for cols in (512, 1024, 2048, 4096, 8192, 16384, 32768)]
-    assert shapes("single-row") == [(1, 1 << k) for k in range(16, 31)]
+
+def test_suites_read_and_write_what_they_say() -> None:
+    assert {case.passes for case in cases(SUITES["token-logprobs"])} == {3}
+    assert not any(case.writes_elements for case in cases(SUITES["read-only"]))
 
 
 def test_nothing_but_skipped_cases_is_wrong_input() -> None:
@@ -146,6 +168,10 @@ def test_rows1024_has_a_sentence_about_each_case() -> None:
         (["--op", "softmin"], "unknown operation 'softmin'"),
         (["--fused", "scale,dropout"], "unknown score option 'dropout'"),
         (["--peers", "torch,apex"], "unknown peer 'apex'; there are: torch, compile, liger, quack, jax"),
+        (["--op", "softmax_backward", "--with-gradient"], "softmax_backward is itself a gradient; name softmax"),
+        (["--op", "cross_entropy", "--reduction", "sum"], "unknown reduction 'sum'"),
+        (["--op", "cross_entropy_backward"], "unknown operation 'cross_entropy_backward'"),
+        (["--op", "cross_entropy", "--shape", "2x3x4"], "dim=2: cross_entropy has its classes in dim 1"),
         (["--backend", "cudnn"], "unknown backend 'cudnn'"),
         (["--strategy", "magic"], "unknown strategy 'magic'"),
         (["--device", "abacus"], "unknown device 'abacus'"),

@@ -7,7 +7,6 @@ import sys
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -40,18 +39,6 @@ def test_bytes_count_everything_that_must_move_once() -> None:
     assert Case("softmax_backward", (4, 1024), 1, "bfloat16").tensor_bytes == tensor
 
 
-def test_suites_of_gradients_and_of_scores() -> None:
-    gradients = {(case.operation, case.shape, case.dtype) for case in cases(SUITES["gradients"])}
-    assert {
-        ("softmax_backward", (1 << 19, 256), "float32"),
-        ("softmax_backward", (1024, 262144), "bfloat16"),
-    } <= gradients
-    assert {operation for operation, _, _ in gradients} == {"softmax_backward"}
-    scores = {str(case) for case in cases(SUITES["fused"])}
-    assert {"16384x4096", "65536x1024 mask", "4096x32768 scale+mask", "64x1024x1024 causal"} <= scores
-    assert len(scores) == 16
-
-
 def test_what_is_given_replaces_what_the_suite_says() -> None:
     (case,) = cases(SUITES["gradients"], shapes=[(4, 8)], dtypes=["float32"])
     assert case == Case("softmax_backward", (4, 8), 1, "float32")
@@ -61,20 +48,6 @@ def test_what_is_given_replaces_what_the_suite_says() -> None:
     (case,) = cases(SUITES["forward"], shapes=[(4, 8)], dtypes=["float32"], fused=["mask", "scale", "mask"])
     assert case.fused == ("scale", "mask")
     assert len(cases(SUITES["fused"], fused=["mask"], dtypes=["float32"])) == 4, "the same case twice"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("softmax_backward", (4, 8), 1, "float32", ("scale",)), "gradients have no score options here"),
-        (("softmax", (4, 8), 1, "float32", ("dropout",)), "unknown score option 'dropout'"),
-        (("softmax", (8,), 0, "float32", ("causal",)), "causal needs a dimension of queries"),
-        (("softmax", (8, 4), 1, "float32", ("causal",)), "no longer than dim"),
-    ],
-)
-def test_a_case_without_sense_is_an_error(arguments: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        Case(*arguments)
 
 
 def test_inputs_are_what_a_forward_pass_saves() -> None:
