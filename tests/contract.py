@@ -48,7 +48,10 @@ ROW_PLANS = tuple(plan for plan in PLANS if plan != "triton/column")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-CASES = [case for case in verification.CASES if GPU or not case.heavy]
+# Rows of many blocks, slices and tiles, which `cluster` still holds in every dtype.
+LONG = Case("3 x 77777", lambda torch: verification.outliers(torch, 3, 77777), heavy=True)
+
+CASES = [case for case in (*verification.CASES, LONG) if GPU or not case.heavy]
 """Inputs of every size, layout and special value."""
 
 UNITS = 1.0 if GPU else 1.25

@@ -179,6 +179,12 @@ def some_values(ask: Ask, task: Task, targets: NDArray[np.int64], seed: int = 0)
     for name in OPERATIONS[ask.operation].row_operands:
         if name not in values and name in task.dtypes:
             values[name] = rounded(rng.standard_normal((rows, 1)), task.dtypes[name])
+    operation = OPERATIONS[ask.operation]
+    if not operation.scores:
+        # A saved output, and its incoming gradient.
+        z = values["x"]
+        values["x"] = rounded(evaluate(operation.forward.name, namespace(z), {"x": z}, 1), task.dtypes["x"])
+        values["dy"] = rounded(rng.standard_normal((rows, cols)), task.dtypes["dy"])
     if "weight" in task.dtypes:
         values["weight"] = rounded(rng.uniform(0, 2, cols), task.dtypes["weight"])
         values["weight"][::7] = 0
@@ -190,15 +196,13 @@ def some_values(ask: Ask, task: Task, targets: NDArray[np.int64], seed: int = 0)
         values["bias"] = rounded(rng.standard_normal(cols), task.dtypes["bias"])
     if "mask" in task.dtypes:
         values["mask"] = rng.uniform(size=(rows, cols)) < 0.7
-    if not OPERATIONS[ask.operation].reduces:
+    if not operation.reduces:
         z = scores(ask, values)[0]
         values["m"] = np.clip(z.max(1, keepdims=True), np.finfo(np.float32).min, np.finfo(np.float32).max)
         values["l"] = np.exp(z - values["m"]).sum(1, keepdims=True)
-        if "entropy" in values:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                p = np.exp(z - values["m"]) / values["l"]
-                lse = values["m"] + np.log(values["l"])
-            values["entropy"] = lse - (p * np.where(p == 0, 0, z)).sum(1, keepdims=True)
+        for name in ("lse", "entropy"):
+            if name in values:
+                values[name] = evaluate(operation.forward.name, namespace(z), {"x": z}, 1, name)
     return values
 
 
@@ -223,25 +227,33 @@ def scores(ask: Ask, values: Values) -> tuple[NDArray[np.float64], NDArray[np.fl
 
 def expected(ask: Ask, values: Values, output: str) -> NDArray[np.float64]:
     """One output by the reference, in float64."""
+    operation = OPERATIONS[ask.operation]
     z, slope = scores(ask, values)
+    if not operation.scores:
+        z = values["x"]
     given: dict[str, Any] = {
         name: value for name, value in values.items() if name not in ("x", "scale", "bias", "mask")
     }
-    given |= {name: NUMBERS[name] for name in ask.given if name in NUMBERS}
-    scalar = next((name for name in ask.outputs if name in OPERATIONS[ask.operation].call_outputs), "")
+    given |= {"x": z} | {name: NUMBERS[name] for name in ask.given if name in NUMBERS}
+    scalar = next((name for name in ask.outputs if name in operation.call_outputs), "")
+
+    def of(name: str) -> NDArray[np.float64]:
+        return np.asarray(evaluate(ask.operation, namespace(z), given, 1, name))
+
     with np.errstate(all="ignore"):
         if scalar and output == "y":
-            total, reduced = (evaluate(ask.operation, namespace(z), {**given, "x": z}, 1, n) for n in (TOTAL, scalar))
-            given["dy"] = np.full((len(z), 1), 1.0 if scalar == TOTAL else reduced / total)
-        y = np.asarray(evaluate(ask.operation, namespace(z), {**given, "x": z}, 1, output))
+            given["dy"] = np.full((len(z), 1), 1.0 if scalar == TOTAL else of(scalar) / of(TOTAL))
+        y = of(output)
         if output == scalar:
             return y.reshape(1, 1)
-        if y.shape[1] == 1:
+        if operation.output(output).kind == "row":
             # A row without a score gives zero, if the caller asks for it; else it gives NaN.
             dead = np.isneginf(z).all(1, keepdims=True) & (output == "y") & ("zero" in ask.options)
-            return np.where(dead & (values["target"] >= 0), 0, y)
-        # An excluded element has no gradient, even where it is the target or its row has no score.
-        return np.where(slope == 0, 0, y * slope)
+            return np.where(dead & (values.get("target", 0) >= 0), 0, y)
+        if operation.backward or operation.output(output).on_request:
+            # An excluded element has no gradient, even where it is the target or its row has no score.
+            return np.where(slope == 0, 0, y * slope)
+        return y
 
 
 def run(
@@ -252,12 +264,13 @@ def run(
     rows, cols = layout.rows, layout.cols
     stride = layout.x.strides[0] or cols
     poison, arrays = 1e4 if task.dtypes["x"] == "float64" else 8192.0, {}
-    elements = {"x"} | {output.name for output in task.written if output.kind == "element"}
+    inputs = request.operation.element_operands
+    elements = {*inputs, *(output.name for output in task.written if output.kind == "element")}
     for name, dtype in task.dtypes.items():
         if name in elements:
             memory = np.full((rows, stride), poison)
-            if name == "x":
-                memory[:, :cols] = values["x"]
+            if name in inputs:
+                memory[:, :cols] = values[name]
             arrays[name] = aligned(to_bits(memory, dtype))
         elif name in task.outputs:
             count = 1 if name in request.operation.call_outputs else rows

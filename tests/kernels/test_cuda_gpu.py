@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,22 +14,11 @@ import onlinesoftmax as osm
 from contract import DTYPES, assert_as_good_as_pytorch, outliers
 from contract import OPERATIONS as FORWARD
 from cuda_algebra import ALGEBRAS, CudaAlgebra
-from onlinesoftmax.core.call import Call, Settings
-from onlinesoftmax.core.task import Choice
-from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.strategies import TABLE
-from onlinesoftmax.torch import prepare as prepared
 
 pytest.importorskip("cuda.core", reason="cuda.core is not installed")
 
 STRATEGIES = [strategy for backend, strategy, _ in TABLE if backend == "cuda"]
-
-
-SEVERAL = [
-    ("softmax", ("y", "lse")), ("softmax", ("y", "lse", "m", "l", "entropy")), ("log_softmax", ("y", "entropy")),
-    ("logsumexp", ("y", "lse")), ("logsumexp", ("y", "m", "l")),
-]  # fmt: skip
-"""Operations and the outputs that they are asked for."""
 
 
 @pytest.mark.gpu
@@ -149,44 +137,6 @@ def test_grid_of_a_row_that_is_streamed() -> None:
     exact = torch.softmax(x.double(), -1)
     ours, theirs = ((y.double() - exact).abs() for y in (by("softmax", "grid")(x), torch.softmax(x, -1)))
     assert (ours <= theirs.max() + exact * 2**-23).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(3, 50257), (5, 1 << 18), (1, 200001)])
-@pytest.mark.parametrize("strategy", ["cluster", "grid"])
-def test_logsumexp_of_rows_on_many_blocks(strategy: str, shape: tuple[int, int]) -> None:
-    x = outliers(*shape, dtype=torch.float32, device="cuda")
-    assert_as_good_as_pytorch(by("logsumexp", strategy)(x), "logsumexp", x, -1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("operation", "outputs"), SEVERAL, ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_several_outputs_of_one_launch_are_right(
-    strategy: str, operation: str, outputs: tuple[str, ...], dtype: torch.dtype
-) -> None:
-    by(operation, strategy)
-    x = outliers(*SHAPES[strategy], dtype=dtype, device="cuda") + 3
-    call = Call(OPERATIONS[operation], x, Settings(-1, None, False, Choice("cuda", strategy)))
-    written = prepared.run(call, outputs)
-    found = dict(zip(outputs, written if len(outputs) > 1 else (written,), strict=True))
-    if "y" in found:
-        assert_as_good_as_pytorch(found.pop("y"), operation, x, -1)
-    z = x.double().cpu().numpy().astype(np.longdouble)
-    m = z.max(-1)
-    e = np.exp(z - m[:, None])
-    l = e.sum(-1)
-    lse = m + np.log(l)
-    exact = {"m": m, "lse": lse, "l": l, "entropy": lse - (z * e).sum(-1) / l}
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for name, ours in found.items():
-        assert (ours.dtype, ours.shape) == (wide, m.shape), name
-        # Each term has an error of a few units in the last place; a sum adds hardly any, as it is wider.  Entropy is a
-        # difference, so its unit is that of the logsumexp.
-        unit = np.abs(lse) if name == "entropy" else np.abs(exact[name])
-        error = np.abs(ours.double().cpu().numpy() - exact[name])
-        assert (error <= 8 * torch.finfo(wide).eps * (1 + unit)).all(), name
 
 
 @pytest.mark.gpu

@@ -13,20 +13,17 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from cuda_machine import COMPILER
-from cuda_simulator import simulate
-from cuda_targets import aligned, from_bits, rounded, to_bits
-from onlinesoftmax.core.task import ITEMSIZE, TensorSpec, row_spec, task_of
+from cuda_targets import Ask, a_task, expected, run, some_values
+from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.request import Request
-from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import Plan
 from onlinesoftmax.planner.proposal import Blocks, Threads
 from onlinesoftmax.planner.strategies.cuda_grid import SPECIAL_WARPS, slice_tiles
 
-WARPS, TEAMS, POISON = 2, 2, 8192.0
-"""Warps of a block that hold rows; teams of a launch; the memory between rows, and of outputs before a run."""
+WARPS, TEAMS = 2, 2
+"""Warps of a block that hold rows; teams of a launch."""
 
 
 class Sizes(NamedTuple):
@@ -50,13 +47,6 @@ def lengths(sizes: Sizes, vector: int) -> list[int]:
     return sorted(n for n in found if slice_tiles(n // vector, sizes.team, lanes) == sizes.tiles)
 
 
-def memory(x: NDArray[np.float64], stride: int, dtype: str) -> NDArray[np.generic]:
-    """Rows `stride` elements apart, with POISON between them."""
-    whole = np.full((len(x), stride), POISON)
-    whole[:, : x.shape[1]] = x
-    return aligned(to_bits(whole, dtype))
-
-
 def streamed_lengths(sizes: Sizes, vector: int) -> list[int]:
     """Columns of rows of which blocks stream no tile, one, or a few; some blocks may stream one more than others."""
     tile = sizes.depth * 32 * WARPS * vector
@@ -64,43 +54,29 @@ def streamed_lengths(sizes: Sizes, vector: int) -> list[int]:
     return [on_chip * tile - 1, on_chip * tile + vector, (on_chip + sizes.team + 1) * tile - 3, 3 * on_chip * tile + 1]
 
 
-def run(
+def check(
     operation: str, dtype: str, sizes: Sizes, rows: int, cols: int, terms: bool, folder: Path, streams: bool = False
 ) -> None:
     """Run a kernel, and compare elements and the per-row output with the reference."""
-    vector, stride = 16 // ITEMSIZE[dtype], cols + 1 - cols % 2
-    tensor, wide = TensorSpec((stride, 1), dtype), "float64" if dtype == "float64" else "float32"
-    forward = operation == "softmax"
-    tensors = {"x": tensor, "y": tensor} | ({"lse": row_spec((rows, cols), 1, wide)} if forward else {"dy": tensor})
-    task = task_of(OPERATIONS[operation], ("y", "lse") if forward else ("y",), (rows, cols), 1, tensors)
-    lanes = 32 * WARPS
+    ask = Ask(operation, ("y", "lse") if operation == "softmax" else ("y",))
+    lanes, vector = 32 * WARPS, 16 // ITEMSIZE[dtype]
     blocks = Blocks(
         sizes.team * TEAMS, sizes.tiles * sizes.depth * lanes * vector, depth=sizes.depth, warps=WARPS + SPECIAL_WARPS,
         stages=sizes.stages, splits=sizes.team, vector=vector,
     )  # fmt: skip
     kernel = "stream" if streams else "pipeline"
     threads = Threads(lanes=lanes, shared=sizes.stages * sizes.depth, terms=terms, kernel=kernel)
+    task = a_task(ask, rows, cols, dtype, stride=cols + 1 - cols % 2)
     request = Request(task, Plan("cuda", "grid", "", blocks, threads, reads=1 + streams))
-
-    rng = np.random.default_rng(cols)
-    z = rounded(3 * rng.standard_normal((rows, cols)), dtype)
-    p = np.exp(z - z.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
-    x = z if forward else rounded(p, dtype)
-    dy = rounded(rng.standard_normal((rows, cols)), dtype)
-    arrays = {"x": memory(x, stride, dtype), "y": memory(np.full_like(x, POISON), stride, dtype)}
-    arrays |= {"lse": np.zeros(rows, wide)} if forward else {"dy": memory(dy, stride, dtype)}
-    simulate(request, arrays, {}, folder)
-
-    y = from_bits(arrays["y"], dtype)
-    assert (y[:, cols:] == POISON).all(), "elements between the rows are written"
-    right = p if forward else x * (dy - (dy * x).sum(1, keepdims=True))
+    values = some_values(ask, task, np.zeros(rows, np.int64), seed=cols)
+    found = run(ask, request, values, folder)
+    y, right = found["y"], expected(ask, values, "y")
     # Sums of some thousand numbers, and one more rounding of an element of 16 bits.
     unit = {"bfloat16": 2.0**-8, "float32": 2.0**-20, "float64": 2.0**-48}[dtype]
-    assert (np.abs(y[:, :cols] - right) <= unit * (np.abs(right) + 1e-3 * np.abs(right).max())).all()
-    if forward:
-        lse = z.max(1) + np.log(np.exp(z - z.max(1, keepdims=True)).sum(1))
-        assert np.abs(arrays["lse"] - lse).max() <= 2.0**-18 * np.abs(lse).max()
+    assert (np.abs(y - right) <= unit * (np.abs(right) + 1e-3 * np.abs(right).max())).all()
+    if "lse" in found:
+        lse = expected(ask, values, "lse")
+        assert np.abs(found["lse"] - lse).max() <= 2.0**-18 * np.abs(lse).max()
 
 
 CASES = [("softmax", "bfloat16", False), ("softmax", "float32", True), ("softmax_backward", "bfloat16", False)]
@@ -113,7 +89,7 @@ CASES += [("softmax", "float64", True), ("softmax_backward", "float32", False)]
 def test_rows_of_every_length(operation: str, dtype: str, terms: bool, sizes: Sizes, folder: Path) -> None:
     # One row, two rows of one team, and enough rows to use every slot for messages and every phase of the ring again.
     for cols, rows in itertools.product(lengths(sizes, 16 // ITEMSIZE[dtype]), (1, 3, 17)):
-        run(operation, dtype, sizes, rows, cols, terms, folder)
+        check(operation, dtype, sizes, rows, cols, terms, folder)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
@@ -122,4 +98,4 @@ def test_rows_of_every_length(operation: str, dtype: str, terms: bool, sizes: Si
 def test_rows_that_do_not_fit_on_chip(operation: str, dtype: str, sizes: Sizes, folder: Path) -> None:
     # Three rows of a team use both slots of every exchange, and one of them again.
     for cols, rows in itertools.product(streamed_lengths(sizes, 16 // ITEMSIZE[dtype]), (1, 5)):
-        run(operation, dtype, sizes, rows, cols, False, folder, streams=True)
+        check(operation, dtype, sizes, rows, cols, False, folder, streams=True)

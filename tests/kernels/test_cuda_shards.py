@@ -25,14 +25,10 @@ from cuda_targets import (
     Ask,
     a_task,
     expected,
-    rounded,
-    scores,
     some_values,
 )
-from onlinesoftmax.core.arrays import namespace
 from onlinesoftmax.kernels.cuda.messages import COPIES, LINE_WORDS, SETS
 from onlinesoftmax.ops import OPERATIONS
-from onlinesoftmax.ops.reference import evaluate
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
@@ -71,20 +67,11 @@ def _cells() -> list[Any]:
     return cells
 
 
-def _expected(ask: Ask, values: Any, name: str) -> Any:
-    """One output of whole rows in float64; an output per element is a gradient, except for softmax and log_softmax."""
-    if ask.operation not in ("softmax", "log_softmax"):
-        return expected(ask, values, name)
-    z = scores(ask, values)[0]
-    with np.errstate(all="ignore"):
-        return evaluate(ask.operation, namespace(z), {"x": z}, 1, name)
-
-
 def _compare(ask: Ask, shards: list[Shard], total: int, values: Any, found: list[Any], dtypes: Any) -> None:
     """Every process against float64, and the results of the rows against those of the first process."""
     accumulator = "float64" if dtypes["x"] == "float64" else "float32"
     for name in ask.outputs:
-        right = _expected(ask, values, name)
+        right = expected(ask, values, name)
         for shard, outputs in zip(shards, found, strict=True):
             y, part = outputs[name], right
             if right.shape[1] == total:
@@ -104,22 +91,10 @@ def _check(ask: Ask, shards: list[Shard], total: int, dtype: str, terms: bool, f
     every = np.arange(total) if total < 100 else np.r_[0:9, shards[0].end - 3 : shards[0].end + 4, total - 9 : total]
     # Two targets of the last four are columns of no process.
     targets = np.r_[every, -100, -1, total, 1 << 40].astype(np.int64)
-    values = _values(ask, len(targets), total, dtype, targets)
+    values = some_values(ask, a_task(ask, len(targets), total, dtype), targets)
     requests = requests_of(ask, len(targets), dtype, shards, total, terms)
     mail = [np.zeros(MAIL_WORDS, np.uint64) for _ in shards]
     _compare(ask, shards, total, values, run_shards(requests, values, folder, mail), requests[0].dtypes)
-
-
-def _values(ask: Ask, rows: int, total: int, dtype: str, targets: Any) -> Any:
-    task = a_task(ask, rows, total, dtype)
-    values = some_values(ask, task, targets)
-    if not OPERATIONS[ask.operation].scores:
-        # A saved output and its gradient: log-probabilities for log_softmax, probabilities for softmax.
-        rng = np.random.default_rng(1)
-        y = values["x"] - np.log(np.exp(values["x"]).sum(1, keepdims=True))
-        y = np.exp(y) if ask.operation == "softmax_backward" else y
-        values["x"], values["dy"] = rounded(y, dtype), rounded(rng.standard_normal(y.shape), dtype)
-    return values
 
 
 @pytest.mark.parametrize(("strategy", "ask", "dtype", "terms"), _cells())
@@ -152,7 +127,7 @@ def test_successive_launches_use_two_sets_of_mailboxes_in_turn(strategy: str, fi
     shards, total = shards_of((strategy, strategy), CUTS[strategy]), CUTS[strategy][-1]
     for launch, (which, replayed) in enumerate(((0, False), (5, True), (0, True), (6, False), (5, False), (0, True))):
         ask = ASKED[which]
-        values = _values(ask, 20, total, "float32", np.arange(20))
+        values = some_values(ask, a_task(ask, 20, total, "float32"), np.arange(20))
         requests = requests_of(ask, 20, "float32", shards, total, which % 2 == 0)
         before = [box.copy() for box in mail]
         number = 0 if replayed else int(mail[0][end]) + 1

@@ -147,6 +147,27 @@ def test_special_values(strategy: str, terms: bool, given: tuple[str, ...], fold
         check(ask, request, values, found)
 
 
+GRADIENTS = [name for name, operation in OPERATIONS.items() if operation.backward and not operation.has_target]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.parametrize("operation", GRADIENTS)
+@pytest.mark.parametrize("strategy", PROPOSALS)
+def test_masked_elements_have_no_gradient(strategy: str, operation: str, folder: Path) -> None:
+    """Not in a fully masked row, and not in a row that holds NaN."""
+    ask, rows, cols = Ask(operation, ("y",), (), ("mask",)), 4, STRATEGY_COLS[strategy][0]
+    request = Request(a_task(ask, rows, cols, "float32"), small_plan(strategy, rows, cols, "float32", True, False))
+    values = some_values(ask, request.task, np.zeros(rows, np.int64))
+    values["mask"][1], values["mask"][2, 0] = False, True
+    values["x"][1:3] = np.nan
+    if "lse" in values:
+        values["x"][1], values["x"][2, 1:], values["lse"][1], values["lse"][2] = 1, 1, -np.inf, np.nan
+    found = run(ask, request, values, folder)
+    assert (found["y"][~values["mask"]] == 0).all()
+    assert np.isnan(found["y"][2][values["mask"][2]]).all()
+    check(ask, request, values, found)
+
+
 GPUS = {"a100": "sm_80", "h200": "sm_90", "b200": "sm_100"}
 SHAPES = {"row": (65536, 1024), "cluster": (256, 1 << 15), "grid": (1, 1 << 22), "looped": (2048, 128256)}
 
