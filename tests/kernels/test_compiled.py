@@ -33,10 +33,9 @@ def only(explanation: Explanation) -> Kernel:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("device", "strategy"), PLANS)
-def test_cuda_plans_compile(device: str, strategy: str, dtype: str) -> None:
-    explanation = explained(strategy, device, dtype)
+def test_cuda_plans_compile(device: str, strategy: str) -> None:
+    explanation = explained(strategy, device, "bfloat16" if device == "h200" else "float32")
     kernel, arch = only(explanation), explanation.device.arch
     assert kernel.name == f"{kernel_file(explanation.plan)}_kernel"
     assert kernel.warps == explanation.plan.warps
@@ -52,8 +51,9 @@ def test_cuda_plans_compile(device: str, strategy: str, dtype: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_operation_compiles(operation: str) -> None:
+@pytest.mark.parametrize("operation", ["logsumexp_backward", "cross_entropy"])
+def test_an_operation_with_row_operands_compiles(operation: str) -> None:
+    """test_cuda.py and test_cuda_targets.py compile every operation."""
     kernel = only(explained("row", operation=operation))
     assert f"OP = Op::{operation.upper()};" in kernel.listings["cuda"]
     assert kernel.spills == 0

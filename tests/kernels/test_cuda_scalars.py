@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +28,7 @@ from cuda_targets import (
 )
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.kernels import registry
-from onlinesoftmax.kernels.cuda import compile, launch, source
+from onlinesoftmax.kernels.cuda import launch, source
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import plan
 from onlinesoftmax.torch.targets import MOST_BYTES_IN_ONE_LAUNCH, MOST_ROWS_IN_ONE_LAUNCH
@@ -157,24 +154,6 @@ def test_blocks_that_count(strategy: str) -> None:
                 cluster = request.plan.splits if strategy == "cluster" else 1
                 assert owners + counters <= blocks < owners + counters + cluster
                 assert blocks % cluster == 0
-
-
-def _compiled() -> list[Any]:
-    """Every strategy meets every call, each with one of the dtypes; with the other dtype only if there is a GPU."""
-    dtypes = ("float64", "bfloat16")
-    product = itertools.product(enumerate(SHAPES), enumerate(SEVERAL), enumerate(dtypes))
-    return [
-        pytest.param(strategy, ask, dtype, marks=pytest.mark.gpu if (i + j + k) % 2 else ())
-        for (i, strategy), (j, ask), (k, dtype) in product
-    ]
-
-
-@pytest.mark.skipif(registry.module_missing("cuda.core", "cuda") is not None, reason="NVRTC is not installed")
-@pytest.mark.parametrize(("strategy", "ask", "dtype"), _compiled(), ids=str)
-def test_kernels_of_scalars_compile(strategy: str, ask: Ask, dtype: str) -> None:
-    text = source.source(planned(ask, *SHAPES[strategy], dtype, strategy))
-    _, log, _ = compile.build(text, devices.known("h200").arch)
-    assert strategy != "row" or compile.usage(log)["stack"] == 0
 
 
 def test_the_kernel_says_which_losses_it_reduces() -> None:

@@ -204,4 +204,6 @@ def test_kernels_compile(gpu: str, strategy: str, ask: Ask, dtype: str, target: 
     request = planned(gpu, strategy, ask, dtype, target, shape)
     _, log, _ = compile.build(source.source(request), GPUS[gpu])
     # The score options take registers that a plan may not have left.
-    assert ask.options or not compile.usage(log)["spills"], request.plan
+    used = compile.usage(log)
+    assert ask.options or not used["spills"], request.plan
+    assert ask.options or strategy != "row" or not used["stack"], request.plan
