@@ -179,14 +179,18 @@ def repeated_calls_without_shards_find_their_launches(first: int, end: int) -> N
 
     x, target, _ = inputs(torch.float32)
     x, index, given = x[:, first:end], target.clamp(min=0), how(first, end)
-    want = sharded.cross_entropy(x, target, **given), *sharded.token_logprobs(x, index, **given)
+
+    def results() -> tuple[torch.Tensor, ...]:
+        lses = sharded.logsumexp(x, 1, **given), sharded.logsumexp(x, -1, keepdim=True, **given)
+        return sharded.cross_entropy(x, target, **given), *sharded.token_logprobs(x, index, **given), *lses
+
+    want = results()
+    assert want[-1].shape == (len(x), 1)
     del given["shards"]
     for _ in range(2):
-        sharded.cross_entropy(x, target, **given)
-        sharded.token_logprobs(x, index, **given)
+        results()
     with mock.patch.object(losses, "run_if_possible", side_effect=AssertionError("another call is prepared")):
-        found = sharded.cross_entropy(x, target, **given), *sharded.token_logprobs(x, index, **given)
-    assert all(map(torch.equal, found, want))
+        assert all(map(torch.equal, results(), want))
 
 
 def autocast_is_followed(first: int, end: int) -> None:

@@ -135,9 +135,9 @@ def logsumexp(
     """
     (y,) = _run(
         "logsumexp", Operands(local, mask), (dim,), (scale, softcap), (exchange, backend, strategy), shards, group,
-        lambda call: (losses.logsumexp(local, dim, keepdim, call),),
+        lambda call: (losses.logsumexp(local, dim, call),),
     )  # fmt: skip
-    return y
+    return y.unsqueeze(dim) if keepdim else y
 
 
 def cross_entropy(

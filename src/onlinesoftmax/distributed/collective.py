@@ -150,6 +150,7 @@ class CollectiveLaunches:
 
     def __call__(self, operands: Operands, groups: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """The results of a call."""
+        operands = operands.with_target(self.signature.dim)
         if not self.with_gradient:
             return self.forward(operands, groups)[0]
         # The other tensors travel in a tuple, so that autograd need not look at them.

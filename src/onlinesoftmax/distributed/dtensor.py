@@ -84,7 +84,8 @@ def _sharded(call: Call, layout: MeshLayout) -> Tensor:
     if not call.operation.per_row:
         return softmax(name, x, dim, sharded).to(dtype)
     z, of_scores = _scored(x, dim, sharded._replace(options=call.scores._replace(zero=False)))
-    lse = losses.logsumexp(z, dim, settings.keepdim, of_scores)
+    lse = losses.logsumexp(z, dim, of_scores)
+    lse = lse.unsqueeze(dim) if settings.keepdim else lse
     if call.scores.zero:
         # A row of only -inf gets gradient 0: the constant in `where` stops the gradient.
         lse = lse.where(lse != -torch.inf, -torch.inf)

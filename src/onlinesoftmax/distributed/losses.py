@@ -161,16 +161,14 @@ def named(numbers: tuple[Tensor, ...]) -> TokenLogprobs:
     return TokenLogprobs(logprob, entropy[0] if entropy else None, lse)
 
 
-def logsumexp(x: Tensor, dim: Any, keepdim: bool, call: ShardedInput) -> Tensor:
-    """The logsumexp if the softmax dimension is sharded; the same on every process."""
+def logsumexp(x: Tensor, dim: Any, call: ShardedInput) -> Tensor:
+    """The logsumexp if the softmax dimension is sharded, without this dimension; the same on every process."""
     dim = checked_dim("logsumexp", dim, x.dim())
     shards = shards_of("logsumexp", x, dim, call)
-    # A target that is no column anywhere has no gradient.  A call that is looked up has none yet.
-    call = call._replace(key=())
-    nowhere = torch.full((*x.shape[:dim], *x.shape[dim + 1 :]), -1, device=x.device)
     dtype = autocast_dtype("logsumexp", x)
-    (lse,) = _statistics(x, nowhere, dim, shards, call, ("lse",), dtype)
-    return (lse.unsqueeze(dim) if keepdim else lse).to(dtype)
+    # A target that is no column anywhere has no gradient.
+    (lse,) = _statistics(x, Operands(x).with_target(dim).target, dim, shards, call, ("lse",), dtype)
+    return lse.to(dtype)
 
 
 def _statistics(

@@ -79,7 +79,7 @@ class PeerLaunches:
 
     def __call__(self, operands: Operands, groups: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """The results of a call."""
-        operands = _with_a_column(operands, self.signature.dim)
+        operands = _with_a_column(operands.with_target(self.signature.dim), self.signature.dim)
         x, target, weight = operands.x, operands.target, operands.weight
         if self._reduced is not None:
             return (self._reduced(x, target, weight),)

@@ -65,12 +65,22 @@ class Shards(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of a call: local logits and mask; targets and weights of all processes.  Softmax has no targets."""
+    """The tensors of a call: local logits and mask; targets and weights of all processes.
+
+    Softmax and logsumexp have no targets.
+    """
 
     x: Tensor
     mask: Tensor | None = None
     target: Any = None
     weight: Tensor | None = None
+
+    def with_target(self, dim: int) -> Operands:
+        """The tensors with a target for each row: without targets, one that is no column anywhere."""
+        if self.target is not None:
+            return self
+        shape = self.x.shape
+        return self._replace(target=torch.full((*shape[:dim], *shape[dim + 1 :]), -1, device=self.x.device))
 
 
 class ShardedInput(NamedTuple):
