@@ -84,6 +84,7 @@ def near(found: Any, want: torch.Tensor, placements: Placements) -> None:
 def agree(
     function: Callable[..., Any], x: torch.Tensor, mesh: DeviceMesh, placements: Placements,
     options: dict[str, Any] | None = None, given: dict[str, Any] | None = None, tensors: tuple[Any, ...] = (),
+    again: bool = False,
 ) -> tuple[Any, Any, torch.Tensor, DTensor]:  # fmt: skip
     """(results of a tensor and of a DTensor, and both inputs), once the results and the gradients agree.
 
@@ -94,6 +95,7 @@ def agree(
         options: Keyword arguments of both calls.
         given: Keyword arguments of the call on the DTensor.
         tensors: Further positional arguments.
+        again: Keep the graphs, for another gradient.
     """
     whole, cut = x.clone().requires_grad_(), cut_tensor(x, mesh, placements).requires_grad_()
     wants = function(whole, *tensors, **(options or {}))
@@ -105,8 +107,8 @@ def agree(
             found, want, placements if want.shape == x.shape else rows_of(placements) if want.dim() else whole_on(mesh)
         )
     aligned = [cut_tensor(dy, mesh, found.placements) for dy, found in zip(dys, ours, strict=True)]
-    (dx,) = torch.autograd.grad(theirs, whole, dys, retain_graph=True)
-    near(torch.autograd.grad(ours, cut, aligned, retain_graph=True)[0], dx, placements)
+    (dx,) = torch.autograd.grad(theirs, whole, dys, again)
+    near(torch.autograd.grad(ours, cut, aligned, again)[0], dx, placements)
     return wants, founds, whole, cut
 
 
@@ -184,7 +186,7 @@ def losses_by_kernels(mesh: DeviceMesh, placements: Placements) -> None:
         # On a mesh with a dimension of one process, two placements have the same launches.
         PREPARED_CALLS.clear()
         call = functools.partial(osm.cross_entropy, reduction=reduction, **options)
-        want, found, whole, cut = agree(call, x, mesh, placements, EAGER, {"backend": None, **how}, (target,))
+        want, found, whole, cut = agree(call, x, mesh, placements, EAGER, {"backend": None, **how}, (target,), True)
         assert len(prepared_calls()) == bool(cut.to_local().shape[0])
         if Shard(1) not in placements:
             products = []

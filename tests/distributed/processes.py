@@ -190,7 +190,7 @@ class Agreed(NamedTuple):
 def agrees(
     name: str, x: torch.Tensor, columns: tuple[int, int], tensors: tuple[Any, ...] = (),
     options: dict[str, Any] | None = None, *, dim: int = 1, ours: Any = (), theirs: Any = (), alone: bool = False,
-    sizes: tuple[float | None, float] = (60.0, 8.0),
+    again: bool = False, sizes: tuple[float | None, float] = (60.0, 8.0),
 ) -> Agreed:  # fmt: skip
     """Call a function on the local columns, with a gradient, and compare with one process and with float64.
 
@@ -203,6 +203,7 @@ def agrees(
         dim: The softmax dimension.
         ours, theirs: Further keyword arguments of our call, and of those of one process.
         alone: Compare the gradient of each result alone, too.
+        again: Keep the graphs, for another gradient; without them, a gradient may be written in place.
         sizes: Sizes of the terms of results and of gradients, for `close`; that of results follows from them if None.
     """
 
@@ -230,7 +231,7 @@ def agrees(
     gradients = []
     for some in (slice(0, len(dys)), *(slice(i, i + 1) for i in range(len(dys)) if alone)):
         dxs = [
-            torch.autograd.grad(ys[some], leaf, [convert(dy).to(ys[0].dtype) for dy in dys[some]], retain_graph=True)[0]
+            torch.autograd.grad(ys[some], leaf, [convert(dy).to(ys[0].dtype) for dy in dys[some]], alone or again)[0]
             for ys, leaf, convert in zip(each, leaves, (cut, torch.clone, torch.clone), strict=True)
         ]
         close(dxs[0], cut(dxs[1]), cut(dxs[2]), sizes[1])
