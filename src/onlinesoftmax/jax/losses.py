@@ -17,7 +17,7 @@ from ..planner.plan import PlanError
 from . import custom_op, reduced
 from .eager import filled, logsumexp_of, scores
 from .exchange import signed, whole_target
-from .prepare import Axis, Rows, axes_of, check_not_torch, rows_of
+from .prepare import Axis, Rows, as_array, axes_of, check_not_torch, rows_of
 from .reduced import LossReduction
 from .run import call_on, results
 from .signature import Values
@@ -266,7 +266,7 @@ def _where(x: Array, axis: Axis, where: Any) -> Array | None:
     """The mask with as many axes as x: as in optax, a mask of rows lacks the reduced axes."""
     if where is None:
         return None
-    where, axes = jnp.asarray(where), axes_of(CROSS_ENTROPY, axis, x.ndim)
+    where, axes = as_array(CROSS_ENTROPY, "where", where), axes_of(CROSS_ENTROPY, axis, x.ndim)
     rows = tuple(size for i, size in enumerate(x.shape) if i not in axes)
     of_rows = len(where.shape) == len(rows) and all(n in (1, m) for n, m in zip(where.shape, rows, strict=True))
     return jnp.expand_dims(where, axes) if of_rows else where

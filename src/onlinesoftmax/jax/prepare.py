@@ -167,13 +167,22 @@ def _checked_rows(name: str, x: Array, axes: tuple[int, ...], option: str, value
     return t
 
 
+def as_array(name: str, argument: str, value: Any) -> Array:
+    """An argument as an array of JAX.
+
+    Raises:
+        TypeError: JAX makes no array of it.
+    """
+    try:
+        return jnp.asarray(value)
+    except TypeError:
+        raise TypeError(f"{name}: {argument} must be an array, not {type(value).__name__}") from None
+
+
 def _checked_array(name: str, x: Array, option: str, value: Any) -> Array:
     """An array of the score options, with as many axes as x."""
     argument = ARGUMENTS.get(option, option)
-    try:
-        t = jnp.asarray(value)
-    except TypeError:
-        raise TypeError(f"{name}: {argument} must be an array, not {type(value).__name__}") from None
+    t = as_array(name, argument, value)
     if SCORE_OPTIONS[option].dtype == "boolean" and t.dtype != jnp.bool_:
         raise ValueError(f"{name}: {argument} must be boolean, got {t.dtype}")
     if SCORE_OPTIONS[option].dtype == "floating" and not jnp.issubdtype(t.dtype, jnp.floating):

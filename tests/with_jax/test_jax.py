@@ -1,13 +1,10 @@
-"""`onlinesoftmax.jax` against `jax.nn`: values, derivatives of every kind, batches, dtypes, and what is refused."""
+"""`onlinesoftmax.jax` against `jax.nn`: values, derivatives of every kind, batches and dtypes."""
 
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +15,7 @@ pytest.importorskip("jaxlib", reason="jax is not installed")
 import jax
 import jax.numpy as jnp
 
-import fast_xla
-import onlinesoftmax
 import onlinesoftmax.jax as osj
-from onlinesoftmax import PlanError
 
 NAMES = ("softmax", "log_softmax", "logsumexp")
 SHAPE = (3, 4, 5)
@@ -295,85 +289,7 @@ def test_logsumexp_as_jax_has_it() -> None:
 
 
 def test_numbers_of_numpy() -> None:
-    expected = osj.softmax(X, scale=2.0, softcap=3.0)
+    x = jnp.ones((2, 3))
+    expected = osj.softmax(x, scale=2.0, softcap=3.0)
     for number in (np.int64, np.float32):
-        assert_close(osj.softmax(X, scale=number(2), softcap=number(3)), expected)
-
-
-class NotAnArray:
-    """A 0-d array of another library."""
-
-    shape, dtype = (), "another.float32"
-
-
-X = jnp.ones((2, 3))
-REFUSED = [
-    ({"x": [1.0, 2.0]}, TypeError, "x must be an array, not list"),
-    ({"x": jnp.ones(3, bool)}, TypeError, "x must be a number array, not bool"),
-    ({"axis": 2}, ValueError, "axis 2 is out of range for an array with 2 axes"),
-    ({"axis": (0, -2)}, ValueError, "names an axis twice"),
-    ({"axis": 1.0}, TypeError, "axis must be an int"),
-    ({"where": jnp.ones((2, 3))}, ValueError, "where must be boolean"),
-    ({"where": jnp.ones((4, 3), bool)}, ValueError, r"where of shape \(4, 3\) does not broadcast to x's \(2, 3\)"),
-    ({"bias": jnp.ones((2, 2, 3))}, ValueError, "bias of shape"),
-    ({"bias": jnp.ones(3, int)}, TypeError, "bias must be floating point"),
-    ({"bias": "1"}, TypeError, "bias must be an array, not str"),
-    ({"where": object()}, TypeError, "where must be an array, not object"),
-    ({"scale": "2"}, TypeError, "scale must be a number"),
-    ({"scale": NotAnArray()}, TypeError, "scale must be a number"),
-    ({"scale": [1.0]}, TypeError, "scale must be a number"),
-    ({"scale": jnp.ones(2, int)}, TypeError, "scale must be a number or a floating-point array"),
-    ({"scale": jnp.ones(2)}, ValueError, r"scale of shape \(2,\) does not broadcast to x's \(2, 3\)"),
-    ({"scale": jnp.ones(3)}, ValueError, r"scale must .* one number per row.* shape \(1, 3\)"),
-    ({"scale": jnp.ones((2, 1)), "axis": 0}, ValueError, "scale must .* one number per row"),
-    ({"softcap": 0.0}, ValueError, "softcap must be positive"),
-    ({"softcap": "1"}, TypeError, "softcap must be a number"),
-    ({"backend": "triton"}, PlanError, "no backend='triton' with strategy=None for JAX; there are eager/row"),
-    ({"backend": "eager", "strategy": "split"}, PlanError, "no backend='eager' with strategy='split'"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "error", "message"), REFUSED, ids=[r[2] for r in REFUSED])
-def test_what_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message) as caught:
-        osj.softmax(**({"x": X} | arguments))
-    assert str(caught.value).startswith("softmax: ")
-
-
-@pytest.mark.early
-def test_no_torch_and_four_devices() -> None:
-    """In a process of its own: rows stay where they are, and torch is never imported."""
-    code = """
-import sys, jax, jax.numpy as jnp, onlinesoftmax as osm
-from jax.sharding import PartitionSpec as P
-x = jnp.arange(32.0).reshape(8, 4) % 7
-f = lambda x: osm.jax.softmax(x, where=x > 0)
-mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-sharded = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P("d")))
-assert jnp.allclose(sharded(x), f(x)) and "all-gather" not in sharded.lower(x).compile().as_text()
-g = jax.jit(jax.grad(lambda x: jnp.sum(jax.shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P("d"))(x) ** 2)))
-assert jnp.allclose(g(x), jax.grad(lambda x: jnp.sum(f(x) ** 2))(x), atol=1e-6)
-assert osm.jax.softmax(x, backend="pallas").shape == (8, 4)
-
-def kernel(name):
-    return lambda x, b: getattr(osm.jax, name)(x, axis=-1, bias=b, softcap=4.0, backend="pallas", strategy="looped")
-mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-x, bias = jnp.arange(8 * 6 * 10.0).reshape(8, 6, 10) % 7, jnp.arange(60.0).reshape(6, 10) % 7
-for name in ("softmax", "log_softmax", "logsumexp"):
-    gradient = jax.grad(lambda *xb: jnp.sum(kernel(name)(*xb) ** 2), (0, 1))
-    for f, spec in ((kernel(name), P("a", "b")), (kernel(name), P("b", None, "a")), (gradient, P("a", "b"))):
-        cut = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
-        program = jax.jit(f).lower(cut, bias).compile()
-        for ours, whole in zip(jax.tree.leaves(program(cut, bias)), jax.tree.leaves(f(x, bias))):
-            assert jnp.allclose(ours, whole, rtol=1e-5, atol=1e-5), (name, spec)
-        # Only rows that are cut are exchanged: their states (four_devices.py).
-        assert f is gradient or ("all-gather" in program.as_text()) == (len(spec) == 3), (name, spec)
-assert "torch" not in sys.modules
-print("fine")
-"""
-    source = str(Path(onlinesoftmax.__file__).parents[1])
-    environment = {"PYTHONPATH": source, "JAX_PLATFORMS": "cpu", **fast_xla.environment(devices=4)}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert result.stdout == "fine\n", result.stderr
+        assert_close(osj.softmax(x, scale=number(2), softcap=number(3)), expected)

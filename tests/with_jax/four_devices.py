@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 from functools import partial
 from typing import Any
 
@@ -124,6 +125,51 @@ def test_as_many_columns_as_results_per_row(name: str, cols: int) -> None:
     *per_row, dx = jax.tree.leaves(ours)
     assert {t.sharding.spec for t in per_row} == {P(None)}
     assert dx.sharding.spec == P(None, "v")
+
+
+@pytest.mark.parametrize("forced", [{}, {"backend": "pallas", "strategy": "looped"}], ids=str)
+def test_whole_rows_stay_where_they_are(forced: dict[str, str]) -> None:
+    """Every operation on rows that lie on several devices, and on rows that are cut where kernels run."""
+    x, target = jnp.arange(8 * 6 * 10.0).reshape(8, 6, 10) % 7, jnp.arange(48).reshape(8, 6) % 10
+    bias = jnp.arange(60.0).reshape(6, 10) % 7
+
+    def results(x: Any, target: Any, bias: Any) -> Any:
+        names = (*ELEMENTWISE, "logsumexp")
+        plain = (getattr(osj, name)(x, axis=-1, bias=bias, where=x > 0, softcap=4.0, **forced) for name in names)
+        loss, tokens = osj.cross_entropy(x, target, label_smoothing=0.1, **forced), osj.token_logprobs
+        return *plain, loss, *tokens(x, target, **forced)
+
+    def gradient(x: Any, target: Any, bias: Any, f: Call = results) -> Any:
+        def total(x: Any, bias: Any) -> Any:
+            return sum(jnp.sum(jnp.where(jnp.isfinite(t), t, 0) ** 2) for t in f(x, target, bias))
+
+        return jax.grad(total, (0, 1))(x, bias)
+
+    def assert_close(found: Any, whole: Any) -> None:
+        for ours, other in zip(*map(jax.tree.leaves, (found, whole)), strict=True):
+            np.testing.assert_allclose(ours, other, rtol=1e-5, atol=1e-5)
+
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    whole = {f: jax.jit(f)(x, target, bias) for f in (results, gradient)}
+    cases = [(results, P("a", "b")), (gradient, P("a", "b")), *([(results, P("b", None, "a"))] if forced else [])]
+    for f, spec in cases:
+        placed = ((x, spec), (target, P(*spec[:2])), (bias, P()))
+        cut = [jax.device_put(t, NamedSharding(mesh, s)) for t, s in placed]
+        program = jax.jit(f).lower(*cut).compile()
+        assert_close(program(*cut), whole[f])
+        # Only rows that are cut are exchanged: their states.
+        assert f is gradient or ("all-gather" in program.as_text()) == (len(spec) == 3), spec
+    rows = P("a", "b")
+    mapped = jax.shard_map(results, mesh=mesh, in_specs=(rows, rows, P("b")), out_specs=rows)
+    program = jax.jit(mapped).lower(x, target, bias).compile()
+    assert "all-gather" not in program.as_text()
+    assert_close(program(x, target, bias), whole[results])
+    assert_close(jax.jit(partial(gradient, f=mapped))(x, target, bias), whole[gradient])
+
+
+def test_torch_is_never_imported() -> None:
+    osj.softmax(jnp.ones((2, 3)), backend="pallas")
+    assert "torch" not in sys.modules
 
 
 SPECIAL = {
