@@ -22,7 +22,7 @@ from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 from ..core.arrays import Array, accumulator
-from ..core.options import PLAIN, softcap_slope
+from ..core.options import softcap_slope
 from ..ops import OPERATIONS
 from . import array_types, custom_op, shards
 from .eager import FORMULAS, FUNCTIONS, MASKED, filled
@@ -73,9 +73,10 @@ def _changes(call: Signature, operands: Mapping[str, Array], results: Values, ch
     operation = OPERATIONS[call.name]
     if t is None:
         return {}
-    tangent = call._replace(name=TRANSPOSES[operation.gradient_name], outputs=("dy",), factor=factor)
+    name = TRANSPOSES[operation.gradient_name]
     if not operation.per_row:
-        [change] = _linear(tangent._replace(options=PLAIN), {"x": results["y"]}, {"t": t}).values()
+        tangent = Signature(name, ("dy",), choice=call.choice, factor=factor, axis_name=call.axis_name)
+        [change] = _linear(tangent, {"x": results["y"]}, {"t": t}).values()
         # A masked output is constant.  Where it is 0, it has made its change 0 as a factor.
         constant = "mask" in call.options.arrays and MASKED[call.name] != 0
         return {"y": jnp.where(operands["mask"], change, 0) if constant else change}
@@ -84,7 +85,7 @@ def _changes(call: Signature, operands: Mapping[str, Array], results: Values, ch
         **{name: y for name, y in results.items() if name in ("m", "l", "entropy")},
     }
     given = {name: _cotangent(call, name) for name in call.outputs if name != "m"}
-    tangent = tangent._replace(outputs=tuple(given.values()), axis_name=())
+    tangent = call._replace(name=name, outputs=tuple(given.values()), factor=factor, axis_name=())
     if call.axis_name:
         tangent, saved = shards.localized(call.axis_name, tangent, saved)
     found = _linear(tangent, saved, {"t": t})
@@ -112,10 +113,9 @@ def _linear(call: Signature, fixed: Mapping[str, Array], changes: Values) -> Val
         return custom_op.bind(call, {**fixed, **changes})
     if "t" in changes:
         # This gradient is its own transpose.
-        changes = {"dy": changes["t"]}
-    if "dy" not in changes:
-        changes = {"dy": jnp.zeros_like(next(iter(changes.values()))), **changes}
-    return custom_op.bind(call._replace(outputs=("y",)), {**fixed, **changes})
+        return custom_op.bind(call._replace(outputs=("y",)), {**fixed, "dy": changes["t"]})
+    dy = changes["dy"] if "dy" in changes else jnp.zeros_like(next(iter(changes.values())))
+    return custom_op.bind(call, {**fixed, **changes, "dy": dy})
 
 
 def score_tangent(call: Signature, operands: Mapping[str, Array], changes: Changes) -> tuple[Array | None, float]:
@@ -211,7 +211,7 @@ def _transpose(cotangents: list[Any], *arrays: Any, names: tuple[str, ...], call
         transposed = call._replace(name=TRANSPOSES[call.name], outputs=tuple(linear))
         found = _linear(transposed, fixed, {"t": given["y"]})
     else:
-        found = _linear(call._replace(name=GRADIENTS[call.name]), fixed, given)
+        found = _linear(call._replace(name=GRADIENTS[call.name], outputs=("y",)), fixed, given)
     # The one output of a gradient is the gradient in the one operand of its transpose.
     found = found if len(linear) > 1 else dict(zip(linear, found.values(), strict=True))
     return [found.get(name) for name in names]
