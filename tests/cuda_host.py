@@ -124,13 +124,13 @@ inline void put_word(uint64*, uint64) {}
 """
 
 TOTAL = """
-namespace total {
+namespace scalar_loss {
 inline bool only_counts(const Params&) { return false; }
 inline unsigned block_of_rows(const Params&) { return blockIdx.x; }
 inline void count_in_teams(const Params&) {}
 template <int OWNED> void add_losses(const Params&, int64) {}
 inline void add_losses_of_team(const Params&) {}
-}  // namespace total
+}  // namespace scalar_loss
 """
 
 OPS = """

@@ -39,7 +39,7 @@ ASKS = [
 ASKS += [ask for ask in ASKED if "mean_loss" in ask.outputs and "entropy" in ask.outputs]
 """The loss of every row with all operands, and a mean with statistics: both write a gradient."""
 
-REMOVED_BARRIERS = (("cluster", "levels.cuh", "__syncthreads();"), (PIPELINE, "ring.cuh", "__syncwarp();"),
+REMOVED_BARRIERS = (("cluster", "block_reduce.cuh", "__syncthreads();"), (PIPELINE, "ring.cuh", "__syncwarp();"),
                     ("reduction", "reduction.cuh", "__syncthreads();"))  # fmt: skip
 """Kernels, and barriers that they need: the first such statement of a file."""
 

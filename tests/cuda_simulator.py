@@ -104,7 +104,7 @@ REPLACED = {
         "inline uint64 now()": "{ return 0; }",
         "void fail()": "{ abort(); }",
     },
-    "levels": {
+    "block_reduce": {
         "inline float warp_max(float m)": (
             "{ for (int step = 16; step; step /= 2) m = fmaxf(m, across(m, step)); return m; }"
         ),
@@ -266,7 +266,7 @@ def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], mail:
 
 def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) -> None:
     """Run the kernel of a reduction on the host with the parameter at an address."""
-    parts = [reduction.prologue(one), _replaced("lanes"), _replaced("mail"), _replaced("reduction")]
+    parts = [reduction.prologue(one), _replaced("warp_shuffle"), _replaced("mail"), _replaced("reduction")]
     text = _program(parts, "Reduction", reduction.NAME)
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)
 

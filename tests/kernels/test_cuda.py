@@ -246,7 +246,7 @@ def test_a_bucket_is_compiled_once(ask: Ask, strategy: str, cols: int, near: int
 
 # cuda.core 1.2.2: a Program that failed, and that the garbage collector finds in a cycle, trips over itself.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", ["numbers", "state", "operands", "ops", "levels", "slice", *PROPOSALS])
+@pytest.mark.parametrize("name", ["numbers", "state", "operands", "ops", "block_reduce", "slice", *PROPOSALS])
 def test_an_error_names_file_and_line(ask: Ask, name: str) -> None:
     strategy = name if name in PROPOSALS else "row"
     whole, part = source.source(ask("h200", strategy, "softmax", no_memory(64, 1 << 16))), source.text(f"{name}.cuh")

@@ -1,21 +1,22 @@
 """The `cuda` backend: the strategies `row`, `cluster`, `grid` and `looped` in CUDA C++.
 
 Reading order: numbers.cuh (element types, loads and stores), state.cuh (the recurrence), operands.cuh (operands and
-scores), ops.cuh (the formulas of the operations), lanes.cuh (shuffles), levels.cuh (merges), slice.cuh (the part of a
-row that a group of threads holds), then any strategy.
+scores), ops.cuh (the formulas of the operations), warp_shuffle.cuh and block_reduce.cuh (merges of the states of lanes
+and warps), slice.cuh (the part of a row that a group of threads holds), then any strategy.
 
 `row` and `looped` are one file each.  `cluster` has the messages between its blocks in peers.cuh.  `grid` has three
 kernels: grid.cuh, pipeline.cuh for several rows, and stream.cuh for rows that do not fit on chip.  team.cuh has the
 messages between the blocks of a team, which the first kernel exchanges through mailboxes.cuh.  The other two load
-through the ring of ring.cuh, and exchange states through board.cuh, by the warp of exchange.cuh.  barrier.cuh has the
-barriers of peers.cuh and ring.cuh.
+through the ring of ring.cuh, and exchange states through team_board.cuh, by the warp of exchange_states.cuh.
+barrier.cuh has the barriers of peers.cuh and ring.cuh.
 
 shards.cuh exchanges the states of rows with the GPUs of other processes, after a strategy has merged the states of its
 own blocks; shard_mail.py has the addresses of the mailboxes.  message.cuh writes a state into the words of a message.
+docs/protocols.md has the proofs of all messages.
 
-total.cuh reduces the losses to a scalar, by the messages of mail.cuh and loss_mail.cuh.  reduction.cuh, merge.cuh and
-multiply.cuh are kernels of their own, before and after those of the strategies.  source.py, messages.py and params.py
-generate the constants and the parameters of a kernel.
+scalar_loss.cuh reduces the losses to a scalar, by the messages of mail.cuh and loss_mail.cuh.  reduction.cuh, merge.cuh
+and multiply.cuh are kernels of their own, before and after those of the strategies.  source.py, messages.py and
+params.py generate the constants and the parameters of a kernel.
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@
 // Limits:     at most 16 blocks in a cluster; 8 on devices without larger clusters.
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(const __grid_constant__ Params p) {
-    __shared__ State exchange[THREADS / 32];
+    __shared__ State warp_states[THREADS / 32];
     __shared__ State states[CLUSTER];
     __shared__ uint64 arrived;
-    if (total::only_counts(p)) return;
+    if (scalar_loss::only_counts(p)) return;
     const Launch launch = this_launch(p, threadIdx.x);
     const int rank = blockIdx.x % CLUSTER, lane = threadIdx.x;
     if (REDUCES && lane == 0) expect_states(&arrived);
     if constexpr (REDUCES) announce_beginning();
-    const int64 row = total::block_of_rows(p) / CLUSTER;
+    const int64 row = scalar_loss::block_of_rows(p) / CLUSTER;
     const Row r = row_at(p, row);
     RowOperands operands = row_operands(p, row);
     const CallConstants call = operands.with_scale(call_constants(p));
@@ -33,9 +33,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     slice.add_weighted_edges(p, r, edge_lane);
     State state = identity();
     if constexpr (REDUCES) {
-        state = reduce<32>(slice, exchange);
+        state = reduce<32>(slice, warp_states);
         operands.finish_target_load();
-        state = merge_warps<THREADS / 32>(state, exchange);
+        state = merge_warps<THREADS / 32>(state, warp_states);
         wait_for_beginnings();
         if (lane < CLUSTER) send(&states[rank], state, &arrived, lane);
         wait_for_states(&arrived);
@@ -51,5 +51,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
         slice.write(p, at, call, constants, left);
         slice.write_edges(p, r, call, constants, edge_lane);
     }
-    if (rank == 0) total::add_losses<1>(p, row);
+    if (rank == 0) scalar_loss::add_losses<1>(p, row);
 }

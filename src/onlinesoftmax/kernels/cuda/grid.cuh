@@ -1,7 +1,7 @@
 // Strategy `grid`: a team of blocks, resident together, holds one row after another.
 //
 // One block:  owns a slice of a row, in tiles of THREADS chunks: CHUNKS tiles in registers, p.shared_tiles in shared
-//             memory; further tiles are streamed, DEPTH at a time, and read again newest first.
+//             memory; further tiles are streamed, TILES_AT_ONCE at a time, and read again newest first.
 // Chosen:     for one row or a few that are too long for a cluster.
 // Bytes:      one read, one write; the streamed part is read twice.  States travel through L2.
 // Limits:     all blocks must be resident at once, so the launch is cooperative.
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     // Groups of tiles that are waited for one by one: the first are reduced while the last still travel.
     constexpr int TILE_GROUPS = 8;
     // Rows use these in turn: one row may begin before all threads have read the states of the row before.
-    __shared__ State exchange[2][2][THREADS / 32];
+    __shared__ State warp_states[2][2][THREADS / 32];
     extern __shared__ Chunk<X, VECTOR> memory[];
     const SharedChunks shared = shared_chunks(memory, p.shared_tiles);
     const int lane = threadIdx.x;
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     const Mailboxes mailboxes(p, team);
     const CallConstants of_call = call_constants(p);
     const int edge_lane = team.rank ? NO_EDGE : lane;
-    total::count_in_teams(p);
+    scalar_loss::count_in_teams(p);
     const Launch launch = this_launch(p, threadIdx.x);
     unsigned count = 0;
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
@@ -61,9 +61,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
         const int64 left = min(p.slice, r.body - team.rank * p.slice) - lane;
         const int64 left_shared = left - int64(CHUNKS) * THREADS;
         const int64 left_streamed = left_shared - p.shared_tiles * THREADS;
-        const int64 streams = left_streamed > 0 ? (left_streamed - 1) / (int64(DEPTH) * THREADS) + 1 : 0;
+        const int64 streams = left_streamed > 0 ? (left_streamed - 1) / (int64(TILES_AT_ONCE) * THREADS) + 1 : 0;
         const int tiles = int(min(p.shared_tiles, left_shared > 0 ? (left_shared - 1) / THREADS + 1 : 0));
-        const int group = (int(p.shared_tiles) + TILE_GROUPS * DEPTH - 1) / (TILE_GROUPS * DEPTH) * DEPTH;
+        constexpr int AT_ONCE = TILE_GROUPS * TILES_AT_ONCE;
+        const int group = (int(p.shared_tiles) + AT_ONCE - 1) / AT_ONCE * TILES_AT_ONCE;
 
         Slice<CHUNKS, THREADS, EDGES, TERMS> held;
         held.load(p, at, left);
@@ -85,8 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             state = extend(state, held);
             for (int g = 0, i = 0; SHARED && g < TILE_GROUPS && i < tiles; ++g) {
                 wait_groups(TILE_GROUPS - 1 - g);
-                for (; i < (g + 1) * group && i < tiles; i += DEPTH) {
-                    Slice<DEPTH, THREADS, false, false> tile;
+                for (; i < (g + 1) * group && i < tiles; i += TILES_AT_ONCE) {
+                    Slice<TILES_AT_ONCE, THREADS, false, false> tile;
                     const Cursor from = skip(p, at_shared, int64(i) * THREADS * VECTOR);
                     const int64 present = min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS;
                     tile.load_from_shared(p, from, shared.x + i * THREADS, shared.dy + i * THREADS, present);
@@ -97,9 +98,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             }
             const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * THREADS * VECTOR);
             for (int64 i = 0; STREAMED && i < streams; ++i) {
-                const int64 past = i * DEPTH * THREADS;
+                const int64 past = i * TILES_AT_ONCE * THREADS;
                 const Cursor from = skip(p, at_streamed, past * VECTOR);
-                Slice<DEPTH, THREADS, false, false, CachePolicy::LONG> tile;
+                Slice<TILES_AT_ONCE, THREADS, false, false, CachePolicy::LONG> tile;
                 tile.load(p, from, left_streamed - past);
                 tile.make_scores(from, call, left_streamed - past);
                 tile.add_weighted_scores(p, from, left_streamed - past);
@@ -107,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             }
             state = merge_lanes<32>(state);
             operands.finish_target_load();
-            state = merge_warps<THREADS / 32>(state, exchange[slot][0]);
-            if (team.size > 1) state = mailboxes.merge(state, count, exchange[slot][1]);
+            state = merge_warps<THREADS / 32>(state, warp_states[slot][0]);
+            if (team.size > 1) state = mailboxes.merge(state, count, warp_states[slot][1]);
             state = complete_row<THREADS>(p, launch, r, operands, call, state, row, lane, team.rank == 0);
         } else if constexpr (SHARED) {
             wait_groups(0);
@@ -122,9 +123,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * THREADS * VECTOR);
             // Newest first: L2 still holds those tiles.
             for (int64 i = streams - 1; STREAMED && i >= 0; --i) {
-                const int64 past = i * DEPTH * THREADS;
+                const int64 past = i * TILES_AT_ONCE * THREADS;
                 const Cursor from = skip(p, at_streamed, past * VECTOR);
-                Slice<DEPTH, THREADS, false, false, CachePolicy::SHORT, CachePolicy::SHORT> tile;
+                Slice<TILES_AT_ONCE, THREADS, false, false, CachePolicy::SHORT, CachePolicy::SHORT> tile;
                 tile.load(p, from, left_streamed - past);
                 tile.make_scores(from, call, left_streamed - past);
                 tile.write(p, from, call, constants, left_streamed - past);
@@ -132,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             const ops::RowConstants constants_held = held.own_constants(constants, state.m);
             held.write(p, at, call, constants_held, left);
             held.write_edges(p, r, call, constants_held, edge_lane);
-            for (int i = 0; SHARED && i < tiles; i += DEPTH) {
-                Slice<DEPTH, THREADS, false, false> tile;
+            for (int i = 0; SHARED && i < tiles; i += TILES_AT_ONCE) {
+                Slice<TILES_AT_ONCE, THREADS, false, false> tile;
                 const Cursor from = skip(p, at_shared, int64(i) * THREADS * VECTOR);
                 const int64 present = min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS;
                 tile.load_from_shared(p, from, shared.x + i * THREADS, shared.dy + i * THREADS, present);
@@ -142,6 +143,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             }
         }
     }
-    if (team.rank == 0) total::add_losses_of_team(p);
+    if (team.rank == 0) scalar_loss::add_losses_of_team(p);
     if (REDUCES && team.size > 1) mailboxes.clear(count);
 }

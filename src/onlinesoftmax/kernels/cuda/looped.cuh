@@ -12,10 +12,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     constexpr CachePolicy AGAIN = WRITES_ELEMENTS ? CachePolicy::LONG : CachePolicy::NORMAL;
     // The next tile is loaded before a tile is reduced, where nothing else keeps the memory busy and registers hold both.
     constexpr bool AHEAD = !WRITES_ELEMENTS && CHUNKS <= 4;
-    __shared__ State exchange[THREADS / 32];
-    if (total::only_counts(p)) return;
+    __shared__ State warp_states[THREADS / 32];
+    if (scalar_loss::only_counts(p)) return;
     const Launch launch = this_launch(p, threadIdx.x);
-    const int64 row = total::block_of_rows(p);
+    const int64 row = scalar_loss::block_of_rows(p);
     const Row r = row_at(p, row);
     RowOperands operands = row_operands(p, row);
     const CallConstants call = operands.with_scale(call_constants(p));
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
             state = extend(state, tile);
             if (!AHEAD && i + 1 < tiles) load(next, i + 1);
         }
-        state = merge_warps<THREADS / 32>(merge_lanes<32>(state), exchange);
+        state = merge_warps<THREADS / 32>(merge_lanes<32>(state), warp_states);
         state = complete_row<THREADS>(p, launch, r, operands, call, state, row, lane);
     }
     if constexpr (WRITES_ROWS) {
@@ -69,5 +69,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
             tile.write(p, at, call, constants, left);
         }
     }
-    total::add_losses<1>(p, row);
+    scalar_loss::add_losses<1>(p, row);
 }

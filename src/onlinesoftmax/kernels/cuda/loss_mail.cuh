@@ -1,4 +1,4 @@
-// The messages between blocks of a loss that is reduced to a scalar (total.cuh): the mailboxes, and the divisor of a mean.
+// The messages between blocks of a loss that is reduced to a scalar (scalar_loss.cuh): the mailboxes, and the divisor of a mean.
 
 // The mailboxes, in p.loss_mail:
 //     divisors      DIVISORS copies of the divisor of the mean, so that blocks read different addresses
@@ -21,14 +21,11 @@ struct LossMail {
     __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
 };
 
-// The divisor of a mean, which the blocks that count publish.  A thread looks for the divisor before it loads its row, and
-// waits for it after it has issued these loads: the divisor arrives first, because it comes from L2, and the row from
-// device memory.  The logit of the target is loaded after the wait.  If the code loaded this logit before the wait, the
-// assembler would place that load before the loads of the row, which would then wait for the target.
+// The divisor of a mean, which the blocks that count publish: without weights, each counting warp adds 1 to the upper half of
+// the word and its number of rows to the lower half; with weights, the word is the bits of the divisor.
 //
-// Without weights, the divisor is a number of rows.  Each warp that counts adds to the word: 1 to the upper half, and its
-// number of rows to the lower half.  The sums are those of word - EMPTY.  Integers may be added in any order.  With weights,
-// the word is the bits of the divisor.
+// A thread looks before it loads its row, and waits when these loads are issued.  Hazard: the load of the target's logit
+// comes after the wait; before it, the assembler would make the loads of the row wait for the target.
 struct Divisor {
     uint64 word;   // as loaded by `look`
 

@@ -18,11 +18,11 @@ struct Mailboxes {
     }
 
     // Sends this block's state to all blocks, and merges the states of all blocks.
-    __device__ inline State merge(State a, unsigned count, State* exchange) const {
+    __device__ inline State merge(State a, unsigned count, State* warp_states) const {
         for (int to = threadIdx.x; to < team.size; to += THREADS)
             put_message(messages_to(to, count) + team.rank, a, count + 1);
         while (!receive<THREADS, 1>(a, messages_to(team.rank, count), team.size, count + 1, threadIdx.x)) {}
-        return merge_warps<THREADS / 32>(merge_lanes<32>(a), exchange);
+        return merge_warps<THREADS / 32>(merge_lanes<32>(a), warp_states);
     }
 
     // Empties this block's mailboxes after its last row.

@@ -64,13 +64,13 @@ SLOTS = 4
 
 
 def team_mail_words(request: Request) -> int:
-    """64-bit words of the messages of all teams: mailboxes.cuh for grid.cuh, else board.cuh; 0 without messages."""
+    """64-bit words of the messages of all teams (mailboxes.cuh, or team_board.cuh with a ring); 0 without messages."""
     plan = request.plan
     if plan.strategy != "grid" or not request.operation.reduces:
         return 0
     words = 2 * SLOTS * plan.splits * message_packets(request)
     if plan.threads.kernel:
-        # In whole cache lines, as board.cuh has them: messages, the count of each slot, `done`, and `tile_counter`.
+        # In whole cache lines, as in team_board.cuh: messages, the count of each slot, `done`, and `tile_counter`.
         of_team = (-(-words // LINE_WORDS) + SLOTS + 2) * LINE_WORDS
     else:
         of_team = words * plan.splits if plan.splits > 1 else 0

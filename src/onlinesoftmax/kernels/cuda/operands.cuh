@@ -306,10 +306,8 @@ struct RowOperands {
         }
     }
 
-    // Thread 0, which computes the loss, waits here until its load of the target's logit has ended.  The block that owns the
-    // target column may overwrite it as soon as it has the state of this block, and a barrier orders memory accesses only
-    // for the threads of one block.  Without this wait, the load could still be under way, and return the new value.  The
-    // store to shared memory needs the value; nobody reads it there.
+    // Hazard: a block that owns the target column overwrites it when it has this block's state, while the load of the logit may
+    // be under way.  So thread 0, which computes the loss, waits for the value by storing it; nobody reads it there.
     __device__ inline void finish_target_load() const {
         if constexpr (HAS_TARGET && WRITES_ELEMENTS) {
             __shared__ volatile ACC unread;

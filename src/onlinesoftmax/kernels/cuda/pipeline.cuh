@@ -1,17 +1,17 @@
 // Strategy `grid`, pipelined: a team of blocks, resident together, works on three rows at a time: one is written, the
 // states of the next one are on their way, and the one after that is reduced.
 //
-// One block:  owns GROUPS tiles of each row, which come through a ring of STAGES tiles in shared memory (ring.cuh).  A row
+// One block:  owns HELD_TILES tiles of each row, which come through a ring of STAGES tiles in shared memory (ring.cuh).  A row
 //             is reduced in the ring.  It then moves into registers, each tile in the place of a tile of the row before,
 //             as soon as that is written.  Two further warps hold no part of a row: one loads tiles, and the other sends
-//             and receives states (exchange.cuh).
+//             and receives states (exchange_states.cuh).
 // Chosen:     for rows that are too long for a cluster, where each team has three or more of them in turn.
 // Bytes:      one read, one write.  States travel through L2.
 // Limits:     compute capability 9.0; operations that reduce rows and write elements; rows whose columns are adjacent in
 //             memory, and whose tiles fit registers and ring.  All blocks must be resident at once, so the launch is
 //             cooperative.
 
-static_assert(GROUPS < STAGES, "the ring needs a stage for the next row beside those of a row that waits for registers");
+static_assert(HELD_TILES < STAGES, "the ring needs a stage for the next row beside those of a row that waits for registers");
 static_assert(!TERMS || sizeof(ACC) == sizeof(X), "terms take the places of elements");
 
 // A thread's part of a row: a part of each tile of its block.  A row that fits on chip has fewer chunks than an int counts.
@@ -41,7 +41,7 @@ __device__ inline void load_rows(const Params& p, const Team& team, const Stages
     Loader loader(stages);
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x) {
         const RowBody body(p, row);
-        for (int g = 0; g < GROUPS; ++g) {
+        for (int g = 0; g < HELD_TILES; ++g) {
             loader.wait();
             loader.load<CachePolicy::NORMAL>(body, (int64(g) * team.size + team.rank) * p.slice, p.slice);
         }
@@ -51,7 +51,7 @@ __device__ inline void load_rows(const Params& p, const Team& team, const Stages
 // Reduces a row in the ring, and hands its state, merged over each warp by `post`, to the warp that exchanges states.  The
 // loop is not unrolled, because unrolled code for reducing and for writing would not fit the instruction cache.
 __device__ inline HeldRow reduce_row(
-    const Params& p, const Team& team, Ring& ring, CallConstants of_call, int64 row, unsigned count, Exchange& exchange,
+    const Params& p, const Team& team, Ring& ring, CallConstants of_call, int64 row, unsigned count, SharedStates& states,
     ACC* m_own) {
     const RowPart part(p, row, team);
     const int edge_lane = team.rank ? NO_EDGE : threadIdx.x;
@@ -61,8 +61,8 @@ __device__ inline HeldRow reduce_row(
     held.edges.load_edges(p, part.r, edge_lane);
     State state = identity();
 #pragma unroll 1
-    for (int g = 0; g < GROUPS; ++g) {
-        Slice<DEPTH, LANES, false, TERMS> tile;
+    for (int g = 0; g < HELD_TILES; ++g) {
+        Slice<TILE_CHUNKS, LANES, false, TERMS> tile;
         const Cursor at = part.tile(p, g);
         const int left = part.left_in(p, g);
         ring.read(p, tile, at, left);
@@ -79,15 +79,15 @@ __device__ inline HeldRow reduce_row(
     held.edges.make_edge_scores(part.r, call, edge_lane);
     held.edges.add_weighted_edges(p, part.r, edge_lane);
     held.operands.finish_target_load();
-    exchange.post(extend(state, held.edges), count, held.operands, part.r, call);
+    states.post(extend(state, held.edges), count, held.operands, part.r, call);
     return held;
 }
 
 // The warps that hold rows.  In one turn they write a row, move the next one from the ring to
 // registers, and reduce the one after.
-__device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, Exchange& exchange, ACC* m_own) {
+__device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, SharedStates& states, ACC* m_own) {
     const CallConstants of_call = call_constants(p);
-    Slice<DEPTH, LANES, false, TERMS> tiles[GROUPS];   // of the row that is written, and then of the next one
+    Slice<TILE_CHUNKS, LANES, false, TERMS> tiles[HELD_TILES];   // of the row that is written, and then of the next one
     HeldRow written_row, waiting_row;
     for (int64 turn = 0;; ++turn) {
         const int64 reduced = blockIdx.x + turn * gridDim.x, moved = reduced - gridDim.x, written = moved - gridDim.x;
@@ -98,7 +98,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         ops::RowConstants constants{};
         State state = identity();
         if (writes) {
-            state = exchange.wait_for_row(unsigned(turn) - 2, written_row.operands);
+            state = states.wait_for_row(unsigned(turn) - 2, written_row.operands);
             if constexpr (WRITES_ROWS) {
                 if (team.rank == 0 && threadIdx.x == 0)
                     ops::write_rows(p, now.r, written, written_row.operands, call, state);
@@ -108,7 +108,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         }
         // The next row moves to the registers tile by tile, so that the ring has room for loads early.
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
+        for (int g = 0; g < HELD_TILES; ++g) {
             if (writes)
                 tiles[g].write(p, now.tile(p, g), call, tiles[g].own_constants(constants, state.m), now.left_in(p, g));
             if (moves) {
@@ -120,25 +120,25 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
             }
         }
         written_row = waiting_row;
-        if (reduced < p.rows) waiting_row = reduce_row(p, team, ring, of_call, reduced, unsigned(turn), exchange, m_own);
+        if (reduced < p.rows) waiting_row = reduce_row(p, team, ring, of_call, reduced, unsigned(turn), states, m_own);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) pipeline_kernel(const __grid_constant__ Params p) {
-    __shared__ Exchange exchange;
+    __shared__ SharedStates states;
     __shared__ uint64 barriers[2 * STAGES];
     // TERMS: for each tile and thread, the maximum that the thread's terms in the ring are relative to.
-    __shared__ ACC m_own[TERMS ? GROUPS * LANES : 1];
+    __shared__ ACC m_own[TERMS ? HELD_TILES * LANES : 1];
     extern __shared__ __align__(LINE) Chunk<X, VECTOR> memory[];
     const Team team;
     const Board board(p, team);
     const Stages stages(memory, barriers);
-    if (threadIdx.x == 0) stages.prepare(), exchange.prepare();
-    total::count_in_teams(p);
+    if (threadIdx.x == 0) stages.prepare(), states.prepare();
+    scalar_loss::count_in_teams(p);
     __syncthreads();
-    if (threadIdx.x < LANES) hold_rows(p, team, Ring(stages), exchange, m_own);
-    else if (threadIdx.x < LANES + 32) exchange_states(p, board, exchange);
+    if (threadIdx.x < LANES) hold_rows(p, team, Ring(stages), states, m_own);
+    else if (threadIdx.x < LANES + 32) exchange_states(p, board, states);
     else if (threadIdx.x == LANES + 32) load_rows(p, team, stages);
     __syncwarp();
-    if (team.rank == 0) total::add_losses_of_team(p);
+    if (team.rank == 0) scalar_loss::add_losses_of_team(p);
 }

@@ -6,7 +6,7 @@
 //             kernel whose losses are reduced to a scalar.
 // Bytes:      one read of the losses, of the targets, or of both, and of one weight for each target.
 // Limits:     contiguous losses, targets and weights; at most THREADS blocks; one kernel at a time uses `mail`.  The last
-//             block waits for the others, which relies on blocks starting in the order of their numbers (total.cuh).
+//             block waits for the others, which relies on blocks starting in the order of their numbers (scalar_loss.cuh).
 
 struct Reduction {
     const ACC* losses; const TARGET* target; const WEIGHT* weight;
@@ -19,7 +19,7 @@ struct Reduction {
 
 struct RowSums { SUM total, divisor; };
 
-// The sums of the 32 lanes of a warp, as in lanes.cuh; the shuffles of one sum are under way during those of the other.
+// The sums of the 32 lanes of a warp, as in warp_shuffle.cuh; the shuffles of one sum are under way during those of the other.
 __device__ inline RowSums add_lanes(RowSums a) {
 #pragma unroll
     for (int step = 16; step; step /= 2) {
@@ -29,13 +29,13 @@ __device__ inline RowSums add_lanes(RowSums a) {
     return a;
 }
 
-// The sums of all threads of a block.  Before the call, all threads must have finished reading `exchange`.
-__device__ inline RowSums add_block(RowSums a, RowSums* exchange) {
+// The sums of all threads of a block.  Before the call, all threads must have finished reading `warp_sums`.
+__device__ inline RowSums add_block(RowSums a, RowSums* warp_sums) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     a = add_lanes(a);
-    if (lane == 0) exchange[warp] = a;
+    if (lane == 0) warp_sums[warp] = a;
     __syncthreads();
-    return add_lanes(lane < THREADS / 32 ? exchange[lane] : RowSums{});
+    return add_lanes(lane < THREADS / 32 ? warp_sums[lane] : RowSums{});
 }
 
 // The number that a row adds to the divisor.
@@ -82,7 +82,7 @@ __device__ inline void write(const Reduction& p, RowSums sums) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) reduction_kernel(const __grid_constant__ Reduction p) {
-    __shared__ RowSums exchange[THREADS / 32];
+    __shared__ RowSums warp_sums[THREADS / 32];
     // The loss kernel reads the divisor after it has loaded its first rows.
     if constexpr (!ADDS_LOSSES) let_next_kernel_begin();
     // This kernel may begin before the loss kernel ends.  The targets may be read at once, because the loss kernel does
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduction_kernel(const __g
         wait_for_kernel_before();
         sums.total = add_rows(p, [&](int64 row) { return p.losses[row]; });
     }
-    sums = add_block(sums, exchange);
+    sums = add_block(sums, warp_sums);
     const int last = int(gridDim.x) - 1, lane = threadIdx.x;
     if (int(blockIdx.x) < last) {
         if (lane == 0) SumsLetter::put(mailbox(p, blockIdx.x), sums);
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduction_kernel(const __g
     if (last > 0) {
         __syncthreads();
         if (lane != last) sums = lane < last ? SumsLetter::wait_and_take(mailbox(p, lane)) : RowSums{};
-        sums = add_block(sums, exchange);
+        sums = add_block(sums, warp_sums);
     }
     if (lane == 0) write(p, sums);
 }

@@ -81,7 +81,9 @@ def pack(reduction: Reduction) -> bytes:
 
 def source(reduction: Reduction) -> str:
     """The source of the kernel."""
-    return text("numbers.cuh") + prologue(reduction) + text("lanes.cuh") + text("mail.cuh") + text("reduction.cuh")
+    return (
+        text("numbers.cuh") + prologue(reduction) + text("warp_shuffle.cuh") + text("mail.cuh") + text("reduction.cuh")
+    )
 
 
 def prologue(reduction: Reduction) -> str:

@@ -2,7 +2,7 @@
 // the barriers and the copies.
 //
 // A tile is adjacent chunks of 16 bytes of a row's body, which begins on a cache line (head_of in operands.cuh).  It has
-// p.slice chunks in pipeline.cuh and TILE chunks in stream.cuh: at most DEPTH for each of LANES threads.  Of a row's tiles
+// p.slice chunks in pipeline.cuh and TILE chunks in stream.cuh: at most TILE_CHUNKS for each of LANES threads.  Of a row's tiles
 // a block owns every n-th one, where n is the number of blocks in the team, so at any time the team reads one stretch of
 // memory.  If each block owned one long stretch instead, the team would read many distant places at once, which is slower.
 //
@@ -24,12 +24,12 @@
 constexpr int IN_FLIGHT = (64 << 10) / RESIDENT;
 constexpr int LINE = 8 * LINE_WORDS;      // bytes of a cache line
 constexpr int WARPS = LANES / 32;         // warps that hold rows
-constexpr int TILE = LANES * DEPTH;       // the largest number of chunks in a tile
-constexpr int GROUPS = CHUNKS / DEPTH;    // tiles of a row that registers hold
+constexpr int TILE = LANES * TILE_CHUNKS;       // the largest number of chunks in a tile
+constexpr int HELD_TILES = CHUNKS / TILE_CHUNKS;    // tiles of a row that registers hold
 constexpr int TILE_BYTES = TILE * int(sizeof(Chunk<X, VECTOR>) + (HAS_DY ? sizeof(Chunk<DY, VECTOR>) : 0));
 constexpr int WANTED = (IN_FLIGHT - 1) / TILE_BYTES + 1;
 constexpr int WINDOW = WANTED < STAGES ? WANTED : STAGES;
-static_assert(CHUNKS % DEPTH == 0, "CHUNKS must be a multiple of DEPTH: registers hold whole tiles");
+static_assert(CHUNKS % TILE_CHUNKS == 0, "CHUNKS must be a multiple of TILE_CHUNKS: registers hold whole tiles");
 static_assert(X_WIDTH == VECTOR && (!HAS_DY || DY_WIDTH == VECTOR), "a bulk copy needs columns adjacent in memory");
 static_assert(!HAS_DY || sizeof(DY) == sizeof(X), "a chunk of dy has 16 bytes, as one of x has");
 
@@ -120,7 +120,7 @@ struct Ring {
     // Stores the terms of the tile that was read (TERMS in slice.cuh) in the place of its elements, before `advance`.
     template <class S> __device__ inline void store_terms(const S& slice) {
 #pragma unroll
-        for (int i = 0; i < DEPTH; ++i)
+        for (int i = 0; i < TILE_CHUNKS; ++i)
             reinterpret_cast<Chunk<ACC, VECTOR>&>(x[next * TILE + i * LANES]) = slice.body[i].scores_in_memory();
     }
     __device__ inline void advance() {
@@ -132,7 +132,7 @@ struct Ring {
         const Params& p, S& slice, const Cursor& at, int64 left) {
         if constexpr (TERMS) {
 #pragma unroll
-            for (int i = 0; i < DEPTH; ++i)
+            for (int i = 0; i < TILE_CHUNKS; ++i)
                 slice.body[i].set_scores(reinterpret_cast<const Chunk<ACC, VECTOR>&>(x[released * TILE + i * LANES]));
             fence_for_bulk_copies();
         } else {

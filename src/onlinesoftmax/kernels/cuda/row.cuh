@@ -1,24 +1,25 @@
 // Strategy `row`: a group of LANES threads holds whole rows in its registers.
 //
-// One block:  owns GROUPS x DEPTH rows; a group loads all DEPTH of its rows before it reduces the first.
+// One block:  owns GROUPS x ROWS_AT_ONCE rows; a group loads all ROWS_AT_ONCE of its rows before it reduces the first.
 // Chosen:     for most rows that fit the registers of a block.
 // Bytes:      one read, one write.
 // Limits:     CHUNKS x LANES chunks of 16 bytes a row.
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const __grid_constant__ Params p) {
     constexpr int GROUPS = THREADS / LANES;
-    __shared__ State exchange[DEPTH][(THREADS + 31) / 32];
+    __shared__ State warp_states[ROWS_AT_ONCE][(THREADS + 31) / 32];
     const int lane = threadIdx.x % LANES;
-    if (total::only_counts(p)) return;
-    const int64 begin = int64(total::block_of_rows(p)) * (GROUPS * DEPTH), first = begin + threadIdx.x / LANES;
+    if (scalar_loss::only_counts(p)) return;
+    const int64 begin = int64(scalar_loss::block_of_rows(p)) * (GROUPS * ROWS_AT_ONCE);
+    const int64 first = begin + threadIdx.x / LANES;
     const Launch launch = this_launch(p, threadIdx.x);
     const CallConstants of_call = call_constants(p);
-    Row row[DEPTH];
-    Cursor at[DEPTH];
-    RowOperands operands[DEPTH];
-    Slice<CHUNKS, LANES, EDGES, TERMS> slice[DEPTH];
+    Row row[ROWS_AT_ONCE];
+    Cursor at[ROWS_AT_ONCE];
+    RowOperands operands[ROWS_AT_ONCE];
+    Slice<CHUNKS, LANES, EDGES, TERMS> slice[ROWS_AT_ONCE];
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) {
+    for (int d = 0; d < ROWS_AT_ONCE; ++d) {
         row[d] = row_at(p, first + d * GROUPS);
         operands[d] = row_operands(p, first + d * GROUPS);
         at[d] = row[d].chunk(p, lane);
@@ -26,19 +27,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
         slice[d].load_edges(p, row[d], lane);
     }
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) {
+    for (int d = 0; d < ROWS_AT_ONCE; ++d) {
         operands[d].load_target(p, row[d]);
         prefetch_mailboxes(p, launch, first + d * GROUPS, lane);
     }
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) {
+    for (int d = 0; d < ROWS_AT_ONCE; ++d) {
         const CallConstants call = operands[d].with_scale(of_call);
         slice[d].make_scores(at[d], call, row[d].body - lane);
         slice[d].make_edge_scores(row[d], call, lane);
         slice[d].add_weighted_scores(p, at[d], row[d].body - lane);
         slice[d].add_weighted_edges(p, row[d], lane);
         const int64 index = first + d * GROUPS;
-        const State reduced = REDUCES ? reduce<LANES>(slice[d], exchange[d]) : identity();
+        const State reduced = REDUCES ? reduce<LANES>(slice[d], warp_states[d]) : identity();
         const State state = complete_row<LANES>(p, launch, row[d], operands[d], call, reduced, index, lane);
         if constexpr (WRITES_ROWS) {
             if (lane == 0 && index < p.rows) ops::write_rows(p, row[d], index, operands[d], call, state);
@@ -50,5 +51,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
             slice[d].write_edges(p, row[d], call, r, lane);
         }
     }
-    total::add_losses<GROUPS * DEPTH>(p, begin);
+    scalar_loss::add_losses<GROUPS * ROWS_AT_ONCE>(p, begin);
 }

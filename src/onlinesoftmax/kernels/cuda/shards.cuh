@@ -4,19 +4,11 @@
 // included, by stores to a mailbox in the memory of the receiver.  A receiver looks only at its own memory.  All GPUs merge
 // the same states in the same order, so the state of the whole row has the same bits everywhere.
 //
-// A word of a message has 64 bits: 32 bits of the message, and above them the tag of the launch.  GPUs store and load
-// aligned words of 64 bits as a whole, also through NVLink, so a tag shows that its 32 bits have come, and no flag or fence
-// is needed.  Each launch has a new tag, so a message that an earlier launch left in the same mailbox has another one.
+// A word of a message has 64 bits: 32 bits of the message, and above them the tag of the launch, which shows that they have
+// come.  Successive launches use two sets of mailboxes in turn.
 //
-// Successive launches use two sets of mailboxes in turn.  A GPU sends in launch n + 2 only after it has received a message
-// of launch n + 1 from every GPU, and a GPU sends in launch n + 1 only after its launch n has ended.  So all messages of
-// launch n have been read when they are overwritten.  A loss kernel may begin early, while the kernel that counts its targets
-// still runs; but the counting kernel begins only after all launches before it have ended.
-//
-// GPUs cannot wait for each other in a circle, because a block sends its rows in the order of their numbers: before it waits
-// for a row, it has sent that row and all its earlier ones.  Take the first row that some GPU has not sent.  Every GPU
-// has sent all earlier rows, so no block of that GPU waits for one of them for ever, and the block of this row begins and
-// sends it.  As in total.cuh, this relies on blocks starting in the order of their numbers.
+// Hazard: a block must send its rows in the order of their numbers, and a row before it waits for the row.  Otherwise a message
+// could be overwritten, or GPUs could wait for each other for ever (docs/protocols.md, "The mailboxes of processes").
 
 constexpr int SCORE_WORDS = HAS_TARGET ? ACC_WORDS : 0;
 
@@ -87,14 +79,9 @@ struct Launch {
     }
 };
 
-// The number of this launch is a sum of two numbers:
-// - of the launches that the host has made.  The host passes it as p.number, and each launch stores it behind the mailboxes.
-//   In a CUDA graph p.number is 0, because a replay gets no number from the host; then the next one after the stored number
-//   counts.
-// - of the launches that graphs have made.  This number stands behind the mailboxes, too; in a graph, a small kernel after
-//   each launch adds 1.
-// The numbers behind the mailboxes are stored COPIES times, because hundreds of thousands of warps that read one address
-// wait for each other.  `lane` is the number of a thread among those of the block that call this, at least COPIES.
+// The number of this launch: that of the launches that the host has made, p.number, or 0 in a CUDA graph, plus that of the
+// replays (docs/protocols.md, "Numbers of launches").  Both stand behind the mailboxes in COPIES copies, because many warps
+// that read one address wait for each other.  `lane` counts the threads of the block that call this, at least COPIES.
 __device__ inline Launch this_launch(const Params& p, int lane) {
     static_assert(COPIES <= 32, "a warp stores all copies");
     if constexpr (!SHARDED || !REDUCES) return {};

@@ -130,9 +130,8 @@ struct Slice {
         if constexpr (SUM_ZL > 0 && !CLAMPS) {
             const auto zl = PlainOf<ops::LaneSum>::type(parts.of[SUM_ZL]);
             if (zl != zl) {
-                // gridDim.z is always 1.  The compiler cannot know this, so it must compute the terms of the second sum
-                // again.  Without these products it would keep the terms of the first sum in registers, and there
-                // are not enough registers.
+                // gridDim.z is 1, which the compiler cannot know: the products force it to compute the terms again.  Kept
+                // from the first sum, the terms would spill.
                 s.m *= ACC(gridDim.z), s.amount *= ACC(gridDim.z);
                 parts = sum_of_elements<true>(s);
             }

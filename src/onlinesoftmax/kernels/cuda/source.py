@@ -39,16 +39,24 @@ from .params import (
     struct_text,
 )
 
-FILES = ("state", "message", "mail", "loss_mail", "operands", "ops", "lanes", "levels", "shards", "slice", "total")
+FILES = (
+    "state", "message", "mail", "loss_mail", "operands", "ops", "warp_shuffle", "block_reduce", "shards", "slice",
+    "scalar_loss",
+)  # fmt: skip
 """Files that every kernel needs, in the order of inclusion."""
 
 KERNEL_FILES = {
     "row": ("row",), "cluster": ("barrier", "peers", "cluster"), "grid": ("team", "mailboxes", "grid"),
-    "pipeline": ("team", "board", "barrier", "ring", "exchange", "pipeline"),
-    "stream": ("team", "board", "barrier", "ring", "exchange", "stream"),
+    "pipeline": ("team", "team_board", "barrier", "ring", "exchange_states", "pipeline"),
+    "stream": ("team", "team_board", "barrier", "ring", "exchange_states", "stream"),
     "looped": ("looped",),
 }  # fmt: skip
 """Files of a kernel besides FILES, in the order of inclusion; the last one has the kernel's name."""
+
+
+DEPTHS = {"row": "ROWS_AT_ONCE", "grid": "TILES_AT_ONCE", "pipeline": "TILE_CHUNKS", "stream": "TILE_CHUNKS"}
+"""Name of the constant for `Blocks.depth`, by kernel: rows of a group of threads that are loaded together, tiles that
+are streamed together, or chunks of a thread in a tile of the ring."""
 
 
 @cache
@@ -185,7 +193,7 @@ or 4096, a loss of 16384 x 4096 bfloat16 with its gradient takes 2 or 3 microsec
 """
 
 WIDE_WORDS = 2
-"""64-bit words of the mailbox for a part of the divisor or a sum of losses, which total.cuh keeps in the type Wide."""
+"""64-bit words of the mailbox for a part of the divisor or a sum of losses; the type Wide of scalar_loss.cuh."""
 
 LOSSES_AT_ONCE = 8
 """Losses that a thread loads at once, where a loss is reduced to a scalar."""
@@ -211,7 +219,7 @@ def counters(request: Request) -> int:
 
 
 def blocks(request: Request) -> int:
-    """Blocks of a launch: those that own rows, and before them those that only count targets (total.cuh).
+    """Blocks of a launch: those that own rows, and before them those that only count targets (scalar_loss.cuh).
 
     The blocks of `grid` are resident together, so its first blocks count before they take their rows.
     """
@@ -262,7 +270,7 @@ def _numbers(request: Request) -> dict[str, int]:
         "RESIDENT": threads.resident,
         "LANES": threads.lanes,
         "CHUNKS": _held_chunks(request),
-        "DEPTH": plan.blocks.depth,
+        **({DEPTHS[kernel]: plan.blocks.depth} if (kernel := kernel_file(plan)) in DEPTHS else {}),
         "STAGES": plan.blocks.stages,
         "SUMS": sum_count(request),
         "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),

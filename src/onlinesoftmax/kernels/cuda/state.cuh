@@ -1,10 +1,8 @@
 // The state of a slice of a row, and the recurrence that merges states: written once for CUDA.
 //
-// A state is m = max(z) and one or more sums over the slice.  l = sum(exp(z - m)) is a rescaled sum: a merge multiplies
-// it by a factor.  So is zl = sum(z * exp(z - m)), which is kept as zl - m * l = sum((z - m) * exp(z - m)): the entropy
-// is the difference of lse and zl / l, and a large m would cost all their digits.  The dot product of a gradient is a
-// plain sum: a merge adds it.  Lanes, warps, blocks of a cluster and blocks of a grid all reduce with `rescale`, which is
-// the part of `merge` that works for any number of states.  tests/laws.py has the laws, for every language.
+// A state is m = max(z) and one or more sums over the slice.  A rescaled sum is multiplied by a factor when states merge:
+// l = sum(exp(z - m)), and zl = sum((z - m) * exp(z - m)), relative to m because a large m would cost all digits of the
+// entropy, lse - m - zl / l.  A plain sum is added, as the dot product of a gradient.  tests/laws.py has the laws.
 //
 // EXACT is true where an output is float32 or float64, so that sums and exp must be more accurate than a 16-bit output
 // needs.  FOLDED is for outputs of 16 bits that depend on an element only through its term: exp(z - m) is

@@ -2,37 +2,30 @@
 // rest twice.
 //
 // One block:  owns every n-th tile of a row, where n is the number of blocks in the team.  Its last tiles stay on chip:
-//             GROUPS in registers and STAGES in a ring in shared memory (ring.cuh).  The tiles before them are streamed
+//             HELD_TILES in registers and STAGES in a ring in shared memory (ring.cuh).  The tiles before them are streamed
 //             through the ring.  Two further warps hold no part of a row: one loads tiles, and the other sends and
-//             receives states (exchange.cuh).
+//             receives states (exchange_states.cuh).
 // Chosen:     for rows that do not fit on chip.
 // Bytes:      one write, one read of the tiles that stay on chip, two reads of the streamed ones; L2 serves some of the
 //             second reads, because they begin with the last of the streamed tiles.
 // Limits:     those of pipeline.cuh, except that a row need not fit registers and ring.
 //
-// The streamed tiles of a row are reduced by the blocks that own them, in a fixed order, so that every run gives the same
-// bits.  Any block may write them, because the order of writing changes no bit: a block with a free stage in its ring takes
-// the number of the next tile from a counter of the team.  With a fixed share for each block, the fastest blocks of one row
-// of 2^28 columns in bfloat16 on an H200 were done a fifth earlier than the slowest, since multiprocessors differ in the
-// bandwidth that they get.
+// The streamed tiles are reduced by the blocks that own them, in a fixed order, so that every run gives the same bits.  Any
+// block may write them: a block with a free stage draws the next tile from a counter of the team.  With fixed shares, the
+// fastest blocks ended a fifth earlier than the slowest (one row of 2^28 bfloat16, H200).
 //
-// The output may overwrite x.  A block writes only when it has the states of all blocks, so the owner of every tile has
-// read it, and only the block that takes the number of a tile reads it again.
+// Hazard: the output may overwrite x, and blocks write each other's tiles (docs/protocols.md, "The tile counter").
 
 static_assert(!TERMS, "streamed tiles keep no terms");
-// With GROUPS = 0 all tiles of a row could fit the ring, and the loader could take a number of the row before the block
-// reduces it; see the end of load_rows.
-static_assert(GROUPS > 0, "a row needs more tiles on chip than the ring has stages");
+// The loader could otherwise draw a tile of a row before the block reduces it (docs/protocols.md, "The tile counter").
+static_assert(HELD_TILES > 0, "a row needs more tiles on chip than the ring has stages");
 
-constexpr int ON_CHIP = GROUPS + STAGES;   // tiles of a row that a block keeps
-// The second read begins with the last streamed tiles.  IN_L2 is how many bytes of them L2 is asked to keep
-// (CachePolicy::LONG), of all teams together.  L2 has 50 MB on an H100, but what is written passes through it too.  36 MB
-// were no faster on an H200.
+constexpr int ON_CHIP = HELD_TILES + STAGES;   // tiles of a row that a block keeps
+// Bytes, of all teams, of the last streamed tiles, with which the second read begins: L2 is asked to keep them.  L2 has
+// 50 MB on an H100, and what is written passes through it too.  36 MB were no faster on an H200.
 constexpr int IN_L2 = 24 << 20;
-// BEFORE_L2 is how many bytes of the streamed tiles before these L2 is asked to evict early (CachePolicy::SHORT), as it is
-// for the tiles that stay on chip, so that they do not displace the tiles that L2 keeps.  Tiles still earlier in the row
-// have left L2 when those arrive.  They are loaded without a request, because a request for early eviction makes loads
-// slower: by 1 % for one row of 2^28 columns on an H200.
+// Bytes of the tiles before those: L2 is asked to evict them early, as the tiles that stay on chip.  Still earlier tiles have
+// left L2 by then, so they are loaded without a request, which would cost time: 1 % for one row of 2^28 columns on an H200.
 constexpr int BEFORE_L2 = 64 << 20;
 
 // The division of a row into tiles: those from `streamed` on stay on chip.
@@ -84,15 +77,12 @@ __device__ inline void load_rows(const Params& p, const Board& board, const Stag
         unsigned* const counter = board.tile_counter(count);
         for (unsigned before = atomicAdd(counter, 1u);;) {
             loader.wait();
-            // The numbers are 0, 1, 2, ...: before the first one the counter is EMPTY, that is -1.  `before` is first used
-            // here, so that the loader does not wait for the counter and then for a stage, but for both at once.
+            // The counter begins at EMPTY, which is -1, so the first number is 0.  `before` is first used here, so that the
+            // loader waits for the counter and for a stage at once.
             const unsigned number = before + 1;
             if (number >= tiles.streamed) {
-                // Every block takes one number past the last tile.  The block with the largest of these sets the counter
-                // back to EMPTY, as no block will take another one for this row.  Two counters serve the rows in turn, so
-                // this one serves the row after the next again.  No block takes a number for that row before the reset: it
-                // does so only when it has begun to reduce that row, and so has the states of the row between the two from
-                // all blocks.  This block sends its state of the row between when it has read NO_TILE, stored below.
+                // Reset the counter: nobody draws for the next row that uses it before NO_TILE is stored below
+                // (docs/protocols.md, "The tile counter").
                 if (number == tiles.streamed + tiles.size - 1) {
                     put_word(counter, unsigned(EMPTY));
                     __threadfence();
@@ -111,13 +101,13 @@ __device__ inline void load_rows(const Params& p, const Board& board, const Stag
 
 // The warps that hold rows reduce the block's tiles of a row, wait for the state of the whole row, and write: first the
 // tiles that are in the ring, then the streamed tiles that the loader has taken, then the tiles in registers.
-__device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, Exchange& exchange, const int64* tile_in) {
-    using Tile = Slice<DEPTH, LANES, false, false, CachePolicy::NORMAL, CachePolicy::SHORT>;
+__device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, SharedStates& states, const int64* tile_in) {
+    using Tile = Slice<TILE_CHUNKS, LANES, false, false, CachePolicy::NORMAL, CachePolicy::SHORT>;
     const CallConstants of_call = call_constants(p);
     const int edge_lane = team.rank ? NO_EDGE : threadIdx.x;
     unsigned count = 0;
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
-        Tile held[GROUPS];
+        Tile held[HELD_TILES];
         const Row r = row_at(p, row);
         const Tiles tiles(team, r.body);
         RowOperands operands = row_operands(p, row);
@@ -140,7 +130,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
             reduce(tile, in.at, WHOLE);
         }
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
+        for (int g = 0; g < HELD_TILES; ++g) {
             const Position in(p, r, tiles[tiles.own + g]);
             ring.read(p, held[g], in.at, in.left);
             ring.release();
@@ -148,7 +138,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
             reduce(held[g], in.at, in.left);
         }
 #pragma unroll 1
-        for (int i = GROUPS; i < ON_CHIP; ++i) {
+        for (int i = HELD_TILES; i < ON_CHIP; ++i) {
             Tile tile;
             const Position in(p, r, tiles[tiles.own + i]);
             ring.read(p, tile, in.at, in.left);
@@ -159,8 +149,8 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         edges.make_edge_scores(r, call, edge_lane);
         edges.add_weighted_edges(p, r, edge_lane);
         operands.finish_target_load();
-        exchange.post(extend(state, edges), count, operands, r, call);
-        state = exchange.wait_for_row(count, operands);
+        states.post(extend(state, edges), count, operands, r, call);
+        state = states.wait_for_row(count, operands);
 
         if constexpr (WRITES_ROWS) {
             if (team.rank == 0 && threadIdx.x == 0) ops::write_rows(p, r, row, operands, call, state);
@@ -173,7 +163,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
         };
         // The tiles in the ring come first, so that their stages take further loads.
 #pragma unroll 1
-        for (int i = GROUPS; i < ON_CHIP; ++i) {
+        for (int i = HELD_TILES; i < ON_CHIP; ++i) {
             Tile tile;
             const Position in(p, r, tiles[tiles.own + i]);
             ring.move_to_registers(p, tile, in.at, in.left);
@@ -192,7 +182,7 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
             write(tile, in.at, WHOLE);
         }
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
+        for (int g = 0; g < HELD_TILES; ++g) {
             const Position in(p, r, tiles[tiles.own + g]);
             held[g].write(p, in.at, call, constants, in.left);
         }
@@ -200,19 +190,19 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, E
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stream_kernel(const __grid_constant__ Params p) {
-    __shared__ Exchange exchange;
+    __shared__ SharedStates states;
     __shared__ uint64 barriers[2 * STAGES];
     __shared__ int64 tile_in[STAGES];   // for each stage with a tile to write, the tile's number in the row, or NO_TILE
     extern __shared__ __align__(LINE) Chunk<X, VECTOR> memory[];
     const Team team;
     const Board board(p, team);
     const Stages stages(memory, barriers);
-    if (threadIdx.x == 0) stages.prepare(), exchange.prepare();
-    total::count_in_teams(p);
+    if (threadIdx.x == 0) stages.prepare(), states.prepare();
+    scalar_loss::count_in_teams(p);
     __syncthreads();
-    if (threadIdx.x < LANES) hold_rows(p, team, Ring(stages), exchange, tile_in);
-    else if (threadIdx.x < LANES + 32) exchange_states(p, board, exchange);
+    if (threadIdx.x < LANES) hold_rows(p, team, Ring(stages), states, tile_in);
+    else if (threadIdx.x < LANES + 32) exchange_states(p, board, states);
     else if (threadIdx.x == LANES + 32) load_rows(p, board, stages, tile_in);
     __syncwarp();
-    if (team.rank == 0) total::add_losses_of_team(p);
+    if (team.rank == 0) scalar_loss::add_losses_of_team(p);
 }

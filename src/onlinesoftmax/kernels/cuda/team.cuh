@@ -9,11 +9,10 @@
 // the state could be loaded before, and the tag after, the moment at which the packet comes.
 //
 // There are two ways to exchange messages.  With mailboxes.cuh a message arrives soonest: it is for blocks that have nothing
-// else to do.  board.cuh moves fewer bytes: it is for blocks that load and write other rows meanwhile.  With both:
+// else to do.  team_board.cuh moves fewer bytes: it is for blocks that load and write other rows meanwhile.
 //
-// Rows use SLOTS places for messages, the slots, in turn.  A block sends row i only after it has received row i - 2 from
-// every block.  A block that has sent row i - 2 has received all messages of row i - 4.  So slot i % SLOTS may be
-// overwritten.  Messages are not removed between rows, but once, at the end of a kernel.
+// Rows use SLOTS places for messages, the slots, in turn.  Hazard: a block sends row i only after it has received row i - 2
+// from every block; so no message is overwritten before it is read (docs/protocols.md, "Slots of a team").
 
 static_assert(SLOTS >= 4, "a message could be overwritten before all blocks have read it");
 static_assert(PACKETS == (STATE_WORDS + 2) / 3, "PACKETS differs from message_packets() in source.py");

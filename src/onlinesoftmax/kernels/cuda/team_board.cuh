@@ -4,8 +4,8 @@
 // for all, not one to each block as in mailboxes.cuh.  While it waits, it looks at one word, which counts the messages about
 // the row.  It reads the messages when all blocks have posted theirs, usually once.
 //
-// Nothing makes a message arrive before it is counted: a fence would, but it waits until all stores of the thread are in L2.
-// So a counted message may still be on its way.  Then its tag is that of an older row, and the reader looks again.
+// Hazard: a counted message may still be on its way, because no fence orders it.  Then its tag is that of an older row, and
+// the reader looks again (docs/protocols.md, "The board of a team").
 struct Board {
     Team team;
     uint64* words;   // of the team

@@ -7,19 +7,15 @@
 //             128 MiB; they stand in torch/targets.py); for more, small kernels before and after the loss kernel do this
 //             work (reduction.cuh).
 // Bytes:      one word for each row, written, read and emptied in L2; for a mean, all targets are read once more.
-// Limits:     a block waits only for blocks of lower numbers.  So blocks that count own no rows: for its rows, a counting
-//             block would wait for the counting blocks after it.  This relies on blocks starting in the order of their
-//             numbers, which GPUs do and CUDA does not promise.  The blocks of strategy `grid` are resident together, so
-//             they may wait for any block: they count first, and add losses last.
+// Limits:     blocks start in the order of their numbers, which GPUs do and CUDA does not promise.
 //
-// Only kernels with a gradient read the divisor before the end.  Every thread has read it before the state of the whole row
-// is known, and the loss of the row is sent after that.  So when all losses have arrived, nobody will read the divisor
-// again.  For the next kernel on this CUDA stream, the block that receives a count, a loss or a sum resets the word to
-// EMPTY, and the block that writes the scalar resets the words of the divisor.
+// Hazard: a block may wait only for blocks of lower numbers, or all blocks must be resident.  So blocks that count own no
+// rows, and the blocks of strategy `grid` count first and add losses last.  Each word is emptied by its last reader
+// (docs/protocols.md, "The words of a loss").
 //
 // All floating-point sums are added in an order that depends on the launch alone, so every run gives the same bits.
 
-namespace total {
+namespace scalar_loss {
 
 // The sums over all rows are kept in a wider type than the losses.
 template <class T> struct WideOf { using type = double; };
@@ -30,14 +26,14 @@ static_assert(sizeof(Wide) <= 8 * WIDE_WORDS, "a mailbox has too few words for a
 // The sum over the threads of the block, all of which must call this.  The lanes of the first warp get the sum, the
 // others 0.
 __device__ inline Wide add_block(Wide a) {
-    __shared__ Wide exchange[THREADS / 32];
+    __shared__ Wide warp_sums[THREADS / 32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     a = add_lanes(a);
     // One block may count and add; the first warp must have read the counts before another warp writes here again.
     __syncthreads();
-    if (lane == 0) exchange[warp] = a;
+    if (lane == 0) warp_sums[warp] = a;
     __syncthreads();
-    return warp ? Wide{} : add_lanes(lane < THREADS / 32 ? exchange[lane] : Wide{});
+    return warp ? Wide{} : add_lanes(lane < THREADS / 32 ? warp_sums[lane] : Wide{});
 }
 
 // The sum of number(i, load(i)) over the i of this thread: `first` + threadIdx.x, and from there every THREADS-th before
@@ -214,4 +210,4 @@ __device__ inline void add_losses_of_team(const Params& p) {
             if ((min(first + SEGMENT, unsigned(p.rows)) - 1) % gridDim.x == blockIdx.x) add_segment(p, first / SEGMENT);
 }
 
-}  // namespace total
+}  // namespace scalar_loss

@@ -36,14 +36,14 @@ template <int WIDTH> __device__ inline State merge_lanes(State a) {
 
 __device__ constexpr int power_of_two(int n) { int p = 1; while (p < n) p *= 2; return p; }
 
-// Merges one state per warp across WARPS adjacent warps, and broadcasts the result.  `exchange` is shared memory for
+// Merges one state per warp across WARPS adjacent warps, and broadcasts the result.  `warp_states` is shared memory for
 // one state per warp of the block; no thread may still be reading it.
-template <int WARPS> __device__ inline State merge_warps(State a, State* exchange) {
+template <int WARPS> __device__ inline State merge_warps(State a, State* warp_states) {
     if constexpr (WARPS > 1) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        if (lane == 0) exchange[warp] = a;
+        if (lane == 0) warp_states[warp] = a;
         __syncthreads();
-        a = merge_lanes<power_of_two(WARPS)>(lane < WARPS ? exchange[warp / WARPS * WARPS + lane] : identity());
+        a = merge_lanes<power_of_two(WARPS)>(lane < WARPS ? warp_states[warp / WARPS * WARPS + lane] : identity());
         // Lanes past WARPS have merged nothing, so lane 0 broadcasts.
         a.m = from_lane(a.m, 0);
 #pragma unroll
@@ -59,8 +59,8 @@ template <class S> __device__ inline State extend(State a, S& slice) {
 }
 
 // The state of a slice that LANES adjacent threads hold, given to each of them.
-template <int LANES, class S> __device__ inline State reduce(S& slice, State* exchange) {
+template <int LANES, class S> __device__ inline State reduce(S& slice, State* warp_states) {
     constexpr int WIDTH = LANES < 32 ? LANES : 32;
     const ACC m = lane_max<WIDTH>(slice.peak());
-    return merge_warps<(LANES + 31) / 32>({m, lane_sum<WIDTH>(slice.sum(m))}, exchange);
+    return merge_warps<(LANES + 31) / 32>({m, lane_sum<WIDTH>(slice.sum(m))}, warp_states);
 }
