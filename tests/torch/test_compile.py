@@ -122,9 +122,9 @@ def test_opcheck(name: str, operation: str) -> None:
 
     detached = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in arguments)
     call = custom_ops._call(call.operation, detached)
-    y, lse = gradients.forward_to_keep(call)
-    kept = gradients.Kept(y, call.x, lse)
-    backward = gradients.gradient_call(call, kept, torch.randn_like(y), torch.float32)
+    names = call.operation.kept_outputs
+    saved = {"x": call.x, **dict(zip(names, gradients.outputs_of(call, names), strict=True))}
+    backward = gradients.gradient_call(call, saved, {"dy": torch.randn_like(saved["y"])}, torch.float32)
     operator = getattr(torch.ops.onlinesoftmax, backward.operation.name).default
     torch.library.opcheck(operator, custom_ops._flat(backward))
 

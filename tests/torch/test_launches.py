@@ -168,3 +168,24 @@ def test_a_lazy_negation_is_left_to_pytorch_or_refused() -> None:
         torch.testing.assert_close(osm.softmax(x), torch.softmax(x, -1))
         with pytest.raises(osm.PlanError, match="lazily negated"):
             osm.softmax(x, backend="triton")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("options", [{"scale": 0.5}, {"softcap": 3.0}, {"scale": -2.0, "softcap": 9.0, "causal": True}])
+def test_score_options_that_are_numbers_are_part_of_the_key(
+    operation: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = outliers(4 * 33, dtype=torch.float32, device=DEVICE).view(4, 33).requires_grad_()
+    found = []
+    for _ in range(3):
+        y = OPERATIONS[operation](x, 1, **options, **HOW)
+        found.append((y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)))
+        found.append((y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y[:1]).expand_as(y))))
+        with torch.no_grad():
+            assert torch.equal(OPERATIONS[operation](x, 1, **options, **HOW), y)
+        assert prepared() == 2
+    monkeypatch.setattr(fast_path, "is_cacheable", lambda _: False)
+    general = OPERATIONS[operation](x, 1, **options, **HOW)
+    want = general, *torch.autograd.grad(general, x, torch.ones_like(general))
+    for results in found:
+        assert all(map(torch.equal, results, want))

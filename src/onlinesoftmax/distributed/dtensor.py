@@ -158,7 +158,7 @@ def _check_available(probabilities: bool, return_stats: bool, loss: Loss, wider:
         "return_stats": return_stats,
         "inplace_backward": loss.inplace,
         "mask": loss.mask is not None,
-        "scale as a tensor": loss.tensors[0] is not None,
+        "scale as a tensor": loss.options is not None and isinstance(loss.options.scale, Tensor),
         "dtype=torch.float64": wider,
     }
     for name, given in named.items():

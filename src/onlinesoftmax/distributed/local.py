@@ -17,9 +17,9 @@ from ..core.task import ANY, Choice, ColumnRange
 from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from ..torch import eager
+from ..torch.autograd import launch
 from ..torch.dispatch import why_pytorch, with_autocast
 from ..torch.gradients import accumulator_of
-from ..torch.targets import launch
 from .exchange import RowStates
 from .shards import Operands, ShardSignature
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from ..core.call import Call, Settings
 from ..core.task import ColumnRange
 from ..ops import OPERATIONS
+from ..torch.autograd import prepared_recording
 from ..torch.gradients import accumulator_of
-from ..torch.loss_launches import reduced_with_gradient
 from ..torch.prepare import kind_of, operands_of, prepare, prepared
 from ..torch.reductions import reducer
-from ..torch.targets import loss_numbers
+from ..torch.targets import loss_numbers, reduced_with_gradient
 from .exchange import Saved, apply_in_eager_mode
 from .local import Shard, call_of
 from .peers import with_a_column
@@ -75,14 +76,18 @@ class PeerLaunches:
             small = reducer(x, target, weight, loss, with_gradient, columns.total)
             assert small is not None
             self._total = small.total
-            self._reduced = reduced_with_gradient(self._losses_and_gradient, small, None) if in_forward else None
+            if in_forward:
+                run = reduced_with_gradient(self._losses_and_gradient, small)
+                tensors = {"target": target} if weight is None else {"target": target, "weight": weight}
+                whole = Call(_LOSS, x, Settings(signature.dim), beside=tensors)
+                self._reduced = prepared_recording(whole, ("loss", "y"), ("loss",), run=run)
 
     def __call__(self, operands: Operands, groups: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """The results of a call."""
         operands = _with_a_column(operands.with_target(self.signature.dim), self.signature.dim)
         x, target, weight = operands.x, operands.target, operands.weight
         if self._reduced is not None:
-            return (self._reduced(x, target, weight),)
+            return (self._reduced(x, target) if weight is None else self._reduced(x, target, weight),)
         if self.with_gradient and self._total is None:
             found: tuple[Tensor, ...] = apply_in_eager_mode(x, self, operands, groups)
         else:
@@ -125,10 +130,9 @@ class PeerLaunches:
         m, l, entropy = (named.get(name) for name in ("m", "l", "entropy"))
         return tuple(named[name] for name in self.results), Saved(mask, target, weight, m, l, entropy)
 
-    def _losses_and_gradient(
-        self, x: Tensor, target: Tensor, weight: Tensor | None, factor: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The losses of the rows, and `factor` times their gradients."""
+    def _losses_and_gradient(self, x: Tensor, target: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses of the rows, and the factor times their gradients, from (x, target, weight if given, factor)."""
+        weight, factor = more if len(more) > 1 else (None, *more)
         losses, gradient = self._launch(x, None, {**self._constants, **self._shared(target, weight), "dy": factor})
         return losses, gradient
 

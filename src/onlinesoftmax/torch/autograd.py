@@ -1,236 +1,342 @@
-"""Derivatives of a call for autograd: backward, double backward, forward mode, and torch.func.
+"""Calls that autograd records: the forward pass, the gradient, derivatives of the gradient, and torch.func.
 
-Autograd finds tensors only among the arguments of `apply`, so `apply` takes the call without its tensors, then the
-tensors one by one.
+    most calls      forward saves the tensors that the declaration names; backward launches the gradient operation
+    a loss that is  forward also writes the gradient of the scalar; backward multiplies it by the incoming gradient
+    reduced
+
+PyTorch's operations compute derivatives of a gradient, and batches of gradients.  Autograd finds tensors only among the
+arguments of `apply`, which takes a recording with the call without its tensors, then the tensors one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from ..core.call import NOTHING, Call, Settings
-from ..core.operations import Operation
+from ..core.call import Call
 from ..ops import OPERATIONS
-from . import ops
 from .check import is_batched
+from .fast_path import PREPARED_CALLS, keep, key_of
 from .gradients import (
-    Kept,
+    Tensors,
     Wanted,
-    accumulator_of,
-    backward,
-    forward,
-    forward_to_keep,
+    gradient_call,
     gradients,
-    keeps_x,
-    saved_of,
-    slope_of,
-    unmasked,
+    is_traced,
+    lse_of,
+    outputs_of,
+    outputs_to_keep,
+    saved_names,
+    split_tensors,
+    with_tensors,
 )
-from .launches import Launch, launch_of
+from .loss import Loss
+from .prepare import kind_of, operands_of, prepare
+from .reductions import scale_gradient
 
 Tensor = torch.Tensor
 
 
+def launch(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """The outputs of a checked call by our kernels, in a tuple.  In a trace, a custom operator replaces the launch."""
+    if is_traced(call.x):
+        from . import custom_ops
+
+        return custom_ops.outputs(call, outputs)
+    return outputs_of(call, outputs)
+
+
+def by_kernels(recording: Recording, call: Call) -> tuple[Tensor, ...]:
+    """The outputs of a recorded call, by the kernel of its operation."""
+    found = launch(call, tuple(name for name in recording.outputs if name != "lse" or not recording.makes_lse))
+    return (*found, lse_of(found[0], call.settings)) if recording.makes_lse else found
+
+
+def gradients_by_kernels(call: Call, saved: Tensors, dys: Tensors, wanted: Wanted) -> dict[str, Tensor]:
+    """The gradients of a recorded call, by the kernel of its gradient operation."""
+    return gradients(call, saved, dys, wanted, launch)
+
+
+class Places(NamedTuple):
+    """Places among the tensors and the outputs of a recorded call: of what is saved, the results, and those of the
+    results that have no gradient.
+    """
+
+    saved: tuple[int, ...]
+    results: tuple[int, ...]
+    constant: tuple[int, ...]
+
+
+class Recording(NamedTuple):
+    """What autograd records of a call; a prepared call has one for all its repetitions.
+
+    Attributes:
+        call: The call without its tensors (`split_tensors`).
+        names: Names of its tensors, in the order in which `apply` takes them.
+        outputs: Names of the outputs that forward makes.
+        results: Names of the outputs that the caller gets.
+        dys: The name that the gradient operation has for the gradient of each result; empty where there is none.
+        saved: Names of the tensors and outputs that are saved for backward.
+        places: Places of the saved and of the results among the tensors and the outputs.
+        wanted: Properties of the tensors of the gradients.
+        stores_gradient: True where forward writes the gradient of the scalar, its second output, which backward
+            multiplies.
+        makes_lse: True where "lse" is the result in another shape, not an output of the kernel.
+        forward: Function (recording, call) that computes the outputs.
+        gradient: Function (call, saved, dys, wanted) that computes the gradients by kernels.
+        by_pytorch: Function (recording, call) that computes the results by PyTorch's operations, by the names in `dys`.
+            Derivatives of the gradient are computed from them.  None where the formulas of ops.py do it.
+        loss: Arguments of a cross-entropy that its call lacks.
+        run: Function of the tensors that launches the prepared kernels; None for a call that is not prepared.
+    """
+
+    call: Call
+    names: tuple[str, ...]
+    outputs: tuple[str, ...]
+    results: tuple[str, ...]
+    dys: tuple[str, ...]
+    saved: tuple[str, ...]
+    places: Places
+    wanted: Wanted
+    stores_gradient: bool = False
+    makes_lse: bool = False
+    forward: Callable[..., tuple[Tensor, ...]] = by_kernels
+    gradient: Callable[..., dict[str, Tensor]] = gradients_by_kernels
+    by_pytorch: Callable[..., dict[str, Tensor]] | None = None
+    loss: Loss | None = None
+    run: Callable[..., Any] | None = None
+
+
+def record(call: Call, outputs: tuple[str, ...], results: tuple[str, ...], **how: Any) -> tuple[Tensor, ...]:
+    """The results of a call, recorded by autograd.
+
+    Args:
+        call: The call.
+        outputs: Names of the outputs that forward makes.
+        results: Names of the outputs to return.
+        how: Fields of Recording that are not at their defaults.
+    """
+    recording, tensors = recording_of(call, outputs, results, **how)
+    found = Recorded.apply(recording, *tensors)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def recording_of(
+    call: Call, outputs: tuple[str, ...], results: tuple[str, ...], **how: Any
+) -> tuple[Recording, tuple[Tensor, ...]]:
+    """(recording, tensors) with which `apply` records a call.  Arguments as for `record`."""
+    bare, tensors = split_tensors(call)
+    scale = tensors.get("scale")
+    saved = saved_names(call, tensors, outputs, scale is not None and scale.requires_grad)
+    loss = how.get("loss")
+    if loss is not None and loss.inplace and "y" in outputs:
+        # The gradient may have overwritten the logits.
+        saved = tuple([name for name in saved if name != "x"])
+    operation = call.operation
+    operands = [operand.name for operand in OPERATIONS[operation.gradient_name].operands]
+    main = (operation.result.name, *operation.call_outputs)
+    dys = tuple(["dy" if name in main else f"d{name}" if f"d{name}" in operands else "" for name in results])
+    names = [*tensors, *outputs]
+    constant = [results[i] for i, name in enumerate(dys) if not name]
+    places = Places(*[tuple([names.index(name) for name in some]) for some in (saved, results, constant)])
+    bias = tensors.get("bias")
+    wanted = Wanted(("x",), call.x.dtype, None if bias is None else (bias.shape, bias.dtype))
+    recording = Recording(
+        bare, tuple(tensors), outputs, results, dys, saved, places, wanted,
+        "y" in outputs and "y" not in results, **how,
+    )  # fmt: skip
+    return recording, tuple(tensors.values())
+
+
 def apply(call: Call) -> Tensor:
     """The result by our kernels, with derivatives with respect to input, bias and a scale that is a tensor."""
-    transformed = torch._C._are_functorch_transforms_active() or forward_mode()
-    if call.options is None and not transformed:
-        # Function.apply would check for transforms once more, which costs host time.
-        result: Tensor = _apply_plain(call.x, call.operation, call.settings, None)
-        return result
-    bare, tensors = split_tensors(call)
-    return (_Transformed if transformed else _Recorded).apply(bare, *tensors)
+    operation = call.operation
+    return record(call, operation.kept_outputs, (operation.result.name,), makes_lse=_makes_lse(call))[0]
 
 
-def split_tensors(call: Call) -> tuple[Call, tuple[Tensor | None, ...]]:
-    """The call without its tensors, and (x, bias, scale, mask)."""
-    options = call.scores
-    scale = options.scale if isinstance(options.scale, Tensor) else None
-    rest = options._replace(scale=1.0 if scale is not None else options.scale, bias=None, mask=None)
-    return call._replace(x=None, options=rest), (call.x, options.bias, scale, options.mask)
+def _makes_lse(call: Call) -> bool:
+    return len(outputs_to_keep(call)) < len(call.operation.kept_outputs)
 
 
-def with_tensors(bare: Call, tensors: tuple[Any, ...]) -> Call:
-    """The call that `split_tensors` was given."""
-    x, bias, scale, mask = tensors
-    options = bare.scores._replace(bias=bias, mask=mask)
-    if scale is not None:
-        options = options._replace(scale=scale)
-    return bare._replace(x=x, options=None if options.plain else options)
+def prepared_call(call: Call) -> Callable[..., Any]:
+    """The function (x, out) of cacheable, checked calls like this one without other tensors."""
+    if not (call.x.requires_grad and torch.is_grad_enabled()):
+        operands = operands_of(call)
+        run = prepare(kind_of(call, operands))
+        return (lambda x, out: run(x, out, operands)) if operands else run
+    operation, settings, run = call.operation, call.settings, prepared_launch(call, outputs_to_keep(call))
+    with_lse = run
+    if makes_lse := _makes_lse(call):
+
+        def with_lse(x: Tensor) -> tuple[Tensor, Tensor]:
+            y = run(x)
+            return y, lse_of(y, settings)
+
+    how = {"run": with_lse if makes_lse else run, "makes_lse": makes_lse}
+    recorded = prepared_recording(call, operation.kept_outputs, (operation.result.name,), **how)
+    return lambda x, _: recorded(x)
 
 
-def forward_mode() -> bool:
-    """True inside torch.autograd.forward_ad.dual_level, and in torch.func.jvp: tensors may be dual numbers."""
-    return torch.autograd.forward_ad._current_level >= 0
+def prepared_launch(call: Call, outputs: tuple[str, ...], follows_divisor: bool = False) -> Callable[..., Any]:
+    """The function of the tensors of calls like this one that launches a kernel, and returns its outputs.
 
-
-def _kernel_for(dy: Tensor) -> Any:
-    """The function of the gradient kernels; None where PyTorch's operations compute the gradient.
-
-    PyTorch's operations compute a gradient that is itself to be differentiated, and a batch of gradients.
+    Planning needs views of the tensors, but a launch needs only their addresses.  So a call passes its own tensors.
     """
-    return None if torch.is_grad_enabled() or is_batched(dy) else backward
+    operands = operands_of(call)
+    run = prepare(kind_of(call, operands, outputs), follows_divisor)
+    if not operands:
+        return run
+    numbers = {name: value for name, value in operands.items() if isinstance(value, int)}
+    _, *names = split_tensors(call)[1]
+    # The operands of most calls are the target, and the incoming gradient.
+    if len(names) == 1:
+        return lambda x, t, name=names[0]: run(x, None, {**numbers, name: t})
+    if len(names) == 2:
+        return lambda x, t, u, name=names[0], other=names[1]: run(x, None, {**numbers, name: t, other: u})
+    return lambda x, *tensors: run(x, None, {**numbers, **{name: tensors[i] for i, name in enumerate(names)}})
 
 
-class _Plain(torch.autograd.Function):
-    """A call without score options in eager mode; it saves the host time that `_Recorded` spends on options."""
+def prepared_recording(
+    call: Call, outputs: tuple[str, ...], results: tuple[str, ...], **how: Any
+) -> Callable[..., Any]:
+    """The function of the tensors of cacheable calls like this one, which autograd records.  Arguments as for `record`.
+
+    With `run` among the arguments, that function launches the kernels; else the kernel of the operation is prepared.
+    """
+    recording, _ = recording_of(call, outputs, results, **how)
+    recording = recording._replace(run=recording.run or prepared_launch(call, outputs))
+    return partial(_apply, recording)
+
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""True in a backward pass after which another may follow: with `retain_graph` or `create_graph`."""
+
+
+class Recorded(torch.autograd.Function):
+    """The results of a call, recorded by autograd."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, operation: Operation, settings: Settings, launch: Launch | None) -> Tensor:
-        ctx.operation, ctx.settings, ctx.dtype = operation, settings, x.dtype
-        y: Tensor
-        if launch is not None and not launch.keeps_lse:
-            y = launch.run(x, None, NOTHING)
-            ctx.save_for_backward(y)
-            return y
-        y, lse = forward_to_keep(Call(operation, x, settings)) if launch is None else launch.run(x, None, NOTHING)
-        if "x" in operation.saved:
-            ctx.save_for_backward(x, lse)
+    def forward(ctx: Any, recording: Recording, *tensors: Any) -> Any:
+        if recording.run is None:
+            named = dict(zip(recording.names, tensors, strict=True))
+            found = recording.forward(recording, with_tensors(recording.call, named))
         else:
-            ctx.save_for_backward(y)
-        return y
+            found = recording.run(*tensors)
+        everything = (*tensors, *found) if isinstance(found, tuple) else (*tensors, found)
+        ctx.recording = recording
+        if recording.stores_gradient:
+            ctx.gradient = everything[len(tensors) + 1]
+        ctx.save_for_backward(*[everything[place] for place in recording.places.saved])
+        ctx.set_materialize_grads(False)
+        if len(recording.results) == 1:
+            return everything[recording.places.results[0]]
+        results = tuple([everything[place] for place in recording.places.results])
+        if recording.places.constant:
+            ctx.mark_non_differentiable(*[everything[place] for place in recording.places.constant])
+        return results
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        call = Call(ctx.operation, None, ctx.settings)
-        kept = Kept(None, *ctx.saved_tensors) if "x" in call.operation.saved else Kept(*ctx.saved_tensors)
-        kernel = _kernel_for(dy)
-        wanted = Wanted(True, False, False, ctx.dtype)
-        return gradients(call, kept, dy, wanted, kernel)[0], None, None, None
+    def backward(ctx: Any, *dys: Tensor | None) -> Any:
+        recording: Recording = ctx.recording
+        nothing = (None,) * (len(recording.names) - 1)
+        if recording.stores_gradient:
+            # The other results, statistics, have no gradient.
+            return None, None if dys[0] is None else _gradient_of_scalar(ctx, dys[0]), *nothing
+        # `zip` with an argument `strict` takes the host a microsecond.
+        given = {recording.dys[i]: dy for i, dy in enumerate(dys) if dy is not None and recording.dys[i]}
+        if not given:
+            return None, None, *nothing
+        # PyTorch's operations compute a gradient that is itself to be differentiated, and a batch of gradients.
+        again = torch.is_grad_enabled() or any(map(is_batched, given.values()))
+        if recording.run is not None and not again:
+            return None, _prepared_gradient(recording, ctx.saved_tensors, given), *nothing
+        saved = dict(zip(recording.saved, ctx.saved_tensors, strict=True))
+        call = with_tensors(recording.call, saved)
+        if again and recording.by_pytorch is not None:
+            return None, _gradient_by_pytorch(recording, call, given), *nothing
+        needs = zip(recording.names, ctx.needs_input_grad[1:], strict=True)
+        wanted = recording.wanted._replace(names=tuple([name for name, needed in needs if needed]))
+        of_call = call, saved, given, wanted
+        found = gradients(*of_call, None) if again else recording.gradient(*of_call)
+        return None, *[found.get(name) for name in recording.names]
 
 
-_apply_plain = super(torch.autograd.Function, _Plain).apply
-"""`_Plain.apply` of the base class in C++, without the check for transforms in torch.autograd.Function."""
+# `apply` of the base class in C++, without the check for transforms in torch.autograd.Function.
+_apply = super(torch.autograd.Function, Recorded).apply
 
 
-def prepared_call(call: Call) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """The function (x, out) of cacheable calls like this one, whose arguments have been checked."""
-    recorded = call.x.requires_grad and torch.is_grad_enabled()
-    operation, settings, launch = call.operation, call.settings, launch_of(call, recorded)
-    if recorded:
-        return lambda x, _: _apply_plain(x, operation, settings, launch)
-    return launch.run
+def _prepared_gradient(recording: Recording, saved: tuple[Tensor, ...], dys: Tensors) -> Tensor:
+    """The gradient of a prepared call with respect to its input, by a launch that is prepared too."""
+    tensors = (*saved, *dys.values())
+    key = key_of((recording.run, *dys), tensors[0], tensors[1:])
+    run = PREPARED_CALLS.get(key)
+    if run is None:
+        named = dict(zip(recording.saved, saved, strict=True))
+        call = gradient_call(with_tensors(recording.call, named), named, dys, recording.wanted.dtype)
+        run = keep(PREPARED_CALLS, key, _gradient_launch(call, (*recording.saved, *dys)))
+    dx: Tensor = run(tensors)
+    return dx
 
 
-def save_for_gradient(ctx: Any, call: Call, y: Tensor, lse: Tensor | None, wants_scale: bool) -> None:
-    """Save in a context the tensors that the gradient reads, and no others."""
-    ctx.bare, (x, bias, scale, mask) = split_tensors(call)
-    ctx.dtype, ctx.bias_like = call.x.dtype, None if bias is None else (bias.shape, bias.dtype)
-    x_is_saved = "x" in call.operation.saved
-    gradient = OPERATIONS[call.operation.gradient_name]
-    ctx.save_for_backward(
-        None if x_is_saved else y,
-        x if keeps_x(call, wants_scale) else None,
-        lse,
-        bias if "bias" in gradient.options else None,
-        scale,
-        mask if "mask" in gradient.options else None,
-    )
+def _gradient_launch(call: Call, names: tuple[str, ...]) -> Callable[[tuple[Tensor, ...]], Tensor]:
+    """The function of tensors of these names that launches the gradient of calls like this one."""
+    operands = operands_of(call)
+    run = prepare(kind_of(call, operands))
+    numbers = {name: value for name, value in operands.items() if not isinstance(value, Tensor)}
+    of_logits, x = {"logits": "x"}, names.index("x" if call.operation.scores else "y")
+    # A gradient that is absent, of a result that is not used, is a tensor of zeros.
+    zeros = "dy" in operands and "dy" not in names
+    needed = [name for name in operands if name not in numbers and (name != "dy" or not zeros)]
+    places = [(name, names.index(of_logits.get(name, name))) for name in needed]
+    like = names.index("m") if zeros else 0
+
+    def gradient(tensors: tuple[Tensor, ...]) -> Tensor:
+        given = {name: tensors[place] for name, place in places}
+        if zeros:
+            given["dy"] = torch.zeros_like(tensors[like])
+        dx: Tensor = run(tensors[x], None, {**given, **numbers} if numbers else given)
+        return dx
+
+    return gradient
 
 
-def saved_call(ctx: Any) -> tuple[Call, Kept]:
-    """(call, kept) from a context; the call's input is not among its tensors."""
-    y, x, lse, bias, scale, mask = ctx.saved_tensors
-    return with_tensors(ctx.bare, (None, bias, scale, mask)), Kept(y, x, lse)
+def _gradient_of_scalar(ctx: Any, dy: Tensor) -> Tensor:
+    """The gradient of a loss that is reduced to a scalar, from the gradient that forward has written.
 
-
-def _wanted(ctx: Any) -> Wanted:
-    """The gradients that autograd asks `_Recorded` and `_Transformed` for."""
-    _, x, bias, scale, _ = ctx.needs_input_grad
-    return Wanted(x, bias, scale, ctx.dtype, ctx.bias_like)
-
-
-class _Recorded(torch.autograd.Function):
-    """A call with score options in eager mode."""
-
-    @staticmethod
-    def forward(ctx: Any, bare: Call, *tensors: Any) -> Tensor:
-        call = with_tensors(bare, tensors)
-        y, lse = forward_to_keep(call)
-        save_for_gradient(ctx, call, y, lse, ctx.needs_input_grad[3])
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        call, kept = saved_call(ctx)
-        wanted = _wanted(ctx)
-        kernel = _kernel_for(dy)
-        return None, *gradients(call, kept, dy, wanted, kernel), None
-
-
-class _Transformed(torch.autograd.Function):
-    """A call under torch.func or in forward mode."""
-
-    @staticmethod
-    def forward(bare: Call, *tensors: Any) -> Any:
-        found: Tensor = forward(with_tensors(bare, tensors))
-        return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        bare, *tensors = inputs
-        save_for_gradient(ctx, with_tensors(bare, tuple(tensors)), output, None, ctx.needs_input_grad[3])
-        if forward_mode():
-            # jvp runs right after forward, so saving these tensors does not prolong their lives.
-            ctx.save_for_forward(output, *tensors)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        call, kept = saved_call(ctx)
-        kernel = _kernel_for(dy)
-        if kernel is not None and "lse" in call.operation.saved:
-            # setup_context sees only the inputs and the result, so forward could not save lse; compute it here.
-            assert kept.x is not None
-            wide = call.settings._replace(dtype=accumulator_of(kept.x.dtype, kept.x.dtype), keepdim=False)
-            kept = kept._replace(lse=forward(call._replace(x=kept.x, settings=wide)))
-        wanted = _wanted(ctx)
-        return None, *gradients(call, kept, dy, wanted, kernel), None
-
-    @staticmethod
-    def jvp(ctx: Any, _bare: Any, dx: Any, dbias: Any, dscale: Any, _mask: Any) -> Tensor:
-        y, *tensors = ctx.saved_tensors
-        call = with_tensors(ctx.bare, tuple(tensors))
-        x, options, (dim, _, keepdim, *_) = call.x, call.scores, call.settings
-        wide = accumulator_of(x.dtype, y.dtype)
-        slope = slope_of(options, x, wide)
-        dz: Any = 0.0
-        if dx is not None:
-            dz = dx.to(wide) * options.scale * slope
-        if dscale is not None:
-            dz = dz + dscale * x.to(wide) * slope
-        if dbias is not None:
-            dz = dz + dbias
-        dz = dz.expand(x.shape)
-        mask = unmasked(options, x, dim)
-        if mask is not None:
-            dz = dz.masked_fill(~mask, 0.0)
-        kept = Kept(None if "x" in call.operation.saved else y, x)
-        tangent = ops.TANGENTS[call.operation.name](saved_of(call, kept, wide), dz)
-        if call.operation.per_row and not keepdim and x.dim():
-            tangent = tangent.squeeze(dim)
-        return tangent.to(y.dtype)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], bare: Call, *tensors: Any) -> Any:
-        (x, bias, scale, mask), (_, x_dim, bias_dim, scale_dim, mask_dim) = tensors, in_dims
-        x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-        # A 0-d sample becomes a row of one element.
-        lone = x.dim() == 1
-        x = x.unsqueeze(1) if lone else x
-        scale, bias, mask = (
-            _batch_first(t, dim, x.dim()) for t, dim in ((scale, scale_dim), (bias, bias_dim), (mask, mask_dim))
+    Only derivatives of this gradient unpack the saved tensors, so the logits may change after forward if no such
+    derivative is asked for.
+    """
+    traced, gradient = torch.compiler.is_compiling(), ctx.gradient
+    if gradient is not None and (traced or not torch.is_grad_enabled()):
+        if not traced and keeps_graph():
+            return scale_gradient(gradient.clone(), dy)
+        ctx.gradient = None
+        return scale_gradient(gradient, dy)
+    recording: Recording = ctx.recording
+    # Raises PyTorch's error where an earlier backward pass has freed the graph.
+    saved = dict(zip(recording.saved, ctx.saved_tensors, strict=True))
+    if recording.by_pytorch is None:
+        raise RuntimeError("the gradient of numbers of sharded rows cannot be differentiated again (create_graph=True)")
+    if "x" not in saved:
+        raise RuntimeError(
+            "cross_entropy(): the gradient cannot be differentiated again (create_graph=True), because "
+            "inplace_backward=True has overwritten input"
         )
-        settings = bare.settings._replace(dim=bare.settings.dim % (x.dim() - 1) + 1)
-        y = _Transformed.apply(bare._replace(settings=settings), x, bias, scale, mask)
-        return (y.reshape(info.batch_size) if lone else y), 0
+    return _gradient_by_pytorch(recording, with_tensors(recording.call, saved), {"dy": dy})
 
 
-def _batch_first(t: Tensor | None, dim: int | None, ndim: int) -> Tensor | None:
-    """A batch of tensors that broadcast to one sample, as one tensor that broadcasts to the batch of samples."""
-    if t is None or dim is None:
-        return t
-    t = t.movedim(dim, 0)
-    return t.reshape(t.shape[0], *[1] * (ndim - t.dim()), *t.shape[1:])
+def _gradient_by_pytorch(recording: Recording, call: Call, dys: Tensors) -> Tensor:
+    """The gradient with respect to the logits by PyTorch's operations, which have derivatives."""
+    assert recording.by_pytorch is not None
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # The view has no hooks: those of x run once, after this function.
+        x = call.x.view_as(call.x)
+        results = recording.by_pytorch(recording, call._replace(x=x))
+    ys, gradients = [results[name] for name in dys], [dy.to(results[name].dtype) for name, dy in dys.items()]
+    (dx,) = torch.autograd.grad(ys, x, gradients, create_graph=again)
+    found: Tensor = dx
+    return found

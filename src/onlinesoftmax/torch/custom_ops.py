@@ -6,7 +6,7 @@ traced calls use these operators: an eager call saves the host time of PyTorch's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,26 +17,25 @@ from ..core.options import SCORE_OPTIONS, ScoreOptions
 from ..core.task import Choice, output_shape
 from ..ops import OPERATIONS
 from . import gradients, operators_eager
-from .autograd import save_for_gradient, saved_call
-from .gradients import Kept, Wanted
+from .gradients import Tensors, Wanted, saved_names, split_tensors, with_tensors
 from .namespace import NAMESPACE
-from .prepare import DTYPE_NAMES, run
+from .prepare import DTYPE_NAMES
 
 Tensor = torch.Tensor
 
 
 def forward(call: Call) -> Tensor:
     """The result of a forward call as an operator, with derivatives."""
-    result = _operator(call.operation)(*_flat(call))
-    found: Tensor = result[0] if isinstance(result, tuple) else result
-    return found
+    return outputs(call, _outputs_of(call.operation))[0]
 
 
 def outputs(call: Call, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """The outputs of a call of an operation with a target, as an operator without derivatives."""
-    numbers = (call.beside.get(name) for name in call.operation.numbers)
-    found: list[Tensor] = _operator(call.operation)(*_flat(call), *numbers, ",".join(names))
-    return tuple(found)
+    """The outputs of a call as an operator.  An operation without a target has those of `_outputs_of`."""
+    arguments = _flat(call)
+    if call.operation.has_target:
+        arguments = (*arguments, *(call.beside.get(name) for name in call.operation.numbers), ",".join(names))
+    found = _operator(call.operation)(*arguments)
+    return (found,) if isinstance(found, Tensor) else tuple(found)
 
 
 def _operator(operation: Operation) -> Any:
@@ -80,31 +79,24 @@ def _outputs_of(operation: Operation) -> tuple[str, ...]:
 
 
 def _flat(call: Call) -> tuple[Any, ...]:
-    """The arguments of a call's operator."""
-    options, (dim, dtype, keepdim, choice, _) = call.scores, call.settings
-    is_tensor = isinstance(options.scale, Tensor)
-    given = {"x": call.x, **call.beside, "bias": options.bias, "mask": options.mask}
-    given["scale"] = options.scale if is_tensor else None
-    number = 1.0 if is_tensor else options.scale
+    """The arguments of a call's operator, without the numbers among its operands."""
+    bare, tensors = split_tensors(call)
+    options, settings = bare.scores, call.settings
     return (
-        *(given.get(name) for name in _tensors_of(call.operation)),
-        dim, dtype, keepdim, *choice, number, options.softcap, options.causal, options.zero,
+        *(tensors.get(name) for name in _tensors_of(call.operation)),
+        settings.dim, settings.dtype, settings.keepdim, *settings.choice,
+        options.scale, options.softcap, options.causal, options.zero,
     )  # fmt: skip
 
 
 def _call(operation: Operation, arguments: tuple[Any, ...]) -> Call:
     """The call that `_flat` was given."""
     names = _tensors_of(operation)
-    given = dict(zip(names, arguments, strict=False))
+    tensors = dict(zip(names, arguments, strict=False))
     dim, dtype, keepdim, backend, strategy, invariant, number, softcap, causal, zero = arguments[len(names) :]
-    scale = given.pop("scale", None)
-    options = ScoreOptions(
-        number if scale is None else scale, softcap, given.pop("bias", None), given.pop("mask", None), causal, zero
-    )
+    options = ScoreOptions(number, softcap, None, None, causal, zero)
     settings = Settings(dim, dtype, keepdim, Choice(backend, strategy, invariant))
-    x = given.pop("x")
-    beside = {name: t for name, t in given.items() if t is not None}
-    return Call(operation, x, settings, None if options.plain else options, None, beside)
+    return with_tensors(Call(operation, None, settings, options), tensors)
 
 
 def _fake(call: Call, outputs: tuple[str, ...]) -> list[Tensor]:
@@ -122,136 +114,108 @@ def _fake(call: Call, outputs: tuple[str, ...]) -> list[Tensor]:
     ]
 
 
-def _registered(operation: Operation, kernel: Any, fake: Any) -> Any:
-    """The new operator of an operation, with its kernel and its fake implementation."""
-    name = f"{NAMESPACE}::{operation.name}"
-    operator = torch.library.custom_op(name, kernel, mutates_args=(), schema=schema(operation))
-    operator.register_fake(fake)
-    return operator
-
-
 def _outputs(call: Call, names: tuple[str, ...]) -> tuple[Tensor, ...]:
     """The outputs of a call by a kernel, or by PyTorch's operations where no kernel takes the call."""
     if operators_eager.takes(call):
         return operators_eager.outputs_of(call, names)
-    if call.operation.has_target or not call.operation.backward:
-        return gradients.outputs_of(call, names)
-    return (run(call, names),)
-
-
-def _define_with_target(operation: Operation) -> None:
-    """Define the operator of an operation with a target; its last argument names the outputs.
-
-    A compiled call has its derivatives from torch/targets.py; those here serve an exported program.
-    """
-    count = len(operation.numbers) + 1
-
-    def call_of(arguments: tuple[Any, ...]) -> tuple[Call, tuple[str, ...]]:
-        call = _call(operation, arguments[:-count])
-        *numbers, names = arguments[-count:]
-        given = {name: value for name, value in zip(operation.numbers, numbers, strict=True) if value is not None}
-        return call._replace(beside={**call.beside, **given}), tuple(names.split(","))
-
-    def kernel(*arguments: Any) -> list[Tensor]:
-        return list(_outputs(*call_of(arguments)))
-
-    def fake(*arguments: Any) -> list[Tensor]:
-        return _fake(*call_of(arguments))
-
-    operator, names = _registered(operation, kernel, fake), _tensors_of(operation)
-    if operation.backward:
-        return
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        refused = [name for name, needed in zip(names, ctx.needs_input_grad, strict=False) if needed and name != "x"]
-        if refused:
-            raise RuntimeError(f"{NAMESPACE}::{operation} has no gradient with respect to {', '.join(refused)}")
-        ctx.names, ctx.rest = inputs[-1].split(","), inputs[len(names) :]
-        kept = [t for name, t in zip(ctx.names, output, strict=True) if name not in differentiable_outputs(operation)]
-        ctx.mark_non_differentiable(*kept)
-        ctx.save_for_backward(*inputs[: len(names)])
-
-    def differentiate(ctx: Any, dys: list[Tensor | None]) -> tuple[Any, ...]:
-        call, _ = call_of((*ctx.saved_tensors, *ctx.rest))
-        given = {name: dy for name, dy in zip(ctx.names, dys, strict=True) if dy is not None}
-        dx = gradient_of(call, {name: given[name] for name in differentiable_outputs(operation) if name in given})
-        return (dx, *(None for _ in range(len(names) - 1 + len(ctx.rest))))
-
-    operator.register_autograd(differentiate, setup_context=setup_context)
-
-
-def differentiable_outputs(operation: Operation) -> tuple[str, ...]:
-    """Names of the outputs of an operation with a target through which its operator has a gradient."""
-    per_row = ("lse", "entropy") if "entropy" in operation.saved else ()
-    return (operation.result.name, *operation.call_outputs, *per_row)
-
-
-def gradient_of(call: Call, dys: Mapping[str, Tensor]) -> Tensor | None:
-    """The gradient of a call of an operation with a target, from those of its outputs, by operators."""
-    operation, x, dim = call.operation, call.x, call.settings.dim
-    beside = {name: value for name, value in call.beside.items() if name != "dy"}
-    forward = call._replace(beside=beside)
-    total: Tensor | None = None
-    for name in operation.call_outputs:
-        if name in dys:
-            # The call that writes a scalar also writes the gradient of this scalar.
-            _, y = outputs(forward, (name, "y"))
-            total = y * dys[name] if total is None else total + y * dys[name]
-    per_row = {name: dy for name, dy in dys.items() if name not in operation.call_outputs}
-    if not per_row:
-        return total
-    states = ("m", "l", *(("entropy",) if "entropy" in per_row else ()))
-    found = dict(zip(states, outputs(forward, states), strict=True))
-    first, *others = (operation.result.name, *(name for name in per_row if name != operation.result.name))
-    found["dy"] = per_row.get(first, torch.zeros_like(found["m"]))
-    found |= {f"d{name}": per_row[name] for name in others}
-    gradient = OPERATIONS[operation.gradient_name]
-    settings = call.settings._replace(dtype=x.dtype, keepdim=False)
-    beside |= {name: t.unsqueeze(dim) for name, t in found.items()}
-    options = call.options and call.options.of(gradient.options)
-    (dx,) = outputs(Call(gradient, x, settings, options, None, beside), ("y",))
-    return dx if total is None else total + dx
+    return gradients.outputs_of(call, names)
 
 
 def _define(operation: Operation) -> None:
-    outputs = _outputs_of(operation)
+    """Define the operator of an operation.  With a target, its last arguments are the numbers and the outputs.
 
-    def kernel(*arguments: Any) -> Any:
-        found = _outputs(_call(operation, arguments), outputs)
-        return found if len(found) > 1 else found[0]
+    A compiled call of an operation with a target has its derivatives from autograd.py; those here serve an exported
+    program.
+    """
+    fixed, count = _outputs_of(operation), len(operation.numbers) + 1 if operation.has_target else 0
 
-    def fake(*arguments: Any) -> Any:
-        found = _fake(_call(operation, arguments), outputs)
+    def call_of(arguments: tuple[Any, ...]) -> tuple[Call, tuple[str, ...]]:
+        call = _call(operation, arguments[: len(arguments) - count])
+        if not count:
+            return call, fixed
+        *numbers, asked = arguments[-count:]
+        given = {name: value for name, value in zip(operation.numbers, numbers, strict=True) if value is not None}
+        return call._replace(beside={**call.beside, **given}), tuple(asked.split(","))
+
+    def returned(found: Sequence[Tensor]) -> Any:
+        if count:
+            return list(found)
         return tuple(found) if len(found) > 1 else found[0]
 
-    operator = _registered(operation, kernel, fake)
-    if operation.backward:
-        return
+    def kernel(*arguments: Any) -> Any:
+        return returned(_outputs(*call_of(arguments)))
+
+    def fake(*arguments: Any) -> Any:
+        return returned(_fake(*call_of(arguments)))
+
+    operator = torch.library.custom_op(
+        f"{NAMESPACE}::{operation.name}", kernel, mutates_args=(), schema=schema(operation)
+    )
+    operator.register_fake(fake)
+    if not operation.backward:
+        _define_gradient(operator, operation, call_of)
+
+
+def _define_gradient(operator: Any, operation: Operation, call_of: Callable[..., tuple[Call, tuple[str, ...]]]) -> None:
+    """Register the gradient of an operator, whose arguments `call_of` makes a call."""
     names = _tensors_of(operation)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        y, lse = output if isinstance(output, tuple) else (output, None)
-        if lse is not None:
-            ctx.mark_non_differentiable(lse)
-        ctx.count = len(inputs)
-        save_for_gradient(ctx, _call(operation, inputs), y, lse, ctx.needs_input_grad[names.index("scale")])
+        call, ctx.outputs = call_of(inputs)
+        needed = [name for name, needed in zip(names, ctx.needs_input_grad, strict=False) if needed]
+        refused = [name for name in needed if name != "x" and operation.has_target]
+        if refused:
+            raise RuntimeError(f"{NAMESPACE}::{operation} has no gradient with respect to {', '.join(refused)}")
+        ctx.bare, tensors = split_tensors(call)
+        bias = tensors.get("bias")
+        ctx.count, ctx.dtype = len(inputs), call.x.dtype
+        ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+        found = dict(zip(ctx.outputs, (output,) if isinstance(output, Tensor) else output, strict=True))
+        ctx.mark_non_differentiable(*(t for name, t in found.items() if name not in differentiable_outputs(operation)))
+        ctx.saved = saved_names(call, tensors, ctx.outputs, "scale" in needed)
+        named = {**tensors, **found}
+        ctx.save_for_backward(*(named[name] for name in ctx.saved))
 
-    def differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
-        call, kept = saved_call(ctx)
-        needs = dict(zip(names, ctx.needs_input_grad, strict=False))
-        wanted = Wanted(needs["x"], needs["bias"], needs["scale"], ctx.dtype, ctx.bias_like)
-        found = dict(zip(("x", "bias", "scale"), gradients.gradients(call, kept, dy, wanted, _backward), strict=True))
+    def differentiate(ctx: Any, *dys: Any) -> tuple[Any, ...]:
+        saved = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
+        needed = tuple(name for name, needed in zip(names, ctx.needs_input_grad, strict=False) if needed)
+        each = dys[0] if operation.has_target else dys
+        given = {name: dy for name, dy in zip(ctx.outputs, each, strict=True) if dy is not None}
+        given = {name: given[name] for name in differentiable_outputs(operation) if name in given}
+        wanted = Wanted(needed, ctx.dtype, ctx.bias_like)
+        found = _gradients(with_tensors(ctx.bare, saved), saved, given, wanted)
         return (*(found.get(name) for name in names), *(None for _ in range(ctx.count - len(names))))
 
     operator.register_autograd(differentiate, setup_context=setup_context)
 
 
-def _backward(call: Call, kept: Kept, dy: Tensor, dtype: torch.dtype, to_logits: bool) -> Tensor:
-    """`gradients.backward` as an operator."""
-    of_gradient = gradients.gradient_call(call, kept, dy, dtype, to_logits)
-    found: Tensor = _operator(of_gradient.operation)(*_flat(of_gradient))
-    return found
+def differentiable_outputs(operation: Operation) -> tuple[str, ...]:
+    """Names of the outputs of an operation through which its operator has a gradient."""
+    operands = {operand.name for operand in OPERATIONS[operation.gradient_name].operands}
+    statistics = (output.name for output in operation.outputs if f"d{output.name}" in operands)
+    return (operation.result.name, *operation.call_outputs, *statistics)
+
+
+def _gradients(call: Call, saved: Tensors, dys: Tensors, wanted: Wanted) -> dict[str, Tensor]:
+    """The gradients of a call from those of its outputs, by operators."""
+    operation, total = call.operation, None
+    for name in operation.call_outputs:
+        if name in dys and "x" in wanted.names:
+            # The call that writes a scalar also writes the gradient of this scalar.
+            _, y = outputs(call, (name, "y"))
+            total = y * dys[name] if total is None else total + y * dys[name]
+    main = operation.result.name
+    given = {"dy" if name == main else f"d{name}": dy for name, dy in dys.items() if name not in operation.call_outputs}
+    if not given:
+        return {} if total is None else {"x": total}
+    # An exported program does not write the states that the gradient reads, so they are computed again.
+    unread = () if "dentropy" in given else ("entropy",)
+    missing = tuple(name for name in operation.saved if name not in saved and name not in unread)
+    if missing:
+        saved = {**saved, **dict(zip(missing, outputs(call, missing), strict=True))}
+    found = gradients.gradients(call, saved, given, wanted, outputs)
+    return found if total is None else {"x": total + found["x"]}
 
 
 for _operation in OPERATIONS.values():
-    (_define_with_target if _operation.has_target else _define)(_operation)
+    _define(_operation)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
-from torch.autograd import forward_ad
 
 from ..core.arguments import checked_dim
 from ..core.arrays import advice
@@ -18,8 +17,17 @@ from ..core.task import ANY, ITEMSIZE, Choice
 from ..kernels import registry
 from ..ops import OPERATIONS
 from ..planner.plan import PlanError
-from . import autograd, eager, gradients, ops
-from .check import TRACED_TYPES, autocasts, check_options, check_out_memory, check_out_shape, checked_out, reduced_shape
+from . import autograd, eager, gradients, ops, transformed
+from .check import (
+    TRACED_TYPES,
+    autocasts,
+    check_options,
+    check_out_memory,
+    check_out_shape,
+    checked_out,
+    extent,
+    reduced_shape,
+)
 from .fast_path import PREPARED_CALLS, keep, look_up
 from .prepare import run as run_kernel
 
@@ -33,22 +41,39 @@ def run_plain(
         if one and x.is_cpu and out is None and choice == ANY:
             return eager.call_plain(operation, x, dim, keepdim)
         if type(dim) is int:
-            key, prepared_call = look_up((operation, dim, keepdim, choice), x, out)
-            if prepared_call is None and key and choice[0] != "eager" and why_pytorch(x, None, choice[0]) is None:
-                call = Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out)
-                # The general path raises the error of a call with `out` that needs a gradient.
-                if out is None or not _requires_grad(x, None):
-                    prepared_call = keep(PREPARED_CALLS, key, autograd.prepared_call(call))
+            # The fields of Settings as a tuple, which is found as the record in `run` is.
+            _, prepared_call = look_up((operation, (dim, None, keepdim, choice, None), None), x, out)
             if prepared_call is not None:
                 found: torch.Tensor = prepared_call(x, out)
                 return found
     return run(Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out))
 
 
+def _checked(run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """The function `run`, which first checks that writing `out` does not change elements that are still to be read."""
+    if call.out is None:
+        return run
+    out_bytes, x_bytes = extent(call.out), extent(call.x)
+    # The function lives as long as the cache, and must not keep the tensors of the first call alive.
+    bare = call._replace(x=None, out=None)
+
+    def checked(x: torch.Tensor, out: torch.Tensor) -> Any:
+        # The memory of `out` and of x overlaps: only some overlaps are allowed.
+        if -out_bytes < out.data_ptr() - x.data_ptr() < x_bytes:
+            check_out_memory(bare._replace(x=x, out=out))
+        return run(x, out)
+
+    return checked
+
+
 def run(call: Call) -> torch.Tensor:
     """Run one call on a torch tensor, for every function in api.py."""
     operation, x, settings, options, out, _ = call
     dim, dtype, _, (backend, strategy, _), _ = settings
+    key, prepared_call = look_up((operation, settings, options), x, out) if _is_cacheable(call) else ((), None)
+    if prepared_call is not None:
+        found: torch.Tensor = prepared_call(x, out)
+        return found
     if not isinstance(x, torch.Tensor):
         raise TypeError(
             f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}{advice(type(x))}"
@@ -71,7 +96,20 @@ def run(call: Call) -> torch.Tensor:
         raise PlanError(f"{operation}() with backend={backend!r}, strategy={strategy!r}: {reason}")
     if isinstance(dim, tuple | list):
         return _over_dims(call)
+    if key:
+        if out is not None:
+            check_out_memory(call)
+        y: torch.Tensor = keep(PREPARED_CALLS, key, _checked(autograd.prepared_call(call), call))(x, out)
+        return y
     return _by_kernel(with_autocast(call))
+
+
+def _is_cacheable(call: Call) -> bool:
+    """True where the arguments that are no tensors can be part of a key, and the prepared call has no other tensors."""
+    settings, options = call.settings, call.options
+    if type(settings.dim) is not int or settings.dtype is not None or settings.choice.batch_invariant:
+        return False
+    return options is None or (type(options.scale) is float and options.bias is None and options.mask is None)
 
 
 def _by_kernel(call: Call) -> torch.Tensor:
@@ -86,7 +124,7 @@ def _by_kernel(call: Call) -> torch.Tensor:
     if _wants_derivatives(x, options):
         if out is not None:
             _refuse_out(operation)
-        return autograd.apply(call)
+        return (transformed if transformed.is_active() else autograd).apply(call)
     if out is not None:
         check_out_memory(call)
     if settings.choice.batch_invariant:
@@ -106,7 +144,8 @@ _have_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # fu
 
 for _operation in OPERATIONS.values():
     # The first read of a cached property takes a lock in Python 3.11, and torch.compile cannot trace a lock.
-    _ = _operation.per_row
+    for _name in ("per_row", "result", "always", "kept_outputs", "row_operands", "call_outputs", "numbers"):
+        getattr(_operation, _name)
 
 DTYPES = tuple(getattr(torch, name) for name in ITEMSIZE)
 """The dtypes that kernels take."""
@@ -119,7 +158,7 @@ def _is_traced(x: torch.Tensor) -> bool:
 def _wants_derivatives(x: torch.Tensor, options: ScoreOptions | None) -> bool:
     if _requires_grad(x, options):
         return True
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return transformed.is_active()
 
 
 def _requires_grad(x: torch.Tensor, options: ScoreOptions | None) -> bool:

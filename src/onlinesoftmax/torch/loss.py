@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.call import Settings
-from ..core.options import PLAIN, ScoreOptions
+from ..core.options import ScoreOptions
 from .gradients import accumulator_of
 
 
@@ -43,29 +43,6 @@ class Loss(NamedTuple):
     def mask(self) -> torch.Tensor | None:
         """True for the classes that are kept; None where all are."""
         return None if self.options is None else self.options.mask
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(scale, mask), each None unless it is a tensor."""
-        scale, _, _, mask, *_ = self.options or PLAIN
-        return scale if isinstance(scale, torch.Tensor) else None, mask
-
-    @property
-    def bare(self) -> Loss:
-        """The arguments without `tensors`, which travel apart: autograd tracks only arguments of `apply`."""
-        scale, mask = self.tensors
-        if scale is None and mask is None:
-            return self
-        options = (self.options or PLAIN)._replace(mask=None)
-        options = options if scale is None else options._replace(scale=1.0)
-        return self._replace(options=None if options.plain else options)
-
-    def with_tensors(self, scale: torch.Tensor | None, mask: torch.Tensor | None) -> Loss:
-        """Put the tensors that `bare` removed back into the arguments."""
-        if scale is None and mask is None:
-            return self
-        options = (self.options or PLAIN)._replace(mask=mask)
-        return self._replace(options=options if scale is None else options._replace(scale=scale))
 
     def wide(self, x: torch.Tensor) -> torch.dtype:
         """The dtype in which the losses of logits are computed."""

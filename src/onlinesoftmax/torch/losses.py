@@ -7,15 +7,14 @@ from typing import Any
 import torch
 
 from ..core.arguments import checked_dim
-from ..core.call import NOTHING, Call, LossStatistics, Settings, TokenLogprobs
+from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..ops import OPERATIONS
 from ..ops.cross_entropy.arguments import class_dim
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
-from . import loss_launches, targets_eager, tokens
-from .autograd import split_tensors
+from . import targets, targets_eager, tokens
 from .check import autocasts, check_options
 from .dispatch import DTYPES, why_pytorch
 from .fast_path import PREPARED_CALLS, keep, look_up
@@ -39,7 +38,6 @@ from .loss_arguments import (
     checked_loss,
     checked_number,
 )
-from .targets import LogProbabilities, PerRow, Reduced, log_probabilities, loss_rows, reduced
 
 __all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "token_logprobs"]
 
@@ -74,15 +72,15 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     if loss.smoothing and loss.mask is not None:
         reason = reason or "label_smoothing with a mask has no kernel"
     if _runs_kernels("cross_entropy", x, settings.choice, reason):
-        with_gradient = torch.is_grad_enabled() and x.requires_grad
-        if loss.inplace and with_gradient:
+        if loss.inplace and x.requires_grad and torch.is_grad_enabled():
             _check_inplace(x)
-        if key and (run := loss_launches.prepared_loss(x, target, weight, loss)) is not None:
+        if key and (run := targets.prepared_loss(x, target, weight, loss)) is not None:
             return keep(PREPARED_CALLS, key, run)(x, target, weight)
         weight = _weight_of_mean(x, target, weight, loss)
         # Found before the kernel runs, because the gradient may overwrite the logits.
         largest = _largest(x, loss) if return_stats else None
-        y, lse, entropy = _by_kernels(x, target, weight, loss, return_stats, with_gradient)
+        y, *stats = targets.losses(x, target, weight, loss, return_stats)
+        lse, entropy = stats or (None, None)
     elif not return_stats and targets_eager.is_right(x, loss):
         y = targets_eager.pytorch_loss(x, target, weight, loss)
     else:
@@ -98,22 +96,6 @@ def _weight_of_mean(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss
     if weight is None or not scales_weight(target, weight, loss):
         return weight
     return scaled_weight(target, weight, loss, accumulator_of(loss.wide(x), weight.dtype))
-
-
-def _by_kernels(
-    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool, with_gradient: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(loss, lse, entropy); lse and entropy are None unless `stats` is True."""
-    # An exported program has the operator, whose gradient custom_ops.py registers.
-    if with_gradient and not torch.compiler.is_exporting():
-        function = PerRow if loss.reduction == "none" else Reduced
-        y, lse, entropy = function.apply(x, target, weight, *loss.tensors, loss.bare, stats)
-        return y, lse, entropy
-    if loss.reduction == "none":
-        rows = loss_rows(x, target, weight, loss, ("lse", "entropy") if stats else ())
-        return rows.loss, rows.lse, rows.entropy
-    total, rows = reduced(x, target, weight, loss, stats, False)
-    return total, rows.lse, rows.entropy
 
 
 def _largest(x: Tensor, loss: Loss) -> Tensor:
@@ -163,26 +145,25 @@ def _token_logprobs(
 ) -> TokenLogprobs:
     key, prepared_call = look_up((_LOGPROBS, dim, options, entropy, choice), x, index)
     if prepared_call is not None:
-        return TokenLogprobs(*prepared_call(x, index))
+        return _named(*prepared_call(x, index))
     check_token_arguments(x, index, dim)
     if index.dtype in UNSIGNED:
         return _token_logprobs(x, signed(index), dim, options, entropy, choice)
     dim = checked_dim("token_logprobs", dim, x.dim())
-    several = index.dim() == x.dim()
-    beside = {"target": index if several else index.unsqueeze(dim)}
-    call = Call(_LOGPROBS, x, Settings(dim, None, False, choice), options, None, beside)
+    call = Call(_LOGPROBS, x, Settings(dim, None, False, choice), options, None, {"target": index})
     check_options(call)
     check_scale_is_constant("token_logprobs()", options)
     if not _runs_kernels("token_logprobs", x, choice, why_not_kernels(x, index, None, choice.backend)):
-        return TokenLogprobs(*targets_eager.log_probabilities(call, entropy, several))
-    if several:
-        return TokenLogprobs(*tokens.log_probabilities(call, index, entropy))
-    if key and (run := loss_launches.prepared_log_probabilities(call, entropy)) is not None:
-        return TokenLogprobs(*keep(PREPARED_CALLS, key, run)(x, index))
-    if not (torch.is_grad_enabled() and x.requires_grad) or torch.compiler.is_exporting():
-        return TokenLogprobs(*log_probabilities(call, entropy))
-    bare, tensors = split_tensors(call)
-    return TokenLogprobs(*LogProbabilities.apply(bare._replace(beside=NOTHING), index, entropy, *tensors))
+        return TokenLogprobs(*targets_eager.log_probabilities(call, entropy))
+    if index.dim() == x.dim():
+        return _named(*tokens.log_probabilities(call, entropy).values())
+    if key and (run := targets.prepared_log_probabilities(call, entropy)) is not None:
+        return _named(*keep(PREPARED_CALLS, key, run)(x, index))
+    return _named(*targets.log_probabilities(call, entropy).values())
+
+
+def _named(logprob: Tensor, lse: Tensor, entropy: Tensor | None = None) -> TokenLogprobs:
+    return TokenLogprobs(logprob, entropy, lse)
 
 
 def why_not_kernels(

@@ -19,8 +19,8 @@ from ..ops import OPERATIONS
 from ..ops.cross_entropy.formulas import divisor
 from ..ops.reference import evaluate, with_sums
 from . import eager
-from .gradients import Kept, accumulator_of, score_gradient, slope_of, unmasked
-from .prepare import DTYPE_NAMES
+from .gradients import accumulator_of, score_gradient, slope_of, unmasked
+from .prepare import DTYPE_NAMES, operands_of
 
 Tensor = torch.Tensor
 
@@ -57,18 +57,19 @@ def _forward(call: Call, output: Output) -> Tensor:
 def _gradient(call: Call) -> Tensor:
     """The gradient with respect to the input of an operation without a target."""
     operation, x, options = call.operation, call.x, call.scores
-    logits = x if operation.scores else call.beside.get("logits")
-    kept = Kept(None if operation.scores else x, logits, call.beside.get("lse"))
+    operands = operands_of(call)
+    saved = {"x": x} if operation.scores else {"y": x, **({"x": call.beside["logits"]} if "logits" in operands else {})}
     # `dy` already has the size 1 that keepdim keeps.
     settings = call.settings._replace(keepdim=True)
-    dz = score_gradient(Call(operation.forward, x, settings, call.options, None, NOTHING), kept, call.beside["dy"])
-    return (dz * (options.scale * slope_of(options, logits, dz.dtype))).to(call.settings.dtype or x.dtype)
+    dz = score_gradient(Call(operation.forward, x, settings, call.options, None, NOTHING), saved, operands["dy"])
+    return (dz * (options.scale * slope_of(options, saved.get("x"), dz.dtype))).to(call.settings.dtype or x.dtype)
 
 
 def _by_formula(call: Call, output: Output, outputs: tuple[str, ...]) -> Tensor:
     """One output of an operation with a target, in a call that writes these outputs."""
     operation, x, dim, options = call.operation, call.x, call.settings.dim, call.scores
-    values = {name: _value(name, value) for name, value in call.beside.items()}
+    operands = operands_of(call._replace(options=None))
+    values = {name: _value(name, value) for name, value in operands.items()}
     values["x"] = eager.scores_of(x, dim, options, torch.float64)[0]
     xp = namespace(values["x"])
     if output.kind == "element" and "dy" not in values:

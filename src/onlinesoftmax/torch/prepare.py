@@ -79,7 +79,7 @@ def run(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
 
 
 Prepared = Callable[..., Any]
-"""The function (x, out, operands), without operands by default, that runs the calls of a kind.
+"""The function (x, out, operands), without an `out` and operands by default, that runs the calls of a kind.
 
 The function makes the first output if `out` is None, and the others unless they are among the operands.
 """
@@ -115,12 +115,14 @@ def backend_of(call: Call, outputs: tuple[str, ...]) -> str:
 
 
 def operands_of(call: Call) -> Mapping[str, Any]:
-    """The operands besides the input, by the names that kernels have for them; a number is given as its bits."""
+    """The operands besides the input, by the names that kernels have for them, in shapes that broadcast to the input.
+
+    A number is given as its bits.
+    """
     options = call.options
+    operands = _broadcastable(call) if call.beside else {}
     if options is None:
-        # A launch reads the operands and changes nothing, so no copy is needed.
-        return call.beside
-    operands = dict(call.beside)
+        return operands
     scale, softcap, bias, mask, _, _ = options
     if bias is not None:
         operands["bias"] = bias
@@ -132,6 +134,20 @@ def operands_of(call: Call) -> Mapping[str, Any]:
         operands["scale"] = bits(scale)
     if softcap is not None:
         operands["softcap"] = bits(softcap)
+    return operands
+
+
+def _broadcastable(call: Call) -> dict[str, Any]:
+    """The operands of a call: those of the rows get the softmax dimension, and those of the classes the ones after."""
+    operation, dim, ndim = call.operation, call.settings.dim, call.x.dim()
+    operands = dict(call.beside)
+    for name, t in operands.items():
+        if not isinstance(t, torch.Tensor):
+            continue
+        if name in operation.row_operands:
+            operands[name] = t.unsqueeze(dim) if t.dim() == ndim - 1 else t
+        elif t.dim() == 1 and ndim > 1:
+            operands[name] = t.reshape(-1, *[1] * (ndim - 1 - dim % ndim))
     return operands
 
 
@@ -198,7 +214,7 @@ def prepare(kind: Kind, follows_divisor: bool = False) -> Prepared:
     the_plan = plan_of(task, x.device, settings.choice)
     if the_plan.backend == "eager":
         eager_settings = settings._replace(dim=axis, dtype=dtype)
-        return lambda x, out, _=NOTHING: eager.call(operation, x, eager_settings, out)
+        return lambda x, out=None, _=NOTHING: eager.call(operation, x, eager_settings, out)
     launch = registry.load(the_plan.backend).prepare(Request(task, the_plan, follows_divisor))
     return _with_outputs(launch, kind, task, shape, getattr(torch, task.dtypes[kind.outputs[0]]))
 
@@ -214,7 +230,7 @@ def _with_outputs(
     more_templates = _more_templates(kind, task)
     first, has_more, results = outputs[0], len(outputs) > 1, itemgetter(*outputs)
 
-    def run(x: torch.Tensor, out: torch.Tensor | None, operands: Mapping[str, Any] = NOTHING) -> Any:
+    def run(x: torch.Tensor, out: torch.Tensor | None = None, operands: Mapping[str, Any] = NOTHING) -> Any:
         if out is None:
             out = torch.empty_like(x if template is None else template)
         elif resize:
@@ -316,11 +332,11 @@ def _for_empty_input(kind: Kind, axis: int, shape: tuple[int, ...], dtype: torch
     operation, x = kind.operation, kind.tensors[0]
     settings = kind.settings._replace(dim=axis, dtype=dtype)
     if operation.backward:
-        return lambda x, out, _=NOTHING: torch.empty(shape, dtype=dtype, device=x.device)
+        return lambda x, out=None, _=NOTHING: torch.empty(shape, dtype=dtype, device=x.device)
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
     rows = output_shape(operation.output("lse"), x.shape, axis)
 
-    def run(x: torch.Tensor, out: torch.Tensor | None, _: Any = NOTHING) -> Any:
+    def run(x: torch.Tensor, out: torch.Tensor | None = None, _: Any = NOTHING) -> Any:
         y = eager.call(operation, x, settings, out)
         more = [ops.of_empty_rows(name, rows, wide, x.device) for name in kind.outputs[1:]]
         return (y, *more) if more else y

@@ -15,7 +15,8 @@ import torch
 from ..kernels import registry
 from ..kernels.reduction import Reduction
 from ..kernels.sharded import ShardedRows
-from .gradients import accumulator_of
+from .check import is_batched
+from .gradients import accumulator_of, is_traced
 from .loss import Loss, scaled, scaled_weight
 from .prepare import DTYPE_NAMES, aligned
 
@@ -28,13 +29,14 @@ class Reducer(NamedTuple):
     """The launches that a loss of one kind needs beside its own kernel.
 
     Attributes:
-        factor: The function (target, weight) that returns a tensor of two numbers.  The first is the derivative of the
-            scalar with respect to each loss, and the second its reciprocal.  None without a gradient.
+        factor: The function (target, weight) that returns two numbers, in one tensor if a kernel computes them.  The
+            first is the derivative of the scalar with respect to each loss, and the second its reciprocal.  None
+            without a gradient.
         total: The function (losses, target, weight, result of `factor`) that returns the scalar in the result's dtype.
     """
 
-    factor: Callable[[Tensor, Tensor | None], Tensor] | None
-    total: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    factor: Callable[[Tensor, Tensor | None], Any] | None
+    total: Callable[[Tensor, Tensor, Tensor | None, Any], Tensor]
 
 
 def reducer(
@@ -129,6 +131,27 @@ def backend_for(t: Tensor) -> str | None:
     if not t.is_cuda:
         return "triton" if registry.unavailable("triton") is None and registry.load("triton").interpreted() else None
     return next((name for name in ("cuda", "triton") if registry.unavailable(name) is None), None)
+
+
+def scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Multiply a gradient by a tensor of one element, in place except in a trace or under vmap.
+
+    Our kernel reads and writes nothing where the factor is 1; PyTorch's `mul_` always does.
+    """
+    if is_traced(factor) or is_batched(factor):
+        return gradient * factor
+    backend = backend_for(gradient)
+    # The kernel takes the elements in their order in memory, so the gradient may have any dense layout.
+    dense = gradient.is_contiguous() or gradient.untyped_storage().nbytes() == gradient.nbytes
+    if backend is None or not dense or not aligned(gradient):
+        return gradient.mul_(factor)
+    multiply_in_place = registry.load(backend).multiply_in_place
+    if gradient.is_cuda and torch._C._cuda_getDevice() != gradient.get_device():
+        with torch.cuda.device(gradient.device):
+            multiply_in_place(gradient, factor)
+    else:
+        multiply_in_place(gradient, factor)
+    return gradient
 
 
 def may_count(target: Tensor, weight: Tensor | None, loss: Loss) -> bool:

@@ -13,73 +13,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..core.call import Call
 from ..core.options import bits
-from ..kernels import registry
 from ..ops import OPERATIONS
 from . import targets_eager
-from .autograd import with_tensors
-from .check import TRACED_TYPES, is_batched
-from .gradients import accumulator_of, outputs_of
-from .loss import Loss, count_of, is_class
-from .prepare import aligned, backend_of
-from .reductions import backend_for, reducer
+from .autograd import Recording, launch, prepared_launch, prepared_recording, record
+from .gradients import accumulator_of, is_traced
+from .loss import Loss, count_of, is_class, scales_weight
+from .prepare import backend_of
+from .reductions import Reducer, reducer, weight_scaler
 
 Tensor = torch.Tensor
 
 _LOSS, _LOGPROBS = OPERATIONS["cross_entropy"], OPERATIONS["token_logprobs"]
 
 
-class Rows(NamedTuple):
-    """Results of one kernel for the rows of a cross-entropy; None where a result was not asked for.
-
-    Attributes:
-        loss: Loss of each row in float32 (float64 in float64), or the scalar to which the kernel reduced them.
-        gradient: dy times the derivative of the loss of each row with respect to the logits.
-        lse, m, l, entropy: Statistics of each row in float32 (float64 in float64).
-    """
-
-    loss: Tensor
-    gradient: Tensor | None = None
-    lse: Tensor | None = None
-    m: Tensor | None = None
-    l: Tensor | None = None
-    entropy: Tensor | None = None
-
-
-def loss_rows(
-    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, outputs: tuple[str, ...], dy: Tensor | None = None,
-    result: str = "loss",
-) -> Rows:  # fmt: skip
-    """The losses of all rows or their scalar, and what else is asked for, by one kernel.
+def loss_call(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dy: Tensor | None = None) -> Call:
+    """The call of the operation that computes the loss of each row.
 
     Args:
         x: Logits.
         target: Target of each row: the shape of x without `loss.dim`.
         weight: Factor of each class, or None.
         loss: The other arguments.
-        outputs: Names of the outputs besides "loss", in the order in which the operation declares them: "y", "lse",
-            "m", "l", "entropy".
         dy: Derivative of the final scalar with respect to the loss of each row, of a shape that broadcasts to the
-            rows; given where "y" is asked for, except with a scalar.
-        result: "loss", "mean_loss" or "total_loss".
+            rows; given where the gradient "y" is asked for, except with a scalar.
     """
-    call = loss_call(x, target, weight, loss, dy)
-    overwrites = loss.inplace and "y" in outputs and not _traced(x)
-    if overwrites:
-        call = call._replace(beside={**call.beside, "y": x})
-    if result != "loss":
-        call = by_cuda(call)
-    tensors = launch(call, (result, *outputs))
-    if overwrites:
-        # Autograd then raises if another operation needs the logits for its gradient.
-        torch.autograd.graph.increment_version(x)
-    named = dict(zip((result, *outputs), tensors, strict=True))
-    return Rows(named[result], named.get("y"), *(named.get(name) for name in ("lse", "m", "l", "entropy")))
+    beside: dict[str, Any] = {"target": target, **loss_numbers(loss)}
+    if weight is not None:
+        beside["weight"] = weight
+        if loss.smoothing:
+            beside["weight_sum"] = weight.sum(dtype=accumulator_of(loss.wide(x), weight.dtype))
+    if dy is not None:
+        beside["dy"] = dy
+    return Call(_LOSS, x, loss.settings, loss.options, None, beside)
+
+
+def loss_numbers(loss: Loss) -> dict[str, int]:
+    """The numbers of a loss that change something, each float64 as the integer that has its bits."""
+    numbers = {"ignore_index": bits(float(loss.ignore_index))}
+    if loss.smoothing:
+        numbers["smoothing"] = bits(loss.smoothing)
+    if loss.z_loss:
+        numbers["z_loss"] = bits(loss.z_loss)
+    return numbers
 
 
 MOST_ROWS_IN_ONE_LAUNCH = 1 << 14
@@ -97,23 +78,29 @@ and backward of 8192 x 32000 bfloat16 on an H200.
 """
 
 
-def scalar_output(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool) -> str:
+def scalar_output(call: Call, loss: Loss, with_gradient: bool) -> str:
     """Name of the kernel's scalar output, "mean_loss" or "total_loss".
 
     It is an empty string if separate kernels reduce the losses.
     Only CUDA's kernels can write a scalar, so they do if the plan for the losses of the rows takes CUDA.
     """
+    x = call.x
     # Test for a trace before comparing sizes: a comparison would specialise the traced program to these sizes.
-    if not x.is_cuda or _traced(x):
+    if not x.is_cuda or is_traced(x):
         return ""
     most_bytes = MOST_BYTES_IN_ONE_LAUNCH if with_gradient else math.inf
-    if target.numel() > MOST_ROWS_IN_ONE_LAUNCH or not 0 < x.numel() * x.element_size() <= most_bytes:
+    if call.beside["target"].numel() > MOST_ROWS_IN_ONE_LAUNCH or not 0 < x.numel() * x.element_size() <= most_bytes:
         return ""
-    dy = torch.empty((), dtype=loss.wide(x), device=x.device) if with_gradient else None
-    call = loss_call(x, target, weight, loss, dy)
+    if with_gradient:
+        call = with_dy(call, torch.empty((), dtype=loss.wide(x), device=x.device))
     if backend_of(call, ("loss", "y") if with_gradient else ("loss",)) != "cuda":
         return ""
     return f"{'mean' if loss.reduction == 'mean' else 'total'}_loss"
+
+
+def with_dy(call: Call, dy: Tensor) -> Call:
+    """The call of a loss with the derivative of the final scalar with respect to the loss of each row."""
+    return call._replace(beside={**call.beside, "dy": dy})
 
 
 def by_cuda(call: Call) -> Call:
@@ -122,268 +109,199 @@ def by_cuda(call: Call) -> Call:
     return call._replace(settings=settings._replace(choice=settings.choice._replace(backend="cuda")))
 
 
-def loss_call(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dy: Tensor | None) -> Call:
-    """The call of the operation that computes the loss of each row.  Arguments as for `loss_rows`."""
-    beside = _beside(x, target, weight, loss)
-    if dy is not None:
-        beside["dy"] = dy if dy.dim() == 0 else dy.unsqueeze(loss.dim)
-    return Call(_LOSS, x, loss.settings, loss.options, None, beside)
+def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> tuple[Tensor, ...]:
+    """(loss,), or (loss, lse, entropy) with `stats`, by our kernels; the statistics are detached."""
+    call, results = loss_call(x, target, weight, loss), ("loss", *(("lse", "entropy") if stats else ()))
+    # An exported program has the operator, whose gradient custom_ops.py registers.
+    recorded = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_exporting()
+    if loss.reduction == "none":
+        if not recorded:
+            return launch(call, results)
+        outputs = ("loss", "lse", "m", "l", "entropy") if stats else ("loss", "m", "l")
+        return record(call, outputs, results, by_pytorch=_loss_by_pytorch, loss=loss)
+    if not recorded:
+        return _reduced(call, loss, results)
+    outputs = ("loss", "y", *results[1:])
+    return record(call, outputs, results, by_pytorch=_loss_by_pytorch, loss=loss, forward=_reduced_by_kernels)
 
 
-def loss_gradient(
-    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, state: tuple[Tensor, Tensor], dy: Tensor
-) -> Tensor:
-    """The gradient with respect to the logits, from the state (m, l) and the incoming gradient dy of each row."""
-    beside = _beside(x, target, weight, loss)
-    beside |= {name: t.unsqueeze(loss.dim) for name, t in zip(("dy", "m", "l"), (dy, *state), strict=True)}
-    settings = loss.settings._replace(dtype=None)
-    (dx,) = launch(Call(OPERATIONS[_LOSS.gradient_name], x, settings, loss.options, None, beside), ("y",))
-    return dx
+def _reduced_by_kernels(recording: Recording, call: Call) -> tuple[Tensor, ...]:
+    assert recording.loss is not None
+    return _reduced(call, recording.loss, recording.outputs)
 
 
-def _beside(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> dict[str, Any]:
-    """Operands shared by forward and backward; each number is passed as the int64 with its float64 bits."""
-    dim = loss.dim
-    beside: dict[str, Any] = {"target": target.unsqueeze(dim), **loss_numbers(loss)}
-    if weight is not None:
-        beside["weight"] = weight.reshape(-1, *[1] * (x.dim() - 1 - dim))
-        if loss.smoothing:
-            beside["weight_sum"] = weight.sum(dtype=accumulator_of(loss.wide(x), weight.dtype))
-    return beside
+def _reduced(call: Call, loss: Loss, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """The outputs of a cross-entropy that is reduced to the scalar "loss".
 
-
-def loss_numbers(loss: Loss) -> dict[str, int]:
-    """The numbers of a loss that change something, each float64 as the integer that has its bits."""
-    numbers = {"ignore_index": bits(float(loss.ignore_index))}
-    if loss.smoothing:
-        numbers["smoothing"] = bits(loss.smoothing)
-    if loss.z_loss:
-        numbers["z_loss"] = bits(loss.z_loss)
-    return numbers
-
-
-def launch(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """Run a call and return its outputs; autograd does not record it.  In a trace, a custom operator replaces it."""
-    if _traced(call.x):
-        from . import custom_ops
-
-        return custom_ops.outputs(call, outputs)
-    return outputs_of(call, outputs)
-
-
-def _traced(x: Tensor) -> bool:
-    return torch.compiler.is_compiling() or type(x).__name__ in TRACED_TYPES
-
-
-def reduced(
-    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool, with_gradient: bool
-) -> tuple[Tensor, Rows]:
-    """A cross-entropy reduced to a scalar, and the results for its rows; autograd does not record it."""
-    outputs = (*(("y",) if with_gradient else ()), *(("lse", "entropy") if stats else ()))
-    if scalar := scalar_output(x, target, weight, loss, with_gradient):
-        rows = loss_rows(x, target, weight, loss, outputs, None, scalar)
-        return rows.loss, rows
-    small = None if _traced(x) else reducer(x, target, weight, loss, with_gradient)
-    if small is not None:
+    With the output "y", the gradient of the scalar is written, in the memory of the logits with `loss.inplace`.
+    """
+    x, target, weight = call.x, call.beside["target"], call.beside.get("weight")
+    with_gradient = "y" in outputs
+    if with_gradient and loss.inplace and not is_traced(x):
+        call = call._replace(beside={**call.beside, "y": x})
+    if scalar := scalar_output(call, loss, with_gradient):
+        found = launch(by_cuda(call), (scalar, *outputs[1:]))
+    else:
+        small = None if is_traced(x) else reducer(x, target, weight, loss, with_gradient)
+        small = reducer_by_pytorch(loss, loss.wide(x), with_gradient) if small is None else small
         factor = small.factor and small.factor(target, weight)
-        rows = loss_rows(x, target, weight, loss, outputs, None if factor is None else factor[0])
-        return small.total(rows.loss, target, weight, factor), rows
-    dtype = loss.wide(x)
-    divisor = count_of(target, weight, loss, dtype) if loss.reduction == "mean" else None
-    dy = None
-    if with_gradient:
-        dy = torch.ones((), dtype=dtype, device=x.device) if divisor is None else divisor.reciprocal()
-    rows = loss_rows(x, target, weight, loss, outputs, dy)
-    total = rows.loss.sum()
-    total = total if divisor is None else total / divisor
-    if total.dtype != loss.settings.dtype:
+        rows, *more = launch(call if factor is None else with_dy(call, factor[0]), outputs)
+        found = (small.total(rows, target, weight, factor), *more)
+    if "y" in call.beside:
+        # Autograd then raises if another operation needs the logits for its gradient.
+        torch.autograd.graph.increment_version(x)
+    return found
+
+
+def reducer_by_pytorch(loss: Loss, wide: torch.dtype, with_gradient: bool) -> Reducer:
+    """The reduction of a loss by PyTorch's operations."""
+
+    def factor(target: Tensor, weight: Tensor | None) -> Any:
+        if loss.reduction == "sum":
+            return torch.ones((), dtype=wide, device=target.device), None
+        divisor = count_of(target, weight, loss, wide)
+        return divisor.reciprocal(), divisor
+
+    def total(losses: Tensor, target: Tensor, weight: Tensor | None, factor: Any) -> Tensor:
+        y = losses.sum()
+        if loss.reduction == "mean":
+            y = y / (count_of(target, weight, loss, wide) if factor is None else factor[1])
         # Without a change of dtype, `to` returns the tensor itself.  In a trace torch 2.11 takes both names for results
         # of the autograd function, and loses the gradient of the first.
-        total = total.to(loss.settings.dtype)
-    return total, rows
+        return y if y.dtype == loss.settings.dtype else y.to(loss.settings.dtype)
+
+    return Reducer(factor if with_gradient else None, total)
 
 
-_NO_GRADIENTS = (None,) * 7
-"""The result of a backward pass to which no gradient comes, for each argument of forward."""
-
-
-class ScalarLoss(torch.autograd.Function):
-    """The backward pass of a cross-entropy that is reduced to a scalar.
-
-    Forward has computed `ctx.gradient`, and saved x, target, weight, scale and mask for derivatives of this gradient.
-    Only these derivatives unpack them, so the logits may change after forward if no such derivative is asked for.
-    """
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
-        if dy is None:
-            return _NO_GRADIENTS
-        traced, gradient = torch.compiler.is_compiling(), ctx.gradient
-        if gradient is None or (torch.is_grad_enabled() and not traced):
-            dx = _gradient_of_scalar(ctx, dy)
-        elif not traced and keeps_graph():
-            dx = _scale_gradient(gradient.clone(), dy)
-        else:
-            ctx.gradient = None
-            dx = _scale_gradient(gradient, dy)
-        return dx, *_NO_GRADIENTS[1:]
-
-
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-"""True in a backward pass after which another may follow: with `retain_graph` or `create_graph`."""
-
-
-def _gradient_of_scalar(ctx: Any, dy: Tensor) -> Tensor:
-    """The gradient of a reduced loss, by PyTorch's operations from the logits."""
-    # Raises PyTorch's error where an earlier backward pass has freed the graph.
-    x, target, weight, *tensors = ctx.saved_tensors
-    if ctx.loss is None:
-        raise RuntimeError("the gradient of numbers of sharded rows cannot be differentiated again (create_graph=True)")
-    if ctx.loss.inplace:
-        raise RuntimeError(
-            "cross_entropy(): the gradient cannot be differentiated again (create_graph=True), because "
-            "inplace_backward=True has overwritten input"
-        )
-    return _gradient_by_pytorch(x, target, weight, ctx.loss.with_tensors(*tensors), dy)
-
-
-class Reduced(ScalarLoss):
-    """A cross-entropy reduced to a scalar, with a gradient.
-
-    Forward computes the gradient; with `inplace`, in the memory of the logits.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, scale: Tensor | None, mask: Tensor | None,
-        loss: Loss, stats: bool,
-    ) -> Any:  # fmt: skip
-        total, rows = reduced(x, target, weight, loss.with_tensors(scale, mask), stats, True)
-        ctx.gradient = rows.gradient
-        ctx.loss = loss
-        # The gradient may have overwritten the logits.
-        ctx.save_for_backward(None if loss.inplace else x, target, weight, scale, mask)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t in (rows.lse, rows.entropy) if t is not None))
-        return total, rows.lse, rows.entropy
-
-
-def _scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Multiply the gradient by a tensor of one element, in place except in a trace or under vmap.
-
-    Our kernel reads and writes nothing where the factor is 1; PyTorch's `mul_` always does.
-    """
-    if _traced(factor) or is_batched(factor):
-        return gradient * factor
-    backend = backend_for(gradient)
-    # The kernel takes the elements in their order in memory, so the gradient may have any dense layout.
-    dense = gradient.is_contiguous() or gradient.untyped_storage().nbytes() == gradient.nbytes
-    if backend is None or not dense or not aligned(gradient):
-        return gradient.mul_(factor)
-    multiply_in_place = registry.load(backend).multiply_in_place
-    if gradient.is_cuda and torch._C._cuda_getDevice() != gradient.get_device():
-        with torch.cuda.device(gradient.device):
-            multiply_in_place(gradient, factor)
-    else:
-        multiply_in_place(gradient, factor)
-    return gradient
-
-
-class PerRow(torch.autograd.Function):
-    """The losses of all rows; backward computes the gradient from the logits and the states."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, scale: Tensor | None, mask: Tensor | None,
-        loss: Loss, stats: bool,
-    ) -> Any:  # fmt: skip
-        outputs = ("lse", "m", "l", "entropy") if stats else ("m", "l")
-        rows = loss_rows(x, target, weight, loss.with_tensors(scale, mask), outputs)
-        ctx.save_for_backward(x, target, weight, scale, mask, rows.m, rows.l)
-        ctx.loss = loss
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t in (rows.lse, rows.entropy) if t is not None))
-        return rows.loss, rows.lse, rows.entropy
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
-        if dy is None:
-            return _NO_GRADIENTS
-        x, target, weight, scale, mask, *state = ctx.saved_tensors
-        loss = ctx.loss.with_tensors(scale, mask)
-        if torch.is_grad_enabled() or is_batched(dy):
-            # The gradient is itself to be differentiated, or a batch of gradients.
-            dx = _gradient_by_pytorch(x, target, weight, loss, dy)
-        else:
-            dx = loss_gradient(x, target, weight, loss, tuple(state), dy)
-        return dx, *_NO_GRADIENTS[1:]
-
-
-def _gradient_by_pytorch(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dy: Tensor) -> Tensor:
-    """The gradient with respect to the logits by PyTorch's operations, which have derivatives.
+def _loss_by_pytorch(recording: Recording, call: Call) -> dict[str, Tensor]:
+    """The loss by PyTorch's operations.
 
     A target out of range, which PyTorch's operations do not take, has no gradient.
     """
-    again, inside = torch.is_grad_enabled(), is_class(target, x.shape[loss.dim])
-    with torch.enable_grad():
-        # The view has no hooks: those of x run once, after this function.
-        x = x.view_as(x)
-        rows = targets_eager.losses(x, target.where(inside, 0), weight, loss).where(inside, 0.0)
-        y = targets_eager.reduced(rows, target, weight, loss)
-    (dx,) = torch.autograd.grad(y, x, dy.to(y.dtype), create_graph=again)
-    return dx
+    assert recording.loss is not None
+    x, target, weight, loss = call.x, call.beside["target"], call.beside.get("weight"), recording.loss
+    loss = loss._replace(options=call.options)
+    inside = is_class(target, x.shape[loss.dim])
+    rows = targets_eager.losses(x, target.where(inside, 0), weight, loss).where(inside, 0.0)
+    return {"dy": targets_eager.reduced(rows, target, weight, loss)}
 
 
-def log_probabilities(call: Call, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(logprob, entropy, lse) of all rows; autograd does not record them."""
-    y, lse, *rest = launch(call, ("y", "lse", *(("entropy",) if entropy else ())))
-    return y, rest[0] if rest else None, lse
+def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Callable[..., Any] | None:
+    """The function (x, target, weight) of a cacheable, checked loss; None where it needs the general path."""
+    with_gradient = torch.is_grad_enabled() and x.requires_grad
+    options = loss.options
+    apart = options is not None and (options.mask is not None or isinstance(options.scale, Tensor))
+    apart = apart or loss.settings.choice.batch_invariant or (loss.inplace and with_gradient)
+    if apart or not target.is_contiguous():
+        return None
+    if weight is not None and scales_weight(target, weight, loss):
+        scale: Callable[..., Tensor] = weight_scaler(x, target, weight, loss)
+        of_scaled = _prepared(loss_call(x, target, scale(target, weight), loss), loss, with_gradient)
+        return of_scaled and (lambda x, target, weight: of_scaled(x, target, scale(target, weight)))
+    return _prepared(loss_call(x, target, weight, loss), loss, with_gradient)
 
 
-class LogProbabilities(torch.autograd.Function):
-    """(logprob, entropy, lse) of all rows; backward computes the gradient of all three from the logits."""
+def _prepared(call: Call, loss: Loss, with_gradient: bool) -> Callable[..., Any] | None:
+    """The function (x, target, weight) of a cacheable loss; None where it needs the general path."""
+    dtype = loss.settings.dtype
+    how = {"by_pytorch": _loss_by_pytorch, "loss": loss}
+    if loss.reduction == "none":
+        if with_gradient:
+            run = prepared_recording(call, ("loss", "m", "l"), ("loss",), **how)
+        else:
+            run = prepared_launch(call, ("loss",))
+    else:
+        reduced = _prepared_reduced(call, loss, with_gradient)
+        if reduced is None:
+            return None
+        run = prepared_recording(call, ("loss", "y"), ("loss",), run=reduced, **how) if with_gradient else reduced
 
-    @staticmethod
-    def forward(ctx: Any, bare: Call, target: Tensor, entropy: bool, *tensors: Tensor | None) -> Any:
-        call = _with_target(with_tensors(bare, tensors), target)
-        y, lse, m, l, *rest = launch(call, ("y", "lse", "m", "l", *(("entropy",) if entropy else ())))
-        row_entropy = rest[0] if rest else None
-        ctx.bare = bare
-        ctx.save_for_backward(target, m, l, row_entropy, *tensors)
-        ctx.set_materialize_grads(False)
-        return y, row_entropy, lse
+    weight_sum = call.beside.get("weight_sum")
+    sum_dtype = None if weight_sum is None else weight_sum.dtype
+    converts = loss.reduction == "none" and dtype != loss.wide(call.x)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None) -> Any:
-        if dy is None and dentropy is None and dlse is None:
-            return (None,) * 7
-        target, m, l, entropy, *tensors = ctx.saved_tensors
-        call = _with_target(with_tensors(ctx.bare, tensors), target)
-        x = call.x
-        again = torch.is_grad_enabled()
-        if again or any(is_batched(each) for each in (dy, dentropy, dlse)):
-            with torch.enable_grad():
-                # The view has no hooks: those of x run once, after this function.
-                x = x.view_as(x)
-                outputs = targets_eager.log_probabilities(call._replace(x=x), entropy is not None)
-            pairs = [(y, g) for y, g in zip(outputs, (dy, dentropy, dlse), strict=True) if g is not None]
-            (dx,) = torch.autograd.grad([y for y, _ in pairs], x, [g for _, g in pairs], create_graph=again)
-            return None, None, None, dx, None, None, None
-        given = {"dy": torch.zeros_like(m) if dy is None else dy, "m": m, "l": l, "dlse": dlse}
-        if dentropy is not None:
-            given |= {"entropy": entropy, "dentropy": dentropy}
-        return None, None, None, gradient_of_rows(call, given), None, None, None
+    if call.beside.get("weight") is None and not converts:
+        return lambda x, target, _: run(x, target)
 
+    def prepared(x: Tensor, target: Tensor, weight: Tensor | None) -> Any:
+        if weight is None:
+            y = run(x, target)
+        elif sum_dtype is None:
+            y = run(x, target, weight)
+        else:
+            y = run(x, target, weight, weight.sum(dtype=sum_dtype))
+        return y.to(dtype) if converts else y
 
-def gradient_of_rows(call: Call, given: dict[str, Tensor | None]) -> Tensor:
-    """The gradient of log-probabilities with respect to the logits, from the operands of each row; None is absent."""
-    dim, gradient = call.settings.dim, OPERATIONS[_LOGPROBS.gradient_name]
-    beside = dict(call.beside) | {name: t.unsqueeze(dim) for name, t in given.items() if t is not None}
-    options, settings = call.options and call.options.of(gradient.options), call.settings._replace(dtype=call.x.dtype)
-    (dx,) = launch(Call(gradient, call.x, settings, options, call.out, beside), ("y",))
-    return dx
+    return prepared
 
 
-def _with_target(call: Call, target: Tensor) -> Call:
-    """Put the target into a call; it travels apart from the call, because autograd tracks only arguments of `apply`."""
-    return call._replace(beside={"target": target.unsqueeze(call.settings.dim)})
+def _prepared_reduced(call: Call, loss: Loss, with_gradient: bool) -> Callable[..., Any] | None:
+    """The function of the tensors of a loss that launches the kernels for its scalar, and returns it and the gradient.
+
+    None where PyTorch's operations must reduce the losses.
+    """
+    x, target, weight = call.x, call.beside["target"], call.beside.get("weight")
+    if scalar := scalar_output(call, loss, with_gradient):
+        return prepared_launch(by_cuda(call), (scalar, "y") if with_gradient else (scalar,))
+    small = reducer(x, target, weight, loss, with_gradient)
+    if small is None:
+        return None
+    if not with_gradient:
+        rows, total = prepared_launch(call, ("loss",)), small.total
+        return lambda x, target, *more: total(rows(x, target, *more), target, more[0] if more else None, None)
+    dy = torch.empty((), dtype=loss.wide(x), device=x.device)
+    # The launch before the loss kernel is the one that computes dy, unless another adds the weights in between.
+    follows_divisor = loss.reduction == "mean" and "weight_sum" not in call.beside
+    return reduced_with_gradient(prepared_launch(with_dy(call, dy), ("loss", "y"), follows_divisor), small)
+
+
+def reduced_with_gradient(rows: Callable[..., Any], small: Reducer) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The function of the tensors of a loss that launches small kernels before and after the loss kernel.
+
+    Args:
+        rows: The function (x, target, weight, ..., factor) that launches the loss kernel and returns (losses,
+            gradient).
+        small: The other launches.
+    """
+    factor_of, total = small
+    assert factor_of is not None
+
+    def run(x: Tensor, target: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+        weight = more[0] if more else None
+        factor = factor_of(target, weight)
+        losses, gradient = rows(x, target, *more, factor)
+        return total(losses, target, weight, factor), gradient
+
+    return run
+
+
+def log_probabilities(call: Call, entropy: bool) -> dict[str, Tensor]:
+    """The outputs "y" (logprob), "lse" and "entropy" of all rows, if it is asked for, by our kernels."""
+    results = ("y", "lse", *(("entropy",) if entropy else ()))
+    if not (torch.is_grad_enabled() and call.x.requires_grad) or torch.compiler.is_exporting():
+        found = launch(call, results)
+    else:
+        found = record(call, _with_state(results), results, by_pytorch=log_probabilities_by_pytorch)
+    return dict(zip(results, found, strict=True))
+
+
+def _with_state(results: tuple[str, ...]) -> tuple[str, ...]:
+    return (*results[:2], "m", "l", *results[2:])
+
+
+def log_probabilities_by_pytorch(recording: Recording, call: Call) -> dict[str, Tensor]:
+    """The results by PyTorch's operations, by the names of their gradients."""
+    y, entropy, lse = targets_eager.log_probabilities(call, "entropy" in recording.results)
+    return {"dy": y, "dentropy": entropy, "dlse": lse}
+
+
+def prepared_log_probabilities(call: Call, entropy: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None:
+    """The function (x, target) of cacheable, checked log-probabilities; None where they need the general path."""
+    target, options = call.beside["target"], call.scores
+    apart = options.mask is not None or not isinstance(options.scale, float) or call.settings.choice.batch_invariant
+    if apart or not target.is_contiguous():
+        return None
+    results = ("y", "lse", *(("entropy",) if entropy else ()))
+    if torch.is_grad_enabled() and call.x.requires_grad:
+        return prepared_recording(call, _with_state(results), results, by_pytorch=log_probabilities_by_pytorch)
+    return prepared_launch(call, results)

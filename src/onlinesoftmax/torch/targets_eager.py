@@ -119,13 +119,15 @@ def _entropy(log_p: Tensor, dim: int) -> Tensor:
     return 0.0 - (log_p.masked_fill(log_p == -torch.inf, 0.0) * log_p.exp()).sum(dim)
 
 
-def log_probabilities(call: Call, entropy: bool, several: bool = False) -> tuple[Tensor, Any, Tensor]:
+def log_probabilities(call: Call, entropy: bool) -> tuple[Tensor, Any, Tensor]:
     """(logprob, entropy, lse) of each row; entropy is None unless asked for.
 
-    With `several`, the target has several columns of each row, along the softmax dimension, and so has logprob.
+    The target has one column of each row, or several along the softmax dimension, and logprob has its shape.
     """
     x, dim, separate = call.x, call.settings.dim, call.settings.choice.batch_invariant
     target, dtype = call.beside["target"].long(), accumulator_of(x.dtype, x.dtype)
+    several = target.dim() == x.dim()
+    target = target if several else target.unsqueeze(dim)
     z = eager.scores_of(x, dim, call.scores, eager.wide_of(x, dtype, separate))[0]
     log_p = _log_p(z, dim, separate)
     lse = eager.logsumexp_from(z, log_p, dim, keepdim=False).to(dtype)

@@ -126,14 +126,15 @@ class Ours(Peer):
 
         from ...core.call import Call, Settings
         from ...core.task import Choice
-        from ...torch.gradients import Kept, backward
+        from ...torch.gradients import gradient_call
+        from ...torch.prepare import run
 
         dtype, gradient = getattr(torch, case.dtype), case.declaration
         forward = gradient.forward
         asked = Call(forward, None, Settings(case.dim, choice=Choice(self.backend, self.strategy)))
         if "lse" in gradient.row_operands:
-            return lambda x, dy, lse: backward(asked, Kept(None, x, lse), dy, dtype)
-        return lambda y, dy: backward(asked, Kept(y), dy, dtype)
+            return lambda x, dy, lse: run(gradient_call(asked, {"x": x, "lse": lse}, {"dy": dy}, dtype))
+        return lambda y, dy: run(gradient_call(asked, {"y": y}, {"dy": dy}, dtype))
 
     def _forced(self) -> dict[str, str]:
         """The arguments that force a plan; users leave out the others."""
