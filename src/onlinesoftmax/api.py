@@ -377,7 +377,7 @@ def _find_runner(function: str, kind: type) -> ModuleType:
         elif _is_dtensor(kind):
             from .distributed import dtensor as found  # type: ignore[no-redef]  # the same functions
         else:
-            from .torch import dispatch as found  # type: ignore[no-redef]  # the same functions
+            from .torch import run as found  # type: ignore[no-redef]  # the same functions
     except ImportError as error:
         raise TypeError(
             "input must be a NumPy array or a torch tensor, and torch cannot be imported here "

@@ -20,7 +20,7 @@ import onlinesoftmax as osm
 from distributed.processes import COLS, EAGER, agrees, device, inputs, kernels_run, random, same_everywhere, sharded
 from onlinesoftmax.distributed import collective, fast_path
 from onlinesoftmax.distributed.collective import CollectiveLaunches
-from onlinesoftmax.torch import dispatch
+from onlinesoftmax.torch import run as torch_run
 from onlinesoftmax.torch.fast_path import PREPARED_CALLS
 
 
@@ -226,8 +226,8 @@ def autocast_is_followed(first: int, end: int) -> None:
 def autocast_on_a_gpu_gives_float32(first: int, end: int) -> None:
     """PyTorch's softmax, log_softmax and logsumexp have float32 results under autocast on a GPU alone."""
     x = inputs(torch.bfloat16)[0]
-    before = dispatch._known_autocast_dtype
-    dispatch._known_autocast_dtype = lambda *_: torch.float32
+    before = torch_run._known_autocast_dtype
+    torch_run._known_autocast_dtype = lambda *_: torch.float32
     try:
         for given in ({}, how(first, end)):
             for name in ("softmax", "log_softmax", "logsumexp"):
@@ -242,7 +242,7 @@ def autocast_on_a_gpu_gives_float32(first: int, end: int) -> None:
                 (want,) = torch.autograd.grad(theirs, whole, dy)
                 torch.testing.assert_close(dx, want[:, first:end].bfloat16())
     finally:
-        dispatch._known_autocast_dtype = before
+        torch_run._known_autocast_dtype = before
 
 
 def chunks_of_rows_give_the_same_results(first: int, end: int) -> None:

@@ -16,7 +16,7 @@ from contract import OPERATIONS
 from onlinesoftmax.core.call import Call, Settings
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.ops import OPERATIONS as DECLARED
-from onlinesoftmax.torch import custom_ops, gradients
+from onlinesoftmax.torch import custom_op, gradients
 
 PATHS = [{}, {"backend": "triton"}]
 BACKEND = "inductor" if GPU else "aot_eager"
@@ -117,16 +117,16 @@ def test_opcheck(name: str, operation: str) -> None:
     x = torch.randn(shape, device=DEVICE).requires_grad_()
     settings = Settings(-1, choice=Choice("triton"))
     call = Call(DECLARED[operation], x, settings, None if found.plain else found)
-    arguments = custom_ops._flat(call)
+    arguments = custom_op._flat(call)
     torch.library.opcheck(getattr(torch.ops.onlinesoftmax, operation).default, arguments)
 
     detached = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in arguments)
-    call = custom_ops._call(call.operation, detached)
+    call = custom_op._call(call.operation, detached)
     names = call.operation.kept_outputs
     saved = {"x": call.x, **dict(zip(names, gradients.outputs_of(call, names), strict=True))}
     backward = gradients.gradient_call(call, saved, {"dy": torch.randn_like(saved["y"])}, torch.float32)
     operator = getattr(torch.ops.onlinesoftmax, backward.operation.name).default
-    torch.library.opcheck(operator, custom_ops._flat(backward))
+    torch.library.opcheck(operator, custom_op._flat(backward))
 
 
 @pytest.mark.gpu

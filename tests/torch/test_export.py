@@ -163,7 +163,7 @@ def _arguments(operation: str, backend: str | None) -> tuple[Any, ...]:
         "weight": torch.rand(5, generator=generator), "weight_sum": torch.tensor(2.5), "logits": x,
         "mask": mask, "bias": torch.zeros(5),
     }  # fmt: skip
-    from onlinesoftmax.torch.custom_ops import _tensors_of
+    from onlinesoftmax.torch.custom_op import _tensors_of
 
     if declared.has_target and "smoothing" in declared.numbers:
         # No kernel has a mask and smoothing.

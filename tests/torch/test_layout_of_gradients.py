@@ -15,7 +15,7 @@ import onlinesoftmax as osm
 from onlinesoftmax.core.call import Call, Settings
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.ops import OPERATIONS
-from onlinesoftmax.torch import custom_ops
+from onlinesoftmax.torch import custom_op
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -135,8 +135,8 @@ def test_operators_promise_the_layout_that_they_return(cut: slice) -> None:
         operation = OPERATIONS[name]
         given = {each: t for each, t in beside.items() if each in operation.row_operands}
         call = Call(operation, x, Settings(1, choice=choice), None, None, given)
-        *_, y = custom_ops.outputs(call, outputs)
-        *_, fake = custom_ops._fake(call, outputs)
+        *_, y = custom_op.outputs(call, outputs)
+        *_, fake = custom_op._fake(call, outputs)
         assert y.stride() == fake.stride() == torch.empty_like(x).stride()
 
 

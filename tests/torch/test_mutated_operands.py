@@ -14,7 +14,7 @@ from onlinesoftmax.core.call import Call, Settings
 from onlinesoftmax.core.options import PLAIN
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.ops import OPERATIONS
-from onlinesoftmax.torch import custom_ops, fast_path, losses
+from onlinesoftmax.torch import custom_op, fast_path, losses
 from onlinesoftmax.torch.gradients import with_tensors
 
 GPU = torch.cuda.is_available()
@@ -62,7 +62,7 @@ def operator(name: str) -> Function:
     def call(t: Tensors, backend: str | None) -> torch.Tensor:
         choice = Choice(backend or (None if GPU else "triton"))
         bare = Call(OPERATIONS[name], None, Settings(1, choice=choice), PLAIN._replace(softcap=5.0))
-        return custom_ops.forward(with_tensors(bare, {name: t[name] for name in ("x", "bias", "scale", "mask")}))
+        return custom_op.forward(with_tensors(bare, {name: t[name] for name in ("x", "bias", "scale", "mask")}))
 
     return call
 

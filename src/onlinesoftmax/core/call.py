@@ -1,6 +1,6 @@
 """The call: one call of an operation with its tensors, and the results that have names, for the Python layers.
 
-A public function checks the arguments that need no framework and makes a `Call`.  torch/dispatch.py takes the calls on
+A public function checks the arguments that need no framework and makes a `Call`.  torch/run.py takes the calls on
 torch tensors, numpy/ those on NumPy arrays.  The planner and the kernels read a task instead (task.py), which has no
 tensors.
 """

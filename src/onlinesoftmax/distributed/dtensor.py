@@ -4,7 +4,7 @@ If the softmax dimension is sharded, it calls the functions of `onlinesoftmax.di
 the ordinary function.  A result per element or per row is sharded as the input is.  If a row dimension is sharded, one
 more exchange adds the totals and the counts of a loss, so that every process has the mean over all rows.
 
-This module has the function names of torch/dispatch.py and of torch/losses.py.
+This module has the function names of torch/run.py and of torch/losses.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ..core.options import PLAIN, ScoreOptions
 from ..core.task import Choice
 from ..ops import OPERATIONS
 from ..ops.cross_entropy.arguments import class_dim
-from ..torch import dispatch, eager, loss_arguments
+from ..torch import eager, loss_arguments
 from ..torch import losses as whole_rows
+from ..torch import run as torch_run
 from ..torch.check import check_options
 from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss
@@ -50,7 +51,7 @@ def run(call: Call) -> Tensor:
     layout = layout_of(name, x, _dims(name, settings.dim, x.dim()))
     x, local = _local(name, x, layout, {"settings": settings._replace(dim=layout.dims), "options": options})
     here = call._replace(x=local, options=layout.options(options, local.device))
-    y = _sharded(here, layout) if layout.softmax_groups else dispatch.run(here)
+    y = _sharded(here, layout) if layout.softmax_groups else torch_run.run(here)
     return layout.rows(y, settings.keepdim) if operation.per_row else layout.elements(y, x.stride())
 
 
@@ -78,7 +79,7 @@ def _sharded(call: Call, layout: MeshLayout) -> Tensor:
         raise NotImplementedError(f"{name}(): a dimension of dim {settings.dim} is sharded; reduce one dim at a time")
     if not x.is_floating_point() and settings.dtype is None:
         raise NotImplementedError(f"{name}(): input of dtype {x.dtype} is not floating point; pass dtype=")
-    dtype = dispatch.with_autocast(call).settings.dtype or x.dtype
+    dtype = torch_run.with_autocast(call).settings.dtype or x.dtype
     x, (dim,) = x.to(torch.promote_types(x.dtype, dtype)), layout.dims
     sharded = _sharded_call(name, layout, call.scores, settings.choice)
     if not call.operation.per_row:

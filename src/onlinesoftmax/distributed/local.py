@@ -18,8 +18,8 @@ from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from ..torch import eager
 from ..torch.autograd import launch
-from ..torch.dispatch import why_pytorch, with_autocast
 from ..torch.gradients import accumulator_of
+from ..torch.run import why_pytorch, with_autocast
 from .exchange import RowStates
 from .shards import Operands, ShardSignature
 

@@ -24,9 +24,9 @@ from ..core.task import ANY, ITEMSIZE, MOST_PROCESSES, Choice, ColumnRange
 from ..kernels import registry
 from ..kernels.cuda.shard_mail import MAIL, ShardMail, words_of_mail
 from ..planner.strategies import TABLE
-from ..torch.dispatch import DTYPES
 from ..torch.ops import PLAIN_TYPES
 from ..torch.prepare import DTYPE_NAMES
+from ..torch.run import DTYPES
 
 Tensor = torch.Tensor
 

@@ -15,8 +15,8 @@ from ..core.arguments import checked_dim
 from ..core.call import Call, Settings
 from ..ops import OPERATIONS
 from ..torch.check import autocasts, check_out_memory, checked_out, reduced_shape
-from ..torch.dispatch import why_pytorch
 from ..torch.losses import why_not_kernels
+from ..torch.run import why_pytorch
 
 Arguments = dict[str, Any]
 """Arguments of one call, by PyTorch's names of the parameters."""

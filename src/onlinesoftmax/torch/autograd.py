@@ -43,9 +43,9 @@ Tensor = torch.Tensor
 def launch(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
     """The outputs of a checked call by our kernels, in a tuple.  In a trace, a custom operator replaces the launch."""
     if is_traced(call.x):
-        from . import custom_ops
+        from . import custom_op
 
-        return custom_ops.outputs(call, outputs)
+        return custom_op.outputs(call, outputs)
     return outputs_of(call, outputs)
 
 

@@ -16,7 +16,6 @@ from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
 from . import targets, targets_eager, tokens
 from .check import autocasts, check_options
-from .dispatch import DTYPES, why_pytorch
 from .fast_path import PREPARED_CALLS, keep, look_up
 from .gradients import accumulator_of
 from .loss import (
@@ -38,6 +37,7 @@ from .loss_arguments import (
     checked_loss,
     checked_number,
 )
+from .run import DTYPES, why_pytorch
 
 __all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "token_logprobs"]
 

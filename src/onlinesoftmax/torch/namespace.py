@@ -12,7 +12,7 @@ from typing import Any
 
 NAMESPACE = "onlinesoftmax"
 
-REGISTERS = "onlinesoftmax.torch.custom_ops"
+REGISTERS = "onlinesoftmax.torch.custom_op"
 """The module that registers the operators when it is imported."""
 
 

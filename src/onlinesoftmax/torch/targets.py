@@ -112,7 +112,7 @@ def by_cuda(call: Call) -> Call:
 def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> tuple[Tensor, ...]:
     """(loss,), or (loss, lse, entropy) with `stats`, by our kernels; the statistics are detached."""
     call, results = loss_call(x, target, weight, loss), ("loss", *(("lse", "entropy") if stats else ()))
-    # An exported program has the operator, whose gradient custom_ops.py registers.
+    # An exported program has the operator, whose gradient custom_op.py registers.
     recorded = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_exporting()
     if loss.reduction == "none":
         if not recorded:

@@ -116,10 +116,10 @@ def _by_kernel(call: Call) -> torch.Tensor:
     """Run a checked call by our kernels: as a custom operator in a trace, with autograd, or directly."""
     operation, x, settings, options, out, _ = call
     if _is_traced(x):
-        from . import custom_ops
+        from . import custom_op
 
         dim = checked_dim(operation.name, settings.dim, x.dim())
-        y = custom_ops.forward(call._replace(settings=settings._replace(dim=dim), out=None))
+        y = custom_op.forward(call._replace(settings=settings._replace(dim=dim), out=None))
         return y if out is None else _write(operation, y, out)
     if _wants_derivatives(x, options):
         if out is not None:
