@@ -55,10 +55,10 @@ os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "
 # JAX shares the GPU with PyTorch, and with the other processes of pytest-xdist: it takes what it needs, not most of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# --doctest-modules would import these files a second time, all under one name.
+# --doctest-modules would import the files named conftest a second time, all under one name.
 collect_ignore_glob = ["*/conftest.py", "*/typed/*"]
-# --doctest-modules imports every file, and this one imports Triton.
-collect_ignore = [] if importlib.util.find_spec("triton") else ["triton_algebra.py"]
+# --doctest-modules imports every file, and triton_algebra.py imports Triton.
+collect_ignore = ["conftest.py", *([] if importlib.util.find_spec("triton") else ["triton_algebra.py"])]
 
 # A deadline measures the machine, not the code: the first example compiles, the others do not.
 settings.register_profile("local", deadline=None)
