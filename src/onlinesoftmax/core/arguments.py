@@ -57,8 +57,10 @@ def checked_dim(operation: str, dim: Any, ndim: int) -> int:
 
 
 def _converted_dim(operation: str, dim: Any) -> int:
-    """A dimension that is no `int`: an integer of another type, as numpy.int64, is converted."""
-    # The host would have to wait for a tensor on a GPU.
+    """Convert an integer of another type, such as numpy.int64, to int; a TypeError for anything else.
+
+    A torch tensor is refused: to read one on a GPU, the host would have to wait.
+    """
     if not isinstance(dim, bool | np.bool_) and array_kind(dim) != "torch":
         with suppress(TypeError):
             return operator.index(dim)
@@ -82,10 +84,10 @@ def checked_dims(operation: str, dim: Any, ndim: int) -> tuple[int, ...]:
 
 def check_options(library: Library, call: Call) -> None:
     """Check the score options of a call against its input."""
-    operation, x, settings, options, _, _ = call
+    operation, x, dim, options = call.operation.name, call.x, call.settings.dim, call.options
     if options is None:
         return
-    caller = f"{operation.name}()"
+    caller = f"{operation}()"
     for name, option in SCORE_OPTIONS.items():
         t = getattr(options, name)
         if not option.tensor or t is None or isinstance(t, float):
@@ -99,11 +101,11 @@ def check_options(library: Library, call: Call) -> None:
                 f"{caller}: {name} of shape {tuple(t.shape)} does not broadcast to input's {tuple(x.shape)}"
             )
         if option.kind == "row" and t.ndim:
-            check_one_per_row(caller, name, t.shape, x.shape, checked_dims(operation.name, settings.dim, x.ndim))
+            check_one_per_row(caller, name, t.shape, x.shape, checked_dims(operation, dim, x.ndim))
     if options.causal:
-        if isinstance(settings.dim, tuple | list):
-            raise ValueError(f"{caller}: causal needs one dim, got {settings.dim}")
-        query_axis(operation.name, checked_dim(operation.name, settings.dim, x.ndim), max(x.ndim, 1))
+        if isinstance(dim, tuple | list):
+            raise ValueError(f"{caller}: causal needs one dim, got {dim}")
+        query_axis(operation, checked_dim(operation, dim, x.ndim), max(x.ndim, 1))
 
 
 def checked_number(library: Library, function: str, argument: str, value: Any, kind: type[Any]) -> Any:

@@ -58,7 +58,7 @@ class RowStates(NamedTuple):
 
     @property
     def has_softmax(self) -> Tensor:
-        """False for a row of only -inf, or with +inf or NaN."""
+        """True for a row with a softmax: it has a score above -inf, and neither +inf nor NaN."""
         return (self.l > 0) & ~self.l.isinf()
 
 
@@ -96,7 +96,7 @@ class Saved(NamedTuple):
         mask, target, weight: As in Operands.
         m, l, entropy: State and entropy of each whole row; None without a gradient.
         local_target: The targets counted from the first local column.
-        divisor: (1 / divisor, divisor) of a mean.
+        divisor: One tensor of two numbers, (1 / divisor, divisor), for a mean; None for other results.
     """
 
     mask: Tensor | None

@@ -142,7 +142,7 @@ def _abstract(*avals: Any, names: tuple[str, ...], call: Signature) -> list[Any]
 
 
 class _OneByOne(threading.local):
-    """`wanted` is True while a thread runs the body of `_compiled`: to trace it, or without `jit` to find a NaN."""
+    """`wanted` is True while this thread runs the body of `_compiled`: to trace it, or without `jit` to find a NaN."""
 
     wanted = False
 
@@ -193,7 +193,10 @@ def _batch(
 def _batch_of_devices(
     axis: Any, arrays: tuple[Array, ...], axes: tuple[int | None, ...], *, names: tuple[str, ...], call: Signature
 ) -> tuple[list[Array], list[int | None]]:
-    """A batch of a primitive that may exchange a sum; the batch itself may be the axis of the exchange."""
+    """Batch a primitive when JAX names the batch axis.
+
+    If the call exchanges sums over that axis, the formula runs under `vmap`, which does the exchange.
+    """
     if axis.name in call.axis_name:
 
         def formula(*arrays: Array) -> list[Array]:

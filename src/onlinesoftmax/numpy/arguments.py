@@ -63,10 +63,9 @@ def check_choice(name: str, choice: Choice) -> None:
 
 def check_call(call: Call) -> None:
     """Raise an error for arguments that a call on a NumPy array does not support."""
-    operation, x, (_, dtype, _, choice, _), _, out, _ = call
-    name = operation.name
-    check_choice(name, choice)
-    if out is not None:
+    name, x, dtype = call.operation.name, call.x, call.settings.dtype
+    check_choice(name, call.settings.choice)
+    if call.out is not None:
         raise TypeError("out: only torch tensors can be written to; a NumPy input gives a new array")
     _check_array(f"{name}()", "input", x)
     if x.dtype.kind == "c":

@@ -41,14 +41,13 @@ def run_plain(operation: Operation, x: Any, dim: Any, keepdim: bool, out: Any, c
 def run(call: Call) -> Any:
     """The operation on a NumPy array."""
     check_call(call)
-    operation, x, (dim, dtype, keepdim, *_), options, _, _ = call
-    x = np.asarray(x)
-    result, dims = np.dtype(dtype or x.dtype), checked_dims(operation.name, dim, x.ndim)
+    operation, options, settings, x = call.operation, call.options, call.settings, np.asarray(call.x)
+    result, dims = np.dtype(settings.dtype or x.dtype), checked_dims(operation.name, settings.dim, x.ndim)
     if x.dtype.kind in "biu":
         x = x.astype(result)
     x = x.astype(np.float64 if max(x.dtype.itemsize, result.itemsize) >= 8 else np.float32, copy=False)
     z = x if options is None else eager.scores_of(x, options, dims)
-    y = eager.result(operation, z, dims, keepdim)
+    y = eager.result(operation, z, dims, settings.keepdim)
     if options is not None and options.zero and not operation.per_row:
         y = np.where(np.all(z == -np.inf, dims if x.ndim else None, keepdims=True), 0.0, y)
     return y.astype(result, copy=False)

@@ -148,8 +148,8 @@ def _options(
     strategies: Strategies,
 ) -> list[Plan | Refusal]:
     """The same, but batch-invariant plans are for INVARIANT_ROWS rows: the fastest for these is taken."""
-    backend, strategy, is_invariant = choice
-    if is_invariant:
+    backend, strategy = choice.backend, choice.strategy
+    if choice.batch_invariant:
         problem = problem.for_rows(INVARIANT_ROWS)
         if device.kind == "cuda":
             unavailable = (*unavailable, ("eager", "the framework's sums depend on the number of rows"))

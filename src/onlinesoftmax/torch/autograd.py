@@ -1,11 +1,11 @@
 """Calls that autograd records: the forward pass, the gradient, derivatives of the gradient, and torch.func.
 
-    most calls      forward saves the tensors that the declaration names; backward launches the gradient operation
-    a loss that is  forward also writes the gradient of the scalar; backward multiplies it by the incoming gradient
-    reduced
+    most calls    forward saves the tensors that the declaration names; backward launches the gradient operation
+    reduced loss  forward also writes the gradient of the scalar; backward multiplies it by the incoming gradient
 
 PyTorch's operations compute derivatives of a gradient, and batches of gradients.  Autograd finds tensors only among the
-arguments of `apply`, which takes a recording with the call without its tensors, then the tensors one by one.
+arguments of `Recorded.apply`.  So the first argument is a Recording, whose call has no tensors, and each tensor follows
+as an argument of its own.
 """
 
 from __future__ import annotations
@@ -61,8 +61,12 @@ def gradients_by_kernels(call: Call, saved: Tensors, dys: Tensors, wanted: Wante
 
 
 class Places(NamedTuple):
-    """Places among the tensors and the outputs of a recorded call: of what is saved, the results, and those of the
-    results that have no gradient.
+    """Where three groups of tensors stand in the tuple (*tensors, *outputs) of a recorded call.
+
+    Attributes:
+        saved: Indices of the tensors and outputs that backward reads.
+        results: Indices of the outputs that the caller gets.
+        constant: Indices of the results that have no gradient.
     """
 
     saved: tuple[int, ...]
@@ -75,20 +79,22 @@ class Recording(NamedTuple):
 
     Attributes:
         call: The call without its tensors (`split_tensors`).
-        names: Names of its tensors, in the order in which `apply` takes them.
+        names: Names of its tensors, in the order in which `Recorded.apply` takes them.
         outputs: Names of the outputs that forward makes.
         results: Names of the outputs that the caller gets.
         dys: The name that the gradient operation has for the gradient of each result; empty where there is none.
         saved: Names of the tensors and outputs that are saved for backward.
-        places: Places of the saved and of the results among the tensors and the outputs.
-        wanted: Properties of the tensors of the gradients.
-        stores_gradient: True where forward writes the gradient of the scalar, its second output, which backward
-            multiplies.
-        makes_lse: True where "lse" is the result in another shape, not an output of the kernel.
+        places: Indices of these in the tuple (*tensors, *outputs).
+        wanted: Dtype of the input, and shape and dtype of the bias, for their gradients.  Backward replaces `names` by
+            the names of the tensors that need a gradient.
+        stores_gradient: True if forward writes the gradient of the scalar as its second output, which backward
+            multiplies by the incoming gradient.
+        makes_lse: True if "lse" is made from the result by dropping a kept dimension, and the kernel does not write it.
         forward: Function (recording, call) that computes the outputs.
         gradient: Function (call, saved, dys, wanted) that computes the gradients by kernels.
         by_pytorch: Function (recording, call) that computes the results by PyTorch's operations, by the names in `dys`.
-            Derivatives of the gradient are computed from them.  None where the formulas of ops.py do it.
+            Autograd differentiates them if the gradient is itself to be differentiated.  With None, the formulas of
+            torch/ops.py serve instead; if `stores_gradient` is True, None makes such a derivative an error.
         loss: Arguments of a cross-entropy that its call lacks.
         run: Function of the tensors that launches the prepared kernels; None for a call that is not prepared.
     """
@@ -127,7 +133,7 @@ def record(call: Call, outputs: tuple[str, ...], results: tuple[str, ...], **how
 def recording_of(
     call: Call, outputs: tuple[str, ...], results: tuple[str, ...], **how: Any
 ) -> tuple[Recording, tuple[Tensor, ...]]:
-    """(recording, tensors) with which `apply` records a call.  Arguments as for `record`."""
+    """(recording, tensors) with which `Recorded.apply` records a call.  Arguments as for `record`."""
     bare, tensors = split_tensors(call)
     scale = tensors.get("scale")
     saved = saved_names(call, tensors, outputs, scale is not None and scale.requires_grad)
@@ -183,7 +189,8 @@ def prepared_call(call: Call) -> Callable[..., Any]:
 def prepared_launch(call: Call, outputs: tuple[str, ...], follows_divisor: bool = False) -> Callable[..., Any]:
     """The function of the tensors of calls like this one that launches a kernel, and returns its outputs.
 
-    Planning needs views of the tensors, but a launch needs only their addresses.  So a call passes its own tensors.
+    The plan is made from views that broadcast to the input (`operands_of`).  A prepared launch reads only addresses.  A
+    view has the address of its tensor, so later calls pass their tensors without making views.
     """
     operands = operands_of(call)
     run = prepare(kind_of(call, operands, outputs), follows_divisor)
@@ -249,18 +256,18 @@ class Recorded(torch.autograd.Function):
         given = {recording.dys[i]: dy for i, dy in enumerate(dys) if dy is not None and recording.dys[i]}
         if not given:
             return None, None, *nothing
-        # PyTorch's operations compute a gradient that is itself to be differentiated, and a batch of gradients.
-        again = torch.is_grad_enabled() or any(map(is_batched, given.values()))
-        if recording.run is not None and not again:
+        # A kernel's gradient has no derivative, and a kernel cannot read a batch.  PyTorch's operations can do both.
+        needs_pytorch = torch.is_grad_enabled() or any(map(is_batched, given.values()))
+        if recording.run is not None and not needs_pytorch:
             return None, _prepared_gradient(recording, ctx.saved_tensors, given), *nothing
         saved = dict(zip(recording.saved, ctx.saved_tensors, strict=True))
         call = with_tensors(recording.call, saved)
-        if again and recording.by_pytorch is not None:
+        if needs_pytorch and recording.by_pytorch is not None:
             return None, _gradient_by_pytorch(recording, call, given), *nothing
         needs = zip(recording.names, ctx.needs_input_grad[1:], strict=True)
         wanted = recording.wanted._replace(names=tuple([name for name, needed in needs if needed]))
         of_call = call, saved, given, wanted
-        found = gradients(*of_call, None) if again else recording.gradient(*of_call)
+        found = gradients(*of_call, None) if needs_pytorch else recording.gradient(*of_call)
         return None, *[found.get(name) for name in recording.names]
 
 
@@ -286,18 +293,20 @@ def _gradient_launch(call: Call, names: tuple[str, ...]) -> Callable[[tuple[Tens
     operands = operands_of(call)
     run = prepare(kind_of(call, operands))
     numbers = {name: value for name, value in operands.items() if not isinstance(value, Tensor)}
-    of_logits, x = {"logits": "x"}, names.index("x" if call.operation.scores else "y")
-    # A gradient that is absent, of a result that is not used, is a tensor of zeros.
+    # A kernel calls the saved input "logits" if its own input is the saved output.
+    saved_as = {"logits": "x"}
+    place_of_input = names.index("x" if call.operation.scores else "y")
+    # If the main result has no incoming gradient, dy is a tensor of zeros.
     zeros = "dy" in operands and "dy" not in names
     needed = [name for name in operands if name not in numbers and (name != "dy" or not zeros)]
-    places = [(name, names.index(of_logits.get(name, name))) for name in needed]
-    like = names.index("m") if zeros else 0
+    places = [(name, names.index(saved_as.get(name, name))) for name in needed]
+    place_like_dy = names.index("m") if zeros else 0
 
     def gradient(tensors: tuple[Tensor, ...]) -> Tensor:
         given = {name: tensors[place] for name, place in places}
         if zeros:
-            given["dy"] = torch.zeros_like(tensors[like])
-        dx: Tensor = run(tensors[x], None, {**given, **numbers} if numbers else given)
+            given["dy"] = torch.zeros_like(tensors[place_like_dy])
+        dx: Tensor = run(tensors[place_of_input], None, {**given, **numbers} if numbers else given)
         return dx
 
     return gradient
@@ -331,12 +340,12 @@ def _gradient_of_scalar(ctx: Any, dy: Tensor) -> Tensor:
 def _gradient_by_pytorch(recording: Recording, call: Call, dys: Tensors) -> Tensor:
     """The gradient with respect to the logits by PyTorch's operations, which have derivatives."""
     assert recording.by_pytorch is not None
-    again = torch.is_grad_enabled()
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # The view has no hooks: those of x run once, after this function.
         x = call.x.view_as(call.x)
         results = recording.by_pytorch(recording, call._replace(x=x))
     ys, gradients = [results[name] for name in dys], [dy.to(results[name].dtype) for name, dy in dys.items()]
-    (dx,) = torch.autograd.grad(ys, x, gradients, create_graph=again)
+    (dx,) = torch.autograd.grad(ys, x, gradients, create_graph=create_graph)
     found: Tensor = dx
     return found

@@ -133,8 +133,7 @@ check_options = partial(arguments.check_options, TORCH)
 
 def check_out_memory(call: Call) -> None:
     """Check that `out` may be written while the operands are read."""
-    operation, x, _, options, out, _ = call
-    name = operation.name
+    name, x, options, out = call.operation.name, call.x, call.options, call.out
     if out.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{name}(): out requires a gradient, and functions with out=... do not support that")
     same = (

@@ -101,13 +101,13 @@ def _call(operation: Operation, arguments: tuple[Any, ...]) -> Call:
 
 def _fake(call: Call, outputs: tuple[str, ...]) -> list[Tensor]:
     """Empty tensors of the shapes and dtypes of a call's outputs."""
-    x, (dim, dtype, keepdim, choice, _), result = call.x, call.settings, call.operation.result
-    axis, names = dim % max(x.dim(), 1), (DTYPE_NAMES[x.dtype], DTYPE_NAMES[dtype or x.dtype])
+    x, settings, result = call.x, call.settings, call.operation.result
+    axis, names = settings.dim % max(x.dim(), 1), (DTYPE_NAMES[x.dtype], DTYPE_NAMES[settings.dtype or x.dtype])
     return [
         torch.empty_like(x, dtype=getattr(torch, output.dtype_of(*names)))
-        if call.operation.follows_input(output) and not choice.batch_invariant
+        if call.operation.follows_input(output) and not settings.choice.batch_invariant
         else x.new_empty(
-            output_shape(output, x.shape, axis, keepdim and output is result),
+            output_shape(output, x.shape, axis, settings.keepdim and output is result),
             dtype=getattr(torch, output.dtype_of(*names)),
         )
         for output in call.operation.written(outputs)

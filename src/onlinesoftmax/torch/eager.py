@@ -30,7 +30,7 @@ def call_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
 
 def call(operation: Operation, x: Any, settings: Settings, out: Any) -> Any:
     """The operation on a torch tensor by PyTorch itself, with its gradients and its errors."""
-    name, (dim, dtype, keepdim, *_) = operation.name, settings
+    name, dim, dtype, keepdim = operation.name, settings.dim, settings.dtype, settings.keepdim
     z = x if dtype is None else x.to(dtype)
     if (operation.per_row and ops.is_narrow(z)) or (not operation.per_row and ops.is_long(z, dim)):
         return ops.result(name, z, dim, keepdim)
@@ -43,8 +43,8 @@ def call(operation: Operation, x: Any, settings: Settings, out: Any) -> Any:
 
 def call_on_scores(call: Call) -> Any:
     """The operation on the scores of a call, computed in float32 or wider and rounded once."""
-    operation, x, (dim, dtype, keepdim, choice, _), _, _, _ = call
-    dtype = dtype or x.dtype
+    operation, x, choice = call.operation, call.x, call.settings.choice
+    dim, dtype, keepdim = call.settings.dim, call.settings.dtype or x.dtype, call.settings.keepdim
     z, fully_masked_rows = scores_of(x, dim, call.scores, wide_of(x, dtype, choice.batch_invariant))
     # A tensor without dimensions, and a call that names none, have no rows beside each other.  A row without elements
     # has no maximum.

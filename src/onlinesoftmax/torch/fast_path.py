@@ -4,9 +4,9 @@ A call is *cacheable* if its launch follows from its tensors' shapes, strides, d
 its other arguments.  These form a key.  The first call with a key checks its arguments and prepares the launch; a
 repeated call finds the prepared call under the key and runs it.  On small inputs, host time dominates.
 
-Every tensor of a cacheable call is strided, is not lazily negated, and is no subclass with functions of its own.  No
-trace, functorch transform, forward mode or autocast is active.  Other calls on our kernels find the function of their
-kernel under a key of the same form (prepare.py).
+Every tensor of a cacheable call is strided, is not nested, is not lazily negated, and is no subclass with functions of
+its own; the input is on a GPU.  No trace, functorch transform, forward mode or autocast is active.  Other calls on our
+kernels find the function of their kernel under a key of the same form (prepare.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _CACHES: list[dict[tuple[Any, ...], Any]] = []
 """All caches, for `forget`."""
 
 PREPARED_CALLS: dict[tuple[Any, ...], Any] = new_cache()
-"""Prepared calls by `key_of`: a function of the call's tensors.  None of them holds a tensor of a call."""
+"""All that is prepared, by `key_of`: functions that run calls, and names of backends (prepare.py).
+
+Each module that adds entries chooses the arguments of its functions.  No entry holds a tensor of a call.
+"""
 
 
 def forget() -> None:
@@ -70,7 +73,11 @@ _STRIDED = torch.strided
 
 
 def is_cacheable(x: Tensor) -> bool:
-    """True for a strided GPU tensor that is not nested and not lazily negated, outside of transforms and autocast."""
+    """True if nothing about the input or PyTorch's state forbids a key; `look_up` checks the rest.
+
+    x is a strided GPU tensor, not nested and not lazily negated.  No functorch transform, forward mode or autocast is
+    active.
+    """
     return (
         x.is_cuda
         and x.layout is _STRIDED

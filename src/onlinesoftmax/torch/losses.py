@@ -196,7 +196,7 @@ def _runs_kernels(name: str, x: Tensor, choice: Choice, reason: str | None) -> b
     Raises:
         PlanError: what the caller forces cannot run.
     """
-    backend, strategy, _ = choice
+    backend, strategy = choice.backend, choice.strategy
     by_pytorch = backend in (None, "eager") and strategy in (None, *EAGER_STRATEGIES)
     if backend == "eager":
         reason = f"eager has no strategy {strategy!r}; its strategies: {', '.join(EAGER_STRATEGIES)}"

@@ -153,7 +153,7 @@ def _broadcastable(call: Call) -> dict[str, Any]:
 
 def kind_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...] = ("y",)) -> Kind:
     """The kind of a call with these operands."""
-    operation, x, settings, options, out, _ = call
+    operation, x, settings, options, out = call.operation, call.x, call.settings, call.options, call.out
     tensors = [_tensor_kind("x", x, x.stride())]
     for name, t in operands.items():
         if not isinstance(t, torch.Tensor):
@@ -303,11 +303,11 @@ def _strides_of(kind: Kind, output: str) -> tuple[int, ...] | None:
 
 def _task(kind: Kind, axis: int, out: TensorKind | None) -> Task:
     """The task of a kind whose result is `out`, or a new contiguous tensor if `out` is None."""
-    operation, (_, dtype, keepdim, choice, _) = kind.operation, kind.settings
+    operation, settings = kind.operation, kind.settings
     tensors = {t.name: _spec(t) for t in kind.tensors if t.name != "out"}
-    shape, result = tuple(kind.tensors[0].shape), DTYPE_NAMES[dtype or kind.tensors[0].dtype]
+    shape, result = tuple(kind.tensors[0].shape), DTYPE_NAMES[settings.dtype or kind.tensors[0].dtype]
     if out is not None:
-        strides = strides_of_rows(out.strides, axis, keepdim) if operation.per_row and shape else out.strides
+        strides = strides_of_rows(out.strides, axis, settings.keepdim) if operation.per_row and shape else out.strides
         dtype_of_out = operation.result.dtype_of(tensors["x"].dtype, result)
         tensors[operation.result.name] = TensorSpec(strides, dtype_of_out, out.aligned)
     for name in kind.outputs:
@@ -315,7 +315,7 @@ def _task(kind: Kind, axis: int, out: TensorKind | None) -> Task:
         if of_new is not None:
             tensors[name] = TensorSpec(of_new, operation.output(name).dtype_of(tensors["x"].dtype, result))
     task = task_of(operation, kind.outputs, shape, axis, tensors, kind.flags, result)
-    return one_row_as_many(task) if choice.batch_invariant else task
+    return one_row_as_many(task) if settings.choice.batch_invariant else task
 
 
 def _spec(t: TensorKind) -> TensorSpec:

@@ -42,7 +42,8 @@ def run_plain(
             return eager.call_plain(operation, x, dim, keepdim)
         if type(dim) is int:
             # The fields of Settings as a tuple, which is found as the record in `run` is.
-            _, prepared_call = look_up((operation, (dim, None, keepdim, choice, None), None), x, out)
+            arguments = operation, (dim, None, keepdim, choice, None), None
+            _, prepared_call = look_up(arguments, x) if out is None else look_up(arguments, x, out)
             if prepared_call is not None:
                 found: torch.Tensor = prepared_call(x, out)
                 return found
@@ -68,12 +69,14 @@ def _checked(run: Callable[..., Any], call: Call) -> Callable[..., Any]:
 
 def run(call: Call) -> torch.Tensor:
     """Run one call on a torch tensor, for every function in api.py."""
-    operation, x, settings, options, out, _ = call
-    dim, dtype, _, (backend, strategy, _), _ = settings
-    key, prepared_call = look_up((operation, settings, options), x, out) if _is_cacheable(call) else ((), None)
-    if prepared_call is not None:
-        found: torch.Tensor = prepared_call(x, out)
-        return found
+    operation, x, settings, options, out = call.operation, call.x, call.settings, call.options, call.out
+    dim, dtype, backend, strategy = settings.dim, settings.dtype, settings.choice.backend, settings.choice.strategy
+    key: tuple[Any, ...] = ()
+    if _is_cacheable(call):
+        key, prepared_call = look_up((operation, settings, options), x, *(() if out is None else (out,)))
+        if prepared_call is not None:
+            found: torch.Tensor = prepared_call(x, out)
+            return found
     if not isinstance(x, torch.Tensor):
         raise TypeError(
             f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}{advice(type(x))}"
@@ -114,14 +117,14 @@ def _is_cacheable(call: Call) -> bool:
 
 def _by_kernel(call: Call) -> torch.Tensor:
     """Run a checked call by our kernels: as a custom operator in a trace, with autograd, or directly."""
-    operation, x, settings, options, out, _ = call
+    operation, x, settings, out = call.operation, call.x, call.settings, call.out
     if _is_traced(x):
         from . import custom_op
 
         dim = checked_dim(operation.name, settings.dim, x.dim())
         y = custom_op.forward(call._replace(settings=settings._replace(dim=dim), out=None))
         return y if out is None else _write(operation, y, out)
-    if _wants_derivatives(x, options):
+    if _wants_derivatives(x, call.options):
         if out is not None:
             _refuse_out(operation)
         return (transformed if transformed.is_active() else autograd).apply(call)
@@ -176,7 +179,7 @@ def _refuse_out(operation: Operation) -> NoReturn:
 
 def _by_pytorch(call: Call) -> torch.Tensor:
     """Run a call by PyTorch's operations."""
-    operation, x, settings, options, out, _ = call
+    operation, x, settings, options, out = call.operation, call.x, call.settings, call.options, call.out
     if out is not None:
         _check_out_of_pytorch(call)
     if options is None and not settings.choice.batch_invariant:
@@ -197,7 +200,7 @@ def _by_pytorch(call: Call) -> torch.Tensor:
 
 def _check_out_of_pytorch(call: Call) -> None:
     """Check `out` where PyTorch's operations would resize it, or write it while they read the input."""
-    operation, x, settings, _, out, _ = call
+    operation, x, settings, out = call.operation, call.x, call.settings, call.out
     if type(x) not in ops.PLAIN_TYPES or x.layout != torch.strided or x.is_meta or torch.compiler.is_compiling():
         return
     check_out_memory(call)
@@ -210,11 +213,11 @@ def _check_out_of_pytorch(call: Call) -> None:
 
 def with_autocast(call: Call) -> Call:
     """The call with the dtype that autocast gives its result."""
-    operation, x, settings, _, _, _ = call
+    x, settings = call.x, call.settings
     if settings.dtype is not None or not autocasts(x):
         return call
     find = _autocast_dtype if _is_traced(x) else _known_autocast_dtype
-    return call._replace(settings=settings._replace(dtype=find(operation, x.dtype, x.device.type)))
+    return call._replace(settings=settings._replace(dtype=find(call.operation, x.dtype, x.device.type)))
 
 
 def _autocast_dtype(operation: Operation, dtype: torch.dtype, device_type: str) -> torch.dtype:
@@ -262,7 +265,7 @@ def _why_not_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
 
 def _over_dims(call: Call) -> torch.Tensor:
     """Run a call over several dimensions, joined into one; without a copy where the strides of the input allow it."""
-    operation, x, settings, options, out, _ = call
+    operation, x, settings, options, out = call.operation, call.x, call.settings, call.options, call.out
     dims = sorted({checked_dim(operation.name, dim, x.dim()) for dim in settings.dim})
     if len(dims) < len(settings.dim):
         raise RuntimeError(f"{operation}(): dim {tuple(settings.dim)} names a dimension twice")

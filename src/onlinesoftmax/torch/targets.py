@@ -1,8 +1,9 @@
 """Calls of the operations with a target column per row on torch tensors: cross-entropy and token log-probabilities.
 
-    reduced loss with a gradient     one kernel reads the logits once, and writes the scalar and its gradient
-    reduced loss without a gradient  one kernel reads the logits once, and writes the scalar
-                                     (Triton's kernels write the losses; reductions.py has small kernels beside them)
+    reduced loss with a gradient     the loss kernel reads the logits once, and writes the losses and the gradient
+    reduced loss without a gradient  the loss kernel reads the logits once, and writes the losses
+                                     (a CUDA kernel writes the scalar itself where `scalar_output` allows it; elsewhere
+                                     the small kernels of reductions.py run before and after the loss kernel)
     losses or log-probabilities of   forward saves the state (m, l) of each row: the maximum of the scores, and the sum
     each row                         of exp(score - m); backward reads the logits again
 
@@ -29,6 +30,7 @@ from .reductions import Reducer, reducer, weight_scaler
 
 Tensor = torch.Tensor
 
+# The output "y" of _LOSS is the gradient with respect to the logits; that of _LOGPROBS is the log-probability.
 _LOSS, _LOGPROBS = OPERATIONS["cross_entropy"], OPERATIONS["token_logprobs"]
 
 
@@ -41,7 +43,7 @@ def loss_call(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dy: 
         weight: Factor of each class, or None.
         loss: The other arguments.
         dy: Derivative of the final scalar with respect to the loss of each row, of a shape that broadcasts to the
-            rows; given where the gradient "y" is asked for, except with a scalar.
+            rows; needed if the kernel writes the gradient "y" but not the scalar.
     """
     beside: dict[str, Any] = {"target": target, **loss_numbers(loss)}
     if weight is not None:
@@ -54,7 +56,7 @@ def loss_call(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dy: 
 
 
 def loss_numbers(loss: Loss) -> dict[str, int]:
-    """The numbers of a loss that change something, each float64 as the integer that has its bits."""
+    """ignore_index, and smoothing and z_loss if not 0: each as the integer that has the bits of its float64."""
     numbers = {"ignore_index": bits(float(loss.ignore_index))}
     if loss.smoothing:
         numbers["smoothing"] = bits(loss.smoothing)
@@ -64,7 +66,7 @@ def loss_numbers(loss: Loss) -> dict[str, int]:
 
 
 MOST_ROWS_IN_ONE_LAUNCH = 1 << 14
-"""The largest number of rows for which the loss kernel writes the scalar itself; at most 2^31.
+"""The largest number of rows for which the loss kernel writes the scalar itself.  Do not raise it above 2^31.
 
 One launch instead of three saves host time, but a few of its blocks add the losses of all rows.  On an H200, forward
 and backward of 16384 x 4096 bfloat16 are faster with one launch, and those of 65536 x 1024 with three.
@@ -142,11 +144,12 @@ def _reduced(call: Call, loss: Loss, outputs: tuple[str, ...]) -> tuple[Tensor, 
     if scalar := scalar_output(call, loss, with_gradient):
         found = launch(by_cuda(call), (scalar, *outputs[1:]))
     else:
-        small = None if is_traced(x) else reducer(x, target, weight, loss, with_gradient)
-        small = reducer_by_pytorch(loss, loss.wide(x), with_gradient) if small is None else small
-        factor = small.factor and small.factor(target, weight)
+        launches = None if is_traced(x) else reducer(x, target, weight, loss, with_gradient)
+        if launches is None:
+            launches = reducer_by_pytorch(loss, loss.wide(x), with_gradient)
+        factor = launches.factor and launches.factor(target, weight)
         rows, *more = launch(call if factor is None else with_dy(call, factor[0]), outputs)
-        found = (small.total(rows, target, weight, factor), *more)
+        found = (launches.total(rows, target, weight, factor), *more)
     if "y" in call.beside:
         # Autograd then raises if another operation needs the logits for its gradient.
         torch.autograd.graph.increment_version(x)
@@ -174,9 +177,9 @@ def reducer_by_pytorch(loss: Loss, wide: torch.dtype, with_gradient: bool) -> Re
 
 
 def _loss_by_pytorch(recording: Recording, call: Call) -> dict[str, Tensor]:
-    """The loss by PyTorch's operations.
+    """{"dy": the loss} by PyTorch's operations: results stand under the names of their gradients.
 
-    A target out of range, which PyTorch's operations do not take, has no gradient.
+    PyTorch's operations refuse a target out of range, so such a row gets the loss 0 and no gradient.
     """
     assert recording.loss is not None
     x, target, weight, loss = call.x, call.beside["target"], call.beside.get("weight"), recording.loss
@@ -190,9 +193,9 @@ def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) 
     """The function (x, target, weight) of a cacheable, checked loss; None where it needs the general path."""
     with_gradient = torch.is_grad_enabled() and x.requires_grad
     options = loss.options
-    apart = options is not None and (options.mask is not None or isinstance(options.scale, Tensor))
-    apart = apart or loss.settings.choice.batch_invariant or (loss.inplace and with_gradient)
-    if apart or not target.is_contiguous():
+    has_tensors = options is not None and (options.mask is not None or isinstance(options.scale, Tensor))
+    general = has_tensors or loss.settings.choice.batch_invariant or (loss.inplace and with_gradient)
+    if general or not target.is_contiguous():
         return None
     if weight is not None and scales_weight(target, weight, loss):
         scale: Callable[..., Tensor] = weight_scaler(x, target, weight, loss)
@@ -276,7 +279,7 @@ def reduced_with_gradient(rows: Callable[..., Any], small: Reducer) -> Callable[
 
 
 def log_probabilities(call: Call, entropy: bool) -> dict[str, Tensor]:
-    """The outputs "y" (logprob), "lse" and "entropy" of all rows, if it is asked for, by our kernels."""
+    """The outputs "y" (the log-probability) and "lse" of all rows, and "entropy" if asked for, by our kernels."""
     results = ("y", "lse", *(("entropy",) if entropy else ()))
     if not (torch.is_grad_enabled() and call.x.requires_grad) or torch.compiler.is_exporting():
         found = launch(call, results)
@@ -298,8 +301,8 @@ def log_probabilities_by_pytorch(recording: Recording, call: Call) -> dict[str, 
 def prepared_log_probabilities(call: Call, entropy: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None:
     """The function (x, target) of cacheable, checked log-probabilities; None where they need the general path."""
     target, options = call.beside["target"], call.scores
-    apart = options.mask is not None or not isinstance(options.scale, float) or call.settings.choice.batch_invariant
-    if apart or not target.is_contiguous():
+    has_tensors = options.mask is not None or not isinstance(options.scale, float)
+    if has_tensors or call.settings.choice.batch_invariant or not target.is_contiguous():
         return None
     results = ("y", "lse", *(("entropy",) if entropy else ()))
     if torch.is_grad_enabled() and call.x.requires_grad:
