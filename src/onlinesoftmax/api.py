@@ -362,7 +362,7 @@ def _run(
     operation: Operation, input: Array, options: ScoreOptions | None, dim: Any, dtype: Any, keepdim: bool, out: Any,
     choice: tuple[str | None, str | None, bool],
 ) -> Any:  # fmt: skip
-    """Make the record of a call and pass it on; a usual call is passed on without a record, to save host time."""
+    """Make the record of a call and pass it on; a call with few arguments is passed on without one."""
     runner = _RUNNERS.get(type(input)) or _find_runner(operation.name, type(input))
     if options is None and dtype is None and not choice[2]:
         return runner.run_plain(operation, input, dim, keepdim, out, choice)

@@ -1,4 +1,4 @@
-"""Repeated usual calls, whose launch is found under a short key, do what first calls do."""
+"""Repeated cacheable calls, whose launch is found under a key, do what first calls do."""
 
 from __future__ import annotations
 

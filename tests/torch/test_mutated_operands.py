@@ -103,7 +103,7 @@ FUNCTIONS: dict[str, Function] = {
 
 @pytest.fixture(params=["usual", "general"])
 def path(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The path of usual calls, whose launches are kept, and the general path."""
+    """The path of cacheable calls, whose launches are kept, and the general path."""
     if request.param == "usual" and not GPU:
         monkeypatch.setattr(fast_path, "is_cacheable", lambda x: not x.is_neg())
     if request.param == "general":

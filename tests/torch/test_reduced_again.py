@@ -25,7 +25,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.fixture(params=["usual", "general"], autouse=True)
 def _path(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The path of usual calls, whose launches are kept, and the general path."""
+    """The path of cacheable calls, whose launches are kept, and the general path."""
     if request.param == "usual" and not GPU:
         monkeypatch.setattr(fast_path, "is_cacheable", lambda x: not x.is_neg())
     if request.param == "general":
