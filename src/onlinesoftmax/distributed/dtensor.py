@@ -172,14 +172,14 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """(logprob, entropy, lse) as DTensors, sharded as the rows are."""
     name = "token_logprobs"
-    loss_arguments.check_token_arguments(x, index, dim)
+    axis = loss_arguments.check_token_arguments(x, index, dim)
     if index.dim() == x.dim():
         raise NotImplementedError(f"{name}(): index with several tokens of each row is not available for a DTensor")
     check_options(Call(OPERATIONS[name], x, Settings(dim), options))
-    layout = layout_of(name, x, (checked_dim(name, dim, x.dim()),))
+    layout = layout_of(name, x, (axis,))
     arguments = {"index": index, "dim": layout.dims, "options": options, "entropy": entropy, "choice": choice}
     _, local = _local(name, x, layout, arguments)
-    index, options, (axis,) = layout.per_row("index", index), layout.options(options, local.device), layout.dims
+    index, options = layout.per_row("index", index), layout.options(options, local.device)
     if layout.softmax_groups:
         z, call = _scored(local, axis, _sharded_call(name, layout, options, choice))
         found = losses.named(losses.token_logprobs(z, index, axis, entropy, call))
@@ -199,6 +199,5 @@ def check_targets(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> 
 
 def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None:
     """Check the arguments, and the range of every index on every process, so that all raise the same error."""
-    loss_arguments.check_token_arguments(x, index, dim)
-    layout = layout_of("token_logprobs", x, (checked_dim("token_logprobs", dim, x.dim()),))
+    layout = layout_of("token_logprobs", x, (loss_arguments.check_token_arguments(x, index, dim),))
     loss_arguments.check_tokens(x, layout.whole("index", index), dim, ignore_index)

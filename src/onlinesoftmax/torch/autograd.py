@@ -61,7 +61,7 @@ def gradients_by_kernels(call: Call, saved: Tensors, dys: Tensors, wanted: Wante
 
 
 class Places(NamedTuple):
-    """Where three groups of tensors stand in the tuple (*tensors, *outputs) of a recorded call.
+    """Positions of three groups of tensors in the tuple (*tensors, *outputs) of a recorded call.
 
     Attributes:
         saved: Indices of the tensors and outputs that backward reads.
@@ -75,7 +75,7 @@ class Places(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What autograd records of a call; a prepared call has one for all its repetitions.
+    """The description of a call that autograd records; all repetitions of a prepared call share one.
 
     Attributes:
         call: The call without its tensors (`split_tensors`).
@@ -148,10 +148,8 @@ def recording_of(
     names = [*tensors, *outputs]
     constant = [results[i] for i, name in enumerate(dys) if not name]
     places = Places(*[tuple([names.index(name) for name in some]) for some in (saved, results, constant)])
-    bias = tensors.get("bias")
-    wanted = Wanted(("x",), call.x.dtype, None if bias is None else (bias.shape, bias.dtype))
     recording = Recording(
-        bare, tuple(tensors), outputs, results, dys, saved, places, wanted,
+        bare, tuple(tensors), outputs, results, dys, saved, places, Wanted.of(tensors),
         "y" in outputs and "y" not in results, **how,
     )  # fmt: skip
     return recording, tuple(tensors.values())

@@ -167,9 +167,7 @@ def _define_gradient(operator: Any, operation: Operation, call_of: Callable[...,
         if refused:
             raise RuntimeError(f"{NAMESPACE}::{operation} has no gradient with respect to {', '.join(refused)}")
         ctx.bare, tensors = split_tensors(call)
-        bias = tensors.get("bias")
-        ctx.count, ctx.dtype = len(inputs), call.x.dtype
-        ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+        ctx.count, ctx.wanted = len(inputs), Wanted.of(tensors)
         found = dict(zip(ctx.outputs, (output,) if isinstance(output, Tensor) else output, strict=True))
         ctx.mark_non_differentiable(*(t for name, t in found.items() if name not in differentiable_outputs(operation)))
         ctx.saved = saved_names(call, tensors, ctx.outputs, "scale" in needed)
@@ -182,8 +180,7 @@ def _define_gradient(operator: Any, operation: Operation, call_of: Callable[...,
         each = dys[0] if operation.has_target else dys
         given = {name: dy for name, dy in zip(ctx.outputs, each, strict=True) if dy is not None}
         given = {name: given[name] for name in differentiable_outputs(operation) if name in given}
-        wanted = Wanted(needed, ctx.dtype, ctx.bias_like)
-        found = _gradients(with_tensors(ctx.bare, saved), saved, given, wanted)
+        found = _gradients(with_tensors(ctx.bare, saved), saved, given, ctx.wanted._replace(names=needed))
         return (*(found.get(name) for name in names), *(None for _ in range(ctx.count - len(names))))
 
     operator.register_autograd(differentiate, setup_context=setup_context)

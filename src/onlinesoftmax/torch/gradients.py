@@ -179,6 +179,12 @@ class Wanted(NamedTuple):
     dtype: torch.dtype
     bias_like: tuple[torch.Size, torch.dtype] | None = None
 
+    @classmethod
+    def of(cls, tensors: Tensors) -> Wanted:
+        """The gradient with respect to the input alone, for a call with these tensors."""
+        bias = tensors.get("bias")
+        return cls(("x",), tensors["x"].dtype, None if bias is None else (bias.shape, bias.dtype))
+
 
 Launch = Callable[[Call, tuple[str, ...]], tuple[Tensor, ...]]
 """The function (call, outputs) that runs a call of a gradient operation: `outputs_of`, or one that makes operators."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ..core.arguments import checked_dim
 from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
 from ..core.options import ScoreOptions
 from ..core.task import Choice
@@ -14,7 +13,7 @@ from ..ops import OPERATIONS
 from ..ops.cross_entropy.arguments import class_dim
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
-from . import targets, targets_eager, tokens
+from . import targets, targets_eager, tokens, transformed
 from .check import autocasts, check_options
 from .fast_path import PREPARED_CALLS, keep, look_up
 from .gradients import accumulator_of
@@ -146,11 +145,10 @@ def _token_logprobs(
     key, prepared_call = look_up((_LOGPROBS, dim, options, entropy, choice), x, index)
     if prepared_call is not None:
         return _named(*prepared_call(x, index))
-    check_token_arguments(x, index, dim)
+    axis = check_token_arguments(x, index, dim)
     if index.dtype in UNSIGNED:
         return _token_logprobs(x, signed(index), dim, options, entropy, choice)
-    dim = checked_dim("token_logprobs", dim, x.dim())
-    call = Call(_LOGPROBS, x, Settings(dim, None, False, choice), options, None, {"target": index})
+    call = Call(_LOGPROBS, x, Settings(axis, None, False, choice), options, None, {"target": index})
     check_options(call)
     check_scale_is_constant("token_logprobs()", options)
     if not _runs_kernels("token_logprobs", x, choice, why_not_kernels(x, index, None, choice.backend)):
@@ -179,7 +177,7 @@ def why_not_kernels(
         return f"weight has the dtype {weight.dtype}"
     if weight is not None and not torch.compiler.is_compiling() and weight.is_neg():
         return "weight is a lazily negated view; call resolve_neg() first"
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+    if transformed.is_active():
         return "torch.func and forward mode need operations with derivatives of their own"
     return why_pytorch(x, None, backend)
 

@@ -55,9 +55,8 @@ class Transformed(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         bare, names, *tensors = inputs
         named = dict(zip(names, tensors, strict=True))
-        bias, needed = named.get("bias"), dict(zip(names, ctx.needs_input_grad[2:], strict=True))
-        ctx.bare, ctx.names, ctx.dtype = bare, names, named["x"].dtype
-        ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+        needed = dict(zip(names, ctx.needs_input_grad[2:], strict=True))
+        ctx.bare, ctx.names, ctx.wanted = bare, names, Wanted.of(named)
         ctx.saved = saved_names(with_tensors(bare, named), named, ("y",), needed.get("scale", False))
         named["y"] = output
         ctx.save_for_backward(*[named[name] for name in ctx.saved])
@@ -75,7 +74,7 @@ class Transformed(torch.autograd.Function):
             wide = call.settings._replace(dtype=accumulator_of(call.x.dtype, call.x.dtype), keepdim=False)
             saved["lse"] = forward(call._replace(settings=wide))
         needs = zip(ctx.names, ctx.needs_input_grad[2:], strict=True)
-        wanted = Wanted(tuple(name for name, needed in needs if needed), ctx.dtype, ctx.bias_like)
+        wanted = ctx.wanted._replace(names=tuple(name for name, needed in needs if needed))
         found = gradients(call, saved, {"dy": dy}, wanted, None if again else outputs_of)
         return None, None, *(found.get(name) for name in ctx.names)
 
