@@ -70,7 +70,7 @@ def outliers(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 
 
 class Form(NamedTuple):
-    """What a call asks of an operation.
+    """The form of a call: its outputs, and its optional operands.
 
     Attributes:
         name: Its name in the names of tests.
@@ -325,6 +325,6 @@ def assert_as_good_as_pytorch(
     with np.errstate(all="ignore"):
         exact = verification.exact_result(operation, wide(x), dim)
     units, ours, theirs = verification.ulp(exact, ours.dtype), wide(ours), wide(theirs)
-    # Where PyTorch's result is infinite, 16 bits are too few for the exact one.
+    # 16 bits are too few for the exact result where PyTorch's is infinite.
     exact = np.where(np.isfinite(theirs), exact, theirs)
     assert_near(operation, ours, exact, theirs, units)

@@ -1,7 +1,7 @@
 """Every declared operation on every backend and strategy, against the contract.
 
 Every strategy meets every operation on every input; without a GPU, where Triton's interpreter runs, on every second.
-What a call asks for and the dtypes take turns, and meet every strategy and operation on one small input.
+Forms of a call and dtypes take turns, and meet every strategy and operation on one small input.
 """
 
 from __future__ import annotations

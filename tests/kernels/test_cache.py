@@ -278,7 +278,7 @@ def compiled_by_a_process_of_its_own(folder: Path) -> int:
 
 @pytest.mark.gpu
 def test_softmax_is_right_with_damaged_entries(tmp_path: Path) -> None:
-    """Of two kernels, those whose entries are damaged are compiled again, and the others are not."""
+    """A kernel whose entry is damaged is compiled again, and one with an intact entry is not."""
     folder = tmp_path / "cache"
     assert compiled_by_a_process_of_its_own(folder) == 2
     first, second = folder.iterdir()

@@ -71,7 +71,7 @@ REFUSED: list[Refused] = [
     ({"backend": "triton"}, PlanError, "no backend='triton' with strategy=None for JAX; there are eager/row"),
     ({"backend": "eager", "strategy": "split"}, PlanError, "no backend='eager' with strategy='split'"),
 ]  # fmt: skip
-"""What every function refuses; "input" is its first argument."""
+"""Arguments that every function refuses; "input" is the first one."""
 
 BIASES: list[Refused] = [
     ({"bias": jnp.ones((2, 2, 3))}, ValueError, "bias of shape"),

@@ -23,7 +23,7 @@ Kind = Literal["floating", "integer", "boolean", "other"]
 
 
 class Library(NamedTuple):
-    """What the checks ask about the arrays of one library.
+    """Functions by which the checks read the arrays of one library.
 
     Attributes:
         check_array: check_array(caller, argument, value, x=None) raises an error for a value that is no array of this

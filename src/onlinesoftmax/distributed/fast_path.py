@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 
 class Known(NamedTuple):
-    """What earlier calls have found out about a call.
+    """The result of looking up a sharded call.
 
     Attributes:
         shards: The shards; None where the processes have still to agree.

@@ -5,7 +5,7 @@ own transpose, so one kernel serves forward and reverse mode.  The other operati
 tangent and its transpose, the gradient.  So grad runs two kernels, and JAX makes jvp, vjp, linearize, hessian and
 checkpoint from the same rules.  XLA's operations compute third and higher derivatives.
 
-Of sharded rows, the tangent of a per-row result is the tangent of the local columns followed by a psum, so its gradient
+The tangent of a per-row result of sharded rows is the tangent of the local columns followed by a psum, so its gradient
 needs no exchange if `shard_map` checks varying axes, which is the default.  The tangent and the gradient of softmax and
 log_softmax exchange one number per row.  The saved values are the same as for whole rows: x and the states, or y.
 """
@@ -94,7 +94,7 @@ def _changes(call: Signature, operands: Mapping[str, Array], results: Values, ch
         # forward mode, and in the gradient with `check_vma=False`, where the transpose of a psum is a psum.
         found = {name: jax.lax.psum(change, call.axis_name) for name, change in found.items()}
     changed = {name: found[cotangent] for name, cotangent in given.items()}
-    # Of the state, l alone changes, by its product with the change of lse.  An infinite l does not.
+    # Only l of the state changes: by its product with the change of lse, and not where it is infinite.
     l = results["l"]
     return {**changed, "l": changed["l"] * jnp.where(jnp.isfinite(l), l, 0)}
 

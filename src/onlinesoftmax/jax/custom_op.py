@@ -163,7 +163,7 @@ def _compiled(*arrays: Array, names: tuple[str, ...], call: Signature) -> list[A
 def _implementation(*arrays: Array, **params: Any) -> list[Array]:
     """The primitive outside of `jit`, compiled by itself.
 
-    Where JAX wants to run operations one by one, XLA's operations run, or the kernel that the caller forces: under
+    XLA's operations, or the kernel that the caller forces, run where JAX runs operations one by one: under
     `jax.disable_jit`, and when `jax_debug_nans` looks for the operation that made a NaN.
     """
     # JAX has this setting in every version, but does not declare it.

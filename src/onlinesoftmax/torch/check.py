@@ -100,7 +100,7 @@ def _kind_of(t: torch.Tensor) -> Kind:
 
 
 def _is_number(argument: str, value: Any, kind: type[Any]) -> bool:
-    """As in PyTorch, a tensor of one element is a number if it requires no gradient.  PyTorch has no z_loss."""
+    """A tensor of one element is a number if it requires no gradient, as in PyTorch, which has no z_loss."""
     if not isinstance(value, torch.Tensor):
         return True
     is_number = value.numel() == 1 and not value.requires_grad and argument != "z_loss"

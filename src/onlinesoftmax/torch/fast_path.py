@@ -46,7 +46,7 @@ _CACHES: list[dict[tuple[Any, ...], Any]] = []
 """All caches, for `forget`."""
 
 PREPARED_CALLS: dict[tuple[Any, ...], Any] = new_cache()
-"""All that is prepared, by `key_of`: functions that run calls, and names of backends (prepare.py).
+"""Prepared functions that run calls, and names of backends (prepare.py), by `key_of`.
 
 Each module that adds entries chooses the arguments of its functions.  No entry holds a tensor of a call.
 """

@@ -253,7 +253,8 @@ def _prepared_reduced(call: Call, loss: Loss, with_gradient: bool) -> Callable[.
         rows, total = prepared_launch(call, ("loss",)), small.total
         return lambda x, target, *more: total(rows(x, target, *more), target, more[0] if more else None, None)
     dy = torch.empty((), dtype=loss.wide(x), device=x.device)
-    # The launch before the loss kernel is the one that computes dy, unless another adds the weights in between.
+    # The kernel that computes dy runs directly before the loss kernel, which can then begin early.  With weight_sum, an
+    # early start has not been tried.
     follows_divisor = loss.reduction == "mean" and "weight_sum" not in call.beside
     return reduced_with_gradient(prepared_launch(with_dy(call, dy), ("loss", "y"), follows_divisor), small)
 
