@@ -82,8 +82,11 @@ ASKED = [
     Ask(LOGPROB_BACKWARD, ("y",)),
     Ask(LOGPROB_BACKWARD, ("y",), ("dlse",), ("scales", "causal")),
     Ask(LOGPROB_BACKWARD, ("y",), ("dlse", "entropy", "dentropy"), ("scale", "softcap", "bias", "mask")),
+    Ask("logsumexp_backward", ("y",), (), ("scale",)),
+    Ask("logsumexp_backward", ("y",), (), ("scales", "softcap", "bias", "mask")),
+    Ask("softmax_backward", ("y",), (), ("scale", "softcap", "causal")),
 ]
-"""Every optional operand, with and without the others, and every score option."""
+"""Every optional operand, with and without the others, and every score option; gradients without a target too."""
 
 NUMBERS = {"smoothing": 0.25, "z_loss": 0.125, "ignore_index": 5.0, "scale": 0.75, "softcap": 3.0}
 
@@ -107,6 +110,8 @@ def a_task(ask: Ask, rows: int, cols: int, dtype: str, stride: int = 0, target: 
             tensors[one.name] = row_spec(shape, 1, target) if one.dtype == "integer" else per_row
         else:
             tensors[one.name] = TensorSpec((0, one.kind == "element"), wide)
+    if "softcap" in ask.options and not operation.scores:
+        tensors["logits"] = elements
     if "scales" in ask.options:
         tensors["scale"] = row_spec(shape, 1, dtype)
     if "bias" in ask.options:
@@ -183,6 +188,8 @@ def some_values(ask: Ask, task: Task, targets: NDArray[np.int64], seed: int = 0)
     if not operation.scores:
         # A saved output, and its incoming gradient.
         z = values["x"]
+        if "logits" in task.dtypes:
+            values["logits"] = z
         values["x"] = rounded(evaluate(operation.forward.name, namespace(z), {"x": z}, 1), task.dtypes["x"])
         values["dy"] = rounded(rng.standard_normal((rows, cols)), task.dtypes["dy"])
     if "weight" in task.dtypes:
@@ -208,7 +215,7 @@ def some_values(ask: Ask, task: Task, targets: NDArray[np.int64], seed: int = 0)
 
 def scores(ask: Ask, values: Values) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The scores, and their derivatives with respect to the logits: 0 where a score is excluded."""
-    x = values["x"]
+    x = values.get("logits", values["x"])
     scale = NUMBERS["scale"] if "scale" in ask.options else values.get("scale", 1.0)
     z, slope = x * scale, np.full(x.shape, scale)
     if "softcap" in ask.options:
@@ -232,7 +239,7 @@ def expected(ask: Ask, values: Values, output: str) -> NDArray[np.float64]:
     if not operation.scores:
         z = values["x"]
     given: dict[str, Any] = {
-        name: value for name, value in values.items() if name not in ("x", "scale", "bias", "mask")
+        name: value for name, value in values.items() if name not in ("x", "scale", "bias", "mask", "logits")
     }
     given |= {"x": z} | {name: NUMBERS[name] for name in ask.given if name in NUMBERS}
     scalar = next((name for name in ask.outputs if name in operation.call_outputs), "")
@@ -264,7 +271,7 @@ def run(
     rows, cols = layout.rows, layout.cols
     stride = layout.x.strides[0] or cols
     poison, arrays = 1e4 if task.dtypes["x"] == "float64" else 8192.0, {}
-    inputs = request.operation.element_operands
+    inputs = {*request.operation.element_operands, *{"logits"} & task.dtypes.keys()}
     elements = {*inputs, *(output.name for output in task.written if output.kind == "element")}
     for name, dtype in task.dtypes.items():
         if name in elements:

@@ -301,8 +301,8 @@ def _task(
         strides = (*rows_first[:axis], rows_first[-1], *rows_first[axis:-1])
         tensors |= {name: TensorSpec(strides, tensors[name].dtype) for name in declaration.element_operands}
     tensors |= _option_specs(options, shape, axis, x.dtype)
-    if options.softcap is not None and declaration.backward and not declaration.has_target:
-        # The slope of the softcap is taken at the logits.
+    if options.softcap is not None and not declaration.scores:
+        # The slope of the softcap is taken at the logits, which the input is not.
         tensors["logits"] = contiguous_spec(shape, x.dtype)
     numbers = frozenset(name for name in options.given if name in ("scale", "softcap")) - tensors.keys()
     flags = Flags(numbers, options.causal, options.zero, x.dtype in ("float32", "float64"))

@@ -45,8 +45,8 @@ def _operator(operation: Operation) -> Any:
 def _tensors_of(operation: Operation) -> tuple[str, ...]:
     """Names of an operator's tensors: the operands, then what the score options may add."""
     optional = [name for name in operation.options if SCORE_OPTIONS[name].tensor]
-    if operation.backward and "softcap" in operation.options and not operation.has_target:
-        # The derivative of the softcap is computed from the logits.
+    if "softcap" in operation.options and not operation.scores:
+        # The derivative of the softcap is computed from the logits, which the input is not.
         optional.append("logits")
     return (*(operand.name for operand in operation.operands if not operand.number), *optional)
 

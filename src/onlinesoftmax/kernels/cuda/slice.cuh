@@ -244,10 +244,11 @@ struct Slice {
     template <int N> static __device__ inline void slope(
         const Params& p, const Cursor& at, CallConstants call, ACC (&y)[N], const RegisterChunk<N>& chunk,
         int64 offset) {
-        if constexpr (HAS_TARGET) {
-            // The row constants contain the scale.
+        if constexpr (!READS_SAVED_OUTPUT) {
+            // With a target, the row constants contain the scale.
+            const ACC scale = SCALE != Scale::NONE && !HAS_TARGET ? call.scale : 1;
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] *= SOFTCAP ? chunk.slope_of_score(i, call) : 1;
+            for (int i = 0; i < N; ++i) y[i] *= SOFTCAP ? scale * chunk.slope_of_score(i, call) : scale;
         } else {
             Chunk<LOGITS, N> x;
             if constexpr (HAS_LOGITS)
