@@ -243,8 +243,8 @@ class Inputs:
             # Beside the state itself, what a row gives is a difference of its logsumexp.
             size = evaluate(name, xp, values, self.dim, "lse")
         if self.form.options and self.operation.follows_input(self.operation.output(output)):
-            # An element that is masked has no gradient, even in a row with NaN.
-            y = xp.where(slope == 0, 0.0, y * slope)
+            # An element that is masked, or in a row that counts for nothing, has no gradient, even where it is NaN.
+            y = xp.where((slope == 0) | (y == 0), 0.0, y * slope)
         # Without two terms, the exponent of a gradient is a difference, and its own size stands for them.
         return y, y if size is None and self.operation.backward else size
 
@@ -312,7 +312,11 @@ def assert_near(name: str, ours: Any, exact: Any, theirs: Any, units: Any) -> No
     assert np.isfinite(ours[finite]).all(), f"infinities and NaN of {name}"
     error, own = (np.abs(y[finite] - exact[finite]) for y in (ours, theirs))
     allowed = np.max(own, initial=0)
-    assert np.all(error <= allowed + units[finite]), f"{name}: error {np.max(error):.3e}, PyTorch's own {allowed:.3e}"
+    beyond = np.argmax(error - allowed - units[finite]) if error.size else 0
+    assert np.all(error <= allowed + units[finite]), (
+        f"{name}: {ours[finite][beyond]:.9g} for {exact[finite][beyond]:.9g}, an error of {error[beyond]:.3e} with "
+        f"PyTorch's own of {allowed:.3e} and a unit of {units[finite][beyond]:.3e}"
+    )
 
 
 def assert_as_good_as_pytorch(

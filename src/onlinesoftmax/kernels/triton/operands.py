@@ -254,7 +254,9 @@ def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
             else:
                 logits = p.logits + logits_at + col.to(tl.int64) * places.logits.col
                 x = tl.load(logits, mask=kept, other=0.0).to(OP.acc)
-            y *= ops.softcap_slope(times_scale(p, at, x, OP), p.softcap, OP.acc)
+            slope = ops.softcap_slope(times_scale(p, at, x, OP), p.softcap, OP.acc)
+            # A row that counts for nothing may hold NaN.
+            y = tl.where(y == 0.0, 0.0, y * slope)
         y = times_scale(p, at, y, OP)
     return y
 
