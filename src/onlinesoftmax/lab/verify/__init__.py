@@ -27,7 +27,7 @@ from .inputs import CASES, QUICK_GRADIENT_DTYPES, QUICK_GRADIENTS, Case, outlier
 
 __all__ = [
     "CASES", "INTERPRETER_ULPS", "QUICK_GRADIENTS", "Case", "Cell", "Exact", "exact_gradient",
-    "exact_result", "outliers", "pairs", "specials", "ulp", "unavailable", "verify",
+    "exact_result", "outliers", "pairs", "specials", "ulp", "unavailable", "units", "verify",
 ]  # fmt: skip
 
 Progress = Callable[[int, int], None]
@@ -38,6 +38,19 @@ INTERPRETER_ULPS = {"triton": 4, "pallas": 8}
 Triton's interpreter rounds a multiply-add twice, so the corrections by fma in the kernels have no effect, and its
 conversion to bfloat16 truncates.  JAX's interpreter runs XLA, whose softmax of float64 on a CPU is off by six units.
 """
+
+FLOAT64_ULPS = {"triton": 4}
+"""Units that the contract adds for float64, instead of 1, where a backend merges float64 sums in float64.
+
+Each merge of two tiles rounds, and PyTorch's largest error on a few rows can be far below a unit by chance: on an H100,
+gradients of 5000 columns were at most 3.6 units beyond it.  Narrower sums are merged in float64 and rounded once.
+"""
+
+
+def units(backend: str, dtype: str, interpreted: bool) -> int:
+    """The number of units in the last place that the contract adds to PyTorch's largest error."""
+    most = INTERPRETER_ULPS if interpreted else FLOAT64_ULPS if dtype == "float64" else {}
+    return most.get(backend, 1)
 
 
 def pairs(backends: Sequence[str] = (), strategies: Sequence[str] = ()) -> list[tuple[str, str]]:
@@ -103,7 +116,7 @@ def verify(
     slow = "triton" in dict(chosen) and bool(registry.load("triton").interpreted())
     interpreted = ["triton"] * slow + ["pallas"] * (torch.device(device).type == "cpu")
     table = [
-        Cell(b, s, operation, dtype, slack=INTERPRETER_ULPS[b] if b in interpreted else 1)
+        Cell(b, s, operation, dtype, slack=units(b, dtype, b in interpreted))
         for b, s in chosen
         for operation in operations
         for dtype in (few if OPERATIONS[operation].backward else dtypes)

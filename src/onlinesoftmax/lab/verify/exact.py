@@ -78,8 +78,14 @@ def _outcome(operation: str, function: Callable[..., Any], x: Any, dim: int, dy:
     import torch
 
     if dy is None:
-        result, exact = function(x, dim, **how), exact_result(operation, wide(x), dim, _target(operation, x, dim))
-        return Outcome(result, exact, ulp(exact, x.dtype))
+        target = _target(operation, x, dim)
+        result, exact = function(x, dim, **how), exact_result(operation, wide(x), dim, target)
+        unit = ulp(exact, x.dtype)
+        if OPERATIONS[operation].per_row:
+            # What a row gives is its logsumexp, or the difference of it and a score, which is no more exact.
+            lse = _evaluate(operation, {"x": wide(x), "target": target}, dim, "lse")
+            unit = unit + np.squeeze(ulp(lse, torch.promote_types(x.dtype, torch.float32)), dim)
+        return Outcome(result, exact, unit)
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         y = function(leaf, dim, **how)
