@@ -19,7 +19,7 @@ SOURCE = Path(first_calls.osm.__file__).parents[1]
 def errors_of_process(module: str, cache: Path) -> str:
     """Run first_calls.py in a new process, with an empty folder as its cache; the errors of its threads."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", first_calls.__file__, module],
+        [sys.executable, "-X", "faulthandler", "-W", "ignore", first_calls.__file__, module],
         env={**os.environ, "PYTHONPATH": str(SOURCE), "ONLINESOFTMAX_CACHE": str(cache)},
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip

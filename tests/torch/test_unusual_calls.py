@@ -115,20 +115,20 @@ def test_out_fits_on_a_cpu_too(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
 def test_out_takes_no_gradient_on_any_backend(name: str, backend: str | None) -> None:
     """PyTorch raises too: logsumexp in the call, softmax in the backward pass."""
-    function, leaf = getattr(osm, name), torch.randn(3, 4, requires_grad=True)
+    function, leaf = getattr(osm, name), torch.randn(3, 4, device=DEVICE, requires_grad=True)
     score_options = ({}, {"scale": 2.0}, {"dtype": torch.float64}, {"batch_invariant": True})
     shapes: list[dict[str, Any]] = [{"dim": 1}]
     if name == "logsumexp":
         shapes += [{"dim": (0, 1), "keepdim": keepdim} for keepdim in (False, True)]
     for given in ({**shape, **options, "backend": backend} for shape in shapes for options in score_options):
-        out = torch.empty(0, dtype=given.get("dtype", torch.float32))
+        out = torch.empty(0, dtype=given.get("dtype", torch.float32), device=DEVICE)
         with pytest.raises(RuntimeError, match="do not support gradients"):
             function(leaf, out=out, **given)
         with torch.no_grad():
             assert function(leaf, out=out, **given) is out
             torch.testing.assert_close(out, function(leaf, **given))
     with pytest.raises(RuntimeError, match="do not support gradients"):
-        function(leaf.detach(), 1, bias=leaf, out=torch.empty(0), backend=backend)
+        function(leaf.detach(), 1, bias=leaf, out=torch.empty(0, device=DEVICE), backend=backend)
 
 
 def test_a_result_that_is_not_floating_is_refused_with_and_without_options() -> None:
