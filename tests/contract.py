@@ -242,11 +242,14 @@ class Inputs:
         elif self.operation.output(output).kind == "row" and output not in ("m", "l"):
             # Beside the state itself, what a row gives is a difference of its logsumexp.
             size = evaluate(name, xp, values, self.dim, "lse")
-        if self.form.options and self.operation.follows_input(self.operation.output(output)):
+        follows = self.operation.follows_input(self.operation.output(output))
+        if size is None and follows:
+            # Without two terms, an exponent or a slope is a difference, and the gradient in the score stands for them.
+            size = y
+        if self.form.options and follows:
             # An element that is masked, or in a row that counts for nothing, has no gradient, even where it is NaN.
             y = xp.where((slope == 0) | (y == 0), 0.0, y * slope)
-        # Without two terms, the exponent of a gradient is a difference, and its own size stands for them.
-        return y, y if size is None and self.operation.backward else size
+        return y, size
 
 
 GUARD = 64
@@ -296,7 +299,8 @@ def run_case(operation: Operation, form: Form, case: Case, dtype: torch.dtype, p
         # A row output that the caller gets in 16 bits may be as exact as 16 bits are.
         units = UNITS * verification.ulp(exact, ours.dtype if output.exact else dtype)
         if terms is not None:
-            units = units + verification.ulp(terms, inputs.wide)
+            # The sums of a 16-bit result are merged in float32, those of another result in float64.
+            units = units + verification.ulp(terms, inputs.wide) * (2 if ours.dtype.itemsize == 2 else 1)
         # An exponent is a score, and exact to a unit of the largest, the softcap.
         size, unit = np.abs(exact if terms is None else terms), torch.finfo(inputs.wide).eps
         units = units + np.nan_to_num(size) * unit * (inputs.options.softcap or 0.0)
