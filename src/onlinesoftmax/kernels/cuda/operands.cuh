@@ -235,13 +235,13 @@ template <int N> struct RegisterChunk {
         }
     }
 
-    // The derivative of the softcap at element i, from its score: 1 - tanh².
+    // The derivative of the softcap at element i, 1 - tanh², from its score.  A score with a bias has lost digits of the
+    // tanh, which is then computed again.
     __device__ inline ACC slope_of_score(int i, CallConstants call) const {
-        ACC z = scores[i];
-        if constexpr (HAS_BIAS) z -= wide(bias, i);
         // The gradient of an excluded element is 0, and 0 * inf would be NaN.
-        if constexpr (HAS_BIAS || HAS_MASK || CAUSAL) z = scores[i] == -INF ? 0 : z;
-        const ACC y = z * call.inverse_cap;
+        const bool excluded = (HAS_BIAS || HAS_MASK || CAUSAL) && scores[i] == -INF;
+        if constexpr (HAS_BIAS) return excluded ? 0 : softcap_slope(wide(x, i), call);
+        const ACC y = excluded ? 0 : scores[i] * call.inverse_cap;
         return fma(-y, y, ACC(1));
     }
 
