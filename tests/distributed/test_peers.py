@@ -172,6 +172,8 @@ def test_the_key_of_a_call_knows_how_its_group_exchanges(reachable: list[int], m
     """A group is unknown before its first call, in which all processes find out about it together."""
     near, far = a_group(2), SimpleNamespace(**vars(a_group(2)) | {"group_name": "far"})
     assert peers.known_exchange(near) == peers.known_exchange(far) == ""
+    # A group of one process, or of more than mailboxes serve, never asks for them.
+    assert [peers.known_exchange(a_group(size)) for size in (1, peers.MOST_PROCESSES + 1)] == ["collective"] * 2
     part(OnGpu(8, 90), near)
     assert (peers.known_exchange(near), peers.known_mail(near)) == ("mail 1", "mail 1")
     monkeypatch.setattr(peers, "_why_unreachable", lambda *_: "the processes run on several hosts")

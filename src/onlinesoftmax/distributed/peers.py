@@ -139,8 +139,10 @@ def known_exchange(group: Any) -> str:
     """The way of exchange of a group for the key of a call: its mailboxes, or a collective.
 
     Empty before the first call of the group.  In that call all processes find out about the group together; a process
-    that found a kept launch would not take part.
+    that found a kept launch would not take part.  A group whose size rules out mailboxes has nothing to find out.
     """
+    if not 1 < group.size() <= MOST_PROCESSES:
+        return COLLECTIVE
     found = _found(group)
     if found is None:
         return ""
