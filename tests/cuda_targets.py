@@ -5,6 +5,7 @@ The reference is ops/reference.py in float64.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.ops.reference import evaluate
 from onlinesoftmax.planner.plan import Plan
-from onlinesoftmax.planner.proposal import Blocks, Threads
 from onlinesoftmax.planner.strategies import TABLE
 from onlinesoftmax.planner.strategies.cuda_blocks import slice_chunks
 
@@ -128,29 +128,30 @@ def small_plan(strategy: str, rows: int, cols: int, dtype: str, peel: bool, term
     vector = 16 // ITEMSIZE[dtype]
     kept = vector if peel else 1
     chunks = max(1, cols // vector)
+    of_strategy = partial(Plan, backend="cuda", strategy="grid" if strategy in (PIPELINE, STREAM) else strategy)
     if strategy == "row":
         held = -(-chunks // 8)
-        blocks = Blocks(-(-rows // 16), held * 8 * vector, 16, depth=2, warps=2, vector=kept)
-        return Plan("cuda", strategy, "", blocks, Threads(lanes=8, terms=terms))
+        return of_strategy(-(-rows // 16), held * 8 * vector, 16, depth=2, warps=2, vector=kept, lanes=8, terms=terms)
     if strategy == "cluster":
         held = -(-(-(-chunks // 16) * 8) // 64)
-        blocks = Blocks(rows * 2, held * 64 * vector, warps=2, splits=2, vector=kept)
-        return Plan("cuda", strategy, "", blocks, Threads(lanes=64, terms=terms))
+        return of_strategy(rows * 2, held * 64 * vector, warps=2, splits=2, vector=kept, lanes=64, terms=terms)
     if strategy == "grid":
         # Two teams of three blocks: one tile in registers, one in shared memory, the others streamed one by one.
-        blocks = Blocks(6, 32 * vector, depth=1, warps=1, splits=3, vector=kept)
-        return Plan("cuda", strategy, "", blocks, Threads(lanes=32, shared=1, terms=terms))
+        return of_strategy(6, 32 * vector, depth=1, warps=1, splits=3, vector=kept, lanes=32, shared=1, terms=terms)
     if strategy == PIPELINE:
         # Two teams of three blocks of two warps and two more.  A tile has 64 chunks; a ring has a tile more than a row.
         tiles = -(-slice_chunks(chunks, 3) // 64)
-        blocks = Blocks(6, tiles * 64 * vector, depth=1, warps=4, stages=tiles + 1, splits=3, vector=kept)
-        threads = Threads(lanes=64, shared=tiles + 1, terms=terms and dtype != "bfloat16", kernel="pipeline")
-        return Plan("cuda", "grid", "", blocks, threads)
+        return of_strategy(
+            6, tiles * 64 * vector, depth=1, warps=4, stages=tiles + 1, splits=3, vector=kept, lanes=64,
+            shared=tiles + 1, terms=terms and dtype != "bfloat16", kernel="pipeline",
+        )  # fmt: skip
     if strategy == STREAM:
         # Three teams of two blocks of one warp and two more.  A block keeps three tiles on chip, one in registers.
-        blocks = Blocks(6, 32 * vector, depth=1, warps=3, stages=2, splits=2, vector=kept)
-        return Plan("cuda", "grid", "", blocks, Threads(lanes=32, shared=2, kernel="stream"), reads=2)
-    return Plan("cuda", strategy, "", Blocks(rows, 64 * vector, warps=2, vector=kept), Threads(lanes=64))
+        return of_strategy(
+            6, 32 * vector, depth=1, warps=3, stages=2, splits=2, vector=kept, lanes=32, shared=2, kernel="stream",
+            reads=2,
+        )  # fmt: skip
+    return of_strategy(rows, 64 * vector, warps=2, vector=kept, lanes=64)
 
 
 def to_bits(x: NDArray[Any], dtype: str) -> NDArray[Any]:

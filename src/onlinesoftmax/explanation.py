@@ -86,7 +86,7 @@ class Explanation:
         """The problem, the device and all plans, for JSON."""
         return {
             "problem": asdict(self.problem),
-            "device": self.device.as_dict(),
+            "device": vars(self.device),
             "lacks_memory": lacks_memory(self.problem, self.device),
             "plan": self.plan.as_dict(),
             "others": [

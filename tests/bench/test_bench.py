@@ -15,7 +15,7 @@ import torch
 from bench_cases import CPU, Raises, Wrong, table
 
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.problem import Access, Problem
+from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.lab.bench import analysis, libraries, record_file
 from onlinesoftmax.lab.bench.cases import Case
@@ -26,7 +26,7 @@ from onlinesoftmax.lab.bench.result import CaseResult
 from onlinesoftmax.lab.bench.run import run
 from onlinesoftmax.lab.bench.timing import Against
 from onlinesoftmax.lab.names import parse_shape
-from onlinesoftmax.planner.plan import Plan, plan
+from onlinesoftmax.planner.plan import plan
 
 
 @pytest.mark.parametrize(
@@ -188,22 +188,12 @@ def test_peers_say_what_they_lack() -> None:
 
 def _word(of_copy: float, problem: Problem, time_us: float = 500.0, **changes: Any) -> str:
     device = known("h200")
-    changed = _changed(plan(problem, device, Choice("triton")), changes)
+    changed = replace(plan(problem, device, Choice("triton")), **changes)
     return analysis.word(of_copy, time_us, 4.0, changed, problem, device)
 
 
-def _changed(found: Plan, changes: dict[str, Any]) -> Plan:
-    """The plan with some values changed, in whichever of its parts they are."""
-    for part in ("blocks", "threads"):
-        record = getattr(found, part)
-        inside = {name: value for name, value in changes.items() if hasattr(record, name)}
-        found = replace(found, **{part: replace(record, **inside)})
-        changes = {name: value for name, value in changes.items() if name not in inside}
-    return replace(found, **changes)
-
-
 ROW = Problem("softmax", 65536, 1024, "bfloat16")
-UNALIGNED = replace(ROW, cols=1023, access=Access(peelable=False))
+UNALIGNED = replace(ROW, cols=1023, can_peel=False)
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,10 @@ def test_proposals_are_told_apart_by_their_variants(shape: tune_shapes.Shape, ba
     assert {request.plan.backend for request in found} == {backend}
     for request in found:
         threads = 32 * request.plan.warps
-        assert threads * request.plan.threads.resident <= H200.threads
+        assert threads * request.plan.resident <= H200.threads
         if backend == "cuda":
-            holders = threads - 32 * SPECIAL_WARPS * bool(request.plan.threads.kernel)
-            assert holders % request.plan.threads.lanes == 0
+            holders = threads - 32 * SPECIAL_WARPS * bool(request.plan.kernel)
+            assert holders % request.plan.lanes == 0
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

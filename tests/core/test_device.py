@@ -13,6 +13,7 @@ from onlinesoftmax.core.device import (
     SMALLEST,
     UNKNOWN_BANDWIDTH,
     UNKNOWN_L2,
+    Device,
     generic,
     known,
     model_of,
@@ -22,6 +23,10 @@ FACTS = (
     "name", "kind", "compute_capability", "multiprocessors", "shared_memory", "registers", "threads", "l2",
     "bandwidth", "source",
 )  # fmt: skip
+
+
+def multiprocessor_of(device: Device) -> tuple[int, int, int]:
+    return device.shared_memory, device.registers, device.threads
 
 
 def test_names_are_forgiving() -> None:
@@ -35,11 +40,10 @@ def test_every_entry_is_complete(name: str) -> None:
     entry = KNOWN[name]
     assert entry.source
     assert entry.bandwidth > 0
-    assert tuple(entry.as_dict()) == FACTS
-    assert all(entry.as_dict()[fact] == getattr(entry, fact) for fact in FACTS)
+    assert tuple(vars(entry)) == FACTS
     if entry.kind == "cuda":
         assert entry.multiprocessors > 0
-        assert entry.per_multiprocessor == MULTIPROCESSORS[entry.compute_capability]
+        assert multiprocessor_of(entry) == MULTIPROCESSORS[entry.compute_capability]
         assert entry.arch == f"sm_{entry.compute_capability[0]}{entry.compute_capability[1]}"
 
 
@@ -61,19 +65,17 @@ def test_models_by_the_name_of_the_driver(name: str, model: str | None) -> None:
 def test_a_gpu_of_an_unknown_model_has_the_multiprocessor_of_its_compute_capability() -> None:
     device = generic("NVIDIA L40S", (8, 9), 142)
     assert (device.name, device.arch, device.multiprocessors) == ("NVIDIA L40S", "sm_89", 142)
-    assert device.per_multiprocessor == KNOWN["l4"].per_multiprocessor
+    assert multiprocessor_of(device) == multiprocessor_of(KNOWN["l4"])
     assert (device.l2, device.bandwidth) == (UNKNOWN_L2, UNKNOWN_BANDWIDTH)
     assert "assumed" in device.source
 
 
 def test_a_gpu_of_an_unknown_compute_capability_has_the_smallest_multiprocessor() -> None:
     device = generic("NVIDIA X900", (13, 0), 200)
-    assert device.per_multiprocessor == SMALLEST
+    assert multiprocessor_of(device) == SMALLEST
     assert "least of any GPU" in device.source
     for each in MULTIPROCESSORS.values():
-        assert SMALLEST.shared_memory <= each.shared_memory
-        assert SMALLEST.registers <= each.registers
-        assert SMALLEST.threads <= each.threads
+        assert all(least <= number for least, number in zip(SMALLEST, each, strict=True))
 
 
 def test_a_gpu_of_a_known_model_has_its_bandwidth_and_cache() -> None:
@@ -132,9 +134,9 @@ def test_the_driver_agrees_with_the_table() -> None:
     properties = torch.cuda.get_device_properties(0)
     assert (device.name, device.multiprocessors) == (properties.name, properties.multi_processor_count)
     if device.compute_capability in MULTIPROCESSORS:
-        assert device.per_multiprocessor == MULTIPROCESSORS[device.compute_capability]
+        assert multiprocessor_of(device) == MULTIPROCESSORS[device.compute_capability]
     if "H200" in device.name:
-        for fact in ("compute_capability", "multiprocessors", "per_multiprocessor", "bandwidth"):
+        for fact in ("compute_capability", "multiprocessors", "shared_memory", "registers", "threads", "bandwidth"):
             assert getattr(device, fact) == getattr(KNOWN["h200"], fact), fact
 
 

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from onlinesoftmax.core.options import SCORE_OPTIONS
-from onlinesoftmax.core.problem import Extra, Problem
+from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import (
     Flags,
     Task,
@@ -84,15 +84,15 @@ def test_congruent_rows_begin_alike_in_every_tensor_that_is_moved_with_x() -> No
 def test_the_unit_is_the_least_of_all_that_is_moved_with_x() -> None:
     assert softmax_of((4, 1000)).unit == 8
     assert softmax_of((4, 90), x=(96, 1)).unit == 2
-    assert Problem.of(softmax_of((4, 1000))).access.unit == 8
+    assert Problem.of(softmax_of((4, 1000))).unit == 8
 
 
 def test_an_unaligned_tensor_has_no_unit_and_is_not_peeled() -> None:
     shape = (4, 1000)
     like = contiguous_spec(shape, "bfloat16")
     task = task_of(OPERATIONS["softmax"], ("y",), shape, 1, {"x": like._replace(aligned=False), "y": like})
-    access = Problem.of(task).access
-    assert (access.unit, access.peelable) == (1, False)
+    problem = Problem.of(task)
+    assert (problem.unit, problem.can_peel) == (1, False)
 
 
 @pytest.mark.parametrize("name", ["bias", "mask"])
@@ -103,17 +103,17 @@ def test_bytes_of_what_is_read_beside_count_each_element_once(name: str, broadca
     steps = contiguous_spec(own, "float32").strides
     strides = tuple(0 if size == 1 else step for size, step in zip(own, steps, strict=True))
     task = softmax_of(shape, **{name: TensorSpec(strides, "bool" if name == "mask" else "float32")})
-    problem, extra = Problem.of(task), Problem.of(task).extra
+    problem = Problem.of(task)
     nbytes = own[0] * own[1] * own[2] * (1 if name == "mask" else 4)
     assert problem.read_bytes == Problem.of(softmax_of(shape)).read_bytes + nbytes
-    assert (extra.fused, extra.masked, extra.bias_bytes) == (True, name == "mask", 4 * (name == "bias"))
+    assert (problem.fused, problem.masked, problem.bias_bytes) == (True, name == "mask", 4 * (name == "bias"))
 
 
 def test_bytes_that_are_read_are_those_of_the_operands_that_are_given() -> None:
     # x and dy, the target, m and l of every row.
     required = 1000 * (2 + 2 + 8 + 4 + 4)
     assert Problem("token_logprobs_backward", 1000, 1, "bfloat16").read_bytes == required
-    with_entropy = Problem("token_logprobs_backward", 1000, 1, "bfloat16", extra=Extra(given=("entropy",)))
+    with_entropy = Problem("token_logprobs_backward", 1000, 1, "bfloat16", given=("entropy",))
     assert with_entropy.read_bytes == required + 1000 * 4
     for name, operation in OPERATIONS.items():
         shape = (7, 64)

@@ -64,10 +64,7 @@ def test_an_operation_with_row_operands_compiles(operation: str) -> None:
 def test_dynamic_shared_memory_counts(operation: str) -> None:
     """Each thread keeps three chunks of 16 bytes of every input in shared memory, and four in registers."""
     explanation = explained("grid", operation=operation)
-    found = explanation.plan
-    blocks = replace(found.blocks, block=4 * 4096, warps=32, depth=4)
-    threads = replace(found.threads, lanes=1024, resident=1, shared=3)
-    plan = replace(found, blocks=blocks, threads=threads)
+    plan = replace(explanation.plan, block=4 * 4096, warps=32, depth=4, lanes=1024, resident=1, shared=3)
     kernel = only(replace(explanation, plan=plan))
     dynamic = 3 * 16 * 1024 * OPERATIONS[operation].inputs
     assert dynamic < kernel.shared_memory < dynamic + 4096

@@ -149,7 +149,7 @@ def _pipelines() -> list[Any]:
 @pytest.mark.parametrize(("gpu", "operation", "dtype"), _pipelines(), ids=_name)
 def test_a_pipelined_kernel_keeps_its_rows_on_chip(ask: Ask, gpu: str, operation: str, dtype: torch.dtype) -> None:
     request = ask(gpu, "grid", operation, no_memory(64, (1 << 21) // dtype.itemsize - 1, dtype=dtype))
-    assert request.plan.blocks.stages
+    assert request.plan.stages
     _, log, _ = compile.build(source.source(request), GPUS[gpu])
     used = compile.usage(log)
     assert not used["spills"], (request.plan, used)
@@ -164,7 +164,7 @@ def test_a_pipelined_kernel_keeps_its_rows_on_chip(ask: Ask, gpu: str, operation
 @pytest.mark.parametrize(("operation", "dtype"), [("softmax", torch.bfloat16), ("softmax_backward", torch.float32)])
 def test_the_ring_of_a_streaming_kernel_begins_on_a_cache_line(ask: Ask, operation: str, dtype: torch.dtype) -> None:
     request = ask("h200", "grid", operation, no_memory(1, 1 << 28, dtype=dtype))
-    assert request.plan.threads.kernel == STREAM
+    assert request.plan.kernel == STREAM
     _, log, _ = compile.build(source.source(request), "sm_90")
     assert compile.usage(log)["shared_memory"] % CACHE_LINE == 0
 
@@ -290,7 +290,7 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
     # 64 columns of bfloat16 are 8 chunks, which one block has.  No block counts targets.
     # The rows are whole: process 0 of 1 has them, and there are no mailboxes of other processes.
     whole = (0, 64, 0, 1, 0, 0, 0)
-    numbers = (layout.rows, 64, request.task.diagonal, 8, request.plan.threads.shared, 0, *whole, *layout.sizes)
+    numbers = (layout.rows, 64, request.task.diagonal, 8, request.plan.shared, 0, *whole, *layout.sizes)
     places = itertools.chain.from_iterable(strides.get(name, (0,) * (dims + 1)) for name in params.PLACES)
     assert struct.unpack(f"={len(packed) // 8}q", packed) == ((0,) * at["rows"] + numbers + tuple(places))
 
@@ -346,7 +346,7 @@ def test_messages_have_the_words_that_the_kernel_counts(
     request = ask("h200", "grid", "softmax", no_memory(rows, 1 << 20, dtype=dtype), outputs, dtype=out)
     words, team = messages.team_mail_words(request), request.plan.splits
     assert team > 1
-    teams, has_board = request.plan.programs // team, bool(request.plan.threads.kernel)
+    teams, has_board = request.plan.programs // team, bool(request.plan.kernel)
     assert has_board == (rows > 1 and dtype != torch.float64)
     of_team = f"Board::board_words({team})" if has_board else f"SLOTS * {team} * {team} * sizeof(Message) / 8"
     check = f"static_assert({teams} * ({of_team}) == {words});"

@@ -7,6 +7,7 @@ offset from 16 bytes.  Each element must be reduced once and written once.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from onlinesoftmax.core.task import ITEMSIZE, Task, TensorSpec, row_spec, task_o
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import Plan, priced
-from onlinesoftmax.planner.proposal import Blocks, Threads
 from onlinesoftmax.planner.strategies import TABLE
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="neither g++ nor clang++ is installed")
@@ -40,18 +40,16 @@ def small_plan(strategy: str, rows: int, vector: int, peel: bool, team: int, hel
     """A plan with one warp a block and `held` chunks a lane; the planner's own have more of everything."""
     kept = vector if peel else 1
     block = held * 32 * vector
+    of_strategy = partial(Plan, backend="cuda", strategy=strategy)
     if strategy == "row":
         # Groups of 8 lanes with 2 rows each: 8 rows a block.
-        blocks = Blocks(-(-rows // 8), held * 8 * vector, 8, depth=2, warps=1, vector=kept)
-        return Plan("cuda", strategy, "", blocks, Threads(lanes=8, terms=True))
+        return of_strategy(-(-rows // 8), held * 8 * vector, 8, depth=2, warps=1, vector=kept, lanes=8, terms=True)
     if strategy == "cluster":
-        blocks = Blocks(rows * team, block, warps=1, splits=team, vector=kept)
-        return Plan("cuda", strategy, "", blocks, Threads(lanes=32, terms=True))
+        return of_strategy(rows * team, block, warps=1, splits=team, vector=kept, lanes=32, terms=True)
     if strategy == "grid":
         # Fewer teams than rows, so that a team takes several.
-        blocks = Blocks(2 * team, block, depth=2, warps=1, splits=team, vector=kept)
-        return Plan("cuda", strategy, "", blocks, Threads(lanes=32, shared=3))
-    return Plan("cuda", strategy, "", Blocks(rows, block, warps=1, vector=kept), Threads(lanes=32))
+        return of_strategy(2 * team, block, depth=2, warps=1, splits=team, vector=kept, lanes=32, shared=3)
+    return of_strategy(rows, block, warps=1, vector=kept, lanes=32)
 
 
 def lengths(strategy: str, vector: int, team: int, held: int) -> list[int]:

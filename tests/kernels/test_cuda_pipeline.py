@@ -19,7 +19,6 @@ from cuda_targets import Ask, a_task, expected, run, some_values
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan
-from onlinesoftmax.planner.proposal import Blocks, Threads
 from onlinesoftmax.planner.strategies.cuda_grid import SPECIAL_WARPS, slice_tiles
 
 WARPS, TEAMS = 2, 2
@@ -60,14 +59,13 @@ def check(
     """Run a kernel, and compare elements and the per-row output with the reference."""
     ask = Ask(operation, ("y", "lse") if operation == "softmax" else ("y",))
     lanes, vector = 32 * WARPS, 16 // ITEMSIZE[dtype]
-    blocks = Blocks(
+    plan = Plan(
         sizes.team * TEAMS, sizes.tiles * sizes.depth * lanes * vector, depth=sizes.depth, warps=WARPS + SPECIAL_WARPS,
-        stages=sizes.stages, splits=sizes.team, vector=vector,
+        stages=sizes.stages, splits=sizes.team, vector=vector, lanes=lanes, shared=sizes.stages * sizes.depth,
+        terms=terms, kernel="stream" if streams else "pipeline", backend="cuda", strategy="grid", reads=1 + streams,
     )  # fmt: skip
-    kernel = "stream" if streams else "pipeline"
-    threads = Threads(lanes=lanes, shared=sizes.stages * sizes.depth, terms=terms, kernel=kernel)
     task = a_task(ask, rows, cols, dtype, stride=cols + 1 - cols % 2)
-    request = Request(task, Plan("cuda", "grid", "", blocks, threads, reads=1 + streams))
+    request = Request(task, plan)
     values = some_values(ask, task, np.zeros(rows, np.int64), seed=cols)
     found = run(ask, request, values, folder)
     y, right = found["y"], expected(ask, values, "y")

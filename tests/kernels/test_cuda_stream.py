@@ -30,7 +30,7 @@ def test_every_variant_is_right(operation: str, rows: int, cols: int, dtype: tor
     problem, device = Problem.of(wanted), from_torch("cuda")
     proposals = grid(problem, device)
     assert not isinstance(proposals, str)
-    plans = [priced(one, problem, device) for one in proposals if one.threads.kernel == STREAM]
+    plans = [priced(one, problem, device) for one in proposals if one.kernel == STREAM]
     assert plans
     x = torch.randn(rows, cols, device="cuda").to(dtype)
     more, dy = {}, torch.randn(rows, cols, device="cuda").to(dtype)

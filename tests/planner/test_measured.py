@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from onlinesoftmax.core.device import KNOWN, known
-from onlinesoftmax.core.problem import Access, Problem
+from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.planner import measured
 from onlinesoftmax.planner.measured import KEPT_RATIO, Cell, Key, Table, Timing, key_of, slug, table_for
@@ -233,13 +233,13 @@ def test_a_later_backend_wins_only_where_it_is_clearly_faster() -> None:
 def test_operations_without_terms_use_the_blocks_of_those_with_them() -> None:
     table = table_of(Cell(100, 1024, (Timing("cuda", "row", ROW, 5.0),)))
     chosen = plan(Problem("log_softmax", 100, 1024, "bfloat16"), H200, table=table)
-    assert (chosen.strategy, chosen.threads.lanes, chosen.threads.terms) == ("row", 32, False)
+    assert (chosen.strategy, chosen.lanes, chosen.terms) == ("row", 32, False)
     assert chosen.estimate_us == pytest.approx(5.0)
 
 
 def test_a_table_says_nothing_of_other_layouts_and_dtypes() -> None:
     table = table_of(Cell(100, 1024, (looped(10.0),)))
-    strided = Problem("softmax", 200, 1000, "bfloat16", access=Access(contiguous=False, adjacent=100))
+    strided = Problem("softmax", 200, 1000, "bfloat16", interleaved=100)
     for problem in (strided, Problem("softmax", 200, 1000, "float32")):
         assert plan(problem, H200, table=table) == plan(problem, H200)
     # The times of aligned rows stand for those of unaligned ones where no others were measured.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
 from onlinesoftmax.core.device import KNOWN, Device, known
-from onlinesoftmax.core.problem import Access, Extra, Problem
+from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE, Choice, Flags, TensorSpec, task_of
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.measured import table_for
@@ -44,9 +45,11 @@ def test_a_strategy_proposes_blocks_that_hold_columns_or_says_why_not(name: str,
     """Also with a bias of wider elements than the input, which leaves a thread few registers."""
     device = known(name)
     for operation, bias_bytes, masked in itertools.product(OPERATIONS, (0, 2, 4, 8), (False, True)):
-        extra = Extra(bias_bytes, masked, fused=bool(bias_bytes or masked))
+        read = {
+            "bias_bytes": bias_bytes, "given": ("mask",) if masked else (), "fused": bool(bias_bytes or masked),
+        }  # fmt: skip
         for (rows, cols), (backend, strategy, propose) in itertools.product([(2, 64), (64, 4096), (3, 1 << 20)], TABLE):
-            options = propose(Problem(operation, rows, cols, dtype, extra=extra), device)
+            options = propose(Problem(operation, rows, cols, dtype, **read), device)
             case = (operation, bias_bytes, masked, rows, cols, backend, strategy)
             assert options, case
             if isinstance(options, str):
@@ -132,7 +135,7 @@ def test_the_cpu_runs_the_framework() -> None:
 
 
 def test_strided_rows_side_by_side_go_by_column() -> None:
-    problem = Problem("softmax", 131072, 512, access=Access(contiguous=False, adjacent=4096))
+    problem = Problem("softmax", 131072, 512, interleaved=4096)
     for table in (None, table_for(H200)):
         assert plan(problem, H200, table=table).strategy == "column"
 
@@ -141,8 +144,7 @@ def test_unaligned_rows_are_split_where_tensors_begin_alike() -> None:
     odd, even = (plan(Problem("softmax", 4096, cols, "bfloat16"), H200, Choice("triton")) for cols in (4095, 4096))
     assert (odd.vector, even.vector) == (8, 1)
     assert "unaligned rows: head and tail are handled separately" in odd.reason
-    apart = Access(unit=1, peelable=False)
-    unaligned = plan(Problem("softmax", 4096, 4095, "bfloat16", access=apart), H200, Choice("triton"))
+    unaligned = plan(Problem("softmax", 4096, 4095, "bfloat16", unit=1, can_peel=False), H200, Choice("triton"))
     assert unaligned.vector == 1
     assert unaligned.estimate_us > odd.estimate_us
 
@@ -184,7 +186,7 @@ def test_a_forced_strategy_is_the_one_that_is_planned(framework: str, measured: 
 def test_several_long_rows_are_pipelined(rows: int, cols: int, dtype: str) -> None:
     chosen = plan(Problem("softmax", rows, cols, dtype), H200, table=table_for(H200))
     assert (chosen.backend, chosen.strategy, chosen.reads) == ("cuda", "grid", 1)
-    assert chosen.blocks.stages
+    assert chosen.stages
     # A team must have rows to load while it writes one.
     assert rows >= 3 * chosen.programs // chosen.splits
 
@@ -193,13 +195,13 @@ def test_each_plan_of_grid_names_its_kernel() -> None:
     kernels = {(64, 1 << 20): "pipeline", (1, 1 << 28): "stream", (1, 1 << 20): ""}
     for (rows, cols), kernel in kernels.items():
         chosen = plan(Problem("softmax", rows, cols, "bfloat16"), H200, Choice("cuda", "grid"), table=table_for(H200))
-        assert chosen.threads.kernel == kernel
+        assert chosen.kernel == kernel
         proposals = next(propose for _, strategy, propose in TABLE if strategy == "grid")(
             Problem("softmax", rows, cols, "bfloat16"), H200
         )
         assert not isinstance(proposals, str)
         for proposal in proposals:
-            assert bool(proposal.blocks.stages) == bool(proposal.threads.kernel)
+            assert bool(proposal.stages) == bool(proposal.kernel)
 
 
 def test_an_expanded_gradient_is_not_pipelined() -> None:
@@ -209,22 +211,22 @@ def test_an_expanded_gradient_is_not_pipelined() -> None:
     for dy, pipelined in ((rows_apart, True), (TensorSpec((0, 0), "bfloat16"), False)):
         tensors = {"x": rows_apart, "dy": dy, "y": rows_apart}
         task = task_of(operation, operation.always, shape, 1, tensors, Flags())
-        assert bool(plan(Problem.of(task), H200, table=table_for(H200)).blocks.stages) is pipelined
+        assert bool(plan(Problem.of(task), H200, table=table_for(H200)).stages) is pipelined
 
 
 def test_a_plan_of_several_long_rows_says_why_it_is_not_pipelined() -> None:
     def reason(problem: Problem, device: Device = H200) -> str:
         chosen = plan(problem, device, Choice("cuda", "grid"))
-        assert not chosen.blocks.stages
+        assert not chosen.stages
         return chosen.reason
 
     long = (64, 1 << 20, "bfloat16")
     assert "not pipelined: bulk copies need compute capability 9.0" in reason(Problem("softmax", *long), known("a100"))
-    bias = Problem("softmax", *long, extra=Extra(bias_bytes=2, fused=True))
+    bias = Problem("softmax", *long, bias_bytes=2, fused=True)
     assert "not pipelined: a bias or a mask would be read twice" in reason(bias)
-    apart = Problem("softmax", *long, access=Access(unit=1, peelable=False))
+    apart = Problem("softmax", *long, unit=1, can_peel=False)
     assert "not pipelined: bulk copies need rows whose aligned columns are adjacent" in reason(apart)
-    apart = Problem("softmax_backward", *long, access=Access(alike=False))
+    apart = Problem("softmax_backward", *long, same_dtype=False)
     assert "not pipelined: bulk copies need inputs of one dtype, each with adjacent columns" in reason(apart)
     wider = Problem("softmax", 64, 1 << 20, "float32", out_dtype="float64")
     assert "not pipelined: float64 results" in reason(wider)
@@ -233,10 +235,10 @@ def test_a_plan_of_several_long_rows_says_why_it_is_not_pipelined() -> None:
 
 
 def test_long_rows_beside_cache_lines_are_split() -> None:
-    def vector(rows: int, cols: int, access: Access | None = None) -> int:
-        problem = Problem("softmax", rows, cols, "bfloat16", access=access or Access())
+    def vector(rows: int, cols: int, **access: Any) -> int:
+        problem = Problem("softmax", rows, cols, "bfloat16", **access)
         chosen = plan(problem, H200, table=table_for(H200))
-        assert access or bool(chosen.threads.kernel) == (cols >= 1 << 20)
+        assert access or bool(chosen.kernel) == (cols >= 1 << 20)
         return chosen.vector
 
     # 8 elements have 16 bytes, and 64 have a cache line.
@@ -245,7 +247,7 @@ def test_long_rows_beside_cache_lines_are_split() -> None:
     # A single row begins where its tensor does, a cluster loads its rows without bulk copies, and rows that begin
     # differently in x and y cannot be split.
     assert (vector(1, (1 << 28) + 8), vector(4096, 50256)) == (1, 1)
-    assert vector(16, (1 << 22) + 8, Access(unit=8, peelable=False)) == 1
+    assert vector(16, (1 << 22) + 8, unit=8, can_peel=False) == 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

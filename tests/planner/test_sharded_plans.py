@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from onlinesoftmax.core.device import known
-from onlinesoftmax.core.problem import Extra, Problem
+from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import MOST_PROCESSES, Choice
 from onlinesoftmax.planner.measured import table_for
 from onlinesoftmax.planner.plan import Plan, PlanError, alternatives, plan
@@ -18,7 +18,7 @@ H200 = known("h200")
 
 
 def sharded(operation: str, rows: int, cols: int, outputs: tuple[str, ...] = ()) -> Problem:
-    return Problem(operation, rows, cols, "bfloat16", extra=Extra(sharded=True), outputs=outputs)
+    return Problem(operation, rows, cols, "bfloat16", sharded=True, outputs=outputs)
 
 
 def test_only_cuda_kernels_exchange_states() -> None:
@@ -32,7 +32,7 @@ def test_only_cuda_kernels_exchange_states() -> None:
 def test_a_row_has_a_lane_for_each_process(cols: int) -> None:
     found = cuda.row(sharded("softmax", 1000, cols), H200)
     assert not isinstance(found, str)
-    assert all(proposal.threads.lanes >= MOST_PROCESSES for proposal in found)
+    assert all(proposal.lanes >= MOST_PROCESSES for proposal in found)
 
 
 def test_waiting_for_other_gpus_takes_time() -> None:
@@ -42,9 +42,9 @@ def test_waiting_for_other_gpus_takes_time() -> None:
         proposals = cuda.row(problem, H200)
         assert not isinstance(proposals, str)
         one = proposals[0]
-        rounds = 8192 / (one.threads.resident * H200.multiprocessors * one.rows_per_program)
+        rounds = 8192 / (one.resident * H200.multiprocessors * one.rows_per_program)
         assert exchange_us(one, problem, H200) == pytest.approx(waits * rounds)
-        assert exchange_us(one, replace(problem, extra=Extra()), H200) == 0
+        assert exchange_us(one, replace(problem, sharded=False), H200) == 0
 
 
 @pytest.mark.parametrize(

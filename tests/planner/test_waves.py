@@ -26,7 +26,7 @@ def test_a_block_that_becomes_alone_on_its_multiprocessor_is_slower_than_measure
     table = table_of(Key("softmax", True, 2, False), cell)
     measured, longer = (Problem("softmax", 1024, cols, "bfloat16") for cols in (262144, 262208))
     assert plan(measured, H100, table=table).variant == large
-    assert plan(measured, H100, table=table).threads.resident == 2
+    assert plan(measured, H100, table=table).resident == 2
     assert plan(longer, H100, table=table).variant == small
 
 
@@ -76,4 +76,4 @@ def test_rows_beside_a_measured_length_are_not_given_to_lone_blocks(
     device = known(name)
     chosen = plan(Problem("softmax", rows, cols, dtype), device, table=table_for(device))
     assert chosen.reads == 1
-    assert chosen.threads.resident > 1 or chosen.threads.kernel, chosen
+    assert chosen.resident > 1 or chosen.kernel, chosen

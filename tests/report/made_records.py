@@ -20,7 +20,7 @@ def record(name: str = "softmax", date: str = "2026-01-02T03:04:05+00:00", commi
         "date": date,
         "git": {"commit": commit, "dirty": False},
         "versions": {"python": "3.11.7", "onlinesoftmax": "0.1.0", "torch": "2.13.0", "jax": None},
-        "device": {"torch_device": "cuda:0", **known("h200").as_dict(), "driver": "580.1", "cuda": "13.0"},
+        "device": {"torch_device": "cuda:0", **vars(known("h200")), "driver": "580.1", "cuda": "13.0"},
         "options": {"framework": "torch"},
         "absent": {"quack": "quack is not installed"},
         "cases": cases,

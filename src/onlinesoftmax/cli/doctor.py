@@ -71,7 +71,7 @@ def _device_here() -> tuple[Device | None, str | None]:
 
 def device_record(device: Device) -> dict[str, Any]:
     """A device's attributes for JSON; "arch" is None for a CPU."""
-    return {**device.as_dict(), "arch": device.arch if device.kind == "cuda" else None}
+    return {**vars(device), "arch": device.arch if device.kind == "cuda" else None}
 
 
 def _backends() -> list[dict[str, Any]]:

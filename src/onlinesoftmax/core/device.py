@@ -8,23 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import asdict, dataclass
-from typing import Any
-
-
-@dataclass(frozen=True)
-class Multiprocessor:
-    """Resources of one streaming multiprocessor.
-
-    Attributes:
-        shared_memory: Shared memory that one block can use, in bytes.
-        registers: Number of 32-bit registers.
-        threads: Largest number of resident threads.
-    """
-
-    shared_memory: int
-    registers: int
-    threads: int
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -36,7 +20,9 @@ class Device:
         kind: "cuda" or "cpu".
         compute_capability: (major, minor); (0, 0) for a CPU.
         multiprocessors: Number of streaming multiprocessors; number of cores for a CPU.
-        per_multiprocessor: Resources of one multiprocessor.
+        shared_memory: Shared memory of a multiprocessor that one block can use, in bytes.
+        registers: Number of 32-bit registers of a multiprocessor.
+        threads: Largest number of resident threads on a multiprocessor.
         l2: Size of the L2 cache in bytes.
         bandwidth: Device-memory bandwidth in GB/s (10^9 bytes per second). Measured devices have the bandwidth
             of a large copy, which counts bytes read and bytes written. The others have 0.9 of the datasheet's
@@ -48,62 +34,42 @@ class Device:
     kind: str
     compute_capability: tuple[int, int]
     multiprocessors: int
-    per_multiprocessor: Multiprocessor
+    shared_memory: int
+    registers: int
+    threads: int
     l2: int
     bandwidth: float
     source: str
-
-    @property
-    def shared_memory(self) -> int:
-        """Shared memory of a multiprocessor that one block can use, in bytes."""
-        return self.per_multiprocessor.shared_memory
-
-    @property
-    def registers(self) -> int:
-        """Number of 32-bit registers of a multiprocessor."""
-        return self.per_multiprocessor.registers
-
-    @property
-    def threads(self) -> int:
-        """Largest number of resident threads on a multiprocessor."""
-        return self.per_multiprocessor.threads
 
     @property
     def arch(self) -> str:
         """Name of the machine code, such as `sm_90`."""
         return "sm_{}{}".format(*self.compute_capability)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return all facts by name, in reading order, without nesting."""
-        facts: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            facts.update(asdict(value) if isinstance(value, Multiprocessor) else {name: value})
-        return facts
-
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _GUIDE = "CUDA Programming Guide, technical specifications per compute capability"
 
-MULTIPROCESSORS: dict[tuple[int, int], Multiprocessor] = {
-    (7, 5): Multiprocessor(64 * _KIB, 65536, 1024),
-    (8, 0): Multiprocessor(163 * _KIB, 65536, 2048),
-    (8, 6): Multiprocessor(99 * _KIB, 65536, 1536),
-    (8, 7): Multiprocessor(163 * _KIB, 65536, 1536),
-    (8, 9): Multiprocessor(99 * _KIB, 65536, 1536),
-    (9, 0): Multiprocessor(227 * _KIB, 65536, 2048),
-    (10, 0): Multiprocessor(227 * _KIB, 65536, 2048),
-    (10, 3): Multiprocessor(227 * _KIB, 65536, 2048),
-    (11, 0): Multiprocessor(227 * _KIB, 65536, 1536),
-    (12, 0): Multiprocessor(99 * _KIB, 65536, 1536),
-    (12, 1): Multiprocessor(99 * _KIB, 65536, 1536),
+MULTIPROCESSORS: dict[tuple[int, int], tuple[int, int, int]] = {
+    (7, 5): (64 * _KIB, 65536, 1024),
+    (8, 0): (163 * _KIB, 65536, 2048),
+    (8, 6): (99 * _KIB, 65536, 1536),
+    (8, 7): (163 * _KIB, 65536, 1536),
+    (8, 9): (99 * _KIB, 65536, 1536),
+    (9, 0): (227 * _KIB, 65536, 2048),
+    (10, 0): (227 * _KIB, 65536, 2048),
+    (10, 3): (227 * _KIB, 65536, 2048),
+    (11, 0): (227 * _KIB, 65536, 1536),
+    (12, 0): (99 * _KIB, 65536, 1536),
+    (12, 1): (99 * _KIB, 65536, 1536),
 }
-"""Multiprocessors by compute capability.
+"""(shared memory, registers, threads) of a multiprocessor, as in Device, by compute capability.
 
 Source: CUDA Programming Guide 13, section 5.1, "Compute Capabilities", tables 30 and 31,
 https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/compute-capabilities.html
 """
 
-SMALLEST = Multiprocessor(48 * _KIB, 65536, 1024)
+SMALLEST = (48 * _KIB, 65536, 1024)
 """Multiprocessor of a compute capability that is not in the table.
 
 Every GPU that CUDA supports gives a block 48 KiB of shared memory without an opt-in, and no GPU in the table has
@@ -123,7 +89,7 @@ UNKNOWN_L2 = 4 * _MIB
 def _gpu(
     name: str, capability: tuple[int, int], multiprocessors: int, l2: int, bandwidth: float, source: str
 ) -> Device:
-    return Device(name, "cuda", capability, multiprocessors, MULTIPROCESSORS[capability], l2, bandwidth, source)
+    return Device(name, "cuda", capability, multiprocessors, *MULTIPROCESSORS[capability], l2, bandwidth, source)
 
 
 KNOWN: dict[str, Device] = {
@@ -152,7 +118,7 @@ KNOWN: dict[str, Device] = {
         f"NVIDIA DGX B200 datasheet (8000 GB/s per GPU); {_GUIDE}",
     ),
     "cpu": Device(
-        "CPU", "cpu", (0, 0), os.cpu_count() or 1, Multiprocessor(0, 0, 1), 32 * _MIB, 20.0,
+        "CPU", "cpu", (0, 0), os.cpu_count() or 1, 0, 0, 1, 32 * _MIB, 20.0,
         "cores from the operating system; bandwidth and cache of a few cores of a common server",
     ),
 }  # fmt: skip
@@ -229,6 +195,6 @@ def generic(name: str, compute_capability: tuple[int, int], multiprocessors: int
     else:
         source += f"; L2 cache and bandwidth: {model.source}"
     return Device(
-        name, "cuda", compute_capability, multiprocessors, each or SMALLEST,
+        name, "cuda", compute_capability, multiprocessors, *(each or SMALLEST),
         model.l2 if model else UNKNOWN_L2, model.bandwidth if model else UNKNOWN_BANDWIDTH, source,
     )  # fmt: skip

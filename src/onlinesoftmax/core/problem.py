@@ -8,59 +8,11 @@ from functools import cached_property
 from .device import CACHE_LINE
 from .layout import power_of_two_divisor
 from .operations import Operation, Output, accumulator_dtype, declared
+from .options import SCORE_OPTIONS
 from .task import BYTES, ITEMSIZE, Task
 
 LONG_COLS = 1 << 19
 """Columns from which rows are divided over many blocks (strategy `grid`), each of which begins on a cache line."""
-
-
-@dataclass(frozen=True)
-class Access:
-    """How rows lie in memory.
-
-    Attributes:
-        contiguous: True where the elements of a row are neighbours.
-        adjacent: Where a row's elements are not neighbours: the number of rows whose elements of one column are, as 32
-            for the rows along the middle dimension of a tensor of 8 x 512 x 32.  Else 1.
-        unit: Power of two, in elements, that divides the row length and the offset of every row; None to take it from
-            cols.
-        peelable: True where each row has the same alignment in x, dy and the element output, so that an unaligned row
-            can be split into head, body and tail with an aligned body in every tensor; False for calls that are
-            batch-invariant.
-        alike: True where every tensor that is read element by element has the dtype of x and adjacent columns.
-    """
-
-    contiguous: bool = True
-    adjacent: int = 1
-    unit: int | None = None
-    peelable: bool = True
-    alike: bool = True
-
-
-@dataclass(frozen=True)
-class Extra:
-    """Tensors that not every call reads: those of the score options, and optional operands.
-
-    Attributes:
-        bias_bytes: Bytes of one element of the bias, which a kernel holds on chip beside the input; 0 without a bias.
-        masked: True where a boolean mask is read.
-        fused: True where any score option is given (`Task.fused`).
-        logit_bytes: Bytes of one element of the logits that a gradient reads for the slope of the softcap while it
-            writes; 0 where they are not read.
-        given: Names of the optional operands that are read.
-        all_bytes: Bytes of everything that is read, each element counted once.  None: `read_bytes` computes them, for
-            contiguous operands of the dtypes of the declaration, and for tensors of the score options that are not
-            broadcast.
-        sharded: True where the columns are a part of longer rows (`Task.part`).
-    """
-
-    bias_bytes: int = 0
-    masked: bool = False
-    fused: bool = False
-    logit_bytes: int = 0
-    given: tuple[str, ...] = ()
-    all_bytes: int | None = None
-    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,19 +25,46 @@ class Problem:
         cols: Elements of a row.
         dtype: Dtype of the input.
         out_dtype: Dtype of the main output; None for the dtype of the input.
-        access: How rows lie in memory.
-        extra: Tensors that not every call reads.
         outputs: Names of the outputs that are written; empty for those that every call writes.
+        interleaved: Where a row's elements are not neighbours: the number of rows whose elements of one column are, as
+            32 for the rows along the middle dimension of a tensor of 8 x 512 x 32.  0 where a row's elements are
+            neighbours.
+        unit: Power of two, in elements, that divides the row length and the offset of every row; None to take it from
+            cols.
+        can_peel: True where each row has the same alignment in x, dy and the element output, so that an unaligned row
+            can be split into head, body and tail with an aligned body in every tensor; False for calls that are
+            batch-invariant.
+        same_dtype: True where every tensor that is read element by element has the dtype of x and adjacent columns.
+        fused: True where any score option is given (`Task.fused`).
+        sharded: True where the columns are a part of longer rows (`Task.part`).
+        given: Names of the tensors that are read, and that not every call reads.
+        bias_bytes: Bytes of one element of the bias, which a kernel holds on chip beside the input; 0 without a bias.
+        logit_bytes: Bytes of one element of the logits that a gradient reads for the slope of the softcap while it
+            writes; 0 where they are not read.
+        all_bytes: Bytes of everything that is read, each element counted once.  None: `read_bytes` computes them, for
+            contiguous operands of the dtypes of the declaration, and for tensors of the score options that are not
+            broadcast.
     """
 
+    # What is computed.
     operation: str
     rows: int
     cols: int
     dtype: str = "float32"
     out_dtype: str | None = None
-    access: Access = Access()
-    extra: Extra = Extra()
     outputs: tuple[str, ...] = ()
+    # How rows lie in memory.
+    interleaved: int = 0
+    unit: int | None = None
+    can_peel: bool = True
+    same_dtype: bool = True
+    # What is read besides the operands that every call reads.
+    fused: bool = False
+    sharded: bool = False
+    given: tuple[str, ...] = ()
+    bias_bytes: int = 0
+    logit_bytes: int = 0
+    all_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.operation not in declared():
@@ -95,6 +74,8 @@ class Problem:
                 raise ValueError(f"unknown dtype {name!r}; dtypes: {', '.join(ITEMSIZE)}")
         if self.rows < 0 or self.cols < 0:
             raise ValueError(f"rows and cols must not be negative, got {self.rows} x {self.cols}")
+        for fact in _FACTS:
+            getattr(self, fact)
 
     @classmethod
     def of(cls, task: Task, batch_invariant: bool = False) -> Problem:
@@ -105,28 +86,36 @@ class Problem:
             batch_invariant: True where a row's bits must not depend on the rows beside it.  An unaligned row is then
                 not split: the order of its sum would depend on where it begins.
         """
-        layout, aligned, read = task.layout, task.tensors_aligned, task.operation.element_operands
-        access = Access(
-            layout.x.col == 1, layout.adjacent, task.unit if aligned else 1,
-            aligned and task.congruent and not batch_invariant,
-            all(layout.sides[name].col == 1 and task.dtypes[name] == task.dtypes["x"] for name in read),
-        )  # fmt: skip
-        bias_bytes, logit_bytes = (
-            BYTES[task.dtypes[name]] if name in task.dtypes else 0 for name in ("bias", "logits")
-        )
-        given = tuple(o.name for o in task.operation.operands if o.optional and o.name in task.dtypes)
-        extra = Extra(
-            bias_bytes, "mask" in task.dtypes, task.fused, logit_bytes, given, _operand_bytes(task),
-            task.part is not None,
-        )  # fmt: skip
+        layout, dtypes, operation, aligned = task.layout, task.dtypes, task.operation, task.tensors_aligned
+        sizes = {name: BYTES[dtype] for name, dtype in dtypes.items()}
+        optional = (*SCORE_OPTIONS, *(operand.name for operand in operation.operands if operand.optional), "logits")
         return cls(
-            task.operation.name, layout.rows, layout.cols, task.dtypes["x"], task.dtypes[task.outputs[0]], access,
-            extra, task.outputs,
+            operation.name, layout.rows, layout.cols, dtypes["x"], dtypes[task.outputs[0]], task.outputs,
+            interleaved=0 if layout.x.col == 1 else layout.adjacent,
+            unit=task.unit if aligned else 1,
+            can_peel=aligned and task.congruent and not batch_invariant,
+            same_dtype=all(
+                layout.sides[name].col == 1 and dtypes[name] == dtypes["x"] for name in operation.element_operands
+            ),
+            fused=task.fused, sharded=task.part is not None,
+            given=tuple(dict.fromkeys(name for name in optional if name in sizes)),
+            bias_bytes=sizes.get("bias", 0), logit_bytes=sizes.get("logits", 0),
+            all_bytes=sum(_elements(task, name) * size for name, size in sizes.items() if name not in task.outputs),
         )  # fmt: skip
 
-    def for_rows(self, rows: int) -> Problem:
-        """The problem of so many rows; what is read is counted as if no operand were broadcast."""
-        return replace(self, rows=rows, extra=replace(self.extra, all_bytes=None))
+    def for_rows(self, rows: int, cols: int | None = None) -> Problem:
+        """The problem of so many rows and columns; what is read is counted as if no operand were broadcast."""
+        return replace(self, rows=rows, cols=self.cols if cols is None else cols, all_bytes=None)
+
+    @cached_property
+    def contiguous(self) -> bool:
+        """True where the elements of a row are neighbours."""
+        return not self.interleaved
+
+    @cached_property
+    def masked(self) -> bool:
+        """True where a boolean mask is read."""
+        return "mask" in self.given
 
     @cached_property
     def declaration(self) -> Operation:
@@ -148,12 +137,12 @@ class Problem:
         """Number of tensors that are read element by element."""
         return self.declaration.inputs
 
-    @property
+    @cached_property
     def reduces(self) -> bool:
         """True where a row is reduced to a state."""
         return self.declaration.reduces
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row of all element inputs."""
         return self.cols * self.itemsize * self.inputs
@@ -161,22 +150,22 @@ class Problem:
     @cached_property
     def read_bytes(self) -> int:
         """Bytes of everything that is read, each element counted once."""
-        if self.extra.all_bytes is not None:
-            return self.extra.all_bytes
+        if self.all_bytes is not None:
+            return self.all_bytes
         sizes = {"integer": BYTES["int64"], "boolean": 1}
         wide = ITEMSIZE[accumulator_dtype(self.dtype)]
         per_row = sum(
             sizes.get(operand.dtype, wide if self.declaration.has_accumulator_dtype(operand.name) else self.itemsize)
             for operand in self.declaration.operands
-            if operand.kind == "row" and (not operand.optional or operand.name in self.extra.given)
+            if operand.kind == "row" and (not operand.optional or operand.name in self.given)
         )
-        options = self.cols * (self.extra.bias_bytes + self.extra.masked + self.extra.logit_bytes)
+        options = self.cols * (self.bias_bytes + self.masked + self.logit_bytes)
         return self.rows * (self.row_bytes + per_row + options)
 
     @cached_property
-    def logit_bytes(self) -> int:
+    def all_logit_bytes(self) -> int:
         """Bytes of the logits that are read while a gradient is written, each element counted once."""
-        return self.rows * self.cols * self.extra.logit_bytes
+        return self.rows * self.cols * self.logit_bytes
 
     @cached_property
     def write_bytes(self) -> int:
@@ -190,15 +179,10 @@ class Problem:
         """Number of elements in 16 bytes."""
         return 16 // self.itemsize
 
-    @property
-    def contiguous(self) -> bool:
-        """True where the elements of a row are neighbours."""
-        return self.access.contiguous
-
     @cached_property
     def aligned_bytes(self) -> int:
         """Bytes, at most 16, that divide the length and the address of every contiguous row."""
-        unit = power_of_two_divisor(self.cols) if self.access.unit is None else self.access.unit
+        unit = power_of_two_divisor(self.cols) if self.unit is None else self.unit
         return min(16, unit * self.itemsize)
 
     @cached_property
@@ -207,7 +191,7 @@ class Problem:
 
         Some rows do not begin on a multiple of 16 bytes, or rows are long and some do not begin on a cache line.
         """
-        off_lines = self.access.peelable and self.rows > 1 and self.cols * self.itemsize % CACHE_LINE != 0
+        off_lines = self.can_peel and self.rows > 1 and self.cols * self.itemsize % CACHE_LINE != 0
         return self.aligned_bytes < 16 or (off_lines and self.cols >= LONG_COLS)
 
     @cached_property
@@ -216,7 +200,7 @@ class Problem:
 
         Whole rows would be loaded fewer than 8 bytes at a time.
         """
-        splittable = self.contiguous and self.access.peelable
+        splittable = self.contiguous and self.can_peel
         return splittable and self.aligned_bytes < 8 and self.cols >= 2 * self.vector
 
     @cached_property
@@ -226,9 +210,8 @@ class Problem:
         return declaration.written(self.outputs or declaration.always)
 
 
-def _operand_bytes(task: Task) -> int:
-    """Bytes of every tensor that a task reads, each element counted once."""
-    return sum(_elements(task, name) * BYTES[dtype] for name, dtype in task.dtypes.items() if name not in task.outputs)
+_FACTS = tuple(name for name, value in vars(Problem).items() if isinstance(value, cached_property))
+"""Names of the facts that follow from the fields.  They are computed once, as the planner reads each many times."""
 
 
 def _elements(task: Task, name: str) -> int:

@@ -79,19 +79,19 @@ def _reads(plan: Plan) -> str:
 def _threads(plan: Plan) -> list[tuple[str, str]]:
     """How the threads of a program work, as far as the plan says."""
     found = []
-    if plan.threads.kernel:
-        found.append(("kernel", f"{plan.threads.kernel}.cuh, one of the kernels of {plan.strategy}"))
+    if plan.kernel:
+        found.append(("kernel", f"{plan.kernel}.cuh, one of the kernels of {plan.strategy}"))
     if plan.warps:
         found.append(("warps", f"{plan.warps} per program"))
-    if plan.threads.lanes:
-        found.append(("lanes", f"{plan.threads.lanes} threads of a program share a row"))
-    if plan.threads.shared and not plan.blocks.stages:
-        found.append(("shared memory", f"{plan.threads.shared} chunks of 16 bytes per thread, besides the registers"))
-    if plan.threads.terms:
+    if plan.lanes:
+        found.append(("lanes", f"{plan.lanes} threads of a program share a row"))
+    if plan.shared and not plan.stages:
+        found.append(("shared memory", f"{plan.shared} chunks of 16 bytes per thread, besides the registers"))
+    if plan.terms:
         found.append(("terms", "kept in registers: one exp per element instead of two"))
-    if plan.blocks.stages:
-        ring = ", in a ring in shared memory" if plan.threads.shared else ""
-        found.append(("stages", f"{plan.blocks.stages} tiles in flight per program{ring}"))
+    if plan.stages:
+        ring = ", in a ring in shared memory" if plan.shared else ""
+        found.append(("stages", f"{plan.stages} tiles in flight per program{ring}"))
     if plan.vector > 1:
         found.append(("vector", f"{plan.vector} elements: rows are split into head, body and tail"))
     return found
@@ -100,12 +100,12 @@ def _threads(plan: Plan) -> list[tuple[str, str]]:
 def _layout(problem: Problem) -> str:
     if problem.contiguous:
         return "contiguous: the elements of a row are neighbours"
-    return f"strided: {problem.access.adjacent} rows lie side by side, the elements of a row lie apart"
+    return f"strided: {problem.interleaved} rows lie side by side, the elements of a row lie apart"
 
 
 def _block(plan: Plan) -> str:
     rows = f"{plan.rows_per_program} rows x " if plan.rows_per_program > 1 else ""
-    depth = f", {plan.blocks.depth} per lane" if plan.blocks.depth > 1 and plan.backend == "triton" else ""
+    depth = f", {plan.depth} per lane" if plan.depth > 1 and plan.backend == "triton" else ""
     return f"{rows}{plan.block} columns at a time{depth}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -90,7 +90,7 @@ class Forecast:
 
     def _speeds(self, propose: Propose, cell: Cell) -> dict[Variant, Speed]:
         """The speed of each variant of a strategy at a measured shape."""
-        like = replace(self.problem.for_rows(self.problem.rows), cols=cell.cols)
+        like = self.problem.for_rows(self.problem.rows, cell.cols)
         return _speeds_of(propose, like, cell.rows, self.device)
 
     def _us(self, option: Proposal, speeds: list[dict[Variant, Speed]]) -> tuple[float, bool]:
@@ -115,7 +115,7 @@ class Forecast:
                 ratio = here.slower_than(measured.get(option.variant, here))
                 weight *= _slowed(self.problem, self.device.bandwidth, ratio)
             transfer += weight
-        us = launches + self.slower * transfer + self.problem.logit_bytes / (self.device.bandwidth * 1e3)
+        us = launches + self.slower * transfer + self.problem.all_logit_bytes / (self.device.bandwidth * 1e3)
         us += exchange_us(option, self.problem, self.device)
         if not is_measured or (self._few_rows and option.backend != "cuda"):
             # No measured shape near the problem names this variant, or none has so few rows.  Take the larger of

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..core.cache import load_document, with_checksum
 from ..core.device import Device
 from ..core.operations import Operation
-from ..core.problem import Extra, Problem
+from ..core.problem import Problem
 from ..ops import OPERATIONS
 from .table_check import FORMAT, check_table
 from .variant import Variant
@@ -86,7 +86,7 @@ class Key(NamedTuple):
         outputs = tuple(o.name for o in operation.outputs if self.elements and o.kind == "element")
         return Problem(
             self.operation, rows, cols, dtype, outputs=tuple(dict.fromkeys((*operation.always, *outputs))),
-            extra=Extra(given=optional_operands(operation, self.elements)),
+            given=optional_operands(operation, self.elements),
         )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ class Table:
             cells = {cell.rows: cell for cell in lengths[cols]}
             pairs = _between(problem.rows, cells, float)
             for rows, part in pairs:
-                beyond = (latency + measured_bytes(like)) / (latency + measured_bytes(replace(like, rows=rows)))
+                beyond = (latency + measured_bytes(like)) / (latency + measured_bytes(like.for_rows(rows)))
                 timings = tuple(timing for timing in cells[rows].timings if timing.backend in usable)
                 weight_here = weight * part * (beyond if len(pairs) == 1 else 1.0)
                 anchors.append(Anchor(replace(cells[rows], timings=timings), weight_here))
@@ -326,7 +326,7 @@ def _usable(key: Key, problem: Problem, backends: Collection[str]) -> Collection
 
 def measured_bytes(problem: Problem) -> int:
     """Bytes that a problem moves at least, without the logits, which no measured call read."""
-    return problem.read_bytes - problem.logit_bytes + problem.write_bytes
+    return problem.read_bytes - problem.all_logit_bytes + problem.write_bytes
 
 
 def key_of(problem: Problem) -> Key:

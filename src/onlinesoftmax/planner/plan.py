@@ -10,7 +10,7 @@ backend with less host time wins.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..core.device import Device
@@ -19,7 +19,6 @@ from ..core.task import ANY, Choice, Task
 from .forecast import Forecast, Propose
 from .measured import Table
 from .price import Plan, priced
-from .proposal import Proposal
 from .strategies import TABLE
 
 __all__ = [
@@ -153,7 +152,7 @@ def _options(
         problem = problem.for_rows(INVARIANT_ROWS)
         if device.kind == "cuda":
             unavailable = (*unavailable, ("eager", "the framework's sums depend on the number of rows"))
-    if problem.extra.sharded:
+    if problem.sharded:
         others = dict.fromkeys(row[0] for row in strategies if row[0] != "cuda")
         unavailable = (*unavailable, *((name, "only CUDA kernels exchange states with other GPUs") for name in others))
     for argument, value, names in (
@@ -201,10 +200,9 @@ INVARIANT_ROWS = 4096
 
 def _for_rows(fastest: Plan, problem: Problem, device: Device) -> Plan:
     """The plan for INVARIANT_ROWS rows with the same blocks, for the number of rows of a problem."""
-    proposal = Proposal(**{field.name: getattr(fastest, field.name) for field in fields(Proposal)})
+    programs = fastest.programs
     # A persistent launch keeps its number of programs; each takes one row after another.
-    if not proposal.blocks.stages and proposal.strategy != "grid":
-        programs = -(-problem.rows // proposal.rows_per_program) * proposal.splits
-        proposal = replace(proposal, blocks=replace(proposal.blocks, programs=programs))
-    reason = f"{proposal.reason}; a batch-invariant plan is the fastest for {INVARIANT_ROWS} rows"
-    return priced(replace(proposal, reason=reason), problem, device)
+    if not fastest.stages and fastest.strategy != "grid":
+        programs = -(-problem.rows // fastest.rows_per_program) * fastest.splits
+    reason = f"{fastest.reason}; a batch-invariant plan is the fastest for {INVARIANT_ROWS} rows"
+    return priced(replace(fastest, programs=programs, reason=reason), problem, device)

@@ -16,7 +16,7 @@ from .proposal import Proposal
 from .quality import exchange_wait_us, narrow, served_by_l2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan(Proposal):
     """A proposal with its bytes and time: `explain` prints it, a backend runs it, `bench` records it.
 
@@ -91,14 +91,14 @@ def _rounds(proposal: Proposal, problem: Problem, device: Device) -> float:
 
 def exchange_us(proposal: Proposal, problem: Problem, device: Device) -> float:
     """Microseconds for which rows wait for the states of other GPUs; 0 for whole rows."""
-    if not (problem.extra.sharded and problem.reduces):
+    if not (problem.sharded and problem.reduces):
         return 0.0
     return exchange_wait_us(problem.writes_elements) * _rounds(proposal, problem, device)
 
 
 def _programs_at_once(proposal: Proposal, device: Device) -> int:
     """Number of programs that the device runs at a time."""
-    resident = proposal.threads.resident if proposal.threads.lanes else _resident(proposal, device)
+    resident = proposal.resident if proposal.lanes else _resident(proposal, device)
     return min(max(proposal.programs, 1), resident * device.multiprocessors)
 
 
@@ -112,14 +112,14 @@ def _width(proposal: Proposal, problem: Problem) -> float:
         # A warp's lanes read one row.
         return problem.itemsize / SECTOR_BYTES
     if proposal.strategy == "column":
-        return narrow(min(16, power_of_two_divisor(problem.access.adjacent) * problem.itemsize))
+        return narrow(min(16, power_of_two_divisor(problem.interleaved) * problem.itemsize))
     # Memory is read in sectors of 32 bytes, and a tile uses only the part of a sector that belongs to its rows.
-    return min(1.0, min(proposal.rows_per_program, problem.access.adjacent) * problem.itemsize / SECTOR_BYTES)
+    return min(1.0, min(proposal.rows_per_program, problem.interleaved) * problem.itemsize / SECTOR_BYTES)
 
 
 def bytes_read_again(proposal: Proposal, problem: Problem) -> int:
     """Bytes of the reads after the first."""
-    return round((proposal.reads - 1) * proposal.again * (problem.read_bytes - problem.logit_bytes))
+    return round((proposal.reads - 1) * proposal.again * (problem.read_bytes - problem.all_logit_bytes))
 
 
 def bytes_from_l2(proposal: Proposal, problem: Problem, device: Device) -> float:
@@ -190,7 +190,7 @@ def stretch(proposal: Proposal, problem: Problem, device: Device) -> float:
     It is 1 for kernels of other languages, whose blocks are not known, and for `grid`, whose blocks take one row after
     another.
     """
-    if not proposal.threads.lanes or proposal.strategy == "grid":
+    if not proposal.lanes or proposal.strategy == "grid":
         return 1.0
     # The columns beside whole chunks of 16 bytes are loaded by themselves, and are no tile.
     chunked_cols = problem.cols // problem.vector * problem.vector
@@ -198,7 +198,7 @@ def stretch(proposal: Proposal, problem: Problem, device: Device) -> float:
     if tiles > 1:
         # A block waits for the loads of its last tile as long as for those of a whole one.
         found = math.ceil(tiles) / tiles
-    at_once = proposal.threads.resident * device.multiprocessors * proposal.rows_per_program / max(proposal.splits, 1)
+    at_once = proposal.resident * device.multiprocessors * proposal.rows_per_program / max(proposal.splits, 1)
     waves = problem.rows / at_once
     if waves <= 1:
         return found
@@ -206,7 +206,7 @@ def stretch(proposal: Proposal, problem: Problem, device: Device) -> float:
     last = waves - full
     if last and not problem.writes_elements:
         last = max(last, LAST_WAVE)
-    if proposal.threads.resident == 1 and tiles <= 1 and problem.reduces:
+    if proposal.resident == 1 and tiles <= 1 and problem.reduces:
         wave_us = (problem.read_bytes + problem.write_bytes) / waves / (device.bandwidth * 1e3)
         found *= 1 + ALONE_US / wave_us
     return found * (full + last) / waves

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..core.device import Device
 from ..core.problem import Problem
+from .quality import quality
 from .variant import ONLY, Variant
 
 
@@ -25,6 +26,13 @@ class Blocks:
         stages: Tiles in flight in a program that loads ahead; 0 where programs do not.
         splits: Programs that share a row.
         vector: Number of elements in 16 bytes if unaligned rows are split into head, body and tail; else 1.
+        lanes: Threads that share a row; 0 for kernels in other languages than CUDA, as for all that follow.
+        resident: Number of blocks that a multiprocessor should hold; it limits the registers of each thread.
+        shared: 16-byte chunks that a thread has in shared memory: of one row, or of the rows that are loaded ahead.
+        terms: True where a thread holds the terms of a softmax's sum instead of its elements, and so computes each
+            exponential once.
+        kernel: Name of the file of the kernel, for a strategy that has several; empty for the file that has the
+            strategy's name.
     """
 
     programs: int
@@ -35,22 +43,7 @@ class Blocks:
     stages: int = 0
     splits: int = 1
     vector: int = 1
-
-
-@dataclass(frozen=True)
-class Threads:
-    """Threads of a CUDA kernel; kernels in other languages use the default values.
-
-    Attributes:
-        lanes: Threads that share a row.
-        resident: Number of blocks that a multiprocessor should hold; it limits the registers of each thread.
-        shared: 16-byte chunks that a thread has in shared memory: of one row, or of the rows that are loaded ahead.
-        terms: True where a thread holds the terms of a softmax's sum instead of its elements, and so computes each
-            exponential once.
-        kernel: Name of the file of the kernel, for a strategy that has several; empty for the file that has the
-            strategy's name.
-    """
-
+    # Threads of a CUDA kernel.
     lanes: int = 0
     resident: int = 1
     shared: int = 0
@@ -58,14 +51,13 @@ class Threads:
     kernel: str = ""
 
 
-@dataclass(frozen=True)
-class Proposal:
+@dataclass(frozen=True, kw_only=True)
+class Proposal(Blocks):
     """One strategy's blocks for one problem.
 
     Attributes:
         backend, strategy: Names of the backend that runs it, and of the mapping of rows to programs.
         reason: Why these blocks, in one sentence.
-        blocks, threads: The blocks, and the threads of CUDA kernels.
         variant: Name of the proposal among those of its strategy: a measured table refers to the proposal by it
             (planner/measured.py).
         reads: Times the input is read.
@@ -76,9 +68,7 @@ class Proposal:
 
     backend: str
     strategy: str
-    reason: str
-    blocks: Blocks
-    threads: Threads = Threads()
+    reason: str = ""
     variant: Variant = ONLY
     # Memory traffic, from which the time is estimated.
     reads: int = 1
@@ -87,41 +77,13 @@ class Proposal:
     again: float = 1.0
 
     @property
-    def programs(self) -> int:
-        """Programs of the largest launch."""
-        return self.blocks.programs
-
-    @property
-    def block(self) -> int:
-        """Columns that one program holds at a time."""
-        return self.blocks.block
-
-    @property
-    def rows_per_program(self) -> int:
-        """Rows that one program holds at a time."""
-        return self.blocks.rows_per_program
-
-    @property
-    def warps(self) -> int:
-        """Warps of a program."""
-        return self.blocks.warps
-
-    @property
-    def splits(self) -> int:
-        """Programs that share a row."""
-        return self.blocks.splits
-
-    @property
-    def vector(self) -> int:
-        """Number of elements in 16 bytes if unaligned rows are split into head, body and tail; else 1."""
-        return self.blocks.vector
+    def blocks(self) -> tuple[Any, ...]:
+        """The values of Blocks; plans of one strategy with equal ones run the same kernels."""
+        return tuple(getattr(self, field.name) for field in fields(Blocks))
 
     def as_dict(self) -> dict[str, Any]:
-        """Every attribute by name, without the grouping, for JSON."""
-        flat: dict[str, Any] = {}
-        for name, value in (asdict(self) | {"variant": str(self.variant)}).items():
-            flat |= value if isinstance(value, dict) else {name: value}
-        return flat
+        """Every attribute by name, for JSON."""
+        return vars(self) | {"variant": str(self.variant)}
 
 
 def no_gpu(backend: str, device: Device) -> str | None:
@@ -133,9 +95,22 @@ def no_gpu(backend: str, device: Device) -> str | None:
     return None
 
 
-def unaligned(peeled: bool) -> str:
-    """The end of a reason where unaligned rows are split."""
-    return "; unaligned rows: head and tail are handled separately" if peeled else ""
+def propose(problem: Problem, backend: str, strategy: str, reason: str, peeled: bool, **values: Any) -> Proposal:
+    """A proposal of a strategy.
+
+    Args:
+        problem: The problem.
+        backend, strategy: The strategy.
+        reason: Why these blocks, without the handling of unaligned rows.
+        peeled: True where unaligned rows are split into head, body and tail.
+        **values: Further attributes; `case` is that of `quality`.
+    """
+    if "quality" not in values:
+        values["quality"] = quality(backend, strategy, values.pop("case", ""))
+    reason += "; unaligned rows: head and tail are handled separately" if peeled else ""
+    return Proposal(
+        backend=backend, strategy=strategy, reason=reason, vector=problem.vector if peeled else 1, **values
+    )  # fmt: skip
 
 
 def words_of(problem: Problem) -> int:

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from ..core.device import KNOWN, UNKNOWN_BANDWIDTH, Device, Multiprocessor, model_of
+from ..core.device import KNOWN, UNKNOWN_BANDWIDTH, Device, model_of
 
 BUS_TOLERANCE = 0.05
 """Largest relative difference between the bandwidth that the bus gives and that of the table for the same memory.
@@ -35,11 +35,9 @@ def from_torch(kind: str, index: int = 0) -> Device:
         kind="cuda",
         compute_capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count,
-        per_multiprocessor=Multiprocessor(
-            shared_memory=properties.shared_memory_per_block_optin,
-            registers=properties.regs_per_multiprocessor,
-            threads=properties.max_threads_per_multi_processor,
-        ),
+        shared_memory=properties.shared_memory_per_block_optin,
+        registers=properties.regs_per_multiprocessor,
+        threads=properties.max_threads_per_multi_processor,
         l2=properties.L2_cache_size,
         bandwidth=of_bus or UNKNOWN_BANDWIDTH,
         source="driver",

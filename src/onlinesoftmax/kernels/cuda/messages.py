@@ -69,7 +69,7 @@ def team_mail_words(request: Request) -> int:
     if plan.strategy != "grid" or not request.operation.reduces:
         return 0
     words = 2 * SLOTS * plan.splits * message_packets(request)
-    if plan.threads.kernel:
+    if plan.kernel:
         # In whole cache lines, as in team_board.cuh: messages, the count of each slot, `done`, and `tile_counter`.
         of_team = (-(-words // LINE_WORDS) + SLOTS + 2) * LINE_WORDS
     else:

@@ -96,7 +96,7 @@ def source(request: Request) -> str:
 
 def kernel_file(plan: Plan) -> str:
     """Name of the file of a plan's kernel."""
-    return plan.threads.kernel or plan.strategy
+    return plan.kernel or plan.strategy
 
 
 def prologue(request: Request) -> str:
@@ -132,21 +132,21 @@ def kernel_name(request: Request) -> str:
 def shared_memory(request: Request) -> int:
     """Bytes of a block's dynamic shared memory: 16 for each chunk of each input that its threads keep there."""
     plan = request.plan
-    return plan.threads.shared * 16 * plan.threads.lanes * request.operation.inputs
+    return plan.shared * 16 * plan.lanes * request.operation.inputs
 
 
 def slice_length(request: Request) -> int:
     """Chunks of a slice, which a block holds; in the kernels that load through a ring, chunks of a tile."""
     plan, chunks = request.plan, request.layout.cols // vector(request)
-    if plan.threads.kernel == STREAM:
-        return plan.blocks.depth * plan.threads.lanes
-    tiles = _held_chunks(request) // plan.blocks.depth if plan.threads.kernel == PIPELINE else 1
+    if plan.kernel == STREAM:
+        return plan.depth * plan.lanes
+    tiles = _held_chunks(request) // plan.depth if plan.kernel == PIPELINE else 1
     return slice_chunks(chunks, plan.splits * tiles)
 
 
 def _held_chunks(request: Request) -> int:
     """Chunks of a row that a thread holds in registers."""
-    return request.plan.block // (request.plan.threads.lanes * vector(request))
+    return request.plan.block // (request.plan.lanes * vector(request))
 
 
 def sizes_of(request: Request) -> dict[str, int]:
@@ -157,7 +157,7 @@ def sizes_of(request: Request) -> dict[str, int]:
         "cols": 0 if part and part.first == part.total else layout.cols,
         "diagonal": request.task.diagonal or 0,
         "slice": slice_length(request),
-        "shared_tiles": request.plan.threads.shared,
+        "shared_tiles": request.plan.shared,
         "counters": counters(request),
         "first": part.first if part else 0,
         "total": part.total if part else layout.cols,
@@ -176,7 +176,7 @@ def _head_unit(request: Request) -> int:
     """
     itemsize = ITEMSIZE[request.dtypes["x"]]
     line = CACHE_LINE // itemsize
-    return line if request.plan.vector > 1 and request.plan.threads.lanes >= line + vector(request) else vector(request)
+    return line if request.plan.vector > 1 and request.plan.lanes >= line + vector(request) else vector(request)
 
 
 DIVISORS = 32
@@ -260,18 +260,18 @@ def constants(request: Request) -> list[tuple[str, str, object]]:
 
 def _numbers(request: Request) -> dict[str, int]:
     """Integer constants."""
-    plan, threads = request.plan, request.plan.threads
+    plan = request.plan
     numbers = {
         "DIMS": len(request.layout.sizes),
         "VECTOR": vector(request),
         **{f"{name.upper()}_WIDTH": width for name, width in widths(request).items()},
         "HEAD": _head_unit(request),
         "THREADS": 32 * plan.warps,
-        "RESIDENT": threads.resident,
-        "LANES": threads.lanes,
+        "RESIDENT": plan.resident,
+        "LANES": plan.lanes,
         "CHUNKS": _held_chunks(request),
-        **({DEPTHS[kernel]: plan.blocks.depth} if (kernel := kernel_file(plan)) in DEPTHS else {}),
-        "STAGES": plan.blocks.stages,
+        **({DEPTHS[kernel]: plan.depth} if (kernel := kernel_file(plan)) in DEPTHS else {}),
+        "STAGES": plan.stages,
         "SUMS": sum_count(request),
         "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),
         "PACKETS": message_packets(request),
@@ -316,7 +316,7 @@ def _flags(request: Request) -> dict[str, bool]:
         # True where the outputs depend on an element only through its term.
         "ONLY_TERMS": operation.may_keep_terms or not task.writes_elements,
         # The slope of a softcap is computed from the score, which a thread with terms no longer holds.
-        "TERMS": plan.threads.terms and operation.may_keep_terms and not (gradient and request.has("softcap")),
+        "TERMS": plan.terms and operation.may_keep_terms and not (gradient and request.has("softcap")),
         "EXACT": task.exact,
         "PEEL": plan.vector > 1,
         "EDGES": plan.vector > 1 or columns % vector(request) != 0,
@@ -335,8 +335,8 @@ def _flags(request: Request) -> dict[str, bool]:
     flags |= {f"ROW_{name.upper()}": name in task.row_outputs for name in ROW_OUTPUTS}
     flags |= {f"CALL_{name.upper()}": name in task.call_outputs for name in CALL_OUTPUTS}
     if plan.strategy == "grid":
-        tiles = slice_tiles(columns // vector(request), plan.splits, plan.threads.lanes)
-        shared = plan.threads.shared
+        tiles = slice_tiles(columns // vector(request), plan.splits, plan.lanes)
+        shared = plan.shared
         flags |= {"SHARED": shared > 0, "STREAMED": tiles > _held_chunks(request) + shared}
     return flags
 

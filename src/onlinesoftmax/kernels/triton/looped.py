@@ -60,7 +60,7 @@ def program(request: TritonRequest) -> Program:
         plan.programs,
         (request.pointers,),
         (request.places(), request.cols_in_units),
-        (request.op_constants, request.units, plan.vector, plan.blocks.depth, plan.block // plan.blocks.depth),
+        (request.op_constants, request.units, plan.vector, plan.depth, plan.block // plan.depth),
         plan.warps,
     )
     return Program([launch])

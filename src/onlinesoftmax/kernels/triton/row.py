@@ -99,7 +99,7 @@ def program(request: TritonRequest) -> Program:
         (request.places(), layout.rows, request.cols_in_units),
         (
             request.op_constants, request.units, plan.vector, plan.rows_per_program, plan.block,
-            plan.block == layout.cols, plan.blocks.stages,
+            plan.block == layout.cols, plan.stages,
         ),
         plan.warps,
     )  # fmt: skip

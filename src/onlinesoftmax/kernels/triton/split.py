@@ -168,7 +168,7 @@ def _reduction(request: TritonRequest) -> tuple[list[Launch], dict[str, tuple[in
             plan.programs,
             (request.pointers, _names(request, 0)),
             (places, request.cols_in_units, -(-tiles // plan.splits), plan.splits),
-            (op, request.units, plan.vector, plan.blocks.depth, plan.block // plan.blocks.depth),
+            (op, request.units, plan.vector, plan.depth, plan.block // plan.depth),
             plan.warps,
         )
     ]

@@ -75,7 +75,7 @@ def _reasons(plan: Plan, problem: Problem, device: Device) -> list[str]:
     # A block is padded to a power of two; the lanes beyond the row load nothing.
     if plan.strategy == "row" and plan.block >= 1.3 * problem.cols:
         found.append(f"{100 * (1 - problem.cols / plan.block):.0f}% of each block is padding")
-    if plan.strategy == "row" and not plan.blocks.stages and plan.warps >= 32:
+    if plan.strategy == "row" and not plan.stages and plan.warps >= 32:
         found.append("one row fills a multiprocessor: no load overlaps its reduction")
     return found
 

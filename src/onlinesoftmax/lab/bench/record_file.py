@@ -100,7 +100,7 @@ def device_facts(device: Any) -> dict[str, Any]:
     """The device as the planner knows it, with its driver or its processor."""
     import torch
 
-    facts: dict[str, Any] = {"torch_device": str(device), **from_torch(device.type, device.index or 0).as_dict()}
+    facts: dict[str, Any] = {"torch_device": str(device), **vars(from_torch(device.type, device.index or 0))}
     if device.type == "cuda":
         return {**facts, "driver": _driver(), "cuda": torch.version.cuda}
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ...core.task import ITEMSIZE
 from ...planner.plan import Plan
-from ...planner.proposal import Blocks, Threads
 from ...planner.variant import ONLY
 from ..names import MOST_ELEMENTS, check_names
 from .cases import MEASURED, Case
@@ -89,7 +88,7 @@ class Result:
         times, against, plan = recorded["times"], recorded["against_torch"], recorded["plan"]
         return made(
             cls, recorded, times=times and made(Times, times), against_torch=against and made(Against, against),
-            plan=plan and _plan_of(plan),
+            plan=plan and made(Plan, plan, variant=ONLY),
         )  # fmt: skip
 
 
@@ -262,12 +261,6 @@ def made(kind: type[T], recorded: Mapping[str, Any], **values: Any) -> T:
     """A record of this kind from a dictionary, which may hold more; `values` replace what the dictionary holds."""
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # every kind is a dataclass
     return kind(**{name: recorded[name] for name in names if name in recorded} | values)
-
-
-def _plan_of(recorded: Mapping[str, Any]) -> Plan:
-    """The plan of a dictionary as `Plan.as_dict` makes it, without its variant."""
-    blocks, threads = made(Blocks, recorded), made(Threads, recorded)
-    return made(Plan, recorded, blocks=blocks, threads=threads, variant=ONLY)
 
 
 def as_calls(result: Result, **changes: Any) -> CallsResult:

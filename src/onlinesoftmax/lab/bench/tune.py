@@ -168,7 +168,7 @@ class Tuner:
         same: dict[Any, list[Request]] = {}
         for option in options:
             plan = option.plan
-            same.setdefault((plan.strategy, plan.blocks, plan.threads), []).append(option)
+            same.setdefault((plan.strategy, plan.blocks), []).append(option)
         found = []
         for requests in same.values():
             plans = [request.plan for request in requests]

@@ -60,11 +60,11 @@ def _held(plan: Plan, problem: Problem) -> tuple[float, float]:
     if plan.backend == "eager" or plan.strategy in ("looped", "split"):
         return 0.0, 0.0
     if plan.strategy == "grid":
-        per_tile = plan.threads.lanes * problem.vector
+        per_tile = plan.lanes * problem.vector
         chunks = max(1, problem.cols // problem.vector)
-        tiles = slice_tiles(chunks, plan.splits, plan.threads.lanes)
+        tiles = slice_tiles(chunks, plan.splits, plan.lanes)
         held = min(plan.block // per_tile, tiles)
-        return held / tiles, min(plan.threads.shared, tiles - held) / tiles
+        return held / tiles, min(plan.shared, tiles - held) / tiles
     if plan.strategy == "cluster" and plan.backend == "pallas":
         return 0.0, 1.0
     # A strided row whose columns do not fit one tile is streamed.
@@ -84,9 +84,9 @@ def _registers(plan: Plan, held: float, streamed: float) -> str:
 def _shared_memory(plan: Plan, held: float) -> str:
     if held:
         return f"{held:.0%} of the row" if held < 1.0 else "all of the row, from its one read on"
-    if plan.blocks.stages:
-        return f"the next rows: {plan.blocks.stages} {'tiles ' if plan.strategy == 'grid' else ''}are in flight"
-    several = plan.warps > 1 and plan.threads.lanes > 32
+    if plan.stages:
+        return f"the next rows: {plan.stages} {'tiles ' if plan.strategy == 'grid' else ''}are in flight"
+    several = plan.warps > 1 and plan.lanes > 32
     return f"passes on the states of {plan.warps} warps" if several else ""
 
 

@@ -42,9 +42,7 @@ def _within_score_registers(found: list[Proposal], problem: Problem) -> list[Pro
     """The proposals within SCORE_REGISTERS; all of them where none is, or where no scores are made."""
     if not makes_scores(problem):
         return found
-    light = [
-        c for c in found if _chunks_per_thread(c, problem) * chunk_words(problem, c.threads.terms) <= SCORE_REGISTERS
-    ]
+    light = [c for c in found if _chunks_per_thread(c, problem) * chunk_words(problem, c.terms) <= SCORE_REGISTERS]
     return light or found
 
 
@@ -58,7 +56,7 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
     for lanes, (threads, depth, terms) in itertools.product((1 << i for i in range(2, 11)), blocks):
         held, most = -(-chunks // lanes), most_of[threads, terms]
         # In a sharded row, each lane receives the state of one process, so there is a lane for each.
-        fewest = MOST_PROCESSES if problem.extra.sharded else 4
+        fewest = MOST_PROCESSES if problem.sharded else 4
         if held > most or lanes < fewest or (lanes > fewest and held * lanes >= 2 * max(chunks, fewest)):
             continue
         if threads < lanes or (threads > 256 and lanes < threads):
@@ -94,14 +92,13 @@ def _elements_per_block(problem: Problem, device: Device) -> int:
 
 def _chunks_per_thread(proposal: Proposal, problem: Problem) -> int:
     """Chunks of a row that a thread holds in registers."""
-    return proposal.block // (proposal.threads.lanes * problem.vector)
+    return proposal.block // (proposal.lanes * problem.vector)
 
 
 def _rank(proposal: Proposal, problem: Problem, chunks: int) -> tuple[int, ...]:
     """Sort key: the likeliest proposal has the smallest.  `chunks` is the best number of chunks of a thread."""
-    blocks, threads = proposal.blocks, proposal.threads
     away = abs(_chunks_per_thread(proposal, problem) - chunks)
-    return threads.resident < 2, away, not threads.terms, blocks.splits, blocks.depth, blocks.warps
+    return proposal.resident < 2, away, not proposal.terms, proposal.splits, proposal.depth, proposal.warps
 
 
 def cluster(problem: Problem, device: Device) -> list[Proposal] | str:

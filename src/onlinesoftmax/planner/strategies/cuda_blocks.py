@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from ...core.device import CACHE_LINE, Device
 from ...core.problem import Problem
-from ..proposal import Blocks, Proposal, Threads, unaligned
-from ..quality import quality
-from ..variant import Variant
+from .. import proposal
+from ..proposal import Proposal
 
 LINE_CHUNKS = CACHE_LINE // 16
 """Chunks of a cache line: the fewest that a block owns of a row which it shares with other blocks."""
@@ -40,9 +38,7 @@ def peels_unaligned(problem: Problem) -> bool:
 
     Whole rows would be loaded fewer than 16 bytes at a time.
     """
-    return (
-        problem.contiguous and problem.access.peelable and problem.aligned_bytes < 16 and problem.cols >= problem.vector
-    )
+    return problem.contiguous and problem.can_peel and problem.aligned_bytes < 16 and problem.cols >= problem.vector
 
 
 def chunk_words(problem: Problem, terms: bool = False) -> int:
@@ -50,14 +46,14 @@ def chunk_words(problem: Problem, terms: bool = False) -> int:
 
     Where terms or scores are computed from them and kept, the larger number of the two.
     """
-    loaded = 4 * problem.inputs + -(-problem.vector * (problem.extra.bias_bytes + problem.extra.masked) // 4)
+    loaded = 4 * problem.inputs + -(-problem.vector * (problem.bias_bytes + problem.masked) // 4)
     made = problem.vector * (2 if problem.itemsize == 8 else 1)
     return max(loaded, made) if terms or makes_scores(problem) else loaded
 
 
 def makes_scores(problem: Problem) -> bool:
     """True where a thread holds scores, logits after the score options, instead of logits."""
-    return problem.extra.fused and problem.inputs == 1
+    return problem.fused and problem.inputs == 1
 
 
 def most_chunks(problem: Problem, threads: int, device: Device, terms: bool = False) -> int:
@@ -84,7 +80,7 @@ def other_registers(problem: Problem, device: Device) -> int:
     target = 0
     if problem.declaration.has_target:
         # The target's column, score and factors; with score options, the numbers of its slope too.
-        target = 16 if problem.extra.fused else 8
+        target = 16 if problem.fused else 8
     return OTHER_REGISTERS + target + (56 if problem.itemsize == 8 or sums_wide else 0)
 
 
@@ -94,25 +90,9 @@ def resident_blocks(problem: Problem, threads: int, chunks: int, terms: bool, de
     return max(1, min(blocks, device.threads // threads, 32))
 
 
-_THREADS = {field.name for field in fields(Threads)}
-
-
 def propose(
-    problem: Problem, strategy: str, reason: str, variant: Variant, peeled: bool | None = None, **blocks: Any
-) -> Proposal:
-    """A proposal.
-
-    Args:
-        problem: What is computed.
-        strategy: Name of the strategy.
-        reason: Why this proposal, in a clause.
-        variant: The proposal among those of the strategy.
-        peeled: True if rows are split into head, body and tail; by default `peels_unaligned` says it.
-        blocks: Attributes of Blocks and Threads by name, and `reads` and `again` of Proposal.
-    """
+    problem: Problem, strategy: str, reason: str, peeled: bool | None = None, **values: Any
+) -> Proposal:  # fmt: skip
+    """A proposal of a CUDA strategy, as `proposal.propose` makes it; by default `peels_unaligned` says if it peels."""
     peeled = peels_unaligned(problem) if peeled is None else peeled
-    traffic = {name: blocks.pop(name) for name in ("reads", "again") if name in blocks}
-    threads = Threads(**{name: blocks.pop(name) for name in _THREADS & blocks.keys()})
-    kept = Blocks(**blocks, vector=problem.vector if peeled else 1)
-    return Proposal("cuda", strategy, reason + unaligned(peeled), kept, threads, variant,
-                    quality=quality("cuda", strategy), **traffic)  # fmt: skip
+    return proposal.propose(problem, "cuda", strategy, reason, peeled, **values)

@@ -42,7 +42,7 @@ def grid(problem: Problem, device: Device) -> list[Proposal] | str:
             problem, device, threads, held, resident_blocks(problem, threads, held, False, device), False
         )
     ]
-    if not problem.extra.fused:
+    if not problem.fused:
         # Shared memory holds logits, from which scores would be made a second time, with a bias or a mask read again.
         for threads, resident, held in (
             (1024, 1, 2), (1024, 1, 4), (512, 2, 4), (512, 1, 8), (512, 1, 16), (256, 4, 4), (256, 2, 8),
@@ -51,7 +51,7 @@ def grid(problem: Problem, device: Device) -> list[Proposal] | str:
             if most:
                 found += _teams(problem, device, threads, most, resident, True)
     # Likeliest first: rows that are read once, without shared memory, with the most columns on chip at a time.
-    found.sort(key=lambda c: (c.reads, c.threads.shared > 0, -c.block * c.programs))
+    found.sort(key=lambda c: (c.reads, c.shared > 0, -c.block * c.programs))
     return list(dict.fromkeys([*_pipelines(problem, device), *_streams(problem, device), *found])) or NO_REGISTERS
 
 
@@ -109,11 +109,11 @@ def _no_ring(problem: Problem, device: Device) -> str | None:
         return "bulk copies need compute capability 9.0"
     if not problem.contiguous or (problem.aligned_bytes < 16 and not peels_unaligned(problem)):
         return "bulk copies need rows whose aligned columns are adjacent"
-    if not problem.access.alike:
+    if not problem.same_dtype:
         return "bulk copies need inputs of one dtype, each with adjacent columns"
     if problem.out_dtype == "float64" != problem.dtype:
         return "float64 results of narrower elements take too many registers"
-    if problem.extra.bias_bytes or problem.extra.masked:
+    if problem.bias_bytes or problem.masked:
         return "a bias or a mask would be read twice"
     if not (problem.reduces and problem.writes_elements):
         return "it is for operations that reduce rows and write elements"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ...core.device import Device
 from ...core.problem import Problem
-from ..proposal import Blocks, Proposal
-from ..quality import quality
+from ..proposal import Proposal, propose
 
 LONGEST_IN_FLIGHT = 8192
 """Elements of a row that PyTorch's kernel for long rows keeps in flight, about."""
@@ -14,7 +13,7 @@ LONGEST_IN_FLIGHT = 8192
 def pytorch(problem: Problem, device: Device) -> list[Proposal] | str:
     """PyTorch's own operations: on a GPU, one kernel for a forward operation on plain logits with one output."""
     operation = problem.declaration
-    plain = not operation.backward and not operation.row_operands and not problem.extra.fused
+    plain = not operation.backward and not operation.row_operands and not problem.fused
     if device.kind == "cuda" and not (plain and len(problem.written) == 1):
         return "PyTorch's own operations have no kernel for a gradient, a score option, a target, or several outputs"
     return framework(problem, device)
@@ -25,5 +24,5 @@ def framework(problem: Problem, device: Device) -> list[Proposal]:
     reason = "the framework's own operations run everywhere"
     if device.kind != "cuda":
         reason += f", and {device.name} has no kernels of ours"
-    blocks = Blocks(problem.rows, max(1, min(problem.cols, LONGEST_IN_FLIGHT)))
-    return [Proposal("eager", "row", reason, blocks, quality=quality("eager", "row"))]
+    block = max(1, min(problem.cols, LONGEST_IN_FLIGHT))
+    return [propose(problem, "eager", "row", reason, False, programs=problem.rows, block=block)]

@@ -10,7 +10,7 @@ import itertools
 
 from ...core.device import Device
 from ...core.problem import Problem
-from ..proposal import Blocks, Proposal, clamp, no_gpu, power_of_two, reads, unaligned, words_of
+from ..proposal import Proposal, clamp, no_gpu, power_of_two, propose, reads, words_of
 from ..quality import padded_from, quality
 from ..variant import Variant
 
@@ -62,7 +62,7 @@ def _refusal(problem: Problem, device: Device) -> str | None:
 
 def _plain(problem: Problem) -> bool:
     """True where logits are taken as they are, and have 32 bits at most."""
-    return problem.itemsize < 8 and not problem.extra.fused
+    return problem.itemsize < 8 and not problem.fused
 
 
 def _is_compute_bound(problem: Problem) -> bool:
@@ -125,12 +125,11 @@ def _row(problem: Problem, tile: int, elements: int, padded: bool) -> Proposal:
     held = rows * block if _is_compute_bound(problem) else power_of_two(rows * block)
     warps = power_of_two(clamp(held // (32 * elements), 1, 32) + 1) // 2
     reason = f"a row of {problem.cols} columns fits the registers of one program, so it is read once"
-    reason += f"; {rows} rows share a program" if rows > 1 else unaligned(vector > 1)
+    reason += f"; {rows} rows share a program" if rows > 1 else ""
     case = "one warp" if warps == 1 and _plain(problem) else "unaligned" if vector > 1 else ""
-    return Proposal(
-        "pallas", "row", reason, Blocks(-(-problem.rows // rows), block, rows, warps=warps, vector=vector),
-        quality=quality("pallas", "row", case),
-        variant=Variant(elements=elements, tile=tile, padded=padded),
+    return propose(
+        problem, "pallas", "row", reason, vector > 1, programs=-(-problem.rows // rows), block=block,
+        rows_per_program=rows, warps=warps, case=case, variant=Variant(elements=elements, tile=tile, padded=padded),
     )  # fmt: skip
 
 
@@ -152,12 +151,12 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     vector, _ = _body(problem)
     reason = (
         f"one program streams each row of {problem.cols} columns{', twice' if reads(problem) == 2 else ''}; "
-        f"{problem.rows} programs share the device{unaligned(vector > 1)}"
+        f"{problem.rows} programs share the device"
     )
     return [
-        Proposal(
-            "pallas", "looped", reason, Blocks(problem.rows, block, warps=warps, vector=vector), variant=variant,
-            reads=reads(problem), quality=quality("pallas", "looped"),
+        propose(
+            problem, "pallas", "looped", reason, vector > 1, programs=problem.rows, block=block, warps=warps,
+            variant=variant, reads=reads(problem),
         )
         for block, warps, variant in _tiles(problem)
     ]  # fmt: skip
@@ -210,14 +209,11 @@ def _cluster(problem: Problem, device: Device, size: int, length: int) -> Propos
     """Rows in slices of `length` columns, one for each of `size` blocks."""
     ragged = problem.cols % problem.vector != 0
     reason = f"{size} blocks hold" if size > 1 else "one block holds"
-    reason += f" a row of {problem.cols} columns in shared memory, so it is read once{unaligned(ragged)}"
-    return Proposal(
-        "pallas", "cluster", reason,
-        Blocks(
-            problem.rows * size, length, warps=CLUSTER_THREADS // 32, splits=size,
-            vector=problem.vector if ragged else 1,
-        ),
-        quality=_quality_of_slices(problem, device, size, length), variant=Variant(blocks=size),
+    reason += f" a row of {problem.cols} columns in shared memory, so it is read once"
+    return propose(
+        problem, "pallas", "cluster", reason, ragged, programs=problem.rows * size, block=length,
+        warps=CLUSTER_THREADS // 32, splits=size, quality=_quality_of_slices(problem, device, size, length),
+        variant=Variant(blocks=size),
     )  # fmt: skip
 
 
@@ -249,13 +245,11 @@ def split(problem: Problem, device: Device) -> list[Proposal] | str:
         # 16 programs a multiprocessor are its 2048 threads at 128 threads each.
         wanted = -(-16 * device.multiprocessors // max(problem.rows, 1))
         splits = clamp(wanted, 1, min(-(-body // block), MOST_SPLITS))
+        reason = f"{splits} programs share a row of {problem.cols} columns, and a second launch merges their states"
         found.append(
-            Proposal(
-                "pallas", "split", f"{splits} programs share a row of {problem.cols} columns, and a second launch "
-                f"merges their states{unaligned(vector > 1)}",
-                Blocks(problem.rows * splits, block, warps=warps, splits=splits, vector=vector),
-                variant=variant,
-                reads=reads(problem), launches=int(problem.reduces) + 1, quality=quality("pallas", "split"),
+            propose(
+                problem, "pallas", "split", reason, vector > 1, programs=problem.rows * splits, block=block,
+                warps=warps, splits=splits, variant=variant, reads=reads(problem), launches=int(problem.reduces) + 1,
             )
         )  # fmt: skip
     return found

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from typing import Any
 
 from ...core.device import Device
 from ...core.problem import Problem
-from ..proposal import Blocks, Proposal, clamp, no_gpu, power_of_two, reads, unaligned, words_of
-from ..quality import quality
+from .. import proposal
+from ..proposal import Proposal, clamp, no_gpu, power_of_two, reads, words_of
 from ..variant import Variant
 
 ROW_WORDS_PER_THREAD = 64
@@ -76,19 +76,16 @@ def _row(problem: Problem, block: int, elements: int, tile: int) -> Proposal:
     if rows > 1:
         reason += f"; {rows} rows share a program"
     warps = clamp(rows * block * words_of(problem) // (32 * elements), 1, 16)
-    return Proposal(
-        "triton", "row", reason + unaligned(problem.peels_narrow),
-        Blocks(
-            -(-problem.rows // rows), block, rows, warps=warps, vector=problem.vector if problem.peels_narrow else 1
-        ),
-        quality=quality("triton", "row"), variant=Variant(elements=elements, tile=tile),
+    return _propose(
+        problem, "row", reason, programs=-(-problem.rows // rows), block=block, rows_per_program=rows, warps=warps,
+        variant=Variant(elements=elements, tile=tile),
     )  # fmt: skip
 
 
 def _whole_multiprocessor(problem: Problem, device: Device, block: int) -> list[Proposal]:
     """Rows that fill the registers of a multiprocessor: no other row loads meanwhile, but its own next ones may."""
     words = block * words_of(problem)
-    in_flight = STAGES * block * (problem.itemsize * problem.inputs + problem.extra.bias_bytes)
+    in_flight = STAGES * block * (problem.itemsize * problem.inputs + problem.bias_bytes)
     # Loads ahead go through shared memory, which takes no unaligned or strided rows.
     ahead = in_flight <= device.shared_memory and not problem.peels_narrow and problem.contiguous
     ahead = ahead and problem.rows > device.multiprocessors
@@ -102,15 +99,10 @@ def _whole_multiprocessor(problem: Problem, device: Device, block: int) -> list[
             more = f"; {stages} rows are in flight on each multiprocessor"
         else:
             more = ", but it fills the registers of a multiprocessor, so no other row loads meanwhile"
-        case = _alone(problem, words, stages)
         found.append(
-            Proposal(
-                "triton", "row", reason + more + unaligned(problem.peels_narrow),
-                Blocks(
-                    device.multiprocessors if stages else problem.rows, block, 1, stages=stages,
-                    warps=clamp(words // (32 * elements), 8, 32), vector=problem.vector if problem.peels_narrow else 1,
-                ),
-                quality=quality("triton", "row", case),
+            _propose(
+                problem, "row", reason + more, programs=device.multiprocessors if stages else problem.rows, block=block,
+                stages=stages, warps=clamp(words // (32 * elements), 8, 32), case=_alone(problem, words, stages),
                 variant=Variant(elements=elements, stages=stages),
             )
         )  # fmt: skip
@@ -136,11 +128,11 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
         return refusal
     # Columns of a lane share one rescaling of its sum.  A gradient holds two tensors, so half of them.
     # Triton moves a mask of several columns of a lane through shared memory, which takes five times as long.
-    depth = 1 if problem.extra.masked else 4 // problem.inputs
+    depth = 1 if problem.masked else 4 // problem.inputs
     # Large programs leave few rows in flight, so that L2 still holds a row when it is read again.  An unaligned row has
     # a head and a tail to wait for, so there more and smaller programs take turns.
     again = problem.writes_elements and (problem.cols > 65536 or problem.inputs > 1)
-    lanes = 2048 if problem.peels_narrow and problem.inputs == 1 else 8192 if again or problem.extra.masked else 4096
+    lanes = 2048 if problem.peels_narrow and problem.inputs == 1 else 8192 if again or problem.masked else 4096
     # Neighbouring elements of a thread: one 16-byte load of 16-bit elements.  With 1024 threads a thread has 64
     # registers, too few for two tensors of 32 bits; unaligned rows wait for loads, so more threads issue them.
     wide = problem.itemsize > 2
@@ -158,21 +150,24 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     for _, wanted, elements in choices:
         width = clamp(widest, 32, wanted // 2 if problem.itemsize == 8 else wanted)
         warps = clamp(width // (32 * elements), 1, 32)
-        found.append(_streamed(problem, "looped", reason, Blocks(problem.rows, depth * width, depth=depth, warps=warps),
-            Variant(depth=depth, tile=depth * wanted, elements=elements)))  # fmt: skip
+        found.append(
+            _streamed(
+                problem, "looped", reason, programs=problem.rows, block=depth * width, depth=depth, warps=warps,
+                variant=Variant(depth=depth, tile=depth * wanted, elements=elements),
+            )
+        )  # fmt: skip
     return found
 
 
-def _streamed(
-    problem: Problem, strategy: str, reason: str, blocks: Blocks, variant: Variant, launches: int = 1
-) -> Proposal:
+def _streamed(problem: Problem, strategy: str, reason: str, **values: Any) -> Proposal:
     """A proposal of tiles that are streamed."""
-    vector = problem.vector if problem.peels_narrow else 1
-    return Proposal(
-        "triton", strategy, reason + unaligned(problem.peels_narrow), replace(blocks, vector=vector),
-        variant=variant, reads=reads(problem), launches=launches,
-        quality=quality("triton", strategy, "" if problem.writes_elements else "row results"),
-    )  # fmt: skip
+    case = "" if problem.writes_elements else "row results"
+    return _propose(problem, strategy, reason, reads=reads(problem), case=case, **values)
+
+
+def _propose(problem: Problem, strategy: str, reason: str, **values: Any) -> Proposal:
+    """A proposal of a Triton strategy."""
+    return proposal.propose(problem, "triton", strategy, reason, problem.peels_narrow, **values)
 
 
 def split(problem: Problem, device: Device) -> list[Proposal] | str:
@@ -182,10 +177,10 @@ def split(problem: Problem, device: Device) -> list[Proposal] | str:
     # Small rows make small tiles, so that there is one for every multiprocessor.
     small = problem.itemsize == 8 or problem.cols < 16384 * device.multiprocessors
     first = ((4 if small else 8) // problem.inputs, 1024)
-    if problem.extra.masked:
+    if problem.masked:
         # A mask of several columns of a lane is slow (see `looped`).
         first = (1, 4096 // (problem.itemsize // 4 or 1))
-    deep = (first[0],) if problem.extra.masked else (2, 4, 8)
+    deep = (first[0],) if problem.masked else (2, 4, 8)
     choices = _nearest(itertools.product(deep, (first[1], 2 * first[1])), first)
     return [_split(problem, device, depth, lanes) for depth, lanes in choices]
 
@@ -202,11 +197,11 @@ def _split(problem: Problem, device: Device, depth: int, lanes: int) -> Proposal
     reason = f"{splits} programs share each row; their states merge in {merges} launch{'es' if merges > 1 else ''}"
     if splits == 1:
         reason = "one program holds a whole row, so that splitting it would only add a launch"
-    launches = (1 + merges) * problem.reduces + problem.writes_elements
-    warps = lanes // (32 * LANE_ELEMENTS)
-    blocks = Blocks(problem.rows * splits, depth * lanes, depth=depth, warps=warps, splits=splits)
-    variant = Variant(depth=depth, tile=depth * lanes)
-    return _streamed(problem, "split", reason, blocks, variant, launches)
+    return _streamed(
+        problem, "split", reason, programs=problem.rows * splits, block=depth * lanes, depth=depth,
+        warps=lanes // (32 * LANE_ELEMENTS), splits=splits, variant=Variant(depth=depth, tile=depth * lanes),
+        launches=(1 + merges) * problem.reduces + problem.writes_elements,
+    )  # fmt: skip
 
 
 def column(problem: Problem, device: Device) -> list[Proposal] | str:
@@ -215,10 +210,10 @@ def column(problem: Problem, device: Device) -> list[Proposal] | str:
         return refusal
     if problem.contiguous:
         return "the elements of a row are neighbours: there are no rows side by side to read together"
-    if problem.access.adjacent < 8:
-        return f"{problem.access.adjacent} rows lie side by side: fewer than 8 do not fill a 32-byte sector"
+    if problem.interleaved < 8:
+        return f"{problem.interleaved} rows lie side by side: fewer than 8 do not fill a 32-byte sector"
     words = words_of(problem)
-    block, neighbours = power_of_two(problem.cols), power_of_two(problem.access.adjacent)
+    block, neighbours = power_of_two(problem.cols), power_of_two(problem.interleaved)
     # 32 neighbours are whole sectors of any dtype; more where the columns alone are no work.
     rows = clamp(max(32, 4096 // words // block), 8, neighbours)
     whole = rows * block * words <= MULTIPROCESSOR_WORDS
@@ -228,16 +223,15 @@ def column(problem: Problem, device: Device) -> list[Proposal] | str:
     found = []
     for tile in tiles:
         columns = block if whole else max(1, tile // words // rows)
+        programs = problem.rows // problem.interleaved * -(-problem.interleaved // rows)
+        reason = (
+            f"the softmax dimension is strided and {problem.interleaved} rows lie side by side: a program reads {rows} "
+            "of them as they lie" + ("" if whole else f", {columns} columns at a time")
+        )
         found.append(
-            Proposal(
-                "triton", "column",
-                f"the softmax dimension is strided and {problem.access.adjacent} rows lie side by side: a program "
-                f"reads {rows} of them as they lie" + ("" if whole else f", {columns} columns at a time"),
-                Blocks(
-                    problem.rows // problem.access.adjacent * -(-problem.access.adjacent // rows), columns, rows,
-                    warps=clamp(rows * columns * problem.itemsize // 4096, 1, 16),
-                ),
-                reads=1 if whole else reads(problem), quality=quality("triton", "column"),
+            _propose(
+                problem, "column", reason, programs=programs, block=columns, rows_per_program=rows,
+                warps=clamp(rows * columns * problem.itemsize // 4096, 1, 16), reads=1 if whole else reads(problem),
                 variant=Variant(tile=tile),
             )
         )  # fmt: skip
