@@ -122,6 +122,7 @@ class CudaAlgebra:
     """
 
     examples = 25
+    accumulators: Sequence[str] = ("weighted",)
     device = "cuda"
 
     def __init__(self, dtype: str, out: str, form: int = PLAIN) -> None:
@@ -137,7 +138,7 @@ class CudaAlgebra:
     def numpy(self, x: Any) -> Float64:
         return np.asarray(x.double().cpu())
 
-    def of(self, x: Any) -> CudaState:
+    def of(self, x: Any, first: int = 0) -> CudaState:
         return self._new("of", lambda form: (x, x.numel()))
 
     def identity(self, like: Any) -> CudaState:
@@ -156,7 +157,7 @@ class CudaAlgebra:
         m, l, _, _ = self._parts(state, self.form)
         return m, l
 
-    def weighted(self, state: CudaState) -> float:
+    def accumulated(self, state: CudaState, name: str) -> float:
         return self._parts(state, WEIGHTED)[3]
 
     def logsumexp(self, state: CudaState) -> float:

@@ -3,9 +3,9 @@
 LAWS knows nothing of NumPy, torch, JAX, Triton, CUDA or Pallas.  A language joins with an `Algebra`: a few functions
 and a list of dtypes.  tests/core/test_state.py runs the table over the languages that run everywhere.
 
-A law compares the observables logsumexp, softmax and log_softmax, and for rows without NaN also m, l and one
-accumulator more: the weighted sum of x * exp(x - m).  In a row with NaN, m can be anything: NumPy's max keeps a NaN,
-Triton's drops it, and then l alone carries it.
+A law compares the observables logsumexp, softmax and log_softmax, and for rows without NaN also m and l.  In a row with
+NaN, m can be anything: NumPy's max keeps a NaN, Triton's drops it, and then l alone carries it.  It also compares the
+further accumulators that the language has, each by its entry in accumulator_laws.ACCUMULATORS.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from accumulator_laws import ACCUMULATORS
 from onlinesoftmax.ops import reference
 
 Native = Any
@@ -37,20 +38,22 @@ class Algebra(Protocol):
         name: Name of the algebra in the names of the tests.
         dtypes: Names of the element types that it takes.
         examples: Number of examples that each law draws; fewer for a slow language.
+        accumulators: Names of the accumulators that its states have beside l, of those in ACCUMULATORS.
     """
 
     name: str
     dtypes: Sequence[str]
     examples: int
+    accumulators: Sequence[str]
 
     def array(self, values: Float64, dtype: str) -> Native: ...
     def numpy(self, x: Native) -> Float64: ...
-    def of(self, x: Native) -> State: ...
+    def of(self, x: Native, first: int = 0) -> State: ...
     def identity(self, like: Native) -> State: ...
     def merge(self, a: State, b: State) -> State: ...
     def merge_all(self, states: Sequence[State]) -> State: ...
     def parts(self, state: State) -> tuple[float, float]: ...
-    def weighted(self, state: State) -> float: ...
+    def accumulated(self, state: State, name: str) -> float: ...
     def logsumexp(self, state: State) -> float: ...
     def softmax(self, state: State, x: Native) -> Float64: ...
     def log_softmax(self, state: State, x: Native) -> Float64: ...
@@ -173,25 +176,22 @@ def assert_near(got: Any, want: Any, tolerance: Any, what: str) -> None:
     assert near.all(), f"{what}: got {got[~near]}, want {want[~near]}, tolerance {tolerance[~near]}"
 
 
-def assert_same_state(algebra: Algebra, got: State, want: State, slack: float) -> None:
-    """The same m exactly, l within `slack`, logsumexp within what that makes of it; NaN rows by logsumexp alone."""
+def assert_same_state(algebra: Algebra, got: State, want: State, slack: float, row: Sequence[float]) -> None:
+    """The same m exactly, l within `slack`, logsumexp within what that makes of it; NaN rows by logsumexp alone.
+
+    The accumulators within the tolerances for the row.
+    """
     lse = algebra.logsumexp(want)
     assert_near(algebra.logsumexp(got), lse, slack * (1 + abs(lse)), "logsumexp")
     if not math.isnan(lse):
         (m_got, l_got), (m, l) = algebra.parts(got), algebra.parts(want)
         assert_near(m_got, m, 0, "m")
         assert_near(l_got, l, slack * l, "l")
-        if math.isfinite(lse):
-            tolerance = 2 * slack * l * weight_bound(m)
-            assert_near(algebra.weighted(got), algebra.weighted(want), tolerance, "weighted sum")
-
-
-def weight_bound(m: float) -> float:
-    """A bound on the weighted sum's terms |x| exp(x - m) over those of l, exp(x - m).
-
-    |x| is at most |m| + t with t = m - x, and an element with t > 40 adds less than 2^-52 to either sum.
-    """
-    return abs(m) + 40
+    exact = np.array(row, np.float64)
+    for name in algebra.accumulators:
+        if ACCUMULATORS[name].is_defined(exact):
+            tolerance = ACCUMULATORS[name].tolerance(exact, slack)
+            assert_near(algebra.accumulated(got, name), algebra.accumulated(want, name), tolerance, name)
 
 
 def assert_same_rows(got: tuple[Any, Any], want: tuple[Any, Any], slack: float, dtype: str) -> None:
@@ -215,11 +215,17 @@ def slices(algebra: Algebra, case: Case) -> list[Native]:
 
 def merged(algebra: Algebra, case: Case) -> State:
     """The state of every slice, merged two at a time in the case's order."""
-    states = [algebra.of(part) for part in slices(algebra, case)]
+    states = states_of(algebra, case)
     for i, j in case.order:
         first = states.pop(i % len(states))
         states.append(algebra.merge(first, states.pop(j % len(states))))
     return states[0]
+
+
+def states_of(algebra: Algebra, case: Case) -> list[State]:
+    """The state of each slice of the row."""
+    firsts = (0, *case.cuts)
+    return [algebra.of(part, first) for part, first in zip(slices(algebra, case), firsts, strict=True)]
 
 
 def whole(algebra: Algebra, case: Case) -> Native:
@@ -233,16 +239,17 @@ def slack_of(case: Case) -> float:
 def identity_is_neutral(algebra: Algebra, case: Case) -> None:
     x = whole(algebra, case)
     state, nothing = algebra.of(x), algebra.identity(x)
-    assert_same_state(algebra, algebra.merge(state, nothing), state, 0)
-    assert_same_state(algebra, algebra.merge(nothing, state), state, 0)
+    assert_same_state(algebra, algebra.merge(state, nothing), state, 0, case.row)
+    assert_same_state(algebra, algebra.merge(nothing, state), state, 0, case.row)
 
 
 def identity_is_idempotent(algebra: Algebra, case: Case) -> None:
     nothing = algebra.identity(whole(algebra, case))
-    assert algebra.parts(nothing) == (-INF, 0)
-    assert algebra.weighted(nothing) == 0
-    assert algebra.parts(algebra.merge(nothing, nothing)) == (-INF, 0)
-    assert algebra.logsumexp(nothing) == -INF
+    for state in (nothing, algebra.merge(nothing, nothing)):
+        assert algebra.parts(state) == (-INF, 0)
+        assert algebra.logsumexp(state) == -INF
+        for name in algebra.accumulators:
+            assert algebra.accumulated(state, name) == ACCUMULATORS[name].empty, name
 
 
 def empty_is_identity(algebra: Algebra, case: Case) -> None:
@@ -255,33 +262,36 @@ def all_minus_inf_is_identity(algebra: Algebra, case: Case) -> None:
     x = algebra.array(np.full(len(case.row) + 1, -INF), case.dtype)
     state = algebra.of(x)
     assert algebra.parts(state) == (-INF, 0)
-    assert algebra.weighted(state) == 0
+    for name in algebra.accumulators:
+        assert algebra.accumulated(state, name) == ACCUMULATORS[name].all_minus_inf, name
     assert algebra.logsumexp(state) == -INF
     assert np.isnan(rows_of(algebra, state, x)).all()
 
 
 def merge_is_associative(algebra: Algebra, case: Case) -> None:
-    a, b, c = (algebra.of(part) for part in thirds(algebra, case))
+    a, b, c = thirds(algebra, case)
     left, right = algebra.merge(algebra.merge(a, b), c), algebra.merge(a, algebra.merge(b, c))
-    assert_same_state(algebra, left, right, slack(len(case.row), 4, case.dtype))
+    assert_same_state(algebra, left, right, slack(len(case.row), 4, case.dtype), case.row)
 
 
 def merge_is_commutative(algebra: Algebra, case: Case) -> None:
-    a, b, _ = (algebra.of(part) for part in thirds(algebra, case))
+    a, b, _ = thirds(algebra, case)
     # Not exact: a compiler may fuse either product into the sum.
-    assert_same_state(algebra, algebra.merge(a, b), algebra.merge(b, a), slack(len(case.row), 2, case.dtype))
+    error, both = slack(len(case.row), 2, case.dtype), case.row[: case.cuts[-1] if case.cuts else 0]
+    assert_same_state(algebra, algebra.merge(a, b), algebra.merge(b, a), error, both)
 
 
-def thirds(algebra: Algebra, case: Case) -> list[Native]:
+def thirds(algebra: Algebra, case: Case) -> list[State]:
+    """The states of the row cut in three."""
     first, second = (*case.cuts[:1], *case.cuts[-1:]) or (0, 0)
-    return slices(algebra, Case(case.row, (first, second), (), case.dtype))
+    return states_of(algebra, Case(case.row, (first, second), (), case.dtype))
 
 
 def any_cut_is_no_cut(algebra: Algebra, case: Case) -> None:
     x = whole(algebra, case)
     cut, uncut = merged(algebra, case), algebra.of(x)
     # Both sides err, each by at most the slack.
-    assert_same_state(algebra, cut, uncut, 2 * slack_of(case))
+    assert_same_state(algebra, cut, uncut, 2 * slack_of(case), case.row)
     assert_same_rows(rows_of(algebra, cut, x), rows_of(algebra, uncut, x), 2 * slack_of(case), case.dtype)
 
 
@@ -308,9 +318,9 @@ def nan_shows_in_any_cut(algebra: Algebra, case: Case) -> None:
 
 
 def merge_all_is_a_fold(algebra: Algebra, case: Case) -> None:
-    states = [algebra.of(part) for part in slices(algebra, case)]
+    states = states_of(algebra, case)
     fold = reduce(algebra.merge, states)
-    assert_same_state(algebra, algebra.merge_all(states), fold, 2 * slack_of(case))
+    assert_same_state(algebra, algebra.merge_all(states), fold, 2 * slack_of(case), case.row)
 
 
 def agrees_with_reference(algebra: Algebra, case: Case) -> None:
@@ -322,11 +332,11 @@ def agrees_with_reference(algebra: Algebra, case: Case) -> None:
     assert_near(algebra.logsumexp(state), lse, slack_of(case) * (1 + abs(lse)), "logsumexp")
     want = reference.two_pass(exact), reference.log_softmax(exact)
     assert_same_rows(rows_of(algebra, state, x), want, slack_of(case), case.dtype)
-    if np.isfinite(lse):
-        terms = np.exp(exact - m)
-        weighted = np.sum(np.where(terms > 0, exact, 0) * terms)
-        tolerance = 2 * slack_of(case) * np.sum(terms) * weight_bound(m)
-        assert_near(algebra.weighted(state), weighted, tolerance, "weighted sum")
+    for name in algebra.accumulators:
+        law = ACCUMULATORS[name]
+        if law.is_defined(exact):
+            tolerance = law.tolerance(exact, slack_of(case))
+            assert_near(algebra.accumulated(state, name), law.of_row(exact), tolerance, name)
 
 
 def softmax_sums_to_one(algebra: Algebra, case: Case) -> None:

@@ -94,7 +94,9 @@ class TritonAlgebra:
     def numpy(self, x: torch.Tensor) -> Float64:
         return np.asarray(x.double().cpu())
 
-    def of(self, x: torch.Tensor) -> TritonState:
+    accumulators: Sequence[str] = ("weighted",)
+
+    def of(self, x: torch.Tensor, first: int = 0) -> TritonState:
         out = self._empty(x)
         _of[(1,)](x, *out, x.numel(), BLOCK=_block(x), OP=_constants(x))
         return out
@@ -117,7 +119,7 @@ class TritonAlgebra:
     def parts(self, state: TritonState) -> tuple[float, float]:
         return float(state[0]), float(state[1])
 
-    def weighted(self, state: TritonState) -> float:
+    def accumulated(self, state: TritonState, name: str) -> float:
         """The accumulator with weight x, sum(x * exp(x - m)); the kernel counts x from m."""
         m, l, zl = (float(part) for part in state)
         return zl + l * np.nan_to_num(m)
@@ -150,7 +152,7 @@ class TwoTilesAlgebra(TritonAlgebra):
 
     name = "triton, two tiles"
 
-    def of(self, x: torch.Tensor) -> TritonState:
+    def of(self, x: torch.Tensor, first: int = 0) -> TritonState:
         out = self._empty(x)
         _of_both[(1,)](x, *out, x.numel() // 3, x.numel(), BLOCK=_block(x), OP=_constants(x))
         return out

@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, given, settings
 import laws
 from laws import LAWS, UNREAL_ARRAYS, Algebra, Float64, Law, Native
 from onlinesoftmax.core import arrays as array_libraries
+from onlinesoftmax.core.accumulators import Argmax, PlainSum
+from onlinesoftmax.core.arrays import namespace
 from onlinesoftmax.core.state import State
 from onlinesoftmax.ops import reference
 
@@ -40,11 +42,15 @@ class Arrays:
     ) -> None:
         self.name, self.array, self.numpy, self.dtypes, self.examples = name, asarray, tonumpy, dtypes, examples
 
-    def of(self, x: Native) -> State:
-        return State.of(x, weights={"x": x})
+    accumulators = ("weighted", "plain", "largest")
+
+    def of(self, x: Native, first: int = 0) -> State:
+        # An index is of the library of x.
+        index = namespace(x).arange(x, 0) + first
+        return State.of(x, weights={"weighted": x}, more={"plain": PlainSum(x), "largest": Argmax(x, index)})
 
     def identity(self, like: Native) -> State:
-        return State.identity(like, weights=("x",))
+        return State.identity(like, weights=("weighted",), more={"plain": PlainSum, "largest": Argmax})
 
     def merge(self, a: State, b: State) -> State:
         return a.merge(b)
@@ -55,8 +61,9 @@ class Arrays:
     def parts(self, state: State) -> tuple[float, float]:
         return float(state.m[0]), float(state.l[0])
 
-    def weighted(self, state: State) -> float:
-        return float(state.sums["x"][0])
+    def accumulated(self, state: State, name: str) -> float:
+        # The mean of a weight is its sum divided by l.
+        return float(state.sums[name][0] if name == "weighted" else state.finish(name))
 
     def logsumexp(self, state: State) -> float:
         return float(state.logsumexp())
@@ -164,6 +171,28 @@ def test_any_dim(arrays: Algebra, dim: int) -> None:
     np.testing.assert_allclose(arrays.numpy(state.log_softmax(x)), reference.log_softmax(values, dim), rtol=1e-14)
     np.testing.assert_allclose(arrays.numpy(state.logsumexp()), reference.logsumexp(values, dim), rtol=1e-14)
     assert tuple(state.logsumexp(keepdim=True).shape) == tuple(state.m.shape) == tuple(State.identity(x, dim).m.shape)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_accumulators_along_any_dim(arrays: Algebra, dim: int) -> None:
+    values = np.random.default_rng(0).integers(-2, 3, (3, 4, 5)).astype(np.float64)
+    values[1, 2, 3:] = np.nan
+
+    def of(start: int, stop: int | None) -> State:
+        x = arrays.array(np.moveaxis(np.moveaxis(values, dim, 0)[start:stop], 0, dim), "float32")
+        columns = namespace(x).arange(x, dim) + start
+        return State.of(x, dim, more={"largest": Argmax(x, columns), "of columns": PlainSum(columns)})
+
+    state = State.merge_all([of(2, None), of(0, 1), of(1, 2)])
+    np.testing.assert_array_equal(arrays.numpy(state.finish("largest")), values.argmax(dim))
+    assert set(arrays.numpy(state.finish("of columns")).ravel()) == {sum(range(values.shape[dim]))}
+    assert state.finish("largest", keepdim=True).shape == state.m.shape
+    again = pickle.loads(pickle.dumps(state))
+    np.testing.assert_array_equal(arrays.numpy(again.more["largest"].index), arrays.numpy(state.more["largest"].index))
+    with pytest.raises(ValueError, match=r"accumulators {'a': 'PlainSum'} and {'a': 'Argmax'} do not match"):
+        State.identity(state.m, more={"a": PlainSum}).merge(State.identity(state.m, more={"a": Argmax}))
+    with pytest.raises(TypeError, match=r"more\['a'\]\.index must "):
+        State.of(state.m, more={"a": Argmax(state.m, "index")})
 
 
 def test_0d(arrays: Algebra) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import onlinesoftmax as osm
 from distributed.processes import COLS, device, random
 from onlinesoftmax.core import agreement
+from onlinesoftmax.core.accumulators import Argmax, PlainSum
 
 sharded = osm.distributed
 
@@ -103,6 +104,7 @@ def different_states_are_an_error(first: int, end: int) -> None:
         (lambda odd: of(x.double() if odd else x, 1), r"\(4, 1\) float32.*\(4, 1\) float64"),
         (lambda odd: of(x, 1, weights={"ab"[odd]: x}), r"sums=\{'a'.*sums=\{'b'"),
         (lambda odd: of(x, 1, weights={"a": x} if odd else None), r"sums=\{\}.*sums=\{'a'"),
+        (lambda odd: of(x, 1, more={"a": PlainSum(x)} if odd else None), r"sums=\{\}.*more=\{'a': 'PlainSum'"),
         (lambda odd: osm.State(x[:, :1], x[: 4 - 2 * odd, :1] + 5, -1), r"l='\(4, 1\) .*l='\(2, 1\)"),
     )
     for state, message in states:
@@ -110,10 +112,14 @@ def different_states_are_an_error(first: int, end: int) -> None:
             state(odd).all_reduce()
     with pytest.raises(ValueError, match=r"rank 0: State.all_reduce\(.*rank 1: logsumexp\("):
         (lambda: sharded.logsumexp(x) if odd else of(x, 1).all_reduce())()
-    parts = [of(random(4, 4, seed=rank), 1, weights={"b": x, "a": x}) for rank in range(dist.get_world_size())]
+    columns = torch.arange(4, device=x.device)
+    parts = [
+        of(key := random(4, 4, seed=rank), 1, weights={"b": x, "a": x}, more={"c": Argmax(key, columns + 4 * rank)})
+        for rank in range(dist.get_world_size())
+    ]
     found, want = parts[dist.get_rank()].all_reduce(), osm.State.merge_all(parts)
-    for name in ("a", "b"):
-        torch.testing.assert_close(found.mean(name), want.mean(name))
+    for name in ("a", "b", "c"):
+        torch.testing.assert_close(found.finish(name), want.finish(name))
 
 
 def a_process_outside_of_the_group(first: int, end: int) -> None:

@@ -26,6 +26,7 @@ class PallasAlgebra:
     """
 
     name, dtypes, examples = "pallas", ("float16", "bfloat16", "float32"), 12
+    accumulators: Sequence[str] = ("weighted",)
     op = ops.Op("softmax", ("y", "entropy"))
 
     def array(self, values: Float64, dtype: str) -> Any:
@@ -34,7 +35,7 @@ class PallasAlgebra:
     def numpy(self, x: Any) -> Float64:
         return np.asarray(x).astype(np.float64).reshape(-1)
 
-    def of(self, x: Any) -> state.State:
+    def of(self, x: Any, first: int = 0) -> state.State:
         return state.of(x.astype(jnp.float32)[None], terms=self.op.terms) if x.size else self.identity(x)
 
     def identity(self, like: Any) -> state.State:
@@ -52,7 +53,7 @@ class PallasAlgebra:
     def logsumexp(self, a: state.State) -> float:
         return float(self.op.row_output("lse", a)[0, 0])
 
-    def weighted(self, a: state.State) -> float:
+    def accumulated(self, a: state.State, name: str) -> float:
         """The sum of x * exp(x - m); zl counts x from m."""
         m, l, zl = (float(part[0, 0]) for part in (state.shift(a[0]), *a[1:]))
         return zl + m * l
@@ -87,7 +88,7 @@ def test_the_weighted_sum_merges_as_l_does() -> None:
         parts = [algebra.of(algebra.array(part, "float32")) for part in np.split(x, [0, 7, 8, 150])]
         one_by_one = reduce(algebra.merge, parts)
         for merged in (one_by_one, algebra.merge_all(parts)):
-            np.testing.assert_allclose(algebra.weighted(merged), exact, rtol=1e-5)
+            np.testing.assert_allclose(algebra.accumulated(merged, "weighted"), exact, rtol=1e-5)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)

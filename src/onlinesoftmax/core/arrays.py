@@ -134,6 +134,7 @@ def _numpy() -> SimpleNamespace:
         accumulator=lambda x: _numpy_accumulator(x.dtype),
         astype=lambda x, dtype: np.asarray(x).astype(dtype, copy=False),
         max=lambda x, dim: np.max(x, axis=dim, keepdims=True),
+        min=lambda x, dim: np.min(x, axis=dim, keepdims=True),
         sum=_numpy_sum,
         full=lambda like, shape, value: np.full(shape, value, _numpy_accumulator(like.dtype)),
         arange=lambda x, dim: np.arange(x.shape[dim]).reshape(_along(x, dim)),
@@ -143,6 +144,8 @@ def _numpy() -> SimpleNamespace:
         clip=lambda m: np.clip(m, np.finfo(m.dtype).min, np.finfo(m.dtype).max),
         isinf=np.isinf,
         maximum=np.maximum,
+        broadcast=np.broadcast_to,
+        index=np.int64,
     )
 
 
@@ -206,6 +209,7 @@ def _torch() -> SimpleNamespace:
         accumulator=accumulator,
         astype=lambda x, dtype: x.to(dtype),
         max=lambda x, dim: torch.amax(x, dim, keepdim=True),
+        min=lambda x, dim: torch.amin(x, dim, keepdim=True),
         sum=lambda x, dim: torch.sum(x, dim, keepdim=True),
         full=lambda like, shape, value: torch.full(shape, value, dtype=accumulator(like), device=like.device),
         arange=lambda x, dim: torch.arange(x.shape[dim], device=x.device).reshape(_along(x, dim)),
@@ -215,6 +219,8 @@ def _torch() -> SimpleNamespace:
         clip=lambda m: torch.clamp(m, torch.finfo(m.dtype).min, torch.finfo(m.dtype).max),
         isinf=torch.isinf,
         maximum=torch.maximum,
+        broadcast=torch.broadcast_to,
+        index=torch.int64,
     )
 
 
@@ -230,6 +236,7 @@ def _jax() -> SimpleNamespace:
         accumulator=accumulator,
         astype=lambda x, dtype: x.astype(dtype),
         max=lambda x, dim: jnp.max(x, axis=dim, keepdims=True),
+        min=lambda x, dim: jnp.min(x, axis=dim, keepdims=True),
         sum=lambda x, dim: jnp.sum(x, axis=dim, keepdims=True),
         full=lambda like, shape, value: jnp.full(shape, value, accumulator(like)),
         arange=lambda x, dim: jnp.arange(x.shape[dim]).reshape(_along(x, dim)),
@@ -239,6 +246,9 @@ def _jax() -> SimpleNamespace:
         clip=lambda m: jnp.clip(m, jnp.finfo(m.dtype).min, jnp.finfo(m.dtype).max),
         isinf=jnp.isinf,
         maximum=jnp.maximum,
+        broadcast=jnp.broadcast_to,
+        # 64 bits where JAX has them.
+        index=int,
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal
 
+from .accumulators import PlainSum, ScaledSum
 from .formulas import Formula
 
 ValueKind = Literal["element", "row", "call"]
@@ -47,18 +48,22 @@ class Operand:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """A sum over a row, `sum(w * exp(z - m))` or a plain sum, that a state keeps beside the maximum m.
+    """The declaration of what a state keeps over a row beside the maximum m.
 
     Attributes:
         name: Its name.  The exponent sum of softmax is "l": its weight w is 1.
-        rescaled: True for `sum(w * exp(z - m))`, which two states merge with the same factors as l.
-            False for a plain sum, which two states merge by addition.
-        only_with: Name of the optional operand without which the sum is not needed; empty where there is none.
+        kind: Class of the accumulator.
+        only_with: Name of the optional operand without which it is not needed; empty where there is none.
     """
 
     name: str
-    rescaled: bool = True
+    kind: type[ScaledSum] | type[PlainSum] = ScaledSum
     only_with: str = ""
+
+    @property
+    def rescaled(self) -> bool:
+        """True where two states merge it with the same factors as l."""
+        return self.kind is ScaledSum
 
 
 @dataclass(frozen=True)
@@ -268,7 +273,7 @@ MEAN_SUM = Accumulator("zl")
 SUMS = (EXPONENT_SUM, MEAN_SUM)
 """The sums of every forward operation."""
 
-PRODUCT_SUM = Accumulator("dot", rescaled=False)
+PRODUCT_SUM = Accumulator("dot", PlainSum)
 """Sum over a row in the gradient of softmax, of x * dy, and of log-softmax, of dy."""
 
 STATISTICS: tuple[Output, ...] = (

@@ -130,18 +130,21 @@ def failure(group: Group, error: Exception) -> ExchangeError:
 
 
 def gathered_arrays(arrays: list[Array], group: Group) -> list[list[Array]]:
-    """The arrays of every process, in the order of the ranks, by one collective.
+    """The arrays of every process, in the order of the ranks, by one collective for each dtype.
 
     Args:
-        arrays: NumPy arrays or torch tensors of one shape and one dtype, the same on every process.
+        arrays: NumPy arrays or torch tensors of one shape, the same on every process.
         group: A process group; one that exchanges CPU tensors, as gloo does, for NumPy arrays.
     """
     import torch
 
-    if array_kind(arrays[0]) == "torch":
-        return [list(process.unbind(0)) for process in gathered(torch.stack(arrays), group)]
-    found = gathered(torch.from_numpy(np.stack(arrays)), group).numpy()
-    return [list(process) for process in found]
+    of_torch, found = array_kind(arrays[0]) == "torch", dict[int, Array]()
+    for dtype in dict.fromkeys(t.dtype for t in arrays):
+        places = [i for i, t in enumerate(arrays) if t.dtype == dtype]
+        chosen = [arrays[i] for i in places]
+        together = gathered(torch.stack(chosen) if of_torch else torch.from_numpy(np.stack(chosen)), group)
+        found |= zip(places, (together if of_torch else together.numpy()).swapaxes(0, 1), strict=True)
+    return [list(process) for process in zip(*(found[i] for i in range(len(arrays))), strict=True)]
 
 
 def device_of_array(x: Array) -> Any:

@@ -16,10 +16,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from .accumulators import Accumulator, ScaledSum
 from .agreement import Announcement, kind_of, numbers_of_all
 from .arrays import Array, array_kind, broadcasts, check_plain, is_real_dtype, namespace, quiet
 from .processes import device_of_array, gathered_arrays, group_or_default
@@ -38,6 +40,7 @@ class State:
         dim: The reduced dimension, counted from the end (-1 is the last).
         sums: Further accumulators by name: `sum(w * exp(x - m))` of each slice, for weights w that the caller chose.
             They merge with the same two factors as l, whose weight is 1.
+        more: Accumulators of other kinds by name: `PlainSum` and `Argmax` of onlinesoftmax.core.accumulators.
 
     Example:
         >>> import numpy as np
@@ -51,32 +54,44 @@ class State:
         >>> state = State.of(x, weights={"x": x})  # the entropy is the logsumexp minus the mean of x
         >>> (state.logsumexp() - state.mean("x")).round(4)
         array([0.9475])
+        >>> from onlinesoftmax.core.accumulators import Argmax
+        >>> State.of(x, more={"largest": Argmax(x, np.arange(4))}).finish("largest")
+        array([3])
     """
 
     m: Array
     l: Array
     dim: int = -1
     sums: Mapping[str, Array] = field(default_factory=dict)
+    more: Mapping[str, Accumulator] = field(default_factory=dict)
 
     @classmethod
-    def identity(cls, like: Array, dim: int = -1, weights: Iterable[str] = ()) -> State:
+    def identity(
+        cls, like: Array, dim: int = -1, weights: Iterable[str] = (),
+        more: Mapping[str, type[Accumulator]] | None = None,
+    ) -> State:  # fmt: skip
         """Return the state of an empty slice. Merged with any state s, it gives s.
 
         Args:
             like: Array with the shape and dtype of an input of `of`; the size of `dim` is ignored.
             dim: Dimension that `of` would reduce.
-            weights: Names of the accumulators, all of which are 0.
+            weights: Names of the sums, all of which are 0.
+            more: Accumulators of other kinds, by name.
         """
         xp = namespace(like)
         dim = dim_from_end(dim, like.ndim)
         shape = list(like.shape) or [1]
         shape[dim] = 1
-        sums = {name: xp.full(like, shape, 0.0) for name in weights}
-        return cls(xp.full(like, shape, -np.inf), xp.full(like, shape, 0.0), dim, sums)
+        kinds: dict[str, type[Accumulator]] = {**dict.fromkeys(weights, ScaledSum), **(more or {})}
+        found = {name: kind.identity(xp, like, shape) for name, kind in kinds.items()}
+        return _state(xp.full(like, shape, -np.inf), xp.full(like, shape, 0.0), dim, found)
 
     @classmethod
     @quiet
-    def of(cls, x: Array, dim: int = -1, weights: Mapping[str, Array] | None = None) -> State:
+    def of(
+        cls, x: Array, dim: int = -1, weights: Mapping[str, Array] | None = None,
+        more: Mapping[str, Accumulator] | None = None,
+    ) -> State:  # fmt: skip
         """Return the state of `x` along `dim`.
 
         Args:
@@ -84,6 +99,8 @@ class State:
             dim: Dimension to reduce.
             weights: Weights w of further accumulators, by name; each broadcasts to the shape of x.  An element of -inf
                 is absent and adds 0, whatever its weight.  Any other element with an infinite weight adds this weight.
+            more: Accumulators of the elements, by name, of arrays that broadcast to the shape of x: `PlainSum(w)` for
+                the sum of w, `Argmax(key, index)` for the index of the largest key.
 
         Raises:
             TypeError: x is not a floating-point NumPy, torch or JAX array, or a weight is no array of real numbers of
@@ -95,17 +112,19 @@ class State:
         dim = dim_from_end(dim, x.ndim)
         if not isinstance(weights, Mapping | None):
             raise TypeError(f"weights must be a mapping from names to arrays, not {type(weights).__name__}")
-        weights = {name: _checked_weight(name, w, x) for name, w in (weights or {}).items()}
+        elements: dict[str, Accumulator] = {
+            name: ScaledSum(_checked(f"weights[{name!r}]", w, x)) for name, w in (weights or {}).items()
+        }
+        for name, given in (more or {}).items():
+            parts = [_checked(f"more[{name!r}].{part}", t, x) for part, t in given.parts().items()]
+            elements[name] = type(given)(*parts)
         x = xp.astype(x, xp.accumulator(x)).reshape(tuple(x.shape) or (1,))
         if x.shape[dim] == 0:
-            return cls.identity(x, dim, weights)
+            return cls.identity(x, dim, more={name: type(of_elements) for name, of_elements in elements.items()})
         m = xp.max(x, dim)
         terms = xp.exp(x - shift(xp, m))
-        sums = {
-            name: xp.sum(_weighted(xp, xp.where(x == -np.inf, 0.0, xp.astype(w, x.dtype)), terms), dim)
-            for name, w in weights.items()
-        }
-        return cls(m, xp.sum(terms, dim), dim, sums)
+        found = {name: of_elements.reduce(xp, x, terms, dim) for name, of_elements in elements.items()}
+        return _state(m, xp.sum(terms, dim), dim, found)
 
     @quiet
     def merge(self, other: State) -> State:
@@ -122,6 +141,9 @@ class State:
             raise ValueError(f"merge: states reduced over dim {self.dim} and dim {other.dim} do not belong to one row")
         if self.sums.keys() != other.sums.keys():
             raise ValueError(f"merge: states with the sums {sorted(self.sums)} and {sorted(other.sums)} do not match")
+        (own, its) = ({name: type(one).__name__ for name, one in state.more.items()} for state in (self, other))
+        if own != its:
+            raise ValueError(f"merge: states with the accumulators {own} and {its} do not match")
         for name, ours, theirs in self._pairs(other):
             if array_kind(ours) != array_kind(theirs):
                 raise TypeError(
@@ -136,10 +158,14 @@ class State:
         m = xp.maximum(self.m, other.m)
         s = shift(xp, m)
         ours, theirs = xp.exp(self.m - s), xp.exp(other.m - s)
-        sums = {
-            name: _weighted(xp, self.sums[name], ours) + _weighted(xp, other.sums[name], theirs) for name in self.sums
-        }
-        return State(m, self.l * ours + other.l * theirs, self.dim, sums)
+        more: Any = other._accumulators
+        found = {name: one.merge(more[name], xp, ours, theirs) for name, one in self._accumulators.items()}
+        return _state(m, self.l * ours + other.l * theirs, self.dim, found)
+
+    @property
+    def _accumulators(self) -> dict[str, Accumulator]:
+        """Every accumulator but l, by name."""
+        return {**{name: ScaledSum(value) for name, value in self.sums.items()}, **self.more}
 
     def _pairs(self, other: State) -> Iterator[tuple[str, Array, Array]]:
         """(name, array of this state, array of the other) of each array of a state."""
@@ -147,6 +173,10 @@ class State:
         yield "l", self.l, other.l
         for name in self.sums:
             yield f"sums[{name!r}]", self.sums[name], other.sums[name]
+        for name, one in self.more.items():
+            its = other.more[name].parts()
+            for part, ours in one.parts().items():
+                yield f"more[{name!r}].{part}", ours, its[part]
 
     @staticmethod
     def merge_all(states: Iterable[State]) -> State:
@@ -166,7 +196,8 @@ class State:
     def all_reduce(self, group: Any = None) -> State:
         """Return the state of the slices of all processes of a torch process group.
 
-        The processes first compare their states.  Then there is one collective, an all-gather of one packed tensor.
+        The processes first compare their states.  Then there is one collective, an all-gather of one packed tensor; an
+        `Argmax`, whose indices are integers, needs a second one.
         Every process merges the states in the order of the ranks, so every process gets the same bits.
 
         Args:
@@ -185,12 +216,20 @@ class State:
             ...     float(State.of(np.zeros(4, np.float32)).all_reduce(group).l[0])
             4.0
         """
-        device, group, names = device_of_array(self.m), group_or_default(group), sorted(self.sums)
-        sums = {name: kind_of(self.sums[name]) for name in names}
-        kinds = {"m": kind_of(self.m), "l": kind_of(self.l), "dim": self.dim, "sums": sums}
+        device, group = device_of_array(self.m), group_or_default(group)
+        kinds: dict[str, Any] = {"m": kind_of(self.m), "l": kind_of(self.l), "dim": self.dim}
+        kinds["sums"] = {name: kind_of(self.sums[name]) for name in sorted(self.sums)}
+        if self.more:
+            kinds["more"] = {name: type(self.more[name]).__name__ for name in sorted(self.more)}
         numbers_of_all(Announcement.of("State.all_reduce", kinds), 0, (group,), device)
-        every = gathered_arrays([self.m, self.l, *(self.sums[name] for name in names)], group)
-        return State.merge_all(State(m, l, self.dim, dict(zip(names, sums, strict=True))) for m, l, *sums in every)
+        accumulators = sorted(self._accumulators.items())
+        every = gathered_arrays([self.m, self.l, *(t for _, one in accumulators for t in one.parts().values())], group)
+        states = []
+        for m, l, *parts in every:
+            rest = iter(parts)
+            found = {name: type(one)(*islice(rest, one.width)) for name, one in accumulators}
+            states.append(_state(m, l, self.dim, found))
+        return State.merge_all(states)
 
     @quiet
     def logsumexp(self, keepdim: bool = False) -> Array:
@@ -214,6 +253,16 @@ class State:
         """
         mean = self.sums[name] / self.l
         return mean if keepdim else mean.squeeze(self.dim)
+
+    @quiet
+    def finish(self, name: str, keepdim: bool = False) -> Array:
+        """Result of an accumulator: the mean of a weight, the sum of a `PlainSum`, the index of an `Argmax`.
+
+        Raises:
+            KeyError: the state has no accumulator of this name.
+        """
+        found = self._accumulators[name].finish(self.l)
+        return found if keepdim else found.squeeze(self.dim)
 
     @quiet
     def softmax(self, x: Array) -> Array:
@@ -274,17 +323,15 @@ def shift(xp: Any, m: Array) -> Array:
     return xp.clip(m)
 
 
-def _weighted(xp: Any, w: Array, e: Array) -> Array:
-    """Return w * e.  An infinite w stays infinite where the positive number e has underflowed to 0.
-
-    So a sum with an infinite weight is the same however the row is cut.
-    """
-    return xp.where((e == 0) & xp.isinf(w), w, w * e)
+def _state(m: Array, l: Array, dim: int, accumulators: Mapping[str, Accumulator]) -> State:
+    """A state with accumulators of every kind."""
+    sums = {name: one.value for name, one in accumulators.items() if isinstance(one, ScaledSum)}
+    return State(m, l, dim, sums, {name: one for name, one in accumulators.items() if name not in sums})
 
 
-def _checked_weight(name: str, w: Array, x: Array) -> Array:
-    """A weight of `State.of`; a number or a list beside a NumPy array becomes an array."""
-    what, kind = f"weights[{name!r}]", array_kind(x)
+def _checked(what: str, w: Array, x: Array) -> Array:
+    """An array of an element's accumulator; a number or a list beside a NumPy array becomes an array."""
+    kind = array_kind(x)
     check_plain(what, w)
     w = np.asarray(w) if kind == "numpy" and array_kind(w) is None else w
     # JAX's functions take NumPy arrays.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core.accumulators import PlainSum
 from ...core.operations import INEXACT_STATISTICS, STATE, SUMS, TARGET, Accumulator, Operand, Operation, Output, X
 from . import formulas
 
@@ -37,7 +38,7 @@ OPTIONS = ("scale", "softcap", "mask")
 # input, while the row is on chip.
 FORWARD = Operation(
     "cross_entropy", (X, TARGET, Operand("dy", "row", optional=True), *CLASSES),
-    (*SUMS, Accumulator("wz", rescaled=False, only_with="smoothing")),
+    (*SUMS, Accumulator("wz", PlainSum, only_with="smoothing")),
     (
         Output("loss", "row", "accumulator", needs=("l", "wz"), exact=False),
         *LOSSES_REDUCED,
