@@ -1,7 +1,7 @@
 """CUDA kernels on the host with their arithmetic: every file of a kernel, compiled by g++, on simulated threads.
 
-tests/cuda_host.py counts accesses and has no numbers; this file computes them.  tests/cuda_machine.py has the threads,
-which wait for others at __syncthreads, at a shuffle, or for a message of another block.  The blocks of a cluster, and
+tests/cuda_machine.py has the threads, which wait for others at __syncthreads, at a shuffle, or for a message of another
+block.  The blocks of a cluster, and
 all blocks of strategy `grid`, run at the same time; other blocks run one after another, in the order of their numbers.
 Functions with inline assembly are replaced; everything else is compiled as it is.
 """
@@ -42,13 +42,15 @@ REPLACED = {
         "inline unsigned max_pair<float16>(unsigned a, unsigned b)": "{ return max_halves<float16>(a, b); }",
         "inline unsigned max_pair<bfloat16>(unsigned a, unsigned b)": "{ return max_halves<bfloat16>(a, b); }",
         "inline uint64 policy_word()": "{ return 0; }",
-        "inline W load_word(const W* from)": "{ return *from; }",
-        "inline uint2 load_word(const uint2* from)": "{ return *from; }",
-        "inline T load_one(const T* from)": "{ return *from; }",
-        "inline void store_word(W* to, W w)": "{ *to = w; }",
+        "inline W load_word(const W* from)": "{ return *counted(from); }",
+        "inline uint2 load_word(const uint2* from)": "{ return *counted(from); }",
+        "inline T load_one(const T* from)": "{ return *counted(from); }",
+        "inline void store_word(W* to, W w)": "{ *counted(to) = w; }",
         "inline void let_next_kernel_begin()": "{}",
         "inline void wait_for_kernel_before()": "{}",
-        "inline void copy_async(void* to, const void* from)": "{ memcpy(to, from, 16); }",
+        "inline void copy_async(void* to, const void* from)": (
+            "{ memcpy(to, counted(static_cast<const uint4*>(from)), 16); }"
+        ),
         "inline void commit()": "{}",
         "inline void wait_groups(int pending)": "{}",
     },
@@ -94,7 +96,7 @@ REPLACED = {
         ),
         "inline void copy_bulk(void* to, const void* from, unsigned bytes, uint64* barrier)": (
             # The thread has arrived before its copy, which the phase must wait for.
-            "{ memcpy(to, from, bytes); release(barrier); }"
+            "{ memcpy(to, counted(static_cast<const uint4*>(from)), bytes); release(barrier); }"
         ),
         "inline void fence_for_bulk_copies()": "{}",
     },
@@ -124,6 +126,12 @@ template <class T> unsigned max_halves(unsigned a, unsigned b) {
 """
 
 LOOK = """
+// Accesses to tensors at addresses that are no multiple of their size, which are an error on a GPU.
+extern "C" long misaligned = 0;
+template <class Word> Word* counted(Word* at) {
+    if (reinterpret_cast<unsigned long>(at) % sizeof(Word)) __atomic_fetch_add(&misaligned, 1, __ATOMIC_RELAXED);
+    return at;
+}
 // An access to a packet is one instruction on a GPU.
 static char packet_lock;
 inline void lock_packets() { while (__atomic_test_and_set(&packet_lock, __ATOMIC_ACQUIRE)) {} }
@@ -242,6 +250,7 @@ def simulate(
     library = load_kernel(simulated_source(request), folder)
     library.run(ctypes.c_void_p(fields.ctypes.data), blocks // team, team, together)
     assert all((memory == -1).all() for memory in mail.values()), "the kernel left a message behind"
+    assert not ctypes.c_long.in_dll(library, "misaligned").value, "accesses at addresses that are not aligned"
 
 
 def set_words_of(mail: NDArray[Any]) -> int:

@@ -293,6 +293,7 @@ def run(
     for name in task.outputs:
         y = from_bits(arrays[name], task.dtypes[name])
         if y.ndim == 2:
+            assert_surroundings_stay(arrays[name])
             assert (y[:, cols:] == poison).all(), "elements past the end of a row are written"
             y = y[:, :cols]
         found[name] = y.reshape(1 if name in request.operation.call_outputs else rows, -1)
@@ -300,12 +301,22 @@ def run(
 
 
 def aligned(x: NDArray[Any]) -> NDArray[Any]:
-    """A copy whose first element lies on 128 bytes, as a kernel's sums depend on the position in a cache line."""
-    raw = np.zeros(x.nbytes + 128, np.uint8)
-    begin = -raw.ctypes.data % 128
+    """A copy whose first element lies on 128 bytes, as a kernel's sums depend on the position in a cache line.
+
+    The bytes before and behind it are NaN in every dtype, so that an element outside shows in all sums.
+    """
+    raw = np.full(x.nbytes + 256, 255, np.uint8)
+    begin = 128 - raw.ctypes.data % 128
     y = raw[begin : begin + x.nbytes].view(x.dtype).reshape(x.shape)
     y[:] = x
     return y
+
+
+def assert_surroundings_stay(y: NDArray[Any]) -> None:
+    """The bytes around an array of `aligned` are as they were."""
+    assert isinstance(y.base, np.ndarray)
+    begin = y.ctypes.data - y.base.ctypes.data
+    assert (np.delete(y.base, slice(begin, begin + y.nbytes)) == 255).all(), "elements outside of a tensor are written"
 
 
 UNIT = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
