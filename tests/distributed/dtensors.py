@@ -231,6 +231,13 @@ def partial_sums_are_added(mesh: DeviceMesh) -> None:
     assert not exchanges.get_total_counts()
 
 
+def a_process_without_columns(mesh: DeviceMesh) -> None:
+    x, target = random(ROWS, mesh.size() - 1), tensor([0] * ROWS)
+    for name, tensors in (("softmax", (1,)), ("log_softmax", (1,)), ("logsumexp", (1,)), ("cross_entropy", (target,))):
+        agree(getattr(osm, name), x, mesh, (Shard(1),), tensors=tensors)
+    agree(osm.token_logprobs, x, mesh, (Shard(1),), tensors=(target,))
+
+
 def causal_is_a_mask_only_if_needed(mesh: DeviceMesh) -> None:
     """A batch that is sharded keeps `causal`; queries or keys that are sharded need a mask."""
     x = random(4, 3, 5)
@@ -373,6 +380,7 @@ def everything(*_: int) -> None:
         losses_by_kernels(square, placements)
     other_ranks_of_tensors(square)
     partial_sums_are_added(line)
+    a_process_without_columns(line)
     causal_is_a_mask_only_if_needed(square)
     class_probabilities_and_statistics(square)
     autocast_is_followed(line)

@@ -1,12 +1,25 @@
-"""The passes over a shard that do not run by default on a CPU: by kernels, and by PyTorch's operations in pieces."""
+"""The passes over a shard that do not run by default on a CPU: by kernels, in pieces, and in a compiled graph."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from distributed.processes import COLS, EAGER, KERNELS, agrees, inputs, kernels_run, random, sharded
+from distributed.processes import (
+    COLS,
+    EAGER,
+    KERNELS,
+    agrees,
+    device,
+    inputs,
+    kernels_run,
+    random,
+    same_everywhere,
+    sharded,
+)
 
 
 def softmax_by_kernels(first: int, end: int) -> None:
@@ -60,6 +73,28 @@ def long_rows_are_cut_into_pieces(first: int, end: int) -> None:
     torch.testing.assert_close(dx, (dy - want.exp() * dy.sum(1, keepdim=True))[:, first:end])
 
 
+def a_compiled_loss(first: int, end: int, compiler: str = "aot_eager") -> None:
+    """One graph of a loss with its collective, and one of its gradient."""
+    x, target, _ = inputs(torch.bfloat16)
+    local = x[:, first:end].clone().requires_grad_()
+    given: dict[str, Any] = {"shards": sharded.Shards(first, end - first, COLS), "group": dist.group.WORLD}
+    if device().type == "cpu" and kernels_run():
+        given["backend"] = "triton"
+
+    def loss(t: torch.Tensor) -> torch.Tensor:
+        return sharded.cross_entropy(t * 0.5, target, **given)
+
+    torch._dynamo.reset()
+    want, found = loss(local), torch.compile(loss, fullgraph=True, backend=compiler)(local)
+    same_everywhere(found)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(torch.autograd.grad(found, local), torch.autograd.grad(want, local))
+
+
+def compiled_by_inductor(first: int, end: int) -> None:
+    a_compiled_loss(first, end, "inductor")
+
+
 def everything(first: int, end: int) -> None:
-    for check in (softmax_by_kernels, label_smoothing_by_kernels, long_rows_are_cut_into_pieces):
+    for check in (softmax_by_kernels, label_smoothing_by_kernels, long_rows_are_cut_into_pieces, a_compiled_loss):
         check(first, end)

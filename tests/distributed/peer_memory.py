@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import onlinesoftmax as osm
 from distributed.processes import EAGER, agrees, device, random, same_everywhere
@@ -251,6 +253,25 @@ def calls_without_shards_wait_for_no_gpu() -> None:
     assert torch.equal(found, want)
 
 
+def dtensors() -> None:
+    """Calls on DTensors exchange their states in the same way."""
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    x, target, _ = some_logits(48, 1001, torch.float32)
+    calls: tuple[Callable[[Any], Any], ...] = (
+        lambda t: osm.cross_entropy(t, target), lambda t: osm.token_logprobs(t, target.clamp(min=0)).logprob,
+        lambda t: osm.softmax(t, 1), lambda t: osm.log_softmax(t, 1), lambda t: osm.logsumexp(t, 1),
+    )  # fmt: skip
+    cut, whole = distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None).requires_grad_(), x.clone().requires_grad_()
+    for call in calls:
+        before = launches()
+        found, want = call(cut), call(whole)
+        assert launches() > before
+        torch.testing.assert_close(found.full_tensor(), want, rtol=1e-5, atol=1e-5)
+        (dx,) = torch.autograd.grad(found.sum(), cut)
+        (expected,) = torch.autograd.grad(want.sum(), whole)
+        torch.testing.assert_close(dx.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+
+
 def another_group() -> None:
     """Groups have mailboxes of their own; those of a group that grows are replaced."""
     group = dist.new_group()
@@ -266,7 +287,7 @@ def another_group() -> None:
 
 CHECKS: tuple[Callable[[], None], ...] = (
     losses, log_probabilities, softmax_and_its_like, calls_follow_each_other_closely, graphs,
-    calls_that_cannot_use_peer_memory, calls_without_shards_wait_for_no_gpu, another_group,
+    calls_that_cannot_use_peer_memory, calls_without_shards_wait_for_no_gpu, dtensors, another_group,
 )  # fmt: skip
 
 
