@@ -51,15 +51,6 @@ def test_cuda_plans_compile(device: str, strategy: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("operation", ["logsumexp_backward", "cross_entropy"])
-def test_an_operation_with_row_operands_compiles(operation: str) -> None:
-    """test_cuda.py and test_cuda_targets.py compile every operation."""
-    kernel = only(explained("row", operation=operation))
-    assert f"OP = Op::{operation.upper()};" in kernel.listings["cuda"]
-    assert kernel.spills == 0
-
-
-@needs_nvrtc
 @pytest.mark.parametrize("operation", ["softmax", "softmax_backward"])
 def test_dynamic_shared_memory_counts(operation: str) -> None:
     """Each thread keeps three chunks of 16 bytes of every input in shared memory, and four in registers."""

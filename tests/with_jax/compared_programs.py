@@ -21,11 +21,16 @@ def both(f: Call, g: Call, *arguments: Any) -> Any:
     return jax.jit(lambda *arguments: (f(*arguments), g(*arguments)))(*arguments)
 
 
+def assert_close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
+    """The same shape and dtype, and close values."""
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tolerance, atol=2e-6)
+
+
 def assert_all_close(pair: tuple[Any, Any], tolerance: float = 1e-5) -> None:
     """Every array of the first result is close to that of the second."""
     for a, b in zip(*map(jax.tree.leaves, pair), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=2e-6)
+        assert_close(a, b, tolerance)
 
 
 def number(f: Call) -> Call:

@@ -159,16 +159,6 @@ def test_what_the_commands_refuse(arguments: tuple[str, ...], message: str) -> N
 # verify, explain, doctor
 
 
-@pytest.mark.early
-def test_verify_checks_pallas() -> None:
-    asked = {"backends": ["pallas"], "dtypes": ["float32"], "device": "cpu", "quick": True}
-    operations = ["softmax", "logsumexp_backward", "cross_entropy", "token_logprobs_backward"]
-    cells = verification.verify(strategies=["row", "cluster"], operations=operations, **asked)
-    found = {(cell.strategy, cell.operation): cell for cell in cells}
-    assert [found["row", operation].result for operation in operations] == ["pass"] * len(operations)
-    assert found["cluster", "softmax"].reason == "Mosaic is not interpreted"
-
-
 def test_a_wrong_kernel_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     right = bridge.forward
     monkeypatch.setattr(bridge, "forward", lambda name: lambda x, dim, **how: 1.00001 * right(name)(x, dim, **how))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,13 +13,13 @@ pytest.importorskip("jaxlib", reason="jax is not installed")
 
 import jax
 import jax.numpy as jnp
+from compared_programs import Call, assert_all_close, assert_close, both
 
 import onlinesoftmax.jax as osj
 
 NAMES = ("softmax", "log_softmax", "logsumexp")
 SHAPE = (3, 4, 5)
 AXES = (-1, 0, 1, (0, 2), (2, -2), None, ())
-Call = Callable[..., Any]
 
 
 def numbers(seed: int, shape: tuple[int, ...] = SHAPE) -> Any:
@@ -45,23 +44,6 @@ def loss(f: Call) -> Call:
         return jnp.sum(jnp.where(jnp.isfinite(y), jnp.sin(y + jnp.arange(y.size).reshape(y.shape) % 3), 0))
 
     return number
-
-
-def assert_close(a: Any, b: Any, tolerance: float = 2e-5) -> None:
-    assert a.shape == b.shape
-    assert a.dtype == b.dtype
-    np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tolerance, atol=2e-6)
-
-
-def both(f: Call, g: Call, *arguments: Any) -> Any:
-    """The results of two functions, compiled as one program: operation by operation, JAX compiles each one."""
-    return jax.jit(lambda *arguments: (f(*arguments), g(*arguments)))(*arguments)
-
-
-def assert_all_close(pair: tuple[Any, Any], tolerance: float = 2e-5) -> None:
-    """Every array of the first result is close to that of the second."""
-    for a, b in zip(*map(jax.tree.leaves, pair), strict=True):
-        assert_close(a, b, tolerance)
 
 
 WHERE = {"all": None, "some": booleans(2, (3, 1, 5))}
