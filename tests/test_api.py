@@ -154,26 +154,6 @@ def test_what_has_no_kernel_goes_to_pytorch_or_says_so() -> None:
         osm.softmax(torch.ones(3, dtype=torch.int32, device=DEVICE), backend="triton")
 
 
-def test_autocast_follows_pytorchs_lists(how: dict[str, str]) -> None:
-    x = outliers(4, 6, dtype=torch.bfloat16, device=DEVICE)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        for operation, call in OPERATIONS.items():
-            assert call(x, -1, **how).dtype == getattr(torch, operation)(x, -1).dtype
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_numpy(operation: str, dtype: type) -> None:
-    x = np.random.default_rng(0).normal(size=(3, 5, 4)).astype(dtype)
-    for dim in (0, -1):
-        ours = OPERATIONS[operation](x, dim)
-        assert isinstance(ours, np.ndarray)
-        assert ours.dtype == dtype
-        theirs = getattr(torch, operation)(torch.from_numpy(x).double(), dim).numpy()
-        np.testing.assert_allclose(ours, theirs, rtol=4 * np.finfo(dtype).eps, atol=4 * np.finfo(dtype).eps)
-    assert OPERATIONS[operation](np.float32([1, 2]), 0, dtype="float64").dtype == np.float64
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_numpy_neither_warns_nor_raises_about_its_own_arithmetic(operation: str, dtype: type) -> None:

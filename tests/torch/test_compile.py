@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from test_fused import DEVICE, GPU, NAMES, as_options, moved, options
+from test_fused import DEVICE, GPU, moved, options
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import onlinesoftmax as osm
 from contract import OPERATIONS
-from onlinesoftmax.core.call import Call, Settings
-from onlinesoftmax.core.task import Choice
-from onlinesoftmax.ops import OPERATIONS as DECLARED
-from onlinesoftmax.torch import custom_op, gradients
 
-PATHS = [{}, {"backend": "triton"}]
 BACKEND = "inductor" if GPU else "aot_eager"
 pytestmark = pytest.mark.filterwarnings(
     # Inductor's own, on some machines.
@@ -32,7 +26,6 @@ def fresh() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("path", PATHS, ids=["default", "triton"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("name", ["plain", "scale tensor", "all"])
 def test_one_graph_with_gradients(operation: str, name: str, path: dict[str, str]) -> None:
@@ -57,7 +50,6 @@ def test_one_graph_with_gradients(operation: str, name: str, path: dict[str, str
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("path", PATHS, ids=["default", "triton"])
 def test_no_recompilation_for_a_new_size(path: dict[str, str]) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(lambda x: osm.softmax(x, scale=0.5, causal=True, **path), backend=counter, dynamic=True)
@@ -68,7 +60,6 @@ def test_no_recompilation_for_a_new_size(path: dict[str, str]) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("path", PATHS, ids=["default", "triton"])
 def test_autocast_in_a_graph(path: dict[str, str]) -> None:
     x = torch.randn(4, 32, device=DEVICE, dtype=torch.bfloat16)
 
@@ -82,7 +73,6 @@ def test_autocast_in_a_graph(path: dict[str, str]) -> None:
     assert compiled.dtype == function(x).dtype == expected
 
 
-@pytest.mark.parametrize("path", PATHS, ids=["default", "triton"])
 def test_export(path: dict[str, str]) -> None:
     class Model(torch.nn.Module):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -99,34 +89,6 @@ def test_export(path: dict[str, str]) -> None:
             torch.testing.assert_close(program.module()(*arguments), Model()(*arguments))
         if path or GPU:
             assert "onlinesoftmax" in str(program.graph)
-
-
-def _cells() -> list[tuple[str, str]]:
-    cells = list(itertools.product(("plain", *NAMES), OPERATIONS))
-    return cells if GPU else cells[::4]
-
-
-@pytest.mark.parametrize(("name", "operation"), _cells())
-def test_opcheck(name: str, operation: str) -> None:
-    """The schema, the fake implementation and the derivatives of every operator, generated from its declaration."""
-    shape = (2, 3, 5)
-    given = moved(options(torch.float32, shape)[name]) if name != "plain" else {}
-    found = as_options(given)
-    if found.bias is not None:
-        found = found._replace(bias=found.bias.requires_grad_())
-    x = torch.randn(shape, device=DEVICE).requires_grad_()
-    settings = Settings(-1, choice=Choice("triton"))
-    call = Call(DECLARED[operation], x, settings, None if found.plain else found)
-    arguments = custom_op._flat(call)
-    torch.library.opcheck(getattr(torch.ops.onlinesoftmax, operation).default, arguments)
-
-    detached = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in arguments)
-    call = custom_op._call(call.operation, detached)
-    names = call.operation.kept_outputs
-    saved = {"x": call.x, **dict(zip(names, gradients.outputs_of(call, names), strict=True))}
-    backward = gradients.gradient_call(call, saved, {"dy": torch.randn_like(saved["y"])}, torch.float32)
-    operator = getattr(torch.ops.onlinesoftmax, backward.operation.name).default
-    torch.library.opcheck(operator, custom_op._flat(backward))
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,22 +18,10 @@ DEVICE = "cuda" if GPU else "cpu"
 HOW: dict[str, Any] = {} if GPU else {"backend": "triton"}
 
 
-def prepared() -> int:
-    """Number of prepared calls of public functions."""
-    return sum(isinstance(key[0][0], tuple) for key in fast_path.PREPARED_CALLS)
+pytestmark = pytest.mark.usefixtures("cacheable")
 
 
-@pytest.fixture(autouse=True)
-def _usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if not GPU:
-        # Without a GPU, Triton's interpreter takes the calls on CPU tensors.
-        monkeypatch.setattr(fast_path, "is_cacheable", lambda x: not x.is_neg())
-    fast_path.forget()
-    yield
-    fast_path.forget()
-
-
-def test_a_cache_is_bounded_and_all_are_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_is_bounded_and_all_are_emptied(monkeypatch: pytest.MonkeyPatch, prepared: Any) -> None:
     osm.softmax(torch.randn(3, 5, device=DEVICE), 1, **HOW)
     assert prepared()
     fast_path.forget()
@@ -48,7 +35,7 @@ def test_a_cache_is_bounded_and_all_are_emptied(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("start", [0, 1])
-def test_same_bits_as_the_general_path(operation: str, start: int) -> None:
+def test_same_bits_as_the_general_path(operation: str, start: int, prepared: Any) -> None:
     # A start of 1 puts the first element beside a 16-byte boundary, which is another kernel.
     x = outliers(4 * 33 + 1, dtype=torch.float32, device=DEVICE)[start:][: 4 * 33].view(4, 33)
     call = OPERATIONS[operation]
@@ -66,7 +53,9 @@ def test_same_bits_as_the_general_path(operation: str, start: int) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_recorded_calls_have_the_gradient_of_the_general_path(operation: str, dtype: torch.dtype, dim: int) -> None:
+def test_recorded_calls_have_the_gradient_of_the_general_path(
+    operation: str, dtype: torch.dtype, dim: int, prepared: Any
+) -> None:
     x = outliers(4 * 33, dtype=dtype, device=DEVICE).view(4, 33).requires_grad_()
     call = OPERATIONS[operation]
     for more in ({}, {"keepdim": True}) if operation == "logsumexp" else ({},):
@@ -145,22 +134,6 @@ def test_no_tensor_of_a_call_is_kept() -> None:
     assert [t() for t in kept] == [None, None]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_gradients_of_a_repeated_call(operation: str) -> None:
-    x = outliers(3, 20, dtype=torch.float64, device=DEVICE).requires_grad_()
-    call = OPERATIONS[operation]
-    theirs = getattr(torch, operation)(x, 1)
-    weights = torch.randn_like(theirs)
-    expected = torch.autograd.grad((theirs * weights).sum(), x)
-    for _ in range(2):
-        y = call(x, 1, **HOW)
-        torch.testing.assert_close(torch.autograd.grad((y * weights).sum(), x), expected)
-    with pytest.raises(RuntimeError, match="do not support gradients"):
-        call(x, 1, out=torch.empty_like(theirs), **HOW)
-    with torch.no_grad():
-        assert not call(x, 1, **HOW).requires_grad
-
-
 def test_a_lazy_negation_is_left_to_pytorch_or_refused() -> None:
     x = torch.randn(3, 4, dtype=torch.complex64, device=DEVICE).conj().imag
     assert x.is_neg()
@@ -173,7 +146,7 @@ def test_a_lazy_negation_is_left_to_pytorch_or_refused() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("options", [{"scale": 0.5}, {"softcap": 3.0}, {"scale": -2.0, "softcap": 9.0, "causal": True}])
 def test_score_options_that_are_numbers_are_part_of_the_key(
-    operation: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    operation: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, prepared: Any
 ) -> None:
     x = outliers(4 * 33, dtype=torch.float32, device=DEVICE).view(4, 33).requires_grad_()
     found = []

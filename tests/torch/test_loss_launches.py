@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch.nn import functional
 import onlinesoftmax as osm
 from contract import DTYPES, outliers
 from onlinesoftmax.core.call import Settings
-from onlinesoftmax.torch import fast_path, losses, reductions
+from onlinesoftmax.torch import losses, reductions
 from onlinesoftmax.torch.loss import Loss
 from onlinesoftmax.torch.targets import MOST_ROWS_IN_ONE_LAUNCH
 
@@ -25,19 +24,7 @@ DEVICE = "cuda" if GPU else "cpu"
 HOW: dict[str, Any] = {} if GPU else {"backend": "triton"}
 
 
-def prepared() -> int:
-    """Number of prepared calls of public functions."""
-    return sum(isinstance(key[0][0], tuple) for key in fast_path.PREPARED_CALLS)
-
-
-@pytest.fixture(autouse=True)
-def _usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if not GPU:
-        # Without a GPU, Triton's interpreter takes the calls on CPU tensors.
-        monkeypatch.setattr(fast_path, "is_cacheable", lambda x: not x.is_neg())
-    fast_path.forget()
-    yield
-    fast_path.forget()
+pytestmark = pytest.mark.usefixtures("cacheable")
 
 
 @pytest.fixture
@@ -87,7 +74,9 @@ def some_targets(*shape: int, classes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_losses_have_the_bits_of_the_general_path(general: Any, reduction: str, dtype: torch.dtype) -> None:
+def test_losses_have_the_bits_of_the_general_path(
+    general: Any, reduction: str, dtype: torch.dtype, prepared: Any
+) -> None:
     target = some_targets(5, classes=33)
     for options, needs_gradient in itertools.product(OPTIONS, (False, True)):
         x = outliers(5, 33, dtype=dtype, device=DEVICE).requires_grad_(needs_gradient)
@@ -111,7 +100,9 @@ def test_losses_have_the_bits_of_the_general_path(general: Any, reduction: str, 
 
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("needs_gradient", [True, False])
-def test_log_probabilities_have_the_bits_of_the_general_path(general: Any, needs_gradient: bool, entropy: bool) -> None:
+def test_log_probabilities_have_the_bits_of_the_general_path(
+    general: Any, needs_gradient: bool, entropy: bool, prepared: Any
+) -> None:
     x = torch.randn(2, 3, 40, device=DEVICE, requires_grad=needs_gradient)
     index = some_targets(2, 3, classes=40).clamp(min=0)
     for options in ({}, {"scale": 0.7, "softcap": 9.0}):
@@ -170,7 +161,7 @@ def test_arguments_are_checked_in_every_call() -> None:
                 function(x, target.clamp(min=0), scale=np.ones((4, 1)), **HOW)
 
 
-def test_calls_that_need_the_general_path() -> None:
+def test_calls_that_need_the_general_path(prepared: Any) -> None:
     """Overwritten logits, batch invariance, statistics, and targets that the small kernel cannot read."""
     h, target = torch.randn(2, 9, 3, device=DEVICE, requires_grad=True), some_targets(2, 3, classes=9)
     apart = target.t().contiguous().t()

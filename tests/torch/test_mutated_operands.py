@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from onlinesoftmax.core.call import Call, Settings
 from onlinesoftmax.core.options import PLAIN
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.ops import OPERATIONS
-from onlinesoftmax.torch import custom_op, fast_path, losses
+from onlinesoftmax.torch import custom_op
 from onlinesoftmax.torch.gradients import with_tensors
 
 GPU = torch.cuda.is_available()
@@ -101,18 +101,6 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
-@pytest.fixture(params=["usual", "general"])
-def path(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The path of cacheable calls, whose launches are kept, and the general path."""
-    if request.param == "usual" and not GPU:
-        monkeypatch.setattr(fast_path, "is_cacheable", lambda x: not x.is_neg())
-    if request.param == "general":
-        monkeypatch.setattr(losses, "look_up", lambda *_: ((), None))
-    fast_path.forget()
-    yield request.param
-    fast_path.forget()
-
-
 def change(t: torch.Tensor) -> None:
     with torch.no_grad():
         if t.dtype == torch.bool:
@@ -154,7 +142,7 @@ def assert_changes_are_noticed(call: Callable[[Tensors], torch.Tensor], names: s
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.usefixtures("path")
+@pytest.mark.usefixtures("way")
 def test_a_change_of_an_operand_is_noticed(name: str, backend: str | None) -> None:
     assert_changes_are_noticed(
         lambda t: FUNCTIONS[name](t, backend), {"x", "bias", "scale", "mask", "target", "weight"}
@@ -192,7 +180,7 @@ def test_the_example_of_a_temperature_that_changes() -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.usefixtures("path")
+@pytest.mark.usefixtures("way")
 def test_saved_tensors_travel_through_hooks(name: str) -> None:
     def gradient() -> torch.Tensor:
         t = tensors()

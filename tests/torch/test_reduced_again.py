@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from loss_accuracy import DEVICE, GPU, HOW
 from torch.nn import functional
 
 import onlinesoftmax as osm
-from onlinesoftmax.torch import fast_path, losses
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
@@ -23,16 +22,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(params=["usual", "general"], autouse=True)
-def _path(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The path of cacheable calls, whose launches are kept, and the general path."""
-    if request.param == "usual" and not GPU:
-        monkeypatch.setattr(fast_path, "is_cacheable", lambda x: not x.is_neg())
-    if request.param == "general":
-        monkeypatch.setattr(losses, "look_up", lambda *_: ((), None))
-    fast_path.forget()
-    yield
-    fast_path.forget()
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def logits() -> torch.Tensor:

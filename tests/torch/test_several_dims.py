@@ -12,7 +12,6 @@ from test_fused import DEVICE
 import onlinesoftmax as osm
 from contract import OPERATIONS, outliers
 
-PATHS = [{}, {"backend": "triton"}]
 ELEMENTWISE = ("softmax", "log_softmax")
 
 
@@ -42,7 +41,6 @@ CASES: dict[str, tuple[Callable[[], torch.Tensor], Sequence[int]]] = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS, ids=["default", "triton"])
 @pytest.mark.parametrize("case", CASES)
 def test_values_derivatives_and_out(case: str, path: dict[str, str]) -> None:
     make, dims = CASES[case]
@@ -70,7 +68,6 @@ def test_values_derivatives_and_out(case: str, path: dict[str, str]) -> None:
         assert function(x.half(), dims, dtype=torch.float32, **keep, **path).dtype == torch.float32 or keep
 
 
-@pytest.mark.parametrize("path", PATHS, ids=["default", "triton"])
 def test_options(path: dict[str, str]) -> None:
     x = made(3, 4, 5, 6)
     for scale, bias, mask in (
@@ -90,7 +87,6 @@ def test_options(path: dict[str, str]) -> None:
             torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("path", PATHS, ids=["default", "triton"])
 @pytest.mark.parametrize("operation", ELEMENTWISE)
 def test_compiled_and_mapped(operation: str, path: dict[str, str]) -> None:
     torch._dynamo.reset()
@@ -108,7 +104,6 @@ def test_compiled_and_mapped(operation: str, path: dict[str, str]) -> None:
     torch.testing.assert_close(mapped, function(x, scale))
 
 
-@pytest.mark.parametrize("path", PATHS, ids=["default", "triton"])
 def test_without_elements(path: dict[str, str]) -> None:
     for shape, dims in (((3, 0, 2), (1, 2)), ((0, 3, 2), (1, 2)), ((0,), ())):
         assert osm.softmax(torch.empty(shape, device=DEVICE), dims, **path).shape == shape
@@ -127,7 +122,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS, ids=["default", "triton"])
 @pytest.mark.parametrize("operation", ELEMENTWISE)
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_an_error(case: str, operation: str, path: dict[str, str]) -> None:
@@ -137,7 +131,6 @@ def test_what_is_wrong_is_an_error(case: str, operation: str, path: dict[str, st
         OPERATIONS[operation](made(3, 4, 5, 6), **given, **path)
 
 
-@pytest.mark.parametrize("path", PATHS, ids=["default", "triton"])
 def test_out_of_a_call_with_a_gradient(path: dict[str, str]) -> None:
     x = made(3, 4, 5).requires_grad_()
     with pytest.raises(RuntimeError, match=r"do.* not support"):

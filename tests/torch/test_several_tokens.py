@@ -185,15 +185,3 @@ def test_errors_name_the_index() -> None:
     ):
         with pytest.raises(error, match=message):
             osm.token_logprobs(x, given[0], ignore_index=given[1])
-
-
-@pytest.mark.parametrize("how", ["default", "triton"])
-def test_several_tokens_with_a_scale_for_each_row(how: str) -> None:
-    torch.manual_seed(0)
-    x, index = torch.randn(4, COLS, device=DEVICE, requires_grad=True), torch.randint(COLS, (4, 3), device=DEVICE)
-    scale, dy = torch.rand(4, 1, device=DEVICE) + 0.5, torch.rand(4, 3, device=DEVICE)
-    found = osm.token_logprobs(x, index, scale=scale, **HOWS[how]).logprob
-    want = (x.double() * scale.double()).log_softmax(1).gather(1, index)
-    torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=1e-6)
-    (dx,), (exact,) = torch.autograd.grad(found, x, dy), torch.autograd.grad(want, x, dy.double())
-    torch.testing.assert_close(dx, exact, rtol=1e-6, atol=1e-6)

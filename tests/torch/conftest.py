@@ -1,0 +1,43 @@
+"""Fixtures shared by the tests of this folder: the ways that a call can take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from onlinesoftmax.torch import fast_path, losses
+
+
+@pytest.fixture(params=[{}, {"backend": "triton"}], ids=["default", "triton"])
+def path(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Arguments of a call that leave the backend open, and that force a Triton kernel, interpreted without a GPU."""
+    return dict(request.param)
+
+
+@pytest.fixture
+def cacheable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The fast path takes calls on CPU tensors too, without a GPU; no call is prepared."""
+    if not torch.cuda.is_available():
+        # Without a GPU, Triton's interpreter takes the calls on CPU tensors.
+        monkeypatch.setattr(fast_path, "is_cacheable", lambda x: not x.is_neg())
+    fast_path.forget()
+    yield
+    fast_path.forget()
+
+
+@pytest.fixture(params=["cacheable", "general"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The way of cacheable calls, whose launches are kept, and the general way."""
+    request.getfixturevalue("cacheable")
+    if request.param == "general":
+        monkeypatch.setattr(losses, "look_up", lambda *_: ((), None))
+    return str(request.param)
+
+
+@pytest.fixture
+def prepared() -> Any:
+    """A function that gives the number of prepared calls of public functions."""
+    return lambda: sum(isinstance(key[0][0], tuple) for key in fast_path.PREPARED_CALLS)
