@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ from onlinesoftmax.lab.bench.tune_shapes import CLASSES
 from onlinesoftmax.lab.report.combinations import PLAIN, Choices, Combination
 from onlinesoftmax.lab.report.lengths import EVERY, KINDS, LONGEST, STEP, cliffs, kind_of, lengths
 from onlinesoftmax.lab.report.plans import planned
-from onlinesoftmax.lab.report.residency import LEVELS, residency_of
 from onlinesoftmax.lab.report.stored import own_table
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.facts import plan_facts
-from onlinesoftmax.planner.plan import Plan
 
 
 def families(data: Any) -> list[tuple[Combination, str, Any]]:
@@ -53,8 +50,7 @@ def explained(combination: Combination, cols: int) -> Any:
 @given(choice=st.data())
 def test_answers_are_what_explain_says(data: Any, choice: st.DataObject) -> None:
     combination, kind, family = choice.draw(st.sampled_from(families(data)))
-    cols, plan, reason, residency, nbytes, floor, estimate, *more = choice.draw(st.sampled_from(family["answers"]))
-    names, values, others, heads, tails = more
+    cols, plan, reason, nbytes, floor, estimate, facts, others = choice.draw(st.sampled_from(family["answers"]))
     texts = data["plans"]["texts"]
     right = explained(combination, cols)
     assert kind == kind_of(cols)
@@ -62,15 +58,10 @@ def test_answers_are_what_explain_says(data: Any, choice: st.DataObject) -> None
     assert texts[reason].replace("{n}", str(cols)) == right.plan.reason
     assert nbytes == right.problem.read_bytes + right.problem.write_bytes
     assert (floor, estimate) == pytest.approx((right.plan.floor_us, right.plan.estimate_us), rel=1e-4)
-    shown = [texts[place] for place in values]
-    assert list(zip(texts[names], shown, strict=True)) == plan_facts(right.plan, right.problem, right.device)
-    not_chosen = [
-        (name, texts[head] + texts[tail].replace("{n}", str(cols)))
-        for name, head, tail in zip(texts[others], heads, tails, strict=True)
-    ]
+    shown = [tuple(texts[place] for place in pair) for pair in facts]
+    assert shown == plan_facts(right.plan, right.problem, right.device)
+    not_chosen = [(texts[name], texts[head] + texts[tail].replace("{n}", str(cols))) for name, head, tail in others]
     assert not_chosen == [(f"{other.backend}/{other.strategy}", right.why_not(other)) for other in right.others]
-    words = texts[residency][len(LEVELS) :]
-    assert tuple(words) == residency_of(right.plan, right.problem, right.device).words
 
 
 def test_every_cliff_is_one(data: Any) -> None:
@@ -124,7 +115,7 @@ def test_bisection_between_any_two_lengths_ends(low: int, away: int, edge: int) 
 
 
 def test_the_page_repeats_no_text(data: Any) -> None:
-    texts = [str(text) for text in data["plans"]["texts"]]
+    texts = data["plans"]["texts"]
     assert len({*texts}) == len(texts)
     # A scale, a softcap and causality are one problem to the planner.
     places = data["plans"]["combinations"]
@@ -153,28 +144,6 @@ def test_the_picker_offers_the_options_of_each_operation_and_framework() -> None
 def test_unknown_choices_are_errors(wrong: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Choices(**wrong)
-
-
-SHAPES = st.tuples(st.sampled_from([1, 64, 4096]), st.integers(1, 1 << 22))
-
-
-@settings(max_examples=60)
-@given(
-    shape=SHAPES,
-    operation=st.sampled_from(sorted(OPERATIONS)),
-    gpu=st.sampled_from(["h200", "a100"]),
-    framework=st.sampled_from(["torch", "jax"]),
-)
-def test_the_levels_hold_the_whole_row(shape: tuple[int, int], operation: str, gpu: str, framework: str) -> None:
-    """Every plan, chosen or not, has levels of memory that hold or serve the whole row."""
-    found = explain(shape, operation=operation, dtype="bfloat16", device=gpu, framework=framework)
-    for plan in (found.plan, *(other for other in found.others if isinstance(other, Plan))):
-        shares, words = residency_of(plan, found.problem, found.device)
-        assert sum(shares) == pytest.approx(1)
-        assert min(shares) >= 0
-        assert re.search(r"read (once|twice)", words[-1])
-        if plan.reads > 1:
-            assert shares[0] + shares[1] < 1, "a row that is held is read once"
 
 
 def test_stored_answers_are_those_that_were_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,14 +57,9 @@ def apply(
         output.fail(f"--dtype {dtype}: unknown dtype; choose one of {', '.join(ITEMSIZE)}")
     if not 1 <= chunk_mb * 2**20 <= sys.maxsize:
         output.fail(f"--chunk-mb must be a positive number of MiB, got {chunk_mb}")
-    request = {
-        "axis": axis,
-        "operation": op,
-        "dtype": dtype,
-        "chunk_bytes": int(chunk_mb * 2**20),
-        "tensors": tensor or None,
-    }
+    size = int(chunk_mb * 2**20)
     with _interrupted_by_signals(), _process_group() as group:
+        request = {"axis": axis, "operation": op, "dtype": dtype, "chunk_bytes": size, "tensors": tensor or None}
         report = _run(source, target, {**request, "group": group})
     if group is not None and int(os.environ["RANK"]):
         return  # Process 0 reports for all.
@@ -112,8 +107,8 @@ def _run(source: str, target: str, request: dict[str, Any]) -> Report:
     from ..files.apply import apply_file
     from ..files.disk import FileError
 
+    shown = output.progress_of(request["operation"], nbytes=True)
     try:
-        shown = output.progress_of(request["operation"], nbytes=True)
         with shown if os.environ.get("RANK", "0") == "0" else nullcontext() as show:
             return apply_file(source, target, progress=show, **request)
     except FileError as error:

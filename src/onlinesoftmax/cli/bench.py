@@ -14,6 +14,7 @@ from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
 from ..lab.bench.cases import MEASURED
 from ..lab.bench.suites import DISTRIBUTED, SUITES, suite_of
+from ..lab.names import check_names
 from . import benchmarks, output
 
 if TYPE_CHECKING:
@@ -96,11 +97,9 @@ def bench(
         output.fail("bench needs torch, which is not installed: pip install 'onlinesoftmax[torch]'")
     where = None if suite == DISTRIBUTED else torch_device(device)
     options["suite"] = suite or ("forward" if where is not None and where.type == "cuda" else "cpu")
-    try:
+    with output.refusing():
         chosen = suite_of(options["suite"], quick)
-    except ValueError as error:
-        output.fail(error)
-    benchmarks.check_options(options["suite"], chosen.excluded, options)
+        benchmarks.check_options(chosen, options)
     if where is None:
         from .sharded import measure_sharded
 
@@ -110,67 +109,43 @@ def bench(
 
 def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
     """Measure the suite in this process, and end the command."""
-    from ..lab.bench import libraries
-    from ..lab.bench.resume import ResumeError
+    from ..lab.bench.libraries import peers
 
-    framework, backend, strategy = options["framework"], options["backend"], options["strategy"]
-    try:
-        todo = benchmarks.cases_of(suite, options)
+    framework, forced = options["framework"], (options["backend"], options["strategy"])
+    with output.refusing():
         ours, known = _sides(framework)
         names = options["peers"] if options["peers"] is not None else next(iter(known))
-        asked = libraries.peers(benchmarks.split_names(names), where.type, known)
-        benchmarks.check_plan_names(backend, strategy, framework)
-        _check_calls(options, suite, todo)
-    except ValueError as error:
-        output.fail(error)
-    us = ours(where.type, backend, strategy)
+        asked = peers(benchmarks.split_names(names), where.type, known)
+        todo = benchmarks.todo_of(suite, options)
+    us = ours(where.type, *forced)
     if reason := us.why_absent():
         output.fail(f"--framework {framework}: {reason}")
     absent = {peer.name: reason for peer in asked if (reason := peer.why_absent())}
     everybody = [us, *(peer for peer in asked if peer.name not in absent)]
     options |= {"repeat": options["repeat"] or suite.repeat_ms, "device": str(where), "peers": names}
-    try:
+    with output.refusing():
         recording = benchmarks.begun(where, options, suite, todo, absent)
-    except ResumeError as error:
-        benchmarks.cannot_resume(options["out"], error)
     benchmarks.measure(recording, partial(_steps, suite, everybody, where, options), options["out"])
     benchmarks.show(recording, options["as_json"])
     found = recording.found
     if found and all(each.skipped for each in found):
         output.fail(f"no case was measured; the first was skipped: {found[0].skipped}")
-    if found and all(_ours_refused(each) for each in found):
-        who = "the forced plan" if backend or strategy else "onlinesoftmax"
+    if found and all(any(r.who == "ours" and r.status == "refused" for r in each.results) for each in found):
+        who = "the forced plan" if any(forced) else "onlinesoftmax"
         output.fail(f"{who} can run none of these cases: {found[0].results[0].reason}")
     raise typer.Exit(int(benchmarks.failed(recording)))
-
-
-def _check_calls(options: dict[str, Any], suite: Suite, todo: list[Case]) -> None:
-    """Raise a ValueError for what the suites of calls do not measure."""
-    if suite.measures == "device time":
-        return
-    name = f"--suite {options['suite']}"
-    if options["framework"] != "torch":
-        raise ValueError(f"{name} measures calls of PyTorch; leave out --framework {options['framework']}")
-    for case in todo:
-        if case.backward:
-            raise ValueError(f"{name} measures public functions: instead of --op {case.operation} name {case.forward}")
 
 
 def _steps(
     suite: Suite, everybody: list[Any], where: Any, options: dict[str, Any], left: list[Case]
 ) -> Iterable[CaseResult]:
     """Measure cases in the way of the suite."""
+    from ..lab.bench import cold_suite, host_times, run
+
     if suite.measures == "first calls":
-        from ..lab.bench.cold_suite import run_cold
-
-        return run_cold(left, everybody, where, options["quick"])
-    if suite.measures == "host time":
-        from ..lab.bench.host_times import run_host
-
-        return run_host(left, everybody, where, options["repeat"])
-    from ..lab.bench.run import run
-
-    return run(left, everybody, where, options["repeat"])
+        return cold_suite.run_cold(left, everybody, where, options["quick"])
+    steps = host_times.run_host if suite.measures == "host time" else run.run
+    return steps(left, everybody, where, options["repeat"])
 
 
 def _sides(framework: str) -> tuple[type[Any], dict[str, Any]]:
@@ -179,15 +154,12 @@ def _sides(framework: str) -> tuple[type[Any], dict[str, Any]]:
     from ..lab.bench.libraries import PEERS
     from ..lab.bench.peers import Ours, Torch
 
-    if framework == "torch":
-        return Ours, {**PEERS, "jax": JaxNN}
-    if framework != "jax":
-        raise ValueError(f"unknown framework {framework!r}; there are: torch, jax")
-    return OursInJax, {"jax": JaxNN, "torch": Torch}
-
-
-def _ours_refused(found: CaseResult) -> bool:
-    return any(result.who == "ours" and result.status == "refused" for result in found.results)
+    sides: dict[str, tuple[type[Any], dict[str, Any]]] = {
+        "torch": (Ours, {**PEERS, "jax": JaxNN}),
+        "jax": (OursInJax, {"jax": JaxNN, "torch": Torch}),
+    }
+    check_names("framework", [framework], sides)
+    return sides[framework]
 
 
 def torch_device(name: str | None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -27,49 +27,52 @@ def split_names(text: str) -> list[str]:
     return [name for name in map(str.strip, text.split(",")) if name]
 
 
-def check_plan_names(backend: str | None, strategy: str | None, framework: str) -> None:
-    """Raise a ValueError for a backend or a strategy that does not exist."""
-    from ..core.device import KNOWN
-    from ..core.problem import Problem
-    from ..core.task import Choice
-    from ..planner.plan import alternatives
-    from ..planner.strategies import FOR_JAX, TABLE
+def check_options(suite: Suite, options: Mapping[str, Any]) -> None:
+    """Raise a ValueError if an option does not go with the suite, or is of no use without another."""
+    from ..lab.bench.record_file import excluded
 
-    # Unknown names are refused for every problem, so any problem serves.
-    strategies = FOR_JAX if framework == "jax" else TABLE
-    alternatives(Problem(next(iter(OPERATIONS)), 1, 1), KNOWN["cpu"], Choice(backend, strategy), strategies=strategies)
-
-
-def check_options(suite: str, excluded: Sequence[str], options: Mapping[str, Any]) -> None:
-    """End the command if an option does not go with the suite, or is of no use without another."""
-    from ..lab.bench.record_file import excluded as excluded_by
-
-    for name in excluded:
+    for name in suite.excluded:
         if options[name]:
-            output.fail(f"--{name.replace('_', '-')} does not go with --suite {suite}; leave it out")
+            raise ValueError(f"--{name.replace('_', '-')} does not go with --suite {options['suite']}; leave it out")
     if options["resume"] and options["out"] is None:
-        output.fail("--resume continues a record; name its file with --out")
-    out, other = options["out"], excluded_by(options)
+        raise ValueError("--resume continues a record; name its file with --out")
+    out, other = options["out"], excluded(options)
     if out is not None and not Path(out).exists() and not Path(out).suffix:
-        output.fail(f"--out {out}: there is no such folder; a file for a record ends in .json")
+        raise ValueError(f"--out {out}: there is no such folder; a file for a record ends in .json")
     if other and out is not None and Path(out).is_dir():
-        output.fail(f"--out {out} is a folder for records of whole suites; with {other}, name a file")
+        raise ValueError(f"--out {out} is a folder for records of whole suites; with {other}, name a file")
 
 
-def cases_of(suite: Suite, options: Mapping[str, Any]) -> list[Case]:
+def todo_of(suite: Suite, options: Mapping[str, Any]) -> list[Case]:
     """The cases that the options of the command line choose, of a suite or instead of it.
 
     Raises:
         ValueError: a name is unknown, or a case makes no sense.
     """
+    from ..core.device import KNOWN
+    from ..core.problem import Problem
+    from ..core.task import Choice
     from ..lab.bench.suites import cases
     from ..lab.names import parse_shape
+    from ..planner.plan import alternatives
+    from ..planner.strategies import FOR_JAX, TABLE
 
-    shapes = [parse_shape(text) for text in options["shape"] or []]
-    return cases(
-        suite, options["op"] or [], shapes, options["dim"], options["dtype"] or [], split_names(options["fused"]),
-        options["with_gradient"], options["reduction"],
+    found = cases(
+        suite, options["op"] or [], [parse_shape(text) for text in options["shape"] or []], options["dim"],
+        options["dtype"] or [], split_names(options["fused"]), options["with_gradient"], options["reduction"],
     )  # fmt: skip
+    framework = options["framework"]
+    # Unknown names of plans are refused for every problem, so any problem serves.
+    strategies, problem = FOR_JAX if framework == "jax" else TABLE, Problem(next(iter(OPERATIONS)), 1, 1)
+    alternatives(problem, KNOWN["cpu"], Choice(options["backend"], options["strategy"]), strategies=strategies)
+    if suite.measures != "device time":
+        name = f"--suite {options['suite']}"
+        if framework != "torch":
+            raise ValueError(f"{name} measures calls of PyTorch; leave out --framework {framework}")
+        if backward := next((case for case in found if case.backward), None):
+            operations = f"instead of --op {backward.operation} name {backward.forward}"
+            raise ValueError(f"{name} measures public functions: {operations}")
+    return found
 
 
 def begun(
@@ -91,7 +94,7 @@ def begun(
         ResumeError: the file cannot be continued.
     """
     from ..lab.bench.record_file import record, record_name
-    from ..lab.bench.resume import Recording, load
+    from ..lab.bench.resume import Recording, ResumeError, load
 
     told = {name: value for name, value in options.items() if name != "resume"}
     head = {**record(device, told, absent, options["commit"]), "measures": suite.measures, **more}
@@ -101,13 +104,12 @@ def begun(
         path = Path(out) / record_name(head) if Path(out).is_dir() else Path(out)
         head["options"]["out"], options["out"] = path.name, str(path)
         if options["resume"] and path.exists():
-            recording.resume(load(path))
+            try:
+                recording.resume(load(path))
+            except ResumeError as error:
+                instead = "leave --resume out to begin anew, or name another file with --out"
+                raise ResumeError(f"--resume: {path}: {error}; {instead}") from None
     return recording
-
-
-def cannot_resume(out: str | None, reason: object) -> NoReturn:
-    """End the command because the file of --out cannot be continued."""
-    output.fail(f"--resume: {out}: {reason}; leave --resume out to begin anew, or name another file with --out")
 
 
 def measure(
@@ -121,18 +123,23 @@ def measure(
         out: The file of the record; None for none.
         leader: True for the process that writes and shows progress.
     """
+    from ..lab.bench.record_file import write
+
+    def keep() -> None:
+        if leader and out is not None:
+            with output.writing(f"--out {out}"):
+                write(Path(out), recording.content)
+
     left = recording.left
     total, names = len(recording.todo), [f"{case.operation} {case} {case.dtype}" for case in left]
-    if leader:
-        # A file that cannot be written ends the command before the first case.
-        write_record(out, recording.content)
+    # A file that cannot be written ends the command before the first case.
+    keep()
     try:
         with output.progress_of(names[0]) if leader and names else nullcontext() as show:
             for done, found in enumerate(steps(left), 1):
                 recording.add(found)
-                if leader:
-                    # Written after every case, so that a run that is killed leaves its results.
-                    write_record(out, recording.content)
+                # Written after every case, so that a run that is killed leaves its results.
+                keep()
                 if show is not None:
                     show(total - len(left) + done, total, names[min(done, len(names) - 1)])
     except KeyboardInterrupt:
@@ -140,16 +147,6 @@ def measure(
             raise typer.Exit(INTERRUPTED) from None
         kept = f"; {out} has them, and --resume continues" if out else ""
         output.fail(f"interrupted after {total - len(recording.left)} of {total} cases{kept}", INTERRUPTED)
-
-
-def write_record(out: str | None, record: dict[str, Any]) -> None:
-    """Write the record to the file that was asked for, or end the command with a sentence."""
-    from ..lab.bench.record_file import write
-
-    if out is None:
-        return
-    with output.writing(f"--out {out}"):
-        write(Path(out), record)
 
 
 def show(recording: Recording, as_json: bool) -> None:

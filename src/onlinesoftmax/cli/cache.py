@@ -47,7 +47,8 @@ def cache(
         limit = cache_size.parse_size(os.environ.get(cache_size.VARIABLE) or str(cache_size.DEFAULT_LIMIT))
         removed = cache_size.clear(folder) if clear else []
         found = cache_size.contents(folder)
-        unused = {item.path.name: reason for item in found if item.kind == "table" and (reason := _unused(item))}
+        tables = (item.path.name for item in found if item.kind == "table")
+        unused = {name: reason for name in tables if (reason := _unused(name))}
     except ValueError as error:
         output.fail(error)
     except OSError as error:
@@ -61,13 +62,13 @@ def cache(
         _print(folder, limit, found, unused)
 
 
-def _unused(table: Item) -> str | None:
-    """The reason why the planner does not read a table."""
+def _unused(table: str) -> str | None:
+    """The reason why the planner does not read the table of this name."""
     from ..core.cache import UnusableError, parse_document, read_private
     from ..planner.measured import Table
 
     try:
-        parse_document(read_private(table.path.name) or b"", Table.checked)
+        parse_document(read_private(table) or b"", Table.checked)
     except UnusableError as error:
         return str(error)
     return None

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 PACKAGES = ("numpy", "torch", "triton", "jax", "cuda-core", "safetensors")
 
+MODULES = {"cuda": ("torch", "cuda.core"), "triton": ("torch", "triton")}
+"""Modules without which a backend is not installed."""
+
 
 def doctor(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
@@ -26,16 +29,14 @@ def doctor(
       onlinesoftmax doctor
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     from ..core.device import KNOWN
+    from ..kernels import registry
 
     here, error = _device_here()
-    backends, versions = _backends(), _versions()
+    backends, versions = [_backend(name) for name in (*registry.BACKENDS, "pallas")], _versions()
     gpus = {key: known for key, known in KNOWN.items() if known.kind == "cuda"}
     if as_json:
         output.print_json({
-            "backends": backends,
-            "versions": versions,
-            "device": here and device_record(here),
-            "device_error": error,
+            "backends": backends, "versions": versions, "device": here and device_record(here), "device_error": error,
             "known": [{"key": key, **device_record(known)} for key, known in gpus.items()],
         })  # fmt: skip
         return
@@ -49,14 +50,9 @@ def doctor(
     else:
         output.facts(device_facts(here))
     output.heading("Known devices, for explain --device")
-    output.table(
-        ("name", "device", "arch", "multiprocessors", "bandwidth"),
-        [
-            (key, known.name, known.arch, str(known.multiprocessors), f"{known.bandwidth:.0f} GB/s")
-            for key, known in gpus.items()
-        ],
-        right=("multiprocessors", "bandwidth"),
-    )
+    header = ("name", "device", "arch", "multiprocessors", "bandwidth")
+    known = [(key, d.name, d.arch, str(d.multiprocessors), f"{d.bandwidth:.0f} GB/s") for key, d in gpus.items()]
+    output.table(header, known, right=header[-2:])
 
 
 def _device_here() -> tuple[Device | None, str | None]:
@@ -74,100 +70,60 @@ def device_record(device: Device) -> dict[str, Any]:
     return {**vars(device), "arch": device.arch if device.kind == "cuda" else None}
 
 
-def _backends() -> list[dict[str, Any]]:
-    """Name, state and reason of every backend."""
-    from ..kernels import registry
-
-    found = []
-    for name in (*registry.BACKENDS, "pallas"):
-        try:
-            reason = _unavailable(name)
-            state, why = STATES[name](reason)
-        except Exception as error:  # a broken installation must not stop the diagnosis
-            reason = why = f"cannot be imported: {type(error).__name__}: {error}"
-            state = "not usable"
-        found.append({"name": name, "usable": reason is None, "state": state, "why": why})
-    return found
+def _backend(name: str) -> dict[str, Any]:
+    """Name, state and reason of a backend."""
+    try:
+        usable, state, why = _state(name)
+    except Exception as error:  # a broken installation must not stop the diagnosis
+        usable, state, why = False, "not usable", f"cannot be imported: {type(error).__name__}: {error}"
+    return {"name": name, "usable": usable, "state": state, "why": why}
 
 
-def _unavailable(name: str) -> str | None:
-    """The reason why a backend's kernels cannot be called here; None when they can."""
+def _state(name: str) -> tuple[bool, str, str]:
+    """(True where the kernels of a backend can be called here, its state, the reason)."""
+    from ..jax.device import from_jax
     from ..kernels import registry
     from ..lab import bridge
     from ..torch.device import here
 
-    return bridge.unavailable(here().kind) if name == "pallas" else registry.unavailable(name)
-
-
-def _eager(_: str | None) -> tuple[str, str]:
-    return "usable", "runs the framework's own operations, on every device"
-
-
-def _cuda(reason: str | None) -> tuple[str, str]:
-    from ..kernels import registry
-    from ..planner import measured
-    from ..torch.device import here
-
+    if name == "eager":
+        return True, "usable", "runs the framework's own operations, on every device"
+    has_gpu = here().kind == "cuda"
+    reason = bridge.unavailable(here().kind) if name == "pallas" else registry.unavailable(name)
     if reason is not None:
-        missing = any(registry.module_missing(module, "cuda") for module in ("torch", "cuda.core"))
-        return "not usable", reason if missing else f"{reason} here; explain compiles the kernels for any GPU"
-    machine = here()
-    table = measured.table_for(machine)
-    source = (
-        f"plans use the times measured on {table.device} ({table.source})"
-        if table
-        else "`onlinesoftmax tune` measures better plans"
-    )
-    return "usable", f"kernels run on {machine.name}; {source}"
+        if name == "pallas" or any(registry.module_missing(module, name) for module in MODULES[name]):
+            return False, "not usable", reason
+        if name == "cuda":
+            return False, "not usable", f"{reason} here; explain compiles the kernels for any GPU"
+        if has_gpu:
+            return False, "not usable", reason
+        verified = "verify runs the kernels in Triton's interpreter, explain compiles them for any GPU"
+        return False, "interpreter only", f"no NVIDIA GPU here; {verified}"
+    if name == "cuda":
+        return True, "usable", f"kernels run on {here().name}; {_source_of_plans(here())}"
+    if name == "triton" and (not has_gpu or registry.load("triton").interpreted()):
+        slow = "kernels run slowly in Triton's interpreter, and are not compiled"
+        return True, "interpreter only", f"TRITON_INTERPRET=1 is set: {slow}"
+    if not has_gpu:
+        own = "JAX runs XLA's own operations, and backend='pallas' runs the kernels in an interpreter"
+        return True, "interpreter only", f"no NVIDIA GPU here; {own}"
+    kernels = f"kernels run on {here().name}" if name == "triton" else f"JAX's kernels run on {from_jax().name}"
+    return True, "usable", kernels
 
 
-def _triton(reason: str | None) -> tuple[str, str]:
-    """The state of Triton: a GPU runs its kernels; without one there are its interpreter and its compiler."""
-    from ..kernels import registry
+def _source_of_plans(machine: Device) -> str:
+    from ..planner.measured import table_for
 
-    if reason is not None and any(registry.module_missing(module, "triton") for module in ("torch", "triton")):
-        return "not usable", reason
-    import torch
-
-    if torch.cuda.is_available() and not registry.load("triton").interpreted():
-        return "usable", f"kernels run on {torch.cuda.get_device_name()}"
-    if reason is None:
-        return (
-            "interpreter only",
-            "TRITON_INTERPRET=1 is set: kernels run slowly in Triton's interpreter, and are not compiled",
-        )
-    if torch.cuda.is_available():
-        return "not usable", reason
-    return "interpreter only", (
-        "no NVIDIA GPU here; verify runs the kernels in Triton's interpreter, explain compiles them for any GPU"
-    )
-
-
-def _pallas(reason: str | None) -> tuple[str, str]:
-    """The state of JAX's kernels."""
-    from ..jax.device import from_jax
-    from ..torch.device import here
-
-    if reason is not None:
-        return "not usable", reason
-    if here().kind == "cpu":
-        return "interpreter only", (
-            "no NVIDIA GPU here; JAX runs XLA's own operations, and backend='pallas' runs the kernels in an interpreter"
-        )
-    return "usable", f"JAX's kernels run on {from_jax().name}"
-
-
-STATES = {"eager": _eager, "cuda": _cuda, "triton": _triton, "pallas": _pallas}
-"""For each backend, the function (reason why it cannot be used here, or None) that returns its state and why."""
+    if table := table_for(machine):
+        return f"plans use the times measured on {table.device} ({table.source})"
+    return "`onlinesoftmax tune` measures better plans"
 
 
 def _versions() -> dict[str, str | None]:
     from .. import __version__
 
-    versions: dict[str, str | None] = {
-        "onlinesoftmax": __version__,
-        "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
-    }
+    python = f"{platform.python_version()} ({platform.system()} {platform.machine()})"
+    versions: dict[str, str | None] = {"onlinesoftmax": __version__, "python": python}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
@@ -190,10 +146,5 @@ def device_facts(device: Device) -> list[tuple[str, str]]:
             ("threads", f"{device.threads} resident on one multiprocessor"),
             ("L2 cache", f"{device.l2 / 2**20:.0f} MiB"),
         ]
-    return [
-        ("name", device.name),
-        ("kind", device.kind),
-        *middle,
-        ("bandwidth", f"{device.bandwidth:.0f} GB/s"),
-        ("source", device.source),
-    ]
+    first, last = [("name", device.name), ("kind", device.kind)], ("source", device.source)
+    return [*first, *middle, ("bandwidth", f"{device.bandwidth:.0f} GB/s"), last]

@@ -102,18 +102,15 @@ def _explain(shape: str, options: dict[str, Any], **asked: Any) -> Explanation:
     from ..lab.names import parse_shape
     from ..planner.plan import PlanError
 
-    try:
-        sizes = parse_shape(shape)
+    with output.refusing("", IndexError, TypeError):
         for name in ("bias", "mask"):
             options[name] = None if options[name] is None else parse_shape(options[name])
-        return explain_shape(sizes, **options, **asked)
-    except PlanError as error:
-        backend, device = asked["backend"], asked["device"]
-        if device is None and backend is not None and (reason := dict(missing()).get(backend)):
-            output.fail(f"{reason}; name a GPU, as in --device h200, to plan for one that is not here")
-        output.fail(error)
-    except (ValueError, IndexError, TypeError) as error:
-        output.fail(error)
+        try:
+            return explain_shape(parse_shape(shape), **options, **asked)
+        except PlanError:
+            if asked["device"] is None and (reason := dict(missing()).get(asked["backend"])):
+                output.fail(f"{reason}; name a GPU, as in --device h200, to plan for one that is not here")
+            raise
 
 
 def score_options(explanation: Explanation) -> list[str]:
@@ -141,10 +138,9 @@ def _check_listings(listings: list[str], kernels: list[Kernel], problem: str | N
     if listings and not kernels:
         output.fail(f"--{listings[0]}: there is no kernel to list: {problem}", 1)
     for kernel in kernels:
-        for name in listings:
-            if name not in kernel.listings:
-                there_are = f"{kernel.name} has none; it has {', '.join(kernel.listings)}"
-                output.fail(f"--{name}: {NO_CUOBJDUMP if name == 'sass' else there_are}")
+        if lacking := next((name for name in listings if name not in kernel.listings), None):
+            there_are = f"{kernel.name} has none; it has {', '.join(kernel.listings)}"
+            output.fail(f"--{lacking}: {NO_CUOBJDUMP if lacking == 'sass' else there_are}")
 
 
 def _print_plan(explanation: Explanation) -> None:
@@ -174,11 +170,8 @@ def _print_others(explanation: Explanation) -> None:
         rows[other.backend, why] = (name, estimate)
     if rows:
         output.heading("Why not another?")
-        output.table(
-            ("strategy", "estimate", "why not"),
-            [(name, estimate, why) for (_, why), (name, estimate) in rows.items()],
-            right=("estimate",),
-        )
+        cells = [(name, estimate, why) for (_, why), (name, estimate) in rows.items()]
+        output.table(("strategy", "estimate", "why not"), cells, right=("estimate",))
 
 
 def _print_kernels(kernels: list[Kernel], problem: str | None) -> None:
@@ -186,11 +179,9 @@ def _print_kernels(kernels: list[Kernel], problem: str | None) -> None:
     if problem:
         output.note(f"  not compiled: {problem}")
         return
-    output.table(
-        ("kernel", "registers", "spills", "shared memory", "warps", "occupancy"),
-        [
-            (k.name, str(k.registers), f"{k.spills} B", f"{k.shared_memory} B", str(k.warps), f"{k.occupancy:.0%}")
-            for k in kernels
-        ],
-        right=("registers", "spills", "shared memory", "warps", "occupancy"),
-    )
+    header = ("kernel", "registers", "spills", "shared memory", "warps", "occupancy")
+    rows = [
+        (k.name, str(k.registers), f"{k.spills} B", f"{k.shared_memory} B", str(k.warps), f"{k.occupancy:.0%}")
+        for k in kernels
+    ]
+    output.table(header, rows, right=header[1:])

@@ -18,7 +18,7 @@ from ..core.units import duration, size
 from ..core.whole_files import NotRegularError
 
 __all__ = [
-    "duration", "facts", "fail", "heading", "note", "print_json", "progress_of", "size", "table",
+    "duration", "facts", "fail", "heading", "note", "print_json", "progress_of", "refusing", "size", "table",
     "warn", "writing",
 ]  # fmt: skip
 
@@ -41,6 +41,17 @@ def fail(sentence: object, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
+@contextmanager
+def refusing(prefix: str = "", *errors: type[Exception]) -> Iterator[None]:
+    """End the command with the sentence of a ValueError, or of one of these errors, that the block raises."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (ValueError, *errors)):
+            raise
+        fail(f"{prefix}{error}")
+
+
 def warn(sentence: object) -> None:
     """Print one sentence to stderr and go on."""
     print(f"Warning: {_lines(sentence)}", file=sys.stderr)
@@ -53,78 +64,73 @@ def _lines(text: object) -> str:
 
 def heading(text: str, first: bool = False) -> None:
     """Print a title, after an empty line unless it comes first."""
-    text = printable(text)
     if not first:
         print()
-    if sys.stdout.isatty():
-        _console().print(text, style="bold", markup=False)
-    else:
-        print(text)
+    note(printable(text), style="bold")
 
 
-def note(text: str) -> None:
+def note(text: str, style: str | None = None) -> None:
     """Print a line of text, wrapped in a terminal."""
     text = _lines(text)
     if sys.stdout.isatty():
-        _console().print(text, markup=False)
+        _console().print(text, markup=False, style=style)
     else:
         print(text)
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> None:
     """Print names and values, aligned."""
-    pairs = [(printable(name), printable(value)) for name, value in pairs]
     if not sys.stdout.isatty():
-        _print_aligned([[f"  {name}", value] for name, value in pairs], right=())
+        _print_aligned(pairs)
         return
     from rich.table import Table
-    from rich.text import Text
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="cyan", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in pairs:
-        grid.add_row(Text(f"  {name}"), Text(value, style=STYLES.get(value, "")))
+        grid.add_row(_cell(f"  {name}"), _cell(value))
     _console().print(grid)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> None:
     """Print a table; the columns named in `right` are aligned to the right."""
-    headers, *rows = [tuple(map(printable, row)) for row in (headers, *rows)]
     if not sys.stdout.isatty():
-        places = [i for i, header in enumerate(headers) if header in right]
-        lines = [list(headers), *map(list, rows)]
-        _print_aligned([[f"  {line[0]}", *line[1:]] for line in lines], places)
+        _print_aligned([headers, *rows], [i for i, header in enumerate(headers) if header in right])
         return
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for i, header in enumerate(headers):
+    for header in headers:
         # Only the last column, which holds the reasons, may wrap its lines; a minimum width keeps it visible.
-        last = i + 1 == len(headers)
+        # A word that is longer than that column is cut into lines, so that a narrow terminal loses no text.
+        last = header == headers[-1]
         drawn.add_column(
-            Text(header),
-            justify="right" if header in right else "left",
-            no_wrap=not last,
-            # A word that is longer than the column is cut into lines, so that a narrow terminal loses no text.
-            overflow="fold" if last else "ellipsis",
-            min_width=len(header) if last else None,
-        )
+            _cell(header), justify="right" if header in right else "left", no_wrap=not last,
+            overflow="fold" if last else "ellipsis", min_width=len(header) if last else None,
+        )  # fmt: skip
     for row in rows:
-        drawn.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+        drawn.add_row(*map(_cell, row))
     _console().print(drawn)
 
 
-def _print_aligned(lines: Sequence[Sequence[str]], right: Collection[int]) -> None:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+def _cell(text: str) -> Any:
+    """A cell of a table in a terminal, in the colour of its text."""
+    from rich.text import Text
+
+    return Text(printable(text), style=STYLES.get(text, ""))
+
+
+def _print_aligned(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
+    """Print cells in columns; the columns at the places `right` are aligned to the right."""
+    columns = []
+    for i, column in enumerate(zip(*lines, strict=True)):
+        cells = [printable(cell) if i else f"  {printable(cell)}" for cell in column]
+        width = max(map(len, cells))
+        columns.append([cell.rjust(width) if i in right else cell.ljust(width) for cell in cells])
+    for line in zip(*columns, strict=True):
+        print("  ".join(line).rstrip())
 
 
 def print_json(document: Any) -> None:

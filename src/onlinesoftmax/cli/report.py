@@ -13,7 +13,6 @@ from . import output
 
 if TYPE_CHECKING:
     from ..lab.report.combinations import Choices
-    from ..lab.report.records import Record
 
 
 def report(
@@ -61,12 +60,17 @@ def report(
       onlinesoftmax report
       onlinesoftmax report record.json -o report.html --gpu h200 --rows 4096
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
+    from ..lab.report.combinations import Choices
     from ..lab.report.page import missing
     from ..lab.report.records import FOLDER
 
     if absent := missing():
         output.fail(f"report needs {', '.join(absent)}: pip install 'onlinesoftmax[report]'")
-    choices = _choices(gpus=gpu, operations=op, dtypes=dtype, rows=rows, frameworks=framework)
+    chosen: dict[str, Any] = {
+        "gpus": gpu, "operations": op, "with_options": op, "dtypes": dtype, "rows": rows, "frameworks": framework,
+    }  # fmt: skip
+    with output.refusing():
+        choices = Choices(**{name: value for name, value in chosen.items() if value})
     paths = results or ([FOLDER] if FOLDER.is_dir() else [])
     _check_outputs(out, svg, paths)
     _write_page(paths, choices, out, svg, as_json)
@@ -87,39 +91,10 @@ def _check_outputs(out: Path, svg: Path | None, paths: list[Path]) -> None:
         output.fail(f"--svg {svg} is the file of the page, --out {out}; name another file")
 
 
-def _write_chart(records: list[Record], svg: Path) -> None:
-    from ..lab.report.headline import headline
-
-    if not records:
-        output.fail("--svg needs a record")
-    try:
-        content = headline(records[0])
-    except ValueError as error:
-        output.fail(f"--svg: {error}")
-    _write("--svg", svg, content.encode())
-
-
-def _write(option: str, path: Path, content: bytes) -> None:
-    from ..core.whole_files import write_whole
-
-    with output.writing(f"{option} {path}"):
-        write_whole(path, content)
-
-
-def _choices(**given: Any) -> Choices:
-    from ..lab.report.combinations import Choices
-
-    chosen = {name: value for name, value in given.items() if value}
-    if "operations" in chosen:
-        chosen["with_options"] = chosen["operations"]
-    try:
-        return Choices(**chosen)
-    except ValueError as error:
-        output.fail(error)
-
-
 def _write_page(paths: list[Path], choices: Choices, out: Path, svg: Path | None, as_json: bool) -> None:
     """Read the records, make the page, write it, and say what is on it; exit with 1 if a file is not shown."""
+    from ..core.whole_files import write_whole
+    from ..lab.report.headline import headline
     from ..lab.report.page import page
     from ..lab.report.records import read
 
@@ -128,10 +103,16 @@ def _write_page(paths: list[Path], choices: Choices, out: Path, svg: Path | None
     for sentence in wrong:
         output.warn(sentence)
     if svg is not None:
-        _write_chart(records, svg)
+        if not records:
+            output.fail("--svg needs a record")
+        with output.refusing("--svg: "):
+            chart = headline(records[0]).encode()
+        with output.writing(f"--svg {svg}"):
+            write_whole(svg, chart)
     with output.progress_of("planning") as show:
         content = page(records, choices, wrong, show).encode()
-    _write("--out", out, content)
+    with output.writing(f"--out {out}"):
+        write_whole(out, content)
     seconds = time.perf_counter() - begin
     if as_json:
         output.print_json({
@@ -139,13 +120,9 @@ def _write_page(paths: list[Path], choices: Choices, out: Path, svg: Path | None
             "records": [record.name for record in records], "not_shown": wrong, "other_files": others,
         })  # fmt: skip
     else:
-        for line in (*others, _summary(out, len(records), len(content), seconds)):
-            output.note(line)
+        count = f"{len(records)} record{'' if len(records) == 1 else 's'} and the picker"
+        shown = count if records else "the picker alone: there are no records to show"
+        made = f"{output.size(len(content))}, made in {output.duration(seconds * 1e6)}"
+        output.note("\n".join([*others, f"{out}: {shown}; {made}."]))
     if wrong:
         raise typer.Exit(1)
-
-
-def _summary(out: Path, count: int, nbytes: int, seconds: float) -> str:
-    shown = f"{count} record{'' if count == 1 else 's'} and the picker"
-    shown = shown if count else "the picker alone: there are no records to show"
-    return f"{out}: {shown}; {output.size(nbytes)}, made in {output.duration(seconds * 1e6)}."

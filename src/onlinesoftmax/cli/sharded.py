@@ -35,7 +35,11 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
     from ..lab.bench.sharded.run import run
     from ..lab.bench.sharded.team import Team
 
-    todo, asked = _checked(options, suite, list(PEERS))
+    with output.refusing():
+        asked = list(PEERS) if options["peers"] is None else benchmarks.split_names(options["peers"])
+        check_names("peer", asked, PEERS)
+        todo = benchmarks.todo_of(suite, options)
+    asked = list(dict.fromkeys(asked))
     kind = _device_type(options["device"])
     with joining():
         team = Team.begin(kind)
@@ -66,32 +70,18 @@ def _begun(team: Team, options: dict[str, Any], suite: Suite, todo: list[Case]) 
     if team.device.type == "cuda":
         processes["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     # The devices of the processes have other numbers, so all continue what process 0 has found.
-    found: list[Any] = [None, options["out"]]
+    found: list[Any] = [None, None]
     if not team.rank:
         try:
-            recording = benchmarks.begun(team.device, options, suite, todo, {}, processes=processes)
-            found = [recording, options["out"]]
+            found[0] = benchmarks.begun(team.device, options, suite, todo, {}, processes=processes)
         except ValueError as error:
-            found = [str(error), options["out"]]
+            found[0] = str(error)
+        found[1] = options["out"]
     dist.broadcast_object_list(found, group=team.group, device=team.device)
     begun_or_reason, options["out"] = found
     if isinstance(begun_or_reason, str):
-        benchmarks.cannot_resume(options["out"], begun_or_reason)
+        output.fail(begun_or_reason)
     return begun_or_reason
-
-
-def _checked(options: dict[str, Any], suite: Suite, known_peers: list[str]) -> tuple[list[Case], list[str]]:
-    """The cases, and the names of the peers."""
-    if options["framework"] != "torch":
-        output.fail(f"--suite distributed measures PyTorch; leave out --framework {options['framework']}")
-    asked = known_peers if options["peers"] is None else benchmarks.split_names(options["peers"])
-    try:
-        todo = benchmarks.cases_of(suite, options)
-        check_names("peer", asked, known_peers)
-        benchmarks.check_plan_names(options["backend"], options["strategy"], "torch")
-    except ValueError as error:
-        output.fail(error)
-    return todo, list(dict.fromkeys(asked))
 
 
 def _device_type(name: str | None) -> str:

@@ -88,7 +88,7 @@ def tune(
         output.fail(f"--device {device}: only a GPU can be tuned for")
     machine = from_torch("cuda", where.index)
     file = TableFile(out or cache_folder() / f"{slug(machine.name)}.json", out is None)
-    file.check_writable()
+    file.write(None)
     begun = file.begun(machine.name) if resume or replace else None
     if replace and begun is None:
         begun = _planned_with(machine)
@@ -98,7 +98,7 @@ def tune(
             "times into this GPU's table with --replace"
         )
     left = left_of(None if replace else begun, todo, backends)
-    table, count, refused = _measure(_Run(where, machine, left, minutes), commit, file, begun)
+    table, count, refused = _measure(where, machine, left, minutes, commit, file, begun)
     _report(table, file.path, (count, not replace), refused, as_json)
 
 
@@ -109,32 +109,27 @@ def _todo(
     from ..lab.bench.tune_shapes import Part, shapes
     from ..lab.names import parse_shape
 
-    chosen = [op, outputs, cols, shape, dtype]
-    if quick and any(chosen):
+    some = any([op, outputs, cols, shape, dtype])
+    if quick and some:
         output.fail("--quick has six shapes of its own; leave --op, --outputs, --cols, --shape and --dtype out")
     if cols and shape:
         output.fail("--cols chooses shapes of the grid, which --shape replaces; leave one of them out")
-    sizes = []
-    try:
-        for text in shape:
-            rows, *rest = parse_shape(text)
-            if len(rest) != 1:
+    with output.refusing():
+        sizes = [parse_shape(text) for text in shape]
+        for text, size in zip(shape, sizes, strict=True):
+            if len(size) != 2:
                 output.fail(f"--shape {text}: rows and columns are measured, as in 8192x128256")
-            sizes.append((rows, rest[0]))
-        part = Part(op, split_names(outputs), dtype, cols, sizes)
-        return part.of(shapes(quick)), quick or any(chosen)
-    except ValueError as error:
-        output.fail(str(error))
+        part = Part(op, split_names(outputs), dtype, cols, [(size[0], size[1]) for size in sizes])
+        return part.of(shapes(quick)), quick or some
 
 
 def _backends(asked: list[str]) -> list[str]:
     """The backends to measure; ends the program where one that is asked for cannot be measured."""
     from ..lab.bench.tune import BACKENDS, unavailable
 
-    for name in asked:
+    for name in asked or ["cuda"]:
         if name not in BACKENDS:
             output.fail(f"--backend {name}: unknown; backends that can be tuned: {', '.join(BACKENDS)}")
-    for name in asked or ["cuda"]:
         if reason := unavailable(name):
             output.fail(f"tune needs the {name} backend: {reason}")
     return list(dict.fromkeys(asked)) or ["cuda", *(() if unavailable("triton") else ("triton",))]
@@ -152,7 +147,7 @@ class TableFile(NamedTuple):
         from ..core.whole_files import read_regular
         from ..planner.measured import Table
 
-        path = self.path
+        path, reason = self.path, None
         try:
             content = read_private(path.name) if self.own else read_regular(path)
             if content is None:
@@ -160,39 +155,30 @@ class TableFile(NamedTuple):
             table = parse_document(content, Table.checked)
         except FileNotFoundError:
             return None
-        except (OSError, UnusableError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            output.fail(
-                f"{path} cannot be continued: {reason}; name another file with --out, or leave --resume and --replace "
-                "out"
-            )
+        except OSError as error:
+            reason = error.strerror
+        except UnusableError as error:
+            reason = str(error)
+        if reason is not None:
+            other = "name another file with --out, or leave --resume and --replace out"
+            output.fail(f"{path} cannot be continued: {reason}; {other}")
         if table.device != device:
             output.fail(f"--resume: {path} is of {table.device}, and this is {device}; name another file with --out")
         if not table.every_variant:
             output.fail(f"--resume: {path} has one variant of each strategy; leave --resume out to measure all of them")
         return table
 
-    def check_writable(self) -> None:
-        """End the command before the first measurement if the table cannot be written."""
-        from ..core.cache import check_storable
-        from ..core.whole_files import check_writable
+    def write(self, table: Table | None) -> None:
+        """Write the table; None ends the command if a table could not be written."""
+        from ..core.cache import check_storable, store_file
+        from ..core.whole_files import check_writable, write_whole
 
-        with output.writing(self.name):
-            check_storable(self.path.name) if self.own else check_writable(self.path)
-
-    def write(self, table: Table) -> None:
-        """Write the table."""
-        from ..core.cache import store_file
-        from ..core.whole_files import write_whole
-
-        content = as_text(table.as_json()).encode()
-        with output.writing(self.name):
-            store_file(self.path.name, content) if self.own else write_whole(self.path, content)
-
-    @property
-    def name(self) -> str:
-        """The file in a sentence."""
-        return str(self.path) if self.own else f"--out {self.path}"
+        content = as_text(table.as_json()).encode() if table else b""
+        with output.writing(str(self.path) if self.own else f"--out {self.path}"):
+            if self.own:
+                store_file(self.path.name, content) if table else check_storable(self.path.name)
+            else:
+                write_whole(self.path, content) if table else check_writable(self.path)
 
 
 def _planned_with(machine: Device) -> Table | None:
@@ -203,37 +189,27 @@ def _planned_with(machine: Device) -> Table | None:
     return table if table and table.device == machine.name and table.every_variant else None
 
 
-class _Run(NamedTuple):
-    """The device, the shapes to measure with their backends, and the time limit in minutes."""
-
-    where: Any
-    machine: Device
-    left: list[tuple[Shape, list[str]]]
-    minutes: float | None
-
-
 def _measure(
-    run: _Run, commit: str | None, file: TableFile, begun: Table | None
-) -> tuple[Table, int, dict[tuple[str, str, str], str]]:
+    where: Any, machine: Device, left: list[tuple[Shape, list[str]]], minutes: float | None, commit: str | None,
+    file: TableFile, begun: Table | None,
+) -> tuple[Table, int, dict[tuple[str, str, str], str]]:  # fmt: skip
     """(table, number of shapes that are left, reasons of refused proposals); the table is written as it grows."""
     from ..lab.bench.record_file import record
     from ..lab.bench.tune import begin, tune
 
-    head = record(run.where, {}, {}, commit)
-    table = begin(run.machine, f"commit {head['git']['commit']}, made {head['date']}", begun)
+    head = record(where, {}, {}, commit)
+    table = begin(machine, f"commit {head['git']['commit']}, made {head['date']}", begun)
     refused: dict[tuple[str, str, str], str] = {}
-    done, total = 0, len(run.left)
-    written = perf_counter()
+    done, written, steps = 0, perf_counter(), tune(where, machine, left, table, minutes)
     with output.progress_of("measuring") as show:
-        steps = tune(run.where, run.machine, run.left, table, run.minutes)
         for done, (table, refused) in enumerate(steps, 1):  # noqa: B007  the last ones count
             if perf_counter() - written > WRITE_SECONDS:
                 file.write(table)
                 written = perf_counter()
             if show is not None:
-                show(done, total)
+                show(done, len(left))
     file.write(table)
-    return table, total - done, refused
+    return table, len(left) - done, refused
 
 
 def _report(

@@ -39,17 +39,19 @@ def verify(
     Example:
       onlinesoftmax verify --quick --backend triton --dtype bfloat16
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
+    from ..torch.device import from_torch
+
     where, interpreted = _prepare(device)
-    cells, absent = _run(backend or [], strategy or [], op or [], dtype or [], where, quick)
-    failed = [cell for cell in cells if cell.result == "fail"]
+    cells, absent = _run(where, quick, {"backends": backend, "strategies": strategy, "operations": op, "dtypes": dtype})
+    failed = any(cell.result == "fail" for cell in cells)
     if as_json:
         output.print_json({
-            "device": _device_name(where), "interpreter": interpreted, "quick": quick, "passed": not failed,
+            "device": from_torch(where).name, "interpreter": interpreted, "quick": quick, "passed": not failed,
             "unavailable": absent, "cells": [cell.as_dict() for cell in cells],
         })  # fmt: skip
     else:
-        _print(cells, absent, where)
-    raise typer.Exit(1 if failed else 0)
+        _print(cells, absent, from_torch(where).name)
+    raise typer.Exit(int(failed))
 
 
 def _prepare(device: str | None) -> tuple[str, bool]:
@@ -73,41 +75,28 @@ def _prepare(device: str | None) -> tuple[str, bool]:
     return where, interpreted
 
 
-def _run(
-    backends: list[str], strategies: list[str], operations: list[str], dtypes: list[str], device: str, quick: bool
-) -> tuple[list[Cell], dict[str, str]]:
+def _run(device: str, quick: bool, asked: dict[str, list[str] | None]) -> tuple[list[Cell], dict[str, str]]:
     """The cells, and the backends that cannot be used here with the reason."""
     from ..lab import verify as verification
 
-    try:
-        chosen = dict.fromkeys(name for name, _ in verification.pairs(backends, strategies))
-        absent = {name: reason for name in chosen if (reason := verification.unavailable(name, device))}
-        for name in backends:
-            if name in absent:
-                output.fail(f"backend {name} cannot be used here: {absent[name]}")
-        if len(absent) == len(chosen):
-            output.fail("; ".join(f"backend {name} cannot be used here: {reason}" for name, reason in absent.items()))
+    chosen = {name: names or [] for name, names in asked.items()}
+    with output.refusing():
+        pairs = verification.pairs(chosen["backends"], chosen["strategies"])
+        backends = dict.fromkeys(name for name, _ in pairs)
+        absent = {name: reason for name in backends if (reason := verification.unavailable(name, device))}
+        # A backend that is named must be there, and without names at least one.
+        needed = [name for name in chosen["backends"] if name in absent][:1]
+        if lacking := needed or (list(absent) if len(absent) == len(backends) else []):
+            output.fail("; ".join(f"backend {name} cannot be used here: {absent[name]}" for name in lacking))
         with output.progress_of("checking") as show:
-            cells = verification.verify(
-                backends=backends, strategies=strategies, operations=operations, dtypes=dtypes,
-                device=device, quick=quick, progress=show,
-            )  # fmt: skip
-    except ValueError as error:
-        output.fail(error)
-    return cells, absent
-
-
-def _device_name(device: str) -> str:
-    from ..torch.device import from_torch
-
-    return from_torch(device).name
+            return verification.verify(**chosen, device=device, quick=quick, progress=show), absent
 
 
 def _print(cells: list[Cell], absent: dict[str, str], device: str) -> None:
     from ..lab.verify import FLOAT64_ULPS, INTERPRETER_ULPS
 
     output.note(
-        f"Checked against the exact result on {_device_name(device)}.  Allowed is PyTorch's largest error on the same "
+        f"Checked against the exact result on {device}.  Allowed is PyTorch's largest error on the same "
         "input plus 1 ulp; for a value of a row also 1 ulp of its logsumexp, and for a gradient 1 ulp of the larger of "
         "its two terms, both in float32 or wider."
     )
@@ -126,11 +115,8 @@ def _print(cells: list[Cell], absent: dict[str, str], device: str) -> None:
     for name, reason in absent.items():
         output.note(f"Backend {name} is not checked: {reason}")
     print()
-    output.table(
-        ("strategy", "operation", "dtype", "inputs", "error", "PyTorch", "ulps", "PyTorch", "of allowed", "result"),
-        [_row(cell) for cell in cells],
-        right=("inputs", "error", "PyTorch", "ulps", "of allowed"),
-    )
+    numbers = ("inputs", "error", "PyTorch", "ulps", "PyTorch", "of allowed")
+    output.table(("strategy", "operation", "dtype", *numbers, "result"), list(map(_row, cells)), right=numbers)
     print()
     told = [("FAIL", cell, failure) for cell in cells for failure in cell.failures]
     told += [("skipped", cell, str(cell.reason)) for cell in cells if cell.result == "skipped"]
@@ -140,13 +126,12 @@ def _print(cells: list[Cell], absent: dict[str, str], device: str) -> None:
 
 
 def _row(cell: Cell) -> tuple[str, ...]:
-    numbers = ("", "", "", "", "")
-    if cell.cases:
-        numbers = (
-            f"{cell.error:.1e}", f"{cell.pytorch_error:.1e}",
-            f"{cell.ulps:.1f}", f"{cell.pytorch_ulps:.1f}", f"{cell.of_allowed:.0%}",
-        )  # fmt: skip
-    return f"{cell.backend}/{cell.strategy}", cell.operation, cell.dtype, str(cell.cases), *numbers, cell.result
+    numbers = (
+        f"{cell.error:.1e}", f"{cell.pytorch_error:.1e}", f"{cell.ulps:.1f}", f"{cell.pytorch_ulps:.1f}",
+        f"{cell.of_allowed:.0%}",
+    )  # fmt: skip
+    shown = numbers if cell.cases else ("",) * len(numbers)
+    return f"{cell.backend}/{cell.strategy}", cell.operation, cell.dtype, str(cell.cases), *shown, cell.result
 
 
 def _summary(cells: list[Cell]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from ...planner.plan import PlanError
@@ -11,6 +12,8 @@ from .cases import Case
 from .exact import Inputs
 from .formulas import Function, with_gradient
 from .inputs import rounded
+from .memory import extra_bytes
+from .result import Result
 
 
 class Peer:
@@ -24,6 +27,7 @@ class Peer:
         in_torch: True where PyTorch's allocator gives the memory of a call.
         ours: True for our library, whose results may be no further off than the framework's own.
         overwrites: Names of the operations whose call with a gradient overwrites the input.
+        result_type: Type of its results.
         device_type: "cuda" or "cpu", where the comparison runs.
     """
 
@@ -32,6 +36,7 @@ class Peer:
     module = "torch"
     flushes, in_torch, ours = 1, True, False
     overwrites: tuple[str, ...] = ()
+    result_type: type[Result] = Result
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -67,6 +72,10 @@ class Peer:
     def whole(self, case: Case, found: Any) -> Any:
         """The result of the whole case, from what the call returns."""
         return found
+
+    def facts(self, case: Case, call: Callable[[], Any], device: Any) -> dict[str, Any]:
+        """Fields of the result that a call without timing gives: the memory that it takes."""
+        return {"extra_bytes": extra_bytes(call, device) if self.in_torch else None}
 
     def prepare_out(self, case: Case) -> Function | None:
         """The function of the input and of a tensor that gets the result; None where the library has none."""

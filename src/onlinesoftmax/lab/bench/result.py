@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import cache
 from math import isfinite, prod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from ...core.task import ITEMSIZE
 from ...planner.plan import Plan
@@ -79,18 +80,6 @@ class Result:
         error = self.error if self.error is not None and isfinite(self.error) else None
         return {**asdict(self), "error": error, "plan": self.plan.as_dict() if self.plan else None}
 
-    @classmethod
-    def of(cls, recorded: Mapping[str, Any]) -> Self:
-        """The result of a dictionary as `as_dict` makes it; older records lack the newer attributes.
-
-        The variant of a plan is left out: other versions of the planner have other variants.
-        """
-        times, against, plan = recorded["times"], recorded["against_torch"], recorded["plan"]
-        return made(
-            cls, recorded, times=times and made(Times, times), against_torch=against and made(Against, against),
-            plan=plan and made(Plan, plan, variant=ONLY),
-        )  # fmt: skip
-
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -138,17 +127,11 @@ class CaseResult:
         return ours.against_torch.added_us <= CPU_ADDED_US
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return {
-            **self.case.as_dict(),
-            "skipped": self.skipped,
-            "copy": asdict(self.copy) if self.copy else None,
-            "copy_gbps": self.copy_gbps,
-            "flush": self.flush,
-            "overhead_us": self.overhead_us,
-            "within_cpu_bound": self.within_cpu_bound,
-            "results": [result.as_dict() for result in self.results],
-        }
+        """Everything but the framework, for JSON."""
+        own = asdict(replace(self, results=[]))
+        del own["case"], own["framework"]
+        results = [result.as_dict() for result in self.results]
+        return {**self.case.as_dict(), **own, "within_cpu_bound": self.within_cpu_bound, "results": results}
 
     @classmethod
     def of(cls, recorded: Mapping[str, Any], framework: str = "torch") -> Self:
@@ -167,11 +150,8 @@ class CaseResult:
             raise ValueError(f"dim {recorded['dim']} is out of range for the shape {recorded['shape']}")
         if prod(recorded["shape"]) >= MOST_ELEMENTS:
             raise ValueError(f"shape {recorded['shape']}: more elements than any memory holds")
-        case = made(
-            Case, recorded, shape=tuple(recorded["shape"]), fused=tuple(recorded.get("fused", ()))
-        )  # fmt: skip
-        copy, results = recorded["copy"], [cls.result_type.of(result) for result in recorded["results"]]
-        return made(cls, recorded, case=case, copy=copy and made(Times, copy), results=results, framework=framework)
+        results = [made(cls.result_type, result) for result in recorded["results"]]
+        return made(cls, recorded, case=made(Case, recorded), results=results, framework=framework)
 
 
 @dataclass(frozen=True)
@@ -187,12 +167,6 @@ class CallsResult(Result):
 
     calls: Mapping[str, Times] = field(default_factory=dict)
     state: str = ""
-
-    @classmethod
-    def of(cls, recorded: Mapping[str, Any]) -> Self:
-        """The result of a dictionary as `as_dict` makes it."""
-        calls = {name: made(Times, times) for name, times in recorded["calls"].items()}
-        return replace(super().of(recorded), calls=calls)
 
 
 @dataclass(frozen=True)
@@ -245,22 +219,34 @@ class ShardedCaseResult(CaseResult):
         found = {COPY_OF_SHARD: self.copy, ALL_REDUCE: self.all_reduce}
         return {name: times for name, times in found.items() if times is not None}
 
-    @classmethod
-    def of(cls, recorded: Mapping[str, Any], framework: str = "torch") -> Self:
-        """The results of a dictionary as `as_dict` makes it."""
-        times = recorded["all_reduce"]
-        return replace(super().of(recorded, framework), all_reduce=times and made(Times, times))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        more = {"processes": self.processes, "all_reduce": asdict(self.all_reduce) if self.all_reduce else None}
-        return {**super().as_dict(), **more, "within_cpu_bound": None}
-
 
 def made(kind: type[T], recorded: Mapping[str, Any], **values: Any) -> T:
-    """A record of this kind from a dictionary, which may hold more; `values` replace what the dictionary holds."""
-    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # every kind is a dataclass
-    return kind(**{name: recorded[name] for name in names if name in recorded} | values)
+    """A record of this kind from a dictionary as JSON has it, in which older fields may be missing.
+
+    The variant of a plan is left out: other versions of the planner have other variants.
+
+    Args:
+        kind: A dataclass.  Its fields may be dataclasses, or mappings to them.
+        recorded: The dictionary, which may hold more.
+        values: Fields that are not read from the dictionary.
+    """
+    if issubclass(kind, Plan):
+        values["variant"] = ONLY
+    left = {name: each for name, each in _types(kind).items() if name in recorded and name not in values}
+    return kind(**values, **{name: _value(each, recorded[name]) for name, each in left.items()})
+
+
+_types: Callable[[type], dict[str, Any]] = cache(get_type_hints)
+
+
+def _value(of_type: Any, found: Any) -> Any:
+    """A value of JSON as a field of this type, which may be optional."""
+    inner: Any = next(filter(is_dataclass, (of_type, *get_args(of_type))), None)
+    if found is None or inner is None:
+        return tuple(found) if isinstance(found, list) else found
+    if get_origin(of_type) is Mapping:
+        return {name: made(inner, each) for name, each in found.items()}
+    return made(inner, found)
 
 
 def as_calls(result: Result, **changes: Any) -> CallsResult:

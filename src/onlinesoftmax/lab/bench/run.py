@@ -16,7 +16,7 @@ from .check import Reference, poison
 from .exact import Inputs
 from .formulas import Function
 from .inputs import make_inputs
-from .memory import extra_bytes, lacks_memory, out_of_memory
+from .memory import lacks_memory, out_of_memory
 from .peers import Ours, Peer, first_line, reasons_of
 from .planned import planned
 from .result import CaseResult, Result
@@ -116,30 +116,31 @@ def _flush(case: Case, calls: Iterable[str]) -> Flush:
     return Flush(() if case.writes_elements else tuple(calls), launches)
 
 
-def check_all(case: Case, inputs: Inputs, everybody: Sequence[Peer]) -> Checked:
-    """Check every library before any time is taken."""
+def check_all(
+    case: Case, inputs: Inputs, everybody: Sequence[Peer], agreed: Callable[[Any], Any] = lambda result: result
+) -> Checked:
+    """Check every library before any time is taken; `agreed` makes one result of those of several processes."""
     checked, device = Checked(), inputs[0].device
-    ours = ours_of(everybody, device)
-    for_ours, for_others = _judges(case, inputs, ours)
+    for_ours, for_others = _judges(case, inputs, ours_of(everybody, device))
     for peer in everybody:
         if reason := peer.supports(case):
-            checked.results.append(Result(peer.name, "refused", reason))
+            checked.results.append(peer.result_type(peer.name, "refused", reason))
             continue
-        plan, judges = None, for_ours if peer.ours else for_others
+        plan, calls = None, {}
         try:
             if isinstance(peer, Ours):
                 checked.ours = planned(case, inputs, peer)
                 plan = checked.ours.plan
+            found = [judge.of(peer, plan) for judge in (for_ours if peer.ours else for_others)]
             # The case itself comes last: its function is the one that is timed.
-            found = [judge.of(peer, plan) for judge in judges]
-            extra = extra_bytes(found[-1][1], device) if peer.in_torch else None
+            result, calls[peer.name] = next((each for each in found if each[0].failed), found[-1])
+            if not result.failed:
+                result = replace(result, **peer.facts(case, calls[peer.name], device))
         except Exception as error:  # whatever another library raises is its refusal, not our crash
-            checked.results.append(refusal(peer, plan, error))
-            continue
-        result = next((each for each, _ in found if each.failed), found[-1][0])
-        checked.results.append(replace(result, extra_bytes=extra))
-        if not result.failed:
-            checked.calls[peer.name] = found[-1][1]
+            result = refusal(peer, plan, error)
+        checked.results.append(agreed(result))
+        if checked.results[-1].status == "ok":
+            checked.calls |= calls
     return checked
 
 
@@ -170,7 +171,7 @@ class Judge:
         poison(peer.returns(self._case), self._inputs[0].device)
         verdict = self._reference.judge(peer.whole(self._case, call()), self._allowed, peer.ours)
         status = "ok" if verdict.wrong is None else "wrong"
-        return Result(peer.name, status, verdict.wrong, verdict.error, self._allowed[0], plan), call
+        return peer.result_type(peer.name, status, verdict.wrong, verdict.error, self._allowed[0], plan), call
 
 
 def ours_of(everybody: Sequence[Peer], device: Any) -> Ours:
@@ -181,12 +182,12 @@ def ours_of(everybody: Sequence[Peer], device: Any) -> Ours:
 def refusal(peer: Peer, plan: Plan | None, error: Exception) -> Result:
     """The result of a library that raised an error; raises the error where our library has no memory."""
     if isinstance(error, PlanError):
-        return Result(peer.name, "refused", reasons_of(error))
+        return peer.result_type(peer.name, "refused", reasons_of(error))
     if out_of_memory(error):
         if isinstance(peer, Ours):
             raise error
-        return Result(peer.name, "refused", "out of memory")
-    return Result(peer.name, "failed" if isinstance(peer, Ours) else "refused", first_line(error), plan=plan)
+        return peer.result_type(peer.name, "refused", "out of memory")
+    return peer.result_type(peer.name, "failed" if peer.ours else "refused", first_line(error), plan=plan)
 
 
 def _against_torch(who: str, samples: Samples) -> Against | None:

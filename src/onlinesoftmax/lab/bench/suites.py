@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ...core.task import ITEMSIZE
+from ...ops import FORWARD, OPERATIONS
 from ..names import Shape, check_names
-from .cases import FUSED, MEASURED, Case
+from .cases import FUSED, MEASURED, REDUCTIONS, Case
 
 Measures = Literal["device time", "host time", "first calls", "sharded time"]
 """Kinds of measurements; kinds.py has the table of each."""
@@ -25,18 +26,10 @@ class Entry(NamedTuple):
 
     shape: Shape
     dim: int
-    operation: str = "softmax"
+    operation: str = FORWARD[0]
     fused: tuple[str, ...] = ()
     with_gradient: bool = False
     reduction: str = ""
-
-    def case(self, operation: str, dtype: str) -> Case:
-        """The case in a dtype, of another operation if its name is not empty."""
-        own = operation in ("", self.operation)
-        return Case(
-            operation or self.operation, self.shape, self.dim, dtype, self.fused, self.with_gradient,
-            self.reduction if own else "",
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,143 +67,142 @@ def _rows(*shapes: Shape, **kind: Any) -> tuple[Entry, ...]:
     return tuple(Entry(shape, len(shape) - 1, **kind) for shape in shapes)
 
 
-def _each(operations: Iterable[str], *shapes: Shape) -> tuple[Entry, ...]:
+def _each(operations: Iterable[str], *shapes: Shape, **kind: Any) -> tuple[Entry, ...]:
     """Entries of these shapes for each operation."""
-    return tuple(entry for operation in operations for entry in _rows(*shapes, operation=operation))
+    return tuple(entry for operation in operations for entry in _rows(*shapes, operation=operation, **kind))
 
 
-FIELD = _rows(
-    (1048576, 64), (524288, 128), (262144, 256), (131072, 512), (65536, 1000), (65536, 1024), (32768, 2048),
-    (16384, 4096), (8192, 8192), (4096, 16384), (4096, 32768), (4096, 50256), (4096, 50257), (2048, 65536),
-    (2048, 128256), (1024, 262144), (256, 1 << 20), (16, 1 << 22),
-)  # fmt: skip
-"""Shapes of published softmax benchmarks: batches of equal size, and vocabularies."""
+def _fused(*shapes: Shape, causal: Shape) -> tuple[Entry, ...]:
+    """Shapes without score options and with those that models use, and a shape with a causal mask."""
+    options: list[tuple[str, ...]] = [(), ("scale",), ("mask",), ("bias",), ("scale", "mask")]
+    plain = [entry for fused in options for entry in _rows(*shapes, fused=fused)]
+    return (*plain, *_rows(causal, fused=("causal",)))
 
-ODD = _rows((131072, 1023), (65536, 1025), (16384, 8191))
-"""Unaligned rows: most do not begin on 16 bytes."""
 
-SHORT = _rows((4194304, 5), (4194304, 10), (1048576, 33), (262144, 197))
-"""Rows of a few classes, of which many must share a block."""
+def _powers(rows: int, first: int, last: int, step: int = 1) -> list[Shape]:
+    """As many rows as `rows`, of 2^first, 2^(first + step), … 2^last columns."""
+    return [(rows, 1 << k) for k in range(first, last + 1, step)]
 
-COLUMN = (Entry((32, 512, 4096), 1),)
-"""A softmax dimension that is not the innermost."""
 
-ROWS_1024 = _rows(*((1024, 1 << k) for k in range(9, 16)))
-"""Small batches: few bytes to hide the time of a launch."""
+GRADIENT_OF_ELEMENTS = OPERATIONS[FORWARD[0]].gradient_name
 
-SINGLE_ROW = _rows(*((1, 1 << k) for k in range(16, 31)))
-"""One row, too long for one multiprocessor."""
+READERS = [name for name in FORWARD if OPERATIONS[name].per_row]
+"""Public operations that read every element and write none."""
 
-LONG_ROWS = _rows(
-    (256, 1 << 20), (16, 1 << 22), (16, (1 << 22) + 8), (64, 3000001), (64, 3000008), (3, 100000007), (1, 1 << 26),
-    (1, 1 << 28),
-)  # fmt: skip
-"""Rows that many multiprocessors share, on cache lines and beside them; the last three shapes do not fit on chip."""
+LOSSES = [name for name in READERS if REDUCTIONS[name]]
+"""Public operations with a target per row that are reduced to a scalar."""
 
-LENGTHS = _rows(
-    (2064888, 65), (1056832, 127), (1342177, 100), (671088, 200), (526344, 255), (522247, 257), (268435, 500),
-    (261632, 513), (223696, 600), (172738, 777), (65536, 2049), (32760, 4097), (10872, 12345), (8192, 16383),
-    (6710, 20001),
-)  # fmt: skip
-"""Row lengths that nobody chose for a kernel; most rows are unaligned."""
+TOKENS = [name for name in READERS if OPERATIONS[name].has_target and name not in LOSSES]
+"""Public operations with a target per row whose results stay per row."""
 
-GRADIENTS = _rows(*((1 << 27 - k, 1 << k) for k in range(8, 16)), (2048, 128256), (1024, 262144),
-                  operation="softmax_backward")  # fmt: skip
-"""2^27 elements in rows of every length, and vocabularies."""
-
-RELATIVES = _each(
-    ("log_softmax", "log_softmax_backward", "logsumexp_backward"),
-    (65536, 1024), (8192, 8192), (2048, 128256), (1, 1 << 24),
-)  # fmt: skip
+RELATIVES = [name for name in MEASURED if name not in (FORWARD[0], GRADIENT_OF_ELEMENTS, *READERS)]
 """The operations near softmax that have no suite of their own."""
-
-_FUSED: tuple[tuple[str, ...], ...] = ((), ("scale",), ("mask",), ("bias",), ("scale", "mask"))
-
-SCORES = tuple(
-    entry for fused in _FUSED for entry in _rows((16384, 4096), (65536, 1024), (4096, 32768), fused=fused)
-) + _rows((64, 1024, 1024), fused=("causal",))
-"""The score options that models use, and the same shapes without any."""
-
-FEW_SCORES = tuple(entry for fused in _FUSED for entry in _rows((1024, 1024), fused=fused)) + _rows(
-    (4, 256, 256), fused=("causal",)
-)
-
-LOSSES = _rows(
-    (8192, 128256), (4096, 50257), (8192, 32000), (4096, 262144), (16384, 4096),
-    operation="cross_entropy", with_gradient=True,
-) + _rows((8192, 128256), (8192, 32000), operation="cross_entropy", with_gradient=True, reduction="none")  # fmt: skip
-"""The losses of training: a mean, and losses of rows that the caller weights."""
-
-FEW_LOSSES = _rows((256, 4096), (64, 32000), operation="cross_entropy", with_gradient=True) + _rows(
-    (64, 32000), operation="cross_entropy", with_gradient=True, reduction="none"
-)
-
-TOKENS = _rows((8192, 128256), (4096, 151936), (8192, 32000), operation="token_logprobs", with_gradient=True)
-"""Log-probabilities and entropies of chosen tokens, as reinforcement learning differentiates them."""
-
-FEW_TOKENS = _rows((256, 4096), (64, 32000), operation="token_logprobs", with_gradient=True)
-
-_READERS = ("logsumexp", "token_logprobs", "cross_entropy")
-
-READ_ONLY = _each(_READERS, (65536, 1024), (8192, 8192), (8192, 32000), (512, 151936), (4096, 151936), (2048, 128256))
-"""Operations that read every element and write none."""
-
-SHARDED = (
-    _rows((8192, 128256), (8192, 32000), (4096, 262144), operation="cross_entropy", with_gradient=True)
-    + _rows((1, 1 << 30), (1, 1 << 24), (8192, 128256), (64, 128256))
-    + _rows((8192, 128256), operation="token_logprobs", with_gradient=True)
-)
-"""Rows that are sharded over processes: shapes of the whole input."""
-
-FEW_SHARDED = FEW_LOSSES[1:2] + _rows((1, 1 << 20)) + FEW_TOKENS[1:]
-
-CALLS = _each(("softmax", "log_softmax", *_READERS), (64, 512))
-"""Every public function, with so few elements that a call costs its launch."""
-
-FIRST_CALLS = (
-    *_rows((1024, 1000), (256, 32000)),
-    *_rows((256, 32000), operation="cross_entropy", with_gradient=True),
-)
-"""Rows that one block holds and longer ones, and a loss with its gradient; later calls have other shapes."""
 
 SUITES: dict[str, Suite] = {
     "forward": Suite(
         "softmax of batches and vocabularies, unaligned and short rows, another dimension",
-        FIELD + ODD + SHORT + COLUMN,
+        # Shapes of published benchmarks, unaligned rows, rows of a few classes, a dimension that is not the last.
+        (*_rows(
+            (1048576, 64), (524288, 128), (262144, 256), (131072, 512), (65536, 1000), (65536, 1024), (32768, 2048),
+            (16384, 4096), (8192, 8192), (4096, 16384), (4096, 32768), (4096, 50256), (4096, 50257), (2048, 65536),
+            (2048, 128256), (1024, 262144), (256, 1 << 20), (16, 1 << 22), (131072, 1023), (65536, 1025),
+            (16384, 8191), (4194304, 5), (4194304, 10), (1048576, 33), (262144, 197),
+        ), Entry((32, 512, 4096), 1)),
         few=_rows((64, 512), (1024, 1024), (256, 16384), (1024, 1023)),
     ),
-    "rows1024": Suite("1024 rows of 512 to 32768 columns, with a sentence about each", ROWS_1024, few=ROWS_1024[::3],
-                      sentences=True),
-    "lengths": Suite("softmax of lengths that are no powers of two", LENGTHS,
-                     few=_rows((1024, 65), (1024, 1025), (256, 12345))),
-    "single-row": Suite("one row of 2^16 to 2^30 elements", SINGLE_ROW, few=SINGLE_ROW[:7:3]),
-    "long-rows": Suite("rows that many multiprocessors share", LONG_ROWS, few=_rows((4, 1 << 20), (2, (1 << 20) + 8))),
-    "gradients": Suite("the gradient of softmax: reads y and dy, writes dx", GRADIENTS,
-                       few=_rows((1024, 1024), (256, 16384), operation="softmax_backward")),
-    "operations": Suite("log-softmax, its gradient, and the gradient of logsumexp", RELATIVES,
-                        few=_each(("log_softmax", "log_softmax_backward", "logsumexp_backward"), (1024, 1024))),
-    "fused": Suite("softmax with score options, beside plain softmax", SCORES, few=FEW_SCORES),
-    "cross-entropy": Suite("cross-entropy with its gradient, for the vocabularies of models", LOSSES, few=FEW_LOSSES),
-    "token-logprobs": Suite("log-probabilities and entropies with their gradient", TOKENS, few=FEW_TOKENS),
-    "read-only": Suite("one read of the input, without a gradient", READ_ONLY,
-                       few=_each(_READERS, (1024, 1024), (64, 32000))),
+    "rows1024": Suite(
+        # Small batches have few bytes to hide the time of a launch.
+        "1024 rows of 512 to 32768 columns, with a sentence about each",
+        _rows(*_powers(1024, 9, 15)), few=_rows(*_powers(1024, 9, 15, 3)), sentences=True,
+    ),
+    "lengths": Suite(
+        # Nobody chose these lengths for a kernel; most rows are unaligned.
+        "softmax of lengths that are no powers of two",
+        _rows(
+            (2064888, 65), (1056832, 127), (1342177, 100), (671088, 200), (526344, 255), (522247, 257), (268435, 500),
+            (261632, 513), (223696, 600), (172738, 777), (65536, 2049), (32760, 4097), (10872, 12345), (8192, 16383),
+            (6710, 20001),
+        ),
+        few=_rows((1024, 65), (1024, 1025), (256, 12345)),
+    ),
+    "single-row": Suite(
+        "one row of 2^16 to 2^30 elements", _rows(*_powers(1, 16, 30)), few=_rows(*_powers(1, 16, 22, 3)),
+    ),
+    "long-rows": Suite(
+        # On cache lines and beside them; the last three shapes do not fit on chip.
+        "rows that many multiprocessors share",
+        _rows(
+            (256, 1 << 20), (16, 1 << 22), (16, (1 << 22) + 8), (64, 3000001), (64, 3000008), (3, 100000007),
+            (1, 1 << 26), (1, 1 << 28),
+        ),
+        few=_rows((4, 1 << 20), (2, (1 << 20) + 8)),
+    ),
+    "gradients": Suite(
+        # 2^27 elements in rows of every length, and vocabularies.
+        "the gradient of softmax: reads y and dy, writes dx",
+        _each(
+            [GRADIENT_OF_ELEMENTS], *((1 << 27 - k, 1 << k) for k in range(8, 16)), (2048, 128256), (1024, 262144),
+        ),
+        few=_each([GRADIENT_OF_ELEMENTS], (1024, 1024), (256, 16384)),
+    ),
+    "operations": Suite(
+        "log-softmax, its gradient, and the gradient of logsumexp",
+        _each(RELATIVES, (65536, 1024), (8192, 8192), (2048, 128256), (1, 1 << 24)),
+        few=_each(RELATIVES, (1024, 1024)),
+    ),
+    "fused": Suite(
+        "softmax with score options, beside plain softmax",
+        _fused((16384, 4096), (65536, 1024), (4096, 32768), causal=(64, 1024, 1024)),
+        few=_fused((1024, 1024), causal=(4, 256, 256)),
+    ),
+    "cross-entropy": Suite(
+        # A mean, and losses of rows that the caller weights.
+        "cross-entropy with its gradient, for the vocabularies of models",
+        _each(
+            LOSSES, (8192, 128256), (4096, 50257), (8192, 32000), (4096, 262144), (16384, 4096), with_gradient=True,
+        ) + _each(LOSSES, (8192, 128256), (8192, 32000), with_gradient=True, reduction="none"),
+        few=_each(LOSSES, (256, 4096), (64, 32000), with_gradient=True)
+        + _each(LOSSES, (64, 32000), with_gradient=True, reduction="none"),
+    ),
+    "token-logprobs": Suite(
+        # As reinforcement learning differentiates them.
+        "log-probabilities and entropies with their gradient",
+        _each(TOKENS, (8192, 128256), (4096, 151936), (8192, 32000), with_gradient=True),
+        few=_each(TOKENS, (256, 4096), (64, 32000), with_gradient=True),
+    ),
+    "read-only": Suite(
+        "one read of the input, without a gradient",
+        _each(READERS, (65536, 1024), (8192, 8192), (8192, 32000), (512, 151936), (4096, 151936), (2048, 128256)),
+        few=_each(READERS, (1024, 1024), (64, 32000)),
+    ),
     "host": Suite(
-        "host time of a call: plain, with out=, with a gradient, and the bare launch", CALLS, few=CALLS[::3],
+        # So few elements that a call costs its launch.
+        "host time of a call: plain, with out=, with a gradient, and the bare launch",
+        _each(FORWARD, (64, 512)), few=_each(FORWARD[::3], (64, 512)),
         dtypes=("bfloat16",), measures="host time", excluded=("fused", "with_gradient"),
     ),
     "cold": Suite(
-        "the first call of a fresh process, of a new number of rows, of a new length", FIRST_CALLS, FIRST_CALLS[:1],
-        dtypes=("bfloat16",), measures="first calls", excluded=("fused", "repeat"),
+        # Rows that one block holds and longer ones, and a loss with its gradient; later calls have other shapes.
+        "the first call of a fresh process, of a new number of rows, of a new length",
+        _rows((1024, 1000), (256, 32000)) + _each(LOSSES, (256, 32000), with_gradient=True),
+        few=_rows((1024, 1000)), dtypes=("bfloat16",), measures="first calls", excluded=("fused", "repeat"),
     ),
     "cpu": Suite(
         "the time that our layer adds to PyTorch on a CPU, with many repetitions",
         _rows((64, 512), (1024, 64), (256, 256), (1024, 1024), (4096, 1024), (1024, 16384)),
         few=_rows((64, 512), (1024, 1024), (256, 16384)), dtypes=("float32", "bfloat16"), repeat_ms=1000,
     ),
-    DISTRIBUTED: Suite("rows that are sharded over the processes of torchrun", SHARDED, FEW_SHARDED,
-                       dtypes=("bfloat16",), measures="sharded time", excluded=("fused",)),
+    DISTRIBUTED: Suite(
+        "rows that are sharded over the processes of torchrun",
+        _each(LOSSES, (8192, 128256), (8192, 32000), (4096, 262144), with_gradient=True)
+        + _rows((1, 1 << 30), (1, 1 << 24), (8192, 128256), (64, 128256))
+        + _each(TOKENS, (8192, 128256), with_gradient=True),
+        few=_each(LOSSES, (64, 32000), with_gradient=True) + _rows((1, 1 << 20))
+        + _each(TOKENS, (64, 32000), with_gradient=True),
+        dtypes=("bfloat16",), measures="sharded time", excluded=("fused",),
+    ),
 }  # fmt: skip
-"""The suites by name."""
+"""The suites by name; shapes of `distributed` are those of the whole input."""
 
 
 def suite_of(name: str, quick: bool = False) -> Suite:
@@ -263,19 +255,16 @@ def cases(
         places = [(shape, _axis(-1 if dim is None else dim, shape)) for shape in shapes]
         kinds = dict.fromkeys(entry._replace(shape=(), dim=0) for entry in chosen)
         chosen = [kind._replace(shape=its_shape, dim=axis) for kind in kinds for its_shape, axis in places]
-    if fused:
-        in_order = tuple(name for name in FUSED if name in fused)
-        chosen = [entry._replace(fused=in_order) for entry in chosen]
-    if with_gradient:
-        chosen = [entry._replace(with_gradient=True) for entry in chosen]
-    found = [
-        entry.case(operation, dtype)
-        for operation in operations or [""]
-        for dtype in dtypes or suite.dtypes
-        for entry in chosen
-    ]
-    if reduction:
-        found = [replace(case, reduction=reduction) for case in found]
+    given: dict[str, Any] = {"fused": tuple(name for name in FUSED if name in fused)} if fused else {}
+    given |= {"with_gradient": True} if with_gradient else {}
+    given |= {"reduction": reduction} if reduction else {}
+    found = []
+    for operation in operations or [""]:
+        # The reduction of an entry is that of its own operation.
+        own = [entry._replace(operation=operation or entry.operation) for entry in chosen]
+        if operation:
+            own = [e if e == entry else e._replace(reduction="") for e, entry in zip(own, chosen, strict=True)]
+        found += [Case(dtype=dtype, **entry._asdict() | given) for dtype in dtypes or suite.dtypes for entry in own]
     # Entries that differ only in what was replaced are one case now.
     return list(dict.fromkeys(found))
 

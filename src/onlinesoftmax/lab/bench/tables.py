@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 from ...core.units import duration
 from . import cold_suite, host_times
 from .analysis import sentence
-from .cases import Case
 from .result import (
     CPU_ADDED_US,
     CPU_RATIO,
@@ -159,25 +159,21 @@ def _device_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> T
 def _figures(case_result: CaseResult, result: Result) -> Sequence[str]:
     if result.times is None or result.gbps is None or result.of_copy is None:
         return [""] * len(DEVICE_TIME)
-    return (
-        _us(result.times),
-        f"{result.gbps:.{0 if result.gbps >= 100 else 1}f}",
-        f"{100 * result.of_copy:.0f}%",
-        "" if result.utilisation is None else f"{100 * result.utilisation:.0f}%",
-        _against(case_result, result),
-        _megabytes(result),
-    )
+    used = "" if result.utilisation is None else f"{100 * result.utilisation:.0f}%"
+    gbps = f"{result.gbps:.{0 if result.gbps >= 100 else 1}f}"
+    against = _against(case_result, result)
+    return _us(result.times), gbps, f"{100 * result.of_copy:.0f}%", used, against, _megabytes(result)
 
 
 def _against(case_result: CaseResult, result: Result) -> str:
     """The speed relative to PyTorch; where PyTorch's own kernel runs, the time that our layer adds to it."""
-    if result.against_torch is None:
+    against = result.against_torch
+    if against is None:
         return ""
     if case_result.within_cpu_bound is None or result.who != "ours":
-        return f"{1 / result.against_torch.ratio:.2f}x"
-    if case_result.case.elements >= LARGE:
-        return f"{100 * (result.against_torch.ratio - 1):+.1f}%"
-    return f"{result.against_torch.added_us:+.2f} us"
+        return f"{1 / against.ratio:.2f}x"
+    added = f"{100 * (against.ratio - 1):+.1f}%", f"{against.added_us:+.2f} us"
+    return added[case_result.case.elements < LARGE]
 
 
 def above(content: Mapping[str, Any]) -> list[str]:
@@ -203,19 +199,18 @@ def sentences(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list
     return [*filter(None, [peak]), *(sentence(found) for found in results)]
 
 
-def _kind(case: Case) -> str:
-    """The operation, its reduction and its gradient."""
-    words = [case.operation, f"with reduction {case.reduction}" if case.reduction else ""]
-    words.append("with gradient" if case.with_gradient else "")
-    return " ".join(filter(None, words))
-
-
 def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
     """The lines below the table: the tensors that a gradient's GB/s count, our layer on a CPU, older host times."""
-    lines = []
-    passes = {_kind(r.case): r.case.passes for r in results if r.case.backward or r.case.with_gradient}
-    for kind, count in passes.items():
-        lines.append(f"GB/s of {kind} count {count} tensors, read or written once; those of the copy count 2.")
+    cases = [found.case for found in results if found.case.backward or found.case.with_gradient]
+    reductions = [f" with reduction {case.reduction}" if case.reduction else "" for case in cases]
+    kinds = {
+        f"{case.operation}{reduction}{' with gradient' * case.with_gradient}": case.passes
+        for case, reduction in zip(cases, reductions, strict=True)
+    }
+    lines = [
+        f"GB/s of {kind} count {count} tensors, read or written once; those of the copy count 2."
+        for kind, count in kinds.items()
+    ]
     if any(result.flush == "clean" for result in results):
         lines.append("Before a call that only reads, the L2 cache is left without dirty lines.")
     bounds = [result.within_cpu_bound for result in results if result.within_cpu_bound is not None]
@@ -233,32 +228,28 @@ def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str
     return lines
 
 
-def _calls(lines: Callable[[Sequence[Result], str], list[str]]) -> Callable[..., Table]:
+def _calls(
+    lines: Callable[[Sequence[Result], str], list[str]], results: Sequence[CallsCaseResult], content: Mapping[str, Any]
+) -> Table:
     """The table of a suite of calls, with its own lines below."""
+    every: list[Any] = [result for found in results for result in found.results]
+    names = tuple(dict.fromkeys(name for result in every for name in result.calls))
 
-    def table(results: Sequence[CallsCaseResult], content: Mapping[str, Any]) -> Table:
-        every: list[Any] = [result for found in results for result in found.results]
-        names = tuple(dict.fromkeys(name for result in every for name in result.calls))
+    def figures(_: CaseResult, result: Any) -> Sequence[str]:
+        calls = result.calls
+        return result.state, *(duration(calls[name].median_us) if name in calls else "" for name in names)
 
-        def figures(_: CaseResult, result: Any) -> Sequence[str]:
-            calls = result.calls
-            return result.state, *(duration(calls[name].median_us) if name in calls else "" for name in names)
-
-        found = _table(results, content, ("caches", *names), figures, "notes")
-        # A column that is empty in every row is left out.
-        filled = {name for row in found.rows for name, cell in zip(found.header, row, strict=True) if cell}
-        found = found.without(set(found.header) - filled - {"who", "notes"})
-        return replace(found, numbers=names, below=lines(every, content["device"]["kind"]))
-
-    return table
+    found = _table(results, content, ("caches", *names), figures, "notes")
+    # A column that is empty in every row is left out.
+    empty = {name for i, name in enumerate(found.header) if not any(row[i] for row in found.rows)}
+    below = lines(every, content["device"]["kind"])
+    return replace(found.without(empty - {"who", "notes"}), numbers=names, below=below)
 
 
 def _sharded_time(results: Sequence[ShardedCaseResult], content: Mapping[str, Any]) -> Table:
     table, processes = _table(results, content, SHARDED_TIME, _sharded_figures, "analysis"), content["processes"]
-    nccl = f" {processes['nccl']}" if "nccl" in processes else ""
-    table.above.append(
-        f"{processes['count']} processes over {processes['backend']}{nccl}; each figure is the slowest process's."
-    )
+    over = f"{processes['backend']} {processes.get('nccl', '')}".strip()
+    table.above.append(f"{processes['count']} processes over {over}; each figure is the slowest process's.")
     table.below.extend(_below_sharded(results))
     return table
 
@@ -266,15 +257,10 @@ def _sharded_time(results: Sequence[ShardedCaseResult], content: Mapping[str, An
 def _sharded_figures(_: CaseResult, result: Any) -> Sequence[str]:
     if result.times is None:
         return [""] * len(SHARDED_TIME)
-    return (
-        _us(result.times),
-        "" if result.host_us is None else _digits(result.host_us),
-        "" if result.copies is None else f"{result.copies:.2f}",
-        _megabytes(result),
-        str(result.collectives),
-        f"{result.sent_row_bytes:.6g}",
-        f"{result.error:.1e}",
-    )
+    host = "" if result.host_us is None else _digits(result.host_us)
+    copies = "" if result.copies is None else f"{result.copies:.2f}"
+    sent = f"{result.sent_row_bytes:.6g}"
+    return _us(result.times), host, copies, _megabytes(result), str(result.collectives), sent, f"{result.error:.1e}"
 
 
 def _us(times: Times) -> str:
@@ -293,23 +279,22 @@ def _below_sharded(results: Sequence[ShardedCaseResult]) -> list[str]:
     """The lines below the table: bytes that differ from the formula, and the speed-up over one process."""
     lines, speed_ups = [], []
     for found in results:
-        name = f"{found.case.operation} {found.case}"
-        times: dict[str, float] = {}
-        for result in found.results:
-            times |= {result.who: result.times.median_us} if result.times else {}
-            if isinstance(result, ShardedResult) and result.formula_row_bytes not in (None, result.sent_row_bytes):
+        name, every = f"{found.case.operation} {found.case}", cast("Sequence[ShardedResult]", found.results)
+        for result in every:
+            if result.formula_row_bytes not in (None, result.sent_row_bytes):
                 sent, formula = f"{result.sent_row_bytes:.6g}", result.formula_row_bytes
                 lines.append(f"{name}: {result.who} sends {sent} bytes per row, and the formula says {formula}.")
-        if {"ours", "one-process"} <= set(times):
-            ratio = times["one-process"] / times["ours"]
+        us = {result.who: result.times.median_us for result in every if result.times}
+        if {"ours", "one-process"} <= us.keys():
+            ratio = us["one-process"] / us["ours"]
             speed_ups.append(f"{name}: {found.processes} processes have {ratio:.2f} times the speed of one.")
     return lines + speed_ups
 
 
 KINDS: dict[Measures, Kind] = {
     "device time": Kind(CaseResult, _device_time),
-    "host time": Kind(CallsCaseResult, _calls(host_times.below)),
-    "first calls": Kind(CallsCaseResult, _calls(cold_suite.below)),
+    "host time": Kind(CallsCaseResult, partial(_calls, host_times.below)),
+    "first calls": Kind(CallsCaseResult, partial(_calls, cold_suite.below)),
     "sharded time": Kind(ShardedCaseResult, _sharded_time),
 }
 """The kinds by the name that a suite and a record have for them."""

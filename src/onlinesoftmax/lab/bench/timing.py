@@ -6,6 +6,7 @@ import gc
 import random
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -103,28 +104,23 @@ class CpuClock:
 
     def measure(self, calls: Mapping[str, Call], budget_ms: float, flush: Flush = USUAL) -> Samples:
         """Samples of every call, the same number for each; about `budget_ms` milliseconds per call on average."""
-        names = list(calls)
+        names, samples = list(calls), dict[str, list[float]]()
         shuffle = random.Random(0).shuffle
-        samples: Samples = {name: [] for name in names}
-
-        def repeat(least: int, until_ns: float) -> None:
-            for i in range(20000):
-                if i >= least and perf_counter_ns() > until_ns:
-                    return
-                # The call before leaves its data in the caches, so the order is random.
-                shuffle(names)
-                for name in names:
-                    call = calls[name]
-                    start = perf_counter_ns()
-                    call()
-                    samples[name].append((perf_counter_ns() - start) / 1e3)
-
         budget_ns = budget_ms * len(names) * 1e6
         with quiet():
-            repeat(1, perf_counter_ns() + budget_ns / 10)
-            for found in samples.values():
-                found.clear()
-            repeat(5, perf_counter_ns() + budget_ns)
+            # The warm-up comes first; the samples of the second pass count.
+            for least, pass_ns in ((1, budget_ns / 10), (5, budget_ns)):
+                samples, end = {name: [] for name in calls}, perf_counter_ns() + pass_ns
+                for i in range(20000):
+                    if i >= least and perf_counter_ns() > end:
+                        break
+                    # The call before leaves its data in the caches, so the order is random.
+                    shuffle(names)
+                    for name in names:
+                        call = calls[name]
+                        start = perf_counter_ns()
+                        call()
+                        samples[name].append((perf_counter_ns() - start) / 1e3)
         return samples
 
     def host_us(self, calls: Mapping[str, Call], budget_ms: float) -> Samples:
@@ -136,7 +132,7 @@ class CpuClock:
         import torch
 
         x = torch.zeros(1)
-        return Times.of(self.measure({"": lambda: torch.softmax(x, 0)}, 10)[""]).median_us
+        return _median_us(self, lambda: torch.softmax(x, 0))
 
 
 class CudaClock:
@@ -165,7 +161,8 @@ class CudaClock:
         for call in calls.values():
             call()
         trial = self._rounds(calls, dict.fromkeys(calls, 5), flush, flushed_too=True)
-        counts = {name: _clamp(1e3 * budget_ms / statistics.median(found), 7, 1000) for name, found in trial.items()}
+        fitting = {name: int(1e3 * budget_ms / statistics.median(found)) for name, found in trial.items()}
+        counts = {name: max(7, min(count, 1000)) for name, count in fitting.items()}
         return self._rounds(calls, counts, flush)
 
     def _rounds(
@@ -174,7 +171,7 @@ class CudaClock:
         events: dict[str, list[Events]] = {name: [] for name in calls}
         with quiet():
             for name in (name for names in rounds(counts) for name in names):
-                events[name].append(self._timed(calls[name], flush.least, name in flush.clean, flushed_too))
+                events[name].append(self.timed(calls[name], flush.least, name in flush.clean, flushed_too))
             self._cuda.synchronize(self._device)
         return {name: elapsed_us(pairs) for name, pairs in events.items()}
 
@@ -196,12 +193,18 @@ class CudaClock:
             for count in passes:
                 for call, found in zip(calls, events, strict=True):
                     call()
-                    found.append([self._timed(call, clean=clean) for _ in range(count)])
+                    found.append([self.timed(call, clean=clean) for _ in range(count)])
             self._cuda.synchronize(self._device)
         return [min(statistics.median(elapsed_us(samples)) for samples in found) for found in events]
 
-    def _timed(self, call: Call, flushes: int = 1, clean: bool = False, flushed_too: bool = False) -> Events:
-        """Events around a call that is queued behind flushes of the L2 cache, or around flushes and call."""
+    def timed(
+        self, call: Call, flushes: int = 1, clean: bool = False, flushed_too: bool = False,
+        meet: Call = lambda: None,
+    ) -> Events:  # fmt: skip
+        """Events around a call that is queued behind flushes of the L2 cache, or around flushes and call.
+
+        `meet` is called between the flushes and the first event.
+        """
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
         if flushed_too:
             start.record()
@@ -209,6 +212,7 @@ class CudaClock:
             self._flush.zero_()
         if clean:
             self._read_clean_buffer()
+        meet()
         if not flushed_too:
             start.record()
         call()
@@ -243,8 +247,11 @@ class CudaClock:
 
     def overhead_us(self) -> float:
         """Microseconds between the events of a launch without work: one byte is set to zero."""
-        one = self._flush[:1]
-        return Times.of(self.measure({"": one.zero_}, 10)[""]).median_us
+        return _median_us(self, self._flush[:1].zero_)
+
+    def flush_us(self) -> float:
+        """Microseconds of one flush."""
+        return _median_us(self, self._flush.zero_)
 
 
 Clock = CpuClock | CudaClock
@@ -255,18 +262,18 @@ def clock_for(device: Any, flushes: int) -> Clock:
     return CudaClock(device, flushes) if device.type == "cuda" else CpuClock()
 
 
-class quiet:  # noqa: N801  a context manager reads as a word
+def _median_us(clock: Clock, call: Call) -> float:
+    return Times.of(clock.measure({"": call}, 10)[""]).median_us
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
     """Without garbage collection, which would add to one call's sample."""
-
-    def __enter__(self) -> None:
-        self._was_on = gc.isenabled()
-        gc.collect()
-        gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        if self._was_on:
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
             gc.enable()
-
-
-def _clamp(value: float, low: int, high: int) -> int:
-    return int(max(low, min(value, high)))

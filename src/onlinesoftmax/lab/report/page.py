@@ -22,7 +22,6 @@ from .combinations import Choices
 from .lengths import EVERY, LONGEST, STEP
 from .plans import planned
 from .records import Record
-from .residency import LEVELS
 from .series import series
 
 NEEDED = {"altair": "altair", "jinja2": "jinja2", "jsonschema": "jsonschema", "vl_convert": "vl-convert-python"}
@@ -61,7 +60,7 @@ def page(
     shown = [series(record) for record in records]
     plans = planned(choices.combinations(), progress)
     plans["arguments"] = {name: _argument(name) for name in SCORE_OPTIONS}
-    data = {"records": shown, "plans": plans, "specs": charts.specifications(), "levels": LEVELS}
+    data = {"records": shown, "plans": plans, "specs": charts.specifications()}
     templates = jinja2.Environment(
         loader=jinja2.FunctionLoader(_template), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )

@@ -17,27 +17,25 @@ from ...planner.plan import Plan, Refusal
 from . import stored
 from .combinations import Combination
 from .lengths import KINDS, cliffs, lengths
-from .residency import residency_of
 
 FEW = 12
 """Combinations that one process plans in less time than another process takes to start."""
 
-Answer = dict[str, Any]
-"""The plan for one length: numbers, and texts as `Texts` numbers them."""
+Answer = list[Any]
+"""The plan for one length: its cols, name, reason, bytes, floor, estimate, facts, and the strategies not chosen."""
 
 
 class Texts:
-    """A list of different texts and tuples; an answer refers to each by its place."""
+    """A list of different texts; a packed answer refers to each by its place."""
 
     def __init__(self) -> None:
-        self.found: dict[Hashable, int] = {}
+        self.found: dict[str, int] = {}
 
-    def __call__(self, text: Hashable) -> int:
-        return self.found.setdefault(text, len(self.found))
-
-    def as_list(self) -> list[Any]:
-        """All of them, in the order of their places."""
-        return list(self.found)
+    def packed(self, value: Any) -> Any:
+        """The value with the place of each text instead of the text, in lists too."""
+        if isinstance(value, list | tuple):
+            return [self.packed(each) for each in value]
+        return self.found.setdefault(value, len(self.found)) if isinstance(value, str) else value
 
 
 def without_length(reason: str, cols: int) -> str:
@@ -51,24 +49,20 @@ def without_length(reason: str, cols: int) -> str:
 
 def answer_of(explanation: Explanation) -> Answer:
     """The answer for one length, with its texts in full."""
-    plan, problem, device = explanation.plan, explanation.problem, explanation.device
-    shares, words = residency_of(plan, problem, device)
-    return {
-        "cols": problem.cols,
-        "plan": f"{plan.backend}/{plan.strategy}",
-        "reason": without_length(plan.reason, problem.cols),
-        "facts": tuple(plan_facts(plan, problem, device)),
-        "levels": (*(round(share, 4) for share in shares), *words),
-        "floor_us": plan.floor_us,
-        "estimate_us": plan.estimate_us,
-        "bytes": problem.read_bytes + problem.write_bytes,
-        "others": [_other(explanation, other) for other in explanation.others],
-    }
+    plan, problem = explanation.plan, explanation.problem
+    # Five digits are enough for a chart; the facts have the same numbers as `explain` prints.
+    floor, estimate = (float(f"{us:.5g}") for us in (plan.floor_us, plan.estimate_us))
+    return [
+        problem.cols, f"{plan.backend}/{plan.strategy}", without_length(plan.reason, problem.cols),
+        problem.read_bytes + problem.write_bytes, floor, estimate, plan_facts(plan, problem, explanation.device),
+        [_other(explanation, other) for other in explanation.others],
+    ]  # fmt: skip
 
 
-def _other(explanation: Explanation, other: Plan | Refusal) -> tuple[str, str]:
-    """Name of a strategy that was not chosen, and why not."""
-    return f"{other.backend}/{other.strategy}", without_length(explanation.why_not(other), explanation.problem.cols)
+def _other(explanation: Explanation, other: Plan | Refusal) -> tuple[str, ...]:
+    """A strategy that was not chosen, and why not: "1.13 times as long: ", and the reason, each of which repeats."""
+    head, colon, tail = without_length(explanation.why_not(other), explanation.problem.cols).partition(": ")
+    return f"{other.backend}/{other.strategy}", head + colon, tail
 
 
 def answers_of(combination: Combination) -> dict[str, Any]:
@@ -81,7 +75,7 @@ def answers_of(combination: Combination) -> dict[str, Any]:
     found = {}
     for name in KINDS:
         listed = lengths(name)
-        edges = cliffs(listed, lambda cols: answer(cols)["plan"])
+        edges = cliffs(listed, lambda cols: answer(cols)[1])
         every = sorted({*listed, *(cols for edge in edges for cols in edge)})
         found[name] = {"answers": [answer(cols) for cols in every], "cliffs": edges}
     return found
@@ -95,7 +89,7 @@ def planned(combinations: Sequence[Combination], progress: Callable[[int, int], 
         progress: Called with the number of combinations that are planned, and the number of all that must be planned.
 
     Returns:
-        "texts", a list of texts and tuples; "plans", a list of answers that refer to the texts by their places; and
+        "texts", a list of texts; "plans", a list of answers that refer to the texts by their places; and
         "combinations", which maps the fields of a combination, with spaces between them, to its place in "plans".
     """
     # Combinations that are the same problem to the planner, as a scale and a softcap are, are planned once.
@@ -110,7 +104,7 @@ def planned(combinations: Sequence[Combination], progress: Callable[[int, int], 
         plans.append({name: _packed(family, texts) for name, family in found.items()})
         if progress:
             progress(len(plans), len(groups))
-    return {"texts": texts.as_list(), "plans": plans, "combinations": places}
+    return {"texts": list(texts.found), "plans": plans, "combinations": places}
 
 
 def _stored_or_new(combinations: Sequence[Combination]) -> Iterator[dict[str, Any]]:
@@ -140,27 +134,5 @@ def _packed(family: dict[str, Any], texts: Texts) -> dict[str, Any]:
 
     There is a list for each field of an answer: neighbouring lengths have much in common, so these lists pack well.
     """
-    rows = [_packed_answer(answer, texts) for answer in family["answers"]]
+    rows = [texts.packed(answer) for answer in family["answers"]]
     return {"cliffs": family["cliffs"], "columns": [list(column) for column in zip(*rows, strict=True)]}
-
-
-def _packed_answer(answer: Answer, texts: Texts) -> list[Any]:
-    names, values = zip(*answer["facts"], strict=True)
-    others = [(name, *_cut(why)) for name, why in answer["others"]]
-    strategies, heads, tails = zip(*others, strict=True) if others else ((), (), ())
-    return [
-        answer["cols"], texts(answer["plan"]), texts(answer["reason"]), texts(tuple(answer["levels"])), answer["bytes"],
-        _short(answer["floor_us"]), _short(answer["estimate_us"]), texts(names), [texts(value) for value in values],
-        texts(strategies), [texts(head) for head in heads], [texts(tail) for tail in tails],
-    ]  # fmt: skip
-
-
-def _cut(why: str) -> tuple[str, str]:
-    """A text in two parts, "1.13 times as long: " and its reason: either part repeats more often than both."""
-    head, colon, tail = why.partition(": ")
-    return head + colon, tail
-
-
-def _short(us: float) -> float:
-    """Microseconds in five digits, enough for a chart; the texts have the same numbers as `explain` prints."""
-    return float(f"{us:.5g}")

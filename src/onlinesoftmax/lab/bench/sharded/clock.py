@@ -12,11 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..timing import Times, elapsed_us, quiet, rounds
+from ..timing import CudaClock, Times, elapsed_us, quiet, rounds
 from .team import Team
-
-FLUSH_BYTES = 256 << 20
-"""Bytes that a flush of the L2 cache sets to zero: more than any cache holds."""
 
 MOST_FLUSHES = 200
 """Flushes before one call at most: about 15 ms of an H200, longer than the host needs to queue a call."""
@@ -46,11 +43,12 @@ class GroupClock:
     """
 
     def __init__(self, team: Team) -> None:
-        self._team, self._cuda = team, team.device.type == "cuda"
-        self._one = torch.zeros(1, device=team.device)
-        self._flush = torch.empty(FLUSH_BYTES if self._cuda else 0, dtype=torch.int8, device=team.device)
-        self._flush_us = max(1.0, self._of_flush()) if self._cuda else 1.0
-        self._meet_us = self._trial({"meeting": self._meet})[0]["meeting"] if self._cuda else 0.0
+        self._team, self._one = team, torch.zeros(1, device=team.device)
+        self._clock = CudaClock(team.device) if team.device.type == "cuda" else None
+        self._flush_us, self._meet_us = 0.0, 0.0
+        if self._clock is not None:
+            self._flush_us = max(1.0, *team.largest(self._clock.flush_us()))
+            self._meet_us = self._trial({"meeting": self._meet})[0]["meeting"]
 
     def measure(self, calls: Mapping[str, Callable[[], Any]], budget_ms: float) -> dict[str, Timed]:
         """The times of every call, as many as fit into `budget_ms` milliseconds for each call.
@@ -58,14 +56,16 @@ class GroupClock:
         Every process must pass the same names in the same order.
         """
         host, whole = self._trial(calls)
-        flushes = {
-            name: min(MOST_FLUSHES, 1 + ceil(1.5 * (self._meet_us + host[name]) / self._flush_us)) for name in calls
-        }
-        each = {name: whole[name] + flushes[name] * self._flush_us * self._cuda for name in calls}
+        flushes = {name: self._flushes(host[name]) for name in calls}
+        each = {name: whole[name] + flushes[name] * self._flush_us for name in calls}
         counts = {name: int(max(FEWEST, min(MOST, 1e3 * budget_ms / each[name]))) for name in calls}
         samples = self._rounds(calls, counts, flushes)
         slowest = {name: self._team.largest(*found) for name, found in samples.items()}
-        return {name: Timed(Times.of(slowest[name]), host[name] if self._cuda else None) for name in calls}
+        return {name: Timed(Times.of(slowest[name]), host[name] if self._clock else None) for name in calls}
+
+    def _flushes(self, host_us: float) -> int:
+        """Number of flushes that take longer than the host needs to queue the meeting and a call."""
+        return min(MOST_FLUSHES, 1 + ceil(1.5 * (self._meet_us + host_us) / self._flush_us)) if self._clock else 0
 
     def _trial(self, calls: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, float], dict[str, float]]:
         """Microseconds until each call returns, and until it is done: the same numbers on every process."""
@@ -96,39 +96,21 @@ class GroupClock:
                 # A host that runs far ahead, or garbage in cycles, would hold the gradients of many calls.
                 self._synchronize()
                 gc.collect(0)
-        return {name: elapsed_us(pairs) for name, pairs in found.items()} if self._cuda else found
+        return {name: elapsed_us(pairs) for name, pairs in found.items()} if self._clock else found
 
     def _timed(self, call: Callable[[], Any], flushes: int) -> Any:
         """Microseconds of a call, or the events before and after it."""
-        if not self._cuda:
-            self._meet()
-            began = perf_counter_ns()
-            call()
-            return (perf_counter_ns() - began) / 1e3
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(flushes):
-            self._flush.zero_()
+        if self._clock is not None:
+            return self._clock.timed(call, flushes, meet=self._meet)
         self._meet()
-        start.record()
+        began = perf_counter_ns()
         call()
-        end.record()
-        return start, end
-
-    def _of_flush(self) -> float:
-        """Microseconds of one flush."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        self._flush.zero_()
-        events[0].record()
-        for _ in range(10):
-            self._flush.zero_()
-        events[1].record()
-        self._synchronize()
-        return self._team.largest(1e2 * events[0].elapsed_time(events[1]))[0]
+        return (perf_counter_ns() - began) / 1e3
 
     def _meet(self) -> None:
         """Wait for the other processes: on a GPU its queue waits, not the host."""
         dist.all_reduce(self._one, group=self._team.group)
 
     def _synchronize(self) -> None:
-        if self._cuda:
+        if self._clock is not None:
             torch.cuda.synchronize(self._team.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from .. import formulas
 from ..cases import Case
 from ..exact import Inputs
 from ..formulas import Function
+from ..memory import extra_bytes
 from ..peers import Ours, Peer, public_function
+from ..result import ShardedResult
+from .collectives import collectives_of, row_bytes
 from .team import Team
 
 
@@ -28,6 +32,7 @@ class Member(Peer):
     """
 
     has_whole_rows = False
+    result_type = ShardedResult
 
     def __init__(self, team: Team) -> None:
         super().__init__(team.device.type)
@@ -54,6 +59,16 @@ class Member(Peer):
             self.team.joined(case, y) if returned.kind == "element" else y
             for returned, y in zip(case.returned, parts, strict=True)
         )
+
+    def facts(self, case: Case, call: Callable[[], Any], device: Any) -> dict[str, Any]:
+        """The memory that a call takes, and its exchanges."""
+        exchanged = collectives_of(call)
+        formula = row_bytes(case, exchanged.by_peer_memory) if self.ours and not self.has_whole_rows else None
+        return {
+            "extra_bytes": extra_bytes(lambda: self.parts(call()), device), "collectives": exchanged.number,
+            "sent_row_bytes": exchanged.sent_bytes / case.rows, "formula_row_bytes": formula,
+            "analysis": f"not counted: {', '.join(exchanged.unknown)}" if exchanged.unknown else "",
+        }  # fmt: skip
 
 
 class OursSharded(Member):

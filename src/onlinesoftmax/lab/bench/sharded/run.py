@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ....planner.plan import PlanError
 from ..cases import Case
-from ..check import Reference
 from ..exact import Inputs
 from ..inputs import make_inputs
-from ..memory import extra_bytes, lacks_memory, out_of_memory
-from ..peers import Ours, first_line, reasons_of
-from ..result import ALL_REDUCE, COPY_OF_SHARD, ShardedCaseResult, ShardedResult, made
-from ..run import Checked, Judge
+from ..memory import lacks_memory
+from ..result import ALL_REDUCE, COPY_OF_SHARD, ShardedCaseResult, ShardedResult
+from ..run import Checked, check_all
 from .clock import GroupClock
-from .collectives import collectives_of, row_bytes
 from .peers import Member
 from .team import Team
 
@@ -44,7 +41,7 @@ def run(
             yield ShardedCaseResult(case, skipped=lacking or "another process lacks memory", processes=team.size)
             continue
         inputs = make_inputs(case, team.device)
-        checked = _check(case, inputs, everybody, team)
+        checked = check_all(case, inputs, everybody, partial(_agreed, team))
         yield _timed(case, checked, inputs, team, clock, repeat_ms)
         # The next case needs the memory.
         del inputs, checked
@@ -52,55 +49,15 @@ def run(
             torch.cuda.empty_cache()
 
 
-def _check(case: Case, inputs: Inputs, everybody: Sequence[Member], team: Team) -> Checked:
-    checked = Checked()
-    yardstick = Ours(team.device.type).yardstick
-    judges = [Judge(each, Reference(each, *inputs), inputs, yardstick(each)) for each in (*case.also_checked, case)]
-    for peer in everybody:
-        if reason := peer.supports(case):
-            checked.results.append(ShardedResult(peer.name, "refused", reason))
-            continue
-        result, call = _checked(case, peer, judges, team.device)
-        # A result of one process counts for all, and a call that one process cannot make is timed by none.
-        numbers = float(result.status != "ok"), result.sent_row_bytes or 0.0, float(result.extra_bytes or 0)
-        stopped, sent, extra = team.largest(*numbers)
-        if stopped:
-            if result.status == "ok":
-                result = replace(result, status="failed", reason="another process has a wrong result or an error")
-            checked.results.append(result)
-            continue
-        memory = None if result.extra_bytes is None else int(extra)
-        checked.results.append(replace(result, sent_row_bytes=sent, extra_bytes=memory))
-        checked.calls[peer.name] = call
-    return checked
-
-
-def _checked(case: Case, peer: Member, judges: Sequence[Judge], device: Any) -> tuple[ShardedResult, Call]:
-    """The result of a peer on this process without times, and its call."""
-    try:
-        found = [judge.of(peer) for judge in judges]
-        # The case itself comes last: its function is the one that is timed.
-        judged, call = next((each for each in found if each[0].failed), found[-1])
-        result = made(ShardedResult, vars(judged))
-        if result.failed:
-            return result, call
-        exchanged = collectives_of(call)
-        extra = extra_bytes(lambda: peer.parts(call()), device)
-    except Exception as error:  # whatever another library raises is its refusal, not our crash
-        return _refusal(peer, error), lambda: None
-    formula = row_bytes(case, exchanged.by_peer_memory) if peer.ours and not peer.has_whole_rows else None
-    uncounted = f"not counted: {', '.join(exchanged.unknown)}" if exchanged.unknown else ""
-    return replace(
-        result, extra_bytes=extra, collectives=exchanged.number, sent_row_bytes=exchanged.sent_bytes / case.rows,
-        formula_row_bytes=formula, analysis=uncounted,
-    ), call  # fmt: skip
-
-
-def _refusal(peer: Member, error: Exception) -> ShardedResult:
-    if isinstance(error, PlanError):
-        return ShardedResult(peer.name, "refused", reasons_of(error))
-    status = "failed" if peer.ours and not out_of_memory(error) else "refused"
-    return ShardedResult(peer.name, status, first_line(error))
+def _agreed(team: Team, result: ShardedResult) -> ShardedResult:
+    """A result of one process counts for all, and a call that one process cannot make is timed by none."""
+    numbers = float(result.status != "ok"), result.sent_row_bytes or 0.0, float(result.extra_bytes or 0)
+    stopped, sent, extra = team.largest(*numbers)
+    if not stopped:
+        return replace(result, sent_row_bytes=sent, extra_bytes=None if result.extra_bytes is None else int(extra))
+    if result.status != "ok":
+        return result
+    return replace(result, status="failed", reason="another process has a wrong result or an error")
 
 
 def _timed(

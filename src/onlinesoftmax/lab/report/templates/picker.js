@@ -1,17 +1,16 @@
 // The picker: looks up the planner's answers.  Nothing about plans is computed here.
 
 const FIELDS = ["framework", "gpu", "operation", "option", "dtype", "rows"];
-const [COLS, PLAN, REASON, RESIDENCY, BYTES, FLOOR, ESTIMATE, NAMES, VALUES, OTHERS, HEADS, TAILS] = Array(12).keys();
+const [COLS, PLAN, REASON, BYTES, FLOOR, ESTIMATE, FACTS, OTHERS] = Array(8).keys();
 
 // Rows of these kinds begin on other addresses, so a length says little about a neighbour of another kind.
 const KINDS = { aligned: (step) => `multiples of ${step}, or less`, even: () => "other even lengths", odd: () => "odd lengths" };
 const english = (number) => number.toLocaleString("en");
 
 class Picker {
-  constructor(data, specs, levels) {
+  constructor(data, specs) {
     this.data = data;
     this.specs = specs;
-    this.levels = levels;
     this.keys = Object.keys(data.combinations).map((key) => key.split(" "));
     this.wanted = this.keys.some((key) => key[5] === "4096") ? [, , , , , "4096"] : [];
     this.asked = 4096;
@@ -137,7 +136,7 @@ class Picker {
     const answer = this.family.answers[this.index], cols = answer[COLS];
     const full = (place) => this.text(place).replaceAll("{n}", cols);
     const [framework, gpu, operation, option, dtype, rows] = this.key_;
-    const facts = this.text(answer[NAMES]).map((name, i) => [name, this.text(answer[VALUES][i])]);
+    const facts = answer[FACTS].map((fact) => fact.map((place) => this.text(place)));
     const fact = Object.fromEntries(facts);
     byId("plan").textContent = this.text(answer[PLAN]);
     const options = option === "none" ? "" : ` with ${option}`;
@@ -146,9 +145,9 @@ class Picker {
     byId("time").textContent = `Moves ${fact["bytes moved"].split(";")[0]}; floor ${fact.floor}; estimate ${fact.estimate}.`;
     byId("memory").textContent = fact.memory ? `${gpu} is ${fact.memory}.` : "";
     pairs(byId("facts"), facts);
-    const rowsOfOthers = this.text(answer[OTHERS]).map((name, i) => {
+    const rowsOfOthers = answer[OTHERS].map(([name, head, tail]) => {
       const line = make("tr");
-      line.append(make("th", name, { scope: "row" }), make("td", this.text(answer[HEADS][i]) + full(answer[TAILS][i])));
+      line.append(make("th", this.text(name), { scope: "row" }), make("td", full(head) + full(tail)));
       return line;
     });
     byId("others").tBodies[0].replaceChildren(...rowsOfOthers);
@@ -156,7 +155,6 @@ class Picker {
     const firsts = this.family.cliffs.map(([, first]) => first);
     byId("previous").disabled = !firsts.some((first) => first < cols);
     byId("next").disabled = !firsts.some((first) => first > cols);
-    this.residency(this.text(answer[RESIDENCY]));
     const here = [{ cols, gbps: answer[BYTES] / answer[ESTIMATE] / 1e3 }];
     this.draw({ ...this.sets, here });
   }
@@ -166,21 +164,6 @@ class Picker {
     if (framework !== "torch") words.push(`--framework ${framework}`);
     if (option !== "none") words.push(this.data.arguments[option].replace("SHAPE", `${rows}x${cols}`));
     return words.join(" ");
-  }
-
-  // The part of the row that each level of memory holds.
-  residency(entries) {
-    const shares = entries.slice(0, this.levels.length), words = entries.slice(this.levels.length);
-    const lines = this.levels.map((level, i) => {
-      const line = make("tr"), cell = make("td");
-      line.append(make("th", level, { scope: "row" }), cell, make("td", words[i] || "not used for the row"));
-      if (shares[i]) {
-        const percent = `${Math.round(100 * shares[i])} %`;
-        cell.append(make("meter", percent, { min: 0, max: 1, value: shares[i], "aria-label": `${level}: ${percent}` }), ` ${percent}`);
-      }
-      return line;
-    });
-    byId("levels").tBodies[0].replaceChildren(...lines);
   }
 
   // Puts the slider under the axis: its thumb stands below the length on the chart.

@@ -3,7 +3,7 @@
 (async () => {
   try {
     const data = await unpack();
-    const picker = new Picker(data.plans, data.specs, data.levels);
+    const picker = new Picker(data.plans, data.specs);
     picker.choose();
     if (data.records.length) await showResults(data.records, data.specs);
     document.documentElement.dataset.ready = "true";
