@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -185,22 +186,19 @@ class Tuner:
     def _timings(self, backend: str, calls: list[tuple[list[Plan], Callable[[], Any]]], clean: bool) -> list[Timing]:
         """Microseconds of the variants of a backend, as far as they are kept; `clean` as `CudaClock.on_end` has it."""
         clock = self._clock(backend)
+
+        def timed(places: Iterable[int], rounds: int) -> dict[int, float]:
+            chosen = list(places)
+            return dict(zip(chosen, clock.on_end([calls[i][1] for i in chosen], rounds, clean), strict=True))
+
+        strategies = [plans[0].strategy for plans, _ in calls]
         # One round shows which calls are worth more.
-        rough = clock.on_end([call for _, call in calls], 1, clean)
-        rest = [pair for pair, us in zip(calls, rough, strict=True) if us <= KEPT_RATIO * min(rough)]
-        fine = clock.on_end([call for _, call in rest], 9, clean)
+        rough = timed(range(len(calls)), 1)
+        found = timed((i for i, us in rough.items() if us <= KEPT_RATIO * min(rough.values())), 9)
         # Calls that may be the fastest of their strategy run often enough to show it.
-        fastest: dict[str, float] = {}
-        for (plans, _), us in zip(rest, fine, strict=True):
-            fastest[plans[0].strategy] = min(us, fastest.get(plans[0].strategy, us))
-        close = [us <= CLOSE * fastest[plans[0].strategy] for (plans, _), us in zip(rest, fine, strict=True)]
-        often = [call for (_, call), is_close in zip(rest, close, strict=True) if is_close]
-        final = iter(clock.on_end(often, 31, clean))
-        found = []
-        for (plans, _), us, is_close in zip(rest, fine, close, strict=True):
-            best = next(final) if is_close else us
-            found += [Timing(backend, plan.strategy, plan.variant, best) for plan in plans]
-        return found
+        fastest = {strategies[i]: us for i, us in sorted(found.items(), key=lambda pair: -pair[1])}
+        found |= timed((i for i, us in found.items() if us <= CLOSE * fastest[strategies[i]]), 31)
+        return [Timing(backend, plan.strategy, plan.variant, us) for i, us in found.items() for plan in calls[i][0]]
 
     def _clock(self, backend: str) -> CudaClock:
         if backend not in self._clocks:
@@ -276,7 +274,7 @@ def tune(
     Raises:
         RuntimeError: a kernel of `cuda` does not compile or cannot be launched.
     """
-    start = perf_counter()
+    end = inf if minutes is None else perf_counter() + 60 * minutes
     if not left:
         return
     table, compiler = begun, Compiler(machine.arch)
@@ -287,13 +285,13 @@ def tune(
                 shape: [option for name in names for option in proposals(shape, machine, name)]
                 for shape, names in left[i : i + BATCH]
             }
-            if _over(start, minutes):
+            if perf_counter() >= end:
                 return
             compiler.compile([option for options in batch.values() for option in options])
             for shape, options in batch.items():
                 if not options:
                     continue
-                if _over(start, minutes):
+                if perf_counter() >= end:
                     return
                 table = table.with_cell(*tuner.cell(shape, options))
                 yield Progress(table, tuner.refused)
@@ -301,20 +299,15 @@ def tune(
         compiler.close()
 
 
-def _over(start: float, minutes: float | None) -> bool:
-    return minutes is not None and perf_counter() - start > 60 * minutes
-
-
 def left_of(table: Table | None, todo: list[Shape], backends: Sequence[str]) -> list[tuple[Shape, list[str]]]:
     """The shapes that a table does not have of all backends, with the backends that are missing; all without one."""
-    return [(shape, names) for shape in todo if (names := _unmeasured(table, shape, backends))]
-
-
-def _unmeasured(table: Table | None, shape: Shape, backends: Sequence[str]) -> list[str]:
-    """The backends that a table does not have for a shape."""
-    cells = table.cells.get(key_of(Problem.of(task(shape))), []) if table else []
-    done = {name for cell in cells if (cell.rows, cell.cols) == (shape.rows, shape.cols) for name in cell.backends}
-    return [name for name in backends if name not in done and can_measure(name, shape)]
+    found = []
+    for shape in todo:
+        cells = table.cells.get(key_of(Problem.of(task(shape))), []) if table else []
+        done = {name for cell in cells if (cell.rows, cell.cols) == (shape.rows, shape.cols) for name in cell.backends}
+        if names := [name for name in backends if name not in done and can_measure(name, shape)]:
+            found.append((shape, names))
+    return found
 
 
 def begin(device: Device, source: str, begun: Table | None) -> Table:

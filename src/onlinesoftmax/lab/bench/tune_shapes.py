@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -16,6 +16,9 @@ from ...planner import strategies
 from ...planner.measured import optional_operands, stand_in
 from ...planner.plan import Plan, priced
 from ..names import check_names
+
+DTYPES = ("bfloat16", "float32")
+"""Dtypes that are measured."""
 
 FULL_BYTES = 1 << 27
 """Bytes of a full input: at least twice the L2 of the measured GPUs, so that the data come from memory."""
@@ -77,36 +80,61 @@ def shapes(quick: bool = False) -> list[Shape]:
     `quick` gives a few shapes that show whether all works.
     """
     if quick:
-        return [Shape("softmax", dtype, 1024, cols) for dtype in ("bfloat16", "float32") for cols in (256, 4096, 65536)]
-    powers, between = [64 << i for i in range(13)], [96 << i for i in range(12)]
-    long = [1 << i for i in (19, 20, 21, 22, 23, 24, 26, 28)]
-    measured = list(dict.fromkeys(stand_in(Problem(name, 1, 1)) for name in OPERATIONS))
-    measured.sort(key=lambda name: OPERATIONS[name].per_row)
+        return [Shape("softmax", dtype, 1024, cols) for dtype in DTYPES for cols in (256, 4096, 65536)]
     full, unaligned, few = [], [], []
-    for operation in measured:
-        per_row, plain = OPERATIONS[operation].per_row, OPERATIONS[operation].inputs == 1
-        # Operations that write one number per row have few plans to choose from, so fewer lengths are measured.
-        more, longest = ((), ()) if per_row else (between, BEYOND_CHIP)
-        lengths = [*CLASSES, *powers[::-1], *more, *long, *SHORTEST, *longest]
-        for cols in lengths:
-            for dtype in ("bfloat16", "float32"):
+    for grid in _grids():
+        for cols in grid.lengths:
+            for dtype in DTYPES:
                 rows = max(FULL_BYTES // (cols * ITEMSIZE[dtype]), 1)
-                full.append(Shape(operation, dtype, rows, cols))
-                if cols <= SHORT and plain and not per_row:
-                    unaligned.append(Shape(operation, dtype, rows, cols + 1))
-                if cols in (*powers, *long):
-                    few += [Shape(operation, dtype, some, cols) for some in FEW_ROWS if 4 * some <= rows]
-    more_full, more_unaligned, more_few = _with_targets()
-    full += more_full
-    unaligned += more_unaligned
-    return [*full, *_large(full), *unaligned, *_large(unaligned), *few, *more_few]
+                shape = Shape(grid.operation, dtype, rows, cols, grid.outputs)
+                full.append(shape)
+                if cols in grid.unaligned:
+                    unaligned.append(shape._replace(cols=cols + 1))
+                if cols in grid.with_few_rows:
+                    few += [shape._replace(rows=some) for some in grid.few_rows if 4 * some <= rows]
+    return [*full, *_large(full), *unaligned, *_large(unaligned), *few]
 
 
 def _large(full: list[Shape]) -> list[Shape]:
     """The large inputs of long rows."""
-    return [
-        shape._replace(rows=shape.rows * (LARGE_BYTES // FULL_BYTES)) for shape in full if LONG <= shape.cols <= SHORT
-    ]
+    times = LARGE_BYTES // FULL_BYTES
+    return [shape._replace(rows=shape.rows * times) for shape in full if LONG <= shape.cols <= SHORT]
+
+
+class _Grid(NamedTuple):
+    """The lengths of an operation's rows.
+
+    Attributes:
+        operation, outputs: As for `Shape`.
+        lengths: Lengths, each measured with a full input.
+        unaligned: Lengths after which one column more is measured, too.
+        with_few_rows: Lengths that are measured with fewer rows, too.
+        few_rows: These numbers of rows.
+    """
+
+    operation: str
+    outputs: tuple[str, ...]
+    lengths: Sequence[int]
+    unaligned: Sequence[int]
+    with_few_rows: Sequence[int]
+    few_rows: Sequence[int] = FEW_ROWS
+
+
+def _grids() -> Iterator[_Grid]:
+    """The grid of every operation, then those of the operations with a target column, in every form of a call."""
+    powers, between = [64 << i for i in range(13)], [96 << i for i in range(12)]
+    long = [1 << i for i in (19, 20, 21, 22, 23, 24, 26, 28)]
+    measured = dict.fromkeys(stand_in(Problem(name, 1, 1)) for name in OPERATIONS)
+    for name in sorted(measured, key=lambda name: OPERATIONS[name].per_row):
+        # Operations that write one number per row have few plans to choose from, so fewer lengths are measured.
+        more, longest = ((), ()) if OPERATIONS[name].per_row else (between, BEYOND_CHIP)
+        lengths = [*CLASSES, *powers[::-1], *more, *long, *SHORTEST, *longest]
+        plain = OPERATIONS[name].inputs == 1 and not OPERATIONS[name].per_row
+        yield _Grid(name, (), lengths, [cols for cols in lengths if plain and cols <= SHORT], [*powers, *long])
+    targets = [SHORTEST_OF_TARGETS << i for i in range(11)]
+    for operation in OPERATIONS.values():
+        for outputs in _forms(operation) if operation.has_target else ():
+            yield _Grid(operation.name, outputs, [*CLASSES, *targets], CLASSES, targets, FEW_ROWS[1:])
 
 
 class Part(NamedTuple):
@@ -153,28 +181,6 @@ def _with(what: str, wanted: Sequence[str], grid: list[Shape], get: Callable[[Sh
         return grid
     check_names(what, wanted, dict.fromkeys(map(get, grid)))
     return [shape for shape in grid if get(shape) in wanted]
-
-
-def _with_targets() -> tuple[list[Shape], list[Shape], list[Shape]]:
-    """Full inputs, unaligned ones and few rows of the operations with a target column, in every form of a call."""
-    forms = [
-        (operation.name, outputs)
-        for operation in OPERATIONS.values()
-        if operation.has_target
-        for outputs in _forms(operation)
-    ]
-    lengths = [*CLASSES, *(SHORTEST_OF_TARGETS << i for i in range(11))]
-    full, unaligned, few = [], [], []
-    for name, outputs in forms:
-        for cols in lengths:
-            for dtype in ("bfloat16", "float32"):
-                rows = FULL_BYTES // (cols * ITEMSIZE[dtype])
-                full.append(Shape(name, dtype, rows, cols, outputs))
-                if cols in CLASSES:
-                    unaligned.append(Shape(name, dtype, rows, cols + 1, outputs))
-                else:
-                    few += [Shape(name, dtype, some, cols, outputs) for some in FEW_ROWS[1:] if 4 * some <= rows]
-    return full, unaligned, few
 
 
 def _forms(operation: Operation) -> list[tuple[str, ...]]:
