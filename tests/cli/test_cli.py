@@ -170,7 +170,7 @@ def test_verify_runs_every_strategy_here(operation: str, monkeypatch: pytest.Mon
     from onlinesoftmax.lab import verify as verification
 
     # The contract runs every input; here each strategy must run, be counted, and be shown.
-    few = [case for case in verification.CASES if case.name in ("3 x 33", "3 x 1000", "middle dimension")]
+    few = [case for case in verification.CASES if case.name in ("3 x 1000", "middle dimension")]
     monkeypatch.setattr(verification, "CASES", few)
     result = run("verify", "--op", operation, "--dtype", "float32")
     assert result.exit_code == 0, result.output

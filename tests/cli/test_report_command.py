@@ -18,6 +18,12 @@ pytest.importorskip("vl_convert", reason="a report needs vl_convert")
 SMALL = ("--framework", "jax", "--gpu", "a100", "--op", "softmax_backward", "--dtype", "float32", "--rows", "1")
 
 
+@pytest.fixture(autouse=True)
+def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of the charts takes seconds to bundle; test_browser.py runs it."""
+    monkeypatch.setattr("onlinesoftmax.lab.report.page._library", lambda: "")
+
+
 def test_without_results_the_page_has_the_picker_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = run("report", *SMALL)
@@ -52,6 +58,7 @@ def test_by_default_the_records_of_the_checkout_are_shown(tmp_path: Path, monkey
     ("arguments", "sentence"),
     [
         (["--gpu", "h300"], "Error: unknown GPU 'h300'; there are: h200, "),
+        (["--gpu", "cpu"], "Error: unknown GPU 'cpu'; there are: h200, "),
         (["--op", "softmin"], "Error: unknown operation 'softmin'; there are: softmax, "),
         (["--dtype", "int8"], "Error: unknown dtype 'int8'; there are: "),
         (["--framework", "mxnet"], "Error: unknown framework 'mxnet'; there are: torch, jax"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,10 +67,14 @@ def test_a_record_of_the_same_commit_is_continued(measure: Any, tmp_path: Path) 
         (["--out", "nowhere", "cpu"], 2, "--out nowhere is no folder"),
     ],
 )
-def test_the_command_line(arguments: list[str], code: int, says: str) -> None:
-    done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == code
-    assert says in done.stdout + done.stderr
+def test_the_command_line(
+    arguments: list[str], code: int, says: str, measure: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    with pytest.raises(SystemExit) as end:
+        sys.exit(measure["main"]())
+    assert end.value.code == code
+    assert says in "".join(capsys.readouterr())
 
 
 def test_a_complete_record_stays(measure: Any, tmp_path: Path) -> None:

@@ -130,22 +130,6 @@ def test_the_picker_offers_the_options_of_each_operation_and_framework() -> None
     assert {c.option for c in every if c.framework == "jax"} == {PLAIN, *SCORE_OPTIONS} - {"causal"}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"gpus": ["h300"]}, r"unknown GPU 'h300'; there are: h200, h100"),
-        ({"gpus": ["cpu"]}, r"unknown GPU 'cpu'"),
-        ({"operations": ["softmin"]}, r"unknown operation 'softmin'; there are: softmax"),
-        ({"dtypes": ["int8"]}, r"unknown dtype 'int8'; there are: "),
-        ({"frameworks": ["mxnet"]}, r"unknown framework 'mxnet'; there are: torch, jax"),
-        ({"rows": [0]}, r"a number of rows must be at least 1, got 0"),
-    ],
-)
-def test_unknown_choices_are_errors(wrong: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Choices(**wrong)
-
-
 def test_stored_answers_are_those_that_were_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onlinesoftmax.core.cache.cache_folder", lambda: tmp_path)
     monkeypatch.setattr("onlinesoftmax.lab.report.stored.cache_folder", lambda: tmp_path)
