@@ -22,7 +22,7 @@ FUNCTIONS = Functions(torch.tanh, lambda condition, x, number: x.masked_fill(~co
 
 def call_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
     """The operation on a torch tensor by PyTorch itself, if only a dimension and keepdim are given."""
-    if torch._C._len_torch_function_stack() or ops.is_narrow(x) or ops.is_long(x, dim):
+    if torch._C._len_torch_function_stack() or (ops.is_narrow(x) if operation.per_row else ops.is_long(x, dim)):
         return ops.result(operation.name, x, dim, keepdim)
     function = getattr(torch, operation.name)
     return function(x, dim, keepdim) if operation.per_row else function(x, dim)

@@ -81,7 +81,8 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         y, *stats = targets.losses(x, target, weight, loss, return_stats)
         lse, entropy = stats or (None, None)
     elif not return_stats and targets_eager.is_right(x, loss):
-        y = targets_eager.pytorch_loss(x, target, weight, loss)
+        run = targets_eager.prepared_loss(x, target, weight, loss)
+        return (keep(PREPARED_CALLS, key, run) if key else run)(x, target, weight)
     else:
         weight = _weight_of_mean(x, target, weight, loss)
         y = targets_eager.reduced(targets_eager.losses(x, target, weight, loss), target, weight, loss)
@@ -152,7 +153,14 @@ def _token_logprobs(
     check_options(call)
     check_scale_is_constant("token_logprobs()", options)
     if not _runs_kernels("token_logprobs", x, choice, why_not_kernels(x, index, None, choice.backend)):
-        return TokenLogprobs(*targets_eager.log_probabilities(call, entropy))
+        bare = call._replace(x=None, beside={})
+
+        def by_pytorch(x: Tensor, target: Tensor) -> tuple[Any, ...]:
+            y, entropies, lse = targets_eager.log_probabilities(bare._replace(x=x, beside={"target": target}), entropy)
+            return y, lse, entropies
+
+        cacheable = key and not targets.has_tensors(options)
+        return _named(*(keep(PREPARED_CALLS, key, by_pytorch) if cacheable else by_pytorch)(x, index))
     if index.dim() == x.dim():
         return _named(*tokens.log_probabilities(call, entropy).values())
     if key and (run := targets.prepared_log_probabilities(call, entropy)) is not None:

@@ -97,7 +97,7 @@ def _key(value: str, call: Call, operands: Mapping[str, Any], outputs: tuple[str
     """The key of a value that follows from the Kind of a call.  Calls with other numbers have the same key."""
     options = call.options
     flags = None if options is None else (options.causal, options.zero)
-    arguments = (value, call.operation, outputs, call.settings, flags, call.x.device, tuple(operands))
+    arguments = (value, call.operation, outputs, call.settings, flags, tuple(operands))
     tensors = [t if isinstance(t, torch.Tensor) else None for t in operands.values()]
     return key_of(arguments, call.x, tensors if call.out is None else [*tensors, call.out])
 

@@ -140,10 +140,10 @@ def scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
     """
     if is_traced(factor) or is_batched(factor):
         return gradient * factor
-    backend = backend_for(gradient)
     # The kernel takes the elements in their order in memory, so the gradient may have any dense layout.
     dense = gradient.is_contiguous() or gradient.untyped_storage().nbytes() == gradient.nbytes
-    if backend is None or not dense or not aligned(gradient):
+    backend = backend_for(gradient) if dense and aligned(gradient) else None
+    if backend is None:
         return gradient.mul_(factor)
     multiply_in_place = registry.load(backend).multiply_in_place
     if gradient.is_cuda and torch._C._cuda_getDevice() != gradient.get_device():

@@ -92,6 +92,10 @@ def run(call: Call) -> torch.Tensor:
     # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
     by_default = backend is None and _why_not_by_default(x) is not None
     if (by_default or backend == "eager") and strategy in (None, "row"):
+        if key and out is None:
+            bare = call._replace(x=None)
+            prepared: torch.Tensor = keep(PREPARED_CALLS, key, lambda x, _: _by_pytorch(bare._replace(x=x)))(x, None)
+            return prepared
         return _by_pytorch(call)
     if reason := _why_not_kernels(x, dtype):
         if backend is None and strategy is None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..core.call import Call
-from ..core.options import bits
+from ..core.options import ScoreOptions, bits
 from ..ops import OPERATIONS
 from . import targets_eager
 from .autograd import Recording, launch, prepared_launch, prepared_recording, record
@@ -192,9 +192,7 @@ def _loss_by_pytorch(recording: Recording, call: Call) -> dict[str, Tensor]:
 def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Callable[..., Any] | None:
     """The function (x, target, weight) of a cacheable, checked loss; None where it needs the general path."""
     with_gradient = torch.is_grad_enabled() and x.requires_grad
-    options = loss.options
-    has_tensors = options is not None and (options.mask is not None or isinstance(options.scale, Tensor))
-    general = has_tensors or loss.settings.choice.batch_invariant or (loss.inplace and with_gradient)
+    general = has_tensors(loss.options) or loss.settings.choice.batch_invariant or (loss.inplace and with_gradient)
     if general or not target.is_contiguous():
         return None
     if weight is not None and scales_weight(target, weight, loss):
@@ -202,6 +200,11 @@ def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) 
         of_scaled = _prepared(loss_call(x, target, scale(target, weight), loss), loss, with_gradient)
         return of_scaled and (lambda x, target, weight: of_scaled(x, target, scale(target, weight)))
     return _prepared(loss_call(x, target, weight, loss), loss, with_gradient)
+
+
+def has_tensors(options: ScoreOptions | None) -> bool:
+    """True for options of a loss that cannot be part of a key."""
+    return options is not None and (options.mask is not None or not isinstance(options.scale, float))
 
 
 def _prepared(call: Call, loss: Loss, with_gradient: bool) -> Callable[..., Any] | None:
@@ -301,9 +304,8 @@ def log_probabilities_by_pytorch(recording: Recording, call: Call) -> dict[str, 
 
 def prepared_log_probabilities(call: Call, entropy: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None:
     """The function (x, target) of cacheable, checked log-probabilities; None where they need the general path."""
-    target, options = call.beside["target"], call.scores
-    has_tensors = options.mask is not None or not isinstance(options.scale, float)
-    if has_tensors or call.settings.choice.batch_invariant or not target.is_contiguous():
+    target = call.beside["target"]
+    if has_tensors(call.options) or call.settings.choice.batch_invariant or not target.is_contiguous():
         return None
     results = ("y", "lse", *(("entropy",) if entropy else ()))
     if torch.is_grad_enabled() and call.x.requires_grad:

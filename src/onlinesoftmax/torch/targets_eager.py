@@ -5,6 +5,7 @@ They serve CPU tensors, dtypes without kernels, class probabilities as targets, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,30 @@ def pytorch_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -
         ignore_index=loss.ignore_index, reduction=loss.reduction, label_smoothing=loss.smoothing,
     )  # fmt: skip
     return y
+
+
+REDUCTIONS = ("none", "mean", "sum")
+"""The reductions in the order of the numbers that PyTorch's function in C++ takes."""
+
+
+def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Callable[..., Tensor]:
+    """The function (x, target, weight) of losses like this one for which `is_right` holds, in the dtype of the loss."""
+    wide, dtype = loss.wide(x), loss.settings.dtype
+    of_target = torch.promote_types(target.dtype, wide) if target.is_floating_point() else torch.int64
+    ignore_index, smoothing, reduction = loss.ignore_index, loss.smoothing, REDUCTIONS.index(loss.reduction)
+    # Without the checks of PyTorch's function in Python, a call takes the host 0.3 microseconds less.
+    cross_entropy: Callable[..., Tensor] = torch._C._nn.cross_entropy_loss
+    has_modes = torch._C._len_torch_function_stack
+    of_weight = wide if weight is None else weight.dtype
+    if not x.dtype == of_weight == wide == dtype or target.dtype != of_target:
+        return lambda x, target, weight: pytorch_loss(x, target, weight, loss).to(dtype)
+
+    def run(x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        if has_modes():
+            return pytorch_loss(x, target, weight, loss)
+        return cross_entropy(x, target, weight, reduction, ignore_index, smoothing)
+
+    return run
 
 
 def is_right(x: Tensor, loss: Loss) -> bool:
