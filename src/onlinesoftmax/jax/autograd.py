@@ -23,6 +23,7 @@ from jax.interpreters import partial_eval as pe
 
 from ..core.arrays import Array, accumulator
 from ..core.options import softcap_slope
+from ..kernels.pallas.targets import COTANGENTS
 from ..ops import OPERATIONS
 from . import array_types, custom_op, shards
 from .eager import FORMULAS, FUNCTIONS, MASKED, filled
@@ -39,9 +40,6 @@ TRANSPOSES = {"scaled_rows": "row_products"} | {
 
 GRADIENTS = {tangent: gradient for gradient, tangent in TRANSPOSES.items()}
 """The gradient of each tangent."""
-
-COTANGENTS = ("dy", "dlse", "dentropy")
-"""Operands in which a gradient is linear, and outputs of a tangent."""
 
 Changes = Mapping[str, Array | None]
 """Changes of arrays by name; None for an array that does not change."""

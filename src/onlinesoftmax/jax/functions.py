@@ -20,7 +20,7 @@ from ..core.task import Choice
 from ..planner.plan import PlanError
 from . import losses
 from .eager import scores
-from .losses import LossNumbers, TokenLogprobs
+from .losses import TokenLogprobs
 from .prepare import Axis, AxisName, is_complex, is_plain, options_of, rows_of
 from .reduced import LossReduction
 from .run import result
@@ -300,7 +300,7 @@ def cross_entropy(
         >>> print(loss(jnp.zeros((2, 4)), jnp.array([0, 3])))
         [1.3862944 1.3862944]
     """
-    options, numbers = options_of(scale, softcap, None, where), LossNumbers(label_smoothing, z_loss)
+    options, numbers = options_of(scale, softcap, None, where), {"smoothing": label_smoothing, "z_loss": z_loss}
     choice, reduced = Choice(backend, strategy), LossReduction(reduction, ignore_index)
     return losses.cross_entropy(logits, labels, axis, options, numbers, choice, axis_name, reduced)
 

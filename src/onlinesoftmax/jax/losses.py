@@ -15,9 +15,9 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
 from . import custom_op, reduced
-from .eager import filled, logsumexp_of, scores
+from .eager import filled, logsumexp_of, scores, scores_at
 from .exchange import signed, whole_target
-from .prepare import Axis, Rows, as_array, axes_of, check_not_torch, rows_of
+from .prepare import Axis, Rows, as_array, axes_of, check_no_list, checked_input, rows_of
 from .reduced import LossReduction
 from .run import call_on, results
 from .signature import Values
@@ -28,17 +28,8 @@ CROSS_ENTROPY, TOKEN_LOGPROBS = "cross_entropy", "token_logprobs"
 EAGER = Choice("eager", "row")
 """The choice of XLA's operations."""
 
-
-class LossNumbers(NamedTuple):
-    """Arguments of cross_entropy that are numbers, by the names of the operands.
-
-    Attributes:
-        smoothing: Part of the target that is spread over all classes.
-        z_loss: Factor of lse², which is added to the loss.
-    """
-
-    smoothing: float = 0.0
-    z_loss: float = 0.0
+Numbers = dict[str, float]
+"""`smoothing` and `z_loss` of cross_entropy."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -56,14 +47,15 @@ class TokenLogprobs(NamedTuple):
 
 
 def cross_entropy(
-    logits: Any, labels: Any, axis: Axis, options: ScoreOptions, numbers: LossNumbers, choice: Choice,
+    logits: Any, labels: Any, axis: Axis, options: ScoreOptions, numbers: Numbers, choice: Choice,
     axis_name: Any, reduction: LossReduction,
 ) -> Array:  # fmt: skip
     """The losses, reduced; the arguments are those of the public function, not checked."""
     custom_op.check(CROSS_ENTROPY, choice)
     reduction = reduction.checked(CROSS_ENTROPY)
-    x, labels = _floating(CROSS_ENTROPY, logits), _labels(CROSS_ENTROPY, "labels", labels)
-    numbers = LossNumbers(_number("label_smoothing", numbers.smoothing, 1.0), _number("z_loss", numbers.z_loss))
+    x, labels = checked_input(CROSS_ENTROPY, logits), _labels(CROSS_ENTROPY, "labels", labels)
+    smoothing, z_loss = _number("label_smoothing", numbers["smoothing"], 1.0), _number("z_loss", numbers["z_loss"])
+    numbers = {"smoothing": smoothing, "z_loss": z_loss}
     rows = rows_of(CROSS_ENTROPY, x, axis, options._replace(mask=_where(x, axis, options.mask)), axis_name)
     with_integers = jnp.issubdtype(labels.dtype, jnp.integer)
     if reduction.ignore_index is not None and not with_integers:
@@ -71,26 +63,22 @@ def cross_entropy(
     target = _target(CROSS_ENTROPY, "labels", labels, rows) if with_integers else None
     weights = None if with_integers else _weights(labels, x, rows)
     counted = reduction.counted(labels) if with_integers else None
-    if rows.x.size and target is not None and reduction.kind != "none" and _writes_gradient(rows, numbers):
-        call, operands = call_on(rows, CROSS_ENTROPY, choice, **numbers._asdict())
-        return reduced.total(reduction, call, {**operands, "target": target}, counted).astype(rows.dtype)
+    # Without an exchange and a gradient of the scale, the forward pass of a scalar loss can write the gradient.
+    can_write = not rows.names and isinstance(rows.options.scale, float) and not _of_kept(rows, numbers)
+    if rows.x.size and target is not None and reduction.kind != "none" and can_write:
+        call, operands = call_on(rows, CROSS_ENTROPY, choice, target=target, **numbers)
+        return reduced.total(reduction, call, operands, counted).astype(rows.dtype)
     return reduction.of(_losses(rows, target, weights, counted, numbers, choice), counted).astype(rows.dtype)
 
 
-def _writes_gradient(rows: Rows, numbers: LossNumbers) -> bool:
-    """True where the forward pass of a scalar loss can write the gradient: no exchange, no gradient of the scale."""
-    return not rows.names and isinstance(rows.options.scale, float) and not _of_kept(rows, numbers)
-
-
-def _of_kept(rows: Rows, numbers: LossNumbers) -> bool:
+def _of_kept(rows: Rows, numbers: Numbers) -> bool:
     """True where a part of each label is spread over the classes that `where` keeps."""
-    return numbers.smoothing > 0 and rows.options.mask is not None
+    return numbers["smoothing"] > 0 and rows.options.mask is not None
 
 
 def _losses(
-    rows: Rows, target: Array | None, weights: Array | None, counted: Array | None, numbers: LossNumbers,
-    choice: Choice,
-) -> Array:  # fmt: skip
+    rows: Rows, target: Array | None, weights: Array | None, counted: Array | None, numbers: Numbers, choice: Choice
+) -> Array:
     """The loss of every row, in the dtype of the computation."""
     if rows.x.size == 0:
         return jnp.full(rows.x.shape[:-1], jnp.nan, accumulator(rows.x))
@@ -109,9 +97,9 @@ def _losses(
         # A row that counts for nothing may hold NaN, which would reach its gradient.
         rows = rows._replace(x=jnp.where(counted[..., None], rows.x, 0))
     # The part of the target and the part that is spread over the classes that are kept.
-    own = _of_targets(rows, target, numbers._replace(smoothing=0.0), EAGER)
-    spread = _of_weights(rows, jnp.zeros((), rows.x.dtype), numbers._replace(smoothing=1.0))
-    return (1 - numbers.smoothing) * own + numbers.smoothing * spread
+    own = _of_targets(rows, target, {**numbers, "smoothing": 0.0}, EAGER)
+    spread = _of_weights(rows, jnp.zeros((), rows.x.dtype), {**numbers, "smoothing": 1.0})
+    return (1 - numbers["smoothing"]) * own + numbers["smoothing"] * spread
 
 
 def token_logprobs(
@@ -122,7 +110,7 @@ def token_logprobs(
     custom_op.check(TOKEN_LOGPROBS, choice)
     if not isinstance(entropy, bool):
         raise TypeError(f"{TOKEN_LOGPROBS}: entropy must be a bool, not {type(entropy).__name__}")
-    x, index = _floating(TOKEN_LOGPROBS, logits), _labels(TOKEN_LOGPROBS, "index", index)
+    x, index = checked_input(TOKEN_LOGPROBS, logits), _labels(TOKEN_LOGPROBS, "index", index)
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(f"{TOKEN_LOGPROBS}: index must be integers, got {index.dtype}")
     counted = LossReduction("none", ignore_index).checked(TOKEN_LOGPROBS).counted(index)
@@ -163,24 +151,18 @@ def _columns(index: Array, rows: Rows) -> Array:
 
 def _of_columns(rows: Rows, columns: Array, m: Array, l: Array) -> Array:
     """The logarithms of the probabilities of columns, from the state of each row; NaN where one is out of range."""
-    there = jnp.maximum(columns, 0)
-
-    def gathered(t: Array) -> Array:
-        return t if t.shape[-1] == 1 else jnp.take_along_axis(jnp.broadcast_to(t, rows.x.shape), there, axis=-1)
-
-    arrays = {name: gathered(t) for name, t in rows.arrays.items()}
-    z = scores(rows.options, gathered(rows.x), arrays)
+    z = scores_at(rows.options, rows.x, rows.arrays, jnp.maximum(columns, 0))
     y = (z - m[..., None]) - logsumexp_of(jnp.zeros_like(l), l)[..., None]
     return jnp.where((columns >= 0) & (l < jnp.inf)[..., None], y, jnp.nan)
 
 
-def _of_targets(rows: Rows, target: Array, numbers: LossNumbers, choice: Choice) -> Array:
+def _of_targets(rows: Rows, target: Array, numbers: Numbers, choice: Choice) -> Array:
     """The losses of rows with one true class each."""
-    found = results(rows, CROSS_ENTROPY, choice, target=target, **numbers._asdict())
-    return _without_empty(rows, found["loss"], found["l"])
+    found = results(rows, CROSS_ENTROPY, choice, target=target, **numbers)
+    return reduced.without_empty(rows.options, found["loss"], found["l"])
 
 
-def _of_weights(rows: Rows, weights: Array, numbers: LossNumbers) -> Array:
+def _of_weights(rows: Rows, weights: Array, numbers: Numbers) -> Array:
     """The losses of rows with a weight for each class.
 
     The loss is sum(q) * log(l) - sum(q * (z - m)): scores that are all large do not cancel.  The state (m, l) changes
@@ -192,12 +174,11 @@ def _of_weights(rows: Rows, weights: Array, numbers: LossNumbers) -> Array:
     if rows.options.mask is not None:
         log_l = jnp.where(l == 0, 0, log_l)
     # The sums are computed again for the gradient, so that no array of the size of the logits is kept.
-    sums = jax.checkpoint(partial(_weighted_sums, options=rows.options, smoothing=numbers.smoothing))
-    total, of_scores = rows.sum(sums(rows.x, rows.arrays, weights, m, _classes(rows) if numbers.smoothing else None))
-    y = total * log_l - of_scores
-    if numbers.z_loss:
-        y = y + numbers.z_loss * (m + log_l) ** 2
-    return _without_empty(rows, y, l)
+    smoothing, z_loss = numbers["smoothing"], numbers["z_loss"]
+    sums = jax.checkpoint(partial(_weighted_sums, options=rows.options, smoothing=smoothing))
+    total, of_scores = rows.sum(sums(rows.x, rows.arrays, weights, m, _classes(rows) if smoothing else None))
+    y = total * log_l - of_scores + (z_loss * (m + log_l) ** 2 if z_loss else 0)
+    return reduced.without_empty(rows.options, y, l)
 
 
 def _classes(rows: Rows) -> Array:
@@ -228,24 +209,8 @@ def _weighted_sums(
     return jnp.stack([jnp.sum(q, axis=-1), jnp.sum(q * w, axis=-1)])
 
 
-def _without_empty(rows: Rows, y: Array, l: Array) -> Array:
-    """The losses; with `where`, 0 in a row without a class."""
-    return y if rows.options.mask is None else reduced.without_empty(y, l)
-
-
-def _floating(name: str, logits: Any) -> Array:
-    if isinstance(logits, list | tuple | str) or logits is None:
-        raise TypeError(f"{name}: logits must be an array, not {type(logits).__name__}")
-    check_not_torch(name, "logits", logits)
-    x = jnp.asarray(logits)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name}: logits must be floating point, got {x.dtype}")
-    return x
-
-
 def _labels(name: str, argument: str, labels: Any) -> Array:
-    if isinstance(labels, list | tuple | str) or labels is None:
-        raise TypeError(f"{name}: {argument} must be an array, not {type(labels).__name__}")
+    check_no_list(name, argument, labels)
     found = jnp.asarray(labels)
     if jnp.issubdtype(found.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: {argument} must not be complex, got {found.dtype}")

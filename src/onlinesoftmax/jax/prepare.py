@@ -85,7 +85,7 @@ def is_complex(x: Array) -> bool:
 
 def rows_of(name: str, x: Any, axis: Axis, options: ScoreOptions, axis_name: Any = None) -> Rows:
     """The rows of an array for an operation; every argument is checked."""
-    x, names = _checked(name, x), checked_names(name, axis_name)
+    x, names = checked_input(name, x), checked_names(name, axis_name)
     axes = axes_of(name, axis, x.ndim)
     # A target is an index into the row, so there the order of the axes is the caller's.
     axes = axes if has_target(name) else tuple(sorted(axes))
@@ -99,11 +99,16 @@ def rows_of(name: str, x: Any, axis: Axis, options: ScoreOptions, axis_name: Any
     return Rows(array_types.vary(_last(x, axes), frozenset(names)), arrays, options, axes, x.shape, narrow, names)
 
 
-def _checked(name: str, x: Any) -> Array:
-    if isinstance(x, list | tuple | str) or x is None:
-        raise TypeError(f"{name}: x must be an array, not {type(x).__name__}")
-    check_not_torch(name, "x", x)
+def checked_input(name: str, x: Any) -> Array:
+    """The input of an operation as an array; the logits of an operation with targets are floating-point."""
+    argument = "logits" if has_target(name) else "x"
+    check_no_list(name, argument, x)
+    if array_kind(x) == "torch":
+        # JAX would not compute its gradient.
+        raise TypeError(f"{name}: {argument} is a torch tensor: call onlinesoftmax.{name}")
     x = jnp.asarray(x)
+    if has_target(name) and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}: logits must be floating point, got {x.dtype}")
     # jax.nn.logsumexp takes booleans, and the functions with a result per element do not.
     if x.dtype == jnp.bool_ and not OPERATIONS[name].per_row:
         raise TypeError(f"{name}: x must be a number array, not bool")
@@ -112,10 +117,10 @@ def _checked(name: str, x: Any) -> Array:
     return x
 
 
-def check_not_torch(name: str, argument: str, value: Any) -> None:
-    """Raise an error for a torch tensor, whose gradient JAX would not compute."""
-    if array_kind(value) == "torch":
-        raise TypeError(f"{name}: {argument} is a torch tensor: call onlinesoftmax.{name}")
+def check_no_list(name: str, argument: str, value: Any) -> None:
+    """Raise an error for a value that is neither an array nor a number."""
+    if isinstance(value, list | tuple | str) or value is None:
+        raise TypeError(f"{name}: {argument} must be an array, not {type(value).__name__}")
 
 
 def has_target(name: str) -> bool:

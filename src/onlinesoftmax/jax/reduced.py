@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.arrays import Array, accumulator
+from ..core.options import ScoreOptions
 from . import custom_op
 from .plans import outputs_of
 from .signature import Signature, Values
@@ -73,15 +74,14 @@ class LossReduction(NamedTuple):
         return jnp.sum(losses) / jnp.asarray(self.divisor(losses.shape, counted, losses.dtype), losses.dtype)
 
 
-def without_empty(losses: Array, l: Array) -> Array:
-    """The losses, 0 in a row of which `where` leaves no class."""
-    return jnp.where(l == 0, 0, losses)
+def without_empty(options: ScoreOptions, losses: Array, l: Array) -> Array:
+    """The losses; with `where`, 0 in a row without a class."""
+    return losses if options.mask is None else jnp.where(l == 0, 0, losses)
 
 
 def _reduced(reduction: LossReduction, call: Signature, results: Values, counted: Array | None) -> Array:
     """The scalar, from the results of the rows."""
-    losses = results["loss"]
-    return reduction.of(losses if call.options.mask is None else without_empty(losses, results["l"]), counted)
+    return reduction.of(without_empty(call.options, results["loss"], results["l"]), counted)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -37,8 +37,7 @@ def results(
         target: Column of each row, for an operation that has targets.
         numbers: Operands that are numbers.
     """
-    call, operands = call_on(rows, name, choice, entropy, **numbers)
-    operands |= {} if target is None else {"target": target}
+    call, operands = call_on(rows, name, choice, entropy, target, **numbers)
     if not rows.names:
         return custom_op.bind(call, operands)
     # Results per row are the same along the axes of the exchange, so that the target must not vary there.
@@ -46,8 +45,10 @@ def results(
     return autograd.run_shards(call, {name: array_types.vary(t, every) for name, t in operands.items()})
 
 
-def call_on(rows: Rows, name: str, choice: Choice, entropy: bool = False, **numbers: float) -> tuple[Signature, Values]:
-    """The signature and the operands of a call on rows, without a target."""
+def call_on(
+    rows: Rows, name: str, choice: Choice, entropy: bool = False, target: Array | None = None, **numbers: float
+) -> tuple[Signature, Values]:
+    """The signature and the operands of a call on rows; the arguments are those of `results`."""
     given = tuple((number, value) for number, value in numbers.items() if value)
     call = Signature(name, outputs_of(name, entropy), rows.options, given, choice, axis_name=rows.names)
-    return call, {"x": rows.x, **rows.arrays}
+    return call, {"x": rows.x, **rows.arrays, **({} if target is None else {"target": target})}

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from ..core.arrays import Array, accumulator
 from ..core.options import softcap_slope
+from ..kernels.pallas.targets import GRADIENTS
 from ..ops import OPERATIONS
-from .eager import FORMULAS, FUNCTIONS, MASKED, TO_LSE, filled, masked, scores
+from .eager import FORMULAS, FUNCTIONS, MASKED, filled, masked, results_of, scores, scores_at
 from .exchange import RowStates, devices, local_target, merged
 from .plans import outputs_of
 from .signature import Names, Signature, Values
@@ -36,7 +37,10 @@ def run_shards(run: Run, names: Names, call: Signature, operands: Mapping[str, A
     if call.writes_gradient:
         return in_two_passes(partial(run_shards, run, names), call, operands)
     if not operation.backward:
-        return FINISH[call.name](run, call, operands, merged(_states(run, names, call, operands), names))
+        whole = merged(_states(run, names, call, operands), names)
+        if operation.per_row:
+            return results_of(call, whole, operands.get("target"), operands["x"].shape[-1] * devices(names))
+        return OF_ELEMENTS[call.name](run, call, operands, whole)
     if operation.reduces:
         return FORMULAS[call.name](call._replace(axis_name=names), **operands)
     return run(*localized(names, call, operands))
@@ -57,10 +61,11 @@ def without_classes(call: Signature, operands: Mapping[str, Array]) -> tuple[Sig
     The gradient of whole rows ignores the gradient dy of the main result where the target is no column.  Where another
     device has the target, the effect of dy on the local columns is that of a gradient of lse.
     """
-    if call.name not in TO_LSE or not call.classes or call.number("smoothing"):
+    if not call.classes or call.number("smoothing") or call.name not in GRADIENTS:
         return call, operands
     elsewhere = operands["target"] >= operands["x"].shape[-1]
-    of_lse = jnp.where(elsewhere, TO_LSE[call.name](call, operands["dy"], operands["m"], operands["l"]), 0)
+    rows = {name: operands[name] for name in ("target", "dy", "m", "l")}
+    of_lse = jnp.where(elsewhere, GRADIENTS[call.name](rows, call.classes, dict(call.numbers))[0], 0)
     dlse = operands["dlse"] + of_lse if "dlse" in operands else of_lse
     target = jnp.where(elsewhere, -1, operands["target"])
     return call._replace(classes=0), {**operands, "target": target, "dlse": dlse}
@@ -96,34 +101,26 @@ def _states(run: Run, names: Names, call: Signature, operands: Mapping[str, Arra
         scored = {name: operands[name] for name in ("x", *call.options.arrays)}
         return run(Signature(name, outputs, call.options, numbers, call.choice), {**scored, **more})
 
+    def column(index: Array) -> Array:
+        return scores_at(call.options, operands["x"], operands, index[..., None])[..., 0]
+
     z_target = mean = zl = None
     if "target" in operands:
         target = local_target(operands["target"], operands["x"].shape[-1], names)
         is_local = (target >= 0) & (target < operands["x"].shape[-1])
-        z_target = jnp.where(is_local, _column(call, operands, jnp.where(is_local, target, 0)), 0)
+        z_target = jnp.where(is_local, column(jnp.where(is_local, target, 0)), 0)
     if call.number("smoothing"):
         # With smoothing = 1, loss = log(l) - mean, and the target has no influence.  So mean = log(l) - loss.
         first = jnp.zeros_like(target)
         state = local("cross_entropy", ("loss", "m", "l"), 1.0, target=first)
         # If the score of column 0, the dummy target, is -inf, the loss is NaN (0 * inf); the mean is then -inf.
         mean = jnp.log(state["l"]) - state["loss"]
-        mean = jnp.where(_column(call, operands, first) == -jnp.inf, -jnp.inf, mean)
+        mean = jnp.where(column(first) == -jnp.inf, -jnp.inf, mean)
     else:
         state = local("logsumexp", outputs_of("logsumexp", "entropy" in call.outputs))
     if "entropy" in call.outputs:
         zl = jnp.where(state["l"] == 0, 0, state["l"] * (jnp.log(state["l"]) - state["entropy"]))
     return RowStates(state["m"], state["l"], zl, mean, z_target)
-
-
-def _column(call: Signature, operands: Mapping[str, Array], index: Array) -> Array:
-    """The score of one local column of each row."""
-
-    def picked(t: Array) -> Array:
-        # An array of the score options may have size 1 along the row.
-        return t if t.shape[-1] == 1 else jnp.take_along_axis(t, index[..., None], -1)
-
-    x = jnp.take_along_axis(operands["x"], index[..., None], -1)
-    return scores(call.options, x, {name: picked(operands[name]) for name in call.options.arrays})[..., 0]
 
 
 def _softmax(run: Run, call: Signature, operands: Mapping[str, Array], whole: RowStates) -> Values:
@@ -139,37 +136,5 @@ def _log_softmax(run: Run, call: Signature, operands: Mapping[str, Array], whole
     return {"y": masked(y, operands, MASKED[call.name]).astype(operands["x"].dtype)}
 
 
-def _logsumexp(run: Run, call: Signature, operands: Mapping[str, Array], whole: RowStates) -> Values:
-    return {"m": whole.m, "l": whole.l}
-
-
-def _cross_entropy(run: Run, call: Signature, operands: Mapping[str, Array], whole: RowStates) -> Values:
-    smoothing, z_loss, log_l = call.number("smoothing"), call.number("z_loss"), jnp.log(whole.l)
-    y = log_l - (whole.z_target - whole.m)
-    if whole.mean is not None:
-        y = (1 - smoothing) * y + smoothing * (log_l - whole.mean)
-    if z_loss:
-        y = y + z_loss * (whole.m + log_l) ** 2
-    return {"loss": _of_known_rows(operands, whole, y), "m": whole.m, "l": whole.l}
-
-
-def _token_logprobs(run: Run, call: Signature, operands: Mapping[str, Array], whole: RowStates) -> Values:
-    log_l = jnp.log(whole.l)
-    y = _of_known_rows(operands, whole, (whole.z_target - whole.m) - log_l)
-    entropy = {} if whole.zl is None else {"entropy": log_l - whole.zl / whole.l}
-    return {"y": y, "m": whole.m, "l": whole.l, **entropy}
-
-
-def _of_known_rows(operands: Mapping[str, Array], whole: RowStates, y: Array) -> Array:
-    """`y`, with NaN where the target is invalid or l is infinite."""
-    return jnp.where((operands["target"] >= 0) & (whole.l < jnp.inf), y, jnp.nan)
-
-
-FINISH: dict[str, Callable[[Run, Signature, Mapping[str, Array], RowStates], Values]] = {
-    "softmax": _softmax,
-    "log_softmax": _log_softmax,
-    "logsumexp": _logsumexp,
-    "cross_entropy": _cross_entropy,
-    "token_logprobs": _token_logprobs,
-}
-"""The function that computes the outputs of each operation from the merged states."""
+OF_ELEMENTS = {"softmax": _softmax, "log_softmax": _log_softmax}
+"""The function that computes the output per element of each operation from the merged states."""

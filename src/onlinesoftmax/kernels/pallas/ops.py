@@ -29,7 +29,7 @@ from ...core.operations import Accumulator, Operation
 from ...ops import OPERATIONS
 from . import state
 from .state import State, Tiles
-from .targets import GRADIENTS, RESULTS, ROW_OPERANDS, Target
+from .targets import COTANGENTS, GRADIENTS, RESULTS, ROW_OPERANDS, Target
 
 
 class RowConstants(NamedTuple):
@@ -283,7 +283,7 @@ class Op(NamedTuple):
     def _target_constants(self, target: Target, m: Array, l: Array) -> RowConstants:
         """Constants of the gradient that a forward operation writes with its results."""
         rows = {"target": target.column, "m": m, "l": l, "dy": target.dy}
-        factor, constants = GRADIENTS[self.operation.gradient_name](rows, target.cols, self.weights)
+        factor, constants = GRADIENTS[self.operation.gradient_name](rows, target.cols, dict(self.numbers))
         t, low = state.quotient(factor, jnp.where(l < jnp.inf, l, jnp.nan))
         # 0 stays 0, also in a row that holds NaN.
         t, low = (jnp.where(factor == 0, jnp.zeros_like(part), part) for part in (t, low))
@@ -300,8 +300,8 @@ class Op(NamedTuple):
         has_target = self.operation.has_target
         with jax.enable_x64(True):
             wide = {name: t if name == "target" else t.astype(jnp.float64) for name, t in rows.items()}
-            wide |= {name: self.factor * wide[name] for name in ("dy", "dlse", "dentropy") if name in wide}
-            factor, constants = GRADIENTS[self.name](wide, operands["x"].shape[-1], self.weights)
+            wide |= {name: self.factor * wide[name] for name in COTANGENTS if name in wide}
+            factor, constants = GRADIENTS[self.name](wide, operands["x"].shape[-1], dict(self.numbers))
             # 0 stays 0 in a row without a score above -inf, and in a row with a target always.
             zero = (factor == 0) & (has_target | (wide["l"] == 0))
             l = jnp.where(wide["l"] < jnp.inf, wide["l"], jnp.nan) if has_target else wide["l"]
@@ -309,11 +309,6 @@ class Op(NamedTuple):
             narrow = {name: value.astype(low.dtype) for name, value in constants.items()}
         target = {"target": rows["target"]} if has_target else {}
         return {**target, "shift": rows["m"], "t": t, "low": low, **narrow}
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """The numbers of the loss, with 0 for those that are not given."""
-        return {"smoothing": 0.0, "z_loss": 0.0} | dict(self.numbers)
 
     def given_constants(self, values: Sequence[Array]) -> RowConstants:
         """Values for `output` of a row whose state is given, not reduced.
@@ -372,7 +367,7 @@ class Op(NamedTuple):
         if name == "entropy":
             return jnp.log(l) - parts["zl"] / l
         if self.target is not None and name == self.operation.result.name:
-            return RESULTS[self.name](self.target, m, l, parts.get("wz"), **self.weights)
+            return RESULTS[self.name](self.target, m, l, parts.get("wz"), **dict(self.numbers))
         return m + jnp.log(l)
 
     @property

@@ -54,7 +54,7 @@ def log_probability(target: Target, m: Array, l: Array, *_: Array | None, **weig
     return jnp.where(_is_column(target.column, target.cols) & (l < jnp.inf), y, jnp.nan)
 
 
-def loss(target: Target, m: Array, l: Array, wz: Array | None, smoothing: float, z_loss: float) -> Array:
+def loss(target: Target, m: Array, l: Array, wz: Array | None, smoothing: float = 0.0, z_loss: float = 0.0) -> Array:
     """Loss, from a finite m and the sum wz, if there is smoothing; NaN where the logarithm is."""
     y, log_l = -log_probability(target, m, l), jnp.log(l)
     if wz is not None:
@@ -79,7 +79,7 @@ def logsumexp_gradient(rows: Rows, cols: int, weights: Mapping[str, float]) -> C
 
 def loss_gradient(rows: Rows, cols: int, weights: Mapping[str, float]) -> Constants:
     """Constants of the gradient of the loss and of lse."""
-    smoothing, z_loss, dy = weights["smoothing"], weights["z_loss"], _dy(rows, cols)
+    smoothing, z_loss, dy = weights.get("smoothing", 0.0), weights.get("z_loss", 0.0), _dy(rows, cols)
     factor = dy * (1 + 2 * z_loss * (rows["m"] + jnp.log(rows["l"]))) if z_loss else dy
     # A row without a finite score has an infinite lse; it counts for nothing where dy is 0.
     factor = jnp.where(dy == 0, jnp.zeros_like(dy), factor)
@@ -113,5 +113,8 @@ GRADIENTS: dict[str, Callable[[Rows, int, Mapping[str, float]], Constants]] = {
 }
 """The constants of each gradient whose state is given or known, from operands per row, columns and numbers."""
 
-ROW_OPERANDS = ("target", "m", "l", "entropy", "dy", "dlse", "dentropy")
+COTANGENTS = ("dy", "dlse", "dentropy")
+"""Operands in which a gradient is linear: the gradients of its results."""
+
+ROW_OPERANDS = ("target", "m", "l", "entropy", *COTANGENTS)
 """Names of operands that have a value per row, if the operation has no element operand of this name."""
