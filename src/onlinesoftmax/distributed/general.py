@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .exchange import Rows, RowStates, Saved, merge
-from .local import Incoming, Shard, gradient, runs_kernels, states
+from .exchange import Rows, Saved, merge
+from .local import Shard, gradient, runs_kernels, states
 from .shards import Operands, ShardSignature, to_local_columns
 
 Tensor = torch.Tensor
@@ -70,8 +70,7 @@ class General(NamedTuple):
         (dy, dlse, dentropy, dspread), target = dys, saved.local_target
         dy = torch.zeros_like(saved.m) if dy is None else dy.masked_fill(self._no_class(target), 0.0)
         shard = Shard.of(self.signature, Operands(x, saved.mask, None, saved.weight), target)
-        incoming = Incoming(dy, dlse, dentropy, dspread)
-        return gradient(shard, self.kernels, RowStates(saved.m, saved.l), saved.entropy, incoming, self.weight_sum)
+        return gradient(shard, self.kernels, saved, (dy, dlse, dentropy, dspread), self.weight_sum)
 
     def _no_class(self, target: Tensor) -> Tensor:
         """True for the rows whose target, counted from the first local column, is no column of any process."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.arrays import namespace
 from ..core.call import NOTHING, Call, Settings
 from ..core.operations import Operation
 from ..core.options import PLAIN, ScoreOptions, softcap_slope
@@ -20,7 +21,7 @@ from ..torch import eager
 from ..torch.autograd import launch
 from ..torch.gradients import accumulator_of
 from ..torch.run import why_pytorch, with_autocast
-from .exchange import RowStates
+from .exchange import RowStates, Saved
 from .shards import Operands, ShardSignature
 
 Tensor = torch.Tensor
@@ -58,39 +59,15 @@ class Shard(NamedTuple):
         return cls(operands.x, signature.dim, options, target, weight, signature.choice)
 
     @property
-    def nearest(self) -> Tensor:
-        """The local column nearest to the target of each row; there must be a local column."""
-        assert self.target is not None
-        return self.target.clamp(0, self.x.shape[self.dim] - 1)
-
-    @property
     def owned(self) -> Tensor:
         """True for the rows whose target is a local column."""
         assert self.target is not None
-        return (
-            self.nearest == self.target if self.x.shape[self.dim] else torch.zeros_like(self.target, dtype=torch.bool)
-        )
+        return (self.target >= 0) & (self.target < self.x.shape[self.dim])
 
     @property
     def weights(self) -> Any:
         """The weights in a shape that broadcasts to x; 1.0 without weights."""
         return 1.0 if self.weight is None else self.weight.view(-1, *[1] * (self.x.dim() - 1 - self.dim))
-
-
-class Incoming(NamedTuple):
-    """Incoming gradients of the statistics, tensors with one value per row.
-
-    An absent gradient of logprob is zeros; that of the others is None.
-
-    Attributes:
-        logprob, lse, entropy: Gradients of these statistics.
-        spread: Gradient of `weight_sum * lse - sum(weight * z)`.
-    """
-
-    logprob: Tensor
-    lse: Tensor | None
-    entropy: Tensor | None
-    spread: Tensor | None
 
 
 def autocast_dtype(name: str, x: Tensor) -> torch.dtype:
@@ -160,19 +137,17 @@ def call_of(
 
 def _numbers_by_pytorch(shard: Shard, entropy: bool) -> dict[str, Tensor]:
     dim, z = shard.dim, _scores(shard)
-    limits = torch.finfo(z.dtype)
     if not z.shape[dim]:
-        zero = z.sum(dim)
-        empty = {"m": zero + limits.min, "l": zero}
-        empty |= {} if shard.target is None else {"logprob": zero + torch.nan}
-        return empty | ({"entropy": zero} if entropy else {})
+        # A shard without columns has the state of one column that is masked.
+        z = z.new_full((*z.shape[:dim], 1, *z.shape[dim + 1 :]), -torch.inf)
+    limits = torch.finfo(z.dtype)
     m = z.amax(dim, keepdim=True).clamp(limits.min, limits.max)
     terms = (z - m).exp()
     numbers = {"m": m.squeeze(dim), "l": terms.sum(dim)}
     log_l = numbers["l"].log()
     if shard.target is not None:
-        logprob = _chosen(shard) - numbers["m"] - log_l
-        numbers["logprob"] = logprob.where(shard.owned, torch.nan)
+        chosen = z.gather(dim, shard.target.clamp(0, z.shape[dim] - 1).unsqueeze(dim)).squeeze(dim)
+        numbers["logprob"] = (chosen - numbers["m"] - log_l).where(shard.owned, torch.nan)
     if entropy:
         below = (z - m).clamp(min=limits.min)
         numbers["entropy"] = log_l - (below * terms).where(terms != 0, 0.0).sum(dim) / numbers["l"]
@@ -194,18 +169,10 @@ def _scores(shard: Shard) -> Tensor:
     return z
 
 
-def _chosen(shard: Shard) -> Tensor:
-    """The score of the local column nearest to the target of each row; there must be a local column."""
-    x, dim, options = shard.x, shard.dim, shard.options
-    index = shard.nearest.unsqueeze(dim)
-    if options.mask is not None:
-        options = options._replace(mask=options.mask.expand(x.shape).gather(dim, index))
-    return _scores(shard._replace(x=x.gather(dim, index), options=options)).squeeze(dim)
-
-
 def gradient(
-    shard: Shard, kernels: bool, whole: RowStates, entropy: Tensor | None, incoming: Incoming, weight_sum: Any
-) -> Tensor:
+    shard: Shard, kernels: bool, saved: Saved, dys: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    weight_sum: Any,
+) -> Tensor:  # fmt: skip
     """The gradient with respect to the local logits.
 
     Let p = exp(z - m) / l, c the column, t the target, H the entropy of the row, and dlogprob, dlse, dentropy and
@@ -218,31 +185,28 @@ def gradient(
     Args:
         shard: The local part.
         kernels: Run our kernels.  Forward asks `runs_kernels`, because torch.compile cannot trace it in backward.
-        whole: The states of whole rows, m and l.
-        entropy: The entropy of each row, where it has an incoming gradient.
-        incoming: The incoming gradients.
+        saved: The states of whole rows, m and l, and the entropy of each row.
+        dys: Incoming gradients of logprob, lse, entropy and `weight_sum * lse - sum(weight * z)`, with one value per
+            row.  That of logprob is zeros where it is absent, the others are None.
         weight_sum: Sum of the weights of all classes; the number of classes if no weights are given.
     """
-    dlse = incoming.lse
-    if incoming.spread is not None:
-        dlse = weight_sum * incoming.spread if dlse is None else dlse + weight_sum * incoming.spread
-    if not kernels or (incoming.spread is not None and shard.options.softcap is not None):
-        return _gradient_by_pytorch(shard, whole, entropy, incoming._replace(lse=dlse))
-    dim, options, target = shard.dim, shard.options, shard.target
-    assert target is not None
-    # If another process owns the target, the kernel treats the target as invalid and omits -dlogprob * p.  Subtracting
+    dy, dlse, dentropy, dspread = dys
+    assert shard.target is not None
+    if dspread is not None:
+        dlse = weight_sum * dspread if dlse is None else dlse + weight_sum * dspread
+    # If another process owns the target, the formula treats the target as invalid and omits -dlogprob * p.  Subtracting
     # dlogprob from dlse adds that term again.
-    if dlse is None:
-        dlse = (-incoming.logprob).masked_fill(shard.owned, 0.0)
-    else:
-        dlse = torch.where(shard.owned, dlse, dlse - incoming.logprob)
-    given: dict[str, Tensor | None] = {"target": target, "dy": incoming.logprob, "m": whole.m, "l": whole.l}
-    given |= {"dlse": dlse, "entropy": None if incoming.entropy is None else entropy, "dentropy": incoming.entropy}
+    dlse = (0.0 if dlse is None else dlse) - dy.masked_fill(shard.owned, 0.0)
+    given = {"target": shard.target, "dy": dy, "m": saved.m, "l": saved.l, "dlse": dlse}
+    if dentropy is not None:
+        given |= {"entropy": saved.entropy, "dentropy": dentropy}
+    if not kernels or (dspread is not None and shard.options.softcap is not None):
+        return _gradient_by_pytorch(shard, given, dspread)
     dx = _gradient_by_kernel(shard, given)
-    if incoming.spread is None:
+    if dspread is None:
         return dx
     # The kernel does not know the term -dspread * weight: in place, so that nothing of the size of the shard is made.
-    flat = (incoming.spread * options.scale).unsqueeze(dim)
+    flat = (dspread * shard.options.scale).unsqueeze(shard.dim)
     return dx.sub_(flat) if shard.weight is None else dx.addcmul_(flat, shard.weights.to(flat.dtype), value=-1)
 
 
@@ -256,32 +220,24 @@ def probabilities(shard: Shard, m: Tensor, l: Tensor) -> Tensor:
     return _gradient_by_kernel(shard, given)
 
 
-def _gradient_by_kernel(shard: Shard, given: Mapping[str, Tensor | None]) -> Tensor:
+def _gradient_by_kernel(shard: Shard, given: Mapping[str, Tensor]) -> Tensor:
     """The gradient of token_logprobs with respect to the local logits, from these operands with one value per row."""
-    operands = {name: t.contiguous() for name, t in given.items() if t is not None}
+    operands = {name: t.contiguous() for name, t in given.items()}
     (dx,) = launch(call_of(_BACKWARD, shard, operands), ("y",))
     return dx
 
 
-def _gradient_by_pytorch(shard: Shard, whole: RowStates, entropy: Tensor | None, incoming: Incoming) -> Tensor:
-    dim = shard.dim
-    z = _scores(shard)
-    m, l, dy = (t.to(z.dtype).unsqueeze(dim) for t in (whole.m, whole.l, incoming.logprob))
-    below = z - m
-    p = below.exp() / l
-    dz = (-dy if incoming.lse is None else incoming.lse.to(z.dtype).unsqueeze(dim) - dy) * p
-    if incoming.entropy is not None and entropy is not None:
-        log_p = (below - l.log()).where(p != 0, 0.0)
-        dz = dz - incoming.entropy.unsqueeze(dim) * p * (log_p + entropy.unsqueeze(dim))
-    if incoming.spread is not None:
-        dz = dz - incoming.spread.unsqueeze(dim) * shard.weights
-    if shard.target is not None and shard.x.shape[dim]:
-        dz = dz.scatter_add(dim, shard.nearest.unsqueeze(dim), dy.where(shard.owned.unsqueeze(dim), 0.0))
+def _gradient_by_pytorch(shard: Shard, given: Mapping[str, Tensor], dspread: Tensor | None) -> Tensor:
+    dim, options, z = shard.dim, shard.options, _scores(shard)
+    xp, rows = namespace(z), {name: t.unsqueeze(dim) for name, t in given.items()}
+    dz = _BACKWARD.formula.outputs["y"](xp, x=z, columns=xp.arange(z, dim), cols=z.shape[dim], **rows)
+    if dspread is not None:
+        rows["dspread"] = dspread.unsqueeze(dim)
+        dz = dz - rows["dspread"] * shard.weights
     # If all incoming gradients of a row are 0, its gradient is 0, even if its logits hold NaN.
-    given = [t for t in incoming if t is not None]
-    none = torch.stack([t == 0 for t in given]).all(0).unsqueeze(dim)
-    slope = softcap_slope(eager.FUNCTIONS, shard.x.to(z.dtype), shard.options) if shard.options.softcap else 1.0
-    dx = (dz * (shard.options.scale * slope)).masked_fill(none, 0.0)
-    if shard.options.mask is not None:
-        dx = dx.masked_fill(~shard.options.mask, 0.0)
+    none = torch.stack([rows[name] == 0 for name in ("dy", "dlse", "dentropy", "dspread") if name in rows]).all(0)
+    slope = softcap_slope(eager.FUNCTIONS, shard.x.to(z.dtype), options) if options.softcap else 1.0
+    dx = (dz * (options.scale * slope)).masked_fill(none, 0.0)
+    if options.mask is not None:
+        dx = dx.masked_fill(~options.mask, 0.0)
     return dx.to(shard.x.dtype)
