@@ -19,7 +19,7 @@ from .eager import filled, logsumexp_of, scores, scores_at
 from .exchange import signed, whole_target
 from .prepare import Axis, Rows, as_array, axes_of, check_no_list, checked_input, rows_of
 from .reduced import LossReduction
-from .run import call_on, results
+from .run import Numbers, call_on, results
 from .signature import Values
 
 CROSS_ENTROPY, TOKEN_LOGPROBS = "cross_entropy", "token_logprobs"
@@ -27,9 +27,6 @@ CROSS_ENTROPY, TOKEN_LOGPROBS = "cross_entropy", "token_logprobs"
 
 EAGER = Choice("eager", "row")
 """The choice of XLA's operations."""
-
-Numbers = dict[str, float]
-"""`smoothing` and `z_loss` of cross_entropy."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -66,7 +63,7 @@ def cross_entropy(
     # Without an exchange and a gradient of the scale, the forward pass of a scalar loss can write the gradient.
     can_write = not rows.names and isinstance(rows.options.scale, float) and not _of_kept(rows, numbers)
     if rows.x.size and target is not None and reduction.kind != "none" and can_write:
-        call, operands = call_on(rows, CROSS_ENTROPY, choice, target=target, **numbers)
+        call, operands = call_on(rows, CROSS_ENTROPY, choice, target=target, numbers=numbers)
         return reduced.total(reduction, call, operands, counted).astype(rows.dtype)
     return reduction.of(_losses(rows, target, weights, counted, numbers, choice), counted).astype(rows.dtype)
 
@@ -158,7 +155,7 @@ def _of_columns(rows: Rows, columns: Array, m: Array, l: Array) -> Array:
 
 def _of_targets(rows: Rows, target: Array, numbers: Numbers, choice: Choice) -> Array:
     """The losses of rows with one true class each."""
-    found = results(rows, CROSS_ENTROPY, choice, target=target, **numbers)
+    found = results(rows, CROSS_ENTROPY, choice, target=target, numbers=numbers)
     return reduced.without_empty(rows.options, found["loss"], found["l"])
 
 

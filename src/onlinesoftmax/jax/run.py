@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import jax.numpy as jnp
 
 from ..core.arrays import Array
@@ -12,6 +15,11 @@ from .eager import logsumexp_of
 from .plans import outputs_of
 from .prepare import Rows
 from .signature import Signature, Values
+
+Numbers = Mapping[str, float]
+"""Operands that are numbers, by name."""
+
+NONE: Numbers = MappingProxyType({})
 
 
 def result(rows: Rows, name: str, choice: Choice, zero: bool = False) -> Array:
@@ -25,7 +33,7 @@ def result(rows: Rows, name: str, choice: Choice, zero: bool = False) -> Array:
 
 
 def results(
-    rows: Rows, name: str, choice: Choice, entropy: bool = False, target: Array | None = None, **numbers: float
+    rows: Rows, name: str, choice: Choice, entropy: bool = False, target: Array | None = None, numbers: Numbers = NONE
 ) -> Values:
     """The results of an operation on rows, by name.
 
@@ -37,7 +45,7 @@ def results(
         target: Column of each row, for an operation that has targets.
         numbers: Operands that are numbers.
     """
-    call, operands = call_on(rows, name, choice, entropy, target, **numbers)
+    call, operands = call_on(rows, name, choice, entropy, target, numbers)
     if not rows.names:
         return custom_op.bind(call, operands)
     # Results per row are the same along the axes of the exchange, so that the target must not vary there.
@@ -46,7 +54,7 @@ def results(
 
 
 def call_on(
-    rows: Rows, name: str, choice: Choice, entropy: bool = False, target: Array | None = None, **numbers: float
+    rows: Rows, name: str, choice: Choice, entropy: bool = False, target: Array | None = None, numbers: Numbers = NONE
 ) -> tuple[Signature, Values]:
     """The signature and the operands of a call on rows; the arguments are those of `results`."""
     given = tuple((number, value) for number, value in numbers.items() if value)
