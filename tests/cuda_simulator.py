@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuda_machine import BUILT_IN, DECLARATIONS, NUMBERS, load_kernel
-from cuda_stand_ins import STAND_INS
 from onlinesoftmax.kernels.cuda import merge, messages, params, reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
@@ -143,6 +142,29 @@ template <class Word> Word look(const Word* from) {
 }
 """
 
+PEERS = """
+template <class T> T seen(const T& variable) { return __atomic_load_n(&variable, __ATOMIC_SEQ_CST); }
+template <class T> void show(T& variable, T value) { __atomic_store_n(&variable, value, __ATOMIC_SEQ_CST); }
+static uint64* beginnings[16];
+inline void expect_states(uint64* arrived) {
+    show(*arrived, uint64(0));
+    show(beginnings[blockIdx.x % CLUSTER], arrived);
+}
+inline void announce_beginning() {}
+inline void wait_for_beginnings() {
+    for (int i = 0; i < CLUSTER; ++i) while (!seen(beginnings[i])) yield();
+}
+inline void send(State* to, State state, uint64* arrived, int block) {
+    // Thread-local variables of one function are equally far apart in every thread.
+    uint64* const there = seen(beginnings[block]);
+    memcpy(reinterpret_cast<char*>(there) + (reinterpret_cast<char*>(to) - reinterpret_cast<char*>(arrived)), &state,
+           sizeof(State));
+    __atomic_fetch_add(there, 1, __ATOMIC_SEQ_CST);
+}
+inline void wait_for_states(uint64* arrived) { while (seen(*arrived) < CLUSTER) yield(); }
+"""
+"""Messages between the blocks of a cluster: blocks are threads of the host, so a message is a variable for all."""
+
 SHARED_ARRAY = re.compile(r"__shared__ (\w+) (\w+)(\[[^;]*\]);")
 SHARED_MEMORY = (
     r"using \2_type = \1\3; alignas(16) __shared__ char \2_memory[sizeof(\2_type)]; "
@@ -170,7 +192,7 @@ def simulated_source(request: Request) -> str:
     """The kernel of a request as C++ for the host."""
     strategy = request.plan.strategy
     names = (*source.FILES, *source.KERNEL_FILES[source.kernel_file(request.plan)])
-    parts = [source.prologue(request), *(STAND_INS.get(name) or _replaced(name) for name in names)]
+    parts = [source.prologue(request), *(PEERS if name == "peers" else _replaced(name) for name in names)]
     shared = r"extern __shared__ (__align__\(LINE\) )?Chunk<X, VECTOR> memory\[\];"
     parts[-1] = re.sub(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];", parts[-1])
     if request.task.part is not None:

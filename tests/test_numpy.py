@@ -56,33 +56,67 @@ def test_several_dimensions_of_empty_and_excluded_rows() -> None:
     np.testing.assert_array_equal(y, np.array([[[0.25], [0.0]]] * 2).repeat(2, 2))
 
 
-@pytest.mark.parametrize(
-    ("dim", "error", "message"),
-    [
-        ((0, -2), RuntimeError, "dim 0 appears twice"),
-        ((0, 2), IndexError, "Dimension out of range"),
-        ((0, 1.0), TypeError, "argument 'dim' .* not float"),
-        (True, TypeError, "not bool"),
-    ],
-)
-def test_wrong_dimensions(dim: Any, error: type[Exception], message: str) -> None:
-    for operation in OPERATIONS.values():
-        with pytest.raises(error, match=message):
-            operation(np.zeros((2, 3)), dim)
+ONES = np.ones((2, 3), np.float32)
+PER_ROW = r"softmax\(\): scale must be a number or have one number per row"
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"dim": (0, -2)}, RuntimeError, "dim 0 appears twice"),
+    ({"dim": (0, 2)}, IndexError, "Dimension out of range"),
+    ({"dim": 2}, IndexError, "Dimension out of range"),
+    ({"dim": (0, 1.0)}, TypeError, "argument 'dim' .* not float"),
+    ({"dim": True}, TypeError, "not bool"),
+    ({"x": np.arange(3)}, NotImplementedError, "int64 is not floating point"),
+    ({"out": np.zeros(3)}, TypeError, "out: only torch tensors"),
+    ({"backend": "triton"}, TypeError, "runs on eager/row"),
+    ({"scale": np.ones((2, 3))}, RuntimeError, f"{PER_ROW}, with size 1"),
+    ({"scale": np.ones(3)}, RuntimeError, PER_ROW),
+    ({"scale": np.ones((2, 1)), "dim": (0, 1)}, RuntimeError, PER_ROW),
+    ({"scale": np.array(2)}, RuntimeError, r"softmax\(\): scale must be floating point, got int64"),
+    ({"scale": torch.ones(())}, TypeError, r"softmax\(\): scale must be a NumPy array, as input is, not Tensor"),
+    ({"bias": torch.ones(3)}, TypeError, r"softmax\(\): bias must be a NumPy array, as input is, not Tensor"),
+    ({"bias": np.ones(3, int)}, RuntimeError, r"softmax\(\): bias must be floating point, got int64"),
+    (
+        {"bias": np.ones((2, 2, 3))},
+        RuntimeError,
+        r"softmax\(\): bias of shape \(2, 2, 3\) does not broadcast to input's \(2, 3\)",
+    ),
+    (
+        {"mask": torch.ones(3, dtype=torch.bool)},
+        TypeError,
+        r"softmax\(\): mask must be a NumPy array, as input is, not Tensor",
+    ),
+    ({"mask": np.ones(3)}, RuntimeError, r"softmax\(\): mask must be boolean \(True keeps\), got float64"),
+    (
+        {"mask": np.ones(2, bool)},
+        RuntimeError,
+        r"softmax\(\): mask of shape \(2,\) does not broadcast to input's \(2, 3\)",
+    ),
+    ({"causal": True, "dim": (0, 1)}, ValueError, "causal needs one dim"),
+    ({"causal": True, "dim": 0}, ValueError, "causal needs a dimension .* dim is the first of 2"),
+    ({"causal": True, "x": np.ones(3)}, ValueError, "causal needs a dimension .* dim is the first of 1"),
+    ({"causal": True, "x": np.ones(())}, ValueError, "causal needs a dimension .* dim is the first of 1"),
+    ({"dtype": torch.float32}, TypeError, "dtype must be one of NumPy's"),
+    ({"dtype": np.int32}, RuntimeError, r"dtype.* floating point"),
+]
 
 
-def test_a_scale_has_one_number_per_row() -> None:
-    for scale in (np.ones((2, 3)), np.ones(3)):
-        with pytest.raises(RuntimeError, match=r"scale must be a number or have one number per row"):
-            osm.softmax(np.zeros((2, 3)), scale=scale)
-    with pytest.raises(RuntimeError, match=r"scale must be a number or have one number per row"):
-        osm.softmax(np.zeros((2, 3)), (0, 1), scale=np.ones((2, 1)))
-    assert osm.softmax(np.zeros(()), scale=np.array(2.0)) == 1
+@pytest.mark.parametrize(("wrong", "error", "message"), REFUSED, ids=[m for *_, m in REFUSED])
+def test_arguments_that_do_not_suit(wrong: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"x": ONES, "dim": -1, **wrong}
+    with pytest.raises(error, match=message):
+        osm.softmax(given.pop("x"), given.pop("dim"), **given)
+    options = {name: t for name, t in wrong.items() if name in ("scale", "bias", "mask")}
+    if options and "dim" not in wrong:
+        # A tensor as input refuses the same options, with arrays for tensors and the other way round.
+        swapped = {n: t.numpy() if isinstance(t, torch.Tensor) else torch.from_numpy(t) for n, t in options.items()}
+        with pytest.raises(error):
+            osm.softmax(torch.from_numpy(ONES), **swapped)
 
 
-def test_causal_takes_one_dimension() -> None:
-    with pytest.raises(ValueError, match="causal needs one dim"):
-        osm.softmax(np.zeros((2, 3)), (0, 1), causal=True)
+@pytest.mark.parametrize("scale", [np.array(0.3), np.array(0.3, np.float16)])
+def test_a_scale_does_not_widen_the_scores(scale: Any) -> None:
+    x = np.linspace(-3, 3, 6, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(osm.softmax(x, scale=scale), osm.softmax(x, scale=float(scale)))
+    assert osm.softmax(np.zeros(()), scale=scale) == 1
 
 
 def test_scalars_and_dtypes() -> None:
@@ -301,11 +335,11 @@ def test_errors_say_what_to_do() -> None:
     for function in (osm.softmax, osm.token_logprobs, osm.cross_entropy):
         with pytest.raises(TypeError, match=r"masked array.*filled"):
             function(np.ma.zeros((2, 3)), *([T] if function is not osm.softmax else []))
-    for function in (lambda dtype: osm.softmax(X, dtype=dtype), lambda dtype: osm.cross_entropy(X, T, dtype=dtype)):
-        with pytest.raises(TypeError, match="dtype must be one of NumPy's"):
-            function(torch.float32)
-        with pytest.raises(RuntimeError, match=r"dtype.* floating point"):
-            function(np.int32)
+    for error, message, dtype in (
+        (TypeError, "dtype must be one of NumPy's", torch.float32), (RuntimeError, "dtype.* floating point", np.int32),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            osm.cross_entropy(X, T, dtype=dtype)
 
 
 def test_arguments_that_need_a_tensor() -> None:

@@ -132,3 +132,11 @@ def test_why_the_cuda_backend_is_not_there(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(compile, "nvrtc_version", absent)
     assert cuda.unavailable() == "NVRTC cannot be loaded (no libnvrtc): pip install 'onlinesoftmax[cuda]'"
+
+
+def test_a_backend_without_a_module_of_kernels_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown backend 'opencl'; backends: cuda, triton, eager"):
+        registry.load("opencl")
+    with pytest.raises(ValueError, match="backend 'eager' has no module of kernels"):
+        registry.load("eager")
+    assert registry.unavailable("eager") is None

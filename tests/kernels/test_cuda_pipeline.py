@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from cuda_machine import COMPILER
 from cuda_targets import Ask, a_task, expected, run, some_values
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.request import Request
@@ -81,7 +80,6 @@ CASES = [("softmax", "bfloat16", False), ("softmax", "float32", True), ("softmax
 CASES += [("softmax", "float64", True), ("softmax_backward", "float32", False)]
 
 
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(("operation", "dtype", "terms"), CASES)
 def test_rows_of_every_length(operation: str, dtype: str, terms: bool, sizes: Sizes, folder: Path) -> None:
@@ -90,7 +88,6 @@ def test_rows_of_every_length(operation: str, dtype: str, terms: bool, sizes: Si
         check(operation, dtype, sizes, rows, cols, terms, folder)
 
 
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize("sizes", [Sizes(3, 2, 1, 3), Sizes(2, 1, 2, 2)], ids=str)
 @pytest.mark.parametrize(("operation", "dtype"), [case[:2] for case in CASES])
 def test_rows_that_do_not_fit_on_chip(operation: str, dtype: str, sizes: Sizes, folder: Path) -> None:

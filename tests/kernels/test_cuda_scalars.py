@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import onlinesoftmax.core.device as devices
-from cuda_machine import COMPILER
 from cuda_targets import (
     KERNELS,
     LOSS,
@@ -40,7 +39,6 @@ SCALARS = [
 ]
 
 
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("ask", SCALARS, ids=str)
 @pytest.mark.parametrize("strategy", PROPOSALS)
@@ -63,7 +61,6 @@ def test_scalars_of_many_rows(strategy: str, ask: Ask, dtype: str, folder: Path)
         assert all(np.array_equal(again[name], y, equal_nan=True) for name, y in first.items())
 
 
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize("weight", [(), ("weight",)], ids=str)
 def test_scalars_of_no_loss(weight: tuple[str, ...], folder: Path) -> None:
     """All rows ignored: 0 / 0 is NaN, as in PyTorch.  A target that is no column, or a NaN, makes the scalar NaN."""
@@ -89,7 +86,6 @@ SEVERAL = [
 ]
 
 
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize("ask", SEVERAL, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_scalars_of_several_segments(kernel: str, ask: Ask, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +108,6 @@ def test_scalars_of_several_segments(kernel: str, ask: Ask, folder: Path, monkey
         check(ask, request, values, run(ask, request, values, folder))
 
 
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize("ask", SEVERAL, ids=str)
 @pytest.mark.parametrize("strategy", ["row", "looped"])
 def test_blocks_at_once_give_the_bits_of_blocks_in_turn(

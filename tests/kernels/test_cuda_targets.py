@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuda_machine import COMPILER
 from cuda_targets import (
     ASKED,
     KERNELS,
@@ -54,7 +53,6 @@ def _cells() -> list[Any]:
     return cells
 
 
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize(("strategy", "ask", "dtype", "peel", "terms"), _cells())
 def test_formulas(strategy: str, ask: Ask, dtype: str, peel: bool, terms: bool, folder: Path) -> None:
     """Every column is the target of a row; one of them is ignored.  Then come targets that are no column.
@@ -80,7 +78,6 @@ OWNED = [
 """Lengths in all residues of a chunk, and around the ends of slices and tiles."""
 
 
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize(("strategy", "lengths"), OWNED, ids=lambda value: str(value))
 def test_one_element_of_a_row_is_the_target(strategy: str, lengths: range, dtype: str, folder: Path) -> None:
@@ -99,7 +96,6 @@ def test_one_element_of_a_row_is_the_target(strategy: str, lengths: range, dtype
         check(ask, request, values, found)
 
 
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize("strategy", PROPOSALS)
 def test_a_kernel_that_follows_the_divisor(strategy: str, folder: Path) -> None:
     """It reads dy later than other kernels do, and computes the same bits."""
@@ -126,7 +122,6 @@ SPECIAL = {
 """Name: the first four logits of a row, and the target.  The others are -3."""
 
 
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize("given", [("ignore_index",), ("ignore_index", "smoothing", "z_loss")], ids=str)
 @pytest.mark.parametrize(("strategy", "terms"), [("row", True), ("row", False), ("cluster", True)])
 def test_special_values(strategy: str, terms: bool, given: tuple[str, ...], folder: Path) -> None:
@@ -150,7 +145,6 @@ def test_special_values(strategy: str, terms: bool, given: tuple[str, ...], fold
 GRADIENTS = [name for name, operation in OPERATIONS.items() if operation.backward and not operation.has_target]
 
 
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 @pytest.mark.parametrize("operation", GRADIENTS)
 @pytest.mark.parametrize("strategy", PROPOSALS)
 def test_masked_elements_have_no_gradient(strategy: str, operation: str, folder: Path) -> None:

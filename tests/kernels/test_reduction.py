@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from cuda_machine import COMPILER
 from cuda_simulator import launch_reduction, simulate_reduction
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.cuda import driver
@@ -123,35 +123,39 @@ def new_out(one: Reduction) -> torch.Tensor:
     return torch.full((1 if one.result else 2,), torch.nan, dtype=dtype)
 
 
-def by_simulator(one: Reduction, inputs: dict[str, torch.Tensor], mail: Any, folder: Path) -> torch.Tensor:
-    out = new_out(one)
-    simulate_reduction(one, {name: as_array(x) for name, x in {**inputs, "out": out}.items()}, mail, folder)
-    return out
+Run = Callable[[Reduction, dict[str, torch.Tensor]], torch.Tensor]
 
 
-def by_triton(one: Reduction, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    out = new_out(one).to(DEVICE)
-    run = registry.load("triton").prepare_reduction(one)
-    tensors = {name: x.to(DEVICE) for name, x in inputs.items()}
-    run(out, tensors)
-    if one.keeps:
-        inputs["divisor"].copy_(tensors["divisor"])
-    return out.cpu()
+@pytest.fixture(params=["cuda", "triton"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """A function that reduces tensors of the CPU; all words of the CUDA kernel's mailboxes are empty again."""
+    folder, mail = request.getfixturevalue("folder") if request.param == "cuda" else None, new_mail()
 
-
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
-@pytest.mark.parametrize("one", _cells())
-def test_cuda(one: Reduction, folder: Path) -> None:
-    inputs, mail = inputs_of(one), new_mail()
-    first = by_simulator(one, inputs, mail, folder)
-    check(one, inputs, first)
-    # All words are empty again, and blocks that finish in another order change no bit.
-    for _ in range(2):
+    def by_simulator(one: Reduction, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = new_out(one)
+        simulate_reduction(one, {name: as_array(x) for name, x in {**inputs, "out": out}.items()}, mail, folder)
         assert np.array_equal(mail, new_mail())
-        assert torch.equal(by_simulator(one, inputs, mail, folder), first)
+        return out
+
+    def by_triton(one: Reduction, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        out, tensors = new_out(one).to(DEVICE), {name: x.to(DEVICE) for name, x in inputs.items()}
+        registry.load("triton").prepare_reduction(one)(out, tensors)
+        if one.keeps:
+            inputs["divisor"].copy_(tensors["divisor"])
+        return out.cpu()
+
+    return by_simulator if request.param == "cuda" else by_triton
 
 
-@pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+@pytest.mark.parametrize("one", _cells())
+def test_values(one: Reduction, run: Run) -> None:
+    inputs = inputs_of(one)
+    first = run(one, inputs)
+    check(one, inputs, first)
+    # Blocks that finish in another order change no bit.
+    assert all(torch.equal(run(one, inputs), first) for _ in range(2))
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch for a GPU, with a driver that runs the kernel on the host."""
@@ -186,57 +190,37 @@ def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeyp
             check(one, inputs, out)
 
 
-@pytest.mark.parametrize("one", _cells())
-def test_triton(one: Reduction) -> None:
-    inputs = inputs_of(one)
-    first = by_triton(one, inputs)
-    check(one, inputs, first)
-    assert torch.equal(by_triton(one, inputs), first)
-
-
 @pytest.mark.parametrize("weight", [None, "float32"])
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("rows", [3, 20000])
-def test_all_rows_are_ignored(rows: int, adds: bool, weight: str | None, folder: Path) -> None:
+def test_all_rows_are_ignored(rows: int, adds: bool, weight: str | None, run: Run) -> None:
     """0 / 0 is NaN, as in PyTorch; the divisor is 0."""
     one = Reduction(rows, "float32", "float32" if adds else None, False, "int64", weight, CLASSES, -100)
     inputs = inputs_of(one) | {"target": torch.full((rows,), -100)}
     if adds:
         inputs["losses"] = torch.zeros(rows)
-    found = [by_triton(one, inputs)]
-    if COMPILER is not None:
-        found.append(by_simulator(one, inputs, new_mail(), folder))
-    for out in found:
-        check(one, inputs, out)
+    check(one, inputs, run(one, inputs))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("accumulator", ["float32", "float64"])
-def test_a_loss_that_is_not_finite(accumulator: str, value: float, folder: Path) -> None:
+def test_a_loss_that_is_not_finite(accumulator: str, value: float, run: Run) -> None:
     one = Reduction(40000, accumulator, accumulator)
     inputs = inputs_of(one)
     inputs["losses"][39000] = value
-    found = [by_triton(one, inputs)]
-    if COMPILER is not None:
-        found.append(by_simulator(one, inputs, new_mail(), folder))
-    for out in found:
-        assert torch.equal(out.isnan(), torch.tensor([value != value]))
-        assert value != value or out.item() == value
+    out = run(one, inputs)
+    assert torch.equal(out.isnan(), torch.tensor([value != value]))
+    assert value != value or out.item() == value
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_an_ignore_index_that_the_dtype_of_the_targets_does_not_have(dtype: str, folder: Path) -> None:
+def test_an_ignore_index_that_the_dtype_of_the_targets_does_not_have(dtype: str, run: Run) -> None:
     """-100 is no uint8, and not the same as 156; 300 is no int8, and not the same as 44."""
     for ignored, alias in ((-100, 156), (300, 44)):
         kind = getattr(torch, dtype)
         target = torch.tensor([alias if alias <= torch.iinfo(kind).max else 1, 2, 3]).to(kind)
         one = Reduction(3, "float32", None, False, dtype, None, 1000, ignored)
-        found = [by_triton(one, {"target": target})]
-        if COMPILER is not None:
-            mail = new_mail()
-            found.append(by_simulator(one, {"target": target}, mail, folder))
-        for out in found:
-            assert out[1] == 3
+        assert run(one, {"target": target})[1] == 3
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -49,24 +49,6 @@ def softmax(rows: int, cols: int) -> Problem:
     return Problem("softmax", rows, cols, "bfloat16")
 
 
-@pytest.mark.parametrize("operation", ["softmax", "logsumexp", "softmax_backward", "log_softmax"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_measured_times_are_above_the_floor_and_a_launch(operation: str, dtype: str) -> None:
-    """Tiny shapes, shapes in, between and beyond the cells, with the table of the H200."""
-    table = table_for(H200)
-    assert table is not None
-    rows = (1, 2, 7, 16, 300, 4096, 1 << 20)
-    for cols in (1, 7, 64, 65, 100, 3000, 4096, 50257, 201088, 262144, 300000, 3000001, 1 << 28, (1 << 30) + 1):
-        for some in rows:
-            if some * cols > 1 << 31:
-                continue
-            problem = Problem(operation, some, cols, dtype)
-            for option in alternatives(problem, H200, table=table):
-                if isinstance(option, Plan):
-                    least = max(option.floor_us, option.launches * LAUNCH_US)
-                    assert option.estimate_us >= least, (some, cols, option)
-
-
 @pytest.mark.parametrize("cols", [7, 100, 1000, 50257, 1 << 20])
 def test_measured_times_grow_with_the_rows(cols: int) -> None:
     table = table_for(H200)
@@ -96,10 +78,11 @@ def test_the_variants_of_a_shipped_table_are_still_proposed(name: str) -> None:
     for key, cells in table.cells.items():
         for cell in cells[:: max(1, len(cells) // 20)]:
             problem = key.problem(cell.rows, cell.cols, {2: "bfloat16", 4: "float32"}[key.itemsize])
-            for timing in cell.timings:
-                options = pairs[timing.backend, timing.strategy](problem, H200)
-                if isinstance(options, str) or timing.variant not in {option.variant for option in options}:
-                    stale.append((key, cell.rows, cell.cols, timing))
+            for pair in {(timing.backend, timing.strategy) for timing in cell.timings}:
+                options = pairs[pair](problem, H200)
+                proposed = set() if isinstance(options, str) else {option.variant for option in options}
+                measured_ones = {timing.variant for timing in cell.timings if (timing.backend, timing.strategy) == pair}
+                stale += [(key, cell.rows, cell.cols, *pair, variant) for variant in measured_ones - proposed]
     assert not stale, stale[:3]
 
 

@@ -60,13 +60,15 @@ def test_a_strategy_proposes_blocks_that_hold_columns_or_says_why_not(name: str,
                 assert all(option.splits <= -(-cols // (128 // ITEMSIZE[dtype])) for option in options), case
 
 
+@pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("framework", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_no_plan_is_estimated_under_its_floor_or_its_launches(dtype: str, framework: str) -> None:
-    for operation in OPERATIONS:
-        for rows, cols in SHAPES:
-            for option in plans(Problem(operation, rows, cols, dtype), H200, STRATEGIES[framework]):
-                assert option.estimate_us >= max(option.floor_us, option.launches * LAUNCH_US)
+def test_no_plan_is_estimated_under_its_floor_or_its_launches(dtype: str, framework: str, measured: bool) -> None:
+    """Also where a length is one of the table of the H200, between two, or beyond all."""
+    between = [(rows, cols) for rows in (2, 300) for cols in (7, 65, 3000, 201088, 3000001)] if measured else []
+    for operation, (rows, cols) in itertools.product(OPERATIONS, (*SHAPES, *between)):
+        for option in plans(Problem(operation, rows, cols, dtype), H200, STRATEGIES[framework], measured=measured):
+            assert option.estimate_us >= max(option.floor_us, option.launches * LAUNCH_US), (rows, cols, option)
 
 
 @pytest.mark.parametrize("rows", [1, 64, 8192])

@@ -182,16 +182,16 @@ def test_calls_that_need_the_general_path(prepared: Any) -> None:
 
 
 def test_no_tensor_of_a_call_is_kept() -> None:
-    x, target, weight = (
-        torch.randn(4, 40, device=DEVICE), some_targets(4, classes=40), torch.rand(40, device=DEVICE),
-    )  # fmt: skip
+    x, target, weight = torch.randn(4, 40, device=DEVICE), some_targets(4, classes=40), torch.rand(40, device=DEVICE)
+    out = torch.empty_like(x)
+    osm.softmax(x, out=out, **HOW)
     for leaf in (x, x.clone().requires_grad_()):
         osm.cross_entropy(leaf, target, weight, **HOW)
         osm.token_logprobs(leaf, target.clamp(min=0), **HOW)
-    kept = [weakref.ref(t) for t in (x, target, weight, leaf)]
-    del x, target, weight, leaf
+    kept = [weakref.ref(t) for t in (x, target, weight, leaf, out)]
+    del x, target, weight, leaf, out
     gc.collect()
-    assert [t() for t in kept] == [None] * 4
+    assert [t() for t in kept] == [None] * 5
 
 
 def test_an_ignore_index_that_is_no_target() -> None:

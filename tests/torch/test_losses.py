@@ -35,18 +35,13 @@ def test_pytorchs_own_samples(dtype: torch.dtype) -> None:
     assert taken >= 10
 
 
-def test_class_probabilities() -> None:
+def test_class_probabilities_get_gradients() -> None:
     x, weight = torch.randn(4, 9, device=DEVICE, requires_grad=True), torch.rand(9, device=DEVICE)
     target = torch.rand(4, 9, device=DEVICE).softmax(1).requires_grad_()
     for options in ({}, {"label_smoothing": 0.2}, {"reduction": "none"}, {"reduction": "sum"}):
         ours, theirs = (f(x, target, weight, **options) for f in (osm.cross_entropy, functional.cross_entropy))
-        torch.testing.assert_close(ours, theirs)
         dy = torch.ones_like(theirs)
-        found, want = (torch.autograd.grad(y, (x, target), dy) for y in (ours, theirs))
-        torch.testing.assert_close(found, want)
-    z = 3.0 * torch.tanh(x / 3.0)
-    penalized = functional.cross_entropy(z, target) + 0.5 * (z.logsumexp(1) ** 2).mean()
-    torch.testing.assert_close(osm.cross_entropy(x, target, z_loss=0.5, softcap=3.0), penalized)
+        torch.testing.assert_close(*(torch.autograd.grad(y, (x, target), dy) for y in (ours, theirs)))
 
 
 def test_a_confident_true_class_keeps_its_gradient() -> None:
@@ -84,28 +79,15 @@ def test_ignored_rows_may_hold_nan() -> None:
         assert dx.isfinite().all()
 
 
-def test_a_batch_that_is_ignored() -> None:
-    x, target = torch.randn(3, 8, device=DEVICE, requires_grad=True), torch.full((3,), 5, device=DEVICE)
-    ours = osm.cross_entropy(x, target, ignore_index=5, **HOW)
-    assert ours.isnan()
-    assert functional.cross_entropy(x, target, ignore_index=5).isnan()
-    assert (gradient(ours, x, torch.ones((), device=DEVICE)) == 0).all()
-    assert osm.cross_entropy(x, target, ignore_index=5, reduction="sum", **HOW) == 0
-
-
-def test_statistics() -> None:
+@pytest.mark.parametrize("how", [HOW, {}], ids=["triton", "default"])
+def test_statistics_have_no_gradient_and_an_ignored_row_is_not_correct(how: dict[str, Any]) -> None:
     x, target = torch.randn(3, 8, device=DEVICE), torch.tensor([1, -100, 2], device=DEVICE)
     x[2, 2] = 9.0
-    for how in (HOW, {}):
-        loss, stats = osm.cross_entropy(x.clone().requires_grad_(), target, z_loss=0.1, return_stats=True, **how)
-        lse, log_p = x.logsumexp(1), x.log_softmax(1)
-        assert loss.requires_grad
-        assert not any(t.requires_grad for t in stats)
-        torch.testing.assert_close(stats.lse, lse)
-        torch.testing.assert_close(stats.z_loss, torch.where(target == -100, 0.0, 0.1 * lse * lse))
-        torch.testing.assert_close(stats.entropy, -(log_p * log_p.exp()).sum(1))
-        assert stats.largest.tolist() == x.argmax(1).tolist()
-        assert stats.correct.tolist() == [int(x[0].argmax()) == 1, False, True]
+    loss, stats = osm.cross_entropy(x.clone().requires_grad_(), target, z_loss=0.1, return_stats=True, **how)
+    assert loss.requires_grad
+    assert not any(t.requires_grad for t in stats)
+    assert stats.largest.tolist() == x.argmax(1).tolist()
+    assert stats.correct.tolist() == [int(x[0].argmax()) == 1, False, True]
 
 
 @pytest.mark.parametrize("how", [HOW, {}], ids=["triton", "default"])
