@@ -23,14 +23,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
     const Cursor at = r.chunk(p, rank * p.slice + lane);
     const int edge_lane = rank ? NO_EDGE : lane;
     Slice<CHUNKS, THREADS, EDGES, TERMS> slice;
-    slice.load(p, at, left);
-    slice.load_edges(p, r, edge_lane);
+    slice.load(p, r, at, left, edge_lane);
     operands.load_target(p, r);
     prefetch_mailboxes(p, launch, row, lane);
-    slice.make_scores(at, call, left);
-    slice.make_edge_scores(r, call, edge_lane);
-    slice.add_weighted_scores(p, at, left);
-    slice.add_weighted_edges(p, r, edge_lane);
+    slice.score(p, r, at, left, call, edge_lane);
     State state = identity();
     if constexpr (REDUCES) {
         state = reduce<32>(slice, warp_states);
@@ -42,14 +38,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
         state = merge_lanes<CLUSTER>(states[lane % CLUSTER]);
         state = complete_row<THREADS>(p, launch, r, operands, call, state, row, lane, rank == 0);
     }
-    if constexpr (WRITES_ROWS) {
-        if (rank == 0 && lane == 0) ops::write_rows(p, r, row, operands, call, state);
-    }
+    if (rank == 0 && lane == 0) ops::write_rows(p, r, row, operands, call, state);
     if constexpr (WRITES_ELEMENTS) {
         const ops::RowConstants whole = ops::row_constants(p, r, operands, call, state);
-        const ops::RowConstants constants = slice.own_constants(whole, state.m);
-        slice.write(p, at, call, constants, left);
-        slice.write_edges(p, r, call, constants, edge_lane);
+        slice.write(p, r, at, left, call, slice.own_constants(whole, state.m), edge_lane);
     }
     if (rank == 0) scalar_loss::add_losses<1>(p, row);
 }

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
     const Team team;
     const Mailboxes mailboxes(p, team);
     const CallConstants of_call = call_constants(p);
-    const int edge_lane = team.rank ? NO_EDGE : lane;
+    const int edge_lane = team.rank ? NO_EDGE : lane;   // the first block of a team owns the edges
     scalar_loss::count_in_teams(p);
     const Launch launch = this_launch(p, threadIdx.x);
     unsigned count = 0;
@@ -67,19 +67,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
         const int group = (int(p.shared_tiles) + AT_ONCE - 1) / AT_ONCE * TILES_AT_ONCE;
 
         Slice<CHUNKS, THREADS, EDGES, TERMS> held;
-        held.load(p, at, left);
-        held.load_edges(p, r, edge_lane);
+        held.load(p, r, at, left, edge_lane);
         const Cursor at_shared = skip(p, at, int64(CHUNKS) * THREADS * VECTOR);
+        // This thread's position in the tiles from number i on: those in shared memory, and the streamed ones.
+        const auto in_shared = [&](int i) {
+            return Position{skip(p, at_shared, int64(i) * THREADS * VECTOR),
+                            min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS};
+        };
+        const auto streamed = [&](int64 i) {
+            const int64 past = i * TILES_AT_ONCE * THREADS;
+            const Cursor begin = skip(p, at_shared, p.shared_tiles * THREADS * VECTOR);
+            return Position{skip(p, begin, past * VECTOR), left_streamed - past};
+        };
         for (int g = 0, i = 0; SHARED && g < TILE_GROUPS; ++g) {
             for (; i < (g + 1) * group && i < tiles; ++i) fetch(p, shared, i, at_shared, int64(i) * THREADS * VECTOR);
             commit();
         }
         operands.load_target(p, r);
         prefetch_mailboxes(p, launch, row, lane);
-        held.make_scores(at, call, left);
-        held.make_edge_scores(r, call, edge_lane);
-        held.add_weighted_scores(p, at, left);
-        held.add_weighted_edges(p, r, edge_lane);
+        held.score(p, r, at, left, call, edge_lane);
 
         State state = identity();
         if constexpr (REDUCES) {
@@ -88,22 +94,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
                 wait_groups(TILE_GROUPS - 1 - g);
                 for (; i < (g + 1) * group && i < tiles; i += TILES_AT_ONCE) {
                     Slice<TILES_AT_ONCE, THREADS, false, false> tile;
-                    const Cursor from = skip(p, at_shared, int64(i) * THREADS * VECTOR);
-                    const int64 present = min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS;
-                    tile.load_from_shared(p, from, shared.x + i * THREADS, shared.dy + i * THREADS, present);
-                    tile.make_scores(from, call, present);
-                    tile.add_weighted_scores(p, from, present);
+                    const Position in = in_shared(i);
+                    tile.load_from_shared(p, in.at, in.left, shared.x + i * THREADS, shared.dy + i * THREADS);
+                    tile.score(p, r, in.at, in.left, call);
                     state = extend(state, tile);
                 }
             }
-            const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * THREADS * VECTOR);
             for (int64 i = 0; STREAMED && i < streams; ++i) {
-                const int64 past = i * TILES_AT_ONCE * THREADS;
-                const Cursor from = skip(p, at_streamed, past * VECTOR);
+                const Position in = streamed(i);
                 Slice<TILES_AT_ONCE, THREADS, false, false, CachePolicy::LONG> tile;
-                tile.load(p, from, left_streamed - past);
-                tile.make_scores(from, call, left_streamed - past);
-                tile.add_weighted_scores(p, from, left_streamed - past);
+                tile.load(p, r, in.at, in.left);
+                tile.score(p, r, in.at, in.left, call);
                 state = extend(state, tile);
             }
             state = merge_lanes<32>(state);
@@ -115,31 +116,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grid_kernel(cons
             wait_groups(0);
         }
 
-        if constexpr (WRITES_ROWS) {
-            if (team.rank == 0 && lane == 0) ops::write_rows(p, r, row, operands, call, state);
-        }
+        if (team.rank == 0 && lane == 0) ops::write_rows(p, r, row, operands, call, state);
         if constexpr (WRITES_ELEMENTS) {
             const ops::RowConstants constants = ops::row_constants(p, r, operands, call, state);
-            const Cursor at_streamed = skip(p, at_shared, p.shared_tiles * THREADS * VECTOR);
             // Newest first: L2 still holds those tiles.
             for (int64 i = streams - 1; STREAMED && i >= 0; --i) {
-                const int64 past = i * TILES_AT_ONCE * THREADS;
-                const Cursor from = skip(p, at_streamed, past * VECTOR);
+                const Position in = streamed(i);
                 Slice<TILES_AT_ONCE, THREADS, false, false, CachePolicy::SHORT, CachePolicy::SHORT> tile;
-                tile.load(p, from, left_streamed - past);
-                tile.make_scores(from, call, left_streamed - past);
-                tile.write(p, from, call, constants, left_streamed - past);
+                tile.load(p, r, in.at, in.left);
+                tile.make_scores(r, in.at, in.left, call);
+                tile.write(p, r, in.at, in.left, call, constants);
             }
-            const ops::RowConstants constants_held = held.own_constants(constants, state.m);
-            held.write(p, at, call, constants_held, left);
-            held.write_edges(p, r, call, constants_held, edge_lane);
+            held.write(p, r, at, left, call, held.own_constants(constants, state.m), edge_lane);
             for (int i = 0; SHARED && i < tiles; i += TILES_AT_ONCE) {
                 Slice<TILES_AT_ONCE, THREADS, false, false> tile;
-                const Cursor from = skip(p, at_shared, int64(i) * THREADS * VECTOR);
-                const int64 present = min(left_shared, int64(tiles) * THREADS) - int64(i) * THREADS;
-                tile.load_from_shared(p, from, shared.x + i * THREADS, shared.dy + i * THREADS, present);
-                tile.make_scores(from, call, present);
-                tile.write(p, from, call, constants, present);
+                const Position in = in_shared(i);
+                tile.load_from_shared(p, in.at, in.left, shared.x + i * THREADS, shared.dy + i * THREADS);
+                tile.make_scores(r, in.at, in.left, call);
+                tile.write(p, r, in.at, in.left, call, constants);
             }
         }
     }

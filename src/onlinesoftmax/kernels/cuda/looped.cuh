@@ -23,17 +23,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
     const int64 tiles = (r.body + TILE - 1) / TILE;
     // The edges are one small slice, which stays in registers.
     Slice<0, THREADS, EDGES, false> edges;
-    edges.load_edges(p, r, lane);
+    edges.load(p, r, r.begin, 0, lane);
     // The tile's loads go first, because the load of the target's logit waits for that of the target.
     if (!REDUCES || tiles == 0) operands.load_target(p, r);
     prefetch_mailboxes(p, launch, row, lane);
-    edges.make_edge_scores(r, call, lane);
-    edges.add_weighted_edges(p, r, lane);
+    edges.score(p, r, r.begin, 0, call, lane);
     State state = identity();
     if constexpr (REDUCES) {
         state = extend(state, edges);
         using Tile = Slice<CHUNKS, THREADS, false, false, AGAIN>;
-        const auto load = [&](Tile& to, int64 i) { to.load(p, r.chunk(p, i * TILE + lane), r.body - i * TILE - lane); };
+        const auto load = [&](Tile& to, int64 i) {
+            to.load(p, r, r.chunk(p, i * TILE + lane), r.body - i * TILE - lane);
+        };
         Tile next;
         if (tiles > 0) {
             load(next, 0);
@@ -43,9 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
             Tile tile = next;
             if (AHEAD && i + 1 < tiles) load(next, i + 1);
             const Cursor at = r.chunk(p, i * TILE + lane);
-            const int64 left = r.body - i * TILE - lane;
-            tile.make_scores(at, call, left);
-            tile.add_weighted_scores(p, at, left);
+            tile.score(p, r, at, r.body - i * TILE - lane, call);
             // Each lane keeps a state of its own, so that the loop has no barrier.
             state = extend(state, tile);
             if (!AHEAD && i + 1 < tiles) load(next, i + 1);
@@ -53,20 +52,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) looped_kernel(co
         state = merge_warps<THREADS / 32>(merge_lanes<32>(state), warp_states);
         state = complete_row<THREADS>(p, launch, r, operands, call, state, row, lane);
     }
-    if constexpr (WRITES_ROWS) {
-        if (lane == 0) ops::write_rows(p, r, row, operands, call, state);
-    }
+    if (lane == 0) ops::write_rows(p, r, row, operands, call, state);
     if constexpr (WRITES_ELEMENTS) {
         const ops::RowConstants constants = ops::row_constants(p, r, operands, call, state);
-        edges.write_edges(p, r, call, constants, lane);
+        edges.write(p, r, r.begin, 0, call, constants, lane);
         // Newest first: L2 still holds those tiles.
         for (int64 i = tiles - 1; i >= 0; --i) {
             Slice<CHUNKS, THREADS, false, false, CachePolicy::SHORT, CachePolicy::SHORT> tile;
             const Cursor at = r.chunk(p, i * TILE + lane);
             const int64 left = r.body - i * TILE - lane;
-            tile.load(p, at, left);
-            tile.make_scores(at, call, left);
-            tile.write(p, at, call, constants, left);
+            tile.load(p, r, at, left);
+            tile.make_scores(r, at, left, call);
+            tile.write(p, r, at, left, call, constants);
         }
     }
     scalar_loss::add_losses<1>(p, row);

@@ -23,9 +23,8 @@ struct RowPart {
     __device__ inline RowPart(const Params& p, int64 row, const Team& team)
         : r(row_at(p, row)), at(r.chunk(p, team.rank * int(p.slice) + threadIdx.x)),
           left(int(r.body) - team.rank * int(p.slice) - int(threadIdx.x)), stride(team.size * int(p.slice)) {}
-    __device__ inline Cursor tile(const Params& p, int g) const { return skip(p, at, int64(g * stride) * VECTOR); }
-    __device__ inline int left_in(const Params& p, int g) const {
-        return min(int(p.slice) - int(threadIdx.x), left - g * stride);
+    __device__ inline Position tile(const Params& p, int g) const {
+        return {skip(p, at, int64(g * stride) * VECTOR), min(int(p.slice) - int(threadIdx.x), left - g * stride)};
     }
 };
 
@@ -54,20 +53,18 @@ __device__ inline HeldRow reduce_row(
     const Params& p, const Team& team, Ring& ring, CallConstants of_call, int64 row, unsigned count, SharedStates& states,
     ACC* m_own) {
     const RowPart part(p, row, team);
-    const int edge_lane = team.rank ? NO_EDGE : threadIdx.x;
+    const int edge_lane = edge_lane_of(team);
     HeldRow held;
     held.operands = row_operands(p, row);
     const CallConstants call = held.operands.with_scale(of_call);
-    held.edges.load_edges(p, part.r, edge_lane);
+    held.edges.load(p, part.r, part.r.begin, 0, edge_lane);
     State state = identity();
 #pragma unroll 1
     for (int g = 0; g < HELD_TILES; ++g) {
         Slice<TILE_CHUNKS, LANES, false, TERMS> tile;
-        const Cursor at = part.tile(p, g);
-        const int left = part.left_in(p, g);
-        ring.read(p, tile, at, left);
-        tile.make_scores(at, call, left);
-        tile.add_weighted_scores(p, at, left);
+        const Position in = part.tile(p, g);
+        ring.read(p, tile, in);
+        tile.score(p, part.r, in.at, in.left, call);
         state = extend(state, tile);
         if constexpr (TERMS) {
             ring.store_terms(tile);
@@ -76,8 +73,7 @@ __device__ inline HeldRow reduce_row(
         ring.advance();
     }
     held.operands.load_target(p, part.r);
-    held.edges.make_edge_scores(part.r, call, edge_lane);
-    held.edges.add_weighted_edges(p, part.r, edge_lane);
+    held.edges.score(p, part.r, part.r.begin, 0, call, edge_lane);
     held.operands.finish_target_load();
     states.post(extend(state, held.edges), count, held.operands, part.r, call);
     return held;
@@ -99,24 +95,23 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, S
         State state = identity();
         if (writes) {
             state = states.wait_for_row(unsigned(turn) - 2, written_row.operands);
-            if constexpr (WRITES_ROWS) {
-                if (team.rank == 0 && threadIdx.x == 0)
-                    ops::write_rows(p, now.r, written, written_row.operands, call, state);
-            }
+            if (team.rank == 0 && threadIdx.x == 0)
+                ops::write_rows(p, now.r, written, written_row.operands, call, state);
             constants = ops::row_constants(p, now.r, written_row.operands, call, state);
-            written_row.edges.write_edges(p, now.r, call, constants, team.rank ? NO_EDGE : threadIdx.x);
+            written_row.edges.write(p, now.r, now.r.begin, 0, call, constants, edge_lane_of(team));
         }
         // The next row moves to the registers tile by tile, so that the ring has room for loads early.
 #pragma unroll
         for (int g = 0; g < HELD_TILES; ++g) {
-            if (writes)
-                tiles[g].write(p, now.tile(p, g), call, tiles[g].own_constants(constants, state.m), now.left_in(p, g));
+            if (writes) {
+                const Position in = now.tile(p, g);
+                tiles[g].write(p, now.r, in.at, in.left, call, tiles[g].own_constants(constants, state.m));
+            }
             if (moves) {
-                ring.move_to_registers(p, tiles[g], next.tile(p, g), next.left_in(p, g));
+                const Position in = next.tile(p, g);
+                ring.move_to_registers(p, tiles[g], in);
                 if constexpr (TERMS) tiles[g].m_own = m_own[g * LANES + threadIdx.x];
-                else
-                    tiles[g].make_scores(
-                        next.tile(p, g), waiting_row.operands.with_scale(of_call), next.left_in(p, g));
+                else tiles[g].make_scores(next.r, in.at, in.left, waiting_row.operands.with_scale(of_call));
             }
         }
         written_row = waiting_row;

@@ -111,11 +111,10 @@ struct Ring {
 
     __device__ inline void wait() const { wait_for_phase(full + next, phase); }
     // Waits for the next tile and reads it; `advance` then goes on to the tile after it.  The tile stays in its stage until
-    // `release`.  `at` is the position of this thread's first chunk, and `left` the number of chunks from there to the end
-    // of the body, or of the tile.
-    template <class S> __device__ inline void read(const Params& p, S& slice, const Cursor& at, int64 left) {
+    // `release`.
+    template <class S> __device__ inline void read(const Params& p, S& slice, const Position& in) {
         wait();
-        slice.load_from_shared(p, at, x + next * TILE, dy + next * TILE, left);
+        slice.load_from_shared(p, in.at, in.left, x + next * TILE, dy + next * TILE);
     }
     // Stores the terms of the tile that was read (TERMS in slice.cuh) in the place of its elements, before `advance`.
     template <class S> __device__ inline void store_terms(const S& slice) {
@@ -128,15 +127,14 @@ struct Ring {
     }
 
     // Reads again the oldest tile that this thread has read and not released, and releases its stage.
-    template <class S> __device__ inline void move_to_registers(
-        const Params& p, S& slice, const Cursor& at, int64 left) {
+    template <class S> __device__ inline void move_to_registers(const Params& p, S& slice, const Position& in) {
         if constexpr (TERMS) {
 #pragma unroll
             for (int i = 0; i < TILE_CHUNKS; ++i)
                 slice.body[i].set_scores(reinterpret_cast<const Chunk<ACC, VECTOR>&>(x[released * TILE + i * LANES]));
             fence_for_bulk_copies();
         } else {
-            slice.load_from_shared(p, at, x + released * TILE, dy + released * TILE, left);
+            slice.load_from_shared(p, in.at, in.left, x + released * TILE, dy + released * TILE);
         }
         release();
     }

@@ -23,8 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
         row[d] = row_at(p, first + d * GROUPS);
         operands[d] = row_operands(p, first + d * GROUPS);
         at[d] = row[d].chunk(p, lane);
-        slice[d].load(p, at[d], row[d].body - lane);
-        slice[d].load_edges(p, row[d], lane);
+        slice[d].load(p, row[d], at[d], row[d].body - lane, lane);
     }
 #pragma unroll
     for (int d = 0; d < ROWS_AT_ONCE; ++d) {
@@ -34,21 +33,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) row_kernel(const
 #pragma unroll
     for (int d = 0; d < ROWS_AT_ONCE; ++d) {
         const CallConstants call = operands[d].with_scale(of_call);
-        slice[d].make_scores(at[d], call, row[d].body - lane);
-        slice[d].make_edge_scores(row[d], call, lane);
-        slice[d].add_weighted_scores(p, at[d], row[d].body - lane);
-        slice[d].add_weighted_edges(p, row[d], lane);
+        slice[d].score(p, row[d], at[d], row[d].body - lane, call, lane);
         const int64 index = first + d * GROUPS;
         const State reduced = REDUCES ? reduce<LANES>(slice[d], warp_states[d]) : identity();
         const State state = complete_row<LANES>(p, launch, row[d], operands[d], call, reduced, index, lane);
-        if constexpr (WRITES_ROWS) {
-            if (lane == 0 && index < p.rows) ops::write_rows(p, row[d], index, operands[d], call, state);
-        }
+        if (lane == 0 && index < p.rows) ops::write_rows(p, row[d], index, operands[d], call, state);
         if constexpr (WRITES_ELEMENTS) {
             const ops::RowConstants whole = ops::row_constants(p, row[d], operands[d], call, state);
-            const ops::RowConstants r = slice[d].own_constants(whole, state.m);
-            slice[d].write(p, at[d], call, r, row[d].body - lane);
-            slice[d].write_edges(p, row[d], call, r, lane);
+            const ops::RowConstants constants = slice[d].own_constants(whole, state.m);
+            slice[d].write(p, row[d], at[d], row[d].body - lane, call, constants, lane);
         }
     }
     scalar_loss::add_losses<GROUPS * ROWS_AT_ONCE>(p, begin);

@@ -1,6 +1,13 @@
-// A slice of a row, divided among the lanes that hold it: load, reduce, write.
+// The row pass, for the slice of a row that a group of lanes holds: load, score, reduce, write, each for the body and the
+// edges together.  A strategy says who owns which share, and in which order states are exchanged between the steps.
 
-// Each lane owns CHUNKS chunks, every STEP-th from the cursor on, so that one instruction of a warp moves 512 adjacent
+// A lane's place in a slice: the position of its first chunk, and the number of chunks of the slice from there on.
+struct Position { Cursor at; int64 left; };
+
+// opaque(x): x, which the compiler cannot know.  It forces a recomputation; kept in registers, the terms would spill.
+__device__ inline ACC opaque(ACC x) { return x * ACC(gridDim.z); }
+
+// Each lane owns CHUNKS chunks, every STEP-th from its first one on, so that one instruction of a warp moves 512 adjacent
 // bytes.  With EDGES the lanes also own the edges of the row: one element a lane, or a few where lanes are few.
 //
 // With TERMS, a slice of softmax keeps the terms of its sum and writes multiples of them.  That takes one exp an
@@ -15,12 +22,41 @@ struct Slice {
     ACC m_own;   // the maximum that kept terms are relative to
     SUM wz{};    // the plain sum of the weighted scores
 
-    // `left` counts the chunks of the slice from the lane's first one on.  A lane's chunk i exists if i * STEP is less
-    // than this bound.
+    // A lane's chunk i exists if i * STEP is less than this bound.
     static __device__ inline int within(int64 left) { return left < CHUNKS * STEP ? int(left) : CHUNKS * STEP; }
 
-    // `at` is the position of the lane's first chunk.
-    __device__ inline void load(const Params& p, const Cursor& at, int64 left) {
+    // `at` and `left` are the lane's Position; `edge_lane` is the number of its first edge.  They come one by one, because the
+    // compiler keeps a structure of them in more registers.
+    __device__ inline void load(const Params& p, const Row& r, const Cursor& at, int64 left, int edge_lane = NO_EDGE) {
+        load_body(p, at, left);
+#pragma unroll
+        for (int i = 0; i < EDGE; ++i)
+            edge[i].template load<READ>(p, r.begin, r.edge(edge_lane + i * STEP), r.has_edge(edge_lane + i * STEP));
+    }
+    __device__ inline void make_scores(
+        const Row& r, const Cursor& at, int64 left, CallConstants call, int edge_lane = NO_EDGE) {
+        const int end = within(left);
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) body[i].make_scores(at, call, i * STEP * VECTOR, i * STEP < end);
+#pragma unroll
+        for (int i = 0; i < EDGE; ++i)
+            edge[i].make_scores(r.begin, call, r.edge(edge_lane + i * STEP), r.has_edge(edge_lane + i * STEP));
+    }
+    // Makes the scores of a slice that is to be reduced.  Adds the weighted scores of the columns that exist to wz; the
+    // scores of other columns are -inf.
+    __device__ inline void score(
+        const Params& p, const Row& r, const Cursor& at, int64 left, CallConstants call, int edge_lane = NO_EDGE) {
+        make_scores(r, at, left, call, edge_lane);
+        const int end = within(left);
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i)
+            if (SUM_WZ > 0 && i * STEP < end) wz += SUM(sum_of_weighted(p, at, i * STEP * VECTOR, body[i]));
+#pragma unroll
+        for (int i = 0; i < EDGE; ++i)
+            if (SUM_WZ > 0 && r.has_edge(edge_lane + i * STEP))
+                wz += SUM(sum_of_weighted(p, r.begin, r.edge(edge_lane + i * STEP), edge[i]));
+    }
+    __device__ inline void load_body(const Params& p, const Cursor& at, int64 left) {
         const int end = within(left);
         if (!WRITES_ELEMENTS && end == CHUNKS * STEP) {
             // A kernel that only reads has no time for a test and an initial value of each chunk.
@@ -31,14 +67,9 @@ struct Slice {
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) body[i].template load<READ>(p, at, i * STEP * VECTOR, i * STEP < end);
     }
-    __device__ inline void load_edges(const Params& p, const Row& r, int lane) {
-#pragma unroll
-        for (int i = 0; i < EDGE; ++i)
-            edge[i].template load<READ>(p, r.begin, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
-    }
     // Loads x and dy from shared memory, where the lane's chunks also lie STEP apart; bias and mask from global memory.
     __device__ inline void load_from_shared(
-        const Params& p, const Cursor& at, const Chunk<X, VECTOR>* x, const Chunk<DY, VECTOR>* dy, int64 left) {
+        const Params& p, const Cursor& at, int64 left, const Chunk<X, VECTOR>* x, const Chunk<DY, VECTOR>* dy) {
         const int end = within(left);
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) {
@@ -51,31 +82,6 @@ struct Slice {
         }
     }
 
-    __device__ inline void make_scores(const Cursor& at, CallConstants call, int64 left) {
-        const int end = within(left);
-#pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) body[i].make_scores(at, call, i * STEP * VECTOR, i * STEP < end);
-    }
-    __device__ inline void make_edge_scores(const Row& r, CallConstants call, int lane) {
-#pragma unroll
-        for (int i = 0; i < EDGE; ++i)
-            edge[i].make_scores(r.begin, call, r.edge(lane + i * STEP), r.has_edge(lane + i * STEP));
-    }
-
-    // Adds the weighted scores of the columns that exist to wz; the scores of other columns are -inf.  Call it once for each
-    // slice that is reduced.
-    __device__ inline void add_weighted_scores(const Params& p, const Cursor& at, int64 left) {
-        const int end = within(left);
-#pragma unroll
-        for (int i = 0; i < CHUNKS; ++i)
-            if (SUM_WZ > 0 && i * STEP < end) wz += SUM(sum_of_weighted(p, at, i * STEP * VECTOR, body[i]));
-    }
-    __device__ inline void add_weighted_edges(const Params& p, const Row& r, int lane) {
-#pragma unroll
-        for (int i = 0; i < EDGE; ++i)
-            if (SUM_WZ > 0 && r.has_edge(lane + i * STEP))
-                wz += SUM(sum_of_weighted(p, r.begin, r.edge(lane + i * STEP), edge[i]));
-    }
     template <int N>
     static __device__ inline ops::WeightedScore sum_of_weighted(
         const Params& p, const Cursor& at, int64 offset, const RegisterChunk<N>& chunk) {
@@ -130,9 +136,7 @@ struct Slice {
         if constexpr (SUM_ZL > 0 && !CLAMPS) {
             const auto zl = PlainOf<ops::LaneSum>::type(parts.of[SUM_ZL]);
             if (zl != zl) {
-                // gridDim.z is 1, which the compiler cannot know: the products force it to compute the terms again.  Kept
-                // from the first sum, the terms would spill.
-                s.m *= ACC(gridDim.z), s.amount *= ACC(gridDim.z);
+                s.m = opaque(s.m), s.amount = opaque(s.amount);
                 parts = sum_of_elements<true>(s);
             }
         }
@@ -179,7 +183,13 @@ struct Slice {
     }
 
     __device__ inline void write(
-        const Params& p, const Cursor& at, CallConstants call, ops::RowConstants r, int64 left) {
+        const Params& p, const Row& r, const Cursor& at, int64 left, CallConstants call, ops::RowConstants constants,
+        int edge_lane = NO_EDGE) {
+        if constexpr (CHUNKS > 0) write_body(p, at, left, call, constants);
+        write_edges(p, r, call, constants, edge_lane);
+    }
+    __device__ inline void write_body(
+        const Params& p, const Cursor& at, int64 left, CallConstants call, ops::RowConstants r) {
         const int end = within(left);
         if (HAS_TARGET && r.zero) {
             // One branch for the row costs less than a selection for each element.

@@ -41,18 +41,14 @@ struct Tiles {
     __device__ inline int64 operator[](int64 i) const { return i * size + rank; }
 };
 
-// A thread's first chunk in a tile.
-struct Position {
-    Cursor at;
-    int64 left;   // chunks from there to the end of the body
-
-    __device__ inline Position(const Params& p, const Row& r, int64 tile)
-        : at(r.chunk(p, tile * TILE + threadIdx.x)), left(r.body - tile * TILE - threadIdx.x) {}
-};
-
-// Stands for `left` in a streamed tile, which has TILE chunks, so that all chunks of the thread exist.  As it is a constant,
-// the compiler leaves out the tests of every chunk.
-constexpr int64 WHOLE = TILE;
+// This thread's position in a tile.  A streamed tile has TILE chunks, so all chunks of the thread exist; as this number is
+// a constant, the compiler leaves out the tests of every chunk.
+__device__ inline Position in_tile(const Params& p, const Row& r, int64 tile) {
+    return {r.chunk(p, tile * TILE + threadIdx.x), r.body - tile * TILE - threadIdx.x};
+}
+__device__ inline Position in_streamed(const Params& p, const Row& r, int64 tile) {
+    return {r.chunk(p, tile * TILE + threadIdx.x), TILE};
+}
 
 // Stands in `tile_in` when the block has no further streamed tile of a row to write.
 constexpr int64 NO_TILE = -1;
@@ -104,7 +100,7 @@ __device__ inline void load_rows(const Params& p, const Board& board, const Stag
 __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, SharedStates& states, const int64* tile_in) {
     using Tile = Slice<TILE_CHUNKS, LANES, false, false, CachePolicy::NORMAL, CachePolicy::SHORT>;
     const CallConstants of_call = call_constants(p);
-    const int edge_lane = team.rank ? NO_EDGE : threadIdx.x;
+    const int edge_lane = edge_lane_of(team);
     unsigned count = 0;
     for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x, ++count) {
         Tile held[HELD_TILES];
@@ -113,78 +109,74 @@ __device__ inline void hold_rows(const Params& p, const Team& team, Ring ring, S
         RowOperands operands = row_operands(p, row);
         const CallConstants call = operands.with_scale(of_call);
         Slice<0, LANES, EDGES, false> edges;
-        edges.load_edges(p, r, edge_lane);
+        edges.load(p, r, r.begin, 0, edge_lane);
         State state = identity();
-        const auto reduce = [&](Tile& tile, const Cursor& at, int64 left) {
-            tile.make_scores(at, call, left);
-            tile.add_weighted_scores(p, at, left);
+        const auto reduce = [&](Tile& tile, const Position& in) {
+            tile.score(p, r, in.at, in.left, call);
             state = extend(state, tile);
         };
 #pragma unroll 1
         for (int64 i = 0; i < tiles.own; ++i) {
             Tile tile;
-            const Position in(p, r, tiles[i]);
-            ring.read(p, tile, in.at, WHOLE);
+            const Position in = in_streamed(p, r, tiles[i]);
+            ring.read(p, tile, in);
             ring.release();
             ring.advance();
-            reduce(tile, in.at, WHOLE);
+            reduce(tile, in);
         }
 #pragma unroll
         for (int g = 0; g < HELD_TILES; ++g) {
-            const Position in(p, r, tiles[tiles.own + g]);
-            ring.read(p, held[g], in.at, in.left);
+            const Position in = in_tile(p, r, tiles[tiles.own + g]);
+            ring.read(p, held[g], in);
             ring.release();
             ring.advance();
-            reduce(held[g], in.at, in.left);
+            reduce(held[g], in);
         }
 #pragma unroll 1
         for (int i = HELD_TILES; i < ON_CHIP; ++i) {
             Tile tile;
-            const Position in(p, r, tiles[tiles.own + i]);
-            ring.read(p, tile, in.at, in.left);
+            const Position in = in_tile(p, r, tiles[tiles.own + i]);
+            ring.read(p, tile, in);
             ring.advance();
-            reduce(tile, in.at, in.left);
+            reduce(tile, in);
         }
         operands.load_target(p, r);
-        edges.make_edge_scores(r, call, edge_lane);
-        edges.add_weighted_edges(p, r, edge_lane);
+        edges.score(p, r, r.begin, 0, call, edge_lane);
         operands.finish_target_load();
         states.post(extend(state, edges), count, operands, r, call);
         state = states.wait_for_row(count, operands);
 
-        if constexpr (WRITES_ROWS) {
-            if (team.rank == 0 && threadIdx.x == 0) ops::write_rows(p, r, row, operands, call, state);
-        }
+        if (team.rank == 0 && threadIdx.x == 0) ops::write_rows(p, r, row, operands, call, state);
         const ops::RowConstants constants = ops::row_constants(p, r, operands, call, state);
-        edges.write_edges(p, r, call, constants, edge_lane);
-        const auto write = [&](Tile& tile, const Cursor& at, int64 left) {
-            tile.make_scores(at, call, left);
-            tile.write(p, at, call, constants, left);
+        edges.write(p, r, r.begin, 0, call, constants, edge_lane);
+        const auto write = [&](Tile& tile, const Position& in) {
+            tile.make_scores(r, in.at, in.left, call);
+            tile.write(p, r, in.at, in.left, call, constants);
         };
         // The tiles in the ring come first, so that their stages take further loads.
 #pragma unroll 1
         for (int i = HELD_TILES; i < ON_CHIP; ++i) {
             Tile tile;
-            const Position in(p, r, tiles[tiles.own + i]);
-            ring.move_to_registers(p, tile, in.at, in.left);
-            write(tile, in.at, in.left);
+            const Position in = in_tile(p, r, tiles[tiles.own + i]);
+            ring.move_to_registers(p, tile, in);
+            write(tile, in);
         }
 #pragma unroll 1
         for (;;) {
             ring.wait();
             const int64 index = tile_in[ring.next];
             Tile tile;
-            const Position in(p, r, index);
-            if (index != NO_TILE) ring.read(p, tile, in.at, WHOLE);
+            const Position in = in_streamed(p, r, index);
+            if (index != NO_TILE) ring.read(p, tile, in);
             ring.release();
             ring.advance();
             if (index == NO_TILE) break;
-            write(tile, in.at, WHOLE);
+            write(tile, in);
         }
 #pragma unroll
         for (int g = 0; g < HELD_TILES; ++g) {
-            const Position in(p, r, tiles[tiles.own + g]);
-            held[g].write(p, in.at, call, constants, in.left);
+            const Position in = in_tile(p, r, tiles[tiles.own + g]);
+            held[g].write(p, r, in.at, in.left, call, constants);
         }
     }
 }

@@ -78,3 +78,6 @@ struct Team {
     int size, rank;
     __device__ inline Team() : size(gridDim.y), rank(blockIdx.y) {}
 };
+
+// The number of this thread's first edge: the first block of a team owns the edges.
+__device__ inline int edge_lane_of(const Team& team) { return team.rank ? NO_EDGE : threadIdx.x; }
