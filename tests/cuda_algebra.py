@@ -15,7 +15,8 @@ import numpy as np
 from laws import Float64
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Problem
-from onlinesoftmax.core.task import TensorSpec, contiguous_spec, row_spec, task_of
+from onlinesoftmax.core.task import task_of
+from onlinesoftmax.core.view import View, contiguous_view, row_view
 from onlinesoftmax.kernels.cuda import compile, driver, source
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.ops import OPERATIONS
@@ -88,9 +89,9 @@ PAIRS = (
 def algebra_source(form: Form, dtype: str, out: str) -> str:
     """The kernels above behind everything that a form with these dtypes is compiled from."""
     operation, shape, device = OPERATIONS[form.operation], (64, 1000), known("h200")
-    tensors: dict[str, TensorSpec] = {"x": contiguous_spec(shape, dtype), "y": contiguous_spec(shape, out)}
+    tensors: dict[str, View] = {"x": contiguous_view(shape, dtype), "y": contiguous_view(shape, out)}
     wide = "float64" if "float64" in (dtype, out) else "float32"
-    tensors |= {name: row_spec(shape, 1, wide) for name in form.outputs[1:]}
+    tensors |= {name: row_view(shape, 1, wide) for name in form.outputs[1:]}
     problem = Problem.of(task := task_of(operation, form.outputs, shape, 1, tensors))
     blocks = cuda.row(problem, device)
     assert not isinstance(blocks, str), blocks

@@ -51,7 +51,7 @@ def requests_of(ask: Ask, rows: int, dtype: str, shards: Sequence[Shard], total:
         cols = end - first
         task = a_task(ask, rows, cols, dtype, cols + 1 - cols % 2)
         part = ColumnRange(first, total, process, len(shards), "mail")
-        task = replace(task, flags=task.flags._replace(part=part))
+        task = replace(task, part=part)
         found.append(Request(task, small_plan(strategy, rows, cols, dtype, True, terms)))
     return found
 
@@ -81,19 +81,19 @@ def run_shards(
 
 def _arrays(request: Request, values: Values) -> Values:
     """The memory of every tensor of a request."""
-    task, layout = request.task, request.layout
+    task = request.task
     assert task.part is not None
-    first, end, total = task.part.first, task.part.first + layout.cols, task.part.total
-    stride = layout.x.strides[0] or layout.cols
+    first, end, total = task.part.first, task.part.first + task.cols, task.part.total
+    stride = task.tensors["x"].outer[0] or task.cols
     arrays: Values = {}
     for name, dtype in task.dtypes.items():
         if name in ("x", "dy") and name in values and values[name].shape[1] == total:
-            memory = np.full((layout.rows, stride), POISON)
+            memory = np.full((task.rows, stride), POISON)
             if first < total:
-                memory[:, : layout.cols] = values[name][:, first:end]
+                memory[:, : task.cols] = values[name][:, first:end]
             arrays[name] = aligned(to_bits(memory, dtype))
         elif name in task.outputs:
-            shape = (layout.rows, stride) if task.operation.output(name).kind == "element" else layout.rows
+            shape = (task.rows, stride) if task.operation.output(name).kind == "element" else task.rows
             arrays[name] = aligned(to_bits(np.full(shape, POISON), dtype))
         elif name in ("weight", "bias"):
             # The weights of a shard lie among those of all classes.
@@ -107,7 +107,7 @@ def _arrays(request: Request, values: Values) -> Values:
 
 
 def _outputs(request: Request, arrays: Values) -> Values:
-    task, cols = request.task, request.layout.cols
+    task, cols = request.task, request.task.cols
     found: Values = {}
     for name in task.outputs:
         y = from_bits(arrays[name], task.dtypes[name])
@@ -116,5 +116,5 @@ def _outputs(request: Request, arrays: Values) -> Values:
             written = cols if task.part.first < task.part.total else 0
             assert (y[:, written:] == POISON).all(), "elements past the end of a row are written"
             y = y[:, :cols]
-        found[name] = y.reshape(request.layout.rows, -1)
+        found[name] = y.reshape(request.task.rows, -1)
     return found

@@ -248,11 +248,11 @@ def simulate(
             the kernels of all processes must run at the same time.
         number: The number of this launch among those that the host makes; 0 as in a CUDA graph.
     """
-    layout, plan = request.layout, request.plan
+    task, plan = request.task, request.plan
     assert arrays.keys() == request.dtypes.keys()
     assert numbers.keys() == request.task.numbers
-    places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in params.PLACES}
-    fields = np.frombuffer(bytearray(params.pack(source.sizes_of(request), layout.sizes, places)), np.uint64)
+    packed = params.pack(source.sizes_of(request), task.sizes, source.places_of(request))
+    fields = np.frombuffer(bytearray(packed), np.uint64)
     for name, array in arrays.items():
         fields[params.FIELD_OF_POINTER[name]] = array.ctypes.data
     for name, value in numbers.items():

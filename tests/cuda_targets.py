@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from cuda_simulator import simulate
 from onlinesoftmax.core.arrays import namespace
-from onlinesoftmax.core.task import ITEMSIZE, Flags, Task, TensorSpec, row_spec, task_of
+from onlinesoftmax.core.task import ITEMSIZE, Flags, Task, task_of
+from onlinesoftmax.core.view import View, row_view
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.ops.reference import evaluate
@@ -95,11 +96,11 @@ def a_task(ask: Ask, rows: int, cols: int, dtype: str, stride: int = 0, target: 
     """The task of a call on rows that begin `stride` elements apart."""
     operation, shape = OPERATIONS[ask.operation], (rows, cols)
     wide = "float64" if dtype == "float64" else "float32"
-    elements = TensorSpec((stride or cols, 1), dtype)
+    elements = View((stride or cols, 1), dtype)
     tensors = {"x": elements}
-    per_row = row_spec(shape, 1, wide)
+    per_row = row_view(shape, 1, wide)
     for output in operation.written(ask.outputs):
-        kinds = {"element": elements, "row": per_row, "call": TensorSpec((), dtype)}
+        kinds = {"element": elements, "row": per_row, "call": View((), dtype)}
         tensors[output.name] = kinds[output.kind]
     for one in operation.operands[1:]:
         if (one.optional and one.name not in ask.given) or one.number:
@@ -107,17 +108,17 @@ def a_task(ask: Ask, rows: int, cols: int, dtype: str, stride: int = 0, target: 
         if one.kind == "element" and not one.optional:
             tensors[one.name] = elements
         elif one.kind == "row":
-            tensors[one.name] = row_spec(shape, 1, target) if one.dtype == "integer" else per_row
+            tensors[one.name] = row_view(shape, 1, target) if one.dtype == "integer" else per_row
         else:
-            tensors[one.name] = TensorSpec((0, one.kind == "element"), wide)
+            tensors[one.name] = View((0, one.kind == "element"), wide)
     if "softcap" in ask.options and not operation.scores:
         tensors["logits"] = elements
     if "scales" in ask.options:
-        tensors["scale"] = row_spec(shape, 1, dtype)
+        tensors["scale"] = row_view(shape, 1, dtype)
     if "bias" in ask.options:
-        tensors["bias"] = TensorSpec((0, 1), dtype)
+        tensors["bias"] = View((0, 1), dtype)
     if "mask" in ask.options:
-        tensors["mask"] = TensorSpec((cols, 1), "bool")
+        tensors["mask"] = View((cols, 1), "bool")
     numbers = frozenset({*ask.given, *ask.options} & NUMBERS.keys())
     flags = Flags(numbers, "causal" in ask.options, "zero" in ask.options, wide=ITEMSIZE[dtype] > 2)
     return task_of(operation, ask.outputs, shape, 1, tensors, flags)
@@ -179,7 +180,7 @@ def rounded(x: NDArray[Any], dtype: str) -> NDArray[np.float64]:
 def some_values(ask: Ask, task: Task, targets: NDArray[np.int64], seed: int = 0) -> Values:
     """Every operand in float64, as the reference takes it: row operands are columns."""
     rng = np.random.default_rng(seed)
-    rows, cols = task.layout.rows, task.layout.cols
+    rows, cols = task.rows, task.cols
     values: Values = {"x": rounded(2 * rng.standard_normal((rows, cols)), task.dtypes["x"])}
     values["target"] = targets[:, None]
     for name in OPERATIONS[ask.operation].row_operands:
@@ -268,9 +269,9 @@ def run(
     ask: Ask, request: Request, values: Values, folder: Path, in_place: bool = False, *, at_once: bool = False
 ) -> Values:
     """The outputs of a kernel, in float64; elements as rows × cols, and the memory between rows must stay."""
-    task, layout = request.task, request.layout
-    rows, cols = layout.rows, layout.cols
-    stride = layout.x.strides[0] or cols
+    task = request.task
+    rows, cols = task.rows, task.cols
+    stride = task.tensors["x"].outer[0] or cols
     poison, arrays = 1e4 if task.dtypes["x"] == "float64" else 8192.0, {}
     inputs = {*request.operation.element_operands, *{"logits"} & task.dtypes.keys()}
     elements = {*inputs, *(output.name for output in task.written if output.kind == "element")}
@@ -332,7 +333,7 @@ def check(ask: Ask, request: Request, values: Values, found: Values) -> None:
     accumulator = request.task.accumulator
     for name, y in found.items():
         right = expected(ask, values, name)
-        tolerance = 16 * UNIT[accumulator] * np.maximum(1, np.abs(right)) * (1 + request.layout.cols**0.5 / 4)
+        tolerance = 16 * UNIT[accumulator] * np.maximum(1, np.abs(right)) * (1 + request.task.cols**0.5 / 4)
         tolerance = tolerance + UNIT[request.task.dtypes[name]] * np.abs(right)
         with np.errstate(invalid="ignore"):
             same = (np.abs(y - right) <= tolerance) | (y == right) | (np.isnan(y) & np.isnan(right))

@@ -9,7 +9,6 @@ from typing import Any
 
 from .core.arrays import array_kind, broadcasts, dtype_name
 from .core.device import Device, known
-from .core.layout import contiguous_strides
 from .core.operations import Operation
 from .core.options import PLAIN, SCORE_OPTIONS, ScoreOptions, check_one_per_row, checked_options
 from .core.problem import Problem
@@ -19,12 +18,11 @@ from .core.task import (
     Choice,
     Flags,
     Task,
-    TensorSpec,
-    contiguous_spec,
     one_row_as_many,
-    operand_specs,
+    operand_views,
     task_of,
 )
+from .core.view import View, contiguous_strides, contiguous_view
 from .jax import plans as jax_plans
 from .jax.device import from_jax, is_on_cpu
 from .kernels import registry
@@ -254,7 +252,7 @@ def _to_end(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return (*shape[:axis], *shape[axis + 1 :], shape[axis])
 
 
-def _input(x: Any, dtype: Any) -> tuple[tuple[int, ...], TensorSpec]:
+def _input(x: Any, dtype: Any) -> tuple[tuple[int, ...], View]:
     """(shape, description) of the input."""
     dtype = None if dtype is None else dtype_name(dtype)
     if isinstance(x, tuple | list):
@@ -263,15 +261,15 @@ def _input(x: Any, dtype: Any) -> tuple[tuple[int, ...], TensorSpec]:
             raise ValueError(f"shape must have sizes of at least 1, got {shape}")
         if dtype is not None and dtype not in ITEMSIZE:
             raise ValueError(f"unknown dtype {dtype!r}; dtypes: {', '.join(ITEMSIZE)}")
-        return shape, contiguous_spec(shape, dtype or "float32")
+        return shape, contiguous_view(shape, dtype or "float32")
     if array_kind(x) == "torch" and str(x.layout) != "torch.strided":
         raise TypeError(f"x must be a strided tensor, not one of layout {x.layout}")
     shape, name = tuple(x.shape) or (1,), _dtype_of("x", x)
     if dtype not in (None, name):
         raise ValueError(f"dtype={dtype!r} is for a shape, and x has dtype {name}")
     if array_kind(x) == "torch":
-        return shape, TensorSpec(tuple(x.stride()) or (1,), name, x.data_ptr() % 16 == 0)
-    return shape, contiguous_spec(shape, name)
+        return shape, View(tuple(x.stride()) or (1,), name, x.data_ptr() % 16 == 0)
+    return shape, contiguous_view(shape, name)
 
 
 def _dtype_of(argument: str, t: Any) -> str:
@@ -287,23 +285,23 @@ def _dtype_of(argument: str, t: Any) -> str:
 
 
 def _task(
-    declaration: Operation, shape: tuple[int, ...], axis: int, x: TensorSpec, options: ScoreOptions,
+    declaration: Operation, shape: tuple[int, ...], axis: int, x: View, options: ScoreOptions,
     batch_invariant: bool, outputs: tuple[str, ...],
 ) -> Task:  # fmt: skip
     """The task of a call on torch tensors.
 
     All tensors beside x are taken as contiguous, except those of the score options.
     """
-    tensors = {"x": x, **operand_specs(declaration, shape, axis, x.dtype, outputs=outputs)}
+    tensors = {"x": x, **operand_views(declaration, shape, axis, x.dtype, outputs=outputs)}
     if batch_invariant:
         # A call copies tensors whose rows are not contiguous.
         rows_first = contiguous_strides(_to_end(shape, axis))
         strides = (*rows_first[:axis], rows_first[-1], *rows_first[axis:-1])
-        tensors |= {name: TensorSpec(strides, tensors[name].dtype) for name in declaration.element_operands}
-    tensors |= _option_specs(options, shape, axis, x.dtype)
+        tensors |= {name: View(strides, tensors[name].dtype) for name in declaration.element_operands}
+    tensors |= _option_views(options, shape, axis, x.dtype)
     if options.softcap is not None and not declaration.scores:
         # The slope of the softcap is taken at the logits, which the input is not.
-        tensors["logits"] = contiguous_spec(shape, x.dtype)
+        tensors["logits"] = contiguous_view(shape, x.dtype)
     numbers = frozenset(name for name in options.given if name in ("scale", "softcap")) - tensors.keys()
     flags = Flags(numbers, options.causal, options.zero, x.dtype in ("float32", "float64"))
     task = task_of(declaration, outputs, shape, axis, tensors, flags)
@@ -324,13 +322,13 @@ def _task_in_jax(
         if not hasattr(t, "dtype"):
             continue
         own = _to_end(_whole(option, tuple(t.shape), shape, axis), axis)
-        arrays[option] = jax_plans.array_spec(own, _dtype_of_option(option, t, dtype))
+        arrays[option] = jax_plans.array_view(own, _dtype_of_option(option, t, dtype))
     numbers = frozenset(given) & {"scale", "softcap"} - arrays.keys()
     written = outputs or jax_plans.outputs_of(name)
     return jax_plans.task_for(name, written, _to_end(shape, axis), dtype, arrays, numbers)
 
 
-def _option_specs(options: ScoreOptions, shape: tuple[int, ...], axis: int, dtype: str) -> dict[str, TensorSpec]:
+def _option_views(options: ScoreOptions, shape: tuple[int, ...], axis: int, dtype: str) -> dict[str, View]:
     """The tensors among the score options."""
     found = {}
     for name in options.given:
@@ -343,7 +341,7 @@ def _option_specs(options: ScoreOptions, shape: tuple[int, ...], axis: int, dtyp
         else:
             steps = contiguous_strides(whole)
             strides, is_aligned = tuple(0 if n == 1 else step for n, step in zip(whole, steps, strict=True)), True
-        found[name] = TensorSpec(strides, _dtype_of_option(name, t, dtype), is_aligned)
+        found[name] = View(strides, _dtype_of_option(name, t, dtype), is_aligned)
     return found
 
 

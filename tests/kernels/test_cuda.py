@@ -267,8 +267,8 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
     index = (*[slice(None, None, 2)] * dims, slice(1, 65))
     x = no_memory(*(2 * size for size in sizes), 99)[index]
     request = ask("h200", "row", "softmax", x, causal=True, mask=x[..., :1] > 0)
-    layout, packed = request.layout, launch._values(request)
-    assert len(layout.sizes) == dims
+    task, packed = request.task, launch._values(request)
+    assert len(task.sizes) == dims
     fields = (
         *(t.pointer for t in params.TENSORS),
         params.MAIL,
@@ -285,12 +285,12 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
     checks.append(f"static_assert(__INTADDR__(&((Place*)0)->col) == {8 * dims});")
     compile.build(source.source(request) + "\n".join(checks), "sm_90")
 
-    assert layout.sides.keys() == {"x", "y", "mask", "query"}
-    strides = {name: (*side.strides, side.col) for name, side in layout.sides.items()}
+    strides = {name: (*outer, col) for name, (outer, col) in source.places_of(request).items()}
+    assert strides.keys() == {"x", "y", "mask", "query"}
     # 64 columns of bfloat16 are 8 chunks, which one block has.  No block counts targets.
     # The rows are whole: process 0 of 1 has them, and there are no mailboxes of other processes.
     whole = (0, 64, 0, 1, 0, 0, 0)
-    numbers = (layout.rows, 64, request.task.diagonal, 8, request.plan.shared, 0, *whole, *layout.sizes)
+    numbers = (task.rows, 64, task.diagonal, 8, request.plan.shared, 0, *whole, *task.sizes)
     places = itertools.chain.from_iterable(strides.get(name, (0,) * (dims + 1)) for name in params.PLACES)
     assert struct.unpack(f"={len(packed) // 8}q", packed) == ((0,) * at["rows"] + numbers + tuple(places))
 

@@ -9,7 +9,8 @@ import pytest
 
 from onlinesoftmax.core.device import KNOWN, Device, known
 from onlinesoftmax.core.problem import Problem
-from onlinesoftmax.core.task import ITEMSIZE, Choice, Flags, TensorSpec, task_of
+from onlinesoftmax.core.task import ITEMSIZE, Choice, Flags, task_of
+from onlinesoftmax.core.view import View
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.measured import table_for
 from onlinesoftmax.planner.plan import Plan, PlanError, Refusal, Strategies, alternatives, plan
@@ -208,9 +209,9 @@ def test_each_plan_of_grid_names_its_kernel() -> None:
 
 def test_an_expanded_gradient_is_not_pipelined() -> None:
     """`y.sum().backward()` gives a dy whose elements are all one number in memory; a bulk copy could not load it."""
-    shape, rows_apart = (512, 1 << 20), TensorSpec((1 << 20, 1), "bfloat16")
+    shape, rows_apart = (512, 1 << 20), View((1 << 20, 1), "bfloat16")
     operation = OPERATIONS["softmax_backward"]
-    for dy, pipelined in ((rows_apart, True), (TensorSpec((0, 0), "bfloat16"), False)):
+    for dy, pipelined in ((rows_apart, True), (View((0, 0), "bfloat16"), False)):
         tensors = {"x": rows_apart, "dy": dy, "y": rows_apart}
         task = task_of(operation, operation.always, shape, 1, tensors, Flags())
         assert bool(plan(Problem.of(task), H200, table=table_for(H200)).stages) is pipelined

@@ -116,7 +116,7 @@ def _explain(shape: str, options: dict[str, Any], **asked: Any) -> Explanation:
 def score_options(explanation: Explanation) -> list[str]:
     """Names of the score options that the kernels of a plan apply."""
     task = explanation.task
-    given = {*task.numbers, *task.layout.sides, *(("causal",) if task.diagonal is not None else ())}
+    given = {*task.numbers, *task.tensors, *(("causal",) if task.diagonal is not None else ())}
     return [name for name in SCORE_OPTIONS if name in given]
 
 

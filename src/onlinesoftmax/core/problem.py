@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .device import CACHE_LINE
-from .layout import power_of_two_divisor
 from .operations import Operation, Output, accumulator_dtype, declared
 from .options import SCORE_OPTIONS
-from .task import BYTES, ITEMSIZE, Task
+from .task import BYTES, ITEMSIZE, Task, WithFacts
+from .view import power_of_two_divisor
 
 LONG_COLS = 1 << 19
 """Columns from which rows are divided over many blocks (strategy `grid`), each of which begins on a cache line."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(WithFacts):
     """The properties of a task on which a plan depends.
 
     Attributes:
@@ -74,8 +76,7 @@ class Problem:
                 raise ValueError(f"unknown dtype {name!r}; dtypes: {', '.join(ITEMSIZE)}")
         if self.rows < 0 or self.cols < 0:
             raise ValueError(f"rows and cols must not be negative, got {self.rows} x {self.cols}")
-        for fact in _FACTS:
-            getattr(self, fact)
+        super().__post_init__()
 
     @classmethod
     def of(cls, task: Task, batch_invariant: bool = False) -> Problem:
@@ -86,16 +87,16 @@ class Problem:
             batch_invariant: True where a row's bits must not depend on the rows beside it.  An unaligned row is then
                 not split: the order of its sum would depend on where it begins.
         """
-        layout, dtypes, operation, aligned = task.layout, task.dtypes, task.operation, task.tensors_aligned
+        tensors, dtypes, operation, aligned = task.tensors, task.dtypes, task.operation, task.tensors_aligned
         sizes = {name: BYTES[dtype] for name, dtype in dtypes.items()}
         optional = (*SCORE_OPTIONS, *(operand.name for operand in operation.operands if operand.optional), "logits")
         return cls(
-            operation.name, layout.rows, layout.cols, dtypes["x"], dtypes[task.outputs[0]], task.outputs,
-            interleaved=0 if layout.x.col == 1 else layout.adjacent,
+            operation.name, task.rows, task.cols, dtypes["x"], dtypes[task.outputs[0]], task.outputs,
+            interleaved=0 if tensors["x"].col == 1 else task.adjacent,
             unit=task.unit if aligned else 1,
             can_peel=aligned and task.congruent and not batch_invariant,
             same_dtype=all(
-                layout.sides[name].col == 1 and dtypes[name] == dtypes["x"] for name in operation.element_operands
+                tensors[name].col == 1 and dtypes[name] == dtypes["x"] for name in operation.element_operands
             ),
             fused=task.fused, sharded=task.part is not None,
             given=tuple(dict.fromkeys(name for name in optional if name in sizes)),
@@ -210,17 +211,7 @@ class Problem:
         return declaration.written(self.outputs or declaration.always)
 
 
-_FACTS = tuple(name for name, value in vars(Problem).items() if isinstance(value, cached_property))
-"""Names of the facts that follow from the fields.  They are computed once, as the planner reads each many times."""
-
-
 def _elements(task: Task, name: str) -> int:
     """Number of elements in memory of a tensor that may be broadcast to the input's shape."""
-    layout, side = task.layout, task.layout.sides.get(name)
-    if side is None:
-        # An operand of the whole call.
-        return 1
-    count = layout.cols if side.col else 1
-    for size, stride in zip(layout.sizes, side.strides, strict=True):
-        count *= size if stride else 1
-    return count
+    view = task.tensors[name]
+    return (task.cols if view.col else 1) * math.prod(itertools.compress(task.sizes, view.outer))

@@ -1,19 +1,21 @@
 """The task: one call without its tensors, for the planner and the kernels.
 
-A framework describes its tensors (`TensorSpec`), and `task_of` makes a task from the descriptions.  `task_of` needs no
+A framework describes its tensors (view.py), and `task_of` makes a task from the descriptions.  `task_of` needs no
 framework, so `explain` makes the same task for a shape as a call makes for a tensor.  The planner adds a plan
 (planner/plan.py); task and plan together are the request that a backend runs (kernels/request.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import ClassVar, NamedTuple
 
-from .layout import Layout, Side, contiguous_strides, rows_of
-from .operations import Operation, Output, ValueKind, accumulator_dtype
+from .operations import Accumulator, Operation, Output, ValueKind, accumulator_dtype
 from .options import SCORE_OPTIONS, query_axis
+from .view import View, contiguous_view, power_of_two_divisor, row_view, rows_of
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of each floating dtype that the library takes."""
@@ -42,21 +44,6 @@ ANY = Choice()
 """Nothing is forced."""
 
 
-class TensorSpec(NamedTuple):
-    """One tensor without its data.
-
-    Attributes:
-        strides: Strides for the shape of the input, in elements.  A stride is 0 where the tensor is broadcast, and at
-            the softmax dimension if the tensor has one value per row.
-        dtype: Name of its dtype.
-        aligned: True where the address of its first element is a multiple of 16 bytes.
-    """
-
-    strides: tuple[int, ...]
-    dtype: str
-    aligned: bool = True
-
-
 MOST_PROCESSES = 8
 """Most processes whose GPUs exchange states from kernel to kernel; a host with NVLink has at most 8 GPUs."""
 
@@ -81,7 +68,21 @@ class ColumnRange(NamedTuple):
     mail: str
 
 
-class Flags(NamedTuple):
+class WithFacts:
+    """A record that computes its cached properties when it is made, so that to read one is never a call."""
+
+    _facts: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls) -> None:
+        cls._facts = tuple(name for name in dir(cls) if isinstance(getattr(cls, name), cached_property))
+
+    def __post_init__(self) -> None:
+        for name in self._facts:
+            getattr(self, name)
+
+
+@dataclass(frozen=True)
+class Flags:
     """Properties of a call that are neither a tensor nor a part of the plan.
 
     Attributes:
@@ -102,113 +103,123 @@ class Flags(NamedTuple):
 NO_FLAGS = Flags()
 
 
-@dataclass(frozen=True)
-class Task:
+@dataclass(frozen=True, kw_only=True)
+class Task(WithFacts, Flags):
     """One call without its data.
 
     Attributes:
         operation: Its declaration.
         outputs: Names of the outputs that are written, in the order of the declaration.
-        layout: Rows of every tensor.
-        dtypes: Name of the dtype of every tensor, operands and outputs.
-        aligned: Names of the tensors whose first element has an address that is a multiple of 16 bytes.
-        flags: Properties of the call that are not those of a tensor.
+        cols: Elements of a row.
+        sizes: Sizes of the outer dimensions, as `rows_of` orders them.
+        tensors: Every tensor by name, operands and outputs.
+        query: Position of a row's query; None without a causal mask.
         diagonal: Column q + diagonal - 1 is the last that query q sees; None without a causal mask.
     """
 
     operation: Operation
     outputs: tuple[str, ...]
-    layout: Layout
-    dtypes: Mapping[str, str]
-    aligned: frozenset[str]
-    flags: Flags = NO_FLAGS
+    cols: int
+    sizes: tuple[int, ...]
+    tensors: Mapping[str, View]
+    query: View | None = None
     diagonal: int | None = None
 
-    @property
-    def numbers(self) -> frozenset[str]:
-        """Names of the operands that are one number for the call, not a tensor."""
-        return self.flags.numbers
+    @cached_property
+    def rows(self) -> int:
+        """Number of rows."""
+        return math.prod(self.sizes)
 
-    @property
-    def zero(self) -> bool:
-        """True where a row whose scores are all -inf gives zeros."""
-        return self.flags.zero
+    @cached_property
+    def dtypes(self) -> dict[str, str]:
+        """Name of the dtype of every tensor."""
+        return {name: view.dtype for name, view in self.tensors.items()}
 
-    @property
-    def part(self) -> ColumnRange | None:
-        """Position of the columns in longer rows; None where the rows are whole."""
-        return self.flags.part
-
-    @property
+    @cached_property
     def written(self) -> tuple[Output, ...]:
         """Declarations of the outputs that are written."""
         return self.operation.written(self.outputs)
 
-    @property
+    @cached_property
     def writes_elements(self) -> bool:
         """True where one output has a value for each element."""
         return any(output.kind == "element" for output in self.written)
 
-    @property
+    @cached_property
     def row_outputs(self) -> tuple[str, ...]:
         """Names of the outputs with one value per row."""
         return tuple(output.name for output in self.written if output.kind == "row")
 
-    @property
+    @cached_property
     def call_outputs(self) -> tuple[str, ...]:
         """Names of the outputs with one value per call."""
         return tuple(output.name for output in self.written if output.kind == "call")
 
-    @property
+    @cached_property
     def accumulator(self) -> str:
         """Name of the dtype in which states are kept."""
         return accumulator_dtype(self.dtypes["x"], self.dtypes[self.outputs[0]])
 
-    @property
+    @cached_property
+    def sums(self) -> tuple[Accumulator, ...]:
+        """The sums that a state keeps for the outputs that are written."""
+        return self.operation.summed(self.outputs, {*self.tensors, *self.numbers})
+
+    @cached_property
     def exact(self) -> bool:
         """True where a result is float32 or float64: sums and exp must be more accurate than a 16-bit result needs."""
         return any(
-            self.dtypes[output.name] in ("float32", "float64") if output.exact else self.flags.wide
-            for output in self.written
+            self.dtypes[output.name] in ("float32", "float64") if output.exact else self.wide for output in self.written
         )
 
-    @property
-    def beside(self) -> frozenset[str]:
-        """Names of the tensors that are read besides the input, except those with one value for the call."""
-        return frozenset(self.layout.sides) - {"x", "query", *self.outputs}
+    @cached_property
+    def exact_sums(self) -> bool:
+        """True where sums need float64: a result is float32 or float64, or the entropy is written.
 
-    @property
+        The entropy is lse - zl / l.  Near 0 it has the absolute rounding errors of l, which is at least 1, and of zl.
+        """
+        return self.exact or any(one.rescaled for one in self.sums[1:])
+
+    @cached_property
     def fused(self) -> bool:
         """True where a scale, a softcap, a bias, a mask or causality is given.
 
         A kernel that reads logits then makes scores from them.  A gradient kernel multiplies by the derivative of the
         scores or applies the mask.
         """
-        given = self.numbers | self.beside
-        return self.diagonal is not None or bool(given & {"scale", "softcap", "bias", "mask"})
+        return self.causal or bool({*self.numbers, *self.tensors} & SCORE_OPTIONS.keys())
 
-    @property
-    def moved_with_x(self) -> list[Side]:
-        """Strides of the other tensors that a kernel reads or writes in chunks of the same columns as x.
+    @cached_property
+    def adjacent(self) -> int:
+        """Number of rows that lie side by side in x; 1 where the elements of a row are neighbours."""
+        x = self.tensors["x"]
+        return self.sizes[0] if x.col != 1 and x.outer[0] == 1 else 1
+
+    @cached_property
+    def cols_unit(self) -> int:
+        """The largest power of two up to LARGEST_UNIT that divides the row length."""
+        return power_of_two_divisor(self.cols)
+
+    @cached_property
+    def _moved_with_x(self) -> list[View]:
+        """The other tensors that a kernel reads or writes in chunks of the same columns as x.
 
         These are dy, if it has one value per element, and the element output.
         """
         names = [name for name in self.operation.element_operands if name != "x"]
         names += [output.name for output in self.written if output.kind == "element"]
-        return [self.layout.sides[name] for name in names]
+        return [self.tensors[name] for name in names]
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """The largest power of two, up to 16, that divides the row length and the row strides, in elements.
 
         The row strides are those of x, dy and the element output; dy and the output count only if their columns are
         neighbours.  The result is 1 if the columns of x are not neighbours.
         """
-        layout = self.layout
-        sides = [side for side in self.moved_with_x if side.col == 1]
-        return min(layout.x.unit, layout.cols_unit, *(side.unit for side in sides))
+        return min(self.tensors["x"].unit, self.cols_unit, *(t.unit for t in self._moved_with_x if t.col == 1))
 
-    @property
+    @cached_property
     def congruent(self) -> bool:
         """True where the row strides of x, dy and the element output differ by multiples of 16 elements.
 
@@ -216,19 +227,19 @@ class Task:
         tensor the same number of elements after a multiple of 16 elements.
         """
         # A dy with one value for the whole tensor fits every alignment.
-        sides = [side for side in self.moved_with_x if not side.one_value]
-        return self.layout.x.col == 1 and all(side.col == 1 and side.congruent(self.layout.x) for side in sides)
+        views = [view for view in self._moved_with_x if view.col or any(view.outer)]
+        x = self.tensors["x"]
+        return x.col == 1 and all(view.col == 1 and view.congruent(x) for view in views)
 
-    @property
+    @cached_property
     def tensors_aligned(self) -> bool:
         """True where the first element of every element operand and every output lies on 16 bytes."""
-        names = {*self.operation.element_operands, *self.outputs}
-        return names <= self.aligned
+        return all(self.tensors[name].aligned for name in (*self.operation.element_operands, *self.outputs))
 
 
 def task_of(
     operation: Operation, outputs: tuple[str, ...], shape: tuple[int, ...], axis: int,
-    tensors: Mapping[str, TensorSpec], flags: Flags = NO_FLAGS, result: str | None = None,
+    tensors: Mapping[str, View], flags: Flags = NO_FLAGS, result: str | None = None,
 ) -> Task:  # fmt: skip
     """The task of a call on tensors of a shape.
 
@@ -238,7 +249,7 @@ def task_of(
         shape: Shape of the input.
         axis: The softmax dimension, counted from 0.
         tensors: The input "x" and every other tensor operand, by name, and an output that is given.  The call makes
-            the other outputs (`output_specs`).
+            the other outputs (`output_views`).
         flags: Numbers, causality, and zeros for fully masked rows.
         result: Dtype that the caller asks for; None for the dtype of the input.
 
@@ -247,32 +258,34 @@ def task_of(
 
     Example:
         >>> from onlinesoftmax.ops import OPERATIONS
-        >>> x = TensorSpec((512, 1), "bfloat16")
+        >>> x = View((512, 1), "bfloat16")
         >>> task = task_of(OPERATIONS["softmax"], ("y", "lse"), (64, 512), 1, {"x": x})
-        >>> task.layout.rows, task.writes_elements, task.row_outputs, task.dtypes["lse"]
+        >>> task.rows, task.writes_elements, task.row_outputs, task.dtypes["lse"]
         (64, True, ('lse',), 'float32')
     """
     dtype = tensors["x"].dtype
-    new = output_specs(operation, outputs, shape, axis, dtype, result or dtype)
+    new = output_views(operation, outputs, shape, axis, dtype, result or dtype)
     tensors = {"x": tensors["x"], **{name: new[name] for name in new if name not in tensors}, **tensors}
     # An output per element, or else the main output, follows x: the order of the outer dimensions depends on both
-    # (layout.py).
+    # (view.py).
     second = next((output.name for output in operation.written(outputs) if output.kind == "element"), outputs[0])
-    names = dict.fromkeys(("x", second, *tensors))
+    tensors = {name: tensors[name] for name in dict.fromkeys(("x", second, *tensors))}
     per_call = {*operation.call_operands, *operation.call_outputs}
-    strides = {name: tensors[name].strides for name in names if name not in per_call}
+    views = {name: view for name, view in tensors.items() if name not in per_call}
     if flags.causal:
         queries = query_axis(operation.name, axis, len(shape))
-        strides["query"] = tuple(int(i == queries) for i in range(len(shape)))
+        views["query"] = View(tuple(int(i == queries) for i in range(len(shape))), "int64")
     if not shape:
         shape, axis = (1,), 0
         rows = {output.name for output in operation.outputs if output.kind == "row"} | set(operation.row_operands)
         rows |= {name for name, option in SCORE_OPTIONS.items() if option.kind == "row"}
-        strides = {name: (0,) if name in rows else (1,) for name in strides}
-    diagonal = shape[axis] - shape[axis - 1] + 1 if flags.causal else None
+        views = {name: view._replace(strides=(0,) if name in rows else (1,)) for name, view in views.items()}
+    sizes, views = rows_of(tuple(shape), axis, views)
+    query = views.pop("query", None)
+    diagonal = shape[axis] - shape[axis - 1] + 1 if query else None
     return Task(
-        operation, outputs, rows_of(tuple(shape), axis, strides), {name: tensors[name].dtype for name in tensors},
-        frozenset(name for name, tensor in tensors.items() if tensor.aligned), flags, diagonal,
+        **vars(flags), operation=operation, outputs=outputs, cols=shape[axis], sizes=sizes,
+        tensors={**tensors, **views}, query=query, diagonal=diagonal,
     )  # fmt: skip
 
 
@@ -282,30 +295,18 @@ def one_row_as_many(task: Task) -> Task:
     A single row has no row stride, so it could be read with wider loads than a row among many, and summed in another
     order.  A batch-invariant call must not do so.
     """
-    layout = task.layout
-    if layout.rows != 1:
+    if task.rows != 1:
         return task
-    sides = {
-        name: side if name == "query" else Side((layout.cols,) if side.col else (1,), side.col)
-        for name, side in layout.sides.items()
-    }
-    return replace(task, layout=replace(layout, sides=sides))
+    rows = {
+        name: view.with_rows((task.cols,) if view.col else (1,), view.col)
+        for name, view in task.tensors.items() if view.outer
+    }  # fmt: skip
+    return replace(task, tensors={**task.tensors, **rows})
 
 
-def contiguous_spec(shape: tuple[int, ...], dtype: str) -> TensorSpec:
-    """A contiguous tensor of the shape of the input."""
-    return TensorSpec(contiguous_strides(shape), dtype)
-
-
-def row_spec(shape: tuple[int, ...], axis: int, dtype: str) -> TensorSpec:
-    """A contiguous tensor with one value per row of an input of this shape."""
-    outer = contiguous_strides((*shape[:axis], *shape[axis + 1 :]))
-    return TensorSpec((*outer[:axis], 0, *outer[axis:]), dtype)
-
-
-def output_specs(
+def output_views(
     operation: Operation, outputs: tuple[str, ...], shape: tuple[int, ...], axis: int, dtype: str, result: str
-) -> dict[str, TensorSpec]:
+) -> dict[str, View]:
     """The contiguous outputs of a call, by name, in the order of the declaration.
 
     Args:
@@ -318,19 +319,19 @@ def output_specs(
 
     Example:
         >>> from onlinesoftmax.ops import OPERATIONS
-        >>> output_specs(OPERATIONS["logsumexp"], ("y",), (64, 512), 1, "bfloat16", "bfloat16")["y"].strides
+        >>> output_views(OPERATIONS["logsumexp"], ("y",), (64, 512), 1, "bfloat16", "bfloat16")["y"].strides
         (1, 0)
     """
     return {
-        output.name: _spec(output.kind, shape, axis, output.dtype_of(dtype, result))
+        output.name: _view(output.kind, shape, axis, output.dtype_of(dtype, result))
         for output in operation.written(outputs)
     }
 
 
-def operand_specs(
+def operand_views(
     operation: Operation, shape: tuple[int, ...], axis: int, dtype: str, integer: str = "int64",
     outputs: tuple[str, ...] = (),
-) -> dict[str, TensorSpec]:  # fmt: skip
+) -> dict[str, View]:  # fmt: skip
     """Contiguous tensors for the operands that every call reads beside the input, by name.
 
     Args:
@@ -348,15 +349,15 @@ def operand_specs(
         if operand.optional and not (with_gradient and operand.kind == "row"):
             continue
         wide = accumulator_dtype(dtype) if operation.has_accumulator_dtype(operand.name) else dtype
-        found[operand.name] = _spec(operand.kind, shape, axis, integer if operand.dtype == "integer" else wide)
+        found[operand.name] = _view(operand.kind, shape, axis, integer if operand.dtype == "integer" else wide)
     return found
 
 
-def _spec(kind: ValueKind, shape: tuple[int, ...], axis: int, dtype: str) -> TensorSpec:
+def _view(kind: ValueKind, shape: tuple[int, ...], axis: int, dtype: str) -> View:
     """A contiguous tensor with a value per element, per row, or per call."""
     if kind == "call":
-        return TensorSpec((), dtype)
-    return contiguous_spec(shape, dtype) if kind == "element" else row_spec(shape, axis, dtype)
+        return View((), dtype)
+    return contiguous_view(shape, dtype) if kind == "element" else row_view(shape, axis, dtype)
 
 
 def output_shape(output: Output, shape: tuple[int, ...], axis: int, keepdim: bool = False) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard as Sharding
 
 from ..core.agreement import Announcement, connected_by_sockets, kind_of, numbers_of_all
 from ..core.arrays import array_kind
-from ..core.layout import contiguous_strides
 from ..core.options import ScoreOptions
+from ..core.view import contiguous_strides
 from ..torch.fast_path import MOST_ENTRIES
 from .shards import Shards
 

@@ -67,7 +67,7 @@ def plan_for(call: Signature, operands: Mapping[str, Any], device: Device) -> Pl
 
 def task_for(call: Signature, operands: Mapping[str, Any]) -> Task:
     """The task of a call on arrays, or shapes and dtypes."""
-    specs = {name: plans.array_spec(operands[name].shape, operands[name].dtype.name) for name in call.options.arrays}
+    specs = {name: plans.array_view(operands[name].shape, operands[name].dtype.name) for name in call.options.arrays}
     numbers = frozenset(call.options.given) & {"scale", "softcap"} - specs.keys() | {name for name, _ in call.numbers}
     x = operands["x"]
     return plans.task_for(call.name, call.outputs, x.shape, x.dtype.name, specs, numbers)

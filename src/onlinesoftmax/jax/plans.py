@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from types import MappingProxyType
 
 from ..core.device import Device, known
-from ..core.task import ITEMSIZE, Choice, Flags, Task, TensorSpec, contiguous_spec, operand_specs, task_of
+from ..core.task import ITEMSIZE, Choice, Flags, Task, operand_views, task_of
+from ..core.view import View, contiguous_view
 from ..ops import OPERATIONS
 from ..planner.measured import table_for
 from ..planner.plan import Planner
@@ -39,15 +40,15 @@ def outputs_of(name: str, entropy: bool = False, gradient: bool = False) -> tupl
     return tuple(output.name for output in operation.outputs if output.name in named)
 
 
-def array_spec(shape: tuple[int, ...], dtype: str) -> TensorSpec:
+def array_view(shape: tuple[int, ...], dtype: str) -> View:
     """An array of the score options, which XLA lays out contiguously, and which may have size 1 along axes of x."""
-    strides = zip(shape, contiguous_spec(shape, dtype).strides, strict=True)
-    return TensorSpec(tuple(0 if size == 1 else step for size, step in strides), dtype)
+    strides = zip(shape, contiguous_view(shape, dtype).strides, strict=True)
+    return View(tuple(0 if size == 1 else step for size, step in strides), dtype)
 
 
 def task_for(
     name: str, outputs: tuple[str, ...], shape: tuple[int, ...], dtype: str,
-    options: Mapping[str, TensorSpec] = MappingProxyType({}), numbers: frozenset[str] = frozenset(),
+    options: Mapping[str, View] = MappingProxyType({}), numbers: frozenset[str] = frozenset(),
 ) -> Task:  # fmt: skip
     """The task of an operation along the last axis of arrays, which XLA lays out contiguously.
 
@@ -61,7 +62,7 @@ def task_for(
     operation, axis = OPERATIONS[name], len(shape) - 1
     # Any dtype serves for an x that no kernel takes: the plan is XLA's.
     dtype = dtype if dtype in ITEMSIZE else "float32"
-    tensors = {"x": contiguous_spec(shape, dtype), **operand_specs(operation, shape, axis, dtype, "int32"), **options}
+    tensors = {"x": contiguous_view(shape, dtype), **operand_views(operation, shape, axis, dtype, "int32"), **options}
     return task_of(operation, outputs, shape, axis, tensors, Flags(numbers, wide=ITEMSIZE[dtype] > 2))
 
 

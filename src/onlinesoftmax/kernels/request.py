@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..core.layout import Layout
-from ..core.operations import Accumulator, Operation
+from ..core.operations import Operation
 from ..core.task import Task
 from ..planner.plan import Plan
 
@@ -32,27 +31,9 @@ class Request:
         return self.task.operation
 
     @property
-    def layout(self) -> Layout:
-        """Rows of every tensor."""
-        return self.task.layout
-
-    @property
     def dtypes(self) -> Mapping[str, str]:
         """Name of the dtype of every tensor."""
         return self.task.dtypes
-
-    @property
-    def sums(self) -> tuple[Accumulator, ...]:
-        """The sums that a state keeps for the outputs that are written."""
-        return self.task.operation.summed(self.task.outputs, {*self.task.dtypes, *self.task.numbers})
-
-    @property
-    def exact_sums(self) -> bool:
-        """True where sums need float64: a result is float32 or float64, or the entropy is written.
-
-        The entropy is lse - zl / l.  Near 0 it has the absolute rounding errors of l, which is at least 1, and of zl.
-        """
-        return self.task.exact or any(one.rescaled for one in self.sums[1:])
 
     @property
     def peeled(self) -> bool:
@@ -61,4 +42,4 @@ class Request:
 
     def has(self, name: str) -> bool:
         """True where the request has this tensor (operand or output) or this number."""
-        return name in self.task.dtypes or name in self.task.numbers
+        return name in self.task.tensors or name in self.task.numbers

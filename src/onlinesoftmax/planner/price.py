@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, fields
 
 from ..core.device import Device
-from ..core.layout import power_of_two_divisor
 from ..core.problem import Problem
+from ..core.view import power_of_two_divisor
 from .measured import LATENCY_US
 from .proposal import Proposal
 from .quality import exchange_wait_us, narrow, served_by_l2

@@ -34,7 +34,7 @@ from .gradients import (
     with_tensors,
 )
 from .loss import Loss
-from .prepare import kind_of, operands_of, prepare
+from .prepare import operands_of, prepare
 from .reductions import scale_gradient
 
 Tensor = torch.Tensor
@@ -169,7 +169,7 @@ def prepared_call(call: Call) -> Callable[..., Any]:
     """The function (x, out) of cacheable, checked calls like this one without other tensors."""
     if not (call.x.requires_grad and torch.is_grad_enabled()):
         operands = operands_of(call)
-        run = prepare(kind_of(call, operands))
+        run = prepare(call, operands)
         return (lambda x, out: run(x, out, operands)) if operands else run
     operation, settings, run = call.operation, call.settings, prepared_launch(call, outputs_to_keep(call))
     with_lse = run
@@ -191,7 +191,7 @@ def prepared_launch(call: Call, outputs: tuple[str, ...], follows_divisor: bool 
     view has the address of its tensor, so later calls pass their tensors without making views.
     """
     operands = operands_of(call)
-    run = prepare(kind_of(call, operands, outputs), follows_divisor)
+    run = prepare(call, operands, outputs, follows_divisor)
     if not operands:
         return run
     numbers = {name: value for name, value in operands.items() if isinstance(value, int)}
@@ -289,7 +289,7 @@ def _prepared_gradient(recording: Recording, saved: tuple[Tensor, ...], dys: Ten
 def _gradient_launch(call: Call, names: tuple[str, ...]) -> Callable[[tuple[Tensor, ...]], Tensor]:
     """The function of tensors of these names that launches the gradient of calls like this one."""
     operands = operands_of(call)
-    run = prepare(kind_of(call, operands))
+    run = prepare(call, operands)
     numbers = {name: value for name, value in operands.items() if not isinstance(value, Tensor)}
     # A kernel calls the saved input "logits" if its own input is the saved output.
     saved_as = {"logits": "x"}

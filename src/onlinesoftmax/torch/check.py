@@ -32,11 +32,10 @@ def checked_out(operation: str, out: Any, shape: tuple[int, ...], dtype: torch.d
 
     Args:
         operation: Name of the public function.
-        out: Properties of the tensor (`TensorKind`), or the tensor itself.
+        out: The tensor.
         shape, dtype, device: Properties of the result.
     """
-    strides = out.stride() if isinstance(out, torch.Tensor) else out.strides
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, strides, strict=True)):
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise RuntimeError(f"{operation}(): out has several elements at one memory location; clone() it first")
     if out.dtype != dtype:
         raise RuntimeError(f"{operation}(): Expected out tensor to have dtype {dtype}, but got {out.dtype} instead")

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..core.arguments import checked_dim
-from ..core.call import NOTHING, Call, Settings
-from ..core.layout import contiguous_strides, strides_of_rows
-from ..core.operations import Operation
+from ..core.call import NOTHING, Call
 from ..core.options import SCORE_OPTIONS, bits
-from ..core.task import BYTES, INTEGER_BYTES, Choice, Flags, Task, TensorSpec, one_row_as_many, output_shape, task_of
+from ..core.task import BYTES, INTEGER_BYTES, Choice, Flags, Task, one_row_as_many, output_shape, task_of
+from ..core.view import View, contiguous_strides, strides_of_rows
 from ..kernels import registry
 from ..kernels.request import Request
 from ..planner.plan import Plan
@@ -34,38 +33,6 @@ INTEGERS = tuple(INTEGER_BYTES)
 """Names of the integer dtypes that an operand may have."""
 
 DTYPE_NAMES = {getattr(torch, name): name for name in BYTES}
-
-
-class TensorKind(NamedTuple):
-    """The properties of one tensor that form part of a Kind; `strides` are those for the shape of the input."""
-
-    name: str
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    aligned: bool
-    device: torch.device
-
-
-class Kind(NamedTuple):
-    """The kind of a call: calls of one kind share a prepared function.
-
-    Attributes:
-        operation, outputs, settings: As in Call and Task.
-        tensors: The input, the other tensors that are read, and `out` where it is given.
-        flags: As in Task.
-    """
-
-    operation: Operation
-    outputs: tuple[str, ...]
-    settings: Settings
-    tensors: tuple[TensorKind, ...]
-    flags: Flags
-
-    @property
-    def out(self) -> TensorKind | None:
-        """The tensor that receives the result; None for a new one."""
-        return self.tensors[-1] if self.tensors[-1].name == "out" else None
 
 
 def run(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
@@ -89,12 +56,12 @@ def prepared(call: Call, outputs: tuple[str, ...]) -> tuple[Prepared, Mapping[st
     """The prepared function of a checked call, and the call's operands."""
     operands = operands_of(call)
     key = _key("kernel", call, operands, outputs)
-    found: Prepared = PREPARED_CALLS.get(key) or keep(PREPARED_CALLS, key, prepare(kind_of(call, operands, outputs)))
+    found: Prepared = PREPARED_CALLS.get(key) or keep(PREPARED_CALLS, key, prepare(call, operands, outputs))
     return found, operands
 
 
 def _key(value: str, call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...]) -> tuple[Any, ...]:
-    """The key of a value that follows from the Kind of a call.  Calls with other numbers have the same key."""
+    """The key of a value that follows from the kind of a call.  Calls with other numbers have the same key."""
     options = call.options
     flags = None if options is None else (options.causal, options.zero)
     arguments = (value, call.operation, outputs, call.settings, flags, tuple(operands))
@@ -109,8 +76,7 @@ def backend_of(call: Call, outputs: tuple[str, ...]) -> str:
     found: str | None = PREPARED_CALLS.get(key)
     if found is not None:
         return found
-    kind = kind_of(call, operands, outputs)
-    task = _task(kind, checked_dim(call.operation.name, call.settings.dim, call.x.dim()), None)
+    task = _task(call, operands, outputs, checked_dim(call.operation.name, call.settings.dim, call.x.dim()), None)
     return keep(PREPARED_CALLS, key, plan_of(task, call.x.device, call.settings.choice).backend)
 
 
@@ -151,31 +117,6 @@ def _broadcastable(call: Call) -> dict[str, Any]:
     return operands
 
 
-def kind_of(call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...] = ("y",)) -> Kind:
-    """The kind of a call with these operands."""
-    operation, x, settings, options, out = call.operation, call.x, call.settings, call.options, call.out
-    tensors = [_tensor_kind("x", x, x.stride())]
-    for name, t in operands.items():
-        if not isinstance(t, torch.Tensor):
-            continue
-        if name in operation.call_operands:
-            tensors.append(_tensor_kind(name, t, t.stride()))
-        else:
-            row_axis = settings.dim if name in operation.row_operands or name in ROW_OPTIONS else None
-            tensors.append(_tensor_kind(name, t, _broadcast_strides(t, x.shape, row_axis)))
-    if out is not None:
-        tensors.append(_tensor_kind("out", out, out.stride()))
-    wide = (settings.dtype or x.dtype) in WIDE
-    numbers = frozenset(name for name, value in operands.items() if isinstance(value, int)) if operands else NO_NUMBERS
-    causal, zero = (False, False) if options is None else (options.causal, options.zero)
-    flags = Flags(numbers, causal, zero, wide, settings.part)
-    return Kind(operation, outputs, settings, tuple(tensors), flags)
-
-
-def _tensor_kind(name: str, t: torch.Tensor, strides: tuple[int, ...]) -> TensorKind:
-    return TensorKind(name, t.shape, strides, t.dtype, aligned(t), t.device)
-
-
 def _broadcast_strides(t: torch.Tensor, shape: torch.Size, row_axis: int | None) -> tuple[int, ...]:
     """The strides of a tensor for `shape`; the stride along row_axis is 0 if row_axis is given."""
     strides = t.stride() if t.shape == shape else t.expand(shape).stride()
@@ -186,7 +127,6 @@ def _broadcast_strides(t: torch.Tensor, shape: torch.Size, row_axis: int | None)
 
 
 WIDE = (torch.float32, torch.float64)
-NO_NUMBERS: frozenset[str] = frozenset()
 
 
 def aligned(t: torch.Tensor) -> bool:
@@ -194,41 +134,48 @@ def aligned(t: torch.Tensor) -> bool:
     return t.data_ptr() % 16 == 0
 
 
-def prepare(kind: Kind, follows_divisor: bool = False) -> Prepared:
-    """The function run(x, out, operands) for calls of a kind.
+def prepare(
+    call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...] = ("y",), follows_divisor: bool = False
+) -> Prepared:
+    """The function run(x, out, operands) for calls like this one, whose tensors it does not keep.
 
     Args:
-        kind: The kind.
+        call: The call.
+        operands: Its operands (`operands_of`).
+        outputs: Names of the outputs that are written.
         follows_divisor: As in Request: every call follows the kernel that computes its operand `dy`.
     """
-    operation, settings = kind.operation, kind.settings
-    x, out = kind.tensors[0], kind.out
-    axis = checked_dim(operation.name, settings.dim, len(x.shape))
-    dtype, shape = settings.dtype or x.dtype, _shape_of_first(kind, axis)
+    operation, x, settings, out = call.operation, call.x, call.settings, call.out
+    axis = checked_dim(operation.name, settings.dim, x.dim())
+    dtype, first = settings.dtype or x.dtype, operation.output(outputs[0])
+    shape = output_shape(first, x.shape, axis, settings.keepdim and first is operation.result)
     if out is not None:
         checked_out(operation.name, out, shape, dtype, x.device)
-    if x.shape.numel() == 0:
-        return _for_empty_input(kind, axis, shape, dtype)
+    if x.numel() == 0:
+        return _for_empty_input(call, outputs, axis, shape, dtype)
     # An `out` of another shape is empty, and will be resized to a contiguous tensor.
-    task = _task(kind, axis, out if out is not None and out.shape == shape else None)
+    task = _task(call, operands, outputs, axis, out if out is not None and out.shape == shape else None)
     the_plan = plan_of(task, x.device, settings.choice)
     if the_plan.backend == "eager":
         eager_settings = settings._replace(dim=axis, dtype=dtype)
         return lambda x, out=None, _=NOTHING: eager.call(operation, x, eager_settings, out)
     launch = registry.load(the_plan.backend).prepare(Request(task, the_plan, follows_divisor))
-    return _with_outputs(launch, kind, task, shape, getattr(torch, task.dtypes[kind.outputs[0]]))
+    return _with_outputs(launch, call, task, shape, axis)
 
 
 def _with_outputs(
-    launch: Callable[..., None], kind: Kind, task: Task, shape: tuple[int, ...], dtype: torch.dtype
-) -> Prepared:
+    launch: Callable[..., None], call: Call, task: Task, shape: tuple[int, ...], axis: int
+) -> Prepared:  # fmt: skip
     """The function run(x, out, operands) that allocates the outputs that are not given, and launches the kernel."""
-    x, outputs = kind.tensors[0], kind.outputs
-    device, on_gpu, index = x.device, x.device.type == "cuda", x.device.index
-    resize = kind.out is not None and kind.out.shape != shape
-    template = _template(x, shape, dtype, _strides_of(kind, outputs[0]))
-    more_templates = _more_templates(kind, task)
-    first, has_more, results = outputs[0], len(outputs) > 1, itemgetter(*outputs)
+    device, on_gpu, index = call.x.device, call.x.is_cuda, call.x.device.index
+    resize = call.out is not None and call.out.shape != shape
+    first, *others = task.outputs
+    template = _template(call, task, first, shape)
+    more_templates = [
+        (name, _template(call, task, name, output_shape(task.operation.output(name), call.x.shape, axis)))
+        for name in others
+    ]
+    has_more, results = bool(others), itemgetter(*task.outputs)
 
     def run(x: torch.Tensor, out: torch.Tensor | None = None, operands: Mapping[str, Any] = NOTHING) -> Any:
         if out is None:
@@ -251,18 +198,17 @@ def _with_outputs(
     return run
 
 
-def _template(
-    x: TensorKind, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None
-) -> torch.Tensor | None:
+def _template(call: Call, task: Task, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
     """A tensor without memory for empty_like, which takes half the host time of empty; None where x itself is one.
 
     Args:
-        x: The input.
-        shape, dtype: Those of the output.
-        strides: Its strides; None for a contiguous output.
+        call, task: The call and its task.
+        name: Name of the output.
+        shape: Its shape.
     """
-    strides = contiguous_strides(shape) if strides is None else strides
-    if (shape, dtype, strides) == (x.shape, x.dtype, x.strides):
+    x, dtype = call.x, getattr(torch, task.dtypes[name])
+    strides = _strides_of(call, name) or contiguous_strides(shape)
+    if (shape, dtype, strides) == (x.shape, x.dtype, x.stride()):
         return None
     template = torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
     # empty_like reads no element, and a kept function must not hold memory of the size of an output.
@@ -270,56 +216,42 @@ def _template(
     return template
 
 
-def _more_templates(kind: Kind, task: Task) -> list[tuple[str, torch.Tensor | None]]:
-    """The name and the `_template` of every output besides the first."""
-    x = kind.tensors[0]
-    axis = kind.settings.dim % max(len(x.shape), 1)
-    return [
-        (
-            output.name,
-            _template(
-                x,
-                output_shape(output, x.shape, axis),
-                getattr(torch, task.dtypes[output.name]),
-                _strides_of(kind, output.name),
-            ),
-        )
-        for output in kind.operation.written(kind.outputs)
-        if output.name != kind.outputs[0]
-    ]
-
-
-def _strides_of(kind: Kind, output: str) -> tuple[int, ...] | None:
+def _strides_of(call: Call, output: str) -> tuple[int, ...] | None:
     """The strides of a new output; None if it is contiguous.
 
     A gradient has the layout of the logits, as PyTorch's own gradients have: nothing copies it on its way back through
     a transpose.
     """
-    x, operation = kind.tensors[0], kind.operation
-    if kind.settings.choice.batch_invariant or not operation.follows_input(operation.output(output)):
+    x, operation = call.x, call.operation
+    if call.settings.choice.batch_invariant or not operation.follows_input(operation.output(output)):
         return None
-    return torch.empty_like(torch.empty_strided(x.shape, x.strides, device="meta")).stride()
+    return torch.empty_like(torch.empty_strided(x.shape, x.stride(), device="meta")).stride()
 
 
-def _task(kind: Kind, axis: int, out: TensorKind | None) -> Task:
-    """The task of a kind whose result is `out`, or a new contiguous tensor if `out` is None."""
-    operation, settings = kind.operation, kind.settings
-    tensors = {t.name: _spec(t) for t in kind.tensors if t.name != "out"}
-    shape, result = tuple(kind.tensors[0].shape), DTYPE_NAMES[settings.dtype or kind.tensors[0].dtype]
+def _task(
+    call: Call, operands: Mapping[str, Any], outputs: tuple[str, ...], axis: int, out: torch.Tensor | None
+) -> Task:  # fmt: skip
+    """The task of a call whose result is `out`, or a new contiguous tensor if `out` is None."""
+    operation, x, settings = call.operation, call.x, call.settings
+    shape, dtype, result = tuple(x.shape), DTYPE_NAMES[x.dtype], DTYPE_NAMES[settings.dtype or x.dtype]
+    views = {"x": View(x.stride(), dtype, aligned(x))}
+    for name, t in operands.items():
+        if isinstance(t, torch.Tensor):
+            row_axis = axis if name in operation.row_operands or name in ROW_OPTIONS else None
+            strides = t.stride() if name in operation.call_operands else _broadcast_strides(t, x.shape, row_axis)
+            views[name] = View(strides, DTYPE_NAMES[t.dtype], aligned(t))
     if out is not None:
-        strides = strides_of_rows(out.strides, axis, settings.keepdim) if operation.per_row and shape else out.strides
-        dtype_of_out = operation.result.dtype_of(tensors["x"].dtype, result)
-        tensors[operation.result.name] = TensorSpec(strides, dtype_of_out, out.aligned)
-    for name in kind.outputs:
-        of_new = None if name in tensors else _strides_of(kind, name)
+        strides = out.stride()
+        strides = strides_of_rows(strides, axis, settings.keepdim) if operation.per_row and shape else strides
+        views[operation.result.name] = View(strides, operation.result.dtype_of(dtype, result), aligned(out))
+    for name in outputs:
+        of_new = None if name in views else _strides_of(call, name)
         if of_new is not None:
-            tensors[name] = TensorSpec(of_new, operation.output(name).dtype_of(tensors["x"].dtype, result))
-    task = task_of(operation, kind.outputs, shape, axis, tensors, kind.flags, result)
+            views[name] = View(of_new, operation.output(name).dtype_of(dtype, result))
+    numbers = frozenset(name for name, value in operands.items() if isinstance(value, int))
+    flags = Flags(numbers, call.scores.causal, call.scores.zero, result in ("float32", "float64"), settings.part)
+    task = task_of(operation, outputs, shape, axis, views, flags, result)
     return one_row_as_many(task) if settings.choice.batch_invariant else task
-
-
-def _spec(t: TensorKind) -> TensorSpec:
-    return TensorSpec(t.strides, DTYPE_NAMES[t.dtype], t.aligned)
 
 
 def plan_of(task: Task, device: torch.device, choice: Choice) -> Plan:
@@ -327,25 +259,20 @@ def plan_of(task: Task, device: torch.device, choice: Choice) -> Plan:
     return planner_for(from_torch(device.type, device.index or 0), choice).plan(task, choice)
 
 
-def _for_empty_input(kind: Kind, axis: int, shape: tuple[int, ...], dtype: torch.dtype) -> Prepared:
+def _for_empty_input(
+    call: Call, outputs: tuple[str, ...], axis: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Prepared:  # fmt: skip
     """The function for an input without elements."""
-    operation, x = kind.operation, kind.tensors[0]
-    settings = kind.settings._replace(dim=axis, dtype=dtype)
+    operation, device = call.operation, call.x.device
+    settings = call.settings._replace(dim=axis, dtype=dtype)
     if operation.backward:
-        return lambda x, out=None, _=NOTHING: torch.empty(shape, dtype=dtype, device=x.device)
-    wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
-    rows = output_shape(operation.output("lse"), x.shape, axis)
+        return lambda x, out=None, _=NOTHING: torch.empty(shape, dtype=dtype, device=device)
+    wide = torch.promote_types(torch.promote_types(call.x.dtype, dtype), torch.float32)
+    rows = output_shape(operation.output("lse"), call.x.shape, axis)
 
     def run(x: torch.Tensor, out: torch.Tensor | None = None, _: Any = NOTHING) -> Any:
         y = eager.call(operation, x, settings, out)
-        more = [ops.of_empty_rows(name, rows, wide, x.device) for name in kind.outputs[1:]]
+        more = [ops.of_empty_rows(name, rows, wide, device) for name in outputs[1:]]
         return (y, *more) if more else y
 
     return run
-
-
-def _shape_of_first(kind: Kind, axis: int) -> tuple[int, ...]:
-    """Shape of the first output: of the main output, or of another that is asked for instead."""
-    first = kind.operation.output(kind.outputs[0])
-    keepdim = kind.settings.keepdim and first is kind.operation.result
-    return output_shape(first, kind.tensors[0].shape, axis, keepdim)

@@ -14,11 +14,12 @@ import torch
 from ..request import Request
 from . import compile, driver, shard_mail
 from .messages import shard_message_words, team_mail_words
-from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, PLACES, POINTERS, SHARD_MAIL, pack
+from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, POINTERS, SHARD_MAIL, pack
 from .source import (
     blocks,
     kernel_name,
     loss_mail_words,
+    places_of,
     shared_memory,
     sizes_of,
     source,
@@ -46,7 +47,7 @@ def bind(request: Request) -> Run:
     part = request.task.part
     # A gradient that is given the states of whole rows exchanges nothing.
     shards = part.mail if part is not None and request.operation.reduces else None
-    shard_words = request.layout.rows * part.processes * shard_message_words(request) if part and shards else 0
+    shard_words = request.task.rows * part.processes * shard_message_words(request) if part and shards else 0
     has_other_fields = bool(tensors or numbers or mail or shards)
     launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
 
@@ -122,9 +123,7 @@ def _filled_in(request: Request) -> list[str]:
 
 def _values(request: Request) -> bytes:
     """Params with zeros for everything that a call fills in."""
-    layout = request.layout
-    places = {name: (side.strides, side.col) for name, side in layout.sides.items() if name in PLACES}
-    return pack(sizes_of(request), layout.sizes, places)
+    return pack(sizes_of(request), request.task.sizes, places_of(request))
 
 
 @cache

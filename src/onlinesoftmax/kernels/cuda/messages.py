@@ -20,12 +20,12 @@ def sum_type(request: Request) -> str:
     """C++ type of a sum: wider than its summands where the request needs exact sums."""
     if request.task.accumulator == "float64":
         return "DoubleDouble"
-    return "double" if request.exact_sums else "float"
+    return "double" if request.task.exact_sums else "float"
 
 
 def sum_count(request: Request) -> int:
     """Number of sums that a state keeps; a state that is given instead of reduced keeps one number, too."""
-    return max(1, len(request.sums))
+    return max(1, len(request.task.sums))
 
 
 def message_packets(request: Request) -> int:

@@ -33,6 +33,7 @@ from .params import (
     ELEMENT_TENSORS,
     LOGITS,
     OPERAND_NUMBERS,
+    PLACES,
     ROW_OPERANDS,
     ROW_OUTPUTS,
     TENSORS,
@@ -137,7 +138,7 @@ def shared_memory(request: Request) -> int:
 
 def slice_length(request: Request) -> int:
     """Chunks of a slice, which a block holds; in the kernels that load through a ring, chunks of a tile."""
-    plan, chunks = request.plan, request.layout.cols // vector(request)
+    plan, chunks = request.plan, request.task.cols // vector(request)
     if plan.kernel == STREAM:
         return plan.depth * plan.lanes
     tiles = _held_chunks(request) // plan.depth if plan.kernel == PIPELINE else 1
@@ -151,22 +152,28 @@ def _held_chunks(request: Request) -> int:
 
 def sizes_of(request: Request) -> dict[str, int]:
     """The value of every name in params.SIZES; 0 for those that a call fills in."""
-    layout, part = request.layout, request.task.part
+    task, part = request.task, request.task.part
     return {
-        "rows": layout.rows,
-        "cols": 0 if part and part.first == part.total else layout.cols,
-        "diagonal": request.task.diagonal or 0,
+        "rows": task.rows,
+        "cols": 0 if part and part.first == part.total else task.cols,
+        "diagonal": task.diagonal or 0,
         "slice": slice_length(request),
         "shared_tiles": request.plan.shared,
         "counters": counters(request),
         "first": part.first if part else 0,
-        "total": part.total if part else layout.cols,
+        "total": part.total if part else task.cols,
         "process": part.process if part else 0,
         "processes": part.processes if part else 1,
         "set_words": 0,
         "number": 0,
         "timeout": 0,
     }
+
+
+def places_of(request: Request) -> dict[str, tuple[tuple[int, ...], int]]:
+    """The strides of the outer dimensions and of the columns, by the names in params.PLACES that a request has."""
+    views = {**request.task.tensors, "query": request.task.query}
+    return {name: (view.outer, view.col) for name, view in views.items() if view and name in PLACES}
 
 
 def _head_unit(request: Request) -> int:
@@ -215,7 +222,7 @@ def counters(request: Request) -> int:
         return 0
     plan = request.plan
     most = min(COUNTERS, plan.programs) if plan.strategy == "grid" else COUNTERS
-    return min(most, -(-request.layout.rows // (BATCH * 32 * plan.warps)))
+    return min(most, -(-request.task.rows // (BATCH * 32 * plan.warps)))
 
 
 def blocks(request: Request) -> int:
@@ -234,7 +241,7 @@ def loss_mail_words(request: Request) -> int:
     """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (loss_mail.cuh); else 0."""
     if not request.task.call_outputs:
         return 0
-    rows = request.layout.rows
+    rows = request.task.rows
     losses, segments = -(-rows * ITEMSIZE[request.task.accumulator] // 8), -(-rows // SEGMENT)
     return LINE_WORDS * DIVISORS + WIDE_WORDS * (COUNTERS + segments) + losses
 
@@ -243,7 +250,7 @@ def element_tensors(request: Request) -> set[str]:
     """Names of the tensors that this kernel reads or writes element by element."""
     task, operation = request.task, request.operation
     operands = (one.name for one in operation.operands if one.kind == "element")
-    names = {*operands, "bias", "mask", LOGITS.name} & task.layout.sides.keys()
+    names = {*operands, "bias", "mask", LOGITS.name} & task.tensors.keys()
     return names | {output.name for output in task.written if output.kind == "element"}
 
 
@@ -262,7 +269,7 @@ def _numbers(request: Request) -> dict[str, int]:
     """Integer constants."""
     plan = request.plan
     numbers = {
-        "DIMS": len(request.layout.sizes),
+        "DIMS": len(request.task.sizes),
         "VECTOR": vector(request),
         **{f"{name.upper()}_WIDTH": width for name, width in widths(request).items()},
         "HEAD": _head_unit(request),
@@ -273,7 +280,7 @@ def _numbers(request: Request) -> dict[str, int]:
         **({DEPTHS[kernel]: plan.depth} if (kernel := kernel_file(plan)) in DEPTHS else {}),
         "STAGES": plan.stages,
         "SUMS": sum_count(request),
-        "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.sums)),
+        "RESCALED": sum(one.rescaled << i for i, one in enumerate(request.task.sums)),
         "PACKETS": message_packets(request),
         "COPIES": COPIES,
         "SETS": SETS,
@@ -289,7 +296,7 @@ def _numbers(request: Request) -> dict[str, int]:
         "MOST_PROCESSES": MOST_PROCESSES,
     }
     # Position of each accumulator among the sums of a state; -1 where the state does not keep it.
-    kept = [one.name for one in request.sums]
+    kept = [one.name for one in request.task.sums]
     for name in dict.fromkeys(one.name for operation in OPERATIONS.values() for one in operation.accumulators):
         numbers[f"SUM_{name.upper()}"] = kept.index(name) if name in kept else -1
     return numbers
@@ -298,7 +305,7 @@ def _numbers(request: Request) -> dict[str, int]:
 def _flags(request: Request) -> dict[str, bool]:
     """Constants that are true or false."""
     plan, task, operation = request.plan, request.task, request.operation
-    columns, moved = request.layout.cols, element_tensors(request)
+    columns, moved = request.task.cols, element_tensors(request)
     given = {*operation.row_operands, *operation.call_operands} & {*request.dtypes, *task.numbers}
     gradient = task.writes_elements and (operation.backward or operation.per_row)
     flags = {
@@ -343,17 +350,17 @@ def _flags(request: Request) -> dict[str, bool]:
 
 def widths(request: Request) -> dict[str, int]:
     """Elements of each tensor that one instruction may move; 1 where they are not neighbours."""
-    sides, peel = request.layout.sides, request.plan.vector > 1
+    tensors, peel = request.task.tensors, request.plan.vector > 1
     found = dict.fromkeys(ELEMENT_TENSORS, 1)
     for name in element_tensors(request):
-        side = sides[name]
-        size = 1 if name == "mask" else ITEMSIZE[request.dtypes[name]]
-        if side.col != 1 or (name not in request.task.aligned and not (peel and name == "x")):
+        view = tensors[name]
+        size = 1 if name == "mask" else ITEMSIZE[view.dtype]
+        if view.col != 1 or (not view.aligned and not (peel and name == "x")):
             continue
         widest = min(vector(request), 16 // size)
         if peel:
             # Rows that begin alike in x and here have their bodies on 16 bytes in both.
-            found[name] = widest if side.congruent(request.layout.x) else 1
+            found[name] = widest if view.congruent(tensors["x"]) else 1
         else:
-            found[name] = min(widest, side.unit)
+            found[name] = min(widest, view.unit)
     return found

@@ -72,15 +72,15 @@ def column_kernel(
 
 def program(request: TritonRequest) -> Program:
     """The launch of `column` for a request."""
-    plan, layout = request.plan, request.layout
+    plan, task = request.plan, request.task
     launch = Launch(
         column_kernel,
         plan.programs,
         (request.pointers,),
-        (request.places(adjacent=True), layout.cols, layout.adjacent // request.adjacent_unit),
+        (request.places(adjacent=True), task.cols, task.adjacent // request.adjacent_unit),
         (
             request.op_constants, request.column_units, request.adjacent_unit,
-            plan.rows_per_program, plan.block, plan.block >= layout.cols,
+            plan.rows_per_program, plan.block, plan.block >= task.cols,
         ),
         plan.warps,
     )  # fmt: skip

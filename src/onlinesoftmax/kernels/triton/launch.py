@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ...core.layout import power_of_two_divisor
+from ...core.view import View, power_of_two_divisor
 from ..registry import LOADING
 from ..request import Request
 from .operands import TENSORS, Place, Places, Pointers, Units
@@ -49,73 +50,74 @@ class Launch:
 class TritonRequest(Request):
     """A request in the terms of these kernels."""
 
-    @property
+    @cached_property
     def op_constants(self) -> OpConstants:
         """OP of every kernel."""
         operation, task = self.operation, self.task
-        row_outputs, sums = task.row_outputs, self.sums
         return OpConstants(
             operation.name,
             operation.scores,
             operation.has_target,
-            operation.backward or (task.writes_elements and "dy" in task.dtypes),
+            operation.backward or (task.writes_elements and "dy" in task.tensors),
             task.writes_elements,
-            row_outputs,
-            tuple(TENSORS.index(name) for name in row_outputs),
-            tuple(accumulator.name for accumulator in sums),
-            tuple(accumulator.rescaled for accumulator in sums),
+            task.row_outputs,
+            tuple(TENSORS.index(name) for name in task.row_outputs),
+            tuple(accumulator.name for accumulator in task.sums),
+            tuple(accumulator.rescaled for accumulator in task.sums),
             # A gradient needs m only to find the rows whose gradient it must set to zero because of a mask.
             operation.scores or (task.zero and "mask" in operation.options),
             TL_DTYPES[task.accumulator],
-            self.exact_sums,
+            task.exact_sums,
             task.zero,
         )
 
-    @property
+    @cached_property
     def pointers(self) -> Any:
         """Names of the tensors and numbers that a kernel reads or writes."""
         return Pointers(*(name if self.has(name) else None for name in Pointers._fields))
 
-    @property
+    @cached_property
     def units(self) -> Any:
         """The `Units` of all tensors."""
-        units = {name: side.unit for name, side in self.layout.sides.items() if name in TENSORS}
-        return Units(**units, cols=self.layout.cols_unit)
+        units = {name: view.unit for name, view in self.task.tensors.items() if name in TENSORS}
+        return Units(**units, cols=self.task.cols_unit)
 
-    @property
+    @cached_property
     def column_units(self) -> Any:
-        """The `Units` where rows lie side by side: those of the input and of the outputs."""
-        return Units(**{name: self.layout.column_unit(name) for name in ("x", *self.task.outputs)})
+        """The `Units` where rows lie side by side: those of the input and of the outputs.
 
-    @property
+        A unit then divides all strides of a tensor except the first row stride, which must be 1.
+        """
+        views = {name: self.task.tensors[name] for name in ("x", *self.task.outputs)}
+        return Units(**{
+            name: power_of_two_divisor(view.col, *view.outer[1:]) if view.outer[0] == 1 else 1
+            for name, view in views.items()
+        })  # fmt: skip
+
+    @cached_property
     def adjacent_unit(self) -> int:
         """The power of two that divides the number of rows side by side."""
-        return power_of_two_divisor(self.layout.adjacent)
+        return power_of_two_divisor(self.task.adjacent)
 
     def places(self, adjacent: bool = False) -> Any:
         """The `Places` of all tensors; `adjacent` is True where a program owns rows that lie side by side."""
-        layout = self.layout
-        units = self.column_units if adjacent else self.units
+        task, units = self.task, self.column_units if adjacent else self.units
 
-        def place(name: str, strides: tuple[int, ...], col: int) -> Place:
+        def place(name: str, view: View) -> Place:
             unit = getattr(units, name, 1)
-            if not adjacent:
-                return Place(in_units(strides, unit), col)
-            return Place(in_units(strides[1:] or (0,), unit), col, strides[0])
+            outer, first = (view.outer[1:] or (0,), view.outer[0]) if adjacent else (view.outer, 0)
+            return Place(tuple(stride // unit for stride in outer), view.col, first)
 
-        sizes = (layout.sizes[1:] or (1,)) if adjacent else layout.sizes
-        sides = {name: place(name, *side) for name, side in layout.sides.items()}
-        return Places(**sides, sizes=sizes[:-1], diagonal=self.task.diagonal)
+        sizes = (task.sizes[1:] or (1,)) if adjacent else task.sizes
+        views = {name: view for name, view in task.tensors.items() if view.outer}
+        views |= {"query": task.query} if task.query else {}
+        places = {name: place(name, view) for name, view in views.items()}
+        return Places(**places, sizes=sizes[:-1], diagonal=task.diagonal)
 
     @property
     def cols_in_units(self) -> int:
         """The row length as a multiple of its unit."""
-        return self.layout.cols // self.layout.cols_unit
-
-
-def in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
-    """Strides as multiples of a unit that divides them."""
-    return tuple(stride // unit for stride in strides)
+        return self.task.cols // self.task.cols_unit
 
 
 @dataclass

@@ -91,15 +91,15 @@ def one_tile(
 
 def program(request: TritonRequest) -> Program:
     """The launch of `row` for a request."""
-    plan, layout = request.plan, request.layout
+    plan, task = request.plan, request.task
     launch = Launch(
         row_kernel,
         plan.programs,
         (request.pointers,),
-        (request.places(), layout.rows, request.cols_in_units),
+        (request.places(), task.rows, request.cols_in_units),
         (
             request.op_constants, request.units, plan.vector, plan.rows_per_program, plan.block,
-            plan.block == layout.cols, plan.stages,
+            plan.block == task.cols, plan.stages,
         ),
         plan.warps,
     )  # fmt: skip

@@ -126,16 +126,16 @@ same time."""
 
 def program(request: TritonRequest) -> Program:
     """The launches of `split` for a request: states, as many merges as it takes, finish."""
-    plan, layout, op = request.plan, request.layout, request.op_constants
+    plan, task, op = request.plan, request.task, request.op_constants
     launches, scratch = _reduction(request) if op.sums else ([], {})
     # The merge launches follow the one that fills level 0.
     states = _names(request, len(launches) - 1) if op.sums else None
     if op.writes_elements:
-        tiles = -(-layout.cols // FINISH_TILE)
+        tiles = -(-task.cols // FINISH_TILE)
         launches.append(
             Launch(
                 split_finish_kernel,
-                layout.rows * tiles,
+                task.rows * tiles,
                 (request.pointers, states),
                 (request.places(), request.cols_in_units, tiles),
                 (op, request.units, plan.vector, FINISH_TILE),
@@ -152,15 +152,15 @@ def _names(request: TritonRequest, level: int) -> tuple[str, ...]:
 
 def _reduction(request: TritonRequest) -> tuple[list[Launch], dict[str, tuple[int, str]]]:
     """The launches that leave one state for each row, and their scratch memory."""
-    plan, layout, places, op = request.plan, request.layout, request.places(), request.op_constants
+    plan, task, places, op = request.plan, request.task, request.places(), request.op_constants
     # In float64 a sum is rounded once per row, whatever the height of the tree.
     sum_dtype = "float64" if op.exact else "float32"
 
     def room(level: int, count: int) -> dict[str, tuple[int, str]]:
-        size, (m, *sums) = layout.rows * count, _names(request, level)
-        return {m: (size, request.task.accumulator), **dict.fromkeys(sums, (size, sum_dtype))}
+        size, (m, *sums) = task.rows * count, _names(request, level)
+        return {m: (size, task.accumulator), **dict.fromkeys(sums, (size, sum_dtype))}
 
-    tiles = -(-layout.cols // plan.block)
+    tiles = -(-task.cols // plan.block)
     scratch = room(0, plan.splits)
     launches = [
         Launch(
@@ -180,7 +180,7 @@ def _reduction(request: TritonRequest) -> tuple[list[Launch], dict[str, tuple[in
         launches.append(
             Launch(
                 split_merge_kernel,
-                layout.rows * groups,
+                task.rows * groups,
                 (request.pointers, _names(request, level), _names(request, level + 1)),
                 (places, count, groups, request.cols_in_units),
                 (op, request.units, groups == 1, fan),

@@ -135,7 +135,7 @@ def _add_bare_launch(calls: Calls, ours: Explanation, x: Any) -> str | None:
 
     request = Request(ours.task, ours.plan)
     try:
-        x = x.reshape(request.layout.rows, request.layout.cols)
+        x = x.reshape(request.task.rows, request.task.cols)
         first, more = operand_tensors(request, [x] * request.operation.inputs, torch.empty_like(x))
         launch = registry.load(ours.plan.backend).prepare(request)
         launch(x, first, more)

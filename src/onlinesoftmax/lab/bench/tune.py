@@ -50,7 +50,7 @@ def _compile(request: Request, arch: str) -> None:
         return
     import torch
 
-    sizes = (request.layout.rows, request.layout.cols)
+    sizes = (request.task.rows, request.task.cols)
     x = torch.empty(sizes, dtype=getattr(torch, request.dtypes["x"]), device="cuda")
     first, more = operand_tensors(request, [x] * request.operation.inputs, x)
     try:
@@ -113,7 +113,7 @@ class Compiler:
             if request.plan.backend == "pallas":
                 # XLA keeps its kernels in the process that compiles them.
                 continue
-            name: Any = (request.operation.name, request.dtypes["x"], request.layout.cols, request.plan.blocks)
+            name: Any = (request.operation.name, request.dtypes["x"], request.task.cols, request.plan.blocks)
             name = source(request) if request.plan.backend == "cuda" else name
             if name not in self._done:
                 self._done.add(name)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from ...core.device import Device
 from ...core.operations import Operand, Operation
 from ...core.problem import Problem
-from ...core.task import ITEMSIZE, Flags, Task, TensorSpec, contiguous_spec, row_spec, task_of
+from ...core.task import ITEMSIZE, Flags, Task, task_of
+from ...core.view import View, contiguous_view, row_view
 from ...kernels.request import Request
 from ...ops import OPERATIONS
 from ...planner import strategies
@@ -199,12 +200,12 @@ def task(shape: Shape) -> Task:
     """The task of a shape, all of its tensors contiguous."""
     operation, sizes = OPERATIONS[shape.operation], (shape.rows, shape.cols)
     outputs = shape.outputs or operation.always
-    whole = contiguous_spec(sizes, shape.dtype)
+    whole = contiguous_view(sizes, shape.dtype)
     wide = "float32" if operation.has_target else shape.dtype
     writes_elements = any(output.kind == "element" for output in operation.written(outputs))
     given = optional_operands(operation, writes_elements)
     tensors = {
-        operand.name: _spec(operand, sizes, whole, wide)
+        operand.name: _view(operand, sizes, whole, wide)
         for operand in operation.operands
         if not operand.optional or operand.name in given
     }
@@ -212,10 +213,10 @@ def task(shape: Shape) -> Task:
     return task_of(operation, outputs, sizes, 1, tensors, Flags(wide=shape.dtype == "float32"))
 
 
-def _spec(operand: Operand, sizes: tuple[int, int], whole: TensorSpec, wide: str) -> TensorSpec:
+def _view(operand: Operand, sizes: tuple[int, int], whole: View, wide: str) -> View:
     if operand.kind == "element":
         return whole
-    return row_spec(sizes, 1, "int64" if operand.dtype == "integer" else wide)
+    return row_view(sizes, 1, "int64" if operand.dtype == "integer" else wide)
 
 
 def can_measure(backend: str, shape: Shape) -> bool:
