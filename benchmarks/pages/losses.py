@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from onlinesoftmax.lab.bench.cases import Case
-from onlinesoftmax.lab.bench.result import ShardedCaseResult, ShardedResult
+from onlinesoftmax.lab.bench.result import CaseResult
 from onlinesoftmax.lab.report.charts import NAMES
 
 from .markdown import (
@@ -135,7 +135,7 @@ def distributed_table(records: Records) -> str:
         return ABSENT
     rows = []
     for gpu, each in found:
-        results = {result.who: result for result in each.results if isinstance(result, ShardedResult) and result.times}
+        results = {result.who: result for result in each.results if result.times}
         times = [microseconds(results[who].times.median_us) if who in results else NOTHING for who in WAYS]
         copy = microseconds(each.copy and each.copy.median_us)
         extra = (size(results[who].extra_bytes if who in results else None) for who in ("ours", "loss-parallel"))
@@ -144,7 +144,7 @@ def distributed_table(records: Records) -> str:
     return f"{table(header, rows)}\n\n{source(*_of_many(records))}"
 
 
-def _name(each: ShardedCaseResult) -> str:
+def _name(each: CaseResult) -> str:
     case = each.case
     words = [f"`{case.operation}`", shape(case)] + (["with gradient"] if case.with_gradient else [])
     return " ".join([*words, *([case.reduction] if case.reduction == "none" else [])])
@@ -162,6 +162,6 @@ def _of_many(records: Records) -> list[Any]:
     return sorted(found, key=lambda record: -len(record.sharded))
 
 
-def sharded(records: Records) -> list[ShardedCaseResult]:
+def sharded(records: Records) -> list[CaseResult]:
     """The results of the records of several GPUs."""
     return [each for record in _of_many(records) for each in record.sharded]

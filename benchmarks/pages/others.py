@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.host_times import BOTH, PLAIN, RECORDING
-from onlinesoftmax.lab.bench.result import LARGE, CallsResult
+from onlinesoftmax.lab.bench.result import LARGE, Result
 from onlinesoftmax.lab.report.charts import NAMES
 
 from .markdown import ABSENT, microseconds, shape, source, table
@@ -13,7 +13,7 @@ from .records import Records, ours
 
 def host_table(records: Records) -> str:
     """The host times of calls, ours and PyTorch's."""
-    groups: dict[str, dict[str, CallsResult]] = {}
+    groups: dict[str, dict[str, Result]] = {}
     for case, result in _calls(records, "h200-host"):
         groups.setdefault(f"`{case.operation}`, {shape(case)}", {})[result.who] = result
     if not groups:
@@ -34,7 +34,7 @@ CALLS = (PLAIN, RECORDING, BOTH)
 
 def cold_table(records: Records) -> str:
     """The times of first calls and of new shapes: the range over all cases."""
-    groups: dict[tuple[str, str], list[CallsResult]] = {}
+    groups: dict[tuple[str, str], list[Result]] = {}
     for _, result in _calls(records, "h200-cold"):
         groups.setdefault((NAMES.get(result.who, result.who), result.state), []).append(result)
     if not groups:
@@ -51,10 +51,10 @@ FIRST = (("first",), ("new rows", "new length", "other length"))
 """Calls of a column of `cold_table`, by their names in the record."""
 
 
-def _calls(records: Records, name: str) -> list[tuple[Case, CallsResult]]:
+def _calls(records: Records, name: str) -> list[tuple[Case, Result]]:
     """The cases of a record of host times or first calls, with the result of each library."""
     found = [(each.case, result) for each in records.cases(name) for result in each.results]
-    return [(case, result) for case, result in found if isinstance(result, CallsResult)]
+    return [(case, result) for case, result in found if result.calls]
 
 
 def cpu_text(records: Records) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.host_times import PLAIN
-from onlinesoftmax.lab.bench.result import CallsResult, CaseResult, Result
+from onlinesoftmax.lab.bench.result import CaseResult, Result
 from onlinesoftmax.lab.report.charts import NAMES
 
 from .losses import sharded
@@ -147,7 +147,7 @@ def _host(records: Records) -> list[str]:
     found = records.cases("h200-host", operation="softmax")
     times = {
         result.who: result.calls[PLAIN].median_us
-        for each in found for result in each.results if isinstance(result, CallsResult) and PLAIN in result.calls
+        for each in found for result in each.results if PLAIN in result.calls
     }  # fmt: skip
     title = "host time of softmax of 64 × 512, µs"
     return [title, *(microseconds(times.get(who)) for who in LIBRARIES)]

@@ -37,8 +37,7 @@ def bench(
     dim: int | None = typer.Option(None, help="The softmax dimension of --shape; by default the last."),
     dtype: list[str] | None = typer.Option(None, help=f"{', '.join(ITEMSIZE)}; repeat for more."),
     op: list[str] | None = typer.Option(
-        None,
-        help=f"{', '.join(MEASURED)}; repeat for more.  By default the suite's operations, mostly softmax.",
+        None, help=f"{', '.join(MEASURED)}; repeat for more.  By default the suite's operations, mostly softmax."
     ),
     fused: str = typer.Option("", help=f"Score options, with commas between them: {', '.join(SCORE_OPTIONS)}."),
     with_gradient: bool = typer.Option(

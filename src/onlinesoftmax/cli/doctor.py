@@ -19,9 +19,7 @@ MODULES = {"cuda": ("torch", "cuda.core"), "triton": ("torch", "triton")}
 """Modules without which a backend is not installed."""
 
 
-def doctor(
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
-) -> None:
+def doctor(as_json: bool = typer.Option(False, "--json", help="Print one JSON document.")) -> None:
     """Show the backends, the versions, this machine's device and the devices known by name.
 
     \b

@@ -21,7 +21,7 @@ from ...planner.plan import Plan, PlanError
 from .cases import Case
 from .peers import Ours, Peer
 from .planned import planned
-from .result import CallsCaseResult, CallsResult, Result, as_calls
+from .result import CaseResult, Result
 from .run import refusal
 from .timing import Times
 
@@ -46,7 +46,7 @@ FOLDERS = (
 """Environment variables that name the folders in which libraries keep compiled kernels."""
 
 
-def run_cold(cases: Iterable[Case], everybody: Sequence[Peer], device: Any, quick: bool) -> Iterator[CallsCaseResult]:
+def run_cold(cases: Iterable[Case], everybody: Sequence[Peer], device: Any, quick: bool) -> Iterator[CaseResult]:
     """Measure the first calls of the cases, one at a time.
 
     Args:
@@ -57,10 +57,10 @@ def run_cold(cases: Iterable[Case], everybody: Sequence[Peer], device: Any, quic
     """
     count = 1 if quick else PROCESSES
     for case in cases:
-        results: list[CallsResult] = []
+        results: list[Result] = []
         for peer in everybody:
             results += _measure(case, peer, device, count)
-        yield CallsCaseResult(case, results=results)
+        yield CaseResult(case, results=results, measures="first calls")
 
 
 def calls_of(case: Case, steps: Sequence[int] = STEPS) -> dict[str, Case]:
@@ -94,19 +94,18 @@ def _with_size(case: Case, axis: int, size: int) -> Case:
     return replace(case, shape=tuple(size if i == axis else old for i, old in enumerate(case.shape)))
 
 
-def _measure(case: Case, peer: Peer, device: Any, count: int) -> list[CallsResult]:
+def _measure(case: Case, peer: Peer, device: Any, count: int) -> list[Result]:
     """The results of one library: with empty caches, and with those that its first process has filled."""
     if not peer.in_torch:
-        return [CallsResult(peer.name, "refused", "takes arrays of JAX, whose first calls are not measured")]
+        return [Result(peer.name, "refused", "takes arrays of JAX, whose first calls are not measured")]
     if reason := peer.supports(case):
-        return [CallsResult(peer.name, "refused", reason)]
-    plan, calls = None, calls_of(case)
-    analysis: list[str] = []
+        return [Result(peer.name, "refused", reason)]
+    plan, calls, analysis = None, calls_of(case), list[str]()
     if isinstance(peer, Ours):
-        try:
-            plan = _plan(case, peer, device)
-        except PlanError as error:
-            return [as_calls(refusal(peer, None, error))]
+        found_plan = _plan(case, peer, device)
+        if isinstance(found_plan, PlanError):
+            return [refusal(peer, None, found_plan)]
+        plan = found_plan
         calls, analysis = _planned_calls(case, plan, peer, device)
     samples: dict[str, list[dict[str, float]]] = {EMPTY: [], FILLED: []}
     for _ in range(count):
@@ -118,7 +117,7 @@ def _measure(case: Case, peer: Peer, device: Any, count: int) -> list[CallsResul
                 found.append(answer["times"])
     analysis += [f"{name}: {reason}" for name, reason in answer["notes"].items()]
     return [
-        CallsResult(
+        Result(
             peer.name, "ok", None, answer["error"], answer["allowed"], plan, analysis="; ".join(analysis), state=state,
             calls={name: Times.of([each[name] for each in found]) for name in found[0]},
         )
@@ -126,16 +125,16 @@ def _measure(case: Case, peer: Peer, device: Any, count: int) -> list[CallsResul
     ]  # fmt: skip
 
 
-def _without_times(peer: Peer, state: str, answer: Mapping[str, Any]) -> CallsResult | None:
+def _without_times(peer: Peer, state: str, answer: Mapping[str, Any]) -> Result | None:
     """The result of a process whose times do not count; None where they count."""
     if answer.get("wrong"):
-        return CallsResult(peer.name, "wrong", answer["wrong"], answer["error"], answer["allowed"], state=state)
+        return Result(peer.name, "wrong", answer["wrong"], answer["error"], answer["allowed"], state=state)
     if isinstance(peer, Ours) and answer.get("notes"):
         # Our own crash fails the run; whatever another library raises is its refusal.
         name, reason = next(iter(answer["notes"].items()))
-        return CallsResult(peer.name, "failed", f"{name}: {reason}", state=state)
+        return Result(peer.name, "failed", f"{name}: {reason}", state=state)
     if "failure" in answer:
-        return CallsResult(peer.name, "failed" if isinstance(peer, Ours) else "refused", answer["failure"], state=state)
+        return Result(peer.name, "failed" if isinstance(peer, Ours) else "refused", answer["failure"], state=state)
     return None
 
 
@@ -144,41 +143,35 @@ def _planned_calls(case: Case, plan: Plan, ours: Ours, device: Any) -> tuple[dic
     dim, notes = case.dim, []
     cols = case.shape[dim]
     steps = [step for step in STEPS if cols + step > 0]
-    same = [step for step in steps if _same(plan, _plan_or_none(_with_size(case, dim, cols + step), ours, device))]
+    same = [step for step in steps if _same(plan, _plan(_with_size(case, dim, cols + step), ours, device))]
     calls = calls_of(case, same or steps)
     if plan.backend != "eager":
         notes.append(f"new length {calls['new length'].shape[dim]}: {'the same' if same else 'another'} kernel")
     for name, each in list(calls.items()):
-        if _plan_or_none(each, ours, device) is None:
+        if isinstance(_plan(each, ours, device), PlanError):
             # A forced plan need not fit every shape.
             notes.append(f"{name}: cannot run {each}")
             del calls[name]
     return calls, notes
 
 
-def _plan_or_none(case: Case, ours: Ours, device: Any) -> Plan | None:
-    try:
-        return _plan(case, ours, device)
-    except PlanError:
-        return None
-
-
-def _plan(case: Case, ours: Ours, device: Any) -> Plan:
-    """Our plan, from tensors without values."""
+def _plan(case: Case, ours: Ours, device: Any) -> Plan | PlanError:
+    """Our plan, from tensors without values, or the reason why there is none."""
     import torch
 
-    inputs = tuple(
-        torch.empty(case.shape_of(name), dtype=getattr(torch, case.dtype_of(name)), device=device)
-        for name in case.tensors
-    )
-    return planned(case, inputs, ours).plan
+    dtypes = [getattr(torch, case.dtype_of(name)) for name in case.tensors]
+    sizes = map(case.shape_of, case.tensors)
+    inputs = tuple(torch.empty(size, dtype=t, device=device) for size, t in zip(sizes, dtypes, strict=True))
+    try:
+        return planned(case, inputs, ours).plan
+    except PlanError as error:
+        return error
 
 
-def _same(one: Plan, other: Plan | None) -> bool:
+def _same(one: Plan, other: Plan | PlanError) -> bool:
     """True where one compiled kernel serves both."""
-    if other is None:
-        return False
-    return all(getattr(one, name) == getattr(other, name) for name in ("backend", "strategy", "blocks", "threads"))
+    names = "backend", "strategy", "blocks"
+    return isinstance(other, Plan) and all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _answer(peer: Peer, calls: Mapping[str, Case], device: Any, folder: Path) -> dict[str, Any]:
@@ -222,7 +215,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def below(results: Sequence[Result], device_kind: str) -> list[str]:
     """The lines below the table: the meaning of each column of times."""
-    calls = [result.calls for result in results if isinstance(result, CallsResult)]
+    calls = [result.calls for result in results]
     count = max((times.count for each in calls for times in each.values()), default=1)
     waits = "" if device_kind == "cpu" else ", until the GPU is done"
     return [

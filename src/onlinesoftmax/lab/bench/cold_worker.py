@@ -103,15 +103,14 @@ def _peer(request: dict[str, Any], device: Any) -> Any:
 def _verdict(case: Any, inputs: Any, result: Any, ours: bool) -> dict[str, Any]:
     """The error of a result, and the error that is allowed: that of PyTorch's own function."""
     from onlinesoftmax.lab.bench.check import Reference
-    from onlinesoftmax.lab.bench.peers import Ours, Peer
+    from onlinesoftmax.lab.bench.peers import Ours
+    from onlinesoftmax.lab.bench.run import Judge
 
     # Autograd's record of the call is not needed.
-    inputs = tuple(t.detach() for t in inputs)
-    reference, own = Reference(case, *inputs), Ours(inputs[0].device.type)
-    right = (own.yardstick if ours else own.own)(case)(*Peer("").arguments(case, inputs))
-    allowed = reference.allowed(right)
-    verdict = reference.judge(result, allowed, ours)
-    return {"wrong": verdict.wrong, "error": verdict.error, "allowed": allowed[0]}
+    inputs, own = tuple(t.detach() for t in inputs), Ours(inputs[0].device.type)
+    judge = Judge(case, Reference(case, *inputs), inputs, (own.yardstick if ours else own.own)(case))
+    verdict = judge.verdict(result, ours)
+    return {"wrong": verdict.wrong, "error": verdict.error, "allowed": judge.allowed[0]}
 
 
 def _since(start: int) -> float:

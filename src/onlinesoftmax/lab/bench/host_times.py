@@ -14,7 +14,7 @@ from .exact import Inputs
 from .inputs import make_inputs
 from .memory import lacks_memory
 from .peers import Ours, Peer, first_line
-from .result import CallsCaseResult, CallsResult, Result, as_calls
+from .result import CaseResult, Result
 from .run import check_all, clock_of
 from .timing import Clock, Times
 
@@ -32,7 +32,7 @@ Calls = dict[str, Call]
 
 def run_host(
     cases: Iterable[Case], everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock | None = None
-) -> Iterator[CallsCaseResult]:
+) -> Iterator[CaseResult]:
     """Measure the host time of the cases.
 
     All calls of neighbouring cases with one shape are interleaved, so that drift of the machine affects them alike: the
@@ -52,58 +52,55 @@ def run_host(
 
 def _together(
     cases: Sequence[Case], everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock
-) -> Iterator[CallsCaseResult]:
+) -> Iterator[CaseResult]:
     """The results of cases whose calls are interleaved."""
     lacking = [lacks_memory(replace(case, with_gradient=True), device) for case in cases]
     prepared = [
-        ([], {}) if reason else _prepared(case, everybody, device) for case, reason in zip(cases, lacking, strict=True)
+        [] if reason else _prepared(case, everybody, device) for case, reason in zip(cases, lacking, strict=True)
     ]
-    flat = {
-        f"{place} {who} {name}": call
-        for place, (_, calls) in enumerate(prepared)
-        for who, named in calls.items()
-        for name, call in named.items()
+    every = {
+        f"{case} {place} {name}": call
+        for case, found in enumerate(prepared)
+        for place, (_, calls) in enumerate(found)
+        for name, call in calls.items()
     }
-    samples = clock.host_us(flat, repeat_ms) if flat else {}
-    for place, (case, reason, (results, calls)) in enumerate(zip(cases, lacking, prepared, strict=True)):
-        if reason:
-            yield CallsCaseResult(case, skipped=reason)
-            continue
-        timed = {
-            who: {name: Times.of(samples[f"{place} {who} {name}"]) for name in named} for who, named in calls.items()
-        }  # fmt: skip
-        yield CallsCaseResult(case, results=[replace(each, calls=timed.get(each.who, {})) for each in results])
+    samples = clock.host_us(every, repeat_ms) if every else {}
+    for place, (case, reason, found) in enumerate(zip(cases, lacking, prepared, strict=True)):
+        timed = [
+            replace(result, calls={name: Times.of(samples[f"{place} {i} {name}"]) for name in calls})
+            for i, (result, calls) in enumerate(found)
+        ]
+        yield CaseResult(case, skipped=reason, results=timed, measures="host time")
 
 
-def _prepared(case: Case, everybody: Sequence[Peer], device: Any) -> tuple[list[CallsResult], dict[str, Calls]]:
-    """The results before any time, and the calls to time of each library whose results are right."""
-    results: list[CallsResult] = []
-    found: dict[str, Calls] = {}
+def _prepared(case: Case, everybody: Sequence[Peer], device: Any) -> list[tuple[Result, Calls]]:
+    """The result of each library before any time, with the calls to time if it is right."""
     inputs, with_gradient = make_inputs(case, device), replace(case, with_gradient=True)
     more = make_inputs(with_gradient, device)
-    for peer in everybody:
-        if not peer.in_torch:
-            reason = "takes arrays of JAX: the conversion of tensors would be measured"
-            results.append(CallsResult(peer.name, "refused", reason))
-            continue
-        checked, both = check_all(case, inputs, [peer]), check_all(with_gradient, more, [peer])
-        (plain,), (gradient,) = checked.results, both.results
-        result = as_calls(plain if plain.status != "ok" or not gradient.failed else gradient)
-        if result.status != "ok":
-            results.append(result)
-            continue
-        calls: Calls = {PLAIN: checked.calls[peer.name]}
-        reasons = [_add_out(calls, peer, case, inputs)]
-        if gradient.status == "ok":
-            calls[RECORDING] = partial(peer.prepare(case), *peer.arguments(with_gradient, more)[: len(inputs)])
-            calls[BOTH] = both.calls[peer.name]
-        else:
-            reasons.append(f"with gradient: {gradient.reason}")
-        if isinstance(peer, Ours) and checked.ours and checked.ours.plan.backend != "eager":
-            reasons.append(_add_bare_launch(calls, checked.ours, inputs[0]))
-        found[peer.name] = calls
-        results.append(replace(result, reason="; ".join(filter(None, reasons)) or None))
-    return results, found
+    return [_prepared_by(peer, case, inputs, with_gradient, more) for peer in everybody]
+
+
+def _prepared_by(
+    peer: Peer, case: Case, inputs: Inputs, with_gradient: Case, more: Inputs
+) -> tuple[Result, Calls]:  # fmt: skip
+    if not peer.in_torch:
+        reason = "takes arrays of JAX: the conversion of tensors would be measured"
+        return Result(peer.name, "refused", reason), {}
+    checked, both = check_all(case, inputs, [peer]), check_all(with_gradient, more, [peer])
+    (plain,), (gradient,) = checked.results, both.results
+    result = replace(plain if plain.status != "ok" or not gradient.failed else gradient, extra_bytes=None)
+    if result.status != "ok":
+        return result, {}
+    calls: Calls = {PLAIN: checked.calls[peer.name]}
+    reasons = [_add_out(calls, peer, case, inputs)]
+    if gradient.status == "ok":
+        calls[RECORDING] = partial(peer.prepare(case), *peer.arguments(with_gradient, more)[: len(inputs)])
+        calls[BOTH] = both.calls[peer.name]
+    else:
+        reasons.append(f"with gradient: {gradient.reason}")
+    if isinstance(peer, Ours) and checked.ours and checked.ours.plan.backend != "eager":
+        reasons.append(_add_bare_launch(calls, checked.ours, inputs[0]))
+    return replace(result, reason="; ".join(filter(None, reasons)) or None), calls
 
 
 def _add_out(calls: Calls, peer: Peer, case: Case, inputs: Inputs) -> str | None:
@@ -151,7 +148,7 @@ def below(results: Sequence[Result], device_kind: str) -> list[str]:
         first = "Host time: on a CPU a call is over when it returns, so each time holds the arithmetic."
     else:
         first = "Host time: until the call returns; the GPU's own time is not in it."
-    there = {name for result in results if isinstance(result, CallsResult) for name in result.calls}
+    there = {name for result in results for name in result.calls}
     lines = {
         OUT: "out=: the result goes to a tensor that is given.",
         RECORDING: "recording: the forward call on a tensor that requires a gradient.",

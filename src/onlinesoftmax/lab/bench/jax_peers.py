@@ -96,18 +96,26 @@ def _of_jax_nn(case: Case) -> Function:
     import jax
     import jax.numpy as jnp
 
+    dim = case.dim
     if case.backward:
         return partial(_its_gradient, case)
+
+    def of_targets(x: Any, target: Any) -> Any:
+        """The losses of the rows in the dtype of the logits, as optax computes them, or logprob and entropy."""
+        log_p = jax.nn.log_softmax(x.astype(case.accumulator), axis=dim)
+        picked = jnp.squeeze(jnp.take_along_axis(log_p, jnp.expand_dims(target, dim), axis=dim), axis=dim)
+        return -picked.astype(x.dtype) if case.reduction else (picked, -jnp.sum(jnp.exp(log_p) * log_p, axis=dim))
+
     if case.declaration.has_target:
-        return called(case, _loss_by_jax_nn(case) if case.reduction else _log_probabilities_by_jax_nn(case))
-    if case.with_gradient:
-        return called(case, partial(getattr(jax.nn, case.operation), axis=case.dim))
+        return called(case, of_targets)
     functions, forward = Functions(jnp.tanh, jnp.where), getattr(jax.nn, case.operation)
+    if case.with_gradient:
+        return called(case, partial(forward, axis=dim))
 
     def written_out(x: Any, *more: Any) -> Any:
         options = case.score_options(dict(zip(case.option_tensors, more, strict=True)))
         # jax.nn takes the mask itself.
-        return forward(scores(functions, x, options._replace(mask=None)), case.dim, where=options.mask)
+        return forward(scores(functions, x, options._replace(mask=None)), dim, where=options.mask)
 
     return written_out
 
@@ -163,31 +171,3 @@ def called(case: Case, function: Function) -> Function:
         return outputs if len(outputs) > 1 else outputs[0]
 
     return with_gradient if case.with_gradient else without_gradient
-
-
-def _loss_by_jax_nn(case: Case) -> Function:
-    """The losses of the rows, in the dtype of the logits, as optax computes them."""
-    return lambda x, target: -_picked_by_jax_nn(case, x, target).astype(x.dtype)
-
-
-def _log_probabilities_by_jax_nn(case: Case) -> Function:
-    import jax.numpy as jnp
-
-    def function(x: Any, target: Any) -> Any:
-        log_p = _log_softmax(case, x)
-        return _picked_by_jax_nn(case, x, target), -jnp.sum(jnp.exp(log_p) * log_p, axis=case.dim)
-
-    return function
-
-
-def _picked_by_jax_nn(case: Case, x: Any, target: Any) -> Any:
-    import jax.numpy as jnp
-
-    picked = jnp.take_along_axis(_log_softmax(case, x), jnp.expand_dims(target, case.dim), axis=case.dim)
-    return jnp.squeeze(picked, axis=case.dim)
-
-
-def _log_softmax(case: Case, x: Any) -> Any:
-    import jax
-
-    return jax.nn.log_softmax(x.astype(case.accumulator), axis=case.dim)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
 
 from ..names import check_names
 from .cases import Case
@@ -17,12 +16,10 @@ class _ForGpus(Peer):
     """A library with functions over the last dimension for NVIDIA GPUs.
 
     Attributes:
-        functions: The forward function for a case, by the name of the operation; it takes a case.
-        gradients: The function for a gradient alone, by the name of the operation; it takes a case.
+        operations: Names of the operations that it has.
     """
 
-    functions: ClassVar[Mapping[str, Callable[[Case], Function]]]
-    gradients: ClassVar[Mapping[str, Callable[[Case], Function]]]
+    operations: tuple[str, ...]
 
     def why_absent(self) -> str | None:
         """The library is not installed or cannot be imported, or there is no GPU."""
@@ -38,7 +35,7 @@ class _ForGpus(Peer):
 
     def supports(self, case: Case) -> str | None:
         """Only its own operations over the last dimension, without score options."""
-        if case.operation not in {**self.functions, **self.gradients}:
+        if case.operation not in self.operations:
             return f"has no {case.operation}"
         if case.fused:
             return f"has no {' or '.join(case.fused)}"
@@ -46,43 +43,20 @@ class _ForGpus(Peer):
 
     def prepare(self, case: Case) -> Function:
         """Its public function, with autograd where the case has a gradient; or its gradient alone."""
-        if case.backward:
-            return self.gradients[case.operation](case)
-        return with_gradient(case, self.functions[case.operation](case))
+        return with_gradient(case, self.function(case))
 
-
-def _softmax_by_liger(_: Case) -> Function:
-    """Its autograd function, the only one that it offers."""
-    function: Function = importlib.import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction.apply
-    return function
-
-
-def _gradient_by_liger(case: Case) -> Function:
-    """The function that backward calls."""
-    module = importlib.import_module("liger_kernel.ops.softmax")
-    # The same settings as in its forward pass.  The gradient goes to a new tensor; dy is not changed.
-    block, warps = module.calculate_settings(case.shape[-1])
-    backward = module._softmax_backward
-    return lambda y, dy: backward(dy, y, block, warps, False)
-
-
-def _loss_by_liger(case: Case) -> Function:
-    """The loss of Liger-Kernel, without the results that it returns beside the loss."""
-    # The package itself chooses the implementation, as it does for Liger's modules.
-    apply = importlib.import_module("liger_kernel.ops").LigerCrossEntropyFunction.apply
-    # No weight; ignore_index, z-loss and smoothing at their defaults.
-    before = (None, -100, 0.0, 0.0, case.reduction)
-    return lambda x, target: apply(x, target, *before)[0]
+    def function(self, case: Case) -> Function:
+        """Its function for the forward call, or for a gradient alone."""
+        raise NotImplementedError
 
 
 class Liger(_ForGpus):
     """Liger-Kernel."""
 
     name, module, distribution = "liger", "liger_kernel.ops.softmax", "liger-kernel"
+    operations = "softmax", "softmax_backward", "cross_entropy"
     # Its forward pass writes the gradient into the logits.
     overwrites = ("cross_entropy",)
-    functions: ClassVar = {"softmax": _softmax_by_liger, "cross_entropy": _loss_by_liger}
-    gradients: ClassVar = {"softmax_backward": _gradient_by_liger}
 
     def supports(self, case: Case) -> str | None:
         """Losses of two dimensions."""
@@ -90,35 +64,45 @@ class Liger(_ForGpus):
             return reason
         return "takes only two dimensions" if case.reduction and len(case.shape) != 2 else None
 
-
-def _softmax_by_quack(_: Case) -> Function:
-    function: Function = importlib.import_module("quack.softmax").softmax
-    return function
-
-
-def _gradient_by_quack(_: Case) -> Function:
-    """The function that backward calls."""
-    backward = importlib.import_module("quack.softmax").softmax_bwd
-    return lambda y, dy: backward(dy, y)
-
-
-def _loss_by_quack(case: Case) -> Function:
-    """The loss of quack."""
-    # `quack.cross_entropy` is the function; the module of this name is reached by its import name only.
-    function, reduction = importlib.import_module("quack.cross_entropy").cross_entropy, case.reduction
-    return lambda x, target: function(x, target, reduction=reduction)
+    def function(self, case: Case) -> Function:
+        """The autograd functions that it offers, a loss without the results beside it; the function of backward."""
+        if case.reduction:
+            # The package itself chooses the implementation, as it does for Liger's modules.
+            apply = importlib.import_module("liger_kernel.ops").LigerCrossEntropyFunction.apply
+            # No weight; ignore_index, z-loss and smoothing at their defaults.
+            before = (None, -100, 0.0, 0.0, case.reduction)
+            return lambda x, target: apply(x, target, *before)[0]
+        softmax = importlib.import_module(self.module)
+        if not case.backward:
+            function: Function = softmax.LigerSoftmaxFunction.apply
+            return function
+        # The same settings as in its forward pass.  The gradient goes to a new tensor; dy is not changed.
+        settings, backward = softmax.calculate_settings(case.shape[-1]), softmax._softmax_backward
+        return lambda y, dy: backward(dy, y, *settings, False)
 
 
 class Quack(_ForGpus):
     """Dao-AILab's quack."""
 
     name, module, distribution = "quack", "quack.softmax", "quack-kernels"
-    functions: ClassVar = {"softmax": _softmax_by_quack, "cross_entropy": _loss_by_quack}
-    gradients: ClassVar = {"softmax_backward": _gradient_by_quack}
+    operations = "softmax", "softmax_backward", "cross_entropy"
 
     def supports(self, case: Case) -> str | None:
         """Only two dimensions."""
         return super().supports(case) or (None if len(case.shape) == 2 else "takes only two dimensions")
+
+    def function(self, case: Case) -> Function:
+        """Its public function, or the function that backward calls."""
+        if case.reduction:
+            # `quack.cross_entropy` is the function; the module of this name is reached by its import name only.
+            loss, reduction = importlib.import_module("quack.cross_entropy").cross_entropy, case.reduction
+            return lambda x, target: loss(x, target, reduction=reduction)
+        softmax = importlib.import_module(self.module)
+        if not case.backward:
+            function: Function = softmax.softmax
+            return function
+        backward = softmax.softmax_bwd
+        return lambda y, dy: backward(dy, y)
 
 
 PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Torch, Compiled, Liger, Quack)}

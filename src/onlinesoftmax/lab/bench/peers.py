@@ -13,7 +13,6 @@ from .exact import Inputs
 from .formulas import Function, with_gradient
 from .inputs import rounded
 from .memory import extra_bytes
-from .result import Result
 
 
 class Peer:
@@ -27,7 +26,6 @@ class Peer:
         in_torch: True where PyTorch's allocator gives the memory of a call.
         ours: True for our library, whose results may be no further off than the framework's own.
         overwrites: Names of the operations whose call with a gradient overwrites the input.
-        result_type: Type of its results.
         device_type: "cuda" or "cpu", where the comparison runs.
     """
 
@@ -36,7 +34,6 @@ class Peer:
     module = "torch"
     flushes, in_torch, ours = 1, True, False
     overwrites: tuple[str, ...] = ()
-    result_type: type[Result] = Result
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import cache
 from math import isfinite, prod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ...core.task import ITEMSIZE
 from ...planner.plan import Plan
 from ...planner.variant import ONLY
 from ..names import MOST_ELEMENTS, check_names
 from .cases import MEASURED, Case
+from .suites import Measures
 from .timing import Against, Times
 
 if TYPE_CHECKING:
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+
+CALLS, SHARDED = ("calls", "state"), ("host_us", "collectives", "sent_row_bytes", "formula_row_bytes")
+
+ONLY_OF: dict[Measures, tuple[str, ...]] = {
+    "device time": (), "host time": CALLS, "first calls": CALLS, "sharded time": SHARDED,
+}  # fmt: skip
+"""The fields of a result that only this kind of measurement records; all kinds record the others."""
 
 LARGE = 1 << 20
 """Number of elements from which a CPU spends its time on arithmetic, so that ours is held to a ratio."""
@@ -38,6 +46,10 @@ CPU_RATIO, CPU_ADDED_US = 1.03, 5.0
 class Result:
     """The result of one library for one case.
 
+    Of sharded rows, `times` are those of the slowest process in each repetition, `copies` the median over that of a
+    copy of a shard, and `extra_bytes` the largest of any process.  Of calls that the host times, `reason` may also say
+    why one kind of call has no time while `status` is "ok".
+
     Attributes:
         who: Name of the library; "ours" for our own.
         status: "ok"; "wrong" or "failed", which fail the run; "refused" where the library cannot run the case.
@@ -53,6 +65,13 @@ class Result:
         against_torch: Ratio to PyTorch's time, and difference from it.
         analysis: The reason why the time is what it is.
         utilisation: `gbps` over the bandwidth of a large copy on this GPU; None on a CPU.
+        calls: Times of each kind of call, by its name, in the order in which the table shows them.
+        state: State of the caches on disk before the process began; empty where it makes no difference.
+        host_us: Microseconds until the call returns to the host; None on a CPU.
+        collectives: Number of collectives of a call.
+        sent_row_bytes: Bytes per row that a process gives to the collectives of a call, or sends to each other process
+            through peer memory; the most of any process.
+        formula_row_bytes: The same by the formula of the documentation; None where the peer has none.
     """
 
     who: str
@@ -69,21 +88,32 @@ class Result:
     against_torch: Against | None = None
     analysis: str = ""
     utilisation: float | None = None
+    # Of calls that the host times.
+    calls: Mapping[str, Times] = field(default_factory=dict)
+    state: str = ""
+    # Of sharded rows.
+    host_us: float | None = None
+    collectives: int | None = None
+    sent_row_bytes: float | None = None
+    formula_row_bytes: int | None = None
 
     @property
     def failed(self) -> bool:
         """True where the run must report failure."""
         return self.status in ("wrong", "failed")
 
-    def as_dict(self) -> dict[str, Any]:
-        """Every attribute, for JSON; an infinite error becomes null."""
+    def as_dict(self, measures: Measures) -> dict[str, Any]:
+        """The attributes of a kind of measurement, for JSON; an infinite error becomes null."""
         error = self.error if self.error is not None and isfinite(self.error) else None
-        return {**asdict(self), "error": error, "plan": self.plan.as_dict() if self.plan else None}
+        found = {**asdict(self), "error": error, "plan": self.plan.as_dict() if self.plan else None}
+        return {name: value for name, value in found.items() if name not in {*CALLS, *SHARDED} - {*ONLY_OF[measures]}}
 
 
 @dataclass(frozen=True)
 class CaseResult:
     """The results of one case, and the copy beside it.
+
+    Of sharded rows, `case` has the shape of the whole input, and the copy is that of one shard.
 
     Attributes:
         case: The case.
@@ -94,9 +124,10 @@ class CaseResult:
         flush: State of the L2 cache before each call but the copy: "dirty" after a flush that writes zeros, "clean"
             after a read of the same size; None on a CPU.  Before the copy it is dirty.
         overhead_us: Microseconds of a call without work on the same clock.
+        measures: The kind of measurement.
+        processes: Number of processes that share the rows.
+        all_reduce: Times of an all-reduce of one float32 number per row, of sharded rows.
     """
-
-    result_type: ClassVar[type[Result]] = Result
 
     case: Case
     skipped: str | None = None
@@ -106,11 +137,15 @@ class CaseResult:
     framework: str = "torch"
     flush: str | None = None
     overhead_us: float | None = None
+    measures: Measures = "device time"
+    processes: int = 1
+    all_reduce: Times | None = None
 
     @property
     def yardsticks(self) -> dict[str, Times]:
         """Times of calls that stand in the table beside the libraries, by name."""
-        return {}
+        found = {COPY_OF_SHARD: self.copy, ALL_REDUCE: self.all_reduce} if self.measures == "sharded time" else {}
+        return {name: times for name, times in found.items() if times is not None}
 
     @property
     def within_cpu_bound(self) -> bool | None:
@@ -127,19 +162,22 @@ class CaseResult:
         return ours.against_torch.added_us <= CPU_ADDED_US
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the framework, for JSON."""
+        """Everything but the framework and the kind of measurement, for JSON."""
         own = asdict(replace(self, results=[]))
-        del own["case"], own["framework"]
-        results = [result.as_dict() for result in self.results]
+        of_shards = () if self.measures == "sharded time" else ("processes", "all_reduce")
+        for name in ("case", "framework", "measures", *of_shards):
+            del own[name]
+        results = [result.as_dict(self.measures) for result in self.results]
         return {**self.case.as_dict(), **own, "within_cpu_bound": self.within_cpu_bound, "results": results}
 
     @classmethod
-    def of(cls, recorded: Mapping[str, Any], framework: str = "torch") -> Self:
+    def of(cls, recorded: Mapping[str, Any], framework: str = "torch", measures: Measures = "device time") -> Self:
         """The results of a dictionary as `as_dict` makes it; older records lack the newer attributes.
 
         Args:
             recorded: The dictionary, a case of a record.
             framework: The framework of the record's options.
+            measures: The kind of measurement.
 
         Raises:
             ValueError: no such case can be measured.
@@ -150,74 +188,9 @@ class CaseResult:
             raise ValueError(f"dim {recorded['dim']} is out of range for the shape {recorded['shape']}")
         if prod(recorded["shape"]) >= MOST_ELEMENTS:
             raise ValueError(f"shape {recorded['shape']}: more elements than any memory holds")
-        results = [made(cls.result_type, result) for result in recorded["results"]]
-        return made(cls, recorded, case=made(Case, recorded), results=results, framework=framework)
-
-
-@dataclass(frozen=True)
-class CallsResult(Result):
-    """The times of one library's calls for one case.
-
-    `reason` may also say why one kind of call has no time while `status` is "ok".
-
-    Attributes:
-        calls: Times of each kind of call, by its name, in the order in which the table shows them.
-        state: State of the caches on disk before the process began; empty where it makes no difference.
-    """
-
-    calls: Mapping[str, Times] = field(default_factory=dict)
-    state: str = ""
-
-
-@dataclass(frozen=True)
-class CallsCaseResult(CaseResult):
-    """The results of one case, whose calls are timed by the host; there is no copy beside them."""
-
-    result_type: ClassVar = CallsResult
-
-
-@dataclass(frozen=True)
-class ShardedResult(Result):
-    """The result of one way to compute a sharded case.
-
-    `times` are those of the slowest process in each repetition, `copies` the median over that of a copy of a shard, and
-    `extra_bytes` the largest of any process.
-
-    Attributes:
-        host_us: Microseconds until the call returns to the host; None on a CPU.
-        collectives: Number of collectives of a call.
-        sent_row_bytes: Bytes per row that a process gives to the collectives of a call, or sends to each other process
-            through peer memory; the most of any process.
-        formula_row_bytes: The same by the formula of the documentation; None where the peer has none.
-    """
-
-    host_us: float | None = None
-    collectives: int | None = None
-    sent_row_bytes: float | None = None
-    formula_row_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class ShardedCaseResult(CaseResult):
-    """The results of one sharded case.
-
-    `case` has the shape of the whole input; `copy` is the time of a copy of one shard, `copy_gbps` its bandwidth.
-
-    Attributes:
-        processes: Number of processes.
-        all_reduce: Times of an all-reduce of one float32 number per row.
-    """
-
-    result_type: ClassVar = ShardedResult
-
-    processes: int = 1
-    all_reduce: Times | None = None
-
-    @property
-    def yardsticks(self) -> dict[str, Times]:
-        """The copy of a shard and the all-reduce of a number per row."""
-        found = {COPY_OF_SHARD: self.copy, ALL_REDUCE: self.all_reduce}
-        return {name: times for name, times in found.items() if times is not None}
+        results = [made(Result, result) for result in recorded["results"]]
+        own = {"case": made(Case, recorded), "results": results, "framework": framework, "measures": measures}
+        return made(cls, recorded, **own)
 
 
 def made(kind: type[T], recorded: Mapping[str, Any], **values: Any) -> T:
@@ -247,13 +220,3 @@ def _value(of_type: Any, found: Any) -> Any:
     if get_origin(of_type) is Mapping:
         return {name: made(inner, each) for name, each in found.items()}
     return made(inner, found)
-
-
-def as_calls(result: Result, **changes: Any) -> CallsResult:
-    """A result of a check as the result of a suite of calls.
-
-    >>> as_calls(Result("torch", "refused", "no such dtype")).status
-    'refused'
-    """
-    kept = {name: getattr(result, name) for name in ("who", "status", "reason", "error", "allowed", "plan")}
-    return CallsResult(**{**kept, **changes})

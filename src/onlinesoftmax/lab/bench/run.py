@@ -12,7 +12,7 @@ from ...planner.plan import Plan, PlanError
 from ...torch.device import from_torch
 from . import analysis
 from .cases import Case
-from .check import Reference, poison
+from .check import Reference, Verdict, poison
 from .exact import Inputs
 from .formulas import Function
 from .inputs import make_inputs
@@ -124,7 +124,7 @@ def check_all(
     for_ours, for_others = _judges(case, inputs, ours_of(everybody, device))
     for peer in everybody:
         if reason := peer.supports(case):
-            checked.results.append(peer.result_type(peer.name, "refused", reason))
+            checked.results.append(Result(peer.name, "refused", reason))
             continue
         plan, calls = None, {}
         try:
@@ -163,15 +163,19 @@ class Judge:
 
     def __init__(self, case: Case, reference: Reference, inputs: Inputs, yardstick: Function) -> None:
         self._case, self._reference, self._inputs = case, reference, inputs
-        self._allowed = reference.allowed(yardstick(*Peer("").arguments(case, inputs)))
+        self.allowed = reference.allowed(yardstick(*Peer("").arguments(case, inputs)))
+
+    def verdict(self, found: Any, ours: bool) -> Verdict:
+        """Judge the tensors that a function returned."""
+        return self._reference.judge(found, self.allowed, ours)
 
     def of(self, peer: Peer, plan: Plan | None = None) -> tuple[Result, Callable[[], Any]]:
         """The result of a library without times, and its call without arguments."""
         call = partial(peer.prepare(self._case), *peer.arguments(self._case, self._inputs))
         poison(peer.returns(self._case), self._inputs[0].device)
-        verdict = self._reference.judge(peer.whole(self._case, call()), self._allowed, peer.ours)
+        verdict = self.verdict(peer.whole(self._case, call()), peer.ours)
         status = "ok" if verdict.wrong is None else "wrong"
-        return peer.result_type(peer.name, status, verdict.wrong, verdict.error, self._allowed[0], plan), call
+        return Result(peer.name, status, verdict.wrong, verdict.error, self.allowed[0], plan), call
 
 
 def ours_of(everybody: Sequence[Peer], device: Any) -> Ours:
@@ -182,12 +186,12 @@ def ours_of(everybody: Sequence[Peer], device: Any) -> Ours:
 def refusal(peer: Peer, plan: Plan | None, error: Exception) -> Result:
     """The result of a library that raised an error; raises the error where our library has no memory."""
     if isinstance(error, PlanError):
-        return peer.result_type(peer.name, "refused", reasons_of(error))
+        return Result(peer.name, "refused", reasons_of(error))
     if out_of_memory(error):
         if isinstance(peer, Ours):
             raise error
-        return peer.result_type(peer.name, "refused", "out of memory")
-    return peer.result_type(peer.name, "failed" if peer.ours else "refused", first_line(error), plan=plan)
+        return Result(peer.name, "refused", "out of memory")
+    return Result(peer.name, "failed" if peer.ours else "refused", first_line(error), plan=plan)
 
 
 def _against_torch(who: str, samples: Samples) -> Against | None:

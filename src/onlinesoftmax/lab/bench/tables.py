@@ -6,24 +6,13 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 from ...core.units import duration
 from . import cold_suite, host_times
 from .analysis import sentence
-from .result import (
-    CPU_ADDED_US,
-    CPU_RATIO,
-    LARGE,
-    WORDS,
-    CallsCaseResult,
-    CaseResult,
-    Result,
-    ShardedCaseResult,
-    ShardedResult,
-)
+from .result import CALLS, CPU_ADDED_US, CPU_RATIO, LARGE, ONLY_OF, WORDS, CaseResult, Result
 from .suites import SUITES, Measures
-from .timing import Times
 
 BUSY = 0.3
 """Load per processor above which other work on the machine shows in the times."""
@@ -34,17 +23,8 @@ MEMORY = "extra MB"
 USED = "of GPU"
 """Column of the utilisation: the bandwidth over that of a large copy on this GPU."""
 
-DEVICE_TIME = ("time us", "GB/s", "of copy", USED, "vs torch", MEMORY)
-"""Columns of numbers of device times.
-
-The memory is left out where no gradient ran on a GPU, the utilisation on a CPU and in older records.
-"""
-
-SHARDED_TIME = ("time us", "host us", "copies", MEMORY, "collectives", "bytes/row", "error")
-"""Columns of numbers of sharded times."""
-
-Figures = Callable[[Any, Any], Sequence[str]]
-"""From a case and a result of one library to the cells of a kind's own columns."""
+Columns = Mapping[str, Callable[[CaseResult, Result], str]]
+"""The columns of numbers of a kind, each with the function from a case and its result to the cell."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +51,6 @@ class Table:
         return Table(header, rows, self.numbers, self.above, self.below)
 
 
-class Kind(NamedTuple):
-    """A kind of measurement: the type of its results, and the function that makes their table."""
-
-    results: type[CaseResult]
-    table: Callable[[Sequence[Any], Mapping[str, Any]], Table]
-
-
 def measures(content: Mapping[str, Any]) -> Measures:
     """The kind of the measurements in a record; records from before there were several have no such key."""
     found: Measures = content.get("measures") or ("sharded time" if "processes" in content else "device time")
@@ -92,11 +65,11 @@ def read_cases(content: Mapping[str, Any]) -> list[CaseResult]:
     Raises:
         ValueError: a case cannot be measured; the message names its field.
     """
-    kind, framework = KINDS[measures(content)].results, content["options"].get("framework", "torch")
+    kind, framework = measures(content), content["options"].get("framework", "torch")
     found = []
     for i, case in enumerate(content["cases"]):
         try:
-            found.append(kind.of(case, framework))
+            found.append(CaseResult.of(case, framework, kind))
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             missing = isinstance(error, KeyError)
             raise ValueError(f"field cases[{i}]: {f'{error} is missing' if missing else error}") from None
@@ -105,31 +78,25 @@ def read_cases(content: Mapping[str, Any]) -> list[CaseResult]:
 
 def table_of(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Table:
     """The table of the results of a record, with the lines around it."""
-    return KINDS[measures(content)].table(results, content)
+    return KINDS[measures(content)](results, content)
 
 
-def _table(
-    results: Sequence[CaseResult], content: Mapping[str, Any], names: Sequence[str], figures: Figures, notes: str
-) -> Table:
-    """One row per result, skipped case, yardstick and absent library.
-
-    Args:
-        results: The results of the cases.
-        content: The record.
-        names: Names of the columns that `figures` fills.
-        figures: The cells of these columns.
-        notes: Name of the last column.
-    """
+def _table(results: Sequence[CaseResult], content: Mapping[str, Any], columns: Columns, notes: str) -> Table:
+    """One row per result, skipped case, yardstick and absent library; `notes` is the name of the last column."""
     rows: list[tuple[str, ...]] = []
+    blank = [""] * len(columns)
     for found in results:
-        start, blank = (found.case.operation, str(found.case), found.case.dtype), [""] * len(names)
+        start = (found.case.operation, str(found.case), found.case.dtype)
         if found.skipped:
             rows.append((*start, "-", *blank, f"skipped: {found.skipped}"))
-        rows += [(*start, _who(each), *figures(found, each), _note(each)) for each in found.results]
-        rows += [(*start, name, _us(times), *blank) for name, times in found.yardsticks.items()]
-    absent = content["absent"].items()
-    rows += [("-", "-", "-", name, *[""] * len(names), f"absent: {reason}") for name, reason in absent]
-    return Table(("operation", "shape", "dtype", "who", *names, notes), rows, tuple(names), above(content), [])
+        for each in found.results:
+            has_times = each.times or ONLY_OF[found.measures] == CALLS
+            cells = [cell(found, each) for cell in columns.values()] if has_times else blank
+            rows.append((*start, _who(each), *cells, _note(each)))
+        rows += [(*start, name, _digits(times.median_us), *blank) for name, times in found.yardsticks.items()]
+    rows += [("-", "-", "-", name, *blank, f"absent: {reason}") for name, reason in content["absent"].items()]
+    names = tuple(columns)
+    return Table(("operation", "shape", "dtype", "who", *names, notes), rows, names, above(content), [])
 
 
 def _who(result: Result) -> str:
@@ -148,21 +115,12 @@ def _device_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> T
         left_out.add(MEMORY)
     if not any(result.utilisation is not None for _, result in each):
         left_out.add(USED)
-    table = _table(results, content, DEVICE_TIME, _figures, "analysis").without(left_out)
+    table = _table(results, content, DEVICE_TIME, "analysis").without(left_out)
     # Old records name suites that are gone.
     suite = SUITES.get(content["options"].get("suite"))
     table.below.extend(sentences(results, content) if suite and suite.sentences else [])
     table.below.extend(below(results, content))
     return table
-
-
-def _figures(case_result: CaseResult, result: Result) -> Sequence[str]:
-    if result.times is None or result.gbps is None or result.of_copy is None:
-        return [""] * len(DEVICE_TIME)
-    used = "" if result.utilisation is None else f"{100 * result.utilisation:.0f}%"
-    gbps = f"{result.gbps:.{0 if result.gbps >= 100 else 1}f}"
-    against = _against(case_result, result)
-    return _us(result.times), gbps, f"{100 * result.of_copy:.0f}%", used, against, _megabytes(result)
 
 
 def _against(case_result: CaseResult, result: Result) -> str:
@@ -229,72 +187,93 @@ def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str
 
 
 def _calls(
-    lines: Callable[[Sequence[Result], str], list[str]], results: Sequence[CallsCaseResult], content: Mapping[str, Any]
+    lines: Callable[[Sequence[Result], str], list[str]], results: Sequence[CaseResult], content: Mapping[str, Any]
 ) -> Table:
     """The table of a suite of calls, with its own lines below."""
-    every: list[Any] = [result for found in results for result in found.results]
+    every = [result for found in results for result in found.results]
     names = tuple(dict.fromkeys(name for result in every for name in result.calls))
 
-    def figures(_: CaseResult, result: Any) -> Sequence[str]:
-        calls = result.calls
-        return result.state, *(duration(calls[name].median_us) if name in calls else "" for name in names)
+    def cell(name: str, _: CaseResult, result: Result) -> str:
+        return duration(result.calls[name].median_us) if name in result.calls else ""
 
-    found = _table(results, content, ("caches", *names), figures, "notes")
+    columns: Columns = {"caches": lambda _, result: result.state, **{name: partial(cell, name) for name in names}}
+    found = _table(results, content, columns, "notes")
     # A column that is empty in every row is left out.
     empty = {name for i, name in enumerate(found.header) if not any(row[i] for row in found.rows)}
     below = lines(every, content["device"]["kind"])
     return replace(found.without(empty - {"who", "notes"}), numbers=names, below=below)
 
 
-def _sharded_time(results: Sequence[ShardedCaseResult], content: Mapping[str, Any]) -> Table:
-    table, processes = _table(results, content, SHARDED_TIME, _sharded_figures, "analysis"), content["processes"]
+def _sharded_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Table:
+    table, processes = _table(results, content, SHARDED_TIME, "analysis"), content["processes"]
     over = f"{processes['backend']} {processes.get('nccl', '')}".strip()
     table.above.append(f"{processes['count']} processes over {over}; each figure is the slowest process's.")
     table.below.extend(_below_sharded(results))
     return table
 
 
-def _sharded_figures(_: CaseResult, result: Any) -> Sequence[str]:
-    if result.times is None:
-        return [""] * len(SHARDED_TIME)
-    host = "" if result.host_us is None else _digits(result.host_us)
-    copies = "" if result.copies is None else f"{result.copies:.2f}"
-    sent = f"{result.sent_row_bytes:.6g}"
-    return _us(result.times), host, copies, _megabytes(result), str(result.collectives), sent, f"{result.error:.1e}"
+def _shown(number: float | None, form: str) -> str:
+    """A number in a format; empty where there is none."""
+    return "" if number is None else f"{number:{form}}"
 
 
-def _us(times: Times) -> str:
-    return _digits(times.median_us)
+def _digits(microseconds: float | None) -> str:
+    return _shown(microseconds, ".2f" if microseconds is None or microseconds < 10 else ".1f")
 
 
-def _digits(microseconds: float) -> str:
-    return f"{microseconds:.{1 if microseconds >= 10 else 2}f}"
+def _us(_: CaseResult, result: Result) -> str:
+    return _digits(result.times.median_us if result.times else None)
 
 
-def _megabytes(result: Result) -> str:
+def _megabytes(_: CaseResult, result: Result) -> str:
     return "" if result.extra_bytes is None else f"{result.extra_bytes / 1e6:.1f}"
 
 
-def _below_sharded(results: Sequence[ShardedCaseResult]) -> list[str]:
+DEVICE_TIME: Columns = {
+    "time us": _us,
+    "GB/s": lambda _, result: _shown(result.gbps, ".0f" if result.gbps is None or result.gbps >= 100 else ".1f"),
+    "of copy": lambda _, result: _shown(result.of_copy, ".0%"),
+    USED: lambda _, result: _shown(result.utilisation, ".0%"),
+    "vs torch": _against,
+    MEMORY: _megabytes,
+}
+"""Columns of device times.
+
+The memory is left out where no gradient ran on a GPU, the utilisation on a CPU and in older records.
+"""
+
+SHARDED_TIME: Columns = {
+    "time us": _us,
+    "host us": lambda _, result: _digits(result.host_us),
+    "copies": lambda _, result: _shown(result.copies, ".2f"),
+    MEMORY: _megabytes,
+    "collectives": lambda _, result: _shown(result.collectives, "d"),
+    "bytes/row": lambda _, result: _shown(result.sent_row_bytes, ".6g"),
+    "error": lambda _, result: _shown(result.error, ".1e"),
+}
+"""Columns of sharded times."""
+
+
+def _below_sharded(results: Sequence[CaseResult]) -> list[str]:
     """The lines below the table: bytes that differ from the formula, and the speed-up over one process."""
     lines, speed_ups = [], []
     for found in results:
-        name, every = f"{found.case.operation} {found.case}", cast("Sequence[ShardedResult]", found.results)
-        for result in every:
+        name = f"{found.case.operation} {found.case}"
+        for result in found.results:
             if result.formula_row_bytes not in (None, result.sent_row_bytes):
                 sent, formula = f"{result.sent_row_bytes:.6g}", result.formula_row_bytes
                 lines.append(f"{name}: {result.who} sends {sent} bytes per row, and the formula says {formula}.")
-        us = {result.who: result.times.median_us for result in every if result.times}
+        us = {result.who: result.times.median_us for result in found.results if result.times}
         if {"ours", "one-process"} <= us.keys():
             ratio = us["one-process"] / us["ours"]
             speed_ups.append(f"{name}: {found.processes} processes have {ratio:.2f} times the speed of one.")
     return lines + speed_ups
 
 
-KINDS: dict[Measures, Kind] = {
-    "device time": Kind(CaseResult, _device_time),
-    "host time": Kind(CallsCaseResult, partial(_calls, host_times.below)),
-    "first calls": Kind(CallsCaseResult, partial(_calls, cold_suite.below)),
-    "sharded time": Kind(ShardedCaseResult, _sharded_time),
+KINDS: dict[Measures, Callable[[Sequence[CaseResult], Mapping[str, Any]], Table]] = {
+    "device time": _device_time,
+    "host time": partial(_calls, host_times.below),
+    "first calls": partial(_calls, cold_suite.below),
+    "sharded time": _sharded_time,
 }
-"""The kinds by the name that a suite and a record have for them."""
+"""The function that makes the table, by the name that a suite and a record have for a kind of measurement."""

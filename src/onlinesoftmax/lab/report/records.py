@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from ...core.printable import printable
 from ...core.whole_files import NotRegularError, read_regular
 from ..bench.record_file import FORMAT
-from ..bench.result import CaseResult, ShardedCaseResult
+from ..bench.result import CaseResult
 from ..bench.tables import Table, read_cases, table_of
 
 FOLDER = Path("benchmarks/results")
@@ -51,9 +51,9 @@ class Record:
     results: list[CaseResult]
 
     @property
-    def sharded(self) -> list[ShardedCaseResult]:
+    def sharded(self) -> list[CaseResult]:
         """The results of cases whose rows were sharded over processes; empty in any other record."""
-        return [found for found in self.results if isinstance(found, ShardedCaseResult)]
+        return [found for found in self.results if found.measures == "sharded time"]
 
     @cached_property
     def table(self) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..bench.result import CallsCaseResult, CaseResult, Result, ShardedCaseResult
+from ..bench.result import CALLS, ONLY_OF, CaseResult, Result
 from ..bench.tables import measures
 from .lengths import STEP
 from .records import Record
@@ -24,7 +24,7 @@ def series(record: Record) -> dict[str, Any]:
     """
     panels: dict[str, list[dict[str, Any]]] = {}
     # Times of calls have no place in charts of bandwidth; the table has them.
-    drawn = [found for found in record.results if not isinstance(found, CallsCaseResult)]
+    drawn = [found for found in record.results if ONLY_OF[found.measures] != CALLS]
     for found in drawn:
         if found.skipped is None:
             panels.setdefault(title(found), []).extend(_points(found))
@@ -103,7 +103,7 @@ def _points(found: CaseResult) -> list[dict[str, Any]]:
 
 def _point(found: CaseResult, result: Result) -> dict[str, Any]:
     gbps, ratio = result.gbps, result.of_copy
-    if isinstance(found, ShardedCaseResult) and result.times:
+    if found.measures == "sharded time" and result.times:
         # Of one of the devices, as the copy beside it.
         gbps = found.case.bytes / found.processes / result.times.median_us / 1e3
         ratio = found.copy_gbps and gbps / found.copy_gbps

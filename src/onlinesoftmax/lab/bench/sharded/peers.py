@@ -19,7 +19,6 @@ from ..exact import Inputs
 from ..formulas import Function
 from ..memory import extra_bytes
 from ..peers import Ours, Peer, public_function
-from ..result import ShardedResult
 from .collectives import collectives_of, row_bytes
 from .team import Team
 
@@ -32,7 +31,6 @@ class Member(Peer):
     """
 
     has_whole_rows = False
-    result_type = ShardedResult
 
     def __init__(self, team: Team) -> None:
         super().__init__(team.device.type)

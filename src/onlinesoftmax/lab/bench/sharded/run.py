@@ -14,7 +14,7 @@ from ..cases import Case
 from ..exact import Inputs
 from ..inputs import make_inputs
 from ..memory import lacks_memory
-from ..result import ALL_REDUCE, COPY_OF_SHARD, ShardedCaseResult, ShardedResult
+from ..result import ALL_REDUCE, COPY_OF_SHARD, CaseResult, Result
 from ..run import Checked, check_all
 from .clock import GroupClock
 from .peers import Member
@@ -23,9 +23,7 @@ from .team import Team
 Call = Callable[[], Any]
 
 
-def run(
-    cases: Iterable[Case], everybody: Sequence[Member], team: Team, repeat_ms: float
-) -> Iterator[ShardedCaseResult]:
+def run(cases: Iterable[Case], everybody: Sequence[Member], team: Team, repeat_ms: float) -> Iterator[CaseResult]:
     """Measure the cases, one at a time, in all processes of the team.
 
     Args:
@@ -38,7 +36,9 @@ def run(
     for case in cases:
         lacking = lacks_memory(case, team.device)
         if team.largest(float(lacking is not None))[0]:
-            yield ShardedCaseResult(case, skipped=lacking or "another process lacks memory", processes=team.size)
+            yield CaseResult(
+                case, skipped=lacking or "another process lacks memory", measures="sharded time", processes=team.size
+            )
             continue
         inputs = make_inputs(case, team.device)
         checked = check_all(case, inputs, everybody, partial(_agreed, team))
@@ -49,7 +49,7 @@ def run(
             torch.cuda.empty_cache()
 
 
-def _agreed(team: Team, result: ShardedResult) -> ShardedResult:
+def _agreed(team: Team, result: Result) -> Result:
     """A result of one process counts for all, and a call that one process cannot make is timed by none."""
     numbers = float(result.status != "ok"), result.sent_row_bytes or 0.0, float(result.extra_bytes or 0)
     stopped, sent, extra = team.largest(*numbers)
@@ -60,9 +60,7 @@ def _agreed(team: Team, result: ShardedResult) -> ShardedResult:
     return replace(result, status="failed", reason="another process has a wrong result or an error")
 
 
-def _timed(
-    case: Case, checked: Checked, inputs: Inputs, team: Team, clock: GroupClock, repeat_ms: float
-) -> ShardedCaseResult:
+def _timed(case: Case, checked: Checked, inputs: Inputs, team: Team, clock: GroupClock, repeat_ms: float) -> CaseResult:
     shard = team.part(case, inputs[0])
     target, numbers = torch.empty_like(shard), torch.zeros(case.rows, device=team.device)
     yardsticks: dict[str, Call] = {
@@ -72,13 +70,13 @@ def _timed(
     timed = clock.measure({**checked.calls, **yardsticks}, repeat_ms)
     copy, all_reduce = timed[COPY_OF_SHARD].times, timed[ALL_REDUCE].times
 
-    def with_times(result: ShardedResult) -> ShardedResult:
+    def with_times(result: Result) -> Result:
         if result.who not in checked.calls:
             return result
         times, host_us = timed[result.who]
         return replace(result, times=times, host_us=host_us, copies=times.median_us / copy.median_us)
 
-    return ShardedCaseResult(
+    return CaseResult(
         case, None, copy, 2 * shard.nbytes / copy.median_us / 1e3, [with_times(each) for each in checked.results],
-        processes=team.size, all_reduce=all_reduce,
+        measures="sharded time", processes=team.size, all_reduce=all_reduce,
     )  # fmt: skip
