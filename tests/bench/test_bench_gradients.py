@@ -217,14 +217,6 @@ def test_a_fused_case_runs_and_is_recorded(tmp_path: Path, capsys: pytest.Captur
     assert [result["status"] for result in case["results"]] == ["ok", "ok"]
 
 
-def test_others_say_what_they_lack() -> None:
-    liger, quack = libraries.peers(["liger", "quack"], "cpu")
-    for peer in (liger, quack):
-        assert peer.supports(Case("softmax_backward", (2, 3), 1, "float32")) is None
-        assert peer.supports(Case("log_softmax_backward", (2, 3), 1, "float32")) == "has no log_softmax_backward"
-        assert peer.supports(Case("softmax", (2, 3), 1, "float32", ("scale", "mask"))) == "has no scale or mask"
-
-
 def test_others_get_their_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Liger's and quack's functions of the versions that the peers were written for, as far as they are called."""
     case, asked = Case("softmax_backward", (2, 3), 1, "float32"), []

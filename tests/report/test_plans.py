@@ -1,9 +1,11 @@
-"""The picker's answers are the planner's: each is compared with an `explain` of its shape."""
+"""The picker's answers are the planner's: each is compared with an `explain` of its shape; stored ones are checked."""
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onlinesoftmax.core import cache
+from onlinesoftmax.core.cache_size import ANSWERS
 from onlinesoftmax.core.options import SCORE_OPTIONS
 from onlinesoftmax.explanation import explain
+from onlinesoftmax.lab.bench.record_file import sources
 from onlinesoftmax.lab.bench.tune_shapes import CLASSES
+from onlinesoftmax.lab.report import stored
 from onlinesoftmax.lab.report.combinations import PLAIN, Choices, Combination
 from onlinesoftmax.lab.report.lengths import EVERY, KINDS, LONGEST, STEP, cliffs, kind_of, lengths
 from onlinesoftmax.lab.report.plans import planned
-from onlinesoftmax.lab.report.stored import own_table
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.facts import plan_facts
 
@@ -130,15 +135,64 @@ def test_the_picker_offers_the_options_of_each_operation_and_framework() -> None
     assert {c.option for c in every if c.framework == "jax"} == {PLAIN, *SCORE_OPTIONS} - {"causal"}
 
 
-def test_stored_answers_are_those_that_were_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onlinesoftmax.core.cache.cache_folder", lambda: tmp_path)
-    monkeypatch.setattr("onlinesoftmax.lab.report.stored.cache_folder", lambda: tmp_path)
+KEY = f"a key {sources()}"
+ANSWER = {KEY: {kind: {"answers": [], "cliffs": []} for kind in KINDS}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("ONLINESOFTMAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(cache, "_reported", set())
+    cache.cache_folder.cache_clear()
     tmp_path.chmod(0o700)
+    yield tmp_path
+    cache.cache_folder.cache_clear()
+
+
+def test_answers_are_loaded_as_they_were_stored(folder: Path) -> None:
+    assert stored.load() == {}
+    stored.store({**ANSWER, "a key of other sources": {}})
+    assert stored.load() == ANSWER
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no gzip", *map(gzip.compress, (b"", b"{", b"[]", b'{"a": 1}', b"[" * 10**5))],
+    ids=["empty", "no gzip", "empty gzip", "cut off", "a list", "another object", "deep"],
+)
+def test_a_document_of_another_form_is_no_error(content: bytes, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache.store_entry(ANSWERS, content)
+    for _ in range(2):
+        assert stored.load() == {}
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{folder / ANSWERS} is not used: ")
+    assert record.getMessage().endswith("; the answers are computed again")
+
+
+def test_damaged_bytes_and_folders_of_others_are_no_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored.store(ANSWER)
+    whole = (folder / ANSWERS).read_bytes()
+    (folder / ANSWERS).write_bytes(whole[:-1])
+    assert stored.load() == {}
+    (folder / ANSWERS).write_bytes(whole)
+    folder.chmod(0o777)
+    assert stored.load() == {}
+    assert "may be written by other users" in caplog.text
+
+
+def test_answers_for_other_kinds_of_rows_are_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old = {"aligned": {"answers": [], "cliffs": []}}
+    cache.store_entry(ANSWERS, gzip.compress(json.dumps({**ANSWER, "an old key": old}).encode()))
+    assert stored.load() == ANSWER
+    assert not caplog.records
+
+
+def test_stored_answers_are_those_that_were_computed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = Choices(["a100"], ["softmax"], [], ["float32"], [1], ["jax"]).combinations()
     computed = planned(few)
     monkeypatch.setattr("onlinesoftmax.lab.report.plans.answers_of", None)
     assert json.dumps(planned(few)) == json.dumps(computed)
     # A new table of this machine for the GPU makes the stored answers those of another planner.
-    own_table("a100").write_text("{}")
+    stored.own_table("a100").write_text("{}")
     with pytest.raises(TypeError):
         planned(few)

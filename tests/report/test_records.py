@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 from made_records import TIMES, record
 
+pytest.importorskip("altair", reason="Altair draws the charts")
 pytest.importorskip("jsonschema", reason="the records are checked with jsonschema")
 
 from onlinesoftmax.lab.bench.result import CaseResult
+from onlinesoftmax.lab.bench.tables import SHARDED_TIME
+from onlinesoftmax.lab.report.charts import LIBRARIES
 from onlinesoftmax.lab.report.page import shown_first
 from onlinesoftmax.lab.report.records import read
 from onlinesoftmax.lab.report.series import series
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SHARDED = sorted(RESULTS.glob("*-distributed.json"))
 
 
 def write(folder: Path, content: Any, name: str = "r.json") -> Path:
@@ -205,3 +209,30 @@ def test_every_recorded_run_is_read() -> None:
         assert shown["panels"] or (shown["rows"] and found.content["measures"] != "device time"), found.name
         assert found.table.above
         assert found.table.rows
+
+
+@pytest.mark.parametrize("path", SHARDED, ids=lambda path: path.name)
+def test_a_record_of_sharded_rows_is_shown(path: Path) -> None:
+    (shown_record,), wrong, others = read([path])
+    assert not wrong
+    assert not others
+    shown = series(shown_record)
+    assert shown["header"] == ("operation", "shape", "dtype", "who", *SHARDED_TIME, "analysis")
+    points = [point for panel in shown["panels"] for point in panel["points"]]
+    assert {point["who"] for point in points} <= set(LIBRARIES)
+    panel = next(panel for panel in shown["panels"] if "with gradient" in panel["title"])
+    ours = next(point for point in panel["points"] if point["who"] == "ours")
+    found = next(each for each in shown_record.sharded if str(each.case) == ours["shape"])
+    times = next(result.times for result in found.results if result.who == "ours")
+    assert times is not None
+    assert found.copy is not None
+    assert found.all_reduce is not None
+    assert any(f"{found.processes} processes" in note for note in shown["notes"])
+    # The gradient is counted beside the logits, so a call that takes as long as the copy has its speed.
+    assert ours["ratio"] == pytest.approx(found.copy.median_us / times.median_us, rel=0.01)
+
+
+def test_a_sharded_case_is_read_as_it_was_written() -> None:
+    records, _, _ = read(SHARDED[:1])
+    for found in (each for one in records for each in one.sharded):
+        assert CaseResult.of(found.as_dict(), measures="sharded time") == found

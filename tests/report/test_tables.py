@@ -1,4 +1,4 @@
-"""Tables, figures and measured numbers of README.md and docs are those of the records; one command writes them."""
+"""Tables, charts and measured numbers of README.md and docs are those of the records; one command writes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import runpy
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ pytest.importorskip("altair", reason="Altair draws the charts")
 pytest.importorskip("vl_convert", reason="vl-convert makes SVG of charts")
 pytest.importorskip("jsonschema", reason="a schema checks the records")
 
+from made_records import record
+
 from onlinesoftmax.lab.bench.record_file import record_name
+from onlinesoftmax.lab.report.charts import NAMES
+from onlinesoftmax.lab.report.headline import headline, points_of, svg
+from onlinesoftmax.lab.report.records import read
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+RECORD = RESULTS / "h200-forward.json"
 
 pytestmark = pytest.mark.skipif(not RESULTS.is_dir(), reason="an sdist has no records")
 
@@ -95,3 +102,40 @@ def test_a_missing_record_is_said(tables: Any, tmp_path: Path) -> None:
 def test_a_wrong_marker_is_an_error(tables: Any, records: Any, text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         tables["filled"](text, records)
+
+
+def test_a_chart_shows_the_libraries_of_its_record() -> None:
+    (found,), _, _ = read([RECORD])
+    svg = headline(found)
+    here = {result.who for each in found.results for result in each.results if result.times}
+    for name in (*(NAMES.get(who, who) for who in here), "copy (dashed)", "row length", "GB/s"):
+        assert f">{name}<" in svg
+    assert all(f">{NAMES[who]}<" not in svg for who in {*NAMES} - here)
+
+
+def test_a_chart_of_one_length_has_an_axis_around_it() -> None:
+    """The axis of a single length would have no width otherwise, and the labels of all powers of two on one place."""
+    axis = svg([{"who": "ours", "cols": 128256, "rows": 1, "shape": "1x128256", "gbps": 1.0, "joined": True}])
+    assert ">128 Ki<" in axis
+    assert ">1 Gi<" not in axis
+
+
+def test_points_of_several_records_have_one_copy_and_every_library(tmp_path: Path) -> None:
+    made = [record(), record(date="2026-01-01T00:00:00+00:00")]
+    for case in made[1]["cases"]:
+        for result in case["results"]:
+            result["who"] = result["who"].replace("torch", "quack")
+    for i, content in enumerate(made):
+        (tmp_path / f"{i}.json").write_text(json.dumps(content))
+    records, _, _ = read([tmp_path])
+    points = points_of(records, "softmax, bfloat16")
+    keys = [(point["shape"], point["who"]) for point in points]
+    assert len(set(keys)) == len(keys)
+    assert {who for _, who in keys} == {"ours", "torch", "quack", "copy"}
+    assert (points[0]["who"], points[-1]["who"]) == ("copy", "ours")
+
+
+def test_a_record_without_measured_cases_has_no_chart() -> None:
+    (found,), _, _ = read([RECORD])
+    with pytest.raises(ValueError, match="has no case that was measured"):
+        headline(replace(found, results=[]))
