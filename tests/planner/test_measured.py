@@ -14,6 +14,7 @@ from onlinesoftmax.core.device import KNOWN, known
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.planner import measured
+from onlinesoftmax.planner.forecast import anchors
 from onlinesoftmax.planner.measured import KEPT_RATIO, Cell, Key, Table, Timing, key_of, slug, table_for
 from onlinesoftmax.planner.plan import Plan, Strategies, alternatives, plan
 from onlinesoftmax.planner.price import LAUNCH_US
@@ -96,7 +97,7 @@ def test_a_length_between_cells_is_planned_as_well_as_its_neighbours(cols: int, 
     chosen = plan(problem, H200, table=table)
     assert chosen.reads == 1
     beside = []
-    for cell, _ in table.anchors(problem, ["cuda"]):
+    for cell, _, _ in anchors(table, problem, ["cuda"]):
         there = Problem("softmax", cell.rows, cell.cols, dtype)
         beside.append(cell.timings[0].us * H200.bandwidth * 1e3 / (there.read_bytes + there.write_bytes))
     assert chosen.estimate_us / chosen.floor_us < 1.1 * max(beside)
@@ -165,9 +166,9 @@ def test_times_of_long_rows_say_nothing_of_short_ones_except_with_cuda() -> None
     table = table_for(known("h200"))
     assert table is not None
     short, long = (Problem("softmax", 65536, cols, "bfloat16") for cols in (1025, 32001))
-    assert not table.anchors(short, ["triton"])
-    assert table.anchors(short, ["cuda"])
-    assert table.anchors(long, ["triton"])
+    assert not anchors(table, short, ["triton"])
+    assert anchors(table, short, ["cuda"])
+    assert anchors(table, long, ["triton"])
     chosen = plan(short, known("h200"), Choice("triton", None, False), table=table)
     assert (chosen.strategy, chosen.measured_on) == ("row", "")
 
@@ -234,10 +235,10 @@ def test_times_of_aligned_rows_stand_for_those_of_much_longer_unaligned_ones() -
     short, long = Cell(1 << 16, 1024, (looped(10.0),)), Cell(64, 1 << 20, (looped(20.0),))
     key = Key("softmax", True, 2, unaligned=True)
     table = replace(table_of(long), cells={key: [short], key._replace(unaligned=False): [long]})
-    lengths = [[anchor.cell.cols for anchor in table.anchors(softmax(64, cols), ("cuda",))] for cols in (2047, 2049)]
+    lengths = [[anchor.cell.cols for anchor in anchors(table, softmax(64, cols), ("cuda",))] for cols in (2047, 2049)]
     assert lengths == [[1024], [1 << 20]]
     # With no other times than those of much shorter rows, these are used.
-    [anchor] = table_of(short, unaligned=True).anchors(softmax(64, (1 << 20) + 1), ("cuda",))
+    [anchor] = anchors(table_of(short, unaligned=True), softmax(64, (1 << 20) + 1), ("cuda",))
     assert anchor.cell.cols == 1024
 
 
@@ -286,7 +287,7 @@ def test_times_of_the_own_operation_come_before_those_of_its_stand_in() -> None:
 
     def timings(operation: str, writes_elements: bool) -> list[float]:
         written = outputs[writes_elements] if operation == "cross_entropy" else ()
-        [anchor] = table.anchors(Problem(operation, 1024, 32768, "bfloat16", outputs=written), ("cuda",))
+        [anchor] = anchors(table, Problem(operation, 1024, 32768, "bfloat16", outputs=written), ("cuda",))
         return [timing.us for timing in anchor.cell.timings]
 
     assert timings("cross_entropy", True) == [90.0]
@@ -304,12 +305,12 @@ def test_aligned_rows_of_the_own_operation_come_before_unaligned_ones_of_its_sta
     table = Table("made up", "a test", H200.bandwidth, cells)
     loss = Problem("cross_entropy", 1024, 32001, "bfloat16", outputs=("loss", "y"))
     log_softmax = Problem("log_softmax", 1024, 32001, "bfloat16")
-    assert [anchor.cell.cols for anchor in table.anchors(loss, ("cuda",))] == [32000]
-    assert [anchor.cell.cols for anchor in table.anchors(log_softmax, ("cuda",))] == [32001]
+    assert [anchor.cell.cols for anchor in anchors(table, loss, ("cuda",))] == [32000]
+    assert [anchor.cell.cols for anchor in anchors(table, log_softmax, ("cuda",))] == [32001]
     # Triton makes other code of unaligned rows, so the stand-in's times are all that there is.
     triton = Cell(1024, 32001, (Timing("triton", "looped", FAST, 95.0),), ("triton",))
     table = replace(table, cells={**cells, key: [triton]})
-    assert [anchor.cell.cols for anchor in table.anchors(loss, ("triton",))] == [32001]
+    assert [anchor.cell.cols for anchor in anchors(table, loss, ("triton",))] == [32001]
 
 
 def test_cells_of_one_shape_merge() -> None:

@@ -7,6 +7,7 @@ import pytest
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
+from onlinesoftmax.planner.forecast import anchors
 from onlinesoftmax.planner.measured import Cell, Key, Table, Timing, table_for
 from onlinesoftmax.planner.plan import plan
 from onlinesoftmax.planner.variant import Variant
@@ -62,7 +63,7 @@ def test_unaligned_rows_far_from_all_measured_ones_take_the_times_of_aligned_one
     own = Key("cross_entropy_backward", True, 4, True)
     table = Table("made up", "a test", H100.bandwidth, {own: far, own._replace(unaligned=False): [near]})
     for cols, measured in ((4385, 4096), (1101, 1001), (30001, 32001)):
-        nearest = table.anchors(own.problem(1024, cols, "float32"), ["cuda"])
+        nearest = anchors(table, own.problem(1024, cols, "float32"), ["cuda"])
         assert measured in {anchor.cell.cols for anchor in nearest}, cols
 
 

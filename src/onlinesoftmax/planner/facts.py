@@ -64,9 +64,7 @@ def _source(plan: Plan, device: Device) -> str:
     if not plan.measured_on:
         return "not measured"
     same_model = model_word(slug(plan.measured_on)) == model_word(slug(device.name))
-    return "from times measured at similar shapes" + (
-        "" if same_model else f" on {plan.measured_on}, scaled by bandwidth"
-    )
+    return f"from times of {plan.cells}" + ("" if same_model else f" on {plan.measured_on}, scaled by bandwidth")
 
 
 def _reads(plan: Plan) -> str:

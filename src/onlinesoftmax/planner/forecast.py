@@ -1,24 +1,271 @@
-"""Forecasts: the time of a strategy's variants for a problem, from a table of measured shapes on both sides of it."""
+"""Forecasts: the time of each proposal for a problem, from the times of measured shapes around it.
+
+    time = launches + sum over the anchors of weight · (measured time - launches) · slowdown
+
+An anchor is a measured shape near the problem.  Its weight is its part in the interpolation, times the ratio of the
+bytes that the problem and the shape move; the latency of a load counts as bytes in both.  The slowdown is 1 on the
+device that was measured, for blocks that use it as well as at the anchor.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..core.device import Device
 from ..core.problem import Problem
-from .measured import KEPT_RATIO, LATENCY_US, UNMEASURED_RATIO, Anchor, Cell, Table, measured_bytes
-from .price import LAUNCH_US, Plan, busy, estimated_us, exchange_us, priced, stretch
+from ..ops import OPERATIONS
+from .measured import KEPT_RATIO, Cell, Key, Table, key_of
+from .price import LATENCY_US, LAUNCH_US, Plan, busy, estimated_us, exchange_us, priced, stretch
 from .proposal import Proposal
 from .variant import Variant
 
 Propose = Callable[[Problem, Device], list[Proposal] | str]
 """Function that returns the proposals of a strategy for a problem, likeliest first, or the reason why it has none."""
 
+SHORT_COLS = 64
+"""Rows of at most so many columns behave alike: if such a length was measured, it counts for all shorter rows."""
 
-class Speed(NamedTuple):
+UNMEASURED_RATIO = 1.05
+"""Forecast time of a variant without a measured time, divided by the time of the fastest variant of its strategy.
+
+Used for tables that keep only the fastest variant of each strategy.
+"""
+
+Lengths = dict[int, list[Cell]]
+"""Measured shapes by their columns."""
+
+
+def stand_in(problem: Problem) -> str:
+    """The operation whose measured times stand for a problem's where a table has none of its own operation.
+
+    It reduces rows, has no target, and writes elements if the problem does.  Of such operations it is the one that
+    reads about as many tensors as the problem.
+
+    >>> stand_in(Problem("log_softmax", 1, 1)), stand_in(Problem("logsumexp_backward", 1, 1))
+    ('softmax', 'softmax')
+    """
+    reducing = [operation for operation in OPERATIONS.values() if operation.reduces and not operation.has_target]
+    # The first part is False, so that it is least, for an operation that writes elements where the problem does.  One
+    # that also writes results per row takes as long as one that writes elements alone.
+    return min(reducing, key=lambda o: (o.per_row == problem.writes_elements, abs(o.inputs - problem.inputs))).name
+
+
+def _is_near(problem: Problem, key: Key, lengths: Lengths) -> bool:
+    """True where rows of about a problem's length were measured: half as long, or for unaligned rows as long."""
+    close = any(problem.cols <= 2 * cols <= 4 * problem.cols for cols in lengths)
+    return 2 * max(lengths) >= problem.cols and (close or not key.unaligned)
+
+
+LENGTHS = (("about as long", _is_near), ("of any length", lambda problem, key, lengths: True))
+"""(name, predicate) of the lengths that are taken from the cells of a key, preferred ones first."""
+
+
+class Source(NamedTuple):
+    """The cells that stand for a problem.
+
+    Attributes:
+        name: Name of the fallback.
+        key: Key of the cells.
+        backends: Backends whose times are used.
+        lengths: The cells.
+    """
+
+    name: str
+    key: Key
+    backends: Collection[str]
+    lengths: Lengths
+
+
+def source_for(table: Table, problem: Problem, backends: Collection[str]) -> Source | None:
+    """The cells that stand for a problem, of these backends; None where there are none."""
+    own = key_of(problem)
+    other = own._replace(operation=stand_in(problem))
+    # The fastest plan of another operation may be slow here, so aligned rows of the same operation come before it.
+    keys = {
+        "rows of the operation": own,
+        "aligned rows of the operation": own._replace(unaligned=False),
+        "rows of a similar operation": other,
+        "aligned rows of a similar operation": other._replace(unaligned=False),
+    }
+    for (length, is_taken), (rows, key) in itertools.product(LENGTHS, keys.items()):
+        # CUDA kernels split an unaligned row, so that most of it is read as an aligned one.  The other compilers make
+        # slower code of unaligned rows, so times of aligned rows say nothing about them.
+        usable = {"cuda"} & {*backends} if own.unaligned and not key.unaligned else {*backends}
+        lengths = table.lengths(key, usable)
+        if not lengths or not is_taken(problem, key, lengths):
+            continue
+        if min(lengths) > max(2 * problem.cols, SHORT_COLS):
+            # If all measured rows are much longer than those of the problem, the fastest strategy of CUDA is still a
+            # good guess.  With the other backends, a strategy that was slow for long rows may be the best for short
+            # ones.
+            usable &= {"cuda"}
+            lengths = table.lengths(key, usable)
+        if lengths:
+            # A length that was measured only with many rows says nothing about few rows, so it is left out.  If all
+            # that remain are much longer than the problem's, none is left out: they would say even less.
+            few = {cols: cells for cols, cells in lengths.items() if min(c.rows for c in cells) <= 2 * problem.rows}
+            return Source(f"{rows}, {length}", key, usable, few if few and min(few) <= 2 * problem.cols else lengths)
+    return None
+
+
+class Anchor(NamedTuple):
+    """A measured shape near a problem, the factor for its time without launches, and the name of its fallback."""
+
+    cell: Cell
+    weight: float
+    source: str
+
+
+def anchors(table: Table, problem: Problem, backends: Collection[str]) -> list[Anchor]:
+    """The measured shapes between which a problem lies, of these backends; empty where none stands for it.
+
+    Columns are between the nearest measured lengths on both sides, by their logarithms: the time of a byte changes
+    slowly with them.  Rows are between the nearest numbers on both sides: the time of a kernel grows linearly with
+    them, from the latency of one row to the bandwidth of many.
+    """
+    if not problem.contiguous or not problem.rows * problem.cols:
+        # Only rows whose elements are neighbours were measured.
+        return []
+    source = source_for(table, problem, backends)
+    if source is None:
+        return []
+    dtype = problem.dtype if source.key.itemsize == problem.itemsize else "float32"
+    found = []
+    for cols, part_of_cols in _between(problem.cols, source.lengths, math.log2):
+        cells = {cell.rows: cell for cell in source.lengths[cols]}
+        pairs = _between(problem.rows, cells, float)
+        for rows, part_of_rows in pairs:
+            # Between two numbers of rows, the parts say how the time grows; beyond the ends, the bytes do.
+            like = source.key.problem(problem.rows if len(pairs) > 1 else rows, cols, dtype)
+            moved, measured = (measured_bytes(each) + latency_bytes(table.bandwidth) for each in (problem, like))
+            timings = tuple(timing for timing in cells[rows].timings if timing.backend in source.backends)
+            cell = replace(cells[rows], timings=timings)
+            found.append(Anchor(cell, part_of_cols * part_of_rows * moved / measured, source.name))
+    return found
+
+
+def _between(value: int, measured: Collection[int], scale: Callable[[float], float]) -> list[tuple[int, float]]:
+    """The measured numbers below and above a value with their parts in the interpolation.
+
+    One number alone if the value was measured, or is beyond the ends.
+    """
+    below = max((n for n in measured if n <= value), default=min(measured))
+    above = min((n for n in measured if n >= value), default=max(measured))
+    if not below < value < above:
+        return [(below, 1.0)]
+    part = (scale(value) - scale(below)) / (scale(above) - scale(below))
+    return [(below, 1.0 - part), (above, part)]
+
+
+def measured_bytes(problem: Problem) -> int:
+    """Bytes that a problem moves at least, without the logits, which no measured call read."""
+    return problem.read_bytes - problem.all_logit_bytes + problem.write_bytes
+
+
+def latency_bytes(bandwidth: float) -> float:
+    """Bytes that a bandwidth, in GB/s, moves during the latency of a load.
+
+    The time for fewer bytes hardly depends on their number.
+    """
+    return bandwidth * 1e3 * LATENCY_US
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The measured shapes around one problem on one device.
+
+    Attributes:
+        problem: The problem.
+        device: The device to plan for.
+        table: The table.
+        anchors: Its measured shapes around the problem, with the times of the backends that can be used.
+    """
+
+    problem: Problem
+    device: Device
+    table: Table
+    anchors: tuple[Anchor, ...]
+
+    def best(self, options: list[Proposal], propose: Propose) -> Plan:
+        """The plan of the variant with the least time among those that a strategy proposes for the problem.
+
+        A variant that was the fastest for a shorter row may not be among them: its blocks may be too small for the row.
+        """
+        strategy = (options[0].backend, options[0].strategy)
+        paces = []
+        for cell, _, _ in self.anchors:
+            like = self.problem.for_rows(self.problem.rows, cell.cols)
+            is_measured = any(timing[:2] == strategy for timing in cell.timings)
+            paces.append(_paces_of(propose, like, cell.rows, self.device) if is_measured else {})
+        times = [self._us(option, paces) for option in options]
+        us, is_measured = best = min(times, key=lambda pair: pair[0])
+        shapes = ", ".join(f"{anchor.cell.rows} x {anchor.cell.cols}" for anchor in self.anchors)
+        measured = (self.table.device, f"{self.anchors[0].source}: {shapes}") if is_measured else ("", "")
+        return priced(options[times.index(best)], self.problem, self.device, us, *measured)
+
+    def _us(self, option: Proposal, paces: list[dict[Variant, Pace]]) -> tuple[float, bool]:
+        """Microseconds of a proposal, and True where a cell names its variant.
+
+        The logits that the gradient of a softcap reads beside its input are added at full bandwidth, alike for every
+        proposal.
+
+        Args:
+            option: The proposal.
+            paces: The pace of each variant of its strategy at each anchor.
+        """
+        problem, device, launches = self.problem, self.device, option.launches * LAUNCH_US
+        here = _pace(option, problem, device)
+        transfer, is_measured = 0.0, False
+        for (cell, weight, _), there in zip(self.anchors, paces, strict=True):
+            us, is_named = self._time_in(cell, option)
+            # Launches take as long for any number of bytes: only the rest of the time grows with them.
+            weight *= max(us - launches, 0.0)
+            if is_named:
+                is_measured = True
+                weight *= _slowed(problem, device.bandwidth, here.time_of_byte(there.get(option.variant, here)))
+            transfer += weight
+        slower = _slowed(problem, self.table.bandwidth, self.table.bandwidth / device.bandwidth)
+        us = launches + slower * transfer + problem.all_logit_bytes / (device.bandwidth * 1e3)
+        us += exchange_us(option, problem, device)
+        # A forecast from many rows is too optimistic for few, because one program for each row no longer fills the
+        # device.  CUDA was measured with few rows too.
+        has_many_rows = min(anchor.cell.rows for anchor in self.anchors) > 2 * problem.rows
+        if not is_measured or (has_many_rows and option.backend != "cuda"):
+            # Take the larger of forecast and estimate, so that an optimistic guess does not win.
+            us = max(us, estimated_us(option, problem, device))
+        return us, is_measured
+
+    def _time_in(self, cell: Cell, option: Proposal) -> tuple[float, bool]:
+        """(microseconds of a proposal's variant in a cell, True where the cell names it).
+
+        For a variant that the cell does not name, the time is the fastest of its strategy or backend times a ratio.
+        """
+        backend, strategy = option.backend, option.strategy
+        names = {option.variant}
+        if not self.problem.declaration.may_keep_terms:
+            # The table's operation may keep terms where the problem's cannot: the same blocks with terms.
+            names.add(option.variant.with_terms())
+        of_backend = [timing for timing in cell.timings if timing.backend == backend]
+        of_strategy = [timing for timing in of_backend if timing.strategy == strategy]
+        if found := [timing.us for timing in of_strategy if timing.variant in names]:
+            return min(found), True
+        if of_strategy and not self.table.every_variant:
+            return UNMEASURED_RATIO * min(timing.us for timing in of_strategy), False
+        return KEPT_RATIO * min(timing.us for timing in of_backend or cell.timings), False
+
+
+def forecast_for(table: Table, problem: Problem, device: Device, backends: Collection[str]) -> Forecast | None:
+    """The forecast by a table for these backends; None where the table has no times of them for similar shapes."""
+    found = tuple(anchors(table, problem, backends))
+    return Forecast(problem, device, table, found) if found else None
+
+
+class Pace(NamedTuple):
     """How fast a proposal moves its rows, for forecasts between shapes.
 
     Attributes:
@@ -29,13 +276,7 @@ class Speed(NamedTuple):
     busy: float
     stretch: float
 
-    @classmethod
-    def of(cls, option: Proposal, problem: Problem, rows: int, device: Device) -> Speed:
-        """The speed of a proposal, with the stretch of a call of so many rows."""
-        like = problem if rows == problem.rows else problem.for_rows(rows)
-        return cls(busy(option, problem, device), stretch(option, like, device))
-
-    def slower_than(self, measured: Speed) -> float:
+    def time_of_byte(self, measured: Pace) -> float:
         """Time of a byte, as a multiple of its time in a measured call of the same variant.
 
         A longer row can take one more chunk of each thread's registers, and then fewer blocks are resident than were
@@ -44,128 +285,22 @@ class Speed(NamedTuple):
         return max(1.0, measured.busy / self.busy) * self.stretch / measured.stretch
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """The measured shapes around one problem on one device.
-
-    Attributes:
-        problem: The problem.
-        device: The device to plan for.
-        anchors: The measured shapes, with the times of the backends that can be used.
-        slower: Time on the planned device divided by time on the measured device, launches excluded.
-        every_variant: As in Table.
-        measured_on: Name of the measured device.
-    """
-
-    problem: Problem
-    device: Device
-    anchors: tuple[Anchor, ...]
-    slower: float
-    every_variant: bool
-    measured_on: str
-
-    @classmethod
-    def of(cls, table: Table, problem: Problem, device: Device, backends: Collection[str]) -> Forecast | None:
-        """The forecast by a table for these backends; None where the table has no times of them for similar shapes."""
-        anchors = table.anchors(problem, backends)
-        if not anchors:
-            return None
-        slower = _slowed(problem, table.bandwidth, table.bandwidth / device.bandwidth)
-        return cls(problem, device, tuple(anchors), slower, table.every_variant, table.device)
-
-    def best(self, options: list[Proposal], propose: Propose) -> Plan:
-        """The plan of the variant with the least time among those that a strategy proposes for the problem.
-
-        A variant that was the fastest for a shorter row may not be among them: its blocks may be too small for the row.
-        """
-        strategy = (options[0].backend, options[0].strategy)
-        speeds = [
-            self._speeds(propose, cell) if any(timing[:2] == strategy for timing in cell.timings) else {}
-            for cell, _ in self.anchors
-        ]
-        times = [self._us(option, speeds) for option in options]
-        us, measured = min(times, key=lambda pair: pair[0])
-        chosen = options[times.index((us, measured))]
-        return priced(chosen, self.problem, self.device, us, self.measured_on if measured else "")
-
-    def _speeds(self, propose: Propose, cell: Cell) -> dict[Variant, Speed]:
-        """The speed of each variant of a strategy at a measured shape."""
-        like = self.problem.for_rows(self.problem.rows, cell.cols)
-        return _speeds_of(propose, like, cell.rows, self.device)
-
-    def _us(self, option: Proposal, speeds: list[dict[Variant, Speed]]) -> tuple[float, bool]:
-        """Microseconds of a proposal, and True where a cell names its variant.
-
-        The time is that of the launches plus the weighted times of the variant in all cells (`_time_in`).  The logits
-        that the gradient of a softcap reads beside its input are added at full bandwidth, alike for every proposal.
-
-        Args:
-            option: The proposal.
-            speeds: The speeds of the variants of its strategy at each measured shape.
-        """
-        launches = option.launches * LAUNCH_US
-        here = Speed.of(option, self.problem, self.problem.rows, self.device)
-        transfer, is_measured = 0.0, False
-        for (cell, weight), measured in zip(self.anchors, speeds, strict=True):
-            us, named = self._time_in(cell, option)
-            # Launches take as long for any number of bytes: only the rest of the time grows with them.
-            weight *= max(us - launches, 0.0)
-            if named:
-                is_measured = True
-                ratio = here.slower_than(measured.get(option.variant, here))
-                weight *= _slowed(self.problem, self.device.bandwidth, ratio)
-            transfer += weight
-        us = launches + self.slower * transfer + self.problem.all_logit_bytes / (self.device.bandwidth * 1e3)
-        us += exchange_us(option, self.problem, self.device)
-        if not is_measured or (self._few_rows and option.backend != "cuda"):
-            # No measured shape near the problem names this variant, or none has so few rows.  Take the larger of
-            # forecast and estimate, so that an optimistic guess does not win.
-            us = max(us, estimated_us(option, self.problem, self.device))
-        return us, is_measured
-
-    @cached_property
-    def _few_rows(self) -> bool:
-        """True where every measured shape has more than twice as many rows.
-
-        A forecast from many rows is too optimistic then, because one program for each row no longer fills the device.
-        CUDA was measured with few rows too, so only the other backends need this caution.
-        """
-        return min(cell.rows for cell, _ in self.anchors) > 2 * self.problem.rows
-
-    def _time_in(self, cell: Cell, option: Proposal) -> tuple[float, bool]:
-        """(microseconds of a proposal's variant in a cell, True where the cell names it).
-
-        For a variant that the cell does not name, the time is the fastest of its strategy or backend times a ratio.
-        """
-        backend, strategy = option.backend, option.strategy
-        names = [option.variant]
-        if not self.problem.declaration.may_keep_terms:
-            # The table's operation may keep terms where the problem's cannot: the same blocks with terms.
-            names.append(option.variant.with_terms())
-        found = [cell.us[backend, strategy, name] for name in names if (backend, strategy, name) in cell.us]
-        if found:
-            return min(found), True
-        if not self.every_variant:
-            own = [timing.us for timing in cell.timings if timing[:2] == (backend, strategy)]
-            if own:
-                return UNMEASURED_RATIO * min(own), False
-        same_backend = [timing.us for timing in cell.timings if timing.backend == backend]
-        return KEPT_RATIO * min(same_backend or (timing.us for timing in cell.timings)), False
-
-
-def _slowed(problem: Problem, bandwidth: float, ratio: float) -> float:
-    """Factor of the time of a transfer if each byte takes `ratio` times as long and the latency stays the same.
-
-    The latency counts as the bytes that memory delivers meanwhile: the bandwidth, in GB/s, times LATENCY_US.
-    """
-    moved, latency = measured_bytes(problem), bandwidth * 1e3 * LATENCY_US
-    return (latency + moved * ratio) / (latency + moved)
+def _pace(option: Proposal, problem: Problem, device: Device, rows: int | None = None) -> Pace:
+    """The pace of a proposal, with the stretch of a call of so many rows."""
+    like = problem if rows is None else problem.for_rows(rows)
+    return Pace(busy(option, problem, device), stretch(option, like, device))
 
 
 @lru_cache(maxsize=4096)
-def _speeds_of(propose: Propose, problem: Problem, rows: int, device: Device) -> dict[Variant, Speed]:
-    """The speed of each variant of a strategy.  Few shapes are measured, so most calls repeat."""
+def _paces_of(propose: Propose, problem: Problem, rows: int, device: Device) -> dict[Variant, Pace]:
+    """The pace of each variant of a strategy.  Few shapes are measured, so most calls repeat."""
     options = propose(problem, device)
     if isinstance(options, str):
         return {}
-    return {option.variant: Speed.of(option, problem, rows, device) for option in options}
+    return {option.variant: _pace(option, problem, device, rows) for option in options}
+
+
+def _slowed(problem: Problem, bandwidth: float, ratio: float) -> float:
+    """Factor of the time of a transfer if each byte takes `ratio` times as long and the latency stays the same."""
+    moved, latency = measured_bytes(problem), latency_bytes(bandwidth)
+    return (latency + moved * ratio) / (latency + moved)

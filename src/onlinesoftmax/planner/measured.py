@@ -6,12 +6,10 @@ them (forecast.py).  A GPU without a table borrows another's, which is a better 
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -29,35 +27,6 @@ KEPT_RATIO = 1.5
 A variant that a cell does not name is therefore forecast to take KEPT_RATIO times as long as the fastest.  Some tables
 keep only the fastest variant of each strategy (`Table.every_variant`), and have another ratio (UNMEASURED_RATIO).
 """
-
-LATENCY_US = 0.9
-"""Microseconds from a load to its data on a busy device."""
-
-SHORT_COLS = 64
-"""Rows of at most so many columns behave alike: if such a length was measured, it counts for all shorter rows."""
-
-UNMEASURED_RATIO = 1.05
-"""Forecast time of a variant without a measured time, divided by the time of the fastest variant of its strategy.
-
-Used for tables that keep only the fastest variant of each strategy.
-"""
-
-_CUDA = frozenset({"cuda"})
-
-
-def stand_in(problem: Problem) -> str:
-    """The operation whose measured times stand for a problem's where a table has none of its own operation.
-
-    It reduces rows, has no target, and writes elements if the problem does.  Of such operations it is the one that
-    reads about as many tensors as the problem.
-
-    >>> stand_in(Problem("log_softmax", 1, 1)), stand_in(Problem("logsumexp_backward", 1, 1))
-    ('softmax', 'softmax')
-    """
-    reducing = [operation for operation in OPERATIONS.values() if operation.reduces and not operation.has_target]
-    # The first part is False, so that it is least, for an operation that writes elements where the problem does.  One
-    # that also writes results per row takes as long as one that writes elements alone.
-    return min(reducing, key=lambda o: (o.per_row == problem.writes_elements, abs(o.inputs - problem.inputs))).name
 
 
 def optional_operands(operation: Operation, writes_elements: bool) -> tuple[str, ...]:
@@ -121,24 +90,6 @@ class Cell:
         timings = sorted([*own, *other.timings], key=lambda timing: timing.us)
         return Cell(self.rows, self.cols, tuple(timings), tuple(sorted({*self.backends, *other.backends})))
 
-    @cached_property
-    def us(self) -> dict[tuple[str, str, Variant], float]:
-        """Microseconds by backend, strategy and variant."""
-        return {timing[:3]: timing.us for timing in self.timings}
-
-
-class Anchor(NamedTuple):
-    """A measured shape near a problem.
-
-    Attributes:
-        cell: The shape and its times.
-        weight: Factor for its time without launches: its part in the interpolation, times the ratio of the bytes that
-            the problem and the measured shape move.  The latency of a load counts as bytes in both.
-    """
-
-    cell: Cell
-    weight: float
-
 
 @dataclass(frozen=True)
 class Table:
@@ -158,65 +109,7 @@ class Table:
     cells: Mapping[Key, list[Cell]] = field(repr=False, hash=False, compare=False)
     every_variant: bool = True
 
-    def anchors(self, problem: Problem, backends: Collection[str]) -> list[Anchor]:
-        """The measured shapes between which a problem lies, of these backends; empty where none stands for it.
-
-        Columns are between the nearest measured lengths on both sides, by their logarithms: the time of a byte
-        changes slowly with them.  Rows are between the nearest numbers on both sides: the time of a kernel grows
-        linearly with them, from the latency of one row to the bandwidth of many.
-        """
-        if not problem.contiguous or not problem.rows * problem.cols:
-            # Only rows whose elements are neighbours were measured.
-            return []
-        key, usable, lengths = self._lengths(problem, backends)
-        if not lengths:
-            return []
-        # The latency of a load, as the bytes that the device moves in that time (`bandwidth` is in GB/s).  For a shape
-        # of fewer bytes, time hardly depends on the shape.
-        latency = self.bandwidth * 1e3 * LATENCY_US
-        measured_dtype = problem.dtype if key.itemsize == problem.itemsize else "float32"
-        anchors = []
-        for cols, weight in _between(problem.cols, lengths, math.log2):
-            like = key.problem(problem.rows, cols, measured_dtype)
-            weight *= (latency + measured_bytes(problem)) / (latency + measured_bytes(like))
-            cells = {cell.rows: cell for cell in lengths[cols]}
-            pairs = _between(problem.rows, cells, float)
-            for rows, part in pairs:
-                beyond = (latency + measured_bytes(like)) / (latency + measured_bytes(like.for_rows(rows)))
-                timings = tuple(timing for timing in cells[rows].timings if timing.backend in usable)
-                weight_here = weight * part * (beyond if len(pairs) == 1 else 1.0)
-                anchors.append(Anchor(replace(cells[rows], timings=timings), weight_here))
-        return anchors
-
-    def _lengths(
-        self, problem: Problem, backends: Collection[str]
-    ) -> tuple[Key, Collection[str], dict[int, list[Cell]]]:
-        """The cells that are like a problem, by their columns; their key, and the backends whose times are used."""
-        own = key_of(problem)
-        other = own._replace(operation=stand_in(problem))
-        # If no unaligned rows were measured, or only much shorter and much longer ones, the times of aligned rows are
-        # used.  Those of the same operation come before those of another, whose fastest plan may be slow here.  If all
-        # measured rows are much shorter, the first key that has any is used.
-        keys = (own, own._replace(unaligned=False), other, other._replace(unaligned=False))
-        for least, key in itertools.product((problem.cols / 2, 0), keys):
-            usable = _usable(key, problem, backends)
-            lengths = self._of_backends(key, usable)
-            if max(lengths, default=0) < least or (least and key.unaligned and not _any_near(problem.cols, lengths)):
-                continue
-            # If all measured rows are much longer than those of the problem, the fastest strategy of CUDA is still a
-            # good guess.  With the other backends, a strategy that was slow for long rows may be the best for short
-            # ones.
-            if lengths and min(lengths) > max(2 * problem.cols, SHORT_COLS):
-                usable = _CUDA & {*usable}
-                lengths = self._of_backends(key, usable)
-            if lengths:
-                # A length that was measured only with many rows says nothing about few rows, so it is left out.  If all
-                # that remain are much longer than the problem's, none is left out: they would say even less.
-                few = {cols: cells for cols, cells in lengths.items() if min(c.rows for c in cells) <= 2 * problem.rows}
-                return key, usable, few if few and min(few) <= 2 * problem.cols else lengths
-        return own, (), {}
-
-    def _of_backends(self, key: Key, backends: Collection[str]) -> dict[int, list[Cell]]:
+    def lengths(self, key: Key, backends: Collection[str]) -> dict[int, list[Cell]]:
         """The cells under a key that have times of these backends, by their columns."""
         lengths: dict[int, list[Cell]] = {}
         for cell in self.cells.get(key, []):
@@ -293,40 +186,6 @@ class _Cells(Mapping[Key, list[Cell]]):
 
     def __len__(self) -> int:
         return len(self._lines)
-
-
-def _between(value: int, measured: Collection[int], scale: Callable[[float], float]) -> list[tuple[int, float]]:
-    """The measured numbers below and above a value with their parts in the interpolation.
-
-    One number alone if the value was measured, or is beyond the ends.
-    """
-    below = max((n for n in measured if n <= value), default=min(measured))
-    above = min((n for n in measured if n >= value), default=max(measured))
-    if below == above or not below <= value <= above:
-        return [(below, 1.0)]
-    part = (scale(value) - scale(below)) / (scale(above) - scale(below))
-    return [(below, 1.0 - part), (above, part)]
-
-
-def _any_near(value: int, measured: Collection[int]) -> bool:
-    """True where a measured number is at least half of a value and at most twice as large."""
-    return any(value <= 2 * n <= 4 * value for n in measured)
-
-
-def _usable(key: Key, problem: Problem, backends: Collection[str]) -> Collection[str]:
-    """The backends whose times under a key say something about a problem.
-
-    Times of aligned rows are used for unaligned rows with CUDA alone: its kernels split an unaligned row, so that most
-    of it is read as an aligned one.  The other compilers make slower code of unaligned rows.
-    """
-    if key_of(problem).unaligned and not key.unaligned:
-        return _CUDA & {*backends}
-    return backends
-
-
-def measured_bytes(problem: Problem) -> int:
-    """Bytes that a problem moves at least, without the logits, which no measured call read."""
-    return problem.read_bytes - problem.all_logit_bytes + problem.write_bytes
 
 
 def key_of(problem: Problem) -> Key:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..core.device import Device
 from ..core.problem import Problem
 from ..core.task import ANY, Choice, Task
-from .forecast import Forecast, Propose
+from .forecast import Propose, forecast_for
 from .measured import Table
 from .price import Plan, priced
 from .strategies import TABLE
@@ -163,7 +163,7 @@ def _options(
             raise PlanError(f"unknown {argument} {value!r}; there are: {', '.join(dict.fromkeys(names))}")
     missing = dict(unavailable)
     usable = {row[0] for row in strategies if backend in (None, row[0])} - missing.keys()
-    forecast = Forecast.of(table, problem, device, usable) if table is not None else None
+    forecast = None if table is None else forecast_for(table, problem, device, usable)
     found: list[Plan | Refusal] = []
     for its_backend, its_strategy, propose in strategies:
         if backend not in (None, its_backend) or strategy not in (None, its_strategy):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from ..core.device import Device
 from ..core.problem import Problem
 from ..core.view import power_of_two_divisor
-from .measured import LATENCY_US
 from .proposal import Proposal
 from .quality import exchange_wait_us, narrow, served_by_l2
 
@@ -30,6 +29,7 @@ class Plan(Proposal):
             measured times are below the floor if the output stays in L2.
         measured_on: Name of the device, which may be another one, whose times of the same variant at similar shapes
             give rank_us; empty where rank_us is an estimate, or a limit that the measured variants set.
+        cells: Names of the measured shapes from which rank_us follows; empty where measured_on is.
     """
 
     device: str = ""
@@ -38,6 +38,7 @@ class Plan(Proposal):
     estimate_us: float = 0.0
     rank_us: float = 0.0
     measured_on: str = ""
+    cells: str = ""
 
     def __repr__(self) -> str:
         name = f"{self.backend}/{self.strategy}"
@@ -47,13 +48,17 @@ class Plan(Proposal):
 SECTOR_BYTES = 32
 """Bytes of the smallest transfer from device memory."""
 
+LATENCY_US = 0.9
+"""Microseconds from a load to its data on a busy device."""
+
 LAUNCH_US = 2.5
 """Microseconds that one more launch on a stream takes."""
 
 
 def priced(
-    proposal: Proposal, problem: Problem, device: Device, forecast_us: float | None = None, measured_on: str = ""
-) -> Plan:
+    proposal: Proposal, problem: Problem, device: Device, forecast_us: float | None = None, measured_on: str = "",
+    cells: str = "",
+) -> Plan:  # fmt: skip
     """The proposal with its price; its time is as forecast from a table of a device, or else as estimated."""
     bytes_moved = problem.read_bytes + problem.write_bytes + bytes_read_again(proposal, problem)
     floor = (problem.read_bytes + problem.write_bytes) / (device.bandwidth * 1e3)
@@ -61,7 +66,7 @@ def priced(
     known = {field.name: getattr(proposal, field.name) for field in fields(Proposal)}
     estimate = max(us, floor, proposal.launches * LAUNCH_US)
     return Plan(**known, device=device.name, bytes_moved=bytes_moved, floor_us=floor, estimate_us=estimate, rank_us=us,
-                measured_on=measured_on)  # fmt: skip
+                measured_on=measured_on, cells=cells)  # fmt: skip
 
 
 def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:

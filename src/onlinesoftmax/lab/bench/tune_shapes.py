@@ -14,7 +14,8 @@ from ...core.view import View, contiguous_view, row_view
 from ...kernels.request import Request
 from ...ops import OPERATIONS
 from ...planner import strategies
-from ...planner.measured import optional_operands, stand_in
+from ...planner.forecast import stand_in
+from ...planner.measured import optional_operands
 from ...planner.plan import Plan, priced
 from ..names import check_names
 
