@@ -18,8 +18,9 @@ import torch
 
 import onlinesoftmax as osm
 from distributed.processes import COLS, EAGER, agrees, device, inputs, kernels_run, random, same_everywhere, sharded
-from onlinesoftmax.distributed import collective, fast_path
+from onlinesoftmax.distributed import collective
 from onlinesoftmax.distributed.collective import CollectiveLaunches
+from onlinesoftmax.distributed.shards import ShardedInput
 from onlinesoftmax.torch import run as torch_run
 from onlinesoftmax.torch.fast_path import PREPARED_CALLS
 
@@ -40,7 +41,7 @@ def general_path() -> Iterator[None]:
     """Calls take the general way."""
     from onlinesoftmax.distributed import losses
 
-    unknown = mock.patch.object(sharded, "look_up", lambda *given: fast_path.Known(given[3]))
+    unknown = mock.patch.object(sharded, "look_up", lambda *given: (ShardedInput((), shards=given[3]), None))
     with unknown, mock.patch.object(losses, "run_if_possible", return_value=None):
         yield
 

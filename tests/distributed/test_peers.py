@@ -175,10 +175,10 @@ def test_the_key_of_a_call_knows_how_its_group_exchanges(reachable: list[int], m
     # A group of one process, or of more than mailboxes serve, never asks for them.
     assert [peers.known_exchange(a_group(size)) for size in (1, peers.MOST_PROCESSES + 1)] == ["collective"] * 2
     part(OnGpu(8, 90), near)
-    assert (peers.known_exchange(near), peers.known_mail(near)) == ("mail 1", "mail 1")
+    assert peers.known_exchange(near) == "mail 1"
     monkeypatch.setattr(peers, "_why_unreachable", lambda *_: "the processes run on several hosts")
     part(OnGpu(8, 90), far)
-    assert (peers.known_exchange(far), peers.known_mail(far)) == ("collective", "")
+    assert peers.known_exchange(far) == "collective"
 
 
 def test_a_repeated_softmax_takes_the_prepared_call(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ from ..torch.loss_arguments import check_dtype, checked_numbers
 from ..torch.losses import without_ignored
 from . import losses
 from . import softmax as _softmax
-from .fast_path import Known, look_up
+from .fast_path import look_up
 from .peers import checked_exchange
 from .shards import Operands, ShardedInput, Shards
 
@@ -172,22 +172,25 @@ def cross_entropy(
         ...     cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]), group=group)
         tensor(1.3863)
     """
-    operands, forced = Operands(local, None, target, weight), (exchange, backend, strategy)
-    arguments = ignore_index, reduction, label_smoothing, z_loss, scale, softcap, dtype, *forced
-    known = look_up("cross_entropy", operands, arguments, shards, group)
-    if known.results is not None:
-        return known.results[0]
-    options = _checked("cross_entropy", operands, scale, softcap)
-    check_dtype("cross_entropy()", dtype)
-    if dtype is not None and accumulator_of(local.dtype, dtype) != accumulator_of(local.dtype, local.dtype):
-        raise NotImplementedError(
-            f"cross_entropy(): dtype={dtype} is not available if the softmax dimension is sharded"
-        )
-    loss = Loss(Settings(1, dtype), ignore_index, reduction, label_smoothing, z_loss, options)
-    numbers = checked_numbers(loss)
-    # A tensor among the numbers may change its value, so it is no part of a key.
-    known = known if numbers is loss else known._replace(key=())
-    return losses.cross_entropy(local, target, weight, numbers, _call("cross_entropy", options, known, group, forced))
+
+    def run(call: ShardedInput) -> tuple[Tensor, ...]:
+        check_dtype("cross_entropy()", dtype)
+        if dtype is not None and accumulator_of(local.dtype, dtype) != accumulator_of(local.dtype, local.dtype):
+            raise NotImplementedError(
+                f"cross_entropy(): dtype={dtype} is not available if the softmax dimension is sharded"
+            )
+        loss = Loss(Settings(1, dtype), ignore_index, reduction, label_smoothing, z_loss)
+        numbers = checked_numbers(loss)
+        # A tensor among the numbers may change its value, so it is no part of a key.
+        call = call if numbers is loss else call._replace(key=())
+        return (losses.cross_entropy(local, target, weight, numbers, call),)
+
+    (y,) = _run(
+        "cross_entropy", Operands(local, None, target, weight),
+        (ignore_index, reduction, label_smoothing, z_loss, dtype), (scale, softcap), (exchange, backend, strategy),
+        shards, group, run,
+    )  # fmt: skip
+    return y
 
 
 def token_logprobs(
@@ -239,14 +242,19 @@ def _run(
         shards, group: Its arguments of these names.
         run: The function.
     """
-    known = look_up(name, operands, (*special, *scores, *forced), shards, group)
-    if known.results is not None:
-        return known.results
-    return run(_call(name, _checked(name, operands, *scores), known, group, forced))
+    call, results = look_up(name, operands, (*special, *scores, *forced), shards, group)
+    if results is not None:
+        return results
+    options = _checked(name, operands.x, *scores, operands.mask)
+    exchange, backend, strategy = forced
+    return run(call._replace(
+        groups=(group_or_default(group),), options=options, choice=Choice(backend, strategy),
+        exchange=checked_exchange(name, exchange),
+    ))  # fmt: skip
 
 
-def _checked(name: str, operands: Operands, scale: Any, softcap: Any) -> ScoreOptions | None:
-    local: Any = operands.x
+def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> ScoreOptions:
+    """The score options, after the checks of the input."""
     if not isinstance(local, Tensor):
         raise TypeError(f"{name}(): argument 'local' must be Tensor, not {type(local).__name__}")
     if not local.is_floating_point():
@@ -257,18 +265,9 @@ def _checked(name: str, operands: Operands, scale: Any, softcap: Any) -> ScoreOp
         raise TypeError(f"{name}(): local is a DTensor: call onlinesoftmax.{name}, or pass local.to_local()")
     if not isinstance(scale, int | float):
         raise TypeError(f"{name}(): scale must be a number, not {type(scale).__name__}")
-    options = checked_options(name, scale, softcap, None, operands.mask, False, "nan")
+    options = checked_options(name, scale, softcap, None, mask, False, "nan")
     check_options(Call(OPERATIONS[name], local, Settings(-1), options))
-    return options
-
-
-def _call(
-    name: str, options: ScoreOptions | None, known: Known, group: Any, forced: tuple[Any, Any, Any]
-) -> ShardedInput:
-    exchange, backend, strategy = forced
-    exchange = checked_exchange(name, exchange)
-    groups, choice = (group_or_default(group),), Choice(backend, strategy)
-    return ShardedInput(groups, options or PLAIN, choice, known.shards, exchange, known.key, known.announced)
+    return options or PLAIN
 
 
 @contextmanager

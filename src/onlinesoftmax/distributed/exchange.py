@@ -47,11 +47,6 @@ class RowStates(NamedTuple):
     weighted: Tensor | None = None
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one row's state, as it is sent."""
-        return sum(t.element_size() for t in self if t is not None)
-
-    @property
     def lse(self) -> Tensor:
         """Logsumexp of the scores."""
         return self.m + self.l.log()

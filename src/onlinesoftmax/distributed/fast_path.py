@@ -8,7 +8,7 @@ kernels and get the same bits.  Other calls take the general way (general.py), w
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from ..torch.fast_path import PREPARED_CALLS, keep
 from ..torch.fast_path import key_of as key_of_tensors
 from ..torch.loss import MOST_EXACT_INDEX
 from ..torch.ops import PLAIN_TYPES
-from ..torch.reductions import backend_for, may_count
+from ..torch.reductions import backend_for
 from ..torch.run import DTYPES
 from .collective import CollectiveLaunches
 from .peer_memory import PeerLaunches
@@ -30,24 +30,12 @@ from .shards import ANNOUNCEMENTS, Operands, ShardedInput, Shards, ShardSignatur
 Tensor = torch.Tensor
 
 
-class Known(NamedTuple):
-    """The result of looking up a sharded call.
+def look_up(
+    name: str, operands: Operands, arguments: tuple[Any, ...], shards: Any, group: Any
+) -> tuple[ShardedInput, tuple[Tensor, ...] | None]:
+    """(the call with its shards and keys, its results): of a public function, after an exchange if it is announced.
 
-    Attributes:
-        shards: The shards; None where the processes have still to agree.
-        announced: Key of the call in ANNOUNCEMENTS; () where it has none.
-        key: Key of the call in PREPARED_CALLS; () where it has none.
-        results: The results; None where the call has to be checked and prepared.
-    """
-
-    shards: Any
-    announced: tuple[Any, ...] = ()
-    key: tuple[Any, ...] = ()
-    results: tuple[Tensor, ...] | None = None
-
-
-def look_up(name: str, operands: Operands, arguments: tuple[Any, ...], shards: Any, group: Any) -> Known:
-    """Run a call of a public function if it is prepared, after an exchange of its shards if it is announced.
+    The shards are None where the processes have still to agree, and the results where the call is to be prepared.
 
     Args:
         name: Name of the public function.
@@ -56,12 +44,13 @@ def look_up(name: str, operands: Operands, arguments: tuple[Any, ...], shards: A
         shards, group: Its arguments of these names; shards that are given are returned.
     """
     if torch.compiler.is_compiling():
-        return Known(shards)
+        return ShardedInput((), shards=shards), None
     announced: tuple[Any, ...] = ()
     if shards is None:
         shards, announced = _agree(name, operands, arguments, group)
+    call = ShardedInput((), shards=shards, announced=announced)
     if type(shards) is not Shards or (group is None and not (dist.is_available() and dist.is_initialized())):
-        return Known(shards, announced)
+        return call, None
     group = group_or_default(group)
     way = known_exchange(group) if getattr(operands.x, "is_cuda", False) else COLLECTIVE
     key = key_of(operands, (name, arguments, shards, group.size(), way)) if way else ()
@@ -69,8 +58,8 @@ def look_up(name: str, operands: Operands, arguments: tuple[Any, ...], shards: A
         run = PREPARED_CALLS.get(key) if key else None
     except TypeError:
         # An argument that has no hash is of a wrong type, and the check of the arguments names it.
-        return Known(shards, announced)
-    return Known(shards, announced, key, None if run is None else run(operands, (group,)))
+        return call, None
+    return (call._replace(key=key), None) if run is None else (call, run(operands, (group,)))
 
 
 def _agree(name: str, operands: Operands, arguments: tuple[Any, ...], group: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -122,24 +111,22 @@ def public_key(call: ShardedInput, columns: ColumnRange | None) -> tuple[Any, ..
 
 def run_if_possible(signature: ShardSignature, operands: Operands, call: ShardedInput) -> tuple[Tensor, ...] | None:
     """The results of a checked call by kernels, the same on every process; None where it takes the general way."""
-    reason = _why_not_plain(operands)
+    reason = _why_not_plain(operands) or _why_general(signature, operands)
     check_peer_memory(call.exchange, reason)
     if reason:
         return None
     # Processes may have different strides, and negations that are pending on one of them.
     weight = None if operands.weight is None else operands.weight.resolve_neg().contiguous()
     operands = Operands(operands.x.resolve_neg(), operands.mask, operands.target.contiguous(), weight)
-    reason = _why_general(signature, operands)
-    check_peer_memory(call.exchange, reason)
-    if reason:
-        return None
-    groups, x, columns = call.groups, operands.x, None
-    if _is_exact(signature):
+    groups, x, columns, loss = call.groups, operands.x, None, signature.loss
+    if loss is None or abs(loss.ignore_index) <= MOST_EXACT_INDEX:
         first, total = signature.shards.first, signature.shards.total
         columns = columns_of(groups, x, signature.dim, first, total, call.exchange, signature.choice)
     else:
         check_peer_memory(call.exchange, "the kernels take an ignore_index as a float64")
-    if columns is None and (backend_for(x) is None or not _merges(signature, weight)):
+    # The kernel that merges gathered states has no smoothing with weights, and no smoothing with a softcap.
+    merges = not signature.smoothed or (weight is None and signature.options.softcap is None)
+    if columns is None and (backend_for(x) is None or not merges):
         return None
     processes = math.prod(group.size() for group in groups)
     key = public_key(call, columns) or key_of(operands, (signature, processes, columns))
@@ -170,19 +157,6 @@ def _why_general(signature: ShardSignature, operands: Operands) -> str:
         return f"the kernels do not take a dtype of {x.dtype} and {None if weight is None else weight.dtype}"
     if not target.numel() or not signature.shards.total:
         return "there are no rows or no columns"
-    if signature.loss is not None and not may_count(target, weight, signature.loss):
+    if signature.loss is not None and not -(2**63) <= signature.loss.ignore_index < 2**63:
         return f"the kernels do not take ignore_index={signature.loss.ignore_index}"
     return ""
-
-
-def _is_exact(signature: ShardSignature) -> bool:
-    """True where a float64, as which the loss kernel takes `ignore_index`, is exact."""
-    return signature.loss is None or abs(signature.loss.ignore_index) <= MOST_EXACT_INDEX
-
-
-def _merges(signature: ShardSignature, weight: Tensor | None) -> bool:
-    """True where the kernel that merges gathered states has the options of a call.
-
-    It has no smoothing with weights, and no smoothing with a softcap.
-    """
-    return not signature.smoothed or (weight is None and signature.options.softcap is None)

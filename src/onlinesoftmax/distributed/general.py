@@ -16,8 +16,8 @@ from .shards import Operands, ShardSignature, to_local_columns
 Tensor = torch.Tensor
 
 
-def statistics(signature: ShardSignature, operands: Operands, groups: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-    """(logprob, lse, entropy, spread) of every row, in the accumulator's dtype, with a gradient.
+def statistics(signature: ShardSignature, operands: Operands, groups: tuple[Any, ...]) -> dict[str, Any]:
+    """The log-probability "y", "lse", "entropy" and "spread" of every row, in the accumulator's dtype, with a gradient.
 
     entropy is None unless it is among the outputs, and spread unless the loss has label smoothing.  spread is
     weight_sum * lse - sum(weight * z), the part of a smoothed loss that belongs to all classes.
@@ -27,8 +27,7 @@ def statistics(signature: ShardSignature, operands: Operands, groups: tuple[Any,
     if weight is not None and signature.smoothed:
         weight_sum = weight.sum(dtype=torch.float64)
     way = General(signature, runs_kernels(Shard.of(signature, operands, operands.target)), weight_sum)
-    found: tuple[Tensor | None, ...] = Rows.apply(operands.x, way, operands, groups)
-    return found
+    return dict(zip(("y", "lse", "entropy", "spread"), Rows.apply(operands.x, way, operands, groups), strict=True))
 
 
 class General(NamedTuple):

@@ -29,6 +29,9 @@ Tensor = torch.Tensor
 _FORWARD, _WITHOUT_TARGET = OPERATIONS["token_logprobs"], OPERATIONS["logsumexp"]
 _BACKWARD = OPERATIONS[_FORWARD.gradient_name]
 
+XP = namespace(torch.empty(0))
+"""PyTorch's functions for the formulas.  torch.compile cannot trace how they are found."""
+
 
 class Shard(NamedTuple):
     """The local part of the rows of one call.
@@ -229,8 +232,8 @@ def _gradient_by_kernel(shard: Shard, given: Mapping[str, Tensor]) -> Tensor:
 
 def _gradient_by_pytorch(shard: Shard, given: Mapping[str, Tensor], dspread: Tensor | None) -> Tensor:
     dim, options, z = shard.dim, shard.options, _scores(shard)
-    xp, rows = namespace(z), {name: t.unsqueeze(dim) for name, t in given.items()}
-    dz = _BACKWARD.formula.outputs["y"](xp, x=z, columns=xp.arange(z, dim), cols=z.shape[dim], **rows)
+    rows = {name: t.unsqueeze(dim) for name, t in given.items()}
+    dz = _BACKWARD.formula.outputs["y"](XP, x=z, columns=XP.arange(z, dim), cols=z.shape[dim], **rows)
     if dspread is not None:
         rows["dspread"] = dspread.unsqueeze(dim)
         dz = dz - rows["dspread"] * shard.weights

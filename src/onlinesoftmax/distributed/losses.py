@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -60,8 +61,7 @@ def cross_entropy(
     if found is not None and not row_groups:
         return found[0]
     if found is None:
-        logprob, lse, _, spread = statistics(signature, operands, call.groups)
-        rows = _loss_rows((logprob, lse, spread), target, weight, loss, shards)
+        rows = _loss_rows(statistics(signature, operands, call.groups), target, weight, loss, shards)
     else:
         rows = found[0]
     return reduced(rows, target, weight, loss, row_groups).to(dtype)
@@ -80,11 +80,9 @@ def weight_of_mean(
     return scaled(weight, sums[0], sums[1])
 
 
-def _loss_rows(
-    numbers: tuple[Any, Any, Tensor | None], target: Tensor, weight: Tensor | None, loss: Loss, shards: Shards
-) -> Tensor:
+def _loss_rows(numbers: Mapping[str, Any], target: Tensor, weight: Tensor | None, loss: Loss, shards: Shards) -> Tensor:
     """The loss of each row: 0 where it is ignored, NaN where its target is no class."""
-    logprob, lse, spread = numbers
+    logprob, lse, spread = numbers["y"], numbers["lse"], numbers["spread"]
     own: Any = 1 - loss.smoothing
     inside = is_class(target, shards.total)
     if weight is not None:
@@ -185,9 +183,7 @@ def _statistics(
     found = run_if_possible(signature, operands, call)
     if found is not None:
         return found
-    by_name: dict[str, Any] = dict(
-        zip(("y", "lse", "entropy"), statistics(signature, operands, call.groups), strict=False)
-    )
+    by_name = statistics(signature, operands, call.groups)
     return tuple(by_name[name] for name in outputs)
 
 

@@ -129,12 +129,6 @@ def columns_of(
     return ColumnRange(first if x.shape[dim] else total, total, group.rank(), group.size(), peers.mail)
 
 
-def known_mail(group: Any) -> str:
-    """Name of the mailboxes that earlier calls of a group made; empty if there are none."""
-    found = _found(group)
-    return "" if found is None else found.mail
-
-
 def known_exchange(group: Any) -> str:
     """The way of exchange of a group for the key of a call: its mailboxes, or a collective.
 
@@ -144,9 +138,7 @@ def known_exchange(group: Any) -> str:
     if not 1 < group.size() <= MOST_PROCESSES:
         return COLLECTIVE
     found = _found(group)
-    if found is None:
-        return ""
-    return known_mail(group) or COLLECTIVE
+    return "" if found is None else found.mail or COLLECTIVE
 
 
 def _found(group: Any) -> Peers | None:
