@@ -113,11 +113,6 @@ class Loss(NamedTuple):
         return is_floating_dtype(self.target.dtype)
 
 
-def check_targets(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> None:
-    """Check the arguments and the range of every target that counts, as every call on NumPy arrays does."""
-    checked_loss(x, target, weight, fields)
-
-
 def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None:
     """Check the arguments, and the range of every index that counts.
 

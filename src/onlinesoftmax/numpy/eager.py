@@ -74,17 +74,30 @@ def cuts(shape: tuple[int, ...], axis: int) -> Iterator[tuple[Any, Any]]:
         yield tuple(index), tuple(index[:axis] + index[axis + 1 :])
 
 
-def shifted(
-    operation: str, z: Array, axis: int, beside: dict[str, Any], outputs: tuple[str, ...]
-) -> tuple[dict[str, Array], Array]:
-    """(inputs of the formulas, offset).
+def outputs_of(
+    operation: str, z: Array, axis: int, operands: dict[str, Any], outputs: tuple[str, ...], target: Array | None = None
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """(outputs by name, values that the formulas read) of an operation for some rows.
 
-    The offset is the row maximum limited to finite numbers, and is subtracted from the scores to keep precision.
+    The row maximum limited to finite numbers is subtracted from the scores to keep precision.
+
+    Args:
+        operation: Name in OPERATIONS.
+        z: The scores.
+        axis: The softmax dimension.
+        operands: The operands besides the input and the target.
+        outputs: Names of the outputs.
+        target: The target column of each row, or several along the softmax dimension; those out of range are negative.
     """
     xp = namespace(z)
     m = xp.max(z, axis)
     offset = shift(xp, m)
-    return with_sums(operation, xp, {"x": z - offset, "m": m - offset, **beside}, axis, *outputs), offset
+    found = with_sums(operation, xp, {"x": z - offset, "m": m - offset, **operands}, axis, *outputs)
+    if target is not None:
+        # Without the target among its values, `with_sums` need not search each row for the column of the target.
+        found |= {"target": target, "z_target": np.take_along_axis(found["x"], np.maximum(target, 0), axis)}
+    values = {name: OPERATIONS[operation].formula.outputs[name](xp, **found) for name in outputs}
+    return values | ({"lse": values["lse"] + offset} if "lse" in values else {}), found
 
 
 def float64_scores(x: Array, element_index: Any, options: ScoreOptions | None) -> Array:
@@ -110,36 +123,27 @@ def losses(loss: Loss, element_index: Any, row_index: Any, z: Array, outputs: tu
         z: The scores.
         outputs: "loss", "lse" or "entropy".
     """
-    axis, xp = loss.axis, namespace(z)
-    weight = None if loss.weight is None else loss.weight.reshape(-1, *[1] * (z.ndim - 1 - axis))
+    axis, weight = loss.axis, loss.weight
+    weight = None if weight is None else weight.reshape(-1, *[1] * (z.ndim - 1 - axis))
     mask = None if loss.options is None else loss.options.mask
-    by_class_weights = loss.of_classes or (loss.smoothing > 0 and mask is not None)
-    beside: dict[str, Any] = {}
     target = None
     if not loss.of_classes:
         # The target of a row that does not count is often no class.
         target = np.expand_dims(np.where(loss.counts, loss.target, 0)[row_index].astype(np.int64), axis)
-    if not by_class_weights:
-        beside |= {} if weight is None else {"weight": weight}
-        beside |= {"smoothing": loss.smoothing} if loss.smoothing else {}
-        beside |= {"weight_sum": weight.sum()} if weight is not None and loss.smoothing else {}
-    found, m = shifted(CROSS_ENTROPY, z, axis, beside, outputs)
-    if target is not None:
-        # Without the target among its values, `with_sums` need not search each row for the column of the target.
-        found |= {"target": target, "z_target": np.take_along_axis(found["x"], target, axis)}
-        found |= {} if loss.weight is None else {"w_target": loss.weight[target]}
-    formulas = OPERATIONS[CROSS_ENTROPY].formula.outputs
-    values = {name: formulas[name](xp, **found) for name in outputs if not (by_class_weights and name == outputs[0])}
-    if by_class_weights:
+    if target is not None and (not loss.smoothing or mask is None):
+        operands: dict[str, Any] = {"smoothing": loss.smoothing} if loss.smoothing else {}
+        if loss.weight is not None and weight is not None:
+            operands |= {"weight": weight, "w_target": loss.weight[target], "weight_sum": weight.sum()}
+        values, _ = outputs_of(CROSS_ENTROPY, z, axis, operands, outputs, target)
+    else:
+        values, found = outputs_of(CROSS_ENTROPY, z, axis, {}, ("l", *outputs[1:]))
         q = loss.target[element_index].astype(np.float64) if target is None else found["columns"] == target
         kept = np.broadcast_to(np.True_ if mask is None else part(mask, loss.x, element_index), z.shape)
         q = (1 - loss.smoothing) * q + loss.smoothing * np.where(kept, 1 / kept.sum(axis, keepdims=True), 0.0)
-        q = q if weight is None else q * weight
+        q, xp = q if weight is None else q * weight, namespace(z)
         state = {name: found[name] for name in ("x", "m", "l")}
         values[outputs[0]] = loss_of_weights(xp, **state, weights=q, total=lambda t: xp.sum(t, axis))
-    if "lse" in values:
-        values["lse"] = values["lse"] + m
-    return {name: value.squeeze(axis) for name, value in values.items()}
+    return {name: values[name].squeeze(axis) for name in outputs}
 
 
 def reduced(loss: Loss, losses: Array, penalties: Array) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..core.arguments import check_options, checked_dims
-from ..core.arrays import namespace, quiet
+from ..core.arrays import quiet
 from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
 from ..core.operations import Operation
 from ..core.options import ScoreOptions
@@ -18,18 +18,12 @@ from ..core.task import Choice
 from ..ops import OPERATIONS
 from ..ops.token_logprobs.arguments import NAME as TOKEN_LOGPROBS
 from . import eager
-from .arguments import (
-    NUMPY,
-    check_call,
-    check_choice,
-    check_targets,
-    check_tokens,
-    checked_loss,
-    checked_tokens,
-    dtype_of_loss,
-)
+from .arguments import NUMPY, check_call, check_choice, check_tokens, checked_loss, checked_tokens, dtype_of_loss
 
 __all__ = ["check_targets", "check_tokens", "cross_entropy", "run", "run_plain", "token_logprobs"]
+
+check_targets = checked_loss
+"""Check the arguments and the range of every target that counts, as every call on NumPy arrays does."""
 
 
 def run_plain(operation: Operation, x: Any, dim: Any, keepdim: bool, out: Any, choice: tuple[Any, ...]) -> Any:
@@ -97,19 +91,17 @@ def token_logprobs(
     """The implementation of `onlinesoftmax.token_logprobs` on NumPy arrays."""
     tokens = checked_tokens(x, index, dim, ignore_index)
     check_choice(TOKEN_LOGPROBS, choice)
-    x, axis, xp = np.asarray(x), tokens.axis, namespace(np.zeros(0))
+    x, axis = np.asarray(x), tokens.axis
     check_options(NUMPY, Call(OPERATIONS[TOKEN_LOGPROBS], x, Settings(axis), options))
-    formulas, row_shape = OPERATIONS[TOKEN_LOGPROBS].formula.outputs, (*x.shape[:axis], *x.shape[axis + 1 :])
+    row_shape = *x.shape[:axis], *x.shape[axis + 1 :]
     rows = {"lse": np.full(row_shape, -np.inf), **({"entropy": np.zeros(row_shape)} if entropy else {})}
     logprob = np.full(tokens.columns.shape, np.nan)
     for element_index, row_index in eager.cuts(x.shape, axis):
         z, target = eager.float64_scores(x, element_index, options), tokens.columns[element_index]
-        found, m = eager.shifted(TOKEN_LOGPROBS, z, axis, {}, ("y", *rows))
-        z_target = np.take_along_axis(found["x"], np.maximum(target, 0), axis)
-        logprob[element_index] = formulas["y"](xp, **found, target=target, z_target=z_target)
+        values, _ = eager.outputs_of(TOKEN_LOGPROBS, z, axis, {}, ("y", *rows), target)
+        logprob[element_index] = values["y"]
         for name, result in rows.items():
-            value = formulas[name](xp, **found)
-            result[row_index] = (value + m if name == "lse" else value).squeeze(axis)
+            result[row_index] = values[name].squeeze(axis)
     logprob = np.where(tokens.ignored, 0.0, logprob.reshape(tokens.ignored.shape))
     wide = np.float64 if x.dtype.itemsize >= 8 else np.float32
     return TokenLogprobs(
