@@ -93,7 +93,7 @@ def softmax(
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     (y,) = _run(
-        "softmax", Operands(local, mask), (dim,), (scale, softcap), (exchange, backend, strategy), shards, group,
+        "softmax", Operands(local, mask), (dim,), (scale, softcap), (exchange, backend, strategy, shards, group),
         lambda call: (_softmax.softmax("softmax", local, dim, call),),
     )  # fmt: skip
     return y
@@ -112,7 +112,7 @@ def log_softmax(
         tensor([[-0.6931, -0.6931]])
     """
     (y,) = _run(
-        "log_softmax", Operands(local, mask), (dim,), (scale, softcap), (exchange, backend, strategy), shards, group,
+        "log_softmax", Operands(local, mask), (dim,), (scale, softcap), (exchange, backend, strategy, shards, group),
         lambda call: (_softmax.softmax("log_softmax", local, dim, call),),
     )  # fmt: skip
     return y
@@ -134,7 +134,7 @@ def logsumexp(
         tensor([1.3863, 1.3863])
     """
     (y,) = _run(
-        "logsumexp", Operands(local, mask), (dim,), (scale, softcap), (exchange, backend, strategy), shards, group,
+        "logsumexp", Operands(local, mask), (dim,), (scale, softcap), (exchange, backend, strategy, shards, group),
         lambda call: (losses.logsumexp(local, dim, call),),
     )  # fmt: skip
     return y.unsqueeze(dim) if keepdim else y
@@ -173,7 +173,7 @@ def cross_entropy(
         tensor(1.3863)
     """
 
-    def run(call: ShardedInput) -> tuple[Tensor, ...]:
+    def checked() -> tuple[Loss, bool]:
         check_dtype("cross_entropy()", dtype)
         if dtype is not None and accumulator_of(local.dtype, dtype) != accumulator_of(local.dtype, local.dtype):
             raise NotImplementedError(
@@ -181,14 +181,18 @@ def cross_entropy(
             )
         loss = Loss(Settings(1, dtype), ignore_index, reduction, label_smoothing, z_loss)
         numbers = checked_numbers(loss)
+        return numbers, numbers is loss
+
+    def run(call: ShardedInput) -> tuple[Tensor, ...]:
+        loss, has_numbers = checked()
         # A tensor among the numbers may change its value, so it is no part of a key.
-        call = call if numbers is loss else call._replace(key=())
-        return (losses.cross_entropy(local, target, weight, numbers, call),)
+        call = call if has_numbers else call._replace(key=())
+        return (losses.cross_entropy(local, target, weight, loss, call),)
 
     (y,) = _run(
         "cross_entropy", Operands(local, None, target, weight),
-        (ignore_index, reduction, label_smoothing, z_loss, dtype), (scale, softcap), (exchange, backend, strategy),
-        shards, group, run,
+        (ignore_index, reduction, label_smoothing, z_loss, dtype), (scale, softcap),
+        (exchange, backend, strategy, shards, group), run, checked,
     )  # fmt: skip
     return y
 
@@ -219,7 +223,7 @@ def token_logprobs(
     found = losses.named(
         _run(
             "token_logprobs", Operands(local, mask, index), (dim, entropy), (scale, softcap),
-            (exchange, backend, strategy), shards, group,
+            (exchange, backend, strategy, shards, group),
             lambda call: losses.token_logprobs(local, index, dim, entropy, call),
         )
     )  # fmt: skip
@@ -228,8 +232,8 @@ def token_logprobs(
 
 
 def _run(
-    name: str, operands: Operands, special: tuple[Any, ...], scores: tuple[Any, Any], forced: tuple[Any, Any, Any],
-    shards: Shards | None, group: Any, run: Callable[[ShardedInput], tuple[Tensor, ...]],
+    name: str, operands: Operands, special: tuple[Any, ...], scores: tuple[Any, Any], how: tuple[Any, ...],
+    run: Callable[[ShardedInput], tuple[Tensor, ...]], check: Callable[[], Any] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The results of a call: of a prepared one, or of the function `run`, once the arguments are checked.
 
@@ -238,19 +242,19 @@ def _run(
         operands: Its tensors.
         special: The arguments that only this function has.
         scores: scale and softcap.
-        forced: exchange, backend and strategy.
-        shards, group: Its arguments of these names.
+        how: exchange, backend, strategy, shards and group.
         run: The function.
+        check: Checks the special arguments; None if `run` does.
     """
-    call, results = look_up(name, operands, (*special, *scores, *forced), shards, group)
+    exchange, backend, strategy, shards, group = how
+    call, results = look_up(name, operands, (*special, *scores, exchange, backend, strategy), shards, group)
     if results is not None:
         return results
     options = _checked(name, operands.x, *scores, operands.mask)
-    exchange, backend, strategy = forced
-    return run(call._replace(
-        groups=(group_or_default(group),), options=options, choice=Choice(backend, strategy),
-        exchange=checked_exchange(name, exchange),
-    ))  # fmt: skip
+    if check is not None:
+        check()
+    exchange, groups = checked_exchange(name, exchange), (group_or_default(group),)
+    return run(call._replace(groups=groups, options=options, choice=Choice(backend, strategy), exchange=exchange))
 
 
 def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> ScoreOptions:
