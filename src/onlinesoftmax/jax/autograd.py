@@ -21,12 +21,11 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
-from ..core.arrays import Array, accumulator
-from ..core.options import softcap_slope
+from ..core.arrays import Array
 from ..kernels.pallas.targets import COTANGENTS
 from ..ops import OPERATIONS
 from . import array_types, custom_op, shards
-from .eager import FORMULAS, FUNCTIONS, MASKED, filled
+from .eager import FORMULAS, MASKED, scores
 from .signature import Signature, Values
 
 TRANSPOSES = {"scaled_rows": "row_products"} | {
@@ -122,34 +121,24 @@ def score_tangent(call: Signature, operands: Mapping[str, Array], changes: Chang
     Returns:
         (change, factor), whose product is the change of the scores; (None, 1.0) where nothing changes.
     """
-    x, options = operands["x"], filled(call.options, operands["x"], operands)
-    t_x, t_scale, t_bias = (changes.get(name) for name in ("x", "scale", "bias"))
-    linear = call.options.softcap is None and call.options.bias is None and isinstance(call.options.scale, float)
-    if linear and t_x is not None:
-        # The kernel multiplies by the scale.
-        return _where(options.mask, t_x), float(call.options.scale)
-    wide = accumulator(x)
-
-    def numbers(x: Array) -> Array:
-        # The product of NaN and a gradient of 0 would be NaN, in an element that is masked or in a row that counts for
-        # nothing.  Other rows with NaN have gradients of NaN without this factor.
-        return _where(options.mask, jnp.where(jnp.isnan(x), 0, x)).astype(wide)
-
-    def through_softcap(x: Array, t: Array) -> Array:
-        return softcap_slope(FUNCTIONS, numbers(x), options) * t.astype(wide)
-
-    # The slope is computed again for the gradient, so that no float32 array of the size of x is kept.
-    through_softcap = through_softcap if options.softcap is None else jax.checkpoint(through_softcap)
-    parts = []
-    if t_x is not None:
-        parts.append(options.scale * through_softcap(x, t_x))
-    if t_scale is not None:
-        parts.append(through_softcap(x, numbers(x) * t_scale.astype(wide)))
-    if t_bias is not None:
-        parts.append(t_bias.astype(wide))
-    if not parts:
+    x, options, mask = operands["x"], call.options, operands.get("mask")
+    changed = {name: t for name in ("x", "scale", "bias") if (t := changes.get(name)) is not None}
+    if not changed:
         return None, 1.0
-    return _where(options.mask, jnp.broadcast_to(sum(parts[1:], parts[0]), x.shape).astype(x.dtype)), 1.0
+    if options.softcap is None and options.bias is None and isinstance(options.scale, float) and "x" in changed:
+        # The kernel multiplies by the scale.
+        return _where(mask, changed["x"]), float(options.scale)
+    # The product of NaN and a gradient of 0 would be NaN, in an element that is masked or in a row that counts for
+    # nothing.  Other rows with NaN have gradients of NaN without this factor.
+    given = {**operands, "x": _where(mask, jnp.where(jnp.isnan(x), 0, x))}
+
+    def formula(some: Values) -> Array:
+        return scores(options, some["x"] if "x" in some else given["x"], {**given, **some})
+
+    # The slope of the softcap is computed again for the gradient, so that no float32 array of the size of x is kept.
+    formula = formula if options.softcap is None else jax.checkpoint(formula)
+    _, change = jax.jvp(formula, ({name: given[name] for name in changed},), (changed,))
+    return change.astype(x.dtype), 1.0
 
 
 def _where(mask: Array | None, t: Array) -> Array:
