@@ -1,7 +1,7 @@
 """The architecture as a table: imports point down only, and a framework is imported only where it must be.
 
-Every import counts, those inside functions too.  Only the registry of the backends and `declared` reach upwards, by
-name and when asked.
+Every import counts, those inside functions too.  Only the registry of the backends, and an operation that
+asks for all declarations or for its own kernels, reach upwards, by name and when asked.
 """
 
 from __future__ import annotations

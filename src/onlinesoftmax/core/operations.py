@@ -10,7 +10,7 @@ To declare an operation is the first step of CONTRIBUTING.md, "To add an operati
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -118,6 +118,9 @@ class Operation:
         scores: True where the input is a logit, which the score options turn into a score.
         may_keep_terms: True if y = c * exp(z - m) + d, with c and d constant along the row.  A kernel may then hold the
             terms exp(z - m) instead of the logits.
+        backends: Backends that have its formulas, so that their strategies can run it; None for all.  Eager has them
+            where PyTorch has a function of this name; forced, and on a CPU, it takes the formula above for any other.
+        kernels: Module of the operation's own kernels: "onlinesoftmax.ops.sparsemax.kernels"; empty without them.
     """
 
     name: str
@@ -130,6 +133,9 @@ class Operation:
     saved: tuple[str, ...] = ()
     scores: bool = True
     may_keep_terms: bool = False
+    # Who runs it.
+    backends: tuple[str, ...] | None = None
+    kernels: str = ""
 
     def __reduce__(self) -> tuple[object, ...]:
         # An operation is compared by identity, so a pickle refers to the declaration.
@@ -187,6 +193,15 @@ class Operation:
     def backward(self) -> bool:
         """True for a gradient."""
         return not self.gradient_name
+
+    def runs_on(self, backend: str) -> bool:
+        """True where the strategies of a backend can run it, beside its own kernels."""
+        return self.backends is None or backend in self.backends
+
+    @cached_property
+    def own_strategies(self) -> tuple[tuple[str, str, Callable[..., Any]], ...]:
+        """(backend, strategy, its proposals) of its own kernels, whose module is imported when asked for."""
+        return tuple(importlib.import_module(self.kernels).STRATEGIES) if self.kernels else ()
 
     @cached_property
     def forward(self) -> Operation:

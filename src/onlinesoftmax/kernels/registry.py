@@ -8,6 +8,8 @@ import threading
 from functools import cache
 from types import ModuleType
 
+from ..core.operations import Operation
+
 BACKENDS = {
     "cuda": "onlinesoftmax.kernels.cuda",
     "triton": "onlinesoftmax.kernels.triton",
@@ -36,6 +38,18 @@ def load(name: str) -> ModuleType:
         raise ValueError(f"backend {name!r} has no module of kernels: the framework's own operations run")
     with LOADING:
         return importlib.import_module(BACKENDS[name])
+
+
+@cache
+def strategy_module(operation: Operation, backend: str, strategy: str) -> ModuleType:
+    """The module of a strategy in a language that has one for each, or that of an operation's own kernels.
+
+    Own kernels of a backend stand in the module of its name beside their proposals, with the same functions.
+    """
+    own = any(row[:2] == (backend, strategy) for row in operation.own_strategies)
+    package = f"{__package__}.{backend}"
+    with LOADING:
+        return importlib.import_module(f"{operation.kernels}.{backend}" if own else f"{package}.{strategy}")
 
 
 @cache

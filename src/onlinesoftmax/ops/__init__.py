@@ -6,6 +6,9 @@ gradient), `formulas` (for every array library), `arguments` (the rules that Num
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from ..core.operations import Operation
 from . import log_softmax, logsumexp, softmax
 from .cross_entropy import declare as cross_entropy
@@ -24,3 +27,24 @@ OPERATIONS: dict[str, Operation] = {
 
 FORWARD: tuple[str, ...] = tuple(name for name, operation in OPERATIONS.items() if not operation.backward)
 """Names of the public functions."""
+
+
+@contextmanager
+def also_declared(*operations: Operation) -> Iterator[None]:
+    """Declare more operations inside a block, as a test of an operation and its kernels does.
+
+    Modules that were imported before do not know them: they have no custom operators, their operands no place in the
+    parameters of CUDA and Triton kernels.
+
+    Raises:
+        ValueError: an operation of this name is declared already.
+    """
+    more = {operation.name: operation for operation in operations}
+    if known := OPERATIONS.keys() & more:
+        raise ValueError(f"declared already: {', '.join(sorted(known))}")
+    OPERATIONS.update(more)
+    try:
+        yield
+    finally:
+        for name in more:
+            del OPERATIONS[name]

@@ -43,13 +43,13 @@ Lengths = dict[int, list[Cell]]
 def stand_in(problem: Problem) -> str:
     """The operation whose measured times stand for a problem's where a table has none of its own operation.
 
-    It reduces rows, has no target, and writes elements if the problem does.  Of such operations it is the one that
-    reads about as many tensors as the problem.
+    It reduces rows, has no target and no kernels of its own, and writes elements if the problem does.  Of such
+    operations it is the one that reads about as many tensors as the problem.
 
     >>> stand_in(Problem("log_softmax", 1, 1)), stand_in(Problem("logsumexp_backward", 1, 1))
     ('softmax', 'softmax')
     """
-    reducing = [operation for operation in OPERATIONS.values() if operation.reduces and not operation.has_target]
+    reducing = [o for o in OPERATIONS.values() if o.reduces and not o.has_target and not o.kernels]
     # The first part is False, so that it is least, for an operation that writes elements where the problem does.  One
     # that also writes results per row takes as long as one that writes elements alone.
     return min(reducing, key=lambda o: (o.per_row == problem.writes_elements, abs(o.inputs - problem.inputs))).name

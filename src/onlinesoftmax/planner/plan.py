@@ -16,10 +16,10 @@ from typing import NamedTuple
 from ..core.device import Device
 from ..core.problem import Problem
 from ..core.task import ANY, Choice, Task
-from .forecast import Propose, forecast_for
+from .forecast import forecast_for
 from .measured import Table
 from .price import Plan, priced
-from .strategies import TABLE
+from .strategies import TABLE, Strategies, strategies_of
 
 __all__ = [
     "INVARIANT_ROWS",
@@ -33,9 +33,6 @@ __all__ = [
     "plan",
     "priced",
 ]
-
-Strategies = Sequence[tuple[str, str, Propose]]
-"""Rows of strategies.TABLE."""
 
 
 class PlanError(ValueError):
@@ -148,6 +145,7 @@ def _options(
 ) -> list[Plan | Refusal]:
     """The same, but batch-invariant plans are for INVARIANT_ROWS rows: the fastest for these is taken."""
     backend, strategy = choice.backend, choice.strategy
+    strategies, lacking = strategies_of(problem.declaration, strategies)
     if choice.batch_invariant:
         problem = problem.for_rows(INVARIANT_ROWS)
         if device.kind == "cuda":
@@ -161,18 +159,19 @@ def _options(
     ):
         if value is not None and value not in names:
             raise PlanError(f"unknown {argument} {value!r}; there are: {', '.join(dict.fromkeys(names))}")
-    missing = dict(unavailable)
+    missing = dict(unavailable) | lacking
     usable = {row[0] for row in strategies if backend in (None, row[0])} - missing.keys()
     forecast = None if table is None else forecast_for(table, problem, device, usable)
     found: list[Plan | Refusal] = []
     for its_backend, its_strategy, propose in strategies:
         if backend not in (None, its_backend) or strategy not in (None, its_strategy):
             continue
-        reason = missing.get(its_backend) or missing.get(f"{its_backend}/{its_strategy}")
+        reason = missing.get(f"{its_backend}/{its_strategy}") or missing.get(its_backend)
         options = reason or propose(problem, device)
         if isinstance(options, str):
             found.append(Refusal(its_backend, its_strategy, options))
-        elif forecast is None:
+        elif forecast is None or (its_backend, its_strategy, propose) in problem.declaration.own_strategies:
+            # The measured times are those of the backends' own strategies.
             found.append(priced(options[0], problem, device))
         else:
             found.append(forecast.best(options, propose))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 
 from ...core.arrays import Array
 from ...core.options import PLAIN, ScoreOptions
 from ...planner.plan import Plan
-from ..registry import LOADING
+from ..registry import strategy_module
 from .operands import Operands
 from .ops import Op
 
@@ -32,13 +31,12 @@ def run(
     Returns:
         The outputs by name: of x's shape, or without the last axis.
     """
-    # Mosaic GPU is imported only for the strategy that uses it.
-    with LOADING:
-        strategy = import_module(f".{plan.strategy}", __name__)
     x = operands["x"]
     op = Op.for_call(name, operands, outputs, factor, numbers)
     described = Operands.of(op, operands, options, plan.vector)
     written = described.outputs(x.dtype, op.result_dtype(operands))
+    # Mosaic GPU is imported only for the strategy that uses it.
+    strategy = strategy_module(op.operation, "pallas", plan.strategy)
     arrays = strategy.run(described, described.matrices(operands), written, plan, interpret)
     per_element = [name for name in op.written if name not in op.row_outputs]
     results = dict(zip((*per_element, *op.row_outputs), arrays, strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.device import KNOWN, Device
 from ..reduction import Reduction
-from ..registry import LOADING, module_missing
+from ..registry import module_missing, strategy_module
 from ..report import Kernel
 from ..request import Request
 from ..sharded import ShardedRows
@@ -83,9 +83,7 @@ def _not_installed() -> str | None:
 
 def program(request: Request) -> Any:
     """The launches of a request."""
-    with LOADING:
-        from . import column, looped, row, split
-        from .launch import TritonRequest
+    strategy = strategy_module(request.operation, "triton", request.plan.strategy)
+    from .launch import TritonRequest
 
-    strategies = {"row": row, "looped": looped, "split": split, "column": column}
-    return strategies[request.plan.strategy].program(TritonRequest(request.task, request.plan))
+    return strategy.program(TritonRequest(request.task, request.plan))

@@ -241,9 +241,19 @@ def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
 @triton.jit
 def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
     """The output for an element = (a, b, kept) of `load`, given the per-row constants of ops.row_constants."""
-    a, b, kept = element
-    x_at, _, _, _, logits_at, _, _, target, _ = at
-    y = ops.output(a, b, col == target, constants, OP)
+    a, b, _ = element
+    _, _, _, _, _, _, _, target, _ = at
+    return through_score(p, places, at, col, element, ops.output(a, b, col == target, constants, OP), OP)
+
+
+@triton.jit
+def through_score(p, places, at, col, element, y, OP: tl.constexpr):
+    """A gradient in the scores times their slope in the logits; an output that is no gradient as it is.
+
+    `element` is (a, b, kept) of `load`.
+    """
+    _, _, kept = element
+    x_at, _, _, _, logits_at, _, _, _, _ = at
     if OP.gradient:
         if p.mask is not None or places.diagonal is not None:
             # An excluded element has no gradient, not even in a row that holds NaN or has no softmax.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ...core.operations import Operation
 from ..forecast import Propose
 from . import cuda, cuda_grid, eager, pallas, triton
 
-__all__ = ["FORCED_EAGER", "FOR_JAX", "TABLE", "Propose"]
+__all__ = ["FORCED_EAGER", "FOR_JAX", "TABLE", "Propose", "Strategies", "strategies_of"]
 
-TABLE: tuple[tuple[str, str, Propose], ...] = (
+Strategies = Sequence[tuple[str, str, Propose]]
+"""Rows of TABLE."""
+
+TABLE: Strategies = (
     ("cuda", "row", cuda.row),
     ("cuda", "cluster", cuda.cluster),
     ("cuda", "grid", cuda_grid.grid),
@@ -20,10 +26,10 @@ TABLE: tuple[tuple[str, str, Propose], ...] = (
 )
 """(backend, strategy, its proposals)."""
 
-FORCED_EAGER: tuple[tuple[str, str, Propose], ...] = (*TABLE[:-1], ("eager", "row", eager.framework))
+FORCED_EAGER: Strategies = (*TABLE[:-1], ("eager", "row", eager.framework))
 """The same for a call that forces PyTorch's operations: several of them run what has no kernel of PyTorch."""
 
-FOR_JAX: tuple[tuple[str, str, Propose], ...] = (
+FOR_JAX: Strategies = (
     ("pallas", "row", pallas.row),
     ("pallas", "cluster", pallas.cluster),
     ("pallas", "looped", pallas.looped),
@@ -31,3 +37,20 @@ FOR_JAX: tuple[tuple[str, str, Propose], ...] = (
     ("eager", "row", eager.framework),
 )
 """The same for JAX arrays."""
+
+
+def strategies_of(operation: Operation, table: Strategies) -> tuple[Strategies, dict[str, str]]:
+    """(strategies, lacking): the strategies of a table and those of the operation's own kernels, by backend.
+
+    An own kernel replaces the strategy of the same name.  `lacking` has, for each backend/strategy that does not exist
+    for the operation, the sentence that says what exists.
+    """
+    if operation.backends is None and not operation.kernels:
+        return table, {}
+    order = list(dict.fromkeys(row[0] for row in table))
+    own = {row[:2]: row for row in operation.own_strategies if row[0] in order}
+    rows = sorted(({row[:2]: row for row in table} | own).values(), key=lambda row: order.index(row[0]))
+    # The formula of an operation always runs.
+    exist = [row[:2] for row in rows if row[0] == "eager" or row[:2] in own or operation.runs_on(row[0])]
+    reason = f"{operation} has no such kernel; it has {', '.join(map('/'.join, exist))}"
+    return rows, {"/".join(row[:2]): reason for row in rows if row[:2] not in exist}

@@ -14,6 +14,8 @@ def pytorch(problem: Problem, device: Device) -> list[Proposal] | str:
     """PyTorch's own operations: on a GPU, one kernel for a forward operation on plain logits with one output."""
     operation = problem.declaration
     plain = not operation.backward and not operation.row_operands and not problem.fused
+    if device.kind == "cuda" and not operation.runs_on("eager"):
+        return f"PyTorch has no function {operation}; backend='eager' runs its formula in separate operations"
     if device.kind == "cuda" and not (plain and len(problem.written) == 1):
         return "PyTorch's own operations have no kernel for a gradient, a score option, a target, or several outputs"
     return framework(problem, device)
