@@ -19,8 +19,9 @@ Part = Callable[..., Array]
 """A part of a formula, called as part(xp, **values).
 
 `values` are arrays that broadcast to one another, by name: every operand; "m", the maximum of each row; every sum;
-"columns", the number of each column; the number of columns, "cols"; and the results of `picked`.  A per-row array has
-size 1 along the softmax dimension.  The input "x" is the score where the operation takes score options, not the logit.
+"columns", the number of each column; and the results of `picked`.  A per-row array has size 1 along the softmax
+dimension.  Where whole rows are given, "axis" is this dimension, and "cols" the number of columns.  The input "x" is
+the score where the operation takes score options, not the logit.
 """
 
 

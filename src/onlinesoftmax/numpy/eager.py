@@ -1,4 +1,4 @@
-"""The operations by NumPy's own functions: softmax and its like through a `State`, the losses by their formulas.
+"""The operations by NumPy's own functions: softmax and its like through a `State`, the others by their formulas.
 
 The losses are computed in float64, some rows at a time, and rounded once.
 """
@@ -18,13 +18,11 @@ from ..core.state import State, shift
 from ..ops import OPERATIONS
 from ..ops.cross_entropy.arguments import NAME as CROSS_ENTROPY
 from ..ops.cross_entropy.formulas import loss_of_weights
-from ..ops.reference import with_sums
+from ..ops.reference import evaluate, with_sums
 from .arguments import ARRAY_TYPES, Loss
 
 FUNCTIONS = Functions(np.tanh, lambda condition, x, number: np.where(condition, x, number).astype(x.dtype))
 """NumPy's functions for the array formula of the scores."""
-
-_RESULTS = {"softmax": State.softmax, "log_softmax": State.log_softmax}
 
 ELEMENTS = 1 << 18
 """Elements that are computed at a time: their float64 arrays lie in a processor's cache."""
@@ -49,11 +47,13 @@ def result(operation: Operation, z: Any, dims: tuple[int, ...], keepdim: bool) -
         if not operation.per_row:
             return y.reshape(moved.shape).transpose(np.argsort(order))
         return np.expand_dims(y, dims) if keepdim else y
-    state = State.of(z, dims[0])
-    if operation.per_row:
-        lse = state.logsumexp(keepdim)
-        return lse if z.ndim else lse.reshape(())
-    return _RESULTS[operation.name](state, z)
+    of_state = getattr(State, operation.name, None)
+    if of_state is not None:
+        y = of_state(State.of(z, dims[0]), keepdim if operation.per_row else z)
+        return y if z.ndim else y.reshape(())
+    rows = z.reshape(z.shape or (1,))
+    y = evaluate(operation.name, namespace(rows), {"x": rows}, dims[0]) if z.size or operation.per_row else z
+    return y.squeeze(dims[0]) if not z.ndim or (operation.per_row and not keepdim) else y
 
 
 def cuts(shape: tuple[int, ...], axis: int) -> Iterator[tuple[Any, Any]]:

@@ -42,7 +42,7 @@ def with_sums(operation: str, xp: Any, values: Mapping[str, Array], axis: int, *
     found, declaration = dict(values), OPERATIONS[operation]
     sums = declaration.summed(outputs or ("y",), values.keys())
     cols = found["x"].shape[axis]
-    found |= {"cols": cols, "columns": xp.arange(found["x"], axis)}
+    found |= {"cols": cols, "columns": xp.arange(found["x"], axis), "axis": axis}
     found |= picked(xp, found, found["columns"], lambda t: xp.sum(t, axis))
     if "m" not in found and any(accumulator.rescaled for accumulator in sums):
         found["m"] = xp.max(found["x"], axis)

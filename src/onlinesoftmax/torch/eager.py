@@ -22,7 +22,7 @@ FUNCTIONS = Functions(torch.tanh, lambda condition, x, number: x.masked_fill(~co
 
 def call_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
     """The operation on a torch tensor by PyTorch itself, if only a dimension and keepdim are given."""
-    if torch._C._len_torch_function_stack() or (ops.is_narrow(x) if operation.per_row else ops.is_long(x, dim)):
+    if torch._C._len_torch_function_stack() or not _has_function(operation, x, dim):
         return ops.result(operation.name, x, dim, keepdim)
     function = getattr(torch, operation.name)
     return function(x, dim, keepdim) if operation.per_row else function(x, dim)
@@ -32,13 +32,18 @@ def call(operation: Operation, x: Any, settings: Settings, out: Any) -> Any:
     """The operation on a torch tensor by PyTorch itself, with its gradients and its errors."""
     name, dim, dtype, keepdim = operation.name, settings.dim, settings.dtype, settings.keepdim
     z = x if dtype is None else x.to(dtype)
-    if (operation.per_row and ops.is_narrow(z)) or (not operation.per_row and ops.is_long(z, dim)):
+    if not _has_function(operation, z, dim):
         return ops.result(name, z, dim, keepdim)
     if operation.per_row:
         return ops.by_pytorch(name, z, dim, keepdim, out=out)
     if out is None:
         return ops.by_pytorch(name, x, dim, dtype)
     return ops.by_pytorch(name, x, dim, dtype=dtype, out=out)
+
+
+def _has_function(operation: Operation, z: Any, dim: Any) -> bool:
+    """True where PyTorch has the operation as one function, whose sums are right for this tensor."""
+    return operation.runs_on("eager") and not (ops.is_narrow(z) if operation.per_row else ops.is_long(z, dim))
 
 
 def call_on_scores(call: Call) -> Any:
@@ -90,7 +95,7 @@ def invariant(name: str, z: Any, dim: int) -> Any:
 
     PyTorch's functions sum in an order that does not depend on it along the last dimension, and there alone.
     """
-    return ops.by_pytorch(name, z.movedim(dim, -1), -1).movedim(-1, dim).contiguous()
+    return ops.result(name, z.movedim(dim, -1), -1, False).movedim(-1, dim).contiguous()
 
 
 def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:

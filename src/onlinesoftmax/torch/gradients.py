@@ -253,7 +253,7 @@ def score_gradient(call: Call, saved: Tensors, dy: Tensor) -> Tensor:
     if operation.per_row and not call.settings.keepdim and like.dim():
         dy = dy.unsqueeze(dim)
     formula = saved_of(call, saved, wide)
-    dz = ops.GRADIENTS[operation.name](formula, dy)
+    dz = ops.score_gradient(operation.name, formula, dy)
     # A masked element has no gradient, not even in a row that holds NaN.
     return dz if formula.unmasked is None else dz.masked_fill(~formula.unmasked, 0.0)
 

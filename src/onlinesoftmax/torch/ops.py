@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.arrays import namespace
+from ..ops import OPERATIONS
+from ..ops.reference import evaluate
+
 Tensor = torch.Tensor
 
 
@@ -36,6 +40,8 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 def result(name: str, z: Tensor, dim: Any, keepdim: bool) -> Tensor:
     """The result of a forward operation for scores z: by PyTorch's function where its sums are right."""
+    if not OPERATIONS[name].runs_on("eager"):
+        return call_pytorch(_by_formula, z, name, dim, keepdim)
     if name == "logsumexp":
         return call_pytorch(_logsumexp, z, dim, keepdim)
     return call_pytorch(_in_passes, z, name, dim) if is_long(z, dim) else by_pytorch(name, z, dim)
@@ -126,6 +132,16 @@ def _in_passes(z: Tensor, name: str, dim: int) -> Tensor:
     return (torch.div if kept else torch.Tensor.div_)(terms, terms.sum(dim, keepdim=True)).to(z.dtype)
 
 
+def _by_formula(z: Tensor, name: str, dim: int, keepdim: bool) -> Tensor:
+    """The result of an operation of which PyTorch has no function, by the formula of its declaration."""
+    per_row = OPERATIONS[name].per_row
+    if not z.numel() and not per_row:
+        return z.clone()
+    wide = z.to(torch.promote_types(z.dtype, torch.float32)).reshape(z.shape or (1,))
+    y: Tensor = evaluate(name, namespace(wide), {"x": wide}, dim).to(z.dtype)
+    return y.squeeze(dim) if not z.dim() or (per_row and not keepdim) else y
+
+
 def exact_log_softmax(z: Tensor, dim: int) -> Tensor:
     """Log-softmax of float32 or float64 scores with small errors at every length, for the statistics of rows."""
     if z.dtype == torch.float64 or not z.shape[dim]:
@@ -185,10 +201,19 @@ GRADIENTS: dict[str, Callable[[Saved, Tensor], Tensor]] = {
     "log_softmax": _log_softmax_gradient,
     "logsumexp": _logsumexp_gradient,
 }
-"""Gradient with respect to the scores from the gradient dy of the result, before masked elements get 0.
+"""Gradient with respect to the scores from the gradient dy of the result, where the declared formula does not serve."""
 
-The dy of a per-row operation keeps the softmax dimension with size 1.
-"""
+
+def score_gradient(name: str, saved: Saved, dy: Tensor) -> Tensor:
+    """Gradient with respect to the scores from the gradient dy of the result, before masked elements get 0.
+
+    The dy of a per-row operation keeps the softmax dimension with size 1.
+    """
+    if name in GRADIENTS:
+        return GRADIENTS[name](saved, dy)
+    values = {"x": saved.y, "dy": dy}
+    dz: Tensor = evaluate(OPERATIONS[name].gradient_name, namespace(dy), values, saved.dim)
+    return dz
 
 
 def _softmax_tangent(saved: Saved, dz: Tensor) -> Tensor:
@@ -210,6 +235,17 @@ TANGENTS: dict[str, Callable[[Saved, Tensor], Tensor]] = {
     "logsumexp": _logsumexp_tangent,
 }
 """Tangent of the result from the tangent dz of the scores, for forward-mode differentiation."""
+
+
+def tangent(name: str, saved: Saved, dz: Tensor) -> Tensor:
+    """Tangent of the result from the tangent dz of the scores.
+
+    Raises:
+        NotImplementedError: the operation has no formula for it.
+    """
+    if name not in TANGENTS:
+        raise NotImplementedError(f"{name}() has no derivative in forward mode")
+    return TANGENTS[name](saved, dz)
 
 
 def of_empty_rows(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -268,11 +268,13 @@ def _for_empty_input(
     if operation.backward:
         return lambda x, out=None, _=NOTHING: torch.empty(shape, dtype=dtype, device=device)
     wide = torch.promote_types(torch.promote_types(call.x.dtype, dtype), torch.float32)
-    rows = output_shape(operation.output("lse"), call.x.shape, axis)
 
     def run(x: torch.Tensor, out: torch.Tensor | None = None, _: Any = NOTHING) -> Any:
         y = eager.call(operation, x, settings, out)
-        more = [ops.of_empty_rows(name, rows, wide, device) for name in outputs[1:]]
+        more = [
+            ops.of_empty_rows(name, output_shape(operation.output(name), x.shape, axis), wide, device)
+            for name in outputs[1:]
+        ]
         return (y, *more) if more else y
 
     return run

@@ -87,7 +87,7 @@ def run(call: Call) -> torch.Tensor:
         _refuse_out(operation)
     if options is not None:
         check_options(call)
-    if isinstance(dim, tuple | list) and not operation.per_row:
+    if isinstance(dim, tuple | list) and not (operation.per_row and operation.runs_on("eager")):
         return _over_dims(call)
     # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
     by_default = backend is None and _why_not_by_default(x) is not None
@@ -226,6 +226,8 @@ def with_autocast(call: Call) -> Call:
 
 def _autocast_dtype(operation: Operation, dtype: torch.dtype, device_type: str) -> torch.dtype:
     """The dtype of this operation's result under autocast, found by running PyTorch's operation on one element."""
+    if not operation.runs_on("eager"):
+        return dtype
     element = torch.zeros(1, dtype=dtype, device=device_type)
     result: torch.dtype = ops.by_pytorch(operation.name, element, 0).dtype
     return result

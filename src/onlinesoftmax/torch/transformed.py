@@ -97,7 +97,7 @@ class Transformed(torch.autograd.Function):
         mask = unmasked(options, x, dim)
         if mask is not None:
             dz = dz.masked_fill(~mask, 0.0)
-        tangent = ops.TANGENTS[call.operation.name](saved_of(call, {"x": x, "y": y}, wide), dz)
+        tangent = ops.tangent(call.operation.name, saved_of(call, {"x": x, "y": y}, wide), dz)
         if call.operation.per_row and not call.settings.keepdim and x.dim():
             tangent = tangent.squeeze(dim)
         return tangent.to(y.dtype)
