@@ -57,8 +57,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # --doctest-modules would import the files named conftest a second time, all under one name.
 collect_ignore_glob = ["*/conftest.py", "*/typed/*"]
-# --doctest-modules imports every file, and triton_algebra.py imports Triton.
-collect_ignore = ["conftest.py", *([] if importlib.util.find_spec("triton") else ["triton_algebra.py"])]
+# --doctest-modules imports every file, and these two import Triton.
+WITH_TRITON = ["triton_algebra.py", "sparsemax/kernels/triton.py"]
+collect_ignore = ["conftest.py", *([] if importlib.util.find_spec("triton") else WITH_TRITON)]
 
 # A deadline measures the machine, not the code: the first example compiles, the others do not.
 settings.register_profile("local", deadline=None)
