@@ -93,8 +93,8 @@ def _calls() -> list[tuple[str, str, torch.dtype, Case]]:
     for (j, plan), (k, name) in itertools.product(enumerate(("eager/row", *PLANS, *PALLAS)), enumerate(DECLARED)):
         cases = [SMALL.get(plan, NAMED["3 x 33"]), SPECIAL.get(plan, NAMED["infinities and NaN"])]
         if plan in PALLAS:
-            # XLA compiles for each input.
-            cases = [cases[(j + k) % 2]]
+            # XLA compiles for each input, so rows of several tiles take turns with very long ones, which `row` refuses.
+            cases[0] = NAMED["3 x 1025" if plan == "pallas/row" or (j + k) % 2 else "1 x 50257"]
         elif GPU:
             cases = cases_of(plan)
         cells += [(plan, name, DTYPES[(i + j + k) % 4], case) for i, case in enumerate(cases)]

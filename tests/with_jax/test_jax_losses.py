@@ -126,30 +126,6 @@ def test_large_logits_do_not_cancel(strategy: str | None) -> None:
     check_results(x, target, "all", **forced)
 
 
-CASES = [
-    ("row", (7, 33), "both", "bfloat16"), ("looped", (5, 577), "both", "float16"),
-    ("split", (2, 5001), "both", "float32"),
-    ("looped", (7, 33), "plain", "float32"), ("split", (5, 577), "smoothing", "bfloat16"),
-    ("row", (2, 5001), "z_loss", "float32"), ("split", (9, 33), "z_loss", "float16"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("strategy", "shape", "numbers", "dtype"), CASES, ids=str)
-def test_kernels_of_losses(strategy: str, shape: tuple[int, int], numbers: str, dtype: str) -> None:
-    target = classes(shape[0], cols=shape[1]).at[0].set(0).at[-1].set(shape[1] - 1)
-    check_loss(logits(*shape, dtype=dtype), target, NUMBERS[numbers], backend="pallas", strategy=strategy)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "shape", "dtype"),
-    [("row", (7, 33), "float32"), ("looped", (5, 577), "bfloat16"), ("split", (2, 5001), "float16")],
-    ids=str,
-)
-def test_kernels_of_log_probabilities(strategy: str, shape: tuple[int, int], dtype: str) -> None:
-    target = classes(shape[0], cols=shape[1])
-    check_results(logits(*shape, dtype=dtype), target, "all", backend="pallas", strategy=strategy)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_kernels_with_every_option_give_what_xla_gives(strategy: str) -> None:
     x, target = logits(2, 3, 70) * 2, classes(2, 3, cols=70)
