@@ -10,10 +10,8 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from contract import OPERATIONS, assert_as_good_as_pytorch, outliers
+from contract import DEVICE, GPU, OPERATIONS, assert_as_good_as_pytorch, outliers
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 # PyTorch's own path, and ours: on a GPU the planner chooses it, elsewhere the interpreter runs it.
 PATHS = [{}, {"backend": "triton"}]
 

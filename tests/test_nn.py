@@ -12,9 +12,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from contract import assert_as_good_as_pytorch, outliers
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from contract import DEVICE, assert_as_good_as_pytorch, outliers
 
 PAIRS = [
     pytest.param(osm.nn.Softmax, torch.nn.Softmax, "softmax", id="softmax"),

@@ -258,8 +258,6 @@ def log_probabilities_are_those_of_one_process(first: int, end: int) -> None:
     mask = (random(*x.shape, seed=2, normal=False) < 0.7).scatter(1, index[:, None], True)
     for options in ({}, {"mask": mask}, {"scale": 0.5, "softcap": 10.0}):
         agrees("token_logprobs", x, (first, end), (index,), options, sizes=(60.0, 16.0))
-        if kernels_run():
-            agrees("token_logprobs", x, (first, end), (index,), options, ours=KERNELS, sizes=(60.0, 16.0))
 
 
 def softmax_and_its_like_are_those_of_one_process(first: int, end: int) -> None:
@@ -298,13 +296,6 @@ def hard_rows_are_those_of_one_process(first: int, end: int) -> None:
     (theirs,) = torch.autograd.grad(want[6], whole)
     torch.testing.assert_close(found[6], theirs[6, first:end])
     assert (found[[0, 4, 5]] == 0).all()
-    if kernels_run():
-        by_kernels = x[:, first:end].clone().requires_grad_()
-        again = sharded.cross_entropy(by_kernels, target, reduction="none", z_loss=0.1, backend="triton")
-        torch.testing.assert_close(again, rows, equal_nan=True)
-        torch.testing.assert_close(
-            torch.autograd.grad(again, by_kernels, torch.ones_like(rows))[0], found, equal_nan=True
-        )
     images, classes = random(2, COLS, 3, 2, seed=8), torch.full((2, 3, 2), 36, device=device())
     torch.testing.assert_close(
         sharded.cross_entropy(images[:, first:end], classes), torch.nn.functional.cross_entropy(images, classes)

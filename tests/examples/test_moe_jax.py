@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -36,13 +35,6 @@ LEARNT = 0.78
 GRADIENT_RTOL = 2e-6
 """Tolerance relative to the norm of a parameter's gradient: some dozens of float32 roundings of 6e-8 each."""
 
-BROKEN: dict[str, Callable[[Any], Any]] = {
-    "all experts alike": lambda x: jax.nn.softmax(0 * x),
-    "no gradient": lambda x: jax.lax.stop_gradient(jax.nn.softmax(x)),
-    "gradient of the wrong sign": lambda x: 2 * jax.lax.stop_gradient(jax.nn.softmax(x)) - jax.nn.softmax(x),
-    "not divided by the sum": lambda x: jax.numpy.exp(x - x.max(axis=-1, keepdims=True)),
-}
-
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
@@ -70,9 +62,9 @@ def test_a_short_training_learns_through_its_gate(example: ModuleType) -> None:
     assert epochs[-1].use.min() > 0.05, "load balancing leaves no expert idle"
 
 
-@pytest.mark.parametrize("gate", BROKEN.values(), ids=BROKEN)
-def test_training_with_a_broken_gate_fails(example: ModuleType, gate: Callable[[Any], Any]) -> None:
-    """Shows that the test above can fail."""
+def test_training_with_a_broken_gate_fails(example: ModuleType) -> None:
+    """Shows that the test above can fail: the gate has no gradient."""
+    gate = lambda x: jax.lax.stop_gradient(jax.nn.softmax(x))  # noqa: E731  one use
     model, _ = train(example, example.Library(gate, jax.nn.log_softmax), **NARROW)
     assert accuracy(example, model) < LEARNT
 

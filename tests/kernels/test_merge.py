@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from contract import DEVICE
 from cuda_simulator import launch_sharded, simulate_sharded
 from kernels.test_reduction import as_array
 from onlinesoftmax.kernels import registry
@@ -22,7 +23,6 @@ from onlinesoftmax.kernels.cuda.compile import build
 from onlinesoftmax.kernels.sharded import ShardedRows
 from onlinesoftmax.torch.prepare import INTEGERS
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLASSES, IGNORED = 40, 7
 PROCESSES = (1, 2, 5)
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from contract import DEVICE
 from cuda_simulator import launch_reduction, simulate_reduction
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.cuda import driver
@@ -22,7 +23,6 @@ from onlinesoftmax.kernels.cuda.compile import build, usage
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.torch.prepare import INTEGERS
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = (1, 2, 31, 33, 1000, 4097, 100001)
 CLASSES, IGNORED = 40, 7
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from contract import OPERATIONS, assert_as_good_as_pytorch, outliers
+from contract import DEVICE, OPERATIONS, assert_as_good_as_pytorch, outliers
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.torch import fast_path
 
@@ -20,8 +20,6 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl  # noqa: E402  only where triton is installed
 
 from onlinesoftmax.kernels.triton import tiles  # noqa: E402  as above
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -220,20 +218,3 @@ def test_a_merge_tree_of_large_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert osm.explain(x, strategy="split").plan.launches == 4
     assert_as_good_as_pytorch(osm.softmax(x, 0, backend="triton", strategy="split"), "softmax", x, 0)
     fast_path.forget()
-
-
-@pytest.mark.gpu
-def test_side_streams_and_graphs() -> None:
-    x, y = torch.randn(64, 3000, device="cuda"), torch.empty(64, 3000, device="cuda")
-    expected = osm.softmax(x)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        late = osm.softmax(x * 1)
-    stream.synchronize()
-    assert torch.equal(late, expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        osm.softmax(x, out=y)
-    y.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(y, expected)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_fused import DEVICE, GPU, moved, options
+from test_fused import moved, options
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import onlinesoftmax as osm
-from contract import OPERATIONS
+from contract import DEVICE, GPU, OPERATIONS
 
 BACKEND = "inductor" if GPU else "aot_eager"
 pytestmark = pytest.mark.filterwarnings(

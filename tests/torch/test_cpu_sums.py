@@ -243,10 +243,12 @@ INVARIANT: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", INVARIANT)
 def test_a_row_has_the_same_bits_beside_any_other_rows(name: str, dtype: torch.dtype) -> None:
     """Rows along the dimension 1 of (batch, classes, positions), for batches of any strides and alignments."""
+    if dtype == torch.float64 and not hasattr(osm, name):
+        pytest.skip("the losses of float64 logits are not rounded, so their last bits may differ")
     function, how = INVARIANT[name], {"batch_invariant": True}
     generator = torch.Generator().manual_seed(0)
     x = 3 * torch.randn(4, 77, 109, generator=generator).to(dtype)
@@ -258,3 +260,4 @@ def test_a_row_has_the_same_bits_beside_any_other_rows(name: str, dtype: torch.d
     for part, at in others:
         for y, want in zip(every(function(part, target[:, at], **how)), whole, strict=True):
             assert torch.equal(y, want[:, at])
+    assert "softmax" not in name or function(x, target, **how).movedim(-1, 1).is_contiguous()

@@ -19,11 +19,10 @@ from torch.export.passes import move_to_device_pass
 from torch.nn import functional
 
 import onlinesoftmax as osm
+from contract import DEVICE
 from onlinesoftmax.core.options import bits
 from onlinesoftmax.ops import OPERATIONS
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 CLASSES = 40

@@ -12,15 +12,13 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from contract import OPERATIONS, PLANS, ROW_PLANS, assert_near, forced, outliers, wide
+from contract import DEVICE, GPU, OPERATIONS, PLANS, ROW_PLANS, assert_near, forced, outliers, wide
 from onlinesoftmax.core.call import Call, Settings
 from onlinesoftmax.core.options import ScoreOptions, checked_options
 from onlinesoftmax.lab import verify as verification
 from onlinesoftmax.ops import OPERATIONS as DECLARED
 from onlinesoftmax.torch import eager
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 SHAPE = (2, 9, 37)
 
 

@@ -6,15 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from ways import HOW
 
 import onlinesoftmax as osm
-from contract import OPERATIONS, outliers
+from contract import DEVICE, OPERATIONS, outliers
 from onlinesoftmax.torch import fast_path, run
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-HOW: dict[str, Any] = {} if GPU else {"backend": "triton"}
-
 
 pytestmark = pytest.mark.usefixtures("cacheable")
 

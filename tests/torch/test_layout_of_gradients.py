@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from loss_accuracy import DEVICE, HOW
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from ways import HOW
 
 import onlinesoftmax as osm
+from contract import DEVICE
 from onlinesoftmax.core.call import Call, Settings
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.ops import OPERATIONS

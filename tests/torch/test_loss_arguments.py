@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from loss_accuracy import DEVICE, GPU, HOW, gradient
 from torch.nn import functional
+from ways import HOW, gradient
 
 import onlinesoftmax as osm
+from contract import DEVICE, GPU
 
 
 def test_the_range_of_the_targets_is_checked_where_asked_for() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from loss_accuracy import DEVICE, HOW, gradient
 from torch.nn import functional
+from ways import HOW, gradient
 
 import onlinesoftmax as osm
+from contract import DEVICE
 
 
 # Dynamo itself makes an instance of an autograd function while it traces.

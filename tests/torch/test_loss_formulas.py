@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loss_accuracy import DEVICE, GPU
 from torch.nn import functional
 
 import onlinesoftmax as osm
+from contract import DEVICE, GPU
 from loss_formula import expected_loss, pairs
 
 COLS = 11

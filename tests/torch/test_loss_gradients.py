@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from loss_accuracy import DEVICE, GPU, HOW, gradient
 from torch.nn import functional
+from ways import HOW, gradient
 
 import onlinesoftmax as osm
-from contract import DTYPES
+from contract import DEVICE, DTYPES, GPU
 from onlinesoftmax.kernels import registry
 
 

@@ -11,18 +11,14 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from ways import HOW
 
 import onlinesoftmax as osm
-from contract import DTYPES, outliers
+from contract import DEVICE, DTYPES, GPU, outliers
 from onlinesoftmax.core.call import Settings
 from onlinesoftmax.torch import losses, reductions
 from onlinesoftmax.torch.loss import Loss
 from onlinesoftmax.torch.targets import MOST_ROWS_IN_ONE_LAUNCH
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-HOW: dict[str, Any] = {} if GPU else {"backend": "triton"}
-
 
 pytestmark = pytest.mark.usefixtures("cacheable")
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from loss_accuracy import DEVICE, GPU, HOW, gradient
 from torch.nn import functional
+from ways import HOW, gradient
 
 import onlinesoftmax as osm
+from contract import DEVICE, GPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

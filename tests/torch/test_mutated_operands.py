@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
+from contract import DEVICE, GPU
 from onlinesoftmax import distributed
 from onlinesoftmax.core.call import Call, Settings
 from onlinesoftmax.core.options import PLAIN
@@ -17,8 +18,6 @@ from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.torch import custom_op
 from onlinesoftmax.torch.gradients import with_tensors
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 BACKENDS = (None, "triton", "cuda") if GPU else (None, "triton")
 
 Tensors = dict[str, torch.Tensor]

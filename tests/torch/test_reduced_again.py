@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from loss_accuracy import DEVICE, GPU, HOW
 from torch.nn import functional
+from ways import HOW
 
 import onlinesoftmax as osm
+from contract import DEVICE, GPU
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 

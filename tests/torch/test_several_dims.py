@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_fused import DEVICE
 
 import onlinesoftmax as osm
-from contract import OPERATIONS, outliers
+from contract import DEVICE, OPERATIONS, outliers
 
 ELEMENTWISE = ("softmax", "log_softmax")
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loss_accuracy import DEVICE, GPU, UNITS
+from ways import UNITS
 
 import onlinesoftmax as osm
+from contract import DEVICE, GPU
 from loss_formula import expected_tokens
 
 COLS = 13

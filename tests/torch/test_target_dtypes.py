@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from loss_accuracy import DEVICE, HOW
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
+from ways import HOW
 
 import onlinesoftmax as osm
+from contract import DEVICE
 from onlinesoftmax import distributed
 
 DTYPES = {

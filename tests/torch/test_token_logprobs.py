@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from loss_accuracy import DEVICE, HOW, gradient
+from ways import HOW, gradient
 
 import onlinesoftmax as osm
-from contract import PLANS, forced
+from contract import DEVICE, PLANS, forced
 
 
 @pytest.mark.parametrize("plan", PLANS)

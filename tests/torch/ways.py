@@ -1,4 +1,4 @@
-"""Device and backend of the tests of losses, the gradient of a loss, and the bound on a rounding error."""
+"""The backend that the tests of calls force, the gradient of a result, and the units of a rounding error."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
+from contract import GPU
 from onlinesoftmax.lab.verify import INTERPRETER_ULPS
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 HOW: dict[str, Any] = {} if GPU else {"backend": "triton"}
 
 # Triton's interpreter truncates to bfloat16, and rounds a multiply-add twice.
