@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .core.state import State
     from .explanation import explain
     from .files.apply import apply_file
+    from .linear import linear_cross_entropy, linear_token_logprobs, linear_token_loss
     from .ops import reference as reference
     from .overrides import override
     from .planner.plan import Plan, PlanError
@@ -40,6 +41,9 @@ __all__ = [
     "apply_file",
     "cross_entropy",
     "explain",
+    "linear_cross_entropy",
+    "linear_token_logprobs",
+    "linear_token_loss",
     "log_softmax",
     "logsumexp",
     "override",
@@ -52,6 +56,9 @@ _HOME = {
     "log_softmax": "api",
     "logsumexp": "api",
     "cross_entropy": "api",
+    "linear_cross_entropy": "linear",
+    "linear_token_logprobs": "linear",
+    "linear_token_loss": "linear",
     "token_logprobs": "api",
     "nn": "nn",
     "distributed": "distributed",

@@ -56,7 +56,20 @@ STRATEGIES = [f"strategies/{path.stem}" for path in sorted((DOCS / "strategies")
 
 @pytest.mark.parametrize(
     "page",
-    ["index", "tour", "state", "strategies", *STRATEGIES, "numerics", "losses", "jax", "plans", "compiler", "backend"],
+    [
+        "index",
+        "tour",
+        "state",
+        "strategies",
+        *STRATEGIES,
+        "numerics",
+        "losses",
+        "linear",
+        "jax",
+        "plans",
+        "compiler",
+        "backend",
+    ],
 )
 def test_python_prints_the_output_shown(page: str) -> None:
     needed = NEEDED.get(page, "torch")

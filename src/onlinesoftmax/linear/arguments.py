@@ -1,0 +1,111 @@
+"""The checks of the arguments of a head; errors have PyTorch's types and name the argument."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core import arguments
+from ..core.options import checked_options
+from ..torch.check import TORCH
+
+Tensor = torch.Tensor
+
+
+class Head(NamedTuple):
+    """The tensors of a head, as its products take them.
+
+    Attributes:
+        input: (tokens, hidden).
+        weight: (classes, hidden).
+        bias: (classes,), or None.
+        target: Target of each token, (tokens,); or a probability of each class, (tokens, classes).
+        shape: Shape of the input without its last dimension.
+    """
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    shape: tuple[int, ...]
+
+
+def checked_head(name: str, input: Any, linear_weight: Any, target: Any, linear_bias: Any, soft: bool) -> Head:
+    """The tensors of a head, in the dtype of autocast where it is active.
+
+    Args:
+        name: Name of the public function, for errors.
+        input, linear_weight, target, linear_bias: Its arguments.
+        soft: True where the target may hold class probabilities.
+    """
+    caller = f"{name}()"
+    given = {"input": input, "linear_weight": linear_weight, "target": target}
+    given |= {} if linear_bias is None else {"linear_bias": linear_bias}
+    for argument, t in given.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{caller}: argument '{argument}' must be Tensor, not {type(t).__name__}")
+        if type(t).__name__ == "DTensor":
+            raise TypeError(f"{caller}: {argument} is a DTensor, which this function does not take")
+        if t.device != input.device:
+            raise RuntimeError(f"{caller}: {argument} is on {t.device}, and input on {input.device}")
+    if not input.is_floating_point():
+        raise RuntimeError(f"{caller}: input must be floating point, got {input.dtype}")
+    if not input.dim() or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
+        raise RuntimeError(
+            f"{caller}: linear_weight must have shape (classes, {input.shape[-1] if input.dim() else 'hidden'}), the "
+            f"last dimension being that of input, got {tuple(linear_weight.shape)} for input {tuple(input.shape)}"
+        )
+    classes, shape = len(linear_weight), input.shape[:-1]
+    if linear_bias is not None and linear_bias.shape != (classes,):
+        raise RuntimeError(f"{caller}: linear_bias must have shape ({classes},), got {tuple(linear_bias.shape)}")
+    probabilities = soft and target.is_floating_point()
+    if not probabilities and TORCH.kind_of(target) != "integer":
+        raise RuntimeError(f"{caller}: target must have an integer dtype, got {target.dtype}")
+    wanted = (*shape, classes) if probabilities else shape
+    if target.shape != wanted:
+        raise ValueError(f"{caller}: target has shape {tuple(target.shape)}, and must have {tuple(wanted)}")
+    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+    for argument, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if t is not None and t.dtype != input.dtype:
+            raise RuntimeError(f"{caller}: {argument} has the dtype {t.dtype}, and input {input.dtype}")
+    rows = input.reshape(-1, input.shape[-1])
+    flat = target.reshape(-1, classes) if probabilities else target.reshape(-1)
+    return Head(rows, linear_weight, linear_bias, flat.contiguous(), tuple(shape))
+
+
+def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors as torch.nn.functional.linear would take them under autocast."""
+    kind = tensors[0].device.type  # type: ignore[union-attr]  # the input is a tensor
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple([t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors])
+
+
+def checked_options_of(name: str, scale: Any, softcap: Any) -> Any:
+    """The score options, or None; the scale is a number."""
+    if isinstance(scale, Tensor):
+        raise TypeError(f"{name}(): scale must be a number, not Tensor")
+    return checked_options(name, scale, softcap, None, None, False, "nan")
+
+
+def checked_memory(name: str, memory: Any) -> int | None:
+    """The bytes that buffers may take; None for the usual ones."""
+    if memory is None:
+        return None
+    found: int = arguments.checked_number(TORCH, name, "memory", memory, int)
+    if found <= 0:
+        raise ValueError(f"{name}(): memory must be a positive number of bytes, got {memory}")
+    return found
+
+
+def checked_per_token(name: str, argument: str, t: Any, head: Head) -> Tensor:
+    """A tensor with one number for each token, flat."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}(): argument '{argument}' must be Tensor, not {type(t).__name__}")
+    if tuple(t.shape) != head.shape:
+        raise ValueError(f"{name}(): {argument} has shape {tuple(t.shape)}, and must have {head.shape}")
+    if t.device != head.input.device:
+        raise RuntimeError(f"{name}(): {argument} is on {t.device}, and input on {head.input.device}")
+    return t.reshape(-1)

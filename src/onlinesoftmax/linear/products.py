@@ -1,0 +1,33 @@
+"""The products of a head: the framework's own, with sums in float32 where a result is added up."""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def accumulator_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which products of this dtype are added up."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """The logits x · weightᵀ + bias in the memory of `out`."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """Add a · b to a float32 or float64 `total`, or write it there if it is the first."""
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
+    elif a.is_cuda:
+        # cuBLAS adds 16-bit operands up in float32, and writes the sum without rounding it to 16 bits.
+        if first:
+            torch.ops.aten.mm.dtype_out(a, b, total.dtype, out=total)
+        else:
+            torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=0.0 if first else 1.0, out=total)

@@ -1,0 +1,195 @@
+"""The ways of the calls of linear/__init__.py on torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.call import LossStatistics, Settings, TokenLogprobs
+from ..core.task import ANY
+from ..ops.cross_entropy.arguments import checked_numbers
+from ..torch.check import TORCH
+from ..torch.loss import Loss, count_of, counted, equals, scaled_weight, scales_weight, signed
+from ..torch.loss_arguments import check_weight
+from . import rows
+from .arguments import Head, checked_head, checked_memory, checked_options_of, checked_per_token
+from .columns import LogProbabilities
+from .plans import LinearPlan, LinearProblem, plan_of
+from .products import accumulator_of
+from .tokens import KnownFactor, LaterFactor, Work
+
+Tensor = torch.Tensor
+
+
+Tensors = tuple[Any, Any, Any, Any]
+"""The arguments input, linear_weight, target and linear_bias."""
+
+
+def cross_entropy(
+    tensors: Tensors, numbers: tuple[Any, ...], weight: Any, token_weight: Any, dtype: torch.dtype | None,
+    return_stats: bool, memory: Any,
+) -> Any:  # fmt: skip
+    """As `linear_cross_entropy`; `numbers` has reduction, ignore_index, label_smoothing, z_loss, scale and softcap."""
+    name, (reduction, *given, scale, softcap) = "linear_cross_entropy", numbers
+    head = checked_head(name, *tensors, soft=True)
+    options = checked_options_of(name, scale, softcap)
+    ignore_index, smoothing, z_loss = checked_numbers(TORCH, reduction, tuple(given))
+    classes, soft = len(head.weight), head.target.is_floating_point()
+    check_weight(f"{name}()", weight, head.input, classes)
+    wide = accumulator_of(head.input.dtype)
+    dtype = dtype or (wide if torch.is_autocast_enabled(head.input.device.type) else head.input.dtype)
+    loss = Loss(Settings(1, wide, False, ANY), ignore_index, reduction, smoothing, z_loss, options)
+    of_target = head.target if soft else signed(head.target)
+    head = head._replace(target=of_target)
+    if weight is not None and scales_weight(of_target, weight, loss):
+        weight = scaled_weight(of_target, weight, loss, wide)
+    if token_weight is not None:
+        token_weight = checked_per_token(name, "token_weight", token_weight, head)
+    factor = _factor(head, weight, loss, token_weight)
+    whole_rows = soft or bool(loss.smoothing) or weight is not None or return_stats
+    plan = _plan(head, checked_memory(name, memory), reduction == "none" and _records(head), whole_rows)
+    stats: Any = ()
+    inputs, of_row = (head.input, head.weight, head.bias), loss._replace(reduction="none")
+    if plan.name == "columns":
+        y = _loss_of(_untraced(LogProbabilities.apply)(*inputs, of_target, plan, options), of_target, loss)
+        y = y * factor if reduction == "none" else (y * factor).sum()
+    else:
+        skipped = None if soft else ~counted(of_target, loss)
+        work = Work(plan, _loss_rows(head, weight, of_row, return_stats), skipped)
+        if reduction == "none":
+            y, *stats = _untraced(LaterFactor.apply)(*inputs, work)
+            y = y * factor
+        else:
+            y, _, *stats = _untraced(KnownFactor.apply)(*inputs, factor, work)
+    if reduction == "mean" and not len(head.input):
+        # The mean of no tokens is NaN, and its gradients are 0.
+        y = y + torch.nan
+    y = (y.reshape(head.shape) if reduction == "none" else y).to(dtype)
+    return (y, _statistics(head, loss, *stats)) if return_stats else y
+
+
+def token_logprobs(tensors: Tensors, ignore_index: int | None, scale: Any, softcap: Any, memory: Any) -> TokenLogprobs:
+    """As `linear_token_logprobs`."""
+    name = "linear_token_logprobs"
+    head = checked_head(name, *tensors, soft=False)
+    options, of_target = checked_options_of(name, scale, softcap), signed(head.target).long()
+    plan = _plan(head, checked_memory(name, memory), True, False)
+    inputs = head.input, head.weight, head.bias
+    logprob, entropy, lse = _untraced(LogProbabilities.apply)(*inputs, of_target, plan, options)
+    if ignore_index is not None:
+        logprob = logprob.masked_fill(equals(of_target, ignore_index), 0.0)
+    return TokenLogprobs(logprob.reshape(head.shape), entropy.reshape(head.shape), lse.reshape(head.shape))
+
+
+def token_loss(
+    tensors: Tensors, loss: Callable[..., Any], per_token: tuple[Any, ...], reduction: Any, ignore_index: int,
+    scale: Any, softcap: Any, memory: Any,
+) -> Tensor:  # fmt: skip
+    """As `linear_token_loss`."""
+    name = "linear_token_loss"
+    head = checked_head(name, *tensors, soft=False)
+    options, of_target = checked_options_of(name, scale, softcap), signed(head.target).long()
+    if not callable(loss):
+        raise TypeError(f"{name}(): argument 'loss' must be a function, not {type(loss).__name__}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"{name}(): reduction must be 'mean' or 'sum', got {reduction!r}")
+    beside = [checked_per_token(name, f"per_token[{i}]", t, head).detach() for i, t in enumerate(per_token)]
+    ignored = equals(of_target, ignore_index)
+    counts = (~ignored).to(accumulator_of(head.input.dtype))
+    factor = counts / counts.sum() if reduction == "mean" else counts
+    plan = _plan(head, checked_memory(name, memory), False, True)
+
+    def of_chunk(z: Tensor, part: slice, dy: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
+        known = rows.statistics(z, of_target[part], options)
+        known = known._replace(logprob=known.logprob.clamp(max=0.0).masked_fill(ignored[part], 0.0))
+        leaves = [t.detach().requires_grad_(dy is not None) for t in known]
+        with torch.set_grad_enabled(dy is not None):
+            y = loss(*leaves, *[t[part] for t in beside])
+        if not isinstance(y, Tensor) or y.shape != known.lse.shape:
+            got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise ValueError(
+                f"{name}(): loss must return one number for each token, {tuple(known.lse.shape)}, got {got}"
+            )
+        losses = y.detach().masked_fill(ignored[part], 0.0).to(factor.dtype)
+        if dy is None:
+            return (losses,), None
+        found: Any = [None, None, None]
+        if y.requires_grad:
+            found = torch.autograd.grad(y, leaves, dy.to(y.dtype), allow_unused=True)
+        # A token that is ignored has no gradient, whatever the loss makes of it.
+        zeros = torch.zeros_like(known.lse)
+        dlogprob, dentropy, dlse = (None if g is None else g.masked_fill(ignored[part], 0.0) for g in found)
+        inside = (of_target[part] >= 0) & (of_target[part] < z.shape[1])
+        dlogprob = zeros if dlogprob is None else dlogprob.masked_fill(~inside, 0.0)
+        local = of_target[part].where(inside, -1)
+        return (losses,), rows.gradient(z, local, known, dlogprob, dentropy, zeros if dlse is None else dlse, options)
+
+    work = Work(plan, of_chunk, ignored)
+    total: Tensor = _untraced(KnownFactor.apply)(head.input, head.weight, head.bias, factor, work)[0]
+    return total
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which torch.compile calls without tracing it: its graph breaks there."""
+    return torch._dynamo.disable(function) if torch.compiler.is_dynamo_compiling() else function
+
+
+def _records(head: Head) -> bool:
+    """True where autograd records the call."""
+    tensors = head.input, head.weight, head.bias
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _plan(head: Head, memory: int | None, waits: bool, whole_rows: bool) -> LinearPlan:
+    x, weight = head.input, head.weight
+    wide = accumulator_of(x.dtype).itemsize
+    of_weight = weight.requires_grad and torch.is_grad_enabled()
+    problem = LinearProblem(len(x), x.shape[1], len(weight), x.itemsize, wide, waits, of_weight, whole_rows)
+    return plan_of(problem, memory)
+
+
+def _factor(head: Head, weight: Tensor | None, loss: Loss, token_weight: Tensor | None) -> Tensor:
+    """The gradient of the result with respect to the loss of each token."""
+    x, target = head.input, head.target
+    wide = accumulator_of(x.dtype)
+    factor = torch.ones(len(x), dtype=wide, device=x.device)
+    if loss.reduction == "mean":
+        soft = target.is_floating_point()
+        factor = factor / (len(x) if soft else count_of(target, weight, loss, wide))
+    return factor if token_weight is None else factor * token_weight.detach().to(wide)
+
+
+def _loss_rows(head: Head, weight: Tensor | None, loss: Loss, return_stats: bool) -> Any:
+    """The function of a chunk for cross-entropy: its outputs are the losses, and lse, entropy and the largest class."""
+
+    def of_chunk(z: Tensor, part: slice, factor: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
+        target, more = head.target[part], tuple[Tensor, ...]()
+        if return_stats:
+            no_target = torch.zeros(len(z), dtype=torch.int64, device=z.device)
+            known = rows.statistics(z, no_target, loss.options)
+            scale = 1.0 if loss.options is None else loss.options.scale
+            more = known.lse, known.entropy, z.argmin(1) if scale < 0 else z.argmax(1)
+        losses, dz = rows.losses(z, target, weight, loss, factor)
+        return (losses, *more), dz
+
+    return of_chunk
+
+
+def _loss_of(found: tuple[Tensor, Tensor, Tensor], target: Tensor, loss: Loss) -> Tensor:
+    """The loss of each token from its log-probability and its lse."""
+    logprob, _, lse = found
+    y = -logprob
+    if loss.z_loss:
+        y = y + loss.z_loss * lse * lse
+    return y.where(counted(target, loss), 0.0)
+
+
+def _statistics(head: Head, loss: Loss, lse: Tensor, entropy: Tensor, largest: Tensor) -> LossStatistics:
+    target = head.target
+    counts = torch.ones_like(lse, dtype=torch.bool) if target.is_floating_point() else counted(target, loss)
+    classes = target.argmax(1) if target.is_floating_point() else target
+    penalty = (loss.z_loss * lse * lse).where(counts, 0.0) if loss.z_loss else torch.zeros_like(lse)
+    found = lse, penalty, entropy, largest, (largest == classes) & counts
+    return LossStatistics(*[t.reshape(head.shape) for t in found])

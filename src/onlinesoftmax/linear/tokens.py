@@ -1,0 +1,145 @@
+"""Plans `stored` and `tokens` of losses: the logits of a chunk of tokens, and their gradient in the same memory.
+
+Where the gradient of each loss is known in the forward pass, as for a mean, the gradients follow at once.  Where it has
+to wait, the backward pass makes the logits of each chunk again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..torch.autograd import keeps_graph
+from ..torch.check import check_first_derivative
+from ..torch.reductions import scale_gradient
+from .plans import LinearPlan
+from .products import accumulator_of, add_product, logits_of
+
+Tensor = torch.Tensor
+
+Rows = Callable[..., tuple[tuple[Tensor, ...], Any]]
+"""Function (logits, slice of tokens, factor) of a chunk: its outputs for each token, and the gradient in the logits.
+
+The factor has the gradient of each token's first output; None where no gradient is wanted.
+"""
+
+
+class Gradients(NamedTuple):
+    """Gradients of input, weight and bias; None where not wanted.  Those of weight and bias may be wider than these."""
+
+    input: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class Work(NamedTuple):
+    """What to compute.
+
+    Attributes:
+        plan: How the tokens are cut.
+        rows: What to compute of the logits of a chunk.
+        skipped: True for the tokens that count for nothing, whose input may hold NaN; None where all count.
+    """
+
+    plan: LinearPlan
+    rows: Rows
+    skipped: Tensor | None = None
+
+
+def run(
+    work: Work, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None, wanted: tuple[bool, bool, bool]
+) -> tuple[tuple[Tensor, ...], Gradients]:
+    """The outputs for each token, and with a factor the wanted gradients of the sum of factor · first output.
+
+    Args:
+        work: What to compute.
+        x, weight, bias: The tensors, (tokens, hidden), (classes, hidden) and (classes,).
+        factor: Gradient of each token's first output; None for no gradients.
+        wanted: Whether the gradients of input, weight and bias are wanted.
+    """
+    plan, rows, skipped = work
+    tokens, (classes, hidden) = len(x), weight.shape
+    of_input, of_weight, of_bias = (one and factor is not None for one in wanted)
+    wide = accumulator_of(x.dtype)
+    # One product is rounded once by itself.
+    sum_dtype = weight.dtype if plan.chunks == 1 else wide
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_input else None
+    dw = torch.empty(classes, hidden, dtype=sum_dtype, device=x.device) if of_weight else None
+    db = torch.zeros(classes, dtype=wide, device=x.device) if of_bias else None
+    memory = torch.empty(min(plan.chunk, tokens), classes, dtype=x.dtype, device=x.device)
+    found = []
+    for first in range(0, tokens, plan.chunk):
+        part = slice(first, min(first + plan.chunk, tokens))
+        z = logits_of(x[part], weight, bias, memory[: part.stop - part.start])
+        outputs, dz = rows(z, part, None if factor is None else factor[part])
+        found.append(outputs)
+        if dx is not None:
+            torch.mm(dz, weight, out=dx[part])
+        if dw is not None:
+            # Its gradient is 0, and 0 · NaN would be NaN.
+            valid = x[part] if skipped is None else x[part].masked_fill(skipped[part].unsqueeze(1), 0.0)
+            add_product(dw, dz.t(), valid, first == 0)
+        if db is not None:
+            db += dz.sum(0, dtype=wide)
+    if not found:
+        return rows(memory, slice(0, 0), factor)[0], Gradients(dx, None if dw is None else dw.zero_(), db)
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True)), Gradients(dx, dw, db)
+
+
+class KnownFactor(torch.autograd.Function):
+    """(total, outputs for each token): total is the sum of factor · first output, whose gradients forward computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor, work: Work) -> Any:
+        wanted: Any = ctx.needs_input_grad[:3]
+        outputs, ctx.gradients = run(work, x, weight, bias, factor if any(wanted) else None, wanted)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(*outputs)
+        ctx.set_materialize_grads(False)
+        return ((outputs[0] * factor).sum(), *outputs)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
+        check_first_derivative("the gradient of a head without logits")
+        if dy is None:
+            return (None,) * 5
+        gradients, keeps = ctx.gradients, keeps_graph()
+        if gradients is None:
+            raise RuntimeError("an earlier backward pass has taken the gradients: give it retain_graph=True")
+        if not keeps:
+            ctx.gradients = None
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        return (*[None if g is None else _scaled(g, dy, dtype, keeps) for g, dtype in pairs], None, None)
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, keeps: bool) -> Tensor:
+    """The product in a dtype; in the memory of the gradient where it has this dtype and nobody needs it again."""
+    if gradient.dtype != dtype:
+        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+    return scale_gradient(gradient.clone() if keeps else gradient, factor)
+
+
+class LaterFactor(torch.autograd.Function):
+    """The outputs for each token; backward alone knows the gradient of each output, so it makes the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, work: Work) -> Any:
+        ctx.work = work
+        ctx.save_for_backward(x, weight, *(() if bias is None else (bias,)))
+        outputs, _ = run(work, x, weight, bias, None, (False, False, False))
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
+        check_first_derivative("the gradient of a head without logits")
+        if dy is None:
+            return (None,) * 4
+        x, weight, *bias = ctx.saved_tensors
+        tensors = x, weight, bias[0] if bias else None
+        _, gradients = run(ctx.work, *tensors, dy, ctx.needs_input_grad[:3])
+        found = [None if g is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)]
+        return (*found, None)

@@ -1,0 +1,388 @@
+"""The head of a language model and its loss in one, beside the same formulas on all logits in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import onlinesoftmax as osm
+from onlinesoftmax.core.task import Choice
+from onlinesoftmax.linear import plans, rows
+
+Tensor = torch.Tensor
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+TOKENS, HIDDEN, CLASSES = (3, 5), 7, 11
+
+MEMORY = {"stored": None, "tokens": 11 * 8 * 4 + 11 * 7 * 8, "columns": 4 * 15 * 8 + 15 * 7 * 8 + 60}
+"""Bytes with which small problems take each plan."""
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "FEWEST_TOKENS", 2)
+    monkeypatch.setattr(plans, "FEWEST_COLUMNS", 4)
+    monkeypatch.setattr(plans, "COLUMN_BYTES", 1)
+
+
+def head(dtype: torch.dtype = torch.float64, bias: bool = True, seed: int = 0) -> tuple[Tensor, ...]:
+    """(input, weight, bias, target); one target is ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (*TOKENS, HIDDEN), (CLASSES, HIDDEN), (CLASSES,)
+    x, w, b = (torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes)
+    target = torch.randint(0, CLASSES, TOKENS, generator=generator).to(DEVICE)
+    target[1, 2] = -100
+    return x, w, b if bias else None, target  # type: ignore[return-value]
+
+
+def logits_of(x: Tensor, w: Tensor, b: Tensor | None, scale: float = 1.0, softcap: float | None = None) -> Tensor:
+    z = functional.linear(x, w, b) * scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def expected(
+    x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, *, reduction: str = "mean", z_loss: float = 0.0,
+    token_weight: Tensor | None = None, scale: float = 1.0, softcap: float | None = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """The loss on all logits."""
+    z, soft = logits_of(x, w, b, scale, softcap), target.is_floating_point()
+    y = functional.cross_entropy(
+        z.movedim(-1, 1), target.movedim(-1, 1) if soft else target, reduction="none", **kwargs
+    )
+    counts = torch.ones_like(y) if soft else (target != -100).to(y.dtype)
+    y = y + z_loss * z.logsumexp(-1) ** 2 * counts
+    weights = kwargs.get("weight")
+    divisor = counts.sum() if weights is None or soft else (weights[target.clamp(min=0)] * counts).sum()
+    y = y if token_weight is None else y * token_weight
+    return {"none": y, "sum": y.sum(), "mean": y.sum() / divisor}[reduction]
+
+
+def same_with_gradients(ours: Tensor, theirs: Tensor, inputs: Any, seed: int = 1) -> None:
+    """The results and the gradients in `inputs` agree to the last digits of float64."""
+    torch.testing.assert_close(ours, theirs)
+    dy = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(seed)).to(theirs)
+    found = (torch.autograd.grad(y, inputs, dy) for y in (ours, theirs))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 0.01, "scale": 0.7},
+    "softcap": {"softcap": 3.0, "scale": -1.3},
+    "weight": {"weight": torch.arange(1.0, 12.0, dtype=torch.float64, device=DEVICE)},
+    "token_weight": {"token_weight": torch.arange(15.0, dtype=torch.float64, device=DEVICE).reshape(TOKENS)},
+    "everything": {
+        "label_smoothing": 0.2, "z_loss": 0.02, "softcap": 4.0,
+        "weight": torch.arange(1.0, 12.0, dtype=torch.float64, device=DEVICE) / 11,
+        "token_weight": torch.arange(15.0, dtype=torch.float64, device=DEVICE).reshape(TOKENS),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", MEMORY)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_cross_entropy(plan: str, reduction: Any, options: str) -> None:
+    """z_loss with weights is averaged over the tokens that count, so it is compared with a sum."""
+    given = OPTIONS[options]
+    if options == "everything" and reduction == "mean":
+        reduction = "sum"
+    for bias in (False, True):
+        x, w, b, target = head(bias=bias)
+        memory = MEMORY[plan] if plan != "columns" or options in ("plain", "z_loss", "softcap") else MEMORY["tokens"]
+        ours = osm.linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction, memory=memory, **given)
+        theirs = expected(x, w, b, target, reduction=reduction, **given)
+        same_with_gradients(ours, theirs, [t for t in (x, w, b) if t is not None])
+
+
+@pytest.mark.parametrize("plan", ["stored", "tokens"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_class_probabilities(plan: str, reduction: Any) -> None:
+    x, w, b, _ = head()
+    target = torch.rand(*TOKENS, CLASSES, dtype=torch.float64, device=DEVICE).softmax(-1)
+    ours = osm.linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction, memory=MEMORY[plan])
+    same_with_gradients(ours, expected(x, w, b, target, reduction=reduction), [x, w, b])
+
+
+@pytest.mark.parametrize("plan", ["stored", "columns"])
+def test_token_logprobs(plan: str) -> None:
+    """Each result is differentiable, alone and with the others."""
+    x, w, b, target = head()
+    known = target.clamp(min=0)
+
+    def theirs(bias: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        z = logits_of(x, w, bias, **options)
+        log_p = z.log_softmax(-1)
+        return log_p.gather(-1, known.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1), z.logsumexp(-1)
+
+    options = {"scale": 0.9, "softcap": 5.0}
+    for i in range(3):
+        ours = osm.linear_token_logprobs(x, w, known, linear_bias=b, memory=MEMORY[plan], **options)
+        assert (ours.logprob <= 0).all()
+        same_with_gradients(ours[i], theirs(b, **options)[i], [x, w, b])
+    ours = osm.linear_token_logprobs(x, w, target, ignore_index=-100, memory=MEMORY[plan])
+    assert ours.logprob[1, 2] == 0
+    logprob, entropy, lse = theirs(None)
+    kept = logprob * (target != -100)
+    same_with_gradients(sum(t.sum() for t in ours), kept.sum() + entropy.sum() + lse.sum(), [x, w])  # type: ignore[arg-type]
+
+
+def clipped(logprob: Tensor, entropy: Tensor, lse: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    """PPO's loss of a token, with an entropy bonus and a penalty of lse."""
+    ratio = (logprob - old).exp()
+    return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) - 0.01 * entropy + 1e-3 * lse * lse
+
+
+@pytest.mark.parametrize("plan", ["stored", "tokens"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_token_loss(plan: str, reduction: str) -> None:
+    x, w, b, target = head()
+    old, advantage = (torch.randn(TOKENS, dtype=torch.float64, device=DEVICE) for _ in range(2))
+    ours = osm.linear_token_loss(
+        x, w, target, clipped, old, advantage, linear_bias=b, reduction=reduction, memory=MEMORY[plan]
+    )
+    found = osm.token_logprobs(logits_of(x, w, b), target.clamp(min=0), backend="eager")
+    theirs = clipped(found.logprob, found.entropy, found.lse, old, advantage) * (target != -100)  # type: ignore[arg-type]
+    same_with_gradients(ours, theirs.sum() / (14 if reduction == "mean" else 1), [x, w, b])
+
+
+def test_statistics() -> None:
+    x, w, b, target = head()
+    loss, ours = osm.linear_cross_entropy(x, w, target, linear_bias=b, z_loss=0.1, return_stats=True)
+    want, theirs = osm.cross_entropy(logits_of(x, w, b).flatten(0, 1), target.flatten(), z_loss=0.1, return_stats=True)
+    torch.testing.assert_close(loss, want)
+    for a, c in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.flatten(), c)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("plan", MEMORY)
+def test_an_ignored_token_may_hold_nan(plan: str, reduction: Any) -> None:
+    x, w, b, target = head()
+    clean, w2, _, _ = head()
+    with torch.no_grad():
+        x[1, 2] = torch.nan
+        clean[1, 2] = 0.0
+    ours = osm.linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction, memory=MEMORY[plan])
+    theirs = osm.linear_cross_entropy(clean, w2, target, linear_bias=b, reduction=reduction, memory=MEMORY[plan])
+    torch.testing.assert_close(ours, theirs)
+    for a, c in zip(
+        torch.autograd.grad(ours.sum(), [x, w, b], retain_graph=True),
+        torch.autograd.grad(theirs.sum(), [clean, w2, b]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, c)
+
+
+def test_everything_ignored_is_nan_without_a_gradient() -> None:
+    x, w, b, target = head()
+    y = osm.linear_cross_entropy(x, w, torch.full_like(target, -100), linear_bias=b)
+    assert y.isnan()
+    assert all((g == 0).all() for g in torch.autograd.grad(y, [x, w, b]))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("classes", [1, 11])
+def test_small_sizes(tokens: int, classes: int) -> None:
+    x = torch.randn(tokens, 3, device=DEVICE, requires_grad=True)
+    w, target = (
+        torch.randn(classes, 3, device=DEVICE, requires_grad=True),
+        torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
+    )
+    for reduction in ("mean", "sum", "none"):
+        y = osm.linear_cross_entropy(x, w, target, reduction=reduction)  # type: ignore[arg-type]
+        torch.testing.assert_close(y, functional.cross_entropy(x @ w.t(), target, reduction=reduction), equal_nan=True)
+        assert all(g.shape == t.shape for g, t in zip(torch.autograd.grad(y.sum(), [x, w]), (x, w), strict=True))
+    assert osm.linear_token_logprobs(x, w, target).lse.shape == (tokens,)
+
+
+def test_frozen_tensors_cost_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, _, target = head()
+    made: list[tuple[int, ...]] = []
+    real = torch.mm
+
+    def counted(a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
+        made.append(tuple(kwargs["out"].shape) if "out" in kwargs else ())
+        return real(a, b, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    for frozen, count in (((), 2), ((0,), 1), ((1,), 2), ((0, 1), 1)):
+        made.clear()
+        tensors = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate((x, w))]
+        y = osm.linear_cross_entropy(*tensors, target)
+        # The product for the gradient of the weight is an addmm.
+        assert len(made) == count
+        assert y.requires_grad == (len(frozen) < 2)
+
+
+def test_two_losses_of_one_tied_weight_and_retained_graphs() -> None:
+    x, w, b, target = head()
+    for which in ("ours", "theirs"):
+        made = (
+            osm.linear_cross_entropy if which == "ours" else lambda x, w, t, linear_bias: expected(x, w, linear_bias, t)
+        )
+        y = made(x @ w.t() @ w, w, target, linear_bias=b) + 2 * made(x, w, target, linear_bias=b)
+        first = torch.autograd.grad(y, [x, w, b], retain_graph=True)
+        again = torch.autograd.grad(y, [x, w, b])
+        assert all(map(torch.equal, first, again))
+        if which == "ours":
+            found = first
+    for a, c in zip(found, first, strict=True):
+        torch.testing.assert_close(a, c)
+
+
+def test_what_cannot_be_differentiated_says_so() -> None:
+    x, w, _, target = head()
+    for y in (osm.linear_cross_entropy(x, w, target), osm.linear_token_logprobs(x, w, target.clamp(min=0)).lse.sum()):
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            torch.autograd.grad(y, x, create_graph=True)
+    y = osm.linear_cross_entropy(x, w, target)
+    y.backward()
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        y.backward()
+
+
+def test_autocast_casts_as_linear_does() -> None:
+    x, w, b, target = head(torch.float32)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        ours = osm.linear_cross_entropy(x, w, target, linear_bias=b)
+        theirs = functional.cross_entropy(functional.linear(x, w, b).flatten(0, 1).float(), target.flatten())
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert [g.dtype for g in torch.autograd.grad(ours, [x, w, b])] == [torch.float32] * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning", "ignore:The .grad attribute")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(backend: str) -> None:
+    x, w, b, target = head()
+    compiled = torch.compile(osm.linear_cross_entropy, backend=backend)
+    same_with_gradients(
+        compiled(x, w, target, linear_bias=b), osm.linear_cross_entropy(x, w, target, linear_bias=b), [x, w, b]
+    )
+
+
+@pytest.mark.skipif(GPU, reason="without a GPU, Triton's interpreter runs the kernels")
+@pytest.mark.parametrize("plan", MEMORY)
+def test_kernels_on_chunks(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a chunk is written over its logits."""
+    monkeypatch.setattr(rows, "why_not_kernels", lambda *_: None)
+    monkeypatch.setattr(rows, "CHOICE", Choice("triton"))
+    x, w, b, target = head()
+    given: dict[str, Any] = {"linear_bias": b, "memory": MEMORY[plan], "softcap": 3.0}
+    ours = osm.linear_cross_entropy(x, w, target, **given)
+    same_with_gradients(ours, expected(x, w, b, target, softcap=3.0), [x, w, b])
+
+    def stats() -> Any:
+        return osm.token_logprobs(logits_of(x, w, b, softcap=3.0), target.clamp(min=0), backend="eager")
+
+    found: Any = osm.linear_token_logprobs(x, w, target.clamp(min=0), **given)
+    same_with_gradients(sum(t.sum() for t in found), sum(t.sum() for t in stats()), [x, w, b])
+    if plan != "columns":
+        old, advantage = (torch.randn(TOKENS, dtype=torch.float64) for _ in range(2))
+        ours = osm.linear_token_loss(x, w, target, clipped, old, advantage, **given)
+        found = stats()
+        theirs = clipped(found.logprob, found.entropy, found.lse, old, advantage) * (target != -100)
+        same_with_gradients(ours, theirs.sum() / 14, [x, w, b])
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"),
+    [
+        (TypeError, "argument 'linear_weight' must be Tensor", {"linear_weight": 3}),
+        (RuntimeError, "linear_weight must have shape", {"linear_weight": torch.zeros(11, 6)}),
+        (RuntimeError, "linear_bias must have shape", {"linear_bias": torch.zeros(10)}),
+        (RuntimeError, "linear_weight has the dtype", {"linear_weight": torch.zeros(11, 7).half()}),
+        (ValueError, "target has shape", {"target": torch.zeros(15, dtype=torch.int64)}),
+        (RuntimeError, "target must have an integer dtype", {"target": torch.zeros(3, 5, dtype=torch.bool)}),
+        (RuntimeError, "label_smoothing must be between", {"label_smoothing": 1.5}),
+        (ValueError, "not a valid value for reduction", {"reduction": "median"}),
+        (RuntimeError, "weight must have shape", {"weight": torch.zeros(3)}),
+        (ValueError, "token_weight has shape", {"token_weight": torch.zeros(15)}),
+        (TypeError, "argument 'memory' must be int", {"memory": 1e9}),
+        (ValueError, "memory must be a positive number", {"memory": 0}),
+        (ValueError, "memory is 10 bytes, and one token", {"memory": 10}),
+        (TypeError, "scale must be a number", {"scale": torch.tensor(1.0)}),
+        (ValueError, "softcap must be", {"softcap": -1.0}),
+    ],
+)
+def test_mistakes(error: type[Exception], message: str, change: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"input": torch.zeros(3, 5, 7), "linear_weight": torch.zeros(11, 7)}
+    given["target"] = torch.zeros(3, 5, dtype=torch.int64)
+    with pytest.raises(error, match=message):
+        osm.linear_cross_entropy(**{**given, **change})
+
+
+def test_a_loss_that_returns_something_else() -> None:
+    x, w, _, target = head()
+    for wrong in (lambda *_: 1.0, lambda logprob, *_: logprob.sum()):
+        with pytest.raises(ValueError, match="loss must return one number for each token"):
+            osm.linear_token_loss(x, w, target, wrong)
+    with pytest.raises(TypeError, match="'loss' must be a function"):
+        osm.linear_token_loss(x, w, target, None)  # type: ignore[arg-type]
+
+
+PROBLEM = plans.LinearProblem(8192, 4096, 128256, 2, 4, waits=False, of_weight=True, whole_rows=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "memory", "name", "chunks", "products"),
+    [
+        ({"tokens": 4096}, None, "stored", 1, 3),
+        ({}, None, "tokens", 2, 3),
+        ({}, 1 << 29, "columns", 0, 4),
+        ({"waits": True}, None, "columns", 0, 4),
+        ({"waits": True}, 3 << 30, "stored", 1, 3),
+        ({"waits": True, "whole_rows": True}, None, "tokens", 2, 4),
+        ({"of_weight": False}, 1 << 29, "tokens", 4, 3),
+    ],
+)
+def test_plans(
+    change: dict[str, Any], memory: int | None, name: str, chunks: int, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for constant, value in (("FEWEST_TOKENS", 128), ("FEWEST_COLUMNS", 256), ("COLUMN_BYTES", 32 << 20)):
+        monkeypatch.setattr(plans, constant, value)
+    problem = PROBLEM._replace(**change)
+    plan = plans.plan_of(problem, memory)
+    assert (plan.name, plan.products) == (name, products)
+    assert plan.chunks == (chunks or -(-problem.classes // plan.chunk))
+    assert memory is None or plan.bytes <= memory
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("memory", [None, 120_000_000, 40_000_000])
+@pytest.mark.parametrize(("tokens", "hidden", "classes"), [(1024, 512, 50257), (777, 768, 32000), (2048, 100, 1003)])
+def test_bfloat16_on_a_gpu(tokens: int, hidden: int, classes: int, memory: int | None, monkeypatch: Any) -> None:
+    """The gradient of the weight is as near to float64's, with the logits rounded to bfloat16, as one product."""
+    for constant, value in (("FEWEST_TOKENS", 128), ("FEWEST_COLUMNS", 256), ("COLUMN_BYTES", 32 << 20)):
+        monkeypatch.setattr(plans, constant, value)
+    torch.manual_seed(0)
+    x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    w = (torch.randn(classes, hidden, device=DEVICE) * hidden**-0.5).bfloat16().requires_grad_()
+    target = torch.randint(0, classes, (tokens,), device=DEVICE)
+    z = functional.linear(x.detach(), w.detach()).double().requires_grad_()
+    want = functional.cross_entropy(z, target)
+    (dz,) = torch.autograd.grad(want, z)
+    exact = dz @ w.detach().double(), dz.t() @ x.detach().double()
+    y = osm.linear_cross_entropy(x, w, target, memory=memory, dtype=torch.float32)
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-6)
+    leaf = functional.linear(x, w)
+    theirs = torch.autograd.grad(functional.cross_entropy(leaf.float(), target), [x, w])
+    for ours, pytorch, value in zip(torch.autograd.grad(y, [x, w]), theirs, exact, strict=True):
+        error, own = ((t.double() - value).norm() / value.norm() for t in (ours, pytorch))
+        assert error <= 1.05 * own
+    found = osm.linear_token_logprobs(x, w, target, memory=memory)
+    torch.testing.assert_close(
+        found.logprob.double(), z.log_softmax(1).gather(1, target[:, None])[:, 0], rtol=1e-5, atol=2e-5
+    )
+    again = torch.autograd.grad(-found.logprob.mean(), [x, w])
+    for ours, pytorch, value in zip(again, theirs, exact, strict=True):
+        error, own = ((t.double() - value).norm() / value.norm() for t in (ours, pytorch))
+        assert error <= 1.05 * own
