@@ -32,7 +32,7 @@ class Form(NamedTuple):
 
 
 FORMS = (Form("softmax", ("y",)), Form("log_softmax", ("y",)), Form("log_softmax", ("y", "entropy")))
-"""A state that is FOLDED where outputs have 16 bits, a state that never is, and a state that also keeps zl."""
+"""A state that is FOLDED where outputs have 16 bits, one that never is, and one that also keeps zl and the argmax."""
 
 FOLDED, PLAIN, WEIGHTED = range(len(FORMS))
 """Their indices."""
@@ -42,14 +42,19 @@ CudaState = tuple[Any, ...]
 
 KERNELS = """
 #line 1 "cuda_algebra"
-extern "C" __global__ void algebra_of(const X* x, int64 n, State* to) {
+// The index of the largest element; -1 in an empty slice.
+__device__ inline double index_of(Argmax a) { return a.key ? a.index : -1; }
+__device__ inline double index_of(Nothing) { return -1; }
+extern "C" __global__ void algebra_of(const X* x, int64 first, int64 n, State* to) {
     ACC m = -INF;
     for (int64 i = threadIdx.x; i < n; i += 32) m = fmax(m, ACC(wide(x[i])));
     const Shift s = shift(m);
     Sums<SUM> sums{};
     for (int64 i = threadIdx.x; i < n; i += 32)
         sums += ops::summands<true>(wide(x[i]), 0, ops::term(wide(x[i]), s), s);
-    const State a = merge_lanes<32>({m, sums});
+    More more{};
+    for (int64 i = threadIdx.x; i < n; i += 32) more = merge(more, More::of_element(wide(x[i]), first + i));
+    const State a = merge_lanes<32>(State{m, sums}.with(more));
     if (threadIdx.x == 0) *to = a;
 }
 extern "C" __global__ void algebra_identity(State* to) {
@@ -75,6 +80,7 @@ extern "C" __global__ void algebra_parts(const State* from, double* to) {
     to[2] = ops::row_output<RowOutput::LSE>(*from);
     // The kernel keeps zl - m * l.
     to[3] = double(from->sums.of[SUM_ZL > 0 ? SUM_ZL : 0]) + double(from->first()) * finite(from->m);
+    to[4] = index_of(from->more());
 }
 """
 
@@ -96,16 +102,21 @@ def algebra_source(form: Form, dtype: str, out: str) -> str:
     blocks = cuda.row(problem, device)
     assert not isinstance(blocks, str), blocks
     check = f"static_assert(sizeof(State) == {state_bytes(form, dtype, out)});\n"
-    return source.source(Request(task, priced(blocks[0], problem, device))) + KERNELS + check
+    text = source.source(Request(task, priced(blocks[0], problem, device)))
+    if form is FORMS[WEIGHTED]:
+        # No operation that these kernels can compute asks for it.
+        text = text.replace("constexpr bool KEEPS_ARGMAX = false;", "constexpr bool KEEPS_ARGMAX = true;")
+    return text + KERNELS + check
 
 
 def state_bytes(form: Form, dtype: str, out: str) -> int:
-    """Bytes of a State: m, and for each sum a float32, a float64 or two float64."""
+    """Bytes of a State: m, for each sum a float32, a float64 or two float64, and 16 bytes of the argmax."""
     sums = 2 if "entropy" in form.outputs else 1
+    argmax = 16 * (form is FORMS[WEIGHTED])
     if "float64" in (dtype, out):
-        return 8 + 16 * sums
+        return 8 + 16 * sums + argmax
     # A per-row output of 32 bits makes a state EXACT, as an output element of 32 bits does.
-    return 8 + 8 * sums if out == "float32" or len(form.outputs) > 1 else 4 + 4 * sums
+    return (8 + 8 * sums if out == "float32" or len(form.outputs) > 1 else 4 + 4 * sums) + argmax
 
 
 @cache
@@ -123,7 +134,7 @@ class CudaAlgebra:
     """
 
     examples = 25
-    accumulators: Sequence[str] = ("weighted",)
+    accumulators: Sequence[str] = ("weighted", "largest")
     device = "cuda"
 
     def __init__(self, dtype: str, out: str, form: int = PLAIN) -> None:
@@ -140,7 +151,7 @@ class CudaAlgebra:
         return np.asarray(x.double().cpu())
 
     def of(self, x: Any, first: int = 0) -> CudaState:
-        return self._new("of", lambda form: (x, x.numel()))
+        return self._new("of", lambda form: (x, first, x.numel()))
 
     def identity(self, like: Any) -> CudaState:
         return self._new("identity", lambda form: ())
@@ -155,11 +166,11 @@ class CudaAlgebra:
         return self._new("merge_all", lambda form: (together[form], len(states)))
 
     def parts(self, state: CudaState) -> tuple[float, float]:
-        m, l, _, _ = self._parts(state, self.form)
+        m, l, *_ = self._parts(state, self.form)
         return m, l
 
     def accumulated(self, state: CudaState, name: str) -> float:
-        return self._parts(state, WEIGHTED)[3]
+        return self._parts(state, WEIGHTED)[3 if name == "weighted" else 4]
 
     def logsumexp(self, state: CudaState) -> float:
         return self._parts(state, self.form)[2]
@@ -178,10 +189,10 @@ class CudaAlgebra:
         return self.numpy(y)
 
     def _parts(self, state: CudaState, form: int) -> list[float]:
-        """[m, l, lse, zl], as the kernel computes them; the last only of the form that keeps zl."""
+        """[m, l, lse, zl, argmax], as the kernel computes them; the last two only of the form that keeps them."""
         import torch
 
-        found = torch.full((4,), torch.nan, dtype=torch.float64, device=self.device)
+        found = torch.full((5,), torch.nan, dtype=torch.float64, device=self.device)
         self._launch(form, "parts", state[form], found)
         parts: list[float] = found.tolist()
         return parts

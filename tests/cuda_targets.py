@@ -73,6 +73,9 @@ ASKED = [
     Ask(LOSS, ("total_loss",), ("weight",)),
     Ask(LOSS, ("loss", "y", "entropy"), ("dy", "weight", "z_loss"), ("softcap", "mask")),
     Ask(LOSS, ("total_loss", "y"), ("ignore_index",), ("mask",)),
+    Ask(LOSS, ("loss", "largest"), (), ("scale",)),
+    Ask(LOSS, ("loss", "y", "entropy", "largest"), ("dy", *SMOOTH), ("scales", "softcap", "mask")),
+    Ask(LOSS, ("mean_loss", "y", "largest"), ("ignore_index",)),
     Ask(LOSS_BACKWARD, ("y",), ("ignore_index",)),
     Ask(LOSS_BACKWARD, ("y",), (*SMOOTH, "z_loss"), ("scales", "softcap")),
     Ask(LOSS_BACKWARD, ("y",), ("weight", "z_loss"), ("scale",)),
@@ -100,7 +103,8 @@ def a_task(ask: Ask, rows: int, cols: int, dtype: str, stride: int = 0, target: 
     tensors = {"x": elements}
     per_row = row_view(shape, 1, wide)
     for output in operation.written(ask.outputs):
-        kinds = {"element": elements, "row": per_row, "call": View((), dtype)}
+        row = row_view(shape, 1, output.dtype_of(dtype, dtype)) if output.dtype == "index" else per_row
+        kinds = {"element": elements, "row": row, "call": View((), dtype)}
         tensors[output.name] = kinds[output.kind]
     for one in operation.operands[1:]:
         if (one.optional and one.name not in ask.given) or one.number:
@@ -333,6 +337,9 @@ def check(ask: Ask, request: Request, values: Values, found: Values) -> None:
     accumulator = request.task.accumulator
     for name, y in found.items():
         right = expected(ask, values, name)
+        if name == "largest":
+            np.testing.assert_array_equal(y, right)
+            continue
         tolerance = 16 * UNIT[accumulator] * np.maximum(1, np.abs(right)) * (1 + request.task.cols**0.5 / 4)
         tolerance = tolerance + UNIT[request.task.dtypes[name]] * np.abs(right)
         with np.errstate(invalid="ignore"):

@@ -142,6 +142,27 @@ def test_special_values(strategy: str, terms: bool, given: tuple[str, ...], fold
         check(ask, request, values, found)
 
 
+@pytest.mark.parametrize("strategy", KERNELS)
+def test_the_largest_column(strategy: str, folder: Path) -> None:
+    """Equal keys in any two places, NaN and infinities, with scales of both signs and a mask."""
+    cols = STRATEGY_COLS[strategy][0]
+    x = np.random.default_rng(0).integers(-1, 2, (24, cols)).astype(float)
+    x[0], x[1], x[2, -1:], x[3, [1, 5, cols - 1]] = 0, -np.inf, 7, 9
+    x[4, [0, cols // 2, cols - 1]], x[5, cols // 3 :] = (np.inf, np.nan, np.nan), -np.nan
+    x[6], x[6, [2, 9]], x[7, 1:] = -1, (-0.0, 0.0), np.inf
+    scales, mask = np.where(np.arange(24) % 3 == 2, -0.5, 1.5)[:, None], np.random.default_rng(1).random(x.shape) < 0.8
+    mask[8] = False
+    for dtype, options in (("float32", ()), ("float64", ("scales",)), ("bfloat16", ("scales", "mask"))):
+        outputs = ("loss", "y", "largest")
+        ask = Ask(LOSS, outputs, ("dy",), options)
+        request = Request(a_task(ask, 24, cols, dtype, cols + 1), small_plan(strategy, 24, cols, dtype, True, False))
+        values = {"x": x, "target": np.ones((24, 1), int), "dy": np.ones((24, 1)), "scale": scales, "mask": mask}
+        found = run(ask, request, {name: values[name] for name in request.task.dtypes.keys() & values.keys()}, folder)
+        key = np.where(scales < 0, -x, x) if "scales" in options else x
+        key = np.where(mask, key, -np.inf) if "mask" in options else key
+        np.testing.assert_array_equal(found["largest"][:, 0], key.argmax(1))
+
+
 GRADIENTS = [name for name, operation in OPERATIONS.items() if operation.backward and not operation.has_target]
 
 

@@ -209,7 +209,7 @@ def test_the_formulas_serve_every_array_library(name: str, library: str) -> None
     for output in OPERATIONS[name].outputs:
         want = ref.evaluate(name, namespace(values["x"]), values, 1, output.name)
         assert want.shape == {"element": (3, 5), "row": (3, 1), "call": ()}[output.kind]
-        assert want.dtype == dtype
+        assert want.dtype == (np.int64 if output.dtype == "index" else dtype)
         if library != "long double":
             lib = pytest.importorskip(library, reason=f"{library} is not installed")
             # JAX computes in float32 here.

@@ -134,3 +134,7 @@ def test_the_largest_class_is_that_of_the_scores() -> None:
     assert stats.largest.tolist() == [1, 0, 1]
     _, stats = osm.cross_entropy(x, target.expand(3), scale=scale, mask=mask, return_stats=True, **HOW)
     assert stats.largest.tolist() == [1, 2, 1]
+    # Scores that a softcap rounds to one number, equal logits, and NaN.
+    x = torch.tensor([[50.0, 60.0, 55.0], [-0.0, 0.0, -1.0], [torch.inf, torch.nan, torch.nan]], device=DEVICE)
+    _, stats = osm.cross_entropy(x, target.expand(3), softcap=1.0, return_stats=True, **HOW)
+    assert stats.largest.tolist() == [1, 0, 1] == x.argmax(1).tolist()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal
 
+from .accumulators import Accumulator as Kind
 from .accumulators import PlainSum, ScaledSum
 from .formulas import Formula
 
@@ -57,7 +58,7 @@ class Accumulator:
     """
 
     name: str
-    kind: type[ScaledSum] | type[PlainSum] = ScaledSum
+    kind: type[Kind] = ScaledSum
     only_with: str = ""
 
     @property
@@ -75,7 +76,7 @@ class Output:
         kind: "element", "row" or "call".  An operation has at most one output per element, and any number per row.  An
             output per call is reduced from all rows; only the CUDA kernels write it.
         dtype: "result" for the dtype that the caller asks for, "input" for the dtype of the input, "accumulator" for
-            float32 (float64 in float64).
+            float32 (float64 in float64), "index" for int64.
         exact: True if a float32 value of this output needs float32 accuracy.  False if the caller receives it in the
             dtype of the result, so 16-bit accuracy can be enough.
         needs: Names of the accumulators from which the output is computed.
@@ -84,7 +85,7 @@ class Output:
 
     name: str
     kind: ValueKind
-    dtype: Literal["result", "input", "accumulator"] = "result"
+    dtype: Literal["result", "input", "accumulator", "index"] = "result"
     needs: tuple[str, ...] = ("l",)
     on_request: bool = False
     exact: bool = True
@@ -99,7 +100,7 @@ class Output:
         >>> Output("lse", "row", "accumulator").dtype_of("bfloat16", "bfloat16")
         'float32'
         """
-        return {"result": result, "input": x, "accumulator": accumulator_dtype(x, result)}[self.dtype]
+        return {"result": result, "input": x, "accumulator": accumulator_dtype(x, result), "index": "int64"}[self.dtype]
 
 
 @dataclass(frozen=True, eq=False)

@@ -173,7 +173,7 @@ class Problem(WithFacts):
         """Bytes of the outputs, written once."""
         values = {"element": self.rows * self.cols, "row": self.rows, "call": 1}
         result = self.out_dtype or self.dtype
-        return sum(values[output.kind] * ITEMSIZE[output.dtype_of(self.dtype, result)] for output in self.written)
+        return sum(values[output.kind] * BYTES[output.dtype_of(self.dtype, result)] for output in self.written)
 
     @cached_property
     def vector(self) -> int:

@@ -47,7 +47,8 @@ def with_sums(operation: str, xp: Any, values: Mapping[str, Array], axis: int, *
     if "m" not in found and any(accumulator.rescaled for accumulator in sums):
         found["m"] = xp.max(found["x"], axis)
     for accumulator in sums:
-        found[accumulator.name] = xp.sum(declaration.formula.sums[accumulator.name](xp, **found), axis)
+        terms = declaration.formula.sums[accumulator.name](xp, **found)
+        found[accumulator.name] = accumulator.kind.of_row(xp, terms, found["columns"], axis)
     return found
 
 

@@ -76,20 +76,16 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         if key and (run := targets.prepared_loss(x, target, weight, loss)) is not None:
             return keep(PREPARED_CALLS, key, run)(x, target, weight)
         weight = _weight_of_mean(x, target, weight, loss)
-        # Found before the kernel runs, because the gradient may overwrite the logits.
-        largest = _largest(x, loss) if return_stats else None
         y, *stats = targets.losses(x, target, weight, loss, return_stats)
-        lse, entropy = stats or (None, None)
     elif not return_stats and targets_eager.is_right(x, loss):
         run = targets_eager.prepared_loss(x, target, weight, loss)
         return (keep(PREPARED_CALLS, key, run) if key else run)(x, target, weight)
     else:
         weight = _weight_of_mean(x, target, weight, loss)
         y = targets_eager.reduced(targets_eager.losses(x, target, weight, loss), target, weight, loss)
-        lse, entropy = targets_eager.statistics(x, loss) if return_stats else (None, None)
-        largest = _largest(x, loss) if return_stats else None
+        stats = [*targets_eager.statistics(x, loss), _largest(x, loss)] if return_stats else []
     y = y.to(settings.dtype)
-    return (y, _statistics(target, loss, lse, entropy, largest)) if return_stats else y
+    return (y, _statistics(target, loss, *stats)) if return_stats else y
 
 
 def _weight_of_mean(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor | None:
@@ -99,7 +95,7 @@ def _weight_of_mean(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss
 
 
 def _largest(x: Tensor, loss: Loss) -> Tensor:
-    """The class of each row with the largest score; -1 in rows without classes."""
+    """The class of each row with the largest score, by PyTorch's operations; -1 in rows without classes."""
     if not x.shape[loss.dim]:
         return x.new_full((*x.shape[: loss.dim], *x.shape[loss.dim + 1 :]), -1, dtype=torch.int64)
     # The softcap keeps the order of the scores; a negative scale reverses it.

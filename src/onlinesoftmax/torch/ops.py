@@ -251,5 +251,5 @@ def tangent(name: str, saved: Saved, dz: Tensor) -> Tensor:
 def of_empty_rows(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A per-row output for rows without an element: that of the empty state; the entropy is the sum over nothing."""
     lowest = torch.finfo(dtype).min
-    values = {"lse": -torch.inf, "m": lowest, "l": 0.0, "entropy": 0.0}
-    return torch.full(shape, values[name], dtype=dtype, device=device)
+    values = {"lse": -torch.inf, "m": lowest, "l": 0.0, "entropy": 0.0, "largest": -1}
+    return torch.full(shape, values[name], dtype=torch.int64 if name == "largest" else dtype, device=device)

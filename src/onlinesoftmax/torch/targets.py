@@ -112,14 +112,14 @@ def by_cuda(call: Call) -> Call:
 
 
 def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> tuple[Tensor, ...]:
-    """(loss,), or (loss, lse, entropy) with `stats`, by our kernels; the statistics are detached."""
-    call, results = loss_call(x, target, weight, loss), ("loss", *(("lse", "entropy") if stats else ()))
+    """(loss,), or (loss, lse, entropy, largest) with `stats`, by our kernels; the statistics are detached."""
+    call, results = loss_call(x, target, weight, loss), ("loss", *(("lse", "entropy", "largest") if stats else ()))
     # An exported program has the operator, whose gradient custom_op.py registers.
     recorded = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_exporting()
     if loss.reduction == "none":
         if not recorded:
             return launch(call, results)
-        outputs = ("loss", "lse", "m", "l", "entropy") if stats else ("loss", "m", "l")
+        outputs = ("loss", "lse", "m", "l", "entropy", "largest") if stats else ("loss", "m", "l")
         return record(call, outputs, results, by_pytorch=_loss_by_pytorch, loss=loss)
     if not recorded:
         return _reduced(call, loss, results)

@@ -28,10 +28,21 @@ template <int WIDTH> __device__ inline Sums<SUM> lane_sum(Sums<SUM> sums) {
     return sums;
 }
 
+__device__ inline Argmax from_lane(Argmax a, int lane) { return {from_lane(a.index, lane), from_lane(a.key, lane)}; }
+__device__ inline Argmax across(Argmax a, int step) { return {across(a.index, step), across(a.key, step)}; }
+__device__ inline Nothing from_lane(Nothing a, int) { return a; }
+__device__ inline Nothing across(Nothing a, int) { return a; }
+
+template <int WIDTH> __device__ inline More lane_merge(More a) {
+#pragma unroll
+    for (int step = WIDTH / 2; step; step /= 2) a = merge(a, across(a, step));
+    return a;
+}
+
 // Merges the states of WIDTH adjacent lanes, WIDTH a power of two, and gives the result to each of them.
 template <int WIDTH> __device__ inline State merge_lanes(State a) {
     const ACC m = lane_max<WIDTH>(a.m);
-    return {m, lane_sum<WIDTH>(rescale(a, m))};
+    return State{m, lane_sum<WIDTH>(rescale(a, m))}.with(lane_merge<WIDTH>(a.more()));
 }
 
 __device__ constexpr int power_of_two(int n) { int p = 1; while (p < n) p *= 2; return p; }
@@ -48,6 +59,7 @@ template <int WARPS> __device__ inline State merge_warps(State a, State* warp_st
         a.m = from_lane(a.m, 0);
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) a.sums.of[i] = from_lane(a.sums.of[i], 0);
+        a = a.with(from_lane(a.more(), 0));
     }
     return a;
 }
@@ -55,12 +67,13 @@ template <int WARPS> __device__ inline State merge_warps(State a, State* warp_st
 // The online recurrence: a lane's state so far, merged with the next slice that the lane holds.
 template <class S> __device__ inline State extend(State a, S& slice) {
     const ACC m = slice.peak(a.m);
-    return {m, rescale(a, m) + slice.sum(m)};
+    return State{m, rescale(a, m) + slice.sum(m)}.with(merge(a.more(), slice.more));
 }
 
 // The state of a slice that LANES adjacent threads hold, given to each of them.
 template <int LANES, class S> __device__ inline State reduce(S& slice, State* warp_states) {
     constexpr int WIDTH = LANES < 32 ? LANES : 32;
     const ACC m = lane_max<WIDTH>(slice.peak());
-    return merge_warps<(LANES + 31) / 32>({m, lane_sum<WIDTH>(slice.sum(m))}, warp_states);
+    const State of_lanes{m, lane_sum<WIDTH>(slice.sum(m))};
+    return merge_warps<(LANES + 31) / 32>(of_lanes.with(lane_merge<WIDTH>(slice.more)), warp_states);
 }

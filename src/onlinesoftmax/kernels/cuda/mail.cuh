@@ -14,10 +14,6 @@ __device__ inline uint64 bits(double x) { return __double_as_longlong(x != x ? N
 __device__ inline void from_bits(uint64 word, float& x) { x = __uint_as_float(unsigned(word)); }
 __device__ inline void from_bits(uint64 word, double& x) { x = __longlong_as_double(word); }
 
-// The unsigned integer of SIZE bytes, 4 or 8.
-template <int SIZE> struct WordOf { using type = uint64; };
-template <> struct WordOf<4> { using type = unsigned; };
-
 // `put_word` writes a word so that other blocks of this GPU can see it.  `look_word` reads a word that another block may
 // have written, without waiting for it.
 __device__ inline void put_word(uint64* to, uint64 word) {

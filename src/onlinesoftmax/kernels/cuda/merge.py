@@ -71,7 +71,7 @@ def prologue(rows: ShardedRows) -> str:
     # The type of an absent weight is never used.
     types |= {"TARGET": rows.target, "WEIGHT": rows.weight or rows.accumulator}
     entropy = "entropy" in rows.names
-    flags = {"EXACT": True, "ONLY_TERMS": False, "READS_SAVED_OUTPUT": False, "ZERO": False}
+    flags = {"EXACT": True, "ONLY_TERMS": False, "READS_SAVED_OUTPUT": False, "ZERO": False, "KEEPS_ARGMAX": False}
     flags |= {f"HAS_{name.upper()}": name in rows.names for name in TENSORS}
     flags |= {"LOSS": rows.loss, "SCALAR": rows.scalar}
     flags |= {"SMOOTHED": rows.smoothing != 0, "HAS_Z_LOSS": rows.z_loss != 0}

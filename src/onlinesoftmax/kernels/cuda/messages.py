@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core.accumulators import Argmax
 from ...core.device import CACHE_LINE
 from ..request import Request
 
@@ -25,7 +26,12 @@ def sum_type(request: Request) -> str:
 
 def sum_count(request: Request) -> int:
     """Number of sums that a state keeps; a state that is given instead of reduced keeps one number, too."""
-    return max(1, len(request.task.sums))
+    return max(1, len(request.task.sums) - keeps_argmax(request))
+
+
+def keeps_argmax(request: Request) -> bool:
+    """True where a state keeps the index of the largest key, after its sums."""
+    return any(one.kind is Argmax for one in request.task.sums)
 
 
 def message_packets(request: Request) -> int:
@@ -41,8 +47,9 @@ _WORDS = {"float": 1, "double": 2, "DoubleDouble": 4}
 
 
 def _state_words(request: Request) -> int:
-    """Words of 32 bits of a state."""
-    return _WORDS[CPP_TYPES[request.task.accumulator]] + sum_count(request) * _WORDS[sum_type(request)]
+    """Words of 32 bits of a state: m, the sums, and the index and the key of the largest element."""
+    of_m = _WORDS[CPP_TYPES[request.task.accumulator]]
+    return of_m + sum_count(request) * _WORDS[sum_type(request)] + keeps_argmax(request) * (2 + of_m)
 
 
 SETS = 2

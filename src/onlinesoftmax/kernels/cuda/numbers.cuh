@@ -47,6 +47,7 @@ __device__ inline void narrow(float16& y, float x) { y.bits = narrow_pair(x, 0, 
 __device__ inline void narrow(bfloat16& y, float x) { y.bits = narrow_pair(x, 0, y); }
 __device__ inline void narrow(float& y, double x) { y = float(x); }
 __device__ inline void narrow(double& y, double x) { y = x; }
+__device__ inline void narrow(int64& y, int64 x) { y = x; }
 
 // Sets x to the neutral element of a reduction: 0 for a sum, -inf for a maximum.
 __device__ inline void clear(float16& x, bool zero) { x.bits = zero ? 0 : 0xfc00; }
@@ -104,6 +105,10 @@ template <class T, int N, class A> __device__ inline Chunk<T, N> narrow(const A 
     }
     return to;
 }
+
+// The unsigned integer of SIZE bytes, 4 or 8.
+template <int SIZE> struct WordOf { using type = uint64; };
+template <> struct WordOf<4> { using type = unsigned; };
 
 // The unsigned integer that one instruction moves, by its size.
 template <int BYTES> struct Word;

@@ -59,15 +59,15 @@ __device__ inline CallConstants call_constants(const Params& p) {
     return call;
 }
 
-// A position in a row: a pointer into each tensor, the number of columns from there on that causality allows, and the
-// number of columns from there to the target column.  With SHARDED, `target_left` counts from the first column of the whole
+// A position in a row: a pointer into each tensor, the column of the whole row, which KEEPS_ARGMAX needs, the number of
+// columns from there on that causality allows, and the number of columns from there to the target column.  With SHARDED, `target_left` counts from the first column of the whole
 // row instead: the columns before those of this GPU are subtracted where it is used.  An earlier subtraction would wait for
 // the load of the target before the loads of the row are issued.
 struct Cursor {
 #define FIELD(TYPE, name) decltype(Params::name) name;
     ELEMENT_TENSORS(FIELD)
 #undef FIELD
-    int64 causal_left, target_left;
+    int64 column, causal_left, target_left;
 };
 
 // The position `columns` further on.
@@ -75,6 +75,7 @@ __device__ inline Cursor skip(const Params& p, Cursor at, int64 columns) {
 #define ADVANCE(NAME, name) if constexpr (HAS_##NAME) at.name += columns * step<NAME##_WIDTH>(p.name##_place);
     ELEMENT_TENSORS(ADVANCE)
 #undef ADVANCE
+    if constexpr (KEEPS_ARGMAX) at.column += columns;
     if constexpr (CAUSAL) at.causal_left -= columns;
     if constexpr (HAS_TARGET) at.target_left -= columns;
     return at;
@@ -134,6 +135,7 @@ __device__ inline Row row_at(const Params& p, int64 row) {
 #define BEGIN(NAME, name) if constexpr (HAS_##NAME) r.begin.name = p.name + row_offset(p, p.name##_place, row);
     ELEMENT_TENSORS(BEGIN)
 #undef BEGIN
+    if constexpr (KEEPS_ARGMAX) r.begin.column = SHARDED ? p.first : 0;
     if constexpr (CAUSAL) r.begin.causal_left = row_offset(p, p.query_place, row) + p.diagonal;
     // A row past the last has no columns, so nothing is read of it.
     r.cols = row < p.rows ? p.cols : 0;
@@ -243,6 +245,14 @@ template <int N> struct RegisterChunk {
         if constexpr (HAS_BIAS) return excluded ? 0 : softcap_slope(wide(x, i), call);
         const ACC y = excluded ? 0 : scores[i] * call.inverse_cap;
         return fma(-y, y, ACC(1));
+    }
+
+    // The logit of element i, whose order is that of the scores: a softcap keeps the order, and rounds scores of different
+    // logits to one number; a negative scale reverses the order; with a bias the score itself is needed.
+    __device__ inline ACC in_order(const Cursor& at, CallConstants call, int64 offset, int i) const {
+        if constexpr (HAS_BIAS) return scores[i];
+        const ACC z = wide(x, i);
+        return !is_included(at, offset, i) ? -ACC(INF) : SCALE != Scale::NONE && call.scale < 0 ? -z : z;
     }
 
     // The scores, or the terms in their place, as they lie in memory.

@@ -149,10 +149,11 @@ __device__ inline ACC log_sum(State state, Shift s) {
 
 // An output per row, from the state of the row.  log(0) = -inf and log(inf) = inf need no case of their own.  In a row
 // whose l is 0, or whose maximum is +inf, the entropy is NaN.
-template <RowOutput NAME> __device__ inline ACC row_output(State state) {
+template <RowOutput NAME> __device__ inline auto row_output(State state) {
     const Shift s = ::shift(state.m);
     const ACC l = ACC(state.first());
-    if constexpr (NAME == RowOutput::M) return s.m;
+    if constexpr (NAME == RowOutput::LARGEST) return state.more().finish();
+    else if constexpr (NAME == RowOutput::M) return s.m;
     else if constexpr (NAME == RowOutput::L) return FOLDED ? l * exp_of(folding_error(s)) : l;
     else if constexpr (NAME == RowOutput::ENTROPY && SUM_ZL > 0) {
         // A FOLDED l and its exponents are off by the same factor and amount, which cancel here.
@@ -261,6 +262,12 @@ __device__ inline ACC target_output(
 template <RowOutput NAME> constexpr bool OF_TARGET =
     NAME == RowOutput::LOSS || (NAME == RowOutput::Y && OP == Op::TOKEN_LOGPROBS);
 
+template <RowOutput NAME> __device__ inline auto row_output(
+    const Params& p, const Row& row, const RowOperands& operands, CallConstants call, State state) {
+    if constexpr (OF_TARGET<NAME>) return target_output(p, row, operands, call, state);
+    else return row_output<NAME>(state);
+}
+
 // Writes the outputs per row that the request asks for, and sends a loss that is reduced to a scalar.  One thread calls
 // this, for a row that exists.
 __device__ inline void write_rows(
@@ -268,8 +275,7 @@ __device__ inline void write_rows(
     if constexpr (SCALAR_LOSS) LossMail(p).send(row, target_output(p, r, operands, call, state));
 #define WRITE(NAME, name) \
     if constexpr (ROW_##NAME) \
-        narrow(p.name[row_offset(p, p.name##_place, row)], OF_TARGET<RowOutput::NAME> \
-            ? target_output(p, r, operands, call, state) : row_output<RowOutput::NAME>(state));
+        narrow(p.name[row_offset(p, p.name##_place, row)], row_output<RowOutput::NAME>(p, r, operands, call, state));
     ROW_OUTPUTS(WRITE)
 #undef WRITE
 }

@@ -64,7 +64,7 @@ def _tensors() -> tuple[Tensor, ...]:
     read = {one.name for one in operands if one.kind == "row"}
     read |= {option.name for option in SCORE_OPTIONS.values() if option.kind == "row"}
     written = {one.name for one in outputs}
-    integer = {one.name for one in operands if one.dtype == "integer"}
+    integer = {one.name for one in used if one.dtype in ("integer", "index")}
     return tuple(
         Tensor(name, "element" in kind, "row" in kind, name in read, name in written, name in integer)
         for name, kind in kinds.items()

@@ -24,16 +24,29 @@ __device__ inline void send(DoubleDouble* to, DoubleDouble x, uint64* arrived, i
     send(&to->high, x.high, arrived, block);
     send(&to->low, x.low, arrived, block);
 }
+// The integers are stored as the numbers that have their bits.
+__device__ inline void send(unsigned* to, unsigned x, uint64* arrived, int block) {
+    send(reinterpret_cast<float*>(to), __uint_as_float(x), arrived, block);
+}
+__device__ inline void send(uint64* to, uint64 x, uint64* arrived, int block) {
+    send(reinterpret_cast<double*>(to), __longlong_as_double(x), arrived, block);
+}
+__device__ inline void send_more(StateWith<Nothing>*, Nothing, uint64*, int) {}
+__device__ inline void send_more(StateWith<Argmax>* to, Argmax more, uint64* arrived, int block) {
+    send(reinterpret_cast<uint64*>(&to->further.index), uint64(more.index), arrived, block);
+    send(&to->further.key, more.key, arrived, block);
+}
 __device__ inline void send(State* to, State state, uint64* arrived, int block) {
     send(&to->m, state.m, arrived, block);
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) send(&to->sums.of[i], state.sums.of[i], arrived, block);
+    send_more(to, state.more(), arrived, block);
 }
 
 // Prepares the barrier for one state from each block of the cluster; called by one thread.
 __device__ inline void expect_states(uint64* arrived) {
     prepare_barrier(arrived, 1);
-    arrive_and_expect(arrived, CLUSTER * (sizeof(ACC) + sizeof(Sums<SUM>)));
+    arrive_and_expect(arrived, CLUSTER * (sizeof(ACC) + sizeof(Sums<SUM>) + 4 * More::WORDS));
 }
 // Waits until the states have come.  Unlike wait_for_phase, it makes stores of other blocks of the cluster visible.
 __device__ inline void wait_for_states(uint64* arrived) {

@@ -21,6 +21,7 @@ struct Slice {
     RegisterChunk<1> edge[EDGE ? EDGE : 1];
     ACC m_own;   // the maximum that kept terms are relative to
     SUM wz{};    // the plain sum of the weighted scores
+    More more{};
 
     // A lane's chunk i exists if i * STEP is less than this bound.
     static __device__ inline int within(int64 left) { return left < CHUNKS * STEP ? int(left) : CHUNKS * STEP; }
@@ -42,19 +43,26 @@ struct Slice {
         for (int i = 0; i < EDGE; ++i)
             edge[i].make_scores(r.begin, call, r.edge(edge_lane + i * STEP), r.has_edge(edge_lane + i * STEP));
     }
-    // Makes the scores of a slice that is to be reduced.  Adds the weighted scores of the columns that exist to wz; the
-    // scores of other columns are -inf.
+    // Makes the scores of a slice that is to be reduced.  Adds the columns that exist to wz and to `more`; the scores of
+    // other columns are -inf.
     __device__ inline void score(
         const Params& p, const Row& r, const Cursor& at, int64 left, CallConstants call, int edge_lane = NO_EDGE) {
         make_scores(r, at, left, call, edge_lane);
         const int end = within(left);
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)
-            if (SUM_WZ > 0 && i * STEP < end) wz += SUM(sum_of_weighted(p, at, i * STEP * VECTOR, body[i]));
+            if (i * STEP < end) add(p, at, call, i * STEP * VECTOR, body[i]);
 #pragma unroll
         for (int i = 0; i < EDGE; ++i)
-            if (SUM_WZ > 0 && r.has_edge(edge_lane + i * STEP))
-                wz += SUM(sum_of_weighted(p, r.begin, r.edge(edge_lane + i * STEP), edge[i]));
+            if (r.has_edge(edge_lane + i * STEP)) add(p, r.begin, call, r.edge(edge_lane + i * STEP), edge[i]);
+    }
+    // Adds a chunk that exists to wz and to `more`.
+    template <int N> __device__ inline void add(
+        const Params& p, const Cursor& at, CallConstants call, int64 offset, const RegisterChunk<N>& chunk) {
+        if (SUM_WZ > 0) wz += SUM(sum_of_weighted(p, at, offset, chunk));
+#pragma unroll
+        for (int j = 0; KEEPS_ARGMAX && j < N; ++j)
+            more = merge(more, More::of_element(chunk.in_order(at, call, offset, j), at.column + offset + j));
     }
     __device__ inline void load_body(const Params& p, const Cursor& at, int64 left) {
         const int end = within(left);

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 
+from ...core.accumulators import Argmax
 from ...core.device import CACHE_LINE
 from ...core.task import ITEMSIZE, MOST_PROCESSES
 from ...ops import OPERATIONS
@@ -23,6 +24,7 @@ from .messages import (
     LINE_WORDS,
     SETS,
     SLOTS,
+    keeps_argmax,
     message_packets,
     sum_count,
     sum_type,
@@ -297,7 +299,8 @@ def _numbers(request: Request) -> dict[str, int]:
     }
     # Position of each accumulator among the sums of a state; -1 where the state does not keep it.
     kept = [one.name for one in request.task.sums]
-    for name in dict.fromkeys(one.name for operation in OPERATIONS.values() for one in operation.accumulators):
+    sums = (one for operation in OPERATIONS.values() for one in operation.accumulators if one.kind is not Argmax)
+    for name in dict.fromkeys(one.name for one in sums):
         numbers[f"SUM_{name.upper()}"] = kept.index(name) if name in kept else -1
     return numbers
 
@@ -325,6 +328,7 @@ def _flags(request: Request) -> dict[str, bool]:
         # The slope of a softcap is computed from the score, which a thread with terms no longer holds.
         "TERMS": plan.terms and operation.may_keep_terms and not (gradient and request.has("softcap")),
         "EXACT": task.exact,
+        "KEEPS_ARGMAX": keeps_argmax(request),
         "PEEL": plan.vector > 1,
         "EDGES": plan.vector > 1 or columns % vector(request) != 0,
         "CAUSAL": task.diagonal is not None,

@@ -29,12 +29,62 @@ template <class T, class U> __device__ inline Sums<T>& operator+=(Sums<T>& a, co
 }
 template <class T> __device__ inline Sums<T> operator+(Sums<T> a, const Sums<T>& b) { return a += b; }
 
-struct State {
+// The accumulators of a state that are no sums.  Each has an identity, of which all bits are 0; of_element, merge and
+// finish; and WORDS, its number of words of 32 bits in a message (message.cuh).
+//
+// The index of the largest key, as torch.argmax has it: NaN is the largest, and of equal keys the smaller index wins.
+struct Argmax {
+    using Key = typename WordOf<sizeof(ACC)>::type;
+    static constexpr int WORDS = 2 + sizeof(Key) / 4;
+    int64 index;
+    Key key;   // 0 in an empty slice
+
+    // Unsigned integers in the order of the numbers.  Negative numbers have the opposite order as integers; -0 equals 0.
+    static __device__ inline Key key_of(ACC x) {
+        constexpr Key SIGN = Key(1) << (8 * sizeof(Key) - 1);
+        if (x != x) return ~Key(0);
+        const Key word = bits_of(x == 0 ? 0 : x);
+        return word & SIGN ? ~word : word | SIGN;
+    }
+    static __device__ inline unsigned bits_of(float x) { return __float_as_uint(x); }
+    static __device__ inline uint64 bits_of(double x) { return __double_as_longlong(x); }
+
+    static __device__ inline Argmax of_element(ACC x, int64 index) { return {index, key_of(x)}; }
+    __device__ inline int64 finish() const { return index; }
+};
+__device__ inline Argmax merge(Argmax a, Argmax b) {
+    return b.key > a.key || (b.key == a.key && b.index < a.index) ? b : a;
+}
+
+// In the place of accumulators that a kernel does not keep.
+struct Nothing {
+    static constexpr int WORDS = 0;
+    static __device__ inline Nothing of_element(ACC, int64) { return {}; }
+    __device__ inline int64 finish() const { return 0; }
+};
+__device__ inline Nothing merge(Nothing a, Nothing) { return a; }
+
+template <bool> struct MoreOf { using type = Nothing; };
+template <> struct MoreOf<true> { using type = Argmax; };
+using More = typename MoreOf<KEEPS_ARGMAX>::type;
+
+template <class M> struct StateWith {
     ACC m;
     Sums<SUM> sums;
+    M further;
     // The first sum: l, or the dot product of a gradient, or the number that is given instead of a reduced state.
     __device__ inline SUM first() const { return sums.of[0]; }
+    __device__ inline M more() const { return further; }
+    __device__ inline StateWith with(M more) const { return {m, sums, more}; }
 };
+template <> struct StateWith<Nothing> {
+    ACC m;
+    Sums<SUM> sums;
+    __device__ inline SUM first() const { return sums.of[0]; }
+    __device__ inline Nothing more() const { return {}; }
+    __device__ inline StateWith with(Nothing) const { return *this; }
+};
+using State = StateWith<More>;
 
 __device__ inline State identity() { return {-INF, {}}; }
 
@@ -154,5 +204,5 @@ __device__ inline Sums<SUM> rescale(State a, ACC m) {
 // The state of two slices together.
 __device__ inline State merge(State a, State b) {
     const ACC m = fmax(a.m, b.m);
-    return {m, rescale(a, m) + rescale(b, m)};
+    return State{m, rescale(a, m) + rescale(b, m)}.with(merge(a.more(), b.more()));
 }

@@ -40,14 +40,14 @@ def column_kernel(
     inside = (col < cols)[:, None] & row_mask[None, :]
     element = operands.load(p, places, at, col[:, None], inside, OP, "")
     if len(OP.sums) > 0:
-        m, sums = ops.reduce(element[0], element[1], 0, OP)
+        m, sums = ops.reduce(element, 0, OP)
         if not WHOLE:
             for i in range(1, tiles):
                 first = step * i
                 tile_inside = (col < cols - first)[:, None] & row_mask[None, :]
                 tile_at = operands.skip(p, places, at, first)
-                a, b, _ = operands.load(p, places, tile_at, col[:, None], tile_inside, OP, "")
-                m_tile, sums_tile = ops.reduce(a, b, 0, OP)
+                tile = operands.load(p, places, tile_at, col[:, None], tile_inside, OP, "")
+                m_tile, sums_tile = ops.reduce(tile, 0, OP)
                 m, sums = state.merge(m, sums, m_tile, sums_tile, OP)
     else:
         m, sums = operands.given_state(p, places, outer, inner, row_mask, OP)

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...core.accumulators import Accumulator, Argmax, PlainSum, ScaledSum
 from ...core.view import View, power_of_two_divisor
 from ..registry import LOADING
 from ..request import Request
@@ -22,7 +23,11 @@ from .operands import TENSORS, Place, Places, Pointers, Units
 from .ops import OpConstants
 
 TL_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32, "float64": tl.float64}
-TORCH_DTYPES = {name: getattr(torch, name) for name in TL_DTYPES}
+TORCH_DTYPES = {name: getattr(torch, name) for name in (*TL_DTYPES, "int32", "int64")}
+KINDS: dict[type[Accumulator], tuple[str, ...]] = {
+    ScaledSum: ("scaled",), PlainSum: ("plain",), Argmax: ("key", "index"),
+}  # fmt: skip
+"""The parts of each accumulator in a state, for state.py."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class TritonRequest(Request):
     def op_constants(self) -> OpConstants:
         """OP of every kernel."""
         operation, task = self.operation, self.task
+        kinds = [(one.name, KINDS[one.kind]) for one in task.sums]
+        parts = [(name if len(of_one) == 1 else f"{name}_{kind}", kind) for name, of_one in kinds for kind in of_one]
         return OpConstants(
             operation.name,
             operation.scores,
@@ -62,8 +69,9 @@ class TritonRequest(Request):
             task.writes_elements,
             task.row_outputs,
             tuple(TENSORS.index(name) for name in task.row_outputs),
-            tuple(accumulator.name for accumulator in task.sums),
-            tuple(accumulator.rescaled for accumulator in task.sums),
+            tuple(name for name, _ in parts),
+            tuple(kind for _, kind in parts),
+            Argmax in (one.kind for one in task.sums),
             # A gradient needs m only to find the rows whose gradient it must set to zero because of a mask.
             operation.scores or (task.zero and "mask" in operation.options),
             TL_DTYPES[task.accumulator],

@@ -36,7 +36,7 @@ def looped_kernel(
     if len(OP.sums) > 0:
         m, sums = reduce_slice(p, places, at, length, OP, DEPTH, BLOCK)
         if VECTOR > 1:
-            m_edge, sums_edge = ops.reduce(edge[0], edge[1], 0, OP)
+            m_edge, sums_edge = ops.reduce(edge, 0, OP)
             m, sums = state.merge(m, sums, m_edge, sums_edge, OP)
     else:
         m, sums = operands.given_state(p, places, row, 0, None, OP)

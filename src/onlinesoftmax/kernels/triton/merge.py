@@ -29,7 +29,7 @@ class Form(NamedTuple):
 
     Attributes:
         acc: Accumulator type, in which states are sent.
-        exact, rescaled: As in OpConstants: the sums of a state are l and, with the entropy, zl.
+        exact, kinds: As in OpConstants: the sums of a state are l and, with the entropy, zl.
         entropy: True where the entropy is computed.
         smoothed, z_loss: True where the loss has these options.
         loss: True for a cross-entropy.
@@ -39,7 +39,7 @@ class Form(NamedTuple):
 
     acc: Any
     exact: bool
-    rescaled: tuple[bool, ...]
+    kinds: tuple[str, ...]
     entropy: bool
     smoothed: bool
     z_loss: bool
@@ -199,9 +199,9 @@ def program(kernel: str, rows: ShardedRows) -> Program:
     """The launch of one of the two kernels."""
     tensors = Tensors(*(name if name in rows.names else None for name in TENSORS))
     entropy = "entropy" in rows.names
-    rescaled = (True,) * (1 + entropy)
+    kinds = ("scaled",) * (1 + entropy)
     has = rows.smoothing != 0, rows.z_loss != 0
-    form = Form(TL_DTYPES[rows.accumulator], True, rescaled, entropy, *has, rows.loss, rows.scalar, len(rows.sent))
+    form = Form(TL_DTYPES[rows.accumulator], True, kinds, entropy, *has, rows.loss, rows.scalar, len(rows.sent))
     integers, floats = ([getattr(rows, name) for name in names] for names in (INTEGERS, FLOATS))
     numbers = Numbers(*integers, *map(bits, floats))
     function = {"merge": merge_kernel, "incoming": incoming_kernel}[kernel]

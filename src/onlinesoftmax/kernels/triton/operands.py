@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ...core.options import SCORE_OPTIONS
 from ...ops import OPERATIONS
-from . import ops
+from . import ops, state
 
 OPERANDS = tuple(operand for operation in OPERATIONS.values() for operand in operation.operands)
 
@@ -102,12 +102,13 @@ def row_offset(row, sizes, place, UNIT: tl.constexpr):
 
 @triton.jit
 def first_elements(p, places, row, UNITS: tl.constexpr):
-    """Offsets of each row's first element in x, dy, bias, mask, logits and weight; the number of columns that its query
-    sees; its target column, which `with_target` sets; and its scale, which `with_scale` sets.
+    """Offsets of each row's first element in x, dy, bias, mask, logits and weight; the column of this element, 0; the
+    number of columns that its query sees; its target column, which `with_target` sets; and its scale, which
+    `with_scale` sets.
     """
     x = row_offset(row, places.sizes, places.x, UNITS.x)
     # An absent tensor gets the offset of x, which is never used.
-    dy, bias, mask, logits, weight, seen, target, scale = x, x, x, x, x, x, x, x
+    dy, bias, mask, logits, weight, first, seen, target, scale = x, x, x, x, x, x * 0, x, x, x
     if p.dy is not None:
         dy = row_offset(row, places.sizes, places.dy, UNITS.dy)
     if p.bias is not None:
@@ -120,14 +121,14 @@ def first_elements(p, places, row, UNITS: tl.constexpr):
         weight = row_offset(row, places.sizes, places.weight, UNITS.weight)
     if places.diagonal is not None:
         seen = row_offset(row, places.sizes, places.query, 1) + places.diagonal
-    return x, dy, bias, mask, logits, weight, seen, target, scale
+    return x, dy, bias, mask, logits, weight, first, seen, target, scale
 
 
 @triton.jit
 def with_target(at, target):
     """The offsets `at` of the first elements of rows, with the target columns of these rows."""
-    x, dy, bias, mask, logits, weight, seen, _, scale = at
-    return x, dy, bias, mask, logits, weight, seen, target, scale
+    x, dy, bias, mask, logits, weight, first, seen, _, scale = at
+    return x, dy, bias, mask, logits, weight, first, seen, target, scale
 
 
 @triton.jit
@@ -136,17 +137,17 @@ def with_scale(p, places, at, row, inner, row_mask, OP: tl.constexpr):
 
     The other arguments are those of `row_value`, of a shape that broadcasts to the elements.
     """
-    x, dy, bias, mask, logits, weight, seen, target, scale = at
+    x, dy, bias, mask, logits, weight, first, seen, target, scale = at
     if p.scale is not None:  # noqa: SIM102  Triton compiles both sides of `and`
         if p.scale.dtype.is_ptr():
             scale = row_value(p.scale, places, places.scale, row, inner, row_mask, OP.acc)
-    return x, dy, bias, mask, logits, weight, seen, target, scale
+    return x, dy, bias, mask, logits, weight, first, seen, target, scale
 
 
 @triton.jit
 def times_scale(p, at, x, OP: tl.constexpr):
     """The elements x times the scale of the row, or the number of the call; x itself without a scale."""
-    _, _, _, _, _, _, _, _, scale = at
+    scale = at[9]
     if p.scale is not None:
         if p.scale.dtype.is_ptr():  # noqa: SIM108  Triton's ternary compiles both
             x = x * scale
@@ -156,22 +157,34 @@ def times_scale(p, at, x, OP: tl.constexpr):
 
 
 @triton.jit
+def times_sign(p, at, x, OP: tl.constexpr):
+    """Logits in the order of their scores without bias: a softcap keeps the order, a negative scale reverses it."""
+    if p.scale is not None:
+        if p.scale.dtype.is_ptr():  # noqa: SIM108  Triton's ternary compiles both
+            scale = at[9]
+        else:
+            scale = ops.number(p.scale, OP.acc)
+        x = tl.where(scale < 0, -x, x)
+    return x
+
+
+@triton.jit
 def skip_head(p, places, at, head, VECTOR: tl.constexpr):
     """The offsets `at` moved by `head` columns to the body, where x and dy lie on 16 bytes if VECTOR > 1.
 
     `x // VECTOR * VECTOR` changes no value; it tells the compiler that x is a multiple of VECTOR.
     """
-    x, dy, bias, mask, logits, weight, seen, target, scale = skip(p, places, at, head)
+    x, dy, bias, mask, logits, weight, first, seen, target, scale = skip(p, places, at, head)
     if VECTOR > 1:
         x = x // VECTOR * VECTOR
         dy = dy // VECTOR * VECTOR
-    return x, dy, bias, mask, logits, weight, seen, target, scale
+    return x, dy, bias, mask, logits, weight, first, seen, target, scale
 
 
 @triton.jit
 def skip(p, places, at, cols):
     """The offsets `at` moved by `cols` columns."""
-    x, dy, bias, mask, logits, weight, seen, target, scale = at
+    x, dy, bias, mask, logits, weight, first, seen, target, scale = at
     x += cols * places.x.col
     if p.dy is not None:
         dy += cols * places.dy.col
@@ -183,13 +196,13 @@ def skip(p, places, at, cols):
         logits += cols * places.logits.col
     if p.weight is not None:
         weight += cols * places.weight.col
-    return x, dy, bias, mask, logits, weight, seen - cols, target - cols, scale
+    return x, dy, bias, mask, logits, weight, first + cols, seen - cols, target - cols, scale
 
 
 @triton.jit
 def skip_rows(p, places, at, rows):
     """The offsets `at` moved by `rows` rows, for rows that lie side by side."""
-    x, dy, bias, mask, logits, weight, seen, target, scale = at
+    x, dy, bias, mask, logits, weight, first, seen, target, scale = at
     x += rows * places.x.adjacent_stride
     if p.dy is not None:
         dy += rows * places.dy.adjacent_stride
@@ -203,23 +216,24 @@ def skip_rows(p, places, at, rows):
         weight += rows * places.weight.adjacent_stride
     if places.diagonal is not None:
         seen += rows * places.query.adjacent_stride
-    return x, dy, bias, mask, logits, weight, seen, target, scale
+    return x, dy, bias, mask, logits, weight, first, seen, target, scale
 
 
 @triton.jit
 def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
-    """(a, b, kept) of the columns `col` (int32) that are `inside`; `col` is measured from the offsets `at`.
+    """(a, b, kept, argmax) of the columns `col` (int32) that are `inside`; `col` is measured from the offsets `at`.
 
-    `kept` is False for columns outside and for masked columns.
+    `kept` is False for columns outside and for masked columns.  `argmax` has the keys and the indices of the columns
+    where OP.argmax asks for them.
     """
-    x_at, dy_at, bias_at, mask_at, _, weight_at, seen, _, _ = at
+    x_at, dy_at, bias_at, mask_at, _, weight_at, first, seen, _, _ = at
     wide = col.to(tl.int64)
     kept = inside
     if places.diagonal is not None:
         kept = kept & (col < seen)
     if OP.scores:
-        a = tl.load(p.x + x_at + wide * places.x.col, mask=kept, other=-float("inf"), eviction_policy=POLICY)
-        a = ops.score(times_scale(p, at, a.to(OP.acc), OP), p.softcap, OP.acc)
+        x = tl.load(p.x + x_at + wide * places.x.col, mask=kept, other=-float("inf"), eviction_policy=POLICY)
+        a = ops.score(times_scale(p, at, x.to(OP.acc), OP), p.softcap, OP.acc)
         if p.bias is not None:
             a += tl.load(p.bias + bias_at + wide * places.bias.col, mask=kept, other=0.0).to(OP.acc)
     else:
@@ -235,14 +249,19 @@ def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
     elif OP.scores:
         # The weight of a column of the row is 1, that of a column outside is 0.
         b = tl.where(inside, 1.0, 0.0).to(OP.acc)
-    return a, b, kept
+    argmax = ()
+    if OP.argmax:
+        # Logits may differ where scores are rounded to the same number.
+        key = a if p.bias is not None else times_sign(p, at, x.to(OP.acc), OP)
+        argmax = (state.key_of(tl.where(kept, key, -float("inf")), inside), first + wide)
+    return a, b, kept, argmax
 
 
 @triton.jit
 def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
-    """The output for an element = (a, b, kept) of `load`, given the per-row constants of ops.row_constants."""
-    a, b, _ = element
-    _, _, _, _, _, _, _, target, _ = at
+    """The output for an element = (a, b, ...) of `load`, given the per-row constants of ops.row_constants."""
+    a, b, _, _ = element
+    target = at[8]
     return through_score(p, places, at, col, element, ops.output(a, b, col == target, constants, OP), OP)
 
 
@@ -250,10 +269,10 @@ def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
 def through_score(p, places, at, col, element, y, OP: tl.constexpr):
     """A gradient in the scores times their slope in the logits; an output that is no gradient as it is.
 
-    `element` is (a, b, kept) of `load`.
+    `element` is the result of `load`.
     """
-    _, _, kept = element
-    x_at, _, _, _, logits_at, _, _, _, _ = at
+    _, _, kept, _ = element
+    x_at, _, _, _, logits_at, _, _, _, _, _ = at
     if OP.gradient:
         if p.mask is not None or places.diagonal is not None:
             # An excluded element has no gradient, not even in a row that holds NaN or has no softmax.
@@ -319,7 +338,7 @@ def row_operands(p, places, at, row, inner, mask, cols, OP: tl.constexpr):
     if mask is not None:
         target = tl.where(mask, target, -1)
     valid = (target >= 0) & (target < cols)
-    z_target, w_target, _ = load(p, places, at, tl.where(valid, target, 0), valid, OP, "")
+    z_target, w_target, _, _ = load(p, places, at, tl.where(valid, target, 0), valid, OP, "")
     dy, dlse, entropy, dentropy = zero, zero, zero, zero
     if p.dy is not None:
         dy = row_value(p.dy, places, places.dy, row, inner, mask, OP.acc)

@@ -32,8 +32,9 @@ class OpConstants(NamedTuple):
         writes_elements: True where y has a value for each element.
         row_outputs: Names of the outputs with one value per row.
         row_fields: For each of the row outputs, its position in Pointers and Places.
-        sums: Names of the accumulators; empty where a row is not reduced.
-        rescaled: For each sum, True where it merges with the same factor as l.
+        sums: Names of the parts of the accumulators; empty where a row is not reduced.
+        kinds: For each part, how it merges: "scaled", "plain", or "key" and then "index" of an argmax.
+        argmax: True where one of the accumulators is an argmax.
         maximum: True where m is needed, and not only the sums.
         acc: Type of the computation.
         exact: True where an output is float32 or float64, so that sums and exp must be more accurate than a 16-bit
@@ -49,7 +50,8 @@ class OpConstants(NamedTuple):
     row_outputs: tuple[str, ...]
     row_fields: tuple[int, ...]
     sums: tuple[str, ...]
-    rescaled: tuple[bool, ...]
+    kinds: tuple[str, ...]
+    argmax: bool
     maximum: bool
     acc: Any
     exact: bool
@@ -110,13 +112,17 @@ def value_for_m(a, OP: tl.constexpr):
 
 
 @triton.jit
-def summand(a, b, i: tl.constexpr, OP: tl.constexpr):
-    """Summand of the plain sum i; l and zl read none.
+def summand(a, b, argmax, i: tl.constexpr, OP: tl.constexpr):
+    """Summand of the plain sum i, or the part of an argmax; l and zl read none.
 
     The sum that a gradient subtracts may cancel all but the last places, so OP.exact sums in float64; a memory-bound
     kernel has time for it even where float64 is slow.
     """
-    if OP.sums[i] == "dot":
+    if OP.kinds[i] == "key":
+        value = argmax[0]
+    elif OP.kinds[i] == "index":
+        value = argmax[1]
+    elif OP.sums[i] == "dot":
         wide_a, wide_b = a, b
         if OP.exact:
             wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
@@ -133,25 +139,26 @@ def summand(a, b, i: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
-def summands(a, b, OP: tl.constexpr):
-    """The value for each accumulator."""
+def summands(element, OP: tl.constexpr):
+    """The value for each part of the accumulators."""
+    a, b, _, argmax = element
     values = ()
     for i in tl.static_range(len(OP.sums)):
-        values += (summand(a, b, i, OP),)
+        values += (summand(a, b, argmax, i, OP),)
     return values
 
 
 @triton.jit
-def reduce(a, b, axis: tl.constexpr, OP: tl.constexpr):
-    """The states of slices along `axis`."""
-    return state.of(value_for_m(a, OP), summands(a, b, OP), axis, OP)
+def reduce(element, axis: tl.constexpr, OP: tl.constexpr):
+    """The states of slices along `axis`; `element` is the result of operands.load."""
+    return state.of(value_for_m(element[0], OP), summands(element, OP), axis, OP)
 
 
 @triton.jit
-def reduce_both(a, b, axis: tl.constexpr, a_more, b_more, axis_more: tl.constexpr, OP: tl.constexpr):
+def reduce_both(element, axis: tl.constexpr, more, axis_more: tl.constexpr, OP: tl.constexpr):
     """The states of slices that lie in two tiles."""
-    values, values_more = summands(a, b, OP), summands(a_more, b_more, OP)
-    return state.of_both(value_for_m(a, OP), values, axis, value_for_m(a_more, OP), values_more, axis_more, OP)
+    z, z_more = value_for_m(element[0], OP), value_for_m(more[0], OP)
+    return state.of_both(z, summands(element, OP), axis, z_more, summands(more, OP), axis_more, OP)
 
 
 @triton.jit
@@ -283,6 +290,8 @@ def row_output(m, sums, row_values, cols, i: tl.constexpr, OP: tl.constexpr):
         value = state.shift(m)
     elif OP.row_outputs[i] == "l":
         value = l
+    elif OP.row_outputs[i] == "largest":
+        value = sums[len(OP.sums) - 1]
     elif OP.row_outputs[i] == "loss":
         value = loss(m, sums, row_values, cols, OP)
     elif OP.row_outputs[i] == "y" and OP.target:

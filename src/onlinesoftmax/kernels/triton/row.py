@@ -74,9 +74,9 @@ def one_tile(
     if len(OP.sums) == 0:
         m, sums = operands.given_state(p, places, row, 0, row_mask, OP)
     elif VECTOR > 1:
-        m, sums = ops.reduce_both(element[0], element[1], 1, edge[0], edge[1], 0, OP)
+        m, sums = ops.reduce_both(element, 1, edge, 0, OP)
     else:
-        m, sums = ops.reduce(element[0], element[1], 1, OP)
+        m, sums = ops.reduce(element, 1, OP)
 
     operands.store_row_outputs(p, places, row, 0, m, sums, row_values, cols, row_mask, OP, UNITS)
     if OP.writes_elements:

@@ -32,8 +32,8 @@ def split_state_kernel(
     at = operands.skip(p, places, operands.skip_head(p, places, row_at, head, VECTOR), start)
     m, sums = reduce_slice(p, places, at, count, OP, DEPTH, BLOCK)
     if VECTOR > 1 and start == 0:
-        a, b, _ = load_edges(p, places, row_at, head, length, cols, OP, VECTOR)
-        m_edge, sums_edge = ops.reduce(a, b, 0, OP)
+        edge = load_edges(p, places, row_at, head, length, cols, OP, VECTOR)
+        m_edge, sums_edge = ops.reduce(edge, 0, OP)
         m, sums = state.merge(m, sums, m_edge, sums_edge, OP)
     store_state(states, pid, m, sums, OP)
 
@@ -48,11 +48,14 @@ def store_state(states, i, m, sums, OP: tl.constexpr):
 
 @triton.jit
 def load_sums(states, i, mask, OP: tl.constexpr):
-    """The sums of states in scratch memory; 0 where `mask` is False; a mask of None loads all."""
+    """The sums of states in scratch memory; those of an empty slice where `mask` is False; a mask of None loads all."""
     sums = ()
     for k in tl.static_range(len(OP.sums)):
         if mask is None:
             sums += (tl.load(states[1 + k] + i),)
+        elif OP.kinds[k] == "key" or OP.kinds[k] == "index":
+            _, empty = state.identity(i.shape[0], OP)
+            sums += (tl.load(states[1 + k] + i, mask=mask, other=empty[k]),)
         else:
             sums += (tl.load(states[1 + k] + i, mask=mask, other=0.0),)
     return sums
@@ -154,11 +157,13 @@ def _reduction(request: TritonRequest) -> tuple[list[Launch], dict[str, tuple[in
     """The launches that leave one state for each row, and their scratch memory."""
     plan, task, places, op = request.plan, request.task, request.places(), request.op_constants
     # In float64 a sum is rounded once per row, whatever the height of the tree.
-    sum_dtype = "float64" if op.exact else "float32"
+    sum_dtype, accumulator = "float64" if op.exact else "float32", task.accumulator
+    integers = {"key": "int64" if accumulator == "float64" else "int32", "index": "int64"}
+    dtypes = [accumulator, *(integers.get(kind, sum_dtype) for kind in op.kinds)]
 
     def room(level: int, count: int) -> dict[str, tuple[int, str]]:
-        size, (m, *sums) = task.rows * count, _names(request, level)
-        return {m: (size, task.accumulator), **dict.fromkeys(sums, (size, sum_dtype))}
+        parts = zip(_names(request, level), dtypes, strict=True)
+        return {name: (task.rows * count, dtype) for name, dtype in parts}
 
     tiles = -(-task.cols // plan.block)
     scratch = room(0, plan.splits)

@@ -1,11 +1,12 @@
 """The state (m, sums) in Triton: the recurrence, written once for this language.
 
-A state is the maximum m of a slice and a tuple of sums, one for each accumulator of the operation:
+A state is the maximum m of a slice and a tuple `sums`, with the parts of each accumulator of the operation:
     l            sum(exp(z - m)): the first sum, where an operation has scores
     zl           sum((z - m) * exp(z - m)): merges with the same factor as l; the entropy is log(l) - zl / l
     a plain sum  sum(w): merges by addition
-`OP.rescaled[i]` is True for the first two kinds (ops.OpConstants).  A tuple of one sum costs no more than a number:
-the loops over sums run in the compiler.
+    an argmax    two parts, the largest key (`key_of`) and its index: the smaller index of equal keys
+`OP.kinds[i]` is "scaled" for the first two, "plain", "key" or "index" (ops.OpConstants).  A tuple of one sum costs no
+more than a number: the loops over sums run in the compiler.
 
 zl counts scores from m, so a merge corrects it where m changes (`lowered`).  sum(z * exp(z - m)) would need no
 correction, but the entropy of large scores would be the difference of two large numbers, and would lose its digits.
@@ -26,6 +27,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 LARGEST32 = tl.constexpr(3.4028234663852886e38)  # the largest finite float32
 LARGEST64 = tl.constexpr(1.7976931348623157e308)
 LOWEST_EXPONENT = tl.constexpr(-1000.0)  # exp of it is 0
+NO_KEY32 = tl.constexpr(-(2**31))  # below the key of -inf
+NO_KEY64 = tl.constexpr(-(2**63))
+LARGEST_INTEGER32 = tl.constexpr(2**31 - 1)
+LARGEST_INTEGER64 = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
@@ -120,9 +125,15 @@ def total(v, axis: tl.constexpr, EXACT: tl.constexpr):
 def identity(BLOCK: tl.constexpr, OP: tl.constexpr):
     """BLOCK states of nothing: merging one with any state gives that state."""
     sums = ()
-    for i in tl.static_range(len(OP.rescaled)):
+    for i in tl.static_range(len(OP.kinds)):
+        if OP.kinds[i] == "index":
+            sums += (tl.full([BLOCK], LARGEST_INTEGER64, tl.int64),)
+        elif OP.kinds[i] == "key" and OP.acc == tl.float64:
+            sums += (tl.full([BLOCK], NO_KEY64, tl.int64),)
+        elif OP.kinds[i] == "key":
+            sums += (tl.full([BLOCK], NO_KEY32, tl.int32),)
         # Weighted and plain sums may cancel, so OP.exact keeps them in float64.
-        if OP.exact and (i > 0 or not OP.rescaled[i]):
+        elif OP.exact and (i > 0 or OP.kinds[i] == "plain"):
             sums += (tl.zeros([BLOCK], tl.float64),)
         else:
             sums += (tl.zeros([BLOCK], OP.acc),)
@@ -130,24 +141,55 @@ def identity(BLOCK: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
+def key_of(x, inside):
+    """An integer for each number, in the order of argmax: NaN is the largest, and -0 equals 0; no key outside."""
+    if x.dtype == tl.float64:
+        bits = tl.where(x == 0, 0.0, x).to(tl.int64, bitcast=True)
+        key = tl.where(x != x, LARGEST_INTEGER64, bits ^ ((bits >> 63) & LARGEST_INTEGER64))
+        key = tl.where(inside, key, NO_KEY64)
+    else:
+        # Negative numbers have the opposite order as integers.
+        bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+        key = tl.where(x != x, LARGEST_INTEGER32, bits ^ ((bits >> 31) & LARGEST_INTEGER32))
+        key = tl.where(inside, key, NO_KEY32)
+    return key
+
+
+@triton.jit
+def merge_argmax(key_a, index_a, key_b, index_b):
+    """(key, index) of two slices."""
+    is_b = (key_b > key_a) | ((key_b == key_a) & (index_b < index_a))
+    return tl.where(is_b, key_b, key_a), tl.where(is_b, index_b, index_a)
+
+
+@triton.jit
+def argmax(key, index, axis: tl.constexpr):
+    """(key, index) of slices along `axis`."""
+    largest = tl.max(key, axis)
+    return largest, tl.min(tl.where(key == tl.expand_dims(largest, axis), index, LARGEST_INTEGER64), axis)
+
+
+@triton.jit
 def sums_of(z, weights, m, axis: tl.constexpr, OP: tl.constexpr):
-    """The sums of slices along `axis`, relative to m; only plain sums read `weights`."""
-    if OP.rescaled[0]:
+    """The sums of slices along `axis`, relative to m; scaled sums read no `weights`."""
+    if OP.kinds[0] == "scaled":
         t = z - tl.expand_dims(shift(m), axis)
         e = exp(t, OP.exact)
         sums = (total(e, axis, OP.exact),)
     else:
         sums = (tl.sum(weights[0], axis),)
-    for i in tl.static_range(1, len(OP.rescaled)):
-        if OP.rescaled[i]:
+    for i in tl.static_range(1, len(OP.kinds)):
+        if OP.kinds[i] == "key":
+            sums += argmax(weights[i], weights[i + 1], axis)
+        elif OP.kinds[i] == "plain":
+            sums += (tl.sum(weights[i], axis),)
+        elif OP.kinds[i] == "scaled":
             # An infinite t times a term of 0 would be NaN.
             if OP.exact:
                 term = tl.where(e == 0, 0.0, t.to(tl.float64) * e.to(tl.float64))
             else:
                 term = tl.where(e == 0, 0.0, t * e)
-        else:
-            term = weights[i]
-        sums += (tl.sum(term, axis),)
+            sums += (tl.sum(term, axis),)
     return sums
 
 
@@ -165,7 +207,7 @@ def lowered(sums, t, i: tl.constexpr):
 def of(z, weights, axis: tl.constexpr, OP: tl.constexpr):
     """The states of the slices of z along `axis`.
 
-    z is the value whose maximum is m, and `weights` has one value per sum: the summand of a plain sum.
+    z is the value whose maximum is m, and `weights` has the summand, key or index of each part.
     """
     if OP.maximum:
         m = tl.max(z, axis)
@@ -189,8 +231,11 @@ def of_both(z, weights, axis: tl.constexpr, z_more, weights_more, axis_more: tl.
         sums_a, sums_b = sums_of(z, weights, z, axis, OP), sums_of(z_more, weights_more, z, axis_more, OP)
         m = (sums_a[0] * 0.0).to(z.dtype)
     sums = ()
-    for i in tl.static_range(len(OP.rescaled)):
-        sums += (sums_a[i] + sums_b[i],)
+    for i in tl.static_range(len(OP.kinds)):
+        if OP.kinds[i] == "key":
+            sums += merge_argmax(sums_a[i], sums_a[i + 1], sums_b[i], sums_b[i + 1])
+        elif OP.kinds[i] != "index":
+            sums += (sums_a[i] + sums_b[i],)
     return m, sums
 
 
@@ -201,11 +246,13 @@ def merge(m_a, sums_a, m_b, sums_b, OP: tl.constexpr):
     s = shift(m)
     factor_a, factor_b = rescale_factor(m_a - s, OP.exact), rescale_factor(m_b - s, OP.exact)
     sums = ()
-    for i in tl.static_range(len(OP.rescaled)):
-        if OP.rescaled[i]:
+    for i in tl.static_range(len(OP.kinds)):
+        if OP.kinds[i] == "scaled":
             sums += (lowered(sums_a, m_a - s, i) * factor_a + lowered(sums_b, m_b - s, i) * factor_b,)
-        else:
+        elif OP.kinds[i] == "plain":
             sums += (sums_a[i] + sums_b[i],)
+        elif OP.kinds[i] == "key":
+            sums += merge_argmax(sums_a[i], sums_a[i + 1], sums_b[i], sums_b[i + 1])
     return m, sums
 
 
@@ -219,16 +266,18 @@ def merge_all(m, sums, axis: tl.constexpr, OP: tl.constexpr):
     t = m - tl.expand_dims(shift(m_all), axis)
     factor = rescale_factor(t, OP.exact)
     merged = ()
-    for i in tl.static_range(len(OP.rescaled)):
+    for i in tl.static_range(len(OP.kinds)):
         v = sums[i]
-        if OP.rescaled[i]:
+        if OP.kinds[i] == "scaled":
             v = lowered(sums, t, i) * factor
         # Only the terms of l are positive, as split_sum needs them; other sums arrive in float64.
-        if OP.exact and OP.rescaled[i] and i == 0 and v.dtype == m.dtype:
+        if OP.exact and OP.kinds[i] == "scaled" and i == 0 and v.dtype == m.dtype:
             # Twice a rough sum bounds the sum; sigma must be finite.
             sigma = shift(2.0 * tl.expand_dims(tl.sum(v, axis), axis))
             high, low = split_sum(v, sigma, axis)
             merged += (high.to(tl.float64) + low.to(tl.float64),)
-        else:
+        elif OP.kinds[i] == "key":
+            merged += argmax(v, sums[i + 1], axis)
+        elif OP.kinds[i] != "index":
             merged += (tl.sum(v, axis),)
     return m_all, merged

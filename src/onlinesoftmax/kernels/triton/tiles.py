@@ -48,7 +48,7 @@ def strip(pid, adjacent, ROWS: tl.constexpr):
 
 @triton.jit
 def load_edges(p, places, at, head, length, cols, OP: tl.constexpr, VECTOR: tl.constexpr):
-    """(a, b, kept) of the head and the tail of the row at the offsets `at`."""
+    """The elements of the head and the tail of the row at the offsets `at`, as `operands.load` returns them."""
     col, inside = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
     return operands.load(p, places, at, col, inside, OP, "")
 
@@ -76,10 +76,10 @@ def reduce_slice(p, places, at, length, OP: tl.constexpr, DEPTH: tl.constexpr, B
     col = (tl.arange(0, DEPTH) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
     for first in range(0, length, DEPTH * BLOCK):
         # The tile may be read again, so L2 is asked to keep it.
-        a, b, _ = operands.load(
+        element = operands.load(
             p, places, operands.skip(p, places, at, first), col, col < length - first, OP, "evict_last"
         )
-        m_tile, sums_tile = ops.reduce(a, b, 0, OP)
+        m_tile, sums_tile = ops.reduce(element, 0, OP)
         m, sums = state.merge(m, sums, m_tile, sums_tile, OP)
     return state.merge_all(m, sums, 0, OP)
 

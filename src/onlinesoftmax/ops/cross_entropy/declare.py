@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.accumulators import PlainSum
+from ...core.accumulators import Argmax, PlainSum
 from ...core.operations import INEXACT_STATISTICS, STATE, SUMS, TARGET, Accumulator, Operand, Operation, Output, X
 from . import formulas
 
@@ -32,18 +32,25 @@ sum of the weights.  A caller with weights and z_loss scales the weights first, 
 that count (`scaled_weight` in torch/loss.py).
 """
 
+LARGEST = Output("largest", "row", "index", needs=("l", "largest"), on_request=True, exact=False)
+"""The class with the largest logit, in the order of the scores; the first of equals, and of NaN.
+
+A softcap keeps the order, but may round the scores of different logits to one number.
+"""
+
 OPTIONS = ("scale", "softcap", "mask")
 
 # The loss of every row.  With dy, the gradient of the row's loss, a call also writes the gradient with respect to the
 # input, while the row is on chip.
 FORWARD = Operation(
     "cross_entropy", (X, TARGET, Operand("dy", "row", optional=True), *CLASSES),
-    (*SUMS, Accumulator("wz", PlainSum, only_with="smoothing")),
+    (*SUMS, Accumulator("wz", PlainSum, only_with="smoothing"), Accumulator("largest", Argmax)),
     (
         Output("loss", "row", "accumulator", needs=("l", "wz"), exact=False),
         *LOSSES_REDUCED,
         Output("y", "element", "input", on_request=True),
         *INEXACT_STATISTICS,
+        LARGEST,
     ),
     OPTIONS, formulas.FORWARD, gradient_name="cross_entropy_backward", saved=("x", "target", "m", "l"),
     may_keep_terms=True,

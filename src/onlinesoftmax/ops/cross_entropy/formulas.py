@@ -87,13 +87,14 @@ def gradient(xp: Any, **values: Array) -> Array:
 
 
 FORWARD = Formula(
-    {**SUMS, "wz": weighted_scores},
+    {**SUMS, "wz": weighted_scores, "largest": lambda xp, x, **_: x},
     {
         "loss": loss,
         "mean_loss": lambda xp, **values: loss(xp, **values).sum() / divisor(xp, **values),
         "total_loss": lambda xp, **values: loss(xp, **values).sum(),
         "y": gradient,
         **STATISTICS,
+        "largest": lambda xp, largest, **_: largest,
     },
 )
 BACKWARD = Formula({}, {"y": gradient}, gradient_terms)

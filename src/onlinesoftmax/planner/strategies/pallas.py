@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 
+from ...core.accumulators import Argmax
 from ...core.device import Device
 from ...core.problem import Problem
 from ..proposal import Proposal, clamp, no_gpu, power_of_two, propose, reads, words_of
@@ -57,6 +58,8 @@ def _refusal(problem: Problem, device: Device) -> str | None:
     """Why no kernel of ours can run a problem; None where one may."""
     if max(problem.rows, problem.cols) > LARGEST:
         return f"{problem.rows} x {problem.cols}: a kernel's indices end at {LARGEST}"
+    if any(one.kind is Argmax for one in problem.declaration.summed(problem.outputs)):
+        return "Pallas has no argmax of a row"
     return no_gpu("Pallas", device)
 
 
