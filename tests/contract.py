@@ -39,9 +39,14 @@ DEVICE = "cuda" if GPU else "cpu"
 
 # CUDA kernels have no interpreter: without a GPU they are compiled, by tests/kernels/test_cuda.py, and simulated.
 PLANS = tuple(
-    f"{backend}/{strategy}" for backend, strategy, _ in TABLE if backend != "eager" and (GPU or backend != "cuda")
+    dict.fromkeys(
+        f"{backend}/{strategy}"
+        for operation in DECLARED.values()
+        for backend, strategy, _ in (*TABLE, *operation.own_strategies)
+        if backend != "eager" and (GPU or backend != "cuda")
+    )
 )
-"""Every kernel strategy that runs here, as backend/strategy."""
+"""Every kernel strategy that runs here, as backend/strategy, also those of a single operation."""
 
 ROW_PLANS = tuple(plan for plan in PLANS if plan != "triton/column")
 """Those that take rows whose elements are neighbours."""

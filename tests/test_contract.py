@@ -63,6 +63,7 @@ def refused(plan: str, operation: Operation, case: Case, bytes_held: int, error:
     long = long and max(bytes_held, smallest) * operation.inputs > smallest
     right = [
         f"{backend} has no ",
+        "has no such kernel",
         *["side by side"] * (strategy == "column"),
         *["does not fit"] * (strategy == "row" and long),
         *["Mosaic is not interpreted"] * (not GPU),
