@@ -191,8 +191,8 @@ BETWEEN = {"cluster": "for (auto& beginning : beginnings) beginning = nullptr;"}
 def simulated_source(request: Request) -> str:
     """The kernel of a request as C++ for the host."""
     strategy = request.plan.strategy
-    names = (*source.FILES, *source.KERNEL_FILES[source.kernel_file(request.plan)])
-    parts = [source.prologue(request), *(PEERS if name == "peers" else _replaced(name) for name in names)]
+    files = source.files_of(request)
+    parts = [source.prologue(request), *(PEERS if name == "peers" else _replaced(name, of) for name, of in files)]
     shared = r"extern __shared__ (__align__\(LINE\) )?Chunk<X, VECTOR> memory\[\];"
     parts[-1] = re.sub(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];", parts[-1])
     if request.task.part is not None:
@@ -218,9 +218,9 @@ def _program(parts: list[str], parameter: str, kernel: str, between: str = "") -
 
 
 @cache
-def _replaced(name: str) -> str:
+def _replaced(name: str, package: str = source.__package__) -> str:
     """A file with the functions of REPLACED; no inline assembly may be left but what pins addresses."""
-    text = source.text(f"{name}.cuh")
+    text = source.text(f"{name}.cuh", package)
     for before, body in REPLACED.get(name, {}).items():
         begin = text.index(before) + len(before)
         # A body ends on its line, or with the next brace at the beginning of a line.

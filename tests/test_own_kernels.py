@@ -91,38 +91,39 @@ def test_numpy_and_eager_run_the_formula() -> None:
 
 
 def test_explain_says_what_exists() -> None:
-    found = osm.explain((64, 1000), operation="sparsemax", device="h200")
-    assert (found.plan.backend, found.plan.strategy) == ("triton", "row")
-    lines = str(found).splitlines()
-    assert lines[1] == "  triton/row: a row fits the registers of one program, which finds its tau by bisection"
-    for pair in ("cuda/row", "cuda/cluster", "triton/looped", "triton/column"):
-        assert f"  not {pair}: cannot: sparsemax has no such kernel; it has triton/row, eager/row" in lines
+    lines = str(osm.explain((64, 1000), operation="sparsemax", device="h200")).splitlines()
+    assert lines[1] == "  cuda/row: a row fits the registers of a warp, which finds its tau by bisection"
+    for pair in ("cuda/cluster", "cuda/looped", "triton/looped", "triton/column"):
+        assert f"  not {pair}: cannot: sparsemax has no such kernel; it has cuda/row, triton/row, eager/row" in lines
     assert lines[-1] == (
         "  not eager/row: cannot: PyTorch has no function sparsemax; backend='eager' runs its formula in separate "
         "operations"
     )
-    # What another backend lacks is said before what this machine lacks.
-    assert "no NVIDIA GPU" not in str(osm.explain(torch.zeros(3, 5), operation="sparsemax", backend="triton"))
 
 
 @pytest.mark.parametrize("operation", [FORWARD, BACKWARD], ids=str)
 def test_a_forced_plan_that_does_not_exist_is_an_error_that_says_what_does(operation: Operation) -> None:
-    reason = f"{operation} has no such kernel; it has triton/row, eager/row"
+    reason = f"{operation} has no such kernel; it has cuda/row, triton/row, eager/row"
     with pytest.raises(osm.PlanError) as error:
         osm.explain((64, 1000), operation=operation.name, device="h200", strategy="looped")
     assert str(error.value) == (
         f"no plan for {operation} of 64 x 1000 float32 on NVIDIA H200 with strategy='looped':\n"
         f"  cuda/looped: {reason}\n  triton/looped: {reason}"
     )
-    with pytest.raises(osm.PlanError, match=f"cuda/row: {reason}"):
-        osm.explain((64, 1000), operation=operation.name, device="h200", backend="cuda")
     with pytest.raises(osm.PlanError, match="triton/row: a row of 100000 columns does not fit the registers"):
         osm.explain((64, 100000), operation=operation.name, device="h200")
 
 
-def test_a_call_that_forces_another_backend_says_what_exists() -> None:
-    with pytest.raises(osm.PlanError, match="sparsemax has no such kernel; it has triton/row, eager/row"):
-        run(call_of(torch.zeros(3, 5), Choice("cuda")))
+def test_an_own_kernel_refuses_what_it_cannot_do() -> None:
+    plans = osm.explain((64, 1000), operation="sparsemax_backward", device="h200")
+    assert (plans.plan.backend, plans.plan.strategy) == ("triton", "row")
+    assert "  not cuda/row: cannot: the CUDA kernel of sparsemax computes no gradient" in str(plans).splitlines()
+
+
+def test_a_call_that_forces_another_strategy_says_what_exists() -> None:
+    # What the operation lacks is said before what this machine lacks.
+    with pytest.raises(osm.PlanError, match="cuda/grid: sparsemax has no such kernel; it has cuda/row, triton/row"):
+        run(call_of(torch.zeros(3, 5), Choice("cuda", "grid")))
 
 
 def test_the_declarations_end_with_the_block() -> None:

@@ -41,15 +41,19 @@ def load(name: str) -> ModuleType:
 
 
 @cache
-def strategy_module(operation: Operation, backend: str, strategy: str) -> ModuleType:
-    """The module of a strategy in a language that has one for each, or that of an operation's own kernels.
-
-    Own kernels of a backend stand in the module of its name beside their proposals, with the same functions.
-    """
-    own = any(row[:2] == (backend, strategy) for row in operation.own_strategies)
-    package = f"{__package__}.{backend}"
+def own_kernels(operation: Operation, backend: str, strategy: str) -> ModuleType | None:
+    """The module of an operation's own kernels for a strategy, named after the backend; None where it has none."""
+    if all(row[:2] != (backend, strategy) for row in operation.own_strategies):
+        return None
     with LOADING:
-        return importlib.import_module(f"{operation.kernels}.{backend}" if own else f"{package}.{strategy}")
+        return importlib.import_module(f"{operation.kernels}.{backend}")
+
+
+def strategy_module(operation: Operation, backend: str, strategy: str) -> ModuleType:
+    """The module of a strategy, of a backend that has one for each: the operation's own, or the backend's."""
+    own = own_kernels(operation, backend, strategy)
+    with LOADING:
+        return own or importlib.import_module(f"{__package__}.{backend}.{strategy}")
 
 
 @cache

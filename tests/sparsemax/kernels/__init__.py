@@ -1,13 +1,36 @@
-"""Proposals of the kernels of sparsemax.  triton.py has the kernels, and is imported for a launch only."""
+"""Proposals of the kernels of sparsemax.  The kernels stand in cuda.py and triton.py, imported for a launch only."""
 
 from __future__ import annotations
 
 from onlinesoftmax.core.device import Device
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.planner.proposal import Proposal, clamp, no_gpu, power_of_two, propose, words_of
+from onlinesoftmax.planner.strategies import cuda_blocks
+from onlinesoftmax.planner.strategies.cuda_blocks import row_chunks
 
 MOST_WORDS = 16384
 """32-bit words of a tile: as many as 16 warps hold beside the values of the bisection."""
+
+
+MOST_CHUNKS = 16
+"""16-byte chunks that a lane of the CUDA kernel holds."""
+
+
+def row_of_warp(problem: Problem, device: Device) -> list[Proposal] | str:
+    """Whole rows in the registers of a warp."""
+    if refusal := no_gpu("CUDA", device):
+        return refusal
+    if problem.declaration.backward:
+        return "the CUDA kernel of sparsemax computes no gradient"
+    held = -(-row_chunks(problem) // 32)
+    if held > MOST_CHUNKS:
+        return f"a row of {problem.cols} columns does not fit the registers of a warp"
+    return [
+        cuda_blocks.propose(
+            problem, "row", "a row fits the registers of a warp, which finds its tau by bisection",
+            programs=-(-problem.rows // 4), block=held * 32 * problem.vector, rows_per_program=4, warps=4, lanes=32,
+        )
+    ]  # fmt: skip
 
 
 def row(problem: Problem, device: Device) -> list[Proposal] | str:
@@ -27,4 +50,4 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
     ]  # fmt: skip
 
 
-STRATEGIES = (("triton", "row", row),)
+STRATEGIES = (("cuda", "row", row_of_warp), ("triton", "row", row))

@@ -17,6 +17,7 @@ from ...ops import OPERATIONS
 from ...planner.plan import Plan
 from ...planner.strategies.cuda_blocks import slice_chunks
 from ...planner.strategies.cuda_grid import PIPELINE, STREAM, slice_tiles
+from ..registry import own_kernels
 from ..request import Request
 from .messages import (
     COPIES,
@@ -63,9 +64,9 @@ are streamed together, or chunks of a thread in a tile of the ring."""
 
 
 @cache
-def text(name: str) -> str:
+def text(name: str, package: str = __package__) -> str:
     """One of the .cuh files; the compiler's messages give its name and its own line numbers."""
-    return f'#line 1 "{name}"\n' + resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return f'#line 1 "{name}"\n' + resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def declarations(
@@ -93,8 +94,18 @@ def typed(values: Mapping[str, bool | int]) -> list[tuple[str, str, object]]:
 
 def source(request: Request) -> str:
     """The whole source of a request's kernel; it includes no header."""
-    names = (*FILES, *KERNEL_FILES[kernel_file(request.plan)])
-    return text("numbers.cuh") + prologue(request) + "".join(text(f"{name}.cuh") for name in names)
+    files = "".join(text(f"{name}.cuh", package) for name, package in files_of(request))
+    return text("numbers.cuh") + prologue(request) + files
+
+
+def files_of(request: Request) -> list[tuple[str, str]]:
+    """(name, package) of the files of a request's kernel, in the order of inclusion.
+
+    The last file of an operation's own kernel stands in the operation's room.
+    """
+    own = own_kernels(request.operation, "cuda", request.plan.strategy)
+    *parts, last = (own.KERNEL_FILES if own else KERNEL_FILES)[kernel_file(request.plan)]
+    return [*((name, __package__) for name in (*FILES, *parts)), (last, own.__package__ if own else __package__)]
 
 
 def kernel_file(plan: Plan) -> str:

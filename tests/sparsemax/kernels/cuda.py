@@ -1,0 +1,3 @@
+"""The files of the CUDA kernel of sparsemax: none beside those of every kernel."""
+
+KERNEL_FILES = {"row": ("row",)}
