@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import onlinesoftmax as osm
 from distributed.processes import COLS, EAGER, agrees, device, inputs, kernels_run, random, same_everywhere, sharded
@@ -271,6 +272,9 @@ def chunks_of_rows_give_the_same_results(first: int, end: int) -> None:
             {"entropy": True, "mask": "of one"},
         )
         for i, options in enumerate((*LOSSES, *log_probabilities)):
+            if device().type == "cpu" and dist.get_world_size() > 2 and i % 3:
+                # Two processes have run all of them.
+                continue
             whole_chunks = device().type == "cuda" or options.get("mask") == "of rows"
             collective.CHUNK_STEP, rows = (real, 53) if whole_chunks else (4, 13)
             x = (3 * random(rows, 2, COLS, seed=23)).transpose(1, 2).bfloat16()
