@@ -104,8 +104,9 @@ def files_of(request: Request) -> list[tuple[str, str]]:
     The last file of an operation's own kernel stands in the operation's room.
     """
     own = own_kernels(request.operation, "cuda", request.plan.strategy)
-    *parts, last = (own.KERNEL_FILES if own else KERNEL_FILES)[kernel_file(request.plan)]
-    return [*((name, __package__) for name in (*FILES, *parts)), (last, own.__package__ if own else __package__)]
+    files, package = (own.KERNEL_FILES, request.operation.kernels) if own else (KERNEL_FILES, __package__)
+    *parts, last = files[kernel_file(request.plan)]
+    return [*((name, __package__) for name in (*FILES, *parts)), (last, package)]
 
 
 def kernel_file(plan: Plan) -> str:
