@@ -230,14 +230,14 @@ def test_the_dtype_and_the_framework_of_a_tensor_are_its_own() -> None:
 def test_explain_of_a_gradient_takes_the_options_of_its_function(operation: str) -> None:
     found = osm.explain((64, 1024), operation=operation, scale=0.5, softcap=3.0, device="h200")
     declaration = OPERATIONS[operation]
-    assert ("logits" in found.task.dtypes) == (declaration.backward and not declaration.has_target)
+    assert ("logits" in found.task.dtypes) == (not declaration.scores)
     if "mask" in declaration.forward.options:
         masked = osm.explain((64, 1024), operation=operation, mask=(64, 1024), device="h200")
         assert ("mask" in masked.task.dtypes) == ("mask" in declaration.options)
 
 
 @pytest.mark.parametrize(
-    ("device", "source"), [("h200", "shapes"), ("h100", "shapes"), ("a100", "H200, scaled by bandwidth")]
+    ("device", "source"), [("h200", "8192"), ("h100", "8192"), ("a100", "8192 on NVIDIA H200, scaled by bandwidth")]
 )
 def test_an_estimate_names_the_gpu_that_was_measured_if_it_is_another(device: str, source: str) -> None:
     explained = osm.explain((4096, 8192), dtype="bfloat16", device=device)

@@ -11,13 +11,12 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
 
-from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.lab.bench.tune import Compiler, Tuner
 from onlinesoftmax.lab.bench.tune_shapes import Shape, task
 from onlinesoftmax.planner.measured import Timing, table_for
-from onlinesoftmax.planner.plan import Plan, alternatives, best
+from onlinesoftmax.planner.plan import Plan, Planner, best
 from onlinesoftmax.torch.device import from_torch
 
 NAMED = (129280, 151936, 201088, 262208, 100277, 32001, 49153)
@@ -57,7 +56,7 @@ def test_the_chosen_plan_is_as_fast_as_the_best_that_is_forced(form: str, dtype:
     plans: dict[Shape, list[Plan]] = {}
     for cols in lengths():
         shape = Shape(operation, dtype, INPUT_BYTES // (cols * ITEMSIZE[dtype]), cols, outputs)
-        found = alternatives(Problem.of(task(shape)), machine, table=table_for(machine))
+        found = Planner(machine, table=table_for(machine)).alternatives(task(shape))
         plans[shape] = [plan for plan in found if isinstance(plan, Plan) and plan.backend == "cuda"]
     requests = {shape: [Request(task(shape), plan) for plan in found] for shape, found in plans.items()}
     compiler = Compiler(machine.arch)

@@ -16,7 +16,7 @@ from onlinesoftmax.core.task import Choice
 from onlinesoftmax.planner import measured
 from onlinesoftmax.planner.forecast import anchors
 from onlinesoftmax.planner.measured import KEPT_RATIO, Cell, Key, Table, Timing, key_of, slug, table_for
-from onlinesoftmax.planner.plan import Plan, Strategies, alternatives, plan
+from onlinesoftmax.planner.plan import Plan, Planner, Strategies, plan
 from onlinesoftmax.planner.price import LAUNCH_US
 from onlinesoftmax.planner.strategies import FOR_JAX, TABLE
 from onlinesoftmax.planner.variant import Variant
@@ -148,7 +148,7 @@ def test_a_variant_that_cannot_hold_the_row_is_not_taken() -> None:
     below = Cell(1024, 8192, (Timing("cuda", "row", short, 8.0), looped(12.0)))
     chosen = plan(softmax(1024, 50000), H200, Choice("cuda"), table=table_of(below))
     assert chosen.variant != short
-    assert "row" not in {o.strategy for o in alternatives(softmax(1024, 1 << 18), H200, table=table_of(below))
+    assert "row" not in {o.strategy for o in Planner(H200, table=table_of(below)).alternatives(softmax(1024, 1 << 18))
                          if isinstance(o, Plan) and o.variant == short}  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def test_a_gradient_that_fits_is_read_once_by_triton(rows: int, cols: int, dtype
 
 def test_what_a_cell_does_not_name_counts_as_slow() -> None:
     table = table_of(Cell(1024, 4096, (looped(10.0),)))
-    found = {(o.backend, o.strategy): o for o in alternatives(softmax(1024, 4096), H200, table=table)}
+    found = {(o.backend, o.strategy): o for o in Planner(H200, table=table).alternatives(softmax(1024, 4096))}
     for option in found.values():
         if isinstance(option, Plan) and option.strategy != "looped":
             assert option.estimate_us >= KEPT_RATIO * 10.0 - 1e-9

@@ -14,7 +14,7 @@ from onlinesoftmax.core.task import ITEMSIZE, MOST_PROCESSES, Choice, Flags, tas
 from onlinesoftmax.core.view import View
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.measured import table_for
-from onlinesoftmax.planner.plan import Plan, PlanError, Refusal, Strategies, alternatives, plan
+from onlinesoftmax.planner.plan import Plan, PlanError, Planner, Refusal, Strategies, plan
 from onlinesoftmax.planner.price import LAUNCH_US, exchange_us
 from onlinesoftmax.planner.strategies import FOR_JAX, TABLE, cuda
 
@@ -27,7 +27,7 @@ STRATEGIES = {"torch": TABLE, "jax": FOR_JAX}
 def plans(problem: Problem, device: Device, strategies: Strategies = TABLE, *, measured: bool = False) -> list[Plan]:
     """The plans of all strategies that can run a problem."""
     table = table_for(device) if measured else None
-    return [o for o in alternatives(problem, device, table=table, strategies=strategies) if isinstance(o, Plan)]
+    return [o for o in Planner(device, table=table, strategies=strategies).alternatives(problem) if isinstance(o, Plan)]
 
 
 @pytest.mark.parametrize("framework", STRATEGIES)
@@ -280,7 +280,7 @@ def test_unknown_names() -> None:
 def test_unavailable_backends_are_refused_with_their_reason() -> None:
     absent = (("triton", "triton is not installed"), ("cuda", "cuda.core is not installed"))
     assert plan(Problem("softmax", 4096, 4096), H200, unavailable=absent).backend == "eager"
-    options = alternatives(Problem("softmax", 4, 4), H200, unavailable=absent, table=table_for(H200))
+    options = Planner(H200, absent, table_for(H200)).alternatives(Problem("softmax", 4, 4))
     assert {o.reason for o in options if isinstance(o, Refusal)} == {reason for _, reason in absent}
 
 
@@ -308,7 +308,7 @@ def sharded(operation: str, rows: int, cols: int, outputs: tuple[str, ...] = ())
 
 def test_only_cuda_kernels_exchange_states() -> None:
     problem = sharded("softmax", 8192, 64128)
-    assert {p.backend for p in alternatives(problem, H200) if isinstance(p, Plan)} == {"cuda"}
+    assert {p.backend for p in Planner(H200).alternatives(problem) if isinstance(p, Plan)} == {"cuda"}
     with pytest.raises(PlanError, match="only CUDA kernels exchange states with other GPUs"):
         plan(problem, H200, Choice("triton"))
 

@@ -54,7 +54,7 @@ def todo_of(suite: Suite, options: Mapping[str, Any]) -> list[Case]:
     from ..core.task import Choice
     from ..lab.bench.suites import cases
     from ..lab.names import parse_shape
-    from ..planner.plan import alternatives
+    from ..planner.plan import Planner
     from ..planner.strategies import FOR_JAX, TABLE
 
     found = cases(
@@ -64,7 +64,7 @@ def todo_of(suite: Suite, options: Mapping[str, Any]) -> list[Case]:
     framework = options["framework"]
     # Unknown names of plans are refused for every problem, so any problem serves.
     strategies, problem = FOR_JAX if framework == "jax" else TABLE, Problem(next(iter(OPERATIONS)), 1, 1)
-    alternatives(problem, KNOWN["cpu"], Choice(options["backend"], options["strategy"]), strategies=strategies)
+    Planner(KNOWN["cpu"], strategies=strategies).alternatives(problem, Choice(options["backend"], options["strategy"]))
     if suite.measures != "device time":
         name = f"--suite {options['suite']}"
         if framework != "torch":

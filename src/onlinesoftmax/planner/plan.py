@@ -28,7 +28,6 @@ __all__ = [
     "Planner",
     "Refusal",
     "Strategies",
-    "alternatives",
     "best",
     "plan",
     "priced",
@@ -37,33 +36,6 @@ __all__ = [
 
 class PlanError(ValueError):
     """No plan: the message lists every reason."""
-
-
-class Planner(NamedTuple):
-    """The inputs of a plan that are the same for all tasks on a device.
-
-    Attributes:
-        device, unavailable, table, strategies: As for `plan`.
-    """
-
-    device: Device
-    unavailable: tuple[tuple[str, str], ...]
-    table: Table | None
-    strategies: Strategies
-
-    def plan(self, task: Task, choice: Choice = ANY) -> Plan:
-        """The plan for a task.
-
-        Raises:
-            PlanError: no strategy that the choice allows can run; the message lists every reason.
-        """
-        problem = Problem.of(task, choice.batch_invariant)
-        return plan(problem, self.device, choice, self.unavailable, self.table, self.strategies)
-
-    def alternatives(self, task: Task, choice: Choice = ANY) -> list[Plan | Refusal]:
-        """Every strategy's plan for a task, or why it has none."""
-        problem = Problem.of(task, choice.batch_invariant)
-        return alternatives(problem, self.device, choice, self.unavailable, self.table, self.strategies)
 
 
 @dataclass(frozen=True)
@@ -75,26 +47,108 @@ class Refusal:
     reason: str
 
 
-def plan(
-    problem: Problem,
-    device: Device,
-    choice: Choice = ANY,
-    unavailable: Sequence[tuple[str, str]] = (),
-    table: Table | None = None,
-    strategies: Strategies = TABLE,
-) -> Plan:
-    """The plan for a problem on a device.
+INVARIANT_ROWS = 4096
+"""Rows that a batch-invariant plan is made for: enough to fill every device."""
 
-    Args:
-        problem: What to compute.
-        device: Where to run it: this machine's, or `device.known` for one that is not here.
-        choice: What the caller forces.  A batch-invariant plan is made for INVARIANT_ROWS rows, however many there are.
+
+class Planner(NamedTuple):
+    """The inputs of a plan that are the same for all tasks on a device.
+
+    Attributes:
+        device: Where to run: this machine's, or `device.known` for one that is not here.
         unavailable: Backends that cannot be used here, or backend/strategy, each with the reason.
         table: Times that were measured on the device, or on a similar device.
         strategies: The strategies there are: strategies.TABLE, or strategies.FOR_JAX.
+    """
 
-    Raises:
-        PlanError: no strategy that the choice allows can run; the message lists every reason.
+    device: Device
+    unavailable: tuple[tuple[str, str], ...] = ()
+    table: Table | None = None
+    strategies: Strategies = TABLE
+
+    def plan(self, task: Task | Problem, choice: Choice = ANY) -> Plan:
+        """The plan for a task.
+
+        Args:
+            task: What to compute.
+            choice: What the caller forces.  A batch-invariant plan is made for INVARIANT_ROWS rows, however many there
+                are.
+
+        Raises:
+            PlanError: no strategy that the choice allows can run; the message lists every reason.
+        """
+        problem = _problem_of(task, choice)
+        options = self._options(problem, choice)
+        if plans := [option for option in options if isinstance(option, Plan)]:
+            fastest = best(plans)
+            return _for_rows(fastest, problem, self.device) if choice.batch_invariant else fastest
+        asked = "".join(f" {key}={value!r}" for key, value in zip(choice._fields, choice, strict=True) if value)
+        reasons = "".join(f"\n  {o.backend}/{o.strategy}: {o.reason}" for o in options)
+        raise PlanError(
+            f"no plan for {problem.operation} of {problem.rows} x {problem.cols} {problem.dtype} on {self.device.name}"
+            f"{' with' + asked if asked else ''}:{reasons}"
+        )
+
+    def alternatives(self, task: Task | Problem, choice: Choice = ANY) -> list[Plan | Refusal]:
+        """Every strategy's plan for a task, or why it has none: what `explain` compares.  Arguments as for `plan`.
+
+        Raises:
+            PlanError: there is no such backend or strategy.
+        """
+        problem = _problem_of(task, choice)
+        options = self._options(problem, choice)
+        if not choice.batch_invariant:
+            return options
+        return [_for_rows(option, problem, self.device) if isinstance(option, Plan) else option for option in options]
+
+    def _options(self, problem: Problem, choice: Choice) -> list[Plan | Refusal]:
+        """The same, but batch-invariant plans are for INVARIANT_ROWS rows: the fastest for these is taken."""
+        device, backend, strategy = self.device, choice.backend, choice.strategy
+        strategies, lacking = strategies_of(problem.declaration, self.strategies)
+        missing = self._missing(problem, choice) | lacking
+        if choice.batch_invariant:
+            problem = problem.for_rows(INVARIANT_ROWS)
+        for i, (argument, value) in enumerate((("backend", backend), ("strategy", strategy))):
+            names = dict.fromkeys(str(row[i]) for row in strategies)
+            if value is not None and value not in names:
+                raise PlanError(f"unknown {argument} {value!r}; there are: {', '.join(names)}")
+        usable = {row[0] for row in strategies if backend in (None, row[0])} - missing.keys()
+        forecast = None if self.table is None else forecast_for(self.table, problem, device, usable)
+        found: list[Plan | Refusal] = []
+        for its_backend, its_strategy, propose in strategies:
+            if backend not in (None, its_backend) or strategy not in (None, its_strategy):
+                continue
+            reason = missing.get(f"{its_backend}/{its_strategy}") or missing.get(its_backend)
+            options = reason or propose(problem, device)
+            if isinstance(options, str):
+                found.append(Refusal(its_backend, its_strategy, options))
+            elif forecast is None or (its_backend, its_strategy, propose) in problem.declaration.own_strategies:
+                # The measured times are those of the backends' own strategies.
+                found.append(priced(options[0], problem, device))
+            else:
+                found.append(forecast.best(options, propose))
+        return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
+
+    def _missing(self, problem: Problem, choice: Choice) -> dict[str, str]:
+        """Why backends, or backend/strategy, cannot be used for a problem."""
+        missing = dict(self.unavailable)
+        if choice.batch_invariant and self.device.kind == "cuda":
+            missing["eager"] = "the framework's sums depend on the number of rows"
+        if problem.sharded:
+            others = {row[0] for row in self.strategies} - {"cuda"}
+            missing |= dict.fromkeys(others, "only CUDA kernels exchange states with other GPUs")
+        return missing
+
+
+def _problem_of(task: Task | Problem, choice: Choice) -> Problem:
+    return Problem.of(task, choice.batch_invariant) if isinstance(task, Task) else task
+
+
+def plan(
+    problem: Problem, device: Device, choice: Choice = ANY, unavailable: Sequence[tuple[str, str]] = (),
+    table: Table | None = None, strategies: Strategies = TABLE,
+) -> Plan:  # fmt: skip
+    """The plan for a problem on a device.  Arguments and errors as for `Planner` and its `plan`.
 
     Example:
         >>> from onlinesoftmax.core.device import known
@@ -103,79 +157,7 @@ def plan(
         >>> plan(Problem("softmax", 1, 1 << 24), known("h200")).strategy
         'grid'
     """
-    options = _options(problem, device, choice, unavailable, table, strategies)
-    plans = [option for option in options if isinstance(option, Plan)]
-    if plans:
-        fastest = best(plans)
-        return _for_rows(fastest, problem, device) if choice.batch_invariant else fastest
-    asked = "".join(f" {key}={value!r}" for key, value in zip(choice._fields, choice, strict=True) if value)
-    reasons = "".join(f"\n  {o.backend}/{o.strategy}: {o.reason}" for o in options if isinstance(o, Refusal))
-    raise PlanError(
-        f"no plan for {problem.operation} of {problem.rows} x {problem.cols} {problem.dtype} on {device.name}"
-        f"{' with' + asked if asked else ''}:{reasons}"
-    )
-
-
-def alternatives(
-    problem: Problem,
-    device: Device,
-    choice: Choice = ANY,
-    unavailable: Sequence[tuple[str, str]] = (),
-    table: Table | None = None,
-    strategies: Strategies = TABLE,
-) -> list[Plan | Refusal]:
-    """Every strategy's plan, or why it has none: what `explain` compares.  Arguments as for `plan`.
-
-    Raises:
-        PlanError: there is no such backend or strategy.
-    """
-    options = _options(problem, device, choice, unavailable, table, strategies)
-    if not choice.batch_invariant:
-        return options
-    return [_for_rows(option, problem, device) if isinstance(option, Plan) else option for option in options]
-
-
-def _options(
-    problem: Problem,
-    device: Device,
-    choice: Choice,
-    unavailable: Sequence[tuple[str, str]],
-    table: Table | None,
-    strategies: Strategies,
-) -> list[Plan | Refusal]:
-    """The same, but batch-invariant plans are for INVARIANT_ROWS rows: the fastest for these is taken."""
-    backend, strategy = choice.backend, choice.strategy
-    strategies, lacking = strategies_of(problem.declaration, strategies)
-    if choice.batch_invariant:
-        problem = problem.for_rows(INVARIANT_ROWS)
-        if device.kind == "cuda":
-            unavailable = (*unavailable, ("eager", "the framework's sums depend on the number of rows"))
-    if problem.sharded:
-        others = dict.fromkeys(row[0] for row in strategies if row[0] != "cuda")
-        unavailable = (*unavailable, *((name, "only CUDA kernels exchange states with other GPUs") for name in others))
-    for argument, value, names in (
-        ("backend", backend, [row[0] for row in strategies]),
-        ("strategy", strategy, [row[1] for row in strategies]),
-    ):
-        if value is not None and value not in names:
-            raise PlanError(f"unknown {argument} {value!r}; there are: {', '.join(dict.fromkeys(names))}")
-    missing = dict(unavailable) | lacking
-    usable = {row[0] for row in strategies if backend in (None, row[0])} - missing.keys()
-    forecast = None if table is None else forecast_for(table, problem, device, usable)
-    found: list[Plan | Refusal] = []
-    for its_backend, its_strategy, propose in strategies:
-        if backend not in (None, its_backend) or strategy not in (None, its_strategy):
-            continue
-        reason = missing.get(f"{its_backend}/{its_strategy}") or missing.get(its_backend)
-        options = reason or propose(problem, device)
-        if isinstance(options, str):
-            found.append(Refusal(its_backend, its_strategy, options))
-        elif forecast is None or (its_backend, its_strategy, propose) in problem.declaration.own_strategies:
-            # The measured times are those of the backends' own strategies.
-            found.append(priced(options[0], problem, device))
-        else:
-            found.append(forecast.best(options, propose))
-    return found or [Refusal(str(backend), str(strategy), f"{backend} has no strategy {strategy!r}")]
+    return Planner(device, tuple(unavailable), table, strategies).plan(problem, choice)
 
 
 EQUALLY_FAST = 1.03
@@ -191,10 +173,6 @@ def best(plans: Sequence[Plan]) -> Plan:
     limit = EQUALLY_FAST * min(plan.rank_us for plan in plans)
     backend = next(plan.backend for plan in plans if plan.rank_us <= limit)
     return min((plan for plan in plans if plan.backend == backend), key=lambda plan: plan.rank_us)
-
-
-INVARIANT_ROWS = 4096
-"""Rows that a batch-invariant plan is made for: enough to fill every device."""
 
 
 def _for_rows(fastest: Plan, problem: Problem, device: Device) -> Plan:
