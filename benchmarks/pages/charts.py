@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import altair as alt
 
-from onlinesoftmax.lab.report.charts import COLORS, GREY, NAMES
-from onlinesoftmax.lab.report.headline import HEIGHT, points_of, static, svg
+from onlinesoftmax.lab.report.charts import COLORS, GREY, HEIGHT, NAMES, points_of, static, svg
 
 from .losses import CROSS_ENTROPY
 from .markdown import shape

@@ -6,12 +6,26 @@ before a command needs it, so `--help` is quick.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import typer
+
+
+COMMANDS = {
+    "doctor": "Show the backends, versions and devices of this machine.",
+    "verify": "Check every kernel against the exact result.",
+    "bench": "Measure beside a copy and other libraries.",
+    "explain": "Show the plan for a shape, and the reasons.",
+    "tune": "Measure which plans are fastest on this GPU.",
+    "apply": "Apply softmax to a file of any size.",
+    "report": "Write a page of measurements and plans.",
+    "cache": "Show the cache folder, or empty it.",
+}
+"""The commands with their summaries; each is the function of its name in the module of its name."""
 
 
 def main() -> None:
@@ -29,15 +43,6 @@ def build() -> typer.Typer:
     """The application, with every command registered."""
     import typer
 
-    from .apply import apply
-    from .bench import bench
-    from .cache import cache
-    from .doctor import doctor
-    from .explain import explain
-    from .report import report
-    from .tune import tune
-    from .verify import verify
-
     app = typer.Typer(
         # Plain help reads well in a pipe and in a terminal, and needs no import of rich.
         rich_markup_mode=None,
@@ -49,9 +54,7 @@ def build() -> typer.Typer:
 
     @app.callback()
     def onlinesoftmax(
-        version: bool = typer.Option(
-            False, "--version", help="Print the version and exit.", callback=_version, is_eager=True
-        ),
+        version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
     ) -> None:
         """The softmax family at the speed of memory: inspect, verify and measure the kernels, and run them on files.
 
@@ -59,17 +62,8 @@ def build() -> typer.Typer:
         failed check, and 2 for wrong input.
         """
 
-    for command, summary in (
-        (doctor, "Show the backends, versions and devices of this machine."),
-        (verify, "Check every kernel against the exact result."),
-        (bench, "Measure beside a copy and other libraries."),
-        (explain, "Show the plan for a shape, and the reasons."),
-        (tune, "Measure which plans are fastest on this GPU."),
-        (apply, "Apply softmax to a file of any size."),
-        (report, "Write a page of measurements and plans."),
-        (cache, "Show the cache folder, or empty it."),
-    ):
-        app.command(short_help=summary)(command)
+    for name, summary in COMMANDS.items():
+        app.command(short_help=summary)(getattr(importlib.import_module(f".{name}", __package__), name))
     return app
 
 

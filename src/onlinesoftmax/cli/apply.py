@@ -16,7 +16,7 @@ from ..core.printable import printable
 from ..core.task import ITEMSIZE
 from ..ops import FORWARD, OPERATIONS
 from . import output
-from .torchrun import joining, processes
+from .sharded import joining, processes
 
 if TYPE_CHECKING:
     from ..files.apply import Report
@@ -28,15 +28,11 @@ OF_FILES = tuple(name for name in FORWARD if not OPERATIONS[name].has_target)
 def apply(
     source: str = typer.Argument(metavar="IN", help="A .npy or .safetensors file, of any size."),
     target: str = typer.Argument(metavar="OUT", help="The file to write, with the same suffix; it may be IN itself."),
-    axis: int = typer.Option(
-        -1, "--axis", "--dim", help="Dimension to normalise or reduce; negative counts from the end."
-    ),
+    axis: int = typer.Option(-1, "--axis", "--dim", help="The softmax dimension; negative counts from the end."),
     op: str = typer.Option("softmax", help=f"The operation: {', '.join(OF_FILES)}."),
     dtype: str | None = typer.Option(None, help=f"Dtype of OUT: {', '.join(ITEMSIZE)}; by default the dtype of IN."),
     chunk_mb: float = typer.Option(16.0, help="Working memory, in MiB."),
-    tensor: list[str] | None = typer.Option(
-        None, help="A tensor of a .safetensors file to process; repeat for more.  By default all tensors."
-    ),
+    tensor: list[str] | None = typer.Option(None, help="A tensor of a .safetensors file; repeatable.  By default all."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
     """Apply an operation to a file of any size, in bounded memory.

@@ -28,21 +28,13 @@ def bench(
         None,
         help=f"{', '.join(SUITES)}.  By default forward on a GPU, cpu on a CPU.  {DISTRIBUTED} runs under torchrun.",
     ),
-    quick: bool = typer.Option(
-        False, "--quick", help="A few small cases of the suite and short repeats, to see that everything works."
-    ),
-    shape: list[str] | None = typer.Option(
-        None, help="A shape instead of the suite's, as 4096x50257 or 1x2^24; repeat for more."
-    ),
+    quick: bool = typer.Option(False, "--quick", help="A few small cases of the suite, and short repeats."),
+    shape: list[str] | None = typer.Option(None, help="Instead of the suite's, as 4096x50257 or 1x2^24; repeatable."),
     dim: int | None = typer.Option(None, help="The softmax dimension of --shape; by default the last."),
     dtype: list[str] | None = typer.Option(None, help=f"{', '.join(ITEMSIZE)}; repeat for more."),
-    op: list[str] | None = typer.Option(
-        None, help=f"{', '.join(MEASURED)}; repeat for more.  By default the suite's operations, mostly softmax."
-    ),
+    op: list[str] | None = typer.Option(None, help=f"Instead of the suite's: {', '.join(MEASURED)}; repeatable."),
     fused: str = typer.Option("", help=f"Score options, with commas between them: {', '.join(SCORE_OPTIONS)}."),
-    with_gradient: bool = typer.Option(
-        False, "--with-gradient", help="Measure the forward call and its gradient, through autograd."
-    ),
+    with_gradient: bool = typer.Option(False, "--with-gradient", help="Measure calls and their gradients by autograd."),
     reduction: str = typer.Option("", help="Reduction of a loss: mean or none.  By default the suite's, mostly mean."),
     framework: str = typer.Option("torch", help="Measure our functions for torch or for jax."),
     backend: str | None = typer.Option(None, help="Force a backend of ours."),
@@ -62,12 +54,8 @@ def bench(
         help="Write the record to this JSON file, after every case.  In a folder, the file is DEVICE-SUITE.json, as "
         "h200-forward.json, and replaces the record of an earlier run.",
     ),
-    resume: bool = typer.Option(
-        False, "--resume", help="Keep the cases that the file of --out already has from an interrupted run."
-    ),
-    commit: str | None = typer.Option(
-        None, help="The commit to record, where the sources were copied without their history."
-    ),
+    resume: bool = typer.Option(False, "--resume", help="Keep the cases that --out has from an interrupted run."),
+    commit: str | None = typer.Option(None, help="The commit to record, if the sources have no history."),
     as_json: bool = typer.Option(False, "--json", help="Print the record as one JSON document."),
 ) -> None:
     """Measure our functions beside a copy of the same size and beside other libraries.
@@ -108,7 +96,7 @@ def bench(
 
 def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
     """Measure the suite in this process, and end the command."""
-    from ..lab.bench.libraries import peers
+    from ..lab.bench.peers import peers
 
     framework, forced = options["framework"], (options["backend"], options["strategy"])
     with output.refusing():
@@ -150,8 +138,7 @@ def _steps(
 def _sides(framework: str) -> tuple[type[Any], dict[str, Any]]:
     """Our library for a framework, and the other libraries by name."""
     from ..lab.bench.jax_peers import JaxNN, OursInJax
-    from ..lab.bench.libraries import PEERS
-    from ..lab.bench.peers import Ours, Torch
+    from ..lab.bench.peers import PEERS, Ours, Torch
 
     sides: dict[str, tuple[type[Any], dict[str, Any]]] = {
         "torch": (Ours, {**PEERS, "jax": JaxNN}),

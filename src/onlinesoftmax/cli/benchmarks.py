@@ -14,8 +14,8 @@ from . import output
 
 if TYPE_CHECKING:
     from ..lab.bench.cases import Case
+    from ..lab.bench.record_file import Recording
     from ..lab.bench.result import CaseResult
-    from ..lab.bench.resume import Recording
     from ..lab.bench.suites import Suite
 
 INTERRUPTED = 130
@@ -93,8 +93,7 @@ def begun(
     Raises:
         ResumeError: the file cannot be continued.
     """
-    from ..lab.bench.record_file import record, record_name
-    from ..lab.bench.resume import Recording, ResumeError, load
+    from ..lab.bench.record_file import Recording, ResumeError, load, record, record_name
 
     told = {name: value for name, value in options.items() if name != "resume"}
     head = {**record(device, told, absent, options["commit"]), "measures": suite.measures, **more}

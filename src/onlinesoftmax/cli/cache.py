@@ -20,9 +20,7 @@ KINDS = {"kernel": "kernels", "table": "tables", "answers": "answers", "part": "
 
 
 def cache(
-    clear: bool = typer.Option(
-        False, "--clear", help="Delete kernels, answers and tables; files of others, links and folders stay."
-    ),
+    clear: bool = typer.Option(False, "--clear", help="Delete kernels, answers and tables; what is not ours stays."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
     """Show the cache folder, or empty it.

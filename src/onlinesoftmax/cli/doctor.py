@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +25,15 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print one JSON do
     Example:
       onlinesoftmax doctor
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
+    from .. import __version__
     from ..core.device import KNOWN
     from ..kernels import registry
+    from ..lab.bench.record_file import versions_of
 
     here, error = _device_here()
-    backends, versions = [_backend(name) for name in (*registry.BACKENDS, "pallas")], _versions()
+    backends = [_backend(name) for name in (*registry.BACKENDS, "pallas")]
+    python = f"{platform.python_version()} ({platform.system()} {platform.machine()})"
+    versions = {"onlinesoftmax": __version__, "python": python, **versions_of(PACKAGES)}
     gpus = {key: known for key, known in KNOWN.items() if known.kind == "cuda"}
     if as_json:
         output.print_json({
@@ -115,19 +118,6 @@ def _source_of_plans(machine: Device) -> str:
     if table := table_for(machine):
         return f"plans use the times measured on {table.device} ({table.source})"
     return "`onlinesoftmax tune` measures better plans"
-
-
-def _versions() -> dict[str, str | None]:
-    from .. import __version__
-
-    python = f"{platform.python_version()} ({platform.system()} {platform.machine()})"
-    versions: dict[str, str | None] = {"onlinesoftmax": __version__, "python": python}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
 
 
 def device_facts(device: Device) -> list[tuple[str, str]]:

@@ -22,23 +22,15 @@ def explain(
     shape: str = typer.Argument(metavar="SHAPE", help="Sizes with x between them, as in 4096x50257 or 1x2^24."),
     dtype: str = typer.Option("float32", help=f"Dtype of the input: {', '.join(ITEMSIZE)}."),
     op: str = typer.Option("softmax", help=f"The operation: {', '.join(OPERATIONS)}."),
-    outputs: str = typer.Option(
-        "",
-        help="The outputs that the kernel writes, with commas between them, where a call asks for more than the "
-        "result: loss,y for losses with their gradient.",
-    ),
+    outputs: str = typer.Option("", help="The outputs that a call asks for: loss,y for losses with their gradient."),
     dim: int = typer.Option(-1, help="The softmax dimension; negative counts from the end."),
     scale: float = typer.Option(1.0, help="Scale of the logits."),
     softcap: float | None = typer.Option(None, help="Softcap of the logits, a positive number."),
-    bias: str | None = typer.Option(
-        None, help="A bias of this shape, which broadcasts to SHAPE: 50257, say, or 4096x50257."
-    ),
+    bias: str | None = typer.Option(None, help="A bias of this shape, which broadcasts to SHAPE, as 50257."),
     mask: str | None = typer.Option(None, help="A boolean mask of this shape, which broadcasts to SHAPE."),
     causal: bool = typer.Option(False, "--causal", help="A causal mask; the dimension before --dim counts queries."),
     fully_masked: str = typer.Option("nan", help="Result of a fully masked row: nan or zero."),
-    batch_invariant: bool = typer.Option(
-        False, "--batch-invariant", help="Only plans that give a row the same bits beside any number of other rows."
-    ),
+    batch_invariant: bool = typer.Option(False, "--batch-invariant", help="Give a row the same bits in every batch."),
     device: str | None = typer.Option(None, help="A known device, as h200 or rtx4090; by default this machine's."),
     framework: str = typer.Option("torch", help="The framework of the input: torch or jax."),
     backend: str | None = typer.Option(None, help="Force a backend: cuda, triton or eager; with jax, pallas or eager."),
@@ -51,9 +43,7 @@ def explain(
     ttir: bool = typer.Option(False, "--ttir", help="Also print the intermediate code of a triton plan."),
     ptx: bool = typer.Option(False, "--ptx", help="Also print the PTX."),
     sass: bool = typer.Option(False, "--sass", help="Also print the machine code."),
-    compiled: bool = typer.Option(
-        True, "--compile/--no-compile", help="Compile the kernels, to report registers and occupancy."
-    ),
+    compiled: bool = typer.Option(True, "--compile/--no-compile", help="Report registers and occupancy of kernels."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
     """The plan for a shape: its numbers, its time against the floor, why it was chosen, and its compiled kernels.

@@ -23,26 +23,16 @@ def report(
         "the current folder is a checkout; otherwise none.",
     ),
     out: Path = typer.Option(Path("report.html"), "--out", "-o", help="The HTML file to write."),
-    gpu: list[str] | None = typer.Option(
-        None, help="A known GPU for the picker, as h200 or rtx4090; repeat for more.  By default h200, h100 and a100."
-    ),
+    gpu: list[str] | None = typer.Option(None, help="A GPU of the picker; repeatable.  By default h200, h100, a100."),
     op: list[str] | None = typer.Option(
         None,
         help=f"An operation for the picker, with each of its score options; repeat for more: {', '.join(OPERATIONS)}.  "
         f"By default every forward operation, {FORWARD[0]} with its score options, and the gradient of {FORWARD[0]}.",
     ),
-    dtype: list[str] | None = typer.Option(
-        None, help="A dtype for the picker; repeat for more.  By default bfloat16 and float32."
-    ),
-    rows: list[int] | None = typer.Option(
-        None, help="A number of rows for the picker; repeat for more.  By default 1, 64, 4096 and 65536."
-    ),
-    framework: list[str] | None = typer.Option(
-        None, help="A framework for the picker: torch or jax; repeat for more.  By default both."
-    ),
-    svg: Path | None = typer.Option(
-        None, help="Also write the first chart of the first record as this SVG file: speed over the row length."
-    ),
+    dtype: list[str] | None = typer.Option(None, help="A dtype; repeatable.  By default bfloat16 and float32."),
+    rows: list[int] | None = typer.Option(None, help="Rows; repeatable.  By default 1, 64, 4096 and 65536."),
+    framework: list[str] | None = typer.Option(None, help="torch or jax; repeatable.  By default both."),
+    svg: Path | None = typer.Option(None, help="Also write the first chart of the first record to this SVG file."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document about the page."),
 ) -> None:
     """Write one HTML page with charts of recorded measurements and a picker of plans.
@@ -94,7 +84,7 @@ def _check_outputs(out: Path, svg: Path | None, paths: list[Path]) -> None:
 def _write_page(paths: list[Path], choices: Choices, out: Path, svg: Path | None, as_json: bool) -> None:
     """Read the records, make the page, write it, and say what is on it; exit with 1 if a file is not shown."""
     from ..core.whole_files import write_whole
-    from ..lab.report.headline import headline
+    from ..lab.report.charts import headline
     from ..lab.report.page import page
     from ..lab.report.records import read
 

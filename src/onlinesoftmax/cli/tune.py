@@ -25,32 +25,16 @@ WRITE_SECONDS = 5
 
 def tune(
     quick: bool = typer.Option(False, "--quick", help="Six shapes instead of all: to see that it works."),
-    op: list[str] = typer.Option(
-        [], help="Measure this operation: softmax, softmax_backward, logsumexp or one with a target; repeat for more."
-    ),
-    outputs: str = typer.Option(
-        "",
-        help="Measure the calls that write these outputs, with commas between them: loss,y for a loss that writes its "
-        "gradient too.",
-    ),
+    op: list[str] = typer.Option([], help="softmax, softmax_backward, logsumexp or one with a target; repeatable."),
+    outputs: str = typer.Option("", help="Measure calls with these outputs, as loss,y for a loss and its gradient."),
     cols: list[int] = typer.Option([], min=1, help="Measure rows of this length of the grid; repeat for more."),
-    shape: list[str] = typer.Option(
-        [], help="Measure this shape instead of the grid's, as 8192x128256; repeat for more."
-    ),
+    shape: list[str] = typer.Option([], help="Measure this shape instead of the grid's, as 8192x128256; repeatable."),
     dtype: list[str] = typer.Option([], help="Measure this dtype: bfloat16 or float32; repeat for more."),
-    backend: list[str] = typer.Option(
-        [], "--backend", help="Measure this backend: cuda, triton or pallas; repeatable.  By default cuda and triton."
-    ),
-    minutes: float | None = typer.Option(
-        None, min=0, help="Begin no other shape after so many minutes; --resume continues the table."
-    ),
+    backend: list[str] = typer.Option([], help="cuda, triton or pallas; repeatable.  By default cuda and triton."),
+    minutes: float | None = typer.Option(None, min=0, help="Begin no shape after so many minutes; --resume continues."),
     device: str | None = typer.Option(None, help="cuda or cuda:1; the first GPU by default."),
-    out: Path | None = typer.Option(
-        None, help="Write the table to this JSON file instead of the folder where the planner looks for it."
-    ),
-    commit: str | None = typer.Option(
-        None, help="The commit to record, where the sources were copied without their history."
-    ),
+    out: Path | None = typer.Option(None, help="Write this JSON file instead of the table that the planner reads."),
+    commit: str | None = typer.Option(None, help="The commit to record, if the sources have no history."),
     resume: bool = typer.Option(False, "--resume", help="Keep what an interrupted run has left in the file."),
     replace: bool = typer.Option(
         False,
@@ -88,7 +72,7 @@ def tune(
         output.fail(f"--device {device}: only a GPU can be tuned for")
     machine = from_torch("cuda", where.index)
     file = TableFile(out or cache_folder() / f"{slug(machine.name)}.json", out is None)
-    file.write(None)
+    file.check_writable()
     begun = file.begun(machine.name) if resume or replace else None
     if replace and begun is None:
         begun = _planned_with(machine)
@@ -127,9 +111,9 @@ def _backends(asked: list[str]) -> list[str]:
     """The backends to measure; ends the program where one that is asked for cannot be measured."""
     from ..lab.bench.tune import BACKENDS, unavailable
 
+    if unknown := [name for name in asked if name not in BACKENDS]:
+        output.fail(f"--backend {unknown[0]}: unknown; backends that can be tuned: {', '.join(BACKENDS)}")
     for name in asked or ["cuda"]:
-        if name not in BACKENDS:
-            output.fail(f"--backend {name}: unknown; backends that can be tuned: {', '.join(BACKENDS)}")
         if reason := unavailable(name):
             output.fail(f"tune needs the {name} backend: {reason}")
     return list(dict.fromkeys(asked)) or ["cuda", *(() if unavailable("triton") else ("triton",))]
@@ -168,17 +152,25 @@ class TableFile(NamedTuple):
             output.fail(f"--resume: {path} has one variant of each strategy; leave --resume out to measure all of them")
         return table
 
-    def write(self, table: Table | None) -> None:
-        """Write the table; None ends the command if a table could not be written."""
-        from ..core.cache import check_storable, store_file
-        from ..core.whole_files import check_writable, write_whole
+    def check_writable(self) -> None:
+        """End the command before the first measurement if the table cannot be written."""
+        from ..core import cache, whole_files
 
-        content = as_text(table.as_json()).encode() if table else b""
-        with output.writing(str(self.path) if self.own else f"--out {self.path}"):
-            if self.own:
-                store_file(self.path.name, content) if table else check_storable(self.path.name)
-            else:
-                write_whole(self.path, content) if table else check_writable(self.path)
+        with output.writing(self.name):
+            cache.check_storable(self.path.name) if self.own else whole_files.check_writable(self.path)
+
+    def write(self, table: Table) -> None:
+        """Write the table."""
+        from ..core import cache, whole_files
+
+        content = as_text(table.as_json()).encode()
+        with output.writing(self.name):
+            cache.store_file(self.path.name, content) if self.own else whole_files.write_whole(self.path, content)
+
+    @property
+    def name(self) -> str:
+        """The file in a sentence."""
+        return str(self.path) if self.own else f"--out {self.path}"
 
 
 def _planned_with(machine: Device) -> Table | None:
@@ -228,12 +220,10 @@ def _report(
     cells = [cell for found in table.cells.values() for cell in found]
     first = Counter(f"{cell.timings[0].backend}/{cell.timings[0].strategy}" for cell in cells if cell.timings)
     if as_json:
-        output.print_json(
-            {
-                "table": str(path), "device": table.device, "shapes": len(cells), "left": count, "fastest": dict(first),
-                "refused": {" ".join(name): reason for name, reason in refused.items()},
-            }
-        )  # fmt: skip
+        output.print_json({
+            "table": str(path), "device": table.device, "shapes": len(cells), "left": count, "fastest": dict(first),
+            "refused": {" ".join(name): reason for name, reason in refused.items()},
+        })  # fmt: skip
         return
     output.note(f"{table.device}: {len(cells)} shapes measured; fastest: ")
     output.table(("strategy", "shapes"), [(name, str(count)) for name, count in first.most_common()], ("shapes",))

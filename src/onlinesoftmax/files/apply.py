@@ -11,18 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.task import ITEMSIZE
 from ..core.whole_files import destination
 from ..ops import OPERATIONS
 from .chunks import STREAMED
-from .convert import Converter, converter
 from .disk import FileError, naming, reading, write_from
 from .formats import Stored, new_header, read_header
 from .team import Team
 from .tiles import share_of
-from .transfer import Ends, Job, Transfer
+from .transfer import Ends, Job, Transfer, converter
 
 Progress = Callable[[int, int], None]
 """Function of (bytes done, bytes in total)."""
@@ -100,52 +99,30 @@ def apply_file(
     source, target = Path(source), Path(target)
     team = Team(target, group)
     with team.failing_together():
-        request = _Request(source, target, axis, operation, dtype, chunk_bytes, tensors)
-        jobs, header = _jobs(request, team)
-        read = _run(request, jobs, header, team, progress)
+        found, metadata = read_header(source)
+        _check_request(source, target, operation, dtype, chunk_bytes)
+        inputs = _select(source, found, tensors)
+        axes = [_axis_of(source, tensor, axis) for tensor in inputs]
+        shaped = [_output(tensor, axis, operation, dtype) for tensor, axis in zip(inputs, axes, strict=True)]
+        header, outputs = new_header(target.suffix, shaped, metadata)
+        splits = [old.split_at(axis) for old, axis in zip(inputs, axes, strict=True)]
+        jobs = [
+            Job(old, new, split, operation, int(chunk_bytes), share_of(split, team.rank, team.size))
+            for old, new, split in zip(inputs, outputs, splits, strict=True)
+        ]
+        read = _run(source, target, jobs, header, team, progress)
     elements, written = sum(job.source.elements for job in jobs), sum(job.target.nbytes for job in jobs)
     return Report(len(jobs), elements, read, written, time.perf_counter() - began)
 
 
-class _Request(NamedTuple):
-    """The arguments of `apply_file` that every process of a team has in common."""
-
-    source: Path
-    target: Path
-    axis: int
-    operation: str
-    dtype: str | None
-    chunk_bytes: int
-    tensors: Sequence[str] | None
-
-    def described(self, jobs: Sequence[Job]) -> str:
-        """The request as the processes of a team compare it: each may have named the files from its own folder."""
-        work = [(job.source, job.target, job.split, job.operation, job.chunk_bytes) for job in jobs]
-        files = [os.path.realpath(path) for path in (self.source, self.target)]
-        return repr((files, self.source.stat().st_size, work))
-
-
-def _jobs(request: _Request, team: Team) -> tuple[list[Job], bytes]:
-    """(one job for each tensor, header of the new file)."""
-    source, target, axis, operation, dtype, chunk_bytes, tensors = request
-    found, metadata = read_header(source)
-    _check_request(source, target, operation, dtype, chunk_bytes)
-    inputs = _select(source, found, tensors)
-    axes = [_axis_of(source, tensor, axis) for tensor in inputs]
-    shaped = [_output(tensor, axis, operation, dtype) for tensor, axis in zip(inputs, axes, strict=True)]
-    header, outputs = new_header(target.suffix, shaped, metadata)
-    splits = [old.split_at(axis) for old, axis in zip(inputs, axes, strict=True)]
-    each = zip(inputs, outputs, splits, strict=True)
-    return [
-        Job(old, new, split, operation, int(chunk_bytes), share_of(split, team.rank, team.size))
-        for old, new, split in each
-    ], header
-
-
-def _run(request: _Request, jobs: Sequence[Job], header: bytes, team: Team, progress: Progress | None) -> int:
+def _run(
+    source: Path, target: Path, jobs: Sequence[Job], header: bytes, team: Team, progress: Progress | None
+) -> int:  # fmt: skip
     """Run all jobs; return the bytes of elements that all processes have read."""
-    source, target = request.source, request.target
-    arrays = _converter_for(source, jobs)
+    try:
+        arrays = converter({dtype for job in jobs for dtype in (job.source.dtype, job.target.dtype)})
+    except ModuleNotFoundError as error:
+        raise FileError(f"{source}: {error}") from error
     done, total = 0, sum(job.bytes_to_read for job in jobs)
 
     def count(nbytes: int) -> None:
@@ -154,8 +131,11 @@ def _run(request: _Request, jobs: Sequence[Job], header: bytes, team: Team, prog
         if progress is not None:
             progress(done, total)
 
+    # The processes of a team compare their requests; each may have named the files from its own folder.
+    work = [(job.source, job.target, job.split, job.operation, job.chunk_bytes) for job in jobs]
+    request = repr(([os.path.realpath(path) for path in (source, target)], source.stat().st_size, work))
     size = len(header) + sum(job.target.nbytes for job in jobs)
-    with reading(source) as reader, team.replacing(size, request.described(jobs)) as writer:
+    with reading(source) as reader, team.replacing(size, request) as writer:
         if team.rank == 0:
             write_from(writer, 0, memoryview(header), target)
         for job in jobs:
@@ -218,11 +198,3 @@ def _output(tensor: Stored, axis: int, operation: str, dtype: str | None) -> Sto
     if OPERATIONS[operation].per_row:
         shape = shape[:axis] + shape[axis + 1 :]
     return replace(tensor, dtype=dtype or tensor.dtype, shape=shape)
-
-
-def _converter_for(source: Path, jobs: Sequence[Job]) -> Converter:
-    dtypes = {dtype for job in jobs for dtype in (job.source.dtype, job.target.dtype)}
-    try:
-        return converter(dtypes)
-    except ModuleNotFoundError as error:
-        raise FileError(f"{source}: {error}") from error

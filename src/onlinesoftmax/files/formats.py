@@ -134,14 +134,11 @@ def _read_safetensors_header(path: Path, file: io.FileIO) -> tuple[list[Stored],
     header.pop("__metadata__", None)
     tensors = [
         Stored(
-            name,
-            _SAFETENSORS_NAMES.get(entry["dtype"], entry["dtype"]),
-            tuple(entry["shape"]),
-            8 + length + entry["data_offsets"][0],
-            swapped=sys.byteorder == "big",
+            name, _SAFETENSORS_NAMES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]),
+            8 + length + entry["data_offsets"][0], swapped=sys.byteorder == "big",
         )
         for name, entry in header.items()
-    ]
+    ]  # fmt: skip
     return sorted(tensors, key=lambda tensor: tensor.offset), metadata
 
 
@@ -168,13 +165,9 @@ def _new_safetensors_header(
     starts, end = {}, 0
     # The widest dtype comes first, as in files that the library writes. So every tensor is aligned to its elements.
     for tensor in sorted(tensors, key=lambda tensor: (-ITEMSIZE[tensor.dtype], tensor.name)):
-        starts[tensor.name] = end
-        end += tensor.nbytes
-        entries[tensor.name] = {
-            "dtype": names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [starts[tensor.name], end],
-        }
+        starts[tensor.name], end = end, end + tensor.nbytes
+        offsets = [starts[tensor.name], end]
+        entries[tensor.name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text

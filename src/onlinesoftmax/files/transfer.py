@@ -1,13 +1,15 @@
-"""Transfer of one tensor from the source file to the target file, one tile at a time."""
+"""Transfer of one tensor from the source file to the target file, one tile at a time, with conversion of elements."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +19,6 @@ from ..core.state import State
 from ..core.task import ITEMSIZE
 from ..ops import OPERATIONS
 from .chunks import state_of_chunks
-from .convert import Converter, storage
 from .disk import read_into, write_from
 from .formats import Stored
 from .team import Team
@@ -159,3 +160,69 @@ class Transfer:
 def _bytes_of(chunk: np.ndarray) -> memoryview:
     # NumPy makes the view, because memoryview.cast refuses an array without elements.
     return chunk.reshape(-1).view(np.uint8).data
+
+
+def storage(dtype: str) -> np.dtype[Any]:
+    """Return the NumPy dtype that carries the bits of `dtype`; NumPy itself has no bfloat16."""
+    return np.dtype(np.int16 if dtype == "bfloat16" else dtype)
+
+
+class _Torch:
+    """Conversion by torch.  Both directions copy only where the dtype changes."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+
+    def widen(self, raw: np.ndarray, dtype: str, wide: str) -> Array:
+        """Convert elements of `dtype`, carried by their storage dtype, to `wide`: float32 or float64."""
+        return self.torch.from_numpy(raw).view(getattr(self.torch, dtype)).to(getattr(self.torch, wide))
+
+    def narrow(self, x: Array, dtype: str) -> np.ndarray:
+        """Round x to `dtype`; the result is contiguous and carried by its storage dtype."""
+        x = x.to(getattr(self.torch, dtype)).contiguous()
+        result: np.ndarray = (x.view(self.torch.int16) if dtype == "bfloat16" else x).numpy()
+        return result
+
+
+class _NumPy:
+    """The same by NumPy."""
+
+    def widen(self, raw: np.ndarray, dtype: str, wide: str) -> Array:
+        with np.errstate(all="ignore"):
+            return raw.view(_numpy_dtype(dtype)).astype(wide, copy=False)
+
+    def narrow(self, x: Array, dtype: str) -> np.ndarray:
+        # A number that is too large or too small for the narrower dtype becomes inf or 0 without a warning.
+        with np.errstate(all="ignore"):
+            return np.ascontiguousarray(x.astype(_numpy_dtype(dtype), copy=False)).view(storage(dtype))
+
+
+def _numpy_dtype(dtype: str) -> np.dtype[Any]:
+    if dtype != "bfloat16":
+        return np.dtype(dtype)
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+Converter = _Torch | _NumPy
+
+
+def converter(dtypes: Collection[str]) -> Converter:
+    """Return the converter of the installed array library.
+
+    Args:
+        dtypes: Names of all dtypes to convert from or to.
+
+    Raises:
+        ModuleNotFoundError: bfloat16 is among the dtypes, and neither torch nor ml_dtypes is installed.
+    """
+    if importlib.util.find_spec("torch") is not None:
+        return _Torch()
+    if "bfloat16" in dtypes and importlib.util.find_spec("ml_dtypes") is None:
+        raise ModuleNotFoundError(
+            "bfloat16 needs torch or ml_dtypes, and neither is installed: pip install 'onlinesoftmax[cli]'"
+        )
+    return _NumPy()

@@ -20,9 +20,8 @@ from ...core.whole_files import write_whole
 from ...planner.plan import Plan, PlanError
 from .cases import Case
 from .peers import Ours, Peer
-from .planned import planned
 from .result import CaseResult, Result
-from .run import refusal
+from .run import planned, refusal
 from .timing import Times
 
 EMPTY, FILLED = "empty", "filled"

@@ -10,9 +10,8 @@ from typing import Any
 
 from ...explanation import Explanation
 from .cases import Case
-from .exact import Inputs
-from .inputs import make_inputs
-from .memory import lacks_memory
+from .check import Inputs
+from .inputs import lacks_memory, make_inputs
 from .peers import Ours, Peer, first_line
 from .result import CaseResult, Result
 from .run import check_all, clock_of

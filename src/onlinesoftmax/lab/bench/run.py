@@ -7,18 +7,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ...explanation import Explanation
+from ...explanation import Explanation, explain
 from ...planner.plan import Plan, PlanError
 from ...torch.device import from_torch
 from . import analysis
-from .cases import Case
-from .check import Reference, Verdict, poison
-from .exact import Inputs
+from .cases import STATISTICS, Case
+from .check import Inputs, Reference, Verdict, poison
 from .formulas import Function
-from .inputs import make_inputs
-from .memory import lacks_memory, out_of_memory
+from .inputs import lacks_memory, make_inputs, out_of_memory
 from .peers import Ours, Peer, first_line, reasons_of
-from .planned import planned
 from .result import CaseResult, Result
 from .timing import Against, Clock, Flush, Samples, Times, clock_for
 
@@ -198,3 +195,37 @@ def _against_torch(who: str, samples: Samples) -> Against | None:
     if who == "torch" or "torch" not in samples:
         return None
     return Against.of(samples[who], samples["torch"])
+
+
+def planned(case: Case, inputs: Inputs, ours: Ours) -> Explanation:
+    """The plan that our library will run; with a gradient, the plan of the launch that writes the gradient.
+
+    Raises:
+        PlanError: what was forced cannot run, or only in JAX's interpreter, whose times mean nothing.
+    """
+    if ours.framework == "jax" and ours.device_type == "cpu" and ours.backend == "pallas":
+        raise PlanError("Pallas kernels need an NVIDIA GPU; on a CPU, an interpreter runs them")
+    declaration, names = case.declaration, case.option_tensors
+    options = dict(zip(names, inputs[len(inputs) - len(names) :], strict=True))
+    one_kernel = case.with_gradient and case.reduces_rows
+    writer = case.gradient if case.with_gradient and not one_kernel else case
+    statistics = STATISTICS[case.operation] if ours.framework == "torch" and writer is case else ()
+    asked: dict[str, Any] = {"operation": writer.operation, "backend": ours.backend, "strategy": ours.strategy}
+    asked |= case.option_values | options
+    if one_kernel:
+        # One kernel writes the losses and their gradient; in JAX also the states.
+        kept = declaration.kept_outputs if ours.framework == "jax" else ()
+        asked["outputs"] = tuple(dict.fromkeys((*declaration.always, "y", *kept)))
+    elif statistics:
+        asked["outputs"] = tuple(dict.fromkeys((*declaration.kept_outputs, "lse", *statistics)))
+    if ours.framework == "torch":
+        found = explain(inputs[0], case.dim, **asked)
+        # PyTorch's operations write nothing beside the result.
+        plain = declaration.has_target and found.plan.backend == "eager"
+        return (
+            explain(inputs[0], case.dim, **asked | {"operation": case.operation, "outputs": None}) if plain else found
+        )
+    # JAX makes arrays of these tensors, so only their shapes count.
+    asked |= {name: tuple(t.shape) for name, t in options.items()}
+    device = "cpu" if ours.device_type == "cpu" else None
+    return explain(case.shape, case.dim, dtype=case.dtype, device=device, framework="jax", **asked)

@@ -18,11 +18,9 @@ from ...core.options import SCORE_OPTIONS
 from ...planner.measured import tuned_table
 from ..bench.record_file import git_state
 from . import charts
-from .combinations import Choices
-from .lengths import EVERY, LONGEST, STEP
+from .combinations import EVERY, LONGEST, STEP, Choices
 from .plans import planned
-from .records import Record
-from .series import series
+from .records import Record, series
 
 NEEDED = {"altair": "altair", "jinja2": "jinja2", "jsonschema": "jsonschema", "vl_convert": "vl-convert-python"}
 """Modules that a report needs, and their packages."""

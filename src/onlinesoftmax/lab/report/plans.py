@@ -1,22 +1,31 @@
 """The planner's answers for every combination and row length of the picker, computed when the page is made.
 
-Each answer is an `explain` of its shape, in the words that `explain` prints.  Texts that repeat are stored once.
+Each answer is an `explain` of its shape, in the words that `explain` prints.  Texts that repeat are stored once, and
+the answers in the cache folder, until the planner or a table changes.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import json
 import os
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from ...core.cache import UnusableError, cache_folder, load_entry, read_private, report_unused, store_entry
+from ...core.cache_size import ANSWERS
+from ...core.device import known
 from ...core.workers import worker_pool
 from ...explanation import Explanation
 from ...planner.facts import plan_facts
+from ...planner.measured import slug
 from ...planner.plan import Plan, Refusal
-from . import stored
-from .combinations import Combination
-from .lengths import KINDS, cliffs, lengths
+from ..bench.record_file import sources
+from .combinations import KINDS, Combination, cliffs, lengths
 
 FEW = 12
 """Combinations that one process plans in less time than another process takes to start."""
@@ -109,14 +118,14 @@ def planned(combinations: Sequence[Combination], progress: Callable[[int, int], 
 
 def _stored_or_new(combinations: Sequence[Combination]) -> Iterator[dict[str, Any]]:
     """The answers of each combination, in order; those that an earlier report computed are not computed again."""
-    known, keys = stored.load(), stored.keys(combinations)
+    known, keys = load_answers(), keys_of(combinations)
     new = _each([combination for combination, key in zip(combinations, keys, strict=True) if key not in known])
     found = {}
     for key in keys:
         found[key] = known[key] if key in known else next(new)
         yield found[key]
     if found.keys() - known.keys():
-        stored.store(known | found)
+        store_answers(known | found)
 
 
 def _each(combinations: Sequence[Combination]) -> Iterator[dict[str, Any]]:
@@ -136,3 +145,44 @@ def _packed(family: dict[str, Any], texts: Texts) -> dict[str, Any]:
     """
     rows = [texts.packed(answer) for answer in family["answers"]]
     return {"cliffs": family["cliffs"], "columns": [list(column) for column in zip(*rows, strict=True)]}
+
+
+def own_table(gpu: str) -> Path:
+    """The table that `onlinesoftmax tune` makes on this machine for a GPU; it need not exist."""
+    return cache_folder() / f"{slug(known(gpu).name)}.json"
+
+
+def load_answers() -> dict[str, Any]:
+    """The stored answers by the keys of their combinations; empty where there are none."""
+    content = load_entry(ANSWERS)
+    if content is None:
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(gzip.decompress(content))
+        # Another version may have kept answers for other kinds of rows.
+        found = {key: answers for key, answers in found.items() if {*answers} == {*KINDS}}
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
+        report_unused(cache_folder() / ANSWERS, error, "the answers are computed again")
+        return {}
+    return found
+
+
+def store_answers(answers: dict[str, Any]) -> None:
+    """Replace the stored answers by these, and drop those of other sources of this package."""
+    answers = {key: answer for key, answer in answers.items() if key.endswith(sources())}
+    store_entry(ANSWERS, gzip.compress(json.dumps(answers, separators=(",", ":")).encode(), compresslevel=3))
+
+
+def keys_of(combinations: Sequence[Combination]) -> list[str]:
+    """A key for each combination, which changes with the sources of this package and with the tables of its GPU."""
+    own = {gpu: _digest(own_table(gpu).name) for gpu in {combination.gpu for combination in combinations}}
+    return [f"{' '.join(map(str, each))} {own[each.gpu]} {sources()}" for each in combinations]
+
+
+def _digest(name: str) -> str:
+    """A digest of a file of the cache folder; of no bytes where the planner does not read it."""
+    try:
+        content = read_private(name)
+    except UnusableError:
+        content = None
+    return hashlib.sha256(content or b"").hexdigest()[:16]

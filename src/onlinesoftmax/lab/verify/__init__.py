@@ -59,13 +59,10 @@ def pairs(backends: Sequence[str] = (), strategies: Sequence[str] = ()) -> list[
     Raises:
         ValueError: a name is unknown, or no pair is left.
     """
-    table = (*TABLE, *(row for row in FOR_JAX if row[0] == "pallas"))
-    for what, names, known in (
-        ("backend", backends, [row[0] for row in table]),
-        ("strategy", strategies, [row[1] for row in table]),
-    ):
-        check_names(what, names, known)
-    found = [(b, s) for b, s, _ in table if (not backends or b in backends) and (not strategies or s in strategies)]
+    table = [row[:2] for row in (*TABLE, *(row for row in FOR_JAX if row[0] == "pallas"))]
+    check_names("backend", backends, [backend for backend, _ in table])
+    check_names("strategy", strategies, [strategy for _, strategy in table])
+    found = [(b, s) for b, s in table if (not backends or b in backends) and (not strategies or s in strategies)]
     if not found:
         raise ValueError(f"{' and '.join(backends)} has no strategy {' or '.join(strategies)}")
     return found

@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ..cases import Case
-from ..exact import Inputs
-from ..inputs import make_inputs
-from ..memory import lacks_memory
+from ..check import Inputs
+from ..inputs import lacks_memory, make_inputs
 from ..result import ALL_REDUCE, COPY_OF_SHARD, CaseResult, Result
 from ..run import Checked, check_all
-from .clock import GroupClock
 from .peers import Member
-from .team import Team
+from .team import GroupClock, Team
 
 Call = Callable[[], Any]
 

@@ -1,9 +1,14 @@
-"""The processes that measure together, and the part of a case that each of them has."""
+"""The processes that measure together, the part of a case that each of them has, and their clock."""
 
 from __future__ import annotations
 
+import gc
+import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from math import ceil
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +17,8 @@ import torch.distributed as dist
 from ....core.processes import gathered
 from ....distributed.shards import Shards
 from ..cases import Case
-from ..exact import Inputs
+from ..check import Inputs
+from ..timing import CudaClock, Times, elapsed_us, quiet, rounds
 
 TIMEOUT = timedelta(minutes=5)
 """Longest wait for another process, which may compile kernels or compute a float64 reference in the meantime."""
@@ -86,3 +92,104 @@ class Team(NamedTuple):
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         found: list[float] = gathered(mine, self.group).amax(0).tolist()
         return found
+
+
+MOST_FLUSHES = 200
+"""Flushes before one call at most: about 15 ms of an H200, longer than the host needs to queue a call."""
+
+TRIALS, FEWEST, MOST = 5, 7, 300
+"""Calls that estimate a time, and the limits of the number of repetitions."""
+
+
+class Timed(NamedTuple):
+    """The times of one call.
+
+    Attributes:
+        times: Times of the slowest process in each repetition.
+        host_us: Microseconds until the call returns to the host, the slowest process's median; None on a CPU.
+    """
+
+    times: Times
+    host_us: float | None
+
+
+class GroupClock:
+    """Times calls that may exchange data between the processes.
+
+    Before each repetition the processes meet: on a GPU in an all-reduce of one number, which is queued behind flushes
+    of the L2 cache, so that all GPUs begin the call together.  The flushes take longer than the host needs to queue the
+    all-reduce and the call, so the events around it measure the GPUs alone; the host's time is measured apart.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team, self._one = team, torch.zeros(1, device=team.device)
+        self._clock = CudaClock(team.device) if team.device.type == "cuda" else None
+        self._flush_us, self._meet_us = 0.0, 0.0
+        if self._clock is not None:
+            self._flush_us = max(1.0, *team.largest(self._clock.flush_us()))
+            self._meet_us = self._trial({"meeting": self._meet})[0]["meeting"]
+
+    def measure(self, calls: Mapping[str, Callable[[], Any]], budget_ms: float) -> dict[str, Timed]:
+        """The times of every call, as many as fit into `budget_ms` milliseconds for each call.
+
+        Every process must pass the same names in the same order.
+        """
+        host, whole = self._trial(calls)
+        flushes = {name: self._flushes(host[name]) for name in calls}
+        each = {name: whole[name] + flushes[name] * self._flush_us for name in calls}
+        counts = {name: int(max(FEWEST, min(MOST, 1e3 * budget_ms / each[name]))) for name in calls}
+        samples = self._rounds(calls, counts, flushes)
+        slowest = {name: self._team.largest(*found) for name, found in samples.items()}
+        return {name: Timed(Times.of(slowest[name]), host[name] if self._clock else None) for name in calls}
+
+    def _flushes(self, host_us: float) -> int:
+        """Number of flushes that take longer than the host needs to queue the meeting and a call."""
+        return min(MOST_FLUSHES, 1 + ceil(1.5 * (self._meet_us + host_us) / self._flush_us)) if self._clock else 0
+
+    def _trial(self, calls: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, float], dict[str, float]]:
+        """Microseconds until each call returns, and until it is done: the same numbers on every process."""
+        host, whole = {}, {}
+        for name, call in calls.items():
+            pairs = []
+            for _ in range(1 + TRIALS):
+                self._meet()
+                self._synchronize()
+                start = perf_counter_ns()
+                call()
+                returned = perf_counter_ns()
+                self._synchronize()
+                pairs.append(((returned - start) / 1e3, (perf_counter_ns() - start) / 1e3))
+            # The first call compiles.
+            medians = [statistics.median(found) for found in zip(*pairs[1:], strict=True)]
+            host[name], whole[name] = self._team.largest(*medians)
+        return host, whole
+
+    def _rounds(
+        self, calls: Mapping[str, Callable[[], Any]], counts: Mapping[str, int], flushes: Mapping[str, int]
+    ) -> dict[str, list[float]]:
+        found: dict[str, list[Any]] = {name: [] for name in calls}
+        with quiet():
+            for names in rounds(counts):
+                for name in names:
+                    found[name].append(self._timed(calls[name], flushes[name]))
+                # A host that runs far ahead, or garbage in cycles, would hold the gradients of many calls.
+                self._synchronize()
+                gc.collect(0)
+        return {name: elapsed_us(pairs) for name, pairs in found.items()} if self._clock else found
+
+    def _timed(self, call: Callable[[], Any], flushes: int) -> Any:
+        """Microseconds of a call, or the events before and after it."""
+        if self._clock is not None:
+            return self._clock.timed(call, flushes, meet=self._meet)
+        self._meet()
+        began = perf_counter_ns()
+        call()
+        return (perf_counter_ns() - began) / 1e3
+
+    def _meet(self) -> None:
+        """Wait for the other processes: on a GPU its queue waits, not the host."""
+        dist.all_reduce(self._one, group=self._team.group)
+
+    def _synchronize(self) -> None:
+        if self._clock is not None:
+            torch.cuda.synchronize(self._team.device)
