@@ -19,7 +19,7 @@ from bench_cases import CPU, LOSS, ROWS, TOKENS, Raises, Wrong, table
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.lab.bench import analysis, libraries, record_file
+from onlinesoftmax.lab.bench import analysis, peers, record_file
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.check import Reference
 from onlinesoftmax.lab.bench.inputs import make_input
@@ -72,7 +72,7 @@ def test_inputs_have_outliers_and_repeat() -> None:
 def test_the_reference_is_right_in_pieces(
     operation: str, shape: tuple[int, ...], dim: int, dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onlinesoftmax.lab.bench.exact.PIECE", piece)
+    monkeypatch.setattr("onlinesoftmax.lab.bench.check.PIECE", piece)
     case = Case(operation, shape, dim, dtype)
     x = make_input(case, CPU)
     exact = getattr(torch, operation)(x.double(), dim)
@@ -85,7 +85,7 @@ def test_the_reference_is_right_in_pieces(
 @pytest.mark.parametrize("piece", [1 << 23, 16])
 @pytest.mark.parametrize("value", [0.5, float("nan"), float("inf")])
 def test_one_wrong_element_is_found(value: float, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onlinesoftmax.lab.bench.exact.PIECE", piece)
+    monkeypatch.setattr("onlinesoftmax.lab.bench.check.PIECE", piece)
     case = Case("softmax", (7, 65), 1, "bfloat16")
     x = make_input(case, CPU)
     reference, y = Reference(case, x), torch.softmax(x, 1)
@@ -195,7 +195,7 @@ def test_peers_say_what_they_lack() -> None:
         (replace(softmax, shape=(2, 3, 4), dim=2), None, "takes only two dimensions"),
         (replace(LOSS, shape=(4,), dim=0), "takes only two dimensions", "takes only two dimensions"),
     ):
-        for peer, lacks in zip(libraries.peers(["liger", "quack"], "cpu"), (liger_lacks, quack_lacks), strict=True):
+        for peer, lacks in zip(peers.peers(["liger", "quack"], "cpu"), (liger_lacks, quack_lacks), strict=True):
             assert peer.why_absent()
             says = peer.supports(case)
             assert says is None if lacks is None else str(says).startswith(lacks), (peer.name, case, says)

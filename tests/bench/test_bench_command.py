@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 import torch
 from bench_cases import SMALL, Raises, Wrong, call
 
-from onlinesoftmax.lab.bench import libraries, record_file
+from onlinesoftmax.lab.bench import peers, record_file
 from onlinesoftmax.lab.bench.record_file import record_name
 from onlinesoftmax.lab.bench.suites import SUITES, Suite, cases
 
@@ -117,14 +117,14 @@ def test_a_pipe_gets_aligned_text() -> None:
 
 
 def test_a_wrong_peer_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(libraries.PEERS, "wrong", Wrong)
+    monkeypatch.setitem(peers.PEERS, "wrong", Wrong)
     done = call(*SMALL, "--peers", "wrong")
     assert done.exit_code == 1
     assert "WRONG: error" in done.stdout
 
 
 def test_a_peer_that_refuses_is_shown_with_its_error_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(libraries.PEERS, "raises", Raises)
+    monkeypatch.setitem(peers.PEERS, "raises", Raises)
     done = call(*SMALL, "--peers", "raises,liger")
     assert done.exit_code == 0, done.output
     lines = {line.split()[2]: line for line in done.stdout.splitlines() if line.startswith("  4x8")}

@@ -15,13 +15,12 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 import torch
 from bench_cases import CPU, ON_CPU, call, needs_interpreter
 
-from onlinesoftmax.lab.bench import formulas, libraries
+from onlinesoftmax.lab.bench import formulas, peers
 from onlinesoftmax.lab.bench.cases import SCALE, SOFTCAP, Case
 from onlinesoftmax.lab.bench.check import Reference
 from onlinesoftmax.lab.bench.inputs import make_inputs, rounded
 from onlinesoftmax.lab.bench.peers import Ours, Torch
-from onlinesoftmax.lab.bench.planned import planned
-from onlinesoftmax.lab.bench.run import run
+from onlinesoftmax.lab.bench.run import planned, run
 from onlinesoftmax.lab.bench.suites import SUITES, cases
 
 GRADIENTS = ["softmax_backward", "log_softmax_backward", "logsumexp_backward"]
@@ -72,7 +71,7 @@ def test_inputs_are_what_a_forward_pass_saves() -> None:
 def test_the_exact_gradient_is_autograds(
     operation: str, shape: tuple[int, ...], dim: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onlinesoftmax.lab.bench.exact.PIECE", piece)
+    monkeypatch.setattr("onlinesoftmax.lab.bench.check.PIECE", piece)
     case = Case(operation, shape, dim, "float64")
     if operation == "logsumexp_backward":
         x, dy, _ = inputs = make_inputs(case, CPU)
@@ -96,7 +95,7 @@ def test_the_exact_gradient_is_autograds(
 def test_the_exact_fused_softmax_is_the_formula(
     fused: tuple[str, ...], shape: tuple[int, ...], dim: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onlinesoftmax.lab.bench.exact.PIECE", piece)
+    monkeypatch.setattr("onlinesoftmax.lab.bench.check.PIECE", piece)
     case = Case("softmax", shape, dim, "float64", fused)
     x, *beside = inputs = make_inputs(case, CPU)
     z, more = x, iter(beside)
@@ -228,7 +227,7 @@ def test_others_get_their_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     ))  # fmt: skip
     monkeypatch.setitem(sys.modules, "quack", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "quack.softmax", SimpleNamespace(softmax_bwd=lambda *given: asked.append(given)))
-    for peer in libraries.peers(["liger", "quack"], "cuda"):
+    for peer in peers.peers(["liger", "quack"], "cuda"):
         peer.prepare(case)(y, dy)
     assert asked[0][0] is asked[1][0] is dy
     assert asked[0][1] is asked[1][1] is y

@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 import torch
 from bench_cases import CASES, CPU, LOSS, ON_CPU, ROWS, TOKENS, call, name, table
 
-from onlinesoftmax.lab.bench import memory
+from onlinesoftmax.lab.bench import inputs
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.inputs import make_inputs
 from onlinesoftmax.lab.bench.peers import Ours, Torch
@@ -144,14 +144,14 @@ def test_the_time_is_recorded_in_copies() -> None:
 
 
 def test_the_memory_of_a_call_is_its_peak_without_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory.extra_bytes(lambda: torch.zeros(8), CPU) is None
+    assert inputs.extra_bytes(lambda: torch.zeros(8), CPU) is None
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1100)
     gpu = torch.device("cuda")
-    assert memory.extra_bytes(lambda: torch.zeros(8), gpu) == 100 - 32
-    assert memory.extra_bytes(lambda: (torch.zeros(8), torch.zeros(2)), gpu) == 100 - 40
+    assert inputs.extra_bytes(lambda: torch.zeros(8), gpu) == 100 - 32
+    assert inputs.extra_bytes(lambda: (torch.zeros(8), torch.zeros(2)), gpu) == 100 - 40
 
 
 @pytest.mark.gpu

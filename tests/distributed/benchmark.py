@@ -17,10 +17,9 @@ from onlinesoftmax.cli import main
 from onlinesoftmax.lab.bench import tables
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.sharded import peers
-from onlinesoftmax.lab.bench.sharded.clock import GroupClock
-from onlinesoftmax.lab.bench.sharded.collectives import collectives_of
+from onlinesoftmax.lab.bench.sharded.peers import collectives_of
 from onlinesoftmax.lab.bench.sharded.run import run
-from onlinesoftmax.lab.bench.sharded.team import Team
+from onlinesoftmax.lab.bench.sharded.team import GroupClock, Team
 
 SMALL = ("--shape", "6x135", "--dtype", "bfloat16", "--device", "cpu", "--repeat", "1")
 OURS = ("ours", "without-shards", "dtensor", "one-process")

@@ -89,7 +89,7 @@ SHAPES = [(10**9, 0), (0, 10**9), (10**9, 0, 10**9), (2**63 - 1, 0), (0,)]
 def test_empty_arrays_of_any_shape_take_no_time(
     shape: tuple[int, ...], axis: int, operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    header_of(repr({"descr": "<f4", "fortran_order": False, "shape": shape}) + "\n")(tmp_path / "x.npy")
+    header_of(fields(shape=shape))(tmp_path / "x.npy")
     monkeypatch.setattr("onlinesoftmax.files.transfer.bands", lambda *_: pytest.fail("it reads"))
     report = apply_file(tmp_path / "x.npy", tmp_path / "y.npy", axis=axis, operation=operation, chunk_bytes=1)
     assert (report.elements, report.bytes_read, report.bytes_written) == (0, 0, 0)
@@ -111,18 +111,32 @@ def test_rows_without_elements_are_not_reduced_one_by_one(
 
 
 def test_a_result_larger_than_any_file_is_refused(tmp_path: Path) -> None:
-    header_of(repr({"descr": "<f8", "fortran_order": False, "shape": (2**62, 0)}) + "\n")(tmp_path / "x.npy")
+    header_of(fields("<f8", (2**62, 0)))(tmp_path / "x.npy")
     with pytest.raises(FileError, match=r"y\.npy: no room for \d+ bytes"):
         apply_file(tmp_path / "x.npy", tmp_path / "y.npy", operation="logsumexp")
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
 
 
-def cut(path: Path, size: int) -> None:
-    os.truncate(path, path.stat().st_size + size if size < 0 else size)
-
-
 def saved(x: np.ndarray) -> Callable[[Path], None]:
     return lambda path: np.save(path, x)
+
+
+def one_tensor(path: Path) -> None:
+    safetensors_numpy.save_file({"a": np.zeros(9)}, path)
+
+
+def cut_after(make: Callable[[Path], None], size: int) -> Callable[[Path], None]:
+    """Makes a file, and leaves these first bytes, or all but the last ones."""
+
+    def cut(path: Path) -> None:
+        make(path)
+        os.truncate(path, path.stat().st_size + size if size < 0 else size)
+
+    return cut
+
+
+def fields(descr: object = "<f4", shape: object = (2,)) -> str:
+    return repr({"descr": descr, "fortran_order": False, "shape": shape}) + "\n"
 
 
 def header_of(text: str) -> Callable[[Path], Any]:
@@ -130,10 +144,14 @@ def header_of(text: str) -> Callable[[Path], Any]:
     return lambda path: path.write_bytes(b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text.encode())
 
 
-def sparse(path: Path, magic: bytes, length: int) -> None:
-    """Write a header of zeros that take no room on the disk."""
-    path.write_bytes(magic + length.to_bytes(4, "little"))
-    os.truncate(path, 12 + length)
+def sparse(magic: bytes, length: int) -> Callable[[Path], None]:
+    """Writes a header of zeros that take no room on the disk."""
+
+    def write(path: Path) -> None:
+        path.write_bytes(magic + length.to_bytes(4, "little"))
+        os.truncate(path, 12 + length)
+
+    return write
 
 
 BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
@@ -146,46 +164,30 @@ BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "npy of the future": ("x.npy", lambda path: path.write_bytes(b"\x93NUMPY\x09\0" + b" " * 90), "not a .npy file"),
     "truncated npy": (
         "x.npy",
-        lambda path: (np.save(path, np.zeros(100)), cut(path, -1)),
-        "truncated: the header promises 928 bytes and the file holds 927",
+        cut_after(saved(np.zeros(100)), -1),
+        "truncated: the header promises 928 bytes and the",
     ),
-    "truncated npy header": ("x.npy", lambda path: (np.save(path, np.zeros(100)), cut(path, 50)), "not a .npy file"),
+    "truncated npy header": ("x.npy", cut_after(saved(np.zeros(100)), 50), "not a .npy file"),
     "npy header without its end": ("x.npy", header_of("{'descr': '<f4', 'shape': (2, 3"), "not a .npy file: "),
     "npy header without its quote": ("x.npy", header_of("{'descr: '<f4', 'shape': (2, 3)}"), "not a .npy file: "),
     "npy header with a list as its key": ("x.npy", header_of("{[]: 1}"), "not a .npy file: unhashable type"),
-    "npy header with an empty descr": (
-        "x.npy",
-        header_of("{'descr': ('<f4',), 'fortran_order': False, 'shape': (2,)}"),
-        "not a .npy file: ",
-    ),
+    "npy header with an empty descr": ("x.npy", header_of(fields(descr=("<f4",), shape=(2,))), "not a .npy file: "),
     "npy header that is nested deeply": ("x.npy", header_of("-" * 9000), "not a .npy file: "),
     "ints": ("x.npy", saved(np.arange(3)), "the array is int64, not one of float16"),
     "complex": ("x.npy", saved(np.zeros(3, complex)), "the array is complex128"),
     "structured": ("x.npy", saved(np.zeros(3, "f4,f4")), "not one of float16"),
     "objects": ("x.npy", saved(np.array([print], object)), "the array is object"),
-    "npy header of a GiB": (
-        "x.npy",
-        lambda path: sparse(path, b"\x93NUMPY\2\0", 1 << 30),
-        "header has 1073741824 bytes",
-    ),
-    "npy header of version 3": ("x.npy", lambda path: sparse(path, b"\x93NUMPY\3\0", 1 << 28), "has 268435456 bytes"),
-    "npy header of a byte too many": ("x.npy", lambda path: sparse(path, b"\x93NUMPY\2\0", 10_001), "10001 bytes"),
-    "size beyond any array": (
-        "x.npy",
-        header_of(repr({"descr": "<f4", "fortran_order": False, "shape": (10**24, 0)}) + "\n"),
-        f"no array has the shape ({10**24}, 0)",
-    ),
+    "npy header of a GiB": ("x.npy", sparse(b"\x93NUMPY\2\0", 1 << 30), "header has 1073741824 bytes"),
+    "npy header of version 3": ("x.npy", sparse(b"\x93NUMPY\3\0", 1 << 28), "has 268435456 bytes"),
+    "npy header of a byte too many": ("x.npy", sparse(b"\x93NUMPY\2\0", 10_001), "10001 bytes"),
+    "size beyond any array": ("x.npy", header_of(fields(shape=(10**24, 0))), f"no array has the shape ({10**24}, 0)"),
     "fifo": ("x.npy", os.mkfifo, "x.npy: is a fifo, not a file"),
     "fifo of tensors": ("x.safetensors", os.mkfifo, "is a fifo, not a file"),
     "link to a device": ("x.npy", lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
     "loop of links": ("x.npy", lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links"),
     "corrupt safetensors": ("x.safetensors", lambda path: path.write_bytes(b"\xff" * 50), "not a .safetensors file"),
     "empty safetensors": ("x.safetensors", Path.touch, "not a .safetensors file"),
-    "truncated safetensors": (
-        "x.safetensors",
-        lambda path: (safetensors_numpy.save_file({"a": np.zeros(9)}, path), cut(path, -1)),
-        "truncated",
-    ),
+    "truncated safetensors": ("x.safetensors", cut_after(one_tensor, -1), "truncated"),
 }
 
 

@@ -15,8 +15,7 @@ from made_records import record
 pytest.importorskip("jsonschema", reason="the records are checked with jsonschema")
 
 from onlinesoftmax.lab.report.page import shown_first
-from onlinesoftmax.lab.report.records import DEEPEST, read
-from onlinesoftmax.lab.report.series import series
+from onlinesoftmax.lab.report.records import DEEPEST, read, series
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -31,15 +30,8 @@ VALUES = (
 
 def originals() -> list[Any]:
     """One small record of each kind of measurement, the real ones cut to two results of a case."""
-    names = (
-        "h200-forward",
-        "h200-host",
-        "h200-cold",
-        "h200x2-distributed",
-        "h200-jax-forward",
-        "cpu",
-        "h200-gradients",
-    )
+    names = ["h200x2-distributed", "cpu"]
+    names += [f"h200-{suite}" for suite in ("forward", "host", "cold", "jax-forward", "gradients")]
     real = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names if RESULTS.is_dir()]
     for content in real:
         content["cases"] = content["cases"][:1]
@@ -99,9 +91,9 @@ def test_a_malformed_record_is_a_sentence(place: int, tmp_path: Path) -> None:
     chance = random.Random(place)
     assert shown(tmp_path, json.dumps(right[place])) == []
     refused = 0
-    for _ in range(80):
+    for _ in range(50):
         refused += len(shown(tmp_path, json.dumps(malformed(right[place], chance))))
-    assert refused > 25
+    assert refused > 15
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from onlinesoftmax.lab.bench.result import CaseResult
 from onlinesoftmax.lab.bench.tables import SHARDED_TIME
 from onlinesoftmax.lab.report.charts import LIBRARIES
 from onlinesoftmax.lab.report.page import shown_first
-from onlinesoftmax.lab.report.records import read
-from onlinesoftmax.lab.report.series import series
+from onlinesoftmax.lab.report.records import read, series
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SHARDED = sorted(RESULTS.glob("*-distributed.json"))

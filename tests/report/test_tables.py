@@ -20,8 +20,7 @@ pytest.importorskip("jsonschema", reason="a schema checks the records")
 from made_records import record
 
 from onlinesoftmax.lab.bench.record_file import record_name
-from onlinesoftmax.lab.report.charts import NAMES
-from onlinesoftmax.lab.report.headline import headline, points_of, svg
+from onlinesoftmax.lab.report.charts import NAMES, headline, points_of, svg
 from onlinesoftmax.lab.report.records import read
 
 ROOT = Path(__file__).parents[2]
