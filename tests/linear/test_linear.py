@@ -278,6 +278,11 @@ def test_kernels_on_chunks(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"linear_bias": b, "memory": MEMORY[plan], "softcap": 3.0}
     ours = osm.linear_cross_entropy(x, w, target, **given)
     same_with_gradients(ours, expected(x, w, b, target, softcap=3.0), [x, w, b])
+    if plan != "columns":
+        kept = osm.linear_cross_entropy(x, w, target, return_stats=True, **given)[1]
+        z = logits_of(x, w, b, softcap=3.0).flatten(0, 1)
+        torch.testing.assert_close(kept.lse.flatten(), z.logsumexp(1))
+        assert torch.equal(kept.largest.flatten(), z.argmax(1))
 
     def stats() -> Any:
         return osm.token_logprobs(logits_of(x, w, b, softcap=3.0), target.clamp(min=0), backend="eager")

@@ -18,6 +18,7 @@ from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss, counted, is_class
 from ..torch.losses import cross_entropy, why_not_kernels
 from ..torch.prepare import run
+from ..torch.targets import loss_call
 
 Tensor = torch.Tensor
 
@@ -35,29 +36,37 @@ class Statistics(NamedTuple):
     lse: Tensor
 
 
-def losses(z: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, factor: Tensor | None) -> tuple[Tensor, Any]:
-    """(the loss of each row, gradient of the sum of factor · loss in the logits); without a factor, no gradient.
+def losses(
+    z: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, factor: Tensor | None, stats: bool
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """(outputs, gradient of the sum of factor · loss in the logits); without a factor, no gradient.
 
-    Where kernels run, the gradient is in the memory of the logits.
+    The outputs are the loss of each row, and with `stats` its lse, entropy and largest class.  Where kernels run, the
+    gradient is in the memory of the logits.
     """
-    from ..torch.targets import loss_call
-
+    more = ("lse", "entropy", "largest") if stats else ()
     if _kernels_run(z, target, weight, loss.ignore_index):
         loss = loss._replace(settings=loss.settings._replace(choice=CHOICE))
         call = loss_call(z, target, weight, loss, factor)
         if factor is None:
-            return run(call, ("loss",)), None
-        found: tuple[Tensor, Tensor] = run(call._replace(beside={**call.beside, "y": z}), ("loss", "y"))
-        return found
+            return tuple_of(run(call, ("loss", *more))), None
+        rows, dz, *found = run(call._replace(beside={**call.beside, "y": z}), ("loss", "y", *more))
+        return (rows, *found), dz
+    found = cross_entropy(z, target, weight, tuple(loss), True)[1][:4] if stats else ()
     if not target.is_floating_point():
         # PyTorch's gradient of an ignored row is NaN where the row has NaN; that of a kernel is 0.
         z = z.masked_fill(~counted(target, loss).unsqueeze(1), 0.0)
     leaf = z.detach().requires_grad_(factor is not None)
     with torch.set_grad_enabled(factor is not None):
         rows = cross_entropy(leaf, target, weight, tuple(loss), False)
-    if factor is None:
-        return rows, None
-    return rows.detach(), torch.autograd.grad(rows, leaf, factor.to(rows.dtype))[0]
+    dz = None if factor is None else torch.autograd.grad(rows, leaf, factor.to(rows.dtype))[0]
+    # The statistics of cross_entropy have z_loss in the second place.
+    return (rows.detach(), *found[:1], *found[2:]), dz
+
+
+def tuple_of(found: Any) -> tuple[Tensor, ...]:
+    """The outputs of a kernel, in a tuple even if there is only one."""
+    return found if isinstance(found, tuple) else (found,)
 
 
 def statistics(z: Tensor, target: Tensor, options: ScoreOptions | None) -> Statistics:

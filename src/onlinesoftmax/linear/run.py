@@ -165,14 +165,7 @@ def _loss_rows(head: Head, weight: Tensor | None, loss: Loss, return_stats: bool
     """The function of a chunk for cross-entropy: its outputs are the losses, and lse, entropy and the largest class."""
 
     def of_chunk(z: Tensor, part: slice, factor: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
-        target, more = head.target[part], tuple[Tensor, ...]()
-        if return_stats:
-            no_target = torch.zeros(len(z), dtype=torch.int64, device=z.device)
-            known = rows.statistics(z, no_target, loss.options)
-            scale = 1.0 if loss.options is None else loss.options.scale
-            more = known.lse, known.entropy, z.argmin(1) if scale < 0 else z.argmax(1)
-        losses, dz = rows.losses(z, target, weight, loss, factor)
-        return (losses, *more), dz
+        return rows.losses(z, head.target[part], weight, loss, factor, return_stats)
 
     return of_chunk
 
