@@ -121,18 +121,16 @@ def token_logprobs(
     rows = rows_of(TOKEN_LOGPROBS, x.astype(accumulator(x)) if several else x, axis, options, axis_name)
     target = None if several else _target(TOKEN_LOGPROBS, "index", index, rows)
     columns = _columns(index, rows) if several else None
-    if rows.x.size == 0:
-        nothing = jnp.full(rows.x.shape[:-1], jnp.nan, accumulator(rows.x))
-        y = nothing if columns is None else rows.back_of_row(jnp.full(columns.shape, jnp.nan, nothing.dtype))
-        lse = jnp.full_like(nothing, -jnp.inf)
-        of_row = jnp.zeros_like(nothing) if entropy else None
-    else:
-        first = jnp.zeros(rows.x.shape[:-1], jnp.int32) if target is None else target
+    outer, wide = rows.x.shape[:-1], accumulator(rows.x)
+    if rows.x.size:
+        first = jnp.zeros(outer, jnp.int32) if target is None else target
         found = results(rows, TOKEN_LOGPROBS, choice, entropy, first)
-        lse, of_row = logsumexp_of(found["m"], found["l"]), found.get("entropy")
-        y = found["y"] if columns is None else rows.back_of_row(_of_columns(rows, columns, found["m"], found["l"]))
+    else:
+        found = {name: jnp.zeros(outer, wide) for name in ("m", "l", "entropy")} | {"y": jnp.full(outer, jnp.nan, wide)}
+    m, l = found["m"], found["l"]
+    y = found["y"] if columns is None else rows.back_of_row(_of_columns(rows, columns, m, l))
     y = y if counted is None else jnp.where(counted, y, 0)
-    return TokenLogprobs(y, of_row, lse)
+    return TokenLogprobs(y, found["entropy"] if entropy else None, logsumexp_of(m, l))
 
 
 def _columns(index: Array, rows: Rows) -> Array:
@@ -148,6 +146,8 @@ def _columns(index: Array, rows: Rows) -> Array:
 
 def _of_columns(rows: Rows, columns: Array, m: Array, l: Array) -> Array:
     """The logarithms of the probabilities of columns, from the state of each row; NaN where one is out of range."""
+    if rows.x.size == 0:
+        return jnp.full(columns.shape, jnp.nan, l.dtype)
     z = scores_at(rows.options, rows.x, rows.arrays, jnp.maximum(columns, 0))
     y = (z - m[..., None]) - logsumexp_of(jnp.zeros_like(l), l)[..., None]
     return jnp.where((columns >= 0) & (l < jnp.inf)[..., None], y, jnp.nan)

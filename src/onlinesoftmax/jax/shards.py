@@ -95,11 +95,7 @@ def in_two_passes(run: Run, call: Signature, operands: Mapping[str, Array]) -> V
 
 def _states(run: Run, names: Names, call: Signature, operands: Mapping[str, Array]) -> RowStates:
     """The states of the local columns."""
-
-    def local(name: str, outputs: tuple[str, ...], smoothing: float = 0.0, **more: Array) -> Values:
-        numbers = (("smoothing", smoothing),) if smoothing else ()
-        scored = {name: operands[name] for name in ("x", *call.options.arrays)}
-        return run(Signature(name, outputs, call.options, numbers, call.choice), {**scored, **more})
+    rest = {name: operands[name] for name in ("x", *call.options.arrays)}
 
     def column(index: Array) -> Array:
         return scores_at(call.options, operands["x"], operands, index[..., None])[..., 0]
@@ -112,12 +108,14 @@ def _states(run: Run, names: Names, call: Signature, operands: Mapping[str, Arra
     if call.number("smoothing"):
         # With smoothing = 1, loss = log(l) - mean, and the target has no influence.  So mean = log(l) - loss.
         first = jnp.zeros_like(target)
-        state = local("cross_entropy", ("loss", "m", "l"), 1.0, target=first)
+        local = call._replace(name="cross_entropy", outputs=("loss", "m", "l"), numbers=(("smoothing", 1.0),))
+        state = run(local, {**rest, "target": first})
         # If the score of column 0, the dummy target, is -inf, the loss is NaN (0 * inf); the mean is then -inf.
         mean = jnp.log(state["l"]) - state["loss"]
         mean = jnp.where(column(first) == -jnp.inf, -jnp.inf, mean)
     else:
-        state = local("logsumexp", outputs_of("logsumexp", "entropy" in call.outputs))
+        outputs = outputs_of("logsumexp", "entropy" in call.outputs)
+        state = run(call._replace(name="logsumexp", outputs=outputs, numbers=()), rest)
     if "entropy" in call.outputs:
         zl = jnp.where(state["l"] == 0, 0, state["l"] * (jnp.log(state["l"]) - state["entropy"]))
     return RowStates(state["m"], state["l"], zl, mean, z_target)
