@@ -76,7 +76,7 @@ class OfSlices(PallasAlgebra):
 
     def merge_all(self, states: Sequence[state.State]) -> state.State:
         nothing = [self.identity(None)] * ((1 << (len(states) - 1).bit_length()) - len(states))
-        return self.op.merge_slices([*states, *nothing])
+        return self.op.merge(*states, *nothing)
 
 
 def test_the_weighted_sum_merges_as_l_does() -> None:

@@ -101,7 +101,7 @@ class Slice(NamedTuple):
             with jax.enable_x64(self.op.exact):
                 states.append(self.op.of_tiles(self.tiles(piece, overlap), self.accumulator))
         with jax.enable_x64(self.op.exact):
-            parts = self.op.merge_slices(states) if len(states) > 1 else states[0]
+            parts = self.op.merge(*states) if len(states) > 1 else states[0]
             dtypes = self.op.slice_dtypes(self.accumulator)
             return tuple(part.astype(dtype) for part, dtype in zip(parts, dtypes, strict=True))
 
@@ -230,9 +230,7 @@ def _merge_cluster(state: State, op: Op, refs: tuple[Any, ...], arrived: Any, si
     # The block must not arrive a second time before all its threads have read the states: the other blocks may then
     # end, and their shared memory with them.  A barrier alone does not wait for loads whose values are used later, and
     # launches failed on an H200.  This maximum over all threads, which all give the same number, uses the values.
-    state = tuple(
-        jnp.max(mosaic.layout_cast(jnp.full((CLUSTER_THREADS,), part), layout)) for part in op.merge_slices(found)
-    )
+    state = tuple(jnp.max(mosaic.layout_cast(jnp.full((CLUSTER_THREADS,), part), layout)) for part in op.merge(*found))
     mosaic.barrier_arrive(arrived)
     return state
 

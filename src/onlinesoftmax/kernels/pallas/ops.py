@@ -222,23 +222,15 @@ class Op(NamedTuple):
             sums += tiles.fold(state.added, lambda pair: self.summands(*(t.astype(dtype) for t in pair)))
         return *found[:1], *(jnp.sum(x.astype(self.sum_dtype(dtype))) for x in sums)
 
-    def merge(self, one: State, other: State) -> State:
-        """The state of two slices together."""
-        n = self.scaled_parts
-        found: State = ()
-        if n:
-            found = state.merge(*self._recentred((one[:n], other[:n]), jnp.maximum(one[0], other[0])))
-        with jax.enable_x64(self.exact and bool(self.plain)):
-            return *found, *state.added(one[n:], other[n:])
-
-    def merge_slices(self, slices: Sequence[State]) -> State:
+    def merge(self, *slices: State) -> State:
         """The state of slices together; their number is a power of two."""
         n = self.scaled_parts
         found: State = ()
         if n:
             whole = reduce(jnp.maximum, [a[0] for a in slices])
-            found = state.merge_slices(self._recentred([a[:n] for a in slices], whole))
-        return *found, *(state.pairwise_sum(parts) for parts in zip(*(a[n:] for a in slices), strict=True))
+            found = state.merge(*self._recentred([a[:n] for a in slices], whole))
+        with jax.enable_x64(self.exact and bool(self.plain)):
+            return *found, *(state.pairwise_sum(parts) for parts in zip(*(a[n:] for a in slices), strict=True))
 
     def merge_all(self, a: State, axis: int | None = -1) -> State:
         """The state of all slices along an axis, kept with size 1; with axis None of all slices, as numbers."""
@@ -247,26 +239,20 @@ class Op(NamedTuple):
         if n:
             [parts] = self._recentred([a[:n]], jnp.max(a[0], axis=axis, keepdims=axis is not None))
             found = state.merge_all(parts, axis)
-        if not self.plain:
-            return found
         with jax.enable_x64(self.exact):
             return *found, *(state.total(x, axis=axis) for x in a[n:])
 
     def packed(self, a: State, dtype: Any) -> State:
         """A state in numbers of one dtype: a plain sum becomes a rounded sum and its rounding error."""
-        if not self.plain:
-            return a
         n = self.scaled_parts
         with jax.enable_x64(self.exact):
             return *a[:n], *(part for x in a[n:] for part in state.with_rounding_error(x, dtype))
 
     def unpacked(self, a: State) -> State:
         """The state that `packed` was given."""
-        if not self.plain:
-            return a
         n = self.scaled_parts
         with jax.enable_x64(self.exact):
-            wide = self.sum_dtype(a[n].dtype)
+            wide = self.sum_dtype(a[0].dtype)
             pairs = zip(a[n::2], a[n + 1 :: 2], strict=True)
             return *a[:n], *(high.astype(wide) + low.astype(wide) for high, low in pairs)
 

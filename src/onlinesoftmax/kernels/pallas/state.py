@@ -171,15 +171,7 @@ def of_tiles(tiles: Tiles, dtype: Any, score: Callable[[Any], Array], terms: Ter
     return m, *tiles.fold(added, of_tile)
 
 
-def merge(a: State, b: State) -> State:
-    """The state of two slices together."""
-    m = jnp.maximum(a[0], b[0])
-    s = shift(m)
-    of_a, of_b = jnp.exp(a[0] - s), jnp.exp(b[0] - s)
-    return m, *(x * of_a + y * of_b for x, y in zip(a[1:], b[1:], strict=True))
-
-
-def merge_slices(slices: Sequence[State]) -> State:
+def merge(*slices: State) -> State:
     """The state of slices together; their number is a power of two."""
     m = reduce(jnp.maximum, [m for m, *_ in slices])
     s = shift(m)
