@@ -20,7 +20,7 @@ from ..core.options import PLAIN, ScoreOptions
 from ..core.task import Choice
 from ..ops import OPERATIONS
 from ..ops.cross_entropy.arguments import class_dim
-from ..torch import eager, loss_arguments
+from ..torch import loss_arguments
 from ..torch import losses as whole_rows
 from ..torch import run as torch_run
 from ..torch.check import check_options
@@ -84,8 +84,7 @@ def _sharded(call: Call, layout: MeshLayout) -> Tensor:
     sharded = _sharded_call(name, layout, call.scores, settings.choice)
     if not call.operation.per_row:
         return softmax(name, x, dim, sharded).to(dtype)
-    z, of_scores = _scored(x, dim, sharded._replace(options=call.scores._replace(zero=False)))
-    lse = losses.logsumexp(z, dim, of_scores)
+    lse = losses.logsumexp(x, dim, sharded._replace(options=call.scores._replace(zero=False)))
     lse = lse.unsqueeze(dim) if settings.keepdim else lse
     if call.scores.zero:
         # A row of only -inf gets gradient 0: the constant in `where` stops the gradient.
@@ -102,19 +101,6 @@ def _sharded_call(name: str, layout: MeshLayout, options: ScoreOptions | None, c
     if choice.batch_invariant:
         raise NotImplementedError(f"{name}(): batch_invariant is not available if the softmax dimension is sharded")
     return ShardedInput(layout.softmax_groups, options or PLAIN, choice, layout.shards)
-
-
-def _scored(x: Tensor, dim: int, call: ShardedInput) -> tuple[Tensor, ShardedInput]:
-    """(x, call) without a bias or a tensor scale.
-
-    If there is one, computes the scores here with PyTorch (at least float32) and returns them with plain options;
-    otherwise returns the arguments unchanged.
-    """
-    options = call.options
-    if options.bias is None and not isinstance(options.scale, Tensor):
-        return x, call
-    z = eager.scores_of(x, dim, options, x.dtype)[0]
-    return z, call._replace(options=PLAIN)
 
 
 def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_stats: bool) -> Any:
@@ -181,8 +167,8 @@ def token_logprobs(
     _, local = _local(name, x, layout, arguments)
     index, options = layout.per_row("index", index), layout.options(options, local.device)
     if layout.softmax_groups:
-        z, call = _scored(local, axis, _sharded_call(name, layout, options, choice))
-        found = losses.named(losses.token_logprobs(z, index, axis, entropy, call))
+        call = _sharded_call(name, layout, options, choice)
+        found = losses.named(losses.token_logprobs(local, index, axis, entropy, call))
         found = found if ignore_index is None else whole_rows.without_ignored(found, index, ignore_index)
     else:
         found = whole_rows.token_logprobs(local, index, axis, options, entropy, choice, ignore_index)

@@ -111,7 +111,7 @@ def public_key(call: ShardedInput, columns: ColumnRange | None) -> tuple[Any, ..
 
 def run_if_possible(signature: ShardSignature, operands: Operands, call: ShardedInput) -> tuple[Tensor, ...] | None:
     """The results of a checked call by kernels, the same on every process; None where it takes the general way."""
-    reason = _why_not_plain(operands) or _why_general(signature, operands)
+    reason = _why_general(signature, operands)
     check_peer_memory(call.exchange, reason)
     if reason:
         return None
@@ -141,15 +141,11 @@ def run_if_possible(signature: ShardSignature, operands: Operands, call: Sharded
     return run(operands, groups)
 
 
-def _why_not_plain(operands: Operands) -> str:
-    """Why kernels cannot take the tensors of a call; empty if they can."""
-    plain = all(t is None or type(t) in PLAIN_TYPES for t in operands)
-    return "" if plain and is_plain(operands.x) else "a tensor has functions of its own, or the call is transformed"
-
-
 def _why_general(signature: ShardSignature, operands: Operands) -> str:
     """Why kernels cannot take a call; empty if they can.  The same on every process."""
     x, target, weight, choice = operands.x, operands.target, operands.weight, signature.choice
+    if not is_plain(x) or not all(t is None or type(t) in PLAIN_TYPES for t in operands):
+        return "a tensor has functions of its own, or the call is transformed"
     # On a CPU, Triton's interpreter runs the kernels if the caller forces them.
     if not (x.is_cuda or choice.backend == "triton") or choice.backend == "eager" or choice.batch_invariant:
         return "the call runs PyTorch's operations"

@@ -10,7 +10,9 @@ import torch
 from ..core.agreement import kind_of
 from ..core.arguments import checked_dim
 from ..core.call import Settings, TokenLogprobs
+from ..core.options import PLAIN
 from ..core.processes import gathered
+from ..torch import eager
 from ..torch.check import check_first_derivative
 from ..torch.gradients import accumulator_of
 from ..torch.loss import UNSIGNED, Loss, count_of, ignored, is_class, scaled, scales_weight, signed
@@ -177,6 +179,8 @@ def _statistics(
 
     Kernels alone return "y" and "lse" in the dtype `result`; otherwise all statistics have the accumulator's dtype.
     """
+    if call.options.bias is not None or isinstance(call.options.scale, Tensor):
+        x, call = eager.scores_of(x, dim, call.options, x.dtype)[0], call._replace(options=PLAIN)
     bare = call.options._replace(mask=None)
     signature = ShardSignature(dim, shards, bare, call.choice, None, outputs, result)
     operands = Operands(x, call.options.mask, target)

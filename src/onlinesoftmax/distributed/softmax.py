@@ -13,7 +13,6 @@ import torch
 from ..core.arguments import checked_dim
 from ..core.call import Call, Settings
 from ..core.processes import gathered
-from ..core.task import ColumnRange
 from ..ops import OPERATIONS
 from ..torch import autograd, eager
 from ..torch.check import check_first_derivative
@@ -23,7 +22,7 @@ from .exchange import RowStates, merge
 from .fast_path import public_key
 from .local import Shard, autocast_dtype, probabilities, runs_kernels, states
 from .peers import columns_of, with_a_column
-from .shards import ShardedInput, Shards, shards_of
+from .shards import ShardedInput, shards_of
 
 Tensor = torch.Tensor
 
@@ -114,7 +113,10 @@ def softmax(name: str, x: Tensor, dim: Any, call: ShardedInput) -> Tensor:
     # With a collective, softmax needs no position: the call then only checks that the shards form whole rows.
     shards = shards_of(name, x, dim, call)
     dtype = autocast_dtype(name, x)
-    columns = _columns(x, dim, shards, call)
+    # A bias that is broadcast along the row, and a scale that is a tensor, have gradients that sum over the whole row.
+    tensors = call.options.bias is not None or isinstance(call.options.scale, Tensor)
+    choice = call.choice._replace(backend="eager") if tensors else call.choice
+    columns = columns_of(call.groups, x, dim, shards.first, shards.total, call.exchange, choice)
     if columns is not None:
         settings = Settings(dim, dtype, choice=call.choice, part=columns)
         options = call.options if x.shape[dim] else call.options._replace(mask=None)
@@ -132,11 +134,3 @@ def softmax(name: str, x: Tensor, dim: Any, call: ShardedInput) -> Tensor:
     z = x if scores.plain else eager.scores_of(x, dim, scores, accumulator_of(x.dtype, x.dtype))[0]
     y: Tensor = Softmax.apply(z, dim, call, LOGARITHM[name])
     return y.to(dtype)
-
-
-def _columns(x: Tensor, dim: int, shards: Shards, call: ShardedInput) -> ColumnRange | None:
-    """The position of the shard for kernels that exchange states through peer memory; None for a collective."""
-    # A bias that is broadcast along the row, and a scale that is a tensor, have gradients that sum over the whole row.
-    tensors = call.options.bias is not None or isinstance(call.options.scale, Tensor)
-    choice = call.choice._replace(backend="eager") if tensors else call.choice
-    return columns_of(call.groups, x, dim, shards.first, shards.total, call.exchange, choice)
