@@ -25,20 +25,14 @@ from ..core.arrays import Array
 from ..kernels.pallas.targets import COTANGENTS
 from ..ops import OPERATIONS
 from . import array_types, custom_op, shards
-from .eager import FORMULAS, MASKED, scores
+from .eager import GRADIENT_OF, MASKED, scores
 from .signature import Signature, Values
 
-TRANSPOSES = {"scaled_rows": "row_products"} | {
-    operation.gradient_name: tangent
-    if (tangent := f"{operation.name}_tangent") in FORMULAS
-    else operation.gradient_name
-    for operation in OPERATIONS.values()
-    if not operation.backward
+TRANSPOSES = {
+    **{operation.gradient_name: operation.gradient_name for operation in OPERATIONS.values() if not operation.backward},
+    **{gradient: tangent for tangent, gradient in GRADIENT_OF.items()},
 }
 """The tangent of each gradient: its transpose.  The gradient of softmax is its own transpose."""
-
-GRADIENTS = {tangent: gradient for gradient, tangent in TRANSPOSES.items()}
-"""The gradient of each tangent."""
 
 Changes = Mapping[str, Array | None]
 """Changes of arrays by name; None for an array that does not change."""
@@ -150,7 +144,7 @@ def _jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...], *, names: tuple[
     operands = dict(zip(names, primals, strict=True))
     changes = {n: None if type(t) is ad.Zero else t for n, t in zip(names, tangents, strict=True)}
     changed: Changes = {}
-    if call.name in TRANSPOSES or call.name in GRADIENTS:
+    if call.name in TRANSPOSES or call.name in GRADIENT_OF:
         results, changed = _jvp_of_linear(call, operands, changes)
     elif call.writes_gradient and changes["x"] is not None:
         # The primitives of the two passes have derivatives.
@@ -198,7 +192,7 @@ def _transpose(cotangents: list[Any], *arrays: Any, names: tuple[str, ...], call
         transposed = call._replace(name=TRANSPOSES[call.name], outputs=tuple(linear))
         found = _linear(transposed, fixed, {"t": given["y"]})
     else:
-        found = _linear(call._replace(name=GRADIENTS[call.name], outputs=("y",)), fixed, given)
+        found = _linear(call._replace(name=GRADIENT_OF[call.name], outputs=("y",)), fixed, given)
     # The one output of a gradient is the gradient in the one operand of its transpose.
     found = found if len(linear) > 1 else dict(zip(linear, found.values(), strict=True))
     return [found.get(name) for name in names]
@@ -227,5 +221,5 @@ def _without_unused(used: list[bool], equation: Any) -> Any:
 for _name, _primitive in custom_op.PRIMITIVES.items():
     ad.primitive_jvps[_primitive] = _jvp
     pe.dce_rules[_primitive] = _without_unused
-    if _name in TRANSPOSES or _name in GRADIENTS:
+    if _name in TRANSPOSES or _name in GRADIENT_OF:
         ad.primitive_transposes[_primitive] = _transpose

@@ -226,19 +226,22 @@ def _finite(w: Array, e: Array) -> Array:
     return jnp.where(e == 0, 0, w)
 
 
-GRADIENT_OF = {
+OF_ROWS = {
     f"{name}_tangent": operation.gradient_name
     for name, operation in OPERATIONS.items()
     if operation.per_row and not operation.backward
 }
 """The gradient of each tangent of results per row."""
 
+GRADIENT_OF = {**OF_ROWS, "log_softmax_tangent": "log_softmax_backward", "row_products": "scaled_rows"}
+"""The gradient of each tangent."""
+
 FORMULAS: dict[str, Callable[..., Values]] = {
     **{
         name: (gradient_of_output if operation.reduces else gradient) if operation.backward else row_results
         for name, operation in OPERATIONS.items()
     },
-    **dict.fromkeys(GRADIENT_OF, tangent),
+    **dict.fromkeys(OF_ROWS, tangent),
     "softmax": softmax,
     "log_softmax": log_softmax,
     "log_softmax_tangent": log_softmax_tangent,

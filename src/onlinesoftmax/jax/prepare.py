@@ -152,24 +152,15 @@ def _checked_options(name: str, x: Array, axes: tuple[int, ...], options: ScoreO
         value = getattr(options, option.name)
         if not option.tensor or value is None or isinstance(value, float):
             continue
-        if option.kind == "row":
-            found[option.name] = _last(_checked_rows(name, x, axes, option.name, value), axes)
-        else:
-            found[option.name] = _last(_broadcast(_checked_array(name, x, option.name, value), x, axes), axes)
+        t = _checked_array(name, x, option.name, value)
+        if option.kind == "row" and math.prod(t.shape) != 1:
+            check_one_per_row(name, option.name, t.shape, x.shape, axes, ValueError)
+        elif option.kind != "row" and len(axes) > 1:
+            # As long as x along axes that are joined; along a single axis it may have size 1.
+            t = jnp.broadcast_to(t, [x.shape[i] if i in axes else n for i, n in enumerate(t.shape)])
+        found[option.name] = _last(t, axes)
     marked: dict[str, Any] = dict.fromkeys(found, ARRAY)
     return options._replace(**marked), found
-
-
-def _checked_rows(name: str, x: Array, axes: tuple[int, ...], option: str, value: Any) -> Array:
-    """An array with a number per row, or one in all, with as many axes as x."""
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    if not is_array or not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(f"{name}: {option} must be a number or a floating-point array, got {value!r}")
-    if math.prod(value.shape) == 1:
-        return value.reshape((1,) * x.ndim)
-    t = _checked_array(name, x, option, value)
-    check_one_per_row(name, option, t.shape, x.shape, axes, ValueError)
-    return t
 
 
 def as_array(name: str, argument: str, value: Any) -> Array:
@@ -187,6 +178,12 @@ def as_array(name: str, argument: str, value: Any) -> Array:
 def _checked_array(name: str, x: Array, option: str, value: Any) -> Array:
     """An array of the score options, with as many axes as x."""
     argument = ARGUMENTS.get(option, option)
+    if SCORE_OPTIONS[option].kind == "row":
+        is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+        if not is_array or not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(f"{name}: {option} must be a number or a floating-point array, got {value!r}")
+        if math.prod(value.shape) == 1:
+            return value.reshape((1,) * x.ndim)
     t = as_array(name, argument, value)
     if SCORE_OPTIONS[option].dtype == "boolean" and t.dtype != jnp.bool_:
         raise ValueError(f"{name}: {argument} must be boolean, got {t.dtype}")
@@ -200,13 +197,6 @@ def _checked_array(name: str, x: Array, option: str, value: Any) -> Array:
 
 ARGUMENTS = {"mask": "where"}
 """Names of arguments that jax.nn calls otherwise than core/options.py."""
-
-
-def _broadcast(t: Array, x: Array, axes: tuple[int, ...]) -> Array:
-    """An array as long as x along axes that are joined; along a single axis it may have size 1."""
-    if len(axes) < 2:
-        return t
-    return jnp.broadcast_to(t, [x.shape[i] if i in axes else n for i, n in enumerate(t.shape)])
 
 
 def _last(t: Array, axes: tuple[int, ...]) -> Array:
