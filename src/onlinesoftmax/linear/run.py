@@ -47,7 +47,7 @@ def cross_entropy(
         weight = scaled_weight(of_target, weight, loss, wide)
     if token_weight is not None:
         token_weight = checked_per_token(name, "token_weight", token_weight, head)
-    factor = _factor(head, weight, loss, token_weight)
+    factor, divisor = _factor(head, weight, loss, token_weight)
     whole_rows = soft or bool(loss.smoothing) or weight is not None or return_stats
     plan = _plan(head, checked_memory(name, memory), reduction == "none" and _records(head), whole_rows)
     stats: Any = ()
@@ -63,6 +63,7 @@ def cross_entropy(
             y = y * factor
         else:
             y, _, *stats = _untraced(KnownFactor.apply)(*inputs, factor, work)
+    y = _divided(y, divisor)
     if reduction == "mean" and not len(head.input):
         # The mean of no tokens is NaN, and its gradients are 0.
         y = y + torch.nan
@@ -98,7 +99,7 @@ def token_loss(
     beside = [checked_per_token(name, f"per_token[{i}]", t, head).detach() for i, t in enumerate(per_token)]
     ignored = equals(of_target, ignore_index)
     counts = (~ignored).to(accumulator_of(head.input.dtype))
-    factor = counts / counts.sum() if reduction == "mean" else counts
+    factor, divisor = _parts(counts, counts.sum() if reduction == "mean" else None, head.input.dtype)
     plan = _plan(head, checked_memory(name, memory), False, True)
 
     def of_chunk(z: Tensor, part: slice, dy: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
@@ -128,7 +129,7 @@ def token_loss(
 
     work = Work(plan, of_chunk, ignored)
     total: Tensor = _untraced(KnownFactor.apply)(head.input, head.weight, head.bias, factor, work)[0]
-    return total
+    return _divided(total, divisor)
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,15 +151,33 @@ def _plan(head: Head, memory: int | None, waits: bool, whole_rows: bool) -> Line
     return plan_of(problem, memory)
 
 
-def _factor(head: Head, weight: Tensor | None, loss: Loss, token_weight: Tensor | None) -> Tensor:
-    """The gradient of the result with respect to the loss of each token."""
+def _factor(head: Head, weight: Tensor | None, loss: Loss, token_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The factor of the loss of each token, and the divisor of the sum (`_parts`)."""
     x, target = head.input, head.target
-    wide = accumulator_of(x.dtype)
+    wide, divisor = accumulator_of(x.dtype), None
     factor = torch.ones(len(x), dtype=wide, device=x.device)
     if loss.reduction == "mean":
         soft = target.is_floating_point()
-        factor = factor / (len(x) if soft else count_of(target, weight, loss, wide))
-    return factor if token_weight is None else factor * token_weight.detach().to(wide)
+        divisor = factor.sum() if soft else count_of(target, weight, loss, wide)
+    return _parts(factor if token_weight is None else factor * token_weight.detach().to(wide), divisor, x.dtype)
+
+
+def _parts(factor: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The factors with the divisor in them, and None; for logits of float16 both as they are.
+
+    The gradient of a mean over many tokens is too small for float16.  As the divisor comes after the sum, the factor of
+    a gradient scaler is multiplied with it before it reaches a float16 tensor.
+    """
+    if divisor is None or dtype == torch.float16:
+        return factor, divisor
+    return factor / divisor, None
+
+
+def _divided(y: Tensor, divisor: Tensor | None) -> Tensor:
+    """The quotient; with a divisor of 0 it is NaN and has no gradient."""
+    if divisor is None:
+        return y
+    return y * divisor.reciprocal().where(divisor != 0, 0.0) + torch.where(divisor == 0, torch.nan, 0.0)
 
 
 def _loss_rows(head: Head, weight: Tensor | None, loss: Loss, return_stats: bool) -> Any:
