@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ...core.device import Device
 from ...core.problem import Problem
 from ...planner.plan import Plan
-from .result import CaseResult, Result
+from .result import CaseResult
 
 FLOOR, CLOSE = 0.95, 0.85
 """Fractions of a copy's bandwidth from which a time is called at the floor, or close."""
@@ -85,6 +83,7 @@ def sentence(found: CaseResult) -> str:
 
     Example:
         >>> from .cases import Case
+        >>> from .result import Result
         >>> from .timing import Times
         >>> times = {"ours": Times(8.0, 8.0, 8.0, 9), "torch": Times(20.0, 20.0, 20.0, 9)}
         >>> results = [Result(who, "ok", times=us, gbps=524.3, of_copy=0.9) for who, us in times.items()]
@@ -102,24 +101,15 @@ so the launch bounds the time.  torch takes 2.50 times as long.'
     speed = f"{name}: {gbps}, {100 * ours.of_copy:.0f}% of a copy of the same size"
     if ours.utilisation is not None:
         speed += f" and {100 * ours.utilisation:.0f}% of a large copy's bandwidth"
-    return "  ".join([f"{speed}.", *_cost_of_launch(ours, found.overhead_us), *_fastest_other(ours, found.results)])
-
-
-def _cost_of_launch(ours: Result, overhead_us: float | None) -> list[str]:
-    if overhead_us is None or ours.times is None:
-        return []
-    us = ours.times.median_us
-    share = f"A call without work takes {overhead_us:.1f} of the {us:.1f} us"
-    if us < LAUNCHES * overhead_us:
-        return [f"{share}, so the launch bounds the time."]
-    if ours.of_copy is not None and ours.of_copy >= CLOSE:
-        return [f"{share}; memory bounds the time."]
-    return [f"{share}; {ours.analysis}." if ours.analysis else f"{share}."]
-
-
-def _fastest_other(ours: Result, results: Sequence[Result]) -> list[str]:
-    others = [(each.times.median_us, each.who) for each in results if each is not ours and each.times]
-    if not others or ours.times is None:
-        return []
-    us, who = min(others)
-    return [f"{who} takes {us / ours.times.median_us:.2f} times as long."]
+    us, overhead_us, said = ours.times.median_us, found.overhead_us, [f"{speed}."]
+    if overhead_us is not None:
+        share = f"A call without work takes {overhead_us:.1f} of the {us:.1f} us"
+        if us < LAUNCHES * overhead_us:
+            said.append(f"{share}, so the launch bounds the time.")
+        else:
+            bound = "memory bounds the time" if ours.of_copy >= CLOSE else ours.analysis
+            said.append(f"{share}; {bound}." if bound else f"{share}.")
+    others = [(each.times.median_us, each.who) for each in found.results if each is not ours and each.times]
+    if others:
+        said.append(f"{min(others)[1]} takes {min(others)[0] / us:.2f} times as long.")
+    return "  ".join(said)

@@ -17,9 +17,7 @@ from .formulas import Function
 from .inputs import lacks_memory, make_inputs, out_of_memory
 from .peers import Ours, Peer, first_line, reasons_of
 from .result import CaseResult, Result
-from .timing import Against, Clock, Flush, Samples, Times, clock_for
-
-__all__ = ["CaseResult", "Checked", "Result", "check_all", "clock_of", "ours_of", "refusal", "run"]
+from .timing import Against, Clock, Flush, Times, clock_for
 
 FLUSHES_OF_AUTOGRAD = 4
 """Flushes of the L2 cache that take longer than the host needs for the launches of a forward and a backward pass."""
@@ -82,7 +80,10 @@ def _measure(
     checked = check_all(case, inputs, everybody)
     ours = ours_of(everybody, device)
     # The copy is of one tensor, whatever else the case reads, by the framework of our functions.
-    flush = _flush(case, checked.calls)
+    # The copy is timed behind the usual flush, which its own writes balance.
+    flush = Flush(
+        () if case.writes_elements else tuple(checked.calls), FLUSHES_OF_AUTOGRAD if case.with_gradient else 1
+    )
     samples = clock.measure({**checked.calls, "copy": ours.copy(inputs[0])}, repeat_ms, flush)
     copy = Times.of(samples["copy"])
     copy_gbps = 2 * case.tensor_bytes / copy.median_us / 1e3
@@ -92,12 +93,12 @@ def _measure(
     def timed(result: Result) -> Result:
         if result.who not in samples:
             return result
-        times = Times.of(samples[result.who])
+        times, found = Times.of(samples[result.who]), samples[result.who]
+        against = Against.of(found, samples["torch"]) if "torch" in samples and result.who != "torch" else None
         gbps = case.bytes / times.median_us / 1e3
         return replace(
             result, times=times, gbps=gbps, of_copy=gbps / copy_gbps, copies=times.median_us / copy.median_us,
-            utilisation=gbps / peak if peak else None,
-            against_torch=_against_torch(result.who, samples),
+            utilisation=gbps / peak if peak else None, against_torch=against,
             analysis=analysis.word(gbps / copy_gbps, times.median_us, overhead_us, result.plan, *why),
         )  # fmt: skip
 
@@ -105,12 +106,6 @@ def _measure(
     return CaseResult(
         case, None, copy, copy_gbps, [timed(result) for result in checked.results], ours.framework, state, overhead_us
     )
-
-
-def _flush(case: Case, calls: Iterable[str]) -> Flush:
-    """The flush before each call of a case; the copy is timed behind the usual one, which its own writes balance."""
-    launches = FLUSHES_OF_AUTOGRAD if case.with_gradient else 1
-    return Flush(() if case.writes_elements else tuple(calls), launches)
 
 
 def check_all(
@@ -189,12 +184,6 @@ def refusal(peer: Peer, plan: Plan | None, error: Exception) -> Result:
             raise error
         return Result(peer.name, "refused", "out of memory")
     return Result(peer.name, "failed" if peer.ours else "refused", first_line(error), plan=plan)
-
-
-def _against_torch(who: str, samples: Samples) -> Against | None:
-    if who == "torch" or "torch" not in samples:
-        return None
-    return Against.of(samples[who], samples["torch"])
 
 
 def planned(case: Case, inputs: Inputs, ours: Ours) -> Explanation:

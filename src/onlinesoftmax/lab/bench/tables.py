@@ -130,8 +130,8 @@ def _against(case_result: CaseResult, result: Result) -> str:
         return ""
     if case_result.within_cpu_bound is None or result.who != "ours":
         return f"{1 / against.ratio:.2f}x"
-    added = f"{100 * (against.ratio - 1):+.1f}%", f"{against.added_us:+.2f} us"
-    return added[case_result.case.elements < LARGE]
+    few = case_result.case.elements < LARGE
+    return f"{against.added_us:+.2f} us" if few else f"{100 * (against.ratio - 1):+.1f}%"
 
 
 def above(content: Mapping[str, Any]) -> list[str]:
@@ -159,16 +159,12 @@ def sentences(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list
 
 def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
     """The lines below the table: the tensors that a gradient's GB/s count, our layer on a CPU, older host times."""
-    cases = [found.case for found in results if found.case.backward or found.case.with_gradient]
-    reductions = [f" with reduction {case.reduction}" if case.reduction else "" for case in cases]
-    kinds = {
-        f"{case.operation}{reduction}{' with gradient' * case.with_gradient}": case.passes
-        for case, reduction in zip(cases, reductions, strict=True)
-    }
-    lines = [
-        f"GB/s of {kind} count {count} tensors, read or written once; those of the copy count 2."
-        for kind, count in kinds.items()
-    ]
+    passes = {}
+    for case in (found.case for found in results if found.case.backward or found.case.with_gradient):
+        reduction = f" with reduction {case.reduction}" if case.reduction else ""
+        passes[f"{case.operation}{reduction}{' with gradient' * case.with_gradient}"] = case.passes
+    counts = "tensors, read or written once; those of the copy count 2."
+    lines = [f"GB/s of {kind} count {count} {counts}" for kind, count in passes.items()]
     if any(result.flush == "clean" for result in results):
         lines.append("Before a call that only reads, the L2 cache is left without dirty lines.")
     bounds = [result.within_cpu_bound for result in results if result.within_cpu_bound is not None]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -119,7 +118,12 @@ def verify(
         for dtype in (few if OPERATIONS[operation].backward else dtypes)
     ]
     steps = list(_steps(table, quick, interpreted))
-    with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False), _unwarned():
+    # The interpreter computes in NumPy, which warns of infinities and NaNs, and inputs contain them.
+    with (
+        torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False), np.errstate(all="ignore"),
+        warnings.catch_warnings(),
+    ):  # fmt: skip
+        warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
         for done, (case, group) in enumerate(steps, 1):
             oracle = Exact.of(case, group[0].operation, group[0].dtype, device)
             for cell in group:
@@ -127,14 +131,6 @@ def verify(
             if progress is not None:
                 progress(done, len(steps))
     return table
-
-
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    """Without NumPy's warnings of infinities and NaNs: the interpreter computes in NumPy, and inputs contain them."""
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
-        yield
 
 
 def _steps(table: Sequence[Cell], quick: bool, slow: Sequence[str]) -> Iterator[tuple[Case, list[Cell]]]:
