@@ -120,6 +120,7 @@ def test_the_calls_of_a_column_and_of_one_row() -> None:
     assert shapes["new length"] == (72, 32)
 
 
+@pytest.mark.early
 def test_first_calls_are_those_of_fresh_processes() -> None:
     (found,) = run_cold([SOFTMAX], [Ours("cpu")], CPU, quick=True)
     empty, filled = found.results

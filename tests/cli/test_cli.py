@@ -186,6 +186,7 @@ def test_verify_runs_every_strategy_here(operation: str, monkeypatch: pytest.Mon
     assert f"{len(pairs)} passed, 0 failed" in result.stdout
 
 
+@pytest.mark.early
 @needs_triton
 def test_verify_turns_the_interpreter_on_by_itself() -> None:
     arguments = ("--quick", "--device", "cpu", "--backend", "triton", "--strategy", "column", "--op", "logsumexp")
