@@ -334,17 +334,19 @@ def check(ask: Ask, request: Request, values: Values, found: Values) -> None:
     A float32 or float64 score has the rounding error of numbers of its size, 16 here, and so has all that follows.  An
     element of 16 bits is rounded once more.
     """
-    accumulator = request.task.accumulator
     for name, y in found.items():
-        right = expected(ask, values, name)
-        if name == "largest":
-            np.testing.assert_array_equal(y, right)
-            continue
-        tolerance = 16 * UNIT[accumulator] * np.maximum(1, np.abs(right)) * (1 + request.task.cols**0.5 / 4)
-        tolerance = tolerance + UNIT[request.task.dtypes[name]] * np.abs(right)
-        with np.errstate(invalid="ignore"):
-            same = (np.abs(y - right) <= tolerance) | (y == right) | (np.isnan(y) & np.isnan(right))
-        assert same.all(), (name, np.argwhere(~same)[:5], y[~same][:5], right[~same][:5])
+        assert_near(
+            name, y, expected(ask, values, name), request.task.accumulator, request.task.dtypes[name], values["x"]
+        )
+
+
+def assert_near(name: str, y: Any, right: Any, accumulator: str, dtype: str, x: NDArray[Any]) -> None:
+    """Compare one output for the logits x, as `check` does."""
+    tolerance = 16 * UNIT[accumulator] * np.maximum(1, np.abs(right)) * (1 + x.shape[1] ** 0.5 / 4)
+    tolerance = tolerance + UNIT[dtype] * np.abs(right)
+    with np.errstate(invalid="ignore"):
+        same = (np.abs(y - right) <= tolerance) | (y == right) | (np.isnan(y) & np.isnan(right))
+    assert same.all(), (name, np.argwhere(~same)[:5], y[~same][:5], right[~same][:5])
 
 
 STRATEGY_COLS = {

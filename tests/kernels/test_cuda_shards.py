@@ -20,9 +20,9 @@ from cuda_targets import (
     PIPELINE,
     SMOOTH,
     STREAM,
-    UNIT,
     Ask,
     a_task,
+    assert_near,
     expected,
     some_values,
 )
@@ -80,11 +80,7 @@ def _compare(ask: Ask, shards: list[Shard], total: int, values: Any, found: list
             if name == "largest":
                 np.testing.assert_array_equal(y, part)
                 continue
-            tolerance = 16 * UNIT[accumulator] * np.maximum(1, np.abs(part)) * (1 + total**0.5 / 4)
-            tolerance = tolerance + UNIT[dtypes[name]] * np.abs(part)
-            with np.errstate(invalid="ignore"):
-                same = (np.abs(y - part) <= tolerance) | (y == part) | (np.isnan(y) & np.isnan(part))
-            assert same.all(), (name, shard, np.argwhere(~same)[:5], y[~same][:5], part[~same][:5])
+            assert_near(f"{name} of {shard}", y, part, accumulator, dtypes[name], values["x"])
 
 
 def _check(ask: Ask, shards: list[Shard], total: int, dtype: str, terms: bool, folder: Path) -> None:

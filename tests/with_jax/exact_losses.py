@@ -1,4 +1,4 @@
-"""Inputs of the losses, their exact results in float64, and the same formulas in JAX's own functions."""
+"""Inputs of the losses, their exact results in float64, the same formulas in JAX's own functions, and comparisons."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("jaxlib", reason="jax is not installed")
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -75,3 +77,28 @@ def results_written_out(x: Any, target: Any) -> Any:
     log_p = jax.nn.log_softmax(x.astype(jnp.float32))
     logprob = jnp.take_along_axis(log_p, target[..., None], -1)[..., 0]
     return logprob, -jnp.sum(jnp.exp(log_p) * log_p, -1), jax.nn.logsumexp(x.astype(jnp.float32), -1)
+
+
+Call = Callable[..., Any]
+
+
+def both(f: Call, g: Call, *arguments: Any) -> Any:
+    """The results of two functions, compiled as one program."""
+    return jax.jit(lambda *arguments: (f(*arguments), g(*arguments)))(*arguments)
+
+
+def assert_close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
+    """The same shape and dtype, and close values."""
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tolerance, atol=2e-6)
+
+
+def assert_all_close(pair: tuple[Any, Any], tolerance: float = 1e-5) -> None:
+    """Every array of the first result is close to that of the second."""
+    for a, b in zip(*map(jax.tree.leaves, pair), strict=True):
+        assert_close(a, b, tolerance)
+
+
+def number(f: Call) -> Call:
+    """A number that every result counts for, each in its own way."""
+    return lambda *arguments: sum(jnp.sum(jnp.sin((i + 1) * t)) for i, t in enumerate(f(*arguments)))

@@ -13,7 +13,7 @@ pytest.importorskip("jaxlib", reason="jax is not installed")
 
 import jax
 import jax.numpy as jnp
-from compared_programs import Call, assert_all_close, assert_close, both
+from exact_losses import Call, assert_all_close, assert_close, both
 
 import onlinesoftmax.jax as osj
 

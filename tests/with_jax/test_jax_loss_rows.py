@@ -1,4 +1,4 @@
-"""Rows with wrong labels, infinities and NaN, and rows some of whose classes are left out."""
+"""Rows with wrong labels, infinities and NaN, rows without some classes, and losses that are reduced to a scalar."""
 
 from __future__ import annotations
 
@@ -12,8 +12,19 @@ pytest.importorskip("jaxlib", reason="jax is not installed")
 
 import jax
 import jax.numpy as jnp
-from compared_programs import assert_all_close, both
-from exact_losses import STRATEGIES, exact, exact_gradient, exact_loss, logits, wide
+from exact_losses import (
+    STRATEGIES,
+    assert_all_close,
+    both,
+    classes,
+    exact,
+    exact_gradient,
+    exact_loss,
+    logits,
+    wide,
+    written_out,
+)
+from test_jax_losses import NUMBERS, assert_as_good
 
 import onlinesoftmax.jax as osj
 
@@ -157,3 +168,174 @@ def test_empty_and_small(shape: tuple[int, ...]) -> None:
     assert loss.shape == found.logprob.shape == found.entropy.shape == found.lse.shape == shape[:-1]
     np.testing.assert_array_equal(loss, np.nan if shape[-1] == 0 else 0)
     assert osj.token_logprobs(x, target, entropy=False).entropy is None
+
+
+IGNORED = -100
+STRIDE = 3
+"""Every third row is ignored."""
+
+
+def some_ignored(rows: int, cols: int) -> Any:
+    return classes(rows, cols=cols).at[::STRIDE].set(IGNORED)
+
+
+CASES = [
+    (None, (9, 1025), "both", "float32", "mean"), (None, (9, 1025), "plain", "bfloat16", "sum"),
+    ("row", (7, 33), "both", "bfloat16", "mean"), ("row", (2, 5001), "z_loss", "float32", "sum"),
+    ("looped", (5, 577), "both", "float16", "mean"), ("looped", (7, 33), "plain", "float32", "mean"),
+    ("split", (2, 5001), "both", "float32", "mean"), ("split", (5, 577), "smoothing", "bfloat16", "sum"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "shape", "numbers", "dtype", "reduction"), CASES, ids=str)
+def test_scalars_are_as_good_as_in_jax(
+    strategy: str | None, shape: tuple[int, int], numbers: str, dtype: str, reduction: str
+) -> None:
+    check_scalar(strategy, shape, numbers, dtype, reduction)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("cols", [4096, 8185, 128256])
+@pytest.mark.parametrize("strategy", ["cluster", "looped", "split"])
+def test_scalars_on_a_gpu(strategy: str, cols: int, dtype: str) -> None:
+    check_scalar(strategy, (64, cols), "both", dtype, "mean")
+
+
+def check_scalar(strategy: str | None, shape: tuple[int, int], numbers: str, dtype: str, reduction: str) -> None:
+    """The scalar and its gradient are as good as JAX's own."""
+    x, target, more = logits(*shape, dtype=dtype), some_ignored(*shape), NUMBERS[numbers]
+    counts = np.asarray(target) != IGNORED
+    weight = 1 / counts.sum() if reduction == "mean" else 1.0
+    forced = {} if strategy is None else {"backend": "pallas", "strategy": strategy}
+
+    def ours(x: Any) -> Any:
+        return osj.cross_entropy(x, target, reduction=reduction, ignore_index=IGNORED, **more, **forced)
+
+    def theirs(x: Any) -> Any:
+        losses = written_out(x.astype(jnp.float32), target, **more)
+        return (jnp.sum(jnp.where(counts, losses, 0)) * weight).astype(x.dtype)
+
+    (y, dx), (their_y, their_dx) = (jax.jit(jax.value_and_grad(f))(x) for f in (ours, theirs))
+    valid = jnp.maximum(target, 0)
+    exact = np.where(counts, exact_loss(x, valid, **more), 0)
+    assert_as_good(y, their_y, exact.sum() * weight, exact.sum() * weight)
+    dy = np.where(counts, weight, 0.0)
+    assert_as_good(dx, their_dx, exact_gradient(x, valid, dy, **more), weight)
+    assert not wide(dx)[~counts].any()
+
+
+def unreduced(x: Any, labels: Any, **more: Any) -> Any:
+    return jnp.mean(osj.cross_entropy(x, labels, **more))
+
+
+def reduced(x: Any, labels: Any, **more: Any) -> Any:
+    return osj.cross_entropy(x, labels, reduction="mean", **more)
+
+
+LABELS = classes(6, cols=40)
+WHERE = (jnp.arange(40) % 3 != jnp.arange(6)[:, None] % 3).at[2].set(False) | jax.nn.one_hot(LABELS, 40, dtype=bool)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 3.0},
+    "scale": {"scale": -0.7, "softcap": 3.0, "label_smoothing": 0.1},
+    "an array as scale": {"scale": jnp.float32(0.7), "z_loss": 0.1},
+    "where": {"where": WHERE, "softcap": 2.0},
+    "rows without a class": {"where": WHERE.at[2].set(False).at[0, LABELS[0]].set(True)},
+    "where and smoothing": {"where": WHERE, "label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_give_the_mean_of_the_losses(name: str) -> None:
+    x = logits(6, 40)
+    # The scale of row 2 is no finite number if `where` leaves the row nothing.
+    x = x.at[2].set(-jnp.inf) if name == "rows without a class" else x
+
+    def with_gradients(f: Any) -> Any:
+        return jax.value_and_grad(lambda x: f(x, LABELS, **OPTIONS[name]))
+
+    assert_all_close(both(*map(with_gradients, (reduced, unreduced)), x))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["scale", "where", "rows without a class"])
+def test_kernels_write_the_gradient_in_the_logits(strategy: str, name: str) -> None:
+    x, forced = logits(6, 40), {"backend": "pallas", "strategy": strategy}
+    ours = jax.grad(lambda x: reduced(x, LABELS, **OPTIONS[name], **forced))
+    assert_all_close(both(ours, jax.grad(lambda x: unreduced(x, LABELS, **OPTIONS[name])), x))
+
+
+def test_other_axes_labels_and_batches() -> None:
+    x, target = logits(2, 40, 3), classes(2, 3, cols=40)
+    weights = jax.nn.softmax(logits(2, 40, 3, seed=5), 1)
+
+    def results(f: Any) -> Any:
+        def all_of(x: Any) -> Any:
+            joined = jax.grad(lambda x: f(x, target[0], axis=(1, 0)))(x)
+            batch = jax.vmap(jax.value_and_grad(lambda x, t: f(x, t, axis=0)))(x, target)
+            one_label = jax.vmap(jax.grad(lambda x, t: f(x, t, axis=0)), (0, None))(x, target[0])
+            of_weights = jax.value_and_grad(lambda x: f(x, weights, axis=1))(x)
+            one_row = jax.value_and_grad(lambda x: f(x, target[0, 0]))(x[0, :, 0])
+            return joined, batch, one_label, of_weights, one_row
+
+        return all_of
+
+    assert_all_close(both(results(reduced), results(unreduced), x))
+
+
+@pytest.mark.parametrize("forced", [{}, {"backend": "pallas", "strategy": "looped"}], ids=str)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_row_that_does_not_count_may_hold_anything(forced: dict[str, str], softcap: float | None) -> None:
+    x, target = logits(4, 40), jnp.asarray([3, 7, 7, 1])
+    wrong = x.at[1].set(jnp.nan).at[2, 5].set(jnp.inf)
+
+    def loss(x: Any) -> Any:
+        return osj.cross_entropy(x, target, reduction="sum", ignore_index=7, softcap=softcap, **forced)
+
+    (y, dx), (expected, gradient) = (jax.value_and_grad(loss)(t) for t in (wrong, x))
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(dx, gradient)
+
+
+def test_rows_that_do_not_count_have_no_loss_without_a_reduction_either() -> None:
+    x, target = logits(4, 40).at[1].set(jnp.nan), jnp.asarray([3, 7, 7, 1])
+    loss = lambda x, **more: osj.cross_entropy(x, target, ignore_index=7, **more)  # noqa: E731  several uses
+    np.testing.assert_array_equal(loss(x)[1:3], 0)
+    for more in ({}, {"where": jnp.ones((4, 40), bool), "label_smoothing": 0.1}):
+        gradient = jax.grad(lambda x, more=more: jnp.sum(loss(x, **more)))(x)
+        assert np.isfinite(gradient).all()
+        assert not np.asarray(gradient)[1:3].any()
+
+
+def test_no_row_that_counts() -> None:
+    x, target = logits(3, 40), jnp.full(3, 7)
+    for reduction, expected in (("mean", np.nan), ("sum", 0.0)):
+        y, dx = jax.value_and_grad(osj.cross_entropy)(x, target, reduction=reduction, ignore_index=7)
+        np.testing.assert_array_equal(y, expected)
+        assert not np.asarray(dx).any()
+        for shape in ((0, 40), (0, 0)):
+            empty = osj.cross_entropy(jnp.zeros(shape), jnp.zeros(0, int), reduction=reduction)
+            np.testing.assert_array_equal(empty, expected)
+    assert jnp.isnan(osj.cross_entropy(jnp.zeros((2, 0)), jnp.zeros(2, int), reduction="sum"))
+    assert jax.grad(osj.cross_entropy)(jnp.zeros((0, 4)), jnp.zeros(0, int), reduction="mean").shape == (0, 4)
+
+
+def test_a_wrong_label_makes_the_scalar_nan_and_has_no_gradient() -> None:
+    x, target = logits(4, 40), jnp.asarray([3, 40, -1, 1])
+    y, dx = jax.value_and_grad(reduced)(x, target)
+    assert np.isnan(y)
+    assert np.isfinite(dx).all()
+    assert [bool(row.any()) for row in np.asarray(dx)] == [True, False, False, True]
+
+
+def test_an_index_outside_the_dtype_of_the_labels_ignores_nothing() -> None:
+    x, target = logits(4, 40), classes(4, cols=40).astype("uint8")
+    np.testing.assert_array_equal(reduced(x, target, ignore_index=-100), reduced(x, target))
+    np.testing.assert_array_equal(reduced(x, target, ignore_index=np.int64(300)), reduced(x, target))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2"])
+def test_dtypes_of_a_scalar(dtype: str) -> None:
+    x, target = logits(3, 7, dtype=dtype), classes(3, cols=7)
+    y, dx = jax.eval_shape(jax.value_and_grad(reduced), x, target)
+    assert (y.dtype, y.shape, dx.dtype, dx.shape) == (dtype, (), dtype, (3, 7))

@@ -15,8 +15,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compared_programs import Call, assert_all_close, both, number
-from exact_losses import classes, logits, results_written_out, written_out
+from exact_losses import Call, assert_all_close, both, classes, logits, number, results_written_out, written_out
 
 import onlinesoftmax.jax as osj
 from onlinesoftmax.jax import custom_op
