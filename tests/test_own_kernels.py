@@ -126,6 +126,13 @@ def test_a_call_that_forces_another_strategy_says_what_exists() -> None:
         run(call_of(torch.zeros(3, 5), Choice("cuda", "grid")))
 
 
+def test_results_that_do_not_follow_from_states_are_refused_for_sharded_rows() -> None:
+    for operation in (FORWARD, BACKWARD):
+        with pytest.raises(NotImplementedError, match=rf"{operation}\(\) is not available if the softmax dimension"):
+            operation.check_mergeable()
+    OPERATIONS["softmax_backward"].check_mergeable()
+
+
 def test_the_declarations_end_with_the_block() -> None:
     assert OPERATIONS["sparsemax"] is FORWARD
     with pytest.raises(ValueError, match="declared already: sparsemax"), also_declared(FORWARD):

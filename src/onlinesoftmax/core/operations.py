@@ -199,6 +199,17 @@ class Operation:
         """True where the strategies of a backend can run it, beside its own kernels."""
         return self.backends is None or backend in self.backends
 
+    def check_mergeable(self) -> None:
+        """Raise an error where results do not follow from the merged states of parts of a row.
+
+        Raises:
+            NotImplementedError: the operation has no sums, or kernels that make other results of them.
+        """
+        if self.kernels or not self.forward.reduces:
+            raise NotImplementedError(
+                f"{self}() is not available if the softmax dimension is sharded: its results do not follow from states"
+            )
+
     @cached_property
     def own_strategies(self) -> tuple[tuple[str, str, Callable[..., Any]], ...]:
         """(backend, strategy, its proposals) of its own kernels, whose module is imported when asked for."""

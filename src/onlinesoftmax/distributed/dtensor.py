@@ -73,6 +73,7 @@ def _local(
 
 def _sharded(call: Call, layout: MeshLayout) -> Tensor:
     """The local part of the result if the softmax dimension is sharded."""
+    call.operation.check_mergeable()
     name = call.operation.name
     x, settings = call.x, call.settings
     if len(layout.dims) > 1:

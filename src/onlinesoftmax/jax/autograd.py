@@ -69,7 +69,7 @@ def _changes(call: Signature, operands: Mapping[str, Array], results: Values, ch
         tangent = Signature(name, ("dy",), choice=call.choice, factor=factor, axis_name=call.axis_name)
         [change] = _linear(tangent, {"x": results["y"]}, {"t": t}).values()
         # A masked output is constant.  Where it is 0, it has made its change 0 as a factor.
-        constant = "mask" in call.options.arrays and MASKED[call.name] != 0
+        constant = "mask" in call.options.arrays and MASKED.get(call.name, 0.0) != 0
         return {"y": jnp.where(operands["mask"], change, 0) if constant else change}
     saved: Mapping[str, Array] = {
         **operands,

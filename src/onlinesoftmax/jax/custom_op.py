@@ -24,8 +24,9 @@ from ..core.arrays import Array
 from ..core.device import Device, known
 from ..core.task import Choice, Task
 from ..kernels import pallas
+from ..ops import OPERATIONS
 from ..planner.plan import Plan, PlanError
-from ..planner.strategies import FOR_JAX
+from ..planner.strategies import FOR_JAX, strategies_of
 from . import array_types, partitioning, plans, shards
 from .device import to_lower_for
 from .eager import FORMULAS
@@ -46,7 +47,7 @@ def check(name: str, choice: Choice) -> None:
     Raises:
         PlanError: there is no such backend, or the backend has no such strategy.
     """
-    pairs = {(row[0], row[1]) for row in FOR_JAX}
+    pairs = {(row[0], row[1]) for row in strategies_of(OPERATIONS[name], FOR_JAX)[0]}
     fitting = [pair for pair in pairs if choice.backend in (None, pair[0]) and choice.strategy in (None, pair[1])]
     if not fitting:
         raise PlanError(

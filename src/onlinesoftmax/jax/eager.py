@@ -26,6 +26,7 @@ from ..core.options import Functions, ScoreOptions
 from ..core.options import scores as scores_of
 from ..kernels.pallas.targets import COTANGENTS, GRADIENTS
 from ..ops import OPERATIONS
+from ..ops.reference import evaluate
 from .exchange import RowStates
 from .signature import Names, Signature, Values
 
@@ -210,6 +211,24 @@ def _gradient(call: Signature, x: Array, operands: Mapping[str, Array]) -> Array
     return masked(y, operands)
 
 
+def declared(call: Signature, x: Array, **operands: Array) -> Values:
+    """The output per element of an operation without formulas of this file, by the formula of its declaration."""
+    operation = OPERATIONS[call.name]
+    z = scores(call.options, x, operands) if operation.scores else x.astype(accumulator(x))
+    values = {one.name: operands[one.name] for one in operation.operands if one.name in operands}
+    wide = {name: t.astype(z.dtype) for name, t in values.items()}
+    y = call.factor * evaluate(call.name, namespace(z), {**wide, "x": z}, -1)
+    like = {**values, "x": x}[operation.element_operands[-1]]
+    return {"y": masked(y, operands).astype(like.dtype)}
+
+
+def declared_tangent(call: Signature, x: Array, t: Array) -> Values:
+    """Change of the saved output x from a change t of the scores: the transpose of the declared gradient."""
+    backward = call._replace(name=GRADIENT_OF[call.name], outputs=("y",))
+    [dy] = jax.linear_transpose(lambda dy: declared(backward, x, dy=dy)["y"], t)(t)
+    return {"dy": dy}
+
+
 def row_products(call: Signature, x: Array, t: Array) -> Values:
     """The sum of x * t over each row, in the dtype of the computation."""
     wide = accumulator(x)
@@ -233,7 +252,11 @@ OF_ROWS = {
 }
 """The gradient of each tangent of results per row."""
 
-GRADIENT_OF = {**OF_ROWS, "log_softmax_tangent": "log_softmax_backward", "row_products": "scaled_rows"}
+DECLARED = [operation for operation in OPERATIONS.values() if not operation.runs_on("eager")]
+OF_DECLARED = {f"{operation}_tangent": operation.gradient_name for operation in DECLARED if not operation.backward}
+"""The gradient of each tangent of an operation that has only its declared formula."""
+
+GRADIENT_OF = {**OF_ROWS, **OF_DECLARED, "log_softmax_tangent": "log_softmax_backward", "row_products": "scaled_rows"}
 """The gradient of each tangent."""
 
 FORMULAS: dict[str, Callable[..., Values]] = {
@@ -242,6 +265,8 @@ FORMULAS: dict[str, Callable[..., Values]] = {
         for name, operation in OPERATIONS.items()
     },
     **dict.fromkeys(OF_ROWS, tangent),
+    **dict.fromkeys(map(str, DECLARED), declared),
+    **dict.fromkeys(OF_DECLARED, declared_tangent),
     "softmax": softmax,
     "log_softmax": log_softmax,
     "log_softmax_tangent": log_softmax_tangent,

@@ -34,6 +34,7 @@ def run_shards(run: Run, names: Names, call: Signature, operands: Mapping[str, A
         operands: The target of a row, if the operation has one, is its column in the whole row (`whole_target`).
     """
     operation = OPERATIONS[call.name]
+    operation.check_mergeable()
     if call.writes_gradient:
         return in_two_passes(partial(run_shards, run, names), call, operands)
     if not operation.backward:

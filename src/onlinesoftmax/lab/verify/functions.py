@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ... import api
@@ -13,13 +14,15 @@ Function = Callable[..., Any]
 
 
 def pytorch(operation: Operation) -> Function:
-    """PyTorch's function for a forward operation."""
+    """PyTorch's function for a forward operation, or its formula in PyTorch's operations."""
     import torch
     from torch.nn import functional
 
     def log_probabilities(x: Any, dim: int) -> Any:
         return torch.log_softmax(x, dim).gather(dim, target_of(x, dim).unsqueeze(dim)).squeeze(dim)
 
+    if not operation.runs_on("eager"):
+        return partial(getattr(api, operation.name), backend="eager")
     if not operation.has_target:
         function: Function = getattr(torch, operation.name)
         return function
