@@ -35,11 +35,6 @@ class Request:
         """Name of the dtype of every tensor."""
         return self.task.dtypes
 
-    @property
-    def peeled(self) -> bool:
-        """True where unaligned rows are split into head, body and tail."""
-        return self.plan.vector > 1
-
     def has(self, name: str) -> bool:
         """True where the request has this tensor (operand or output) or this number."""
         return name in self.task.tensors or name in self.task.numbers

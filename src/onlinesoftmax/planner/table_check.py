@@ -48,33 +48,30 @@ def _backend(i: int, plan: Any) -> str:
     return backend
 
 
-def _is_cell(cell: Sequence[Any], backends: Sequence[str]) -> bool:
-    """True for [operation, elements, itemsize, unaligned, rows, columns, timings, backends...]."""
-    if len(cell) < 8:
+_CELL = [str, bool, int, bool, int, int, list]
+"""Types of the first values of a cell: operation, elements, itemsize, unaligned, rows, columns, timings."""
+
+
+def _is_cell(cell: list[Any], backends: Sequence[str]) -> bool:
+    """True for the values of _CELL and the names of the backends that were measured, at least one."""
+    if [type(value) for value in cell[: len(_CELL)]] != _CELL:
         return False
-    operation, elements, itemsize, unaligned, rows, cols, timings, *measured = cell
-    if type(operation) is not str or type(elements) is not bool or type(unaligned) is not bool:
-        return False
-    if type(itemsize) is not int or type(rows) is not int or type(cols) is not int or type(timings) is not list:
-        return False
-    if itemsize not in (2, 4) or not 0 < rows < LARGEST or not 0 < cols < LARGEST:
-        return False
-    return all(type(name) is str for name in measured) and _are_timings(timings, backends, measured)
+    _, _, itemsize, _, rows, cols, timings, *measured = cell
+    right = itemsize in (2, 4) and 0 < rows < LARGEST and 0 < cols < LARGEST
+    right = right and bool(measured) and all(type(name) is str for name in measured)
+    return right and _are_timings(timings, backends, measured)
 
 
 def _are_timings(timings: list[Any], backends: Sequence[str], measured: Sequence[str]) -> bool:
     """True for a list of [place of the plan, microseconds], the fastest first, of the backends that were measured."""
-    before = 0.0
-    for timing in timings:
-        if type(timing) is not list or len(timing) != 2:
-            return False
-        place, us = timing
-        if type(place) is not int or not 0 <= place < len(backends) or backends[place] not in measured:
-            return False
-        if not _is_positive(us) or us < before:
-            return False
-        before = us
-    return True
+    if any(type(timing) is not list or len(timing) != 2 for timing in timings):
+        return False
+    right = all(
+        type(place) is int and 0 <= place < len(backends) and backends[place] in measured and _is_positive(us)
+        for place, us in timings
+    )
+    times = [us for _, us in timings]
+    return right and times == sorted(times)
 
 
 def _is_positive(number: Any) -> bool:
