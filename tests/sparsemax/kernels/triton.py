@@ -54,8 +54,7 @@ def sparsemax_kernel(
     # Limits: COLS is a power of two; a mean of the support needs no more accuracy than one sum.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < rows
-    at = operands.first_elements(p, places, row[:, None], UNITS)
-    at = operands.with_scale(p, places, at, row[:, None], 0, row_mask[:, None], OP)
+    at = operands.rows_at(p, places, row[:, None], 0, row_mask[:, None], OP, UNITS)
     col = tl.arange(0, COLS)[None, :]
     inside = row_mask[:, None] & (col < cols * UNITS.cols)
     element = operands.load(p, places, at, col, inside, OP, "")

@@ -21,14 +21,9 @@ def column_kernel(
     # Bytes: one read, one write where WHOLE (all columns fit one tile); else two reads, one write.
     # Limits: none on columns or rows.
     outer, inner, row_mask = strip(tl.program_id(0).to(tl.int64), adjacent * ADJACENT_UNIT, ROWS)
-    first_at = operands.first_elements(p, places, outer, UNITS)
-    at = operands.skip_rows(p, places, first_at, inner[None, :])
-    at = operands.with_scale(p, places, at, outer, inner[None, :], row_mask[None, :], OP)
-    row_values = ()
+    at = operands.rows_at(p, places, outer, inner[None, :], row_mask[None, :], OP, UNITS)
+    row_values = operands.row_operands(p, places, outer, inner, row_mask, cols, OP, UNITS)
     if OP.target:
-        row_at = operands.skip_rows(p, places, first_at, inner)
-        row_at = operands.with_scale(p, places, row_at, outer, inner, row_mask, OP)
-        row_values = operands.row_operands(p, places, row_at, outer, inner, row_mask, cols, OP)
         at = operands.with_target(at, operands.target_of(row_values)[None, :])
     if OP.writes_elements:
         y_row = p.y + row_offset(outer, places.sizes, places.y, UNITS.y) + inner * places.y.adjacent_stride
@@ -45,7 +40,7 @@ def column_kernel(
             for i in range(1, tiles):
                 first = step * i
                 tile_inside = (col < cols - first)[:, None] & row_mask[None, :]
-                tile_at = operands.skip(p, places, at, first)
+                tile_at = operands.skip(p, places, at, first, OP)
                 tile = operands.load(p, places, tile_at, col[:, None], tile_inside, OP, "")
                 m_tile, sums_tile = ops.reduce(tile, 0, OP)
                 m, sums = state.merge(m, sums, m_tile, sums_tile, OP)
@@ -64,7 +59,7 @@ def column_kernel(
                 # The newest tile first: L2 still holds it.
                 first = step * (tiles - 1 - i)
                 tile_inside = (col < cols - first)[:, None] & row_mask[None, :]
-                tile_at = operands.skip(p, places, at, first)
+                tile_at = operands.skip(p, places, at, first, OP)
                 tile = operands.load(p, places, tile_at, col[:, None], tile_inside, OP, "")
                 y = operands.compute_output(p, places, tile_at, col[:, None], tile, constants, OP)
                 tl.store(y_at + first * places.y.col, y.to(p.y.dtype.element_ty), mask=tile_inside)

@@ -19,7 +19,7 @@ from ...core.accumulators import Accumulator, Argmax, PlainSum, ScaledSum
 from ...core.view import View, power_of_two_divisor
 from ..registry import LOADING
 from ..request import Request
-from .operands import TENSORS, Place, Places, Pointers, Units
+from .operands import READ_FIELDS, TENSORS, Place, Places, Pointers, Units
 from .ops import OpConstants
 
 TL_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32, "float64": tl.float64}
@@ -77,6 +77,7 @@ class TritonRequest(Request):
             TL_DTYPES[task.accumulator],
             task.exact_sums,
             task.zero,
+            READ_FIELDS,
         )
 
     @cached_property

@@ -20,17 +20,15 @@ def looped_kernel(
     # Limits: none on columns.
     TILE: tl.constexpr = DEPTH * BLOCK
     row = tl.program_id(0).to(tl.int64)
-    row_at = operands.first_elements(p, places, row, UNITS)
-    row_at = operands.with_scale(p, places, row_at, row, 0, None, OP)
+    row_at = operands.rows_at(p, places, row, 0, None, OP, UNITS)
     if OP.writes_elements:
         y_row = row_offset(row, places.sizes, places.y, UNITS.y)
     cols = cols.to(tl.int64) * UNITS.cols
-    row_values = ()
+    row_values = operands.row_operands(p, places, row, 0, None, cols, OP, UNITS)
     if OP.target:
-        row_values = operands.row_operands(p, places, row_at, row, 0, None, cols, OP)
         row_at = operands.with_target(row_at, operands.target_of(row_values))
-    head, length = body(row_at[0], cols, VECTOR)
-    at = operands.skip_head(p, places, row_at, head, VECTOR)
+    head, length = body(row_at[0][0], cols, VECTOR)
+    at = operands.skip_head(p, places, row_at, head, OP, VECTOR)
     if VECTOR > 1:
         edge = load_edges(p, places, row_at, head, length, cols, OP, VECTOR)
     if len(OP.sums) > 0:

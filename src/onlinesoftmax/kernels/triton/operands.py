@@ -44,6 +44,9 @@ TENSORS = tuple(
 )
 """Names of the tensors that have rows, operands and outputs of all operations; x and y first."""
 
+READ_FIELDS = tuple(TENSORS.index(name) for name in ("x", "dy", "bias", "mask", "logits", "weight"))
+"""Positions of the tensors that are read element by element, in the order of the offsets of `rows_at`."""
+
 # Type checkers read only the fields of a namedtuple that are written out.
 _tuple_of: Callable[..., Any] = namedtuple
 
@@ -101,53 +104,45 @@ def row_offset(row, sizes, place, UNIT: tl.constexpr):
 
 
 @triton.jit
-def first_elements(p, places, row, UNITS: tl.constexpr):
-    """Offsets of each row's first element in x, dy, bias, mask, logits and weight; the column of this element, 0; the
-    number of columns that its query sees; its target column, which `with_target` sets; and its scale, which
-    `with_scale` sets.
+def rows_at(p, places, row, inner, row_mask, OP: tl.constexpr, UNITS: tl.constexpr):
+    """Where rows begin: (offsets, first, seen, target, scale).
+
+    offsets   of each row's first element in the tensors of OP.read_fields
+    first     the column of this element, 0
+    seen      the number of columns that the row's query sees
+    target    its target column, which `with_target` sets
+    scale     its scale, if the scale is a tensor
+
+    `row` counts the rows that do not lie side by side, `inner` those that do.
     """
-    x = row_offset(row, places.sizes, places.x, UNITS.x)
-    # An absent tensor gets the offset of x, which is never used.
-    dy, bias, mask, logits, weight, first, seen, target, scale = x, x, x, x, x, x * 0, x, x, x
-    if p.dy is not None:
-        dy = row_offset(row, places.sizes, places.dy, UNITS.dy)
-    if p.bias is not None:
-        bias = row_offset(row, places.sizes, places.bias, UNITS.bias)
-    if p.mask is not None:
-        mask = row_offset(row, places.sizes, places.mask, UNITS.mask)
-    if p.logits is not None:
-        logits = row_offset(row, places.sizes, places.logits, UNITS.logits)
-    if p.weight is not None:
-        weight = row_offset(row, places.sizes, places.weight, UNITS.weight)
+    x = row_offset(row, places.sizes, places.x, UNITS.x) + inner * places.x.adjacent_stride
+    offsets = (x,)
+    for i in tl.static_range(1, len(OP.read_fields)):
+        # An absent tensor gets the offset of x, which is never used.
+        offset = x
+        if p[OP.read_fields[i]] is not None:
+            place = places[OP.read_fields[i]]
+            offset = row_offset(row, places.sizes, place, UNITS[OP.read_fields[i]]) + inner * place.adjacent_stride
+        offsets += (offset,)
+    seen, scale = x, x
     if places.diagonal is not None:
-        seen = row_offset(row, places.sizes, places.query, 1) + places.diagonal
-    return x, dy, bias, mask, logits, weight, first, seen, target, scale
+        seen = row_offset(row, places.sizes, places.query, 1) + places.diagonal + inner * places.query.adjacent_stride
+    if p.scale is not None:  # noqa: SIM102  Triton compiles both sides of `and`
+        if p.scale.dtype.is_ptr():
+            scale = row_value(p.scale, places, places.scale, row, inner, row_mask, OP.acc)
+    return offsets, x * 0, seen, x, scale
 
 
 @triton.jit
 def with_target(at, target):
-    """The offsets `at` of the first elements of rows, with the target columns of these rows."""
-    x, dy, bias, mask, logits, weight, first, seen, _, scale = at
-    return x, dy, bias, mask, logits, weight, first, seen, target, scale
-
-
-@triton.jit
-def with_scale(p, places, at, row, inner, row_mask, OP: tl.constexpr):
-    """The offsets `at` of the first elements of rows, with the scales of these rows if the scale is a tensor.
-
-    The other arguments are those of `row_value`, of a shape that broadcasts to the elements.
-    """
-    x, dy, bias, mask, logits, weight, first, seen, target, scale = at
-    if p.scale is not None:  # noqa: SIM102  Triton compiles both sides of `and`
-        if p.scale.dtype.is_ptr():
-            scale = row_value(p.scale, places, places.scale, row, inner, row_mask, OP.acc)
-    return x, dy, bias, mask, logits, weight, first, seen, target, scale
+    """The beginnings `at` of rows, with the target columns of these rows."""
+    return at[0], at[1], at[2], target, at[4]
 
 
 @triton.jit
 def times_scale(p, at, x, OP: tl.constexpr):
     """The elements x times the scale of the row, or the number of the call; x itself without a scale."""
-    scale = at[9]
+    scale = at[4]
     if p.scale is not None:
         if p.scale.dtype.is_ptr():  # noqa: SIM108  Triton's ternary compiles both
             x = x * scale
@@ -161,7 +156,7 @@ def times_sign(p, at, x, OP: tl.constexpr):
     """Logits in the order of their scores without bias: a softcap keeps the order, a negative scale reverses it."""
     if p.scale is not None:
         if p.scale.dtype.is_ptr():  # noqa: SIM108  Triton's ternary compiles both
-            scale = at[9]
+            scale = at[4]
         else:
             scale = ops.number(p.scale, OP.acc)
         x = tl.where(scale < 0, -x, x)
@@ -169,64 +164,40 @@ def times_sign(p, at, x, OP: tl.constexpr):
 
 
 @triton.jit
-def skip_head(p, places, at, head, VECTOR: tl.constexpr):
-    """The offsets `at` moved by `head` columns to the body, where x and dy lie on 16 bytes if VECTOR > 1.
+def skip_head(p, places, at, head, OP: tl.constexpr, VECTOR: tl.constexpr):
+    """The beginnings `at` moved by `head` columns to the body, where x and dy lie on 16 bytes if VECTOR > 1.
 
     `x // VECTOR * VECTOR` changes no value; it tells the compiler that x is a multiple of VECTOR.
     """
-    x, dy, bias, mask, logits, weight, first, seen, target, scale = skip(p, places, at, head)
+    offsets, first, seen, target, scale = skip(p, places, at, head, OP)
     if VECTOR > 1:
-        x = x // VECTOR * VECTOR
-        dy = dy // VECTOR * VECTOR
-    return x, dy, bias, mask, logits, weight, first, seen, target, scale
+        x, dy, bias, mask, logits, weight = offsets
+        offsets = (x // VECTOR * VECTOR, dy // VECTOR * VECTOR, bias, mask, logits, weight)
+    return offsets, first, seen, target, scale
 
 
 @triton.jit
-def skip(p, places, at, cols):
-    """The offsets `at` moved by `cols` columns."""
-    x, dy, bias, mask, logits, weight, first, seen, target, scale = at
-    x += cols * places.x.col
-    if p.dy is not None:
-        dy += cols * places.dy.col
-    if p.bias is not None:
-        bias += cols * places.bias.col
-    if p.mask is not None:
-        mask += cols * places.mask.col
-    if p.logits is not None:
-        logits += cols * places.logits.col
-    if p.weight is not None:
-        weight += cols * places.weight.col
-    return x, dy, bias, mask, logits, weight, first + cols, seen - cols, target - cols, scale
-
-
-@triton.jit
-def skip_rows(p, places, at, rows):
-    """The offsets `at` moved by `rows` rows, for rows that lie side by side."""
-    x, dy, bias, mask, logits, weight, first, seen, target, scale = at
-    x += rows * places.x.adjacent_stride
-    if p.dy is not None:
-        dy += rows * places.dy.adjacent_stride
-    if p.bias is not None:
-        bias += rows * places.bias.adjacent_stride
-    if p.mask is not None:
-        mask += rows * places.mask.adjacent_stride
-    if p.logits is not None:
-        logits += rows * places.logits.adjacent_stride
-    if p.weight is not None:
-        weight += rows * places.weight.adjacent_stride
-    if places.diagonal is not None:
-        seen += rows * places.query.adjacent_stride
-    return x, dy, bias, mask, logits, weight, first, seen, target, scale
+def skip(p, places, at, cols, OP: tl.constexpr):
+    """The beginnings `at` moved by `cols` columns."""
+    offsets, first, seen, target, scale = at
+    moved = ()
+    for i in tl.static_range(len(OP.read_fields)):
+        offset = offsets[i]
+        if p[OP.read_fields[i]] is not None:
+            offset += cols * places[OP.read_fields[i]].col
+        moved += (offset,)
+    return moved, first + cols, seen - cols, target - cols, scale
 
 
 @triton.jit
 def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
-    """(a, b, kept, argmax) of the columns `col` (int32) that are `inside`; `col` is measured from the offsets `at`.
+    """(a, b, kept, argmax) of the columns `col` (int32) that are `inside`; `col` is measured from the beginnings `at`.
 
     `kept` is False for columns outside and for masked columns.  `argmax` has the keys and the indices of the columns
     where OP.argmax asks for them.
     """
-    x_at, dy_at, bias_at, mask_at, _, weight_at, first, seen, _, _ = at
+    offsets, first, seen, _, _ = at
+    x_at, dy_at, bias_at, mask_at, _, weight_at = offsets
     wide = col.to(tl.int64)
     kept = inside
     if places.diagonal is not None:
@@ -261,7 +232,7 @@ def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
 def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
     """The output for an element = (a, b, ...) of `load`, given the per-row constants of ops.row_constants."""
     a, b, _, _ = element
-    target = at[8]
+    target = at[3]
     return through_score(p, places, at, col, element, ops.output(a, b, col == target, constants, OP), OP)
 
 
@@ -272,7 +243,7 @@ def through_score(p, places, at, col, element, y, OP: tl.constexpr):
     `element` is the result of `load`.
     """
     _, _, kept, _ = element
-    x_at, _, _, _, logits_at, _, _, _, _, _ = at
+    x_at, _, _, _, logits_at, _ = at[0]
     if OP.gradient:
         if p.mask is not None or places.diagonal is not None:
             # An excluded element has no gradient, not even in a row that holds NaN or has no softmax.
@@ -314,8 +285,8 @@ def given_state(p, places, row, inner, mask, OP: tl.constexpr):
 
 
 @triton.jit
-def row_operands(p, places, at, row, inner, mask, cols, OP: tl.constexpr):
-    """The per-row operands of an operation with a target column; an absent one is 0.
+def row_operands(p, places, row, inner, mask, cols, OP: tl.constexpr, UNITS: tl.constexpr):
+    """The per-row operands of an operation with a target column; an absent one is 0.  Else the empty tuple.
 
         target      the target column, -1 for a row that does not exist
         valid       True where the target is a column
@@ -325,9 +296,17 @@ def row_operands(p, places, at, row, inner, mask, cols, OP: tl.constexpr):
         dy, dlse, entropy, dentropy
         smoothing, total, z_loss: numbers of the call; total is the sum of all weights
 
-    `at` has the offsets of the first elements, of the same shape as `row`.  Nothing is written before this call: the
-    gradient may overwrite the logits.
+    Nothing is written before this call: the gradient may overwrite the logits.
     """
+    values = ()
+    if OP.target:
+        at = rows_at(p, places, row, inner, mask, OP, UNITS)
+        values = _row_operands(p, places, at, row, inner, mask, cols, OP)
+    return values
+
+
+@triton.jit
+def _row_operands(p, places, at, row, inner, mask, cols, OP: tl.constexpr):
     zero = tl.zeros([], OP.acc)
     smoothing, total, z_loss = zero, zero + cols.to(OP.acc), zero
     target = row_value(p.target, places, places.target, row, inner, mask, tl.int64)

@@ -40,6 +40,7 @@ class OpConstants(NamedTuple):
         exact: True where an output is float32 or float64, so that sums and exp must be more accurate than a 16-bit
             output needs.
         zero: True where a row whose scores are all -inf gives zeros.
+        read_fields: operands.READ_FIELDS.  In the interpreter, a kernel cannot read a tuple of its module.
     """
 
     name: str
@@ -56,6 +57,7 @@ class OpConstants(NamedTuple):
     acc: Any
     exact: bool
     zero: bool
+    read_fields: tuple[int, ...] = ()
 
 
 @triton.jit

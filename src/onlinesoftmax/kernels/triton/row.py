@@ -36,17 +36,13 @@ def one_tile(
     """Read, reduce and write one tile of rows."""
     row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < rows
-    at = operands.first_elements(p, places, row[:, None], UNITS)
-    at = operands.with_scale(p, places, at, row[:, None], 0, row_mask[:, None], OP)
+    at = operands.rows_at(p, places, row[:, None], 0, row_mask[:, None], OP, UNITS)
     y_row = row
     if OP.writes_elements:
         y_row = row_offset(row, places.sizes, places.y, UNITS.y)
     cols = cols * UNITS.cols
-    row_values = ()
+    row_values = operands.row_operands(p, places, row, 0, row_mask, cols, OP, UNITS)
     if OP.target:
-        row_at = operands.first_elements(p, places, row, UNITS)
-        row_at = operands.with_scale(p, places, row_at, row, 0, row_mask, OP)
-        row_values = operands.row_operands(p, places, row_at, row, 0, row_mask, cols, OP)
         at = operands.with_target(at, operands.target_of(row_values)[:, None])
     col = tl.arange(0, COLS)
     inside = row_mask[:, None]
@@ -54,7 +50,7 @@ def one_tile(
     if VECTOR > 1:
         # Rows are unaligned: each has its own head, and a body in which the loads of all rows are alike.
         head, length = body(row_offset(row, places.sizes, places.x, UNITS.x), cols, VECTOR)
-        at = operands.skip_head(p, places, at, head[:, None], VECTOR)
+        at = operands.skip_head(p, places, at, head[:, None], OP, VECTOR)
         y_body = (y_row + head) // VECTOR * VECTOR
         inside = inside & (col[None, :] < length.to(tl.int32)[:, None])
         # The edges have rows along the second axis.  Along the first they would get the layout of x, which is made
@@ -62,8 +58,7 @@ def one_tile(
         i = tl.arange(0, 2 * VECTOR)[:, None]
         edge_col, edge_inside = edges(i, head[None, :], length[None, :], cols, VECTOR)
         edge_inside = edge_inside & row_mask[None, :]
-        edge_at = operands.first_elements(p, places, row[None, :], UNITS)
-        edge_at = operands.with_scale(p, places, edge_at, row[None, :], 0, row_mask[None, :], OP)
+        edge_at = operands.rows_at(p, places, row[None, :], 0, row_mask[None, :], OP, UNITS)
         if OP.target:
             edge_at = operands.with_target(edge_at, operands.target_of(row_values)[None, :])
         edge = operands.load(p, places, edge_at, edge_col, edge_inside, OP, "")

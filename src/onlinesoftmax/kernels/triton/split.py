@@ -24,12 +24,11 @@ def split_state_kernel(
     # Bytes: one read; a slice writes its state, eight bytes for softmax in 16 bits.
     # Limits: none on columns.
     pid = tl.program_id(0).to(tl.int64)
-    row_at = operands.first_elements(p, places, pid // splits, UNITS)
-    row_at = operands.with_scale(p, places, row_at, pid // splits, 0, None, OP)
+    row_at = operands.rows_at(p, places, pid // splits, 0, None, OP, UNITS)
     cols = cols.to(tl.int64) * UNITS.cols
-    head, length = body(row_at[0], cols, VECTOR)
+    head, length = body(row_at[0][0], cols, VECTOR)
     start, count = slice_bounds(pid % splits, slice_tiles * (DEPTH * BLOCK), length)
-    at = operands.skip(p, places, operands.skip_head(p, places, row_at, head, VECTOR), start)
+    at = operands.skip(p, places, operands.skip_head(p, places, row_at, head, OP, VECTOR), start, OP)
     m, sums = reduce_slice(p, places, at, count, OP, DEPTH, BLOCK)
     if VECTOR > 1 and start == 0:
         edge = load_edges(p, places, row_at, head, length, cols, OP, VECTOR)
@@ -78,11 +77,7 @@ def split_merge_kernel(
     m, sums = state.merge_all(m, sums, 0, OP)
     if LAST:
         cols = cols.to(tl.int64) * UNITS.cols
-        row_values = ()
-        if OP.target:
-            row_at = operands.first_elements(p, places, row, UNITS)
-            row_at = operands.with_scale(p, places, row_at, row, 0, None, OP)
-            row_values = operands.row_operands(p, places, row_at, row, 0, None, cols, OP)
+        row_values = operands.row_operands(p, places, row, 0, None, cols, OP, UNITS)
         operands.store_row_outputs(p, places, row, 0, m, sums, row_values, cols, None, OP, UNITS)
     # The last state is kept only for the elements.
     if OP.writes_elements or not LAST:
@@ -100,21 +95,19 @@ def split_finish_kernel(
     # Limits: none on columns.
     pid = tl.num_programs(0).to(tl.int64) - 1 - tl.program_id(0)
     row = pid // tiles
-    row_at = operands.first_elements(p, places, row, UNITS)
-    row_at = operands.with_scale(p, places, row_at, row, 0, None, OP)
+    row_at = operands.rows_at(p, places, row, 0, None, OP, UNITS)
     y_row = row_offset(row, places.sizes, places.y, UNITS.y)
     cols = cols.to(tl.int64) * UNITS.cols
-    row_values = ()
+    row_values = operands.row_operands(p, places, row, 0, None, cols, OP, UNITS)
     if OP.target:
-        row_values = operands.row_operands(p, places, row_at, row, 0, None, cols, OP)
         row_at = operands.with_target(row_at, operands.target_of(row_values))
-    head, length = body(row_at[0], cols, VECTOR)
+    head, length = body(row_at[0][0], cols, VECTOR)
     start = pid % tiles * TILE
     if len(OP.sums) > 0:
         m, sums = tl.load(states[0] + row), load_sums(states, row, None, OP)
     else:
         m, sums = operands.given_state(p, places, row, 0, None, OP)
-    at = operands.skip_head(p, places, row_at, head, VECTOR)
+    at = operands.skip_head(p, places, row_at, head, OP, VECTOR)
     y_body = p.y + (y_row + head) // VECTOR * VECTOR
     finish_tile(p, places, at, y_body, start, length, cols, m, sums, row_values, OP, TILE)
     if VECTOR > 1 and start == 0:

@@ -77,7 +77,7 @@ def reduce_slice(p, places, at, length, OP: tl.constexpr, DEPTH: tl.constexpr, B
     for first in range(0, length, DEPTH * BLOCK):
         # The tile may be read again, so L2 is asked to keep it.
         element = operands.load(
-            p, places, operands.skip(p, places, at, first), col, col < length - first, OP, "evict_last"
+            p, places, operands.skip(p, places, at, first, OP), col, col < length - first, OP, "evict_last"
         )
         m_tile, sums_tile = ops.reduce(element, 0, OP)
         m, sums = state.merge(m, sums, m_tile, sums_tile, OP)
@@ -89,7 +89,7 @@ def finish_tile(p, places, at, y_body, first, length, cols, m, sums, row_values,
     """Write the output for TILE columns of a body of `length`, from the column `first` on; `at` is its beginning."""
     col = tl.arange(0, TILE)
     inside = col < length - first
-    tile_at = operands.skip(p, places, at, first)
+    tile_at = operands.skip(p, places, at, first, OP)
     element = operands.load(p, places, tile_at, col, inside, OP, "evict_first")
     constants = ops.row_constants(m, sums, row_values, cols, OP)
     y = operands.compute_output(p, places, tile_at, col, element, constants, OP)
