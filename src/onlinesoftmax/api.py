@@ -258,14 +258,14 @@ def cross_entropy(
         tensor(0.6931)
     """
     scores = checked_options("cross_entropy", scale, softcap, None, mask, False, "nan")
-    losses = _LOSSES.get(type(input)) or _find_losses("cross_entropy", type(input))
+    runner = _RUNNERS.get(type(input)) or _find_runner("cross_entropy", type(input))
     by_default = backend is None and strategy is None and not batch_invariant and dtype is None
     settings = _LOSS_SETTINGS if by_default else Settings(1, dtype, False, Choice(backend, strategy, batch_invariant))
     # Fields of `Loss` as a tuple: a cached call is found by this tuple and never builds a `Loss`.
     fields = (settings, ignore_index, reduction, label_smoothing, z_loss, scores, inplace_backward)
     if check:
-        losses.check_targets(input, target, weight, fields)
-    return losses.cross_entropy(input, target, weight, fields, return_stats)
+        runner.check_targets(input, target, weight, fields)
+    return runner.cross_entropy(input, target, weight, fields, return_stats)
 
 
 def token_logprobs(
@@ -318,34 +318,11 @@ def token_logprobs(
         (tensor([-1.3863, -1.3863]), tensor([1.3863, 1.3863]))
     """
     options = checked_options("token_logprobs", scale, softcap, None, mask, False, "nan")
-    losses = _LOSSES.get(type(logits)) or _find_losses("token_logprobs", type(logits))
+    runner = _RUNNERS.get(type(logits)) or _find_runner("token_logprobs", type(logits))
     if check:
-        losses.check_tokens(logits, index, dim, ignore_index)
+        runner.check_tokens(logits, index, dim, ignore_index)
     choice = Choice(backend, strategy, batch_invariant)
-    return losses.token_logprobs(logits, index, dim, options, entropy, choice, ignore_index)
-
-
-_LOSSES: dict[type, ModuleType] = {}
-"""The module with the losses by the type of the input, once an input of this type has been seen."""
-
-
-def _find_losses(function: str, kind: type) -> ModuleType:
-    """The module with the losses of inputs of this type."""
-    check_no_jax(function, kind)
-    try:
-        if issubclass(kind, ARRAY_TYPES):
-            found = numpy_run
-        elif _is_dtensor(kind):
-            from .distributed import dtensor as found  # type: ignore[no-redef]  # the same functions
-        else:
-            from .torch import losses as found  # type: ignore[no-redef]  # the same functions
-    except ImportError as error:
-        raise TypeError(
-            f"{function}() needs a NumPy array or a torch tensor, and torch cannot be imported here ({error}): "
-            "pip install 'onlinesoftmax[torch]'"
-        ) from None
-    _LOSSES[kind] = found
-    return found
+    return runner.token_logprobs(logits, index, dim, options, entropy, choice, ignore_index)
 
 
 def _is_dtensor(kind: type) -> bool:
@@ -370,6 +347,7 @@ def _run(
 
 
 def _find_runner(function: str, kind: type) -> ModuleType:
+    """The module that runs the calls on inputs of this type."""
     check_no_jax(function, kind)
     try:
         if issubclass(kind, ARRAY_TYPES):
@@ -380,16 +358,15 @@ def _find_runner(function: str, kind: type) -> ModuleType:
             from .torch import run as found  # type: ignore[no-redef]  # the same functions
     except ImportError as error:
         raise TypeError(
-            "input must be a NumPy array or a torch tensor, and torch cannot be imported here "
-            f"({error}): pip install 'onlinesoftmax[torch]'"
+            f"{function}() needs a NumPy array or a torch tensor, and torch cannot be imported here ({error}): "
+            "pip install 'onlinesoftmax[torch]'"
         ) from None
     _RUNNERS[kind] = found
     return found
 
 
 if hasattr(sys.modules.get("torch"), "Tensor"):
-    # Fill the tables now: torch.compile guards on them, and a first call inside a trace would cause a second
+    # Fill the table now: torch.compile guards on it, and a first call inside a trace would cause a second
     # compilation.  An unsupported torch raises its error at the first call on a tensor.
     with suppress(TypeError):
         _find_runner("softmax", sys.modules["torch"].Tensor)
-        _find_losses("cross_entropy", sys.modules["torch"].Tensor)

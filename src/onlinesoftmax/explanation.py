@@ -139,8 +139,8 @@ def explain(
         x: A torch tensor, a JAX array, or a shape: a tuple of sizes of a contiguous tensor.  A NumPy array counts as
             its shape and dtype.
         dim: The softmax dimension.
-        operation: "softmax", "log_softmax", "logsumexp", "cross_entropy" or "token_logprobs"; or one of these with
-            "_backward", its gradient, which takes the options of the function.
+        operation: Name of a function, as "softmax"; or with "_backward", its gradient, which takes the options of the
+            function.
         dtype: Dtype, or its name, for a shape ("float32" by default); that of the tensor otherwise.
         outputs: Names of the outputs that the kernel writes, where it is not the result alone: ("loss", "y") for the
             losses with their gradient, ("mean_loss", "y") for their mean with its gradient.

@@ -30,7 +30,7 @@ from onlinesoftmax.core.task import Choice
 from onlinesoftmax.kernels.cuda import launch, source
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import plan
-from onlinesoftmax.torch.targets import MOST_BYTES_IN_ONE_LAUNCH, MOST_ROWS_IN_ONE_LAUNCH
+from onlinesoftmax.torch.loss_kernels import MOST_BYTES_IN_ONE_LAUNCH, MOST_ROWS_IN_ONE_LAUNCH
 
 SCALARS = [
     Ask(LOSS, ("mean_loss", "y"), ("ignore_index",)),

@@ -18,7 +18,7 @@ from contract import DEVICE, DTYPES, GPU, outliers
 from onlinesoftmax.core.call import Settings
 from onlinesoftmax.torch import losses, reductions
 from onlinesoftmax.torch.loss import Loss
-from onlinesoftmax.torch.targets import MOST_ROWS_IN_ONE_LAUNCH
+from onlinesoftmax.torch.loss_kernels import MOST_ROWS_IN_ONE_LAUNCH
 
 pytestmark = pytest.mark.usefixtures("cacheable")
 

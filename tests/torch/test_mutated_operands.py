@@ -16,7 +16,7 @@ from onlinesoftmax.core.options import PLAIN
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.torch import custom_op
-from onlinesoftmax.torch.gradients import with_tensors
+from onlinesoftmax.torch.recording import with_tensors
 
 BACKENDS = (None, "triton", "cuda") if GPU else (None, "triton")
 

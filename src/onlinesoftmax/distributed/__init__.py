@@ -34,11 +34,10 @@ from ..core.options import PLAIN, ScoreOptions, checked_options
 from ..core.processes import group_or_default
 from ..core.task import Choice
 from ..ops import OPERATIONS
-from ..torch.check import check_options
-from ..torch.gradients import accumulator_of
+from ..torch.arguments import check_dtype, check_options, checked_numbers
 from ..torch.loss import Loss
-from ..torch.loss_arguments import check_dtype, checked_numbers
 from ..torch.losses import without_ignored
+from ..torch.ops import accumulator_of
 from . import losses
 from . import softmax as _softmax
 from .fast_path import look_up

@@ -20,12 +20,11 @@ from ..core.options import PLAIN, ScoreOptions
 from ..core.task import Choice
 from ..ops import OPERATIONS
 from ..ops.cross_entropy.arguments import class_dim
-from ..torch import loss_arguments
 from ..torch import losses as whole_rows
 from ..torch import run as torch_run
-from ..torch.check import check_options
-from ..torch.gradients import accumulator_of
+from ..torch.arguments import check_options, checked_loss
 from ..torch.loss import Loss
+from ..torch.ops import accumulator_of
 from . import losses
 from .layout import MeshLayout, compare, layout_of, local_of, without_partial_sums
 from .shards import ShardedInput
@@ -112,7 +111,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         fields: The fields of `Loss`.
         return_stats: Return the statistics too.
     """
-    name, loss = "cross_entropy", loss_arguments.checked_loss(x, target, weight, Loss(*fields))
+    name, loss = "cross_entropy", checked_loss(x, target, weight, Loss(*fields))
     layout = layout_of(name, x, (class_dim(x),))
     arguments = {"target": target, "weight": weight, "loss": loss, "return_stats": return_stats}
     _, local = _local(name, x, layout, arguments, over_rows=loss.reduction != "none")
@@ -159,7 +158,7 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """(logprob, entropy, lse) as DTensors, sharded as the rows are."""
     name = "token_logprobs"
-    axis = loss_arguments.check_token_arguments(x, index, dim)
+    axis = whole_rows.check_token_arguments(x, index, dim)
     if index.dim() == x.dim():
         raise NotImplementedError(f"{name}(): index with several tokens of each row is not available for a DTensor")
     check_options(Call(OPERATIONS[name], x, Settings(dim), options))
@@ -178,13 +177,13 @@ def token_logprobs(
 
 def check_targets(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> None:
     """Check the arguments, and the range of every target on every process, so that all raise the same error."""
-    loss = loss_arguments.checked_loss(x, target, weight, Loss(*fields))
+    loss = checked_loss(x, target, weight, Loss(*fields))
     # Only the shape of x is used, so its partial sums are not added here.
     layout = layout_of("cross_entropy", x, (class_dim(x),))
-    loss_arguments.check_targets(x, layout.whole("target", target), None, loss)
+    whole_rows.check_targets(x, layout.whole("target", target), None, loss)
 
 
 def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None:
     """Check the arguments, and the range of every index on every process, so that all raise the same error."""
-    layout = layout_of("token_logprobs", x, (loss_arguments.check_token_arguments(x, index, dim),))
-    loss_arguments.check_tokens(x, layout.whole("index", index), dim, ignore_index)
+    layout = layout_of("token_logprobs", x, (whole_rows.check_token_arguments(x, index, dim),))
+    whole_rows.check_tokens(x, layout.whole("index", index), dim, ignore_index)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..core.processes import gathered
-from ..torch.check import check_first_derivative
+from ..torch.arguments import check_first_derivative
 from .shards import Operands
 
 Tensor = torch.Tensor

@@ -19,8 +19,9 @@ from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from ..torch import eager
 from ..torch.autograd import launch
-from ..torch.gradients import accumulator_of
-from ..torch.run import why_pytorch, with_autocast
+from ..torch.ops import accumulator_of
+from ..torch.reasons import why_pytorch
+from ..torch.run import with_autocast
 from .exchange import RowStates, Saved
 from .shards import Operands, ShardSignature
 

@@ -13,11 +13,10 @@ from ..core.call import Settings, TokenLogprobs
 from ..core.options import PLAIN
 from ..core.processes import gathered
 from ..torch import eager
-from ..torch.check import check_first_derivative
-from ..torch.gradients import accumulator_of
+from ..torch.arguments import check_first_derivative, check_index, check_weight
 from ..torch.loss import UNSIGNED, Loss, count_of, ignored, is_class, scaled, scales_weight, signed
-from ..torch.loss_arguments import check_index, check_weight
 from ..torch.losses import result_dtype
+from ..torch.ops import accumulator_of
 from .fast_path import run_if_possible
 from .general import statistics
 from .local import autocast_dtype

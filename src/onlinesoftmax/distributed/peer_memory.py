@@ -19,11 +19,11 @@ import torch
 from ..core.call import Call, Settings
 from ..core.task import ColumnRange
 from ..ops import OPERATIONS
+from ..torch.arguments import check_first_derivative
 from ..torch.autograd import prepared_launch, prepared_recording
-from ..torch.check import check_first_derivative
-from ..torch.gradients import accumulator_of
+from ..torch.loss_kernels import loss_numbers, reduced_with_gradient
+from ..torch.ops import accumulator_of
 from ..torch.reductions import reducer
-from ..torch.targets import loss_numbers, reduced_with_gradient
 from .local import Shard, call_of
 from .peers import with_a_column
 from .shards import Operands, ShardSignature

@@ -26,7 +26,7 @@ from ..kernels.cuda.shard_mail import MAIL, ShardMail, words_of_mail
 from ..planner.strategies import TABLE
 from ..torch.ops import PLAIN_TYPES
 from ..torch.prepare import DTYPE_NAMES
-from ..torch.run import DTYPES
+from ..torch.reasons import DTYPES
 
 Tensor = torch.Tensor
 

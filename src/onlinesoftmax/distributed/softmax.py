@@ -15,9 +15,9 @@ from ..core.call import Call, Settings
 from ..core.processes import gathered
 from ..ops import OPERATIONS
 from ..torch import autograd, eager
-from ..torch.check import check_first_derivative
+from ..torch.arguments import check_first_derivative
 from ..torch.fast_path import PREPARED_CALLS, keep
-from ..torch.gradients import accumulator_of
+from ..torch.ops import accumulator_of
 from .exchange import RowStates, merge
 from .fast_path import public_key
 from .local import Shard, autocast_dtype, probabilities, runs_kernels, states

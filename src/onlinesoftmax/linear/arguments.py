@@ -8,7 +8,7 @@ import torch
 
 from ..core import arguments
 from ..core.options import checked_options
-from ..torch.check import TORCH
+from ..torch.arguments import TORCH
 
 Tensor = torch.Tensor
 

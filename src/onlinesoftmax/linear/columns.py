@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..core.options import ScoreOptions
-from ..torch.check import check_first_derivative
+from ..torch.arguments import check_first_derivative
 from .plans import LinearPlan
 from .products import accumulator_of, add_product, logits_of
 from .rows import Statistics, gradient, statistics

@@ -14,11 +14,11 @@ from ..core.options import ScoreOptions, softcap_slope
 from ..core.task import ANY
 from ..ops import OPERATIONS
 from ..torch import eager
-from ..torch.gradients import accumulator_of
 from ..torch.loss import Loss, counted, is_class
+from ..torch.loss_kernels import loss_call
 from ..torch.losses import cross_entropy, why_not_kernels
+from ..torch.ops import accumulator_of
 from ..torch.prepare import run
-from ..torch.targets import loss_call
 
 Tensor = torch.Tensor
 

@@ -10,9 +10,8 @@ import torch
 from ..core.call import LossStatistics, Settings, TokenLogprobs
 from ..core.task import ANY
 from ..ops.cross_entropy.arguments import checked_numbers
-from ..torch.check import TORCH
+from ..torch.arguments import TORCH, check_weight
 from ..torch.loss import Loss, count_of, counted, equals, scaled_weight, scales_weight, signed
-from ..torch.loss_arguments import check_weight
 from . import rows
 from .arguments import Head, checked_head, checked_memory, checked_options_of, checked_per_token
 from .columns import LogProbabilities

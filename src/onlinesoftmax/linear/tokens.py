@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..torch.arguments import check_first_derivative
 from ..torch.autograd import keeps_graph
-from ..torch.check import check_first_derivative
 from ..torch.reductions import scale_gradient
 from .plans import LinearPlan
 from .products import accumulator_of, add_product, logits_of

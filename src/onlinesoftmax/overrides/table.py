@@ -14,9 +14,9 @@ from .. import api
 from ..core.arguments import checked_dim
 from ..core.call import Call, Settings
 from ..ops import OPERATIONS
-from ..torch.check import autocasts, check_out_memory, checked_out, reduced_shape
+from ..torch.arguments import autocasts, check_out_memory, checked_out, reduced_shape
 from ..torch.losses import why_not_kernels
-from ..torch.run import why_pytorch
+from ..torch.reasons import why_pytorch
 
 Arguments = dict[str, Any]
 """Arguments of one call, by PyTorch's names of the parameters."""

@@ -3,38 +3,23 @@
     most calls    forward saves the tensors that the declaration names; backward launches the gradient operation
     reduced loss  forward also writes the gradient of the scalar; backward multiplies it by the incoming gradient
 
-PyTorch's operations compute derivatives of a gradient, and batches of gradients.  Autograd finds tensors only among the
-arguments of `Recorded.apply`.  So the first argument is a Recording, whose call has no tensors, and each tensor follows
-as an argument of its own.
+PyTorch's operations compute derivatives of a gradient, and batches of gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..core.call import Call
-from ..ops import OPERATIONS
-from .check import is_batched
+from .arguments import is_batched
 from .fast_path import PREPARED_CALLS, keep, key_of
-from .gradients import (
-    Tensors,
-    Wanted,
-    gradient_call,
-    gradients,
-    is_traced,
-    lse_of,
-    outputs_of,
-    outputs_to_keep,
-    saved_names,
-    split_tensors,
-    with_tensors,
-)
-from .loss import Loss
+from .gradients import gradient_call, gradients, is_traced, outputs_of, with_states
 from .prepare import operands_of, prepare
+from .recording import Recording, Tensors, outputs_to_keep, recording_of, save, split_tensors, with_tensors
 from .reductions import scale_gradient
 
 Tensor = torch.Tensor
@@ -49,71 +34,25 @@ def launch(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
     return outputs_of(call, outputs)
 
 
-def by_kernels(recording: Recording, call: Call) -> tuple[Tensor, ...]:
-    """The outputs of a recorded call, by the kernel of its operation."""
-    found = launch(call, tuple(name for name in recording.outputs if name != "lse" or not recording.makes_lse))
-    return (*found, lse_of(found[0], call.settings)) if recording.makes_lse else found
+def is_recorded(call: Call) -> bool:
+    """True where autograd records a call that has a gradient with respect to its input alone."""
+    # An exported program has the operator, whose gradient custom_op.py registers.
+    return torch.is_grad_enabled() and call.x.requires_grad and not torch.compiler.is_exporting()
 
 
-def gradients_by_kernels(call: Call, saved: Tensors, dys: Tensors, wanted: Wanted) -> dict[str, Tensor]:
-    """The gradients of a recorded call, by the kernel of its gradient operation."""
-    return gradients(call, saved, dys, wanted, launch)
+def results_of(call: Call, results: tuple[str, ...], **how: Any) -> tuple[Tensor, ...]:
+    """The results of a checked call by our kernels, recorded by autograd where the input requires a gradient.
 
-
-class Places(NamedTuple):
-    """Positions of three groups of tensors in the tuple (*tensors, *outputs) of a recorded call.
-
-    Attributes:
-        saved: Indices of the tensors and outputs that backward reads.
-        results: Indices of the outputs that the caller gets.
-        constant: Indices of the results that have no gradient.
+    Arguments as for `record`, which gets the outputs of the declaration.
     """
-
-    saved: tuple[int, ...]
-    results: tuple[int, ...]
-    constant: tuple[int, ...]
+    return record(call, outputs_to_keep(call, results), results, **how) if is_recorded(call) else launch(call, results)
 
 
-class Recording(NamedTuple):
-    """The description of a call that autograd records; all repetitions of a prepared call share one.
-
-    Attributes:
-        call: The call without its tensors (`split_tensors`).
-        names: Names of its tensors, in the order in which `Recorded.apply` takes them.
-        outputs: Names of the outputs that forward makes.
-        results: Names of the outputs that the caller gets.
-        dys: The name that the gradient operation has for the gradient of each result; empty where there is none.
-        saved: Names of the tensors and outputs that are saved for backward.
-        places: Indices of these in the tuple (*tensors, *outputs).
-        wanted: Dtype of the input, and shape and dtype of the bias, for their gradients.  Backward replaces `names` by
-            the names of the tensors that need a gradient.
-        stores_gradient: True if forward writes the gradient of the scalar as its second output, which backward
-            multiplies by the incoming gradient.
-        makes_lse: True if "lse" is made from the result by dropping a kept dimension, and the kernel does not write it.
-        forward: Function (recording, call) that computes the outputs.
-        gradient: Function (call, saved, dys, wanted) that computes the gradients by kernels.
-        by_pytorch: Function (recording, call) that computes the results by PyTorch's operations, by the names in `dys`.
-            Autograd differentiates them if the gradient is itself to be differentiated.  With None, the formulas of
-            torch/ops.py serve instead; if `stores_gradient` is True, None makes such a derivative an error.
-        loss: Arguments of a cross-entropy that its call lacks.
-        run: Function of the tensors that launches the prepared kernels; None for a call that is not prepared.
-    """
-
-    call: Call
-    names: tuple[str, ...]
-    outputs: tuple[str, ...]
-    results: tuple[str, ...]
-    dys: tuple[str, ...]
-    saved: tuple[str, ...]
-    places: Places
-    wanted: Wanted
-    stores_gradient: bool = False
-    makes_lse: bool = False
-    forward: Callable[..., tuple[Tensor, ...]] = by_kernels
-    gradient: Callable[..., dict[str, Tensor]] = gradients_by_kernels
-    by_pytorch: Callable[..., dict[str, Tensor]] | None = None
-    loss: Loss | None = None
-    run: Callable[..., Any] | None = None
+def prepared_results(call: Call, results: tuple[str, ...], **how: Any) -> Callable[..., Any]:
+    """The function of the tensors of cacheable, checked calls like this one that does what `results_of` does."""
+    if is_recorded(call):
+        return prepared_recording(call, outputs_to_keep(call, results), results, **how)
+    return prepared_launch(call, results)
 
 
 def record(call: Call, outputs: tuple[str, ...], results: tuple[str, ...], **how: Any) -> tuple[Tensor, ...]:
@@ -125,63 +64,24 @@ def record(call: Call, outputs: tuple[str, ...], results: tuple[str, ...], **how
         results: Names of the outputs to return.
         how: Fields of Recording that are not at their defaults.
     """
-    recording, tensors = recording_of(call, outputs, results, **how)
-    found = Recorded.apply(recording, *tensors)
+    found = Recorded.apply(recording_of(call, outputs, results, **how), *split_tensors(call)[1].values())
     return found if isinstance(found, tuple) else (found,)
-
-
-def recording_of(
-    call: Call, outputs: tuple[str, ...], results: tuple[str, ...], **how: Any
-) -> tuple[Recording, tuple[Tensor, ...]]:
-    """(recording, tensors) with which `Recorded.apply` records a call.  Arguments as for `record`."""
-    bare, tensors = split_tensors(call)
-    scale = tensors.get("scale")
-    saved = saved_names(call, tensors, outputs, scale is not None and scale.requires_grad)
-    loss = how.get("loss")
-    if loss is not None and loss.inplace and "y" in outputs:
-        # The gradient may have overwritten the logits.
-        saved = tuple([name for name in saved if name != "x"])
-    operation = call.operation
-    operands = [operand.name for operand in OPERATIONS[operation.gradient_name].operands]
-    main = (operation.result.name, *operation.call_outputs)
-    dys = tuple(["dy" if name in main else f"d{name}" if f"d{name}" in operands else "" for name in results])
-    names = [*tensors, *outputs]
-    constant = [results[i] for i, name in enumerate(dys) if not name]
-    places = Places(*[tuple([names.index(name) for name in some]) for some in (saved, results, constant)])
-    recording = Recording(
-        bare, tuple(tensors), outputs, results, dys, saved, places, Wanted.of(tensors),
-        "y" in outputs and "y" not in results, **how,
-    )  # fmt: skip
-    return recording, tuple(tensors.values())
 
 
 def apply(call: Call) -> Tensor:
     """The result by our kernels, with derivatives with respect to input, bias and a scale that is a tensor."""
-    operation = call.operation
-    return record(call, operation.kept_outputs, (operation.result.name,), makes_lse=_makes_lse(call))[0]
-
-
-def _makes_lse(call: Call) -> bool:
-    return len(outputs_to_keep(call)) < len(call.operation.kept_outputs)
+    results = (call.operation.result.name,)
+    return record(call, outputs_to_keep(call, results), results)[0]
 
 
 def prepared_call(call: Call) -> Callable[..., Any]:
     """The function (x, out) of cacheable, checked calls like this one without other tensors."""
-    if not (call.x.requires_grad and torch.is_grad_enabled()):
-        operands = operands_of(call)
-        run = prepare(call, operands)
-        return (lambda x, out: run(x, out, operands)) if operands else run
-    operation, settings, run = call.operation, call.settings, prepared_launch(call, outputs_to_keep(call))
-    with_lse = run
-    if makes_lse := _makes_lse(call):
-
-        def with_lse(x: Tensor) -> tuple[Tensor, Tensor]:
-            y = run(x)
-            return y, lse_of(y, settings)
-
-    how = {"run": with_lse if makes_lse else run, "makes_lse": makes_lse}
-    recorded = prepared_recording(call, operation.kept_outputs, (operation.result.name,), **how)
-    return lambda x, _: recorded(x)
+    if call.x.requires_grad and torch.is_grad_enabled():
+        recorded = prepared_results(call, (call.operation.result.name,))
+        return lambda x, _: recorded(x)
+    operands = operands_of(call)
+    run = prepare(call, operands)
+    return (lambda x, out: run(x, out, operands)) if operands else run
 
 
 def prepared_launch(call: Call, outputs: tuple[str, ...], follows_divisor: bool = False) -> Callable[..., Any]:
@@ -211,7 +111,7 @@ def prepared_recording(
 
     With `run` among the arguments, that function launches the kernels; else the kernel of the operation is prepared.
     """
-    recording, _ = recording_of(call, outputs, results, **how)
+    recording = recording_of(call, outputs, results, **how)
     recording = recording._replace(run=recording.run or prepared_launch(call, outputs))
     return partial(_apply, recording)
 
@@ -226,22 +126,17 @@ class Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recording: Recording, *tensors: Any) -> Any:
         if recording.run is None:
-            named = dict(zip(recording.names, tensors, strict=True))
-            found = recording.forward(recording, with_tensors(recording.call, named))
+            call = with_tensors(recording.call, dict(zip(recording.names, tensors, strict=True)))
+            found = recording.forward(recording, call) if recording.forward else launch(call, recording.outputs)
         else:
             found = recording.run(*tensors)
         everything = (*tensors, *found) if isinstance(found, tuple) else (*tensors, found)
-        ctx.recording = recording
+        save(ctx, recording, everything)
+        ctx.set_materialize_grads(False)
         if recording.stores_gradient:
             ctx.gradient = everything[len(tensors) + 1]
-        ctx.save_for_backward(*[everything[place] for place in recording.places.saved])
-        ctx.set_materialize_grads(False)
-        if len(recording.results) == 1:
-            return everything[recording.places.results[0]]
-        results = tuple([everything[place] for place in recording.places.results])
-        if recording.places.constant:
-            ctx.mark_non_differentiable(*[everything[place] for place in recording.places.constant])
-        return results
+        results = recording.results_at
+        return everything[results[0]] if len(results) == 1 else tuple([everything[place] for place in results])
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
@@ -264,8 +159,10 @@ class Recorded(torch.autograd.Function):
             return None, _gradient_by_pytorch(recording, call, given), *nothing
         needs = zip(recording.names, ctx.needs_input_grad[1:], strict=True)
         wanted = recording.wanted._replace(names=tuple([name for name, needed in needs if needed]))
-        of_call = call, saved, given, wanted
-        found = gradients(*of_call, None) if needs_pytorch else recording.gradient(*of_call)
+        if recording.gradient and not needs_pytorch:
+            found = recording.gradient(call, saved, given, wanted)
+        else:
+            found = gradients(call, saved, given, wanted, None if needs_pytorch else launch)
         return None, *[found.get(name) for name in recording.names]
 
 
@@ -280,7 +177,8 @@ def _prepared_gradient(recording: Recording, saved: tuple[Tensor, ...], dys: Ten
     run = PREPARED_CALLS.get(key)
     if run is None:
         named = dict(zip(recording.saved, saved, strict=True))
-        call = gradient_call(with_tensors(recording.call, named), named, dys, recording.wanted.dtype)
+        call = with_tensors(recording.call, named)
+        call = gradient_call(call, with_states(call, named, dys, launch), dys, recording.wanted.dtype)
         run = keep(PREPARED_CALLS, key, _gradient_launch(call, (*recording.saved, *dys)))
     dx: Tensor = run(tensors)
     return dx
@@ -291,8 +189,8 @@ def _gradient_launch(call: Call, names: tuple[str, ...]) -> Callable[[tuple[Tens
     operands = operands_of(call)
     run = prepare(call, operands)
     numbers = {name: value for name, value in operands.items() if not isinstance(value, Tensor)}
-    # A kernel calls the saved input "logits" if its own input is the saved output.
-    saved_as = {"logits": "x"}
+    # A kernel calls the saved input "logits" if its own input is the saved output.  The result of logsumexp is lse.
+    saved_as = {"logits": "x"} if "lse" in names else {"logits": "x", "lse": "y"}
     place_of_input = names.index("x" if call.operation.scores else "y")
     # If the main result has no incoming gradient, dy is a tensor of zeros.
     zeros = "dy" in operands and "dy" not in names

@@ -17,9 +17,9 @@ from ..core.options import SCORE_OPTIONS, ScoreOptions
 from ..core.task import Choice, output_shape
 from ..ops import OPERATIONS
 from . import gradients, operators_eager
-from .gradients import Tensors, Wanted, saved_names, split_tensors, with_tensors
 from .namespace import NAMESPACE
 from .prepare import DTYPE_NAMES
+from .recording import Tensors, Wanted, recording_of, save, split_tensors, with_tensors
 
 Tensor = torch.Tensor
 
@@ -161,36 +161,25 @@ def _define_gradient(operator: Any, operation: Operation, call_of: Callable[...,
     names = _tensors_of(operation)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        call, ctx.outputs = call_of(inputs)
+        call, outputs = call_of(inputs)
         needed = [name for name, needed in zip(names, ctx.needs_input_grad, strict=False) if needed]
         refused = [name for name in needed if name != "x" and operation.has_target]
         if refused:
             raise RuntimeError(f"{NAMESPACE}::{operation} has no gradient with respect to {', '.join(refused)}")
-        ctx.bare, tensors = split_tensors(call)
-        ctx.count, ctx.wanted = len(inputs), Wanted.of(tensors)
-        found = dict(zip(ctx.outputs, (output,) if isinstance(output, Tensor) else output, strict=True))
-        ctx.mark_non_differentiable(*(t for name, t in found.items() if name not in differentiable_outputs(operation)))
-        ctx.saved = saved_names(call, tensors, ctx.outputs, "scale" in needed)
-        named = {**tensors, **found}
-        ctx.save_for_backward(*(named[name] for name in ctx.saved))
+        ctx.count, found = len(inputs), (output,) if isinstance(output, Tensor) else output
+        recording = recording_of(call, outputs, outputs, "scale" in needed)
+        save(ctx, recording, (*split_tensors(call)[1].values(), *found))
 
     def differentiate(ctx: Any, *dys: Any) -> tuple[Any, ...]:
-        saved = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
+        recording = ctx.recording
+        saved = dict(zip(recording.saved, ctx.saved_tensors, strict=True))
         needed = tuple(name for name, needed in zip(names, ctx.needs_input_grad, strict=False) if needed)
-        each = dys[0] if operation.has_target else dys
-        given = {name: dy for name, dy in zip(ctx.outputs, each, strict=True) if dy is not None}
-        given = {name: given[name] for name in differentiable_outputs(operation) if name in given}
-        found = _gradients(with_tensors(ctx.bare, saved), saved, given, ctx.wanted._replace(names=needed))
+        each = zip(recording.results, recording.dys, dys[0] if operation.has_target else dys, strict=True)
+        given = {name: dy for name, has_gradient, dy in each if has_gradient and dy is not None}
+        found = _gradients(with_tensors(recording.call, saved), saved, given, recording.wanted._replace(names=needed))
         return (*(found.get(name) for name in names), *(None for _ in range(ctx.count - len(names))))
 
     operator.register_autograd(differentiate, setup_context=setup_context)
-
-
-def differentiable_outputs(operation: Operation) -> tuple[str, ...]:
-    """Names of the outputs of an operation through which its operator has a gradient."""
-    operands = {operand.name for operand in OPERATIONS[operation.gradient_name].operands}
-    statistics = (output.name for output in operation.outputs if f"d{output.name}" in operands)
-    return (operation.result.name, *operation.call_outputs, *statistics)
 
 
 def _gradients(call: Call, saved: Tensors, dys: Tensors, wanted: Wanted) -> dict[str, Tensor]:
@@ -205,11 +194,7 @@ def _gradients(call: Call, saved: Tensors, dys: Tensors, wanted: Wanted) -> dict
     given = {"dy" if name == main else f"d{name}": dy for name, dy in dys.items() if name not in operation.call_outputs}
     if not given:
         return {} if total is None else {"x": total}
-    # An exported program does not write the states that the gradient reads, so they are computed again.
-    unread = () if "dentropy" in given else ("entropy",)
-    missing = tuple(name for name in operation.saved if name not in saved and name not in unread)
-    if missing:
-        saved = {**saved, **dict(zip(missing, outputs(call, missing), strict=True))}
+    # An exported program does not write the states that the gradient reads, so `gradients` computes them again.
     found = gradients.gradients(call, saved, given, wanted, outputs)
     return found if total is None else {"x": total + found["x"]}
 

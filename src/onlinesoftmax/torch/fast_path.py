@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from ..core.options import ScoreOptions
+
 Tensor = torch.Tensor
 
 Value = TypeVar("Value")
@@ -64,6 +66,11 @@ def key_of(arguments: tuple[Any, ...], x: Tensor, operands: Iterable[Tensor | No
     for t in operands:
         key += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
     return key
+
+
+def are_constant(options: ScoreOptions | None) -> bool:
+    """True for score options that can be part of a key: they have no tensors."""
+    return options is None or (type(options.scale) is float and options.bias is None and options.mask is None)
 
 
 # Looking up a name in a module costs the host as much as calling some of these.

@@ -8,56 +8,21 @@ ops.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ..core.call import Call, Settings
-from ..core.options import PLAIN, ScoreOptions, causal_mask, softcap_slope
+from ..core.call import Call
+from ..core.options import ScoreOptions, causal_mask, softcap_slope
 from ..ops import OPERATIONS
 from . import eager, ops
-from .check import TRACED_TYPES, check_first_derivative
+from .arguments import TRACED_TYPES, check_first_derivative
+from .ops import accumulator_of
 from .prepare import aligned, run
+from .recording import Tensors, Wanted, unread_statistics
 
 Tensor = torch.Tensor
-
-Tensors = Mapping[str, Tensor]
-"""Tensors by name: operands and outputs of an operation."""
-
-
-OPTION_TENSORS = ("scale", "bias", "mask")
-"""Names of the score options that may be tensors."""
-
-
-def split_tensors(call: Call) -> tuple[Call, dict[str, Tensor]]:
-    """The call without its tensors, and its tensors by name, the input first."""
-    options, tensors, numbers = call.options, {"x": call.x}, {}
-    if options is not None:
-        for name in OPTION_TENSORS:
-            if isinstance(getattr(options, name), Tensor):
-                tensors[name] = getattr(options, name)
-                options = options._replace(**{name: getattr(PLAIN, name)})
-    for name, value in call.beside.items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        else:
-            numbers[name] = value
-    return call._replace(x=None, options=options, beside=numbers), tensors
-
-
-def with_tensors(bare: Call, tensors: Mapping[str, Tensor | None]) -> Call:
-    """The call that `split_tensors` was given; tensors that are None, and outputs, are left out."""
-    options, operation = bare.options, bare.operation
-    given = {name: t for name, t in tensors.items() if t is not None}
-    of_options: dict[str, Any] = {name: given[name] for name in OPTION_TENSORS if name in given}
-    if of_options:
-        options = (options or PLAIN)._replace(**of_options)
-    if options is not None and options.plain:
-        options = None
-    others = ["x", *OPTION_TENSORS, *[output.name for output in operation.outputs]]
-    beside = {**bare.beside, **{name: t for name, t in given.items() if name not in others}}
-    return bare._replace(x=given.get("x"), options=options, beside=beside)
 
 
 def is_traced(x: Tensor) -> bool:
@@ -67,54 +32,24 @@ def is_traced(x: Tensor) -> bool:
 
 def outputs_of(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
     """The outputs of a checked call by our kernels, in a tuple."""
-    found = forward(call, outputs)
-    return found if isinstance(found, tuple) else (found,)
-
-
-def forward(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
-    """The outputs of a checked call by our kernels; a tuple where several are asked for."""
     if call.settings.choice.batch_invariant:
         # The strides and the alignment of the input must not depend on the number of rows.
         call = call._replace(x=canonical(call.x, call.settings.dim))
-    return run(call, outputs)
+    found = run(call, outputs)
+    return found if isinstance(found, tuple) else (found,)
 
 
-def outputs_to_keep(call: Call) -> tuple[str, ...]:
-    """Names of the outputs of a call with a gradient: the result, and what the gradient reads besides.
-
-    In the dtype of lse, the result of logsumexp is lse.
-    """
-    operation, dtype = call.operation, call.settings.dtype or call.x.dtype
-    kept = operation.kept_outputs
-    if operation.result.dtype != "result" or dtype != accumulator_of(call.x.dtype, dtype):
-        return kept
-    return tuple(name for name in kept if name != "lse")
-
-
-def lse_of(y: Tensor, settings: Settings) -> Tensor:
-    """The logsumexp of each row from the result of logsumexp, without the dimension that `keepdim` keeps."""
-    return y.squeeze(settings.dim) if settings.keepdim and y.dim() else y
-
-
-def accumulator_of(dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which states are kept for an input and a result of these dtypes."""
-    return torch.promote_types(torch.promote_types(dtype, out_dtype), torch.float32)
-
-
-def keeps_x(call: Call, wants_scale: bool) -> bool:
-    """True where the derivatives of the call read its input."""
-    return "x" in call.operation.saved or call.scores.softcap is not None or wants_scale
-
-
-def saved_names(call: Call, tensors: Tensors, outputs: tuple[str, ...], wants_scale: bool) -> tuple[str, ...]:
-    """Names of the tensors and outputs that the gradient of a call reads."""
-    gradient, known = OPERATIONS[call.operation.gradient_name], {*tensors, *outputs}
-    operands = {operand.name for operand in gradient.operands[1:]}
-    names = [name for name in call.operation.saved if name in known]
-    names += [name for name in tensors if (name in operands or name in gradient.options) and name not in names]
-    if keeps_x(call, wants_scale) and "x" not in names:
-        names.append("x")
-    return tuple(names)
+def with_states(call: Call, saved: Tensors, dys: Tensors, launch: Launch) -> Tensors:
+    """The saved tensors with the outputs that the gradient reads, computed again where they are not saved."""
+    unread = unread_statistics(call, dys)
+    missing = tuple([name for name in call.operation.saved if name not in saved and name not in unread])
+    if not missing:
+        return saved
+    y = saved.get(call.operation.result.name)
+    if missing == ("lse",) and y is not None and y.dtype == accumulator_of(call.x.dtype, y.dtype):
+        # The result of logsumexp, without the dimension that `keepdim` keeps.
+        return {**saved, "lse": y.squeeze(call.settings.dim) if call.settings.keepdim and y.dim() else y}
+    return {**saved, **dict(zip(missing, launch(call, missing), strict=True))}
 
 
 def gradient_call(call: Call, saved: Tensors, dys: Tensors, dtype: torch.dtype, to_logits: bool = True) -> Call:
@@ -134,8 +69,7 @@ def gradient_call(call: Call, saved: Tensors, dys: Tensors, dtype: torch.dtype, 
     if "dy" not in dys:
         known["dy"] = torch.zeros_like(saved["m"])
     names = [operand.name for operand in gradient.operands[1:]]
-    # A statistic is read only where there is a gradient with respect to it.
-    unread = [name for name in names if f"d{name}" in names and f"d{name}" not in dys]
+    unread = unread_statistics(call, dys)
     beside = {name: known[name] for name in names if name in known and name not in unread}
     options = call.options
     if options is not None:
@@ -166,26 +100,6 @@ def canonical(x: Tensor, dim: int) -> Tensor:
     return last.movedim(-1, dim)
 
 
-class Wanted(NamedTuple):
-    """The gradients that the caller wants.
-
-    Attributes:
-        names: Names of the tensors with respect to which gradients are wanted: x, bias, scale.
-        dtype: Dtype of the input.
-        bias_like: Shape and dtype of the bias; None without one.
-    """
-
-    names: tuple[str, ...]
-    dtype: torch.dtype
-    bias_like: tuple[torch.Size, torch.dtype] | None = None
-
-    @classmethod
-    def of(cls, tensors: Tensors) -> Wanted:
-        """The gradient with respect to the input alone, for a call with these tensors."""
-        bias = tensors.get("bias")
-        return cls(("x",), tensors["x"].dtype, None if bias is None else (bias.shape, bias.dtype))
-
-
 Launch = Callable[[Call, tuple[str, ...]], tuple[Tensor, ...]]
 """The function (call, outputs) that runs a call of a gradient operation: `outputs_of`, or one that makes operators."""
 
@@ -203,6 +117,8 @@ def gradients(call: Call, saved: Tensors, dys: Tensors, wanted: Wanted, launch: 
     if call.settings.part is not None:
         # PyTorch's operations would take the shard for a whole row.
         check_first_derivative("the gradient of a softmax of sharded rows")
+    if launch is not None:
+        saved = with_states(call, saved, dys, launch)
     if launch is not None and wanted.names == ("x",):
         return {"x": launch(gradient_call(call, saved, dys, wanted.dtype), ("y",))[0]}
     options, x = call.scores, saved.get("x")

@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..core.arguments import check_range
 from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..ops import OPERATIONS
 from ..ops.cross_entropy.arguments import class_dim
+from ..ops.token_logprobs.arguments import checked_axis
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
-from . import targets, targets_eager, tokens, transformed
-from .check import autocasts, check_options
-from .fast_path import PREPARED_CALLS, keep, look_up
-from .gradients import accumulator_of
+from . import loss_eager, loss_kernels, tokens, transformed
+from .arguments import (
+    TORCH,
+    autocasts,
+    check_options,
+    check_scale_is_constant,
+    checked_loss,
+    checked_number,
+)
+from .autograd import prepared_results, results_of
+from .fast_path import PREPARED_CALLS, are_constant, keep, look_up
 from .loss import (
     MOST_EXACT_INDEX,
     UNSIGNED,
     Loss,
     counted,
     equals,
-    scaled_weight,
-    scales_weight,
+    is_class,
     signed,
     with_constants,
-)  # fmt: skip
-from .loss_arguments import (
-    check_scale_is_constant,
-    check_targets,
-    check_token_arguments,
-    check_tokens,
-    checked_loss,
-    checked_number,
 )
-from .run import DTYPES, why_pytorch
-
-__all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "token_logprobs"]
+from .reasons import DTYPES, why_pytorch
 
 Tensor = torch.Tensor
 
 _LOSS, _LOGPROBS = OPERATIONS["cross_entropy"], OPERATIONS["token_logprobs"]
+
+check_token_arguments = partial(checked_axis, TORCH)
 
 EAGER_STRATEGIES = tuple(strategy for backend, strategy, _ in TABLE if backend == "eager")
 
@@ -70,46 +72,17 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     reason = why_not_kernels(x, target, weight, settings.choice.backend, loss.ignore_index)
     if loss.smoothing and loss.mask is not None:
         reason = reason or "label_smoothing with a mask has no kernel"
-    if _runs_kernels("cross_entropy", x, settings.choice, reason):
-        if loss.inplace and x.requires_grad and torch.is_grad_enabled():
-            _check_inplace(x)
-        if key and (run := targets.prepared_loss(x, target, weight, loss)) is not None:
-            return keep(PREPARED_CALLS, key, run)(x, target, weight)
-        weight = _weight_of_mean(x, target, weight, loss)
-        y, *stats = targets.losses(x, target, weight, loss, return_stats)
-    elif not return_stats and targets_eager.is_right(x, loss):
-        run = targets_eager.prepared_loss(x, target, weight, loss)
-        return (keep(PREPARED_CALLS, key, run) if key else run)(x, target, weight)
-    else:
-        weight = _weight_of_mean(x, target, weight, loss)
-        y = targets_eager.reduced(targets_eager.losses(x, target, weight, loss), target, weight, loss)
-        stats = [*targets_eager.statistics(x, loss), _largest(x, loss)] if return_stats else []
+    way = loss_kernels if _runs_kernels("cross_entropy", x, settings.choice, reason) else loss_eager
+    if way is loss_kernels and loss.inplace and x.requires_grad and torch.is_grad_enabled():
+        _check_inplace(x)
+    if key and are_constant(loss.options) and (run := way.prepared_loss(x, target, weight, loss)) is not None:
+        return keep(PREPARED_CALLS, key, run)(x, target, weight)
+    y, *stats = way.losses(x, target, weight, loss, return_stats)
     y = y.to(settings.dtype)
     return (y, _statistics(target, loss, *stats)) if return_stats else y
 
 
-def _weight_of_mean(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor | None:
-    if weight is None or not scales_weight(target, weight, loss):
-        return weight
-    return scaled_weight(target, weight, loss, accumulator_of(loss.wide(x), weight.dtype))
-
-
-def _largest(x: Tensor, loss: Loss) -> Tensor:
-    """The class of each row with the largest score, by PyTorch's operations; -1 in rows without classes."""
-    if not x.shape[loss.dim]:
-        return x.new_full((*x.shape[: loss.dim], *x.shape[loss.dim + 1 :]), -1, dtype=torch.int64)
-    # The softcap keeps the order of the scores; a negative scale reverses it.
-    scale: Any = 1.0 if loss.options is None else loss.options.scale
-    if isinstance(scale, Tensor):
-        x, negative = x.detach() * torch.where(scale < 0, -1.0, 1.0).to(x.dtype), False
-    else:
-        negative = scale < 0
-    if loss.mask is not None:
-        x = x.detach().masked_fill(~loss.mask, torch.inf if negative else -torch.inf)
-    return x.argmin(loss.dim) if negative else x.argmax(loss.dim)
-
-
-def _statistics(target: Tensor, loss: Loss, lse: Any, entropy: Any, largest: Any) -> LossStatistics:
+def _statistics(target: Tensor, loss: Loss, lse: Tensor, entropy: Tensor, largest: Tensor) -> LossStatistics:
     with torch.no_grad():
         counts = torch.ones_like(lse, dtype=torch.bool)
         classes = target
@@ -126,46 +99,43 @@ def token_logprobs(
     x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any, ignore_index: Any = None
 ) -> TokenLogprobs:
     """The implementation of `onlinesoftmax.token_logprobs` on torch tensors."""
-    found = _token_logprobs(x, index, dim, options, entropy, choice)
+    key, prepared_call = look_up((_LOGPROBS, dim, options, entropy, choice), x, index)
+    results = (prepared_call or _log_probabilities(key, x, index, dim, options, entropy, choice))(x, index)
+    found = TokenLogprobs(results[0], results[2] if len(results) > 2 else None, results[1])
     return found if ignore_index is None else without_ignored(found, index, ignore_index)
+
+
+def _log_probabilities(
+    key: tuple[Any, ...], x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Choice
+) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    """The function (x, index) of the calls like this one, after the checks; kept under the key where there is one."""
+    call = Call(_LOGPROBS, x, Settings(check_token_arguments(x, index, dim), None, False, choice), options)
+    call = call._replace(beside={"target": signed(index)})
+    check_options(call)
+    check_scale_is_constant("token_logprobs()", options)
+    results: tuple[str, ...] = ("y", "lse", "entropy") if entropy else ("y", "lse")
+    bare, is_constant = call._replace(x=None, beside={}), bool(key) and are_constant(options)
+    if not _runs_kernels("token_logprobs", x, choice, why_not_kernels(x, index, None, choice.backend)):
+        run: Callable[..., Any] = loss_eager.log_probabilities
+    elif index.dim() == x.dim():
+        run, is_constant = tokens.log_probabilities, False
+    elif is_constant and not choice.batch_invariant and index.is_contiguous() and index.dtype not in UNSIGNED:
+        how = {"by_pytorch": loss_eager.log_probabilities_of}
+        return keep(PREPARED_CALLS, key, prepared_results(call, results, **how))
+    else:
+        run, is_constant = partial(results_of, by_pytorch=loss_eager.log_probabilities_of), False
+
+    def log_probabilities(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = run(bare._replace(x=x, beside={"target": signed(index)}), results)
+        return found
+
+    return keep(PREPARED_CALLS, key, log_probabilities) if is_constant else log_probabilities
 
 
 def without_ignored(found: TokenLogprobs, index: Tensor, ignore_index: Any) -> TokenLogprobs:
     """The results with a logprob of 0, which has no gradient, where the index is to be ignored."""
     number = checked_number("token_logprobs", "ignore_index", ignore_index, int)
     return found._replace(logprob=found.logprob.masked_fill(equals(signed(index), number), 0.0))
-
-
-def _token_logprobs(
-    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any
-) -> TokenLogprobs:
-    key, prepared_call = look_up((_LOGPROBS, dim, options, entropy, choice), x, index)
-    if prepared_call is not None:
-        return _named(*prepared_call(x, index))
-    axis = check_token_arguments(x, index, dim)
-    if index.dtype in UNSIGNED:
-        return _token_logprobs(x, signed(index), dim, options, entropy, choice)
-    call = Call(_LOGPROBS, x, Settings(axis, None, False, choice), options, None, {"target": index})
-    check_options(call)
-    check_scale_is_constant("token_logprobs()", options)
-    if not _runs_kernels("token_logprobs", x, choice, why_not_kernels(x, index, None, choice.backend)):
-        bare = call._replace(x=None, beside={})
-
-        def by_pytorch(x: Tensor, target: Tensor) -> tuple[Any, ...]:
-            y, entropies, lse = targets_eager.log_probabilities(bare._replace(x=x, beside={"target": target}), entropy)
-            return y, lse, entropies
-
-        cacheable = key and not targets.has_tensors(options)
-        return _named(*(keep(PREPARED_CALLS, key, by_pytorch) if cacheable else by_pytorch)(x, index))
-    if index.dim() == x.dim():
-        return _named(*tokens.log_probabilities(call, entropy).values())
-    if key and (run := targets.prepared_log_probabilities(call, entropy)) is not None:
-        return _named(*keep(PREPARED_CALLS, key, run)(x, index))
-    return _named(*targets.log_probabilities(call, entropy).values())
-
-
-def _named(logprob: Tensor, lse: Tensor, entropy: Tensor | None = None) -> TokenLogprobs:
-    return TokenLogprobs(logprob, entropy, lse)
 
 
 def why_not_kernels(
@@ -221,3 +191,30 @@ def _check_inplace(x: Tensor) -> None:
         raise RuntimeError("cross_entropy(): inplace_backward=True would overwrite input, a leaf that requires grad")
     if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
         raise RuntimeError("cross_entropy(): inplace_backward=True, and input has several elements at one location")
+
+
+def check_targets(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> None:
+    """Check the arguments, and the range of every target that counts, which waits for the GPU.
+
+    Raises:
+        IndexError: a target is out of range; the message has its position and its value.
+    """
+    loss = checked_loss(x, target, weight, Loss(*fields))
+    if not target.is_floating_point():
+        target, classes = signed(target), x.shape[class_dim(x)]
+        wrong = ~is_class(target, classes) & counted(target, loss)
+        check_range("cross_entropy(): target", target, classes, wrong)
+
+
+def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None:
+    """Check the arguments, and the range of every index, which waits for the GPU.
+
+    Raises:
+        IndexError: an index is out of range; the message has its position and its value.
+    """
+    tokens = x.shape[check_token_arguments(x, index, dim)]
+    index = signed(index)
+    wrong = ~is_class(index, tokens)
+    if ignore_index is not None:
+        wrong &= ~equals(index, checked_number("token_logprobs", "ignore_index", ignore_index, int))
+    check_range("token_logprobs(): index", index, tokens, wrong)

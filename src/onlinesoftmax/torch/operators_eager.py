@@ -19,7 +19,8 @@ from ..ops import OPERATIONS
 from ..ops.cross_entropy.formulas import divisor
 from ..ops.reference import evaluate, with_sums
 from . import eager
-from .gradients import accumulator_of, score_gradient, slope_of, unmasked
+from .gradients import score_gradient, slope_of, unmasked
+from .ops import accumulator_of
 from .prepare import DTYPE_NAMES, operands_of
 
 Tensor = torch.Tensor

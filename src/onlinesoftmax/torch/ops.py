@@ -38,6 +38,11 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Types of the tensors whose functions are PyTorch's own; a subclass may bring its own."""
 
 
+def accumulator_of(dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which states are kept for an input and a result of these dtypes."""
+    return torch.promote_types(torch.promote_types(dtype, out_dtype), torch.float32)
+
+
 def result(name: str, z: Tensor, dim: Any, keepdim: bool) -> Tensor:
     """The result of a forward operation for scores z: by PyTorch's function where its sums are right."""
     if not OPERATIONS[name].runs_on("eager"):

@@ -21,7 +21,7 @@ from ..kernels import registry
 from ..kernels.request import Request
 from ..planner.plan import Plan
 from . import eager, ops
-from .check import checked_out
+from .arguments import checked_out
 from .device import from_torch
 from .fast_path import PREPARED_CALLS, keep, key_of
 from .plans import planner_for

@@ -15,9 +15,10 @@ import torch
 from ..kernels import registry
 from ..kernels.reduction import Reduction
 from ..kernels.sharded import ShardedRows
-from .check import is_batched
-from .gradients import accumulator_of, is_traced
+from .arguments import is_batched
+from .gradients import is_traced
 from .loss import Loss, scaled, scaled_weight
+from .ops import accumulator_of
 from .prepare import DTYPE_NAMES, aligned
 
 Tensor = torch.Tensor

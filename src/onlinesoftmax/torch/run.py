@@ -1,4 +1,7 @@
-"""Choice of what runs a call on torch tensors: PyTorch's operation, our kernel, or our kernel with derivatives."""
+"""Which way a call on torch tensors goes: PyTorch's operation, our kernel, or our kernel with derivatives.
+
+losses.py has what is special about the operations with a target.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,11 @@ from ..core.arrays import advice
 from ..core.call import Call, Settings
 from ..core.operations import Operation
 from ..core.options import ScoreOptions
-from ..core.task import ANY, ITEMSIZE, Choice
-from ..kernels import registry
+from ..core.task import ANY, Choice
 from ..ops import OPERATIONS
 from ..planner.plan import PlanError
-from . import autograd, eager, gradients, ops, transformed
-from .check import (
-    TRACED_TYPES,
+from . import autograd, eager, gradients, ops, reasons, transformed
+from .arguments import (
     autocasts,
     check_options,
     check_out_memory,
@@ -28,8 +29,11 @@ from .check import (
     extent,
     reduced_shape,
 )
-from .fast_path import PREPARED_CALLS, keep, look_up
+from .fast_path import PREPARED_CALLS, are_constant, keep, look_up
+from .losses import check_targets, check_tokens, cross_entropy, token_logprobs
 from .prepare import run as run_kernel
+
+__all__ = ["check_targets", "check_tokens", "cross_entropy", "run", "run_plain", "token_logprobs"]
 
 
 def run_plain(
@@ -90,14 +94,14 @@ def run(call: Call) -> torch.Tensor:
     if isinstance(dim, tuple | list) and not (operation.per_row and operation.runs_on("eager")):
         return _over_dims(call)
     # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
-    by_default = backend is None and _why_not_by_default(x) is not None
+    by_default = backend is None and reasons.why_not_by_default(x) is not None
     if (by_default or backend == "eager") and strategy in (None, "row"):
         if key and out is None:
             bare = call._replace(x=None)
             prepared: torch.Tensor = keep(PREPARED_CALLS, key, lambda x, _: _by_pytorch(bare._replace(x=x)))(x, None)
             return prepared
         return _by_pytorch(call)
-    if reason := _why_not_kernels(x, dtype):
+    if reason := reasons.why_not_kernels(x, dtype):
         if backend is None and strategy is None:
             return _by_pytorch(call)
         raise PlanError(f"{operation}() with backend={backend!r}, strategy={strategy!r}: {reason}")
@@ -113,10 +117,9 @@ def run(call: Call) -> torch.Tensor:
 
 def _is_cacheable(call: Call) -> bool:
     """True where the arguments that are no tensors can be part of a key, and the prepared call has no other tensors."""
-    settings, options = call.settings, call.options
-    if type(settings.dim) is not int or settings.dtype is not None or settings.choice.batch_invariant:
-        return False
-    return options is None or (type(options.scale) is float and options.bias is None and options.mask is None)
+    settings = call.settings
+    one_way = type(settings.dim) is int and settings.dtype is None and not settings.choice.batch_invariant
+    return one_way and are_constant(call.options)
 
 
 def _by_kernel(call: Call) -> torch.Tensor:
@@ -135,27 +138,16 @@ def _by_kernel(call: Call) -> torch.Tensor:
     if out is not None:
         check_out_memory(call)
     if settings.choice.batch_invariant:
-        y = gradients.forward(call._replace(out=None))
+        (y,) = gradients.outputs_of(call._replace(out=None), (operation.result.name,))
         return y if out is None else _write(operation, y, out)
     found: torch.Tensor = run_kernel(call)
     return found
 
 
-def _have_kernels() -> bool:
-    return registry.unavailable("cuda") is None or registry.unavailable("triton") is None
-
-
-# torch.compiler.assume_constant_result only sets this attribute, but calling it would import the compiler, which takes
-# seconds.
-_have_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute
-
 for _operation in OPERATIONS.values():
     # The first read of a cached property takes a lock in Python 3.11, and torch.compile cannot trace a lock.
     for _name in ("per_row", "result", "always", "kept_outputs", "row_operands", "call_outputs", "numbers"):
         getattr(_operation, _name)
-
-DTYPES = tuple(getattr(torch, name) for name in ITEMSIZE)
-"""The dtypes that kernels take."""
 
 
 def _is_traced(x: torch.Tensor) -> bool:
@@ -241,32 +233,6 @@ def _known_autocast_dtype(operation: Operation, dtype: torch.dtype, device_type:
 @lru_cache
 def _autocast_once(operation: Operation, dtype: torch.dtype, device_type: str, _autocast: torch.dtype) -> torch.dtype:
     return _autocast_dtype(operation, dtype, device_type)
-
-
-def why_pytorch(x: torch.Tensor, dtype: torch.dtype | None, backend: str | None) -> str | None:
-    """Why PyTorch's own operation runs a call on this tensor; None if a kernel may run it, or the forced backend."""
-    return (_why_not_by_default(x) if backend is None else None) or _why_not_kernels(x, dtype)
-
-
-def _why_not_by_default(x: torch.Tensor) -> str | None:
-    """Why a call that forces no backend runs PyTorch's own operation, on any tensor of this device."""
-    if not x.is_cuda:
-        return f"input is on {'the CPU' if x.is_cpu else x.device.type}, where PyTorch's own operation runs"
-    return None if _have_kernels() else "neither the CUDA nor the Triton kernels can run here"
-
-
-def _why_not_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
-    """Why only PyTorch's own operations can take this tensor; None where our kernels can."""
-    for given in (x.dtype, dtype or x.dtype):
-        if given not in DTYPES:
-            return f"dtype must be one of {', '.join(ITEMSIZE)}, got {given}"
-    if x.is_nested:
-        return f"input is a nested tensor of layout {x.layout}, not a plain strided tensor"
-    if (type(x) not in ops.PLAIN_TYPES and type(x).__name__ not in TRACED_TYPES) or x.layout != torch.strided:
-        return f"input is a {type(x).__name__} of layout {x.layout}, not a plain strided tensor"
-    if not torch.compiler.is_compiling() and x.is_neg():
-        return "input is a lazily negated view; call resolve_neg() first"
-    return None
 
 
 def _over_dims(call: Call) -> torch.Tensor:

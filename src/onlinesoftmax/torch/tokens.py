@@ -15,10 +15,12 @@ import torch
 from ..core.call import Call
 from ..core.options import ScoreOptions, scores, softcap_slope
 from . import eager
-from .autograd import Recording, launch, record
-from .gradients import Tensors, Wanted, accumulator_of, gradient_call
+from .autograd import launch, record
+from .gradients import gradient_call
 from .loss import is_class
-from .targets import log_probabilities_by_pytorch
+from .loss_eager import log_probabilities_of
+from .ops import accumulator_of
+from .recording import Recording, Tensors, Wanted, outputs_to_keep
 
 Tensor = torch.Tensor
 
@@ -40,20 +42,15 @@ class _Gathered(NamedTuple):
     options: ScoreOptions
 
 
-def log_probabilities(call: Call, entropy: bool) -> dict[str, Tensor]:
-    """The outputs "y" (logprob), "lse" and "entropy" of all rows, if it is asked for.
+def log_probabilities(call: Call, results: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """The results "y" (logprob), "lse" and "entropy" of all rows, if it is asked for.
 
-    Args:
-        call: The call, for which kernels run; its target has the columns of the tokens, along the softmax dimension.
-        entropy: Compute the entropy too.
+    The target of the call has the columns of the tokens, along the softmax dimension.
     """
-    results = ("y", "lse", *(("entropy",) if entropy else ()))
     if not (torch.is_grad_enabled() and call.x.requires_grad):
-        found = _outputs(call, results)
-    else:
-        how = {"forward": _forward, "gradient": _gradient, "by_pytorch": log_probabilities_by_pytorch}
-        found = record(call, (*results[:2], "m", "l", *results[2:]), results, **how)
-    return dict(zip(results, found, strict=True))
+        return _outputs(call, results)
+    how = {"forward": _forward, "gradient": _gradient, "by_pytorch": log_probabilities_of}
+    return record(call, outputs_to_keep(call, results), results, **how)
 
 
 def _forward(recording: Recording, call: Call) -> tuple[Tensor, ...]:

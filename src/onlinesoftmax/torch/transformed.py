@@ -8,20 +8,10 @@ import torch
 
 from ..core.call import Call
 from . import ops
-from .check import is_batched
-from .gradients import (
-    Wanted,
-    accumulator_of,
-    forward,
-    gradients,
-    outputs_of,
-    saved_names,
-    saved_of,
-    slope_of,
-    split_tensors,
-    unmasked,
-    with_tensors,
-)
+from .autograd import Recorded
+from .gradients import outputs_of, saved_of, slope_of, unmasked
+from .ops import accumulator_of
+from .recording import Recording, recording_of, save, split_tensors, with_tensors
 
 Tensor = torch.Tensor
 
@@ -38,51 +28,38 @@ def forward_mode() -> bool:
 
 def apply(call: Call) -> Tensor:
     """The result by our kernels, with derivatives with respect to input, bias and a scale that is a tensor."""
-    bare, tensors = split_tensors(call)
-    y: Tensor = Transformed.apply(bare, tuple(tensors), *tensors.values())
+    y: Tensor = Transformed.apply(recording_of(call, RESULT, RESULT), *split_tensors(call)[1].values())
     return y
 
 
-class Transformed(torch.autograd.Function):
-    """A call under torch.func or in forward mode."""
+RESULT = ("y",)
+"""The one output that `setup_context` sees; the gradient computes again what else it reads."""
+
+
+class Transformed(Recorded):
+    """A call under torch.func or in forward mode; its gradient is that of Recorded."""
 
     @staticmethod
-    def forward(bare: Call, names: tuple[str, ...], *tensors: Any) -> Any:
-        found: Tensor = forward(with_tensors(bare, dict(zip(names, tensors, strict=True))))
-        return found
+    def forward(recording: Recording, *tensors: Any) -> Any:  # type: ignore[override]  # there is a setup_context
+        named = dict(zip(recording.names, tensors, strict=True))
+        return outputs_of(with_tensors(recording.call, named), RESULT)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        bare, names, *tensors = inputs
-        named = dict(zip(names, tensors, strict=True))
-        needed = dict(zip(names, ctx.needs_input_grad[2:], strict=True))
-        ctx.bare, ctx.names, ctx.wanted = bare, names, Wanted.of(named)
-        ctx.saved = saved_names(with_tensors(bare, named), named, ("y",), needed.get("scale", False))
-        named["y"] = output
-        ctx.save_for_backward(*[named[name] for name in ctx.saved])
+        recording, *tensors = inputs
+        call = with_tensors(recording.call, dict(zip(recording.names, tensors, strict=True)))
+        needed = dict(zip(recording.names, ctx.needs_input_grad[1:], strict=True))
+        save(ctx, recording_of(call, RESULT, RESULT, needed.get("scale", False)), (*tensors, output))
         if forward_mode():
             # jvp runs right after forward, so saving these tensors does not prolong their lives.
             ctx.save_for_forward(output, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        saved = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
-        call = with_tensors(ctx.bare, saved)
-        again = torch.is_grad_enabled() or is_batched(dy)
-        if not again and "lse" in call.operation.saved:
-            # setup_context sees only the inputs and the result, so forward could not save lse; compute it here.
-            wide = call.settings._replace(dtype=accumulator_of(call.x.dtype, call.x.dtype), keepdim=False)
-            saved["lse"] = forward(call._replace(settings=wide))
-        needs = zip(ctx.names, ctx.needs_input_grad[2:], strict=True)
-        wanted = ctx.wanted._replace(names=tuple(name for name, needed in needs if needed))
-        found = gradients(call, saved, {"dy": dy}, wanted, None if again else outputs_of)
-        return None, None, *(found.get(name) for name in ctx.names)
-
-    @staticmethod
-    def jvp(ctx: Any, _bare: Any, _names: Any, *tangents: Any) -> Tensor:
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Tensor:
         y, *tensors = ctx.saved_tensors
-        call = with_tensors(ctx.bare, dict(zip(ctx.names, tensors, strict=True)))
-        given = {name: t for name, t in zip(ctx.names, tangents, strict=True) if t is not None}
+        names = ctx.recording.names
+        call = with_tensors(ctx.recording.call, dict(zip(names, tensors, strict=True)))
+        given = {name: t for name, t in zip(names, tangents, strict=True) if t is not None}
         x, options, dim = call.x, call.scores, call.settings.dim
         wide = accumulator_of(x.dtype, y.dtype)
         slope = slope_of(options, x, wide)
@@ -103,15 +80,16 @@ class Transformed(torch.autograd.Function):
         return tangent.to(y.dtype)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], bare: Call, names: tuple[str, ...], *tensors: Any) -> Any:
-        (x, *others), (_, _, x_dim, *dims) = tensors, in_dims
+    def vmap(info: Any, in_dims: tuple[Any, ...], recording: Recording, *tensors: Any) -> Any:
+        (x, *others), (_, x_dim, *dims) = tensors, in_dims
         x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
         # A 0-d sample becomes a row of one element.
         lone = x.dim() == 1
         x = x.unsqueeze(1) if lone else x
         others = [_batch_first(t, dim, x.dim()) for t, dim in zip(others, dims, strict=True)]
-        settings = bare.settings._replace(dim=bare.settings.dim % (x.dim() - 1) + 1)
-        y = Transformed.apply(bare._replace(settings=settings), names, x, *others)
+        settings = recording.call.settings
+        settings = settings._replace(dim=settings.dim % (x.dim() - 1) + 1)
+        y = Transformed.apply(recording._replace(call=recording.call._replace(settings=settings)), x, *others)
         return (y.reshape(info.batch_size) if lone else y), 0
 
 

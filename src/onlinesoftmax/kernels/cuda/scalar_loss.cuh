@@ -4,7 +4,7 @@
 //             that owns the last row of a segment of SEGMENT rows adds the losses of the segment.  The block that owns the
 //             last row of all also adds the sums of the other segments, divides, and writes the scalar.
 // Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows and, with a gradient, MOST_BYTES_IN_ONE_LAUNCH of logits (16384 rows,
-//             128 MiB; they stand in torch/targets.py); for more, small kernels before and after the loss kernel do this
+//             128 MiB; they stand in torch/loss_kernels.py); for more, small kernels before and after the loss kernel do this
 //             work (reduction.cuh).
 // Bytes:      one word for each row, written, read and emptied in L2; for a mean, all targets are read once more.
 // Limits:     blocks start in the order of their numbers, which GPUs do and CUDA does not promise.

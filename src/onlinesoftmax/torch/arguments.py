@@ -1,4 +1,8 @@
-"""The checks of a call on torch tensors: PyTorch's error types, with the name of the argument."""
+"""The checks of a call on torch tensors: PyTorch's error types, with the name of the argument.
+
+The rules for all libraries stand in core/arguments.py and in the rooms of the operations; here is what only tensors
+have.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,10 @@ from ..core import arguments
 from ..core.arguments import Kind, Library
 from ..core.arrays import advice
 from ..core.call import Call
+from ..core.options import ScoreOptions
+from ..ops import OPERATIONS
+from ..ops.cross_entropy import arguments as rules
+from .loss import Loss
 
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
 """Types of the tensors that replace real tensors while a program is traced."""
@@ -128,6 +136,8 @@ TORCH = Library(_check_array, _check_place, _kind_of, _is_number, _shape_hint)
 """PyTorch's tensors for the checks that all libraries share."""
 
 check_options = partial(arguments.check_options, TORCH)
+check_index = partial(arguments.check_index, TORCH)
+checked_number = partial(arguments.checked_number, TORCH)
 
 
 def check_out_memory(call: Call) -> None:
@@ -165,3 +175,59 @@ def check_first_derivative(gradient: str, instead: str = "") -> None:
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"{gradient} cannot be differentiated again (create_graph=True){instead}")
+
+
+def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
+    """The result of `checked_numbers` for arguments that are right."""
+    rules.check_arrays(TORCH, x, target, weight)
+    name, loss = "cross_entropy()", checked_numbers(loss)
+    if not target.is_floating_point():
+        _check_constant(name, "weight", weight, "is not computed; detach() it")
+    check_dtype(name, loss.settings.dtype)
+    if loss.options is not None:
+        settings = loss.settings._replace(dim=rules.class_dim(x))
+        check_options(Call(OPERATIONS[rules.NAME], x, settings, loss.options))
+        check_scale_is_constant(name, loss.options)
+    return loss
+
+
+def check_weight(name: str, weight: Any, x: torch.Tensor, classes: int) -> None:
+    """Check the weights of so many classes, if there are any, where targets are classes.
+
+    PyTorch computes the gradient with respect to the weights only if the targets are class probabilities.
+    """
+    rules.check_weight(TORCH, name, weight, x, classes)
+    _check_constant(name, "weight", weight, "is not computed; detach() it")
+
+
+def check_scale_is_constant(name: str, options: ScoreOptions | None) -> None:
+    """Check that a scale that is a tensor requires no gradient, which losses do not compute."""
+    scale = options and options.scale
+    _check_constant(name, "scale", scale, "this function does not compute; multiply the logits by it instead")
+
+
+def _check_constant(name: str, argument: str, value: Any, why: str) -> None:
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name}: {argument} requires a gradient, which {why}")
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Check the dtype that a caller asks for; None is any."""
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}: argument 'dtype' must be torch.dtype, not {type(dtype).__name__}")
+    if not dtype.is_floating_point:
+        raise RuntimeError(f"{name}: dtype must be floating point, got {dtype}")
+
+
+def checked_numbers(loss: Loss) -> Loss:
+    """The arguments with Python's numbers for those of another type; `loss` itself where there are none.
+
+    Reading a tensor waits for its GPU.
+    """
+    given = loss.ignore_index, loss.smoothing, loss.z_loss
+    numbers = rules.checked_numbers(TORCH, loss.reduction, given)
+    if numbers is given:
+        return loss
+    return loss._replace(ignore_index=numbers[0], smoothing=numbers[1], z_loss=numbers[2])

@@ -1,13 +1,13 @@
-"""Calls of the operations with a target column per row on torch tensors: cross-entropy and token log-probabilities.
+"""Cross-entropy on torch tensors by our kernels.
 
     reduced loss with a gradient     the loss kernel reads the logits once, and writes the losses and the gradient
     reduced loss without a gradient  the loss kernel reads the logits once, and writes the losses
                                      (a CUDA kernel writes the scalar itself where `scalar_output` allows it; elsewhere
                                      the small kernels of reductions.py run before and after the loss kernel)
-    losses or log-probabilities of   forward saves the state (m, l) of each row: the maximum of the scores, and the sum
-    each row                         of exp(score - m); backward reads the logits again
+    losses of each row               forward saves the state (m, l) of each row: the maximum of the scores, and the sum
+                                     of exp(score - m); backward reads the logits again
 
-losses.py calls this module where our kernels can run, and targets_eager.py elsewhere.
+losses.py calls this module where our kernels can run, and loss_eager.py elsewhere.
 """
 
 from __future__ import annotations
@@ -19,19 +19,29 @@ from typing import Any
 import torch
 
 from ..core.call import Call
-from ..core.options import ScoreOptions, bits
+from ..core.options import bits
 from ..ops import OPERATIONS
-from . import targets_eager
-from .autograd import Recording, launch, prepared_launch, prepared_recording, record
-from .gradients import accumulator_of, is_traced
-from .loss import Loss, count_of, is_class, scales_weight
+from . import loss_eager
+from .autograd import (
+    is_recorded,
+    launch,
+    prepared_launch,
+    prepared_recording,
+    prepared_results,
+    record,
+    results_of,
+)
+from .gradients import is_traced
+from .loss import Loss, is_class, scales_weight
+from .ops import accumulator_of
 from .prepare import backend_of
+from .recording import Recording
 from .reductions import Reducer, reducer, weight_scaler
 
 Tensor = torch.Tensor
 
-# The output "y" of _LOSS is the gradient with respect to the logits; that of _LOGPROBS is the log-probability.
-_LOSS, _LOGPROBS = OPERATIONS["cross_entropy"], OPERATIONS["token_logprobs"]
+# The output "y" is the gradient with respect to the logits.
+_LOSS = OPERATIONS["cross_entropy"]
 
 
 def loss_call(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dy: Tensor | None = None) -> Call:
@@ -113,18 +123,14 @@ def by_cuda(call: Call) -> Call:
 
 def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> tuple[Tensor, ...]:
     """(loss,), or (loss, lse, entropy, largest) with `stats`, by our kernels; the statistics are detached."""
+    weight = loss_eager.weight_of_mean(x, target, weight, loss)
     call, results = loss_call(x, target, weight, loss), ("loss", *(("lse", "entropy", "largest") if stats else ()))
-    # An exported program has the operator, whose gradient custom_op.py registers.
-    recorded = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_exporting()
+    how = {"by_pytorch": _loss_by_pytorch, "loss": loss}
     if loss.reduction == "none":
-        if not recorded:
-            return launch(call, results)
-        outputs = ("loss", "lse", "m", "l", "entropy", "largest") if stats else ("loss", "m", "l")
-        return record(call, outputs, results, by_pytorch=_loss_by_pytorch, loss=loss)
-    if not recorded:
+        return results_of(call, results, **how)
+    if not is_recorded(call):
         return _reduced(call, loss, results)
-    outputs = ("loss", "y", *results[1:])
-    return record(call, outputs, results, by_pytorch=_loss_by_pytorch, loss=loss, forward=_reduced_by_kernels)
+    return record(call, ("loss", "y", *results[1:]), results, forward=_reduced_by_kernels, **how)
 
 
 def _reduced_by_kernels(recording: Recording, call: Call) -> tuple[Tensor, ...]:
@@ -145,35 +151,22 @@ def _reduced(call: Call, loss: Loss, outputs: tuple[str, ...]) -> tuple[Tensor, 
         found = launch(by_cuda(call), (scalar, *outputs[1:]))
     else:
         launches = None if is_traced(x) else reducer(x, target, weight, loss, with_gradient)
-        if launches is None:
-            launches = reducer_by_pytorch(loss, loss.wide(x), with_gradient)
-        factor = launches.factor and launches.factor(target, weight)
+        factor = None if launches is None or launches.factor is None else launches.factor(target, weight)
+        if factor is None and with_gradient:
+            factor = (loss_eager.factor(target, weight, loss, loss.wide(x)),)
         rows, *more = launch(call if factor is None else with_dy(call, factor[0]), outputs)
-        found = (launches.total(rows, target, weight, factor), *more)
+        if launches is None:
+            y = loss_eager.reduced(rows, target, weight, loss)
+            # Without a change of dtype, `to` returns the tensor itself.  In a trace torch 2.11 takes both names for
+            # results of the autograd function, and loses the gradient of the first.
+            y = y if y.dtype == loss.settings.dtype else y.to(loss.settings.dtype)
+        else:
+            y = launches.total(rows, target, weight, factor)
+        found = (y, *more)
     if "y" in call.beside:
         # Autograd then raises if another operation needs the logits for its gradient.
         torch.autograd.graph.increment_version(x)
     return found
-
-
-def reducer_by_pytorch(loss: Loss, wide: torch.dtype, with_gradient: bool) -> Reducer:
-    """The reduction of a loss by PyTorch's operations."""
-
-    def factor(target: Tensor, weight: Tensor | None) -> Any:
-        if loss.reduction == "sum":
-            return torch.ones((), dtype=wide, device=target.device), None
-        divisor = count_of(target, weight, loss, wide)
-        return divisor.reciprocal(), divisor
-
-    def total(losses: Tensor, target: Tensor, weight: Tensor | None, factor: Any) -> Tensor:
-        y = losses.sum()
-        if loss.reduction == "mean":
-            y = y / (count_of(target, weight, loss, wide) if factor is None else factor[1])
-        # Without a change of dtype, `to` returns the tensor itself.  In a trace torch 2.11 takes both names for results
-        # of the autograd function, and loses the gradient of the first.
-        return y if y.dtype == loss.settings.dtype else y.to(loss.settings.dtype)
-
-    return Reducer(factor if with_gradient else None, total)
 
 
 def _loss_by_pytorch(recording: Recording, call: Call) -> dict[str, Tensor]:
@@ -185,57 +178,41 @@ def _loss_by_pytorch(recording: Recording, call: Call) -> dict[str, Tensor]:
     x, target, weight, loss = call.x, call.beside["target"], call.beside.get("weight"), recording.loss
     loss = loss._replace(options=call.options)
     inside = is_class(target, x.shape[loss.dim])
-    rows = targets_eager.losses(x, target.where(inside, 0), weight, loss).where(inside, 0.0)
-    return {"dy": targets_eager.reduced(rows, target, weight, loss)}
+    rows = loss_eager.rows_of(x, target.where(inside, 0), weight, loss).where(inside, 0.0)
+    return {"dy": loss_eager.reduced(rows, target, weight, loss)}
 
 
 def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Callable[..., Any] | None:
     """The function (x, target, weight) of a cacheable, checked loss; None where it needs the general path."""
-    with_gradient = torch.is_grad_enabled() and x.requires_grad
-    general = has_tensors(loss.options) or loss.settings.choice.batch_invariant or (loss.inplace and with_gradient)
-    if general or not target.is_contiguous():
+    in_place = loss.inplace and torch.is_grad_enabled() and x.requires_grad
+    if loss.settings.choice.batch_invariant or in_place or not target.is_contiguous():
         return None
     if weight is not None and scales_weight(target, weight, loss):
         scale: Callable[..., Tensor] = weight_scaler(x, target, weight, loss)
-        of_scaled = _prepared(loss_call(x, target, scale(target, weight), loss), loss, with_gradient)
+        of_scaled = _prepared(loss_call(x, target, scale(target, weight), loss), loss)
         return of_scaled and (lambda x, target, weight: of_scaled(x, target, scale(target, weight)))
-    return _prepared(loss_call(x, target, weight, loss), loss, with_gradient)
+    return _prepared(loss_call(x, target, weight, loss), loss)
 
 
-def has_tensors(options: ScoreOptions | None) -> bool:
-    """True for options of a loss that cannot be part of a key."""
-    return options is not None and (options.mask is not None or not isinstance(options.scale, float))
-
-
-def _prepared(call: Call, loss: Loss, with_gradient: bool) -> Callable[..., Any] | None:
+def _prepared(call: Call, loss: Loss) -> Callable[..., Any] | None:
     """The function (x, target, weight) of a cacheable loss; None where it needs the general path."""
-    dtype = loss.settings.dtype
     how = {"by_pytorch": _loss_by_pytorch, "loss": loss}
     if loss.reduction == "none":
-        if with_gradient:
-            run = prepared_recording(call, ("loss", "m", "l"), ("loss",), **how)
-        else:
-            run = prepared_launch(call, ("loss",))
+        run = prepared_results(call, ("loss",), **how)
     else:
-        reduced = _prepared_reduced(call, loss, with_gradient)
+        reduced = _prepared_reduced(call, loss, is_recorded(call))
         if reduced is None:
             return None
-        run = prepared_recording(call, ("loss", "y"), ("loss",), run=reduced, **how) if with_gradient else reduced
-
-    weight_sum = call.beside.get("weight_sum")
+        run = prepared_recording(call, ("loss", "y"), ("loss",), run=reduced, **how) if is_recorded(call) else reduced
+    dtype, weight_sum = loss.settings.dtype, call.beside.get("weight_sum")
     sum_dtype = None if weight_sum is None else weight_sum.dtype
     converts = loss.reduction == "none" and dtype != loss.wide(call.x)
-
-    if call.beside.get("weight") is None and not converts:
+    if "weight" not in call.beside and not converts:
         return lambda x, target, _: run(x, target)
 
     def prepared(x: Tensor, target: Tensor, weight: Tensor | None) -> Any:
-        if weight is None:
-            y = run(x, target)
-        elif sum_dtype is None:
-            y = run(x, target, weight)
-        else:
-            y = run(x, target, weight, weight.sum(dtype=sum_dtype))
+        more = () if weight is None else (weight,) if sum_dtype is None else (weight, weight.sum(dtype=sum_dtype))
+        y = run(x, target, *more)
         return y.to(dtype) if converts else y
 
     return prepared
@@ -280,34 +257,3 @@ def reduced_with_gradient(rows: Callable[..., Any], small: Reducer) -> Callable[
         return total(losses, target, weight, factor), gradient
 
     return run
-
-
-def log_probabilities(call: Call, entropy: bool) -> dict[str, Tensor]:
-    """The outputs "y" (the log-probability) and "lse" of all rows, and "entropy" if asked for, by our kernels."""
-    results = ("y", "lse", *(("entropy",) if entropy else ()))
-    if not (torch.is_grad_enabled() and call.x.requires_grad) or torch.compiler.is_exporting():
-        found = launch(call, results)
-    else:
-        found = record(call, _with_state(results), results, by_pytorch=log_probabilities_by_pytorch)
-    return dict(zip(results, found, strict=True))
-
-
-def _with_state(results: tuple[str, ...]) -> tuple[str, ...]:
-    return (*results[:2], "m", "l", *results[2:])
-
-
-def log_probabilities_by_pytorch(recording: Recording, call: Call) -> dict[str, Tensor]:
-    """The results by PyTorch's operations, by the names of their gradients."""
-    y, entropy, lse = targets_eager.log_probabilities(call, "entropy" in recording.results)
-    return {"dy": y, "dentropy": entropy, "dlse": lse}
-
-
-def prepared_log_probabilities(call: Call, entropy: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None:
-    """The function (x, target) of cacheable, checked log-probabilities; None where they need the general path."""
-    target = call.beside["target"]
-    if has_tensors(call.options) or call.settings.choice.batch_invariant or not target.is_contiguous():
-        return None
-    results = ("y", "lse", *(("entropy",) if entropy else ()))
-    if torch.is_grad_enabled() and call.x.requires_grad:
-        return prepared_recording(call, _with_state(results), results, by_pytorch=log_probabilities_by_pytorch)
-    return prepared_launch(call, results)

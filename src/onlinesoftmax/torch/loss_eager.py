@@ -14,10 +14,17 @@ from torch.nn import functional
 from ..core.call import Call
 from ..core.options import PLAIN
 from . import eager, ops
-from .gradients import accumulator_of
-from .loss import Loss, count_of, counted, is_class
+from .loss import Loss, count_of, counted, is_class, scaled_weight, scales_weight
+from .ops import accumulator_of
 
 Tensor = torch.Tensor
+
+
+def weight_of_mean(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Any:
+    """The weights that the formulas of a loss take: `scaled_weight` where `scales_weight`, else the weights."""
+    if weight is None or not scales_weight(target, weight, loss):
+        return weight
+    return scaled_weight(target, weight, loss, accumulator_of(loss.wide(x), weight.dtype))
 
 
 def pytorch_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
@@ -45,7 +52,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Callable[..., Tensor]:
-    """The function (x, target, weight) of losses like this one for which `is_right` holds, in the dtype of the loss."""
+    """The function (x, target, weight) of cacheable, checked losses like this one."""
     wide, dtype = loss.wide(x), loss.settings.dtype
     of_target = torch.promote_types(target.dtype, wide) if target.is_floating_point() else torch.int64
     ignore_index, smoothing, reduction = loss.ignore_index, loss.smoothing, REDUCTIONS.index(loss.reduction)
@@ -53,8 +60,8 @@ def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) 
     cross_entropy: Callable[..., Tensor] = torch._C._nn.cross_entropy_loss
     has_modes = torch._C._len_torch_function_stack
     of_weight = wide if weight is None else weight.dtype
-    if not x.dtype == of_weight == wide == dtype or target.dtype != of_target:
-        return lambda x, target, weight: pytorch_loss(x, target, weight, loss).to(dtype)
+    if not is_right(x, loss) or not x.dtype == of_weight == wide == dtype or target.dtype != of_target:
+        return lambda x, target, weight: losses(x, target, weight, loss, False)[0].to(dtype)
 
     def run(x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         if has_modes():
@@ -71,7 +78,16 @@ def is_right(x: Tensor, loss: Loss) -> bool:
     return not ops.is_long(x, loss.dim, loss.wide(x))
 
 
-def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
+def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> tuple[Tensor, ...]:
+    """(loss,), or (loss, lse, entropy, largest) with `stats`; the statistics are detached."""
+    if not stats and is_right(x, loss):
+        return (pytorch_loss(x, target, weight, loss),)
+    weight = weight_of_mean(x, target, weight, loss)
+    y = reduced(rows_of(x, target, weight, loss), target, weight, loss)
+    return (y, *statistics(x, loss), _largest(x, loss)) if stats else (y,)
+
+
+def rows_of(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
     """The loss of each row, in float32 (float64 in float64, and where the bits do not depend on the other rows)."""
     z, dim, separate = _scores(x, loss), loss.dim, loss.settings.choice.batch_invariant
     weight = None if weight is None else weight.to(z.dtype)
@@ -118,6 +134,13 @@ def reduced(rows: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> 
     return rows.sum() / count_of(target, weight, loss, rows.dtype)
 
 
+def factor(target: Tensor, weight: Tensor | None, loss: Loss, dtype: torch.dtype) -> Tensor:
+    """The derivative of a reduced loss with respect to the loss of each row, in this dtype."""
+    if loss.reduction == "sum":
+        return torch.ones((), dtype=dtype, device=target.device)
+    return count_of(target, weight, loss, dtype).reciprocal()
+
+
 def statistics(x: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     """(lse, entropy) of each row, in float32 (float64 in float64)."""
     with torch.no_grad():
@@ -125,6 +148,21 @@ def statistics(x: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
         log_p = _log_p(z, loss.dim, loss.settings.choice.batch_invariant)
         lse = eager.logsumexp_from(z, log_p, loss.dim, keepdim=False)
         return lse.to(dtype), _entropy(log_p, loss.dim).to(dtype)
+
+
+def _largest(x: Tensor, loss: Loss) -> Tensor:
+    """The class of each row with the largest score, by PyTorch's operations; -1 in rows without classes."""
+    if not x.shape[loss.dim]:
+        return x.new_full((*x.shape[: loss.dim], *x.shape[loss.dim + 1 :]), -1, dtype=torch.int64)
+    # The softcap keeps the order of the scores; a negative scale reverses it.
+    scale: Any = 1.0 if loss.options is None else loss.options.scale
+    if isinstance(scale, Tensor):
+        x, negative = x.detach() * torch.where(scale < 0, -1.0, 1.0).to(x.dtype), False
+    else:
+        negative = scale < 0
+    if loss.mask is not None:
+        x = x.detach().masked_fill(~loss.mask, torch.inf if negative else -torch.inf)
+    return x.argmin(loss.dim) if negative else x.argmax(loss.dim)
 
 
 def _scores(x: Tensor, loss: Loss) -> Tensor:
@@ -144,10 +182,10 @@ def _entropy(log_p: Tensor, dim: int) -> Tensor:
     return 0.0 - (log_p.masked_fill(log_p == -torch.inf, 0.0) * log_p.exp()).sum(dim)
 
 
-def log_probabilities(call: Call, entropy: bool) -> tuple[Tensor, Any, Tensor]:
-    """(logprob, entropy, lse) of each row; entropy is None unless asked for.
+def log_probabilities(call: Call, results: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """The results "y" (the log-probability), "lse" and "entropy", if it is asked for.
 
-    The target has one column of each row, or several along the softmax dimension, and logprob has its shape.
+    The target has one column of each row, or several along the softmax dimension, and the first result has its shape.
     """
     x, dim, separate = call.x, call.settings.dim, call.settings.choice.batch_invariant
     target, dtype = call.beside["target"].long(), accumulator_of(x.dtype, x.dtype)
@@ -156,11 +194,16 @@ def log_probabilities(call: Call, entropy: bool) -> tuple[Tensor, Any, Tensor]:
     z = eager.scores_of(x, dim, call.scores, eager.wide_of(x, dtype, separate))[0]
     log_p = _log_p(z, dim, separate)
     lse = eager.logsumexp_from(z, log_p, dim, keepdim=False).to(dtype)
-    found = _entropy(log_p, dim).to(dtype) if entropy else None
     if not x.shape[dim]:
         # `gather` takes no index of a row without columns.
         logprob = (lse.unsqueeze(dim) + torch.nan).expand(target.shape)
     else:
         inside = is_class(target, x.shape[dim])
         logprob = log_p.gather(dim, target.where(inside, 0)).where(inside, torch.nan).to(dtype)
-    return logprob if several else logprob.squeeze(dim), found, lse
+    found = logprob if several else logprob.squeeze(dim), lse
+    return (*found, _entropy(log_p, dim).to(dtype)) if "entropy" in results else found
+
+
+def log_probabilities_of(recording: Any, call: Call) -> dict[str, Tensor]:
+    """The results of a recorded call of log-probabilities, by the names of their gradients."""
+    return dict(zip(recording.dys, log_probabilities(call, recording.results), strict=True))
