@@ -27,8 +27,6 @@ CLASSES, IGNORED = 40, 7
 PROCESSES = (1, 2, 5)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
-MERGED = ("y", "lse", "entropy")
-
 FORMS: tuple[dict[str, Any], ...] = (
     {"loss": True, "names": ("y", "m", "l")},
     {"loss": True, "names": ("y",), "z_loss": 0.3, "weight": "float16"},

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from ways import HOWS
 
 import onlinesoftmax as osm
-from contract import DEVICE, GPU
+from contract import DEVICE
 from loss_formula import expected_loss, pairs
 
 COLS = 11
@@ -112,47 +113,42 @@ def kernels_of(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     ]
 
 
-HOWS: dict[str, dict[str, Any]] = {"default": {}, "triton": {"backend": "triton"}, "cuda": {"backend": "cuda"}}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("how", HOWS)
-def test_every_pair_of_options_is_as_written_by_hand(how: str, dtype: torch.dtype) -> None:
-    if how == "cuda" and not GPU:
-        pytest.skip("needs an NVIDIA GPU")
-    for seed, one in enumerate(pairs(CHOICES, seed=0) if how == "default" else kernels_of(CHOICES)):
-        assert_as_expected(one, dtype, seed, **HOWS[how])
+def test_every_pair_of_options_is_as_written_by_hand(how: dict[str, Any], dtype: torch.dtype) -> None:
+    for seed, one in enumerate(pairs(CHOICES, seed=0) if not how else kernels_of(CHOICES)):
+        assert_as_expected(one, dtype, seed, **how)
 
 
-@pytest.mark.parametrize("how", ["default", "triton"])
-def test_the_mean_of_z_loss_is_over_the_rows_that_count(how: str) -> None:
+def test_the_mean_of_z_loss_is_over_the_rows_that_count(path: dict[str, str]) -> None:
     """Weights of mean 0.5 change nothing in a mean, with z_loss either."""
     torch.manual_seed(0)
     x, target = torch.randn(64, COLS, device=DEVICE), torch.randint(COLS, (64,), device=DEVICE)
     target[::3] = -100
     x[target == -100] *= 9
     weight = torch.full((COLS,), 0.5, device=DEVICE)
-    with_weight, without = (osm.cross_entropy(x, target, w, z_loss=1e-2, **HOWS[how]) for w in (weight, None))
+    with_weight, without = (osm.cross_entropy(x, target, w, z_loss=1e-2, **path) for w in (weight, None))
     torch.testing.assert_close(with_weight, without)
     lse = x.double().logsumexp(1)[target != -100]
     part = without.double() - osm.cross_entropy(x.double(), target)
     torch.testing.assert_close(part, 1e-2 * (lse**2).mean(), rtol=1e-5, atol=1e-6)
     # A mean over no rows has the gradient 0.
     x.requires_grad_()
-    y = osm.cross_entropy(x, torch.full_like(target, -100), weight, z_loss=0.1, label_smoothing=0.1, **HOWS[how])
+    y = osm.cross_entropy(x, torch.full_like(target, -100), weight, z_loss=0.1, label_smoothing=0.1, **path)
     assert y.isnan()
     assert (torch.autograd.grad(y, x)[0] == 0).all()
-    assert osm.cross_entropy(x, torch.full_like(target, 5), ignore_index=5, reduction="sum", **HOWS[how]) == 0
+    assert osm.cross_entropy(x, torch.full_like(target, 5), ignore_index=5, reduction="sum", **path) == 0
 
 
-@pytest.mark.parametrize("how", ["default", "triton"])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_a_target_that_the_mask_excludes_is_as_a_logit_of_minus_infinity_in_pytorch(how: str, reduction: str) -> None:
+def test_a_target_that_the_mask_excludes_is_as_a_logit_of_minus_infinity_in_pytorch(
+    path: dict[str, str], reduction: str
+) -> None:
     torch.manual_seed(0)
     x, target = torch.randn(4, COLS, device=DEVICE, requires_grad=True), torch.tensor([0, 3, -100, 6], device=DEVICE)
     mask = torch.ones(COLS, dtype=torch.bool, device=DEVICE)
     mask[3:5] = False
-    y = osm.cross_entropy(x, target, mask=mask, reduction=reduction, **HOWS[how])
+    y = osm.cross_entropy(x, target, mask=mask, reduction=reduction, **path)
     want = functional.cross_entropy(x.masked_fill(~mask, -torch.inf), target, reduction=reduction)
     torch.testing.assert_close(y, want)
     assert y.isinf().any()
@@ -161,7 +157,7 @@ def test_a_target_that_the_mask_excludes_is_as_a_logit_of_minus_infinity_in_pyto
     # A row without a class is NaN, as PyTorch's, and its logits have the gradient 0.
     nothing = mask.expand(4, COLS).clone()
     nothing[3] = False
-    y = osm.cross_entropy(x, target, mask=nothing, reduction="none", **HOWS[how])
+    y = osm.cross_entropy(x, target, mask=nothing, reduction="none", **path)
     assert y.isnan().tolist() == [False, False, False, True]
     assert (torch.autograd.grad(y.sum(), x)[0][3] == 0).all()
 
@@ -185,19 +181,15 @@ DTYPES_OF_LOSS = [
 
 @pytest.mark.parametrize(("dtype", "wanted"), DTYPES_OF_LOSS, ids=str)
 @pytest.mark.parametrize("how", HOWS)
-def test_the_dtype_of_the_loss(how: str, dtype: torch.dtype, wanted: torch.dtype) -> None:
-    if how == "cuda" and not GPU:
-        pytest.skip("needs an NVIDIA GPU")
+def test_the_dtype_of_the_loss(how: dict[str, Any], dtype: torch.dtype, wanted: torch.dtype) -> None:
     torch.manual_seed(0)
     x, target = torch.randn(6, COLS, device=DEVICE, dtype=dtype, requires_grad=True), torch.arange(6, device=DEVICE)
     weight = torch.rand(COLS, device=DEVICE, dtype=dtype)
     for reduction, options in (
         ("mean", {"z_loss": 0.01, "weight": weight}), ("sum", {}), ("none", {"weight": weight, "label_smoothing": 0.1}),
     ):  # fmt: skip
-        y, stats = osm.cross_entropy(
-            x, target, dtype=wanted, reduction=reduction, return_stats=True, **options, **HOWS[how]
-        )
-        without = osm.cross_entropy(x, target, dtype=wanted, reduction=reduction, **options, **HOWS[how])
+        y, stats = osm.cross_entropy(x, target, dtype=wanted, reduction=reduction, return_stats=True, **options, **how)
+        without = osm.cross_entropy(x, target, dtype=wanted, reduction=reduction, **options, **how)
         plain = {name: t.double().cpu().numpy() if name == "weight" else t for name, t in options.items()}
         exact = expected_loss(x.detach().double().cpu().numpy(), target.cpu().numpy(), reduction=reduction, **plain)
         assert y.dtype == without.dtype == wanted

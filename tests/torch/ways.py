@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from contract import GPU
 from onlinesoftmax.lab.verify import INTERPRETER_ULPS
 
 HOW: dict[str, Any] = {} if GPU else {"backend": "triton"}
+
+HOWS = [
+    pytest.param({}, id="default"),
+    pytest.param({"backend": "triton"}, id="triton"),
+    pytest.param({"backend": "cuda"}, id="cuda", marks=pytest.mark.gpu),
+]
+"""Arguments that leave the backend open, and that force each backend with kernels."""
 
 # Triton's interpreter truncates to bfloat16, and rounds a multiply-add twice.
 UNITS = 1 if GPU else INTERPRETER_ULPS["triton"]

@@ -134,7 +134,7 @@ def test_whole_rows_stay_where_they_are(forced: dict[str, str]) -> None:
     bias = jnp.arange(60.0).reshape(6, 10) % 7
 
     def results(x: Any, target: Any, bias: Any) -> Any:
-        names = (*ELEMENTWISE, "logsumexp")
+        names = ("softmax", "logsumexp")
         plain = (getattr(osj, name)(x, axis=-1, bias=bias, where=x > 0, softcap=4.0, **forced) for name in names)
         loss, tokens = osj.cross_entropy(x, target, label_smoothing=0.1, **forced), osj.token_logprobs
         return *plain, loss, *tokens(x, target, **forced)
