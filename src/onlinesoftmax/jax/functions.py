@@ -21,7 +21,7 @@ from ..planner.plan import PlanError
 from . import losses
 from .eager import scores
 from .losses import TokenLogprobs
-from .prepare import Axis, AxisName, is_complex, is_plain, options_of, rows_of
+from .prepare import Axis, AxisName, checked_input, is_complex, is_plain, options_of, rows_of
 from .reduced import LossReduction
 from .run import result
 
@@ -197,10 +197,10 @@ def logsumexp(
             )
         z = a
         if not is_plain(options):
-            rows = rows_of("logsumexp", a, (), options._replace(mask=None))
+            rows = rows_of("logsumexp", checked_input("logsumexp", a), (), options._replace(mask=None))
             z = rows.back(scores(rows.options, rows.x, rows.arrays).astype(rows.x.dtype))
         return jax.nn.logsumexp(z, axis, b, keepdims, return_sign, where)
-    rows = rows_of("logsumexp", a, axis, options, axis_name)
+    rows = rows_of("logsumexp", checked_input("logsumexp", a), axis, options, axis_name)
     y = result(rows, "logsumexp", Choice(backend, strategy), fully_masked == "zero")
     return jnp.expand_dims(y, rows.axes) if keepdims else y
 
@@ -362,5 +362,5 @@ def _elementwise(
     if is_complex(x) and is_plain(options) and choice.backend in (None, "eager") and axis_name is None:
         found: Array = getattr(jax.nn, name)(x, axis, options.mask)
         return found
-    rows = rows_of(name, x, axis, options, axis_name)
+    rows = rows_of(name, checked_input(name, x), axis, options, axis_name)
     return rows.back(result(rows, name, choice))

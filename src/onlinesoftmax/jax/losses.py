@@ -121,12 +121,12 @@ def token_logprobs(
     rows = rows_of(TOKEN_LOGPROBS, x.astype(accumulator(x)) if several else x, axis, options, axis_name)
     target = None if several else _target(TOKEN_LOGPROBS, "index", index, rows)
     columns = _columns(index, rows) if several else None
-    outer, wide = rows.x.shape[:-1], accumulator(rows.x)
     if rows.x.size:
-        first = jnp.zeros(outer, jnp.int32) if target is None else target
+        first = jnp.zeros(rows.x.shape[:-1], jnp.int32) if target is None else target
         found = results(rows, TOKEN_LOGPROBS, choice, entropy, first)
     else:
-        found = {name: jnp.zeros(outer, wide) for name in ("m", "l", "entropy")} | {"y": jnp.full(outer, jnp.nan, wide)}
+        zeros = jnp.zeros(rows.x.shape[:-1], accumulator(rows.x))
+        found = {"m": zeros, "l": zeros, "entropy": zeros, "y": zeros + jnp.nan}
     m, l = found["m"], found["l"]
     y = found["y"] if columns is None else rows.back_of_row(_of_columns(rows, columns, m, l))
     y = y if counted is None else jnp.where(counted, y, 0)

@@ -83,9 +83,9 @@ def is_complex(x: Array) -> bool:
     return hasattr(x, "dtype") and array_kind(x) != "torch" and jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
-def rows_of(name: str, x: Any, axis: Axis, options: ScoreOptions, axis_name: Any = None) -> Rows:
-    """The rows of an array for an operation; every argument is checked."""
-    x, names = checked_input(name, x), checked_names(name, axis_name)
+def rows_of(name: str, x: Array, axis: Axis, options: ScoreOptions, axis_name: Any = None) -> Rows:
+    """The rows of the result of `checked_input` for an operation; every other argument is checked."""
+    names = checked_names(name, axis_name)
     axes = axes_of(name, axis, x.ndim)
     # A target is an index into the row, so there the order of the axes is the caller's.
     axes = axes if has_target(name) else tuple(sorted(axes))
@@ -107,8 +107,10 @@ def checked_input(name: str, x: Any) -> Array:
         # JAX would not compute its gradient.
         raise TypeError(f"{name}: {argument} is a torch tensor: call onlinesoftmax.{name}")
     x = jnp.asarray(x)
-    if has_target(name) and not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name}: logits must be floating point, got {x.dtype}")
+    if has_target(name):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name}: logits must be floating point, got {x.dtype}")
+        return x
     # jax.nn.logsumexp takes booleans, and the functions with a result per element do not.
     if x.dtype == jnp.bool_ and not OPERATIONS[name].per_row:
         raise TypeError(f"{name}: x must be a number array, not bool")
