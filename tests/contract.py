@@ -30,9 +30,9 @@ from onlinesoftmax.planner.strategies import TABLE
 from onlinesoftmax.torch import prepare
 
 OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
-    name: getattr(osm, name) for name in FORWARD if not DECLARED[name].has_target
+    name: getattr(osm, name) for name in FORWARD if not DECLARED[name].has_target and DECLARED[name].runs_on("eager")
 }
-"""The public functions of an input and a dimension."""
+"""The public functions of an input and a dimension that PyTorch has too."""
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

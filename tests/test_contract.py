@@ -65,7 +65,7 @@ def refused(plan: str, operation: Operation, case: Case, bytes_held: int, error:
         f"{backend} has no ",
         "has no such kernel",
         *["side by side"] * (strategy == "column"),
-        *["does not fit"] * (strategy == "row" and long),
+        *["does not fit"] * (strategy == "row" and (long or bool(operation.kernels))),
         *["Mosaic is not interpreted"] * (not GPU),
         *["Mosaic kernels take logits as they are, of 16 and 32 bits"] * (bytes_held == 8),
     ]

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels of sparsemax are Triton kernels")
 
 import onlinesoftmax as osm
-from contract import CASES, DEVICE, DTYPES, Case, Form, forms_of, name_of, run_case
+from contract import CASES, DEVICE, DTYPES, GPU, Case, Form, forms_of, name_of, run_case
 from onlinesoftmax.core.call import Call, Settings
 from onlinesoftmax.core.operations import Operation
 from onlinesoftmax.core.options import ScoreOptions
@@ -57,6 +57,16 @@ def test_own_kernels_meet_the_contract(operation: Operation, form: Form, dtype: 
         run_case(operation, form, case, dtype, "triton/row")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="tests/kernels/test_own_cuda_kernels.py compiles and simulates it without a GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("form", forms_of(FORWARD), ids=str)
+@pytest.mark.parametrize("name", ["3 x 33", "infinities and NaN", "permuted"])
+def test_the_own_cuda_kernel_meets_the_contract(form: Form, dtype: torch.dtype, name: str) -> None:
+    with np.errstate(all="ignore"):
+        run_case(FORWARD, form, NAMED[name], dtype, "cuda/row")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_autograd_runs_the_own_gradient_beside_that_of_the_formula(dtype: torch.dtype) -> None:
     x = torch.randn(5, 37, generator=torch.Generator().manual_seed(3)).to(dtype).to(DEVICE)
@@ -88,6 +98,13 @@ def test_numpy_and_eager_run_the_formula() -> None:
         y = run_numpy(Call(FORWARD, empty, Settings(-1)))
         assert y.shape == np.shape(empty)
         assert (run(call_of(torch.tensor(empty), EAGER)).numpy() == y).all()
+
+
+@pytest.mark.parametrize(("dim", "error"), [(2, IndexError), (-3, IndexError), (1.0, TypeError)])
+def test_a_bad_dim_is_an_error_of_every_way(dim: object, error: type[Exception]) -> None:
+    for choice in (TRITON, EAGER, Choice()):
+        with pytest.raises(error):
+            run(Call(FORWARD, torch.zeros(3, 5), Settings(dim, choice=choice)))
 
 
 def test_explain_says_what_exists() -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.arguments import checked_dim
 from ..core.arrays import namespace
 from ..ops import OPERATIONS
 from ..ops.reference import evaluate
@@ -139,7 +140,7 @@ def _in_passes(z: Tensor, name: str, dim: int) -> Tensor:
 
 def _by_formula(z: Tensor, name: str, dim: int, keepdim: bool) -> Tensor:
     """The result of an operation of which PyTorch has no function, by the formula of its declaration."""
-    per_row = OPERATIONS[name].per_row
+    per_row, dim = OPERATIONS[name].per_row, checked_dim(name, dim, z.dim())
     if not z.numel() and not per_row:
         return z.clone()
     wide = z.to(torch.promote_types(z.dtype, torch.float32)).reshape(z.shape or (1,))
