@@ -38,65 +38,50 @@ def tensors() -> Tensors:
     return {name: t.to(DEVICE) for name, t in random.items()}
 
 
-def scored(name: str, **options: Any) -> Function:
-    def call(t: Tensors, backend: str | None) -> torch.Tensor:
-        given = {each: t[each] for each in ("bias", "scale", "mask")}
-        y: torch.Tensor = getattr(osm, name)(t["x"], -1, **given, **options, backend=backend)
-        return y
-
-    return call
+def some(t: Tensors, *names: str) -> Tensors:
+    return {name: t[name] for name in names}
 
 
-def plain(name: str) -> Function:
-    def call(t: Tensors, backend: str | None) -> torch.Tensor:
-        y: torch.Tensor = getattr(osm, name)(t["x"], -1, backend=backend)
-        return y
-
-    return call
-
-
-def operator(name: str) -> Function:
+def operator(name: str, t: Tensors, backend: str | None) -> torch.Tensor:
     """The custom operator, which torch.compile calls."""
-
-    def call(t: Tensors, backend: str | None) -> torch.Tensor:
-        choice = Choice(backend or (None if GPU else "triton"))
-        bare = Call(OPERATIONS[name], None, Settings(1, choice=choice), PLAIN._replace(softcap=5.0))
-        return custom_op.forward(with_tensors(bare, {name: t[name] for name in ("x", "bias", "scale", "mask")}))
-
-    return call
+    choice = Choice(backend or (None if GPU else "triton"))
+    bare = Call(OPERATIONS[name], None, Settings(1, choice=choice), PLAIN._replace(softcap=5.0))
+    return custom_op.forward(with_tensors(bare, some(t, "x", "bias", "scale", "mask")))
 
 
-def loss(reduction: str, scored: bool = False, **options: Any) -> Function:
-    def call(t: Tensors, backend: str | None) -> torch.Tensor:
-        given: dict[str, Any] = {"mask": t["mask"], "scale": t["scale"]} if scored else {}
-        y: torch.Tensor = osm.cross_entropy(
-            t["x"], t["target"], t["weight"], reduction=reduction, z_loss=0.01, **given, backend=backend, **options
-        )
-        return y
-
-    return call
+def loss(t: Tensors, **given: Any) -> torch.Tensor:
+    y: torch.Tensor = osm.cross_entropy(t["x"], t["target"], t["weight"], z_loss=0.01, **given)
+    return y
 
 
-def tokens(several: bool = False, **options: Any) -> Function:
-    def call(t: Tensors, backend: str | None) -> torch.Tensor:
-        given = {each: t[each] for each in options}
-        index = t["target"].unsqueeze(1) if several else t["target"]
-        found = osm.token_logprobs(t["x"], index, **given, backend=backend)
-        logprob = found.logprob.squeeze(1) if several else found.logprob
-        return logprob + found.entropy * found.lse
-
-    return call
+def tokens(t: Tensors, index: torch.Tensor, **given: Any) -> torch.Tensor:
+    found = osm.token_logprobs(t["x"], index, **given)
+    return found.logprob.view(3) + found.entropy * found.lse
 
 
+NAMES = ("softmax", "log_softmax", "logsumexp")
 FUNCTIONS: dict[str, Function] = {
-    **{name: plain(name) for name in ("softmax", "log_softmax", "logsumexp")},
-    **{f"{name}, scored": scored(name, softcap=5.0) for name in ("softmax", "log_softmax", "logsumexp")},
-    **{f"{name}, operator": operator(name) for name in ("softmax", "log_softmax", "logsumexp")},
-    **{f"loss, {reduction}": loss(reduction, label_smoothing=0.1) for reduction in ("none", "mean", "sum")},
-    **{f"loss, {reduction}, scored": loss(reduction, scored=True) for reduction in ("none", "mean")},
-    "tokens": tokens(),
-    "tokens, scored": tokens(scale=True, mask=True),
-    "several tokens": tokens(several=True, scale=True, mask=True),
+    **{name: lambda t, b, name=name: getattr(osm, name)(t["x"], -1, backend=b) for name in NAMES},
+    **{
+        f"{name}, scored": lambda t, b, name=name: getattr(osm, name)(
+            t["x"], -1, **some(t, "bias", "scale", "mask"), softcap=5.0, backend=b
+        )
+        for name in NAMES
+    },
+    **{f"{name}, operator": lambda t, b, name=name: operator(name, t, b) for name in NAMES},
+    **{
+        f"loss, {reduction}": lambda t, b, r=reduction: loss(t, reduction=r, label_smoothing=0.1, backend=b)
+        for reduction in ("none", "mean", "sum")
+    },
+    **{
+        f"loss, {reduction}, scored": lambda t, b, r=reduction: loss(
+            t, reduction=r, **some(t, "mask", "scale"), backend=b
+        )
+        for reduction in ("none", "mean")
+    },
+    "tokens": lambda t, b: tokens(t, t["target"], backend=b),
+    "tokens, scored": lambda t, b: tokens(t, t["target"], **some(t, "mask", "scale"), backend=b),
+    "several tokens": lambda t, b: tokens(t, t["target"][:, None], **some(t, "mask", "scale"), backend=b),
 }
 
 
